@@ -1,0 +1,47 @@
+# plait's targets. Each does one thing; CI calls the same ones. PIP_ARGS reaches pip (another index, a proxy, ...).
+PYTHON ?= python3
+PIP_ARGS ?=
+CONFIG ?=
+ARGS ?=
+BIN := .venv/bin
+
+.PHONY: setup serve test demo check bench starter clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make setup   .venv with everything in it (says first what it downloads)"
+	@echo "make serve   set up, then the server on 127.0.0.1:8000   [CONFIG=plait.yaml]"
+	@echo "make demo    set up, start, make pictures into out/demo, stop"
+	@echo "make test    set up, then the whole test suite           [ARGS='-k lora']"
+	@echo "make check   ruff, mypy strict, import-linter"
+	@echo "make bench   the side-by-side benchmarks                 [ARGS='images --quick']"
+	@echo "make starter train the starter models again (npm, hours)"
+
+.venv/.ready: pyproject.toml constraints.txt deploy/setup_env.py
+	$(PYTHON) deploy/setup_env.py --python $(PYTHON) --pip-args="$(PIP_ARGS)"
+
+setup: .venv/.ready
+
+serve: setup
+	$(BIN)/plait serve $(CONFIG)
+
+demo: setup
+	$(BIN)/plait demo --out out/demo
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+check: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: setup
+	$(BIN)/plait bench $(or $(ARGS),images)
+
+starter: setup
+	$(BIN)/python -m plait_serving.starter.train $(ARGS)
+
+clean:
+	rm -rf .venv out build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,0 +1,1 @@
+"""Manifests (Serve YAML now; KubeRay and placement later) rendered from a plait configuration."""

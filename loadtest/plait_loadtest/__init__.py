@@ -1,0 +1,1 @@
+"""The load generator. It lands with its own issue."""

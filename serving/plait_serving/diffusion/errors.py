@@ -1,0 +1,115 @@
+"""Every error the engine raises on purpose.
+
+EngineError
+├── RequestError            the caller must change the request; ``param`` names the field
+│   └── NotFound            a model, ControlNet or LoRA of that name does not exist
+├── Refused                 the request is fine, the moment is not
+│   ├── Overloaded          the queue is full; ``retry_after_s`` says when to come back
+│   └── DeadlineMissed      the deadline passed, or can not be met
+├── Cancelled               the caller went away
+├── LoraError               a LoRA file can not be used (format, shape, unmatched keys, non-finite)
+├── ModelError              a base model or ControlNet folder can not be used
+├── ControlNetUnavailable   no replica of that ControlNet answers
+├── NumericalError          a row turned NaN or infinite; batch mates are unharmed
+├── OutOfMemory             one request alone does not fit the device
+└── EngineStopped           the engine is shutting down or its compute thread died
+"""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """Base of all errors the engine raises on purpose. ``code`` is stable and machine-readable."""
+
+    code = "engine_error"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Errors cross a Ray handle; keep every attribute."""
+        return (_rebuild, (type(self), self.message, self.__dict__))
+
+
+def _rebuild(cls: type[EngineError], message: str, state: dict[str, object]) -> EngineError:
+    error = cls(message)
+    error.__dict__.update(state)
+    return error
+
+
+class RequestError(EngineError):
+    """The caller must change the request; ``param`` names the field (dotted, e.g. ``loras.0.name``)."""
+
+    code = "invalid_value"
+
+
+class NotFound(RequestError):
+    """A model, ControlNet or LoRA of that name does not exist."""
+
+    code = "not_found"
+
+
+class Refused(EngineError):
+    """The request is fine, the moment is not."""
+
+    code = "refused"
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(message, param=param)
+        self.retry_after_s = retry_after_s
+
+
+class Overloaded(Refused):
+    """The queue is full."""
+
+    code = "overloaded"
+
+
+class DeadlineMissed(Refused):
+    """The deadline passed, or can not be met any more."""
+
+    code = "deadline_missed"
+
+
+class Cancelled(EngineError):
+    """The caller went away or asked to stop."""
+
+    code = "cancelled"
+
+
+class LoraError(EngineError):
+    """A LoRA file can not be used; the message says why and lists offending keys."""
+
+    code = "invalid_lora"
+
+
+class ModelError(EngineError):
+    """A base model or ControlNet folder can not be used."""
+
+    code = "invalid_model"
+
+
+class ControlNetUnavailable(EngineError):
+    """No replica of a ControlNet answers."""
+
+    code = "controlnet_unavailable"
+
+
+class NumericalError(EngineError):
+    """A row turned NaN or infinite."""
+
+    code = "numerical_error"
+
+
+class OutOfMemory(EngineError):
+    """One request alone does not fit the device."""
+
+    code = "out_of_memory"
+
+
+class EngineStopped(EngineError):
+    """The engine is shutting down or its compute thread died."""
+
+    code = "engine_stopped"

@@ -1,0 +1,156 @@
+"""The seams of the engine. Contracts only: this module imports values, never an implementation.
+
+Shapes: a request has n rows; with classifier-free guidance (CFG) a model call sees R = 2n rows of it, the n
+unconditional ones first, as diffusers orders them; without CFG, R = n. L = 77 * prompt chunks, C = text width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from plait_serving.diffusion.errors import EngineError
+from plait_serving.diffusion.values import ImageRequest, LoraSet, RgbImage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Conditioning:
+    """What a request feeds to every step, computed once.
+
+    ``text`` is ``(2, L, C)`` with CFG (unconditional row first) or ``(1, L, C)``; ``added`` holds SDXL's
+    ``text_embeds (2|1, P)`` and ``time_ids (2|1, 6)`` or is empty. One row per branch: whoever needs n rows of each
+    branch expands (``repeat_interleave``), so a request for 8 images sends its text once.
+    """
+
+    text: torch.Tensor
+    added: Mapping[str, torch.Tensor]
+    n: int
+    uses_cfg: bool
+
+    def expand(self, value: torch.Tensor) -> torch.Tensor:
+        """``(2|1, ...)`` to ``(R, ...)``: every branch's row n times."""
+        return value if self.n == 1 else value.repeat_interleave(self.n, dim=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Residuals:
+    """What one ControlNet adds for one request in one step, already scaled: down blocks in order, then mid; R rows each."""
+
+    down: tuple[torch.Tensor, ...]
+    mid: torch.Tensor
+
+
+class ControlSession(Protocol):
+    """A request's constants at a ControlNet (embedded control image, text). Opaque to the denoiser."""
+
+    @property
+    def controlnet(self) -> str:
+        """The ControlNet's name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ControlCall:
+    """One request's question to one ControlNet in one step. ``sample (R, c, h, w)`` is already scaled by the sampler."""
+
+    session: ControlSession
+    sample: torch.Tensor
+    timestep: torch.Tensor
+    scale: float
+
+
+class PendingResiduals(Protocol):
+    """Answers under way; they were asked for before the UNet's encoder half started."""
+
+    def wait(self) -> list[Residuals | EngineError]:
+        """Blocks until every call of the batch has its answer, in call order. A call that failed is its error."""
+
+
+class ControlNetClient(Protocol):
+    """One ControlNet, wherever it runs. All methods are called from the engine's compute thread only."""
+
+    @property
+    def name(self) -> str:
+        """The ControlNet's name."""
+
+    def open(self, *, image: RgbImage, conditioning: Conditioning, width: int, height: int) -> ControlSession:
+        """Hands over what stays constant; the control image is embedded once, here. Raises `ControlNetUnavailable`."""
+
+    def start(self, calls: Sequence[ControlCall]) -> PendingResiduals:
+        """Asks for one step's residuals of several requests as one batch and returns at once (remote) or lazily (local)."""
+
+    def close(self, session: ControlSession) -> None:
+        """Forgets a session; unknown or lost sessions are ignored."""
+
+    def shutdown(self) -> None:
+        """Releases channels and threads. Idempotent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ActiveControl:
+    """A ControlNet that acts in this step. ``session`` was opened with ``client``."""
+
+    client: ControlNetClient
+    session: ControlSession
+    scale: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepCall:
+    """One request's part of a denoiser call. ``sample (n, c, h, w)`` scaled; ``timestep`` 0-dim, as the sampler gave it."""
+
+    conditioning: Conditioning
+    sample: torch.Tensor
+    timestep: torch.Tensor
+    guidance_scale: float
+    controls: tuple[ActiveControl, ...]
+
+
+class Denoiser(Protocol):
+    """A model family behind three verbs. Owns the weights; only the compute thread calls prepare and predict.
+
+    ``finish`` may be called from the decode thread while ``predict`` runs: it touches other modules only.
+    """
+
+    def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
+        """``(c, h, w)`` of one image's latents."""
+
+    def prepare(self, request: ImageRequest) -> Conditioning:
+        """Encodes prompts with the weights that are live now (text-encoder LoRAs must be in before)."""
+
+    def predict(self, calls: Sequence[StepCall]) -> list[torch.Tensor | EngineError]:
+        """One call for all: guided model output ``(n, c, h, w)`` per request, or the error that only this request has.
+
+        All calls agree in shape, CFG and text length. ControlNet questions leave before the encoder half starts and
+        are awaited right before the decoder half; several ControlNets are summed in list order.
+        Raises torch.OutOfMemoryError (or RuntimeError naming memory) if the whole batch does not fit.
+        """
+
+    def finish(self, latents: torch.Tensor) -> torch.Tensor:
+        """``(n, c, h, w)`` latents to ``float (n, 3, H, W)`` in [0, 1], decoded image by image."""
+
+
+class LoraWeights(Protocol):
+    """One LoRA file in host memory, parsed and matched to a family. Immutable."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def touches_text_encoder(self) -> bool: ...
+
+
+class LoraMerger(Protocol):
+    """Keeps the live weights equal to W0 + the current set. Compute thread only."""
+
+    @property
+    def current(self) -> LoraSet:
+        """The set whose weights are live."""
+
+    def switch(self, target: LoraSet, weights: Mapping[str, LoraWeights]) -> None:
+        """Makes ``target`` live (``()`` restores, bit for bit). On `LoraError` the previous weights stay live, bit for bit."""

@@ -1,0 +1,168 @@
+"""The words of the engine as frozen values: what a request asks for and what comes back.
+
+Shapes: H, W are pixels; h, w latents; a request has ``n`` images (rows). Images are ``uint8 (H, W, 3)`` RGB arrays.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+RgbImage: TypeAlias = npt.NDArray[np.uint8]
+"""``uint8 (H, W, 3)``, RGB."""
+
+NAME_PATTERN = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+"""What a model, ControlNet or LoRA may be called: a name, never a path or URL."""
+
+
+class Scheduler(StrEnum):
+    """Samplers a request may choose; the value is the HTTP spelling."""
+
+    DDIM = "ddim"
+    EULER = "euler"
+    EULER_A = "euler_a"
+    DPMPP_2M = "dpmpp_2m"
+    UNIPC = "unipc"
+    LCM = "lcm"
+
+
+class LoraPolicy(StrEnum):
+    """When a LoRA set begins to act: EXACT from step 0; BOUNDED_ASYNC from step k, fixed by the request."""
+
+    EXACT = "exact"
+    BOUNDED_ASYNC = "bounded_async"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraRef:
+    """One member of a LoRA set. ``scale`` multiplies alpha/rank; any finite number."""
+
+    name: str
+    scale: float = 1.0
+
+
+LoraSet: TypeAlias = tuple[LoraRef, ...]
+"""Ordered names with scales; ``()`` is the bare model. Equal tuples mean equal weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ControlRef:
+    """One ControlNet of a request. It acts in step i of N iff start <= i/N and (i+1)/N <= end (diffusers' rule)."""
+
+    name: str
+    image: RgbImage
+    scale: float = 1.0
+    start: float = 0.0
+    end: float = 1.0
+
+    def acts_in(self, step: int, steps: int) -> bool:
+        """Whether step ``step`` (0-based) of ``steps`` is inside [start, end]."""
+        return not (step / steps < self.start or (step + 1) / steps > self.end)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ImageRequest:
+    """A fully resolved request: no defaults left open. Image i uses seed ``seed + i``.
+
+    ``deadline_s`` counts from acceptance. ``lora_free_steps`` is k of BOUNDED_ASYNC (0 for EXACT): steps [0, k) run
+    without the LoRA set, all others with it, whenever the set arrived, so a seed always gives the same picture.
+    """
+
+    request_id: str
+    prompt: str
+    width: int
+    height: int
+    steps: int
+    guidance_scale: float
+    seed: int
+    scheduler: Scheduler
+    negative_prompt: str = ""
+    n: int = 1
+    loras: LoraSet = ()
+    controlnets: tuple[ControlRef, ...] = ()
+    lora_policy: LoraPolicy = LoraPolicy.EXACT
+    lora_free_steps: int = 0
+    deadline_s: float | None = None
+    partial_images: int = 0
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """The seed of each image."""
+        return tuple(self.seed + i for i in range(self.n))
+
+    @property
+    def uses_cfg(self) -> bool:
+        """Classifier-free guidance runs iff guidance_scale > 1 (diffusers' rule)."""
+        return self.guidance_scale > 1.0
+
+    def loras_at(self, step: int) -> LoraSet:
+        """The LoRA set whose weights step ``step`` needs."""
+        return () if step < self.lora_free_steps else self.loras
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timings:
+    """Where a request's time went, in seconds. ``lora_s`` is waiting for the set plus merging; the parts never overlap.
+
+    ``queue_s`` waiting for the compute thread or for other groups' steps, ``encode_s`` prompt and control image,
+    ``denoise_s`` the steps the request took part in, ``decode_s`` VAE decode and image post-processing.
+    """
+
+    queue_s: float
+    lora_s: float
+    encode_s: float
+    denoise_s: float
+    decode_s: float
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ImageResult:
+    """What a finished request returns. ``flagged[i]``: the safety checker blacked image i out."""
+
+    request_id: str
+    images: tuple[RgbImage, ...]
+    seeds: tuple[int, ...]
+    flagged: tuple[bool, ...]
+    lora_policy: LoraPolicy
+    lora_free_steps: int
+    timings: Timings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """``step`` steps of ``steps`` are done."""
+
+    step: int
+    steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Preview:
+    """A picture of the present estimate, ``index`` 0-based among the request's partial images."""
+
+    index: int
+    step: int
+    image: RgbImage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Finished:
+    """The last event of a request that worked."""
+
+    result: ImageResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Failed:
+    """The last event of a request that did not; ``error`` is an `EngineError` (or a bug's own exception)."""
+
+    error: Exception
+
+
+Event: TypeAlias = Progress | Preview | Finished | Failed
