@@ -7,6 +7,7 @@ unconditional ones first, as diffusers orders them; without CFG, R = n. L = 77 *
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,7 +38,7 @@ class Conditioning:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Residuals:
-    """What one ControlNet adds for one request in one step, already scaled: down blocks in order, then mid; R rows each."""
+    """What one ControlNet adds for one request in one step, already scaled; R rows each."""
 
     down: tuple[torch.Tensor, ...]
     mid: torch.Tensor
@@ -53,7 +54,7 @@ class ControlSession(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ControlCall:
-    """One request's question to one ControlNet in one step. ``sample (R, c, h, w)`` is already scaled by the sampler."""
+    """One request's question to one ControlNet in one step. ``sample (R, c, h, w)`` is scaled by the sampler."""
 
     session: ControlSession
     sample: torch.Tensor
@@ -79,7 +80,7 @@ class ControlNetClient(Protocol):
         """Hands over what stays constant; the control image is embedded once, here. Raises `ControlNetUnavailable`."""
 
     def start(self, calls: Sequence[ControlCall]) -> PendingResiduals:
-        """Asks for one step's residuals of several requests as one batch and returns at once (remote) or lazily (local)."""
+        """Asks for one step's residuals of several requests as one batch; returns before they are computed."""
 
     def close(self, session: ControlSession) -> None:
         """Forgets a session; unknown or lost sessions are ignored."""
@@ -99,7 +100,7 @@ class ActiveControl:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepCall:
-    """One request's part of a denoiser call. ``sample (n, c, h, w)`` scaled; ``timestep`` 0-dim, as the sampler gave it."""
+    """One request's part of a denoiser call. ``sample (n, c, h, w)`` is scaled; ``timestep`` is 0-dim."""
 
     conditioning: Conditioning
     sample: torch.Tensor
@@ -136,13 +137,16 @@ class LoraWeights(Protocol):
     """One LoRA file in host memory, parsed and matched to a family. Immutable."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name it is addressed by."""
 
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Host memory it takes."""
 
     @property
-    def touches_text_encoder(self) -> bool: ...
+    def touches_text_encoder(self) -> bool:
+        """Whether the prompt's encoding changes with it."""
 
 
 class LoraMerger(Protocol):
@@ -153,4 +157,58 @@ class LoraMerger(Protocol):
         """The set whose weights are live."""
 
     def switch(self, target: LoraSet, weights: Mapping[str, LoraWeights]) -> None:
-        """Makes ``target`` live (``()`` restores, bit for bit). On `LoraError` the previous weights stay live, bit for bit."""
+        """Makes ``target`` live (``()`` restores, bit for bit). On `LoraError` the previous weights stay live."""
+
+
+class LoraLease(Protocol):
+    """A LoRA set held in host memory; nothing in it is evicted before ``release``."""
+
+    @property
+    def weights(self) -> Mapping[str, LoraWeights]:
+        """Parsed files by name."""
+
+    def release(self) -> None:
+        """Lets go. Idempotent."""
+
+
+class LoraProvider(Protocol):
+    """Where LoRA sets come from. All methods are thread-safe."""
+
+    def acquire(self, names: Sequence[str]) -> Future[LoraLease]:
+        """Starts loading now, on other threads. The future fails with `NotFound` or `LoraError`; cancelling lets go."""
+
+    def __contains__(self, name: object) -> bool:
+        """Whether a LoRA of that name exists now (new files are seen without a restart)."""
+
+    def reconfigure(self, *, host_bytes: int) -> None:
+        """Sets the host memory budget, in bytes."""
+
+    def close(self) -> None:
+        """Stops the loader threads. Idempotent."""
+
+
+class SafetyChecker(Protocol):
+    """Blacks out pictures that must not be shown."""
+
+    def check(self, images: torch.Tensor) -> tuple[torch.Tensor, tuple[bool, ...]]:
+        """``float (n, 3, H, W)`` in [0, 1] to the same with flagged images black, and the flags."""
+
+
+class RequestSampler(Protocol):
+    """One request part's sampler state: one scheduler object, one CPU generator per image."""
+
+    @property
+    def timesteps(self) -> torch.Tensor:
+        """``(N,)``; entry i is the 0-dim timestep that step i feeds to the model. N is the steps that really run."""
+
+    def init_latents(self) -> torch.Tensor:
+        """``(n, c, h, w)`` starting noise, scaled by the scheduler's initial sigma. Call once."""
+
+    def scale_input(self, latents: torch.Tensor, step: int) -> torch.Tensor:
+        """What the model sees of ``latents`` in step ``step``."""
+
+    def step(self, output: torch.Tensor, step: int, latents: torch.Tensor) -> torch.Tensor:
+        """Latents after step ``step``, given the guided model output."""
+
+    def predicted_original(self, output: torch.Tensor, step: int, latents: torch.Tensor) -> torch.Tensor:
+        """The x0 estimate at step ``step``, for previews; to be called before `step`."""

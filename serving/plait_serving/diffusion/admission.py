@@ -1,0 +1,84 @@
+"""What may enter the engine. Pure checks; each raises an error that names the field."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container
+from dataclasses import dataclass
+
+from plait_serving.diffusion.errors import NotFound, RequestError
+from plait_serving.diffusion.values import NAME_PATTERN, ImageRequest, LoraPolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLimits:
+    """Bounds of one engine. ``size_multiple`` pixels: the VAE's factor times what the family's UNet needs."""
+
+    size_multiple: int = 8
+    smallest_side: int = 8
+    largest_pixels: int = 2048 * 2048
+    largest_n: int = 10
+    largest_steps: int = 1000
+    largest_guidance: float = 100.0
+    largest_lora_scale: float = 100.0
+    most_loras: int = 16
+    most_controlnets: int = 8
+
+
+def check_request(
+    request: ImageRequest, limits: RequestLimits, *, loras: Container[str], controlnets: Container[str]
+) -> None:
+    """Raises `RequestError` or `NotFound` naming the field; returns silently if the request can run."""
+    _check_numbers(request, limits)
+    _check_policy(request)
+    if len(request.loras) > limits.most_loras:
+        raise RequestError(f"at most {limits.most_loras} LoRAs", param="loras")
+    for i, lora in enumerate(request.loras):
+        _check_name(lora.name, f"loras.{i}.name", "LoRA", loras)
+        if not math.isfinite(lora.scale) or abs(lora.scale) > limits.largest_lora_scale:
+            raise RequestError("scale must be a finite number", param=f"loras.{i}.scale")
+    if len({lora.name for lora in request.loras}) < len(request.loras):
+        raise RequestError("a LoRA may appear only once in a set", param="loras")
+    if len(request.controlnets) > limits.most_controlnets:
+        raise RequestError(f"at most {limits.most_controlnets} ControlNets", param="controlnets")
+    for i, control in enumerate(request.controlnets):
+        _check_name(control.name, f"controlnets.{i}.name", "ControlNet", controlnets)
+        if not math.isfinite(control.scale):
+            raise RequestError("scale must be a finite number", param=f"controlnets.{i}.scale")
+        if not 0.0 <= control.start < control.end <= 1.0:
+            raise RequestError("need 0 <= start < end <= 1", param=f"controlnets.{i}.start")
+
+
+def _check_name(name: str, param: str, kind: str, known: Container[str]) -> None:
+    if not NAME_PATTERN.match(name):
+        raise RequestError(f"{name!r} is not a valid {kind} name", param=param)
+    if name not in known:
+        raise NotFound(f"there is no {kind} named {name!r}", param=param)
+
+
+def _check_numbers(request: ImageRequest, limits: RequestLimits) -> None:
+    for param, side in (("width", request.width), ("height", request.height)):
+        if side < limits.smallest_side or side % limits.size_multiple:
+            raise RequestError(f"{param} must be a multiple of {limits.size_multiple} pixels, not {side}", param="size")
+    if request.width * request.height > limits.largest_pixels:
+        raise RequestError(f"size may have at most {limits.largest_pixels} pixels", param="size")
+    if not 1 <= request.n <= limits.largest_n:
+        raise RequestError(f"n must be 1..{limits.largest_n}", param="n")
+    if not 1 <= request.steps <= limits.largest_steps:
+        raise RequestError(f"num_inference_steps must be 1..{limits.largest_steps}", param="num_inference_steps")
+    if not math.isfinite(request.guidance_scale) or not 0 <= request.guidance_scale <= limits.largest_guidance:
+        raise RequestError(f"guidance_scale must be 0..{limits.largest_guidance}", param="guidance_scale")
+    if request.seed < 0 or request.seed + request.n > 2**63:
+        raise RequestError("seed must be 0..2**63-n", param="seed")
+    if request.deadline_s is not None and not request.deadline_s > 0:
+        raise RequestError("deadline_ms must be positive", param="deadline_ms")
+    if not 0 <= request.partial_images <= 3:
+        raise RequestError("partial_images must be 0..3", param="partial_images")
+
+
+def _check_policy(request: ImageRequest) -> None:
+    k = request.lora_free_steps
+    if request.lora_policy is LoraPolicy.EXACT and k != 0:
+        raise RequestError("lora_free_steps needs lora_policy bounded_async", param="lora_free_steps")
+    if not 0 <= k < request.steps:
+        raise RequestError("lora_free_steps must be smaller than num_inference_steps", param="lora_free_steps")

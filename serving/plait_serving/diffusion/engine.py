@@ -1,0 +1,184 @@
+"""The engine's face: submit, cancel, reconfigure, stop.
+
+One compute thread runs one step of one group at a time (`loop`), so a request joins, is cancelled, times out or gives
+a preview at any step boundary. One decode thread turns latents into pictures; the LoRA provider loads on its own
+threads; the desk is all they share. Events reach a request's sink from engine threads, in order.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from plait_serving.diffusion.admission import RequestLimits, check_request
+from plait_serving.diffusion.costs import StepCosts
+from plait_serving.diffusion.decoding import Decoder
+from plait_serving.diffusion.desk import Desk, EngineStatistics
+from plait_serving.diffusion.errors import DeadlineMissed
+from plait_serving.diffusion.knobs import Knobs
+from plait_serving.diffusion.loop import SURELY_LATE, ComputeLoop
+from plait_serving.diffusion.policy import GroupKey
+from plait_serving.diffusion.protocols import ControlNetClient, LoraProvider
+from plait_serving.diffusion.stepper import Stepper
+from plait_serving.diffusion.units import Job, Spent
+from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest, ImageResult, LoraSet
+
+
+class Ticket:
+    """A caller's hold on an accepted request."""
+
+    def __init__(self, job: Job, wake: Callable[[], None]) -> None:
+        self._job = job
+        self._wake = wake
+
+    @property
+    def request_id(self) -> str:
+        """The request's id."""
+        return self._job.request.request_id
+
+    def cancel(self) -> None:
+        """Gives the request up at the next step boundary; its sink then gets `Failed(Cancelled)`. Idempotent."""
+        self._job.cancelled = True
+        self._wake()
+
+
+class Engine:
+    """See the module docstring. `assemble.build_engine` makes the parts; `start` comes before `submit`."""
+
+    def __init__(
+        self,
+        *,
+        stepper: Stepper,
+        decoder: Decoder,
+        loras: LoraProvider,
+        controlnets: Mapping[str, ControlNetClient],
+        switch_cost_s: Callable[[LoraSet], float],
+        limits: RequestLimits,
+        knobs: Knobs,
+        clock: Callable[[], float],
+    ) -> None:
+        self._loras = loras
+        self._controlnets = controlnets
+        self._limits = limits
+        self._knobs = knobs
+        self._clock = clock
+        self._desk = Desk(clock)
+        self._costs = StepCosts()
+        # VAE and text encoder share the cores with the compute thread: one thread each keeps them out of its way.
+        self._decode_threads = ThreadPoolExecutor(1, "plait-decode", initializer=torch.set_num_threads, initargs=(1,))
+        loop = ComputeLoop(
+            desk=self._desk,
+            stepper=stepper,
+            decoder=decoder,
+            decode_threads=self._decode_threads,
+            costs=self._costs,
+            switch_cost_s=switch_cost_s,
+            knobs=lambda: self._knobs,
+            set_threads=lambda threads: torch.set_num_threads(threads or len(os.sched_getaffinity(0))),
+            clock=clock,
+        )
+        self._compute = threading.Thread(target=loop.run, name="plait-compute", daemon=True)
+
+    def start(self) -> None:
+        """Starts the compute thread. Call once."""
+        self._compute.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the compute thread runs and takes requests."""
+        return self._compute.is_alive() and self._desk.takes_requests
+
+    @property
+    def limits(self) -> RequestLimits:
+        """What requests may ask for."""
+        return self._limits
+
+    @property
+    def knobs(self) -> Knobs:
+        """The knobs in force."""
+        return self._knobs
+
+    def submit(self, request: ImageRequest, sink: Callable[[Event], None]) -> Ticket:
+        """Accepts a request and starts loading its LoRA set.
+
+        ``sink`` gets the events from engine threads, `Finished` or `Failed` last; it must not block.
+        Raises `RequestError`, `NotFound`, `Overloaded`, `DeadlineMissed` or `EngineStopped`; then nothing was started.
+        """
+        check_request(request, self._limits, loras=self._loras, controlnets=self._controlnets)
+        step_s = self._step_s(request)
+        if request.deadline_s is not None and SURELY_LATE * request.steps * step_s > request.deadline_s:
+            self._desk.count(rejected=1)
+            raise DeadlineMissed(
+                f"{request.steps} steps take about {request.steps * step_s:.2f} s", param="deadline_ms"
+            )
+        now_s = self._clock()
+        lease = self._loras.acquire([lora.name for lora in request.loras]) if request.loras else None
+        job = Job(
+            request=request,
+            sink=sink,
+            spent=Spent(accepted_at_s=now_s),
+            loras=lease,
+            deadline_at_s=None if request.deadline_s is None else now_s + request.deadline_s,
+        )
+        try:
+            retry_after_s = max(1.0, request.steps * step_s)
+            self._desk.admit(job, queue_limit=self._knobs.queue_limit, retry_after_s=retry_after_s)
+        except BaseException:
+            job.release_loras()
+            raise
+        if lease is not None:
+            lease.add_done_callback(lambda _: self._loaded(job))
+        return Ticket(job, self._desk.wake)
+
+    def generate(self, request: ImageRequest, *, timeout_s: float | None = None) -> ImageResult:
+        """Submits and waits; raises the request's error, or TimeoutError. For scripts; servers use `submit`."""
+        done: Future[ImageResult] = Future()
+
+        def sink(event: Event) -> None:
+            if isinstance(event, Finished):
+                done.set_result(event.result)
+            elif isinstance(event, Failed):
+                done.set_exception(event.error)
+
+        ticket = self.submit(request, sink)
+        try:
+            return done.result(timeout_s)
+        except BaseException:
+            ticket.cancel()
+            raise
+
+    def reconfigure(self, knobs: Knobs) -> None:
+        """Applies new knobs at the next step boundary; running requests go on."""
+        self._loras.reconfigure(host_bytes=knobs.host_lora_bytes)
+        self._knobs = knobs
+        self._desk.wake()
+
+    def statistics(self) -> EngineStatistics:
+        """A snapshot."""
+        return self._desk.statistics()
+
+    def stop(self, *, drain_s: float) -> None:
+        """Refuses new requests, gives the accepted ones ``drain_s`` seconds, fails the rest. Idempotent."""
+        self._desk.close_to_new()
+        if self._compute.is_alive():
+            self._desk.wait_until_empty(drain_s)
+        self._desk.shut_down()
+        if self._compute.is_alive():
+            self._compute.join()
+        self._decode_threads.shutdown()
+        for client in self._controlnets.values():
+            client.shutdown()
+        self._loras.close()
+
+    def _step_s(self, request: ImageRequest) -> float:
+        """Expected seconds of one of its steps; 0 before anything like it was measured."""
+        key = GroupKey(request.width, request.height, request.uses_cfg, request.loras)
+        return self._costs.step_s(key, request.n) if self._costs.knows(key) else 0.0
+
+    def _loaded(self, job: Job) -> None:
+        job.spent.loaded_at_s = self._clock()
+        self._desk.wake()

@@ -1,0 +1,33 @@
+"""What a tuner or an operator may change on a running engine, without a restart."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Placement(StrEnum):
+    """Where ControlNets run: AUTO chooses by measured step and transfer times and logs why."""
+
+    AUTO = "auto"
+    LOCAL = "local"
+    REMOTE = "remote"
+
+
+class Knobs(BaseModel):
+    """The engine's tunables; carried in Serve's ``user_config``, so a change is a reconfigure and no restart."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    largest_batch: int = Field(default=16, ge=1, le=256, description="images in one denoiser call")
+    batch_wait_ms: float = Field(
+        default=0.0, ge=0, le=10_000, description="how long a first step waits for batch mates"
+    )
+    threads: int = Field(default=0, ge=0, le=1024, description="CPU threads of the compute thread; 0: all cores")
+    controlnet_placement: Placement = Field(default=Placement.AUTO, description="where ControlNets run")
+    host_lora_bytes: int = Field(default=2 << 30, ge=0, description="host memory for parsed LoRA files")
+    queue_limit: int = Field(default=256, ge=1, description="accepted and unfinished requests before Overloaded")
+    overtake_limit: int = Field(
+        default=64, ge=0, description="steps by later requests that one request may see go first"
+    )

@@ -1,0 +1,236 @@
+"""The compute thread's loop: take in, drop what is lost, choose a group, run one step of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from plait_serving.diffusion.costs import StepCosts
+from plait_serving.diffusion.decoding import Decoder
+from plait_serving.diffusion.desk import Desk, result_of
+from plait_serving.diffusion.errors import Cancelled, DeadlineMissed, EngineError, EngineStopped
+from plait_serving.diffusion.knobs import Knobs
+from plait_serving.diffusion.policy import Costs, Limits, choose, overtaken_by
+from plait_serving.diffusion.stepper import Outcome, Stepper
+from plait_serving.diffusion.units import Job, Phase, Unit, cut_into_units
+from plait_serving.diffusion.values import Failed, Finished, LoraSet, Preview, Progress
+
+_log = logging.getLogger(__name__)
+
+# A job is given up before its deadline only if even this share of the expected time would be too late: the
+# estimate is an average of a noisy quantity.
+SURELY_LATE = 0.8
+# How often deadlines and cancellations are looked at while nothing can run.
+_IDLE_POLL_S = 0.05
+
+
+class ComputeLoop:
+    """Owns the jobs between admission and decoding. `run` is the compute thread's body."""
+
+    def __init__(
+        self,
+        *,
+        desk: Desk,
+        stepper: Stepper,
+        decoder: Decoder,
+        decode_threads: ThreadPoolExecutor,
+        costs: StepCosts,
+        switch_cost_s: Callable[[LoraSet], float],
+        knobs: Callable[[], Knobs],
+        set_threads: Callable[[int], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._desk = desk
+        self._stepper = stepper
+        self._decoder = decoder
+        self._decode_threads = decode_threads
+        self._costs = costs
+        self._switch_cost_s = switch_cost_s
+        self._knobs = knobs
+        self._set_threads = set_threads
+        self._clock = clock
+        self._jobs: list[Job] = []
+        self._next_order = 0
+
+    def run(self) -> None:
+        """Runs until the desk shuts; whatever is left then fails with `EngineStopped`."""
+        threads = None
+        try:
+            with torch.inference_mode():
+                while not self._desk.shut:
+                    knobs = self._knobs()
+                    if knobs.threads != threads:
+                        threads = knobs.threads
+                        self._set_threads(threads)
+                    self._turn(knobs)
+        except BaseException:
+            _log.exception("the compute thread died")
+            raise
+        finally:
+            self._desk.shut_down()
+            self._take_in(self._knobs())
+            for job in list(self._jobs):
+                self._fail(job, EngineStopped("the engine stopped before the request was finished"))
+
+    def _turn(self, knobs: Knobs) -> None:
+        """One step of one group, or a nap."""
+        self._take_in(knobs)
+        self._drop_lost()
+        batch = self._choose(knobs)
+        if batch:
+            self._run_batch(batch)
+        else:
+            wait_s = min(_IDLE_POLL_S, knobs.batch_wait_ms / 1000 or _IDLE_POLL_S)
+            self._desk.wait_for_news(wait_s if self._jobs else None)
+
+    def _take_in(self, knobs: Knobs) -> None:
+        for job in self._desk.take_in():
+            job.units = cut_into_units(job, knobs.largest_batch, self._next_order)
+            self._next_order += len(job.units)
+            self._jobs.append(job)
+
+    def _drop_lost(self) -> None:
+        """Ends the jobs that were cancelled, ran out of time, or whose LoRA set could not be loaded."""
+        now_s = self._clock()
+        for job in list(self._jobs):
+            load_error = job.load_error
+            if job.cancelled:
+                self._fail(job, Cancelled("the request was cancelled"))
+            elif load_error is not None:
+                self._fail(job, load_error)
+            elif job.deadline_at_s is not None and now_s + self._least_left_s(job) > job.deadline_at_s:
+                done = f"{job.steps_done} of {job.request.steps} steps were done"
+                self._fail(job, DeadlineMissed(f"the deadline can not be met; {done}", param="deadline_ms"))
+
+    def _choose(self, knobs: Knobs) -> list[Unit]:
+        ready = [unit for job in self._jobs for unit in job.units if unit.step < unit.steps and unit.ready]
+        if self._should_wait_for_mates(ready, knobs):
+            return []
+        units = {unit.order: unit for unit in ready}
+        candidates = [unit.candidate() for unit in ready]
+        costs = Costs(
+            step_s=self._costs.step_s,
+            switch_s=lambda target: 0.0 if target == self._stepper.live_loras else self._switch_cost_s(target),
+        )
+        limits = Limits(largest_batch=knobs.largest_batch, overtake_limit=knobs.overtake_limit)
+        batch = choose(candidates, costs=costs, limits=limits, now_s=self._clock())
+        for order in overtaken_by(batch, candidates):
+            units[order].overtaken += 1
+        return [units[candidate.order] for candidate in batch]
+
+    def _should_wait_for_mates(self, units: list[Unit], knobs: Knobs) -> bool:
+        """The batch-wait knob: nothing runs yet, the batch is not full, and the oldest has not waited long enough."""
+        if not units or knobs.batch_wait_ms == 0 or any(unit.step for unit in units):
+            return False
+        oldest_s = min(unit.job.spent.accepted_at_s for unit in units)
+        full = sum(unit.rows for unit in units) >= knobs.largest_batch
+        return not full and self._clock() - oldest_s < knobs.batch_wait_ms / 1000
+
+    def _run_batch(self, batch: list[Unit]) -> None:
+        try:
+            switched = self._stepper.make_live(batch[0].loras, batch)
+            prepared = [unit for unit in batch if self._prepare(unit)]
+            if not prepared:
+                return
+            started_s = self._clock()
+            outcomes = self._stepper.step(prepared, _wants_preview)
+            seconds = self._clock() - started_s
+        except Exception as error:
+            for job in {unit.job for unit in batch}:
+                self._fail(job, error)
+            return
+        rows = sum(unit.rows for unit in prepared)
+        self._costs.record(prepared[0].candidate().key, rows, seconds)
+        self._desk.count(steps=1, rows=rows, lora_switches=int(switched))
+        for job in {unit.job for unit in prepared}:
+            job.spent.denoise_s += seconds
+        for unit, outcome in zip(prepared, outcomes, strict=True):
+            self._settle(unit, outcome)
+        self._desk.set_stepping(sum(1 for job in self._jobs if any(unit.step for unit in job.units)))
+
+    def _prepare(self, unit: Unit) -> bool:
+        """Whether the unit can take part; if preparing fails, its job alone fails."""
+        if unit.job.phase is not Phase.ACTIVE:
+            return False
+        try:
+            self._stepper.prepare(unit)
+        except Exception as error:
+            self._fail(unit.job, error)
+            return False
+        return True
+
+    def _settle(self, unit: Unit, outcome: Outcome) -> None:
+        job = unit.job
+        if job.phase is not Phase.ACTIVE:
+            return
+        if isinstance(outcome, EngineError):
+            self._fail(job, outcome)
+            return
+        self._desk.send(job, Progress(step=job.steps_done, steps=unit.steps))
+        if outcome is not None:
+            self._decode_threads.submit(self._preview, job, outcome[:1].clone(), job.previews_sent, unit.step)
+            job.previews_sent += 1
+        if all(part.step == part.steps for part in job.units):
+            self._finish(job)
+
+    def _finish(self, job: Job) -> None:
+        self._let_go(job)
+        job.advance(Phase.DECODING)
+        latents = torch.cat([unit.latents for unit in job.units if unit.latents is not None])
+        self._decode_threads.submit(self._decode, job, latents)
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        """Ends a job; its batch mates are not touched. An error that is no `EngineError` is a bug and logged as one."""
+        if job.phase is not Phase.ACTIVE:
+            return
+        if not isinstance(error, EngineError):
+            _log.error("request %s failed", job.request.request_id, exc_info=error)
+        self._let_go(job)
+        self._desk.close(job, Failed(error=error))
+
+    def _let_go(self, job: Job) -> None:
+        for unit in job.units:
+            self._stepper.close_controls(unit)
+        job.release_loras()
+        self._jobs.remove(job)
+
+    def _least_left_s(self, job: Job) -> float:
+        """The least time that a job's remaining steps can take; 0 before anything like it was measured."""
+        unit = min(job.units, key=lambda unit: unit.step)
+        key = unit.candidate().key
+        if not self._costs.knows(key):
+            return 0.0
+        return SURELY_LATE * (unit.steps - unit.step) * self._costs.step_s(key, unit.rows)
+
+    # The two below run on the decode thread.
+
+    def _decode(self, job: Job, latents: torch.Tensor) -> None:
+        started_s = self._clock()
+        try:
+            if job.cancelled:
+                raise Cancelled("the request was cancelled")
+            images, flagged = self._decoder.decode(latents)
+        except Exception as error:
+            if not isinstance(error, EngineError):
+                _log.exception("request %s: decoding failed", job.request.request_id)
+            self._desk.close(job, Failed(error=error))
+            return
+        now_s = self._clock()
+        result = result_of(job, images, flagged, decode_s=now_s - started_s, now_s=now_s)
+        self._desk.close(job, Finished(result=result))
+
+    def _preview(self, job: Job, latents: torch.Tensor, index: int, step: int) -> None:
+        if job.phase is not Phase.FAILED and not job.cancelled:
+            images, _ = self._decoder.decode(latents)
+            self._desk.send(job, Preview(index=index, step=step, image=images[0]))
+
+
+def _wants_preview(unit: Unit) -> bool:
+    """Partial images are spread evenly over the steps; they show a request's first image."""
+    wanted = unit.job.request.partial_images
+    if not wanted or unit.first_image:
+        return False
+    return unit.step + 1 in {round((i + 1) * unit.steps / (wanted + 1)) for i in range(wanted)}

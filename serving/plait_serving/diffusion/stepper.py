@@ -1,0 +1,187 @@
+"""One step of one batch: live weights, prepared units, one denoiser call, sampler steps. Compute thread only.
+
+Everything that can go wrong for one unit is returned for that unit; the others of the batch go on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from plait_serving.diffusion.errors import EngineError, NumericalError, OutOfMemory
+from plait_serving.diffusion.protocols import (
+    ActiveControl,
+    ControlNetClient,
+    Denoiser,
+    LoraMerger,
+    LoraWeights,
+    RequestSampler,
+    StepCall,
+)
+from plait_serving.diffusion.units import Unit
+from plait_serving.diffusion.values import ImageRequest, LoraSet
+
+_log = logging.getLogger(__name__)
+
+SamplerFactory = Callable[[ImageRequest, Sequence[int], tuple[int, int, int]], RequestSampler]
+"""``(request, seeds of the unit's images, latent shape) -> sampler``."""
+
+Outcome = EngineError | torch.Tensor | None
+"""Of one unit's step: its error, or the x0 estimate if a preview was asked for, or None."""
+
+
+class Stepper:
+    """Runs steps on one denoiser. ``controlnets`` may gain and lose entries between steps."""
+
+    def __init__(
+        self,
+        *,
+        denoiser: Denoiser,
+        merger: LoraMerger,
+        sampler_factory: SamplerFactory,
+        controlnets: Mapping[str, ControlNetClient],
+        clock: Callable[[], float],
+    ) -> None:
+        self._denoiser = denoiser
+        self._merger = merger
+        self._sampler_factory = sampler_factory
+        self._controlnets = controlnets
+        self._clock = clock
+
+    @property
+    def live_loras(self) -> LoraSet:
+        """The set whose weights are live."""
+        return self._merger.current
+
+    def make_live(self, target: LoraSet, units: Sequence[Unit]) -> bool:
+        """Whether it switched weights; the time is billed to ``units``. Raises `LoraError`; old weights then stay."""
+        if target == self._merger.current:
+            return False
+        started_s = self._clock()
+        weights: Mapping[str, LoraWeights] = {}
+        lease = units[0].job.lease
+        if target and lease is not None:
+            weights = lease.weights
+        self._merger.switch(target, weights)
+        for unit in units:
+            unit.job.spent.merge_s += self._clock() - started_s
+        return True
+
+    def prepare(self, unit: Unit) -> None:
+        """Encodes the prompt, draws the noise and opens ControlNet sessions if that was not done with these weights.
+
+        A bounded-asynchronous set that touches the text encoder gives the prompt a second encoding at step k: which
+        text a step sees depends on k alone, never on when the file arrived.
+        """
+        started_s = self._clock()
+        request = unit.job.request
+        if unit.sampler is None:
+            seeds = request.seeds[unit.first_image : unit.first_image + unit.rows]
+            shape = self._denoiser.latent_shape(request.width, request.height)
+            unit.sampler = self._sampler_factory(request, seeds, shape)
+            unit.latents = unit.sampler.init_latents()
+        if unit.conditioning is None or self._text_changed(unit):
+            self.close_controls(unit)
+            unit.conditioning = replace(self._denoiser.prepare(request), n=unit.rows)
+            unit.encoded_with = unit.loras
+            self._open_controls(unit)
+        unit.job.spent.encode_s += self._clock() - started_s
+
+    def step(self, units: Sequence[Unit], wants_preview: Callable[[Unit], bool]) -> list[Outcome]:
+        """Advances every unit by one step; outcomes in unit order. Units must be prepared and share a group."""
+        outcomes: list[Outcome] = [None] * len(units)
+        for indices in _by_text_length(units):
+            outputs = self._predict([_call(units[i]) for i in indices])
+            for i, output in zip(indices, outputs, strict=True):
+                outcomes[i] = output if isinstance(output, EngineError) else _advance(units[i], output, wants_preview)
+        return outcomes
+
+    def close_controls(self, unit: Unit) -> None:
+        """Ends a unit's ControlNet sessions."""
+        for control in unit.controls:
+            control.client.close(control.session)
+        unit.controls = ()
+
+    def _text_changed(self, unit: Unit) -> bool:
+        if unit.encoded_with == unit.loras:
+            return False
+        lease = unit.job.lease
+        return lease is not None and any(weights.touches_text_encoder for weights in lease.weights.values())
+
+    def _open_controls(self, unit: Unit) -> None:
+        request = unit.job.request
+        assert unit.conditioning is not None
+        opened: list[ActiveControl] = []
+        try:
+            for control in request.controlnets:
+                client = self._controlnets[control.name]
+                session = client.open(
+                    image=control.image, conditioning=unit.conditioning, width=request.width, height=request.height
+                )
+                opened.append(ActiveControl(client=client, session=session, scale=control.scale))
+        finally:
+            unit.controls = tuple(opened)
+
+    def _predict(self, calls: list[StepCall]) -> list[torch.Tensor | EngineError]:
+        """One denoiser call; if the device runs out of memory, two of half the size, and so on."""
+        try:
+            return self._denoiser.predict(calls)
+        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if len(calls) == 1:
+            return [OutOfMemory(f"{calls[0].conditioning.n} image(s) of this size do not fit the device")]
+        _log.warning("a denoiser call of %d requests ran out of memory; halving it", len(calls))
+        half = len(calls) // 2
+        return self._predict(calls[:half]) + self._predict(calls[half:])
+
+
+def _call(unit: Unit) -> StepCall:
+    assert unit.sampler is not None
+    assert unit.latents is not None
+    assert unit.conditioning is not None
+    request = unit.job.request
+    active = tuple(
+        control
+        for control, ref in zip(unit.controls, request.controlnets, strict=True)
+        if ref.acts_in(unit.step, unit.steps)
+    )
+    return StepCall(
+        conditioning=unit.conditioning,
+        sample=unit.sampler.scale_input(unit.latents, unit.step),
+        timestep=unit.sampler.timesteps[unit.step],
+        guidance_scale=request.guidance_scale,
+        controls=active,
+    )
+
+
+def _advance(unit: Unit, output: torch.Tensor, wants_preview: Callable[[Unit], bool]) -> Outcome:
+    assert unit.sampler is not None
+    assert unit.latents is not None
+    preview = unit.sampler.predicted_original(output, unit.step, unit.latents) if wants_preview(unit) else None
+    latents = unit.sampler.step(output, unit.step, unit.latents)
+    if not torch.isfinite(latents).all():
+        return NumericalError(f"the picture turned NaN or infinite at step {unit.step + 1} of {unit.steps}")
+    unit.latents = latents
+    unit.step += 1
+    return preview
+
+
+def _by_text_length(units: Sequence[Unit]) -> list[list[int]]:
+    """Indices of units whose prompts have equally many chunks; nearly always one list."""
+    lengths: dict[int, list[int]] = defaultdict(list)
+    for i, unit in enumerate(units):
+        assert unit.conditioning is not None
+        lengths[unit.conditioning.text.shape[1]].append(i)
+    return list(lengths.values())
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """torch raises a plain RuntimeError for host memory; its text is the only sign."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

@@ -1,0 +1,156 @@
+"""The running state of requests: what the compute thread mutates, and the table of what may follow what.
+
+A request is cut into units of at most ``largest_batch`` images; the unit is what is scheduled. Usually there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import torch
+
+from plait_serving.diffusion.errors import EngineStopped
+from plait_serving.diffusion.policy import Candidate, GroupKey
+from plait_serving.diffusion.protocols import ActiveControl, Conditioning, LoraLease, RequestSampler
+from plait_serving.diffusion.values import Event, ImageRequest, LoraSet
+
+
+class Phase(Enum):
+    """Where a request stands."""
+
+    ACTIVE = auto()
+    DECODING = auto()
+    DONE = auto()
+    FAILED = auto()
+
+
+NEXT: dict[Phase, frozenset[Phase]] = {
+    Phase.ACTIVE: frozenset({Phase.DECODING, Phase.FAILED}),
+    Phase.DECODING: frozenset({Phase.DONE, Phase.FAILED}),
+    Phase.DONE: frozenset(),
+    Phase.FAILED: frozenset(),
+}
+"""Which phase may follow which; `Job.advance` refuses everything else."""
+
+
+@dataclass(slots=True, eq=False)
+class Spent:
+    """Seconds by kind, for `Timings`. ``loaded_at_s``: when the LoRA set arrived."""
+
+    accepted_at_s: float
+    loaded_at_s: float | None = None
+    merge_s: float = 0.0
+    encode_s: float = 0.0
+    denoise_s: float = 0.0
+    decode_started_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One accepted request."""
+
+    request: ImageRequest
+    sink: Callable[[Event], None]
+    spent: Spent
+    loras: Future[LoraLease] | None
+    deadline_at_s: float | None
+    phase: Phase = Phase.ACTIVE
+    cancelled: bool = False
+    units: list[Unit] = field(default_factory=list)
+    previews_sent: int = 0
+
+    def advance(self, phase: Phase) -> None:
+        """Moves on; raises ValueError and changes nothing if the table does not allow it."""
+        if phase not in NEXT[self.phase]:
+            raise ValueError(f"{self.request.request_id}: {self.phase.name} can not become {phase.name}")
+        self.phase = phase
+
+    @property
+    def steps_done(self) -> int:
+        """Steps that every unit has behind it."""
+        return min(unit.step for unit in self.units)
+
+    @property
+    def load_error(self) -> Exception | None:
+        """Why the LoRA set will never come; None if there is none, or it may still come, or it is there."""
+        if self.loras is None or not self.loras.done():
+            return None
+        if self.loras.cancelled():
+            return EngineStopped("loading the LoRA set was cancelled")
+        error = self.loras.exception()
+        return error if error is None or isinstance(error, Exception) else EngineStopped(repr(error))
+
+    def release_loras(self) -> None:
+        """Stops waiting for the LoRA set, or lets go of it. Idempotent."""
+        if self.loras is not None and not self.loras.cancel():
+            self.loras.add_done_callback(_release)
+
+    @property
+    def lease(self) -> LoraLease | None:
+        """The loaded LoRA set, or None if there is none, or not yet, or it failed."""
+        if self.loras is None or not self.loras.done() or self.load_error is not None:
+            return None
+        return self.loras.result()
+
+
+@dataclass(slots=True, eq=False)
+class Unit:
+    """Some images of a request that are denoised together. ``sampler`` and the rest are None until its first step."""
+
+    job: Job
+    order: int
+    first_image: int
+    rows: int
+    step: int = 0
+    overtaken: int = 0
+    sampler: RequestSampler | None = None
+    latents: torch.Tensor | None = None
+    conditioning: Conditioning | None = None
+    encoded_with: LoraSet = ()
+    controls: tuple[ActiveControl, ...] = ()
+
+    @property
+    def steps(self) -> int:
+        """Steps this unit runs in all (a sampler may need fewer or more than were asked for)."""
+        return self.job.request.steps if self.sampler is None else len(self.sampler.timesteps)
+
+    @property
+    def loras(self) -> LoraSet:
+        """The set whose weights the next step needs."""
+        return self.job.request.loras_at(self.step)
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next step could run now: its LoRA set is in host memory."""
+        return not self.loras or self.job.lease is not None
+
+    def candidate(self) -> Candidate:
+        """This unit as the policy sees it."""
+        request = self.job.request
+        key = GroupKey(request.width, request.height, request.uses_cfg, self.loras)
+        return Candidate(
+            order=self.order,
+            key=key,
+            rows=self.rows,
+            steps_left=self.steps - self.step,
+            overtaken=self.overtaken,
+            deadline_s=self.job.deadline_at_s,
+        )
+
+
+def _release(loras: Future[LoraLease]) -> None:
+    if not loras.cancelled() and loras.exception() is None:
+        loras.result().release()
+
+
+def cut_into_units(job: Job, largest_batch: int, first_order: int) -> list[Unit]:
+    """Units of at most ``largest_batch`` images, orders counted up from ``first_order``."""
+    n = job.request.n
+    starts = range(0, n, largest_batch)
+    return [
+        Unit(job=job, order=first_order + i, first_image=start, rows=min(largest_batch, n - start))
+        for i, start in enumerate(starts)
+    ]
