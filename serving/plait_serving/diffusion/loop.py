@@ -67,8 +67,8 @@ class ComputeLoop:
                         self._set_threads(threads)
                     self._turn(knobs)
         except BaseException:
+            # Nobody joins this thread for its result: the desk's shutting is how the others learn of it.
             _log.exception("the compute thread died")
-            raise
         finally:
             self._desk.shut_down()
             self._take_in(self._knobs())

@@ -1,0 +1,208 @@
+"""Fakes of the engine's seams, small enough to reason about: a denoiser whose pictures are arithmetic.
+
+`FakeDenoiser` predicts ``0.1 * sample + seed-free constants``, so a unit's final latents say exactly which steps ran
+with which LoRA set; it also records every call.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+
+from plait_serving.diffusion.errors import EngineError, LoraError, NumericalError
+from plait_serving.diffusion.protocols import Conditioning, LoraLease, LoraWeights, StepCall
+from plait_serving.diffusion.values import ImageRequest, LoraSet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeWeights:
+    """A LoRA that does nothing but have a name."""
+
+    name: str
+    nbytes: int = 1
+    touches_text_encoder: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class FakeMerger:
+    """Remembers the sets that were made live; refuses names in ``broken``."""
+
+    current: LoraSet = ()
+    history: list[LoraSet] = field(default_factory=list)
+    broken: frozenset[str] = frozenset()
+
+    def switch(self, target: LoraSet, weights: Mapping[str, LoraWeights]) -> None:
+        """Records the switch; raises `LoraError` for a broken name or for weights that were not handed over."""
+        for lora in target:
+            if lora.name in self.broken or lora.name not in weights:
+                raise LoraError(f"{lora.name} can not be merged")
+        self.current = target
+        self.history.append(target)
+
+
+@dataclass(slots=True, eq=False)
+class FakeLease:
+    """A lease that counts its releases."""
+
+    weights: Mapping[str, LoraWeights]
+    releases: int = 0
+
+    def release(self) -> None:
+        """Counts."""
+        self.releases += 1
+
+
+class FakeProvider:
+    """LoRAs by name. Names in ``held`` load only when `arrive` is called; names in ``failing`` fail at once."""
+
+    def __init__(
+        self,
+        names: Sequence[str] = (),
+        *,
+        held: Sequence[str] = (),
+        failing: Sequence[str] = (),
+        text: Sequence[str] = (),
+    ) -> None:
+        self.names = set(names)
+        self.held = set(held)
+        self.failing = set(failing)
+        self.text = set(text)
+        self.leases: list[FakeLease] = []
+        self.waiting: list[tuple[list[str], Future[LoraLease]]] = []
+        self.closed = False
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def acquire(self, names: Sequence[str]) -> Future[LoraLease]:
+        """A future that is done unless a name is held or failing."""
+        future: Future[LoraLease] = Future()
+        if self.failing.intersection(names):
+            future.set_exception(LoraError(f"{names[0]} is corrupt"))
+        elif self.held.intersection(names):
+            self.waiting.append((list(names), future))
+        else:
+            self._deliver(names, future)
+        return future
+
+    def arrive(self) -> None:
+        """Delivers everything that was held."""
+        waiting, self.waiting = self.waiting, []
+        for names, future in waiting:
+            if future.set_running_or_notify_cancel():
+                self._deliver(names, future)
+
+    def _deliver(self, names: Sequence[str], future: Future[LoraLease]) -> None:
+        weights = {name: FakeWeights(name=name, touches_text_encoder=name in self.text) for name in names}
+        lease = FakeLease(weights)
+        self.leases.append(lease)
+        future.set_result(lease)
+
+    def reconfigure(self, *, host_bytes: int) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        """Remembers."""
+        self.closed = True
+
+
+@dataclass(slots=True, eq=False)
+class FakeSampler:
+    """Starts from ``seed`` in every element; a step adds the model output."""
+
+    seeds: Sequence[int]
+    shape: tuple[int, int, int]
+    count: int
+
+    @property
+    def timesteps(self) -> torch.Tensor:
+        """``count`` descending integers."""
+        return torch.arange(self.count, 0, -1)
+
+    def init_latents(self) -> torch.Tensor:
+        """``(n, c, h, w)`` filled with the seeds."""
+        return torch.stack([torch.full(self.shape, float(seed)) for seed in self.seeds])
+
+    def scale_input(self, latents: torch.Tensor, step: int) -> torch.Tensor:
+        """As they are."""
+        return latents
+
+    def step(self, output: torch.Tensor, step: int, latents: torch.Tensor) -> torch.Tensor:
+        """Adds."""
+        return latents + output
+
+    def predicted_original(self, output: torch.Tensor, step: int, latents: torch.Tensor) -> torch.Tensor:
+        """As they are."""
+        return latents
+
+
+def fake_samplers(request: ImageRequest, seeds: Sequence[int], shape: tuple[int, int, int]) -> FakeSampler:
+    """A `SamplerFactory`."""
+    return FakeSampler(seeds, shape, request.steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenCall:
+    """One denoiser call as the fake saw it: the live set and, per request, prompt token and timestep."""
+
+    loras: LoraSet
+    prompts: tuple[float, ...]
+    timesteps: tuple[int, ...]
+
+
+class FakeDenoiser:
+    """Adds 1 per step without LoRAs and 1 + the sum of scales with them. Prompts choose the trouble:
+
+    "nan" fails its row, "boom" raises, "memory" is too large for any batch of more than one. ``gate`` (if given) is
+    called before every call: tests use it to stop the compute thread at a step boundary.
+    """
+
+    def __init__(self, merger: FakeMerger, gate: Callable[[], None] | None = None) -> None:
+        self.merger = merger
+        self.gate = gate
+        self.calls: list[SeenCall] = []
+        self.encoded: list[tuple[str, LoraSet]] = []
+        self.threads: set[str] = set()
+
+    def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
+        """One channel, an eighth of the size."""
+        return 1, height // 8, width // 8
+
+    def prepare(self, request: ImageRequest) -> Conditioning:
+        """Text is the prompt's index in the order of encoding; its length is 77 per ten words."""
+        if request.prompt == "unencodable":
+            raise ValueError("no")
+        self.encoded.append((request.prompt, self.merger.current))
+        length = 77 * (1 + len(request.prompt.split()) // 10)
+        text = torch.full((2 if request.uses_cfg else 1, length, 1), float(_TROUBLE.get(request.prompt, 0)))
+        return Conditioning(text=text, added={}, n=request.n, uses_cfg=request.uses_cfg)
+
+    def predict(self, calls: Sequence[StepCall]) -> list[torch.Tensor | EngineError]:
+        """See the class."""
+        self.threads.add(threading.current_thread().name)
+        if self.gate is not None:
+            self.gate()
+        codes = tuple(float(call.conditioning.text[0, 0, 0]) for call in calls)
+        if _TROUBLE["memory"] in codes and len(calls) > 1:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        if _TROUBLE["boom"] in codes:
+            raise ValueError("boom")
+        steps = tuple(int(call.timestep) for call in calls)
+        self.calls.append(SeenCall(loras=self.merger.current, prompts=codes, timesteps=steps))
+        gain = 1.0 + sum(lora.scale for lora in self.merger.current)
+        return [
+            NumericalError("nan") if code == _TROUBLE["nan"] else torch.full_like(call.sample, gain)
+            for call, code in zip(calls, codes, strict=True)
+        ]
+
+    def finish(self, latents: torch.Tensor) -> torch.Tensor:
+        """``latents / 255`` in all three channels, eight times as large: pixel values are the latents' values."""
+        images = (latents / 255.0).expand(-1, 3, -1, -1)
+        return images.repeat_interleave(8, dim=2).repeat_interleave(8, dim=3)
+
+
+_TROUBLE = {"nan": 1, "boom": 2, "memory": 3}

@@ -1,0 +1,118 @@
+"""Invariants of the group policy, by simulation over random arrivals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plait_serving.diffusion.policy import Candidate, Costs, GroupKey, Limits, choose, overtaken_by
+from plait_serving.diffusion.values import LoraRef
+
+KEYS = [GroupKey(64, 64, True, (LoraRef(name=name),) if name else ()) for name in ("", "a", "b", "c")]
+COSTS = Costs(step_s=lambda key, rows: 0.01 + 0.002 * rows, switch_s=lambda loras: 0.03 if loras else 0.0)
+
+units = st.builds(
+    lambda arrival, key, rows, steps, deadline: (arrival, key, rows, steps, deadline),
+    st.integers(0, 30),
+    st.sampled_from(KEYS),
+    st.integers(1, 6),
+    st.integers(1, 12),
+    st.none() | st.floats(0.0, 2.0),
+)
+
+
+def simulate(arrivals, limits):
+    """Runs the policy step by step; yields (batch, candidates before the step) until everything is done."""
+    pending = sorted(
+        (
+            (arrival, Candidate(order=order, key=key, rows=rows, steps_left=steps, deadline_s=deadline))
+            for order, (arrival, key, rows, steps, deadline) in enumerate(sorted(arrivals, key=lambda a: a[0]))
+        ),
+        key=lambda pair: pair[0],
+    )
+    active: dict[int, Candidate] = {}
+    tick = 0
+    while pending or active:
+        while pending and pending[0][0] <= tick:
+            unit = pending.pop(0)[1]
+            active[unit.order] = unit
+        candidates = list(active.values())
+        batch = choose(candidates, costs=COSTS, limits=limits, now_s=tick * 0.02)
+        yield batch, candidates
+        for order in overtaken_by(batch, candidates):
+            active[order] = replace(active[order], overtaken=active[order].overtaken + 1)
+        for unit in batch:
+            if unit.steps_left == 1:
+                del active[unit.order]
+            else:
+                active[unit.order] = replace(active[unit.order], steps_left=unit.steps_left - 1)
+        tick += 1
+        assert tick < 10_000, "the policy does not finish its work"
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(units, min_size=1, max_size=14), st.integers(0, 8), st.integers(1, 8))
+def test_nobody_is_overtaken_more_often_than_the_limit(arrivals, overtake_limit, largest_batch):
+    """However requests arrive, a request never sees more than ``overtake_limit`` steps of later ones go first."""
+    limits = Limits(largest_batch=largest_batch, overtake_limit=overtake_limit)
+    for _, candidates in simulate(arrivals, limits):
+        assert all(unit.overtaken <= overtake_limit for unit in candidates)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(units, min_size=1, max_size=14), st.integers(0, 8), st.integers(1, 8))
+def test_batches_share_a_group_and_fit(arrivals, overtake_limit, largest_batch):
+    """Every step runs at least one unit; its batch shares one key and fits unless it is one unit alone."""
+    limits = Limits(largest_batch=largest_batch, overtake_limit=overtake_limit)
+    for batch, candidates in simulate(arrivals, limits):
+        assert bool(batch) == bool(candidates)
+        assert len({unit.key for unit in batch}) <= 1
+        assert len({unit.order for unit in batch}) == len(batch)
+        assert sum(unit.rows for unit in batch) <= largest_batch or len(batch) == 1
+
+
+@given(st.lists(units, min_size=1, max_size=10))
+def test_zero_overtaking_is_first_come_first_served(arrivals):
+    """With limit 0 the oldest unit takes part in every step."""
+    limits = Limits(largest_batch=4, overtake_limit=0)
+    for batch, candidates in simulate(arrivals, limits):
+        if batch:
+            assert min(unit.order for unit in candidates) == batch[0].order
+
+
+def unit(order, key=KEYS[0], rows=1, steps_left=20, **more):
+    """A candidate with defaults."""
+    return Candidate(order=order, key=key, rows=rows, steps_left=steps_left, **more)
+
+
+def test_stays_with_the_live_set_when_a_switch_does_not_pay():
+    """Equal groups: the live LoRA set wins, even against an older unit of another set."""
+    costs = Costs(step_s=lambda key, rows: 0.01, switch_s=lambda loras: 0.0 if loras == KEYS[1].loras else 0.05)
+    limits = Limits(largest_batch=8, overtake_limit=100)
+    batch = choose([unit(0, KEYS[2]), unit(1, KEYS[1])], costs=costs, limits=limits, now_s=0.0)
+    assert [chosen.order for chosen in batch] == [1]
+
+
+def test_switches_when_the_other_group_is_fuller():
+    """Six units behind a cheap merge beat one unit of the live set."""
+    costs = Costs(step_s=lambda key, rows: 0.01 + 0.001 * rows, switch_s=lambda loras: 0.0 if not loras else 0.02)
+    limits = Limits(largest_batch=8, overtake_limit=100)
+    waiting = [unit(0, KEYS[0])] + [unit(i, KEYS[1]) for i in range(1, 7)]
+    assert len(choose(waiting, costs=costs, limits=limits, now_s=0.0)) == 6
+
+
+def test_an_urgent_deadline_goes_first_and_a_lost_one_does_not():
+    """A deadline that can still be met beats fuller groups; one that is lost does not."""
+    limits = Limits(largest_batch=8, overtake_limit=100)
+    crowd = [unit(i, KEYS[0]) for i in range(4)]
+    urgent = unit(9, KEYS[1], steps_left=10, deadline_s=0.2)
+    lost = unit(9, KEYS[1], steps_left=10, deadline_s=0.01)
+    assert choose([*crowd, urgent], costs=COSTS, limits=limits, now_s=0.0)[-1].order == 9
+    assert choose([*crowd, lost], costs=COSTS, limits=limits, now_s=0.0)[-1].order != 9
+
+
+def test_nothing_to_do():
+    """No candidates, no batch."""
+    assert choose([], costs=COSTS, limits=Limits(largest_batch=1, overtake_limit=1), now_s=0.0) == ()
