@@ -140,7 +140,7 @@ def rig(request):
 
     yield build
     for built, gate in rigs:
-        if gate is not None:
+        if isinstance(gate, Gate):
             gate.release_all()
         built.engine.stop(drain_s=0)
 
