@@ -1,0 +1,175 @@
+"""What all channels share: validation, locks, counters and the memory of how the channel ended.
+
+A new transport (UCX, verbs) subclasses `ChannelBase`: `_deliver` moves parts out, `_collect`
+brings a message in, `close` wakes both. Its pool leases registered memory (`Pool` over a
+registered arena, with a `Gate` that polls completions); `endpoints` gains a scheme and the
+conformance suite one fixture. What only changes behaviour (a modelled link) wraps any `Channel`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Self
+
+from plait_disagg.fabric.errors import Closed, FabricError, PeerLost
+from plait_disagg.fabric.frames import encode_header
+from plait_disagg.fabric.pool import Pool, release_all
+from plait_disagg.fabric.protocols import Buffer, Header
+from plait_disagg.fabric.staging import Part, leases_of, part_bytes, take_over
+from plait_disagg.fabric.values import ChannelStatistics, Limits, Message
+
+__all__ = ["ChannelBase", "Deadline"]
+
+
+class Deadline:
+    """A moment to give up at, or never (`timeout_s` None)."""
+
+    __slots__ = ("_at_s", "timeout_s")
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self.timeout_s = timeout_s
+        self._at_s = None if timeout_s is None else time.monotonic() + timeout_s
+
+    def left_s(self) -> float | None:
+        """Seconds left, never negative; None when there is no limit."""
+        return None if self._at_s is None else max(0.0, self._at_s - time.monotonic())
+
+    @property
+    def passed(self) -> bool:
+        """True when no time is left."""
+        return self._at_s is not None and time.monotonic() >= self._at_s
+
+
+class ChannelBase(ABC):
+    """A channel but for the transport: subclasses move parts (`_deliver`) and messages (`_collect`)."""
+
+    def __init__(self, *, pool: Pool, peer: str, limits: Limits) -> None:
+        self._pool = pool
+        self._peer = peer
+        self._limits = limits
+        self._sending = threading.Lock()
+        self._receiving = threading.Lock()
+        self._counting = threading.Lock()
+        self._failure: FabricError | None = None
+        self._sent = self._sent_bytes = self._send_waits = 0
+        self._received = self._received_bytes = self._recv_waits = 0
+        self._open_messages = 0
+
+    @property
+    def pool(self) -> Pool:
+        """See `Channel.pool`."""
+        return self._pool
+
+    @property
+    def peer(self) -> str:
+        """See `Channel.peer`."""
+        return self._peer
+
+    @property
+    def closed(self) -> bool:
+        """See `Channel.closed`."""
+        return self._failure is not None
+
+    def send(self, header: Header, buffers: Sequence[Buffer] = (), *, timeout_s: float | None = None) -> None:
+        """See `Channel.send`."""
+        parts = take_over(buffers)
+        try:
+            encoded = encode_header(header)
+            nbytes = sum(map(part_bytes, parts)) if parts else 0
+            self._limits.check(header_bytes=len(encoded), buffers=len(parts), message_bytes=nbytes)
+            with self._sending:
+                self._raise_if_unusable()
+                self._deliver(encoded, parts, Deadline(timeout_s))
+        except BaseException:
+            release_all(leases_of(parts))
+            raise
+        with self._counting:
+            self._sent += 1
+            self._sent_bytes += nbytes
+
+    def recv(self, timeout_s: float | None = None) -> Message:
+        """See `Channel.recv`."""
+        with self._receiving:
+            message, nbytes = self._collect(Deadline(timeout_s))
+        with self._counting:
+            self._received += 1
+            self._received_bytes += nbytes
+            self._open_messages += 1
+        return message
+
+    @abstractmethod
+    def _deliver(self, header: bytes, parts: list[Part], deadline: Deadline) -> None:
+        """Send one message. Leases that it keeps must outlive the call; the others it releases."""
+
+    @abstractmethod
+    def _collect(self, deadline: Deadline) -> tuple[Message, int]:
+        """Receive one message; returns it with its payload bytes."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """See `Channel.close`."""
+
+    def statistics(self) -> ChannelStatistics:
+        """See `Channel.statistics`."""
+        copies = self._pool.statistics()
+        with self._counting:
+            return ChannelStatistics(
+                messages_sent=self._sent,
+                messages_received=self._received,
+                bytes_sent=self._sent_bytes,
+                bytes_received=self._received_bytes,
+                copies=copies.copies,
+                copied_bytes=copies.copied_bytes,
+                send_waits=self._send_waits + copies.waits,
+                recv_waits=self._recv_waits,
+                open_messages=self._open_messages,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _fail(self, failure: FabricError) -> FabricError:
+        """Remember why the channel ended (the first reason stays) and return it, ready to raise."""
+        with self._counting:
+            if self._failure is None:
+                self._failure = _afresh(failure)
+            return _afresh(self._failure)
+
+    def _raise_if_unusable(self) -> None:
+        failure = self._failure
+        if failure is not None:
+            raise _afresh(failure)
+
+    def _lost(self, what: str) -> FabricError:
+        return self._fail(PeerLost(f"the peer {self._peer} {what}"))
+
+    def _close_once(self) -> bool:
+        """Mark this side closed; False when it already was (a lost peer still counts as not closed)."""
+        with self._counting:
+            if isinstance(self._failure, Closed):
+                return False
+            self._failure = Closed("this side of the channel was closed")
+            return True
+
+    def _count_send_wait(self) -> None:
+        with self._counting:
+            self._send_waits += 1
+
+    def _count_recv_wait(self) -> None:
+        with self._counting:
+            self._recv_waits += 1
+
+    def _count_release(self) -> None:
+        with self._counting:
+            self._open_messages -= 1
+
+
+def _afresh(failure: FabricError) -> FabricError:
+    """The same failure without a traceback, which would keep the channel and its memory alive."""
+    return type(failure)(str(failure), channel_usable=False)

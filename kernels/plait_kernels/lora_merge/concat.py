@@ -1,0 +1,36 @@
+"""A LoRA set as one matrix product: ``W0 + [c_1 B_1 | c_2 B_2 | ...] @ [A_1; A_2; ...]``.
+
+Equal to the reference but for the order of fp32 additions. One product instead of one per LoRA, and the addition of
+W0 rides in it (addmm), so the weight is passed over once, not once per LoRA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from plait_kernels.lora_merge import NonFiniteMerge, Term, check_terms, is_finite
+
+
+def merge_(weight: torch.Tensor, pristine: torch.Tensor, terms: Sequence[Term], *, proven_finite: bool = False) -> None:
+    """``W <- cast(W0 + sum_i c_i * B_i @ A_i)``; see `MergeOp`."""
+    if not terms:
+        weight.copy_(pristine)
+        return
+    check_terms(pristine, terms)
+    up, down = _stacked(terms, pristine.device)
+    if proven_finite and weight.dtype is torch.float32 and weight.is_contiguous() and pristine.is_contiguous():
+        torch.addmm(pristine.flatten(1), up, down, out=weight.flatten(1))  # flatten of contiguous memory is a view
+        return
+    total = torch.addmm(pristine.flatten(1).float(), up, down).to(pristine.dtype)
+    if not (proven_finite or is_finite(total)):
+        raise NonFiniteMerge("the merged weight is not finite")
+    weight.copy_(total.view(weight.shape))
+
+
+def _stacked(terms: Sequence[Term], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[c_1 B_1 | c_2 B_2 | ...]`` and ``[A_1; A_2; ...]`` in fp32 on ``device``."""
+    ups = [term.up.to(device, torch.float32) * term.c for term in terms]
+    downs = [term.down.to(device, torch.float32) for term in terms]
+    return (ups[0], downs[0]) if len(terms) == 1 else (torch.cat(ups, dim=1), torch.cat(downs))

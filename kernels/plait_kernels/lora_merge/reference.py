@@ -1,0 +1,29 @@
+"""The definition of a LoRA merge: one readable line per LoRA. The naive twin of `concat`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from plait_kernels.lora_merge import NonFiniteMerge, Term, check_terms
+
+
+def merge_(weight: torch.Tensor, pristine: torch.Tensor, terms: Sequence[Term], *, proven_finite: bool = False) -> None:
+    """``W <- cast(W0 + sum_i c_i * B_i @ A_i)``; see `MergeOp`. Looks at the result in any case."""
+    del proven_finite
+    weight.copy_(merged(pristine, terms) if terms else pristine)
+
+
+def merged(pristine: torch.Tensor, terms: Sequence[Term]) -> torch.Tensor:
+    """A new tensor like ``pristine``. fp64 weights are summed in fp64 (tests take them as the truth)."""
+    check_terms(pristine, terms)
+    wide = torch.promote_types(pristine.dtype, torch.float32)
+    total = pristine.to(wide, copy=True)
+    for term in terms:
+        up, down = term.up.to(pristine.device, wide), term.down.to(pristine.device, wide)
+        total += term.c * (up @ down).reshape(pristine.shape)
+    result = total.to(pristine.dtype)
+    if not torch.isfinite(result).all():
+        raise NonFiniteMerge("the merged weight is not finite")
+    return result

@@ -1,0 +1,198 @@
+"""The engine's composition root: the only place that chooses implementations for its seams."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from plait_serving.diffusion.admission import RequestLimits
+from plait_serving.diffusion.bundle import Bundle, load_bundle
+from plait_serving.diffusion.bundle import load_controlnet as check_and_load_controlnet
+from plait_serving.diffusion.controlnet.local import LocalControlNetClient
+from plait_serving.diffusion.controlnet.model import ControlNetModelRunner
+from plait_serving.diffusion.controlnet.placed import PlacedControlNetClient
+from plait_serving.diffusion.controlnet.placement import StepTimes, measure
+from plait_serving.diffusion.decoding import Decoder
+from plait_serving.diffusion.denoisers.unet import UNetDenoiser
+from plait_serving.diffusion.engine import Engine
+from plait_serving.diffusion.errors import ControlNetUnavailable
+from plait_serving.diffusion.knobs import Knobs
+from plait_serving.diffusion.lora.cache import LoraCache
+from plait_serving.diffusion.lora.formats import parse
+from plait_serving.diffusion.lora.merge import Merger
+from plait_serving.diffusion.lora.source import ChainSource, LoraSource
+from plait_serving.diffusion.lora.targets import LoraTargets
+from plait_serving.diffusion.protocols import ControlCall, ControlNetClient, StepCall
+from plait_serving.diffusion.safety import safety_of
+from plait_serving.diffusion.samplers import sampler_factory
+from plait_serving.diffusion.stepper import Stepper
+from plait_serving.diffusion.values import ControlRef, ImageRequest, Scheduler
+
+_log = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_WARMUP_STEPS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """What to serve. ``device`` and ``dtype`` may be "auto": CUDA in float16 if there is one, else the CPU in float32.
+
+    ``controlnets`` maps names to diffusers folders; ``safety_checker`` False leaves a folder's checker out (logged).
+    """
+
+    model: str | Path
+    revision: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    safety_checker: bool = True
+    lora_source: LoraSource = field(default_factory=lambda: ChainSource(()))
+    controlnets: Mapping[str, Path] = field(default_factory=dict)
+    knobs: Knobs = field(default_factory=Knobs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Assembled:
+    """A started engine and the parts that its surroundings ask about."""
+
+    engine: Engine
+    denoiser: UNetDenoiser
+    bundle: Bundle
+    loras: LoraCache
+    controlnets: Mapping[str, PlacedControlNetClient]
+
+    def warm_up(self) -> float:
+        """Makes a small picture, and one with every ControlNet so that AUTO placement is settled; seconds it took.
+
+        A ControlNet that does not answer yet is logged: it may come later. Raises whatever else goes wrong.
+        """
+        started_s = time.perf_counter()
+        self.engine.generate(self._warmup_request(()))
+        for name in self.controlnets:
+            image = np.zeros((self.bundle.height, self.bundle.width, 3), np.uint8)
+            try:
+                self.engine.generate(self._warmup_request((ControlRef(name=name, image=image),)))
+            except ControlNetUnavailable as error:
+                _log.warning("warm-up without ControlNet %s: %s", name, error)
+        return time.perf_counter() - started_s
+
+    def _warmup_request(self, controlnets: tuple[ControlRef, ...]) -> ImageRequest:
+        return ImageRequest(
+            request_id="warm-up",
+            prompt="warm-up",
+            width=self.bundle.width,
+            height=self.bundle.height,
+            steps=_WARMUP_STEPS,
+            guidance_scale=5.0,
+            seed=0,
+            scheduler=Scheduler.EULER,
+            controlnets=controlnets,
+        )
+
+
+def build_engine(
+    settings: EngineSettings, *, remote: Mapping[str, Callable[[], ControlNetClient]] | None = None
+) -> Assembled:
+    """Loads the model, builds the engine and starts it. Raises `ModelError`.
+
+    ``remote[name]`` makes a client of a ControlNet that runs elsewhere; without one it can only run in this process.
+    """
+    device = _resolve_device(settings.device)
+    dtype = _resolve_dtype(settings.dtype, device)
+    bundle = load_bundle(
+        settings.model, revision=settings.revision, dtype=dtype, device=device, safety_checker=settings.safety_checker
+    )
+    if not settings.safety_checker:
+        _log.warning("the safety checker is switched off")
+    components = {"unet": bundle.unet}
+    components |= {f"text_encoder{'' if i == 0 else f'_{i + 1}'}": part for i, part in enumerate(bundle.text_encoders)}
+    targets = LoraTargets.of(components)
+    merger = Merger(components)
+    denoiser = UNetDenoiser(bundle)
+    loras = LoraCache(
+        settings.lora_source, lambda name, path: parse(name, path, targets), host_bytes=settings.knobs.host_lora_bytes
+    )
+    # The engine may be reconfigured: the placement is read from it, once there is one.
+    engines: list[Engine] = []
+    controlnets = {
+        name: PlacedControlNetClient(
+            name,
+            local=_local_factory(name, folder, bundle),
+            remote=(remote or {}).get(name),
+            wanted=lambda: (engines[0].knobs if engines else settings.knobs).controlnet_placement,
+            measure=lambda here, there: _measure(here, there, denoiser, bundle),
+        )
+        for name, folder in settings.controlnets.items()
+    }
+    engine = Engine(
+        stepper=Stepper(
+            denoiser=denoiser,
+            merger=merger,
+            sampler_factory=sampler_factory(bundle),
+            controlnets=controlnets,
+            clock=time.monotonic,
+        ),
+        decoder=Decoder(denoiser, safety_of(bundle)),
+        loras=loras,
+        controlnets=controlnets,
+        switch_cost_s=merger.switch_cost_s,
+        limits=RequestLimits(size_multiple=bundle.size_multiple, smallest_side=bundle.size_multiple),
+        knobs=settings.knobs,
+        clock=time.monotonic,
+    )
+    engines.append(engine)
+    engine.start()
+    return Assembled(engine=engine, denoiser=denoiser, bundle=bundle, loras=loras, controlnets=controlnets)
+
+
+def _local_factory(name: str, folder: Path, bundle: Bundle) -> Callable[[], ControlNetClient]:
+    def make() -> ControlNetClient:
+        net = check_and_load_controlnet(
+            folder, base=bundle.config, vae_factor=bundle.vae_factor, dtype=bundle.dtype, device=str(bundle.device)
+        )
+        return LocalControlNetClient(name, ControlNetModelRunner(net))
+
+    return make
+
+
+def _measure(local: ControlNetClient, remote: ControlNetClient, denoiser: UNetDenoiser, bundle: Bundle) -> StepTimes:
+    """Times one guided picture's step at both places, the UNet's encoder half beside the remote one."""
+    request = ImageRequest(
+        request_id="measure", prompt="", width=bundle.width, height=bundle.height, steps=1, guidance_scale=5.0, seed=0,
+        scheduler=Scheduler.EULER,
+    )  # fmt: skip
+    conditioning = denoiser.prepare(request)
+    sample = torch.zeros(
+        1, *denoiser.latent_shape(bundle.width, bundle.height), dtype=bundle.dtype, device=bundle.device
+    )
+    timestep = torch.tensor(500, device=bundle.device)
+    image = np.zeros((bundle.height, bundle.width, 3), np.uint8)
+    sides = []
+    for client in (local, remote):
+        session = client.open(image=image, conditioning=conditioning, width=bundle.width, height=bundle.height)
+        call = ControlCall(session=session, sample=torch.cat([sample, sample]), timestep=timestep, scale=1.0)
+        sides.append((client, call))
+    step = StepCall(conditioning=conditioning, sample=sample, timestep=timestep, guidance_scale=5.0, controls=())
+    try:
+        return measure(local=sides[0], remote=sides[1], encoder=lambda: denoiser.run_encoder_half([step]))
+    finally:
+        for client, call in sides:
+            client.close(call.session)
+
+
+def _resolve_device(device: str) -> str:
+    if device != "auto":
+        return device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _resolve_dtype(dtype: str, device: str) -> torch.dtype:
+    if dtype != "auto":
+        return _DTYPES[dtype]
+    return torch.float16 if device.startswith("cuda") else torch.float32

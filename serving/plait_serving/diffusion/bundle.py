@@ -1,0 +1,388 @@
+"""A base model's parts, loaded from a diffusers folder. All loading of model weights is done here.
+
+Only safetensors is read: pickled weights are refused. Everything that could make pictures silently wrong (missing
+weights, a UNet feature that nobody feeds, a refiner) is a `ModelError` that names the file and the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from diffusers import AutoencoderKL, ControlNetModel, UNet2DConditionModel
+from torch import nn
+from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+from transformers.utils import logging as transformers_logging
+
+from plait_serving.diffusion.errors import ModelError
+from plait_serving.diffusion.hub import fetch_from_hub
+
+_log = logging.getLogger(__name__)
+
+
+class Family(StrEnum):
+    """What a base model is compatible with: LoRAs and ControlNets of one family fit it."""
+
+    SD1 = "sd1"
+    SD2 = "sd2"
+    SDXL = "sdxl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Bundle:
+    """Modules in eval mode, without gradients, on one device. Frozen; LoRA merges write into the parameters.
+
+    ``tokenizers[i]`` belongs to ``text_encoders[i]``; SDXL has two. ``width``/``height`` are the size the model was
+    made for, in pixels; ``vae_factor`` is pixels per latent. ``vae_dtype`` is float32 where float16 would overflow.
+    """
+
+    folder: Path
+    family: Family
+    unet: nn.Module
+    vae: nn.Module
+    tokenizers: tuple[Any, ...]
+    text_encoders: tuple[nn.Module, ...]
+    scheduler_config: Mapping[str, Any]
+    safety_checker: nn.Module | None
+    feature_extractor: Any | None
+    force_zeros_for_empty_prompt: bool
+    width: int
+    height: int
+    vae_factor: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def latent_channels(self) -> int:
+        """Channels of a latent."""
+        return int(self.config["in_channels"])
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The UNet's configuration."""
+        return cast("Mapping[str, Any]", self.unet.config)
+
+    @property
+    def embeds_guidance(self) -> bool:
+        """Whether the UNet takes the guidance scale as an input (LCM) instead of running twice."""
+        return self.config["time_cond_proj_dim"] is not None
+
+    @property
+    def size_multiple(self) -> int:
+        """Widths and heights must be multiples of this, in pixels: diffusers' pipelines demand 8."""
+        return max(8, self.vae_factor)
+
+
+# ---- loading --------------------------------------------------------------------------------------------------------
+
+
+def load_bundle(
+    source: str | Path,
+    *,
+    revision: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    safety_checker: bool = True,
+    fetch: Callable[[str, str], Path] = fetch_from_hub,
+) -> Bundle:
+    """Loads a folder, or a hub repository at a commit (``revision``: 40 hex digits). Raises `ModelError`.
+
+    float16 files are upcast when ``dtype`` is float32. ``safety_checker=False`` leaves a folder's checker out.
+    """
+    folder = resolve_source(source, revision, fetch)
+    index = _read_json(folder / "model_index.json")
+    _check_pipeline(folder, index)
+    unet_config = _read_json(folder / "unet" / "config.json")
+    vae_config = _read_json(folder / "vae" / "config.json")
+    check_unet_config(unet_config, vae_config, folder / "unet" / "config.json")
+    family = family_of(unet_config)
+    vae_dtype = torch.float32 if family is Family.SDXL and _overflows(vae_config, dtype) else dtype
+    target = torch.device(device)
+    tokenizers, encoders = _text_parts(folder, family, dtype, target)
+    _check_text_width(folder, unet_config, encoders)
+    factor = 2 ** (len(vae_config["block_out_channels"]) - 1)
+    height, width = _native_size(unet_config, factor)
+    checker, extractor = _safety_parts(folder, index, dtype, target) if safety_checker else (None, None)
+    return Bundle(
+        folder=folder,
+        family=family,
+        unet=_load(UNet2DConditionModel, folder / "unet", dtype, target),
+        vae=_load(AutoencoderKL, folder / "vae", vae_dtype, target),
+        tokenizers=tokenizers,
+        text_encoders=encoders,
+        scheduler_config=_scheduler_config(folder),
+        safety_checker=checker,
+        feature_extractor=extractor,
+        force_zeros_for_empty_prompt=bool(index.get("force_zeros_for_empty_prompt", family is Family.SDXL)),
+        width=width,
+        height=height,
+        vae_factor=factor,
+        dtype=dtype,
+        device=target,
+    )
+
+
+def load_controlnet(
+    source: str | Path,
+    *,
+    base: Mapping[str, Any] | None = None,
+    vae_factor: int | None = None,
+    revision: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    fetch: Callable[[str, str], Path] = fetch_from_hub,
+) -> nn.Module:
+    """Loads a ControlNet folder. ``base`` (a UNet's configuration) and ``vae_factor`` are checked against it if given.
+
+    Raises `ModelError`.
+    """
+    folder = resolve_source(source, revision, fetch)
+    config = _read_json(folder / "config.json")
+    check_controlnet_config(config, folder / "config.json", base=base, vae_factor=vae_factor)
+    return _load(ControlNetModel, folder, dtype, torch.device(device))
+
+
+def resolve_source(source: str | Path, revision: str | None, fetch: Callable[[str, str], Path]) -> Path:
+    """The folder ``source`` names; downloads when it is a hub id. Raises `ModelError`."""
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder
+    parts = str(source).split("/")
+    if isinstance(source, Path) or len(parts) != 2 or not all(parts) or str(source).startswith((".", "~")):
+        raise ModelError(f"{source}: no such folder")
+    if revision is None:
+        raise ModelError(f"{source}: not a folder here; as a hub id it needs a revision (a commit's 40 hex digits)")
+    return fetch(str(source), revision)
+
+
+def family_of(unet_config: Mapping[str, Any]) -> Family:
+    """The family of a UNet or ControlNet configuration."""
+    if unet_config.get("addition_embed_type") == "text_time":
+        return Family.SDXL
+    # SD 2.x's text encoder is OpenCLIP ViT-H, 1024 wide; SD 1.x's CLIP ViT-L is 768.
+    return Family.SD2 if unet_config.get("cross_attention_dim") == 1024 else Family.SD1
+
+
+# ---- checks on configurations ---------------------------------------------------------------------------------------
+
+_PLAIN_BLOCKS = {
+    "DownBlock2D", "CrossAttnDownBlock2D", "UpBlock2D", "CrossAttnUpBlock2D", "UNetMidBlock2DCrossAttn", "UNetMidBlock2D",
+}  # fmt: skip
+
+
+def check_unet_config(unet: Mapping[str, Any], vae: Mapping[str, Any], path: Path) -> None:
+    """Raises `ModelError` for a UNet whose extra inputs nobody would feed."""
+    _refuse_features(unet, path)
+    blocks = [*unet["down_block_types"], *unet["up_block_types"], unet.get("mid_block_type", "UNetMidBlock2DCrossAttn")]
+    strange = sorted({str(block) for block in blocks} - _PLAIN_BLOCKS - {"None"})
+    if strange:
+        raise ModelError(f"{path}: blocks of type {', '.join(strange)} are not supported")
+    latents = vae.get("latent_channels", 4)
+    if unet.get("in_channels", 4) != latents:
+        raise ModelError(
+            f"{path}: the UNet takes {unet.get('in_channels')} channels and the VAE makes {latents}; "
+            "inpainting and image-editing models are not supported"
+        )
+
+
+def check_controlnet_config(
+    config: Mapping[str, Any], path: Path, *, base: Mapping[str, Any] | None, vae_factor: int | None
+) -> None:
+    """Raises `ModelError` for a ControlNet that can not run, or does not fit the base."""
+    kind = config.get("_class_name", "ControlNetModel")
+    if kind != "ControlNetModel":
+        raise ModelError(f"{path}: a {kind} is not supported; plain ControlNetModel is")
+    _refuse_features(config, path)
+    if config.get("global_pool_conditions"):
+        raise ModelError(f"{path}: global_pool_conditions (guess mode) is not supported")
+    if base is not None:
+        for key in ("cross_attention_dim", "block_out_channels", "layers_per_block", "down_block_types", "in_channels",
+                    "transformer_layers_per_block", "addition_embed_type"):  # fmt: skip
+            ours, theirs = _plain(config.get(key)), _plain(base.get(key))
+            if ours != theirs and None not in (config.get(key, ...), base.get(key, ...)):
+                raise ModelError(f"{path}: {key} is {ours}, the base model's is {theirs}: it is for another base model")
+        if family_of(config) is not family_of(base):
+            raise ModelError(f"{path}: made for {family_of(config)}, the base model is {family_of(base)}")
+    embedding = config.get("conditioning_embedding_out_channels", (16, 32, 96, 256))
+    if vae_factor is not None and 2 ** (len(embedding) - 1) != vae_factor:
+        raise ModelError(
+            f"{path}: it shrinks control images by {2 ** (len(embedding) - 1)}, the base model's latents are "
+            f"{vae_factor} times smaller than pictures"
+        )
+
+
+def _refuse_features(config: Mapping[str, Any], path: Path) -> None:
+    """Features that want inputs beyond text, time and SDXL's sizes."""
+    unsupported = {
+        "class_embed_type": "class conditioning",
+        "num_class_embeds": "class conditioning",
+        "encoder_hid_dim_type": "a projection of text or image embeddings (IP-Adapter, Kandinsky)",
+    }
+    for key, what in unsupported.items():
+        if config.get(key) is not None:
+            raise ModelError(f"{path}: {key} = {config[key]!r}: {what} is not supported")
+    if config.get("attention_type", "default") != "default":
+        raise ModelError(f"{path}: attention_type = {config['attention_type']!r}: GLIGEN is not supported")
+    if config.get("addition_embed_type") not in (None, "text_time"):
+        raise ModelError(f"{path}: addition_embed_type = {config['addition_embed_type']!r} is not supported")
+
+
+def _check_pipeline(folder: Path, index: Mapping[str, Any]) -> None:
+    path = folder / "model_index.json"
+    kind = str(index.get("_class_name"))
+    if not kind.startswith(("StableDiffusion", "LatentConsistencyModel")) or kind.startswith("StableDiffusion3"):
+        raise ModelError(f"{path}: {kind} is not supported; Stable Diffusion 1.x, 2.x and XL are")
+    if index.get("requires_aesthetics_score"):
+        raise ModelError(f"{path}: an SDXL refiner is not supported as a base model")
+    for part in ("unet", "vae", "scheduler", "text_encoder", "tokenizer"):
+        if not (folder / part).is_dir():
+            raise ModelError(f"{folder / part}: missing")
+    if index.get("image_encoder", [None])[0] is not None:
+        _log.info("%s: image_encoder is not used", path)
+
+
+def _check_text_width(folder: Path, unet: Mapping[str, Any], encoders: tuple[nn.Module, ...]) -> None:
+    width = sum(cast("Any", encoder).config.hidden_size for encoder in encoders)
+    wanted = unet["cross_attention_dim"]
+    if wanted != width:
+        raise ModelError(f"{folder / 'unet' / 'config.json'}: cross_attention_dim is {wanted}, the text is {width} wide")
+
+
+# ---- parts ----------------------------------------------------------------------------------------------------------
+
+
+def _text_parts(
+    folder: Path, family: Family, dtype: torch.dtype, device: torch.device
+) -> tuple[tuple[Any, ...], tuple[nn.Module, ...]]:
+    kinds = [("tokenizer", "text_encoder", CLIPTextModel)]
+    if family is Family.SDXL:
+        kinds.append(("tokenizer_2", "text_encoder_2", CLIPTextModelWithProjection))
+    tokenizers, encoders = [], []
+    for tokenizer, encoder, kind in kinds:
+        for part in (tokenizer, encoder):
+            if not (folder / part).is_dir():
+                raise ModelError(f"{folder / part}: missing")
+        _read_json(folder / encoder / "config.json")
+        tokenizers.append(_translate(folder / tokenizer, lambda p: CLIPTokenizer.from_pretrained(p, local_files_only=True)))
+        encoders.append(_load(kind, folder / encoder, dtype, device))
+    return tuple(tokenizers), tuple(encoders)
+
+
+def _safety_parts(
+    folder: Path, index: Mapping[str, Any], dtype: torch.dtype, device: torch.device
+) -> tuple[nn.Module | None, Any | None]:
+    if (index.get("safety_checker") or [None])[0] is None:
+        return None, None
+    from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker
+    from transformers import CLIPImageProcessor
+
+    for part in ("safety_checker", "feature_extractor"):
+        if not (folder / part).is_dir():
+            raise ModelError(f"{folder / part}: missing, though model_index.json names a safety checker")
+    extractor = _translate(
+        folder / "feature_extractor", lambda p: CLIPImageProcessor.from_pretrained(p, local_files_only=True)
+    )
+    return _load(StableDiffusionSafetyChecker, folder / "safety_checker", dtype, device), extractor
+
+
+def _scheduler_config(folder: Path) -> Mapping[str, Any]:
+    path = folder / "scheduler" / "scheduler_config.json"
+    config = _read_json(path)
+    prediction = config.get("prediction_type", "epsilon")
+    if prediction not in ("epsilon", "v_prediction", "sample"):
+        raise ModelError(f"{path}: prediction_type = {prediction!r} is not supported")
+    return config
+
+
+def _overflows(vae_config: Mapping[str, Any], dtype: torch.dtype) -> bool:
+    return dtype is torch.float16 and bool(vae_config.get("force_upcast", True))
+
+
+def _native_size(unet_config: Mapping[str, Any], factor: int) -> tuple[int, int]:
+    size = unet_config.get("sample_size") or 64
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    return height * factor, width * factor
+
+
+# ---- weights --------------------------------------------------------------------------------------------------------
+
+
+def _load(kind: Any, folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """A module with every weight from the folder's safetensors; memory-mapped while it is read."""
+    variant = _weight_variant(folder)
+    module, info = _translate(
+        folder,
+        lambda path: kind.from_pretrained(
+            path, dtype=dtype, variant=variant, use_safetensors=True, local_files_only=True, output_loading_info=True
+        ),
+    )
+    missing = sorted(info["missing_keys"])
+    # Old text encoders carry position_ids, a constant that newer code computes.
+    unexpected = sorted(key for key in info["unexpected_keys"] if not key.endswith("position_ids"))
+    for keys, what in ((missing, "lacks"), (unexpected, "has unknown")):
+        if keys:
+            raise ModelError(f"{folder}: {what} {len(keys)} weights, for example {', '.join(keys[:3])}")
+    if info.get("mismatched_keys"):
+        raise ModelError(f"{folder}: weights of the wrong shape: {info['mismatched_keys'][:3]}")
+    return cast("nn.Module", module.to(device).eval().requires_grad_(False))
+
+
+def _weight_variant(folder: Path) -> str | None:
+    """None for the plain file, else the name of the only variant (``fp16`` of ``model.fp16.safetensors``)."""
+    stems = ("diffusion_pytorch_model", "model")
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    whole = [f"{stem}.safetensors" for stem in stems]
+    if any(name in whole or name.startswith(tuple(f"{stem}-0" for stem in stems)) for name in files):
+        return None
+    variants = {name.split(".")[1].split("-")[0] for name in files if name.split(".")[0] in stems}
+    if len(variants) == 1:
+        return variants.pop()
+    if not files and any(folder.glob("*.bin")):
+        raise ModelError(f"{folder}: has pickled weights (.bin) only; safetensors is needed")
+    raise ModelError(f"{folder}: no weights found (diffusion_pytorch_model.safetensors or model.safetensors)")
+
+
+def _translate(path: Path, load: Callable[[Path], Any]) -> Any:
+    """Runs a library's loader quietly; whatever it raises becomes a `ModelError` that names the path."""
+    try:
+        with _quiet():
+            return load(path)
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"{path}: {' '.join(str(error).split())[:400]}") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars of transformers inside."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path}: missing") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: not readable: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: not a JSON object")
+    return value
+
+
+def _plain(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value

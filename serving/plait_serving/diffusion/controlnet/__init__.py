@@ -1,0 +1,1 @@
+"""ControlNets as a service: one protocol, an in-process client and one over the fabric."""

@@ -1,0 +1,88 @@
+"""The ControlNet in the same process and on the same thread as the denoiser."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from plait_serving.diffusion.controlnet.model import Constants, ControlNetModelRunner, Rows
+from plait_serving.diffusion.errors import ControlNetUnavailable, EngineError
+from plait_serving.diffusion.protocols import (
+    Conditioning,
+    ControlCall,
+    ControlNetClient,
+    ControlSession,
+    PendingResiduals,
+    Residuals,
+)
+from plait_serving.diffusion.values import RgbImage
+
+__all__ = ["LocalControlNetClient"]
+
+
+@dataclass(slots=True, eq=False)
+class LocalSession:
+    """``constants`` is None once the session was closed."""
+
+    controlnet: str
+    constants: Constants | None
+
+
+class LocalControlNetClient(ControlNetClient):
+    """Computes when the answer is awaited: on one device the ControlNet and the encoder half would only take turns."""
+
+    def __init__(self, name: str, runner: ControlNetModelRunner) -> None:
+        self._name = name
+        self.runner = runner
+
+    @property
+    def name(self) -> str:
+        """See `ControlNetClient.name`."""
+        return self._name
+
+    def open(self, *, image: RgbImage, conditioning: Conditioning, width: int, height: int) -> ControlSession:
+        """See `ControlNetClient.open`. Raises `RequestError` and `ModelError`."""
+        constants = self.runner.constants(image=image, conditioning=conditioning, width=width, height=height)
+        return LocalSession(controlnet=self._name, constants=constants)
+
+    def start(self, calls: Sequence[ControlCall]) -> PendingResiduals:
+        """See `ControlNetClient.start`."""
+        return _Pending(self, tuple(calls))
+
+    def close(self, session: ControlSession) -> None:
+        """See `ControlNetClient.close`."""
+        if isinstance(session, LocalSession):
+            session.constants = None
+
+    def constants_of(self, session: ControlSession) -> Constants | None:
+        """What `open` computed; None for a closed session and for one of another ControlNet."""
+        if isinstance(session, LocalSession) and session.controlnet == self._name:
+            return session.constants
+        return None
+
+    def shutdown(self) -> None:
+        """Nothing to release: the weights go with the last reference."""
+
+
+class _Pending(PendingResiduals):
+    """Calls that were not computed yet."""
+
+    def __init__(self, client: LocalControlNetClient, calls: tuple[ControlCall, ...]) -> None:
+        self._client = client
+        self._calls = calls
+        self._answers: list[Residuals | EngineError] | None = None
+
+    def wait(self) -> list[Residuals | EngineError]:
+        if self._answers is None:
+            self._answers = self._compute()
+        return self._answers
+
+    def _compute(self) -> list[Residuals | EngineError]:
+        blocks: dict[int, Rows] = {}
+        for i, call in enumerate(self._calls):
+            constants = self._client.constants_of(call.session)
+            if constants is not None:
+                blocks[i] = Rows(constants=constants, sample=call.sample, timestep=call.timestep, scale=call.scale)
+        computed = dict(zip(blocks, self._client.runner.try_residuals(list(blocks.values())), strict=True))
+        closed = ControlNetUnavailable("the ControlNet session was closed, or belongs to another ControlNet")
+        return [computed.get(i, closed) for i in range(len(self._calls))]

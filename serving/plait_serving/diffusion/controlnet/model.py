@@ -1,0 +1,276 @@
+"""One diffusers ControlNet: the control image embedded once per request, then residuals for batches of rows.
+
+Shapes: a block has R rows of ``sample (R, c, h, w)``; B is the sum of R over a batch; E the width of the embedding.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from diffusers import ControlNetModel
+from diffusers.image_processor import VaeImageProcessor
+from PIL import Image
+
+from plait_serving.diffusion.bundle import load_controlnet as load_model
+from plait_serving.diffusion.errors import EngineError, ModelError, OutOfMemory, RequestError
+from plait_serving.diffusion.protocols import Conditioning, Residuals
+from plait_serving.diffusion.values import RgbImage
+
+__all__ = ["Constants", "ControlNetModelRunner", "Rows", "by_key", "check_image", "load_controlnet"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Constants:
+    """What does not change from step to step: ``embedding (1, E, h, w)`` of the control image, and the text."""
+
+    embedding: torch.Tensor
+    conditioning: Conditioning
+
+    @property
+    def rows(self) -> int:
+        """R: images times branches."""
+        return int(self.conditioning.text.shape[0]) * self.conditioning.n
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rows:
+    """One request's rows in one step: ``sample (R, c, h, w)``, 0-dim ``timestep``."""
+
+    constants: Constants
+    sample: torch.Tensor
+    timestep: torch.Tensor
+    scale: float
+
+    @property
+    def key(self) -> Hashable:
+        """Blocks with equal keys can share one forward pass."""
+        text, added = self.constants.conditioning.text, self.constants.conditioning.added
+        shapes = tuple(sorted((name, tuple(value.shape[1:]), value.dtype) for name, value in added.items()))
+        return tuple(self.sample.shape[1:]), self.sample.dtype, tuple(text.shape[1:]), text.dtype, shapes
+
+
+def check_image(image: RgbImage) -> None:
+    """Raises `RequestError` for a picture that is not ``uint8 (H, W, 3)``."""
+    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or 0 in image.shape:
+        raise RequestError(f"a control image must be uint8 (H, W, 3), not {image.dtype} {image.shape}", param="image")
+
+
+def by_key(blocks: Sequence[Rows]) -> list[list[int]]:
+    """Indices of the blocks that can share a forward pass, each list in order."""
+    groups: dict[Hashable, list[int]] = defaultdict(list)
+    for i, block in enumerate(blocks):
+        groups[block.key].append(i)
+    return list(groups.values())
+
+
+class ControlNetModelRunner:
+    """Runs one ControlNet. Not thread-safe: one thread owns it, as it owns the weights.
+
+    `ControlNetModel.forward` itself computes the residuals, on a shallow copy (same weights) whose
+    ``controlnet_cond_embedding`` passes the embedding that `embed` made earlier straight through. So nothing of
+    diffusers' forward is written again here, and the bits are its bits, given the embedding. That one is computed for
+    one row where diffusers computes it for the whole batch; convolutions round the two differently (2e-7 in fp32).
+    """
+
+    def __init__(self, model: ControlNetModel) -> None:
+        """Takes a loaded model in its final dtype and place. Raises `ModelError` if it is of a kind we do not serve."""
+        _check_supported(model)
+        self._model = model.eval().requires_grad_(requires_grad=False)
+        self._headless = _without_image_encoder(self._model)
+        self._flip_channels = model.config.controlnet_conditioning_channel_order == "bgr"
+        factor = 2 ** (len(model.config.conditioning_embedding_out_channels) - 1)
+        self._preprocess = VaeImageProcessor(
+            vae_scale_factor=factor, do_convert_rgb=True, do_normalize=False
+        ).preprocess
+
+    @property
+    def model(self) -> ControlNetModel:
+        """The model itself."""
+        return self._model
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights."""
+        return self._model.dtype  # type: ignore[no-any-return]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self._model.device  # type: ignore[no-any-return]
+
+    @torch.inference_mode()
+    def embed(self, image: RgbImage, width: int, height: int) -> torch.Tensor:
+        """The control image as ``(1, E, h, w)``, prepared as `StableDiffusionControlNetPipeline.prepare_image` does.
+
+        Resized (Lanczos) to ``width`` x ``height`` and scaled to [0, 1]. Raises `RequestError` for a picture that is
+        not ``uint8 (H, W, 3)``.
+        """
+        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or 0 in image.shape:
+            raise RequestError(
+                f"a control image must be uint8 (H, W, 3), not {image.dtype} {image.shape}", param="image"
+            )
+        pixels = self._preprocess(Image.fromarray(image), height=height, width=width).to(dtype=torch.float32)
+        # The pipeline's repeat_interleave leaves row-major memory; the layout decides how a convolution rounds.
+        pixels = pixels.contiguous().to(device=self.device, dtype=self.dtype)
+        if self._flip_channels:
+            pixels = torch.flip(pixels, dims=[1])
+        return self._model.controlnet_cond_embedding(pixels)  # type: ignore[no-any-return]
+
+    def constants(self, *, image: RgbImage, conditioning: Conditioning, width: int, height: int) -> Constants:
+        """Everything that a request's steps share, where the model is. Raises `RequestError`, `ModelError`."""
+        self._check_text(conditioning)
+        there = Conditioning(
+            text=conditioning.text.to(device=self.device, dtype=self.dtype),
+            added={name: value.to(device=self.device) for name, value in conditioning.added.items()},
+            n=conditioning.n,
+            uses_cfg=conditioning.uses_cfg,
+        )
+        return Constants(embedding=self.embed(image, width, height), conditioning=there)
+
+    @torch.inference_mode()
+    def residuals(self, blocks: Sequence[Rows]) -> list[Residuals]:
+        """Residuals times scale, per block, from one forward pass; the blocks must agree in `Rows.key`.
+
+        Timesteps and scales may differ. The results are views of one batch, in the device and dtype of the samples.
+        Raises `ModelError` if samples and embedding do not fit each other.
+        """
+        for block in blocks:
+            _check_fit(block)
+        sizes = [block.constants.rows for block in blocks]
+        conditionings = [block.constants.conditioning for block in blocks]
+        down, mid = self._headless(
+            sample=self._here(torch.cat([block.sample for block in blocks])),
+            timestep=self._timesteps(blocks, sizes),
+            encoder_hidden_states=torch.cat([value.expand(value.text) for value in conditionings]),
+            controlnet_cond=_embeddings(blocks, sizes),
+            conditioning_scale=self._scales(blocks, sizes),
+            added_cond_kwargs=_added(conditionings),
+            return_dict=False,
+        )
+        like = blocks[0].sample
+        parts = [_split(tensor.to(self.dtype), sizes, like) for tensor in (*down, mid)]
+        return [Residuals(down=tuple(part[i] for part in parts[:-1]), mid=parts[-1][i]) for i in range(len(blocks))]
+
+    def try_residuals(self, blocks: Sequence[Rows]) -> list[Residuals | EngineError]:
+        """Like `residuals`, but never raises: blocks of any key, and what fails, fails for its own block only.
+
+        A batch that does not fit the device is halved until it does.
+        """
+        answers: list[Residuals | EngineError] = [EngineError("not computed")] * len(blocks)
+        for indices in by_key(blocks):
+            for i, answer in zip(indices, self._try_batch([blocks[i] for i in indices]), strict=True):
+                answers[i] = answer
+        return answers
+
+    def _try_batch(self, blocks: list[Rows]) -> list[Residuals | EngineError]:
+        try:
+            return list(self.residuals(blocks))
+        except Exception as error:
+            if len(blocks) == 1:
+                return [_as_engine_error(error)]
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        half = len(blocks) // 2
+        return self._try_batch(blocks[:half]) + self._try_batch(blocks[half:])
+
+    def _here(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device=self.device, dtype=self.dtype)
+
+    def _timesteps(self, blocks: Sequence[Rows], sizes: Sequence[int]) -> torch.Tensor:
+        """``(B,)``. The model's first act is ``.float()``, so integer and float timesteps can share a tensor."""
+        rows = [block.timestep.reshape(1).float().expand(size) for block, size in zip(blocks, sizes, strict=True)]
+        return torch.cat(rows).to(self.device)
+
+    def _scales(self, blocks: Sequence[Rows], sizes: Sequence[int]) -> float | torch.Tensor:
+        """One number if all agree, else ``float32 (B, 1, 1, 1)``.
+
+        A product with the tensor is float32 and rounded to the model's dtype afterwards; one with a number, at once.
+        """
+        scales = [block.scale for block in blocks]
+        if all(scale == scales[0] for scale in scales):
+            return scales[0]
+        rows = torch.tensor(scales, dtype=torch.float32).repeat_interleave(torch.tensor(sizes))
+        return rows.reshape(-1, 1, 1, 1).to(self.device)
+
+    def _check_text(self, conditioning: Conditioning) -> None:
+        config = self._model.config
+        if conditioning.text.shape[-1] != config.cross_attention_dim:
+            width = conditioning.text.shape[-1]
+            raise ModelError(
+                f"this ControlNet reads text of width {config.cross_attention_dim}, the base model's has {width}"
+            )
+        if config.addition_embed_type == "text_time" and not {"text_embeds", "time_ids"} <= set(conditioning.added):
+            raise ModelError("this ControlNet is for SDXL; the base model is not")
+
+
+def load_controlnet(folder: Path, *, dtype: torch.dtype, device: str = "cpu") -> ControlNetModelRunner:
+    """A ControlNet from a diffusers folder with safetensors weights. Raises `ModelError`; never reads a pickle."""
+    return ControlNetModelRunner(load_model(folder, dtype=dtype, device=device))
+
+
+def _check_supported(model: ControlNetModel) -> None:
+    config = model.config
+    if config.global_pool_conditions:
+        raise ModelError("ControlNets with global_pool_conditions (guess mode) are not served")
+    if config.class_embed_type is not None or config.num_class_embeds is not None:
+        raise ModelError("ControlNets with class embeddings are not served")
+    if config.addition_embed_type not in (None, "text", "text_time"):
+        raise ModelError(f"ControlNets with addition_embed_type {config.addition_embed_type!r} are not served")
+    if config.controlnet_conditioning_channel_order not in ("rgb", "bgr"):
+        raise ModelError(f"unknown channel order {config.controlnet_conditioning_channel_order!r}")
+    if config.conditioning_channels != 3:
+        raise ModelError(f"a control image has 3 channels; this ControlNet reads {config.conditioning_channels}")
+
+
+def _without_image_encoder(model: ControlNetModel) -> ControlNetModel:
+    """A shallow copy, weights shared, that takes the embedding where `forward` takes the picture.
+
+    The copy calls itself "rgb" because `forward` would otherwise flip the embedding; `embed` flips the picture.
+    """
+    headless = copy.copy(model)
+    headless.__dict__["_modules"] = dict(model._modules)
+    headless._modules["controlnet_cond_embedding"] = torch.nn.Identity()
+    headless.register_to_config(controlnet_conditioning_channel_order="rgb")
+    return headless
+
+
+def _check_fit(block: Rows) -> None:
+    constants = block.constants
+    if block.sample.shape[0] != constants.rows:
+        raise ModelError(f"a session of {constants.rows} rows was asked about {block.sample.shape[0]}")
+    image, latent = tuple(constants.embedding.shape[-2:]), tuple(block.sample.shape[-2:])
+    if image != latent:
+        raise ModelError(f"the control image is {image} after embedding, the latents are {latent}: not the same family")
+
+
+def _embeddings(blocks: Sequence[Rows], sizes: Sequence[int]) -> torch.Tensor:
+    """``(B, E, h, w)``; one block needs no copies, its single row is broadcast."""
+    if len(blocks) == 1:
+        return blocks[0].constants.embedding
+    pairs = zip(blocks, sizes, strict=True)
+    return torch.cat([block.constants.embedding.expand(size, -1, -1, -1) for block, size in pairs])
+
+
+def _added(conditionings: Sequence[Conditioning]) -> Mapping[str, torch.Tensor] | None:
+    names = conditionings[0].added.keys()
+    if not names:
+        return None
+    return {name: torch.cat([value.expand(value.added[name]) for value in conditionings]) for name in names}
+
+
+def _split(tensor: torch.Tensor, sizes: Sequence[int], like: torch.Tensor) -> Sequence[torch.Tensor]:
+    return tensor.to(device=like.device, dtype=like.dtype).split_with_sizes(list(sizes))
+
+
+def _as_engine_error(error: Exception) -> EngineError:
+    if isinstance(error, EngineError):
+        return error
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error):
+        return OutOfMemory("one request's ControlNet rows do not fit the device")
+    return EngineError(f"the ControlNet failed: {type(error).__name__}: {error}")

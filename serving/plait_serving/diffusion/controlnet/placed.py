@@ -1,0 +1,162 @@
+"""One ControlNet that can run here or as a service, and move while the server runs.
+
+`PlacedControlNetClient` is what the engine is given: it makes either client when first needed, and hands every session
+to the place that was chosen when it was opened; sessions end where they began.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from plait_serving.diffusion.controlnet.placement import StepTimes, choose_placement
+from plait_serving.diffusion.errors import ControlNetUnavailable, EngineError
+from plait_serving.diffusion.knobs import Placement
+from plait_serving.diffusion.protocols import (
+    Conditioning,
+    ControlCall,
+    ControlNetClient,
+    ControlSession,
+    PendingResiduals,
+    Residuals,
+)
+from plait_serving.diffusion.values import RgbImage
+
+__all__ = ["PlacedControlNetClient"]
+
+_log = logging.getLogger(__name__)
+
+_LARGEST_TRIES = 3
+"""How often AUTO tries to measure, one session after the other; a service may come up later than the base model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _PlacedSession:
+    """A session and the client that it lives at."""
+
+    controlnet: str
+    client: ControlNetClient
+    inner: ControlSession
+
+
+class PlacedControlNetClient(ControlNetClient):
+    """See `ControlNetClient`. ``local`` and ``remote`` make the clients; None says that a place is not possible.
+
+    With AUTO, ``measure`` is asked with both clients when the first session is opened (or by `settle`), until it
+    worked once or failed three times; while it fails sessions run here.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        local: Callable[[], ControlNetClient] | None,
+        remote: Callable[[], ControlNetClient] | None,
+        wanted: Callable[[], Placement],
+        measure: Callable[[ControlNetClient, ControlNetClient], StepTimes] | None = None,
+    ) -> None:
+        self._name = name
+        self._factories = {Placement.LOCAL: local, Placement.REMOTE: remote}
+        self._clients: dict[Placement, ControlNetClient] = {}
+        self._wanted = wanted
+        self._measure = measure
+        self._times: StepTimes | None = None
+        self._failures = 0
+        self._settled: tuple[Placement, Placement] | None = None
+
+    @property
+    def name(self) -> str:
+        """See `ControlNetClient.name`."""
+        return self._name
+
+    @property
+    def times(self) -> StepTimes | None:
+        """What was measured for AUTO, if it was."""
+        return self._times
+
+    def settle(self) -> Placement:
+        """Where new sessions go now: LOCAL or REMOTE. Raises `ControlNetUnavailable`."""
+        wanted = self._wanted()
+        if self._settled is not None and self._settled[0] is wanted:
+            return self._settled[1]
+        choice = choose_placement(
+            wanted,
+            local_possible=self._factories[Placement.LOCAL] is not None,
+            remote_possible=self._factories[Placement.REMOTE] is not None,
+            times=self._measured(wanted),
+        )
+        _log.info("ControlNet %s runs %s: %s", self._name, choice.placement.value, choice.why)
+        if not self._may_measure(wanted):
+            self._settled = (wanted, choice.placement)
+        if choice.placement is Placement.REMOTE:
+            self._clients.pop(Placement.LOCAL, None)  # its weights go with the last session that lives there
+        return choice.placement
+
+    def open(self, *, image: RgbImage, conditioning: Conditioning, width: int, height: int) -> ControlSession:
+        """See `ControlNetClient.open`."""
+        client = self._client(self.settle())
+        inner = client.open(image=image, conditioning=conditioning, width=width, height=height)
+        return _PlacedSession(controlnet=self._name, client=client, inner=inner)
+
+    def start(self, calls: Sequence[ControlCall]) -> PendingResiduals:
+        """See `ControlNetClient.start`."""
+        groups: dict[int, tuple[ControlNetClient, list[int]]] = {}
+        for i, call in enumerate(calls):
+            if isinstance(call.session, _PlacedSession) and call.session.controlnet == self._name:
+                groups.setdefault(id(call.session.client), (call.session.client, []))[1].append(i)
+        parts = [(indices, client.start([_inner(calls[i]) for i in indices])) for client, indices in groups.values()]
+        return _PendingParts(len(calls), parts)
+
+    def close(self, session: ControlSession) -> None:
+        """See `ControlNetClient.close`."""
+        if isinstance(session, _PlacedSession):
+            session.client.close(session.inner)
+
+    def shutdown(self) -> None:
+        """See `ControlNetClient.shutdown`."""
+        for client in self._clients.values():
+            client.shutdown()
+
+    def _client(self, placement: Placement) -> ControlNetClient:
+        if placement not in self._clients:
+            factory = self._factories[placement]
+            if factory is None:
+                raise ControlNetUnavailable(f"ControlNet {self._name} can not run {placement.value}")
+            self._clients[placement] = factory()
+        return self._clients[placement]
+
+    def _may_measure(self, wanted: Placement) -> bool:
+        possible = self._measure is not None and all(factory is not None for factory in self._factories.values())
+        return wanted is Placement.AUTO and possible and self._times is None and self._failures < _LARGEST_TRIES
+
+    def _measured(self, wanted: Placement) -> StepTimes | None:
+        """Times for AUTO, measured once; a place that fails while it is measured leaves the choice to the rule."""
+        if self._may_measure(wanted):
+            assert self._measure is not None
+            try:
+                self._times = self._measure(self._client(Placement.LOCAL), self._client(Placement.REMOTE))
+            except EngineError as error:
+                self._failures += 1
+                _log.warning("ControlNet %s: its placement could not be measured: %s", self._name, error)
+        return self._times
+
+
+class _PendingParts(PendingResiduals):
+    """Answers from up to two places, put back into call order."""
+
+    def __init__(self, calls: int, parts: list[tuple[list[int], PendingResiduals]]) -> None:
+        self._calls = calls
+        self._parts = parts
+
+    def wait(self) -> list[Residuals | EngineError]:
+        answers: dict[int, Residuals | EngineError] = {}
+        for indices, pending in self._parts:
+            answers.update(zip(indices, pending.wait(), strict=True))
+        foreign = ControlNetUnavailable("the session belongs to another ControlNet")
+        return [answers.get(i, foreign) for i in range(self._calls)]
+
+
+def _inner(call: ControlCall) -> ControlCall:
+    assert isinstance(call.session, _PlacedSession)
+    return ControlCall(session=call.session.inner, sample=call.sample, timestep=call.timestep, scale=call.scale)

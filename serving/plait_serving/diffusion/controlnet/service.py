@@ -1,0 +1,363 @@
+"""The server side of a ControlNet as a service, without Ray: clients of several base replicas, one compute thread.
+
+Steps that wait at the same time and agree in shape share one forward pass, whichever client sent them. The oldest
+waiting step always goes next, so nobody starves.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from plait_disagg.fabric import Channel, FabricError, Listener
+from plait_serving.diffusion.controlnet.model import ControlNetModelRunner, Rows
+from plait_serving.diffusion.controlnet.peers import Peer
+from plait_serving.diffusion.controlnet.sessions import SessionTable
+from plait_serving.diffusion.controlnet.wire import UNKNOWN_SESSION, Call, Close, Open, Reply, Request, Step
+from plait_serving.diffusion.errors import EngineError, ModelError
+from plait_serving.diffusion.protocols import Residuals
+
+__all__ = ["ControlNetService", "ServiceLimits", "ServiceStatistics"]
+
+_log = logging.getLogger(__name__)
+
+_NAP_S = 1.0
+"""How often idle sessions are looked for when nothing else happens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceLimits:
+    """What one service holds and runs at most."""
+
+    largest_batch_rows: int = 64
+    sessions_bytes: int = 1 << 30
+    session_idle_s: float = 900.0
+    channels: int = 128
+    send_timeout_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name in ("largest_batch_rows", "sessions_bytes", "session_idle_s", "channels", "send_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceStatistics:
+    """Counts since the start, except ``channels``, ``sessions`` and ``sessions_bytes``, which are of now.
+
+    ``batches`` forward passes computed ``rows`` rows for ``steps`` step messages; ``shared_batches`` of them served
+    more than one message. ``busy_s`` is compute time, embedding included.
+    """
+
+    channels: int = 0
+    sessions: int = 0
+    sessions_bytes: int = 0
+    opened: int = 0
+    steps: int = 0
+    rows: int = 0
+    batches: int = 0
+    shared_batches: int = 0
+    failed_calls: int = 0
+    refused_channels: int = 0
+    busy_s: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Job:
+    """One step message. ``blocks`` holds the rows of the calls that can be computed, by call."""
+
+    peer: Peer
+    seq: int
+    answers: list[Residuals | tuple[str, str] | None]
+    blocks: dict[int, Rows]
+
+    @property
+    def keys(self) -> frozenset[Hashable]:
+        return frozenset(block.key for block in self.blocks.values())
+
+    @property
+    def rows(self) -> int:
+        return sum(block.constants.rows for block in self.blocks.values())
+
+
+@dataclass(slots=True, eq=False)
+class _Counts:
+    opened: int = 0
+    steps: int = 0
+    rows: int = 0
+    batches: int = 0
+    shared_batches: int = 0
+    failed_calls: int = 0
+    refused_channels: int = 0
+    busy_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Inbox:
+    """What the peers' threads hand to the compute thread. A peer without a request has left."""
+
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    items: deque[tuple[Peer, Request | None]] = field(default_factory=deque)
+    stopping: bool = False
+
+    def put(self, peer: Peer, request: Request | None) -> None:
+        with self.changed:
+            self.items.append((peer, request))
+            self.changed.notify()
+
+    def take(self, wait_s: float) -> list[tuple[Peer, Request | None]]:
+        """Everything that is there, after waiting at most ``wait_s`` for something."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.items or self.stopping, wait_s)
+            taken = list(self.items)
+            self.items.clear()
+            return taken
+
+    def stop(self) -> None:
+        with self.changed:
+            self.stopping = True
+            self.changed.notify_all()
+
+
+class ControlNetService:
+    """Serves one ControlNet to every channel that the listeners accept. Owns the listeners."""
+
+    def __init__(
+        self,
+        name: str,
+        runner: ControlNetModelRunner,
+        listeners: Sequence[Listener],
+        *,
+        limits: ServiceLimits | None = None,
+        threads: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Starts at once. ``threads``: CPU threads of a forward pass, 0 leaves what is set."""
+        self._name = name
+        self._runner = runner
+        self._listeners = tuple(listeners)
+        self._clock = clock
+        self._limits = limits or ServiceLimits()
+        self._threads = threads
+        self._sessions = SessionTable(
+            capacity_bytes=self._limits.sessions_bytes, idle_s=self._limits.session_idle_s, clock=clock
+        )
+        self._inbox = _Inbox()
+        self._jobs: deque[_Job] = deque()
+        self._counts = _Counts()
+        self._peers: dict[int, Peer] = {}
+        self._next_peer = 0
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._compute = threading.Thread(target=self._run, name=f"controlnet {name}", daemon=True)
+        self._acceptors = [
+            threading.Thread(target=self._accept, args=(listener,), name=f"controlnet {name} accept", daemon=True)
+            for listener in self._listeners
+        ]
+        for thread in (self._compute, *self._acceptors):
+            thread.start()
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where it listens, in the order of the listeners."""
+        return tuple(listener.address for listener in self._listeners)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it accepts and computes."""
+        return not self._stopped and self._compute.is_alive() and all(thread.is_alive() for thread in self._acceptors)
+
+    def reconfigure(self, *, threads: int, largest_batch_rows: int) -> None:
+        """Changes what can change without a restart; holds from the next forward pass on."""
+        limits = self._limits
+        self._limits = ServiceLimits(
+            largest_batch_rows=largest_batch_rows,
+            sessions_bytes=limits.sessions_bytes,
+            session_idle_s=limits.session_idle_s,
+            channels=limits.channels,
+            send_timeout_s=limits.send_timeout_s,
+        )
+        self._threads = threads
+
+    def statistics(self) -> ServiceStatistics:
+        """A snapshot; a batch that is just being counted may be in it by half."""
+        counts = {name: getattr(self._counts, name) for name in self._counts.__slots__}
+        return ServiceStatistics(
+            channels=len(self._peers), sessions=len(self._sessions), sessions_bytes=self._sessions.nbytes, **counts
+        )
+
+    def stop(self, *, drain_s: float = 5.0) -> None:
+        """Accepts nothing more, answers the steps that have arrived, hangs up. Idempotent; waits for its threads.
+
+        Clients whose steps were not answered within ``drain_s`` see the channel end and ask another replica.
+        """
+        with self._lock:
+            if self._stopped:
+                return
+            self._stopped = True
+        for listener in self._listeners:
+            listener.close()
+        self._inbox.stop()
+        self._compute.join(drain_s)
+        with self._lock:
+            peers = list(self._peers.values())
+        for peer in peers:
+            peer.close(flush_s=min(1.0, drain_s))
+        for peer in peers:
+            peer.join(1.0)
+
+    def _accept(self, listener: Listener) -> None:
+        while not self._stopped:
+            try:
+                channel = listener.accept()
+            except FabricError as error:
+                if not self._stopped:
+                    _log.error("ControlNet %s: %s accepts no more: %s", self._name, listener.address, error)
+                return
+            self._admit(channel)
+
+    def _admit(self, channel: Channel) -> None:
+        with self._lock:
+            if self._stopped or len(self._peers) >= self._limits.channels:
+                self._counts.refused_channels += 1
+                refused = True
+            else:
+                refused = False
+                number = self._next_peer
+                self._next_peer += 1
+                self._peers[number] = Peer(
+                    number,
+                    channel,
+                    controlnet=self._name,
+                    send_timeout_s=self._limits.send_timeout_s,
+                    on_request=self._inbox.put,
+                    on_lost=self._lost,
+                )
+        if refused:
+            _log.warning("ControlNet %s: too many channels; %s is refused", self._name, channel.peer)
+            channel.close()
+
+    def _lost(self, peer: Peer) -> None:
+        with self._lock:
+            self._peers.pop(peer.number, None)
+        self._inbox.put(peer, None)
+
+    # What follows runs on the compute thread.
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except Exception:
+            _log.exception("ControlNet %s: the compute thread died", self._name)
+
+    def _work(self) -> None:
+        threads = 0
+        while True:
+            if self._threads != threads:
+                threads = self._threads
+                torch.set_num_threads(threads or torch.get_num_threads())
+            items = self._inbox.take(0.0 if self._jobs else _NAP_S)
+            for peer, request in items:
+                self._take(peer, request)
+            self._sessions.forget_idle()
+            if self._jobs:
+                self._run_batch()
+            elif self._inbox.stopping and not self._inbox.items:
+                return
+
+    def _take(self, peer: Peer, request: Request | None) -> None:
+        match request:
+            case None:
+                self._sessions.forget_peer(peer.number)
+                self._jobs = deque(job for job in self._jobs if job.peer is not peer)
+            case Open():
+                self._open(peer, request)
+                peer.done()
+            case Step():
+                self._queue(peer, request)
+            case Close():
+                self._sessions.forget(peer.number, request.session)
+                peer.done()
+            case _:
+                peer.done()
+
+    def _open(self, peer: Peer, request: Open) -> None:
+        started_s = self._clock()
+        try:
+            held = self._runner.constants(
+                image=request.image,
+                conditioning=request.conditioning,
+                width=request.width,
+                height=request.height,
+            )
+            self._sessions.put(peer.number, request.session, held)
+        except Exception as error:
+            known = error if isinstance(error, EngineError) else ModelError(f"the ControlNet refused: {error}")
+            _log.warning("ControlNet %s: a session could not be opened: %s", self._name, known)
+            self._sessions.put(peer.number, request.session, known)
+        self._counts.opened += 1
+        self._counts.busy_s += self._clock() - started_s
+
+    def _queue(self, peer: Peer, step: Step) -> None:
+        """Resolves the sessions now, so that a close that follows the step does not take them away."""
+        answers: list[Residuals | tuple[str, str] | None] = []
+        blocks: dict[int, Rows] = {}
+        for i, call in enumerate(step.calls):
+            found = self._rows(peer, call)
+            answers.append(None if isinstance(found, Rows) else found)
+            if isinstance(found, Rows):
+                blocks[i] = found
+        self._jobs.append(_Job(peer=peer, seq=step.seq, answers=answers, blocks=blocks))
+
+    def _rows(self, peer: Peer, call: Call) -> Rows | tuple[str, str]:
+        held = self._sessions.get(peer.number, call.session)
+        if held is None:
+            return UNKNOWN_SESSION, f"session {call.session} is not known"
+        if isinstance(held, EngineError):
+            return held.code, held.message
+        timestep = torch.tensor(call.timestep, dtype=torch.float32)
+        return Rows(constants=held, sample=call.sample, timestep=timestep, scale=call.scale)
+
+    def _run_batch(self) -> None:
+        """One forward pass for the oldest step and all that wait and fit it."""
+        batch = self._choose()
+        blocks = [block for job in batch for block in job.blocks.values()]
+        started_s = self._clock()
+        answers = iter(self._runner.try_residuals(blocks))
+        self._count(batch, self._clock() - started_s)
+        for job in batch:
+            for i in job.blocks:
+                answer = next(answers)
+                job.answers[i] = (answer.code, answer.message) if isinstance(answer, EngineError) else answer
+            self._reply(job)
+
+    def _choose(self) -> list[_Job]:
+        batch = [self._jobs.popleft()]
+        rows, later = batch[0].rows, deque[_Job]()
+        for job in self._jobs:
+            fits = job.keys == batch[0].keys and rows + job.rows <= self._limits.largest_batch_rows
+            (batch if fits else later).append(job)
+            rows += job.rows if fits else 0
+        self._jobs = later
+        return batch
+
+    def _reply(self, job: _Job) -> None:
+        answered = tuple(answer for answer in job.answers if answer is not None)
+        self._counts.failed_calls += sum(not isinstance(answer, Residuals) for answer in answered)
+        job.peer.answer(Reply(seq=job.seq, answers=answered))
+        job.peer.done()
+
+    def _count(self, batch: list[_Job], seconds: float) -> None:
+        counts = self._counts
+        rows = sum(job.rows for job in batch)
+        counts.steps += len(batch)
+        counts.rows += rows
+        counts.batches += bool(rows)
+        counts.shared_batches += sum(bool(job.blocks) for job in batch) > 1
+        counts.busy_s += seconds

@@ -1,0 +1,95 @@
+"""What a ControlNet service remembers between steps: bounded in bytes and in time. Pure: the clock is handed in."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from plait_serving.diffusion.controlnet.model import Constants
+from plait_serving.diffusion.errors import EngineError
+
+__all__ = ["SessionTable"]
+
+Held = Constants | EngineError
+"""A session's constants, or why they could not be computed."""
+
+_LEAST_BYTES = 1_024
+"""What a session counts as at least, so that errors are bounded too."""
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    held: Held
+    nbytes: int
+    used_at_s: float
+
+
+class SessionTable:
+    """Sessions by (peer, number), least recently used first. Not thread-safe.
+
+    When they hold more than ``capacity_bytes`` the least recently used are forgotten, never the newest; their clients
+    are told "unknown session" and open them again. So are those that nobody used for ``idle_s``.
+    """
+
+    def __init__(self, *, capacity_bytes: int, idle_s: float, clock: Callable[[], float]) -> None:
+        self._capacity_bytes = capacity_bytes
+        self._idle_s = idle_s
+        self._clock = clock
+        self._entries: OrderedDict[tuple[int, int], _Entry] = OrderedDict()
+        self._nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the sessions hold."""
+        return self._nbytes
+
+    def put(self, peer: int, session: int, held: Held) -> None:
+        """Remembers a session; one of that number before is replaced."""
+        self.forget(peer, session)
+        entry = _Entry(held, _nbytes_of(held), self._clock())
+        self._entries[peer, session] = entry
+        self._nbytes += entry.nbytes
+        while self._nbytes > self._capacity_bytes and len(self._entries) > 1:
+            self._drop(next(iter(self._entries)))
+
+    def get(self, peer: int, session: int) -> Held | None:
+        """The session, now the most recently used; None if it is not known (any more)."""
+        entry = self._entries.get((peer, session))
+        if entry is None:
+            return None
+        entry.used_at_s = self._clock()
+        self._entries.move_to_end((peer, session))
+        return entry.held
+
+    def forget(self, peer: int, session: int) -> None:
+        """Forgets one session, if it is known."""
+        if (peer, session) in self._entries:
+            self._drop((peer, session))
+
+    def forget_peer(self, peer: int) -> None:
+        """Forgets everything that a peer opened."""
+        for key in [key for key in self._entries if key[0] == peer]:
+            self._drop(key)
+
+    def forget_idle(self) -> None:
+        """Forgets what was not used for ``idle_s``."""
+        too_old_s = self._clock() - self._idle_s
+        while self._entries:
+            key, entry = next(iter(self._entries.items()))
+            if entry.used_at_s > too_old_s:
+                return
+            self._drop(key)
+
+    def _drop(self, key: tuple[int, int]) -> None:
+        self._nbytes -= self._entries.pop(key).nbytes
+
+
+def _nbytes_of(held: Held) -> int:
+    if isinstance(held, EngineError):
+        return _LEAST_BYTES
+    tensors = [held.embedding, held.conditioning.text, *held.conditioning.added.values()]
+    return _LEAST_BYTES + sum(tensor.nbytes for tensor in tensors)

@@ -1,0 +1,1 @@
+"""Model families behind the `Denoiser` protocol."""

@@ -1,0 +1,34 @@
+"""Latents to pictures with the VAE, one picture at a time, as diffusers' pipelines scale them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from plait_serving.diffusion.bundle import Bundle, Family
+
+
+def decode_latents(bundle: Bundle, latents: torch.Tensor) -> torch.Tensor:
+    """``(n, c, h, w)`` to ``float32 (n, 3, H, W)`` in [0, 1]. Changes nothing in the bundle.
+
+    One by one: a batch of 8 needed 34.7 GB at 1024x1024, and a picture must not depend on its neighbours.
+    """
+    vae: Any = bundle.vae
+    scaled = unscale(bundle, latents.to(device=bundle.device, dtype=vae.dtype))
+    images = [vae.decode(scaled[i : i + 1], return_dict=False)[0] for i in range(len(scaled))]
+    return (torch.cat(images).float() / 2 + 0.5).clamp(0, 1)
+
+
+def unscale(bundle: Bundle, latents: torch.Tensor) -> torch.Tensor:
+    """Latents as the VAE wants them: SDXL folders may carry a mean and a deviation per channel."""
+    config: Any = bundle.vae.config
+    mean, deviation = getattr(config, "latents_mean", None), getattr(config, "latents_std", None)
+    if bundle.family is Family.SDXL and mean is not None and deviation is not None:
+        shape = (1, latents.shape[1], 1, 1)
+        return latents * latents.new_tensor(deviation).view(shape) / config.scaling_factor + latents.new_tensor(mean).view(
+            shape
+        )
+    unscaled: torch.Tensor = latents / config.scaling_factor
+    shift = getattr(config, "shift_factor", None)
+    return unscaled if shift is None else unscaled + shift

@@ -1,0 +1,105 @@
+"""The UNet as two halves: encoder + mid | decoder, computed exactly as `UNet2DConditionModel.forward` does.
+
+ControlNets add to the skips and to the mid output only, so their residuals are not needed before the decoder half.
+Written after diffusers 0.42.1 `models/unets/unet_2d_condition.py`, l. 1040-1205 (Apache-2.0); a test compares bits.
+R rows; c, h, w latents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from plait_serving.diffusion.protocols import Residuals
+
+
+@dataclass(slots=True, eq=False)
+class Halfway:
+    """What the encoder half leaves for the decoder half. ``skips`` oldest first."""
+
+    sample: torch.Tensor
+    skips: tuple[torch.Tensor, ...]
+    embedding: torch.Tensor
+    text: Any
+    forward_size: bool
+
+    def add(self, rows: Sequence[slice], residuals: Residuals) -> None:
+        """Adds one request's residuals to its rows, in place; ``rows`` are R' of the R rows, in the residuals' order."""
+        for target, residual in zip((*self.skips, self.sample), (*residuals.down, residuals.mid), strict=True):
+            done = 0
+            for part in rows:
+                count = part.stop - part.start
+                target[part] += residual[done : done + count]
+                done += count
+
+    def fits(self, residuals: Residuals, count: int) -> bool:
+        """Whether ``residuals`` are ``count`` rows of the shapes that `add` needs."""
+        wanted = [(count, *target.shape[1:]) for target in (*self.skips, self.sample)]
+        return wanted == [tuple(residual.shape) for residual in (*residuals.down, residuals.mid)]
+
+
+def time_embedding(unet: Any, sample: torch.Tensor, timesteps: torch.Tensor, guidance: torch.Tensor | None) -> torch.Tensor:
+    """``(R, E)``: timesteps ``(R,)`` and, for a guidance-distilled UNet, its guidance embedding ``(R, G)``."""
+    embedded: torch.Tensor = unet.time_embedding(unet.get_time_embed(sample=sample, timestep=timesteps), guidance)
+    return embedded
+
+
+def added_embedding(unet: Any, embedding: torch.Tensor, text: torch.Tensor, added: dict[str, torch.Tensor]) -> Any:
+    """What SDXL's pooled text and sizes add to the time embedding, or None. The same in every step."""
+    return unet.get_aug_embed(emb=embedding, encoder_hidden_states=text, added_cond_kwargs=added)
+
+
+def needs_forward_size(unet: Any, sample: torch.Tensor) -> bool:
+    """Whether doubling would not bring the sides back: they are no multiple of the UNet's total factor."""
+    return any(side % 2**unet.num_upsamplers for side in sample.shape[-2:])
+
+
+def encoder_half(
+    unet: Any, sample: torch.Tensor, embedding: torch.Tensor, text: torch.Tensor, augmentation: torch.Tensor | None
+) -> Halfway:
+    """Runs ``conv_in``, the down blocks and the mid block on ``sample (R, c, h, w)`` and ``text (R, L, C)``."""
+    forward_size = needs_forward_size(unet, sample)
+    if unet.config.center_input_sample:
+        sample = 2 * sample - 1.0
+    if augmentation is not None:
+        embedding = embedding + augmentation
+    if unet.time_embed_act is not None:
+        embedding = unet.time_embed_act(embedding)
+    sample = unet.conv_in(sample)
+    skips: tuple[torch.Tensor, ...] = (sample,)
+    for block in unet.down_blocks:
+        if getattr(block, "has_cross_attention", False):
+            sample, more = block(hidden_states=sample, temb=embedding, encoder_hidden_states=text)
+        else:
+            sample, more = block(hidden_states=sample, temb=embedding)
+        skips += more
+    if unet.mid_block is not None:
+        if getattr(unet.mid_block, "has_cross_attention", False):
+            sample = unet.mid_block(sample, embedding, encoder_hidden_states=text)
+        else:
+            sample = unet.mid_block(sample, embedding)
+    if sample is skips[-1]:
+        sample = sample.clone()  # without a mid block they are one tensor, and `add` writes into both
+    return Halfway(sample, skips, embedding, text, forward_size)
+
+
+def decoder_half(unet: Any, half: Halfway) -> torch.Tensor:
+    """Runs the up blocks and the output layers: the model output ``(R, c, h, w)``."""
+    sample, skips = half.sample, half.skips
+    for i, block in enumerate(unet.up_blocks):
+        count = len(block.resnets)
+        skips, taken = skips[:-count], skips[-count:]
+        size = skips[-1].shape[2:] if half.forward_size and i < len(unet.up_blocks) - 1 else None
+        inputs: dict[str, Any] = {
+            "hidden_states": sample, "temb": half.embedding, "res_hidden_states_tuple": taken, "upsample_size": size,
+        }  # fmt: skip
+        if getattr(block, "has_cross_attention", False):
+            inputs["encoder_hidden_states"] = half.text
+        sample = block(**inputs)
+    if unet.conv_norm_out:
+        sample = unet.conv_act(unet.conv_norm_out(sample))
+    output: torch.Tensor = unet.conv_out(sample)
+    return output

@@ -1,0 +1,110 @@
+"""Stable Diffusion 1.x, 2.x and XL behind the `Denoiser` protocol: the UNet in two halves, requests stacked by rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+
+from plait_serving.diffusion.bundle import Bundle
+from plait_serving.diffusion.denoisers.batch import Layout, guide, stack_conditionings, stack_samples, stack_timesteps
+from plait_serving.diffusion.denoisers.controls import ControlQuestions
+from plait_serving.diffusion.denoisers.decode import decode_latents
+from plait_serving.diffusion.denoisers.guidance import guidance_embedding
+from plait_serving.diffusion.denoisers.halves import Halfway, added_embedding, decoder_half, encoder_half, time_embedding
+from plait_serving.diffusion.errors import EngineError, ModelError, NumericalError
+from plait_serving.diffusion.prompt import PromptEncoder
+from plait_serving.diffusion.protocols import Conditioning, Residuals, StepCall
+from plait_serving.diffusion.values import ImageRequest
+
+
+class UNetDenoiser:
+    """Implements `Denoiser` for a bundle. Compute thread only, except `finish`, which touches nothing but the VAE."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        self._bundle = bundle
+        self._unet = cast("Any", bundle.unet)
+        self._prompts = PromptEncoder(bundle)
+
+    def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
+        """``(c, h, w)`` of one image's latents; pixels are rounded down to whole latents, as diffusers does."""
+        factor = self._bundle.vae_factor
+        return self._bundle.latent_channels, height // factor, width // factor
+
+    def prepare(self, request: ImageRequest) -> Conditioning:
+        """Encodes the prompts with the text encoders as they are now."""
+        return self._prompts.prepare(request)
+
+    def finish(self, latents: torch.Tensor) -> torch.Tensor:
+        """``(n, c, h, w)`` latents to ``float32 (n, 3, H, W)`` in [0, 1], one picture at a time."""
+        with torch.inference_mode():
+            return decode_latents(self._bundle, latents)
+
+    @torch.inference_mode()
+    def predict(self, calls: Sequence[StepCall]) -> list[torch.Tensor | EngineError]:
+        """See `Denoiser.predict`."""
+        layout = Layout.of([call.conditioning for call in calls])
+        sample = stack_samples(calls, layout)
+        questions = ControlQuestions.ask(calls, sample, layout)
+        try:
+            half = self._encode(calls, sample, layout)
+        except BaseException:
+            questions.abandon()
+            raise
+        answers = questions.answers()
+        errors: list[EngineError | None] = [_apply(half, layout, k, answer) for k, answer in enumerate(answers)]
+        return _take_apart(decoder_half(self._unet, half), calls, layout, errors)
+
+    @torch.inference_mode()
+    def run_encoder_half(self, calls: Sequence[StepCall]) -> None:
+        """Computes what runs beside the ControlNets and drops it, for measuring; on a GPU waits for the device."""
+        layout = Layout.of([call.conditioning for call in calls])
+        half = self._encode(calls, stack_samples(calls, layout), layout)
+        float(half.sample.flatten()[0])
+
+    def _encode(self, calls: Sequence[StepCall], sample: torch.Tensor, layout: Layout) -> Halfway:
+        conditionings = [call.conditioning for call in calls]
+        text = stack_conditionings([conditioning.text for conditioning in conditionings], layout)
+        added = {
+            name: stack_conditionings([conditioning.added[name] for conditioning in conditionings], layout)
+            for name in conditionings[0].added
+        }
+        timesteps = stack_timesteps(calls, layout)
+        embedding = time_embedding(self._unet, sample, timesteps, self._guidance(calls, layout))
+        augmentation = added_embedding(self._unet, embedding, text, added)
+        return encoder_half(self._unet, sample, embedding, text, augmentation)
+
+    def _guidance(self, calls: Sequence[StepCall], layout: Layout) -> torch.Tensor | None:
+        if not self._bundle.embeds_guidance:
+            return None
+        scales = [call.guidance_scale for call, count in zip(calls, layout.counts, strict=True) for _ in range(count)]
+        width = int(self._bundle.config["time_cond_proj_dim"])
+        return guidance_embedding(scales, width, self._bundle.dtype, self._bundle.device)
+
+
+def _apply(half: Halfway, layout: Layout, k: int, answer: Residuals | EngineError | None) -> EngineError | None:
+    """Adds request k's residuals to its rows; its error if there is one."""
+    if answer is None or isinstance(answer, EngineError):
+        return answer
+    if not half.fits(answer, layout.counts[k] * layout.branches):
+        return ModelError("a ControlNet's residuals do not have the shapes of this UNet's skips")
+    half.add(layout.rows(k), answer)
+    return None
+
+
+def _take_apart(
+    output: torch.Tensor, calls: Sequence[StepCall], layout: Layout, errors: Sequence[EngineError | None]
+) -> list[torch.Tensor | EngineError]:
+    """Guided outputs per request; a request with an error or a non-finite row gets its error instead."""
+    finite = output.isfinite().flatten(1).all(dim=1).tolist()
+    results: list[torch.Tensor | EngineError] = []
+    for k, call in enumerate(calls):
+        error = errors[k]
+        if error is not None:
+            results.append(error)
+        elif not all(all(finite[rows]) for rows in layout.rows(k)):
+            results.append(NumericalError("the model's output is NaN or infinite"))
+        else:
+            results.append(guide(output, layout, k, call.guidance_scale))
+    return results

@@ -1,0 +1,143 @@
+"""The naive twin of `UNetDenoiser`: one request at a time, the whole UNet, ControlNets in place, as the pipelines do.
+
+It is what tests compare the fast path with; it also accepts no `ControlNetClient`, only diffusers' own modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from diffusers.image_processor import VaeImageProcessor
+from PIL import Image
+
+from plait_serving.diffusion.bundle import Bundle
+from plait_serving.diffusion.denoisers.guidance import guidance_embedding
+from plait_serving.diffusion.denoisers.unet import UNetDenoiser
+from plait_serving.diffusion.errors import EngineError
+from plait_serving.diffusion.protocols import Conditioning, ControlCall, PendingResiduals, Residuals, StepCall
+from plait_serving.diffusion.values import RgbImage
+
+
+class WholeUNetDenoiser(UNetDenoiser):
+    """Prepare and finish are shared; `predict` calls the UNet once per request. ControlNets must be `WholeControlNet`s."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        super().__init__(bundle)
+        self._bundle = bundle
+
+    @torch.inference_mode()
+    def predict(self, calls: Sequence[StepCall]) -> list[torch.Tensor | EngineError]:
+        """See `Denoiser.predict`; raises what the modules raise."""
+        return [self._predict_one(call) for call in calls]
+
+    def _predict_one(self, call: StepCall) -> torch.Tensor:
+        conditioning = call.conditioning
+        sample = torch.cat([call.sample] * 2) if conditioning.uses_cfg else call.sample
+        text, added = conditioning.expand(conditioning.text), _expand(conditioning)
+        down, mid = _local_residuals(call, sample)
+        output = self._bundle.unet(
+            sample,
+            call.timestep,
+            encoder_hidden_states=text,
+            timestep_cond=self._timestep_cond(call),
+            added_cond_kwargs=added or None,
+            down_block_additional_residuals=down,
+            mid_block_additional_residual=mid,
+            return_dict=False,
+        )[0]
+        if not conditioning.uses_cfg:
+            return output
+        unconditional, conditional = output.chunk(2)
+        return unconditional + call.guidance_scale * (conditional - unconditional)
+
+    def _timestep_cond(self, call: StepCall) -> torch.Tensor | None:
+        if not self._bundle.embeds_guidance:
+            return None
+        width = int(self._bundle.config["time_cond_proj_dim"])
+        scales = [call.guidance_scale] * call.conditioning.n
+        return guidance_embedding(scales, width, self._bundle.dtype, self._bundle.device)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WholeSession:
+    """The control image, pre-processed; nothing is computed ahead."""
+
+    controlnet: str
+    image: torch.Tensor
+    conditioning: Conditioning
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Now:
+    residuals: list[Residuals | EngineError]
+
+    def wait(self) -> list[Residuals | EngineError]:
+        return self.residuals
+
+
+class WholeControlNet:
+    """A `ControlNetClient` that calls diffusers' ControlNet module anew for every request and step."""
+
+    def __init__(self, name: str, net: Any) -> None:
+        self.name = name
+        self._net = net
+
+    def open(self, *, image: RgbImage, conditioning: Conditioning, width: int, height: int) -> WholeSession:
+        """Resizes and scales the image as `StableDiffusionControlNetPipeline.prepare_image` does."""
+        processor = VaeImageProcessor(vae_scale_factor=1, do_convert_rgb=True, do_normalize=False)
+        pixels = processor.preprocess(Image.fromarray(image), height=height, width=width)
+        return WholeSession(self.name, pixels.to(device=self._net.device, dtype=self._net.dtype), conditioning)
+
+    def start(self, calls: Sequence[ControlCall]) -> PendingResiduals:
+        """Computes at once."""
+        return _Now([self._residuals(call) for call in calls])
+
+    def close(self, session: object) -> None:
+        """Nothing is held."""
+
+    def shutdown(self) -> None:
+        """Nothing is held."""
+
+    @torch.inference_mode()
+    def _residuals(self, call: ControlCall) -> Residuals:
+        session = call.session
+        assert isinstance(session, WholeSession)
+        conditioning = session.conditioning
+        down, mid = self._net(
+            call.sample,
+            call.timestep,
+            encoder_hidden_states=conditioning.expand(conditioning.text),
+            controlnet_cond=session.image.repeat_interleave(len(call.sample), dim=0),
+            conditioning_scale=call.scale,
+            added_cond_kwargs=_expand(conditioning) or None,
+            return_dict=False,
+        )
+        return Residuals(down=tuple(down), mid=mid)
+
+
+def _expand(conditioning: Conditioning) -> Mapping[str, torch.Tensor]:
+    return {name: conditioning.expand(value) for name, value in conditioning.added.items()}
+
+
+def _local_residuals(
+    call: StepCall, sample: torch.Tensor
+) -> tuple[tuple[torch.Tensor, ...] | None, torch.Tensor | None]:
+    """Residuals of all ControlNets summed in list order, or (None, None)."""
+    down: tuple[torch.Tensor, ...] | None = None
+    mid: torch.Tensor | None = None
+    for control in call.controls:
+        question = ControlCall(
+            session=control.session, sample=sample, timestep=call.timestep, scale=control.scale
+        )
+        answer = control.client.start([question]).wait()[0]
+        if isinstance(answer, EngineError):
+            raise answer
+        if down is None or mid is None:
+            down, mid = answer.down, answer.mid
+        else:
+            down = tuple(a + b for a, b in zip(down, answer.down, strict=True))
+            mid = mid + answer.mid
+    return down, mid

@@ -1,0 +1,335 @@
+"""The host cache of LoRA files: `protocols.LoraProvider` over a `LoraSource`, with concurrent loads.
+
+Loading starts at `acquire`, on loader threads, several names at once and every name once. What stays in memory is
+`shelf`'s decision; this module adds the threads, the futures and the parsed values. A set that is larger than the
+whole budget is refused with a clear error rather than let in: the budget guards the host, and a request that can only
+run by breaking it would do so at the worst time. Failures are not remembered: a repaired file works at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+
+from plait_serving.diffusion.errors import EngineError, EngineStopped, LoraError
+from plait_serving.diffusion.lora.formats import LoadedLora
+from plait_serving.diffusion.lora.shelf import Admission, Key, Shelf, State
+from plait_serving.diffusion.lora.source import LoraEntry, LoraSource, not_found
+from plait_serving.diffusion.protocols import LoraLease, LoraWeights
+
+_log = logging.getLogger(__name__)
+
+LOADER_THREADS = 4
+"""Loads are bound by disk or network; four keep either busy."""
+
+Deliveries = list[Callable[[], None]]
+"""What to do once the lock is let go: callbacks of futures run code that is not ours."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheStatistics:
+    """Counts since the start; ``*_bytes``, ``resident``, ``in_use`` and ``waiting_sets`` are as of now.
+
+    A hit is a name that was in memory or under way when its set was admitted. ``load_s`` sums over loader threads.
+    """
+
+    hits: int
+    misses: int
+    evictions: int
+    failures: int
+    load_s: float
+    budget_bytes: int
+    resident_bytes: int
+    reserved_bytes: int
+    resident: int
+    in_use: int
+    waiting_sets: int
+
+
+@dataclass(slots=True, eq=False)
+class _Set:
+    """One `acquire` that was not delivered yet. ``missing`` is None until the set is admitted."""
+
+    keys: tuple[Key, ...]
+    future: Future[LoraLease]
+    missing: set[Key] | None = None
+
+
+@dataclass(slots=True)
+class _Counts:
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    failures: int = 0
+    load_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lease:
+    """`protocols.LoraLease`: nothing in ``weights`` is evicted before `release`."""
+
+    weights: Mapping[str, LoraWeights]
+    _let_go: Callable[[], None]
+
+    def release(self) -> None:
+        """Lets go. Idempotent."""
+        self._let_go()
+
+
+@dataclass(slots=True, eq=False)
+class _Once:
+    """Runs a function at the first call only, whichever thread that is."""
+
+    function: Callable[[], None]
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _done: bool = False
+
+    def __call__(self) -> None:
+        with self._lock:
+            if self._done:
+                return
+            self._done = True
+        self.function()
+
+
+class LoraCache:
+    """See the module docstring. ``parse`` turns a file into weights matched to the model family; it may raise."""
+
+    def __init__(
+        self,
+        source: LoraSource,
+        parse: Callable[[str, Path], LoadedLora],
+        *,
+        host_bytes: int,
+        threads: int = LOADER_THREADS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._source = source
+        self._parse = parse
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._shelf: Shelf[int] = Shelf(host_bytes)
+        self._values: dict[Key, LoadedLora] = {}
+        self._sets: dict[int, _Set] = {}
+        self._tickets = 0
+        self._counts = _Counts()
+        self._closed = False
+        # One torch thread per loader: parsing must not fight the compute thread for cores.
+        self._pool = ThreadPoolExecutor(threads, "plait-lora", initializer=torch.set_num_threads, initargs=(1,))
+
+    def __contains__(self, name: object) -> bool:
+        """Whether a LoRA of that name exists now."""
+        return isinstance(name, str) and self._source.find(name) is not None
+
+    def list(self) -> Mapping[str, LoraEntry]:
+        """All LoRAs that exist now, in memory or not."""
+        return self._source.list()
+
+    def acquire(self, names: Sequence[str]) -> Future[LoraLease]:
+        """Starts loading a set now. The future fails with `NotFound`, `LoraError` or `EngineStopped`; never blocks.
+
+        Cancelling the future lets go of the set; loads that already run end and stay in the cache.
+        """
+        future: Future[LoraLease] = Future()
+        deliveries: Deliveries = []
+        try:
+            wanted = {Key(entry.name, entry.stamp): entry.nbytes for entry in map(self._entry, dict.fromkeys(names))}
+            with self._lock:
+                ticket = self._take(wanted, future, deliveries)
+        except EngineError as error:
+            future.set_exception(error)
+            return future
+        _run(deliveries)
+        future.add_done_callback(lambda done: self._abandon(ticket) if done.cancelled() else None)
+        return future
+
+    def reconfigure(self, *, host_bytes: int) -> None:
+        """Sets the budget. Idle entries leave until it is met; sets that wait and now never fit fail."""
+        deliveries: Deliveries = []
+        with self._lock:
+            self._evicted(self._shelf.resize(host_bytes))
+            for ticket in self._shelf.waiting:
+                wanted = self._shelf.wanted(ticket)
+                if not self._shelf.fits_ever(wanted):
+                    self._shelf.forget(ticket)
+                    deliveries.append(_failure(self._sets.pop(ticket).future, self._too_large(wanted)))
+            self._admit_waiting(deliveries)
+        _run(deliveries)
+
+    def statistics(self) -> CacheStatistics:
+        """A consistent picture."""
+        with self._lock:
+            return CacheStatistics(
+                hits=self._counts.hits,
+                misses=self._counts.misses,
+                evictions=self._counts.evictions,
+                failures=self._counts.failures,
+                load_s=self._counts.load_s,
+                budget_bytes=self._shelf.budget_bytes,
+                resident_bytes=sum(value.nbytes for value in self._values.values()),
+                reserved_bytes=self._shelf.reserved_bytes,
+                resident=len(self._values),
+                in_use=sum(1 for key in self._values if self._shelf.users(key)),
+                waiting_sets=len(self._shelf.waiting),
+            )
+
+    def close(self) -> None:
+        """Fails what is under way with `EngineStopped` and lets the loader threads end. Idempotent."""
+        deliveries: Deliveries = []
+        with self._lock:
+            self._closed = True
+            for pending in self._sets.values():
+                deliveries.append(_failure(pending.future, EngineStopped("the engine is shutting down")))
+            self._sets.clear()
+        _run(deliveries)
+        self._source.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    # ---- under the lock -------------------------------------------------------------------------------------------
+
+    def _entry(self, name: str) -> LoraEntry:
+        entry = self._source.find(name)
+        if entry is None:
+            raise not_found(name)
+        return entry
+
+    def _take(self, wanted: Mapping[Key, int], future: Future[LoraLease], deliveries: Deliveries) -> int:
+        if self._closed:
+            raise EngineStopped("the engine is shutting down")
+        if not self._shelf.fits_ever(wanted):
+            raise self._too_large(wanted)
+        self._tickets += 1
+        self._sets[self._tickets] = _Set(tuple(wanted), future)
+        admission = self._shelf.admit(self._tickets, wanted)
+        if admission is not None:
+            self._admitted(self._tickets, admission, deliveries)
+        return self._tickets
+
+    def _too_large(self, wanted: Mapping[Key, int]) -> LoraError:
+        need_bytes, budget_bytes = sum(wanted.values()), self._shelf.budget_bytes
+        return LoraError(
+            f"this LoRA set takes {need_bytes} bytes of host memory; host_lora_bytes allows {budget_bytes}",
+            param="loras",
+        )
+
+    def _admitted(self, ticket: int, admission: Admission, deliveries: Deliveries) -> None:
+        entered = self._sets[ticket]
+        self._evicted(admission.evicted)
+        self._counts.misses += len(admission.to_load)
+        self._counts.hits += len(entered.keys) - len(admission.to_load)
+        entered.missing = {key for key in entered.keys if self._shelf.state(key) is State.LOADING}
+        for key in admission.to_load:
+            self._pool.submit(self._load, key)
+        if not entered.missing:
+            self._complete(ticket, deliveries)
+
+    def _admit_waiting(self, deliveries: Deliveries) -> None:
+        if self._closed:
+            return
+        for ticket, admission in self._shelf.admit_waiting():
+            self._admitted(ticket, admission, deliveries)
+
+    def _complete(self, ticket: int, deliveries: Deliveries) -> None:
+        finished = self._sets.pop(ticket)
+        weights = MappingProxyType({key.name: self._values[key] for key in finished.keys})
+        lease = Lease(weights, _Once(lambda: self._release(finished.keys)))
+        deliveries.append(_delivery(finished.future, lease))
+
+    def _evicted(self, keys: Iterable[Key]) -> None:
+        for key in keys:
+            del self._values[key]
+            self._counts.evictions += 1
+
+    # ---- events ---------------------------------------------------------------------------------------------------
+
+    def _release(self, keys: Iterable[Key]) -> None:
+        deliveries: Deliveries = []
+        with self._lock:
+            self._evicted(self._shelf.release(keys))
+            self._admit_waiting(deliveries)
+        _run(deliveries)
+
+    def _abandon(self, ticket: int) -> None:
+        """A set's future was cancelled; if it was delivered at the same moment, the delivery lets go instead."""
+        with self._lock:
+            abandoned = self._sets.pop(ticket, None)
+            self._shelf.forget(ticket)
+        if abandoned is not None:
+            self._release(abandoned.keys if abandoned.missing is not None else ())
+
+    def _load(self, key: Key) -> None:
+        started_s = self._clock()
+        try:
+            value = self._read(key)
+        except EngineError as error:
+            self._failed(key, error)
+        except Exception as error:
+            _log.exception("LoRA %r could not be loaded", key.name)
+            self._failed(key, LoraError(f"LoRA {key.name!r}: can not be loaded ({error!r})", param="loras"))
+        else:
+            self._loaded(key, value, self._clock() - started_s)
+
+    def _read(self, key: Key) -> LoadedLora:
+        value = self._parse(key.name, self._source.fetch(key.name))
+        entry = self._source.find(key.name)
+        if entry is None or entry.stamp != key.stamp:
+            raise LoraError(f"LoRA {key.name!r}: the file changed while it was loaded; ask again", param="loras")
+        return value
+
+    def _loaded(self, key: Key, value: LoadedLora, load_s: float) -> None:
+        deliveries: Deliveries = []
+        with self._lock:
+            self._counts.load_s += load_s
+            self._values[key] = value
+            self._evicted(self._shelf.loaded(key, value.nbytes))
+            for ticket, waiting in list(self._sets.items()):
+                if waiting.missing and key in waiting.missing:
+                    waiting.missing.discard(key)
+                    if not waiting.missing:
+                        self._complete(ticket, deliveries)
+            self._admit_waiting(deliveries)
+        _run(deliveries)
+
+    def _failed(self, key: Key, error: EngineError) -> None:
+        deliveries: Deliveries = []
+        with self._lock:
+            self._counts.failures += 1
+            self._shelf.failed(key)
+            for ticket, waiting in list(self._sets.items()):
+                if waiting.missing and key in waiting.missing:
+                    del self._sets[ticket]
+                    self._evicted(self._shelf.release(other for other in waiting.keys if other != key))
+                    deliveries.append(_failure(waiting.future, error))
+            self._admit_waiting(deliveries)
+        _run(deliveries)
+
+
+def _delivery(future: Future[LoraLease], lease: Lease) -> Callable[[], None]:
+    def deliver() -> None:
+        if future.set_running_or_notify_cancel():
+            future.set_result(lease)
+        else:
+            lease.release()
+
+    return deliver
+
+
+def _failure(future: Future[LoraLease], error: EngineError) -> Callable[[], None]:
+    def deliver() -> None:
+        if future.set_running_or_notify_cancel():
+            future.set_exception(error)
+
+    return deliver
+
+
+def _run(deliveries: Deliveries) -> None:
+    for deliver in deliveries:
+        deliver()

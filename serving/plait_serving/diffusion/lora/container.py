@@ -1,0 +1,189 @@
+"""The safetensors container: header first, then tensors as one read into memory of our own.
+
+Why not ``safetensors.torch.load_file``: its tensors are views of a memory-mapped file, so a LoRA that is overwritten
+in its folder would change under a running request, or kill the process with SIGBUS. Here nothing refers to the file
+once it is read. Format: https://huggingface.co/docs/safetensors (8-byte little-endian header length, JSON, data).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+
+from plait_serving.diffusion.errors import LoraError
+
+LARGEST_HEADER_BYTES = 16 << 20
+"""The SDXL LoRA with the most keys that we know has 1972 tensors, some 300 KB of header."""
+
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+)
+"""What a LoRA's tensors may be; alphas are sometimes stored as integers, see `ALPHA_DTYPES`."""
+
+ALPHA_DTYPES: Mapping[str, torch.dtype] = MappingProxyType({**DTYPES, "I64": torch.int64, "I32": torch.int32})
+
+_ITEM_BYTES: Mapping[str, int] = MappingProxyType(
+    {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
+     "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
+)  # fmt: skip
+
+# Other things that people put under a .safetensors name, by their first bytes.
+_MAGIC: tuple[tuple[bytes, str], ...] = (
+    (b"PK\x03\x04", "a zip archive, as torch.save writes it: a pickle, which can run code when it is loaded"),
+    (b"\x80\x02", "a pickle, which can run code when it is loaded"),
+    (b"\x80\x03", "a pickle, which can run code when it is loaded"),
+    (b"\x80\x04", "a pickle, which can run code when it is loaded"),
+    (b"\x80\x05", "a pickle, which can run code when it is loaded"),
+    (b"version https://git-lfs", "a Git LFS pointer: the real file was not downloaded"),
+    (b"<!DOCTYPE", "an HTML page: the download went wrong"),
+    (b"<html", "an HTML page: the download went wrong"),
+    (b"GGUF", "a GGUF file"),
+    (b"\x1f\x8b", "a gzip archive"),
+    (b"\x89HDF", "an HDF5 file"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorInfo:
+    """One tensor of a header. ``begin`` and ``end`` are byte offsets into the data part."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """What a file says about itself. ``data_start`` and ``file_bytes`` count from the file's first byte."""
+
+    tensors: Mapping[str, TensorInfo]
+    metadata: Mapping[str, str]
+    data_start: int
+    file_bytes: int
+
+
+def inspect(path: Path, *, largest_bytes: int) -> Header:
+    """Reads and checks the header only. Raises `LoraError`."""
+    with _open(path) as file:
+        return _read_header(file, largest_bytes)
+
+
+def read(path: Path, *, largest_bytes: int) -> tuple[Header, bytearray]:
+    """Header and the data part, from one open file. Raises `LoraError`, also if the file changed meanwhile."""
+    with _open(path) as file:
+        before = os.fstat(file.fileno())
+        header = _read_header(file, largest_bytes)
+        data = bytearray(header.file_bytes - header.data_start)
+        file.seek(header.data_start)
+        _read_into(file, memoryview(data))
+        after = os.fstat(file.fileno())
+    if (before.st_mtime_ns, before.st_size) != (after.st_mtime_ns, after.st_size):
+        raise LoraError("the file changed while it was read")
+    return header, data
+
+
+def tensor(header: Header, data: bytearray, key: str) -> torch.Tensor:
+    """A view of ``data``. Raises `LoraError` for a dtype that is not a float (or an alpha's integer)."""
+    info = header.tensors[key]
+    dtype = ALPHA_DTYPES.get(info.dtype)
+    if dtype is None:
+        raise LoraError(f"{key} is {info.dtype}; LoRA weights must be F16, BF16, F32 or F64")
+    if info.begin == info.end:
+        return torch.empty(info.shape, dtype=dtype)
+    aligned = info.begin % dtype.itemsize == 0
+    piece, offset = (data, info.begin) if aligned else (data[info.begin : info.end], 0)
+    return torch.frombuffer(piece, dtype=dtype, count=math.prod(info.shape), offset=offset).view(info.shape)
+
+
+def _open(path: Path) -> FileIO:
+    try:
+        return FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC), closefd=True)
+    except OSError as error:
+        raise LoraError(f"the file can not be opened ({error.strerror})") from error
+
+
+def _read_header(file: FileIO, largest_bytes: int) -> Header:
+    file_bytes = os.fstat(file.fileno()).st_size
+    if file_bytes > largest_bytes:
+        raise LoraError(f"the file has {file_bytes} bytes; the largest allowed is {largest_bytes}")
+    start = file.read(32)
+    _refuse_other_formats(start)
+    if len(start) < 8:
+        raise LoraError("the file is too short for a safetensors file")
+    header_bytes = int.from_bytes(start[:8], "little")
+    if header_bytes > min(LARGEST_HEADER_BYTES, file_bytes - 8):
+        raise LoraError("the file is no safetensors file, or it is cut off: its header does not fit in it")
+    raw = bytearray(header_bytes)
+    file.seek(8)
+    _read_into(file, memoryview(raw))
+    tensors, metadata = _decode(raw, file_bytes - 8 - header_bytes)
+    return Header(tensors=tensors, metadata=metadata, data_start=8 + header_bytes, file_bytes=file_bytes)
+
+
+def _refuse_other_formats(start: bytes) -> None:
+    for magic, what in _MAGIC:
+        if start.startswith(magic):
+            raise LoraError(f"the file is {what}; only safetensors files are read")
+
+
+def _read_into(file: FileIO, view: memoryview) -> None:
+    done = 0
+    while done < len(view):
+        count = file.readinto(view[done:])
+        if not count:
+            raise LoraError("the file is cut off")
+        done += count
+
+
+def _decode(raw: bytearray, data_bytes: int) -> tuple[Mapping[str, TensorInfo], Mapping[str, str]]:
+    try:
+        table = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates)
+        if not isinstance(table, dict):
+            raise TypeError("not an object")
+        metadata = table.pop("__metadata__", None) or {}
+        tensors = {key: _info(entry) for key, entry in table.items()}
+        metadata = {str(key): str(value) for key, value in metadata.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise LoraError(f"the safetensors header is damaged ({error})") from error
+    _check_layout(tensors, data_bytes)
+    return MappingProxyType(tensors), MappingProxyType(metadata)
+
+
+def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise ValueError("a key appears twice")
+    return table
+
+
+def _info(entry: dict[str, object]) -> TensorInfo:
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not (isinstance(dtype, str) and isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2):
+        raise TypeError("an entry lacks dtype, shape or offsets")
+    numbers = [*shape, *offsets]
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise TypeError("shapes and offsets must be whole numbers")
+    return TensorInfo(dtype=dtype, shape=tuple(shape), begin=offsets[0], end=offsets[1])
+
+
+def _check_layout(tensors: Mapping[str, TensorInfo], data_bytes: int) -> None:
+    """Tensors lie one after another without gap or overlap and end where the file ends, as the format demands."""
+    position = 0
+    for key, info in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
+        item_bytes = _ITEM_BYTES.get(info.dtype)
+        if item_bytes is None:
+            raise LoraError(f"{key} has the unknown dtype {info.dtype}")
+        if info.begin != position or info.end - info.begin != math.prod(info.shape) * item_bytes:
+            raise LoraError(f"the safetensors header is damaged: {key} does not lie where it should")
+        position = info.end
+    if position != data_bytes:
+        raise LoraError("the file is cut off, or something was appended: its data does not end where the header says")

@@ -1,0 +1,124 @@
+"""What a key of a LoRA file says: which module, and whether it is the down factor, the up factor or alpha.
+
+Down is A ``(r, i, ...)``, up is B ``(o, r, ...)``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from plait_serving.diffusion.errors import LoraError
+from plait_serving.diffusion.lora.targets import LoraTargets, ModuleRef
+
+
+class Role(Enum):
+    """What a tensor is to its module."""
+
+    DOWN = auto()
+    UP = auto()
+    ALPHA = auto()
+
+
+class LoraFormat(Enum):
+    """How a file spells its keys; the value is what people call it."""
+
+    PEFT = "peft"
+    KOHYA = "kohya"
+
+
+@dataclass(frozen=True, slots=True)
+class KeyMeaning:
+    """A key that was understood."""
+
+    ref: ModuleRef
+    role: Role
+    format: LoraFormat
+
+
+# Kinds of files that are not plain LoRAs, by what only their keys contain. Names as their authors use them.
+_FOREIGN: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), name)
+    for pattern, name in (
+        (r"\.hada_w", "LoHa (LyCORIS)"),
+        (r"\.lokr_", "LoKr (LyCORIS)"),
+        (r"\.dora_scale$|lora_magnitude_vector", "DoRA"),
+        (r"\.lora_mid\.", "LoCon with a Tucker core (LyCORIS)"),
+        (r"\.on_input$", "IA3 (LyCORIS)"),
+        (r"\.oft_|\.boft_|\.oft_blocks", "OFT/BOFT"),
+        (r"\.(a1|a2|b1|b2)\.weight$", "GLoRA"),
+        (r"\.diff(_b)?$", "a full difference of weights (LyCORIS `full`)"),
+        (r"\.(w|b)_norm$", "trained norm layers (LyCORIS)"),
+        (r"lora_embedding_[AB]", "a LoRA of an embedding"),
+        (r"\.lora_(B|up)\.bias$|\.lora\.up\.bias$", "a LoRA with biases"),
+        (r"^bundle_emb\.|^emb_params$", "a textual inversion"),
+        (r"^lora_controlnet$", "Control-LoRA"),
+        (r"^base_model\.model\.", "a bare PEFT adapter, whose alpha is in another file; save it with diffusers"),
+        (r"^(lora_)?transformer[._]|double_blocks|joint_blocks", "a LoRA for a transformer model (Flux, SD3 or alike)"),
+        (r"^(model\.diffusion_model|first_stage_model|cond_stage_model|conditioner)\.", "a whole model"),
+    )
+)
+
+_ROLES: tuple[tuple[str, Role], ...] = (
+    (".lora_A.weight", Role.DOWN),
+    (".lora_B.weight", Role.UP),
+    (".lora_A.default.weight", Role.DOWN),
+    (".lora_B.default.weight", Role.UP),
+    (".lora_linear_layer.down.weight", Role.DOWN),
+    (".lora_linear_layer.up.weight", Role.UP),
+    (".lora.down.weight", Role.DOWN),
+    (".lora.up.weight", Role.UP),
+    ("_lora.down.weight", Role.DOWN),
+    ("_lora.up.weight", Role.UP),
+    (".alpha", Role.ALPHA),
+)
+_KOHYA_ROLES: tuple[tuple[str, Role], ...] = (
+    (".lora_down.weight", Role.DOWN),
+    (".lora_up.weight", Role.UP),
+    (".alpha", Role.ALPHA),
+)
+_KOHYA_START = ("lora_unet_", "lora_te_", "lora_te1_", "lora_te2_")
+
+# The oldest diffusers files name attention processors: UNet to_out is layer 0 of a Sequential, CLIP says q_proj.
+_OLD_UNET = {"to_out": "to_out.0"}
+_OLD_CLIP = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}
+
+
+def refuse_foreign(keys: Iterable[str]) -> None:
+    """Raises `LoraError` that names the kind if the file is no plain LoRA."""
+    for key in keys:
+        for pattern, name in _FOREIGN:
+            if pattern.search(key):
+                raise LoraError(f"the file is {name} (key {key!r}); only plain LoRAs (linear and convolution) are read")
+
+
+def meaning(key: str, targets: LoraTargets) -> KeyMeaning | None:
+    """What ``key`` says, or None if it names no module of the family."""
+    if key.startswith(_KOHYA_START):
+        for suffix, role in _KOHYA_ROLES:
+            if key.endswith(suffix):
+                ref = targets.kohya.get(key.removesuffix(suffix))
+                return KeyMeaning(ref, role, LoraFormat.KOHYA) if ref else None
+        return None
+    for suffix, role in _ROLES:
+        if key.endswith(suffix):
+            ref = _dotted(key.removesuffix(suffix), targets)
+            return KeyMeaning(ref, role, LoraFormat.PEFT) if ref else None
+    return None
+
+
+def _dotted(stem: str, targets: LoraTargets) -> ModuleRef | None:
+    """The module that ``unet....attn1.processor.to_q`` and its modern spellings mean."""
+    stem = stem.replace(".processor.", ".")
+    ref = targets.dotted.get(stem)
+    if ref is not None:
+        return ref
+    parent, _, leaf = stem.rpartition(".")
+    leaf = leaf.removesuffix("_lora")
+    for table in (_OLD_UNET, _OLD_CLIP):
+        ref = targets.dotted.get(f"{parent}.{table.get(leaf, leaf)}")
+        if ref is not None:
+            return ref
+    return None

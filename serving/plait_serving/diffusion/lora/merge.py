@@ -1,0 +1,289 @@
+"""Keeps live weights equal to W0 + the current LoRA set, in place. Compute thread only.
+
+A switch is prepared in full before the first weight is written: factors are matched to modules, pristine copies are
+taken, and finiteness is known from bounds (or, where a bound does not settle it, from a trial merge). After that
+nothing can go wrong but memory; then the model falls back to its pristine weights, never to a mixture.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from plait_kernels.lora_merge import MergeOp, NonFiniteMerge, Term
+from plait_kernels.lora_merge.reference import merged
+from plait_kernels.registry import load
+from plait_serving.diffusion.errors import LoraError, OutOfMemory
+from plait_serving.diffusion.lora.formats import Factor, LoadedLora
+from plait_serving.diffusion.lora.targets import ModuleRef, is_mergeable, live_weight
+from plait_serving.diffusion.protocols import LoraWeights
+from plait_serving.diffusion.values import LoraRef, LoraSet
+
+_log = logging.getLogger(__name__)
+
+Recipe = tuple[tuple[int, float], ...]
+"""What is merged into one weight: (file token, scale) in set order. Equal recipes give equal bits."""
+
+# Weight of the newest measurement in the cost averages; first guesses are a slow CPU's, replaced by the first switch.
+_NEWEST = 0.3
+_FIRST_MERGE_S_PER_BYTE = 2e-9
+_FIRST_RESTORE_S_PER_BYTE = 2e-10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergerStatistics:
+    """``pristine_bytes``: copies of touched weights kept; the other numbers count since the start."""
+
+    switches: int
+    weights_merged: int
+    weights_restored: int
+    pristine_bytes: int
+    merge_s: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pristine:
+    """A weight's own values, and the largest of them."""
+
+    copy: torch.Tensor
+    largest: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rewrite:
+    """One weight to rewrite: no factors means restore."""
+
+    ref: ModuleRef
+    weight: torch.Tensor
+    recipe: Recipe
+    factors: tuple[tuple[Factor, float], ...]
+
+
+class Merger:
+    """`protocols.LoraMerger` over live modules.
+
+    ``components``: "unet", "text_encoder", "text_encoder_2" to their live modules; weights keep their storage, so
+    compiled graphs and data pointers stay valid. ``impl`` names a merge kernel, None lets the registry choose.
+    """
+
+    def __init__(
+        self,
+        components: Mapping[str, nn.Module],
+        *,
+        impl: str | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._weights = {
+            ModuleRef(component, path): live_weight(module)
+            for component, root in components.items()
+            for path, module in root.named_modules()
+            if path and is_mergeable(module)
+        }
+        self._impl = impl
+        self._clock = clock
+        self._current: LoraSet = ()
+        self._version = 0
+        self._pristine: dict[ModuleRef, _Pristine] = {}
+        self._live: dict[ModuleRef, Recipe] = {}
+        self._touched: dict[str, frozenset[ModuleRef]] = {}
+        self._merge_s_per_byte: float | None = None
+        self._restore_s_per_byte: float | None = None
+        self._counts = {"switches": 0, "merged": 0, "restored": 0}
+        self._merge_s = 0.0
+
+    @property
+    def current(self) -> LoraSet:
+        """The set whose weights are live."""
+        return self._current
+
+    @property
+    def version(self) -> int:
+        """Grows whenever weights were written; what was computed from them (text keys, values) is then stale."""
+        return self._version
+
+    def switch(self, target: LoraSet, weights: Mapping[str, LoraWeights]) -> None:
+        """Makes ``target`` live (``()`` restores, bit for bit).
+
+        On `LoraError` nothing was written. On `OutOfMemory` (or any other error) the bare model is live.
+        """
+        rewrites = self._plan(target, weights)
+        self._check_finite(rewrites)
+        if rewrites:
+            self._write(rewrites)
+        self._current = target
+        self._touched |= {lora.name: frozenset(_loaded(weights[lora.name]).factors) for lora in target}
+
+    def switch_cost_s(self, target: LoraSet) -> float:
+        """Expected seconds of `switch`, from what was measured; 0 for the current set.
+
+        A LoRA that was never merged is taken to touch as much as the average one that was (or every weight).
+        """
+        if target == self._current:
+            return 0.0
+        wanted: dict[ModuleRef, tuple[LoraRef, ...]] = {}
+        unknown_bytes = 0.0
+        for lora in target:
+            if lora.name not in self._touched:
+                unknown_bytes += self._typical_bytes()
+            for ref in self._touched.get(lora.name, ()):
+                wanted[ref] = (*wanted.get(ref, ()), lora)
+        had: dict[ModuleRef, tuple[LoraRef, ...]] = {}
+        for lora in self._current:
+            for ref in self._touched.get(lora.name, ()):
+                had[ref] = (*had.get(ref, ()), lora)
+        merge_bytes = sum(self._weights[ref].nbytes for ref, loras in wanted.items() if had.get(ref) != loras)
+        restore_bytes = sum(self._weights[ref].nbytes for ref in had.keys() - wanted.keys())
+        merge_rate = self._merge_s_per_byte or _FIRST_MERGE_S_PER_BYTE
+        restore_rate = self._restore_s_per_byte or _FIRST_RESTORE_S_PER_BYTE
+        return (merge_bytes + unknown_bytes) * merge_rate + restore_bytes * restore_rate
+
+    def statistics(self) -> MergerStatistics:
+        """Counts since the start."""
+        return MergerStatistics(
+            switches=self._counts["switches"],
+            weights_merged=self._counts["merged"],
+            weights_restored=self._counts["restored"],
+            pristine_bytes=sum(pristine.copy.nbytes for pristine in self._pristine.values()),
+            merge_s=self._merge_s,
+        )
+
+    # ---- before the first write ---------------------------------------------------------------------------------
+
+    def _plan(self, target: LoraSet, weights: Mapping[str, LoraWeights]) -> list[_Rewrite]:
+        """The weights whose recipe changes; pristine copies of them are taken here."""
+        factors: dict[ModuleRef, list[tuple[Factor, float]]] = {}
+        recipes: dict[ModuleRef, Recipe] = {}
+        for lora in target:
+            if lora.name not in weights:
+                raise LoraError(f"LoRA {lora.name!r} was not loaded", param="loras")
+            if not math.isfinite(lora.scale):
+                raise LoraError(f"LoRA {lora.name!r}: its scale is not finite", param="loras")
+            loaded = _loaded(weights[lora.name])
+            for ref, factor in loaded.factors.items():
+                if lora.scale == 0.0:
+                    continue
+                self._check_fits(lora.name, ref, factor)
+                factors.setdefault(ref, []).append((factor, lora.scale * factor.alpha / factor.rank))
+                recipes[ref] = (*recipes.get(ref, ()), (loaded.token, lora.scale))
+        changed = [ref for ref in {**recipes, **self._live} if recipes.get(ref, ()) != self._live.get(ref, ())]
+        for ref in changed:
+            self._keep_pristine(ref)
+        return [_Rewrite(ref, self._weights[ref], recipes.get(ref, ()), tuple(factors.get(ref, ()))) for ref in changed]
+
+    def _check_fits(self, name: str, ref: ModuleRef, factor: Factor) -> None:
+        weight = self._weights.get(ref)
+        if weight is None:
+            raise LoraError(f"LoRA {name!r} touches {ref}, which this model does not have", param="loras")
+        if (factor.up.shape[0], factor.down.shape[1]) != (weight.shape[0], weight.shape[1:].numel()):
+            raise LoraError(f"LoRA {name!r}: its factors for {ref} do not make a {tuple(weight.shape)}", param="loras")
+
+    def _keep_pristine(self, ref: ModuleRef) -> None:
+        if ref not in self._pristine:
+            weight = self._weights[ref]
+            try:
+                copy = weight.clone()
+            except (torch.OutOfMemoryError, MemoryError) as error:
+                raise OutOfMemory("there is no memory for a pristine copy of a weight", param="loras") from error
+            self._pristine[ref] = _Pristine(copy, _largest(copy))
+
+    def _check_finite(self, rewrites: list[_Rewrite]) -> None:
+        """Raises `LoraError` if a weight would turn NaN or infinite."""
+        for rewrite in rewrites:
+            pristine = self._pristine[rewrite.ref]
+            bound = pristine.largest + sum(abs(c) * factor.bound for factor, c in rewrite.factors)
+            if bound < 0.99 * torch.finfo(rewrite.weight.dtype).max:
+                continue
+            try:
+                if rewrite.factors:
+                    merged(pristine.copy, _terms(rewrite))
+            except NonFiniteMerge:
+                raise LoraError(f"{rewrite.ref} would hold NaN or infinity with this LoRA set", param="loras") from None
+
+    # ---- writing ------------------------------------------------------------------------------------------------
+
+    def _write(self, rewrites: list[_Rewrite]) -> None:
+        self._version += 1
+        self._counts["switches"] += 1
+        restores = [rewrite for rewrite in rewrites if not rewrite.factors]
+        merges = [rewrite for rewrite in rewrites if rewrite.factors]
+        try:
+            restored_s = self._timed(restores)
+            merged_s = self._timed(merges)
+        except BaseException as error:
+            self._fall_back()
+            if isinstance(error, torch.OutOfMemoryError | MemoryError):
+                raise OutOfMemory("the LoRA set does not fit the device", param="loras") from error
+            raise
+        self._restore_s_per_byte = _average(self._restore_s_per_byte, restored_s, restores)
+        self._merge_s_per_byte = _average(self._merge_s_per_byte, merged_s, merges)
+        self._counts["merged"] += len(merges)
+        self._counts["restored"] += len(restores)
+        self._merge_s += merged_s + restored_s
+
+    def _timed(self, rewrites: list[_Rewrite]) -> float:
+        """Rewrites the weights of ``rewrites``; seconds it took, device work included."""
+        if not rewrites:
+            return 0.0
+        started_s = self._clock()
+        for rewrite in rewrites:
+            op = self._op_for(rewrite.weight)
+            op(rewrite.weight, self._pristine[rewrite.ref].copy, _terms(rewrite), proven_finite=True)
+            self._note(rewrite.ref, rewrite.recipe)
+        if rewrites[0].weight.is_cuda:
+            torch.cuda.synchronize(rewrites[0].weight.device)
+        return self._clock() - started_s
+
+    def _op_for(self, weight: torch.Tensor) -> MergeOp:
+        op: MergeOp = load("lora_merge", weight.device.type, weight.dtype, self._impl)
+        return op
+
+    def _note(self, ref: ModuleRef, recipe: Recipe) -> None:
+        if recipe:
+            self._live[ref] = recipe
+        else:
+            self._live.pop(ref, None)
+
+    def _fall_back(self) -> None:
+        """Every weight that was ever touched becomes pristine; copying needs no memory."""
+        _log.exception("merging a LoRA set failed half-way; the bare model is live again")
+        for ref, pristine in self._pristine.items():
+            self._weights[ref].copy_(pristine.copy)
+        self._live.clear()
+        self._current = ()
+
+    def _typical_bytes(self) -> float:
+        """Bytes that a LoRA touches, by the average of those seen."""
+        if not self._touched:
+            return float(sum(weight.nbytes for weight in self._weights.values()))
+        sizes = [sum(self._weights[ref].nbytes for ref in refs) for refs in self._touched.values()]
+        return sum(sizes) / len(sizes)
+
+
+def _loaded(weights: LoraWeights) -> LoadedLora:
+    if not isinstance(weights, LoadedLora):
+        raise TypeError(f"a Merger merges LoadedLora, not {type(weights).__name__}")
+    return weights
+
+
+def _largest(weight: torch.Tensor) -> float:
+    """The largest absolute value; NaN comes through."""
+    low, high = torch.aminmax(weight)
+    return float(torch.maximum(low.abs(), high.abs()))
+
+
+def _terms(rewrite: _Rewrite) -> list[Term]:
+    return [Term(up=factor.up, down=factor.down, c=c) for factor, c in rewrite.factors]
+
+
+def _average(old: float | None, seconds: float, rewrites: list[_Rewrite]) -> float | None:
+    total_bytes = sum(rewrite.weight.nbytes for rewrite in rewrites)
+    if not total_bytes:
+        return old
+    newest = seconds / total_bytes
+    return newest if old is None else old + _NEWEST * (newest - old)

@@ -1,0 +1,149 @@
+"""Where LoRA files come from: the seam, the local folder, and several sources as one. `remote` has the remote store.
+
+A file is addressed by name, never by path or URL. ``find`` and ``list`` are cheap and read no tensors; ``fetch`` may
+take as long as a download and runs on loader threads.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Protocol
+
+from plait_serving.diffusion.errors import NotFound
+from plait_serving.diffusion.values import NAME_PATTERN
+
+_log = logging.getLogger(__name__)
+
+SUFFIX = ".safetensors"
+DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
+"""The name that diffusers' `save_lora_weights` gives a file in its folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraEntry:
+    """A LoRA that exists now. ``stamp`` changes when its content may have; equal stamps mean equal content.
+
+    ``sha256`` is set where the operator pinned it.
+    """
+
+    name: str
+    nbytes: int
+    stamp: str
+    sha256: str | None = None
+
+
+class LoraSource(Protocol):
+    """A place with LoRA files. Thread-safe."""
+
+    def find(self, name: str) -> LoraEntry | None:
+        """The LoRA of that name, or None; any string may be asked for."""
+
+    def list(self) -> Mapping[str, LoraEntry]:
+        """All of them by name, as of now, in name order."""
+
+    def fetch(self, name: str) -> Path:
+        """A local file with its content; blocks. Raises `NotFound`, or `LoraError` if it can not be had."""
+
+    def close(self) -> None:
+        """Makes running fetches fail soon. Idempotent."""
+
+
+def not_found(name: str) -> NotFound:
+    """What every source raises for a name that it does not have."""
+    return NotFound(f"there is no LoRA named {name!r}", param="loras")
+
+
+class FolderSource:
+    """A folder with ``<name>.safetensors`` files and ``<name>/pytorch_lora_weights.safetensors`` sub-folders.
+
+    Looked at anew at every call, so new files are seen without a restart; a file wins over a sub-folder of its name.
+    Links that lead out of the folder do not exist for it, nor do names that `NAME_PATTERN` refuses.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._told: set[str] = set()
+
+    def find(self, name: str) -> LoraEntry | None:
+        """The LoRA of that name, or None."""
+        path = self._path(name)
+        return _entry(name, path) if path else None
+
+    def list(self) -> Mapping[str, LoraEntry]:
+        """All of them by name; an absent folder is an empty one."""
+        try:
+            found = sorted(self._folder.iterdir())
+        except OSError:
+            found = []
+        names = {path.name.removesuffix(SUFFIX) for path in found if path.name.endswith(SUFFIX) or path.is_dir()}
+        for path in found:
+            if path.suffix in {".pt", ".pth", ".ckpt", ".bin"} and path.name not in self._told:
+                self._told.add(path.name)
+                _log.warning("%s is ignored: only .safetensors files are read", path.name)
+        entries = {name: entry for name in sorted(names) if (entry := self.find(name))}
+        return MappingProxyType(entries)
+
+    def fetch(self, name: str) -> Path:
+        """The file itself."""
+        path = self._path(name)
+        if path is None:
+            raise not_found(name)
+        return path
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def _path(self, name: str) -> Path | None:
+        if not NAME_PATTERN.fullmatch(name):
+            return None
+        root = self._folder.resolve()
+        for candidate in (self._folder / f"{name}{SUFFIX}", self._folder / name / DIFFUSERS_FILE):
+            try:
+                path = candidate.resolve(strict=True)
+            except (OSError, RuntimeError):
+                continue
+            if path.is_file() and path.is_relative_to(root):
+                return path
+        return None
+
+
+def _entry(name: str, path: Path) -> LoraEntry | None:
+    try:
+        stat = path.stat()
+    except OSError:
+        return None  # removed between two looks
+    return LoraEntry(name=name, nbytes=stat.st_size, stamp=f"{stat.st_ino}-{stat.st_mtime_ns}-{stat.st_size}")
+
+
+class ChainSource:
+    """Several sources as one; the first that has a name wins."""
+
+    def __init__(self, sources: Sequence[LoraSource]) -> None:
+        self._sources = tuple(sources)
+
+    def find(self, name: str) -> LoraEntry | None:
+        """The first source's."""
+        return next((entry for source in self._sources if (entry := source.find(name))), None)
+
+    def list(self) -> Mapping[str, LoraEntry]:
+        """All names of all sources."""
+        merged: dict[str, LoraEntry] = {}
+        for source in reversed(self._sources):
+            merged.update(source.list())
+        return MappingProxyType(dict(sorted(merged.items())))
+
+    def fetch(self, name: str) -> Path:
+        """From the first source that has it."""
+        for source in self._sources:
+            if source.find(name):
+                return source.fetch(name)
+        raise not_found(name)
+
+    def close(self) -> None:
+        """Closes all."""
+        for source in self._sources:
+            source.close()

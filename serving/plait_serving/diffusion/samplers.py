@@ -1,0 +1,171 @@
+"""One request's sampler: its own scheduler object and one CPU generator per image. All scheduler calls are made here.
+
+Calls the scheduler exactly as diffusers' pipelines do, so that latents are theirs. Legend: x latents, e model output,
+s sigma, a_t the cumulative alpha of a timestep.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from diffusers import (
+    DDIMScheduler,
+    DPMSolverMultistepScheduler,
+    EulerAncestralDiscreteScheduler,
+    EulerDiscreteScheduler,
+    LCMScheduler,
+    UniPCMultistepScheduler,
+)
+from diffusers.utils.torch_utils import randn_tensor
+
+from plait_serving.diffusion.bundle import Bundle
+from plait_serving.diffusion.errors import RequestError
+from plait_serving.diffusion.values import ImageRequest, Scheduler
+
+_CLASSES: Mapping[Scheduler, tuple[type[Any], Mapping[str, Any]]] = {
+    Scheduler.DDIM: (DDIMScheduler, {}),
+    Scheduler.EULER: (EulerDiscreteScheduler, {}),
+    Scheduler.EULER_A: (EulerAncestralDiscreteScheduler, {}),
+    # A folder made with the SDE or the DEIS variant names its algorithm; ours is the one the request asked for.
+    Scheduler.DPMPP_2M: (DPMSolverMultistepScheduler, {"algorithm_type": "dpmsolver++", "solver_order": 2}),
+    Scheduler.UNIPC: (UniPCMultistepScheduler, {}),
+    Scheduler.LCM: (LCMScheduler, {}),
+}
+
+SEED_LIMIT = 2**64
+"""Seeds are taken modulo this, as torch's generators do for negative numbers."""
+
+
+class Sampler:
+    """Implements `RequestSampler`. Steps must be taken in order; the object belongs to one request."""
+
+    def __init__(
+        self,
+        kind: Scheduler,
+        config: Mapping[str, Any],
+        *,
+        steps: int,
+        seeds: Sequence[int],
+        shape: tuple[int, int, int],
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """``config`` is the model's scheduler configuration, ``shape`` one image's ``(c, h, w)``.
+
+        Raises `RequestError` naming ``num_inference_steps`` if the scheduler can not take so many or so few.
+        """
+        self._scheduler = _make(kind, config, steps, device)
+        self._generators = [torch.Generator("cpu").manual_seed(seed % SEED_LIMIT) for seed in seeds]
+        self._shape = (len(seeds), *shape)
+        self._dtype = dtype
+        self._device = torch.device(device)
+        # UniPC and DPM++ draw nothing (or take no generator); DDIM's eta stays 0, diffusers' default.
+        self._extra: dict[str, Any] = {} if kind is Scheduler.UNIPC else {"generator": self._generators}
+        if kind is Scheduler.DDIM:
+            self._extra["eta"] = 0.0
+        self._timesteps: torch.Tensor = self._scheduler.timesteps
+
+    @property
+    def timesteps(self) -> torch.Tensor:
+        """``(N,)``; entry i is what step i feeds to the model."""
+        return self._timesteps
+
+    def init_latents(self) -> torch.Tensor:
+        """``(n, c, h, w)`` starting noise; image i is drawn from its own generator. Call once."""
+        noise = randn_tensor(self._shape, generator=self._generators, device=self._device, dtype=self._dtype)
+        return cast("torch.Tensor", noise * self._scheduler.init_noise_sigma)
+
+    def scale_input(self, latents: torch.Tensor, step: int) -> torch.Tensor:
+        """What the model sees of ``latents`` in step ``step``; may be the same tensor."""
+        return cast("torch.Tensor", self._scheduler.scale_model_input(latents, self._timesteps[step]))
+
+    def step(self, output: torch.Tensor, step: int, latents: torch.Tensor) -> torch.Tensor:
+        """Latents after step ``step``, given the guided model output. Draws noise for Euler-a and LCM."""
+        return cast(
+            "torch.Tensor",
+            self._scheduler.step(output, self._timesteps[step], latents, **self._extra, return_dict=False)[0],
+        )
+
+    def predicted_original(self, output: torch.Tensor, step: int, latents: torch.Tensor) -> torch.Tensor:
+        """The x0 estimate at step ``step``, for previews. Changes no state and draws nothing."""
+        signal, noise, scale = self._levels(step)
+        # With x = signal * x0 + noise * eps; Euler keeps its latents scaled up by ``scale``.
+        x, e = latents.float() / scale, output.float()
+        prediction = self._scheduler.config.prediction_type
+        if prediction == "sample":
+            original = e
+        elif prediction == "v_prediction":
+            original = signal * x - noise * e
+        else:
+            original = (x - noise * e) / signal
+        return original.to(latents.dtype)
+
+    def _levels(self, step: int) -> tuple[float, float, float]:
+        """``(signal, noise, scale)`` of step ``step``: x / scale = signal * x0 + noise * eps."""
+        scheduler = self._scheduler
+        if isinstance(scheduler, DDIMScheduler | LCMScheduler):
+            alpha = float(scheduler.alphas_cumprod[int(self._timesteps[step])])
+            return math.sqrt(alpha), math.sqrt(1.0 - alpha), 1.0
+        sigma = float(scheduler.sigmas[step])
+        signal = 1.0 / math.sqrt(sigma**2 + 1.0)
+        kept_scaled = isinstance(scheduler, EulerDiscreteScheduler | EulerAncestralDiscreteScheduler)
+        return signal, sigma * signal, 1.0 / signal if kept_scaled else 1.0
+
+
+def check_steps(kind: Scheduler, config: Mapping[str, Any], steps: int) -> None:
+    """Raises `RequestError` naming ``num_inference_steps`` if ``kind`` can not take ``steps`` steps."""
+    _make(kind, config, steps, "cpu")
+
+
+def sampler_factory(bundle: Bundle) -> Callable[[ImageRequest, Sequence[int], tuple[int, int, int]], Sampler]:
+    """``(request, seeds of the images, latent shape) -> Sampler`` for a loaded model."""
+
+    def make(request: ImageRequest, seeds: Sequence[int], shape: tuple[int, int, int]) -> Sampler:
+        return Sampler(
+            request.scheduler,
+            bundle.scheduler_config,
+            steps=request.steps,
+            seeds=seeds,
+            shape=shape,
+            dtype=bundle.dtype,
+            device=bundle.device,
+        )
+
+    return make
+
+
+def _make(kind: Scheduler, config: Mapping[str, Any], steps: int, device: torch.device | str) -> Any:
+    scheduler_class, overrides = _CLASSES[kind]
+    if steps < 1:
+        raise RequestError("must be at least 1", param="num_inference_steps")
+    scheduler = scheduler_class.from_config({**config, **overrides})
+    most = int(scheduler.config.num_train_timesteps)
+    if kind is Scheduler.LCM:
+        # LCM steps are a subset of the distillation's own schedule.
+        most = int(scheduler.config.original_inference_steps)
+    if steps > most:
+        raise RequestError(f"{kind} takes at most {most} steps with this model", param="num_inference_steps")
+    try:
+        scheduler.set_timesteps(steps, device=device)
+    except (ValueError, IndexError, RuntimeError) as error:
+        raise RequestError(f"{kind} can not take {steps} steps: {error}", param="num_inference_steps") from error
+    _check_schedule(kind, scheduler, steps)
+    # Without this, schedules with a repeated timestep would start at the second of the two.
+    if hasattr(scheduler, "set_begin_index"):
+        scheduler.set_begin_index(0)
+    return scheduler
+
+
+def _check_schedule(kind: Scheduler, scheduler: Any, steps: int) -> None:
+    """Refuses schedules that diffusers makes but can not step through when there are nearly as many steps as timesteps.
+
+    An offset of 1 puts the first of 1000 steps outside the table, and the multistep solvers divide by the distance of
+    neighbouring noise levels, which is zero for a repeated one.
+    """
+    outside = int(scheduler.timesteps.max()) >= int(scheduler.config.num_train_timesteps)
+    multistep = kind in (Scheduler.DPMPP_2M, Scheduler.UNIPC)
+    if outside or (multistep and steps > 1 and float(scheduler.sigmas.diff().max()) >= 0.0):
+        raise RequestError(f"{steps} steps are too many for {kind} with this model", param="num_inference_steps")

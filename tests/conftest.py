@@ -1,0 +1,18 @@
+"""Fixtures of the whole suite. Models and the Ray cluster are made once a session."""
+
+from __future__ import annotations
+
+import torch
+
+from support.tiny import (
+    tiny_models,
+    tiny_sd_controlnets,
+    tiny_sd_folder,
+    tiny_sdxl_controlnets,
+    tiny_sdxl_folder,
+)
+
+__all__ = ["tiny_models", "tiny_sd_controlnets", "tiny_sd_folder", "tiny_sdxl_controlnets", "tiny_sdxl_folder"]
+
+# Two cores, several processes: one thread each is what the numbers in the tests assume.
+torch.set_num_threads(1)

@@ -1,0 +1,190 @@
+"""The three channels of the fabric under its conformance suites; adding one is one fixture."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from plait_disagg import fabric
+from plait_disagg.fabric import (
+    BadAddress,
+    Channel,
+    FabricOptions,
+    FrameTooLarge,
+    PeerLost,
+    ProtocolViolation,
+    RecvTimeout,
+    connect,
+    listen,
+    measure,
+)
+from plait_disagg.fabric.frames import Kind, pack_head, pack_lengths
+from plait_disagg.fabric.segment import Segment
+from plait_disagg.fabric.testing import SECRET, WAIT_S, ChannelConformance
+from plait_disagg.fabric.testing_listener import ListenerConformance, ProcessConformance
+from plait_disagg.fabric.testing_tensors import TensorConformance
+
+_numbers = itertools.count()
+
+
+def _mapped_segments() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:plait-fabric")
+
+
+class TestInproc(ChannelConformance, TensorConformance, ListenerConformance):
+    """Leases handed over between threads."""
+
+    shares_memory = True
+
+    @pytest.fixture
+    def address(self) -> str:
+        """A name of this process."""
+        return f"inproc://conformance-{next(_numbers)}"
+
+
+class TestShm(ChannelConformance, TensorConformance, ListenerConformance, ProcessConformance):
+    """Shared memory between processes."""
+
+    shares_memory = True
+
+    @pytest.fixture
+    def address(self, tmp_path: Path) -> str:
+        """A socket in a private folder."""
+        return f"shm://{tmp_path}/s"
+
+    @pytest.mark.parametrize("packet", [b"short", bytes([0] * 7 + [9]), bytes(9)], ids=["short", "unknown id", "long"])
+    def test_wrong_acknowledgement(self, ends: tuple[Channel, Channel], packet: bytes) -> None:
+        """A peer that acknowledges what was never sent is cut off."""
+        ends[1]._credit._sock.send(packet)  # type: ignore[attr-defined]
+        with pytest.raises(ProtocolViolation):
+            while True:
+                ends[0].send({}, [bytes(20_000)], timeout_s=1.0)
+
+    def test_nothing_stays_mapped(self, address: str) -> None:
+        """A closed channel that nobody refers to keeps no segment mapped, also without the collector."""
+        gc.collect()
+        gc.disable()
+        try:
+            before = _mapped_segments()
+            for _ in range(5):
+                with (
+                    listen(address, secret=SECRET) as listener,
+                    connect(listener.address, secret=SECRET) as client,
+                    listener.accept(WAIT_S) as server,
+                ):
+                    client.send({}, [bytes(50_000)])
+                    server.recv(WAIT_S).release()
+                    client.send({}, [bytes(50_000)])
+                    assert _mapped_segments() > before
+                del client, server, listener
+            assert _mapped_segments() <= before
+        finally:
+            gc.enable()
+
+
+class TestTcp(ChannelConformance, TensorConformance, ListenerConformance, ProcessConformance):
+    """TCP over loopback."""
+
+    @pytest.fixture
+    def address(self) -> str:
+        """Any free port."""
+        return "tcp://127.0.0.1:0"
+
+    def test_timeout_in_mid_frame(self, ends: tuple[Channel, Channel]) -> None:
+        """A time-out between two halves of a frame loses nothing: the next `recv` has it whole."""
+        payload = bytes(range(200))
+        head = pack_head(Kind.MESSAGE, b'{"n":1}', pack_lengths([200]), buffers=1, payload_bytes=200)
+        for cut in (5, len(head) - 3, len(head) + 50):
+            ends[0]._sock.send((head + payload)[:cut])  # type: ignore[attr-defined]
+            with pytest.raises(RecvTimeout):
+                ends[1].recv(0.02)
+            ends[0]._sock.send((head + payload)[cut:])  # type: ignore[attr-defined]
+            with ends[1].recv(WAIT_S) as message:
+                assert (message.header, bytes(message.buffers[0])) == ({"n": 1}, payload)
+
+    def test_half_a_frame_and_gone(self, ends: tuple[Channel, Channel]) -> None:
+        """A peer that dies in mid-frame is `PeerLost`; the half is never seen."""
+        ends[0]._sock.send(pack_head(Kind.MESSAGE, b'{"n":1}', b"", buffers=0, payload_bytes=0)[:-2])  # type: ignore[attr-defined]
+        ends[0]._sock.shutdown(socket.SHUT_WR)  # type: ignore[attr-defined]
+        with pytest.raises(PeerLost):
+            ends[1].recv(WAIT_S)
+
+    def test_message_larger_than_the_receivers_pool(self, address: str) -> None:
+        """What can never fit into the receiver's pool ends the channel instead of hanging it."""
+        with (
+            listen(address, secret=SECRET, options=FabricOptions(pool_bytes=65_536)) as listener,
+            connect(listener.address, secret=SECRET) as client,
+            listener.accept(WAIT_S) as server,
+        ):
+            client.send({}, [bytes(100_000)])
+            with pytest.raises(FrameTooLarge) as caught:
+                server.recv(WAIT_S)
+            assert not caught.value.channel_usable
+            assert server.closed
+
+    def test_unusable_addresses(self) -> None:
+        """An address that is not this host's is named as the mistake it is."""
+        with pytest.raises(BadAddress):
+            listen("tcp://192.0.2.1:0", secret=SECRET)
+
+    def test_sending_allocates_nothing(self, ends: tuple[Channel, Channel]) -> None:
+        """A large send reads the caller's memory: this process allocates next to nothing for it."""
+        payload = bytes(32 << 20)
+        with ThreadPoolExecutor(1) as threads:
+            received = threads.submit(ends[1].recv, WAIT_S)
+            tracemalloc.start()
+            try:
+                ends[0].send({}, [payload])
+                _, peak_bytes = tracemalloc.get_traced_memory()
+            finally:
+                tracemalloc.stop()
+            with received.result(WAIT_S) as message:
+                assert message.buffers[0] == payload
+        assert peak_bytes < 1 << 20
+        assert ends[0].statistics().copies == 0
+
+
+def test_segments_of_strangers_are_refused(tmp_path: Path) -> None:
+    """Only a memfd whose size is sealed gets mapped: anything else could be cut off under our feet."""
+    unsealed = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(unsealed, 4096)
+    file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    os.ftruncate(file, 4096)
+    for descriptor in (unsealed, file):
+        with pytest.raises(ProtocolViolation):
+            Segment.attach(descriptor)
+        os.close(descriptor)
+
+
+def test_every_public_name_exists() -> None:
+    """`__all__` names what the package has, including what it imports only on demand."""
+    for name in fabric.__all__:
+        assert getattr(fabric, name) is not None
+    with pytest.raises(AttributeError):
+        _ = fabric.nothing_of_the_kind
+
+
+def test_bytes_need_no_torch() -> None:
+    """A process that moves bytes starts without importing torch or ray."""
+    code = "import sys, plait_disagg.fabric; sys.exit(bool({'torch', 'ray', 'pytest'} & set(sys.modules)))"
+    source = Path(fabric.__file__).parents[2]
+    assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(source)}, check=False).returncode == 0
+
+
+def test_measure_prints_a_document(capsys: pytest.CaptureFixture[str]) -> None:
+    """The micro benchmark prints rows that say they were measured."""
+    assert measure.main(["inproc", "--seconds", "0.001"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["kind"] == "measured"
+    assert {row["kind"] for row in document["rows"]} == {"measured"}
+    assert {row["workload"] for row in document["rows"]} == set(measure.SIZES_BYTES)

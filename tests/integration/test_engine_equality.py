@@ -1,0 +1,225 @@
+"""The whole engine against diffusers' pipelines: same seed, same latents, alone and in company.
+
+A tiny random SDXL with two ControlNets and two LoRAs (zero convolutions randomised, or nothing would be proved), and
+the starter models. diffusers' LoRAs are fused, as ours are: unfused branches round differently.
+"""
+
+from __future__ import annotations
+
+import queue
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import (
+    ControlNetModel,
+    DPMSolverMultistepScheduler,
+    EulerAncestralDiscreteScheduler,
+    StableDiffusionControlNetPipeline,
+    StableDiffusionPipeline,
+    StableDiffusionXLControlNetPipeline,
+)
+from PIL import Image
+
+from plait_serving.config import STARTER_FOLDER
+from plait_serving.diffusion.assemble import Assembled, EngineSettings, build_engine
+from plait_serving.diffusion.knobs import Knobs, Placement
+from plait_serving.diffusion.lora.source import FolderSource
+from plait_serving.diffusion.values import ControlRef, Failed, Finished, ImageRequest, LoraRef, Scheduler
+from support.tiny import IMAGE_SIZE, tiny_lora
+
+ALONE, IN_COMPANY = 1e-5, 1e-4
+"""Largest difference of fp32 latents: a request alone, and batched with others (other batch sizes move bits)."""
+
+KNOBS = Knobs(threads=1, controlnet_placement=Placement.LOCAL)
+
+SCHEDULERS = {Scheduler.EULER_A: EulerAncestralDiscreteScheduler, Scheduler.DPMPP_2M: DPMSolverMultistepScheduler}
+
+
+class Probe:
+    """An engine whose final latents can be read: pictures are decoded in the order in which requests end."""
+
+    def __init__(self, assembled: Assembled) -> None:
+        self.engine = assembled.engine
+        self._decoded: list[torch.Tensor] = []
+        finish = assembled.denoiser.finish
+
+        def spy(latents: torch.Tensor) -> torch.Tensor:
+            self._decoded.append(latents.clone())
+            return finish(latents)
+
+        assembled.denoiser.finish = spy
+
+    def latents(self, *requests: ImageRequest) -> list[torch.Tensor]:
+        """Runs all at once (they wait for each other before the first step); latents in request order."""
+        self._decoded.clear()
+        self.engine.reconfigure(KNOBS.model_copy(update={"batch_wait_ms": 200.0 if len(requests) > 1 else 0.0}))
+        ended: queue.Queue[tuple[str, Finished | Failed]] = queue.Queue()
+        for asked in requests:
+            self.engine.submit(asked, lambda event, name=asked.request_id: tell(ended, name, event))
+        order = [ended.get(timeout=120) for _ in requests]
+        assert not [event.error for _, event in order if isinstance(event, Failed)]
+        found = dict(zip((name for name, _ in order), self._decoded, strict=True))
+        return [found[asked.request_id] for asked in requests]
+
+
+def tell(ended, name, event) -> None:
+    """A sink that keeps the last event."""
+    if isinstance(event, Finished | Failed):
+        ended.put((name, event))
+
+
+@pytest.fixture(scope="module")
+def probe_of():
+    """`probe_of(**settings)`: a started engine that is stopped at the end of the module."""
+    probes = []
+
+    def build(**settings) -> Probe:
+        probes.append(Probe(build_engine(EngineSettings(knobs=KNOBS, **settings))))
+        return probes[-1]
+
+    yield build
+    for probe in probes:
+        probe.engine.stop(drain_s=0)
+
+
+def control_image(seed: int, size: int) -> np.ndarray:
+    """A deterministic picture."""
+    return np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8)
+
+
+def request(seed: int, **more) -> ImageRequest:
+    """A small request with defaults."""
+    fields = {
+        "request_id": f"r{seed}", "prompt": "a red cat", "negative_prompt": "blue", "width": IMAGE_SIZE,
+        "height": IMAGE_SIZE, "steps": 4, "guidance_scale": 2.0, "seed": seed, "scheduler": Scheduler.DPMPP_2M, **more,
+    }  # fmt: skip
+    return ImageRequest(**fields)
+
+
+@pytest.fixture(scope="module")
+def sdxl(tiny_sdxl_folder, tiny_sdxl_controlnets, tmp_path_factory, probe_of):
+    """The engine on the tiny SDXL, and a function that runs diffusers on the same request."""
+    folder = tmp_path_factory.mktemp("loras")
+    tiny_lora(folder / "one.safetensors", tiny_sdxl_folder, fmt="peft", rank=3, with_text_encoder=True)
+    tiny_lora(folder / "two.safetensors", tiny_sdxl_folder, fmt="kohya", rank=2, conv=True, seed=5)
+    names = dict(zip(("a", "b"), tiny_sdxl_controlnets, strict=True))
+    probe = probe_of(model=tiny_sdxl_folder, lora_source=FolderSource(folder), controlnets=names)
+
+    def reference(asked: ImageRequest) -> torch.Tensor:
+        nets = [ControlNetModel.from_pretrained(names[control.name]) for control in asked.controlnets]
+        pipe = StableDiffusionXLControlNetPipeline.from_pretrained(tiny_sdxl_folder, controlnet=nets)
+        return run_reference(pipe, asked, folder, controls=True)
+
+    return probe, reference
+
+
+def run_reference(pipe, asked: ImageRequest, loras: Path, *, controls: bool) -> torch.Tensor:
+    """Final latents of a diffusers pipeline for the same request."""
+    pipe.set_progress_bar_config(disable=True)
+    pipe.scheduler = SCHEDULERS[asked.scheduler].from_config(pipe.scheduler.config)
+    for lora in asked.loras:
+        pipe.load_lora_weights(loras, weight_name=f"{lora.name}.safetensors", adapter_name=lora.name)
+    if asked.loras:
+        pipe.set_adapters([lora.name for lora in asked.loras], [lora.scale for lora in asked.loras])
+        pipe.fuse_lora(adapter_names=[lora.name for lora in asked.loras])
+    extra = {}
+    if controls:
+        extra = {
+            "image": [Image.fromarray(control.image) for control in asked.controlnets],
+            "controlnet_conditioning_scale": [control.scale for control in asked.controlnets],
+            "control_guidance_start": [control.start for control in asked.controlnets],
+            "control_guidance_end": [control.end for control in asked.controlnets],
+        }
+    with torch.inference_mode():
+        return pipe(
+            asked.prompt, negative_prompt=asked.negative_prompt, num_inference_steps=asked.steps,
+            guidance_scale=asked.guidance_scale, width=asked.width, height=asked.height, num_images_per_prompt=asked.n,
+            generator=[torch.Generator().manual_seed(seed) for seed in asked.seeds], output_type="latent", **extra,
+        ).images  # fmt: skip
+
+
+BOTH_CONTROLS = (
+    ControlRef(name="a", image=control_image(1, IMAGE_SIZE), scale=0.8, start=0.0, end=0.6),
+    ControlRef(name="b", image=control_image(2, IMAGE_SIZE), scale=0.5, start=0.25, end=1.0),
+)
+BOTH_LORAS = (LoraRef(name="one", scale=0.9), LoraRef(name="two", scale=-0.6))
+
+
+def test_sdxl_with_two_controlnets_and_two_loras_equals_diffusers(sdxl):
+    """One request with everything: latents equal to 1e-5; and each ingredient really changed the picture."""
+    probe, reference = sdxl
+    asked = request(11, n=2, controlnets=BOTH_CONTROLS, loras=BOTH_LORAS)
+    (ours,) = probe.latents(asked)
+    assert (ours - reference(asked)).abs().max() <= ALONE
+    for less in (replace(asked, controlnets=BOTH_CONTROLS[:1]), replace(asked, loras=BOTH_LORAS[:1])):
+        (other,) = probe.latents(less)
+        assert (other - ours).abs().max() > 1e-2
+
+
+def test_sdxl_in_company_equals_diffusers(sdxl):
+    """Batched with requests at other steps, prompts, ControlNets and seeds: equal to 1e-4."""
+    probe, reference = sdxl
+    asked = request(21, controlnets=BOTH_CONTROLS, loras=BOTH_LORAS, scheduler=Scheduler.DPMPP_2M)
+    company = [
+        request(22, prompt="green tree", steps=7, loras=BOTH_LORAS),
+        request(23, prompt="dog", steps=3, loras=BOTH_LORAS, controlnets=BOTH_CONTROLS[1:]),
+        request(24, prompt="house", steps=5),
+    ]
+    ours = probe.latents(asked, *company)[0]
+    assert (ours - reference(asked)).abs().max() <= IN_COMPANY
+
+
+def test_the_same_seed_gives_the_same_picture_after_other_loras(sdxl):
+    """Merging and restoring leaves nothing behind: the bare model gives the same bits before and after."""
+    probe, _ = sdxl
+    (before,) = probe.latents(request(31, scheduler=Scheduler.EULER_A))
+    probe.latents(request(32, loras=BOTH_LORAS), request(33, loras=BOTH_LORAS[1:]))
+    (after,) = probe.latents(request(31, scheduler=Scheduler.EULER_A))
+    assert torch.equal(before, after)
+
+
+@pytest.fixture(scope="module")
+def starter(probe_of):
+    """The engine on the starter models."""
+    return probe_of(
+        model=STARTER_FOLDER / "emoji",
+        lora_source=FolderSource(STARTER_FOLDER / "loras"),
+        controlnets={name: STARTER_FOLDER / "controlnets" / name for name in ("edges", "colors")},
+    )
+
+
+@pytest.mark.parametrize("lora", ["noto", "sketch", "pixel"])
+def test_starter_models_equal_diffusers(starter, lora):
+    """The shipped folder, ControlNet and LoRA files give diffusers' latents to 1e-5."""
+    control = ControlRef(name="edges", image=control_image(3, 64), scale=0.7)
+    asked = request(
+        41, prompt="red apple", width=64, height=64, steps=6, scheduler=Scheduler.DPMPP_2M, controlnets=(control,),
+        loras=(LoraRef(name=lora, scale=0.7),),
+    )  # fmt: skip
+    (ours,) = starter.latents(asked)
+    nets = [ControlNetModel.from_pretrained(STARTER_FOLDER / "controlnets" / "edges", torch_dtype=torch.float32)]
+    pipe = StableDiffusionControlNetPipeline.from_pretrained(
+        STARTER_FOLDER / "emoji", controlnet=nets, torch_dtype=torch.float32
+    )
+    assert (ours - run_reference(pipe, asked, STARTER_FOLDER / "loras", controls=True)).abs().max() <= ALONE
+
+
+def test_starter_base_equals_diffusers(starter):
+    """The base alone, two images, equals the stock pipeline loaded from the same folder."""
+    asked = request(51, prompt="rocket", negative_prompt="", width=64, height=64, steps=6, n=2)
+    (ours,) = starter.latents(asked)
+    pipe = StableDiffusionPipeline.from_pretrained(STARTER_FOLDER / "emoji", torch_dtype=torch.float32)
+    assert (ours - run_reference(pipe, asked, STARTER_FOLDER / "loras", controls=False)).abs().max() <= ALONE
+
+
+def test_decoder_rounds_as_diffusers():
+    """Half-way values round to even, as numpy's round in diffusers' image processor does."""
+    from plait_serving.diffusion.decoding import to_rgb
+
+    values = torch.tensor([0.0, 0.5, 1.0, 127.5, 254.5]) / 255
+    picture = to_rgb(values.reshape(1, 1, 1, 5).expand(1, 3, 1, 5))[0]
+    expected = (values.numpy() * 255).round().astype("uint8")
+    assert np.array_equal(picture[0, :, 0], expected)

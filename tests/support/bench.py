@@ -1,0 +1,156 @@
+"""What the tests of the benchmarks share: a fleet on a virtual clock, a worker's fake system, tiny models."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from plait_bench.benchmark import (
+    Benchmark,
+    Fleet,
+    Item,
+    Layout,
+    Measure,
+    Outcome,
+    Row,
+    Sample,
+    Subject,
+    System,
+    Workload,
+)
+from plait_bench.errors import Disagreement, Unavailable
+from plait_bench.workers import sample
+
+
+class FakeFleet:
+    """Takes ``seconds(layout, run number)`` of virtual time; notes in ``log`` what it was asked."""
+
+    def __init__(self, name: str, seconds: Callable[[Layout, int], float], log: list[str]) -> None:
+        self._name = name
+        self._seconds = seconds
+        self._log = log
+        self._layout = Layout(processes=1, threads=1)
+        self._runs = 0
+        self.closed = False
+
+    def configure(self, layout: Layout) -> None:
+        self._layout = layout
+
+    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool = False) -> Sample:
+        self._log.append(f"{self._name} {'keep' if keep else len(items)}")
+        seconds = self._seconds(self._layout, self._runs)
+        self._runs += 1
+        return Sample(
+            wall_s=seconds, latencies_s=(seconds,) * len(items), results=tuple(item["picture"] for item in items)
+        )
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def fake_benchmark(*names: str, workloads: Sequence[Workload]) -> Benchmark:
+    """Systems called ``names``, the first ours; results must be equal."""
+
+    def check(workload: Workload, results: Mapping[str, Sequence[object]]) -> list[Row]:
+        if len({tuple(values) for values in results.values()}) > 1:
+            raise Disagreement("results differ")
+        return []
+
+    return Benchmark(
+        name="fake",
+        ours=names[0],
+        systems=tuple(
+            System(name=name, factory="", settings={}, share=lambda items, n: [list(range(len(items)))])
+            for name in names
+        ),
+        workloads=tuple(workloads),
+        measures=lambda workload, sample: {"per_s": Measure(unit="1/s", value=len(workload.items) / sample.wall_s)},
+        check=check,
+    )
+
+
+def fake_workload(name: str = "work", items: int = 4, **more: object) -> Workload:
+    """``items`` items at once, and a warm-up of one."""
+    item = {"picture": 1}
+    return Workload(name=name, items=(item,) * items, warm_up=(item,), **{"one_by_one": False, **more})
+
+
+# ---- systems that worker processes build ----------------------------------------------------------------------------
+
+
+class Echo:
+    """Returns each item with the layout it was given; fails, dies or chats when an item says so."""
+
+    def __init__(self, greeting: str) -> None:
+        self._told: dict[str, object] = {"greeting": greeting}
+
+    def configure(self, *, threads: int, variant: str) -> None:
+        self._told |= {"threads": threads, "variant": variant}
+
+    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool) -> list[Outcome]:
+        outcomes = []
+        for item in items:
+            if item.get("die"):
+                raise SystemExit(3)
+            if item.get("fail"):
+                raise ValueError("no such thing")
+            print("libraries print to stdout")
+            result = {**item, **self._told, "one_by_one": one_by_one} if keep else None
+            outcomes.append(Outcome(finished_s=time.monotonic(), result=result))
+        return outcomes
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+def echo(greeting: str) -> Subject:
+    """A factory that works."""
+    return Echo(greeting)
+
+
+def absent(greeting: str) -> Subject:
+    """A factory whose library is missing."""
+    raise Unavailable(f"{greeting} needs a library")
+
+
+# ---- the image benchmark without processes --------------------------------------------------------------------------
+
+
+class InProcessFleet:
+    """One subject in this process: what `WorkerFleet` does, without the seconds that a process takes to load torch."""
+
+    def __init__(self, system: System, processes: int) -> None:
+        assert processes == 1
+        module, _, name = system.factory.partition(":")
+        self._subject: Subject = getattr(__import__(module, fromlist=[name]), name)(**system.settings)
+
+    def configure(self, layout: Layout) -> None:
+        self._subject.configure(threads=layout.threads, variant=layout.variant)
+
+    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool = False) -> Sample:
+        started_s = time.monotonic()
+        outcomes = self._subject.run(items, one_by_one=one_by_one, keep=keep)
+        return sample(
+            started_s, [{"finished_s": o.finished_s, "result": o.result} for o in outcomes], one_by_one=one_by_one
+        )
+
+    def close(self) -> None:
+        self._subject.close()
+
+
+def tiny_model_folder(root: Path) -> Path:
+    """Tiny random models laid out as the starter's; one LoRA in kohya format, one that touches the text encoder."""
+    from support.tiny import tiny_controlnet, tiny_lora, tiny_sd
+
+    base = tiny_sd(root / "emoji")
+    tiny_controlnet(root / "controlnets" / "edges", base, seed=1)
+    tiny_controlnet(root / "controlnets" / "colors", base, seed=2)
+    tiny_lora(root / "loras" / "noto.safetensors", base, with_text_encoder=True, conv=True, seed=3)
+    tiny_lora(root / "loras" / "sketch.safetensors", base, fmt="kohya", seed=4)
+    tiny_lora(root / "loras" / "pixel.safetensors", base, seed=5)
+    return root
+
+
+def _conforms(fleet: FakeFleet | InProcessFleet) -> Fleet:
+    return fleet

@@ -1,0 +1,283 @@
+"""ControlNet services in threads and in a process of their own, and the naive twin of their answers."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from diffusers import ControlNetModel
+from PIL import Image
+
+from plait_disagg.fabric import Listener, PeerLost, connect, listen
+from plait_serving.diffusion.controlnet.model import ControlNetModelRunner, Rows, load_controlnet
+from plait_serving.diffusion.controlnet.remote import Link
+from plait_serving.diffusion.controlnet.replicas import Replica, connect_to_one
+from plait_serving.diffusion.controlnet.service import ControlNetService, ServiceLimits
+from plait_serving.diffusion.errors import EngineError
+from plait_serving.diffusion.protocols import (
+    Conditioning,
+    ControlCall,
+    ControlNetClient,
+    ControlSession,
+    Residuals,
+)
+from plait_serving.diffusion.values import RgbImage
+
+SIZE = 32
+LATENT = 16
+SECRET = secrets.token_bytes(32)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Ask:
+    """A call and everything that a twin needs to answer it on its own."""
+
+    image: RgbImage
+    conditioning: Conditioning
+    sample: torch.Tensor
+    timestep: torch.Tensor
+    scale: float
+
+    def open(self, client: ControlNetClient) -> ControlSession:
+        """A session with this ask's constants."""
+        return client.open(image=self.image, conditioning=self.conditioning, width=SIZE, height=SIZE)
+
+    def call(self, session: ControlSession) -> ControlCall:
+        """The question, in that session."""
+        return ControlCall(session=session, sample=self.sample, timestep=self.timestep, scale=self.scale)
+
+
+def make_ask(
+    seed: int, *, width: int, n: int = 1, cfg: bool = True, scale: float = 1.0, step: float = 500, added: int = 0
+) -> Ask:
+    """A random ask. ``width`` is the text's; ``added`` the width of SDXL's pooled text, 0 for none."""
+    generator = torch.Generator().manual_seed(seed)
+    branches = 2 if cfg else 1
+    extra = {}
+    if added:
+        ids = torch.tensor([[SIZE, SIZE, 0, 0, SIZE, SIZE]], dtype=torch.float32).repeat(branches, 1)
+        extra = {"text_embeds": torch.randn(branches, added, generator=generator), "time_ids": ids}
+    return Ask(
+        image=np.random.default_rng(seed).integers(0, 256, (40, 28, 3), dtype=np.uint8),
+        conditioning=Conditioning(
+            text=torch.randn(branches, 77, width, generator=generator), added=extra, n=n, uses_cfg=cfg
+        ),
+        sample=torch.randn(branches * n, 4, LATENT, LATENT, generator=generator),
+        timestep=torch.tensor(step),
+        scale=scale,
+    )
+
+
+class _OneByOne(torch.nn.Module):
+    """Embeds a batch of pictures one by one: convolutions round a picture alone and in a batch differently."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, pictures: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.inner(picture) for picture in pictures.split(1)])
+
+
+def load_twin(folder: Path, *, one_by_one: bool = True) -> ControlNetModel:
+    """diffusers' own model, freshly loaded; ``one_by_one`` pins how its picture embedding rounds."""
+    model = ControlNetModel.from_pretrained(folder, local_files_only=True).eval()
+    if one_by_one:
+        model.controlnet_cond_embedding = _OneByOne(model.controlnet_cond_embedding)
+    return model
+
+
+@torch.no_grad()
+def twin_answers(model: ControlNetModel, asks: Sequence[Ask]) -> list[Residuals]:
+    """The same batch through `ControlNetModel.forward`, pictures and all, then each call's part times its scale."""
+    sizes = [ask.sample.shape[0] for ask in asks]
+
+    def rows(values: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(
+            [value.repeat_interleave(ask.conditioning.n, 0) for value, ask in zip(values, asks, strict=True)]
+        )
+
+    pictures = [_picture(ask.image).expand(size, -1, -1, -1) for ask, size in zip(asks, sizes, strict=True)]
+    added = {name: rows([ask.conditioning.added[name] for ask in asks]) for name in asks[0].conditioning.added}
+    down, mid = model(
+        sample=torch.cat([ask.sample for ask in asks]),
+        timestep=torch.cat([ask.timestep.reshape(1).expand(size) for ask, size in zip(asks, sizes, strict=True)]),
+        encoder_hidden_states=rows([ask.conditioning.text for ask in asks]),
+        controlnet_cond=torch.cat(pictures),
+        added_cond_kwargs=added,
+        return_dict=False,
+    )
+    parts = [tensor.split(sizes) for tensor in (*down, mid)]
+    return [
+        Residuals(down=tuple(part[i] * ask.scale for part in parts[:-1]), mid=parts[-1][i] * ask.scale)
+        for i, ask in enumerate(asks)
+    ]
+
+
+def _picture(image: RgbImage) -> torch.Tensor:
+    """What `StableDiffusionControlNetPipeline.prepare_image` makes of a picture, written out."""
+    resized = Image.fromarray(image).resize((SIZE, SIZE), resample=Image.Resampling.LANCZOS)
+    return torch.from_numpy(np.asarray(resized).astype(np.float32) / 255.0).permute(2, 0, 1)[None].contiguous()
+
+
+def same_bits(answer: Residuals | EngineError, expected: Residuals) -> bool:
+    """Whether an answer is residuals, and exactly those."""
+    if isinstance(answer, EngineError):
+        raise answer
+    pairs = zip((*answer.down, answer.mid), (*expected.down, expected.mid), strict=True)
+    return all(torch.equal(left, right) for left, right in pairs)
+
+
+def largest_difference(answer: Residuals | EngineError, expected: Residuals) -> float:
+    """max |answer - expected| over all tensors."""
+    if isinstance(answer, EngineError):
+        raise answer
+    pairs = zip((*answer.down, answer.mid), (*expected.down, expected.mid), strict=True)
+    return max(float((left - right).abs().max()) for left, right in pairs)
+
+
+@dataclass(eq=False)
+class Gate:
+    """A runner's forward passes wait here while it is shut; ``batches`` holds the number of blocks of each."""
+
+    opened: threading.Event = field(default_factory=threading.Event)
+    entered: threading.Event = field(default_factory=threading.Event)
+    batches: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.opened.set()
+
+
+class GatedRunner(ControlNetModelRunner):
+    """A runner whose forward passes a test can hold."""
+
+    def __init__(self, model: ControlNetModel, gate: Gate) -> None:
+        super().__init__(model)
+        self._gate = gate
+
+    def residuals(self, blocks: Sequence[Rows]) -> list[Residuals]:
+        self._gate.batches.append(len(blocks))
+        self._gate.entered.set()
+        if not self._gate.opened.wait(60):
+            raise TimeoutError("the test never opened the gate")
+        return super().residuals(blocks)
+
+
+@dataclass(eq=False)
+class Fleet:
+    """Replicas by name: where each listens. A test takes one away by removing it or by stopping its service."""
+
+    addresses: dict[str, str] = field(default_factory=dict)
+    asked: list[frozenset[str]] = field(default_factory=list)
+
+    def connect(self, left_out: frozenset[str]) -> Link:
+        """What `RemoteControlNetClient` wants; the replicas are tried in order."""
+        self.asked.append(left_out)
+        replicas = [
+            Replica(name=name, host="here", addresses=(address,), secret=SECRET, channels=i)
+            for i, (name, address) in enumerate(self.addresses.items())
+        ]
+        return connect_to_one(
+            replicas,
+            left_out,
+            host="here",
+            chance=random.Random(0),
+            dial=lambda address, secret: connect(address, secret=secret, timeout_s=10),
+        )
+
+
+@contextmanager
+def serving(
+    runner: ControlNetModelRunner,
+    address: str,
+    *,
+    name: str = "edges",
+    limits: ServiceLimits | None = None,
+) -> Iterator[ControlNetService]:
+    """A service in threads of this process."""
+    service = ControlNetService(name, runner, [listen(address, secret=SECRET)], limits=limits)
+    try:
+        yield service
+    finally:
+        service.stop(drain_s=5)
+
+
+def new_address(scheme: str, folder: Path) -> str:
+    """Somewhere to listen."""
+    token = secrets.token_hex(4)
+    return {"inproc": f"inproc://{token}", "shm": f"shm://{folder}/{token}", "tcp": "tcp://127.0.0.1:0"}[scheme]
+
+
+# ---- a service in a process of its own ------------------------------------------------------------------------------
+
+_MAIN = """
+import sys, time
+sys.path[:0] = {paths!r}
+from support.controlnet import main
+main(*sys.argv[1:])
+"""
+
+
+@contextmanager
+def service_process(folder: Path, address: str, *, hang: bool = False) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A ControlNet service in a process of its own, and its address. ``hang``: no step is ever answered."""
+    command = [sys.executable, "-c", _MAIN.format(paths=sys.path), str(folder), address, "hang" if hang else "work"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(SECRET.hex() + "\n")
+        process.stdin.flush()
+        try:
+            yield process, process.stdout.readline().strip()
+        finally:
+            process.kill()
+            process.wait()
+
+
+def main(folder: str, address: str, mode: str) -> None:
+    """The process: serves until its stdin closes. Says "step" on stdout when a forward pass begins."""
+    torch.set_num_threads(1)
+    secret = bytes.fromhex(sys.stdin.readline())
+    gate = Gate()
+    if mode == "hang":
+        gate.opened.clear()
+    runner = GatedRunner(load_controlnet(Path(folder), dtype=torch.float32).model, gate)
+    service = ControlNetService("edges", runner, [listen(address, secret=secret)])
+    print(service.addresses[0], flush=True)
+    gate.entered.wait()
+    print("step", flush=True)
+    sys.stdin.read()
+
+
+__all__ = [
+    "SECRET",
+    "SIZE",
+    "Ask",
+    "ControlCall",
+    "ControlNetModelRunner",
+    "Fleet",
+    "Gate",
+    "GatedRunner",
+    "Link",
+    "Listener",
+    "PeerLost",
+    "connect",
+    "largest_difference",
+    "listen",
+    "load_twin",
+    "make_ask",
+    "new_address",
+    "same_bits",
+    "service_process",
+    "serving",
+    "twin_answers",
+]

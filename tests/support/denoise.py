@@ -1,0 +1,180 @@
+"""The step loop in its plainest form, to test denoisers and samplers without an engine, and diffusers' answer to compare.
+
+`run_requests` steps requests together, each at its own step; `reference_latents` asks the stock pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import torch
+from diffusers import ControlNetModel
+from PIL import Image
+from plait_serving.diffusion.bundle import Bundle
+from plait_serving.diffusion.errors import EngineError
+from plait_serving.diffusion.protocols import ActiveControl, ControlNetClient, Denoiser, StepCall
+from plait_serving.diffusion.samplers import sampler_factory
+from plait_serving.diffusion.values import ControlRef, ImageRequest, Scheduler
+
+SCHEDULER_CLASSES = {
+    Scheduler.DDIM: diffusers.DDIMScheduler,
+    Scheduler.EULER: diffusers.EulerDiscreteScheduler,
+    Scheduler.EULER_A: diffusers.EulerAncestralDiscreteScheduler,
+    Scheduler.DPMPP_2M: diffusers.DPMSolverMultistepScheduler,
+    Scheduler.UNIPC: diffusers.UniPCMultistepScheduler,
+    Scheduler.LCM: diffusers.LCMScheduler,
+}
+
+
+def make_request(**changes: Any) -> ImageRequest:
+    """A small request; ``changes`` override its fields."""
+    fields: dict[str, Any] = {
+        "request_id": "r", "prompt": "a red apple and a cat", "width": 32, "height": 32, "steps": 4,
+        "guidance_scale": 5.0, "seed": 7, "scheduler": Scheduler.DDIM,
+    }  # fmt: skip
+    return ImageRequest(**{**fields, **changes})
+
+
+def control_image(seed: int, side: int = 32) -> np.ndarray:
+    """A random ``uint8 (side, side, 3)`` picture."""
+    return np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8)
+
+
+@dataclass
+class Running:
+    """A request between two steps."""
+
+    request: ImageRequest
+    sampler: Any
+    latents: torch.Tensor
+    conditioning: Any
+    controls: tuple[ActiveControl, ...]
+    step: int = 0
+    error: EngineError | None = None
+    trace: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def done(self) -> bool:
+        """Whether it has finished or failed."""
+        return self.error is not None or self.step >= len(self.sampler.timesteps)
+
+    def call(self) -> StepCall:
+        """Its part of the next denoiser call."""
+        refs = zip(self.controls, self.request.controlnets, strict=True)
+        return StepCall(
+            conditioning=self.conditioning,
+            sample=self.sampler.scale_input(self.latents, self.step),
+            timestep=self.sampler.timesteps[self.step],
+            guidance_scale=self.request.guidance_scale,
+            controls=tuple(control for control, ref in refs if ref.acts_in(self.step, self.request.steps)),
+        )
+
+    def advance(self, output: torch.Tensor | EngineError) -> None:
+        """Takes the model's output."""
+        if isinstance(output, EngineError):
+            self.error = output
+            return
+        self.latents = self.sampler.step(output, self.step, self.latents)
+        self.step += 1
+
+
+def start(
+    bundle: Bundle, denoiser: Denoiser, request: ImageRequest, clients: Mapping[str, ControlNetClient] | None = None
+) -> Running:
+    """A request before its first step."""
+    sampler = sampler_factory(bundle)(request, request.seeds, denoiser.latent_shape(request.width, request.height))
+    conditioning = denoiser.prepare(request)
+    controls = []
+    for ref in request.controlnets:
+        client = (clients or {})[ref.name]
+        session = client.open(
+            image=ref.image, conditioning=conditioning, width=request.width, height=request.height
+        )
+        controls.append(ActiveControl(client=client, session=session, scale=ref.scale))
+    return Running(request, sampler, sampler.init_latents(), conditioning, tuple(controls))
+
+
+def run_requests(
+    bundle: Bundle,
+    denoiser: Denoiser,
+    requests: Sequence[ImageRequest],
+    clients: Mapping[str, ControlNetClient] | None = None,
+    *,
+    joins_at: Sequence[int] | None = None,
+) -> list[Running]:
+    """Runs all to the end, batched; request k joins before round ``joins_at[k]`` (default: all before the first)."""
+    running = [start(bundle, denoiser, request, clients) for request in requests]
+    joins = list(joins_at or [0] * len(running))
+    turn = 0
+    with torch.inference_mode():
+        while not all(one.done for one in running):
+            now = [one for one, join in zip(running, joins, strict=True) if join <= turn and not one.done]
+            turn += 1
+            if now:
+                for one, output in zip(now, denoiser.predict([one.call() for one in now]), strict=True):
+                    one.advance(output)
+    return running
+
+
+def reference_latents(
+    folder: Path, request: ImageRequest, controlnets: Mapping[str, Path] | None = None, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """``(n, c, h, w)`` of diffusers' own pipeline for the same request."""
+    pipeline = reference_pipeline(folder, request.scheduler, [controlnets[c.name] for c in request.controlnets], dtype)
+    return run_pipeline(pipeline, request)
+
+
+def reference_pipeline(
+    folder: Path, scheduler: Scheduler, controlnets: Sequence[Path] = (), dtype: torch.dtype = torch.float32
+) -> Any:
+    """A stock pipeline with that scheduler and those ControlNets."""
+    is_xl = (folder / "text_encoder_2").is_dir()
+    name = f"StableDiffusion{'XL' if is_xl else ''}{'ControlNet' if controlnets else ''}Pipeline"
+    extra: dict[str, Any] = {} if is_xl else {"safety_checker": None}
+    if controlnets:
+        nets = [ControlNetModel.from_pretrained(path, torch_dtype=dtype) for path in controlnets]
+        extra["controlnet"] = nets if len(nets) > 1 else nets[0]
+    pipeline = getattr(diffusers, name).from_pretrained(folder, torch_dtype=dtype, **extra)
+    pipeline.scheduler = SCHEDULER_CLASSES[scheduler].from_config(pipeline.scheduler.config)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def run_pipeline(pipeline: Any, request: ImageRequest, **extra: Any) -> torch.Tensor:
+    """Latents of a stock pipeline (or what ``output_type`` in ``extra`` asks for)."""
+    if request.controlnets:
+        extra |= _control_arguments(request.controlnets, "XL" in type(pipeline).__name__)
+    output = pipeline(
+        prompt=request.prompt,
+        negative_prompt=request.negative_prompt or None,
+        width=request.width,
+        height=request.height,
+        num_inference_steps=request.steps,
+        guidance_scale=request.guidance_scale,
+        num_images_per_prompt=request.n,
+        generator=[torch.Generator().manual_seed(seed) for seed in request.seeds],
+        **{"output_type": "latent", **extra},
+    )
+    return output.images
+
+
+def _control_arguments(controls: Sequence[ControlRef], is_xl: bool) -> dict[str, Any]:
+    images = [Image.fromarray(control.image) for control in controls]
+    values: dict[str, Any] = {
+        "image": images,
+        "controlnet_conditioning_scale": [control.scale for control in controls],
+        "control_guidance_start": [control.start for control in controls],
+        "control_guidance_end": [control.end for control in controls],
+    }
+    return values if len(controls) > 1 else {key: value[0] for key, value in values.items()}
+
+
+def largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """max |a - b|; infinite where either is not finite."""
+    difference = (a.float() - b.float()).abs().max()
+    return float(difference) if bool(torch.isfinite(difference)) else float("inf")

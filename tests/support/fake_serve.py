@@ -1,0 +1,79 @@
+"""`plait serve` around the fake engine: the real ingress, handles, processes and signals, without torch.
+
+Run as ``python -m support.fake_serve PORT [--set path=value ...]``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from plait_serving.diffusion.errors import NumericalError
+from plait_serving.diffusion.knobs import Knobs
+from plait_serving.http.testing import FakeImageService
+
+
+class FakeHosted:
+    """A HostedEngine around `FakeImageService`."""
+
+    def __init__(self, step_s: float) -> None:
+        self.service = FakeImageService(step_s=step_s, failures={"nan": NumericalError("row 0 is NaN")})
+        self.knobs: list[Knobs] = []
+        self.alive = True
+
+    def reconfigure(self, knobs: Knobs) -> None:
+        """Remembers."""
+        self.knobs.append(knobs)
+
+    def stop(self, *, drain_s: float) -> None:
+        """Waits as the real one does."""
+        until_s = time.monotonic() + drain_s
+        service = self.service
+        while len(service.submitted) > len(service.finished) + len(service.cancelled) and time.monotonic() < until_s:
+            time.sleep(0.02)
+
+
+@dataclass(frozen=True)
+class FakeSource:
+    """The recipe."""
+
+    step_s: float = 0.05
+
+    def open(self, controlnets: Mapping[str, Any]) -> FakeHosted:
+        """See EngineSource."""
+        return FakeHosted(self.step_s)
+
+
+def main() -> int:
+    """Serves until a signal."""
+    from plait.config import PlaitConfig, load_config
+    from plait.errors import PlaitError
+    from plait.supervise import serve
+
+    def compose_fake(config: PlaitConfig) -> Any:
+        from plait.app import AppArgs, compose  # imports Ray, whose environment is set by then
+
+        return compose(AppArgs(server=config.server, images=config.images), FakeSource())
+
+    overrides = [f"server.port={sys.argv[1]}", "images.controlnets={}", *sys.argv[2:]]
+    config = load_config(overrides=overrides)
+    try:
+        return serve(
+            config,
+            compose=compose_fake,
+            num_cpus=2,
+            drained=("engine", "ingress"),
+            app_name="plait",
+            environ=os.environ,
+        )
+    except PlaitError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""An application over the fake service, with a fixed clock and seed, and small pictures to send to it."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from fastapi import FastAPI
+from PIL import Image
+from starlette.testclient import TestClient
+
+from plait_serving.diffusion.values import RgbImage
+from plait_serving.http.app import app_from_context
+from plait_serving.http.context import Context, HttpSettings
+from plait_serving.http.testing import FakeImageService
+
+FIXED_SEED = 1234
+FIXED_TIME_S = 1_790_000_000.5
+
+
+def invert(image: RgbImage) -> RgbImage:
+    """A preprocessor whose effect is easy to see."""
+    return np.asarray(255 - image, dtype=np.uint8)
+
+
+PREPROCESSORS: Mapping[str, Callable[[RgbImage], RgbImage]] = {"edges": invert}
+
+
+def make_app(service: FakeImageService, settings: HttpSettings | None = None) -> FastAPI:
+    """The real application around ``service``."""
+    settings = replace(settings or HttpSettings(), preprocessors=PREPROCESSORS)
+    return app_from_context(
+        Context(service=service, settings=settings, now_s=lambda: FIXED_TIME_S, random_seed=lambda: FIXED_SEED)
+    )
+
+
+def make_client(service: FakeImageService, settings: HttpSettings | None = None) -> TestClient:
+    """A client that gets a 500 as an answer, as over a socket, instead of the exception."""
+    return TestClient(make_app(service, settings), raise_server_exceptions=False)
+
+
+def png(width: int = 16, height: int = 16, colour: tuple[int, int, int] = (200, 10, 30)) -> bytes:
+    """A one-coloured PNG."""
+    out = io.BytesIO()
+    Image.new("RGB", (width, height), colour).save(out, "PNG")
+    return out.getvalue()
+
+
+def b64(raw: bytes) -> str:
+    """Plain base64."""
+    return base64.b64encode(raw).decode()
+
+
+def pixels(encoded: str) -> RgbImage:
+    """The picture in an answer."""
+    return np.array(Image.open(io.BytesIO(base64.b64decode(encoded))).convert("RGB"))
+
+
+class AsgiCall:
+    """One request straight into an ASGI app, whose client can go away at a moment of the test's choosing."""
+
+    def __init__(self, app: FastAPI, body: bytes, *, path: str = "/v1/images/generations") -> None:
+        self.chunks: list[bytes] = []
+        self.status: int | None = None
+        self._gone = asyncio.Event()
+        self._arrived = asyncio.Event()
+        self._requests = [{"type": "http.request", "body": body, "more_body": False}]
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        scope = {
+            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST",
+            "path": path, "raw_path": path.encode(), "root_path": "", "scheme": "http", "query_string": b"",
+            "headers": headers, "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80), "state": {},
+        }  # fmt: skip
+        self.task = asyncio.create_task(app(scope, self._receive, self._send))
+
+    async def _receive(self) -> dict[str, object]:
+        if self._requests:
+            return self._requests.pop()
+        await self._gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        elif message.get("body"):
+            self.chunks.append(message["body"])
+            self._arrived.set()
+
+    def disconnect(self) -> None:
+        """The client closes its connection."""
+        self._gone.set()
+
+    async def wait_chunk(self) -> None:
+        """Returns when some of the answer's body was sent."""
+        await asyncio.wait_for(self._arrived.wait(), 5)
+
+    async def done(self) -> None:
+        """Returns when the app has finished with the request."""
+        await asyncio.wait_for(self.task, 5)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Returns as soon as ``condition`` holds; raises TimeoutError after 5 s."""
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110  # the fakes are counters, not events
+            await asyncio.sleep(0.002)

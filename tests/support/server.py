@@ -1,0 +1,211 @@
+"""`plait serve` as a process of its own, for tests, and the session's one server with the starter models."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plait import processes
+from plait.state import RunRecord
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+READY_TIMEOUT_S = 120.0
+REAL, FAKE = ("plait.cli.main", "serve"), ("support.fake_serve",)
+
+
+class PlaitServer:
+    """A running server. ``url`` is what it printed on stdout."""
+
+    def __init__(self, process: subprocess.Popen[str], port: int, state_folder: Path) -> None:
+        self.process = process
+        self.port = port
+        self.state_folder = state_folder
+        self.url = ""
+        self.ready_s = 0.0
+
+    @classmethod
+    def launch(
+        cls,
+        module: Sequence[str],
+        arguments: Sequence[str],
+        *,
+        port: int,
+        root: Path,
+        environ: Mapping[str, str] | None = None,
+    ) -> PlaitServer:
+        """Starts it and returns at once; `wait_ready` waits."""
+        root.mkdir(exist_ok=True)
+        path = os.pathsep.join([str(REPOSITORY / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
+        env = {**os.environ, "PYTHONPATH": path, "PLAIT_STATE_DIR": str(root / "state"), **(environ or {})}
+        errors = (root / "stderr.txt").open("a")
+        process = subprocess.Popen(
+            [sys.executable, "-m", *module, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=env,
+            cwd=root,
+            start_new_session=True,
+        )
+        errors.close()
+        return cls(process, port, root / "state" / f"port-{port}")
+
+    def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> PlaitServer:
+        """Reads the address that it prints when it is ready; fails with its stderr if it ends before."""
+        started_s = time.monotonic()
+        watchdog = _KillAfter(self.process, timeout_s)
+        assert self.process.stdout is not None
+        self.url = self.process.stdout.readline().strip()
+        watchdog.cancel()
+        self.ready_s = time.monotonic() - started_s
+        assert self.url, f"not ready after {self.ready_s:.0f} s:\n{self.errors()}\n{self.log()[-3000:]}"
+        return self
+
+    def errors(self) -> str:
+        """What it told on stderr, earlier servers of the same folder included."""
+        return (self.state_folder.parent.parent / "stderr.txt").read_text()
+
+    def log(self) -> str:
+        """Its log file."""
+        path = self.state_folder / "serve.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def record(self) -> RunRecord:
+        """What it wrote down about itself."""
+        return RunRecord.from_json((self.state_folder / "run.json").read_text())
+
+    def members(self) -> frozenset[processes.ProcessId]:
+        """Every process that belongs to it, itself excluded."""
+        return processes.members(self.record().run_id, self.process.pid)
+
+    def replica_pids(self, deployment: str) -> list[int]:
+        """The processes of a deployment's replicas (Ray names them)."""
+        wanted = f"ray::ServeReplica:plait:{deployment}"
+        found = []
+        for process in self.members():
+            title = Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")[0].decode(errors="replace").strip()
+            if title == wanted or title.startswith(wanted + "."):
+                found.append(process.pid)
+        return found
+
+    def signal(self, signum: signal.Signals) -> None:
+        """Sends the command a signal."""
+        self.process.send_signal(signum)
+
+    def wait(self, timeout_s: float = 60) -> int:
+        """Its exit code."""
+        code = self.process.wait(timeout_s)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        return code
+
+    def stop(self) -> int:
+        """SIGTERM, and the exit code."""
+        if self.process.poll() is None:
+            self.signal(signal.SIGTERM)
+        return self.wait()
+
+    def get(self, path: str, *, timeout_s: float = 30) -> tuple[int, Any, Mapping[str, str]]:
+        """GET: status, JSON body, headers."""
+        return self._ask(urllib.request.Request(self.url + path), timeout_s)
+
+    def generate(
+        self, timeout_s: float = 120, headers: Mapping[str, str] | None = None, **body: Any
+    ) -> tuple[int, Any, Mapping[str, str]]:
+        """POST /v1/images/generations: status, JSON body, headers."""
+        request = urllib.request.Request(
+            self.url + "/v1/images/generations",
+            data=json.dumps(body).encode(),
+            headers={"content-type": "application/json", **(headers or {})},
+        )
+        return self._ask(request, timeout_s)
+
+    @staticmethod
+    def _ask(request: urllib.request.Request, timeout_s: float) -> tuple[int, Any, Mapping[str, str]]:
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+                return answer.status, json.loads(answer.read()), dict(answer.headers.items())
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, json.loads(error.read()), dict(error.headers.items())
+
+
+class _KillAfter:
+    """Ends a process that takes too long, so that reading its stdout ends too."""
+
+    def __init__(self, process: subprocess.Popen[str], timeout_s: float) -> None:
+        import threading
+
+        self._timer = threading.Timer(timeout_s, process.kill)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def cancel(self) -> None:
+        """It was quick enough."""
+        self._timer.cancel()
+
+
+def free_port() -> int:
+    """A port that is free now."""
+    from plait.supervise import free_port as find
+
+    return find("127.0.0.1")
+
+
+CONFIG = """
+server: {drain_s: 30}
+images:
+  model: ./sd
+  name: tiny
+  dtype: float32
+  loras: {folder: loras}
+  controlnets:
+    edges: {folder: cn-edges, preprocessor: edges, replicas: 2, threads: 1}
+    colors: {folder: cn-colors, preprocessor: colors, threads: 1}
+  knobs: {controlnet_placement: remote, largest_batch: 8}
+"""
+
+
+def write_tiny_models(root: Path) -> Path:
+    """A tiny base with two ControlNets and three LoRAs, and the plait.yaml that serves them, which is returned."""
+    from support.tiny import tiny_controlnet, tiny_lora, tiny_sd
+
+    base = tiny_sd(root / "sd")
+    tiny_controlnet(root / "cn-edges", base, seed=1)
+    tiny_controlnet(root / "cn-colors", base, seed=2)
+    tiny_lora(root / "loras" / "noto.safetensors", base, seed=3)
+    tiny_lora(root / "loras" / "sketch.safetensors", base, seed=4, fmt="kohya")
+    tiny_lora(root / "loras" / "spoken.safetensors", base, seed=5, with_text_encoder=True)
+    path = root / "plait.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+@pytest.fixture(scope="session")
+def plait_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlaitServer]:
+    """The session's one server: tiny models, ControlNets as services, and a home directory that does not exist."""
+    root = tmp_path_factory.mktemp("plait-server")
+    config = write_tiny_models(root)
+    port = free_port()
+    server = PlaitServer.launch(
+        REAL, [str(config), "--port", str(port)], port=port, root=root, environ={"HOME": str(root / "no-home")}
+    )
+    left: frozenset[processes.ProcessId] = frozenset()
+    try:
+        yield server.wait_ready()
+        left = server.members()
+    finally:
+        code = server.stop()
+    assert code == 0, server.errors()
+    assert processes.wait_until_gone(left, timeout_s=0) == []

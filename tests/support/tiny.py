@@ -1,0 +1,339 @@
+"""Tiny random models as diffusers folders: built in a second, deterministic, without any download.
+
+Every builder writes into a folder it is given and returns it. The same arguments always give the same bytes, and no
+builder touches torch's global random state. Images are 32x32 (latents 16x16, a VAE factor of 2).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from diffusers import AutoencoderKL, ControlNetModel, DDIMScheduler, EulerDiscreteScheduler, UNet2DConditionModel
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import (
+    CLIPImageProcessor,
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+)
+
+IMAGE_SIZE = 32
+_WORDS = ("red", "green", "blue", "apple", "pear", "cat", "dog", "house", "tree", "face", "the", "and", "with", "photo")
+_BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """torch's CPU generator seeded inside, as it was outside."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+# ---- tokenizer ------------------------------------------------------------------------------------------------------
+
+
+def tiny_tokenizer(folder: Path, *, pad_token: str = "<|endoftext|>") -> CLIPTokenizer:
+    """Writes a byte-level CLIP tokenizer whose only merges spell a few words; 77 tokens long as the real one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    symbols = list(_byte_symbols())
+    vocabulary = [*symbols, *(f"{symbol}</w>" for symbol in symbols)]
+    merges: list[str] = []
+    for word in _WORDS:
+        left = word[0]
+        for i, letter in enumerate(word[1:], start=1):
+            right = f"{letter}</w>" if i == len(word) - 1 else letter
+            if f"{left} {right}" not in merges:
+                merges.append(f"{left} {right}")
+                vocabulary.append(left + right)
+            left += right
+    vocabulary += ["<|startoftext|>", "<|endoftext|>"]
+    tokens = {token: i for i, token in enumerate(dict.fromkeys(vocabulary))}
+    (folder / "vocab.json").write_text(json.dumps(tokens, ensure_ascii=False), encoding="utf-8")
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]) + "\n", encoding="utf-8")
+    tokenizer = CLIPTokenizer.from_pretrained(folder, pad_token=pad_token, model_max_length=77)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def _byte_symbols() -> list[str]:
+    """The 256 printable stand-ins that byte-level BPE gives to bytes (GPT-2's table)."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    extra = [chr(256 + i) for i in range(256 - len(plain))]
+    return [chr(b) for b in plain] + extra
+
+
+# ---- base models ----------------------------------------------------------------------------------------------------
+
+
+def tiny_sd(folder: Path, *, seed: int = 0, safety_checker: bool = False, **unet: object) -> Path:
+    """Writes a Stable Diffusion 1.x folder (0.4 M parameters). ``unet`` overrides entries of the UNet's config."""
+    tokenizer = tiny_tokenizer(folder / "tokenizer")
+    config = {
+        "sample_size": 16,
+        "block_out_channels": (16, 32),
+        "layers_per_block": 1,
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+        "attention_head_dim": 2,
+        "cross_attention_dim": 32,
+        "norm_num_groups": 8,
+        **unet,
+    }
+    with seeded(seed):
+        UNet2DConditionModel(**config).save_pretrained(folder / "unet")
+        _vae(0.18215).save_pretrained(folder / "vae")
+        _text_model(CLIPTextModel, tokenizer).save_pretrained(folder / "text_encoder")
+    _scheduler(DDIMScheduler, clip_sample=False, set_alpha_to_one=False).save_pretrained(folder / "scheduler")
+    parts = {
+        "unet": ["diffusers", "UNet2DConditionModel"],
+        "vae": ["diffusers", "AutoencoderKL"],
+        "scheduler": ["diffusers", "DDIMScheduler"],
+        "text_encoder": ["transformers", "CLIPTextModel"],
+        "tokenizer": ["transformers", "CLIPTokenizer"],
+        "safety_checker": [None, None],
+        "feature_extractor": [None, None],
+    }
+    if safety_checker:
+        parts |= _safety_checker(folder, seed)
+    return _write_index(folder, "StableDiffusionPipeline", parts, requires_safety_checker=safety_checker)
+
+
+def tiny_sdxl(folder: Path, *, seed: int = 0, **unet: object) -> Path:
+    """Writes a Stable Diffusion XL folder with both text encoders. ``unet`` overrides entries of the UNet's config."""
+    tokenizer = tiny_tokenizer(folder / "tokenizer")
+    tiny_tokenizer(folder / "tokenizer_2", pad_token="!")
+    config = {
+        "sample_size": 16,
+        "block_out_channels": (16, 32),
+        "layers_per_block": 2,
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+        "attention_head_dim": (2, 4),
+        "use_linear_projection": True,
+        "addition_embed_type": "text_time",
+        "addition_time_embed_dim": 8,
+        "transformer_layers_per_block": (1, 2),
+        "projection_class_embeddings_input_dim": 6 * 8 + 32,
+        "cross_attention_dim": 64,
+        "norm_num_groups": 8,
+        **unet,
+    }
+    with seeded(seed):
+        UNet2DConditionModel(**config).save_pretrained(folder / "unet")
+        _vae(0.13025, force_upcast=True).save_pretrained(folder / "vae")
+        _text_model(CLIPTextModel, tokenizer).save_pretrained(folder / "text_encoder")
+        _text_model(CLIPTextModelWithProjection, tokenizer).save_pretrained(folder / "text_encoder_2")
+    _scheduler(EulerDiscreteScheduler, timestep_spacing="leading").save_pretrained(folder / "scheduler")
+    parts = {
+        "unet": ["diffusers", "UNet2DConditionModel"],
+        "vae": ["diffusers", "AutoencoderKL"],
+        "scheduler": ["diffusers", "EulerDiscreteScheduler"],
+        "text_encoder": ["transformers", "CLIPTextModel"],
+        "text_encoder_2": ["transformers", "CLIPTextModelWithProjection"],
+        "tokenizer": ["transformers", "CLIPTokenizer"],
+        "tokenizer_2": ["transformers", "CLIPTokenizer"],
+    }
+    return _write_index(folder, "StableDiffusionXLPipeline", parts, force_zeros_for_empty_prompt=True)
+
+
+def _vae(scaling_factor: float, *, force_upcast: bool = False) -> AutoencoderKL:
+    return AutoencoderKL(
+        block_out_channels=(8, 16),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=4,
+        norm_num_groups=4,
+        sample_size=IMAGE_SIZE,
+        scaling_factor=scaling_factor,
+        force_upcast=force_upcast,
+    )
+
+
+def _text_model(kind: type[CLIPTextModel], tokenizer: CLIPTokenizer) -> CLIPTextModel:
+    config = CLIPTextConfig(
+        hidden_size=32,
+        intermediate_size=37,
+        num_attention_heads=4,
+        num_hidden_layers=3,
+        projection_dim=32,
+        vocab_size=len(tokenizer),
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.eos_token_id,
+    )
+    return kind(config)
+
+
+def _scheduler(kind: type[DDIMScheduler], **extra: object) -> DDIMScheduler:
+    return kind(**_BETAS, steps_offset=1, **extra)
+
+
+def _safety_checker(folder: Path, seed: int) -> dict[str, list[str | None]]:
+    from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker
+    from transformers import CLIPConfig
+
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1,
+              "image_size": 32, "patch_size": 16, "projection_dim": 8}  # fmt: skip
+    with seeded(seed):
+        checker = StableDiffusionSafetyChecker(CLIPConfig(vision_config=vision, text_config={}, projection_dim=8))
+    checker.save_pretrained(folder / "safety_checker")
+    CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=32).save_pretrained(folder / "feature_extractor")
+    return {
+        "safety_checker": ["stable_diffusion", "StableDiffusionSafetyChecker"],
+        "feature_extractor": ["transformers", "CLIPImageProcessor"],
+    }
+
+
+def _write_index(folder: Path, pipeline: str, parts: dict[str, list[str | None]], **extra: object) -> Path:
+    import diffusers
+
+    index = {"_class_name": pipeline, "_diffusers_version": diffusers.__version__, **extra, **parts}
+    (folder / "model_index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+    return folder
+
+
+# ---- ControlNets ----------------------------------------------------------------------------------------------------
+
+
+def tiny_controlnet(folder: Path, base: Path, *, seed: int = 1) -> Path:
+    """Writes a ControlNet for the UNet in ``base``, its zero convolutions randomised.
+
+    As diffusers makes them they are zero, every residual is zero, and a test of ControlNets proves nothing.
+    """
+    unet = UNet2DConditionModel.from_pretrained(base / "unet", local_files_only=True)
+    with seeded(seed):
+        net = ControlNetModel.from_unet(unet, conditioning_embedding_out_channels=(4, 8), load_weights_from_unet=False)
+        randomise_zero_convolutions(net)
+    net.save_pretrained(folder)
+    return folder
+
+
+def randomise_zero_convolutions(net: ControlNetModel) -> None:
+    """Gives the down, mid and image-embedding output convolutions weights large enough to change a picture."""
+    zeroed = [*net.controlnet_down_blocks, net.controlnet_mid_block, net.controlnet_cond_embedding.conv_out]
+    for convolution in zeroed:
+        fan_in = math.prod(convolution.weight.shape[1:])
+        torch.nn.init.normal_(convolution.weight, std=0.5 / math.sqrt(fan_in))
+        torch.nn.init.normal_(convolution.bias, std=0.1)
+
+
+# ---- LoRAs ----------------------------------------------------------------------------------------------------------
+
+_PARTS = {"unet": "unet", "text_encoder": "te", "text_encoder_2": "te2"}
+
+
+def tiny_lora(
+    path: Path,
+    base: Path,
+    *,
+    fmt: Literal["peft", "kohya"] = "peft",
+    rank: int = 4,
+    alpha: float | None = None,
+    with_text_encoder: bool = False,
+    conv: bool = False,
+    seed: int = 2,
+    strength: float = 0.3,
+) -> Path:
+    """Writes a LoRA of the attention layers of ``base`` (and feed-forward, conv and text encoders if asked).
+
+    ``alpha`` defaults to rank for PEFT (where the key may be missing) and to rank/2 for kohya (always written).
+    ``strength`` is about the size of the delta relative to the weight.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    alpha = alpha if alpha is not None else (rank / 2 if fmt == "kohya" else None)
+    tensors: dict[str, torch.Tensor] = {}
+    for part in _PARTS:
+        if not (base / part).is_dir() or (part != "unet" and not with_text_encoder):
+            continue
+        for module, shape in lora_targets(base, part, conv=conv).items():
+            down, up = _factors(shape, rank, strength / ((alpha or rank) / rank), generator)
+            tensors |= _lora_entries(fmt, base, part, module, down, up, alpha)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path, metadata={"format": "pt"})
+    return path
+
+
+def lora_targets(base: Path, part: str, *, conv: bool = False) -> dict[str, tuple[int, ...]]:
+    """Module paths of ``part`` that a LoRA may touch, with their weight shapes."""
+    stem = "diffusion_pytorch_model" if part == "unet" else "model"
+    linear = ("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2", "q_proj", "k_proj", "v_proj", "out_proj")
+    convolutions = ("conv1", "conv2", "conv_shortcut", "downsamplers.0.conv")
+    wanted = linear + convolutions if conv else linear
+    with safe_open(base / part / f"{stem}.safetensors", framework="pt") as file:
+        shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys() if key.endswith(".weight")}  # noqa: SIM118 - safe_open is no mapping
+    return {key.removesuffix(".weight"): shape for key, shape in shapes.items() if key[:-7].endswith(wanted)}
+
+
+def _factors(
+    shape: tuple[int, ...], rank: int, strength: float, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, columns, *kernel = shape
+    down = torch.randn(rank, columns, *kernel, generator=generator) / math.sqrt(math.prod(shape[1:]))
+    up = torch.randn(rows, rank, *(1 for _ in kernel), generator=generator) * strength / math.sqrt(rank)
+    return down, up
+
+
+def _lora_entries(
+    fmt: str, base: Path, part: str, module: str, down: torch.Tensor, up: torch.Tensor, alpha: float | None
+) -> dict[str, torch.Tensor]:
+    if fmt == "peft":
+        entries = {f"{part}.{module}.lora_A.weight": down, f"{part}.{module}.lora_B.weight": up}
+        suffix, name = ".alpha", f"{part}.{module}"
+    else:
+        te1 = "te1" if (base / "text_encoder_2").is_dir() else "te"
+        prefix = {"unet": "unet", "text_encoder": te1, "text_encoder_2": "te2"}[part]
+        name = f"lora_{prefix}_{module.replace('.', '_')}"
+        entries = {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up}
+        suffix = ".alpha"
+    if alpha is not None:
+        entries[name + suffix] = torch.tensor(float(alpha))
+    return {key: value.contiguous() for key, value in entries.items()}
+
+
+# ---- fixtures: re-exported by conftest ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that the session's tiny models live in; treat what is in it as read-only."""
+    return tmp_path_factory.mktemp("tiny-models")
+
+
+@pytest.fixture(scope="session")
+def tiny_sd_folder(tiny_models: Path) -> Path:
+    """A tiny Stable Diffusion 1.x folder."""
+    return tiny_sd(tiny_models / "sd")
+
+
+@pytest.fixture(scope="session")
+def tiny_sdxl_folder(tiny_models: Path) -> Path:
+    """A tiny Stable Diffusion XL folder."""
+    return tiny_sdxl(tiny_models / "sdxl")
+
+
+@pytest.fixture(scope="session")
+def tiny_sd_controlnets(tiny_models: Path, tiny_sd_folder: Path) -> tuple[Path, Path]:
+    """Two different ControlNets for ``tiny_sd_folder``."""
+    return (
+        tiny_controlnet(tiny_models / "sd-control-a", tiny_sd_folder, seed=1),
+        tiny_controlnet(tiny_models / "sd-control-b", tiny_sd_folder, seed=2),
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_sdxl_controlnets(tiny_models: Path, tiny_sdxl_folder: Path) -> tuple[Path, Path]:
+    """Two different ControlNets for ``tiny_sdxl_folder``."""
+    return (
+        tiny_controlnet(tiny_models / "sdxl-control-a", tiny_sdxl_folder, seed=1),
+        tiny_controlnet(tiny_models / "sdxl-control-b", tiny_sdxl_folder, seed=2),
+    )

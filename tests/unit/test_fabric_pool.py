@@ -1,0 +1,202 @@
+"""The buffer pool: nothing overlaps, nothing is lost, misuse is refused."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from plait_disagg.fabric import Lease, LeaseMisuse, PeerLost, Pool, PoolExhausted
+from plait_disagg.fabric.extents import ALIGNMENT_BYTES, Extents, size_class
+
+CAPACITY_BYTES = 1 << 16
+
+
+def _pool(capacity_bytes: int = CAPACITY_BYTES) -> Pool:
+    return Pool(memoryview(bytearray(capacity_bytes)))
+
+
+@given(st.integers(0, 1 << 40))
+def test_size_class_bounds(nbytes: int) -> None:
+    """A size class holds the request, is aligned, is its own class, and wastes under a quarter."""
+    rounded = size_class(nbytes)
+    assert rounded >= max(nbytes, 1)
+    assert rounded % ALIGNMENT_BYTES == 0
+    assert size_class(rounded) == rounded
+    if nbytes > 4 * ALIGNMENT_BYTES:
+        assert rounded < 1.25 * nbytes + ALIGNMENT_BYTES
+
+
+@given(st.lists(st.tuples(st.integers(0, 5_000), st.booleans()), max_size=60))
+def test_extents_always_heal(requests: list[tuple[int, bool]]) -> None:
+    """Whatever was taken and given back in whatever order, an idle arena is one free extent."""
+    extents = Extents(CAPACITY_BYTES)
+    held: list[tuple[int, int]] = []
+    for nbytes, give_oldest in requests:
+        offset = extents.take(nbytes)
+        if offset is not None:
+            held.append((offset, nbytes))
+        if give_oldest and held:
+            extents.give(*held.pop(0))
+    for offset, nbytes in reversed(held):
+        extents.give(offset, nbytes)
+    assert extents.free_extents() == [(0, CAPACITY_BYTES)]
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Random acquiring, writing, handing over and releasing, checked against a plain list."""
+
+    leases: Bundle[Lease] = Bundle("leases")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = _pool()
+        self.live: dict[int, tuple[Lease, bytes]] = {}
+        self.serial = 0
+
+    @rule(target=leases, nbytes=st.one_of(st.integers(0, 300), st.integers(0, CAPACITY_BYTES + 100)))
+    def acquire(self, nbytes: int) -> Lease:
+        """Acquire and fill; a refusal leaves an inert lease in the bundle."""
+        try:
+            lease = self.pool.acquire_nowait(nbytes)
+        except PoolExhausted:
+            spare = _pool(64).acquire(1)
+            spare.release()
+            return spare
+        self._remember(lease)
+        return lease
+
+    def _remember(self, lease: Lease) -> None:
+        self.serial = (self.serial + 1) % 251
+        content = bytes([self.serial]) * lease.nbytes
+        lease.memory[:] = content
+        self.live[id(lease)] = (lease, content)
+
+    @rule(lease=leases)
+    def release(self, lease: Lease) -> None:
+        """Release once; any further release raises and changes nothing."""
+        if self.live.pop(id(lease), None) is not None:
+            lease.release()
+        else:
+            with pytest.raises(LeaseMisuse):
+                lease.release()
+
+    @rule(target=leases, lease=consumes(leases))
+    def hand_over(self, lease: Lease) -> Lease:
+        """A handed-over lease moves its memory; the old object is dead."""
+        known = self.live.pop(id(lease), None)
+        if known is None:
+            with pytest.raises(LeaseMisuse):
+                lease.hand_over()
+            return lease
+        moved = lease.hand_over()
+        with pytest.raises(LeaseMisuse):
+            lease.write(b"")
+        self.live[id(moved)] = (moved, known[1])
+        return moved
+
+    @invariant()
+    def _assert_no_overlap(self) -> None:
+        """Every live lease still holds exactly what was written into it."""
+        for lease, content in self.live.values():
+            assert bytes(lease.memory) == content
+            assert lease.offset % ALIGNMENT_BYTES == 0
+
+    @invariant()
+    def _assert_accounted(self) -> None:
+        """The statistics agree with the plain list, and the pool stays within its bounds."""
+        statistics = self.pool.statistics()
+        assert statistics.leases == len(self.live)
+        assert sum(lease.nbytes for lease, _ in self.live.values()) <= statistics.leased_bytes
+        assert statistics.leased_bytes <= statistics.peak_leased_bytes <= statistics.capacity_bytes
+
+    def teardown(self) -> None:
+        """Everything comes back: the pool can lease its whole capacity again."""
+        for lease, _ in self.live.values():
+            lease.release()
+        self.pool.acquire_nowait(self.pool.capacity_bytes).release()
+
+
+PoolMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestPoolMachine = PoolMachine.TestCase
+
+
+def test_waiting_acquire_gets_what_is_released() -> None:
+    """`acquire` waits for room and goes on when a lease is released; the wait is counted."""
+    pool = _pool()
+    first = pool.acquire(CAPACITY_BYTES)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(pool.acquire, 100, 20.0)
+        while not pool.statistics().waits:
+            time.sleep(0.001)
+        first.release()
+        waiting.result(20.0).release()
+    assert pool.statistics().waits == 1
+
+
+def test_refusals_are_explicit_and_counted() -> None:
+    """Without room `acquire_nowait` refuses now, `acquire` after its time-out, and never too late."""
+    pool = _pool()
+    with pool.acquire(CAPACITY_BYTES):
+        for refuse in (lambda: pool.acquire_nowait(1), lambda: pool.acquire(1, 0.01)):
+            with pytest.raises(PoolExhausted) as caught:
+                refuse()
+            assert caught.value.channel_usable
+    assert pool.statistics().refusals == 2
+    assert pool.statistics().leases == 0
+    with pytest.raises(ValueError, match="makes no sense"):
+        pool.acquire(-1)
+
+
+def test_shut_pool_wakes_whoever_waits() -> None:
+    """When the channel ends, a waiting `acquire` raises the reason."""
+    pool = _pool()
+    pool.acquire(CAPACITY_BYTES)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(pool.acquire, 1)
+        while not pool.statistics().waits:
+            time.sleep(0.001)
+        pool.shut(PeerLost("gone"))
+        assert isinstance(waiting.exception(20.0), PeerLost)
+
+
+def test_a_lease_of_another_pool_is_refused() -> None:
+    """A pool takes back only its own leases."""
+    lease = _pool().acquire(10)
+    with pytest.raises(LeaseMisuse):
+        _pool().give_back(lease)
+
+
+def test_threads_share_a_pool() -> None:
+    """Threads that acquire, fill, check and release never see each other's bytes."""
+    pool = _pool(1 << 14)
+    failures: list[str] = []
+
+    def work(mark: int) -> None:
+        for step in range(300):
+            with pool.acquire(64 + (mark * 37 + step * 101) % 3_000) as lease:
+                lease.memory[:] = bytes([mark]) * lease.nbytes
+                if set(lease.memory) != {mark}:
+                    failures.append(f"thread {mark} step {step}")
+
+    threads = [threading.Thread(target=work, args=(mark,)) for mark in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert pool.statistics().leases == 0
+
+
+def test_copies_are_counted() -> None:
+    """The copy counter is the hook by which channels prove how often they copy."""
+    pool = _pool()
+    with pool.acquire(40_000) as lease:
+        lease.write(b"x" * 20_000, 64)
+        assert bytes(lease.memory[64:20_064]) == b"x" * 20_000
+    assert (pool.statistics().copies, pool.statistics().copied_bytes) == (1, 20_000)

@@ -1,0 +1,295 @@
+"""Frames, addresses and the handshake: whatever bytes arrive, the answer is a record or one of our errors."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import example, given, settings
+
+from plait_disagg.fabric import (
+    AddressInUse,
+    AuthFailed,
+    BadAddress,
+    BadHeader,
+    FabricError,
+    FabricOptions,
+    FrameTooLarge,
+    Limits,
+    PoolExhausted,
+    ProtocolViolation,
+    WeakSecret,
+    listen,
+)
+from plait_disagg.fabric.auth import REFUSED, ClientHandshake, ServerHandshake
+from plait_disagg.fabric.frames import (
+    PREFIX_BYTES,
+    Kind,
+    decode_header,
+    encode_header,
+    pack_head,
+    pack_lengths,
+    pack_places,
+    unpack_lengths,
+    unpack_places,
+    unpack_prefix,
+)
+from plait_disagg.fabric.pool import Lease, Pool
+from plait_disagg.fabric.tcp import FrameReader
+from plait_disagg.fabric.values import Address, Message
+
+LIMITS = Limits(header_bytes=2_000, buffers=8, message_bytes=10_000)
+SECRET = b"0123456789abcdef"
+
+_scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+_json = st.recursive(
+    _scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4), max_leaves=12
+)
+headers = st.dictionaries(st.text(), _json, max_size=5)
+
+
+@given(headers)
+def test_headers_survive(header: dict[str, object]) -> None:
+    """Any JSON object comes back equal."""
+    assert decode_header(encode_header(header)) == header
+
+
+@given(st.binary(max_size=200))
+@example(b"[" * 100_000)
+@example(b'{"x":1e999}')
+@example(b'{"x":' + b"9" * 5_000 + b"}")
+def test_any_header_bytes_are_an_object_or_a_violation(data: bytes) -> None:
+    """Header bytes from a peer parse to a dict or raise `ProtocolViolation`, nothing else."""
+    with contextlib.suppress(ProtocolViolation):
+        assert isinstance(decode_header(data), dict)
+
+
+def test_bad_headers_are_refused() -> None:
+    """What JSON cannot say is refused on the sending side."""
+    nested: list[object] = []
+    nested.append(nested)
+    for header in ({"x": object()}, {"x": nested}, {1: 2}, {"x": float("nan")}, {"x": b"bytes"}):
+        with pytest.raises(BadHeader):
+            encode_header(header)  # type: ignore[arg-type]
+
+
+@given(st.binary(max_size=PREFIX_BYTES), st.booleans())
+def test_any_prefix_is_a_record_or_an_error(data: bytes, with_magic: bool) -> None:
+    """24 arbitrary bytes, also behind the right magic, are a prefix within the limits or a violation."""
+    data = (b"PLT1" + data if with_magic else data).ljust(PREFIX_BYTES, b"\0")
+    try:
+        prefix = unpack_prefix(data[:PREFIX_BYTES], LIMITS)
+    except (ProtocolViolation, FrameTooLarge):
+        return
+    assert prefix.header_bytes <= LIMITS.header_bytes
+    assert prefix.buffers <= LIMITS.buffers
+    assert prefix.payload_bytes <= LIMITS.message_bytes
+
+
+@given(st.lists(st.integers(0, 1_000), max_size=8), st.integers(0, 9), st.integers(0, 3_000))
+def test_places_stay_inside_the_segment(lengths: list[int], message_id: int, segment_bytes: int) -> None:
+    """A table of places comes back as it was, or is refused because a buffer leaves the segment."""
+    places = [(100 * index, nbytes) for index, nbytes in enumerate(lengths)]
+    table = pack_places(message_id, places)
+    head = pack_head(Kind.SHARED, b"{}", table, buffers=len(places), payload_bytes=sum(lengths))
+    prefix = unpack_prefix(head, LIMITS)
+    assert prefix.table_bytes == len(table)
+    fits = all(offset + nbytes <= segment_bytes for offset, nbytes in places)
+    if fits:
+        assert unpack_places(table, prefix, segment_bytes) == (message_id, places)
+    else:
+        with pytest.raises(ProtocolViolation):
+            unpack_places(table, prefix, segment_bytes)
+
+
+def test_lengths_must_add_up() -> None:
+    """A table that does not add up to the payload is a violation."""
+    prefix = unpack_prefix(pack_head(Kind.MESSAGE, b"", b"", buffers=2, payload_bytes=7), LIMITS)
+    assert unpack_lengths(pack_lengths([3, 4]), prefix) == (3, 4)
+    with pytest.raises(ProtocolViolation):
+        unpack_lengths(pack_lengths([3, 5]), prefix)
+
+
+def _frame(header: dict[str, object], buffers: list[bytes]) -> bytes:
+    encoded = encode_header(header)
+    table = pack_lengths([len(buffer) for buffer in buffers])
+    payload = b"".join(buffers)
+    head = pack_head(Kind.MESSAGE, encoded, table, buffers=len(buffers), payload_bytes=len(payload))
+    return head + payload
+
+
+def _feed(reader: FrameReader, stream: bytes, chunk_bytes: int, acquire: Callable[[int], Lease]) -> list[object]:
+    """Give the reader a stream in pieces of `chunk_bytes`; returns (header, buffers) of each whole frame."""
+    frames: list[object] = []
+    position = 0
+    while True:
+        while not reader.wanted:
+            try:
+                frame = reader.step(acquire)
+            except PoolExhausted:
+                continue
+            if frame is not None:
+                frames.append((decode_header(frame.header), [bytes(view) for view in frame.views]))
+                if frame.lease is not None:
+                    frame.lease.release()
+        if position == len(stream):
+            return frames
+        nbytes = min(chunk_bytes, len(reader.wanted), len(stream) - position)
+        reader.wanted[:nbytes] = stream[position : position + nbytes]
+        reader.filled(nbytes)
+        position += nbytes
+
+
+messages = st.lists(
+    st.tuples(
+        st.dictionaries(st.text(max_size=5), st.integers(), max_size=2), st.lists(st.binary(max_size=90), max_size=8)
+    ),
+    max_size=4,
+)
+
+
+@given(messages, st.integers(1, 200), st.booleans())
+def test_a_stream_cut_anywhere_gives_the_same_messages(
+    sent: list[tuple[dict[str, object], list[bytes]]], chunk_bytes: int, stubborn: bool
+) -> None:
+    """However TCP cuts the stream, and although the pool refuses now and then, all messages arrive."""
+    pool = Pool(memoryview(bytearray(4_096)))
+    calls = iter(range(10**9))
+
+    def acquire(nbytes: int) -> Lease:
+        if stubborn and next(calls) % 2 == 0:
+            raise PoolExhausted("not now")
+        return pool.acquire_nowait(nbytes)
+
+    stream = b"".join(_frame(header, buffers) for header, buffers in sent)
+    assert _feed(FrameReader(LIMITS), stream, chunk_bytes, acquire) == sent
+    assert pool.statistics().leases == 0
+
+
+@given(messages, st.data())
+@settings(deadline=None)
+def test_a_damaged_stream_is_never_a_crash(
+    sent: list[tuple[dict[str, object], list[bytes]]], data: st.DataObject
+) -> None:
+    """With bytes flipped anywhere the reader gives messages or one of our errors, and stays in its limits."""
+    stream = bytearray(b"".join(_frame(header, buffers) for header, buffers in sent) + bytes(PREFIX_BYTES))
+    for _ in range(data.draw(st.integers(1, 4))):
+        stream[data.draw(st.integers(0, len(stream) - 1))] = data.draw(st.integers(0, 255))
+    largest: list[int] = [0]
+
+    def acquire(nbytes: int) -> Lease:
+        largest.append(nbytes)
+        return Pool(memoryview(bytearray(nbytes + 64))).acquire_nowait(nbytes)
+
+    with contextlib.suppress(FabricError):
+        _feed(FrameReader(LIMITS), bytes(stream), 64, acquire)
+    assert max(largest) <= LIMITS.message_bytes + 64 * LIMITS.buffers
+
+
+def test_handshake_succeeds_only_with_one_secret() -> None:
+    """Both sides accept each other with the same secret and refuse each other with two."""
+    server, client = ServerHandshake(SECRET, "tcp"), ClientHandshake(SECRET, "tcp")
+    client.verify(server.prove(client.respond(server.challenge)))
+    stranger = ClientHandshake(SECRET[::-1], "tcp")
+    with pytest.raises(AuthFailed):
+        ServerHandshake(SECRET, "tcp").prove(stranger.respond(server.challenge))
+    with pytest.raises(AuthFailed):
+        client.verify(REFUSED)
+
+
+def test_reflection_replay_and_the_wrong_channel_fail() -> None:
+    """A tag sent back to its maker, an old response and a response for another channel kind all fail."""
+    client = ClientHandshake(SECRET, "tcp")
+    server = ServerHandshake(SECRET, "tcp")
+    response = client.respond(server.challenge)
+    with pytest.raises(AuthFailed):
+        client.verify(response[-32:])
+    with pytest.raises(AuthFailed):
+        ServerHandshake(SECRET, "tcp").prove(response)
+    with pytest.raises(AuthFailed):
+        server.prove(ClientHandshake(SECRET, "shm").respond(server.challenge))
+    mirrored = ServerHandshake(SECRET, "tcp")
+    with pytest.raises((AuthFailed, ProtocolViolation)):
+        mirrored.prove(mirrored.challenge + bytes(32))
+
+
+@given(st.binary(max_size=120))
+def test_any_handshake_bytes_are_refused(data: bytes) -> None:
+    """Arbitrary bytes never pass either side of the handshake."""
+    with pytest.raises((AuthFailed, ProtocolViolation)):
+        ServerHandshake(SECRET, "tcp").prove(data)
+    client = ClientHandshake(SECRET, "tcp")
+    client.respond(ServerHandshake(SECRET, "tcp").challenge)
+    with pytest.raises(AuthFailed):
+        client.verify(data)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "tcp://", "tcp://host", "tcp://host:x", "tcp://host:70000", "http://a:1", "shm:", "tcp://:1", "a b"]
+)
+def test_bad_addresses_are_refused(text: str) -> None:
+    """What is not an address says so."""
+    with pytest.raises(BadAddress):
+        Address.parse(text)
+
+
+@pytest.mark.parametrize("text", ["tcp://127.0.0.1:0", "tcp://[::1]:9000", "shm:///run/x/s", "inproc://a/b"])
+def test_addresses_survive(text: str) -> None:
+    """An address prints as it was written."""
+    assert str(Address.parse(text)) == text
+
+
+def test_shm_folder_must_be_private(tmp_path: Path) -> None:
+    """A socket is made 0600 in a folder of 0700; a folder that others may enter is refused."""
+    with listen(f"shm://{tmp_path}/new/deep/s", secret=SECRET):
+        assert (tmp_path / "new/deep").stat().st_mode & 0o777 == 0o700
+        assert (tmp_path / "new/deep/s").stat().st_mode & 0o777 == 0o600
+    assert not (tmp_path / "new/deep/s").exists()
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o755)
+    for path in (tmp_path / "open/s", Path("relative/s"), tmp_path / ("x" * 200)):
+        with pytest.raises(BadAddress):
+            listen(f"shm://{path}", secret=SECRET)
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(AddressInUse):
+        listen(f"shm://{tmp_path}/file", secret=SECRET)
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+def test_leftover_socket_is_replaced(tmp_path: Path) -> None:
+    """The socket file of a listener that was killed does not stand in the way."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
+        dead.bind(str(tmp_path / "s"))
+    assert (tmp_path / "s").exists()
+    listen(f"shm://{tmp_path}/s", secret=SECRET).close()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"pool_bytes": 0}, {"in_flight_messages": 257}, {"inline_bytes": 1 << 20}, {"handshake_timeout_s": 0.0}],
+    ids=str,
+)
+def test_options_are_checked(bad: dict[str, int]) -> None:
+    """Options out of range are refused with their name and value."""
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        FabricOptions(**bad)  # type: ignore[arg-type]
+
+
+def test_secret_must_be_long_enough() -> None:
+    """Fifteen bytes are not a secret."""
+    with pytest.raises(WeakSecret):
+        ServerHandshake(SECRET[:15], "tcp")
+
+
+def test_message_is_a_context_manager_that_allows_an_early_release() -> None:
+    """Leaving the block releases once, and not again if the caller already did."""
+    released: list[int] = []
+    with Message({}, [memoryview(bytearray(1))], lambda: released.append(1)) as message:
+        message.release()
+    assert released == [1]
+    assert json.dumps(dict(message.header)) == "{}"

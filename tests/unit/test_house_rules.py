@@ -1,0 +1,84 @@
+"""Rules of the house that a linter does not know: sizes, names, and what may shadow what."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("serving", "disagg", "autoconfig", "kernels", "deploy", "loadtest")
+LONGEST_FILE = 400
+LONGEST_FUNCTION = 60
+
+
+def sources() -> list[Path]:
+    """Every Python file of the product (tests are judged by eye)."""
+    return [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+
+
+def test_files_hold_one_thing():
+    """No file is longer than 400 lines: a longer one usually hides two things."""
+    long = {str(path.relative_to(ROOT)): lines for path in sources() if (lines := _lines(path)) > LONGEST_FILE}
+    assert long == {}
+
+
+def test_functions_are_short():
+    """No function is longer than 60 lines."""
+    long = {}
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > LONGEST_FUNCTION:
+                    long[f"{path.relative_to(ROOT)}:{node.name}"] = lines
+    assert long == {}
+
+
+def test_no_folder_of_ours_shadows_a_library():
+    """`kernels` is probed by transformers and diffusers: our folder must not answer to that name."""
+    spec = importlib.util.find_spec("kernels")
+    assert spec is None or spec.origin is None or not spec.origin.startswith(str(ROOT))
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def test_no_pickle_and_no_shell():
+    """Nothing of ours loads pickles or starts a shell."""
+    forbidden = re.compile(r"^\s*(import pickle|from pickle)|torch\.load\(|shell=True", re.MULTILINE)
+    allowed = {"serving/plait_serving/starter/train"}  # its checkpoints are its own, and it uses weights_only
+    found = [
+        str(path.relative_to(ROOT))
+        for path in sources()
+        if forbidden.search(path.read_text()) and not any(str(path.relative_to(ROOT)).startswith(a) for a in allowed)
+    ]
+    assert found == []
+
+
+def test_test_functions_say_what_they_promise():
+    """Every test has a docstring."""
+    silent = []
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            is_test = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_")
+            if is_test and ast.get_docstring(node) is None:
+                silent.append(f"{path.relative_to(ROOT)}:{node.name}")
+    assert silent == []
+
+
+def test_nothing_large_is_tracked_by_accident():
+    """Only the starter weights may be larger than 1 MB."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode != 0:
+        return  # an unpacked archive without git: nothing to check
+    large = [
+        name
+        for name in listed.stdout.splitlines()
+        if (ROOT / name).is_file() and (ROOT / name).stat().st_size > 1 << 20 and "/starter/weights/" not in name
+    ]
+    assert large == []
+
+
+def _lines(path: Path) -> int:
+    return len(path.read_text().splitlines())

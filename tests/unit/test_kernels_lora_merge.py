@@ -1,0 +1,157 @@
+"""The LoRA merge operator: its definition against fp64, every implementation against the definition."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from plait_kernels.lora_merge import NonFiniteMerge, Term, concat, is_finite, reference
+from plait_kernels.registry import IMPLS, load
+
+torch.set_num_threads(1)
+
+# Odd on purpose: primes, one row, one column, rank above a side, 1x1 and kxk and oblong kernels.
+SHAPES = [(7, 5), (1, 13), (13, 1), (64, 48), (6, 5, 1, 1), (5, 3, 3, 3), (4, 6, 1, 3), (17, 2, 5, 5)]
+RANKS = [(1,), (4,), (3, 1), (4, 9, 2)]
+# Largest relative error against fp64, by what the weight is stored as: half a unit in the last place, and a little.
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
+
+
+def case(shape: tuple[int, ...], ranks: tuple[int, ...], dtype: torch.dtype, seed: int = 0):
+    """A pristine weight and terms of about its size."""
+    generator = torch.Generator().manual_seed(seed)
+    width = math.prod(shape[1:])
+    terms = [
+        Term(
+            up=torch.randn(shape[0], rank, generator=generator).half(),
+            down=torch.randn(rank, width, generator=generator).half(),
+            c=0.3 * (-1) ** i / math.sqrt(rank),
+        )
+        for i, rank in enumerate(ranks)
+    ]
+    return torch.randn(shape, generator=generator).to(dtype), terms
+
+
+def truth(pristine: torch.Tensor, terms: list[Term]) -> torch.Tensor:
+    """The formula in fp64."""
+    total = pristine.double().flatten(1)
+    for term in terms:
+        total = total + term.c * (term.up.double() @ term.down.double())
+    return total.reshape(pristine.shape)
+
+
+@pytest.fixture(params=[impl for impl in IMPLS if impl.op == "lora_merge"], ids=lambda impl: impl.name)
+def merge_(request: pytest.FixtureRequest):
+    """Every registered implementation; a new one is tested by being registered."""
+    return load("lora_merge", "cpu", torch.float32, request.param.name)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_merge_is_the_formula(merge_, shape):
+    """Every implementation is W0 + sum c B A to within one rounding of the weight's dtype."""
+    for ranks, (dtype, tolerance), proven in itertools.product(RANKS, TOLERANCE.items(), (False, True)):
+        pristine, terms = case(shape, ranks, dtype)
+        weight = torch.zeros_like(pristine)
+        merge_(weight, pristine, terms, proven_finite=proven)
+        expected = truth(pristine, terms)
+        error = (weight.double() - expected).abs().max() / expected.abs().max()
+        assert float(error) <= tolerance, (ranks, dtype, proven)
+
+
+def test_terms_are_summed_not_their_factors(merge_):
+    """Two LoRAs add their products; adding factors first (B1+B2)(A1+A2) would be another picture."""
+    pristine, terms = case((24, 16), (4, 4), torch.float32)
+    weight = torch.zeros_like(pristine)
+    merge_(weight, pristine, terms)
+    crossed = pristine + sum(t.c * t.up.float() for t in terms) @ sum(t.down.float() for t in terms)
+    delta = (weight - pristine).norm()
+    assert float((weight - crossed).norm() / delta) > 0.5
+
+
+def test_a_proof_of_finiteness_changes_no_bit(merge_):
+    """Whether the result is looked at or not, the same set gives the same weights."""
+    pristine, terms = case((40, 24), (4, 3), torch.float32)
+    looked_at, proven = torch.zeros_like(pristine), torch.zeros_like(pristine)
+    merge_(looked_at, pristine, terms)
+    merge_(proven, pristine, terms, proven_finite=True)
+    assert torch.equal(looked_at, proven)
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_weight_is_written_in_place(merge_, memory_format):
+    """Address and strides stay: compiled graphs and other holders of the tensor see the merge."""
+    pristine, terms = case((8, 6, 3, 3), (2, 3), torch.float16)
+    weight = pristine.clone(memory_format=memory_format)
+    kept = pristine.clone(memory_format=memory_format)
+    address, strides = weight.data_ptr(), weight.stride()
+    merge_(weight, kept, terms)
+    assert (weight.data_ptr(), weight.stride()) == (address, strides)
+    assert torch.equal(kept, pristine)
+    assert torch.allclose(weight.double(), truth(pristine, terms), rtol=1e-3, atol=1e-3)
+
+
+def test_no_terms_restore_bit_for_bit(merge_):
+    """An empty set is the pristine weight, also its negative zeros."""
+    pristine = torch.tensor([[0.0, -0.0], [1.5, -2.25]], dtype=torch.bfloat16)
+    weight = torch.ones_like(pristine)
+    merge_(weight, pristine, [])
+    assert torch.equal(weight.view(torch.int16), pristine.view(torch.int16))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_is_never_written(merge_, bad):
+    """NaN or infinity in a factor raises before the weight is touched."""
+    pristine, terms = case((6, 4), (2,), torch.float32)
+    terms[0].up[3, 1] = bad
+    weight = pristine.clone()
+    with pytest.raises(NonFiniteMerge):
+        merge_(weight, pristine, terms)
+    assert torch.equal(weight, pristine)
+
+
+def test_overflow_of_the_live_type_is_never_written(merge_):
+    """A sum that fp32 holds but fp16 does not is refused: it would be infinite once cast."""
+    pristine = torch.full((3, 3), 60000.0, dtype=torch.float16)
+    terms = [Term(up=torch.full((3, 1), 100.0), down=torch.full((1, 3), 100.0), c=1.0)]
+    weight = pristine.clone()
+    with pytest.raises(NonFiniteMerge):
+        merge_(weight, pristine, terms)
+    assert torch.equal(weight, pristine)
+
+
+@pytest.mark.parametrize(("up", "down"), [((7, 2), (3, 5)), ((6, 2), (2, 5)), ((7, 2), (2, 4)), ((7, 2, 1), (2, 5))])
+def test_factors_that_do_not_fit_are_refused(merge_, up, down):
+    """Wrong shapes raise ValueError instead of broadcasting."""
+    weight = torch.zeros(7, 5)
+    with pytest.raises(ValueError, match="do not fit"):
+        merge_(weight, torch.ones(7, 5), [Term(up=torch.ones(up), down=torch.ones(down), c=1.0)])
+    assert not weight.any()
+
+
+def test_concatenation_is_as_exact_as_the_definition():
+    """Over many cases the one-product form is no further from fp64 than twice the definition is."""
+    worst = {concat: 0.0, reference: 0.0}
+    for seed in range(40):
+        pristine, terms = case((48, 80), (8, 4, 16), torch.float32, seed)
+        expected = truth(pristine, terms)
+        for impl, error in worst.items():
+            weight = torch.empty_like(pristine)
+            impl.merge_(weight, pristine, terms)
+            worst[impl] = max(error, float((weight.double() - expected).abs().max()))
+    assert 0 < worst[concat] <= 2 * worst[reference]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, *TOLERANCE], ids=str)
+def test_is_finite_is_isfinite(dtype):
+    """The quick look finds what torch.isfinite finds, wherever in the tensor it is."""
+    clean = torch.randn(37, 91).to(dtype)
+    assert is_finite(clean)
+    assert is_finite(torch.empty(0, 3, dtype=dtype))
+    for bad in (math.nan, math.inf, -math.inf):
+        for position in (0, 1, 63, 64, 1000, clean.numel() - 1):
+            spoilt = clean.clone()
+            spoilt.view(-1)[position] = bad
+            assert not is_finite(spoilt)

@@ -1,0 +1,105 @@
+"""Choosing an implementation: explicit choices hold or raise, automatic ones say what they passed over."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import logging
+
+import pytest
+import torch
+
+from plait_kernels import registry
+from plait_kernels.registry import IMPLS, ImplInfo, KernelError, select_impl
+
+SLOW = ImplInfo(
+    op="op",
+    name="slow",
+    entry="m:f",
+    rank=0,
+    devices=frozenset({"cpu", "cuda"}),
+    dtypes=frozenset({torch.float32, torch.float16}),
+)
+FAST = ImplInfo(
+    op="op",
+    name="fast",
+    entry="m:g",
+    rank=5,
+    devices=frozenset({"cuda"}),
+    dtypes=frozenset({torch.float16}),
+    needs=("nothere",),
+)
+
+
+def choose(device: str, dtype: torch.dtype, explicit: str | None = None, installed: bool = True):
+    """`select_impl` over the two records above."""
+    return select_impl("op", device, dtype, explicit, impls=(SLOW, FAST), importable=lambda _: installed)
+
+
+def test_best_that_fits_is_chosen():
+    """The highest rank wins where device, dtype and modules fit."""
+    assert choose("cuda", torch.float16) == registry.Selection(impl=FAST)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "installed", "reason"),
+    [
+        ("cpu", torch.float16, True, "fast: does not run on cpu"),
+        ("cuda", torch.float32, True, "fast: does not write torch.float32"),
+        ("cuda", torch.float16, False, "fast: needs nothere"),
+    ],
+)
+def test_automatic_choice_falls_back_and_says_why(device, dtype, installed, reason):
+    """What does not fit is passed over with its reason."""
+    assert choose(device, dtype, installed=installed) == registry.Selection(impl=SLOW, passed_over=(reason,))
+
+
+@pytest.mark.parametrize("explicit", ["fast", "unheard-of"])
+def test_explicit_choice_never_falls_back(explicit):
+    """Asking for an implementation that does not fit, or does not exist, raises."""
+    with pytest.raises(KernelError, match=explicit):
+        choose("cpu", torch.float16, explicit)
+
+
+def test_explicit_choice_is_honoured():
+    """A slower implementation can be asked for."""
+    assert choose("cuda", torch.float16, "slow").impl is SLOW
+
+
+def test_nothing_fits_raises():
+    """An operator without a fitting implementation raises, naming every reason."""
+    with pytest.raises(KernelError, match=r"fast: .*; slow: .*"):
+        choose("tpu", torch.float16)
+    with pytest.raises(KernelError, match="unknown"):
+        select_impl("no-such-op", "cpu", torch.float32)
+
+
+def test_records_are_frozen():
+    """Nobody changes the table at run time."""
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        SLOW.rank = 9
+
+
+def test_every_operator_has_a_reference_that_runs_everywhere():
+    """On the CPU each operator falls back to its definition if nothing else is left; entries exist."""
+    for impl in IMPLS:
+        module, _, function = impl.entry.partition(":")
+        if not impl.needs:
+            assert callable(getattr(importlib.import_module(module), function))
+        reference = select_impl(impl.op, "cpu", torch.float32, "reference")
+        assert reference.impl.rank == min(other.rank for other in IMPLS if other.op == impl.op)
+
+
+def test_load_logs_once_what_was_passed_over(monkeypatch, caplog):
+    """The fallback is in the log, once per operator, device and dtype."""
+    picky = dataclasses.replace(IMPLS[0], name="picky", rank=99, devices=frozenset({"cuda"}))
+    monkeypatch.setattr(
+        registry.select_impl, "__kwdefaults__", {"impls": (*IMPLS, picky), "importable": lambda _: True}
+    )
+    registry.load.cache_clear()
+    with caplog.at_level(logging.INFO, logger="plait_kernels.registry"):
+        first = registry.load("lora_merge", "cpu", torch.float32)
+        assert registry.load("lora_merge", "cpu", torch.float32) is first
+    registry.load.cache_clear()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "picky: does not run on cpu" in caplog.text
