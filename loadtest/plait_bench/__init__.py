@@ -1,1 +1,1 @@
-"""Side-by-side benchmarks against peers; rows go to loadtest/results (append-only)."""
+"""Side-by-side benchmarks: ours and peers in the same process set-up, in turn, on the same requests."""

@@ -1,0 +1,1 @@
+"""The face of plait: the command, the composed configuration and the Ray Serve application."""

@@ -169,6 +169,25 @@ async def test_a_reader_that_goes_during_submit_leaves_no_work_behind():
     assert engine.steps_run <= before + 1
 
 
+def test_events_after_the_readers_loop_has_closed_are_dropped():
+    """An interrupted command's loop is gone when the engine tells that it cancelled: that is no error."""
+    sinks = []
+
+    class LateEngine(ThreadEngine):
+        def submit(self, request, sink):
+            sinks.append(sink)
+            return super().submit(request, sink)
+
+    async def read_one():
+        service = LocalImageService(engine=LateEngine({}), catalog=lambda: FAKE_CATALOG)
+        events = service.generate(request(steps=3))
+        await anext(events)
+        await events.aclose()
+
+    asyncio.run(read_one())
+    sinks[0](Failed(error=Cancelled("cancelled")))
+
+
 async def test_a_finished_request_is_not_cancelled():
     """The ticket of a request that ended is left alone."""
     engine = ThreadEngine({})

@@ -1,4 +1,4 @@
-"""The step loop in its plainest form, to test denoisers and samplers without an engine, and diffusers' answer to compare.
+"""The plainest step loop, to test denoisers and samplers without an engine, and diffusers' answer to compare with.
 
 `run_requests` steps requests together, each at its own step; `reference_latents` asks the stock pipeline.
 """
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from diffusers import ControlNetModel
 from PIL import Image
+
 from plait_serving.diffusion.bundle import Bundle
 from plait_serving.diffusion.errors import EngineError
 from plait_serving.diffusion.protocols import ActiveControl, ControlNetClient, Denoiser, StepCall
@@ -92,9 +93,7 @@ def start(
     controls = []
     for ref in request.controlnets:
         client = (clients or {})[ref.name]
-        session = client.open(
-            image=ref.image, conditioning=conditioning, width=request.width, height=request.height
-        )
+        session = client.open(image=ref.image, conditioning=conditioning, width=request.width, height=request.height)
         controls.append(ActiveControl(client=client, session=session, scale=ref.scale))
     return Running(request, sampler, sampler.init_latents(), conditioning, tuple(controls))
 
@@ -122,10 +121,14 @@ def run_requests(
 
 
 def reference_latents(
-    folder: Path, request: ImageRequest, controlnets: Mapping[str, Path] | None = None, dtype: torch.dtype = torch.float32
+    folder: Path,
+    request: ImageRequest,
+    controlnets: Mapping[str, Path] | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """``(n, c, h, w)`` of diffusers' own pipeline for the same request."""
-    pipeline = reference_pipeline(folder, request.scheduler, [controlnets[c.name] for c in request.controlnets], dtype)
+    paths = [(controlnets or {})[control.name] for control in request.controlnets]
+    pipeline = reference_pipeline(folder, request.scheduler, paths, dtype)
     return run_pipeline(pipeline, request)
 
 

@@ -20,7 +20,7 @@ from plait import processes
 from plait.state import RunRecord
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-READY_TIMEOUT_S = 120.0
+READY_TIMEOUT_S = 240.0
 REAL, FAKE = ("plait.cli.main", "serve"), ("support.fake_serve",)
 
 

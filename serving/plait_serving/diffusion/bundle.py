@@ -173,7 +173,8 @@ def family_of(unet_config: Mapping[str, Any]) -> Family:
 # ---- checks on configurations ---------------------------------------------------------------------------------------
 
 _PLAIN_BLOCKS = {
-    "DownBlock2D", "CrossAttnDownBlock2D", "UpBlock2D", "CrossAttnUpBlock2D", "UNetMidBlock2DCrossAttn", "UNetMidBlock2D",
+    "DownBlock2D", "CrossAttnDownBlock2D", "UpBlock2D", "CrossAttnUpBlock2D",
+    "UNetMidBlock2DCrossAttn", "UNetMidBlock2D",
 }  # fmt: skip
 
 
@@ -252,7 +253,9 @@ def _check_text_width(folder: Path, unet: Mapping[str, Any], encoders: tuple[nn.
     width = sum(cast("Any", encoder).config.hidden_size for encoder in encoders)
     wanted = unet["cross_attention_dim"]
     if wanted != width:
-        raise ModelError(f"{folder / 'unet' / 'config.json'}: cross_attention_dim is {wanted}, the text is {width} wide")
+        raise ModelError(
+            f"{folder / 'unet' / 'config.json'}: cross_attention_dim is {wanted}, the text is {width} wide"
+        )
 
 
 # ---- parts ----------------------------------------------------------------------------------------------------------
@@ -270,7 +273,9 @@ def _text_parts(
             if not (folder / part).is_dir():
                 raise ModelError(f"{folder / part}: missing")
         _read_json(folder / encoder / "config.json")
-        tokenizers.append(_translate(folder / tokenizer, lambda p: CLIPTokenizer.from_pretrained(p, local_files_only=True)))
+        tokenizers.append(
+            _translate(folder / tokenizer, lambda p: CLIPTokenizer.from_pretrained(p, local_files_only=True))
+        )
         encoders.append(_load(kind, folder / encoder, dtype, device))
     return tuple(tokenizers), tuple(encoders)
 
@@ -331,7 +336,9 @@ def _load(kind: Any, folder: Path, dtype: torch.dtype, device: torch.device) -> 
             raise ModelError(f"{folder}: {what} {len(keys)} weights, for example {', '.join(keys[:3])}")
     if info.get("mismatched_keys"):
         raise ModelError(f"{folder}: weights of the wrong shape: {info['mismatched_keys'][:3]}")
-    return cast("nn.Module", module.to(device).eval().requires_grad_(False))
+    # On a GPU convolutions want channels-last weights; on a CPU oneDNN reorders them anyway, and bits stay diffusers'.
+    layout = {"memory_format": torch.channels_last} if device.type == "cuda" else {}
+    return cast("nn.Module", module.to(device, **layout).eval().requires_grad_(False))
 
 
 def _weight_variant(folder: Path) -> str | None:

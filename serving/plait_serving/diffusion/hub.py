@@ -12,7 +12,9 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from plait_serving.diffusion.errors import ModelError
 
 _COMMIT = re.compile(r"^[0-9a-f]{40}$")
-_WEIGHTS = re.compile(r"^(?P<stem>.*?(?:diffusion_pytorch_model|model))(?:\.(?P<variant>[a-z0-9_]+))?(?P<shard>-\d+-of-\d+)?\.safetensors$")
+_WEIGHTS = re.compile(
+    r"^(?P<stem>.*?(?:diffusion_pytorch_model|model))(?:\.(?P<variant>[a-z0-9_]+))?(?P<shard>-\d+-of-\d+)?\.safetensors$"
+)
 _DESCRIPTIONS = (".json", ".txt", ".model")
 
 
@@ -24,13 +26,17 @@ def fetch_from_hub(repository: str, revision: str) -> Path:
     if not _COMMIT.match(revision):
         raise ModelError(f"{repository}: revision {revision!r} is not a commit's 40 hex digits; branches and tags move")
     try:
-        return Path(snapshot_download(repository, revision=revision, local_files_only=True))
-    except LocalEntryNotFoundError:
-        pass
-    try:
         files = HfApi().list_repo_files(repository, revision=revision)
         return Path(snapshot_download(repository, revision=revision, allow_patterns=wanted_files(files)))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except (HfHubHTTPError, OSError, ConnectionError) as error:
+        return _already_here(repository, revision, error)
+
+
+def _already_here(repository: str, revision: str, error: Exception) -> Path:
+    """A commit never changes, so without a network an earlier download serves as well."""
+    try:
+        return Path(snapshot_download(repository, revision=revision, local_files_only=True))
+    except (LocalEntryNotFoundError, OSError):
         raise ModelError(f"{repository}@{revision}: can not be downloaded: {error}") from error
 
 

@@ -2,7 +2,9 @@
 
 A tokenizer of length T (77) holds T - 2 words per chunk between its begin and end tokens. A prompt of more words is
 split into several chunks, each encoded alone with its own begin and end, and their embeddings are joined along L.
-One that fits is encoded by the very same calls as diffusers makes. Legend: L = T * chunks, C text width, P pooled width.
+One that fits is encoded by the very same calls as diffusers makes.
+
+Legend: L = T * chunks, C text width, P pooled width.
 """
 
 from __future__ import annotations
@@ -104,7 +106,9 @@ def token_chunks(tokenizer: Any, prompt: str) -> list[list[int]]:
 def _padding_mask(tokens: torch.Tensor, tokenizer: Any) -> torch.Tensor:
     """1 up to and including the end token, as the tokenizer's own mask."""
     end = (tokens == tokenizer.eos_token_id).int().argmax(dim=-1)
-    return (torch.arange(tokens.shape[1], device=tokens.device)[None] <= end[:, None]).long()
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    mask: torch.Tensor = positions[None] <= end[:, None]
+    return mask.long()
 
 
 def _zeros_like(text: EncodedText) -> EncodedText:

@@ -26,9 +26,9 @@ def unscale(bundle: Bundle, latents: torch.Tensor) -> torch.Tensor:
     mean, deviation = getattr(config, "latents_mean", None), getattr(config, "latents_std", None)
     if bundle.family is Family.SDXL and mean is not None and deviation is not None:
         shape = (1, latents.shape[1], 1, 1)
-        return latents * latents.new_tensor(deviation).view(shape) / config.scaling_factor + latents.new_tensor(mean).view(
-            shape
-        )
+        spread, centre = latents.new_tensor(deviation).view(shape), latents.new_tensor(mean).view(shape)
+        normalised: torch.Tensor = latents * spread / config.scaling_factor + centre
+        return normalised
     unscaled: torch.Tensor = latents / config.scaling_factor
     shift = getattr(config, "shift_factor", None)
     return unscaled if shift is None else unscaled + shift

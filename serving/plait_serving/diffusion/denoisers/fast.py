@@ -38,7 +38,7 @@ def fast_text(unet: Any, text: torch.Tensor) -> FastText:
 def fast_encoder_half(
     unet: Any, sample: torch.Tensor, embedding: torch.Tensor, text: FastText, augmentation: torch.Tensor | None
 ) -> Halfway:
-    """`halves.encoder_half`; the result's ``embedding`` is activated already."""
+    """`halves.encoder_half` for `fast_decoder_half`."""
     forward_size = needs_forward_size(unet, sample)
     if unet.config.center_input_sample:
         sample = 2 * sample - 1.0
@@ -59,7 +59,7 @@ def fast_encoder_half(
             sample = downsampler(sample)
             skips.append(sample)
     sample = _mid(unet.mid_block, sample, time, text)
-    return Halfway(sample, tuple(skips), time, text, forward_size)
+    return Halfway(sample, tuple(skips), time, text, forward_size, exact=False)
 
 
 def fast_decoder_half(unet: Any, half: Halfway) -> torch.Tensor:

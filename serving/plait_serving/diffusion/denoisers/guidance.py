@@ -10,7 +10,7 @@ import torch
 def guidance_embedding(scales: Sequence[float], width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """R guidance scales to ``(R, width)``, as `StableDiffusionPipeline.get_guidance_scale_embedding` of w - 1.
 
-    Source: Meng et al., On Distillation of Guided Diffusion Models (2210.03142); google-research/vdm model_vdm.py l. 298.
+    Source: Meng et al., On Distillation of Guided Diffusion Models (arXiv 2210.03142).
     """
     half = width // 2
     steps = torch.log(torch.tensor(10000.0, device=device)) / (half - 1)

@@ -18,16 +18,21 @@ from plait_serving.diffusion.protocols import Residuals
 
 @dataclass(slots=True, eq=False)
 class Halfway:
-    """What the encoder half leaves for the decoder half. ``skips`` oldest first."""
+    """What the encoder half leaves for the decoder half. ``skips`` oldest first.
+
+    ``exact``: made by `encoder_half`, for `decoder_half`. Else by `fast.fast_encoder_half`: ``embedding`` is activated
+    already and ``text`` holds keys and values.
+    """
 
     sample: torch.Tensor
     skips: tuple[torch.Tensor, ...]
     embedding: torch.Tensor
     text: Any
     forward_size: bool
+    exact: bool
 
     def add(self, rows: Sequence[slice], residuals: Residuals) -> None:
-        """Adds one request's residuals to its rows, in place; ``rows`` are R' of the R rows, in the residuals' order."""
+        """Adds one request's residuals to its rows, in place; ``rows`` are in the residuals' order."""
         for target, residual in zip((*self.skips, self.sample), (*residuals.down, residuals.mid), strict=True):
             done = 0
             for part in rows:
@@ -41,7 +46,9 @@ class Halfway:
         return wanted == [tuple(residual.shape) for residual in (*residuals.down, residuals.mid)]
 
 
-def time_embedding(unet: Any, sample: torch.Tensor, timesteps: torch.Tensor, guidance: torch.Tensor | None) -> torch.Tensor:
+def time_embedding(
+    unet: Any, sample: torch.Tensor, timesteps: torch.Tensor, guidance: torch.Tensor | None
+) -> torch.Tensor:
     """``(R, E)``: timesteps ``(R,)`` and, for a guidance-distilled UNet, its guidance embedding ``(R, G)``."""
     embedded: torch.Tensor = unet.time_embedding(unet.get_time_embed(sample=sample, timestep=timesteps), guidance)
     return embedded
@@ -83,7 +90,7 @@ def encoder_half(
             sample = unet.mid_block(sample, embedding)
     if sample is skips[-1]:
         sample = sample.clone()  # without a mid block they are one tensor, and `add` writes into both
-    return Halfway(sample, skips, embedding, text, forward_size)
+    return Halfway(sample, skips, embedding, text, forward_size, exact=True)
 
 
 def decoder_half(unet: Any, half: Halfway) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """The layers of Stable Diffusion's UNet, computed faster than diffusers' modules do, over the same live parameters.
 
 Every function takes a diffusers module and reads its parameters at call time, so a LoRA merge that writes into them
-acts at once. Results differ from the module's by rounding only; `plain.py` and a test compare them. What is saved:
+acts at once. Results differ from the module's by rounding only; tests compare them. What is saved:
 copies between memory layouts, activations of strided halves, divisions by one, repeated ``silu(temb)``, and keys and
 values of the text, which no step changes.
 
@@ -19,7 +19,7 @@ KeysValues: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """Of one cross-attention layer: keys and values of the text, each ``(R, heads, L, C / heads)``."""
 
 _OWN_GROUP_NORM_FROM = 1 << 16
-"""Elements from which `group_norm` beats torch's channels-last kernel on a CPU; below, the kernel's overhead is less."""
+"""Elements from which `group_norm` beats torch's channels-last kernel on a CPU; below, a dozen calls cost more."""
 
 
 def group_norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
@@ -29,7 +29,12 @@ def group_norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
     (32x48x16x16: 1.8 ms against 0.3 ms); two passes over centred values keep its accuracy.
     """
     small = x.numel() < _OWN_GROUP_NORM_FROM
-    if small or x.dtype != torch.float32 or x.device.type != "cpu" or not x.is_contiguous(memory_format=torch.channels_last):
+    if (
+        small
+        or x.dtype != torch.float32
+        or x.device.type != "cpu"
+        or not x.is_contiguous(memory_format=torch.channels_last)
+    ):
         return F.group_norm(x, norm.num_groups, norm.weight, norm.bias, norm.eps)
     rows, channels, height, width = x.shape
     tokens = x.permute(0, 2, 3, 1).view(rows, height * width, channels)
@@ -39,8 +44,8 @@ def group_norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
     centred = tokens - mean.expand(groups).reshape(rows, 1, channels)
     variance = (centred * centred).sum(1).view(groups).sum(2, keepdim=True).div_(count)
     gain = variance.add_(norm.eps).rsqrt_().expand(groups).reshape(rows, 1, channels) * norm.weight
-    torch.addcmul(norm.bias, centred, gain, out=centred)
-    return centred.view(rows, height, width, channels).permute(0, 3, 1, 2)
+    scaled: torch.Tensor = torch.addcmul(norm.bias, centred, gain, out=centred)
+    return scaled.view(rows, height, width, channels).permute(0, 3, 1, 2)
 
 
 def resnet(block: Any, x: torch.Tensor, activated_time: torch.Tensor) -> torch.Tensor:

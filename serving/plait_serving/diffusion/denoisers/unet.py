@@ -2,30 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 
 from plait_serving.diffusion.bundle import Bundle
-from plait_serving.diffusion.denoisers.batch import Layout, guide, stack_conditionings, stack_samples, stack_timesteps
+from plait_serving.diffusion.denoisers.batch import Layout, guide, stack_samples, stack_timesteps
+from plait_serving.diffusion.denoisers.constants import ConstantsStore, parameter_version
 from plait_serving.diffusion.denoisers.controls import ControlQuestions
 from plait_serving.diffusion.denoisers.decode import decode_latents
+from plait_serving.diffusion.denoisers.fast import fast_decoder_half, fast_encoder_half
 from plait_serving.diffusion.denoisers.guidance import guidance_embedding
-from plait_serving.diffusion.denoisers.halves import Halfway, added_embedding, decoder_half, encoder_half, time_embedding
+from plait_serving.diffusion.denoisers.halves import (
+    Halfway,
+    added_embedding,
+    decoder_half,
+    encoder_half,
+    time_embedding,
+)
+from plait_serving.diffusion.denoisers.layers import why_not_fast
 from plait_serving.diffusion.errors import EngineError, ModelError, NumericalError
 from plait_serving.diffusion.prompt import PromptEncoder
 from plait_serving.diffusion.protocols import Conditioning, Residuals, StepCall
 from plait_serving.diffusion.values import ImageRequest
 
+_log = logging.getLogger(__name__)
+
 
 class UNetDenoiser:
-    """Implements `Denoiser` for a bundle. Compute thread only, except `finish`, which touches nothing but the VAE."""
+    """Implements `Denoiser` for a bundle. Compute thread only, except `finish`, which touches nothing but the VAE.
 
-    def __init__(self, bundle: Bundle) -> None:
+    A single request runs through diffusers' own modules in the order of its forward, so its latents are the pipeline's
+    bit for bit (fp32, CPU). Several requests at once run through `fast.py`, which rounds differently: a batch never
+    has a single request's bits anyway.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        *,
+        weights_version: Callable[[], int] | None = None,
+        exact_batches: bool = False,
+        constants_bytes: int = 512 << 20,
+    ) -> None:
+        """``weights_version`` must change whenever weights are written (the merger's); by default torch's own count.
+
+        ``exact_batches`` keeps to diffusers' modules for batches too. ``constants_bytes`` bounds the memory for what
+        steps share (the text's keys and values).
+        """
         self._bundle = bundle
         self._unet = cast("Any", bundle.unet)
         self._prompts = PromptEncoder(bundle)
+        self._fast = not exact_batches and _can_be_fast(bundle)
+        self._store = ConstantsStore(
+            self._unet, weights_version or parameter_version(self._unet), limit_bytes=constants_bytes
+        )
 
     def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
         """``(c, h, w)`` of one image's latents; pixels are rounded down to whole latents, as diffusers does."""
@@ -53,27 +86,25 @@ class UNetDenoiser:
             questions.abandon()
             raise
         answers = questions.answers()
-        errors: list[EngineError | None] = [_apply(half, layout, k, answer) for k, answer in enumerate(answers)]
-        return _take_apart(decoder_half(self._unet, half), calls, layout, errors)
+        errors = [_apply(half, layout, k, answer) for k, answer in enumerate(answers)]
+        decode = decoder_half if half.exact else fast_decoder_half
+        return _take_apart(decode(self._unet, half), calls, layout, errors)
 
     @torch.inference_mode()
     def run_encoder_half(self, calls: Sequence[StepCall]) -> None:
-        """Computes what runs beside the ControlNets and drops it, for measuring; on a GPU waits for the device."""
+        """The part of a step that ControlNets can run beside, for measuring; asks no ControlNet."""
         layout = Layout.of([call.conditioning for call in calls])
-        half = self._encode(calls, stack_samples(calls, layout), layout)
-        float(half.sample.flatten()[0])
+        self._encode(calls, stack_samples(calls, layout), layout)
 
     def _encode(self, calls: Sequence[StepCall], sample: torch.Tensor, layout: Layout) -> Halfway:
-        conditionings = [call.conditioning for call in calls]
-        text = stack_conditionings([conditioning.text for conditioning in conditionings], layout)
-        added = {
-            name: stack_conditionings([conditioning.added[name] for conditioning in conditionings], layout)
-            for name in conditionings[0].added
-        }
+        fast = self._fast and len(calls) > 1
+        constants = self._store.of([call.conditioning for call in calls], layout, fast=fast)
         timesteps = stack_timesteps(calls, layout)
         embedding = time_embedding(self._unet, sample, timesteps, self._guidance(calls, layout))
-        augmentation = added_embedding(self._unet, embedding, text, added)
-        return encoder_half(self._unet, sample, embedding, text, augmentation)
+        augmentation = added_embedding(self._unet, embedding, constants.text, constants.added)
+        if constants.fast is not None:
+            return fast_encoder_half(self._unet, sample, embedding, constants.fast, augmentation)
+        return encoder_half(self._unet, sample, embedding, constants.text, augmentation)
 
     def _guidance(self, calls: Sequence[StepCall], layout: Layout) -> torch.Tensor | None:
         if not self._bundle.embeds_guidance:
@@ -81,6 +112,13 @@ class UNetDenoiser:
         scales = [call.guidance_scale for call, count in zip(calls, layout.counts, strict=True) for _ in range(count)]
         width = int(self._bundle.config["time_cond_proj_dim"])
         return guidance_embedding(scales, width, self._bundle.dtype, self._bundle.device)
+
+
+def _can_be_fast(bundle: Bundle) -> bool:
+    reason = why_not_fast(bundle.unet)
+    if reason is not None:
+        _log.warning("%s: batches run through diffusers' own modules, which is slower: %s", bundle.folder, reason)
+    return reason is None
 
 
 def _apply(half: Halfway, layout: Layout, k: int, answer: Residuals | EngineError | None) -> EngineError | None:

@@ -22,7 +22,10 @@ from plait_serving.diffusion.values import RgbImage
 
 
 class WholeUNetDenoiser(UNetDenoiser):
-    """Prepare and finish are shared; `predict` calls the UNet once per request. ControlNets must be `WholeControlNet`s."""
+    """Prepare and finish are shared; `predict` calls the UNet once per request, its ControlNets just before.
+
+    Its ControlNets must answer at once: `WholeControlNet`.
+    """
 
     def __init__(self, bundle: Bundle) -> None:
         super().__init__(bundle)
@@ -38,7 +41,7 @@ class WholeUNetDenoiser(UNetDenoiser):
         sample = torch.cat([call.sample] * 2) if conditioning.uses_cfg else call.sample
         text, added = conditioning.expand(conditioning.text), _expand(conditioning)
         down, mid = _local_residuals(call, sample)
-        output = self._bundle.unet(
+        output: torch.Tensor = self._bundle.unet(
             sample,
             call.timestep,
             encoder_hidden_states=text,
@@ -129,9 +132,7 @@ def _local_residuals(
     down: tuple[torch.Tensor, ...] | None = None
     mid: torch.Tensor | None = None
     for control in call.controls:
-        question = ControlCall(
-            session=control.session, sample=sample, timestep=call.timestep, scale=control.scale
-        )
+        question = ControlCall(session=control.session, sample=sample, timestep=call.timestep, scale=control.scale)
         answer = control.client.start([question]).wait()[0]
         if isinstance(answer, EngineError):
             raise answer

@@ -1,0 +1,71 @@
+"""A Ray Serve config file (what ``serve deploy`` and KubeRay's ``serveConfigV2`` take) from plain data.
+
+What may change on running replicas, the knobs, goes into each deployment's ``user_config``, so that editing it and
+deploying again reconfigures instead of restarting; everything else goes into the application's ``args``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeApplication:
+    """One application: how to build it, with which arguments, and the knobs of its deployments by name."""
+
+    name: str
+    import_path: str
+    args: Mapping[str, Any]
+    knobs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    route_prefix: str = "/"
+
+
+def render_serve(application: ServeApplication, *, host: str, port: int) -> str:
+    """The YAML, checked against Ray's own schema. Raises ValueError if Ray would refuse it."""
+    document = {
+        "proxy_location": "HeadOnly",
+        "http_options": {"host": host, "port": port},
+        "logging_config": {"enable_access_log": False},
+        "applications": [
+            {
+                "name": application.name,
+                "route_prefix": application.route_prefix,
+                "import_path": application.import_path,
+                "args": dict(application.args),
+                "deployments": [
+                    {"name": name, "user_config": dict(knobs)} for name, knobs in application.knobs.items()
+                ],
+            }
+        ],
+    }
+    _check(document)
+    return yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
+
+
+def _check(document: Mapping[str, Any]) -> None:
+    """Ray ignores unknown keys silently, so the check also compares what it understood with what was written."""
+    from ray.serve.schema import ServeDeploySchema
+
+    understood = ServeDeploySchema.model_validate(document).model_dump(mode="json", exclude_unset=True)
+    if lost := _missing(document, understood, ""):
+        raise ValueError(f"Ray Serve does not know {', '.join(lost)}")
+
+
+def _missing(wanted: Any, found: Any, path: str) -> list[str]:
+    if isinstance(wanted, Mapping):
+        if not isinstance(found, Mapping):
+            return [path]
+        return [
+            lost
+            for key, value in wanted.items()
+            for lost in (
+                [f"{path}.{key}".lstrip(".")] if key not in found else _missing(value, found[key], f"{path}.{key}")
+            )
+        ]
+    if isinstance(wanted, list) and isinstance(found, list) and len(wanted) == len(found):
+        return [lost for i, value in enumerate(wanted) for lost in _missing(value, found[i], f"{path}.{i}")]
+    return []

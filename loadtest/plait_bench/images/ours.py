@@ -1,0 +1,107 @@
+"""Our engine inside a worker process: the same build as the server's, without Ray and HTTP."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+from plait_bench.benchmark import Item, Outcome
+from plait_bench.errors import BenchError
+from plait_bench.images.drawings import control_map
+from plait_bench.images.models import ModelFolder
+from plait_bench.images.pixels import encode
+from plait_bench.images.workloads import Order
+from plait_serving.diffusion.assemble import EngineSettings, build_engine
+from plait_serving.diffusion.knobs import Knobs
+from plait_serving.diffusion.lora.source import FolderSource
+from plait_serving.diffusion.values import ControlRef, Event, Failed, Finished, ImageRequest, LoraRef, Scheduler
+
+# No picture of these workloads takes longer on anything that is worth a measurement.
+_TIMEOUT_S = 1800.0
+
+
+class Ours:
+    """Implements `Subject`. A variant is ``batch N``: the most images in one denoiser call."""
+
+    def __init__(self, models: ModelFolder) -> None:
+        folders = {path.parent for path in models.loras.values()} or {models.root / "loras"}
+        self._knobs = Knobs()
+        self._assembled = build_engine(
+            EngineSettings(
+                model=models.base,
+                dtype="float32",
+                device="cpu",
+                lora_source=FolderSource(folders.pop()),
+                controlnets=models.controlnets,
+                knobs=self._knobs,
+            )
+        )
+        self._count = 0
+
+    def configure(self, *, threads: int, variant: str) -> None:
+        """See `Subject.configure`."""
+        batch = int(variant.removeprefix("batch "))
+        self._knobs = self._knobs.model_copy(update={"threads": threads, "largest_batch": batch})
+        self._assembled.engine.reconfigure(self._knobs)
+
+    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool) -> list[Outcome]:
+        """See `Subject.run`."""
+        requests = [self._request(Order.from_json(item)) for item in items]
+        waves = [[request] for request in requests] if one_by_one else [requests]
+        return [outcome for wave in waves for outcome in self._run_wave(wave, keep)]
+
+    def close(self) -> None:
+        """See `Subject.close`."""
+        self._assembled.engine.stop(drain_s=0.0)
+
+    def _run_wave(self, requests: Sequence[ImageRequest], keep: bool) -> list[Outcome]:
+        sinks = [_Sink() for _ in requests]
+        for request, sink in zip(requests, sinks, strict=True):
+            self._assembled.engine.submit(request, sink)
+        return [sink.outcome(keep) for sink in sinks]
+
+    def _request(self, order: Order) -> ImageRequest:
+        width, height = self._assembled.bundle.width, self._assembled.bundle.height
+        self._count += 1
+        controls: tuple[ControlRef, ...] = ()
+        if order.control is not None:
+            name, drawing = order.control
+            controls = (ControlRef(name=name, image=control_map(name, drawing, width, height)),)
+        return ImageRequest(
+            request_id=f"bench-{self._count}",
+            prompt=order.prompt,
+            width=width,
+            height=height,
+            steps=order.steps,
+            guidance_scale=order.guidance,
+            seed=order.seed,
+            scheduler=Scheduler(order.scheduler),
+            loras=tuple(LoraRef(name=name, scale=scale) for name, scale in order.loras),
+            controlnets=controls,
+        )
+
+
+class _Sink:
+    """One request's last event and when it came."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._last: Finished | Failed | None = None
+        self._at_s = 0.0
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Finished | Failed):
+            self._at_s = time.monotonic()
+            self._last = event
+            self._done.set()
+
+    def outcome(self, keep: bool) -> Outcome:
+        """Waits for the end. Raises `BenchError` if the request failed or takes for ever."""
+        if not self._done.wait(_TIMEOUT_S):
+            raise BenchError(f"a request took longer than {_TIMEOUT_S:.0f} s")
+        if isinstance(self._last, Failed):
+            raise BenchError(f"a request failed: {self._last.error}") from self._last.error
+        assert isinstance(self._last, Finished)
+        picture = self._last.result.images[0]
+        return Outcome(finished_s=self._at_s, result=encode(picture) if keep else None)

@@ -1,0 +1,186 @@
+"""The peers: diffusers as its documentation uses it, and as a careful user would. All calls of its pipelines are here.
+
+* `stock`: the pipeline, PEFT's ``load_lora_weights`` and unload for each request, in arrival order.
+* `fair`: ControlNets resident, LoRA sets merged into the weights from memory, requests sorted by LoRA set, warm.
+* `batched`: one pipeline call for all requests, where they agree in everything but prompt and seed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from diffusers import (
+    AutoPipelineForText2Image,
+    ControlNetModel,
+    DDIMScheduler,
+    DiffusionPipeline,
+    DPMSolverMultistepScheduler,
+    EulerDiscreteScheduler,
+    UniPCMultistepScheduler,
+)
+from diffusers.utils import logging
+from PIL import Image
+
+from plait_bench.benchmark import Item, Outcome
+from plait_bench.errors import BenchError, Unavailable
+from plait_bench.images.drawings import control_map
+from plait_bench.images.merging import MergedLoras, read_factors
+from plait_bench.images.models import ModelFolder
+from plait_bench.images.pixels import encode
+from plait_bench.images.workloads import Order
+
+Picture = npt.NDArray[np.uint8]
+
+_SCHEDULERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "ddim": (DDIMScheduler, {}),
+    "euler": (EulerDiscreteScheduler, {}),
+    "dpmpp_2m": (DPMSolverMultistepScheduler, {"algorithm_type": "dpmsolver++", "solver_order": 2}),
+    "unipc": (UniPCMultistepScheduler, {}),
+}
+
+
+class Pipelines:
+    """One base model in fp32 with its ControlNets resident, and a pipeline for each way to call it."""
+
+    def __init__(self, models: ModelFolder) -> None:
+        logging.disable_progress_bar()
+        self.plain: Any = DiffusionPipeline.from_pretrained(
+            models.base, dtype=torch.float32, local_files_only=True, use_safetensors=True
+        )
+        if getattr(self.plain, "safety_checker", None) is not None:
+            raise BenchError("the benchmarks compare models without a safety checker")
+        self._schedule = self.plain.scheduler.config
+        self.controlled: dict[str, Any] = {}
+        for name, folder in models.controlnets.items():
+            net: Any = ControlNetModel.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+            self.controlled[name] = AutoPipelineForText2Image.from_pipe(self.plain, controlnet=net.eval())
+        for pipeline in (self.plain, *self.controlled.values()):
+            pipeline.set_progress_bar_config(disable=True)
+        self.width = self.height = int(self.plain.unet.config.sample_size) * self.plain.vae_scale_factor
+
+    def draw(self, orders: Sequence[Order]) -> list[Picture]:
+        """One call for all ``orders``; they agree in everything but prompt and seed (and its drawing)."""
+        first = orders[0]
+        pipeline, extra = self.plain, {}
+        if first.control is not None:
+            name = first.control[0]
+            pipeline = self.controlled[name]
+            drawings = [order.control[1] for order in orders if order.control is not None]
+            extra = {"image": [Image.fromarray(control_map(name, i, self.width, self.height)) for i in drawings]}
+        kind, overrides = _SCHEDULERS[first.scheduler]
+        pipeline.scheduler = kind.from_config({**self._schedule, **overrides})
+        made = pipeline(
+            prompt=[order.prompt for order in orders],
+            num_inference_steps=first.steps,
+            guidance_scale=first.guidance,
+            generator=[torch.Generator("cpu").manual_seed(order.seed) for order in orders],
+            **extra,
+        )
+        return [np.asarray(image.convert("RGB")) for image in made.images]
+
+    def set_memory_format(self, memory_format: torch.memory_format) -> None:
+        """Of every convolution."""
+        modules = [self.plain.unet, self.plain.vae, *(pipeline.controlnet for pipeline in self.controlled.values())]
+        for module in modules:
+            module.to(memory_format=memory_format)
+
+
+class Peer:
+    """Implements `Subject`: orders are cut into calls, each call runs inside ``with_loras``."""
+
+    def __init__(
+        self, pipelines: Pipelines, with_loras: Callable[[Order], Any], calls: Callable[[list[Order]], list[list[int]]]
+    ) -> None:
+        self._pipelines = pipelines
+        self._with_loras = with_loras
+        self._calls = calls
+
+    def configure(self, *, threads: int, variant: str) -> None:
+        """See `Subject.configure`; the variant is a memory format."""
+        torch.set_num_threads(threads)
+        formats = {"": torch.contiguous_format, "channels_last": torch.channels_last}
+        self._pipelines.set_memory_format(formats[variant])
+
+    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool) -> list[Outcome]:
+        """See `Subject.run`. One by one, every order is a call of its own."""
+        orders = [Order.from_json(item) for item in items]
+        calls = [[i] for i in range(len(orders))] if one_by_one else self._calls(orders)
+        outcomes: dict[int, Outcome] = {}
+        with torch.inference_mode():
+            for call in calls:
+                with self._with_loras(orders[call[0]]):
+                    pictures = self._pipelines.draw([orders[i] for i in call])
+                now_s = time.monotonic()
+                for i, picture in zip(call, pictures, strict=True):
+                    outcomes[i] = Outcome(finished_s=now_s, result=encode(picture) if keep else None)
+        return [outcomes[i] for i in range(len(orders))]
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+def stock(models: ModelFolder) -> Peer:
+    """See the module docstring. Raises `Unavailable` without PEFT."""
+    _need_peft("diffusers")
+    pipelines = Pipelines(models)
+
+    @contextmanager
+    def with_loras(order: Order) -> Iterator[None]:
+        if not order.loras:
+            yield
+            return
+        names = [f"lora{i}" for i in range(len(order.loras))]
+        for adapter, (name, _) in zip(names, order.loras, strict=True):
+            path = models.loras[name]
+            pipelines.plain.load_lora_weights(str(path.parent), weight_name=path.name, adapter_name=adapter)
+        pipelines.plain.set_adapters(names, [scale for _, scale in order.loras])
+        yield
+        pipelines.plain.unload_lora_weights()
+
+    return Peer(pipelines, with_loras, _arrival)
+
+
+def fair(models: ModelFolder) -> Peer:
+    """See the module docstring. Raises `Unavailable` without PEFT, which reads the LoRA files once, at the start."""
+    _need_peft("diffusers_fair")
+    return _merging(models, _arrival)
+
+
+def batched(models: ModelFolder) -> Peer:
+    """See the module docstring. Raises `Unavailable` without PEFT."""
+    _need_peft("diffusers_batched")
+    return _merging(models, _all_at_once)
+
+
+def _merging(models: ModelFolder, calls: Callable[[list[Order]], list[list[int]]]) -> Peer:
+    pipelines = Pipelines(models)
+    merged = MergedLoras({name: read_factors(pipelines.plain, path) for name, path in models.loras.items()})
+
+    @contextmanager
+    def with_loras(order: Order) -> Iterator[None]:
+        merged.switch(order.loras)
+        yield
+
+    return Peer(pipelines, with_loras, calls)
+
+
+def _arrival(orders: list[Order]) -> list[list[int]]:
+    """One call for each order, in the order that the share was cut (`sharing.in_runs` has sorted it by LoRA set)."""
+    return [[i] for i in range(len(orders))]
+
+
+def _all_at_once(orders: list[Order]) -> list[list[int]]:
+    return [list(range(len(orders)))]
+
+
+def _need_peft(system: str) -> None:
+    try:
+        import peft  # noqa: F401 - only whether it is there
+    except ImportError:
+        raise Unavailable(f"{system} needs PEFT to read LoRA files: pip install 'plait[dev]'") from None

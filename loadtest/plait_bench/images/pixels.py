@@ -1,0 +1,64 @@
+"""Pictures over the pipe, and how much two systems' pictures differ."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from plait_bench.benchmark import Json, Row, Workload
+from plait_bench.errors import Disagreement
+from plait_bench.summary import summarise
+
+# In fp32 the systems differ by rounding (batching, merged weights instead of a LoRA branch), which a picture shows as
+# a level here or there. A wrong scale, seed, scheduler or ControlNet shows as tens of levels in most pictures.
+LARGEST_DIFFERENCE_LEVELS = 8
+
+
+def encode(picture: npt.NDArray[np.uint8]) -> Json:
+    """``uint8 (H, W, 3)`` as JSON."""
+    height, width, _ = picture.shape
+    return {"height": height, "width": width, "rgb": base64.b64encode(picture.tobytes()).decode()}
+
+
+def decode(value: Mapping[str, Any]) -> npt.NDArray[np.uint8]:
+    """The picture that was encoded."""
+    data = base64.b64decode(value["rgb"], validate=True)
+    return np.frombuffer(data, np.uint8).reshape(value["height"], value["width"], 3)
+
+
+def check(
+    workload: Workload, results: Mapping[str, Sequence[Json]], *, largest: int = LARGEST_DIFFERENCE_LEVELS
+) -> list[Row]:
+    """Each system's largest difference to `diffusers` (or the last system) by picture, in levels of 255.
+
+    Raises `Disagreement` if a picture differs by more than ``largest``, or if all of them are one flat colour.
+    """
+    reference = "diffusers" if "diffusers" in results else list(results)[-1]
+    expected = [decode(value) for value in results[reference]]
+    if all(int(picture.max()) == int(picture.min()) for picture in expected):
+        raise Disagreement(f"{workload.name}: {reference} made flat pictures only; comparing them proves nothing")
+    rows = []
+    for system, values in results.items():
+        if system == reference:
+            continue
+        worst = [
+            float(np.abs(decode(value).astype(np.int16) - picture.astype(np.int16)).max())
+            for value, picture in zip(values, expected, strict=True)
+        ]
+        if max(worst) > largest:
+            raise Disagreement(
+                f"{workload.name}: picture {worst.index(max(worst))} of {system} differs from {reference}'s "
+                f"by {max(worst):.0f} levels of 255 (at most {largest} are rounding)"
+            )
+        spread = summarise(worst)
+        rows.append(
+            Row(
+                system=system, workload=workload.name, metric="largest_pixel_difference", unit="levels of 255",
+                value=max(worst), p20=spread.p20, p80=spread.p80, n=spread.n,
+            )
+        )  # fmt: skip
+    return rows

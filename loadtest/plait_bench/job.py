@@ -1,0 +1,71 @@
+"""The composition root of ``plait bench``: definition, runner, document, record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from plait_bench import images, records
+from plait_bench.document import document
+from plait_bench.errors import BenchError
+from plait_bench.host import commit, cores, host_facts
+from plait_bench.runner import Plan, run
+from plait_bench.tables import RESULTS, ROOT
+from plait_bench.workers import WorkerFleet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What the command line asked for. ``models`` None: the starter's; empty ``workloads``/``systems``: all."""
+
+    rounds: int
+    models: Path | None = None
+    workloads: tuple[str, ...] = ()
+    systems: tuple[str, ...] = ()
+    record: bool = False
+    overwrite: bool = False
+    results: Path | None = None
+
+
+def measure(job: Job, *, say: Callable[[str], None]) -> dict[str, Any]:
+    """Runs the image benchmark and returns its document. Raises `BenchError`."""
+    host, at = host_facts(), commit(ROOT)
+    try:
+        benchmark = images.definition(job.models or _starter(), only=job.workloads, systems=job.systems)
+    except KeyError as error:
+        raise BenchError(f"there is no workload or system {error}") from error
+    path = job.results or RESULTS / f"{benchmark.name}.jsonl"
+    if job.record and not job.overwrite:
+        names = [workload.name for workload in benchmark.workloads]
+        records.check_new(records.read(path), bench=benchmark.name, commit=at, host=host, workloads=names)
+    say(f"{benchmark.name} at {at} on {host['cpu']}, {host['cores']} cores; load average {host['loadavg_1m']}")
+    result = run(benchmark, Plan(rounds=job.rounds, cores=cores()), open_fleet=WorkerFleet, say=say)
+    written = document(benchmark.name, at, host, result)
+    if job.record:
+        records.append(path, records.records_of(written), overwrite=job.overwrite)
+        say(f"recorded in {path}")
+    return written
+
+
+def text_table(written: Mapping[str, Any]) -> str:
+    """The document for people: rows, then ratios."""
+    lines = [
+        f"{row['workload']:<11} {row['system']:<18} {row['metric']:<25} {row['value']:>9.4g} {row['unit']:<14} "
+        f"({row['p20']:.4g} to {row['p80']:.4g}, n {row['n']}) {row['layout']}".rstrip()
+        for row in written["rows"]
+    ]
+    lines += [
+        f"{key:<62} {value:>7.2f} ({spread['p20']:.2f} to {spread['p80']:.2f})"
+        for key, value in written["ratios"].items()
+        for spread in [written["ratio_spreads"][key]]
+    ]
+    return "\n".join(lines)
+
+
+def _starter() -> Path:
+    """The models that ship with plait."""
+    from plait_serving.config import STARTER_FOLDER
+
+    return STARTER_FOLDER

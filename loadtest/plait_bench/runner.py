@@ -1,0 +1,197 @@
+"""The shared runner: finds each system's best layout, warms up, checks agreement, and takes the rounds in turn.
+
+Fairness: every system gets the layout that is best for it on each workload; a round runs all systems one after the
+other (A B C, A B C, ...), and ratios are taken inside rounds, so that a machine that slows down slows all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+from plait_bench.benchmark import Benchmark, Fleet, Layout, Measure, Row, Sample, System, Workload
+from plait_bench.errors import Unavailable
+from plait_bench.summary import Summary, pairwise_ratio, summarise
+
+OpenFleet = Callable[[System, int], Fleet]
+"""``(system, processes) -> its workers``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """``rounds`` are measured on ``cores`` cores; a layout is tried ``trials`` times while the best is looked for."""
+
+    rounds: int
+    cores: int
+    trials: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """``ratios``: ``workload:metric:ours/theirs``. ``left_out``: why a system took no part."""
+
+    rows: tuple[Row, ...]
+    ratios: Mapping[str, Summary]
+    left_out: Mapping[str, str]
+
+
+def layouts(cores: int) -> tuple[Layout, ...]:
+    """Processes x threads worth trying: one core, and the whole machine as 1, 2 or 4 processes."""
+    wide = [Layout(processes=n, threads=cores // n) for n in (1, 2, 4) if n <= cores]
+    return tuple(dict.fromkeys([Layout(processes=1, threads=1), *wide]))
+
+
+def layouts_for(workload: Workload, cores: int) -> tuple[Layout, ...]:
+    """Those of `layouts` in which every process has something to do."""
+    useful = 1 if workload.one_by_one else len(workload.items)
+    return tuple(layout for layout in layouts(cores) if layout.processes <= useful)
+
+
+def run(benchmark: Benchmark, plan: Plan, *, open_fleet: OpenFleet, say: Callable[[str], None]) -> Result:
+    """Runs the whole benchmark. Raises `BenchError`; progress goes to ``say``."""
+    rows: list[Row] = []
+    ratios: dict[str, Summary] = {}
+    with ExitStack() as stack:
+        fleets = _Fleets(benchmark, plan.cores, open_fleet, stack, say)
+        for workload in benchmark.workloads:
+            present = fleets.of(workload)
+            best: dict[str, Layout] = {}
+            for name, fleet in present.items():
+                best[name], tried = find_best_layout(fleet, fleets.system(name).variants(workload), workload, plan)
+                say(f"{workload.name}: {name} {_times(tried)} -> {best[name]}")
+            rows += _check(benchmark, workload, present)
+            taken = _rounds(present, workload, plan, say)
+            measured = {
+                name: [benchmark.measures(workload, sample) for sample in samples] for name, samples in taken.items()
+            }
+            rows += [row for name in measured for row in _rows(name, workload.name, measured[name], best[name])]
+            new = _ratios(benchmark.ours, workload.name, measured)
+            for key, ratio in new.items():
+                say(f"{key} {ratio.value:.2f} (p20 {ratio.p20:.2f}, p80 {ratio.p80:.2f})")
+            ratios |= new
+        return Result(rows=tuple(rows), ratios=ratios, left_out=dict(fleets.left_out))
+
+
+class _Fleets:
+    """Workers by system, started when a workload first needs them and kept until the end."""
+
+    def __init__(
+        self, benchmark: Benchmark, cores: int, open_fleet: OpenFleet, stack: ExitStack, say: Callable[[str], None]
+    ) -> None:
+        self._benchmark = benchmark
+        self._open_fleet = open_fleet
+        self._cores = cores
+        self._stack = stack
+        self._say = say
+        self._open: dict[str, Fleet] = {}
+        self.left_out: dict[str, str] = {}
+
+    def system(self, name: str) -> System:
+        return next(system for system in self._benchmark.systems if system.name == name)
+
+    def of(self, workload: Workload) -> dict[str, Fleet]:
+        """The fleets that take part, in the benchmark's order."""
+        wanted = [
+            system for system in self._benchmark.systems if workload.systems is None or system.name in workload.systems
+        ]
+        for system in wanted:
+            if system.name not in self._open and system.name not in self.left_out:
+                self._start(system)
+        return {system.name: self._open[system.name] for system in wanted if system.name in self._open}
+
+    def _start(self, system: System) -> None:
+        processes = max(
+            layout.processes
+            for workload in self._benchmark.workloads
+            if workload.systems is None or system.name in workload.systems
+            for layout in layouts_for(workload, self._cores)
+        )
+        self._say(f"starting {system.name} in {processes} process(es)")
+        try:
+            fleet = self._open_fleet(system, processes)
+        except Unavailable as error:
+            if system.name == self._benchmark.ours:
+                raise
+            self.left_out[system.name] = str(error)
+            self._say(f"left out: {error}")
+            return
+        self._stack.callback(fleet.close)
+        self._open[system.name] = fleet
+
+
+def find_best_layout(
+    fleet: Fleet, variants: Sequence[str], workload: Workload, plan: Plan
+) -> tuple[Layout, dict[Layout, float]]:
+    """The fastest of a few trials, and the seconds of all: first processes x threads, then the variants.
+
+    The fleet is left in the best.
+    """
+    tried: dict[Layout, float] = {}
+    for layout in layouts_for(workload, plan.cores):
+        _try(fleet, replace(layout, variant=variants[0]), workload, plan, tried)
+    shape = min(tried, key=lambda layout: tried[layout])
+    for variant in variants[1:]:
+        _try(fleet, replace(shape, variant=variant), workload, plan, tried)
+    best = min(tried, key=lambda layout: tried[layout])
+    fleet.configure(best)
+    return best, tried
+
+
+def _try(fleet: Fleet, layout: Layout, workload: Workload, plan: Plan, tried: dict[Layout, float]) -> None:
+    """Notes the seconds of the fastest of ``plan.trials`` runs after a warm-up."""
+    fleet.configure(layout)
+    fleet.run(workload.warm_up, one_by_one=workload.one_by_one)
+    tried[layout] = min(fleet.run(workload.items, one_by_one=workload.one_by_one).wall_s for _ in range(plan.trials))
+
+
+def _times(tried: Mapping[Layout, float]) -> str:
+    return ", ".join(f"{layout} {seconds:.2f} s" for layout, seconds in tried.items())
+
+
+def _check(benchmark: Benchmark, workload: Workload, fleets: Mapping[str, Fleet]) -> list[Row]:
+    """Every system's results in its best layout, compared; also the last warm-up before the rounds."""
+    results = {
+        name: fleet.run(workload.items, one_by_one=workload.one_by_one, keep=True).results
+        for name, fleet in fleets.items()
+    }
+    return benchmark.check(workload, results)
+
+
+def _rounds(
+    fleets: Mapping[str, Fleet], workload: Workload, plan: Plan, say: Callable[[str], None]
+) -> dict[str, list[Sample]]:
+    samples: dict[str, list[Sample]] = {name: [] for name in fleets}
+    for i in range(plan.rounds):
+        for name, fleet in fleets.items():
+            samples[name].append(fleet.run(workload.items, one_by_one=workload.one_by_one))
+        walls = ", ".join(f"{name} {taken[-1].wall_s:.2f} s" for name, taken in samples.items())
+        say(f"{workload.name}: round {i + 1} of {plan.rounds}: {walls}")
+    return samples
+
+
+def _rows(system: str, workload: str, measured: Sequence[Mapping[str, Measure]], layout: Layout) -> list[Row]:
+    rows = []
+    for metric, first in measured[0].items():
+        summary = summarise([measures[metric].value for measures in measured])
+        rows.append(
+            Row(
+                system=system, workload=workload, metric=metric, unit=first.unit, value=summary.value,
+                p20=summary.p20, p80=summary.p80, n=summary.n, layout=str(layout),
+            )
+        )  # fmt: skip
+    return rows
+
+
+def _ratios(ours: str, workload: str, measured: Mapping[str, Sequence[Mapping[str, Measure]]]) -> dict[str, Summary]:
+    if ours not in measured:
+        return {}
+    return {
+        f"{workload}:{metric}:{ours}/{theirs}": pairwise_ratio(
+            [measures[metric].value for measures in measured[ours]],
+            [measures[metric].value for measures in measured[theirs]],
+        )
+        for theirs in measured
+        if theirs != ours
+        for metric in measured[ours][0]
+    }

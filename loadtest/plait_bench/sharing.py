@@ -1,0 +1,64 @@
+"""Ways to cut a workload among processes. Pure; every way gives each index to exactly one process.
+
+Costs are in any unit; shares are as even as the way allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+
+from plait_bench.benchmark import Item
+
+Cost = Callable[[Item], float]
+Group = Callable[[Item], Hashable]
+
+
+def evenly(items: Sequence[Item], processes: int, *, cost: Cost) -> list[list[int]]:
+    """Dearest first to whoever has least; each share in arrival order. For systems that gain nothing from order."""
+    return [sorted(share) for share in _balance([[i] for i in range(len(items))], items, processes, cost)]
+
+
+def in_runs(items: Sequence[Item], processes: int, *, cost: Cost, group: Group) -> list[list[int]]:
+    """Sorted by group (groups in order of first arrival) and cut where each process has an even part of the cost.
+
+    For systems that pay for a change of group: a cut adds one change at most, and shares stay even.
+    """
+    order = [i for members in _groups(items, group) for i in members]
+    total = sum(cost(item) for item in items)
+    shares: list[list[int]] = [[] for _ in range(processes)]
+    done = 0.0
+    for i in order:
+        middle = done + cost(items[i]) / 2
+        shares[min(processes - 1, int(processes * middle / total))].append(i)
+        done += cost(items[i])
+    return shares
+
+
+def by_group(items: Sequence[Item], processes: int, *, cost: Cost, group: Group) -> list[list[int]]:
+    """Whole groups, dearest first to whoever has least; each share in arrival order. For systems that batch a group.
+
+    With fewer groups than processes the groups are cut, since an idle process helps nobody.
+    """
+    groups = _groups(items, group)
+    if len(groups) < processes:
+        return evenly(items, processes, cost=cost)
+    return [sorted(share) for share in _balance(groups, items, processes, cost)]
+
+
+def _groups(items: Sequence[Item], group: Group) -> list[list[int]]:
+    members: dict[Hashable, list[int]] = {}
+    for i, item in enumerate(items):
+        members.setdefault(group(item), []).append(i)
+    return list(members.values())
+
+
+def _balance(parts: Sequence[Sequence[int]], items: Sequence[Item], processes: int, cost: Cost) -> list[list[int]]:
+    """Longest processing time first: at most 4/3 of the best possible makespan (Graham 1969)."""
+    costs = [sum(cost(items[i]) for i in part) for part in parts]
+    shares: list[list[int]] = [[] for _ in range(processes)]
+    loads = [0.0] * processes
+    for k in sorted(range(len(parts)), key=lambda k: (-costs[k], k)):
+        least = loads.index(min(loads))
+        shares[least].extend(parts[k])
+        loads[least] += costs[k]
+    return shares

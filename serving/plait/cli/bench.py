@@ -1,0 +1,63 @@
+"""``plait bench``: side-by-side benchmarks against peers, on this machine, now."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from plait.errors import PlaitError
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)
+
+# As many as make a 20th and an 80th percentile mean something in a quarter of an hour on two cores.
+ROUNDS, QUICK_ROUNDS = 5, 3
+
+
+@app.command()
+def bench(
+    name: Annotated[str, typer.Argument(help="which benchmark: images")],
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help=f"{QUICK_ROUNDS} rounds instead of {ROUNDS}")] = False,
+    out: Annotated[Path | None, typer.Option(help="write the document to this file too")] = None,
+    record: Annotated[bool, typer.Option("--record", help="append the rows to the results file")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace recorded rows with the same key")] = False,
+    results: Annotated[Path | None, typer.Option(help="the results file; the checkout's own if left out")] = None,
+    models: Annotated[Path | None, typer.Option(help="a folder laid out like the starter models")] = None,
+    workload: Annotated[list[str] | None, typer.Option(help="only this workload; may be repeated")] = None,
+    system: Annotated[list[str] | None, typer.Option(help="only this system; may be repeated")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="how often everything is measured")] = None,
+) -> None:
+    """Measures plait and its peers in turn; data on stdout, progress on stderr."""
+    from plait_bench.errors import BenchError
+    from plait_bench.images import NAME
+    from plait_bench.job import Job, measure, text_table
+
+    if name != NAME:
+        print(f"plait bench: there is no benchmark {name!r}; there is: {NAME}", file=sys.stderr)
+        raise typer.Exit(2)
+    job = Job(
+        rounds=rounds or (QUICK_ROUNDS if quick else ROUNDS),
+        models=models,
+        workloads=tuple(workload or ()),
+        systems=tuple(system or ()),
+        record=record,
+        overwrite=overwrite,
+        results=results,
+    )
+    try:
+        document = measure(job, say=_say)
+    except BenchError as error:
+        raise PlaitError(str(error)) from error
+    text = json.dumps(document, indent=1)
+    if out is not None:
+        out.write_text(text + "\n", encoding="utf-8")
+    print(text if as_json else text_table(document))
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

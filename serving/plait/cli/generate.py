@@ -1,0 +1,83 @@
+"""``plait generate``: a picture without a server and without Ray."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from plait_serving.http.service import ImageService
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="what to draw")],
+    *,
+    output: Annotated[Path, typer.Option("-o", "--output", help="name.png, .jpg or .webp; n > 1 adds -1, -2, ...")],
+    lora: Annotated[list[str] | None, typer.Option(metavar="NAME[:SCALE]", help="may be repeated")] = None,
+    controlnet: Annotated[
+        list[str] | None, typer.Option(metavar="NAME[:SCALE]=PICTURE", help="may be repeated")
+    ] = None,
+    preprocess: Annotated[
+        bool, typer.Option("--preprocess", help="the PICTUREs are ordinary ones: make control maps of them")
+    ] = False,
+    negative: Annotated[str | None, typer.Option(help="what not to draw")] = None,
+    seed: Annotated[int | None, typer.Option(help="picture i uses seed + i; random if left out")] = None,
+    steps: Annotated[int | None, typer.Option(help="denoising steps")] = None,
+    guidance: Annotated[float | None, typer.Option(help="guidance scale")] = None,
+    scheduler: Annotated[str | None, typer.Option(help="ddim, euler, euler_a, dpmpp_2m, unipc or lcm")] = None,
+    n: Annotated[int, typer.Option("-n", "--n", help="how many pictures, 1 to 10")] = 1,
+    size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT in pixels; the model's own if left out")] = None,
+    model: Annotated[str | None, typer.Option(help="a diffusers folder; the starter model if left out")] = None,
+    config: Annotated[Path | None, typer.Option(help="plait.yaml with the models to use")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print files, seeds and timings as JSON")] = False,
+) -> None:
+    """Makes pictures in this process and prints the names of the files; progress goes to stderr."""
+    from plait.pictures import OrderError, parse_order, run_order
+    from plait_serving.starter.preprocess import PREPROCESSORS
+
+    fields = {
+        "prompt": prompt, "negative_prompt": negative, "seed": seed, "num_inference_steps": steps, "n": n,
+        "guidance_scale": guidance, "scheduler": scheduler, "size": size,
+    }  # fmt: skip
+    try:
+        order = parse_order(
+            fields, output=output, loras=lora or [], controlnets=controlnet or [], preprocess=preprocess
+        )
+        with open_service(model, config) as service:
+            print("drawing ...", file=sys.stderr, flush=True)
+            written = run_order(order, service, preprocessors=PREPROCESSORS, say=_say)
+    except OrderError as error:
+        print(f"plait generate: {error}", file=sys.stderr)
+        raise typer.Exit(2) from error
+    print(written.as_json() if as_json else "\n".join(map(str, written.files)))
+
+
+def _say(text: str, share: float) -> None:
+    """One line that is overwritten; nothing where nobody watches."""
+    if sys.stderr.isatty():
+        print(f"\r{text}", end="\n" if share >= 1.0 else "", file=sys.stderr, flush=True)
+
+
+def open_service(model: str | None, config: Path | None) -> AbstractContextManager[ImageService]:
+    """The engine of a configuration in this process."""
+    from plait.config import load_config
+    from plait.pictures import open_local
+
+    overrides = [] if model is None else [f"images.model={_model_path(model)}"]
+    images = load_config(config, overrides=overrides).images
+    print(f"loading {images.public_name} ...", file=sys.stderr, flush=True)
+    return open_local(images)
+
+
+def _model_path(model: str) -> str:
+    """A folder is meant relative to where the command runs, not to the configuration's file. A JSON string is YAML."""
+    folder = Path(model).expanduser()
+    return json.dumps(str(folder.resolve()) if folder.is_dir() else model)

@@ -1,0 +1,107 @@
+"""The ``plait`` command: finds the sub-command's module and hands over.
+
+Only the chosen module is imported, so ``plait --help`` takes a few hundredths of a second although some commands need
+torch and Ray. A module of a command has a `typer.Typer` called ``app``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "serve": "run the server (local Ray, or attach to one)",
+    "generate": "make a picture without a server",
+    "models": "list, describe and verify models, ControlNets and LoRAs",
+    "deploy": "render manifests for Ray Serve",
+    "bench": "side-by-side benchmarks",
+    "demo": "start, make pictures, show them, stop",
+    "doctor": "check this machine and this installation",
+}
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns (from the console script: exits with) its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_help())
+        return EXIT_OK if arguments else EXIT_USAGE
+    if arguments[0] in ("-V", "--version"):
+        print(f"plait {_version()}")
+        return EXIT_OK
+    name, *rest = arguments
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        print(f"plait: there is no command {name!r}{hint} (plait --help lists them)", file=sys.stderr)
+        return EXIT_USAGE
+    return _run(name, rest)
+
+
+def _run(name: str, arguments: list[str]) -> int:
+    """Runs a sub-command; an error made for people becomes one sentence and exit code 1."""
+    from plait.errors import PlaitError
+    from plait_serving.diffusion.errors import EngineError
+
+    try:
+        module = importlib.import_module(f"plait.cli.{name}")
+        module.app(args=arguments, prog_name=f"plait {name}")
+    except SystemExit as end:
+        return _exit_code(end)
+    except KeyboardInterrupt:
+        print("plait: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has had enough. Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 128 + signal.SIGPIPE
+    except (PlaitError, EngineError) as error:
+        print(f"plait {name}: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    return EXIT_OK
+
+
+def _exit_code(end: SystemExit) -> int:
+    if end.code is None:
+        return EXIT_OK
+    if isinstance(end.code, int):
+        return end.code
+    print(end.code, file=sys.stderr)
+    return EXIT_FAILED
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
+    return "\n".join(
+        [
+            "Usage: plait COMMAND [ARGS]...",
+            "",
+            "Pictures from diffusion models with ControlNets and LoRA sets, served on Ray Serve.",
+            "",
+            "Commands:",
+            *lines,
+            "",
+            "plait COMMAND --help tells more; plait --version prints the version.",
+            "Exit codes: 0 done, 1 failed, 2 wrong usage, 99 a threshold was missed, 130 interrupted.",
+        ]
+    )
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("plait")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""``plait models``: what a configuration offers, and whether it is as good as it should be."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from plait_serving.config import ImagesSection
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)
+
+# Enough to see that nothing is broken, within a minute on two cores.
+QUICK_CONCEPTS = 20
+
+Config = Annotated[Path | None, typer.Option(help="plait.yaml; without one the starter models")]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
+
+
+@app.callback()
+def models() -> None:
+    """Base models, ControlNets and LoRAs."""
+
+
+@app.command("list")
+def list_models(config: Config = None, as_json: AsJson = False) -> None:
+    """Lists what requests may name, from the folders, without loading anything."""
+    from plait.inventory import inventory
+
+    entries = [asdict(entry) for entry in inventory(_images(config))]
+    if as_json:
+        print(json.dumps(entries, indent=1))
+    else:
+        columns = ("name", "kind", "family", "format", "folder")
+        print(table([columns, *[[entry[column] for column in columns] for entry in entries]]))
+
+
+@app.command("verify")
+def verify_models(
+    part: Annotated[
+        list[str] | None, typer.Option(help="only this: recognition, edges, colors, noto, sketch, pixel; repeatable")
+    ] = None,
+    folder: Annotated[Path | None, typer.Option(help="a folder laid out as the starter's; its own if left out")] = None,
+    *,
+    quick: Annotated[bool, typer.Option("--quick", help=f"{QUICK_CONCEPTS} concepts: a look, no verdict")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measures the starter models over the server's own engine. Exit code 99 if a figure misses its threshold."""
+    from plait.pictures import open_local
+    from plait.verification import check_files, measure, parse_parts, section_of
+    from plait_serving.starter.manifest import WEIGHTS
+
+    folder = folder or WEIGHTS
+    try:
+        parts = parse_parts(part)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--part") from error
+    check_files(folder)
+    limit = QUICK_CONCEPTS if quick else None
+    print(f"loading {folder} ...", file=sys.stderr, flush=True)
+    with open_local(section_of(folder)) as service:
+        report = measure(service, folder, parts=parts, limit=limit, say=_say)
+    print(json.dumps(report, indent=1) if as_json else figures_table(report["figures"]))
+    if not report["passed"]:
+        raise typer.Exit(99)
+
+
+def _say(made: int, asked: int) -> None:
+    """One line that is overwritten; every 50th picture where nobody watches."""
+    if sys.stderr.isatty():
+        print(f"\r{made}/{asked} pictures", end="", file=sys.stderr, flush=True)
+    elif made % 50 == 0:
+        print(f"{made}/{asked} pictures", file=sys.stderr, flush=True)
+
+
+def figures_table(figures: Sequence[Mapping[str, Any]]) -> str:
+    """One line per figure: its value, what it must be, and whether it is."""
+    rows = [
+        (
+            figure["name"],
+            f"{figure['value']:.3f}",
+            f"{figure['bound']} {figure['threshold']:g}",
+            str(figure["count"]),
+            "ok" if figure["passed"] else "MISSED",
+        )
+        for figure in figures
+    ]
+    return table([("figure", "value", "wanted", "pictures", ""), *rows])
+
+
+def _images(config: Path | None) -> ImagesSection:
+    from plait.config import load_config
+
+    return load_config(config).images
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows in columns as wide as their widest cell; the first row is the heading."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )

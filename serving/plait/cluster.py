@@ -1,0 +1,224 @@
+"""The command's side of Ray: start or attach, deploy, watch, drain, stop. All its Ray and Serve calls are made here.
+
+Ray is imported when a cluster is made, because its environment (authentication, usage reports) is read at import.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from plait.config import PlaitConfig
+from plait.errors import ServeError
+
+_log = logging.getLogger(__name__)
+
+_STOP_TIMEOUT_S = 10.0
+"""Ray's own shutdown may hang when a part of it is dead already; what is left after this time is killed by identity."""
+
+_LAST_ANSWERS_S = 2.0
+"""When the last picture is made, its answer still has to be encoded and sent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeploymentState:
+    """How far the application is. ``failure`` is set when it can not come up any more."""
+
+    running: bool
+    waiting_for: tuple[str, ...] = ()
+    failure: str | None = None
+
+
+class Cluster:
+    """A Ray that carries the application. ``local``: we started it and stop all of it."""
+
+    def __init__(self, *, local: bool, started_serve: bool, url: str) -> None:
+        self.local = local
+        self.url = url
+        self._started_serve = started_serve
+        self._app_name: str | None = None
+
+    @classmethod
+    def start_local(
+        cls, config: PlaitConfig, *, port: int, num_cpus: int, temp_folder: Path, token_path: Path
+    ) -> Cluster:
+        """Starts a Ray of our own that listens on the loopback interface only, and Serve's HTTP proxy on ``port``."""
+        prepare_environment(token_path)
+        import ray
+
+        ray.init(
+            address="local",
+            num_cpus=config.ray.num_cpus or num_cpus,
+            num_gpus=config.ray.num_gpus,
+            object_store_memory=config.ray.object_store_bytes,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+            namespace="plait",
+            _temp_dir=str(temp_folder),
+            _node_ip_address="127.0.0.1",
+        )
+        cls._start_serve(config, port)
+        return cls(local=True, started_serve=True, url=_url(config.server.host, port))
+
+    @staticmethod
+    def abandon() -> None:
+        """Forgets a Ray that did not start, so that another can be."""
+        import ray
+
+        try:
+            ray.shutdown()
+        except Exception:
+            _log.exception("abandoning Ray")
+
+    @classmethod
+    def attach(cls, config: PlaitConfig, *, port: int) -> Cluster:
+        """Attaches to a running Ray. A Serve that runs there keeps its own HTTP address. Raises `ServeError`."""
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        import ray
+        from ray import serve
+
+        try:
+            ray.init(address=config.ray.address, log_to_driver=False, logging_level=logging.WARNING, namespace="plait")
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise ServeError(f"no Ray answers at {config.ray.address}: {' '.join(str(error).split())[:200]}") from error
+        existing = bool(serve.status().proxies)
+        if not existing:
+            cls._start_serve(config, port)
+        http = serve.context._get_global_client().http_config
+        return cls(local=False, started_serve=not existing, url=_url(http.host or config.server.host, http.port))
+
+    @staticmethod
+    def _start_serve(config: PlaitConfig, port: int) -> None:
+        from ray import serve
+
+        serve.start(
+            proxy_location="HeadOnly",
+            http_options={"host": config.server.host, "port": port, "request_timeout_s": None},
+            logging_config={"enable_access_log": False},
+        )
+
+    def deploy(self, application: Any, *, name: str) -> None:
+        """Hands the application to Serve and returns; `state` tells how it goes."""
+        from ray import serve
+
+        self._app_name = name
+        target = serve.RunTarget(target=application, name=name, route_prefix="/")
+        serve.run_many([target], wait_for_applications_running=False)
+
+    def state(self) -> DeploymentState:
+        """How far the application is."""
+        from ray import serve
+
+        app = serve.status().applications.get(self._app_name or "")
+        if app is None:
+            return DeploymentState(running=False, failure="the application was deleted")
+        waiting = tuple(sorted(name for name, it in app.deployments.items() if it.status != "HEALTHY"))
+        if app.status in ("DEPLOY_FAILED", "UNHEALTHY", "NOT_STARTED"):
+            messages = [it.message for it in app.deployments.values() if it.message] or [app.message]
+            failed = app.status == "DEPLOY_FAILED"
+            return DeploymentState(running=False, waiting_for=waiting, failure=_reason(messages[0]) if failed else None)
+        return DeploymentState(running=app.status == "RUNNING", waiting_for=waiting)
+
+    def lost(self) -> str | None:
+        """Why Ray itself is gone, or None while it is there."""
+        import ray
+
+        node = ray._private.worker._global_node
+        if node is None or not ray.is_initialized():
+            return "the connection to Ray was lost"
+        dead = [name for name, _ in node.dead_processes()] if self.local else []
+        return f"Ray's {', '.join(dead)} died" if dead else None
+
+    def drain(self, deployments: Sequence[str], *, drain_s: float, hurry: Callable[[], bool]) -> bool:
+        """Asks the replicas of each deployment, in this order, to finish what runs. False if that was cut short."""
+        from ray import serve
+
+        done = threading.Event()
+
+        def ask() -> None:
+            try:
+                until_s = time.monotonic() + drain_s
+                for deployment in deployments:
+                    handle = serve.get_deployment_handle(deployment, self._app_name)
+                    left_s = max(_LAST_ANSWERS_S, until_s - time.monotonic())
+                    handle.broadcast("drain", left_s).results(timeout_s=left_s + _LAST_ANSWERS_S)
+                done.set()
+            except Exception:
+                _log.exception("draining")
+
+        _in_thread(ask, "plait-drain", timeout_s=drain_s + 4 * _LAST_ANSWERS_S, hurry=hurry)
+        return done.is_set()
+
+    def stop(self, *, hurry: Callable[[], bool]) -> None:
+        """Takes away what we brought: all of a local Ray; only our application (and a Serve we started) of another."""
+        timeout_s = _STOP_TIMEOUT_S if self.local else 3 * _STOP_TIMEOUT_S
+        # Of somebody else's Ray we must take our part away ourselves, however much hurry there is.
+        _in_thread(self._stop, "plait-stop", timeout_s=timeout_s, hurry=hurry if self.local else lambda: False)
+
+    def _stop(self) -> None:
+        import ray
+        from ray import serve
+
+        try:
+            if not self.local and self._app_name is not None:
+                serve.shutdown() if self._started_serve else serve.delete(self._app_name)
+            ray.shutdown()
+        except Exception:
+            _log.exception("stopping Ray")
+
+
+def _in_thread(work: Callable[[], None], name: str, *, timeout_s: float, hurry: Callable[[], bool]) -> None:
+    """Runs ``work`` until it is done, it takes too long, or hurry; then it is left to itself."""
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    thread.start()
+    until_s = time.monotonic() + timeout_s
+    while thread.is_alive() and time.monotonic() < until_s and not hurry():
+        thread.join(0.05)
+
+
+def prepare_environment(token_path: Path) -> None:
+    """Ray's environment for a cluster of our own: authenticated with our token, silent, reporting nothing home."""
+    if os.environ.get("RAY_AUTH_TOKEN_PATH") == str(token_path):
+        return
+    # Ray reads its environment when it is imported.
+    assert "ray" not in sys.modules, "the environment of a local Ray must be set before Ray is imported"
+    if "RAY_AUTH_MODE" not in os.environ:
+        os.environ["RAY_AUTH_MODE"] = "token"
+        # Ray would write ~/.ray/auth_token; a home may be missing or read-only.
+        os.environ["RAY_AUTH_TOKEN_PATH"] = str(token_path)
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # Ray runs workers at nice 15, for machines that people work at; ours are the server.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    os.environ.pop("RAY_ADDRESS", None)
+
+
+def _url(host: str, port: int) -> str:
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104  # a wildcard can not be visited
+    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
+
+
+def _reason(message: str) -> str:
+    """The line of Serve's message that a person wants: the last error of the traceback."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    errors = list(_error_lines(lines))
+    return (errors[-1] if errors else lines[0] if lines else "no reason was given")[:500]
+
+
+def _error_lines(lines: list[str]) -> Iterator[str]:
+    for line in lines:
+        head, colon, rest = line.partition(":")
+        if (
+            colon
+            and rest
+            and head.replace(".", "").replace("_", "").isalnum()
+            and head.endswith(("Error", "Exception"))
+        ):
+            yield rest.strip() if head.startswith("plait") else line

@@ -1,0 +1,168 @@
+"""What `plait doctor` looks at. Each check is a small function that returns findings."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from plait.errors import PlaitError
+
+GIB = 1 << 30
+# The starter model's server, measured: Ray and Serve 1.1 GiB, ingress 0.2, base replica 0.6, two ControlNets 0.5 each.
+NEEDED_MEMORY_BYTES = 3 * GIB
+# Ray's object store of the default configuration; images above 100 kB pass through it.
+NEEDED_SHM_BYTES = 256 << 20
+NEEDED_DISK_BYTES = 1 * GIB
+
+
+class Verdict(StrEnum):
+    """OK; WARN: it runs, but; FAIL: it will not run."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The result of one check."""
+
+    name: str
+    verdict: Verdict
+    detail: str
+
+
+def examine(environ: Mapping[str, str], *, host: str, port: int, starter: Path) -> list[Finding]:
+    """All checks."""
+    checks: Sequence[Callable[[], list[Finding]]] = (
+        check_python,
+        check_packages,
+        check_machine,
+        lambda: check_home(environ),
+        lambda: check_port(host, port),
+        lambda: check_starter(starter),
+    )
+    return [finding for check in checks for finding in check()]
+
+
+def check_python() -> list[Finding]:
+    """Python 3.11 or newer on Linux."""
+    fine = sys.version_info >= (3, 11) and platform.system() == "Linux"
+    return [_finding("python", fine, f"{platform.python_version()} on {platform.system()}")]
+
+
+def check_packages() -> list[Finding]:
+    """Every requirement of the distribution, security floors among them, against what is installed."""
+    from packaging.requirements import Requirement
+
+    try:
+        requirements = [Requirement(text) for text in importlib.metadata.requires("plait") or []]
+    except importlib.metadata.PackageNotFoundError:
+        return [
+            Finding("packages", Verdict.WARN, "plait itself is not installed (make setup); versions were not compared")
+        ]
+    bad, versions = [], {}
+    for requirement in requirements:
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            versions[requirement.name] = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            bad.append(f"{requirement.name} is missing")
+            continue
+        if not requirement.specifier.contains(versions[requirement.name], prereleases=True):
+            bad.append(f"{requirement.name} {versions[requirement.name]} is not {requirement.specifier}")
+    shown = ", ".join(f"{name} {versions[name]}" for name in ("torch", "diffusers", "ray") if name in versions)
+    return [_finding("packages", not bad, "; ".join(bad) or f"{len(versions)} as required ({shown})")]
+
+
+def check_machine() -> list[Finding]:
+    """Cores, memory, shared memory, disk."""
+    cores = len(os.sched_getaffinity(0))
+    memory = _available_memory_bytes()
+    shm = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0  # noqa: S108  # Ray's shared memory
+    disk = shutil.disk_usage("/tmp").free  # noqa: S108  # Ray's session folder
+    return [
+        Finding("cores", Verdict.OK if cores >= 2 else Verdict.WARN, f"{cores}"),
+        _finding(
+            "memory",
+            memory >= NEEDED_MEMORY_BYTES,
+            f"{memory / GIB:.1f} GiB free, {NEEDED_MEMORY_BYTES / GIB:.0f} needed",
+        ),
+        Finding("shm", _least(shm, NEEDED_SHM_BYTES), f"{shm / GIB:.2f} GiB free; docker: --shm-size"),
+        _finding("/tmp", disk >= NEEDED_DISK_BYTES, f"{disk / GIB:.1f} GiB free"),  # noqa: S108
+    ]
+
+
+def check_home(environ: Mapping[str, str]) -> list[Finding]:
+    """Where state goes; an unusable home is fine, it only moves the state folder."""
+    from plait.state import state_root
+
+    home = environ.get("HOME", "")
+    usable = bool(home) and os.access(home, os.W_OK)
+    try:
+        root = state_root(environ)
+    except PlaitError as error:
+        return [Finding("state", Verdict.FAIL, str(error))]
+    note = "" if usable else f" (HOME={home or 'unset'} is not writable)"
+    return [Finding("state", Verdict.OK, f"{root}{note}")]
+
+
+def check_port(host: str, port: int) -> list[Finding]:
+    """Whether the port is free, or a plait has it."""
+    from plait import supervise
+
+    try:
+        supervise.check_port(host, port)
+    except PlaitError as error:
+        if supervise.health(f"http://{host}:{port}", timeout_s=1.0) is None:
+            return [Finding("port", Verdict.OK, f"{port}: a server answers /health there")]
+        return [Finding("port", Verdict.WARN, str(error))]
+    return [Finding("port", Verdict.OK, f"{port} is free on {host}")]
+
+
+def check_starter(folder: Path) -> list[Finding]:
+    """The starter's files against the SHA-256 of its manifest."""
+    manifest = folder / "manifest.json"
+    try:
+        entries: dict[str, str] = {
+            name: entry if isinstance(entry, str) else entry["sha256"]
+            for name, entry in json.loads(manifest.read_text())["files"].items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return [Finding("starter", Verdict.FAIL, f"{manifest}: {error}")]
+    bad = [name for name, sha256 in entries.items() if _sha256(folder / name) != sha256]
+    detail = f"not as in the manifest: {', '.join(bad[:3])}" if bad else f"{len(entries)} files as in the manifest"
+    return [_finding("starter", not bad, detail)]
+
+
+def _sha256(path: Path) -> str | None:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return None
+
+
+def _available_memory_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _finding(name: str, fine: bool, detail: str) -> Finding:
+    return Finding(name, Verdict.OK if fine else Verdict.FAIL, detail)
+
+
+def _least(found: int, needed: int) -> Verdict:
+    return Verdict.OK if found >= needed else Verdict.WARN

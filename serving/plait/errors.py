@@ -1,0 +1,31 @@
+"""Errors of the command and of the service around the engine.
+
+PlaitError
+├── ConfigError      the configuration is wrong; ``problems`` names each path
+├── StateError       the state folder can not be used, or another plait holds it
+└── ServeError       the server could not be started, or ended by itself
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class PlaitError(Exception):
+    """One sentence for the person at the terminal; the command ends with exit code 1."""
+
+
+class ConfigError(PlaitError):
+    """The configuration is wrong. ``problems``: one ``path: what is wrong`` each."""
+
+    def __init__(self, source: str, problems: Sequence[str]) -> None:
+        super().__init__(f"{source}: " + "; ".join(problems))
+        self.problems = tuple(problems)
+
+
+class StateError(PlaitError):
+    """The state folder can not be used, or another plait holds it."""
+
+
+class ServeError(PlaitError):
+    """The server could not be started, or ended by itself."""

@@ -1,0 +1,135 @@
+"""Processes by identity: a pid alone may have been given to somebody else, a pid with its start time may not.
+
+All look-ups read Linux's ``/proc``; only processes of this user are ever found or ended.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+RUN_ID_VARIABLE = "PLAIT_RUN_ID"
+"""Every process of a run inherits it, also those that lost their parent."""
+
+_PROC = Path("/proc")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ProcessId:
+    """A process, for ever: ``start_ticks`` is its start in clock ticks since boot (field 22 of /proc/PID/stat)."""
+
+    pid: int
+    start_ticks: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Stat:
+    identity: ProcessId
+    parent: int
+    zombie: bool
+
+
+def boot_id() -> str:
+    """Names this boot of the machine; start times of another boot mean nothing."""
+    try:
+        return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return "unknown"
+
+
+def identify(pid: int) -> ProcessId | None:
+    """The identity of a process that runs now; None if there is none (a zombie does not run)."""
+    stat = _stat(pid)
+    return None if stat is None or stat.zombie else stat.identity
+
+
+def is_running(process: ProcessId) -> bool:
+    """Whether exactly this process still runs."""
+    return identify(process.pid) == process
+
+
+def members(run_id: str, root: int | None = None) -> frozenset[ProcessId]:
+    """The processes of a run: those that carry its id in their environment, and the descendants of ``root``.
+
+    Excludes ``root`` and the caller.
+    """
+    stats = _own_stats()
+    inside = {root} if root is not None else set()
+    grown = -1
+    while grown != len(inside):
+        grown = len(inside)
+        inside |= {stat.identity.pid for stat in stats if stat.parent in inside}
+    marker = f"{RUN_ID_VARIABLE}={run_id}".encode()
+    found = {s.identity for s in stats if s.identity.pid in inside or _carries(s.identity.pid, marker)}
+    return frozenset(process for process in found if process.pid not in (root, os.getpid()))
+
+
+def end(processes: Iterable[ProcessId], *, grace_s: float = 2.0, kill_wait_s: float = 5.0) -> tuple[ProcessId, ...]:
+    """SIGTERM, then SIGKILL after ``grace_s``. Returns those that survived even that (normally none)."""
+    left = [process for process in processes if is_running(process)]
+    for signum, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, kill_wait_s)):
+        for process in left:
+            _send(process, signum)
+        left = wait_until_gone(left, timeout_s=wait_s)
+        if not left:
+            break
+    return tuple(left)
+
+
+def wait_until_gone(processes: Iterable[ProcessId], *, timeout_s: float) -> list[ProcessId]:
+    """Waits until all have ended, at most ``timeout_s``; returns those that have not."""
+    until_s = time.monotonic() + timeout_s
+    left = [process for process in processes if is_running(process)]
+    while left and time.monotonic() < until_s:
+        time.sleep(0.05)
+        left = [process for process in left if is_running(process)]
+    return left
+
+
+def _send(process: ProcessId, signum: signal.Signals) -> None:
+    """A pidfd pins the process, so it can not be replaced between the check and the signal."""
+    try:
+        handle = os.pidfd_open(process.pid)
+    except OSError:
+        return
+    try:
+        if is_running(process):
+            signal.pidfd_send_signal(handle, signum)
+    except OSError:
+        return
+    finally:
+        os.close(handle)
+
+
+def _own_stats() -> list[_Stat]:
+    mine = os.getuid()
+    found = []
+    for entry in _PROC.iterdir():
+        if entry.name.isdigit():
+            try:
+                if entry.stat().st_uid == mine and (stat := _stat(int(entry.name))) and not stat.zombie:
+                    found.append(stat)
+            except OSError:
+                continue
+    return found
+
+
+def _stat(pid: int) -> _Stat | None:
+    try:
+        text = (_PROC / str(pid) / "stat").read_text(errors="replace")
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()  # the name before may hold spaces and brackets
+    state, parent, start_ticks = fields[0], int(fields[1]), int(fields[19])
+    return _Stat(ProcessId(pid, start_ticks), parent, state in "ZX")
+
+
+def _carries(pid: int, marker: bytes) -> bool:
+    try:
+        return marker in (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return False

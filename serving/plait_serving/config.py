@@ -1,0 +1,181 @@
+"""The ``images`` section of plait.yaml: what is served and how the deployments are sized.
+
+What may change on a running deployment is its ``knobs`` (Serve's ``user_config``); everything else needs a restart.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from plait_serving.diffusion.knobs import Knobs
+from plait_serving.diffusion.values import NAME_PATTERN
+
+STARTER_MODEL = "emoji"
+"""The model that ships with plait; its folder is ``plait_serving/starter/weights``."""
+
+STARTER_FOLDER = Path(__file__).parent / "starter" / "weights"
+"""``emoji/`` (the base), ``controlnets/NAME/`` and ``loras/NAME.safetensors``."""
+
+INGRESS_CPUS, MODEL_CPUS = 0.1, 0.4
+"""Logical CPUs that Ray counts per replica. Small, so that all fit on a small machine; threads are a knob."""
+
+_HUB_ID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$")
+_SHA256 = r"^[0-9a-f]{64}$"
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+def _absolute(path: Path, info: ValidationInfo) -> Path:
+    """A relative path of a file is meant relative to that file."""
+    folder = (info.context or {}).get("folder") if isinstance(info.context, dict) or info.context is None else None
+    path = path.expanduser()
+    return path if path.is_absolute() or folder is None else Path(folder) / path
+
+
+def _name(value: str) -> str:
+    if not NAME_PATTERN.match(value):
+        raise ValueError(f"a name must match {NAME_PATTERN.pattern}")
+    return value
+
+
+FolderPath = Annotated[Path, AfterValidator(_absolute)]
+Name = Annotated[str, AfterValidator(_name)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class StoredLora(_Section):
+    """One file of a store, pinned."""
+
+    path: Annotated[str, Field(min_length=1, description="below the store's URL")]
+    sha256: Annotated[str, Field(pattern=_SHA256)]
+    nbytes: Annotated[int, Field(gt=0)]
+
+
+class LoraStore(_Section):
+    """A remote store of LoRA files: every entry is pinned by its SHA-256, so the store itself need not be trusted."""
+
+    url: Annotated[str, Field(description="fsspec URL of the folder, for example s3://bucket/loras")]
+    entries: Annotated[dict[Name, StoredLora], Field(description="LoRAs by name")]
+    cache_folder: FolderPath
+
+    @field_validator("url")
+    @classmethod
+    def _has_scheme(cls, value: str) -> str:
+        if not urlsplit(value).scheme:
+            raise ValueError("needs a scheme, for example s3://bucket/loras or file:///srv/loras")
+        return value
+
+
+class LorasSection(_Section):
+    """Where LoRAs come from. Both unset: the starter model's own, or none."""
+
+    folder: FolderPath | None = None
+    store: LoraStore | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if self.folder is not None and self.store is not None:
+            raise ValueError("give a folder or a store, not both")
+        return self
+
+
+class ControlNetSection(_Section):
+    """One ControlNet: its diffusers folder, and how many replicas its own deployment has."""
+
+    folder: FolderPath
+    replicas: Annotated[int, Field(ge=1, le=1024)] = 1
+    threads: Annotated[int, Field(ge=0, le=1024, description="CPU threads of a replica; 0: all cores")] = 0
+    num_gpus: Annotated[float, Field(ge=0, description="GPUs of a replica")] = 0.0
+    preprocessor: Annotated[str | None, Field(description="turns an ordinary picture into the control map")] = None
+
+
+class ImagesSection(_Section):
+    """A base model with its ControlNets and LoRAs."""
+
+    model: Annotated[str, Field(description="'emoji' (ships with plait), a diffusers folder, or a hub id")] = (
+        STARTER_MODEL
+    )
+    name: Annotated[
+        Name | None, Field(description="what requests call it; unset: the folder's or hub id's last part")
+    ] = None
+    revision: Annotated[str | None, Field(description="commit of a hub id: required, so that it can not change")] = None
+    dtype: DType = "auto"
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    safety_checker: Annotated[bool, Field(description="run the checker of a folder that has one; off is logged")] = True
+    loras: LorasSection = LorasSection()
+    controlnets: Annotated[
+        dict[Name, ControlNetSection] | None, Field(description="unset: the starter model's own, or none")
+    ] = None
+    replicas: Annotated[int, Field(ge=1, le=1024)] = 1
+    num_gpus: Annotated[float, Field(ge=0, description="GPUs of a base replica")] = 0.0
+    knobs: Knobs = Knobs()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rebase_model(cls, data: Any, info: ValidationInfo) -> Any:
+        """A model that is spelled as a relative path (./x, ../x) is relative to the file."""
+        folder = (info.context or {}).get("folder") if isinstance(info.context, dict) else None
+        if isinstance(data, dict) and folder is not None and isinstance(model := data.get("model"), str):
+            if model.startswith(("./", "../")):
+                return {**data, "model": str((Path(folder) / model).resolve())}
+            if model.startswith("~"):
+                return {**data, "model": str(Path(model).expanduser())}
+        return data
+
+    @model_validator(mode="after")
+    def _hub_ids_are_pinned(self) -> Self:
+        if self.is_hub_id and self.revision is None:
+            raise ValueError(f"{self.model!r} is a hub id: give its commit as images.revision")
+        if not self.is_hub_id and self.revision is not None:
+            raise ValueError("revision belongs to a hub id")
+        if not (self.is_hub_id or self.is_starter or Path(self.model).is_absolute()):
+            raise ValueError(
+                f"{self.model!r} is neither {STARTER_MODEL!r} nor a path (./folder) nor a hub id (owner/name)"
+            )
+        return self
+
+    @property
+    def is_starter(self) -> bool:
+        """Whether it is the model that ships with plait."""
+        return self.model == STARTER_MODEL
+
+    @property
+    def is_hub_id(self) -> bool:
+        """Whether the model is named by a hub id."""
+        return bool(_HUB_ID.match(self.model))
+
+    @property
+    def public_name(self) -> str:
+        """What requests call the model."""
+        return self.name or Path(self.model).name
+
+    def resolved_controlnets(self) -> dict[str, ControlNetSection]:
+        """The ControlNets by name; looks into the starter's folder if none are given for the starter model."""
+        if self.controlnets is not None:
+            return dict(self.controlnets)
+        root = STARTER_FOLDER / "controlnets"
+        if not self.is_starter or not root.is_dir():
+            return {}
+        folders = sorted(folder for folder in root.iterdir() if (folder / "config.json").is_file())
+        return {folder.name: ControlNetSection(folder=folder, preprocessor=folder.name) for folder in folders}
+
+    @property
+    def logical_cpus(self) -> int:
+        """The logical CPUs that a Ray must have so that every replica finds a place."""
+        models = self.replicas + sum(section.replicas for section in self.resolved_controlnets().values())
+        return math.ceil(INGRESS_CPUS + MODEL_CPUS * models)
+
+    def resolved_lora_folder(self) -> Path | None:
+        """The folder of LoRAs if they come from one; the starter model's own if nothing is given for it."""
+        if self.loras.folder is not None or self.loras.store is not None:
+            return self.loras.folder
+        return STARTER_FOLDER / "loras" if self.is_starter else None

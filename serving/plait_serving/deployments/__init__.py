@@ -1,0 +1,1 @@
+"""One thin Ray Serve class per deployment."""

@@ -1,0 +1,113 @@
+"""The deployment of a base model: a thin Serve class around one engine.
+
+Everything that Serve does with the engine happens here; what the engine does, it does without Serve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any, Protocol
+
+from plait_serving.deployments.logs import configure_logging
+from plait_serving.diffusion.errors import EngineError, EngineStopped
+from plait_serving.diffusion.knobs import Knobs
+from plait_serving.diffusion.values import Event, Failed, ImageRequest
+from plait_serving.http.service import Catalog, Health, ImageService
+
+_log = logging.getLogger(__name__)
+
+MAX_ONGOING_REQUESTS = 100_000
+"""Serve must never queue in front of us: the engine has its own bounded queue, which can say when to come back."""
+
+
+class HostedEngine(Protocol):
+    """A warmed-up engine with what the deployment needs of it."""
+
+    @property
+    def service(self) -> ImageService:
+        """The way in for requests."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether the compute thread runs."""
+
+    def reconfigure(self, knobs: Knobs) -> None:
+        """Applies new knobs; running requests go on."""
+
+    def stop(self, *, drain_s: float) -> None:
+        """Refuses new requests, gives the accepted ones ``drain_s``, fails the rest. Blocks. Idempotent."""
+
+
+class EngineSource(Protocol):
+    """A picklable recipe of an engine; it travels to the replica and is opened there."""
+
+    def open(self, controlnets: Mapping[str, Any]) -> HostedEngine:
+        """Builds the engine, makes the warm-up picture and returns. ``controlnets``: Serve handles by name."""
+
+
+class EngineReplica:
+    """One replica. Requests come in as streams of events, everything else as plain calls."""
+
+    def __init__(self, source: EngineSource, controlnets: Mapping[str, Any]) -> None:
+        configure_logging("engine", os.environ)
+        self._stopping = False
+        self._hosted = source.open(controlnets)
+
+    async def generate(self, request: ImageRequest) -> AsyncGenerator[Event, None]:
+        """The request's events, `Finished` or `Failed` last. Cancelling the call cancels the request."""
+        if self._stopping:
+            yield Failed(error=EngineStopped("the server is stopping"))
+            return
+        events = self._hosted.service.generate(request)
+        try:
+            async for event in events:
+                yield portable(event)
+        finally:
+            await events.aclose()
+
+    async def catalog(self) -> Catalog:
+        """What can be asked for now."""
+        return await self._hosted.service.catalog()
+
+    async def health(self) -> Health:
+        """Ready while the engine lives and no stop was asked for."""
+        if self._stopping:
+            return Health(ready=False, reason="the server is stopping")
+        return await self._hosted.service.health()
+
+    async def metrics_text(self) -> str:
+        """The engine's metrics in Prometheus' text format."""
+        return await self._hosted.service.metrics_text()
+
+    async def drain(self, drain_s: float) -> None:
+        """Refuses new requests from now on; returns when nothing runs any more, after ``drain_s`` at the latest."""
+        self._stopping = True
+        await asyncio.to_thread(self._hosted.stop, drain_s=drain_s)
+
+    def reconfigure(self, user_config: Mapping[str, Any]) -> None:
+        """Serve calls it after the constructor and whenever ``user_config`` changes. Raises on a bad knob."""
+        self._hosted.reconfigure(Knobs.model_validate(dict(user_config)))
+
+    def check_health(self) -> None:
+        """Serve calls it every few seconds and replaces the replica when it keeps raising."""
+        if not self._stopping and not self._hosted.alive:
+            raise RuntimeError("the engine's compute thread has died")
+
+    def __del__(self) -> None:
+        """Serve calls it after the running requests ended or the grace period passed."""
+        if not self._stopping and hasattr(self, "_hosted"):
+            self._stopping = True
+            self._hosted.stop(drain_s=0.0)
+
+
+def portable(event: Event) -> Event:
+    """An event that survives pickling: the error of a bug may hold anything, so only its text goes on."""
+    if isinstance(event, Failed) and not isinstance(event.error, EngineError):
+        _log.error("a request failed unexpectedly", exc_info=event.error)
+        return Failed(
+            error=EngineError(f"internal error ({type(event.error).__name__}); the engine's log has the details")
+        )
+    return event

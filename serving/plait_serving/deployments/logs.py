@@ -1,0 +1,26 @@
+"""Where a replica's own log lines go."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+LOG_PATH_VARIABLE = "PLAIT_LOG_PATH"
+"""Set by ``plait serve`` for everything it starts: all processes append to one file, whole lines at a time."""
+
+OUR_LOGGERS = ("plait", "plait_serving", "plait_disagg", "plait_kernels")
+
+
+def configure_logging(replica: str, environ: Mapping[str, str]) -> None:
+    """Sends our loggers' lines, from INFO up, to the file of `LOG_PATH_VARIABLE`, else to stderr (Ray keeps that)."""
+    path = environ.get(LOG_PATH_VARIABLE)
+    try:
+        handler: logging.Handler = logging.FileHandler(path) if path else logging.StreamHandler()
+    except OSError:
+        handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {replica} %(name)s: %(message)s"))
+    for name in OUR_LOGGERS:
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.setLevel(logging.INFO)
+        logger.propagate = False

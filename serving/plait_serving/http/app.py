@@ -1,0 +1,135 @@
+"""Builds the FastAPI application around an `ImageService`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from plait_serving.diffusion.errors import EngineError
+from plait_serving.http import health, images, metrics, models
+from plait_serving.http.auth import AuthMiddleware
+from plait_serving.http.body_limit import BodyLimitMiddleware, BodyTooLarge
+from plait_serving.http.context import Context, HttpSettings, installed_version
+from plait_serving.http.errors import ApiError, ClientGone, wire_error
+from plait_serving.http.hosts import HostMiddleware
+from plait_serving.http.request_id import RequestIdMiddleware
+from plait_serving.http.schemas import GenerationBody
+from plait_serving.http.service import ImageService
+
+# What users of other servers type first.
+ALIASES = {
+    "steps": "num_inference_steps",
+    "cfg_scale": "guidance_scale",
+    "sampler": "scheduler",
+    "sampler_name": "scheduler",
+    "lora": "loras",
+    "controlnet": "controlnets",
+    "width": "size",
+    "height": "size",
+}
+
+
+class Lifespan(Protocol):
+    """Starts and stops what the service needs."""
+
+    def __call__(self, app: FastAPI, /) -> AbstractAsyncContextManager[None]:
+        """Entered at start-up, left at shutdown."""
+
+
+def create_app(service: ImageService, settings: HttpSettings, *, lifespan: Lifespan | None = None) -> FastAPI:
+    """The application. The interactive documentation pages are off: they load scripts from a CDN."""
+    return app_from_context(Context(service=service, settings=settings), lifespan=lifespan)
+
+
+def app_from_context(context: Context, *, lifespan: Lifespan | None = None) -> FastAPI:
+    """As `create_app`, for tests that fix the clock or the seeds."""
+    app = FastAPI(
+        title="plait",
+        version=installed_version(),
+        description="Pictures over HTTP: the OpenAI Images API with LoRA sets and ControlNets per request.",
+        docs_url=None,
+        redoc_url=None,
+        lifespan=lifespan,
+    )
+    app.state.context = context
+    for router in (images.router, models.router, health.router, metrics.router):
+        app.include_router(router)
+    # The last one added is the outermost.
+    settings = context.settings
+    app.add_middleware(
+        BodyLimitMiddleware, max_bytes=settings.max_body_bytes, max_total_bytes=settings.max_bodies_bytes
+    )
+    app.add_middleware(AuthMiddleware, keys=settings.api_keys)
+    app.add_middleware(HostMiddleware, hosts=settings.allowed_hosts)
+    app.add_middleware(RequestIdMiddleware, observe=context.metrics.observe_answer)
+    for kind in (ApiError, EngineError):
+        app.add_exception_handler(kind, _known_error)
+    app.add_exception_handler(RequestValidationError, _invalid_body)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(ClientGone, _client_gone)
+    return app
+
+
+async def _known_error(request: Request, error: Exception) -> Response:  # noqa: ARG001
+    return wire_error(error).response()
+
+
+async def _client_gone(request: Request, error: Exception) -> Response:  # noqa: ARG001
+    return Response(status_code=499)  # nobody reads it; the log and the metrics do
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Errors that Starlette raises by itself: no such route, wrong method, an unreadable body."""
+    assert isinstance(error, HTTPException)
+    if isinstance(error, BodyTooLarge):
+        return wire_error(error.error).response()
+    where = f"{request.method} {request.url.path}"
+    message, code = {
+        400: ("the body could not be read as JSON", "invalid_json"),
+        404: (f"there is no route {where}", "unknown_route"),
+        405: (f"{where} is not allowed", "method_not_allowed"),
+    }.get(error.status_code, (str(error.detail), "http_error"))
+    api_error = ApiError(error.status_code, message, code=code, headers=error.headers)
+    return wire_error(api_error).response()
+
+
+async def _invalid_body(request: Request, error: Exception) -> Response:  # noqa: ARG001
+    assert isinstance(error, RequestValidationError)
+    return wire_error(validation_error(error.errors())).response()
+
+
+def validation_error(errors: Sequence[Any]) -> ApiError:
+    """The first of pydantic's errors as a 400 with a dotted ``param``; the message counts the others."""
+    first = errors[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
+    path = [str(part) for part in first["loc"] if part != "body"]
+    param = ".".join(path) if path else None
+    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+    if first["type"] == "string_unicode":  # a lone surrogate; pydantic does not say where in a field's name
+        where = "" if param is None else f"{param[:200]}: "
+        return ApiError(400, f"{where}not valid Unicode{more}", code="invalid_value", param=param)
+    if param is None:
+        message = "the body must be a JSON object, sent with content-type: application/json"
+        return ApiError(400, message + more, code="invalid_body")
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"{param[:200]}: unknown field{_hint(path)}{more}", code="unknown_field", param=param)
+    code = "missing_field" if first["type"] == "missing" else "invalid_value"
+    return ApiError(400, f"{param[:200]}: {first['msg']}{more}", code=code, param=param)
+
+
+def _hint(path: Sequence[str]) -> str:
+    """A misspelt field at the top level gets the nearest real one."""
+    if len(path) != 1:
+        return ""
+    known = list(GenerationBody.model_fields)
+    near = ALIASES.get(path[0]) or next(iter(difflib.get_close_matches(path[0][:64], known, n=1)), None)
+    return f"; did you mean {near}?" if near else ""

@@ -1,0 +1,75 @@
+"""What every route needs, built once by `app.create_app` and found through the application's state."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated
+
+from fastapi import Depends
+from starlette.requests import Request
+
+from plait_serving.http.auth import ApiKey
+from plait_serving.http.counters import HttpMetrics
+from plait_serving.http.resolve import RANDOM_SEED_END, Preprocessors
+from plait_serving.http.service import ImageService
+from plait_serving.images import DecodeLimits
+
+
+def installed_version() -> str:
+    """The version of the installed distribution; "unknown" in a bare checkout."""
+    try:
+        return version("plait")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def random_seed() -> int:
+    """A seed for a request that gives none."""
+    return secrets.randbelow(RANDOM_SEED_END)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpSettings:
+    """How the HTTP side behaves. No keys means no authentication (auth.py), no hosts means any name (hosts.py)."""
+
+    api_keys: tuple[ApiKey, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    max_body_bytes: int = 64 * 2**20  # four control pictures of 12 MB each, in base64
+    max_bodies_bytes: int = 512 * 2**20
+    decode_limits: DecodeLimits = field(default_factory=DecodeLimits)
+    preprocessors: Preprocessors = field(default_factory=dict)
+    # Decoding and encoding use threads; more of them than this only compete with the engine for cores.
+    codec_threads: int = 4
+    # A refusal within this time still becomes a proper HTTP status instead of an event in a stream that began with 200.
+    first_event_wait_s: float = 1.0
+    ping_interval_s: float = 15.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """The service, the settings and the few impure things that routes use, so that tests can fix them."""
+
+    service: ImageService
+    settings: HttpSettings
+    metrics: HttpMetrics = field(default_factory=HttpMetrics)
+    now_s: Callable[[], float] = time.time
+    random_seed: Callable[[], int] = random_seed
+    codec_slots: asyncio.Semaphore = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "codec_slots", asyncio.Semaphore(self.settings.codec_threads))
+
+
+def get_context(request: Request) -> Context:
+    """FastAPI dependency."""
+    context = request.app.state.context
+    assert isinstance(context, Context)
+    return context
+
+
+ContextDep = Annotated[Context, Depends(get_context)]

@@ -1,0 +1,27 @@
+"""``GET /health`` and ``GET /version``, open to load balancers without a key."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import JSONResponse
+
+from plait_serving.http.context import ContextDep, installed_version
+
+router = APIRouter(tags=["operations"])
+
+
+@router.get("/health", summary="Ready to make pictures?")
+async def health(context: ContextDep) -> JSONResponse:
+    """200 once a warm-up picture was made and while the engine lives, else 503 with the reason."""
+    state = await context.service.health()
+    body = {"status": "ok" if state.ready else "unavailable", **asdict(state)}
+    return JSONResponse(body, status_code=200 if state.ready else 503, headers={"cache-control": "no-store"})
+
+
+@router.get("/version", summary="Version")
+async def version() -> dict[str, Any]:
+    """The version of the server."""
+    return {"name": "plait", "version": installed_version()}

@@ -1,0 +1,165 @@
+"""Pictures to bytes and back. All Pillow calls of the serving side are made here.
+
+Input is hostile: formats are limited to PNG, JPEG and WebP (no decoder that starts another program), the size is
+checked from the header before any pixel is decoded, and there is no way to name a URL or a path.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal, TypeAlias
+
+import numpy as np
+from PIL import Image, ImageOps, PngImagePlugin
+
+from plait_serving.diffusion.errors import RequestError
+from plait_serving.diffusion.values import RgbImage
+
+
+class OutputFormat(StrEnum):
+    """How finished pictures are encoded; the value is the HTTP spelling."""
+
+    PNG = "png"
+    JPEG = "jpeg"
+    WEBP = "webp"
+
+    @property
+    def media_type(self) -> str:
+        """The MIME type."""
+        return f"image/{self.value}"
+
+
+Paper: TypeAlias = Literal["black", "white"]
+"""What lies under transparent pixels: black for control maps (black means "nothing here"), white for pictures."""
+
+INPUT_FORMATS = ("PNG", "JPEG", "WEBP")
+# Measured on 1024x1024 pictures, smooth with a little grain: at most 7 % larger than level 6, 1.6 to 4 times as fast.
+PNG_LEVEL = 4
+# The EXIF block of a JPEG lives in one APP1 segment, whose length is a 16-bit number (JEITA CP-3451, 4.7.2).
+JPEG_EXIF_MAX_BYTES = 65_533 - 6
+_EXIF_IFD, _USER_COMMENT = 0x8769, 0x9286
+_DATA_URL = re.compile(r"data:image/(?:png|jpe?g|webp);base64,", re.IGNORECASE)
+_WHITESPACE = re.compile(r"\s+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeLimits:
+    """What one picture of a request may cost. 16 MP is four times the largest size that SDXL is used at."""
+
+    max_bytes: int = 20 * 2**20
+    max_pixels: int = 16_000_000
+    max_edge_px: int = 8192
+
+
+def decode_base64(text: str, *, param: str, limits: DecodeLimits) -> bytes:
+    """The bytes behind plain base64 or a ``data:image/...;base64,`` URL. Raises RequestError naming ``param``."""
+    if text[:5].lower() == "data:":
+        match = _DATA_URL.match(text)
+        if match is None:
+            raise RequestError("only data URLs of base64 PNG, JPEG or WebP are understood", param=param)
+        text = text[match.end() :]
+    elif "://" in text[:32]:
+        raise RequestError("send the picture itself as base64; URLs and paths are never opened", param=param)
+    if len(text) > limits.max_bytes * 4 // 3 + 4096:  # slack for line breaks and padding
+        raise RequestError(f"the picture is larger than {limits.max_bytes} bytes", param=param)
+    try:
+        raw = base64.b64decode(_WHITESPACE.sub("", text), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RequestError("not valid base64", param=param) from error
+    if len(raw) > limits.max_bytes:
+        raise RequestError(f"the picture is larger than {limits.max_bytes} bytes", param=param)
+    return raw
+
+
+def decode_image(raw: bytes, *, param: str, limits: DecodeLimits, paper: Paper = "white") -> RgbImage:
+    """Decodes the first frame of a PNG, JPEG or WebP to ``uint8 (H, W, 3)``, upright, without its metadata.
+
+    Transparent pixels are laid on ``paper``; 16-bit grey is scaled to 8 bits. Raises RequestError naming ``param``.
+    """
+    try:
+        with Image.open(io.BytesIO(raw), formats=INPUT_FORMATS) as picture:
+            _check_size(picture.size, param=param, limits=limits)
+            upright = ImageOps.exif_transpose(picture)
+            return np.array(_to_rgb(upright, paper), dtype=np.uint8)
+    except RequestError:
+        raise
+    except Image.DecompressionBombError as error:
+        raise RequestError("the picture has too many pixels", param=param) from error
+    except Exception as error:  # Pillow raises a dozen types for broken files; none of them is ours
+        raise RequestError("not a readable PNG, JPEG or WebP picture", param=param) from error
+
+
+def _check_size(size: tuple[int, int], *, param: str, limits: DecodeLimits) -> None:
+    width, height = size
+    if width * height > limits.max_pixels or max(width, height) > limits.max_edge_px:
+        raise RequestError(
+            f"the picture is {width}x{height}; at most {limits.max_pixels} pixels and "
+            f"{limits.max_edge_px} along an edge are accepted",
+            param=param,
+        )
+
+
+def _to_rgb(picture: Image.Image, paper: Paper) -> Image.Image:
+    if picture.mode.startswith("I"):  # 16-bit grey: Pillow's own conversion clips instead of scaling
+        wide = np.clip(np.asarray(picture, dtype=np.int64) >> 8, 0, 255)
+        return Image.fromarray(wide.astype(np.uint8)).convert("RGB")
+    if picture.has_transparency_data:
+        rgba = picture.convert("RGBA")
+        sheet = Image.new("RGBA", rgba.size, paper)
+        return Image.alpha_composite(sheet, rgba).convert("RGB")
+    return picture.convert("RGB")
+
+
+def resize(image: RgbImage, *, width: int, height: int) -> RgbImage:
+    """Stretches to ``(height, width, 3)`` with Lanczos on uint8, exactly as diffusers resizes control images."""
+    if image.shape[:2] == (height, width):
+        return image
+    return np.array(Image.fromarray(image).resize((width, height), Image.Resampling.LANCZOS), dtype=np.uint8)
+
+
+def encode_image(
+    image: RgbImage, output_format: OutputFormat, *, quality: int = 100, parameters: str | None = None
+) -> bytes:
+    """``uint8 (H, W, 3)`` to a file. ``quality`` 0..100 is for jpeg and webp only.
+
+    ``parameters`` is stored where A1111 stores it: PNG text chunk "parameters", else EXIF UserComment. In a JPEG
+    it is left out when it does not fit into the one EXIF segment (about 32,000 characters).
+    """
+    out = io.BytesIO()
+    picture = Image.fromarray(image)
+    if output_format is OutputFormat.PNG:
+        info = PngImagePlugin.PngInfo()
+        if parameters is not None:
+            info.add_text("parameters", parameters)
+        picture.save(out, format="PNG", pnginfo=info, compress_level=PNG_LEVEL)
+        return out.getvalue()
+    exif = b"" if parameters is None else _exif_with_comment(parameters)
+    if output_format is OutputFormat.JPEG:
+        exif = exif if len(exif) <= JPEG_EXIF_MAX_BYTES else b""
+        picture.save(out, format="JPEG", quality=quality, subsampling=0 if quality >= 90 else 2, exif=exif)
+    else:
+        picture.save(out, format="WEBP", quality=quality, exif=exif)
+    return out.getvalue()
+
+
+def _exif_with_comment(text: str) -> bytes:
+    exif = Image.Exif()
+    exif[_EXIF_IFD] = {_USER_COMMENT: b"UNICODE\0" + text.encode("utf-16-be")}
+    return exif.tobytes()
+
+
+def read_parameters(raw: bytes) -> str | None:
+    """The generation parameters that `encode_image` (or A1111) stored in a picture, or None."""
+    with Image.open(io.BytesIO(raw), formats=INPUT_FORMATS) as picture:
+        text = picture.info.get("parameters")
+        if isinstance(text, str):
+            return text
+        comment = picture.getexif().get_ifd(_EXIF_IFD).get(_USER_COMMENT)
+    if isinstance(comment, bytes) and comment.startswith(b"UNICODE\0"):
+        return comment[8:].decode("utf-16-be")
+    return None

@@ -1,0 +1,66 @@
+"""A request as the text that A1111 stores in its pictures, so that other tools can read ours.
+
+Line 1 is the prompt with ``<lora:name:scale>`` appended, line 2 the negative prompt (if any), the last line
+``Key: value`` pairs. Source: stable-diffusion-webui, ``create_infotext`` in modules/processing.py; the ControlNet pairs
+follow sd-webui-controlnet. LoRA hashes are left out.
+"""
+
+from __future__ import annotations
+
+import json
+from types import MappingProxyType
+
+from plait_serving.diffusion.values import ControlRef, ImageRequest, LoraPolicy, Scheduler
+
+SAMPLER_NAMES = MappingProxyType(
+    {
+        Scheduler.DDIM: "DDIM",
+        Scheduler.EULER: "Euler",
+        Scheduler.EULER_A: "Euler a",
+        Scheduler.DPMPP_2M: "DPM++ 2M",
+        Scheduler.UNIPC: "UniPC",
+        Scheduler.LCM: "LCM",
+    }
+)
+
+
+def infotext(request: ImageRequest, *, model: str, index: int) -> str:
+    """The parameters of image ``index`` of ``request``; running it again with that seed gives the picture again."""
+    tags = "".join(f" <lora:{ref.name}:{_number(ref.scale)}>" for ref in request.loras)
+    lines = [request.prompt + tags]
+    if request.negative_prompt:
+        lines.append(f"Negative prompt: {request.negative_prompt}")
+    lines.append(", ".join(f"{key}: {_quote(value)}" for key, value in _pairs(request, model, index)))
+    return "\n".join(lines)
+
+
+def _pairs(request: ImageRequest, model: str, index: int) -> list[tuple[str, str]]:
+    pairs = [
+        ("Steps", str(request.steps)),
+        ("Sampler", SAMPLER_NAMES[request.scheduler]),
+        ("CFG scale", _number(request.guidance_scale)),
+        ("Seed", str(request.seeds[index])),
+        ("Size", f"{request.width}x{request.height}"),
+        ("Model", model),
+    ]
+    pairs += [(f"ControlNet {i}", _control(control)) for i, control in enumerate(request.controlnets)]
+    if request.lora_policy is LoraPolicy.BOUNDED_ASYNC:
+        pairs.append(("Lora free steps", str(request.lora_free_steps)))
+    return pairs
+
+
+def _control(control: ControlRef) -> str:
+    return (
+        f"Module: none, Model: {control.name}, Weight: {_number(control.scale)}, "
+        f"Guidance Start: {_number(control.start)}, Guidance End: {_number(control.end)}"
+    )
+
+
+def _number(value: float) -> str:
+    """The shortest text that reads back as the same number, without a trailing ``.0``."""
+    return repr(float(value)).removesuffix(".0")
+
+
+def _quote(value: str) -> str:
+    """A1111's rule: a value with a comma, colon or newline is a JSON string."""
+    return json.dumps(value, ensure_ascii=False) if any(mark in value for mark in ",:\n") else value

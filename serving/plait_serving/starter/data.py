@@ -1,0 +1,172 @@
+"""Training pictures: emoji artwork from two npm packages, and the rule that chooses the concepts.
+
+The rule, in order: the five categories in ``CATEGORIES`` (things, not faces, letters or flags), without
+clock faces, moon phases, buildings with signs and the like (``LEFT_OUT``); a name of one to three plain words; artwork in both sets;
+then, until ``count`` are left, of the two most alike pictures (16x16 means, Twemoji) one goes: never one of
+``ALWAYS`` (things that people ask for first), else the one with the longer name.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import subprocess
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from plait_serving.starter.preprocess import block_means
+
+VERSION = "16.0.0"
+SIDE_PX = 64
+PACKAGES = {"twemoji": "emoji-datasource-twitter", "noto": "emoji-datasource-google"}
+FOLDERS = {"twemoji": "img/twitter/64", "noto": "img/google/64"}
+CATEGORIES = ("Activities", "Animals & Nature", "Food & Drink", "Objects", "Travel & Places")
+LEFT_OUT = ("time", "money", "mail", "game-symbol")
+NAME = re.compile(r"[a-z]+([ -][a-z]+){0,2}")
+ALWAYS = frozenset(
+    (
+        "red apple,lemon,banana,pineapple,watermelon,strawberry,hamburger,doughnut,cookie,slice of pizza,taco,"
+        "birthday cake,guitar,violin,bicycle,rocket,octopus,frog face,rabbit face,cat face,sunflower,cactus,"
+        "christmas tree,castle,basketball,umbrella with rain drops,snowman,key,crown"
+    ).split(",")
+)
+DEFAULT_COUNT = 312
+
+
+class NpmUnavailableError(RuntimeError):
+    """npm is absent, or the registry did not answer: training cannot get its pictures."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pictures:
+    """The training set: ``names[i]`` is drawn in ``twemoji[i]`` and ``noto[i]`` (``uint8[n, 64, 64, 3]``)."""
+
+    names: tuple[str, ...]
+    twemoji: NDArray[np.uint8]
+    noto: NDArray[np.uint8]
+
+
+def pooled(pictures: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """16x16 mean colours of each 64x64 picture: ``uint8[n, 16, 16, 3]``."""
+    return np.stack([np.rint(block_means(p, SIDE_PX // 16)).astype(np.uint8) for p in pictures])
+
+
+def fetch_package(name: str, cache: Path) -> Path:
+    """The package's archive in ``cache``, downloaded with ``npm pack`` if it is not there.
+
+    Raises NpmUnavailableError.
+    """
+    archive = cache / f"{name}-{VERSION}.tgz"
+    if archive.exists():
+        return archive
+    npm = shutil.which("npm")
+    if npm is None:
+        raise NpmUnavailableError("npm is not installed; training needs it to fetch the emoji artwork")
+    cache.mkdir(parents=True, exist_ok=True)
+    command = [npm, "pack", f"{name}@{VERSION}", "--silent"]
+    try:
+        done = subprocess.run(command, cwd=cache, capture_output=True, text=True, timeout=600, check=False)  # noqa: S603
+    except subprocess.TimeoutExpired as error:
+        raise NpmUnavailableError(f"npm pack {name} took more than 600 s") from error
+    if done.returncode != 0 or not archive.exists():
+        raise NpmUnavailableError(f"npm pack {name} failed: {done.stderr.strip()[-300:]}")
+    return archive
+
+
+def _on_white(raw: bytes) -> NDArray[np.uint8]:
+    """Decode one PNG and lay it on white, ``uint8[64, 64, 3]``."""
+    with Image.open(io.BytesIO(raw)) as opened:
+        picture = opened.convert("RGBA")
+    if picture.size != (SIDE_PX, SIDE_PX):
+        picture = picture.resize((SIDE_PX, SIDE_PX), Image.Resampling.LANCZOS)
+    white = Image.new("RGBA", picture.size, (255, 255, 255, 255))
+    return np.asarray(Image.alpha_composite(white, picture).convert("RGB"))
+
+
+def _read_archive(archive: Path, folder: str) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
+    """``emoji.json`` and the PNG bytes of ``folder``, by file name."""
+    entries: list[dict[str, Any]] = []
+    images: dict[str, bytes] = {}
+    prefix = f"package/{folder}/"
+    with tarfile.open(archive, "r:gz") as tar:
+        for member in tar:
+            wanted = member.name == "package/emoji.json"
+            if not wanted and not member.name.startswith(prefix):
+                continue
+            handle = tar.extractfile(member)
+            if handle is None:
+                continue
+            if wanted:
+                entries = json.load(handle)
+            else:
+                images[member.name.removeprefix(prefix)] = handle.read()
+    return entries, images
+
+
+def _candidates(entries: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """(name, image file) of every emoji that the rule admits before look-alikes are removed."""
+    found: dict[str, str] = {}
+    for entry in sorted(entries, key=lambda e: int(e["sort_order"])):
+        name = str(entry["name"]).lower()
+        admitted = (
+            entry["category"] in CATEGORIES
+            and entry["subcategory"] not in LEFT_OUT
+            and entry["has_img_twitter"]
+            and entry["has_img_google"]
+            and NAME.fullmatch(name) is not None
+            and "moon" not in name
+        )
+        if admitted:
+            found.setdefault(name, str(entry["image"]))
+    return list(found.items())
+
+
+def drop_look_alikes(names: list[str], means: NDArray[np.uint8], count: int) -> list[int]:
+    """Indices that stay when, of the closest pair, the longer name is removed until ``count`` are left."""
+    flat = means.reshape(len(names), -1).astype(np.float64)
+    squares = (flat**2).sum(1)
+    distance = squares[:, None] + squares[None, :] - 2 * flat @ flat.T
+    np.fill_diagonal(distance, np.inf)
+    left = set(range(len(names)))
+    while len(left) > count:
+        first, second = (int(i) for i in np.unravel_index(np.argmin(distance), distance.shape))
+        gone = max(first, second, key=lambda i: (names[i] not in ALWAYS, len(names[i].split()), len(names[i]), i))
+        distance[gone, :] = distance[:, gone] = np.inf
+        left.remove(gone)
+    return sorted(left)
+
+
+def load_pictures(cache: Path, count: int = DEFAULT_COUNT) -> Pictures:
+    """The training set, from ``cache`` or npm; the unpacked arrays are kept in ``cache`` too.
+
+    Raises NpmUnavailableError.
+    """
+    kept = cache / f"pictures-{VERSION}-{count}.npz"
+    if kept.exists():
+        with np.load(kept) as stored:
+            return Pictures(
+                names=tuple(str(n) for n in stored["names"]), twemoji=stored["twemoji"], noto=stored["noto"]
+            )
+    archives = {style: fetch_package(package, cache) for style, package in PACKAGES.items()}
+    entries, twemoji = _read_archive(archives["twemoji"], FOLDERS["twemoji"])
+    _, noto = _read_archive(archives["noto"], FOLDERS["noto"])
+    pairs = [(name, image) for name, image in _candidates(entries) if image in twemoji and image in noto]
+    all_twemoji = np.stack([_on_white(twemoji[image]) for _, image in pairs])
+    stay = drop_look_alikes([name for name, _ in pairs], pooled(all_twemoji), count)
+    pictures = Pictures(
+        names=tuple(pairs[i][0] for i in stay),
+        twemoji=all_twemoji[stay],
+        noto=np.stack([_on_white(noto[pairs[i][1]]) for i in stay]),
+    )
+    partial = kept.with_suffix(".tmp.npz")
+    np.savez_compressed(partial, names=np.array(pictures.names), twemoji=pictures.twemoji, noto=pictures.noto)
+    partial.replace(kept)
+    return pictures

@@ -1,0 +1,109 @@
+"""Control maps and style filters of the starter models, on plain uint8 arrays.
+
+Every function takes one picture as ``uint8[H, W, 3]``, leaves it unchanged and returns a new
+``uint8[H, W, 3]`` of the same size. They use numpy and scipy only and are deterministic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import ndimage
+
+Picture = NDArray[np.uint8]
+Plane = NDArray[np.float64]
+
+COLOR_BLOCK_PX = 4
+PIXEL_BLOCK_PX = 8
+EDGE_SIGMA_PX = 0.8
+# Gradient of the blurred picture, in grey levels per pixel: a line starts at HIGH and goes on down to LOW.
+EDGE_HIGH = 28.0
+EDGE_LOW = 12.0
+SKETCH_SIGMA_PX = 0.6
+SKETCH_GAIN = 2.4
+
+
+def check_picture(image: Picture) -> None:
+    """Raise ValueError unless ``image`` is a non-empty ``uint8[H, W, 3]``."""
+    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or image.size == 0:
+        raise ValueError(f"expected uint8[H, W, 3], got {image.dtype}{list(image.shape)}")
+
+
+def _gradient(image: Picture, sigma_px: float) -> tuple[Plane, Plane]:
+    """Horizontal and vertical slope of the colour channel that changes most, per pixel."""
+    smooth = ndimage.gaussian_filter(image.astype(np.float64), (sigma_px, sigma_px, 0.0), mode="nearest")
+    dy = ndimage.sobel(smooth, axis=0, mode="nearest") / 8.0
+    dx = ndimage.sobel(smooth, axis=1, mode="nearest") / 8.0
+    best = np.argmax(dx**2 + dy**2, axis=2)[..., None]
+    return np.take_along_axis(dx, best, 2)[..., 0], np.take_along_axis(dy, best, 2)[..., 0]
+
+
+def _thin(dx: Plane, dy: Plane) -> Plane:
+    """Gradient magnitude where it is the largest across the edge, else 0 (non-maximum suppression)."""
+    size = np.hypot(dx, dy)
+    sector = np.round(np.arctan2(dy, dx) / (np.pi / 4)).astype(np.int64) % 4
+    padded = np.pad(size, 1)
+    height, width = size.shape
+    keep = np.zeros(size.shape, dtype=bool)
+    for index, (step_y, step_x) in enumerate([(0, 1), (1, 1), (1, 0), (1, -1)]):
+        ahead = padded[1 + step_y : 1 + step_y + height, 1 + step_x : 1 + step_x + width]
+        behind = padded[1 - step_y : 1 - step_y + height, 1 - step_x : 1 - step_x + width]
+        keep |= (sector == index) & (size >= ahead) & (size > behind)
+    return np.where(keep, size, 0.0)
+
+
+def edge_mask(image: Picture, high: float = EDGE_HIGH, low: float = EDGE_LOW) -> NDArray[np.bool_]:
+    """Canny edges as ``bool[H, W]``: blur, slope, thinning, hysteresis between ``low`` and ``high``."""
+    check_picture(image)
+    thin = _thin(*_gradient(image, EDGE_SIGMA_PX))
+    labels, count = ndimage.label(thin >= low, structure=np.ones((3, 3)))
+    strong = np.zeros(count + 1, dtype=bool)
+    strong[np.unique(labels[thin >= high])] = True
+    strong[0] = False
+    return np.asarray(strong[labels], dtype=np.bool_)
+
+
+def edges(image: Picture) -> Picture:
+    """White one-pixel lines on black: the control map of the ``edges`` ControlNet."""
+    return np.repeat(edge_mask(image)[..., None].astype(np.uint8) * np.uint8(255), 3, axis=2)
+
+
+def block_means(image: Picture, block_px: int) -> NDArray[np.float64]:
+    """Mean colour of each block, ``float64[ceil(H/b), ceil(W/b), 3]``; blocks at the border may be cut."""
+    check_picture(image)
+    rows = np.arange(0, image.shape[0], block_px)
+    columns = np.arange(0, image.shape[1], block_px)
+    total = np.add.reduceat(np.add.reduceat(image.astype(np.float64), rows, 0), columns, 1)
+    heights = np.diff(np.append(rows, image.shape[0]))
+    widths = np.diff(np.append(columns, image.shape[1]))
+    return np.asarray(total / (heights[:, None] * widths[None, :])[..., None])
+
+
+def unblock(means: NDArray[np.float64], block_px: int, height: int, width: int) -> Picture:
+    """The flat picture whose blocks have these means: the inverse of ``block_means``."""
+    flat = np.clip(np.rint(means), 0, 255).astype(np.uint8)
+    return flat.repeat(block_px, axis=0).repeat(block_px, axis=1)[:height, :width]
+
+
+def colors(image: Picture) -> Picture:
+    """Every 4x4-pixel block replaced by its mean: the control map of the ``colors`` ControlNet."""
+    return unblock(block_means(image, COLOR_BLOCK_PX), COLOR_BLOCK_PX, image.shape[0], image.shape[1])
+
+
+def pixel(image: Picture) -> Picture:
+    """Every 8x8-pixel block replaced by its mean: what the ``pixel`` LoRA was trained on."""
+    return unblock(block_means(image, PIXEL_BLOCK_PX), PIXEL_BLOCK_PX, image.shape[0], image.shape[1])
+
+
+def sketch(image: Picture) -> Picture:
+    """Grey pencil lines on white, darker where the colour changes faster: the ``sketch`` LoRA's target."""
+    check_picture(image)
+    slope = np.hypot(*_gradient(image, SKETCH_SIGMA_PX))
+    ink = np.clip(255.0 - SKETCH_GAIN * slope, 0.0, 255.0)
+    return np.repeat(np.rint(ink).astype(np.uint8)[..., None], 3, axis=2)
+
+
+PREPROCESSORS: Mapping[str, Callable[[Picture], Picture]] = MappingProxyType({"edges": edges, "colors": colors})

@@ -1,0 +1,65 @@
+"""``python -m plait_serving.starter.train``: make the starter models from scratch, or go on where a run stopped."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from plait_serving.starter.data import DEFAULT_COUNT, NpmUnavailableError, load_pictures
+from plait_serving.starter.manifest import WEIGHTS
+from plait_serving.starter.references import load_references
+from plait_serving.starter.train.measure import diffusers_generate
+from plait_serving.starter.train.plan import FULL, STAGES, override, smoke_plan
+from plait_serving.starter.train.stages import train_all
+from plait_serving.starter.verify import verify
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m plait_serving.starter.train", description=__doc__)
+    parser.add_argument("--cache", type=Path, default=Path("~/.cache/plait/starter"), help="npm archives and pictures")
+    parser.add_argument("--work", type=Path, help="checkpoints; default: below the cache")
+    parser.add_argument("--out", type=Path, default=WEIGHTS, help="where the bundle goes")
+    parser.add_argument("--stages", default=",".join(STAGES), help="comma-separated; the first three always run")
+    parser.add_argument("--set", action="append", default=[], metavar="STAGE.FIELD=N", help="change one recipe")
+    parser.add_argument("--threads", type=int, help="threads for torch")
+    parser.add_argument("--smoke", action="store_true", help="a few steps a stage, to see that all of it runs")
+    parser.add_argument("--verify", action="store_true", help="measure the bundle afterwards; JSON on stdout")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train, export and, if asked, measure. Exit code 0 ok, 1 failed, 2 usage, 99 a figure missed its bound."""
+    options = parse(argv)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    cache = options.cache.expanduser()
+    try:
+        plan = override(smoke_plan() if options.smoke else FULL, options.set)
+        stages = tuple(options.stages.split(","))
+        if unknown := set(stages) - set(STAGES):
+            raise ValueError(f"unknown stages: {sorted(unknown)}; known: {', '.join(STAGES)}")
+    except ValueError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    try:
+        pictures = load_pictures(cache, DEFAULT_COUNT)
+    except NpmUnavailableError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    work = options.work or cache / ("smoke" if options.smoke else "checkpoints")
+    train_all(pictures, plan, work, options.out, stages)
+    if options.verify:
+        report = verify(diffusers_generate(options.out), load_references(options.out))
+        sys.stdout.write(json.dumps(report, indent=1) + "\n")
+        return 0 if report["passed"] else 99
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

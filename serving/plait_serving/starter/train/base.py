@@ -1,0 +1,155 @@
+"""Stage ``base``: the denoiser and the text encoder, and what all diffusion stages share.
+
+Legend: ``x`` clean latents, ``e`` noise, ``a`` = sqrt(alpha_bar_t), ``s`` = sqrt(1 - alpha_bar_t);
+noisy = a x + s e; the network foretells v = a e - s x. Its squared error is weighted by
+2 min(snr, 5) / (snr + 1) + 1/4 with snr = a^2 / s^2: min-SNR (arXiv:2303.09556) with a floor, because at the
+noisiest steps the prompt alone decides the picture. Samplers start at the last step ("trailing"), where
+nearly nothing of x is left, so that flat white grounds come out white.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKL, DDIMScheduler, UNet2DConditionModel
+from torch import Tensor, nn
+from transformers import CLIPTextModel, CLIPTokenizer
+
+from plait_serving.starter.data import Pictures
+from plait_serving.starter.train.loop import SEED, Loss, Outcome, Trainer, load_average
+from plait_serving.starter.train.plan import Recipe
+from plait_serving.starter.train.text import WIDTH, build_text_encoder, embed, tokenize
+from plait_serving.starter.train.vae import scaled_latents
+
+CHANNELS = (48, 96, 144)
+NO_PROMPT = 0.1
+SNR_CEILING = 5.0
+WEIGHT_FLOOR = 0.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Studio:
+    """What the diffusion stages work with. Row ``count`` of ``ids`` (one past the names) is the empty prompt."""
+
+    pictures: Pictures
+    vae: AutoencoderKL
+    tokenizer: CLIPTokenizer
+    encoder: CLIPTextModel
+    unet: UNet2DConditionModel
+    latents: Tensor
+    ids: Tensor
+
+    @property
+    def count(self) -> int:
+        """How many concepts there are."""
+        return len(self.pictures.names)
+
+
+def build_unet() -> UNet2DConditionModel:
+    """The untrained denoiser; same weights every time."""
+    torch.manual_seed(SEED + 2)
+    unet = UNet2DConditionModel(
+        sample_size=16,
+        in_channels=4,
+        out_channels=4,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        block_out_channels=CHANNELS,
+        layers_per_block=1,
+        attention_head_dim=(2, 4, 6),
+        cross_attention_dim=WIDTH,
+        norm_num_groups=16,
+    )
+    return unet.to(memory_format=torch.channels_last)
+
+
+def build_scheduler() -> DDIMScheduler:
+    """The noise schedule of the bundle; the other samplers are made from its configuration."""
+    return DDIMScheduler(
+        beta_start=0.00085,
+        beta_end=0.012,
+        beta_schedule="scaled_linear",
+        prediction_type="v_prediction",
+        timestep_spacing="trailing",
+        clip_sample=False,
+        set_alpha_to_one=False,
+        steps_offset=1,
+    )
+
+
+def build_studio(pictures: Pictures, vae: AutoencoderKL, tokenizer: CLIPTokenizer) -> Studio:
+    """Untrained denoiser and text encoder beside a trained autoencoder, with latents and token ids at hand."""
+    return Studio(
+        pictures=pictures,
+        vae=vae,
+        tokenizer=tokenizer,
+        encoder=build_text_encoder(tokenizer),
+        unet=build_unet(),
+        latents=scaled_latents(vae, pictures.twemoji),
+        ids=tokenize(tokenizer, [*pictures.names, ""]),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Clean latents ``[b, 4, 16, 16]``, token ids ``[b, 77]`` and, for ControlNets, control pictures."""
+
+    latents: Tensor
+    ids: Tensor
+    control: Tensor | None = None
+
+
+Predict = Callable[[Tensor, Tensor, Batch], Tensor]
+Draw = Callable[[torch.Generator], Batch]
+
+
+def diffusion_loss(predict: Predict, draw: Draw) -> Loss:
+    """The weighted v loss. ``draw(generator)`` gives a batch, ``predict(noisy, t, batch)`` is the network."""
+    alphas = build_scheduler().alphas_cumprod
+
+    def loss(_: int, generator: torch.Generator) -> Tensor:
+        batch = draw(generator)
+        t = torch.randint(0, len(alphas), (len(batch.latents),), generator=generator)
+        noise = torch.randn(batch.latents.shape, generator=generator)
+        power = alphas[t]
+        a, s = power.sqrt()[:, None, None, None], (1 - power).sqrt()[:, None, None, None]
+        noisy = (a * batch.latents + s * noise).contiguous(memory_format=torch.channels_last)
+        error = predict(noisy, t, batch) - (a * noise - s * batch.latents)
+        snr = power / (1 - power)
+        weight = 2 * snr.clamp(max=SNR_CEILING) / (snr + 1) + WEIGHT_FLOOR
+        return (weight * (error**2).mean((1, 2, 3))).mean()
+
+    return loss
+
+
+def draw_pictures(studio: Studio, latents: Tensor, batch: int) -> Draw:
+    """Rows of ``latents`` with their own prompt, which is left out for one in ten (classifier-free guidance)."""
+
+    def draw(generator: torch.Generator) -> Batch:
+        rows = torch.randint(studio.count, (batch,), generator=generator)
+        without = torch.rand(batch, generator=generator) < NO_PROMPT
+        return Batch(latents=latents[rows], ids=studio.ids[torch.where(without, studio.count, rows)])
+
+    return draw
+
+
+def plain_predict(studio: Studio) -> Predict:
+    """The denoiser with the text encoder in front of it, as they are in ``studio``."""
+
+    def predict(noisy: Tensor, t: Tensor, batch: Batch) -> Tensor:
+        return torch.as_tensor(studio.unet(noisy, t, embed(studio.encoder, batch.ids)).sample)
+
+    return predict
+
+
+def train_base(studio: Studio, recipe: Recipe, checkpoint: Path) -> Outcome:
+    """Train (or go on training) denoiser and text encoder of ``studio`` in place, then freeze them."""
+    both = nn.ModuleDict({"unet": studio.unet, "encoder": studio.encoder})
+    loss = diffusion_loss(plain_predict(studio), draw_pictures(studio, studio.latents, recipe.batch))
+    outcome = Trainer("base", both, recipe, checkpoint).run(loss)
+    load_average(both, outcome.weights)
+    both.requires_grad_(False).eval()
+    return outcome

@@ -1,0 +1,75 @@
+"""Stages ``edges`` and ``colors``: a ControlNet each, over the frozen base.
+
+Half of the rows show a picture with its colour channels swapped and carry a wrong prompt, a fifth carry
+none: so the map decides, whatever the prompt says.
+"""
+
+from __future__ import annotations
+
+from itertools import permutations
+from pathlib import Path
+
+import numpy as np
+import torch
+from diffusers import ControlNetModel
+from numpy.typing import NDArray
+from torch import Tensor
+
+from plait_serving.starter.preprocess import PREPROCESSORS
+from plait_serving.starter.train.base import Batch, Draw, Studio, diffusion_loss
+from plait_serving.starter.train.loop import SEED, Outcome, Trainer, load_average
+from plait_serving.starter.train.plan import Recipe
+from plait_serving.starter.train.text import embed
+from plait_serving.starter.train.vae import scaled_latents
+
+WRONG_PROMPT = 0.5
+NO_PROMPT = 0.2
+
+
+def build_controlnet(studio: Studio) -> ControlNetModel:
+    """A ControlNet that starts as a copy of the base's encoder half and adds nothing yet."""
+    torch.manual_seed(SEED + 3)
+    net = ControlNetModel.from_unet(studio.unet, conditioning_embedding_out_channels=(16, 32, 96))
+    return net.requires_grad_(True).to(memory_format=torch.channels_last)
+
+
+def control_tensor(maps: NDArray[np.uint8]) -> Tensor:
+    """``uint8[n, H, W, 3]`` as the ``float32[n, 3, H, W]`` in 0..1 that ControlNets read."""
+    return torch.from_numpy(np.ascontiguousarray(maps)).permute(0, 3, 1, 2).float() / 255
+
+
+def _draw_controls(studio: Studio, name: str, batch: int) -> Draw:
+    orders = list(permutations(range(3)))
+    recoloured = [np.ascontiguousarray(studio.pictures.twemoji[..., order]) for order in orders]
+    latents = torch.stack([scaled_latents(studio.vae, pictures) for pictures in recoloured])
+    preprocess = PREPROCESSORS[name]
+    controls = torch.stack([control_tensor(np.stack([preprocess(p) for p in ps])) for ps in recoloured])
+
+    def draw(generator: torch.Generator) -> Batch:
+        rows = torch.randint(studio.count, (batch,), generator=generator)
+        wrong = torch.rand(batch, generator=generator) < WRONG_PROMPT
+        order = torch.where(wrong, torch.randint(len(orders), (batch,), generator=generator), 0)
+        prompts = torch.where(wrong, torch.randint(studio.count, (batch,), generator=generator), rows)
+        prompts[torch.rand(batch, generator=generator) < NO_PROMPT] = studio.count
+        return Batch(latents=latents[order, rows], ids=studio.ids[prompts], control=controls[order, rows])
+
+    return draw
+
+
+def train_controlnet(studio: Studio, name: str, recipe: Recipe, checkpoint: Path) -> tuple[ControlNetModel, Outcome]:
+    """Train (or go on training) and return the ControlNet ``name``: ``edges`` or ``colors``."""
+    net = build_controlnet(studio)
+
+    def predict(noisy: Tensor, t: Tensor, batch: Batch) -> Tensor:
+        with torch.no_grad():
+            prompts = embed(studio.encoder, batch.ids)
+        down, mid = net(noisy, t, prompts, batch.control, return_dict=False)
+        made = studio.unet(
+            noisy, t, prompts, down_block_additional_residuals=down, mid_block_additional_residual=mid
+        )
+        return torch.as_tensor(made.sample)
+
+    trainer = Trainer(name, net, recipe, checkpoint)
+    outcome = trainer.run(diffusion_loss(predict, _draw_controls(studio, name, recipe.batch)))
+    load_average(net, outcome.weights)
+    return net.requires_grad_(False).eval(), outcome

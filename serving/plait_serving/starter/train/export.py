@@ -1,0 +1,93 @@
+"""Writes the trained parts as the bundle that ships: fp16 safetensors, references, manifest."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKL, ControlNetModel, StableDiffusionPipeline, UNet2DConditionModel
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import CLIPTextModel
+
+from plait_serving.starter.data import Pictures
+from plait_serving.starter.manifest import write_manifest
+from plait_serving.starter.references import make_references, save_references
+from plait_serving.starter.train.base import Studio, build_scheduler
+from plait_serving.starter.train.loras import to_kohya
+
+NAME = "emoji"
+KOHYA = ("sketch",)
+
+
+def _half(module: nn.Module, fresh: nn.Module) -> nn.Module:
+    """``fresh`` with the weights of ``module`` in fp16; ``module`` stays as it is."""
+    fresh.load_state_dict(module.state_dict())
+    return fresh.to(dtype=torch.float16, memory_format=torch.contiguous_format)
+
+
+def export_base(studio: Studio, folder: Path) -> None:
+    """Write the base model as an ordinary diffusers folder ``emoji`` with fp16 weights."""
+    pipe = StableDiffusionPipeline(
+        vae=_half(studio.vae, AutoencoderKL.from_config(studio.vae.config)),
+        text_encoder=_half(studio.encoder, CLIPTextModel(studio.encoder.config)),
+        tokenizer=studio.tokenizer,
+        unet=_half(studio.unet, UNet2DConditionModel.from_config(studio.unet.config)),
+        scheduler=build_scheduler(),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+    pipe.save_pretrained(folder / NAME, safe_serialization=True)
+    # Text encoders record the type that they were saved in, and loaders would follow it: keep fp32 the default.
+    path = folder / NAME / "text_encoder" / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["dtype"] = "float32"
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def export_controlnet(net: ControlNetModel, name: str, folder: Path) -> None:
+    """Write one ControlNet as a diffusers folder with fp16 weights."""
+    half = _half(net, ControlNetModel.from_config(net.config))
+    half.save_pretrained(folder / "controlnets" / name, safe_serialization=True)
+
+
+def export_lora(tensors: Mapping[str, Tensor], name: str, folder: Path) -> None:
+    """Write one LoRA in fp16: ``sketch`` with kohya's names and alphas, the others with PEFT's."""
+    named = to_kohya(dict(tensors)) if name in KOHYA else dict(tensors)
+    (folder / "loras").mkdir(parents=True, exist_ok=True)
+    half = {key: value.detach().to(torch.float16).contiguous() for key, value in named.items()}
+    save_file(half, folder / "loras" / f"{name}.safetensors", metadata={"format": "pt"})
+
+
+def card(pictures: Pictures, notes: str) -> str:
+    """``CARD.md``: what the weights are, what they were made from, and under which licences."""
+    return f"""# Starter models of plait
+
+A small model in the architecture of Stable Diffusion that draws {len(pictures.names)} emoji, 64x64 pixels, from their names in
+lower case (`concepts.json`). It has learnt its pictures by heart: it is there so that the server makes real
+pictures without a download and so that its tests mean something. It is no general text-to-image model.
+
+- `emoji/`: autoencoder (4x smaller, 4 channels), CLIP text encoder with its own vocabulary, UNet (v-prediction).
+- `controlnets/edges` (line map) and `controlnets/colors` (means of 4x4 pixels).
+- `loras/noto` (Noto artwork; UNet and text encoder), `loras/sketch` (line drawings; kohya's format), `loras/pixel` (8x8 blocks).
+
+## Data and licences
+- Twemoji artwork, copyright Twitter, Inc and other contributors, CC-BY 4.0
+  (https://creativecommons.org/licenses/by/4.0/), from the npm package emoji-datasource-twitter 16.0.0.
+- Noto Emoji artwork, copyright Google, Apache-2.0, from the npm package emoji-datasource-google 16.0.0.
+- The weights and `references.npz` (16x16 means of that artwork) are adaptations of both and may be used under the terms of these two licences.
+
+Concepts are chosen by the rule in `data.py`. Nothing was removed by hand.
+
+{notes.strip()}
+"""
+
+
+def export_rest(pictures: Pictures, notes: str, folder: Path) -> None:
+    """Write concepts, references and card, and last the manifest of everything in ``folder``."""
+    save_references(make_references(pictures.names, pictures.twemoji, pictures.noto), folder)
+    (folder / "CARD.md").write_text(card(pictures, notes), encoding="utf-8")
+    write_manifest(folder)

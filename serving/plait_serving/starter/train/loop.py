@@ -1,0 +1,124 @@
+"""The training loop that every stage shares: AdamW, warm-up and cosine, weight average, resume.
+
+The random numbers of step ``i`` depend on the seed and ``i`` alone, so a run that was cut off and resumed
+computes what an uninterrupted one does.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait_serving.starter.train.plan import Recipe
+
+Loss = Callable[[int, torch.Generator], Tensor]
+WARM_UP_STEPS = 50
+SEED = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a stage left behind: averaged weights, seconds of training so far, the last smoothed loss."""
+
+    weights: dict[str, Tensor]
+    seconds_s: float
+    loss: float
+
+
+def learning_rate(step: int, recipe: Recipe) -> float:
+    """Linear warm-up, then half a cosine down to a fiftieth of the peak."""
+    warm = min(1.0, (step + 1) / min(WARM_UP_STEPS, recipe.steps))
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, step / recipe.steps)))
+    return recipe.rate * warm * (0.02 + 0.98 * cosine)
+
+
+def save_atomically(value: object, path: Path) -> None:
+    """``torch.save`` so that a reader sees the old file or the new one, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".part")
+    torch.save(value, partial)
+    partial.replace(path)
+
+
+class Trainer:
+    """Trains the parameters of ``module`` that require a gradient, and remembers how far it got in ``path``."""
+
+    def __init__(self, name: str, module: nn.Module, recipe: Recipe, path: Path, *, save_every_s: float = 60.0) -> None:
+        self.name, self.recipe, self.path, self.save_every_s = name, recipe, path, save_every_s
+        self.live = {key: value for key, value in module.named_parameters() if value.requires_grad}
+        self.average = {key: value.detach().clone() for key, value in self.live.items()}
+        self.optimiser = torch.optim.AdamW(
+            list(self.live.values()), lr=recipe.rate, betas=(0.9, 0.99), weight_decay=1e-4
+        )
+        self.step, self.seconds_s, self.loss = 0, 0.0, float("nan")
+        if path.exists():
+            self._restore(torch.load(path, weights_only=True))
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        with torch.no_grad():
+            for key, value in self.live.items():
+                value.copy_(state["live"][key])
+        self.average = state["average"]
+        self.optimiser.load_state_dict(state["optimiser"])
+        self.step, self.seconds_s, self.loss = state["step"], state["seconds_s"], state["loss"]
+
+    def save(self) -> None:
+        """Write the checkpoint."""
+        state = {
+            "live": {key: value.detach() for key, value in self.live.items()},
+            "average": self.average,
+            "optimiser": self.optimiser.state_dict(),
+            "step": self.step,
+            "seconds_s": self.seconds_s,
+            "loss": self.loss,
+        }
+        save_atomically(state, self.path)
+
+    def _advance(self, loss: Loss) -> None:
+        for group in self.optimiser.param_groups:
+            group["lr"] = learning_rate(self.step, self.recipe)
+        value = loss(self.step, torch.Generator().manual_seed(SEED * 1_000_003 + self.step))
+        self.optimiser.zero_grad(set_to_none=True)
+        value.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(self.live.values(), 1.0)
+        self.optimiser.step()
+        self.step += 1
+        decay = min(self.recipe.ema, self.step / (self.step + 20))
+        torch._foreach_lerp_(list(self.average.values()), [v.detach() for v in self.live.values()], 1 - decay)
+        now = value.item()
+        self.loss = now if math.isnan(self.loss) else 0.98 * self.loss + 0.02 * now
+
+    def run(self, loss: Loss, watch: Callable[[int], None] | None = None) -> Outcome:
+        """Train up to the recipe's steps. ``watch(step)`` is called after each save, for samples on the way."""
+        started = saved = time.monotonic()
+        before_s, first = self.seconds_s, self.step
+        while self.step < self.recipe.steps:
+            self._advance(loss)
+            now = time.monotonic()
+            self.seconds_s = before_s + now - started
+            if now - saved > self.save_every_s or self.step == self.recipe.steps:
+                pace = (now - started) / (self.step - first)
+                print(f"{self.name} {self.step}/{self.recipe.steps} loss {self.loss:.4f} {self.seconds_s:.0f} s"
+                      f" ({pace:.2f} s/step)", file=sys.stderr, flush=True)  # fmt: skip
+                self.save()
+                if watch is not None:
+                    watch(self.step)
+                saved = time.monotonic()
+        return Outcome(weights=copy.deepcopy(self.average), seconds_s=self.seconds_s, loss=self.loss)
+
+
+def load_average(module: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Put averaged weights into ``module``; names that it lacks raise KeyError."""
+    own = dict(module.named_parameters())
+    with torch.no_grad():
+        for key, value in weights.items():
+            own[key].copy_(value)

@@ -1,0 +1,53 @@
+"""How long and how fast each stage trains: the one place with numbers to turn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+STAGES = ("vae", "decoder", "base", "edges", "colors", "noto", "sketch", "pixel")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One stage: optimiser steps, pictures a step, peak learning rate, decay of the weight average."""
+
+    steps: int
+    batch: int
+    rate: float
+    ema: float = 0.995
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.batch < 1 or self.rate <= 0 or not 0 <= self.ema < 1:
+            raise ValueError(f"impossible recipe: {self}")
+
+
+Plan = dict[str, Recipe]
+
+FULL: Plan = {
+    "vae": Recipe(steps=1450, batch=16, rate=2e-3),
+    "decoder": Recipe(steps=600, batch=12, rate=1.2e-3),
+    "base": Recipe(steps=4200, batch=16, rate=1.5e-3, ema=0.997),
+    "edges": Recipe(steps=1000, batch=16, rate=1e-3),
+    "colors": Recipe(steps=700, batch=16, rate=1e-3),
+    "noto": Recipe(steps=1500, batch=16, rate=2e-3),
+    "sketch": Recipe(steps=400, batch=16, rate=3e-3),
+    "pixel": Recipe(steps=350, batch=16, rate=3e-3),
+}
+
+
+def smoke_plan(steps: int = 3, batch: int = 2) -> Plan:
+    """Every stage for a few steps: proves that the program runs, not that it learns."""
+    return {name: replace(recipe, steps=steps, batch=batch, ema=0.5) for name, recipe in FULL.items()}
+
+
+def override(plan: Plan, settings: list[str]) -> Plan:
+    """A new plan with ``stage.field=value`` settings applied; ValueError for an unknown stage or field."""
+    changed = dict(plan)
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        stage, _, field = key.partition(".")
+        if stage not in changed or field not in ("steps", "batch", "rate", "ema") or not value:
+            raise ValueError(f"expected <stage>.<steps|batch|rate|ema>=<number>, got {setting!r}")
+        number = int(value) if field in ("steps", "batch") else float(value)
+        changed[stage] = replace(changed[stage], **{field: number})  # type: ignore[arg-type]
+    return changed

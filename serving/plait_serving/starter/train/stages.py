@@ -1,0 +1,61 @@
+"""Runs the stages in order, each from its checkpoint, and exports what they made."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from plait_serving.starter.data import Pictures
+from plait_serving.starter.train.base import Studio, build_studio, train_base
+from plait_serving.starter.train.controlnets import train_controlnet
+from plait_serving.starter.train.export import export_base, export_controlnet, export_lora, export_rest
+from plait_serving.starter.train.loop import SEED, Outcome
+from plait_serving.starter.train.loras import train_lora
+from plait_serving.starter.train.plan import Plan
+from plait_serving.starter.train.text import build_tokenizer
+from plait_serving.starter.train.vae import train_decoder, train_vae
+
+
+def prepare(pictures: Pictures, plan: Plan, work: Path) -> tuple[Studio, dict[str, Outcome]]:
+    """Train autoencoder, decoder and base, as far as their checkpoints in ``work`` have not done so."""
+    vae, first = train_vae(pictures, plan["vae"], work / "vae.pt")
+    second = train_decoder(vae, pictures, plan["decoder"], work / "decoder.pt")
+    studio = build_studio(pictures, vae, build_tokenizer(pictures.names))
+    third = train_base(studio, plan["base"], work / "base.pt")
+    return studio, {"vae": first, "decoder": second, "base": third}
+
+
+def train_all(pictures: Pictures, plan: Plan, work: Path, out: Path, stages: tuple[str, ...]) -> dict[str, Outcome]:
+    """Train ``stages`` (the first three always), write the bundle to ``out``, and return what each stage did."""
+    studio, outcomes = prepare(pictures, plan, work)
+    export_base(studio, out)
+    for name in ("edges", "colors"):
+        if name in stages:
+            net, outcomes[name] = train_controlnet(studio, name, plan[name], work / f"{name}.pt")
+            export_controlnet(net, name, out)
+    for name in ("noto", "sketch", "pixel"):
+        if name in stages:
+            tensors, outcomes[name] = train_lora(studio, name, plan[name], work / f"{name}.pt")
+            export_lora(tensors, name, out)
+    export_rest(pictures, training_notes(plan, outcomes), out)
+    return outcomes
+
+
+def training_notes(plan: Plan, outcomes: Mapping[str, Outcome]) -> str:
+    """The part of the card that says how this bundle was trained."""
+    lines = [
+        "## Training",
+        f"Seed {SEED}; torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}.",
+        "",
+        "| stage | steps | batch | peak rate | seconds | last loss |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, outcome in outcomes.items():
+        recipe = plan[name]
+        lines.append(
+            f"| {name} | {recipe.steps} | {recipe.batch} | {recipe.rate:g} | {outcome.seconds_s:.0f} | {outcome.loss:.4f} |"
+        )
+    return "\n".join(lines)

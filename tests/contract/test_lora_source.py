@@ -1,0 +1,149 @@
+"""The contract of `LoraSource`, for every implementation. A new source is one more entry of `SOURCES`."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from plait_serving.diffusion.errors import NotFound
+from plait_serving.diffusion.lora.formats import parse
+from plait_serving.diffusion.lora.remote import RemoteEntry, RemoteSource
+from plait_serving.diffusion.lora.source import ChainSource, FolderSource, LoraSource
+from plait_serving.diffusion.lora.targets import LoraTargets
+from plait_serving.diffusion.lora.testing import DelayedSource
+from support.loras import TwoLayers, tiny_lora_file
+
+NAMES = ("alpha", "be-ta.v2", "G4mma_x")
+
+
+def files(folder: Path) -> Path:
+    """A folder with a file for every name."""
+    for seed, name in enumerate(NAMES):
+        tiny_lora_file(folder, name, seed=seed)
+    return folder
+
+
+def folder_source(tmp_path: Path) -> LoraSource:
+    """A folder of files."""
+    return FolderSource(files(tmp_path / "loras"))
+
+
+def sub_folders(tmp_path: Path) -> LoraSource:
+    """A folder of sub-folders as diffusers saves them."""
+    flat = files(tmp_path / "flat")
+    for name in NAMES:
+        (tmp_path / "loras" / name).mkdir(parents=True)
+        (flat / f"{name}.safetensors").rename(tmp_path / "loras" / name / "pytorch_lora_weights.safetensors")
+    return FolderSource(tmp_path / "loras")
+
+
+def remote_source(tmp_path: Path) -> LoraSource:
+    """A store behind an fsspec URL."""
+    store = files(tmp_path / "store")
+    entries = {}
+    for name in NAMES:
+        content = (store / f"{name}.safetensors").read_bytes()
+        sha256 = hashlib.sha256(content).hexdigest()
+        entries[name] = RemoteEntry(path=f"{name}.safetensors", sha256=sha256, nbytes=len(content))
+    return RemoteSource(store.as_uri(), entries, cache_folder=tmp_path / "cache")
+
+
+def chain(tmp_path: Path) -> LoraSource:
+    """Two folders, the names divided among them, one in both."""
+    for seed, name in enumerate(NAMES[:2]):
+        tiny_lora_file(tmp_path / "first", name, seed=seed)
+    for seed, name in enumerate(NAMES[1:]):
+        tiny_lora_file(tmp_path / "second", name, seed=seed + 10)
+    return ChainSource([FolderSource(tmp_path / "first"), FolderSource(tmp_path / "second")])
+
+
+def delayed(tmp_path: Path) -> LoraSource:
+    """The test source, with a short delay."""
+    return DelayedSource(FolderSource(files(tmp_path / "loras")), delay_s=0.01)
+
+
+SOURCES = (folder_source, sub_folders, remote_source, chain, delayed)
+
+
+@pytest.fixture(params=SOURCES, ids=lambda build: build.__name__)
+def source(request: pytest.FixtureRequest, tmp_path: Path):
+    """Each source with `NAMES` in it."""
+    made: LoraSource = request.param(tmp_path)
+    yield made
+    made.close()
+
+
+def test_list_names_everything_in_order(source):
+    """`list` has exactly the names, sorted, and is a mapping of their entries."""
+    assert list(source.list()) == sorted(NAMES)
+    assert all(entry.name == name for name, entry in source.list().items())
+
+
+def test_find_agrees_with_list(source):
+    """`find` gives the entry that `list` gives; it is stable while nothing changes."""
+    for name, entry in source.list().items():
+        assert source.find(name) == entry
+        assert source.find(name) == source.find(name)
+
+
+def test_fetch_gives_a_file_of_the_announced_size(source):
+    """The path is a readable regular file with the entry's bytes, and a LoRA."""
+    targets = LoraTargets.of({"unet": TwoLayers()})
+    for name, entry in source.list().items():
+        path = source.fetch(name)
+        assert path.is_file()
+        assert path.stat().st_size == entry.nbytes
+        assert parse(name, path, targets).name == name
+
+
+def test_fetching_twice_gives_the_same_bytes(source):
+    """A fetch changes nothing."""
+    for name in NAMES:
+        assert source.fetch(name).read_bytes() == source.fetch(name).read_bytes()
+
+
+def test_different_names_have_different_contents(source):
+    """No name is another's alias."""
+    assert len({source.fetch(name).read_bytes() for name in NAMES}) == len(NAMES)
+    assert len({entry.stamp for entry in source.list().values()}) == len(NAMES)
+
+
+NO_NAMES = (
+    "nobody", "", ".", "..", "../alpha", "./alpha", "alpha/", "/etc/passwd", "alpha.safetensors", "ALPHA",
+    "a" * 65, "alpha\n", "alpha\0", "al pha", "file:///etc/passwd", "%2e%2e", "älpha", "*", "-alpha", "..alpha",
+)  # fmt: skip
+
+
+def test_what_is_no_name_is_not_found(source):
+    """Paths, URLs, patterns and other spellings find nothing, and fetching them is `NotFound`."""
+    for name in NO_NAMES:
+        assert source.find(name) is None, name
+        with pytest.raises(NotFound) as caught:
+            source.fetch(name)
+        assert caught.value.param == "loras"
+
+
+def test_many_threads_at_once(source):
+    """All methods may be called from any thread at the same time."""
+    barrier = threading.Barrier(6)
+
+    def work(i: int) -> bytes:
+        barrier.wait()
+        name = NAMES[i % 3]
+        assert source.find(name) is not None
+        assert len(source.list()) == 3
+        return source.fetch(name).read_bytes()
+
+    with ThreadPoolExecutor(6) as pool:
+        results = list(pool.map(work, range(6)))
+    assert results[:3] == results[3:]
+
+
+def test_close_is_idempotent(source):
+    """Closing twice is fine."""
+    source.close()
+    source.close()

@@ -1,0 +1,248 @@
+"""The whole server, for real: the engine, ControlNets as services, LoRA files, Ray Serve and HTTP, on tiny models."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import io
+import itertools
+import json
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import openai
+import pytest
+from PIL import Image
+
+from support.server import plait_server
+
+pytestmark = pytest.mark.cluster
+__all__ = ["plait_server"]  # the session's fixture
+
+SIZE = 32
+
+
+def picture(encoded):
+    image = Image.open(io.BytesIO(base64.b64decode(encoded)))
+    return np.asarray(image.convert("RGB"))
+
+
+def control_image(seed=0):
+    """A map with structure: random blocks."""
+    blocks = np.random.default_rng(seed).integers(0, 2, (8, 8, 1), dtype=np.uint8) * 255
+    image = Image.fromarray(np.kron(np.repeat(blocks, 3, axis=2), np.ones((4, 4, 1), dtype=np.uint8)))
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def control(name, **fields):
+    return {"name": name, "image": control_image(), **fields}
+
+
+def made(server, **body):
+    status, answer, _ = server.generate(**body)
+    assert status == 200, answer
+    return picture(answer["data"][0]["b64_json"])
+
+
+def difference(a, b):
+    return float(np.abs(a.astype(int) - b.astype(int)).mean())
+
+
+def metric(server, name):
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    connection.request("GET", "/metrics")
+    lines = connection.getresponse().read().decode().splitlines()
+    connection.close()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name) and line[len(name)] in " {")
+
+
+def test_serve_openai_client_makes_a_picture(plait_server):
+    """The openai client works unchanged: a PNG of the model's size, the same one again for the same seed."""
+    client = openai.OpenAI(base_url=plait_server.url + "/v1", api_key="none", max_retries=0)
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    extra = {"seed": 7, "num_inference_steps": 4}
+    first, second = (client.images.generate(model="tiny", prompt="red apple", extra_body=extra) for _ in range(2))
+    assert picture(first.data[0].b64_json).shape == (SIZE, SIZE, 3)
+    assert first.data[0].b64_json == second.data[0].b64_json
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.images.generate(model="sdxl", prompt="x")
+    assert caught.value.code == "model_not_found"
+
+
+def test_serve_is_ready_within_a_minute(plait_server):
+    """From the command to the address on stdout, warm-up picture included, takes at most 60 s on two cores."""
+    assert plait_server.ready_s <= 60
+    assert plait_server.get("/health")[1]["ready"] is True
+
+
+def test_serve_every_part_of_a_request_changes_the_picture(plait_server):
+    """Seed, prompt, LoRA set, scale, ControlNet, its picture and both together: all pictures differ."""
+    base = {"prompt": "red apple", "seed": 3, "num_inference_steps": 4}
+    noto, edges = [{"name": "noto"}], [control("edges")]
+    variants = [
+        {},
+        {"seed": 4},
+        {"prompt": "blue house"},
+        {"loras": noto},
+        {"loras": [{"name": "noto", "scale": 0.5}]},
+        {"loras": [*noto, {"name": "sketch"}]},
+        {"loras": [{"name": "spoken"}]},
+        {"controlnets": edges},
+        {"controlnets": [control("colors")]},
+        {"controlnets": [*edges, control("colors")]},
+        {"controlnets": edges, "loras": noto},
+    ]
+    pictures = [made(plait_server, **{**base, **variant}) for variant in variants]
+    for (i, a), (j, b) in itertools.combinations(enumerate(pictures), 2):
+        assert difference(a, b) > 0.5, (variants[i], variants[j])
+    assert difference(made(plait_server, **base), pictures[0]) <= 1, "the pristine weights are not back"
+
+
+LORA_SETS = ([], [{"name": "noto"}], [{"name": "noto", "scale": 0.5}, {"name": "sketch"}], [{"name": "spoken"}])
+CONTROLS = ([], [control("edges")], [control("colors", end=0.5)], [control("edges"), control("colors", scale=0.7)])
+SCHEDULERS = ("ddim", "euler", "dpmpp_2m", "unipc", "euler_a", "lcm")
+GOOD = [
+    {
+        "prompt": f"{('red', 'green', 'blue')[i % 3]} {('apple', 'cat', 'house', 'tree')[i % 4]}",
+        "seed": i,
+        "num_inference_steps": 3 + i % 5,
+        "scheduler": SCHEDULERS[i % len(SCHEDULERS)],
+        "loras": LORA_SETS[i % len(LORA_SETS)],
+        "controlnets": CONTROLS[(i // 4) % len(CONTROLS)],
+        **({"n": 3} if i == 5 else {}),
+        **({"guidance_scale": 1.0} if i % 7 == 3 else {}),
+    }
+    for i in range(15)
+]
+BAD = [
+    ({"prompt": "x", "loras": [{"name": "nobody"}]}, 404, "loras.0.name"),
+    ({"prompt": "x", "controlnets": [control("depth")]}, 404, "controlnets.0.name"),
+    ({"prompt": "x", "num_inference_steps": 0}, 400, "num_inference_steps"),
+    ({"prompt": "x", "size": "33x32"}, 400, "size"),
+    ({"prompt": "x", "steps": 4}, 400, "steps"),
+]
+
+
+def test_serve_answers_twenty_mixed_requests_at_once(plait_server):
+    """LoRA sets x ControlNets x schedulers x steps, a quarter of them bad: each gets its own right answer."""
+    bodies = [*GOOD, *(body for body, _, _ in BAD)]
+    order = np.random.default_rng(0).permutation(len(bodies))
+    answers = {}
+    with ThreadPoolExecutor(len(bodies)) as threads:
+        futures = {int(i): threads.submit(plait_server.generate, **bodies[i]) for i in order}
+        answers = {i: future.result() for i, future in futures.items()}
+    for i, body in enumerate(GOOD):
+        status, answer, _ = answers[i]
+        assert status == 200, (body, answer)
+        assert len(answer["data"]) == body.get("n", 1)
+        assert [entry["seed"] for entry in answer["data"]] == list(range(body["seed"], body["seed"] + body.get("n", 1)))
+    for j, (_, status, param) in enumerate(BAD):
+        got, answer, _ = answers[len(GOOD) + j]
+        assert (got, answer["error"]["param"]) == (status, param)
+    for i in (0, 5, 10, 13):  # each LoRA set and control once: the crowd changed nothing
+        alone = made(plait_server, **GOOD[i])
+        assert difference(picture(answers[i][1]["data"][0]["b64_json"]), alone) < 1.0, GOOD[i]
+
+
+def test_serve_streams_partial_images(plait_server):
+    """Server-sent events: the partial images in order, then the picture that the plain call makes."""
+    client = openai.OpenAI(base_url=plait_server.url + "/v1", api_key="none", max_retries=0)
+    extra = {"seed": 5, "num_inference_steps": 6}
+    events = list(client.images.generate(model="tiny", prompt="cat", stream=True, partial_images=2, extra_body=extra))
+    assert [event.type for event in events] == ["image_generation.partial_image"] * 2 + ["image_generation.completed"]
+    assert [event.partial_image_index for event in events[:2]] == [0, 1]
+    assert difference(picture(events[-1].b64_json), made(plait_server, prompt="cat", **extra)) <= 1
+
+
+def test_serve_new_lora_file_needs_no_restart(plait_server):
+    """A file that is put into the folder can be named at once, and is gone when it is removed."""
+    folder = plait_server.state_folder.parents[1] / "loras"
+    fresh = folder / "fresh.safetensors"
+    body = {"prompt": "cat", "seed": 1, "num_inference_steps": 3, "loras": [{"name": "fresh"}]}
+    assert plait_server.generate(**body)[0] == 404
+    temporary = folder / "fresh.part"
+    temporary.write_bytes((folder / "noto.safetensors").read_bytes())
+    temporary.rename(fresh)
+    try:
+        assert difference(made(plait_server, **body), made(plait_server, **{**body, "loras": [{"name": "noto"}]})) <= 1
+    finally:
+        fresh.unlink()
+    assert plait_server.generate(**body)[0] == 404
+
+
+def test_serve_disconnect_cancels_the_engines_work(plait_server):
+    """A client that hangs up frees the engine: a long request is given up after a step or two, not at its end."""
+    connection = http.client.HTTPConnection("127.0.0.1", plait_server.port, timeout=30)
+    before = metric(plait_server, "plait_cancelled_total")
+    body = json.dumps({"prompt": "cat", "num_inference_steps": 200, "n": 8})
+    started_s = time.monotonic()
+    connection.request("POST", "/v1/images/generations", body, {"content-type": "application/json"})
+    time.sleep(0.7)
+    connection.close()
+    while metric(plait_server, "plait_cancelled_total") == before:
+        assert time.monotonic() - started_s < 20
+        time.sleep(0.05)
+    started_s = time.monotonic()
+    made(plait_server, prompt="cat", num_inference_steps=2)
+    assert time.monotonic() - started_s < 5
+
+
+def kill_replica(server, deployment):
+    pid = server.replica_pids(deployment)[0]
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def test_serve_survives_kill_minus_9_of_a_controlnet_replica(plait_server):
+    """Killed in mid-request: another replica finishes the request, and its batch mates never notice."""
+    slow = {"prompt": "cat", "num_inference_steps": 150, "seed": 1}
+    expected = made(plait_server, **slow, controlnets=[control("edges")])
+    with ThreadPoolExecutor(3) as threads:
+        controlled = threads.submit(plait_server.generate, **slow, controlnets=[control("edges")])
+        mate = threads.submit(plait_server.generate, **slow)
+        time.sleep(0.5)
+        assert not controlled.done()
+        for pid in plait_server.replica_pids("controlnet-edges")[:1]:
+            os.kill(pid, signal.SIGKILL)
+        status, answer, _ = controlled.result()
+        assert mate.result()[0] == 200
+    assert status == 200, answer
+    assert difference(picture(answer["data"][0]["b64_json"]), expected) < 1.0
+
+
+def test_serve_recovers_when_the_only_controlnet_replica_was_killed(plait_server):
+    """With no replica left the request fails by name or waits; the server stays well and the ControlNet returns."""
+    kill_replica(plait_server, "controlnet-colors")
+    body = {"prompt": "cat", "num_inference_steps": 3, "seed": 1, "controlnets": [control("colors")]}
+    status, answer, _ = plait_server.generate(**body)
+    assert status in (200, 503), answer
+    if status == 503:
+        assert answer["error"]["code"] == "controlnet_unavailable"
+        assert "colors" in answer["error"]["message"]
+    assert plait_server.generate(prompt="cat", num_inference_steps=2)[0] == 200
+    until_s = time.monotonic() + 60
+    while plait_server.generate(**body)[0] != 200:
+        assert time.monotonic() < until_s, "the ControlNet did not come back"
+        time.sleep(1)
+
+
+def test_serve_survives_kill_minus_9_of_the_engine_replica(plait_server):
+    """The base replica dies in mid-request: the request is made again on the new one, and the server recovers."""
+    body = {"prompt": "tree", "num_inference_steps": 200, "seed": 9}
+    expected = made(plait_server, **body)
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(plait_server.generate(**body)))
+    thread.start()
+    time.sleep(0.4)
+    kill_replica(plait_server, "engine")
+    thread.join(120)
+    status, answer, _ = answers[0]
+    assert status == 200, answer
+    assert difference(picture(answer["data"][0]["b64_json"]), expected) < 1.0
+    assert plait_server.get("/health")[0] == 200

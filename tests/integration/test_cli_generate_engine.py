@@ -1,0 +1,112 @@
+"""`plait generate` with the real engine on tiny models: pictures without a server and without Ray."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from plait.cli.main import main
+from plait_serving.images import DecodeLimits, decode_image, read_parameters
+from support.http_app import png
+from support.server import write_tiny_models
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    """A plait.yaml over tiny models."""
+    return write_tiny_models(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def make(config, tmp_path):
+    """`make(name, *options)` runs the command and returns the picture."""
+
+    def run(name, *options):
+        out = tmp_path / name
+        arguments = ["red apple", "-o", out, "--config", config, "--seed", 3, "--steps", 3, *options]
+        assert main(["generate", *map(str, arguments)]) == 0
+        return decode_image(out.read_bytes(), param="p", limits=DecodeLimits()).astype(int)
+
+    return run
+
+
+def test_seed_lora_and_controlnet_act(make, tmp_path):
+    """The same seed gives the same picture; a LoRA, a ControlNet and both give three others."""
+    control = tmp_path / "map.png"
+    control.write_bytes(png(32, 32, (255, 255, 255)))
+    plain, again = make("a.png"), make("b.png")
+    assert plain.shape == (32, 32, 3)
+    assert np.array_equal(plain, again)
+    lora, edges = ("--lora", "noto:0.8"), ("--controlnet", f"edges={control}")
+    others = [make("c.png", *lora), make("d.png", *edges), make("e.png", *lora, *edges)]
+    pictures = [plain, *others]
+    for i, first in enumerate(pictures):
+        for second in pictures[:i]:
+            assert np.abs(first - second).mean() > 0.5
+    text = read_parameters((tmp_path / "e.png").read_bytes())
+    assert "<lora:noto:0.8>" in text
+    assert "Model: edges" in text
+
+
+def test_an_unknown_lora_is_wrong_usage(config, tmp_path, capsys):
+    """The engine's catalog is asked, and nothing is written."""
+    out = tmp_path / "a.png"
+    assert main(["generate", "x", "-o", str(out), "--config", str(config), "--lora", "nobody"]) == 2
+    assert "nobody" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_the_list_tells_what_the_tiny_configuration_offers(config, capsys):
+    """`plait models list --json` on real folders."""
+    assert main(["models", "list", "--json", "--config", str(config)]) == 0
+    entries = {(item["kind"], item["name"]): item for item in json.loads(capsys.readouterr().out)}
+    assert entries["base", "tiny"]["family"] == "sd1"
+    assert entries["lora", "noto"]["format"] == "peft"
+    assert entries["lora", "sketch"]["format"] == "kohya"
+    assert ("controlnet", "edges") in entries
+
+
+COMMAND = """
+import sys
+from plait.cli.main import main
+code = main(sys.argv[1:])
+assert "ray" not in sys.modules, "Ray was imported"
+sys.exit(code)
+"""
+
+
+def start(*arguments: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", COMMAND, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_ctrl_c_in_mid_picture_ends_the_process(config, tmp_path):
+    """An interrupt ends a long picture: exit code 130, no file, no traceback; and Ray was never imported."""
+    out = tmp_path / "a.png"
+    process = start("generate", "red apple", "-o", out, "--config", config, "--steps", 200, "-n", 10)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("drawing"):
+            break
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    try:
+        _, stderr = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 130, stderr
+    assert "Traceback" not in stderr
+    assert not out.exists()

@@ -1,0 +1,133 @@
+"""A ControlNet replica dies while pictures are made: whoever can go on does, and with the same picture."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from plait_serving.diffusion.assemble import Assembled, EngineSettings, build_engine
+from plait_serving.diffusion.controlnet.model import load_controlnet
+from plait_serving.diffusion.controlnet.remote import RemoteControlNetClient
+from plait_serving.diffusion.controlnet.service import ControlNetService
+from plait_serving.diffusion.errors import ControlNetUnavailable
+from plait_serving.diffusion.knobs import Knobs, Placement
+from plait_serving.diffusion.values import ControlRef, Event, Failed, Finished, ImageRequest, Progress, Scheduler
+from support import controlnet as kit
+
+WAIT_S = 120.0
+STEPS = 6
+
+
+@dataclass(eq=False)
+class Scene:
+    """An engine whose two ControlNets are services in threads."""
+
+    assembled: Assembled
+    edges: ControlNetService
+    fleets: dict[str, kit.Fleet] = field(default_factory=dict)
+
+    def make(self, *requests: ImageRequest, on_step: Callable[[Progress], None] | None = None) -> dict[str, Event]:
+        """Runs all at once; how each ended. ``on_step`` is called on the compute thread, between two steps."""
+        ended: queue.Queue[tuple[str, Event]] = queue.Queue()
+
+        def sink(name: str, event: Event) -> None:
+            if isinstance(event, Progress) and on_step is not None:
+                on_step(event)
+            if isinstance(event, Finished | Failed):
+                ended.put((name, event))
+
+        for request in requests:
+            self.assembled.engine.submit(request, partial(sink, request.request_id))
+        return dict(ended.get(timeout=WAIT_S) for _ in requests)
+
+
+@pytest.fixture
+def scene(tiny_sd_folder: Path, tiny_sd_controlnets: tuple[Path, Path], tmp_path: Path) -> Iterator[Scene]:
+    """A fresh engine with one replica of either ControlNet."""
+    folders = dict(zip(("edges", "colors"), tiny_sd_controlnets, strict=True))
+    runners = {name: load_controlnet(folder, dtype=torch.float32) for name, folder in folders.items()}
+    with ExitStack() as stack:
+        edges = stack.enter_context(kit.serving(runners["edges"], kit.new_address("tcp", tmp_path)))
+        colors = stack.enter_context(kit.serving(runners["colors"], kit.new_address("shm", tmp_path), name="colors"))
+        fleets = {
+            "edges": kit.Fleet({"thread": edges.addresses[0]}),
+            "colors": kit.Fleet({"thread": colors.addresses[0]}),
+        }
+        remote = {name: partial(RemoteControlNetClient, name, fleet.connect) for name, fleet in fleets.items()}
+        settings = EngineSettings(
+            model=tiny_sd_folder,
+            dtype="float32",
+            device="cpu",
+            controlnets=folders,
+            knobs=Knobs(threads=1, controlnet_placement=Placement.REMOTE),
+        )
+        assembled = build_engine(settings, remote=remote)
+        stack.callback(assembled.engine.stop, drain_s=0.0)
+        yield Scene(assembled=assembled, edges=edges, fleets=fleets)
+
+
+def _request(name: str, *controlnets: str) -> ImageRequest:
+    image = np.random.default_rng(0).integers(0, 256, (kit.SIZE, kit.SIZE, 3), dtype=np.uint8)
+    return ImageRequest(
+        request_id=name,
+        prompt="red apple",
+        width=kit.SIZE,
+        height=kit.SIZE,
+        steps=STEPS,
+        guidance_scale=5.0,
+        seed=7,
+        scheduler=Scheduler.EULER,
+        controlnets=tuple(ControlRef(name=control, image=image) for control in controlnets),
+    )
+
+
+def _picture(event: Event) -> np.ndarray:
+    assert isinstance(event, Finished), event
+    return event.result.images[0]
+
+
+def test_picture_survives_a_replica_that_is_killed_in_mid_step(
+    scene: Scene, tiny_sd_controlnets: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """kill -9 while a step is under way: the step is computed elsewhere and the picture is the same, bit for bit."""
+    fleet = scene.fleets["edges"]
+    with kit.service_process(tiny_sd_controlnets[0], kit.new_address("shm", tmp_path)) as (process, address):
+        fleet.addresses = {"process": address, **fleet.addresses}
+
+        def stop_it(progress: Progress) -> None:
+            if progress.step == 3:
+                process.send_signal(signal.SIGSTOP)  # the next step's question is never answered
+                threading.Timer(0.2, process.kill).start()
+
+        undisturbed = _picture(scene.make(_request("first", "edges"))["first"])
+        assert scene.edges.statistics().steps == 0
+        again = _picture(scene.make(_request("again", "edges"), on_step=stop_it)["again"])
+        assert scene.edges.statistics().steps == STEPS - 3
+        plain = _picture(scene.make(_request("plain"))["plain"])
+    assert np.array_equal(again, undisturbed)
+    assert not np.array_equal(plain, undisturbed)
+
+
+def test_without_a_replica_only_requests_that_need_it_fail(scene: Scene) -> None:
+    """All replicas of one ControlNet die: its request gets a clear error, its batch mates get their pictures."""
+
+    def stop_them(progress: Progress) -> None:
+        if progress.step == 2:
+            scene.edges.stop(drain_s=0.0)
+
+    ended = scene.make(_request("edges", "edges"), _request("colors", "colors"), _request("plain"), on_step=stop_them)
+    failed = ended["edges"]
+    assert isinstance(failed, Failed)
+    assert isinstance(failed.error, ControlNetUnavailable)
+    assert "edges" in str(failed.error)
+    assert not np.array_equal(_picture(ended["colors"]), _picture(ended["plain"]))

@@ -1,0 +1,111 @@
+"""ControlNets as a Serve deployment: real replicas, found through Serve, asked over the fabric, killed with -9."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plait_serving.deployments.controlnet import ControlNetDeployment, ControlNetKnobs, ServeConnect, socket_folder
+from plait_serving.diffusion.controlnet.remote import RemoteControlNetClient
+from plait_serving.diffusion.errors import ControlNetUnavailable
+from plait_serving.diffusion.protocols import Residuals
+from support import controlnet as kit
+
+pytestmark = pytest.mark.cluster
+
+PATIENCE_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A small Ray of our own."""
+    import ray
+    from ray import serve
+
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+        ray.init(
+            address="local",
+            num_cpus=4,
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=100 << 20,
+            _temp_dir=folder,
+            _node_ip_address="127.0.0.1",
+        )
+        serve.start(proxy_location="Disabled")
+        yield serve
+        serve.shutdown()
+        ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def handle(cluster: Any, tiny_sd_controlnets: tuple[Path, Path]) -> Any:
+    """Two replicas of a tiny ControlNet."""
+    deployment = cluster.deployment(ControlNetDeployment).options(
+        name="controlnet-edges",
+        num_replicas=2,
+        ray_actor_options={"num_cpus": 0.5},
+        user_config=ControlNetKnobs(threads=1).model_dump(),
+        health_check_period_s=2.0,
+    )
+    app = deployment.bind(name="edges", folder=str(tiny_sd_controlnets[0]), dtype="float32", device="cpu")
+    return cluster.run(app, name="controlnets", route_prefix=None)
+
+
+def test_residuals_from_a_serve_replica_are_exact(handle: Any, tiny_sd_controlnets: tuple[Path, Path]) -> None:
+    """A base replica that knows only Serve's handle gets `ControlNetModel.forward` x scale, bit for bit."""
+    find = ServeConnect("edges", handle)
+    replicas = find.replicas()
+    assert len({replica.pid for replica in replicas}) == 2
+    assert [[address.partition(":")[0] for address in replica.addresses] for replica in replicas] == [
+        ["shm", "tcp"]
+    ] * 2
+    assert len({replica.secret for replica in replicas}) == 2
+    client, ask = RemoteControlNetClient("edges", find), kit.make_ask(1, width=32, n=2, scale=0.8)
+    answer = client.start([ask.call(ask.open(client))]).wait()[0]
+    assert kit.same_bits(answer, kit.twin_answers(kit.load_twin(tiny_sd_controlnets[0]), [ask])[0])
+    assert sum(replica.channels for replica in find.replicas()) == 1
+    client.shutdown()
+
+
+def test_kill_nine_in_mid_step_is_retried_on_another(handle: Any, tiny_sd_controlnets: tuple[Path, Path]) -> None:
+    """The replica that holds our step is killed: another answers the same, and goes on."""
+    find = ServeConnect("edges", handle)
+    client, ask = RemoteControlNetClient("edges", find), kit.make_ask(2, width=32)
+    expected = kit.twin_answers(kit.load_twin(tiny_sd_controlnets[0]), [ask])[0]
+    session = ask.open(client)
+    before = find.replicas()
+    ours = next(replica for replica in before if replica.channels)
+    os.kill(ours.pid, signal.SIGSTOP)  # so that it can not answer before it dies
+    pending = client.start([ask.call(session)])
+    os.kill(ours.pid, signal.SIGKILL)
+    assert kit.same_bits(pending.wait()[0], expected)
+    assert kit.same_bits(client.start([ask.call(session)]).wait()[0], expected)
+    assert ours.pid not in {replica.pid for replica in find.replicas()}
+    client.shutdown()
+
+
+def test_deleted_deployment_is_unavailable_and_leaves_no_socket(cluster: Any, handle: Any) -> None:
+    """When Serve takes the deployment away its clients are told so, and its sockets are gone."""
+    find = ServeConnect("edges", handle, describe_timeout_s=2.0)
+    client, ask = RemoteControlNetClient("edges", find), kit.make_ask(3, width=32)
+    session = ask.open(client)
+    assert isinstance(client.start([ask.call(session)]).wait()[0], Residuals)
+    pids = [replica.pid for replica in find.replicas()]
+    cluster.delete("controlnets")
+    assert isinstance(client.start([ask.call(session)]).wait()[0], ControlNetUnavailable)
+    _wait_until(lambda: not any(path for pid in pids for path in socket_folder().glob(f"controlnet-{pid}-*")))
+
+
+def _wait_until(true: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < until_s, "it never came true"
+        time.sleep(0.2)

@@ -1,0 +1,206 @@
+"""HTTP over the real engine, whose models are arithmetic fakes: what the two promise each other."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from plait_serving.diffusion.admission import RequestLimits
+from plait_serving.diffusion.decoding import Decoder
+from plait_serving.diffusion.engine import Engine
+from plait_serving.diffusion.knobs import Knobs
+from plait_serving.diffusion.stepper import Stepper
+from plait_serving.diffusion.testing import FakeDenoiser, FakeMerger, FakeProvider, fake_samplers
+from plait_serving.http.local_service import LocalImageService, limits_of
+from plait_serving.http.testing import FAKE_CATALOG
+from support.http_app import AsgiCall, make_app, pixels, until
+
+torch.set_num_threads(1)
+STEP_S = 0.01
+
+
+class Rig:
+    """The application, the service and the engine under it. The picture of a seed is grey: seed + steps."""
+
+    def __init__(self, *, provider=None, **knobs) -> None:
+        self.merger = FakeMerger(broken=frozenset({"broken"}))
+        self.denoiser = FakeDenoiser(self.merger, lambda: time.sleep(STEP_S))
+        self.provider = provider or FakeProvider(["noto", "sketch"])
+        limits = RequestLimits(largest_pixels=64 * 64, largest_steps=500)
+        stepper = Stepper(
+            denoiser=self.denoiser, merger=self.merger, sampler_factory=fake_samplers, controlnets={},
+            clock=time.monotonic,
+        )  # fmt: skip
+        self.engine = Engine(
+            stepper=stepper,
+            decoder=Decoder(self.denoiser, None),
+            loras=self.provider,
+            controlnets={},
+            switch_cost_s=lambda loras: 0.0,
+            limits=limits,
+            knobs=Knobs(threads=1, **knobs),
+            clock=time.monotonic,
+        )
+        self.engine.start()
+        catalog = replace(FAKE_CATALOG, model=replace(FAKE_CATALOG.model, limits=limits_of(limits)), controlnets=())
+        self.service = LocalImageService(engine=self.engine, catalog=lambda: catalog)
+        self.app = make_app(self.service)
+
+    def call(self, **body) -> AsgiCall:
+        """Starts a request."""
+        return AsgiCall(self.app, json.dumps({"prompt": "x", "guidance_scale": 1, **body}).encode())
+
+    async def answer(self, **body) -> tuple[int, dict]:
+        """A request's status and body."""
+        call = self.call(**body)
+        await call.done()
+        return call.status, json.loads(b"".join(call.chunks))
+
+
+@pytest.fixture
+def rig():
+    """`rig(**options)` builds a `Rig`; every one is stopped at the end."""
+    rigs = []
+
+    def build(**options):
+        rigs.append(Rig(**options))
+        return rigs[-1]
+
+    yield build
+    for each in rigs:
+        each.engine.stop(drain_s=0)
+
+
+def grey(body, index=0):
+    """The one value of a grey picture."""
+    image = pixels(body["data"][index]["b64_json"])
+    assert (image == image[0, 0]).all()
+    return int(image[0, 0, 0])
+
+
+async def test_pictures_come_out_as_the_engine_made_them(rig):
+    """Seeds, steps and LoRA scales of the request are those of the picture; timings are the engine's."""
+    subject = rig()
+    status, body = await subject.answer(n=2, seed=10, num_inference_steps=5)
+    assert status == 200
+    assert [grey(body, 0), grey(body, 1)] == [15, 16]
+    status, body = await subject.answer(seed=10, num_inference_steps=5, loras=[{"name": "noto", "scale": 2}])
+    assert grey(body) == 10 + 5 * 3
+    timings = body["timings"]
+    assert timings["denoise"] >= 5 * STEP_S
+    assert timings["total"] == pytest.approx(sum(timings[key] for key in timings if key != "total"), abs=1e-3)
+
+
+async def test_twenty_mixed_requests_at_once(rig):
+    """Different sets, sizes, steps and streams at once: everybody gets their own picture."""
+    subject = rig()
+    calls = []
+    for i in range(20):
+        loras = [{"name": "noto"}] if i % 3 == 0 else []
+        size = "16x16" if i % 2 else "24x16"
+        calls.append((i, bool(loras), subject.call(seed=i, num_inference_steps=3 + i % 4, loras=loras, size=size)))
+    for i, has_lora, call in calls:
+        await call.done()
+        assert call.status == 200
+        assert grey(json.loads(b"".join(call.chunks))) == i + (3 + i % 4) * (2 if has_lora else 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_disconnect_stops_the_engine_within_a_step(rig, stream):
+    """After the client has gone, the compute thread runs at most one more step of its picture."""
+    subject = rig()
+    call = subject.call(num_inference_steps=500, stream=stream)
+    await until(lambda: len(subject.denoiser.calls) >= 3)
+    call.disconnect()
+    await call.done()
+    before = len(subject.denoiser.calls)
+    await asyncio.sleep(10 * STEP_S)
+    assert len(subject.denoiser.calls) <= before + 1
+    assert subject.engine.statistics().cancelled == 1
+
+
+async def test_a_disconnect_while_the_lora_loads_gives_it_up(rig):
+    """A request that waits for its LoRA set is cancelled without ever running."""
+    subject = rig(provider=FakeProvider(["noto"], held=["noto"]))
+    call = subject.call(loras=[{"name": "noto"}])
+    await until(lambda: bool(subject.provider.waiting))
+    call.disconnect()
+    await call.done()
+    await until(lambda: subject.engine.statistics().cancelled == 1)
+    assert subject.denoiser.calls == []
+
+
+async def test_partial_images_stream_while_the_engine_runs(rig):
+    """Previews arrive in order before the picture, and progress is told step by step."""
+    call = rig().call(num_inference_steps=8, stream=True, partial_images=3, seed=3)
+    await call.done()
+    text = b"".join(call.chunks).decode()
+    assert [line for line in text.split("\n") if line.startswith(":")] == [f": step {i}/8" for i in range(1, 9)]
+    events = [json.loads(line[6:]) for line in text.split("\n") if line.startswith("data: ")]
+    assert [event.get("partial_image_index") for event in events] == [0, 1, 2, None]
+    assert np.all(pixels(events[-1]["b64_json"]) == 3 + 8)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code"),
+    [
+        ({"prompt": "nan"}, 500, "numerical_error"),
+        ({"prompt": "boom", "size": "24x16"}, 500, "internal_error"),
+        ({"prompt": "unencodable"}, 500, "internal_error"),
+        ({"num_inference_steps": 501}, 400, "invalid_value"),
+        ({"size": "72x64"}, 400, "invalid_value"),
+        ({"deadline_ms": 1, "num_inference_steps": 100}, 504, "deadline_missed"),
+    ],
+    ids=lambda value: json.dumps(value),
+)
+async def test_failures_of_the_engine_are_told_and_others_go_on(rig, body, status, code):
+    """The failing request gets its answer, a neighbour gets its picture."""
+    subject = rig()
+    await subject.answer()  # the engine knows by now how long a step takes
+    neighbour = subject.call(seed=1, num_inference_steps=30)
+    got, error = await subject.answer(**body)
+    assert (got, error["error"]["code"]) == (status, code)
+    await neighbour.done()
+    assert grey(json.loads(b"".join(neighbour.chunks))) == 31
+
+
+async def test_a_lora_that_can_not_be_used_is_a_422(rig):
+    """Whether it fails while it loads or while it is merged, the answer names the field."""
+    for provider in (FakeProvider(["noto"], failing=["noto"]), FakeProvider(["noto"])):
+        subject = rig(provider=provider)
+        subject.merger.broken = frozenset({"noto"})
+        status, body = await subject.answer(loras=[{"name": "noto"}])
+        assert status == 422
+        assert (body["error"]["code"], body["error"]["param"].split(".")[0]) == ("invalid_lora", "loras")
+
+
+async def test_a_full_queue_is_a_429(rig):
+    """The request that does not fit is refused at once with the time to come back."""
+    subject = rig(queue_limit=1)
+    first = subject.call(num_inference_steps=500)
+    await until(lambda: len(subject.denoiser.calls) >= 1)
+    second = subject.call()
+    await second.done()
+    assert second.status == 429
+    first.disconnect()
+    await first.done()
+
+
+async def test_a_stopped_engine_is_a_503_and_not_healthy(rig):
+    """Who is still waiting when the engine stops is told so."""
+    subject = rig()
+    subject.service.warmed_up(0.1)
+    assert (await subject.service.health()).ready
+    running = subject.call(num_inference_steps=500)
+    await until(lambda: len(subject.denoiser.calls) >= 1)
+    await asyncio.to_thread(subject.engine.stop, drain_s=0)
+    await running.done()
+    assert running.status == 503
+    assert (await subject.answer())[0] == 503
+    assert not (await subject.service.health()).ready

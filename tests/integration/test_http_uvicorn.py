@@ -1,0 +1,98 @@
+"""The application behind a real uvicorn and a real socket: what in-process clients can not show."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+
+import openai
+import pytest
+import uvicorn
+
+from plait_serving.http.context import HttpSettings
+from plait_serving.http.testing import FakeImageService
+from support.http_app import make_app
+
+STEP_S = 0.02
+
+
+class Server:
+    """uvicorn in a thread on a free port."""
+
+    def __init__(self):
+        self.service = FakeImageService(step_s=STEP_S)
+        app = make_app(self.service, HttpSettings(max_body_bytes=100_000))
+        self._uvicorn = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
+        self._thread = threading.Thread(target=self._uvicorn.run, daemon=True)
+        self._thread.start()
+        wait_for(lambda: self._uvicorn.started)
+        self.port = self._uvicorn.servers[0].sockets[0].getsockname()[1]
+
+    def stop(self):
+        self._uvicorn.should_exit = True
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+
+
+def wait_for(condition, timeout_s=5.0):
+    until_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until_s, "timed out"
+        time.sleep(0.005)
+
+
+@pytest.fixture(scope="module")
+def server():
+    running = Server()
+    yield running
+    running.stop()
+
+
+def connect(server, body):
+    """Sends a request and leaves the connection open."""
+    raw = json.dumps(body).encode()
+    headers = f"host: x\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}"
+    head = f"POST /v1/images/generations HTTP/1.1\r\n{headers}"
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=5)
+    client.sendall(head.encode() + b"\r\n\r\n" + raw)
+    return client
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_closing_the_socket_cancels_the_work(server, stream):
+    """Over a real connection a client that goes stops its picture within a few steps' time."""
+    before = len(server.service.cancelled)
+    start = server.service.steps_run
+    client = connect(server, {"prompt": "x", "num_inference_steps": 50, "stream": stream})
+    wait_for(lambda: server.service.steps_run >= start + 3)
+    client.close()
+    wait_for(lambda: len(server.service.cancelled) == before + 1)
+    stopped = server.service.steps_run
+    assert stopped < start + 40
+    time.sleep(3 * STEP_S)
+    assert server.service.steps_run == stopped
+
+
+def test_events_arrive_while_the_picture_is_made(server):
+    """Nothing between the engine and the socket holds events back."""
+    client = openai.OpenAI(api_key="x", base_url=f"http://127.0.0.1:{server.port}/v1", max_retries=0)
+    times_s = []
+    for event in client.images.generate(
+        prompt="x", stream=True, partial_images=3, extra_body={"num_inference_steps": 40}
+    ):
+        times_s.append(time.monotonic())
+        assert event.b64_json
+    assert len(times_s) == 4
+    assert times_s[-1] - times_s[0] > 10 * STEP_S
+
+
+def test_a_large_body_gets_its_413(server):
+    """The answer reaches a client whose upload is refused, and the server goes on."""
+    with connect(server, {"prompt": "x" * 200_000}) as client:
+        answer = client.recv(65_536)
+    assert answer.startswith(b"HTTP/1.1 413")
+    assert b"body_too_large" in answer
+    api = openai.OpenAI(api_key="x", base_url=f"http://127.0.0.1:{server.port}/v1", max_retries=0)
+    assert api.images.generate(prompt="x").data

@@ -1,0 +1,232 @@
+"""Merged weights against diffusers' own: `load_lora_weights` + `fuse_lora` on tiny SD and SDXL models."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
+from safetensors.torch import load_file
+from torch import nn
+
+from plait_serving.diffusion.lora.formats import parse
+from plait_serving.diffusion.lora.keys import LoraFormat
+from plait_serving.diffusion.lora.merge import Merger
+from plait_serving.diffusion.lora.targets import LoraTargets
+from plait_serving.diffusion.values import LoraRef
+from support.loras import shapes_of, snapshot, write
+from support.tiny import tiny_lora
+
+torch.set_num_threads(1)
+
+PARTS = ("unet", "text_encoder", "text_encoder_2")
+# Both sum in fp32, in another order; weights are about 0.1.
+CLOSE = 2e-6
+
+
+@functools.cache
+def _loaded(folder: Path):
+    kind = StableDiffusionXLPipeline if (folder / "text_encoder_2").is_dir() else StableDiffusionPipeline
+    return kind.from_pretrained(folder, local_files_only=True)
+
+
+def pipeline(folder: Path):
+    """The folder as diffusers loads it; every call has weights of its own."""
+    pipe = _loaded(folder)
+    parts = {name: copy.deepcopy(part) if name in PARTS else part for name, part in pipe.components.items()}
+    options = {} if isinstance(pipe, StableDiffusionXLPipeline) else {"requires_safety_checker": False}
+    return type(pipe)(**parts, **options)
+
+
+def components(pipe) -> dict[str, nn.Module]:
+    """The parts that LoRAs act on."""
+    return {name: getattr(pipe, name) for name in PARTS if getattr(pipe, name, None) is not None}
+
+
+def fused(folder: Path, files: dict[str, Path], scales: dict[str, float]) -> dict[str, torch.Tensor]:
+    """What diffusers makes of a set of files."""
+    pipe = pipeline(folder)
+    for name, path in files.items():
+        pipe.load_lora_weights(path.parent, weight_name=path.name, adapter_name=name)
+    pipe.set_adapters(list(scales), list(scales.values()))
+    pipe.fuse_lora(components=list(components(pipe)), adapter_names=list(scales))
+    pipe.unload_lora_weights()
+    return snapshot(components(pipe))
+
+
+def merged(folder: Path, files: dict[str, Path], scales: dict[str, float]) -> dict[str, torch.Tensor]:
+    """What we make of it; checks that a restore leaves no trace."""
+    parts = components(pipeline(folder))
+    before = snapshot(parts)
+    targets, merger = LoraTargets.of(parts), Merger(parts)
+    weights = {name: parse(name, path, targets) for name, path in files.items()}
+    merger.switch(tuple(LoraRef(name=name, scale=scale) for name, scale in scales.items()), weights)
+    after = snapshot(parts)
+    merger.switch((), {})
+    assert all(torch.equal(value, before[key]) for key, value in snapshot(parts).items())
+    return after
+
+
+def assert_equal_weights(
+    ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], base: dict[str, torch.Tensor], touched: int
+) -> None:
+    """Same parameters, same values; and ``touched`` weights really moved, so that equality means something."""
+    assert ours.keys() == theirs.keys()
+    worst = max((float((ours[key] - theirs[key]).abs().max()), key) for key in ours)
+    assert worst[0] <= CLOSE, worst
+    moved = [key for key in ours if float((ours[key] - base[key]).abs().max()) > 100 * CLOSE]
+    assert len(moved) == touched
+
+
+def modules_in(path: Path) -> int:
+    """How many modules a file names."""
+    return sum(1 for key in load_file(path) if key.endswith((".lora_A.weight", ".lora_down.weight", ".down.weight")))
+
+
+@pytest.fixture(scope="module")
+def sd(tiny_sd_folder: Path) -> Path:
+    """A tiny Stable Diffusion 1.x folder."""
+    return tiny_sd_folder
+
+
+@pytest.fixture(scope="module")
+def sdxl(tiny_sdxl_folder: Path) -> Path:
+    """A tiny SDXL folder."""
+    return tiny_sdxl_folder
+
+
+@pytest.mark.parametrize("family", ["sd", "sdxl"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fmt": "peft", "with_text_encoder": True},
+        {"fmt": "peft", "conv": True},
+        {"fmt": "kohya", "alpha": 3.0, "rank": 4, "with_text_encoder": True},
+    ],
+    ids=["peft text", "peft conv", "kohya text"],
+)
+def test_one_file(request, tmp_path, family, options):
+    """Each format, with text encoders or convolutions, gives diffusers' weights."""
+    folder = request.getfixturevalue(family)
+    path = tiny_lora(tmp_path / "a.safetensors", folder, **options)
+    theirs = fused(folder, {"a": path}, {"a": 0.8})
+    ours = merged(folder, {"a": path}, {"a": 0.8})
+    assert_equal_weights(ours, theirs, snapshot(components(pipeline(folder))), modules_in(path))
+
+
+@pytest.mark.parametrize("family", ["sd", "sdxl"])
+def test_a_set_of_two_formats(request, tmp_path, family):
+    """A PEFT and a kohya file with different ranks and scales add up as diffusers adds them."""
+    folder = request.getfixturevalue(family)
+    files = {
+        "a": tiny_lora(tmp_path / "a.safetensors", folder, rank=4, seed=3),
+        "b": tiny_lora(tmp_path / "b.safetensors", folder, fmt="kohya", rank=2, alpha=1.0, seed=4),
+    }
+    scales = {"a": 0.6, "b": -0.9}
+    theirs, ours = fused(folder, files, scales), merged(folder, files, scales)
+    assert_equal_weights(ours, theirs, snapshot(components(pipeline(folder))), modules_in(files["a"]))
+
+
+def test_a_file_that_diffusers_saved_with_its_config(tmp_path, sd):
+    """lora_alpha, rank_pattern and alpha_pattern of the saved LoraConfig act as in diffusers."""
+    from peft import LoraConfig
+    from peft.utils import get_peft_model_state_dict
+
+    pipe = pipeline(sd)
+    config = LoraConfig(
+        r=4,
+        lora_alpha=8,
+        rank_pattern={"to_k": 2},
+        alpha_pattern={"to_v": 3.0, "mid_block.attentions.0.transformer_blocks.0.attn1.to_q": 1.0},
+        target_modules=["to_q", "to_k", "to_v", "conv1"],
+        init_lora_weights=False,
+    )
+    pipe.unet.add_adapter(config)
+    layers = get_peft_model_state_dict(pipe.unet)
+    adapter = pipe.unet.peft_config["default"].to_dict()
+    StableDiffusionPipeline.save_lora_weights(tmp_path, unet_lora_layers=layers, unet_lora_adapter_metadata=adapter)
+    path = tmp_path / "pytorch_lora_weights.safetensors"
+    theirs, ours = fused(sd, {"a": path}, {"a": 0.7}), merged(sd, {"a": path}, {"a": 0.7})
+    base = snapshot(components(pipeline(sd)))
+    assert_equal_weights(ours, theirs, base, len(layers) // 2)
+
+
+def test_old_attention_processor_files(tmp_path, sd):
+    """`unet....processor.to_q_lora.down.weight`, what diffusers wrote before PEFT."""
+    new = load_file(tiny_lora(tmp_path / "new.safetensors", sd, seed=6))
+    old = {}
+    for key, value in new.items():
+        if ".attn" in key:
+            module, way = key.rsplit(".lora_", 1)
+            parent, leaf = module.replace(".to_out.0", ".to_out").rsplit(".", 1)
+            old[f"{parent}.processor.{leaf}_lora.{'down' if way[0] == 'A' else 'up'}.weight"] = value
+    path = write(tmp_path / "old.safetensors", old)
+    theirs, ours = fused(sd, {"a": path}, {"a": 1.0}), merged(sd, {"a": path}, {"a": 1.0})
+    assert_equal_weights(ours, theirs, snapshot(components(pipeline(sd))), len(old) // 2)
+
+
+def sgm_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """A kohya SDXL file as kohya's trainer names it: SGM block numbers, written out by hand for the tiny UNet.
+
+    layers_per_block is 2, so blocks begin at every third number; the second block has attention.
+    """
+    generator = torch.Generator().manual_seed(8)
+    named = {
+        "input_blocks_0_0": "conv_in",
+        "input_blocks_1_0_in_layers_2": "down_blocks.0.resnets.0.conv1",
+        "input_blocks_2_0_emb_layers_1": "down_blocks.0.resnets.1.time_emb_proj",
+        "input_blocks_3_0_op": "down_blocks.0.downsamplers.0.conv",
+        "input_blocks_4_0_skip_connection": "down_blocks.1.resnets.0.conv_shortcut",
+        "input_blocks_4_1_proj_in": "down_blocks.1.attentions.0.proj_in",
+        "input_blocks_5_1_transformer_blocks_1_attn2_to_k":
+            "down_blocks.1.attentions.1.transformer_blocks.1.attn2.to_k",
+        "input_blocks_5_1_transformer_blocks_0_ff_net_0_proj":
+            "down_blocks.1.attentions.1.transformer_blocks.0.ff.net.0.proj",
+        "middle_block_0_out_layers_3": "mid_block.resnets.0.conv2",
+        "middle_block_1_transformer_blocks_0_attn1_to_out_0":
+            "mid_block.attentions.0.transformer_blocks.0.attn1.to_out.0",
+        "middle_block_2_in_layers_2": "mid_block.resnets.1.conv1",
+        "output_blocks_0_1_proj_out": "up_blocks.0.attentions.0.proj_out",
+        "output_blocks_2_0_in_layers_2": "up_blocks.0.resnets.2.conv1",
+        "output_blocks_2_2_conv": "up_blocks.0.upsamplers.0.conv",
+        "output_blocks_5_0_out_layers_3": "up_blocks.1.resnets.2.conv2",
+        "time_embed_0": "time_embedding.linear_1",
+        "time_embed_2": "time_embedding.linear_2",
+        "label_emb_0_0": "add_embedding.linear_1",
+        "label_emb_0_2": "add_embedding.linear_2",
+        "out_2": "conv_out",
+    }  # fmt: skip
+    shapes = shapes_of(pipeline(folder).unet)
+    tensors = {}
+    for sgm, module in named.items():
+        rows, columns, *kernel = shapes[module]
+        name = f"lora_unet_{sgm}"
+        tensors[f"{name}.lora_down.weight"] = torch.randn(2, columns, *kernel, generator=generator)
+        tensors[f"{name}.lora_up.weight"] = torch.randn(rows, 2, *(1 for _ in kernel), generator=generator) * 0.1
+        tensors[f"{name}.alpha"] = torch.tensor(1.0)
+    return tensors
+
+
+def test_sgm_block_numbers(tmp_path, sdxl):
+    """kohya's SDXL files count blocks as the original UNet does; the same weights move as in diffusers."""
+    path = write(tmp_path / "a.safetensors", sgm_tensors(sdxl))
+    theirs = fused(sdxl, {"a": path}, {"a": 1.0})
+    ours = merged(sdxl, {"a": path}, {"a": 1.0})
+    base = snapshot(components(pipeline(sdxl)))
+    assert_equal_weights(ours, theirs, base, modules_in(path))
+    targets = LoraTargets.of(components(pipeline(sdxl)))
+    assert parse("a", path, targets).format is LoraFormat.KOHYA
+
+
+def test_every_module_has_one_meaning_per_name(sdxl, sd):
+    """No two modules share a spelling, in either family, and every UNet block has an SGM number."""
+    for folder in (sd, sdxl):
+        parts = components(pipeline(folder))
+        targets = LoraTargets.of(parts)
+        kohya = [name for name in targets.kohya if name.startswith("lora_unet_")]
+        unet = [ref for ref in targets.shapes if ref.component == "unet"]
+        assert len(kohya) == 2 * len(unet)
+        assert len(set(targets.kohya)) == len(targets.kohya)

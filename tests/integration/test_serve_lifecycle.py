@@ -1,0 +1,206 @@
+"""`plait serve` from start to the last process gone: real Ray, Serve, HTTP and signals around the fake engine."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from plait import processes
+from support.server import FAKE, PlaitServer, free_port
+
+pytestmark = pytest.mark.cluster
+
+SLOW = {"prompt": "slow", "num_inference_steps": 40}  # 40 steps of 50 ms
+
+
+@pytest.fixture
+def launch(tmp_path):
+    servers = []
+
+    def start(port, *arguments, module=FAKE, name="run", **environ):
+        first = [str(port)] if module is FAKE else ["--port", str(port)]
+        server = PlaitServer.launch(module, [*first, *arguments], port=port, root=tmp_path / name, environ=environ)
+        servers.append(server)
+        return server
+
+    yield start
+    for server in servers:
+        if server.process.poll() is None:
+            server.process.kill()
+            server.wait()
+
+
+def in_background(server, **body):
+    """Asks in a thread; the list gets (status, body) when the answer is there."""
+    answers = []
+
+    def ask():
+        try:
+            answers.append(server.generate(**body)[:2])
+        except OSError as error:
+            answers.append((0, repr(error)))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    return thread, answers
+
+
+def wait_for_steps(server, timeout_s=10):
+    """Until the fake engine has begun to step."""
+    until_s = time.monotonic() + timeout_s
+    while time.monotonic() < until_s:
+        if b"fake_steps_total 0\n" not in read_metrics(server):
+            return
+        time.sleep(0.05)
+    raise AssertionError("no step was made")
+
+
+def read_metrics(server):
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    connection.request("GET", "/metrics")
+    body = connection.getresponse().read()
+    connection.close()
+    return body
+
+
+def steps_so_far(server):
+    line = next(line for line in read_metrics(server).splitlines() if line.startswith(b"fake_steps_total "))
+    return int(line.split()[1])
+
+
+def test_serve_survives_kill_minus_9_and_drains_on_a_signal(launch, tmp_path):
+    """Answers; refuses a second plait; is cleaned up after kill -9; on Ctrl-C finishes what runs and leaves nothing."""
+    port = free_port()
+    home = {"HOME": str(tmp_path / "no-home")}
+    first = launch(port, **home).wait_ready()
+    status, body, headers = first.generate(prompt="x", headers={"x-request-id": "abc"})
+    assert status == 200
+    assert body["data"]
+    assert [value for name, value in headers.items() if name.lower() == "x-request-id"] == ["abc"]
+    assert first.generate(prompt="nan")[0] == 500
+    assert first.generate(prompt="x", loras=[{"name": "nobody"}])[0] == 404
+
+    second = launch(port, name="run", **home)
+    assert second.wait(60) == 1
+    assert f"plait already serves on port {port} (process {first.process.pid})" in second.errors()
+
+    old = first.members()
+    assert len(old) > 5
+    first.process.kill()
+    first.wait()
+    again = launch(port, **home).wait_ready()
+    assert processes.wait_until_gone(old, timeout_s=0) == []
+    assert again.generate(prompt="x")[0] == 200
+
+    left = again.members()
+    asking, answers = in_background(again, **SLOW)
+    wait_for_steps(again)
+    os.killpg(again.process.pid, signal.SIGINT)  # as a terminal does: Ray's processes get it too
+    time.sleep(0.5)
+    status, body, _ = again.generate(prompt="late")
+    assert (status, body["error"]["type"]) == (503, "server_error")
+    asking.join(60)
+    assert answers[0][0] == 200
+    assert again.wait() == 0
+    assert processes.wait_until_gone(left, timeout_s=0) == []
+    assert not (again.state_folder / "run.json").exists()
+    socket.create_server(("127.0.0.1", port)).close()
+    assert not (tmp_path / "no-home").exists()
+
+
+def test_serve_disconnect_cancels_and_a_second_signal_hurries(launch):
+    """A client that hangs up stops its request within a step or two; a second SIGTERM does not wait for anybody."""
+    server = launch(free_port()).wait_ready()
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    body = json.dumps({"prompt": "slow", "num_inference_steps": 50})
+    connection.request("POST", "/v1/images/generations", body, {"content-type": "application/json"})
+    wait_for_steps(server)
+    connection.close()
+    time.sleep(0.5)
+    steps = steps_so_far(server)
+    assert steps < 40
+    time.sleep(0.5)
+    assert steps_so_far(server) == steps
+
+    left = server.members()
+    asking, answers = in_background(server, prompt="slow", num_inference_steps=50, n=4)
+    until_s = time.monotonic() + 10
+    while steps_so_far(server) == steps and time.monotonic() < until_s:
+        time.sleep(0.02)
+    started_s = time.monotonic()
+    server.signal(signal.SIGTERM)
+    time.sleep(0.2)
+    server.signal(signal.SIGTERM)
+    assert server.wait() == 0
+    assert time.monotonic() - started_s < 10
+    asking.join(10)
+    assert answers, "the client was told nothing"
+    assert processes.wait_until_gone(left, timeout_s=0) == []
+
+
+def test_serve_busy_port_is_one_sentence_and_exit_1(launch):
+    """The real command on a busy port: exit 1, one sentence on stderr, nothing on stdout, and no Ray was started."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        server = launch(port, module=("plait.cli.main", "serve"))
+        output = server.process.stdout.read()
+        assert server.wait(60) == 1
+    assert output == ""
+    assert (
+        server.errors()
+        == f"plait serve: port {port} on 127.0.0.1 is in use by another program; choose another with --port\n"
+    )
+    assert not (server.state_folder / "run.json").exists()
+
+
+HOST_RAY = """
+import os, sys
+os.environ["RAY_AUTH_MODE"] = "disabled"
+import ray
+context = ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False,
+                   object_store_memory=100 << 20, _temp_dir=sys.argv[1], _node_ip_address="127.0.0.1")
+print(context.address_info["gcs_address"], flush=True)
+sys.stdin.read()
+"""
+
+
+def test_serve_attached_stops_only_what_it_brought(launch):
+    """Attached to somebody's Ray, a stop takes our application away and leaves their Ray running."""
+    from plait.state import scratch_root
+
+    folder = scratch_root() / "host-ray"
+    host = subprocess.Popen(
+        [sys.executable, "-c", HOST_RAY, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        address = host.stdout.readline().strip()
+        assert address
+        environ = {"RAY_AUTH_MODE": "disabled"}
+        server = launch(free_port(), f"ray.address='{address}'", **environ).wait_ready()
+        assert server.generate(prompt="x")[0] == 200
+        theirs = processes.members("none", host.pid)
+        assert server.record().processes == ()
+        assert server.stop() == 0
+        assert host.poll() is None
+        alive = {process for process in theirs if processes.is_running(process)}
+        names = {Path(f"/proc/{process.pid}/comm").read_text().strip() for process in alive}
+        assert {"gcs_server", "raylet"} <= names
+        assert not any(name.startswith("ray::ServeRepl") for name in names)
+    finally:
+        host.stdin.close()
+        host.wait(30)
+        host.stdout.close()

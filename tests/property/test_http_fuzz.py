@@ -1,0 +1,122 @@
+"""Whatever JSON arrives: never a 5xx, always OpenAI's form, and what is accepted is within the limits."""
+
+from __future__ import annotations
+
+import json
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from plait_serving.http.schemas import GenerationBody
+from plait_serving.http.testing import FAKE_CATALOG, FakeImageService
+from support.http_app import b64, make_client, png
+
+URL = "/v1/images/generations"
+
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(-1, 12)
+    | st.floats()
+    | st.text(st.characters(), max_size=20)
+    | st.sampled_from(["", "auto", "16x16", "euler", "png", "exact", "bounded_async", "noto", "edges", "b64_json"])
+    | st.sampled_from([-0.0, 1e308, 2**63, 2**64, -1, "\x00", "\ud800", "a" * 40_000])
+)
+anything = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+)
+lora = st.fixed_dictionaries(
+    {},
+    optional={"name": st.sampled_from(["noto", "sketch", "nobody"]) | anything, "scale": st.floats(-2, 2) | anything},
+)
+controlnet = st.fixed_dictionaries(
+    {},
+    optional={
+        "name": st.sampled_from(["edges", "plain"]) | anything,
+        "image": st.just(b64(png(8, 8))) | anything,
+        "scale": st.floats(0, 2) | anything,
+        "start": st.floats(0, 1) | anything,
+        "end": st.floats(0, 1) | anything,
+        "preprocess": st.booleans() | anything,
+    },
+)
+GOOD = {
+    "prompt": st.text(st.characters(exclude_categories=["Cc", "Cs"]), min_size=1, max_size=30),
+    "n": st.integers(1, 10),
+    "size": st.sampled_from(["8x8", "16x24", "auto"]),
+    "stream": st.booleans(),
+    "partial_images": st.integers(0, 3),
+    "num_inference_steps": st.integers(1, 6),
+    "guidance_scale": st.floats(0, 20),
+    "seed": st.integers(0, 2**63 - 1),
+    "scheduler": st.sampled_from(["ddim", "lcm"]),
+    "loras": st.lists(lora, max_size=3),
+    "controlnets": st.lists(controlnet, max_size=2),
+    "lora_policy": st.sampled_from(["exact", "bounded_async"]),
+    "lora_free_steps": st.integers(0, 6),
+    "deadline_ms": st.integers(1, 10_000),
+}
+fields = {name: GOOD.get(name, anything) | anything for name in GenerationBody.model_fields}
+a_field = st.sampled_from(sorted(fields)).flatmap(lambda name: fields[name].map(lambda value: {name: value}))
+# A few fields at a time: with more, one bad value hides what the others would do.
+bodies = st.lists(a_field, max_size=3).map(
+    lambda parts: {"prompt": "x"} | {k: v for part in parts for k, v in part.items()}
+)
+likely = st.fixed_dictionaries(
+    {"prompt": GOOD["prompt"]}, optional={name: GOOD[name] for name in GOOD if name != "prompt"}
+)
+
+_service = FakeImageService()
+_client = make_client(_service)
+
+
+def _check(content: bytes) -> int:
+    _service.submitted.clear()
+    answer = _client.post(URL, content=content, headers={"content-type": "application/json"})
+    assert answer.status_code < 500, answer.text
+    if answer.status_code >= 400:
+        error = answer.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["message"]
+        assert error["code"]
+        assert _service.submitted == []
+        return answer.status_code
+    (request,) = _service.submitted
+    limits = FAKE_CATALOG.model.limits
+    assert request.width * request.height <= limits.max_pixels
+    assert request.width % limits.size_multiple == request.height % limits.size_multiple == 0
+    assert 1 <= request.steps <= limits.max_steps
+    assert 1 <= request.n <= 10
+    assert 0 <= request.seed <= request.seeds[-1] < 2**63
+    assert all(abs(ref.scale) <= 100 for ref in request.loras)
+    assert all(control.image.shape == (request.height, request.width, 3) for control in request.controlnets)
+    return answer.status_code
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(bodies)
+def test_any_fields_with_any_values(body):
+    """Known fields with values of any type: 200 or a 4xx that names the trouble."""
+    _check(json.dumps(body).encode())
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(likely)
+def test_mostly_valid_bodies(body):
+    """Combinations of valid values, many of which are served."""
+    _check(json.dumps(body).encode())
+
+
+@settings(max_examples=150, deadline=None)
+@given(anything)
+def test_any_json(value):
+    """JSON of any shape."""
+    _check(json.dumps(value).encode())
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.binary(max_size=300))
+def test_any_bytes(content):
+    """Bytes that are no JSON at all."""
+    assert _check(content) == 400

@@ -1,0 +1,43 @@
+"""Percentiles and pairwise ratios of the benchmarks."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plait_bench.summary import pairwise_ratio, percentile, summarise
+
+values = st.lists(st.floats(0.001, 1e6), min_size=1, max_size=50)
+
+
+def test_percentiles_are_linear_between_neighbours():
+    """Of 0, 10, 20, 30, 40, 50: one fifth is 10, one half 25."""
+    ordered = [50.0, 0.0, 30.0, 10.0, 40.0, 20.0]
+    assert [percentile(ordered, share) for share in (0.0, 0.2, 0.5, 1.0)] == [0.0, 10.0, 25.0, 50.0]
+
+
+@given(values)
+def test_the_summary_is_ordered_and_its_value_the_median(taken):
+    """p20 <= median <= p80, all inside the values; the median is the library's."""
+    summary = summarise(taken)
+    assert min(taken) <= summary.p20 <= summary.value <= summary.p80 <= max(taken)
+    assert summary.value == pytest.approx(statistics.median(taken))
+    assert summary.n == len(taken)
+
+
+def test_a_ratio_pairs_what_ran_in_the_same_round():
+    """The median of ratios, not the ratio of medians: 2, 2, 2 although the rounds differ a thousandfold."""
+    ratio = pairwise_ratio([2.0, 0.002, 2000.0], [1.0, 0.001, 1000.0])
+    assert (ratio.value, ratio.p20, ratio.p80) == pytest.approx((2.0, 2.0, 2.0))
+
+
+@pytest.mark.parametrize(
+    "bad", [lambda: summarise([]), lambda: percentile([1.0], 1.5), lambda: pairwise_ratio([1.0], [])]
+)
+def test_nothing_is_made_up(bad):
+    """No values, a share outside 0..1 and rounds without a partner are errors."""
+    with pytest.raises(ValueError, match=r".+"):
+        bad()

@@ -1,0 +1,78 @@
+"""Worker processes: JSON over pipes, failures as sentences, nothing left behind."""
+
+from __future__ import annotations
+
+import pytest
+
+from plait_bench.benchmark import Layout, System
+from plait_bench.errors import SystemFailed, Unavailable
+from plait_bench.sharing import evenly
+from plait_bench.workers import WorkerFleet, sample
+
+
+def system(factory: str = "support.bench:echo") -> System:
+    """A system whose workers import this test's support module."""
+    return System(
+        name="echo",
+        factory=factory,
+        settings={"greeting": "hello"},
+        share=lambda items, n: evenly(items, n, cost=lambda _: 1.0),
+    )
+
+
+@pytest.fixture(scope="module")
+def fleet():
+    """Two workers."""
+    opened = WorkerFleet(system(), 2)
+    yield opened
+    opened.close()
+
+
+def test_items_come_back_in_order_whatever_process_did_them(fleet, capfd):
+    """Two processes share the items; results are in item order, and nothing that a library prints reaches stdout."""
+    fleet.configure(Layout(processes=2, threads=3, variant="wide"))
+    taken = fleet.run([{"i": i} for i in range(5)], one_by_one=False, keep=True)
+    assert [result["i"] for result in taken.results] == [0, 1, 2, 3, 4]
+    assert {(r["threads"], r["variant"], r["greeting"], r["one_by_one"]) for r in taken.results} == {
+        (3, "wide", "hello", False)
+    }
+    assert 0 < max(taken.latencies_s) == taken.wall_s
+    assert capfd.readouterr().out == ""
+
+
+def test_results_are_not_sent_unless_asked_for(fleet):
+    """A timed run carries times only."""
+    fleet.configure(Layout(processes=1, threads=1))
+    assert fleet.run([{"i": 0}], one_by_one=False).results == (None,)
+
+
+def test_more_processes_than_there_are_is_an_error(fleet):
+    """A layout that the fleet can not do is refused."""
+    with pytest.raises(ValueError, match="has 2 processes, not 3"):
+        fleet.configure(Layout(processes=3, threads=1))
+
+
+def test_latencies_count_from_the_right_moment():
+    """At once: from the start. One by one: from the end of the one before."""
+    ends = [{"finished_s": 11.0, "result": None}, {"finished_s": 14.0, "result": None}]
+    assert sample(10.0, ends, one_by_one=False).latencies_s == (1.0, 4.0)
+    assert sample(10.0, ends, one_by_one=True).latencies_s == (1.0, 3.0)
+    assert sample(10.0, ends, one_by_one=True).wall_s == 4.0
+
+
+@pytest.mark.parametrize(
+    ("factory", "item", "error", "sentence"),
+    [
+        ("support.bench:echo", {"fail": True}, SystemFailed, "echo: ValueError: no such thing"),
+        ("support.bench:echo", {"die": True}, SystemFailed, r"its process died \(exit code 3\)"),
+        ("support.bench:absent", {}, Unavailable, "hello needs a library"),
+    ],
+)
+def test_a_failure_is_one_sentence(factory, item, error, sentence):
+    """An exception, a death and a missing library each say which system and why."""
+    with pytest.raises(error, match=sentence):
+        fleet = WorkerFleet(system(factory), 1)
+        try:
+            fleet.run([item], one_by_one=False)
+        finally:
+            fleet.close()

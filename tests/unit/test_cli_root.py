@@ -1,0 +1,117 @@
+"""The `plait` command's root: quick, honest exit codes, one sentence per failure."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+import types
+
+import pytest
+
+from plait.cli import main as root
+from plait.errors import PlaitError
+from plait_serving.diffusion.errors import RequestError
+
+
+def plait(*arguments, timeout_s=60):
+    return subprocess.run(
+        [sys.executable, "-m", "plait.cli.main", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def test_cli_help_is_quick_and_lists_every_command():
+    """`plait --help` answers in under half a second (best of three on a busy machine)."""
+    seconds = []
+    for _ in range(3):
+        started_s = time.perf_counter()
+        done = plait("--help")
+        seconds.append(time.perf_counter() - started_s)
+        assert done.returncode == 0
+        assert all(name in done.stdout for name in root.COMMANDS)
+    assert min(seconds) < 0.5
+
+
+@pytest.mark.parametrize("command", sorted(root.COMMANDS))
+def test_cli_help_of_a_command_imports_neither_torch_nor_ray(command):
+    """Asking for help never waits for the heavy libraries."""
+    code = (
+        f"import sys; from plait.cli.main import main; code = main(['{command}', '--help']);"
+        "heavy = {'torch', 'ray', 'diffusers', 'transformers'} & set(sys.modules);"
+        "sys.exit(f'{code} {heavy}' if code or heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Usage" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["serv"], ["serve", "--port", "x"], ["serve", "--nothing"], ["deploy", "render", "--target", "mars"]],
+)
+def test_cli_wrong_usage_is_exit_2(arguments, capsys):
+    """Wrong usage is exit code 2 and is told on stderr (or is the help)."""
+    assert root.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err or "Usage" in captured.out
+
+
+def test_cli_suggests_the_nearest_command(capsys):
+    """A typing error gets a hint."""
+    assert root.main(["serv"]) == 2
+    assert "did you mean serve?" in capsys.readouterr().err
+
+
+def test_cli_version_is_one_line(capsys):
+    """--version prints the name and the version."""
+    assert root.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("plait ")
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "said"),
+    [
+        (PlaitError("the port is busy"), 1, "plait serve: the port is busy\n"),
+        (RequestError("bad steps", param="steps"), 1, "plait serve: bad steps\n"),
+        (KeyboardInterrupt(), 130, "plait: interrupted\n"),
+        (SystemExit(99), 99, ""),
+        (SystemExit(None), 0, ""),
+    ],
+)
+def test_cli_turns_how_a_command_ends_into_an_exit_code(monkeypatch, capsys, raised, code, said):
+    """Errors for people become one sentence; interrupts and thresholds keep their codes."""
+
+    def app(**_):
+        raise raised
+
+    monkeypatch.setitem(sys.modules, "plait.cli.serve", types.SimpleNamespace(app=app))
+    assert root.main(["serve"]) == code
+    assert capsys.readouterr().err == said
+
+
+def test_cli_a_bug_keeps_its_traceback(monkeypatch):
+    """What nobody foresaw is not dressed up as a user's mistake."""
+
+    def app(**_):
+        raise ZeroDivisionError
+
+    monkeypatch.setitem(sys.modules, "plait.cli.serve", types.SimpleNamespace(app=app))
+    with pytest.raises(ZeroDivisionError):
+        root.main(["serve"])
+
+
+def test_cli_show_config_prints_a_plait_yaml(tmp_path, capsys):
+    """`serve --show-config` prints the configuration in force, with options and --set applied, and starts nothing."""
+    import yaml
+
+    path = tmp_path / "plait.yaml"
+    path.write_text("server: {port: 9001, host: 127.0.0.2}")
+    assert root.main(["serve", str(path), "--port", "9002", "--set", "images.knobs.threads=3", "--show-config"]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert shown["server"]["port"] == 9002
+    assert shown["server"]["host"] == "127.0.0.2"
+    assert shown["images"]["knobs"]["threads"] == 3

@@ -1,0 +1,75 @@
+"""`plait deploy render`: a Serve YAML that Ray understands whole and that means the same plait.yaml."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+from ray.serve.schema import ServeDeploySchema
+
+from plait.app import AppArgs
+from plait.cli import main as root
+from plait.config import load_config
+from plait_deploy.serve import ServeApplication, render_serve
+
+CONFIG = """
+server: {host: 0.0.0.0, port: 9000, drain_s: 5}
+images:
+  model: ./base
+  replicas: 2
+  knobs: {largest_batch: 8, threads: 2}
+  controlnets: {edges: {folder: cn/edges, replicas: 3}}
+  loras: {folder: loras}
+"""
+
+
+@pytest.fixture
+def rendered(tmp_path, capsys):
+    path = tmp_path / "plait.yaml"
+    path.write_text(CONFIG)
+    assert root.main(["deploy", "render", "--target", "serve", str(path)]) == 0
+    return path, yaml.safe_load(capsys.readouterr().out)
+
+
+def test_deploy_render_is_understood_by_serve(rendered):
+    """Serve's own schema accepts it and finds the application builder."""
+    _, document = rendered
+    application = ServeDeploySchema.model_validate(document).applications[0]
+    assert application.import_path == "plait.app:build"
+    assert document["http_options"] == {"host": "0.0.0.0", "port": 9000}
+
+
+def test_deploy_render_keeps_the_meaning_of_the_configuration(rendered):
+    """The builder's arguments plus the knobs in user_config are the sections of the file."""
+    path, document = rendered
+    application = document["applications"][0]
+    config = load_config(path)
+    args = AppArgs.model_validate(application["args"])
+    assert args.server == config.server
+    knobs = application["deployments"][0]["user_config"]
+    assert args.images.model_copy(update={"knobs": type(config.images.knobs)(**knobs)}) == config.images
+
+
+def test_deploy_render_puts_knobs_only_where_a_change_is_a_reconfigure(rendered):
+    """Knobs inside args would restart every replica when they change."""
+    _, document = rendered
+    application = document["applications"][0]
+    assert "knobs" not in application["args"]["images"]
+    assert application["deployments"][0]["name"] == "engine"
+
+
+def test_deploy_render_refuses_what_serve_would_ignore(monkeypatch):
+    """Serve drops keys it does not know; the renderer says so instead."""
+    import plait_deploy.serve as module
+
+    application = ServeApplication(name="plait", import_path="a:b", args={})
+    render_serve(application, host="127.0.0.1", port=1)
+    with pytest.raises(ValueError, match=r"http_options\.prt"):
+        module._check({"http_options": {"prt": 1}, "applications": [{"name": "a", "import_path": "a:b"}]})
+
+
+def test_deploy_render_bad_file_is_exit_1(tmp_path, capsys):
+    """A wrong plait.yaml is one sentence with the path of the key."""
+    path = tmp_path / "plait.yaml"
+    path.write_text("images: {knobs: {largest_batch: 0}}")
+    assert root.main(["deploy", "render", str(path)]) == 1
+    assert "images.knobs.largest_batch" in capsys.readouterr().err

@@ -1,0 +1,451 @@
+"""The host cache with its threads: what is concurrent, what is shared, what waits, and what every failure leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from concurrent.futures import CancelledError, Future, wait
+from pathlib import Path
+
+import pytest
+import torch
+
+from plait_serving.diffusion.errors import EngineStopped, LoraError, NotFound
+from plait_serving.diffusion.lora.cache import LoraCache
+from plait_serving.diffusion.lora.formats import LoadedLora, parse
+from plait_serving.diffusion.lora.source import FolderSource
+from plait_serving.diffusion.lora.targets import LoraTargets
+from plait_serving.diffusion.lora.testing import DelayedSource
+from plait_serving.diffusion.protocols import LoraLease
+from support.loras import TwoLayers, tiny_lora_file
+
+torch.set_num_threads(1)
+
+TARGETS = LoraTargets.of({"unet": TwoLayers()})
+SOON_S = 10.0
+
+
+def as_large_as_its_file(name: str, path: Path) -> LoadedLora:
+    """Parses; counts the header too, which is most of a tiny file, so that budgets can be given in files."""
+    return dataclasses.replace(parse(name, path, TARGETS), nbytes=path.stat().st_size)
+
+
+class Bench:
+    """A folder of equally large LoRAs "a".."e", a source that can be held, and a cache."""
+
+    def __init__(self, folder: Path, budget_files: float = 100) -> None:
+        self.folder = folder
+        for seed, name in enumerate("abcde"):
+            tiny_lora_file(folder, name, seed=seed)
+        self.file_bytes = (folder / "a.safetensors").stat().st_size
+        self.source = DelayedSource(FolderSource(folder))
+        self.cache = LoraCache(self.source, as_large_as_its_file, host_bytes=int(budget_files * self.file_bytes))
+
+    def lease(self, *names: str) -> LoraLease:
+        """A set, loaded."""
+        return self.cache.acquire(names).result(SOON_S)
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Benches that are closed afterwards."""
+    benches: list[Bench] = []
+
+    def build(budget_files: float = 100) -> Bench:
+        benches.append(Bench(tmp_path / f"loras{len(benches)}", budget_files))
+        return benches[-1]
+
+    yield build
+    for bench in benches:
+        bench.cache.close()
+
+
+def settled(future: Future[LoraLease]) -> bool:
+    """Whether it is done within a moment; for futures that must not be."""
+    return bool(wait([future], 0.05).done)
+
+
+def test_a_set_arrives_whole(make):
+    """All its files by name, parsed for this model."""
+    lease = make().lease("a", "c")
+    assert list(lease.weights) == ["a", "c"]
+    assert all(weights.name == name for name, weights in lease.weights.items())
+
+
+def test_an_empty_set_is_there_at_once(make):
+    """Nothing to load, nothing to wait for."""
+    future = make().cache.acquire([])
+    assert future.done()
+    assert dict(future.result().weights) == {}
+
+
+def test_acquire_does_not_wait_for_the_load(make):
+    """The caller goes on while the file is fetched; that is what hides loading behind the queue."""
+    bench = make()
+    bench.source.hold("a")
+    future = bench.cache.acquire(["a"])
+    bench.source.wait_fetching(1)
+    assert not future.done()
+    bench.source.let_go("a")
+    assert future.result(SOON_S).weights["a"].name == "a"
+
+
+def test_distinct_names_load_at_the_same_time(make):
+    """Of one set and of several: all four loader threads are busy."""
+    bench = make()
+    bench.source.hold("a", "b", "c", "d")
+    futures = [bench.cache.acquire(["a", "b"]), bench.cache.acquire(["c"]), bench.cache.acquire(["d"])]
+    bench.source.wait_fetching(4)
+    assert bench.source.most_at_once == 4
+    bench.source.let_go("a", "b", "c", "d")
+    for future in futures:
+        future.result(SOON_S)
+
+
+def test_a_slow_load_holds_up_no_other(make):
+    """Ray's multiplexer loads one after another; here a hanging download is its own set's problem."""
+    bench = make()
+    bench.source.hold("a")
+    slow = bench.cache.acquire(["a"])
+    bench.source.wait_fetching(1)
+    bench.lease("b", "c").release()
+    assert not slow.done()
+
+
+def test_one_name_is_loaded_once(make):
+    """Ten requests for it while it loads, and later ones, share one load and one copy."""
+    bench = make()
+    bench.source.hold("a")
+    futures = [bench.cache.acquire(["a"]) for _ in range(10)]
+    bench.source.wait_fetching(1)
+    bench.source.let_go("a")
+    leases = [future.result(SOON_S) for future in futures] + [bench.lease("a")]
+    assert len({id(lease.weights["a"]) for lease in leases}) == 1
+    assert bench.source.fetched == ["a"]
+    statistics = bench.cache.statistics()
+    assert (statistics.misses, statistics.hits) == (1, 10)
+
+
+def test_duplicates_in_a_set_count_once(make):
+    """A name given twice is one entry."""
+    bench = make(1)
+    lease = bench.lease("a", "a")
+    assert list(lease.weights) == ["a"]
+
+
+def test_released_sets_stay_until_room_is_needed(make):
+    """Least recently used first; what is in use never leaves."""
+    bench = make(3)
+    held = bench.lease("a")
+    bench.lease("b").release()
+    bench.lease("c").release()
+    bench.lease("b").release()  # c is now the oldest
+    bench.lease("d").release()
+    assert bench.cache.statistics().evictions == 1
+    bench.lease("b").release()
+    assert bench.source.fetched == ["a", "b", "c", "d"]
+    bench.lease("c", "e").release()
+    assert "a" in held.weights
+    assert bench.lease("a").weights["a"] is held.weights["a"]
+
+
+def test_releasing_twice_counts_once(make):
+    """A lease let go twice does not free somebody else's entry."""
+    bench = make(1)
+    first, second = bench.lease("a"), bench.lease("a")
+    first.release()
+    first.release()
+    waiting = bench.cache.acquire(["b"])
+    assert not settled(waiting)
+    second.release()
+    waiting.result(SOON_S)
+
+
+def test_a_set_waits_until_there_is_room(make):
+    """With everything in use a set waits instead of failing, and starts when room is made."""
+    bench = make(2)
+    first, second = bench.lease("a"), bench.lease("b")
+    waiting = bench.cache.acquire(["c", "d"])
+    assert bench.cache.statistics().waiting_sets == 1
+    first.release()
+    assert not settled(waiting)
+    second.release()
+    assert set(waiting.result(SOON_S).weights) == {"c", "d"}
+    assert bench.cache.statistics().resident_bytes <= 2 * bench.file_bytes
+
+
+def test_two_large_sets_never_wait_for_each_other(make):
+    """Room is reserved for a set as a whole, so overlapping sets that need everything both get it, in turn."""
+    bench = make(2)
+    threads = []
+
+    def work(*names: str) -> None:
+        for _ in range(20):
+            bench.lease(*names).release()
+
+    for names in (("a", "b"), ("b", "c"), ("c", "a"), ("d", "e")):
+        threads.append(threading.Thread(target=work, args=names, daemon=True))
+        threads[-1].start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert bench.cache.statistics().in_use == 0
+
+
+def test_a_set_larger_than_the_budget_is_refused(make):
+    """At once, with both numbers; smaller ones go on."""
+    bench = make(2)
+    future = bench.cache.acquire(["a", "b", "c"])
+    with pytest.raises(LoraError, match=rf"{3 * bench.file_bytes} bytes .* allows {2 * bench.file_bytes}"):
+        future.result(0)
+    assert bench.source.fetched == []
+    bench.lease("a", "b").release()
+
+
+def test_unknown_names_are_not_found(make):
+    """At once; nothing of the set is loaded."""
+    bench = make()
+    with pytest.raises(NotFound, match="'nobody'"):
+        bench.cache.acquire(["a", "nobody"]).result(0)
+    assert bench.source.fetched == []
+    assert "nobody" not in bench.cache
+    assert "a" in bench.cache
+    assert 3 not in bench.cache
+    assert list(bench.cache.list()) == list("abcde")
+
+
+def test_new_files_are_seen_without_a_restart(make):
+    """A file dropped into the folder can be used in the next request."""
+    bench = make()
+    assert "new" not in bench.cache
+    tiny_lora_file(bench.folder, "new")
+    assert bench.lease("new").weights["new"].name == "new"
+
+
+def test_a_changed_file_is_loaded_anew(make):
+    """The next request gets the new content; a running one keeps what it has, and the old one leaves after it."""
+    bench = make()
+    old = bench.lease("a")
+    tiny_lora_file(bench.folder, "a", seed=99)
+    new = bench.lease("a")
+    assert old.weights["a"].token != new.weights["a"].token
+    assert bench.cache.statistics().resident == 2
+    old.release()
+    assert bench.cache.statistics().resident == 1
+    assert bench.lease("a").weights["a"] is new.weights["a"]
+
+
+def test_failures_are_not_remembered(make):
+    """A corrupt file fails its set, and works as soon as it is repaired."""
+    bench = make()
+    path = bench.folder / "a.safetensors"
+    good = path.read_bytes()
+    path.write_bytes(good[:-10])
+    other = bench.cache.acquire(["a", "b"])
+    with pytest.raises(LoraError, match="LoRA 'a'"):
+        other.result(SOON_S)
+    path.write_bytes(good)
+    assert set(bench.lease("a", "b").weights) == {"a", "b"}
+    assert bench.cache.statistics().failures == 1
+
+
+def test_a_failure_fails_every_set_that_needs_the_file_and_no_other(make):
+    """Sets that share only good files with it go on; nothing stays reserved."""
+    bench = make()
+    (bench.folder / "a.safetensors").write_bytes(b"no LoRA" * 100)
+    bench.source.hold("a", "b")
+    bad = [bench.cache.acquire(["a"]), bench.cache.acquire(["b", "a"])]
+    good = bench.cache.acquire(["b"])
+    bench.source.wait_fetching(2)
+    bench.source.let_go("a", "b")
+    for future in bad:
+        with pytest.raises(LoraError):
+            future.result(SOON_S)
+    good.result(SOON_S).release()
+    statistics = bench.cache.statistics()
+    assert (statistics.in_use, statistics.resident) == (0, 1)
+    assert statistics.reserved_bytes == statistics.resident_bytes
+
+
+def test_a_failure_makes_room_for_who_waits(make):
+    """The bytes that a failed load had reserved go to the next set."""
+    bench = make(1)
+    (bench.folder / "a.safetensors").write_bytes(b"x" * bench.file_bytes)
+    bench.source.hold("a")
+    failing = bench.cache.acquire(["a"])
+    waiting = bench.cache.acquire(["b"])
+    bench.source.let_go("a")
+    with pytest.raises(LoraError):
+        failing.result(SOON_S)
+    assert list(waiting.result(SOON_S).weights) == ["b"]
+
+
+def test_a_file_that_vanishes_while_it_loads(make):
+    """Removed between acquire and fetch: `NotFound`, and a file put back works."""
+    bench = make()
+    path = bench.folder / "a.safetensors"
+    content = path.read_bytes()
+    bench.source.hold("a")
+    future = bench.cache.acquire(["a"])
+    bench.source.wait_fetching(1)
+    path.unlink()
+    bench.source.let_go("a")
+    with pytest.raises(NotFound):
+        future.result(SOON_S)
+    path.write_bytes(content)
+    bench.lease("a")
+
+
+def test_a_file_that_is_replaced_while_it_loads(make):
+    """What was announced is not what was read: an error that says to ask again, never the wrong content."""
+    bench = make()
+    bench.source.hold("a")
+    future = bench.cache.acquire(["a"])
+    bench.source.wait_fetching(1)
+    fresh = tiny_lora_file(bench.folder, "fresh", seed=50)
+    fresh.replace(bench.folder / "a.safetensors")
+    bench.source.let_go("a")
+    with pytest.raises(LoraError, match="changed while it was loaded"):
+        future.result(SOON_S)
+    bench.lease("a")
+
+
+def test_a_bug_in_the_parser_is_an_error_of_that_set(make, caplog):
+    """A loader thread survives whatever happens in it."""
+    bench = make()
+    bench.cache._parse = lambda *_: 1 / 0
+    with pytest.raises(LoraError, match="ZeroDivisionError"):
+        bench.cache.acquire(["a"]).result(SOON_S)
+    assert "could not be loaded" in caplog.text
+
+
+# ---- cancelling -----------------------------------------------------------------------------------------------------
+
+
+def test_cancelling_a_load_lets_go(make):
+    """The load ends and stays as an idle entry, which may be evicted at once."""
+    bench = make(1)
+    bench.source.hold("a")
+    future = bench.cache.acquire(["a"])
+    bench.source.wait_fetching(1)
+    assert future.cancel()
+    waiting = bench.cache.acquire(["b"])
+    bench.source.let_go("a")
+    assert list(waiting.result(SOON_S).weights) == ["b"]
+    with pytest.raises(CancelledError):
+        future.result(0)
+
+
+def test_cancelling_a_waiting_set_lets_the_next_go(make):
+    """A set that gave up its place does not block those behind it."""
+    bench = make(2)
+    held = bench.lease("a")
+    large = bench.cache.acquire(["b", "c"])
+    small = bench.cache.acquire(["d"])
+    assert not settled(small)
+    assert large.cancel()
+    assert list(small.result(SOON_S).weights) == ["d"]
+    held.release()
+
+
+def test_cancelling_one_of_two_keeps_the_load(make):
+    """The other request gets its set."""
+    bench = make()
+    bench.source.hold("a")
+    gone, stays = bench.cache.acquire(["a"]), bench.cache.acquire(["a"])
+    assert gone.cancel()
+    bench.source.let_go("a")
+    assert list(stays.result(SOON_S).weights) == ["a"]
+
+
+def test_a_delivered_set_can_not_be_cancelled(make):
+    """`cancel` then says False, and the caller releases the lease as usual."""
+    bench = make()
+    future = bench.cache.acquire(["a"])
+    lease = future.result(SOON_S)
+    assert not future.cancel()
+    lease.release()
+    assert bench.cache.statistics().in_use == 0
+
+
+def test_cancelling_while_it_arrives_leaks_nothing(make):
+    """Whoever wins the race between arrival and cancellation, no entry stays in use."""
+    bench = make()
+    for turn in range(60):
+        name = "abcde"[turn % 5]
+        future = bench.cache.acquire([name])
+        if turn % 2:
+            time.sleep(0.0005 * (turn % 4))
+        if not future.cancel():
+            future.result(SOON_S).release()
+        bench.cache.reconfigure(host_bytes=(1 if turn % 7 == 0 else 100) * bench.file_bytes)
+    bench.cache.reconfigure(host_bytes=100 * bench.file_bytes)
+    bench.lease(*"abcde").release()
+    assert bench.cache.statistics().in_use == 0
+
+
+# ---- budget and end -------------------------------------------------------------------------------------------------
+
+
+def test_a_smaller_budget_evicts_what_is_idle(make):
+    """What is in use stays until it is released, then the new budget holds."""
+    bench = make(4)
+    held = bench.lease("a", "b")
+    bench.lease("c", "d").release()
+    bench.cache.reconfigure(host_bytes=bench.file_bytes)
+    assert bench.cache.statistics().resident == 2
+    held.release()
+    assert bench.cache.statistics().resident_bytes <= bench.file_bytes
+
+
+def test_a_smaller_budget_fails_sets_that_can_never_fit(make):
+    """A waiting set is told instead of waiting for ever."""
+    bench = make(2)
+    held = bench.lease("a")
+    waiting = bench.cache.acquire(["b", "c"])
+    bench.cache.reconfigure(host_bytes=bench.file_bytes)
+    with pytest.raises(LoraError, match="host_lora_bytes"):
+        waiting.result(0)
+    held.release()
+
+
+def test_a_larger_budget_lets_waiting_sets_in(make):
+    """Without anybody releasing anything."""
+    bench = make(1)
+    held = bench.lease("a")
+    waiting = bench.cache.acquire(["b"])
+    assert not settled(waiting)
+    bench.cache.reconfigure(host_bytes=2 * bench.file_bytes)
+    waiting.result(SOON_S).release()
+    held.release()
+
+
+def test_close_fails_what_is_under_way(make):
+    """Loading and waiting sets end with `EngineStopped`; so does a later acquire; leases can still be released."""
+    bench = make(2)
+    held = bench.lease("a")
+    bench.source.hold("b")
+    loading, waiting = bench.cache.acquire(["b"]), bench.cache.acquire(["c"])
+    bench.source.wait_fetching(2)
+    bench.cache.close()
+    bench.cache.close()
+    for future in (loading, waiting, bench.cache.acquire(["d"])):
+        with pytest.raises(EngineStopped):
+            future.result(SOON_S)
+    held.release()
+
+
+def test_statistics_add_up(make):
+    """Hits, misses, load time and bytes, from an injected clock."""
+    bench = make(2)
+    ticks = iter(range(1000))
+    bench.cache._clock = lambda: float(next(ticks))
+    bench.lease("a").release()
+    lease = bench.lease("a", "b")
+    seen = bench.cache.statistics()
+    assert (seen.hits, seen.misses, seen.evictions, seen.failures) == (1, 2, 0, 0)
+    assert seen.load_s == 2.0
+    assert (seen.resident, seen.in_use, seen.waiting_sets) == (2, 2, 0)
+    assert seen.resident_bytes == sum(weights.nbytes for weights in lease.weights.values())
+    assert seen.resident_bytes == seen.reserved_bytes == seen.budget_bytes == 2 * bench.file_bytes

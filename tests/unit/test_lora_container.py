@@ -1,0 +1,211 @@
+"""Reading safetensors containers: what is damaged, foreign or dangerous is refused in a clear sentence."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import pickle
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from plait_serving.diffusion.errors import LoraError
+from plait_serving.diffusion.lora import container
+
+CAP = 1 << 20
+
+
+def good_file(path: Path) -> Path:
+    """A small file with every dtype that is read."""
+    tensors = {
+        "half": torch.randn(3, 5).half(),
+        "brain": torch.randn(2, 2, 1, 1).bfloat16(),
+        "single": torch.randn(7),
+        "double": torch.randn(2).double(),
+        "number": torch.tensor(8.0),
+        "count": torch.tensor(4),
+        "empty": torch.empty(0, 4),
+    }
+    save_file(tensors, path, metadata={"format": "pt", "x": "y"})
+    return path
+
+
+def raw_file(path: Path, table: object, data: bytes = b"") -> Path:
+    """A file with a hand-made header."""
+    header = table if isinstance(table, bytes) else json.dumps(table).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data)
+    return path
+
+
+def test_reads_what_safetensors_writes(tmp_path):
+    """Every tensor comes back bit for bit, with the metadata."""
+    from safetensors.torch import load_file
+
+    path = good_file(tmp_path / "a.safetensors")
+    header, data = container.read(path, largest_bytes=CAP)
+    expected = load_file(path)
+    assert header.tensors.keys() == expected.keys()
+    assert header.metadata == {"format": "pt", "x": "y"}
+    for key, value in expected.items():
+        got = container.tensor(header, data, key)
+        assert got.dtype == value.dtype
+        assert torch.equal(got, value)
+
+
+def test_unaligned_tensors_are_read(tmp_path):
+    """The format allows any order of dtypes, so a float may begin at an odd byte."""
+    wanted = torch.tensor([1.5, -2.0])
+    table = {
+        "odd": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
+        "floats": {"dtype": "F32", "shape": [2], "data_offsets": [1, 9]},
+    }
+    path = raw_file(tmp_path / "a.safetensors", table, b"\x07" + wanted.numpy().tobytes())
+    header, data = container.read(path, largest_bytes=CAP)
+    assert torch.equal(container.tensor(header, data, "floats"), wanted)
+
+
+def test_nothing_refers_to_the_file_once_it_is_read(tmp_path):
+    """A file that is overwritten and cut in place changes no tensor that was read before."""
+    path = good_file(tmp_path / "a.safetensors")
+    header, data = container.read(path, largest_bytes=CAP)
+    before = container.tensor(header, data, "half").clone()
+    with path.open("r+b") as file:
+        file.write(b"\xff" * 64)
+        file.truncate(64)
+    assert torch.equal(container.tensor(header, data, "half"), before)
+
+
+def test_every_truncation_is_noticed(tmp_path):
+    """Cut anywhere, the header alone is enough to refuse it."""
+    whole = good_file(tmp_path / "a.safetensors").read_bytes()
+    cut = tmp_path / "cut.safetensors"
+    for length in [*range(40), *range(40, len(whole), 37), len(whole) - 1]:
+        cut.write_bytes(whole[:length])
+        with pytest.raises(LoraError):
+            container.inspect(cut, largest_bytes=CAP)
+
+
+class Bomb:
+    """What a hostile pickle does when it is loaded."""
+
+    def __reduce__(self):
+        return (Path.touch, (Path("pwned"),))
+
+
+def torch_save() -> bytes:
+    """What torch.save writes today."""
+    buffer = io.BytesIO()
+    torch.save({"a": torch.zeros(1)}, buffer)
+    return buffer.getvalue()
+
+
+def zipped() -> bytes:
+    """Any zip archive."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("data.pkl", b"x")
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (torch_save(), "can run code"),
+        (zipped(), "can run code"),
+        *((pickle.dumps(Bomb(), protocol), "can run code") for protocol in (2, 3, 4, 5)),
+        (pickle.dumps({"a": 1}, 0), "too short|does not fit"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "Git LFS pointer"),
+        (b"<!DOCTYPE html><html>Not found</html>", "HTML page"),
+        (gzip.compress(b"x" * 99), "gzip"),
+        (b"GGUF" + bytes(60), "GGUF"),
+        (b"", "too short"),
+        (bytes(8), "damaged"),
+    ],
+)
+def test_other_formats_are_named(tmp_path, monkeypatch, content, sentence):
+    """Pickles and other files under a .safetensors name are refused by what they are, and never loaded."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(LoraError, match=sentence):
+        container.inspect(path, largest_bytes=CAP)
+    assert not (tmp_path / "pwned").exists()
+
+
+F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+@pytest.mark.parametrize(
+    ("table", "data"),
+    [
+        (b"[]", b""),
+        (b"{not json", b""),
+        (b"\xff\xfe", b""),
+        (b"[" * 100_000, b""),
+        ({"a": 3}, b""),
+        ({"a": {"dtype": "F32", "shape": [2]}}, bytes(8)),
+        ({"a": {**F32, "shape": [-2]}}, bytes(8)),
+        ({"a": {**F32, "shape": [2.0]}}, bytes(8)),
+        ({"a": {**F32, "shape": [True]}}, bytes(8)),
+        ({"a": {**F32, "shape": [3]}}, bytes(8)),
+        ({"a": {**F32, "dtype": "F99"}}, bytes(8)),
+        ({"a": {**F32, "data_offsets": [8, 0]}}, bytes(8)),
+        ({"a": {**F32, "data_offsets": [4, 12]}}, bytes(12)),
+        ({"a": F32, "b": {**F32, "data_offsets": [4, 12]}}, bytes(12)),
+        ({"a": F32}, bytes(9)),
+        ({"a": F32}, bytes(7)),
+        (b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"a":{}}', bytes(8)),
+        ({"__metadata__": ["x"]}, b""),
+    ],
+    ids=str,
+)
+def test_damaged_headers_are_refused(tmp_path, table, data):
+    """A header that lies about the file raises `LoraError`, whatever the lie."""
+    with pytest.raises(LoraError):
+        container.inspect(raw_file(tmp_path / "a.safetensors", table, data), largest_bytes=CAP)
+
+
+def test_a_huge_header_is_not_allocated(tmp_path):
+    """A length field of 2**60 bytes is refused before memory is asked for."""
+    path = tmp_path / "a.safetensors"
+    path.write_bytes((1 << 60).to_bytes(8, "little") + b"{}")
+    with pytest.raises(LoraError, match="does not fit"):
+        container.inspect(path, largest_bytes=CAP)
+
+
+def test_size_cap(tmp_path):
+    """A file over the cap is refused by its size alone."""
+    path = good_file(tmp_path / "a.safetensors")
+    with pytest.raises(LoraError, match="largest allowed is 100"):
+        container.inspect(path, largest_bytes=100)
+
+
+def test_missing_files_and_folders_are_refused(tmp_path):
+    """What can not be opened or read is a `LoraError`, not an OSError."""
+    with pytest.raises(LoraError, match="can not be opened"):
+        container.inspect(tmp_path / "none.safetensors", largest_bytes=CAP)
+    with pytest.raises(LoraError):
+        container.inspect(tmp_path, largest_bytes=CAP)
+
+
+def test_a_change_while_reading_is_noticed(tmp_path, monkeypatch):
+    """Overwritten between header and data, the file is refused instead of mixed."""
+    path = good_file(tmp_path / "a.safetensors")
+    read_into = container._read_into
+    calls = []
+
+    def overwrite_first(file, view):
+        calls.append(len(view))
+        if len(calls) == 2:  # the data part
+            with path.open("r+b") as other:
+                other.seek(-1, io.SEEK_END)
+                other.write(b"\x55\x55")
+        read_into(file, view)
+
+    monkeypatch.setattr(container, "_read_into", overwrite_first)
+    with pytest.raises(LoraError, match="changed while"):
+        container.read(path, largest_bytes=CAP)

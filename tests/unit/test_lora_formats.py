@@ -1,0 +1,444 @@
+"""Parsing LoRA files: every spelling is understood, everything else is refused by name, nothing is dropped."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from plait_serving.diffusion.errors import LoraError
+from plait_serving.diffusion.lora.formats import LoadedLora, parse
+from plait_serving.diffusion.lora.keys import LoraFormat
+from plait_serving.diffusion.lora.targets import LoraTargets, ModuleRef
+from support.loras import (
+    TinyFactor,
+    TwoLayers,
+    delta,
+    factors,
+    kohya_tensors,
+    peft_metadata,
+    peft_tensors,
+    shapes_of,
+    write,
+)
+
+torch.set_num_threads(1)
+
+
+class FlatClip(nn.Module):
+    """CLIPTextModel's naming since transformers 5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.Module()
+        layer.self_attn = nn.ModuleDict({k: nn.Linear(4, 4) for k in ("q_proj", "k_proj", "v_proj", "out_proj")})
+        layer.mlp = nn.ModuleDict({"fc1": nn.Linear(4, 6), "fc2": nn.Linear(6, 4)})
+        self.encoder = nn.ModuleDict({"layers": nn.ModuleList([layer])})
+
+
+class NestedClip(nn.Module):
+    """CLIPTextModelWithProjection's naming, and CLIPTextModel's before transformers 5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text_model = FlatClip()
+        self.text_projection = nn.Linear(4, 4, bias=False)
+
+
+class OneAttention(nn.Module):
+    """A UNet's attention: ``attn1.to_q`` ... ``attn1.to_out.0``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn1 = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("to_q", "to_k", "to_v")})
+        self.attn1["to_out"] = nn.ModuleList([nn.Linear(4, 4), nn.Dropout()])
+
+
+UNET = LoraTargets.of({"unet": TwoLayers()})
+
+
+def check(got: LoadedLora, ref: ModuleRef, wanted: TinyFactor, shape: tuple[int, ...]) -> None:
+    """The parsed factor makes the wanted delta."""
+    factor = got.factors[ref]
+    made = factor.alpha / factor.rank * (factor.up.double() @ factor.down.double())
+    assert torch.allclose(made.reshape(shape), delta(wanted, shape), rtol=1e-12)
+    assert float((factor.up.double() @ factor.down.double()).abs().max()) <= factor.bound
+
+
+@pytest.mark.parametrize("spelling", [peft_tensors, kohya_tensors])
+def test_linear_pointwise_and_convolution(tmp_path, spelling):
+    """Both formats give the factors of all three kinds of layers."""
+    made = factors(shapes_of(TwoLayers()), rank=3)
+    assert made.keys() == {"lin", "point", "conv"}
+    got = parse("x", write(tmp_path / "a.safetensors", spelling(made)), UNET)
+    assert {ref.module for ref in got.factors} == made.keys()
+    for module, wanted in made.items():
+        ref = ModuleRef("unet", module)
+        check(got, ref, wanted, UNET.shapes[ref])
+    assert not got.touches_text_encoder
+    assert got.format is (LoraFormat.PEFT if spelling is peft_tensors else LoraFormat.KOHYA)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_dtypes(tmp_path, dtype):
+    """Factors stay in the file's dtype: an fp16 file takes fp16's memory."""
+    made = factors(shapes_of(TwoLayers()), seed=4)
+    path = write(tmp_path / "a.safetensors", peft_tensors(made), dtype=dtype)
+    got = parse("x", path, UNET)
+    factor = got.factors[ModuleRef("unet", "lin")]
+    assert factor.down.dtype == factor.up.dtype == dtype
+    assert torch.equal(factor.down, made["lin"].down.to(dtype))
+    numbers = sum(value.numel() for factor in made.values() for value in (factor.up, factor.down))
+    assert got.nbytes == numbers * dtype.itemsize
+
+
+@pytest.mark.parametrize(
+    ("down", "up"),
+    [
+        ("attn1.to_q.lora_A.weight", "attn1.to_q.lora_B.weight"),
+        ("attn1.to_q.lora_A.default.weight", "attn1.to_q.lora_B.default.weight"),
+        ("attn1.to_q.lora.down.weight", "attn1.to_q.lora.up.weight"),
+        ("attn1.processor.to_q_lora.down.weight", "attn1.processor.to_q_lora.up.weight"),
+        ("attn1.processor.to_q.lora.down.weight", "attn1.processor.to_q.lora.up.weight"),
+    ],
+)
+@pytest.mark.parametrize("prefix", ["unet.", ""])
+def test_unet_spellings(tmp_path, prefix, down, up):
+    """Every way diffusers ever wrote a UNet LoRA, with and without the component's name."""
+    targets = LoraTargets.of({"unet": OneAttention()})
+    wanted = factors({"q": (4, 4)})["q"]
+    path = write(tmp_path / "a.safetensors", {prefix + down: wanted.down, prefix + up: wanted.up})
+    check(parse("x", path, targets), ModuleRef("unet", "attn1.to_q"), wanted, (4, 4))
+
+
+@pytest.mark.parametrize("old", ["attn1.processor.to_out_lora", "attn1.to_out.0.lora", "attn1.processor.to_out.lora"])
+def test_output_projection_is_layer_zero(tmp_path, old):
+    """Old files say to_out where the model has to_out.0."""
+    targets = LoraTargets.of({"unet": OneAttention()})
+    wanted = factors({"q": (4, 4)})["q"]
+    path = write(
+        tmp_path / "a.safetensors", {f"unet.{old}.down.weight": wanted.down, f"unet.{old}.up.weight": wanted.up}
+    )
+    check(parse("x", path, targets), ModuleRef("unet", "attn1.to_out.0"), wanted, (4, 4))
+
+
+@pytest.mark.parametrize("model", [FlatClip, NestedClip])
+@pytest.mark.parametrize("component", ["text_encoder", "text_encoder_2"])
+@pytest.mark.parametrize("text_model", ["", "text_model."])
+@pytest.mark.parametrize("style", ["peft", "linear_layer", "old", "kohya"])
+def test_text_encoder_spellings(tmp_path, model, component, text_model, style):
+    """Files with and without ``text_model.`` fit encoders with and without it, in every spelling."""
+    targets = LoraTargets.of({component: model()})
+    module = f"{text_model}encoder.layers.0.self_attn.q_proj"
+    wanted = factors({module: (4, 4)})[module]
+    spelled = {
+        "peft": (f"{component}.{module}.lora_A.weight", f"{component}.{module}.lora_B.weight"),
+        "linear_layer": tuple(f"{component}.{module}.lora_linear_layer.{way}.weight" for way in ("down", "up")),
+        "old": tuple(f"{component}.{module.replace('q_proj', 'to_q_lora')}.{way}.weight" for way in ("down", "up")),
+        "kohya": tuple(
+            f"lora_{'te' if component == 'text_encoder' else 'te2'}_{module.replace('.', '_')}.lora_{way}.weight"
+            for way in ("down", "up")
+        ),
+    }[style]
+    path = write(tmp_path / "a.safetensors", dict(zip(spelled, (wanted.down, wanted.up), strict=True)))
+    got = parse("x", path, targets)
+    there = "text_model." if model is NestedClip else ""
+    check(got, ModuleRef(component, f"{there}encoder.layers.0.self_attn.q_proj"), wanted, (4, 4))
+    assert got.touches_text_encoder
+
+
+def test_sdxl_kohya_names_the_first_text_encoder_te1(tmp_path):
+    """lora_te1_ is text_encoder, lora_te2_ text_encoder_2."""
+    targets = LoraTargets.of({"text_encoder": FlatClip(), "text_encoder_2": NestedClip()})
+    tensors = {}
+    for te in ("te1", "te2"):
+        tensors[f"lora_{te}_text_model_encoder_layers_0_mlp_fc1.lora_down.weight"] = torch.ones(1, 4)
+        tensors[f"lora_{te}_text_model_encoder_layers_0_mlp_fc1.lora_up.weight"] = torch.ones(6, 1)
+    got = parse("x", write(tmp_path / "a.safetensors", tensors), targets)
+    assert {str(ref) for ref in got.factors} == {
+        "text_encoder.encoder.layers.0.mlp.fc1",
+        "text_encoder_2.text_model.encoder.layers.0.mlp.fc1",
+    }
+
+
+# ---- alpha ----------------------------------------------------------------------------------------------------------
+
+
+def alpha_of(tmp_path, tensors, metadata=None) -> float:
+    """The alpha that a file gives the layer ``lin``."""
+    return (
+        parse("x", write(tmp_path / "a.safetensors", tensors, metadata), UNET).factors[ModuleRef("unet", "lin")].alpha
+    )
+
+
+def test_without_alpha_it_is_the_rank(tmp_path):
+    """diffusers' convention: W0 + scale * B A."""
+    assert alpha_of(tmp_path, peft_tensors(factors({"lin": (10, 6)}, rank=3))) == 3.0
+
+
+@pytest.mark.parametrize("stored", [torch.tensor(1.5), torch.tensor([1.5]), torch.tensor(1.5).half()])
+def test_alpha_key(tmp_path, stored):
+    """kohya's alpha is read as one number, whatever its shape."""
+    tensors = kohya_tensors(factors({"lin": (10, 6)}))
+    tensors["lora_unet_lin.alpha"] = stored
+    assert alpha_of(tmp_path, tensors) == 1.5
+
+
+def test_integer_alpha(tmp_path):
+    """Some trainers store alpha as an integer."""
+    tensors = kohya_tensors(factors({"lin": (10, 6)}))
+    tensors["lora_unet_lin.alpha"] = torch.tensor(4)
+    assert alpha_of(tmp_path, tensors) == 4.0
+
+
+@pytest.mark.parametrize(
+    ("config", "alpha"),
+    [
+        ({"r": 4, "lora_alpha": 8}, 8.0),
+        ({"r": 4, "lora_alpha": 8, "alpha_pattern": {"lin": 2.0}}, 2.0),
+        ({"r": 4, "lora_alpha": 8, "alpha_pattern": {"^lin": 2.0}}, 2.0),
+        ({"r": 4, "lora_alpha": 8, "alpha_pattern": {"in": 2.0, "other.lin": 3.0}}, 8.0),
+        ({"r": 4, "lora_alpha": 8, "use_rslora": True}, 16.0),
+        ({"r": 4}, 4.0),
+    ],
+    ids=str,
+)
+def test_alpha_from_metadata(tmp_path, config, alpha):
+    """The LoraConfig that diffusers saves decides, by PEFT's rules; rank-stabilised LoRAs divide by sqrt(rank)."""
+    tensors = peft_tensors(factors({"lin": (10, 6)}, rank=4))
+    assert math.isclose(alpha_of(tmp_path, tensors, peft_metadata("unet", **config)), alpha)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "sentence"),
+    [
+        ({"lora_adapter_metadata": "{nonsense"}, "no JSON"),
+        ({"lora_adapter_metadata": "[1]"}, "no table"),
+        (peft_metadata(use_dora=True, lora_alpha=1), "use_dora"),
+        (peft_metadata(lora_bias=True, lora_alpha=1), "lora_bias"),
+        (peft_metadata(lora_alpha="eight"), "the alpha 'eight'"),
+        (peft_metadata(lora_alpha=1, alpha_pattern={"(a+)+$": 1}), "pattern"),
+        (peft_metadata(lora_alpha=0), "alpha 0"),
+    ],
+)
+def test_metadata_that_can_not_be_honoured(tmp_path, metadata, sentence):
+    """Rather no picture than one with another strength than the file's."""
+    with pytest.raises(LoraError, match=sentence):
+        alpha_of(tmp_path, peft_tensors(factors({"lin": (10, 6)})), metadata)
+
+
+@pytest.mark.parametrize("alpha", [math.nan, math.inf, 0.0])
+def test_senseless_alpha_is_refused(tmp_path, alpha):
+    """NaN, infinity and zero are no alpha."""
+    tensors = kohya_tensors(factors({"lin": (10, 6)}))
+    tensors["lora_unet_lin.alpha"] = torch.tensor(alpha)
+    with pytest.raises(LoraError, match="lin has alpha"):
+        alpha_of(tmp_path, tensors)
+
+
+# ---- refusals -------------------------------------------------------------------------------------------------------
+
+
+def refusal(tmp_path, tensors, metadata=None) -> str:
+    """The message of the `LoraError` that a file brings."""
+    path = write(tmp_path / "a.safetensors", tensors, metadata)
+    with pytest.raises(LoraError) as caught:
+        parse("mine", path, UNET)
+    assert caught.value.param == "loras"
+    assert caught.value.message.startswith("LoRA 'mine': ")
+    return caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("lora_unet_lin.hada_w1_a", "LoHa"),
+        ("lora_unet_lin.lokr_w1", "LoKr"),
+        ("unet.lin.lokr_w1", "LoKr"),
+        ("lora_unet_lin.dora_scale", "DoRA"),
+        ("unet.lin.lora_magnitude_vector", "DoRA"),
+        ("lora_unet_conv.lora_mid.weight", "Tucker"),
+        ("lora_unet_lin.on_input", "IA3"),
+        ("lora_unet_lin.oft_blocks", "OFT"),
+        ("lora_unet_lin.a1.weight", "GLoRA"),
+        ("lora_unet_lin.diff", "full difference"),
+        ("lora_unet_norm.w_norm", "norm"),
+        ("unet.lin.lora_B.bias", "biases"),
+        ("text_encoder.embeddings.lora_embedding_A", "embedding"),
+        ("bundle_emb.x.string_to_param.*", "textual inversion"),
+        ("lora_controlnet", "Control-LoRA"),
+        ("base_model.model.lin.lora_A.weight", "PEFT adapter"),
+        ("transformer.blocks.0.lora_A.weight", "transformer"),
+        ("lora_transformer_blocks_0.lora_down.weight", "transformer"),
+        ("model.diffusion_model.out.2.weight", "whole model"),
+    ],
+)
+def test_other_kinds_are_refused_by_name(tmp_path, key, name):
+    """A file that is not a plain LoRA is refused by what it is, even among good keys."""
+    message = refusal(tmp_path, {**peft_tensors(factors({"lin": (10, 6)})), key: torch.ones(2, 2)})
+    assert name in message
+    assert key in message
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "unet.other.lora_A.weight",
+        "lora_unet_other.lora_down.weight",
+        "lora_te2_text_model_encoder_layers_0_mlp_fc1.lora_down.weight",
+        "text_encoder.encoder.layers.0.mlp.fc1.lora_A.weight",
+        "unet.norm.lora_A.weight",
+        "unet.grouped.lora_A.weight",
+        "unet.lin.weight",
+        "lin",
+        "something",
+        "unet.lin.alpha.alpha",
+    ],
+)
+def test_keys_that_match_nothing_are_listed(tmp_path, key):
+    """One stray key refuses the file, and the message shows it."""
+    message = refusal(tmp_path, {**peft_tensors(factors({"lin": (10, 6)})), key: torch.ones(2, 2)})
+    assert "1 of 3 keys match nothing" in message
+    assert key in message
+
+
+def test_many_strays_are_counted(tmp_path):
+    """A file of another model is refused in a message of bearable length."""
+    message = refusal(tmp_path, {f"unet.block{i}.lora_A.weight": torch.ones(2, 2) for i in range(500)})
+    assert "500 of 500" in message
+    assert "and 492 more" in message
+    assert len(message) < 600
+
+
+@pytest.mark.parametrize(
+    ("module", "down", "up"),
+    [
+        ("lin", (2, 7), (10, 2)),
+        ("lin", (2, 6), (9, 2)),
+        ("lin", (2, 6), (10, 3)),
+        ("lin", (2, 6, 3, 3), (10, 2, 1, 1)),
+        ("lin", (12,), (10, 2)),
+        ("conv", (2, 27), (4, 2)),
+        ("conv", (2, 3, 1, 1), (4, 2, 1, 1)),
+        ("conv", (2, 3, 3, 3), (4, 2, 3, 3)),
+        ("point", (2, 5, 3, 3), (7, 2, 1, 1)),
+        ("lin", (0, 6), (10, 0)),
+        ("lin", (5000, 6), (10, 5000)),
+    ],
+    ids=str,
+)
+def test_wrong_shapes_name_the_module(tmp_path, module, down, up):
+    """Factors that do not make the module's weight are refused with all three shapes."""
+    tensors = {f"unet.{module}.lora_A.weight": torch.ones(down), f"unet.{module}.lora_B.weight": torch.ones(up)}
+    message = refusal(tmp_path, tensors)
+    assert f"unet.{module}" in message
+    assert str(down) in message
+
+
+@pytest.mark.parametrize(
+    ("module", "down", "up"),
+    [
+        ("lin", (2, 6, 1, 1), (10, 2, 1, 1)),
+        ("lin", (2, 6), (10, 2, 1, 1)),
+        ("point", (2, 5), (7, 2)),
+        ("point", (2, 5, 1, 1), (7, 2)),
+        ("lin", (12, 6), (10, 12)),
+    ],
+    ids=str,
+)
+def test_pointwise_and_linear_stand_for_each_other(tmp_path, module, down, up):
+    """proj_in is a 1x1 convolution in SD 1.x and a linear layer in SDXL; trainers mix them up, the product is one."""
+    tensors = {f"unet.{module}.lora_A.weight": torch.ones(down), f"unet.{module}.lora_B.weight": torch.ones(up)}
+    got = parse("x", write(tmp_path / "a.safetensors", tensors), UNET)
+    assert got.factors[ModuleRef("unet", module)].down.shape == down[:2]
+
+
+@pytest.mark.parametrize("missing", ["down", "up"])
+def test_half_a_module_is_refused(tmp_path, missing):
+    """A down factor without its up, or the reverse, names the module."""
+    tensors = kohya_tensors(factors({"lin": (10, 6)}))
+    del tensors[f"lora_unet_lin.lora_{missing}.weight"]
+    assert f"unet.lin has no {missing} factor" in refusal(tmp_path, tensors)
+
+
+def test_alpha_alone_is_refused(tmp_path):
+    """An alpha whose factors are missing is not ignored."""
+    tensors = {**kohya_tensors(factors({"lin": (10, 6)})), "lora_unet_conv.alpha": torch.tensor(1.0)}
+    assert "unet.conv has no down and no up factor" in refusal(tmp_path, tensors)
+
+
+def test_two_spellings_of_one_module_are_refused(tmp_path):
+    """Which of two would win is a guess; none does."""
+    made = factors({"lin": (10, 6)})
+    unprefixed = {key.removeprefix("unet."): value for key, value in peft_tensors(made).items()}
+    assert "both mean unet.lin" in refusal(tmp_path, {**peft_tensors(made), **unprefixed})
+    other = factors({"conv": (4, 3, 3, 3)})
+    assert "mixes kohya and PEFT" in refusal(tmp_path, {**peft_tensors(made), **kohya_tensors(other)})
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.int64], ids=str)
+def test_other_dtypes_are_refused(tmp_path, dtype):
+    """Quantised or integer factors are not guessed at."""
+    message = refusal(
+        tmp_path, {key: value.to(dtype) for key, value in peft_tensors(factors({"lin": (10, 6)})).items()}
+    )
+    assert "must be F16, BF16, F32 or F64" in message
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("half", ["lora_A", "lora_B"])
+def test_non_finite_factors_are_refused(tmp_path, half, bad):
+    """One NaN or infinity anywhere refuses the file and names the module."""
+    tensors = peft_tensors(factors(shapes_of(TwoLayers())))
+    tensors[f"unet.conv.{half}.weight"].view(-1)[5] = bad
+    assert "unet.conv holds NaN or infinity" in refusal(tmp_path, tensors)
+
+
+def test_huge_but_finite_factors_parse(tmp_path):
+    """Numbers whose squares overflow are not mistaken for infinity; the merge decides about them."""
+    tensors = {"unet.lin.lora_A.weight": torch.full((1, 6), 1e30), "unet.lin.lora_B.weight": torch.full((10, 1), 1e-30)}
+    factor = parse("x", write(tmp_path / "a.safetensors", tensors), UNET).factors[ModuleRef("unet", "lin")]
+    assert factor.bound == math.inf
+
+
+def test_an_empty_file_is_refused(tmp_path):
+    """A file without tensors is no LoRA."""
+    assert "no tensors" in refusal(tmp_path, {})
+
+
+def test_size_cap_names_the_lora(tmp_path):
+    """The cap of the container reaches the caller with the LoRA's name."""
+    path = write(tmp_path / "a.safetensors", peft_tensors(factors({"lin": (10, 6)})))
+    with pytest.raises(LoraError, match=r"LoRA 'big': .*largest allowed is 10"):
+        parse("big", path, UNET, largest_bytes=10)
+
+
+def test_header_is_enough_to_refuse(tmp_path, monkeypatch):
+    """A file of another model is refused before its data is read."""
+    from plait_serving.diffusion.lora import container
+
+    path = write(tmp_path / "a.safetensors", {"unet.other.lora_A.weight": torch.ones(2, 2)})
+    monkeypatch.setattr(container, "read", lambda *_, **__: pytest.fail("the data was read"))
+    with pytest.raises(LoraError, match="match nothing"):
+        parse("x", path, UNET)
+
+
+def test_every_parse_has_its_own_token(tmp_path):
+    """Two contents of one name are told apart."""
+    path = write(tmp_path / "a.safetensors", peft_tensors(factors({"lin": (10, 6)})))
+    assert parse("x", path, UNET).token != parse("x", path, UNET).token
+
+
+def test_metadata_of_text_encoders_knows_both_namings(tmp_path):
+    """alpha_pattern written by an older transformers still means the same layer."""
+    targets = LoraTargets.of({"text_encoder": FlatClip()})
+    module = "text_model.encoder.layers.0.mlp.fc1"
+    tensors = peft_tensors(factors({module: (6, 4)}), "text_encoder")
+    metadata = {
+        "lora_adapter_metadata": json.dumps({"text_encoder.lora_alpha": 2, "text_encoder.alpha_pattern": {module: 7}})
+    }
+    got = parse("x", write(tmp_path / "a.safetensors", tensors, metadata), targets)
+    assert [factor.alpha for factor in got.factors.values()] == [7.0]

@@ -1,0 +1,365 @@
+"""What each LoRA source promises beyond the contract: links, new files, pinned hashes, one download per node."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from plait_serving.diffusion.errors import EngineStopped, LoraError, NotFound
+from plait_serving.diffusion.lora import remote
+from plait_serving.diffusion.lora.remote import RemoteEntry, RemoteSource
+from plait_serving.diffusion.lora.source import ChainSource, FolderSource
+from plait_serving.diffusion.lora.testing import DelayedSource
+
+# ---- folder ---------------------------------------------------------------------------------------------------------
+
+
+def put(folder: Path, name: str, content: bytes = b"x") -> Path:
+    """A file with some content; sources do not look inside."""
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+def test_new_and_removed_files_are_seen_at_once(tmp_path):
+    """No restart, no rescan: the folder is the truth, also before it exists."""
+    source = FolderSource(tmp_path / "loras")
+    assert dict(source.list()) == {}
+    path = put(tmp_path / "loras", "a.safetensors")
+    assert list(source.list()) == ["a"]
+    path.unlink()
+    assert source.find("a") is None
+    with pytest.raises(NotFound):
+        source.fetch("a")
+
+
+@pytest.mark.parametrize("change", ["content", "time", "replaced"])
+def test_a_changed_file_has_a_new_stamp(tmp_path, change):
+    """Overwritten in place, touched, or replaced by a file of the same size and time."""
+    path = put(tmp_path, "a.safetensors", b"one")
+    source = FolderSource(tmp_path)
+    before = source.find("a")
+    times = (path.stat().st_atime_ns, path.stat().st_mtime_ns)
+    if change == "content":
+        path.write_bytes(b"three")
+        os.utime(path, ns=times)
+    elif change == "time":
+        os.utime(path, ns=(times[0], times[1] + 1))
+    else:
+        other = put(tmp_path, "other", b"two")
+        os.utime(other, ns=times)
+        other.replace(path)
+    assert source.find("a").stamp != before.stamp
+
+
+def test_links_that_lead_out_do_not_exist(tmp_path):
+    """A link to a file or folder elsewhere is not followed; one that stays inside is."""
+    outside = put(tmp_path / "outside", "secret.safetensors")
+    put(tmp_path / "outside", "pytorch_lora_weights.safetensors")
+    folder = tmp_path / "loras"
+    put(folder, "real.safetensors")
+    (folder / "out.safetensors").symlink_to(outside)
+    (folder / "outdir").symlink_to(tmp_path / "outside")
+    (folder / "loop.safetensors").symlink_to(folder / "loop.safetensors")
+    (folder / "dangling.safetensors").symlink_to(folder / "nothing")
+    (folder / "inside.safetensors").symlink_to(folder / "real.safetensors")
+    source = FolderSource(folder)
+    assert list(source.list()) == ["inside", "real"]
+    for name in ("out", "outdir", "loop", "dangling"):
+        with pytest.raises(NotFound):
+            source.fetch(name)
+
+
+def test_a_folder_that_is_itself_a_link_works(tmp_path):
+    """Operators mount folders through links."""
+    put(tmp_path / "real", "a.safetensors")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    assert list(FolderSource(tmp_path / "link").list()) == ["a"]
+
+
+def test_only_files_of_valid_names_count(tmp_path):
+    """Directories, other suffixes, hidden files and names outside the pattern are passed over."""
+    (tmp_path / "dir.safetensors").mkdir()
+    (tmp_path / "empty").mkdir()
+    for name in (
+        ".hidden.safetensors",
+        "a b.safetensors",
+        "ü.safetensors",
+        "x" * 65 + ".safetensors",
+        "note.txt",
+        "b.pt",
+    ):
+        put(tmp_path, name)
+    put(tmp_path, "ok.safetensors")
+    assert list(FolderSource(tmp_path).list()) == ["ok"]
+
+
+def test_pickles_in_the_folder_are_mentioned_once(tmp_path, caplog):
+    """Whoever drops a .pt file finds in the log why it is not offered."""
+    put(tmp_path, "old.pt")
+    source = FolderSource(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        source.list()
+        source.list()
+    assert caplog.text.count("old.pt is ignored") == 1
+
+
+def test_a_file_wins_over_a_sub_folder_of_its_name(tmp_path):
+    """The order is fixed, not the file system's."""
+    put(tmp_path, "a/pytorch_lora_weights.safetensors", b"folder")
+    assert FolderSource(tmp_path).fetch("a").read_bytes() == b"folder"
+    put(tmp_path, "a.safetensors", b"file")
+    assert FolderSource(tmp_path).fetch("a").read_bytes() == b"file"
+
+
+def test_chain_prefers_the_first(tmp_path):
+    """A name in two sources is the first's, in find, list and fetch alike."""
+    first, second = FolderSource(tmp_path / "1"), FolderSource(tmp_path / "2")
+    put(tmp_path / "1", "both.safetensors", b"first")
+    put(tmp_path / "2", "both.safetensors", b"second file")
+    put(tmp_path / "2", "only.safetensors")
+    source = ChainSource([first, second])
+    assert source.fetch("both").read_bytes() == b"first"
+    assert source.find("both") == source.list()["both"] == first.find("both")
+    assert source.find("only") == second.find("only")
+
+
+# ---- remote ---------------------------------------------------------------------------------------------------------
+
+CONTENT = bytes(range(256)) * 5000
+
+
+def entry(content: bytes = CONTENT, path: str = "a.safetensors") -> RemoteEntry:
+    """A pinned entry for a content."""
+    return RemoteEntry(path=path, sha256=hashlib.sha256(content).hexdigest(), nbytes=len(content))
+
+
+class Store:
+    """A folder as a remote store that counts downloads."""
+
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = tmp_path / "store"
+        self.cache = tmp_path / "cache"
+        self.downloads = 0
+        put(self.folder, "a.safetensors", CONTENT)
+        real_open = fsspec.open
+
+        def counted(*args, **kwargs):
+            self.downloads += 1
+            return real_open(*args, **kwargs)
+
+        monkeypatch.setattr(fsspec, "open", counted)
+
+    def source(self, **entries: RemoteEntry) -> RemoteSource:
+        """A source over it, as another process or a restart would make it."""
+        return RemoteSource(self.folder.as_uri(), entries or {"a": entry()}, cache_folder=self.cache)
+
+    def left_over(self) -> list[str]:
+        """Files in the cache that are neither locks nor complete."""
+        return [path.name for path in self.cache.iterdir() if path.name.startswith(".")]
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch) -> Store:
+    """With one file."""
+    return Store(tmp_path, monkeypatch)
+
+
+def test_a_cached_file_is_not_fetched_again(store):
+    """Downloaded once, also across restarts; the cache holds it under its hash."""
+    path = store.source().fetch("a")
+    assert store.source().fetch("a") == path
+    assert path.name == f"{hashlib.sha256(CONTENT).hexdigest()}.safetensors"
+    assert path.read_bytes() == CONTENT
+    assert store.downloads == 1
+
+
+@pytest.mark.parametrize("damage", [CONTENT[:-1], CONTENT[:-1] + b"!", b""], ids=["cut", "flipped", "empty"])
+def test_a_damaged_cache_file_is_fetched_again(store, damage, caplog):
+    """What lies in the cache is checked at every use, and said if it was bad."""
+    store.source().fetch("a").write_bytes(damage)
+    assert store.source().fetch("a").read_bytes() == CONTENT
+    assert store.downloads == 2
+    assert "damaged" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [(CONTENT[:-1], "has 1279999 bytes, not"), (CONTENT + b"x", "more than its"), (CONTENT[:-1] + b"!", "has sha256")],
+    ids=["short", "long", "other"],
+)
+def test_what_is_not_the_pinned_file_is_refused(store, content, sentence):
+    """Tried twice, then an error; nothing is left in the cache, and a repaired store works at once."""
+    put(store.folder, "a.safetensors", content)
+    with pytest.raises(LoraError, match=sentence):
+        store.source().fetch("a")
+    assert store.downloads == 2
+    assert [path.suffix for path in store.cache.iterdir()] == [".lock"]
+    put(store.folder, "a.safetensors", CONTENT)
+    assert store.source().fetch("a").read_bytes() == CONTENT
+
+
+def test_a_store_that_fails_is_a_clear_error_without_secrets(store):
+    """The message names the entry and the kind of error, never the URL, which may carry credentials."""
+    source = RemoteSource("memory://user:secret@host/", {"a": entry()}, cache_folder=store.cache)
+    with pytest.raises(LoraError) as caught:
+        source.fetch("a")
+    assert "does not deliver 'a.safetensors' (FileNotFoundError)" in caught.value.message
+    assert "secret" not in caught.value.message
+
+
+def test_an_endless_download_stops_at_the_pinned_size(store, monkeypatch):
+    """A store that sends more than was declared can not fill the disk."""
+    monkeypatch.setattr(remote, "_CHUNK_BYTES", 1000)
+    put(store.folder, "a.safetensors", CONTENT * 2)
+    written = []
+    real = remote.RemoteSource._next
+    monkeypatch.setattr(remote.RemoteSource, "_next", lambda self, file: written.append(1) or real(self, file))
+    with pytest.raises(LoraError, match="more than"):
+        store.source().fetch("a")
+    assert len(written) <= 2 * (len(CONTENT) // 1000 + 2)
+
+
+def test_left_overs_of_a_killed_process_are_removed(store):
+    """A partial download that nobody holds any more goes away with the next one of that entry."""
+    put(store.cache, f".{entry().sha256}.dead.part", b"half")
+    store.source().fetch("a")
+    assert store.left_over() == []
+
+
+def test_threads_download_an_entry_once(store):
+    """Eight concurrent fetches of one entry cost one download."""
+    with ThreadPoolExecutor(8) as pool:
+        paths = set(pool.map(lambda _: store.source().fetch("a"), range(8)))
+    assert len(paths) == 1
+    assert store.downloads == 1
+
+
+def fetch_slowly(url: str, cache: str, log: str) -> None:
+    """In another process: fetches and notes each download."""
+    real_open = fsspec.open
+
+    def noted(*args, **kwargs):
+        with Path(log).open("a") as file:
+            file.write("download\n")
+        return real_open(*args, **kwargs)
+
+    fsspec.open = noted
+    RemoteSource(url, {"a": entry()}, cache_folder=Path(cache)).fetch("a")
+
+
+def die_with_the_lock(path: Path) -> None:
+    """In another process: kill -9 while it holds an entry's lock."""
+    with remote._locked(path):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_processes_download_an_entry_once(store, tmp_path):
+    """The lock file holds between processes; a lock whose holder was killed does not block."""
+    context = multiprocessing.get_context("fork")
+    store.cache.mkdir()
+    victim = context.Process(target=die_with_the_lock, args=(store.cache / f"{entry().sha256}.lock",))
+    victim.start()
+    victim.join(60)
+    assert victim.exitcode == -signal.SIGKILL
+    args = (store.folder.as_uri(), str(store.cache), str(tmp_path / "log"))
+    workers = [context.Process(target=fetch_slowly, args=args) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    assert [worker.exitcode for worker in workers] == [0, 0, 0]
+    assert (tmp_path / "log").read_text() == "download\n"
+
+
+def test_closing_ends_a_running_download(store, monkeypatch):
+    """Shut-down does not wait for gigabytes: the download fails at its next chunk."""
+    monkeypatch.setattr(remote, "_CHUNK_BYTES", 1000)
+    source = store.source()
+    began, go_on = threading.Event(), threading.Event()
+    real = remote.RemoteSource._next
+
+    def slow(self, file):
+        began.set()
+        assert go_on.wait(10)
+        return real(self, file)
+
+    monkeypatch.setattr(remote.RemoteSource, "_next", slow)
+    with ThreadPoolExecutor(1) as pool:
+        fetch = pool.submit(source.fetch, "a")
+        assert began.wait(10)
+        source.close()
+        go_on.set()
+        with pytest.raises(EngineStopped):
+            fetch.result(10)
+    assert store.left_over() == []
+
+
+def test_a_cache_that_can_not_be_written_is_a_clear_error(store, tmp_path):
+    """The operator reads what is wrong with the node."""
+    blocker = put(tmp_path, "file")
+    source = RemoteSource(store.folder.as_uri(), {"a": entry()}, cache_folder=blocker / "cache")
+    with pytest.raises(LoraError, match="node's cache can not be used"):
+        source.fetch("a")
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"sha256": "abc"}, {"sha256": "A" * 64}, {"nbytes": 0}, {"nbytes": 1 << 50}, {"path": "../x"}, {"path": ""}],
+    ids=str,
+)
+def test_entries_are_checked_when_they_are_configured(bad):
+    """A wrong pin is found at start, not at the first request."""
+    good = {"path": "a", "sha256": "0" * 64, "nbytes": 1}
+    RemoteEntry(**good)
+    with pytest.raises(ValueError):
+        RemoteEntry(**{**good, **bad})
+
+
+def test_names_are_checked_when_they_are_configured(tmp_path):
+    """An entry that nobody could ask for is a configuration error."""
+    with pytest.raises(ValueError, match="no valid LoRA name"):
+        RemoteSource("memory://x", {"../a": entry()}, cache_folder=tmp_path)
+
+
+# ---- the test source ------------------------------------------------------------------------------------------------
+
+
+def test_held_fetches_wait_until_let_go(tmp_path):
+    """`hold` stops a name and no other; `wait_fetching` sees it begin."""
+    put(tmp_path, "a.safetensors")
+    put(tmp_path, "b.safetensors")
+    source = DelayedSource(FolderSource(tmp_path))
+    source.hold("a")
+    with ThreadPoolExecutor(1) as pool:
+        held = pool.submit(source.fetch, "a")
+        source.wait_fetching(1)
+        source.fetch("b")
+        assert not held.done()
+        source.let_go("a")
+        assert held.result(10).name == "a.safetensors"
+    assert source.fetched == ["a", "b"]
+    with pytest.raises(TimeoutError):
+        source.wait_fetching(3, timeout_s=0.01)
+
+
+def test_closing_ends_held_fetches(tmp_path):
+    """Nothing hangs in a test that fails."""
+    put(tmp_path, "a.safetensors")
+    source = DelayedSource(FolderSource(tmp_path), delay_s=60.0)
+    with ThreadPoolExecutor(1) as pool:
+        fetch = pool.submit(source.fetch, "a")
+        source.wait_fetching(1)
+        source.close()
+        with pytest.raises(EngineStopped):
+            fetch.result(10)
