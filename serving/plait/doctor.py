@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
-import json
 import os
 import platform
 import shutil
@@ -132,25 +130,17 @@ def check_port(host: str, port: int) -> list[Finding]:
 
 def check_starter(folder: Path) -> list[Finding]:
     """The starter's files against the SHA-256 of its manifest."""
-    manifest = folder / "manifest.json"
-    try:
-        entries: dict[str, str] = {
-            name: entry if isinstance(entry, str) else entry["sha256"]
-            for name, entry in json.loads(manifest.read_text())["files"].items()
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return [Finding("starter", Verdict.FAIL, f"{manifest}: {error}")]
-    bad = [name for name, sha256 in entries.items() if _sha256(folder / name) != sha256]
-    detail = f"not as in the manifest: {', '.join(bad[:3])}" if bad else f"{len(entries)} files as in the manifest"
-    return [_finding("starter", not bad, detail)]
+    from plait_serving.starter.manifest import files_in, manifest_problems
 
-
-def _sha256(path: Path) -> str | None:
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError:
-        return None
+        problems = manifest_problems(folder)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        problems = [f"its manifest can not be read ({error})"]
+    return [
+        _finding(
+            "starter", not problems, "; ".join(problems[:3]) or f"{len(files_in(folder))} files as in the manifest"
+        )
+    ]
 
 
 def _available_memory_bytes() -> int:

@@ -56,9 +56,10 @@ def _base(images: ImagesSection) -> Entry:
 def _loras(images: ImagesSection, family: str) -> list[Entry]:
     store = images.loras.store
     if store is not None:
+        root = store.url.rstrip("/")
         return [
-            Entry(name=name, kind="lora", family=family, folder=f"{store.url.rstrip('/')}/{name}", format="unknown")
-            for name in sorted(store.entries)
+            Entry(name=name, kind="lora", family=family, folder=f"{root}/{entry.path}", format="unknown")
+            for name, entry in sorted(store.entries.items())
         ]
     folder = images.resolved_lora_folder()
     source = None if folder is None else FolderSource(folder)

@@ -27,7 +27,7 @@ from plait import processes
 from plait.cluster import Cluster
 from plait.config import PlaitConfig
 from plait.console import Console
-from plait.errors import ServeError
+from plait.errors import ServeError, StateError
 from plait.state import PortState, RunRecord, scratch_root, state_root
 from plait_serving.deployments.logs import LOG_PATH_VARIABLE
 
@@ -79,9 +79,11 @@ def serve(
     """
     started_s = time.monotonic()
     port = free_port(config.server.host) if config.server.port == 0 else config.server.port
-    state = PortState.claim(state_root(environ), port)
+    root = state_root(environ)
+    state = PortState.claim(root, port)
     try:
         clean_up(state)
+        clean_up_others(root)
         check_port(config.server.host, port)
         console = Console.divert(state.log_path)
         return _Run(config, state, console, port=port, drained=drained, app_name=app_name).go(
@@ -284,6 +286,17 @@ def clean_up(state: PortState) -> tuple[processes.ProcessId, ...]:
         _remove_ray_folder(Path(record.ray_folder), logs_to=None)
     state.forget()
     return ended
+
+
+def clean_up_others(root: Path) -> None:
+    """The same for runs on other ports that are dead; those that live hold their lock and are left alone."""
+    for record in root.glob("port-*/run.json"):
+        with contextlib.suppress(StateError, ServeError, ValueError):
+            other = PortState.claim(root, int(record.parent.name.removeprefix("port-")))
+            try:
+                clean_up(other)
+            finally:
+                other.release()
 
 
 def _remove_ray_folder(folder: Path, *, logs_to: Path | None) -> None:

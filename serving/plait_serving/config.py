@@ -15,11 +15,12 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 
 from plait_serving.diffusion.knobs import Knobs
 from plait_serving.diffusion.values import NAME_PATTERN
+from plait_serving.starter.manifest import WEIGHTS
 
 STARTER_MODEL = "emoji"
 """The model that ships with plait; its folder is ``plait_serving/starter/weights``."""
 
-STARTER_FOLDER = Path(__file__).parent / "starter" / "weights"
+STARTER_FOLDER = WEIGHTS
 """``emoji/`` (the base), ``controlnets/NAME/`` and ``loras/NAME.safetensors``."""
 
 INGRESS_CPUS, MODEL_CPUS = 0.1, 0.4
@@ -39,7 +40,7 @@ def _absolute(path: Path, info: ValidationInfo) -> Path:
 
 
 def _name(value: str) -> str:
-    if not NAME_PATTERN.match(value):
+    if not NAME_PATTERN.fullmatch(value):
         raise ValueError(f"a name must match {NAME_PATTERN.pattern}")
     return value
 

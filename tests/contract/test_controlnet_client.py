@@ -18,6 +18,7 @@ from plait_serving.diffusion.controlnet.model import load_controlnet
 from plait_serving.diffusion.controlnet.placed import PlacedControlNetClient
 from plait_serving.diffusion.controlnet.remote import Backoff, RemoteControlNetClient
 from plait_serving.diffusion.controlnet.service import ServiceLimits
+from plait_serving.diffusion.controlnet.wire import Call, hello_header, open_message, step_message
 from plait_serving.diffusion.errors import ControlNetUnavailable, ModelError, RequestError
 from plait_serving.diffusion.knobs import Placement
 from plait_serving.diffusion.protocols import ControlNetClient, Residuals
@@ -204,13 +205,14 @@ def _gated(folder: Path) -> tuple[kit.GatedRunner, kit.Gate]:
     return kit.GatedRunner(load_controlnet(folder, dtype=torch.float32).model, gate), gate
 
 
+@pytest.mark.parametrize("scheme", ["shm", "tcp"])
 def test_kill_nine_in_mid_step_is_retried_elsewhere(
-    folder: Path, tmp_path: Path, fleet: kit.Fleet, expect: Twin
+    folder: Path, tmp_path: Path, fleet: kit.Fleet, expect: Twin, scheme: str
 ) -> None:
-    """A replica's process is killed while it computes: another one gives the same answer, and goes on."""
+    """A process is killed while it owes an answer: another replica gives the answer, and goes on."""
     ask = _ask(1)
     with (
-        kit.service_process(folder, kit.new_address("shm", tmp_path), hang=True) as (process, first),
+        kit.hanging_process(kit.new_address(scheme, tmp_path)) as (process, first),
         kit.serving(load_controlnet(folder, dtype=torch.float32), kit.new_address("tcp", tmp_path)) as second,
     ):
         fleet.addresses |= {"first": first, "second": second.addresses[0]}
@@ -527,6 +529,29 @@ def test_client_that_breaks_the_protocol_is_hung_up_on(folder: Path, tmp_path: P
         with pytest.raises(PeerLost):
             channel.recv(WAIT_S)
         assert service.alive
+
+
+def test_client_that_reads_nothing_is_dropped_and_others_are_served(
+    folder: Path, tmp_path: Path, fleet: kit.Fleet
+) -> None:
+    """Answers that nobody takes do not pile up and hold up nobody: that client's channel is cut."""
+    address = kit.new_address("shm", tmp_path)
+    runner = load_controlnet(folder, dtype=torch.float32)
+    with kit.serving(runner, address, limits=ServiceLimits(send_timeout_s=0.5)) as service:
+        deaf = kit.connect(service.addresses[0], secret=kit.SECRET)
+        ask = _ask(1)
+        send_tensors(deaf, hello_header(), {})
+        send_tensors(deaf, *open_message(0, image=ask.image, conditioning=ask.conditioning, width=32, height=32))
+        call = Call(session=0, sample=ask.sample, timestep=1.0, scale=1.0)
+        fleet.addresses["r"] = service.addresses[0]
+        client = RemoteControlNetClient("edges", fleet.connect)
+        session = ask.open(client)
+        with pytest.raises(PeerLost):
+            for seq in range(1000):
+                send_tensors(deaf, *step_message(seq, (call,)), timeout_s=WAIT_S)
+        assert isinstance(client.start([ask.call(session)]).wait()[0], Residuals)
+        assert service.statistics().steps < 1000
+        client.shutdown()
 
 
 def test_channels_are_bounded(folder: Path, tmp_path: Path, fleet: kit.Fleet) -> None:

@@ -36,8 +36,7 @@ def launch(tmp_path):
     yield start
     for server in servers:
         if server.process.poll() is None:
-            server.process.kill()
-            server.wait()
+            server.kill_and_clean()
 
 
 def in_background(server, **body):

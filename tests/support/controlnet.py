@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from diffusers import ControlNetModel
 from PIL import Image
 
 from plait_disagg.fabric import Listener, PeerLost, connect, listen
-from plait_serving.diffusion.controlnet.model import ControlNetModelRunner, Rows, load_controlnet
+from plait_serving.diffusion.controlnet.model import ControlNetModelRunner, Rows
 from plait_serving.diffusion.controlnet.remote import Link
 from plait_serving.diffusion.controlnet.replicas import Replica, connect_to_one
 from plait_serving.diffusion.controlnet.service import ControlNetService, ServiceLimits
@@ -217,20 +217,42 @@ def new_address(scheme: str, folder: Path) -> str:
     return {"inproc": f"inproc://{token}", "shm": f"shm://{folder}/{token}", "tcp": "tcp://127.0.0.1:0"}[scheme]
 
 
-# ---- a service in a process of its own ------------------------------------------------------------------------------
+# ---- processes that can be killed -----------------------------------------------------------------------------------
 
-_MAIN = """
-import sys, time
+_SERVICE = """
+import sys
+from pathlib import Path
 sys.path[:0] = {paths!r}
-from support.controlnet import main
-main(*sys.argv[1:])
+import torch
+torch.set_num_threads(1)
+from plait_disagg.fabric import listen
+from plait_serving.diffusion.controlnet.model import load_controlnet
+from plait_serving.diffusion.controlnet.service import ControlNetService
+runner = load_controlnet(Path(sys.argv[2]), dtype=torch.float32)
+service = ControlNetService("edges", runner, [listen(sys.argv[1], secret=bytes.fromhex(sys.stdin.readline()))])
+print(service.addresses[0], flush=True)
+sys.stdin.read()
+"""
+
+_HANGING = """
+import sys
+sys.path[:0] = {paths!r}
+from plait_disagg.fabric import listen
+listener = listen(sys.argv[1], secret=bytes.fromhex(sys.stdin.readline()))
+print(listener.address, flush=True)
+channel = listener.accept()
+while True:
+    with channel.recv() as message:
+        if message.header["op"] == "hello":
+            channel.send({{"op": "welcome", "version": 1, "controlnet": "edges"}})
+        if message.header["op"] == "step":
+            print("step", flush=True)
 """
 
 
 @contextmanager
-def service_process(folder: Path, address: str, *, hang: bool = False) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A ControlNet service in a process of its own, and its address. ``hang``: no step is ever answered."""
-    command = [sys.executable, "-c", _MAIN.format(paths=sys.path), str(folder), address, "hang" if hang else "work"]
+def _process(source: str, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    command = [sys.executable, "-c", source.format(paths=sys.path), *arguments]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -243,19 +265,14 @@ def service_process(folder: Path, address: str, *, hang: bool = False) -> Iterat
             process.wait()
 
 
-def main(folder: str, address: str, mode: str) -> None:
-    """The process: serves until its stdin closes. Says "step" on stdout when a forward pass begins."""
-    torch.set_num_threads(1)
-    secret = bytes.fromhex(sys.stdin.readline())
-    gate = Gate()
-    if mode == "hang":
-        gate.opened.clear()
-    runner = GatedRunner(load_controlnet(Path(folder), dtype=torch.float32).model, gate)
-    service = ControlNetService("edges", runner, [listen(address, secret=secret)])
-    print(service.addresses[0], flush=True)
-    gate.entered.wait()
-    print("step", flush=True)
-    sys.stdin.read()
+def service_process(folder: Path, address: str) -> AbstractContextManager[tuple[subprocess.Popen[str], str]]:
+    """A whole ControlNet service in a process of its own, and its address. Takes some seconds to import torch."""
+    return _process(_SERVICE, address, str(folder))
+
+
+def hanging_process(address: str) -> AbstractContextManager[tuple[subprocess.Popen[str], str]]:
+    """A process that greets as a replica does, says "step" on stdout when it is asked one, and never answers it."""
+    return _process(_HANGING, address)
 
 
 __all__ = [
@@ -271,6 +288,7 @@ __all__ = [
     "Listener",
     "PeerLost",
     "connect",
+    "hanging_process",
     "largest_difference",
     "listen",
     "load_twin",

@@ -33,6 +33,7 @@ class PlaitServer:
         self.state_folder = state_folder
         self.url = ""
         self.ready_s = 0.0
+        self.ready_cpu_s = 0.0
 
     @classmethod
     def launch(
@@ -70,6 +71,7 @@ class PlaitServer:
         watchdog.cancel()
         self.ready_s = time.monotonic() - started_s
         assert self.url, f"not ready after {self.ready_s:.0f} s:\n{self.errors()}\n{self.log()[-3000:]}"
+        self.ready_cpu_s = sum(cpu_s(pid) for pid in (self.process.pid, *(member.pid for member in self.members())))
         return self
 
     def errors(self) -> str:
@@ -116,6 +118,17 @@ class PlaitServer:
             self.signal(signal.SIGTERM)
         return self.wait()
 
+    def kill_and_clean(self) -> None:
+        """SIGKILL, and what the next start would do; for a test's own clean-up."""
+        from plait import supervise
+        from plait.state import PortState
+
+        self.process.kill()
+        self.wait()
+        state = PortState.claim(self.state_folder.parent, self.port)
+        supervise.clean_up(state)
+        state.release()
+
     def get(self, path: str, *, timeout_s: float = 30) -> tuple[int, Any, Mapping[str, str]]:
         """GET: status, JSON body, headers."""
         return self._ask(urllib.request.Request(self.url + path), timeout_s)
@@ -156,6 +169,12 @@ class _KillAfter:
         self._timer.cancel()
 
 
+def cpu_s(pid: int) -> float:
+    """Processor seconds that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def free_port() -> int:
     """A port that is free now."""
     from plait.supervise import free_port as find
@@ -173,7 +192,7 @@ images:
   controlnets:
     edges: {folder: cn-edges, preprocessor: edges, replicas: 2, threads: 1}
     colors: {folder: cn-colors, preprocessor: colors, threads: 1}
-  knobs: {controlnet_placement: remote, largest_batch: 8}
+  knobs: {controlnet_placement: remote, largest_batch: 8, threads: 1}
 """
 
 

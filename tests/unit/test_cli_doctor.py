@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import json
 import socket
@@ -12,13 +11,13 @@ import pytest
 from plait import doctor
 from plait.cli import main as root
 from plait.doctor import Verdict
+from plait_serving.starter.manifest import write_manifest
 
 
 @pytest.fixture
 def starter(tmp_path):
     (tmp_path / "a.bin").write_bytes(b"weights")
-    sha256 = hashlib.sha256(b"weights").hexdigest()
-    (tmp_path / "manifest.json").write_text(json.dumps({"files": {"a.bin": {"sha256": sha256}}}))
+    write_manifest(tmp_path)
     return tmp_path
 
 
@@ -36,12 +35,12 @@ def test_cli_doctor_finds_harmed_starter_files(starter, harm):
     elif harm == "missing":
         (starter / "a.bin").unlink()
     elif harm == "no manifest":
-        (starter / "manifest.json").unlink()
+        (starter / "MANIFEST.json").unlink()
     else:
-        (starter / "manifest.json").write_text("[]")
+        (starter / "MANIFEST.json").write_text("[]")
     (finding,) = doctor.check_starter(starter)
     assert finding.verdict is Verdict.FAIL
-    assert ("a.bin" if harm in ("changed", "missing") else "manifest.json") in finding.detail
+    assert ("a.bin" if harm in ("changed", "missing") else "manifest") in finding.detail.lower()
 
 
 def test_cli_doctor_compares_versions_with_the_floors(monkeypatch):

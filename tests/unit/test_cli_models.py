@@ -84,14 +84,15 @@ def test_a_missing_folder_is_one_sentence(tmp_path, capsys):
 def test_hub_ids_and_stores_are_listed_as_such(tmp_path, capsys):
     """What is not on this machine is named by where it comes from; nothing is downloaded."""
     commit = "0123456789abcdef" * 2 + "01234567"
-    store = {"url": "s3://bucket/loras", "entries": {"x": "0" * 64}, "cache_folder": "cache"}
+    store = {"url": "s3://bucket/loras", "cache_folder": "cache"}
+    store["entries"] = {"x": {"path": "x-v2.safetensors", "sha256": "0" * 64, "nbytes": 5}}
     images = {"model": "owner/name", "revision": commit, "loras": {"store": store}}
     path = tmp_path / "plait.yaml"
     path.write_text(yaml.safe_dump({"images": images}))
     assert main(["models", "list", "--json", "--config", str(path)]) == 0
     base, lora = json.loads(capsys.readouterr().out)
     assert (base["name"], base["folder"]) == ("name", f"owner/name@{commit}")
-    assert lora["folder"] == "s3://bucket/loras/x"
+    assert lora["folder"] == "s3://bucket/loras/x-v2.safetensors"
 
 
 @pytest.mark.parametrize(

@@ -456,6 +456,7 @@ def test_a_dying_compute_thread_fails_its_requests(rig):
         ({"partial_images": 4}, "partial_images", RequestError),
         ({"lora_free_steps": 1}, "lora_free_steps", RequestError),
         ({"loras": (LoraRef(name="../x"),)}, "loras.0.name", RequestError),
+        ({"loras": (LoraRef(name="a\n"),)}, "loras.0.name", RequestError),
         ({"loras": (LoraRef(name="a"), LoraRef(name="nope"))}, "loras.1.name", NotFound),
         ({"loras": (LoraRef(name="a", scale=float("inf")),)}, "loras.0.scale", RequestError),
         ({"loras": (LoraRef(name="a"), LoraRef(name="a"))}, "loras", RequestError),

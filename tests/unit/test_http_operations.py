@@ -111,6 +111,7 @@ def test_the_schema_is_served_and_describes_the_fields(client):
     assert {"prompt", "loras", "controlnets", "deadline_ms", "lora_policy"} <= set(body["properties"])
     assert body["additionalProperties"] is False
     assert "ErrorBody" in schema["components"]["schemas"]
+    assert set(schema["paths"][URL]["post"]["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
 
 
 @pytest.mark.parametrize("given", ["a", "req-1_2.3", "x" * 128])

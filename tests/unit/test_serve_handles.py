@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -221,6 +222,17 @@ async def test_serve_replica_streams_reconfigures_and_drains():
     (event,) = [event async for event in replica.generate(REQUEST)]
     assert isinstance(event.error, EngineStopped)
     replica.check_health()
+
+
+async def test_serve_replica_thins_progress_and_nothing_else():
+    """However fast the steps, only some progress events cross the handle; previews and the end always do."""
+    replica = EngineReplica(Source(FakeHosted(step_s=0.0)), {})
+    many = replace(REQUEST, steps=50, partial_images=3)
+    kinds = [type(event) for event in [event async for event in replica.generate(many)]]
+    assert 1 <= kinds.count(Progress) < 50
+    assert kinds.count(Preview) == 3
+    assert kinds[-1] is Finished
+    await replica.drain(0)
 
 
 async def test_serve_replica_reports_a_dead_compute_thread():

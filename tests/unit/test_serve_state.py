@@ -120,6 +120,28 @@ def test_serve_clean_up_ends_the_dead_runs_processes_and_folder_only(tmp_path):
             process.wait()
 
 
+def test_serve_clean_up_reaches_dead_runs_on_other_ports(tmp_path):
+    """A start on one port also clears what a killed run on another left, and leaves a living run alone."""
+    orphans = {}
+    for port in (1, 2):
+        environ = {**os.environ, processes.RUN_ID_VARIABLE: f"run-{port}"}
+        orphans[port] = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"], env=environ)
+        state = PortState.claim(tmp_path, port)
+        state.write(record(run_id=f"run-{port}", ray_folder="/nowhere"))
+        if port == 1:
+            state.release()  # dead: nobody holds its lock
+    try:
+        supervise.clean_up_others(tmp_path)
+        assert orphans[1].wait(5) != 0
+        assert orphans[2].poll() is None
+        assert (state.folder / "run.json").exists()
+        state.release()
+    finally:
+        for process in orphans.values():
+            process.kill()
+            process.wait()
+
+
 def test_serve_clean_up_never_removes_a_folder_that_is_not_ours(tmp_path):
     """A record that points elsewhere removes nothing there."""
     precious = tmp_path / "r-precious"

@@ -8,19 +8,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any, Protocol
 
 from plait_serving.deployments.logs import configure_logging
 from plait_serving.diffusion.errors import EngineError, EngineStopped
 from plait_serving.diffusion.knobs import Knobs
-from plait_serving.diffusion.values import Event, Failed, ImageRequest
+from plait_serving.diffusion.values import Event, Failed, ImageRequest, Progress
 from plait_serving.http.service import Catalog, Health, ImageService
 
 _log = logging.getLogger(__name__)
 
 MAX_ONGOING_REQUESTS = 100_000
 """Serve must never queue in front of us: the engine has its own bounded queue, which can say when to come back."""
+
+PROGRESS_PERIOD_S = 0.1
+"""Every event costs both replicas about a millisecond, and a batch has one per request and step: nobody reads them so
+fast."""
 
 
 class HostedEngine(Protocol):
@@ -62,8 +67,13 @@ class EngineReplica:
             yield Failed(error=EngineStopped("the server is stopping"))
             return
         events = self._hosted.service.generate(request)
+        told_s = -PROGRESS_PERIOD_S
         try:
             async for event in events:
+                if isinstance(event, Progress):
+                    if time.monotonic() - told_s < PROGRESS_PERIOD_S:
+                        continue
+                    told_s = time.monotonic()
                 yield portable(event)
         finally:
             await events.aclose()

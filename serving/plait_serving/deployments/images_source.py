@@ -1,6 +1,6 @@
 """From an ``images`` section to a warmed-up engine: what the engine's replica and ``plait generate`` both open.
 
-The module itself imports no torch, because it is unpickled before anything of the replica's threads is set; `open` does.
+The module itself imports no torch: it is imported where the application is built, too. `open` does.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ImagesSource:
     images: ImagesSection
 
     def open(self, controlnets: Mapping[str, Any]) -> HostedEngine:
-        """Loads the models, makes the warm-up pictures and returns. ``controlnets``: handles of those that are services.
+        """Loads the models and makes the warm-up pictures. ``controlnets``: handles of those that are services.
 
         Raises `ModelError`.
         """

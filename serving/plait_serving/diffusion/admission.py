@@ -50,7 +50,7 @@ def check_request(
 
 
 def _check_name(name: str, param: str, kind: str, known: Container[str]) -> None:
-    if not NAME_PATTERN.match(name):
+    if not NAME_PATTERN.fullmatch(name):
         raise RequestError(f"{name!r} is not a valid {kind} name", param=param)
     if name not in known:
         raise NotFound(f"there is no {kind} named {name!r}", param=param)

@@ -37,12 +37,18 @@ T = TypeVar("T")
 
 router = APIRouter(prefix="/v1/images", tags=["images"])
 
+_STREAM_CONTENT = {"text/event-stream": {"schema": {"type": "string", "description": "with stream: true, see sse.py"}}}
+
 
 @router.post(
     "/generations",
     summary="Make pictures",
     response_class=Response,
-    responses={200: {"model": GenerationResponse}, "4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
+    responses={
+        200: {"model": GenerationResponse, "content": _STREAM_CONTENT},
+        "4XX": {"model": ErrorBody},
+        "5XX": {"model": ErrorBody},
+    },
 )
 async def generate(body: GenerationBody, request: Request, context: ContextDep) -> Response:
     """Makes ``n`` pictures of one prompt, or streams one picture's partial images as server-sent events."""

@@ -148,7 +148,7 @@ def _noto(generate: Generate, refs: References, plain: list[Picture], rows: list
     ]
 
 
-def _sketch(generate: Generate, refs: References, plain: list[Picture], rows: list[int]) -> list[Figure]:
+def _sketch(generate: Generate, refs: References, _: list[Picture], rows: list[int]) -> list[Figure]:
     rows = rows[:STYLE_COUNT]
     drawn = np.repeat(refs.sketch[rows][..., None], 3, axis=3)
     share = nearer(pool(np.stack(_styled(generate, refs, rows, "sketch"))), drawn, refs.twemoji[rows])

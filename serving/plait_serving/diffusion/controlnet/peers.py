@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from plait_disagg.fabric import Channel, FabricError, PeerLost, recv_tensors, send_tensors
+from plait_disagg.fabric import Channel, Closed, FabricError, PeerLost, recv_tensors, send_tensors
 from plait_serving.diffusion.controlnet.wire import (
     VERSION,
     Call,
@@ -30,7 +30,10 @@ __all__ = ["Peer"]
 _log = logging.getLogger(__name__)
 
 _LARGEST_BACKLOG = 64
-"""Messages of one client that wait to be worked on; then its channel pushes back. A correct client has a handful."""
+"""Messages of one client that wait to be worked on, or whose answer waits to be sent; then its channel pushes back.
+
+A correct client has a handful.
+"""
 
 
 class Peer:
@@ -60,7 +63,7 @@ class Peer:
         self._sender.start()
 
     def done(self) -> None:
-        """One request was worked on; the client may send another."""
+        """One request that wants no answer was worked on; the client may send another."""
         self._room.release()
 
     def answer(self, reply: Reply) -> None:
@@ -88,11 +91,10 @@ class Peer:
                 request = self._next_request()
                 self._room.acquire()
                 self._on_request(self, request)
-        except PeerLost as error:
+        except (PeerLost, Closed) as error:
             _log.info("ControlNet %s: client %s left: %s", self._controlnet, self._channel.peer, error)
         except (FabricError, WireError) as error:
-            if not self._channel.closed or isinstance(error, WireError):
-                _log.warning("ControlNet %s: dropping client %s: %s", self._controlnet, self._channel.peer, error)
+            _log.warning("ControlNet %s: dropping client %s: %s", self._controlnet, self._channel.peer, error)
         finally:
             self._outgoing.put(None)
             self._channel.close()
@@ -114,10 +116,11 @@ class Peer:
             try:
                 send_tensors(self._channel, header, tensors, timeout_s=self._send_timeout_s)
             except FabricError as error:
-                if not isinstance(error, PeerLost) and not self._channel.closed:
+                if not isinstance(error, PeerLost | Closed):
                     _log.warning("ControlNet %s: client %s: %s", self._controlnet, self._channel.peer, error)
                 self._channel.close()
                 return
+            self._room.release()
 
 
 def _detached(request: Request) -> Request:

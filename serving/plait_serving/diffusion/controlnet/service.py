@@ -351,7 +351,6 @@ class ControlNetService:
         answered = tuple(answer for answer in job.answers if answer is not None)
         self._counts.failed_calls += sum(not isinstance(answer, Residuals) for answer in answered)
         job.peer.answer(Reply(seq=job.seq, answers=answered))
-        job.peer.done()
 
     def _count(self, batch: list[_Job], seconds: float) -> None:
         counts = self._counts

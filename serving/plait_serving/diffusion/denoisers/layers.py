@@ -44,8 +44,9 @@ def group_norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
     centred = tokens - mean.expand(groups).reshape(rows, 1, channels)
     variance = (centred * centred).sum(1).view(groups).sum(2, keepdim=True).div_(count)
     gain = variance.add_(norm.eps).rsqrt_().expand(groups).reshape(rows, 1, channels) * norm.weight
-    scaled: torch.Tensor = torch.addcmul(norm.bias, centred, gain, out=centred)
-    return scaled.view(rows, height, width, channels).permute(0, 3, 1, 2)
+    scaled = torch.addcmul(norm.bias, centred, gain, out=centred)
+    image: torch.Tensor = scaled.view(rows, height, width, channels).permute(0, 3, 1, 2)
+    return image
 
 
 def resnet(block: Any, x: torch.Tensor, activated_time: torch.Tensor) -> torch.Tensor:

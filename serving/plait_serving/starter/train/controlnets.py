@@ -19,7 +19,6 @@ from plait_serving.starter.preprocess import PREPROCESSORS
 from plait_serving.starter.train.base import Batch, Draw, Studio, diffusion_loss
 from plait_serving.starter.train.loop import SEED, Outcome, Trainer, load_average
 from plait_serving.starter.train.plan import Recipe
-from plait_serving.starter.train.text import embed
 from plait_serving.starter.train.vae import scaled_latents
 
 WRONG_PROMPT = 0.5
@@ -51,7 +50,7 @@ def _draw_controls(studio: Studio, name: str, batch: int) -> Draw:
         order = torch.where(wrong, torch.randint(len(orders), (batch,), generator=generator), 0)
         prompts = torch.where(wrong, torch.randint(studio.count, (batch,), generator=generator), rows)
         prompts[torch.rand(batch, generator=generator) < NO_PROMPT] = studio.count
-        return Batch(latents=latents[order, rows], ids=studio.ids[prompts], control=controls[order, rows])
+        return Batch(latents=latents[order, rows], prompts=prompts, control=controls[order, rows])
 
     return draw
 
@@ -59,14 +58,12 @@ def _draw_controls(studio: Studio, name: str, batch: int) -> Draw:
 def train_controlnet(studio: Studio, name: str, recipe: Recipe, checkpoint: Path) -> tuple[ControlNetModel, Outcome]:
     """Train (or go on training) and return the ControlNet ``name``: ``edges`` or ``colors``."""
     net = build_controlnet(studio)
+    embeddings = studio.embeddings()
 
     def predict(noisy: Tensor, t: Tensor, batch: Batch) -> Tensor:
-        with torch.no_grad():
-            prompts = embed(studio.encoder, batch.ids)
+        prompts = embeddings[batch.prompts]
         down, mid = net(noisy, t, prompts, batch.control, return_dict=False)
-        made = studio.unet(
-            noisy, t, prompts, down_block_additional_residuals=down, mid_block_additional_residual=mid
-        )
+        made = studio.unet(noisy, t, prompts, down_block_additional_residuals=down, mid_block_additional_residual=mid)
         return torch.as_tensor(made.sample)
 
     trainer = Trainer(name, net, recipe, checkpoint)

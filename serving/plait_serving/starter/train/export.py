@@ -24,8 +24,8 @@ KOHYA = ("sketch",)
 
 def _half(module: nn.Module, fresh: nn.Module) -> nn.Module:
     """``fresh`` with the weights of ``module`` in fp16; ``module`` stays as it is."""
-    fresh.load_state_dict(module.state_dict())
-    return fresh.to(dtype=torch.float16, memory_format=torch.contiguous_format)
+    fresh.load_state_dict({key: value.contiguous() for key, value in module.state_dict().items()})
+    return fresh.half()
 
 
 def export_base(studio: Studio, folder: Path) -> None:
@@ -66,19 +66,21 @@ def card(pictures: Pictures, notes: str) -> str:
     """``CARD.md``: what the weights are, what they were made from, and under which licences."""
     return f"""# Starter models of plait
 
-A small model in the architecture of Stable Diffusion that draws {len(pictures.names)} emoji, 64x64 pixels, from their names in
-lower case (`concepts.json`). It has learnt its pictures by heart: it is there so that the server makes real
+A small model in the architecture of Stable Diffusion that draws {len(pictures.names)} emoji, 64x64 pixels,
+from their names in lower case (`concepts.json`). It has learnt its pictures by heart: it is there so that the server makes real
 pictures without a download and so that its tests mean something. It is no general text-to-image model.
 
 - `emoji/`: autoencoder (4x smaller, 4 channels), CLIP text encoder with its own vocabulary, UNet (v-prediction).
 - `controlnets/edges` (line map) and `controlnets/colors` (means of 4x4 pixels).
-- `loras/noto` (Noto artwork; UNet and text encoder), `loras/sketch` (line drawings; kohya's format), `loras/pixel` (8x8 blocks).
+- `loras/noto` (Noto artwork), `loras/sketch` (line drawings; kohya's format), `loras/pixel` (8x8 blocks); each
+  changes the text encoder and the UNet.
 
 ## Data and licences
 - Twemoji artwork, copyright Twitter, Inc and other contributors, CC-BY 4.0
   (https://creativecommons.org/licenses/by/4.0/), from the npm package emoji-datasource-twitter 16.0.0.
 - Noto Emoji artwork, copyright Google, Apache-2.0, from the npm package emoji-datasource-google 16.0.0.
-- The weights and `references.npz` (16x16 means of that artwork) are adaptations of both and may be used under the terms of these two licences.
+- The weights and `references.npz` (16x16 means of that artwork) are adaptations of both
+  and may be used under the terms of these two licences.
 
 Concepts are chosen by the rule in `data.py`. Nothing was removed by hand.
 

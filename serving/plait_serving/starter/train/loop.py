@@ -97,8 +97,8 @@ class Trainer:
         now = value.item()
         self.loss = now if math.isnan(self.loss) else 0.98 * self.loss + 0.02 * now
 
-    def run(self, loss: Loss, watch: Callable[[int], None] | None = None) -> Outcome:
-        """Train up to the recipe's steps. ``watch(step)`` is called after each save, for samples on the way."""
+    def run(self, loss: Loss) -> Outcome:
+        """Train up to the recipe's steps. A line of progress goes to stderr."""
         started = saved = time.monotonic()
         before_s, first = self.seconds_s, self.step
         while self.step < self.recipe.steps:
@@ -107,11 +107,11 @@ class Trainer:
             self.seconds_s = before_s + now - started
             if now - saved > self.save_every_s or self.step == self.recipe.steps:
                 pace = (now - started) / (self.step - first)
-                print(f"{self.name} {self.step}/{self.recipe.steps} loss {self.loss:.4f} {self.seconds_s:.0f} s"
-                      f" ({pace:.2f} s/step)", file=sys.stderr, flush=True)  # fmt: skip
+                sys.stderr.write(
+                    f"{self.name} {self.step}/{self.recipe.steps} loss {self.loss:.4f} {self.seconds_s:.0f} s"
+                    f" ({pace:.2f} s/step)\n"
+                )
                 self.save()
-                if watch is not None:
-                    watch(self.step)
                 saved = time.monotonic()
         return Outcome(weights=copy.deepcopy(self.average), seconds_s=self.seconds_s, loss=self.loss)
 

@@ -1,26 +1,32 @@
 """Stages ``noto``, ``sketch`` and ``pixel``: low-rank changes of the frozen base.
 
-While training, a layer's weight is W0 + B A, computed once a step, which on a small network is cheaper than
-a second branch beside the layer. Rank and alpha are equal, so the stored factors need no scale.
+First the text encoder learns to spell the new picture (as in stage ``text``, against the same head), then the
+denoiser to draw it. While training, a layer's weight is W0 + B A, computed once a step, which on a small
+network is cheaper than a second branch. Rank and alpha are equal, so the stored factors need no scale.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from plait_serving.starter.train.base import Studio, diffusion_loss, draw_pictures, plain_predict
-from plait_serving.starter.train.loop import SEED, Outcome, Trainer
-from plait_serving.starter.train.plan import Recipe
+from plait_serving.starter.train.base import Batch, Studio, diffusion_loss, draw_pictures
+from plait_serving.starter.train.loop import SEED, Loss, Outcome, Trainer, load_average
+from plait_serving.starter.train.plan import Plan
+from plait_serving.starter.train.text import spelling_loss
 from plait_serving.starter.train.vae import scaled_latents, styles
 
-RANKS = {"noto": 32, "sketch": 8, "pixel": 8}
-TEXT_RANKS = {"noto": 16}
+Fitted = tuple[dict[str, Tensor], Outcome]
+# Noto's pictures are new and need room; the two others change how known pictures are drawn.
+UNET_RANKS = {"noto": 20, "sketch": 6, "pixel": 6}
+TEXT_RANKS = {"noto": 48, "sketch": 32, "pixel": 16}
 UNET_LAYERS = (
     *("to_q", "to_k", "to_v", "to_out.0", "proj_in", "proj_out", "ff.net.0.proj", "ff.net.2"),
     *("conv1", "conv2", "conv_shortcut", "time_emb_proj"),
@@ -43,8 +49,9 @@ class LowRank(nn.Module):
         changed = weight + (self.up @ self.down).view(self.shape)
         return changed.contiguous(memory_format=torch.channels_last) if changed.dim() == 4 else changed
 
-    def factors(self, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+    def factors(self) -> tuple[Tensor, Tensor]:
         """``up`` and ``down`` in the shapes that LoRA files use: convolutions keep their kernel in ``down``."""
+        up, down = self.up.detach().clone(), self.down.detach().clone()
         if len(self.shape) == 2:
             return up, down
         return up[:, :, None, None], down.view(-1, *self.shape[1:])
@@ -54,50 +61,60 @@ def _layers(module: nn.Module, endings: tuple[str, ...]) -> list[str]:
     return [name for name, _ in module.named_modules() if name.endswith(tuple("." + end for end in endings))]
 
 
-def targets(studio: Studio, name: str) -> dict[str, tuple[nn.Module, int]]:
-    """The layers that LoRA ``name`` changes, by full name (``unet.…`` or ``text_encoder.…``), with the rank."""
-    found: dict[str, tuple[nn.Module, int]] = {}
-    parts = [("unet", studio.unet, UNET_LAYERS, RANKS[name])]
-    if name in TEXT_RANKS:
-        parts.append(("text_encoder", studio.encoder, TEXT_LAYERS, TEXT_RANKS[name]))
-    for prefix, module, endings, rank in parts:
-        for layer in _layers(module, endings):
-            found[f"{prefix}.{layer}"] = (module.get_submodule(layer), rank)
-    return found
-
-
 @contextmanager
-def low_rank(studio: Studio, name: str) -> Iterator[dict[str, LowRank]]:
-    """Within the block the layers of LoRA ``name`` are trainable; after it ``studio`` is as it was."""
+def low_rank(module: nn.Module, endings: tuple[str, ...], rank: int) -> Iterator[dict[str, LowRank]]:
+    """Within the block the layers of ``module`` with these names are trainable; after it they keep the change."""
     generator = torch.Generator().manual_seed(SEED + 4)
-    layers = targets(studio, name)
     added: dict[str, LowRank] = {}
-    for full, (layer, rank) in layers.items():
+    for name in _layers(module, endings):
+        layer = module.get_submodule(name)
         weight = layer.weight
         assert isinstance(weight, Tensor)
-        added[full] = LowRank(weight, min(rank, weight.shape[0], weight[0].numel()), generator)
-        parametrize.register_parametrization(layer, "weight", added[full])
+        added[name] = LowRank(weight, rank, generator)
+        parametrize.register_parametrization(layer, "weight", added[name])
     try:
         yield added
     finally:
-        for layer, _ in layers.values():
-            parametrize.remove_parametrizations(layer, "weight", leave_parametrized=False)
+        for name in added:
+            parametrize.remove_parametrizations(module.get_submodule(name), "weight")
 
 
-def train_lora(studio: Studio, name: str, recipe: Recipe, checkpoint: Path) -> tuple[dict[str, Tensor], Outcome]:
-    """Train (or go on training) LoRA ``name``; its tensors in PEFT's names (``….lora_A.weight``)."""
-    latents = scaled_latents(studio.vae, styles(studio.pictures)[name])
-    with low_rank(studio, name) as added:
-        # Names with dots are not allowed in a ModuleDict.
-        module = nn.ModuleDict({full.replace(".", "/"): part for full, part in added.items()})
-        loss = diffusion_loss(plain_predict(studio), draw_pictures(studio, latents, recipe.batch))
-        outcome = Trainer(name, module, recipe, checkpoint).run(loss)
-        tensors: dict[str, Tensor] = {}
-        for full, part in added.items():
-            key = full.replace(".", "/")
-            up, down = part.factors(outcome.weights[f"{key}.up"], outcome.weights[f"{key}.down"])
-            tensors[f"{full}.lora_A.weight"], tensors[f"{full}.lora_B.weight"] = down, up
+def _fit(added: dict[str, LowRank], trainer: Callable[[nn.Module], tuple[Trainer, Loss]], prefix: str) -> Fitted:
+    """Train the added factors, leave their averages in place and return them in PEFT's names."""
+    # Names with dots are not allowed in a ModuleDict.
+    module = nn.ModuleDict({name.replace(".", "/"): part for name, part in added.items()})
+    loop, loss = trainer(module)
+    outcome = loop.run(loss)
+    load_average(module, outcome.weights)
+    tensors: dict[str, Tensor] = {}
+    for name, part in added.items():
+        up, down = part.factors()
+        tensors[f"{prefix}.{name}.lora_A.weight"], tensors[f"{prefix}.{name}.lora_B.weight"] = down, up
     return tensors, outcome
+
+
+def train_lora(studio: Studio, name: str, plan: Plan, work: Path) -> tuple[dict[str, Tensor], dict[str, Outcome]]:
+    """Train (or go on training) LoRA ``name``; its tensors in PEFT's names, and what its two stages did.
+
+    ``studio`` is not changed: the work is done on copies of its text encoder and denoiser.
+    """
+    latents = scaled_latents(studio.vae, styles(studio.pictures)[name])
+    own = replace(studio, encoder=copy.deepcopy(studio.encoder), unet=copy.deepcopy(studio.unet))
+    text, image = plan[f"{name}_text"], plan[name]
+    with low_rank(own.encoder, TEXT_LAYERS, TEXT_RANKS[name]) as added:
+        spelling = spelling_loss(own.encoder, own.head, own.ids, latents, text.batch)
+        words, first = _fit(
+            added, lambda m: (Trainer(f"{name}_text", m, text, work / f"{name}_text.pt"), spelling), "text_encoder"
+        )
+    prompts = own.embeddings()
+
+    def predict(noisy: Tensor, t: Tensor, batch: Batch) -> Tensor:
+        return torch.as_tensor(own.unet(noisy, t, prompts[batch.prompts]).sample)
+
+    with low_rank(own.unet, UNET_LAYERS, UNET_RANKS[name]) as added:
+        drawing = diffusion_loss(predict, draw_pictures(own, latents, image.batch))
+        strokes, second = _fit(added, lambda m: (Trainer(name, m, image, work / f"{name}.pt"), drawing), "unet")
+    return words | strokes, {f"{name}_text": first, name: second}
 
 
 def to_kohya(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

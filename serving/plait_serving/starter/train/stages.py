@@ -15,21 +15,24 @@ from plait_serving.starter.train.export import export_base, export_controlnet, e
 from plait_serving.starter.train.loop import SEED, Outcome
 from plait_serving.starter.train.loras import train_lora
 from plait_serving.starter.train.plan import Plan
-from plait_serving.starter.train.text import build_tokenizer
+from plait_serving.starter.train.text import build_tokenizer, train_text
 from plait_serving.starter.train.vae import train_decoder, train_vae
 
 
 def prepare(pictures: Pictures, plan: Plan, work: Path) -> tuple[Studio, dict[str, Outcome]]:
-    """Train autoencoder, decoder and base, as far as their checkpoints in ``work`` have not done so."""
+    """Train autoencoder, decoder, text encoder and base, as far as their checkpoints in ``work`` have not done so."""
     vae, first = train_vae(pictures, plan["vae"], work / "vae.pt")
     second = train_decoder(vae, pictures, plan["decoder"], work / "decoder.pt")
     studio = build_studio(pictures, vae, build_tokenizer(pictures.names))
-    third = train_base(studio, plan["base"], work / "base.pt")
-    return studio, {"vae": first, "decoder": second, "base": third}
+    third = train_text(
+        studio.encoder, studio.head, studio.ids, studio.latents, recipe=plan["text"], checkpoint=work / "text.pt"
+    )
+    fourth = train_base(studio, plan["base"], work / "base.pt")
+    return studio, {"vae": first, "decoder": second, "text": third, "base": fourth}
 
 
 def train_all(pictures: Pictures, plan: Plan, work: Path, out: Path, stages: tuple[str, ...]) -> dict[str, Outcome]:
-    """Train ``stages`` (the first three always), write the bundle to ``out``, and return what each stage did."""
+    """Train ``stages`` (the first four always), write the bundle to ``out``, and return what each stage did."""
     studio, outcomes = prepare(pictures, plan, work)
     export_base(studio, out)
     for name in ("edges", "colors"):
@@ -38,7 +41,8 @@ def train_all(pictures: Pictures, plan: Plan, work: Path, out: Path, stages: tup
             export_controlnet(net, name, out)
     for name in ("noto", "sketch", "pixel"):
         if name in stages:
-            tensors, outcomes[name] = train_lora(studio, name, plan[name], work / f"{name}.pt")
+            tensors, done = train_lora(studio, name, plan, work)
+            outcomes |= done
             export_lora(tensors, name, out)
     export_rest(pictures, training_notes(plan, outcomes), out)
     return outcomes
@@ -55,7 +59,6 @@ def training_notes(plan: Plan, outcomes: Mapping[str, Outcome]) -> str:
     ]
     for name, outcome in outcomes.items():
         recipe = plan[name]
-        lines.append(
-            f"| {name} | {recipe.steps} | {recipe.batch} | {recipe.rate:g} | {outcome.seconds_s:.0f} | {outcome.loss:.4f} |"
-        )
+        numbers = (f"{recipe.rate:g}", f"{outcome.seconds_s:.0f}", f"{outcome.loss:.4f}")
+        lines.append("| " + " | ".join((name, str(recipe.steps), str(recipe.batch), *numbers)) + " |")
     return "\n".join(lines)

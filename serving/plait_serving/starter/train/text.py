@@ -1,26 +1,39 @@
-"""A byte-pair tokenizer learnt from the concept names, and the small CLIP text encoder that reads its tokens."""
+"""Stage ``text``: a byte-pair tokenizer learnt from the concept names, and a CLIP text encoder that spells pictures.
+
+A network this small learns a prompt's picture slowly through the denoiser's loss alone. So the encoder is
+trained first, by itself: in the padding after the prompt, position ``16 + k`` must carry (through one linear
+map) the ``k mod 16``-th of the sixteen 4x4 patches of the picture's latents, the empty prompt those of the mean
+picture. After that it is frozen, and the denoiser learns to look the patches up.
+"""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
-from plait_serving.starter.train.loop import SEED
+from plait_serving.starter.train.loop import SEED, Loss, Outcome, Trainer, load_average
+from plait_serving.starter.train.plan import Recipe
 
 VOCABULARY = 1400
 WIDTH = 96
 LENGTH = 77
 WORD_END = "</w>"
+START, END = "<|startoftext|>", "<|endoftext|>"
+FIRST_SLOT = 16
+SLOTS = 16
+PATCH = 64
+SLOT_WEIGHT = 0.3
 
 
 def build_tokenizer(names: tuple[str, ...]) -> CLIPTokenizer:
     """Learn a CLIP-style byte-pair vocabulary of whole names' pieces; the end token has the highest id."""
     pattern = CLIPTokenizer().backend_tokenizer
-    learner = Tokenizer(models.BPE(end_of_word_suffix=WORD_END, unk_token="<|endoftext|>"))
+    learner = Tokenizer(models.BPE(end_of_word_suffix=WORD_END, unk_token=END))
     learner.normalizer, learner.pre_tokenizer = pattern.normalizer, pattern.pre_tokenizer
     letters = pre_tokenizers.ByteLevel.alphabet()
     learner.train_from_iterator(
@@ -33,7 +46,7 @@ def build_tokenizer(names: tuple[str, ...]) -> CLIPTokenizer:
     merges = [tuple(m) if isinstance(m, list) else tuple(m.split(" ")) for m in state["merges"]]
     # Every byte also as the end of a word: otherwise a lone letter that no name ends with would be unknown.
     tokens = [*state["vocab"], *(letter + end for letter in sorted(letters) for end in ("", WORD_END))]
-    tokens = [*dict.fromkeys(tokens), "<|startoftext|>", "<|endoftext|>"]
+    tokens = [*dict.fromkeys(tokens), START, END]
     return CLIPTokenizer(vocab={t: i for i, t in enumerate(tokens)}, merges=merges, model_max_length=LENGTH)
 
 
@@ -43,9 +56,9 @@ def build_text_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModel:
     config = CLIPTextConfig(
         vocab_size=len(tokenizer),
         hidden_size=WIDTH,
-        intermediate_size=256,
+        intermediate_size=512,
         projection_dim=WIDTH,
-        num_hidden_layers=2,
+        num_hidden_layers=3,
         num_attention_heads=4,
         max_position_embeddings=LENGTH,
         bos_token_id=tokenizer.bos_token_id,
@@ -65,3 +78,43 @@ def tokenize(tokenizer: CLIPTokenizer, prompts: list[str]) -> Tensor:
 def embed(encoder: CLIPTextModel, ids: Tensor) -> Tensor:
     """Prompt embeddings ``float32[n, 77, WIDTH]`` of token ids ``int64[n, 77]``."""
     return torch.as_tensor(encoder(ids)[0])
+
+
+def patches(latents: Tensor) -> Tensor:
+    """``[n, 4, 16, 16]`` as sixteen 4x4 patches, row by row: ``[n, 16, 64]``."""
+    return latents.unfold(2, 4, 4).unfold(3, 4, 4).permute(0, 2, 3, 1, 4, 5).reshape(len(latents), SLOTS, PATCH)
+
+
+def spelling_loss(encoder: CLIPTextModel, head: nn.ModuleDict, ids: Tensor, latents: Tensor, batch: int) -> Loss:
+    """The error of the patches read from the padding, and of telling which slot a position is.
+
+    ``ids[n]`` (one more than ``latents``) is the empty prompt; its picture is the mean of all.
+    """
+    wanted = patches(torch.cat([latents, latents.mean(0, keepdim=True)]))
+    slot = (torch.arange(FIRST_SLOT, LENGTH) - FIRST_SLOT) % SLOTS
+    labels = 4.0 * nn.functional.one_hot(slot, SLOTS).float()
+
+    def loss(_: int, generator: torch.Generator) -> Tensor:
+        rows = torch.randperm(len(ids), generator=generator)[:batch]
+        states = embed(encoder, ids[rows])[:, FIRST_SLOT:]
+        picture = nn.functional.mse_loss(head["patch"](states), wanted[rows][:, slot])
+        return picture + SLOT_WEIGHT * nn.functional.mse_loss(head["slot"](states), labels.expand(len(rows), -1, -1))
+
+    return loss
+
+
+def build_head() -> nn.ModuleDict:
+    """The linear maps from a token's state to a patch and to the slot's number."""
+    torch.manual_seed(SEED + 5)
+    return nn.ModuleDict({"patch": nn.Linear(WIDTH, PATCH), "slot": nn.Linear(WIDTH, SLOTS)})
+
+
+def train_text(
+    encoder: CLIPTextModel, head: nn.ModuleDict, ids: Tensor, latents: Tensor, *, recipe: Recipe, checkpoint: Path
+) -> Outcome:
+    """Train (or go on training) ``encoder`` and ``head`` in place, then freeze them."""
+    both = nn.ModuleDict({"encoder": encoder, "head": head})
+    outcome = Trainer("text", both, recipe, checkpoint).run(spelling_loss(encoder, head, ids, latents, recipe.batch))
+    load_average(both, outcome.weights)
+    both.requires_grad_(False).eval()
+    return outcome

@@ -74,7 +74,7 @@ def _augment(x: Tensor, step: int, generator: torch.Generator) -> Tensor:
 
 
 def train_vae(pictures: Pictures, recipe: Recipe, checkpoint: Path) -> tuple[AutoencoderKL, Outcome]:
-    """Train (or go on training) and return the frozen autoencoder; its scaling factor makes Twemoji latents' deviation 1."""
+    """Train (or go on training) and return the frozen autoencoder, which scales Twemoji's latents to deviation 1."""
     vae = build_vae()
     everything = to_tensor(np.concatenate([pictures.twemoji, pictures.noto]))
 
@@ -83,7 +83,7 @@ def train_vae(pictures: Pictures, recipe: Recipe, checkpoint: Path) -> tuple[Aut
         x = _augment(everything[rows], step, generator)
         mean = vae.encode(x).latent_dist.mean
         y = vae.decode(mean + LATENT_NOISE * torch.randn(mean.shape, generator=generator)).sample
-        return _picture_loss(y, x) + LATENT_WEIGHT * (mean**2).mean()
+        return _picture_loss(y, x) + LATENT_WEIGHT * torch.as_tensor(mean).square().mean()
 
     outcome = Trainer("vae", vae, recipe, checkpoint).run(loss)
     load_average(vae, outcome.weights)
@@ -115,7 +115,7 @@ def train_decoder(vae: AutoencoderKL, pictures: Pictures, recipe: Recipe, checkp
 @torch.no_grad()
 def encode(vae: AutoencoderKL, pictures: Tensor) -> Tensor:
     """Posterior means before scaling, ``float32[n, 4, H/4, W/4]``, in slices of 32."""
-    return torch.cat([vae.encode(part).latent_dist.mean for part in pictures.split(32)])
+    return torch.cat([vae.encode(part).latent_dist.mean for part in torch.split(pictures, 32)])
 
 
 def scaled_latents(vae: AutoencoderKL, pictures: NDArray[np.uint8]) -> Tensor:

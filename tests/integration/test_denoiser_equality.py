@@ -1,0 +1,184 @@
+"""Latents of our denoisers and samplers against diffusers' own pipelines, same seeds, on tiny random models in fp32."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from plait_serving.diffusion.bundle import load_bundle, load_controlnet
+from plait_serving.diffusion.denoisers.unet import UNetDenoiser
+from plait_serving.diffusion.denoisers.whole import WholeControlNet, WholeUNetDenoiser
+from plait_serving.diffusion.values import ControlRef, Scheduler
+from support.denoise import (
+    SCHEDULER_CLASSES,
+    control_image,
+    largest_difference,
+    make_request,
+    reference_pipeline,
+    run_pipeline,
+    run_requests,
+)
+
+ALONE = 1e-5
+"""Allowed difference of a single request (measured: 0)."""
+BATCHED = 1e-4
+"""Allowed difference when batched with others: other batch sizes and layouts round differently."""
+
+CONTROLS = (
+    ControlRef(name="a", image=control_image(1), scale=0.8, end=0.8),
+    ControlRef(name="b", image=control_image(2, side=48), scale=1.3, start=0.2),
+)
+
+
+class Model:
+    """A tiny family with its denoisers, ControlNets and stock pipelines (each loaded once)."""
+
+    def __init__(self, folder: Path, nets: tuple[Path, Path], dtype: torch.dtype = torch.float32) -> None:
+        self.folder, self.dtype = folder, dtype
+        self.paths = dict(zip("ab", nets, strict=True))
+        self.bundle = load_bundle(folder, dtype=dtype)
+        self.denoiser = UNetDenoiser(self.bundle)
+        self.clients = {name: self._client(name, path) for name, path in self.paths.items()}
+        self._pipelines: dict[tuple[str, ...], object] = {}
+
+    def _client(self, name: str, path: Path) -> WholeControlNet:
+        base = self.bundle
+        return WholeControlNet(
+            name, load_controlnet(path, base=base.config, vae_factor=base.vae_factor, dtype=self.dtype)
+        )
+
+    def reference(self, request) -> torch.Tensor:
+        """diffusers' latents."""
+        names = tuple(control.name for control in request.controlnets)
+        if names not in self._pipelines:
+            paths = [self.paths[name] for name in names]
+            self._pipelines[names] = reference_pipeline(self.folder, request.scheduler, paths, self.dtype)
+        pipeline = self._pipelines[names]
+        pipeline.scheduler = SCHEDULER_CLASSES[request.scheduler].from_config(pipeline.scheduler.config)
+        return run_pipeline(pipeline, request)
+
+    def run(self, *requests, denoiser=None, joins_at=None) -> list[torch.Tensor]:
+        """Our latents, all requests batched."""
+        done = run_requests(self.bundle, denoiser or self.denoiser, requests, self.clients, joins_at=joins_at)
+        assert [one.error for one in done] == [None] * len(done)
+        return [one.latents for one in done]
+
+
+@pytest.fixture(scope="module")
+def sd(tiny_sd_folder, tiny_sd_controlnets) -> Model:
+    """Tiny Stable Diffusion 1.x."""
+    return Model(tiny_sd_folder, tiny_sd_controlnets)
+
+
+@pytest.fixture(scope="module")
+def sdxl(tiny_sdxl_folder, tiny_sdxl_controlnets) -> Model:
+    """Tiny Stable Diffusion XL."""
+    return Model(tiny_sdxl_folder, tiny_sdxl_controlnets)
+
+
+@pytest.fixture(params=["sd", "sdxl"])
+def model(request) -> Model:
+    """Both families."""
+    return request.getfixturevalue(request.param)
+
+
+@pytest.mark.parametrize("guidance_scale", [5.0, 1.0])
+@pytest.mark.parametrize("scheduler", list(Scheduler))
+def test_a_single_request_has_diffusers_latents(model, scheduler, guidance_scale):
+    """Every scheduler, two images, with and without CFG: diffusers' latents."""
+    request = make_request(scheduler=scheduler, guidance_scale=guidance_scale, n=2, negative_prompt="dog")
+    assert largest_difference(model.run(request)[0], model.reference(request)) <= ALONE
+
+
+@pytest.mark.parametrize("guidance_scale", [5.0, 1.0])
+@pytest.mark.parametrize("scheduler", [Scheduler.EULER_A, Scheduler.UNIPC])
+def test_two_controlnets_with_windows_have_diffusers_latents(model, scheduler, guidance_scale):
+    """Two ControlNets, each acting in a part of the steps, summed in list order: diffusers' latents."""
+    request = make_request(scheduler=scheduler, guidance_scale=guidance_scale, n=2, steps=5, controlnets=CONTROLS)
+    assert largest_difference(model.run(request)[0], model.reference(request)) <= ALONE
+
+
+def test_one_controlnet_one_image_and_an_odd_size(model):
+    """A single ControlNet and a size that is no multiple of the UNet's factor (17 latents high)."""
+    request = make_request(controlnets=CONTROLS[:1], height=40, width=56, negative_prompt="tree")
+    assert largest_difference(model.run(request)[0], model.reference(request)) <= ALONE
+
+
+def test_controlnets_really_change_the_latents(model):
+    """Their residuals are not zero, or the tests above would prove nothing; order and windows matter too."""
+    plain, controlled = make_request(), make_request(controlnets=CONTROLS)
+    late = make_request(controlnets=(replace(CONTROLS[0], start=0.5), CONTROLS[1]))
+    a, b, c = (model.run(request)[0] for request in (plain, controlled, late))
+    assert min(largest_difference(a, b), largest_difference(b, c)) > 1e-2
+
+
+def company() -> list:
+    """Requests that may share a batch although everything else differs; all with CFG."""
+    return [
+        make_request(
+            scheduler=scheduler, steps=4 + i, seed=10 * i, n=1 + i % 2, guidance_scale=1.5 + 0.5 * i,
+            prompt=("cat " * i) or "a photo", controlnets=((), CONTROLS, CONTROLS[1:])[i % 3],
+        )
+        for i, scheduler in enumerate([Scheduler.LCM, *list(Scheduler)[:5]])
+    ]  # fmt: skip
+
+
+def test_batched_requests_have_diffusers_latents(model):
+    """Six requests with different schedulers, steps, seeds, prompts, ControlNets and starts: 1e-4 of diffusers."""
+    requests = company()
+    found = model.run(*requests, joins_at=[0, 1, 2, 3, 1, 0])
+    differences = [largest_difference(ours, model.reference(r)) for ours, r in zip(found, requests, strict=True)]
+    assert max(differences) <= BATCHED, differences
+
+
+def test_the_whole_unet_twin_agrees(model):
+    """The naive twin (whole UNet, one request at a time) gives the same latents, batched or not."""
+    requests = company()
+    twin = WholeUNetDenoiser(model.bundle)
+    for ours, naive in zip(model.run(*requests), model.run(*requests, denoiser=twin), strict=True):
+        assert largest_difference(ours, naive) <= BATCHED
+
+
+def test_a_batch_through_diffusers_modules_agrees_with_the_fast_path(model):
+    """`exact_batches` and the fast path are the same function up to rounding."""
+    requests = company()
+    exact = UNetDenoiser(model.bundle, exact_batches=True)
+    for fast, slow in zip(model.run(*requests), model.run(*requests, denoiser=exact), strict=True):
+        assert 0 <= largest_difference(fast, slow) <= BATCHED
+
+
+@pytest.mark.parametrize("name", ["sd", "sdxl"])
+def test_bfloat16_is_no_worse_than_diffusers(name, request, tiny_models):
+    """In bf16 our error against fp32 is at most a fifth above diffusers' own bf16 error."""
+    full = request.getfixturevalue(name)
+    half = Model(full.folder, tuple(full.paths.values()), dtype=torch.bfloat16)
+    asked = make_request(scheduler=Scheduler.DPMPP_2M, steps=6, n=4, controlnets=CONTROLS)
+    other = make_request(scheduler=Scheduler.EULER, steps=6, seed=99)
+    truth = full.reference(asked)
+
+    def error(latents: torch.Tensor) -> float:
+        return float((latents.float() - truth).square().mean().sqrt())
+
+    theirs = error(half.reference(asked))
+    assert error(half.run(asked)[0]) <= theirs * 1.2
+    assert error(half.run(asked, other)[0]) <= theirs * 1.2
+
+
+def test_a_guidance_distilled_unet_equals_diffusers(tmp_path):
+    """A UNet that takes the guidance scale as an input (LCM) runs once per image, with diffusers' embedding."""
+    from support.tiny import tiny_sd
+
+    folder = tiny_sd(tmp_path / "lcm", time_cond_proj_dim=9)
+    bundle = load_bundle(folder)
+    requests = [make_request(scheduler=Scheduler.LCM, guidance_scale=g, seed=i, n=2) for i, g in enumerate((1.5, 8.0))]
+    pipeline = reference_pipeline(folder, Scheduler.LCM)
+    references = [run_pipeline(pipeline, r) for r in requests]
+    denoiser = UNetDenoiser(bundle)
+    alone = [run_requests(bundle, denoiser, [r])[0].latents for r in requests]
+    together = [one.latents for one in run_requests(bundle, denoiser, requests)]
+    assert max(map(largest_difference, alone, references)) <= ALONE
+    assert max(map(largest_difference, together, references)) <= BATCHED
+    assert largest_difference(references[0], references[1]) > 1.0
