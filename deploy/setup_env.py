@@ -28,7 +28,17 @@ def torch_build(pip: list[str], pip_args: list[str]) -> str:
     requirement = pin.group(0) if pin else "torch"
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
-        command = [*pip, "install", "--quiet", "--dry-run", "--no-deps", "--report", str(report), *pip_args, requirement]
+        command = [
+            *pip,
+            "install",
+            "--quiet",
+            "--dry-run",
+            "--no-deps",
+            "--report",
+            str(report),
+            *pip_args,
+            requirement,
+        ]
         if subprocess.run(command, check=False).returncode != 0:
             return "unknown"
         found = json.loads(report.read_text())["install"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import os
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from plait import processes
 from plait.errors import ServeError
 
 if TYPE_CHECKING:
@@ -143,15 +143,20 @@ def contact_sheet(pictures: Sequence[Picture]) -> Image:
 def own_server() -> Iterator[str]:
     """A `plait serve` on a free port for as long as the block runs; its progress goes to our stderr. Gives its URL."""
     command = [sys.executable, "-m", "plait.cli.main", "serve", "--port", "0"]
-    # A session of its own: Ctrl-C reaches us alone, and we then stop it in the ordinary way.
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=os.environ)
+    # A session of its own: Ctrl-C reaches us alone, and we then stop it in the ordinary way. SIGTERM to us does the
+    # same, and if we are killed the kernel tells the server to stop.
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=processes.end_with_parent
+    )
     assert process.stdout is not None
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         url = process.stdout.readline().strip()
         if not url:
             raise ServeError(f"the server ended with exit code {process.wait()}; what it said is above")
         yield url
     finally:
+        signal.signal(signal.SIGTERM, before)
         process.send_signal(signal.SIGTERM)
         try:
             process.wait(_STOP_TIMEOUT_S)

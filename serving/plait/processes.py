@@ -5,6 +5,7 @@ All look-ups read Linux's ``/proc``; only processes of this user are ever found 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
@@ -16,6 +17,7 @@ RUN_ID_VARIABLE = "PLAIT_RUN_ID"
 """Every process of a run inherits it, also those that lost their parent."""
 
 _PROC = Path("/proc")
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -88,6 +90,11 @@ def wait_until_gone(processes: Iterable[ProcessId], *, timeout_s: float) -> list
         time.sleep(0.05)
         left = [process for process in left if is_running(process)]
     return left
+
+
+def end_with_parent() -> None:
+    """For ``preexec_fn``: the kernel sends SIGTERM to this process when the thread that started it dies."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _send(process: ProcessId, signum: signal.Signals) -> None:

@@ -89,7 +89,7 @@ def model(request) -> Model:
 @pytest.mark.parametrize("scheduler", list(Scheduler))
 def test_a_single_request_has_diffusers_latents(model, scheduler, guidance_scale):
     """Every scheduler, two images, with and without CFG: diffusers' latents."""
-    request = make_request(scheduler=scheduler, guidance_scale=guidance_scale, n=2, negative_prompt="dog")
+    request = make_request(scheduler=scheduler, guidance_scale=guidance_scale, n=2, steps=3, negative_prompt="dog")
     assert largest_difference(model.run(request)[0], model.reference(request)) <= ALONE
 
 
@@ -97,7 +97,7 @@ def test_a_single_request_has_diffusers_latents(model, scheduler, guidance_scale
 @pytest.mark.parametrize("scheduler", [Scheduler.EULER_A, Scheduler.UNIPC])
 def test_two_controlnets_with_windows_have_diffusers_latents(model, scheduler, guidance_scale):
     """Two ControlNets, each acting in a part of the steps, summed in list order: diffusers' latents."""
-    request = make_request(scheduler=scheduler, guidance_scale=guidance_scale, n=2, steps=5, controlnets=CONTROLS)
+    request = make_request(scheduler=scheduler, guidance_scale=guidance_scale, n=2, controlnets=CONTROLS)
     assert largest_difference(model.run(request)[0], model.reference(request)) <= ALONE
 
 
@@ -117,47 +117,39 @@ def test_controlnets_really_change_the_latents(model):
 
 def company() -> list:
     """Requests that may share a batch although everything else differs; all with CFG."""
+    schedulers = [Scheduler.LCM, Scheduler.DDIM, Scheduler.EULER_A, Scheduler.UNIPC]
     return [
         make_request(
-            scheduler=scheduler, steps=4 + i, seed=10 * i, n=1 + i % 2, guidance_scale=1.5 + 0.5 * i,
-            prompt=("cat " * i) or "a photo", controlnets=((), CONTROLS, CONTROLS[1:])[i % 3],
+            scheduler=scheduler, steps=3 + i, seed=10 * i, n=1 + i % 2, guidance_scale=1.5 + 0.5 * i,
+            prompt=("cat " * i) or "a photo", controlnets=((), CONTROLS, CONTROLS[1:], ())[i],
         )
-        for i, scheduler in enumerate([Scheduler.LCM, *list(Scheduler)[:5]])
+        for i, scheduler in enumerate(schedulers)
     ]  # fmt: skip
 
 
 def test_batched_requests_have_diffusers_latents(model):
-    """Six requests with different schedulers, steps, seeds, prompts, ControlNets and starts: 1e-4 of diffusers."""
+    """Four requests with different schedulers, steps, seeds, prompts, ControlNets and starts: 1e-4 of diffusers."""
     requests = company()
-    found = model.run(*requests, joins_at=[0, 1, 2, 3, 1, 0])
+    found = model.run(*requests, joins_at=[0, 1, 2, 0])
     differences = [largest_difference(ours, model.reference(r)) for ours, r in zip(found, requests, strict=True)]
     assert max(differences) <= BATCHED, differences
 
 
-def test_the_whole_unet_twin_agrees(model):
-    """The naive twin (whole UNet, one request at a time) gives the same latents, batched or not."""
+def test_the_naive_twins_agree(sd):
+    """The whole UNet request by request, and batches through diffusers' own modules, give the same latents."""
     requests = company()
-    twin = WholeUNetDenoiser(model.bundle)
-    for ours, naive in zip(model.run(*requests), model.run(*requests, denoiser=twin), strict=True):
-        assert largest_difference(ours, naive) <= BATCHED
+    fast = sd.run(*requests)
+    for twin in (WholeUNetDenoiser(sd.bundle), UNetDenoiser(sd.bundle, exact_batches=True)):
+        for ours, naive in zip(fast, sd.run(*requests, denoiser=twin), strict=True):
+            assert largest_difference(ours, naive) <= BATCHED
 
 
-def test_a_batch_through_diffusers_modules_agrees_with_the_fast_path(model):
-    """`exact_batches` and the fast path are the same function up to rounding."""
-    requests = company()
-    exact = UNetDenoiser(model.bundle, exact_batches=True)
-    for fast, slow in zip(model.run(*requests), model.run(*requests, denoiser=exact), strict=True):
-        assert 0 <= largest_difference(fast, slow) <= BATCHED
-
-
-@pytest.mark.parametrize("name", ["sd", "sdxl"])
-def test_bfloat16_is_no_worse_than_diffusers(name, request, tiny_models):
+def test_bfloat16_is_no_worse_than_diffusers(sd):
     """In bf16 our error against fp32 is at most a fifth above diffusers' own bf16 error."""
-    full = request.getfixturevalue(name)
-    half = Model(full.folder, tuple(full.paths.values()), dtype=torch.bfloat16)
-    asked = make_request(scheduler=Scheduler.DPMPP_2M, steps=6, n=4, controlnets=CONTROLS)
-    other = make_request(scheduler=Scheduler.EULER, steps=6, seed=99)
-    truth = full.reference(asked)
+    half = Model(sd.folder, tuple(sd.paths.values()), dtype=torch.bfloat16)
+    asked = make_request(scheduler=Scheduler.DPMPP_2M, n=2, controlnets=CONTROLS[:1])
+    other = make_request(scheduler=Scheduler.EULER, seed=99)
+    truth = sd.reference(asked)
 
     def error(latents: torch.Tensor) -> float:
         return float((latents.float() - truth).square().mean().sqrt())
@@ -173,7 +165,9 @@ def test_a_guidance_distilled_unet_equals_diffusers(tmp_path):
 
     folder = tiny_sd(tmp_path / "lcm", time_cond_proj_dim=9)
     bundle = load_bundle(folder)
-    requests = [make_request(scheduler=Scheduler.LCM, guidance_scale=g, seed=i, n=2) for i, g in enumerate((1.5, 8.0))]
+    requests = [
+        make_request(scheduler=Scheduler.LCM, guidance_scale=g, seed=i, n=2, steps=2) for i, g in enumerate((1.5, 8.0))
+    ]
     pipeline = reference_pipeline(folder, Scheduler.LCM)
     references = [run_pipeline(pipeline, r) for r in requests]
     denoiser = UNetDenoiser(bundle)

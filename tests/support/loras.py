@@ -100,7 +100,7 @@ def write(
 ) -> Path:
     """A safetensors file; factors in ``dtype`` if one is given, numbers as they are."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    cast = {key: (value.to(dtype) if value.ndim and dtype else value).contiguous().clone() for key, value in tensors.items()}
+    cast = {k: (v.to(dtype) if v.ndim and dtype else v).contiguous().clone() for k, v in tensors.items()}
     save_file(cast, path, metadata=dict(metadata or {"format": "pt"}))
     return path
 

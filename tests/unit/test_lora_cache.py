@@ -92,7 +92,7 @@ def test_acquire_does_not_wait_for_the_load(make):
 
 
 def test_distinct_names_load_at_the_same_time(make):
-    """Of one set and of several: all four loader threads are busy."""
+    """Of one set and of several."""
     bench = make()
     bench.source.hold("a", "b", "c", "d")
     futures = [bench.cache.acquire(["a", "b"]), bench.cache.acquire(["c"]), bench.cache.acquire(["d"])]

@@ -117,7 +117,7 @@ def load_bundle(
         vae=_load(AutoencoderKL, folder / "vae", vae_dtype, target),
         tokenizers=tokenizers,
         text_encoders=encoders,
-        scheduler_config=_scheduler_config(folder),
+        scheduler_config=_scheduler_config(folder, family),
         safety_checker=checker,
         feature_extractor=extractor,
         force_zeros_for_empty_prompt=bool(index.get("force_zeros_for_empty_prompt", family is Family.SDXL)),
@@ -297,13 +297,14 @@ def _safety_parts(
     return _load(StableDiffusionSafetyChecker, folder / "safety_checker", dtype, device), extractor
 
 
-def _scheduler_config(folder: Path) -> Mapping[str, Any]:
+def _scheduler_config(folder: Path, family: Family) -> Mapping[str, Any]:
     path = folder / "scheduler" / "scheduler_config.json"
     config = _read_json(path)
     prediction = config.get("prediction_type", "epsilon")
     if prediction not in ("epsilon", "v_prediction", "sample"):
         raise ModelError(f"{path}: prediction_type = {prediction!r} is not supported")
-    return config
+    # StableDiffusionPipeline mends outdated configurations so; the SDXL pipeline takes them as they are.
+    return config if family is Family.SDXL else {**config, "steps_offset": 1, "clip_sample": False}
 
 
 def _overflows(vae_config: Mapping[str, Any], dtype: torch.dtype) -> bool:

@@ -20,10 +20,10 @@ COLOR_BLOCK_PX = 4
 PIXEL_BLOCK_PX = 8
 EDGE_SIGMA_PX = 0.8
 # Gradient of the blurred picture, in grey levels per pixel: a line starts at HIGH and goes on down to LOW.
-EDGE_HIGH = 28.0
-EDGE_LOW = 12.0
+EDGE_HIGH = 14.0
+EDGE_LOW = 6.0
 SKETCH_SIGMA_PX = 0.6
-SKETCH_GAIN = 2.4
+SKETCH_GAIN = 8.0
 
 
 def check_picture(image: Picture) -> None:
@@ -35,8 +35,14 @@ def check_picture(image: Picture) -> None:
 def _gradient(image: Picture, sigma_px: float) -> tuple[Plane, Plane]:
     """Horizontal and vertical slope of the colour channel that changes most, per pixel."""
     smooth = ndimage.gaussian_filter(image.astype(np.float64), (sigma_px, sigma_px, 0.0), mode="nearest")
-    dy = ndimage.sobel(smooth, axis=0, mode="nearest") / 8.0
-    dx = ndimage.sobel(smooth, axis=1, mode="nearest") / 8.0
+    # ndimage.sobel would blur across the colour channels too.
+    dy, dx = (
+        ndimage.correlate1d(
+            ndimage.correlate1d(smooth, (0.25, 0.5, 0.25), axis=1 - axis, mode="nearest"),
+            (-0.5, 0.0, 0.5), axis=axis, mode="nearest",
+        )
+        for axis in (0, 1)
+    )  # fmt: skip
     best = np.argmax(dx**2 + dy**2, axis=2)[..., None]
     return np.take_along_axis(dx, best, 2)[..., 0], np.take_along_axis(dy, best, 2)[..., 0]
 

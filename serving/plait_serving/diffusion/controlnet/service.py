@@ -186,10 +186,12 @@ class ControlNetService:
         self._threads = threads
 
     def statistics(self) -> ServiceStatistics:
-        """A snapshot; a batch that is just being counted may be in it by half."""
+        """A snapshot; a batch that is just being counted may be in it by half. A client that was greeted is in it."""
         counts = {name: getattr(self._counts, name) for name in self._counts.__slots__}
+        with self._lock:
+            channels = len(self._peers)
         return ServiceStatistics(
-            channels=len(self._peers), sessions=len(self._sessions), sessions_bytes=self._sessions.nbytes, **counts
+            channels=channels, sessions=len(self._sessions), sessions_bytes=self._sessions.nbytes, **counts
         )
 
     def stop(self, *, drain_s: float = 5.0) -> None:

@@ -27,8 +27,8 @@ from plait_serving.diffusion.protocols import LoraLease, LoraWeights
 
 _log = logging.getLogger(__name__)
 
-LOADER_THREADS = 4
-"""Loads are bound by disk or network; four keep either busy."""
+LOADER_THREADS = 8
+"""Loads wait for disk or network most of their time. As many downloads must hang before a local file waits for one."""
 
 Deliveries = list[Callable[[], None]]
 """What to do once the lock is let go: callbacks of futures run code that is not ours."""

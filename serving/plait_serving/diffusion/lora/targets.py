@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -40,9 +41,8 @@ _MID = re.compile(r"^mid_block\.(resnets|attentions)\.(\d+)\.(.+)$")
 _MID_NUMBER = {("resnets", 0): 0, ("attentions", 0): 1, ("resnets", 1): 2}
 
 
-@dataclass(frozen=True, slots=True)
-class ModuleRef:
-    """A weight by component ("unet", "text_encoder", ...) and dotted module path."""
+class ModuleRef(NamedTuple):
+    """A weight by component ("unet", "text_encoder", ...) and dotted module path. A tuple: it is hashed a lot."""
 
     component: str
     module: str

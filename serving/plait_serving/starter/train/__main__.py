@@ -18,6 +18,9 @@ from plait_serving.starter.train.plan import FULL, STAGES, override, smoke_plan
 from plait_serving.starter.train.stages import train_all
 from plait_serving.starter.verify import verify
 
+# More than data.FAVOURED, few enough that a smoke run is quick.
+SMOKE_COUNT = 40
+
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
@@ -28,7 +31,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--stages", default=",".join(STAGES), help="comma-separated; the first four always run")
     parser.add_argument("--set", action="append", default=[], metavar="STAGE.FIELD=N", help="change one recipe")
     parser.add_argument("--threads", type=int, help="threads for torch")
-    parser.add_argument("--smoke", action="store_true", help="a few steps a stage, to see that all of it runs")
+    parser.add_argument(
+        "--smoke", action="store_true", help="a few steps a stage on few pictures, to see that all of it runs"
+    )
     parser.add_argument("--verify", action="store_true", help="measure the bundle afterwards; JSON on stdout")
     return parser.parse_args(argv)
 
@@ -48,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{error}\n")
         return 2
     try:
-        pictures = load_pictures(cache, DEFAULT_COUNT)
+        pictures = load_pictures(cache, SMOKE_COUNT if options.smoke else DEFAULT_COUNT)
     except NpmUnavailableError as error:
         sys.stderr.write(f"{error}\n")
         return 1

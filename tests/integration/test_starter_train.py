@@ -1,0 +1,160 @@
+"""The training program of the starter models: every stage runs, resumes, and what it writes loads."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import ControlNetModel, StableDiffusionControlNetPipeline
+from safetensors.torch import load_file
+from torch import nn
+
+from plait_serving.starter.data import PACKAGES, NpmUnavailableError, Pictures, fetch_package
+from plait_serving.starter.manifest import manifest_problems
+from plait_serving.starter.references import load_references
+from plait_serving.starter.train.loop import Trainer
+from plait_serving.starter.train.plan import FULL, STAGES, Recipe, override, smoke_plan
+from plait_serving.starter.train.stages import train_all
+from plait_serving.starter.train.text import LENGTH, build_tokenizer, patches
+
+NAMES = ("red apple", "rocket", "blue ball", "green box", "yellow sun", "pink pig")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Two cores are shared with other tests."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def drawn(seed: int) -> np.ndarray:
+    """Six pictures of one coloured box each, ``uint8[6, 64, 64, 3]``."""
+    rng = np.random.default_rng(seed)
+    made = np.full((len(NAMES), 64, 64, 3), 255, dtype=np.uint8)
+    for picture in made:
+        y, x = rng.integers(4, 28, 2)
+        picture[y : y + 30, x : x + 30] = rng.integers(0, 200, 3)
+    return made
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    """Every stage for two steps on six drawn pictures: (folder of the bundle, of the checkpoints, outcomes)."""
+    work, out = tmp_path_factory.mktemp("work"), tmp_path_factory.mktemp("out")
+    pictures = Pictures(names=NAMES, twemoji=drawn(1), noto=drawn(2))
+    outcomes = train_all(pictures, smoke_plan(steps=2), work, out, STAGES)
+    return out, work, outcomes, pictures
+
+
+def test_every_stage_runs_and_the_bundle_is_complete(bundle):
+    """All stages end with a finite loss; the manifest fits the files; references name all concepts."""
+    out, _, outcomes, _ = bundle
+    assert set(outcomes) == set(FULL)
+    assert all(math.isfinite(outcome.loss) for outcome in outcomes.values())
+    assert manifest_problems(out) == []
+    assert load_references(out).names == NAMES
+
+
+def test_diffusers_loads_the_bundle_and_all_lora_keys(bundle):
+    """The stock pipeline loads base, ControlNet and each LoRA with every tensor placed, and makes a picture."""
+    out = bundle[0]
+    net = ControlNetModel.from_pretrained(out / "controlnets" / "edges")
+    pipe = StableDiffusionControlNetPipeline.from_pretrained(out / "emoji", controlnet=net)
+    pipe.set_progress_bar_config(disable=True)
+    for name in ("noto", "sketch", "pixel"):
+        pipe.load_lora_weights(out / "loras", weight_name=f"{name}.safetensors", adapter_name=name)
+        stored = load_file(out / "loras" / f"{name}.safetensors")
+        placed = [key for part in (pipe.unet, pipe.text_encoder) for key, _ in part.named_parameters()]
+        factors = [key for key in stored if not key.endswith(".alpha")]
+        assert sum(f".{name}." in key for key in placed) == len(factors) > 0
+    control = torch.rand(1, 3, 64, 64)
+    made = pipe("red apple", image=control, num_inference_steps=2, height=64, width=64, output_type="np").images
+    assert made.shape == (1, 64, 64, 3)
+    assert np.isfinite(made).all()
+
+
+def test_a_second_run_trains_nothing_and_writes_the_same(bundle, tmp_path):
+    """With all checkpoints there, the program goes straight to the export, and weights are equal bit for bit."""
+    out, work, outcomes, pictures = bundle
+    again = train_all(pictures, smoke_plan(steps=2), work, tmp_path, STAGES)
+    assert {name: done.seconds_s for name, done in again.items()} == {n: o.seconds_s for n, o in outcomes.items()}
+    for part in ("emoji/unet/diffusion_pytorch_model", "loras/noto", "controlnets/edges/diffusion_pytorch_model"):
+        first, second = (load_file(folder / f"{part}.safetensors") for folder in (out, tmp_path))
+        assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def fit(path: Path, steps: int, stop_at: int | None = None) -> dict[str, torch.Tensor]:
+    """Train a small layer; ``stop_at`` interrupts it as Ctrl-C would."""
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 4)
+
+    def loss(step: int, generator: torch.Generator) -> torch.Tensor:
+        if step == stop_at:
+            raise KeyboardInterrupt
+        x = torch.randn(8, 4, generator=generator)
+        return ((layer(x) - x.flip(1)) ** 2).mean()
+
+    trainer = Trainer("layer", layer, Recipe(steps=steps, batch=8, rate=0.1), path, save_every_s=0.0)
+    return trainer.run(loss).weights
+
+
+def test_an_interrupted_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path):
+    """Stopped at step 5 of 12 and started again, training gives bit-identical weights."""
+    whole = fit(tmp_path / "whole.pt", 12)
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path / "cut.pt", 12, stop_at=5)
+    assert torch.load(tmp_path / "cut.pt", weights_only=True)["step"] == 5
+    resumed = fit(tmp_path / "cut.pt", 12)
+    assert all(torch.equal(whole[key], resumed[key]) for key in whole)
+
+
+def test_the_tokenizer_knows_every_byte_and_pads_to_77():
+    """Names become few tokens, foreign letters are no unknowns, and the end token has the highest id."""
+    tokenizer = build_tokenizer(NAMES)
+    ids = tokenizer("red apple", padding="max_length", max_length=LENGTH).input_ids
+    assert len(ids) == LENGTH
+    assert ids.index(tokenizer.eos_token_id) <= 4
+    assert tokenizer.eos_token_id == len(tokenizer) - 1
+    assert tokenizer.unk_token_id not in tokenizer("Zürich é 7 q", add_special_tokens=False).input_ids
+
+
+def test_patches_are_cut_row_by_row():
+    """Patch ``4 r + c`` is rows ``4 r..`` and columns ``4 c..`` of all channels."""
+    latents = torch.arange(2 * 4 * 16 * 16, dtype=torch.float32).view(2, 4, 16, 16)
+    cut = patches(latents)
+    assert cut.shape == (2, 16, 64)
+    assert torch.equal(cut[1, 6], latents[1, :, 4:8, 8:12].reshape(-1))
+
+
+def test_overrides_change_one_number_and_refuse_nonsense():
+    """``--set base.steps=7`` changes that alone; unknown stages and fields raise."""
+    plan = override(FULL, ["base.steps=7"])
+    assert plan["base"].steps == 7
+    assert plan["edges"] == FULL["edges"]
+    for wrong in ("bass.steps=7", "base.stops=7", "base.steps=", "base.steps=0"):
+        with pytest.raises(ValueError, match=r"expected|impossible"):
+            override(FULL, [wrong])
+
+
+@pytest.mark.timeout(900)
+def test_the_command_trains_from_npm(tmp_path):
+    """``python -m plait_serving.starter.train --smoke`` fetches the artwork and ends with a bundle."""
+    cache = Path(os.environ.get("PLAIT_STARTER_CACHE", "~/.cache/plait/starter")).expanduser()
+    try:
+        for package in PACKAGES.values():
+            fetch_package(package, cache)
+    except (NpmUnavailableError, OSError) as error:
+        pytest.skip(f"the emoji packages cannot be had: {error}")
+    command = [sys.executable, "-m", "plait_serving.starter.train", "--smoke", "--cache", str(cache), "--threads", "1"]
+    options = ["--work", str(tmp_path / "work"), "--out", str(tmp_path / "out")]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert manifest_problems(tmp_path / "out") == []

@@ -1,0 +1,93 @@
+"""The command line of `plait bench`: what it refuses in one sentence, and what it prints."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from plait.cli.main import main
+from plait_bench import job
+from plait_bench.document import document
+from plait_bench.errors import SystemFailed
+from plait_bench.runner import Result
+from plait_bench.summary import Summary
+
+
+def run(capsys, *arguments):
+    """``(exit code, stdout, stderr)`` of the command."""
+    code = main(["bench", *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """A measurement that takes no time; the jobs it was asked for."""
+    jobs = []
+
+    def measure(asked, *, say):
+        jobs.append(asked)
+        say("round 1")
+        ratios = {"single:images_per_s:plait/diffusers": Summary(value=2.0, p20=1.9, p80=2.1, n=3)}
+        return document("images", "abc123", {"cpu": "Some CPU"}, Result(rows=(), ratios=ratios, left_out={}))
+
+    monkeypatch.setattr(job, "measure", measure)
+    return jobs
+
+
+def test_json_is_alone_on_stdout_and_in_the_file(measured, capsys, tmp_path):
+    """Data on stdout, progress on stderr; ``--out`` writes the same document."""
+    out = tmp_path / "bench.json"
+    code, stdout, stderr = run(capsys, "images", "--json", "--quick", "--out", str(out))
+    assert code == 0
+    assert json.loads(stdout) == json.loads(out.read_text())
+    assert json.loads(stdout)["ratios"] == {"single:images_per_s:plait/diffusers": 2.0}
+    assert stderr == "round 1\n"
+    assert measured[0].rounds == 3
+
+
+def test_options_reach_the_job(measured, capsys, tmp_path):
+    """Five rounds unless said otherwise; nothing is recorded unless asked for."""
+    code, stdout, _ = run(capsys, "images", "--workload", "same16", "--models", str(tmp_path))
+    assert code == 0
+    assert "plait/diffusers" in stdout
+    assert (measured[0].rounds, measured[0].workloads, measured[0].record) == (5, ("same16",), False)
+    run(capsys, "images", "--record", "--rounds", "7", "--system", "plait")
+    assert (measured[1].rounds, measured[1].systems, measured[1].record) == (7, ("plait",), True)
+
+
+def test_an_unknown_benchmark_is_wrong_usage(capsys):
+    """Exit code 2, and the sentence says what there is."""
+    code, stdout, stderr = run(capsys, "cakes")
+    assert (code, stdout) == (2, "")
+    assert "there is no benchmark 'cakes'; there is: images" in stderr
+
+
+def test_a_failed_benchmark_is_one_sentence(monkeypatch, capsys):
+    """Exit code 1 and no traceback."""
+
+    def fail(*_, **__):
+        raise SystemFailed("diffusers: its process died (exit code 9)")
+
+    monkeypatch.setattr(job, "measure", fail)
+    assert run(capsys, "images")[::2] == (1, "plait bench: diffusers: its process died (exit code 9)\n")
+
+
+def test_missing_models_and_unknown_names_are_sentences(capsys, tmp_path):
+    """Both are found before any process is started."""
+    code, _, stderr = run(capsys, "images", "--models", str(tmp_path))
+    assert code == 1
+    assert "lacks emoji/model_index.json" in stderr
+    code, _, stderr = run(capsys, "images", "--workload", "triple", "--models", str(tmp_path))
+    assert code == 1
+    assert "there is no workload or system 'triple'" in stderr
+
+
+def test_help_needs_no_torch(monkeypatch, capsys):
+    """The benchmark's definitions load without torch: only worker processes need it."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    code, stdout, _ = run(capsys, "--help")
+    assert code == 0
+    assert "--quick" in stdout

@@ -1,0 +1,97 @@
+"""Prompts: diffusers' embeddings bit for bit where they fit, chunks where they do not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
+
+from plait_serving.diffusion.bundle import load_bundle
+from plait_serving.diffusion.prompt import PromptEncoder, token_chunks
+from support.denoise import make_request
+
+LONG = "apple " * 80
+"""80 tokens with the toy tokenizer: two chunks."""
+
+
+@pytest.fixture(scope="module", params=["sd", "sdxl"])
+def case(request):
+    """A bundle, its encoder and the stock pipeline of the same folder."""
+    folder = request.getfixturevalue(f"tiny_{request.param}_folder")
+    kind = StableDiffusionXLPipeline if request.param == "sdxl" else StableDiffusionPipeline
+    bundle = load_bundle(folder)
+    return bundle, PromptEncoder(bundle), kind.from_pretrained(folder)
+
+
+def reference(pipeline, prompt: str, negative: str | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """diffusers' text and pooled rows, unconditional first."""
+    with torch.no_grad():
+        found = pipeline.encode_prompt(
+            prompt, device="cpu", num_images_per_prompt=1, do_classifier_free_guidance=True, negative_prompt=negative
+        )
+    pooled = torch.cat([found[3], found[2]]) if len(found) == 4 else None
+    return torch.cat([found[1], found[0]]), pooled
+
+
+@pytest.mark.parametrize("negative", [None, "a blue dog"])
+@pytest.mark.parametrize("prompt", ["", "a red apple, photo", "apple " * 75])
+def test_prompts_that_fit_have_diffusers_bits(case, prompt, negative):
+    """Empty, short and exactly full prompts; without a negative prompt SDXL's unconditional rows are zeros."""
+    _, encoder, pipeline = case
+    ours = encoder.prepare(make_request(prompt=prompt, negative_prompt=negative or ""))
+    text, pooled = reference(pipeline, prompt, negative)
+    assert torch.equal(ours.text, text)
+    assert ours.uses_cfg
+    if pooled is not None:
+        assert torch.equal(ours.added["text_embeds"], pooled)
+
+
+def test_without_guidance_only_the_prompt_is_encoded(case):
+    """At guidance scale 1 the text has one row, as diffusers runs."""
+    _, encoder, pipeline = case
+    ours = encoder.prepare(make_request(prompt="a cat", guidance_scale=1.0, n=3))
+    assert not ours.uses_cfg
+    assert torch.equal(ours.text, reference(pipeline, "a cat", None)[0][1:])
+    assert ours.expand(ours.text).shape[0] == 3
+
+
+def test_long_prompts_are_chunked_not_cut(case):
+    """80 words make two chunks: each is what its part alone gives, and the second matters."""
+    _, encoder, pipeline = case
+    ours = encoder.prepare(make_request(prompt=LONG, negative_prompt="dog"))
+    assert ours.text.shape[1] == 154
+    first, pooled = reference(pipeline, "apple " * 75, "dog")
+    second, _ = reference(pipeline, "apple " * 5, "")
+    assert torch.equal(ours.text[:, :77], first)
+    assert torch.equal(ours.text[1, 77:], second[1])
+    assert torch.equal(ours.text[0, 77:], second[0]), "the negative prompt is filled up with an empty chunk"
+    if pooled is not None:
+        assert torch.equal(ours.added["text_embeds"], pooled), "pooled text comes from the first chunk"
+    other = encoder.prepare(make_request(prompt=LONG + "cat", negative_prompt="dog"))
+    assert not torch.equal(other.text, ours.text)
+
+
+def test_a_long_negative_prompt_lengthens_the_prompt(case):
+    """Both branches have as many chunks as the longer of the two."""
+    _, encoder, _ = case
+    ours = encoder.prepare(make_request(prompt="cat", negative_prompt=LONG + LONG))
+    assert ours.text.shape[:2] == (2, 3 * 77)
+
+
+def test_chunks_hold_every_token_once(case):
+    """Joining the chunks' words gives the tokenizer's words; every chunk has one begin, one end and padding."""
+    bundle, *_ = case
+    for tokenizer in bundle.tokenizers:
+        words = tokenizer(LONG + "a cat", add_special_tokens=False).input_ids
+        chunks = token_chunks(tokenizer, LONG + "a cat")
+        assert [len(chunk) for chunk in chunks] == [77, 77]
+        assert chunks[0][1:-1] + chunks[1][1 : 1 + len(words) - 75] == words
+        assert all(chunk[0] == tokenizer.bos_token_id for chunk in chunks)
+        assert chunks[1][1 + len(words) - 75] == tokenizer.eos_token_id
+        assert set(chunks[1][2 + len(words) - 75 :]) == {tokenizer.pad_token_id}
+
+
+def test_sdxl_sizes_are_the_requests(tiny_sdxl_folder):
+    """time_ids are original (h, w), crop (0, 0), target (h, w), as the pipeline's defaults."""
+    ours = PromptEncoder(load_bundle(tiny_sdxl_folder)).prepare(make_request(width=40, height=24))
+    assert ours.added["time_ids"].tolist() == [[24, 40, 0, 0, 24, 40]] * 2

@@ -1,0 +1,131 @@
+"""Samplers: refused step counts, previews, seeds and independence of requests from each other."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from plait_serving.diffusion.errors import RequestError
+from plait_serving.diffusion.samplers import Sampler, check_steps
+from plait_serving.diffusion.values import Scheduler
+
+SHAPE = (4, 6, 5)
+
+
+@pytest.fixture(scope="module", params=["epsilon", "v_prediction"])
+def config(request, tiny_sd_folder) -> dict:
+    """A scheduler configuration as in a folder."""
+    read = json.loads((tiny_sd_folder / "scheduler" / "scheduler_config.json").read_text())
+    return {**read, "prediction_type": request.param}
+
+
+def make(kind: Scheduler, config: dict, *, steps: int = 5, seeds=(1, 2)) -> Sampler:
+    """A sampler."""
+    return Sampler(kind, config, steps=steps, seeds=seeds, shape=SHAPE)
+
+
+def perfect(sampler: Sampler, latents: torch.Tensor, step: int, target: torch.Tensor, prediction: str) -> torch.Tensor:
+    """What a model that knows the picture ``target`` would predict."""
+    signal, noise, scale = sampler._levels(step)
+    x = latents / scale
+    epsilon = (x - signal * target) / noise
+    return epsilon if prediction == "epsilon" else signal * epsilon - noise * target
+
+
+@pytest.mark.parametrize("kind", list(Scheduler))
+def test_a_model_that_knows_the_picture_is_previewed_and_reached(kind, config):
+    """With perfect predictions every preview is the picture, and the last step ends near it."""
+    target = torch.randn(2, *SHAPE, generator=torch.Generator().manual_seed(3))
+    sampler = make(kind, config, steps=8)
+    latents = sampler.init_latents()
+    for step in range(8):
+        sampler.scale_input(latents, step)
+        output = perfect(sampler, latents, step, target, config["prediction_type"])
+        assert float((sampler.predicted_original(output, step, latents) - target).abs().max()) < 1e-3
+        latents = sampler.step(output, step, latents)
+    # DDIM stops at the noise level of timestep 0 (set_alpha_to_one is false in Stable Diffusion's configurations).
+    assert float((latents - target).abs().max()) < (0.2 if kind is Scheduler.DDIM else 1e-3)
+
+
+@pytest.mark.parametrize("kind", list(Scheduler))
+def test_previews_change_nothing(kind, config):
+    """Asking for the x0 estimate between steps leaves the trajectory's bits alone."""
+    ends = []
+    for previews in (False, True):
+        sampler = make(kind, config)
+        latents = sampler.init_latents()
+        for step in range(5):
+            output = torch.tanh(sampler.scale_input(latents, step))
+            if previews:
+                sampler.predicted_original(output, step, latents)
+            latents = sampler.step(output, step, latents)
+        ends.append(latents)
+    assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize("kind", [Scheduler.EULER_A, Scheduler.LCM])
+def test_images_draw_from_their_own_generators(kind, config):
+    """Image i of a request has the noise of a request with seed + i alone, also the noise drawn in steps."""
+
+    def run(seeds):
+        sampler = make(kind, config, seeds=seeds)
+        latents = sampler.init_latents()
+        for step in range(5):
+            sampler.scale_input(latents, step)
+            latents = sampler.step(torch.zeros_like(latents), step, latents)
+        return latents
+
+    both, second = run((1, 2)), run((2,))
+    assert torch.equal(both[1:], second)
+    assert not torch.equal(both[0], both[1])
+
+
+def test_two_requests_do_not_share_state(config):
+    """Interleaved multistep samplers give what each gives alone."""
+
+    def advance(sampler, latents, step):
+        return sampler.step(torch.tanh(sampler.scale_input(latents, step)), step, latents)
+
+    alone = make(Scheduler.DPMPP_2M, config)
+    expected = alone.init_latents()
+    for step in range(5):
+        expected = advance(alone, expected, step)
+    a, b = make(Scheduler.DPMPP_2M, config), make(Scheduler.DPMPP_2M, config, steps=9, seeds=(7,))
+    x, y = a.init_latents(), b.init_latents()
+    for step in range(5):
+        y = advance(b, y, step)
+        x = advance(a, x, step)
+    assert torch.equal(x, expected)
+
+
+@pytest.mark.parametrize("kind", list(Scheduler))
+@pytest.mark.parametrize("steps", [1, 2, 50])
+def test_ordinary_step_counts_run_to_finite_latents(kind, steps, config):
+    """One, two and fifty steps work with every scheduler."""
+    sampler = make(kind, config, steps=steps)
+    assert len(sampler.timesteps) == steps
+    latents = sampler.init_latents()
+    for step in range(steps):
+        latents = sampler.step(torch.tanh(sampler.scale_input(latents, step)), step, latents)
+    assert bool(latents.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps"),
+    [(kind, steps) for kind in Scheduler for steps in (0, -1, 1001)]
+    + [(Scheduler.LCM, 51), (Scheduler.DDIM, 1000), (Scheduler.DPMPP_2M, 999), (Scheduler.UNIPC, 1000)],
+)
+def test_step_counts_that_a_scheduler_can_not_take_are_refused(kind, steps, config):
+    """A `RequestError` that names the field, where diffusers would raise an IndexError or end in NaN."""
+    with pytest.raises(RequestError) as caught:
+        check_steps(kind, config, steps)
+    assert caught.value.param == "num_inference_steps"
+
+
+def test_large_and_negative_seeds_work(config):
+    """Any whole number is a seed; different ones differ."""
+    ends = [make(Scheduler.DDIM, config, seeds=(seed,)).init_latents() for seed in (-1, 2**63, 2**64 + 5, 5)]
+    assert torch.equal(ends[2], ends[3])
+    assert not torch.equal(ends[0], ends[1])
