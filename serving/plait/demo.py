@@ -146,7 +146,11 @@ def own_server() -> Iterator[str]:
     # A session of its own: Ctrl-C reaches us alone, and we then stop it in the ordinary way. SIGTERM to us does the
     # same, and if we are killed the kernel tells the server to stop.
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=processes.end_with_parent
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=processes.end_with_parent,  # noqa: PLW1509 - one system call, before our threads start
     )
     assert process.stdout is not None
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -46,7 +46,8 @@ def test_defaults_serve_the_starter_on_loopback():
         ("images: {loras: {folder: a, store: {url: 's3://b', entries: {}, cache_folder: c}}}", "not both"),
         ("images: {loras: {store: {url: b, entries: {}, cache_folder: c}}}", "needs a scheme"),
         (
-            "images: {loras: {store: {url: 's3://b', entries: {x: {path: a, sha256: abc, nbytes: 1}}, cache_folder: c}}}",
+            "images: {loras: {store: {url: 's3://b', cache_folder: c, "
+            "entries: {x: {path: a, sha256: abc, nbytes: 1}}}}}",
             "entries.x.sha256",
         ),
         ("server: {api_keys: [{sha256: secret}]}", "server.api_keys.0.sha256"),
