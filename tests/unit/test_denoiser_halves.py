@@ -8,7 +8,7 @@ import pytest
 import torch
 from diffusers import ControlNetModel, UNet2DConditionModel
 
-from plait_serving.diffusion.denoisers.fast import fast_decoder_half, fast_encoder_half, fast_text
+from plait_serving.diffusion.denoisers.fast import FastHalves, fast_text
 from plait_serving.diffusion.denoisers.halves import added_embedding, decoder_half, encoder_half, time_embedding
 from plait_serving.diffusion.denoisers.layers import group_norm, why_not_fast
 from plait_serving.diffusion.protocols import Residuals
@@ -33,16 +33,19 @@ def inputs(unet, *, rows: int = 3, side: int = 16) -> dict:
         }
 
 
-def halves(unet, given: dict, residuals: Residuals | None = None, *, fast: bool = False) -> torch.Tensor:
+def halves(unet, given: dict, residuals: Residuals | None = None, *, fast: bool = False, packed_bytes: int = 1 << 30) -> torch.Tensor:
     """The model output through the two halves."""
     sample, text = given["sample"], given["encoder_hidden_states"]
     embedding = time_embedding(unet, sample, given["timestep"], None)
     augmentation = added_embedding(unet, embedding, text, given["added_cond_kwargs"])
-    encode, decode = (fast_encoder_half, fast_decoder_half) if fast else (encoder_half, decoder_half)
-    half = encode(unet, sample, embedding, fast_text(unet, text) if fast else text, augmentation)
+    fast_halves = FastHalves(unet, packed_bytes=packed_bytes)
+    if fast:
+        half = fast_halves.encode(sample, embedding, fast_text(unet, text), augmentation)
+    else:
+        half = encoder_half(unet, sample, embedding, text, augmentation)
     if residuals is not None:
         half.add([slice(0, len(sample))], residuals)
-    return decode(unet, half)
+    return fast_halves.decode(half) if fast else decoder_half(unet, half)
 
 
 @pytest.fixture(params=["sd", "sdxl"])
@@ -80,8 +83,9 @@ def test_fast_halves_differ_by_rounding_only(case):
     """The fast layers compute the same function, with and without residuals, at a size that does not halve evenly."""
     unet, given, residuals = case
     assert why_not_fast(unet) is None
-    for added in (None, residuals):
-        fast, exact = halves(unet, given, added, fast=True), halves(unet, given, added)
+    for added, packed_bytes in ((None, 1 << 30), (residuals, 1 << 30), (residuals, 0)):
+        fast = halves(unet, given, added, fast=True, packed_bytes=packed_bytes)
+        exact = halves(unet, given, added)
         assert fast.shape == exact.shape
         assert fast.is_contiguous()
         assert float((fast - exact).abs().max()) < ROUNDING

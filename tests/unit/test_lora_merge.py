@@ -203,6 +203,21 @@ def test_version_grows_with_every_write(bench):
     assert bench.merger.version == versions[-1]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_torch_counts_every_write(tmp_path, dtype):
+    """Caches keyed on the tensors' own version counters go stale too, also for writes in inference mode."""
+    bench = Bench(tmp_path, dtype)
+    written = [getattr(bench.model, name).weight for name in ("lin", "point", "conv")]
+    with torch.inference_mode():
+        for scales in ({"a": 1.0}, {"a": 2.0}, {}):
+            before = [weight._version for weight in written]
+            bench.switch(**scales)
+            assert all(weight._version > old for weight, old in zip(written, before, strict=True))
+    bench.switch(a=1.0)  # pristine copies that inference mode made serve outside of it
+    bench.switch()
+    assert_same(bench.now(), bench.before)
+
+
 # ---- failures -------------------------------------------------------------------------------------------------------
 
 

@@ -89,3 +89,21 @@ def test_serve_a_zombie_does_not_count_as_running(spawn):
     os.kill(child.pid, signal.SIGKILL)
     assert processes.wait_until_gone([identity], timeout_s=5) == []
     assert processes.identify(child.pid) is None
+
+
+PARENT = [
+    sys.executable,
+    "-c",
+    "import subprocess, sys, time; from plait.processes import end_with_parent;"
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)'], preexec_fn=end_with_parent);"
+    "print(child.pid, flush=True); time.sleep(100)",
+]
+
+
+def test_serve_end_with_parent_survives_no_killed_parent(spawn):
+    """A child that was started so ends when its parent is killed without a chance to stop it."""
+    parent = spawn(PARENT)
+    child = processes.identify(int(parent.first_line))
+    assert child is not None
+    parent.kill()
+    assert processes.wait_until_gone([child], timeout_s=10) == []

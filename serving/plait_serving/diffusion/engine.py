@@ -78,7 +78,7 @@ class Engine:
             costs=self._costs,
             switch_cost_s=switch_cost_s,
             knobs=lambda: self._knobs,
-            set_threads=lambda threads: torch.set_num_threads(threads or len(os.sched_getaffinity(0))),
+            set_threads=_set_threads,
             clock=clock,
         )
         self._compute = threading.Thread(target=loop.run, name="plait-compute", daemon=True)
@@ -182,3 +182,13 @@ class Engine:
     def _loaded(self, job: Job) -> None:
         job.spent.loaded_at_s = self._clock()
         self._desk.wake()
+
+
+def _set_threads(threads: int) -> None:
+    """Sets this thread's share of cores; 0: all of them.
+
+    torch makes a thread's number its own at the thread's first question or parallel operation; until then another
+    thread's later setting (a decode or loader thread's 1) would overwrite it. Asking once pins it.
+    """
+    torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
+    torch.get_num_threads()

@@ -8,8 +8,17 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from plait_serving.diffusion.denoisers.convolutions import Convolutions
 from plait_serving.diffusion.denoisers.halves import Halfway, needs_forward_size
-from plait_serving.diffusion.denoisers.layers import KeysValues, project_text, resnet, transformer
+from plait_serving.diffusion.denoisers.layers import (
+    KeysValues,
+    downsample,
+    group_norm,
+    project_text,
+    resnet,
+    transformer,
+    upsample,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,56 +44,65 @@ def fast_text(unet: Any, text: torch.Tensor) -> FastText:
     )
 
 
-def fast_encoder_half(
-    unet: Any, sample: torch.Tensor, embedding: torch.Tensor, text: FastText, augmentation: torch.Tensor | None
-) -> Halfway:
-    """`halves.encoder_half` for `fast_decoder_half`."""
-    forward_size = needs_forward_size(unet, sample)
-    if unet.config.center_input_sample:
-        sample = 2 * sample - 1.0
-    if augmentation is not None:
-        embedding = embedding + augmentation
-    if unet.time_embed_act is not None:
-        embedding = unet.time_embed_act(embedding)
-    time = F.silu(embedding)
-    sample = unet.conv_in(sample.contiguous(memory_format=torch.channels_last))
-    skips = [sample]
-    for block in unet.down_blocks:
-        for i, layer in enumerate(block.resnets):
-            sample = resnet(layer, sample, time)
-            if getattr(block, "has_cross_attention", False):
-                sample = transformer(block.attentions[i], sample, text.by_transformer[id(block.attentions[i])])
-            skips.append(sample)
-        for downsampler in block.downsamplers or ():
-            sample = downsampler(sample)
-            skips.append(sample)
-    sample = _mid(unet.mid_block, sample, time, text)
-    return Halfway(sample, tuple(skips), time, text, forward_size, exact=False)
+class FastHalves:
+    """`halves.encoder_half` and `halves.decoder_half` of one UNet. Compute thread only."""
+
+    def __init__(self, unet: Any, *, packed_bytes: int) -> None:
+        """``packed_bytes`` bounds the memory for packed convolution weights; 0 packs none."""
+        self._unet = unet
+        self._conv = Convolutions(unet, limit_bytes=packed_bytes)
+
+    def encode(
+        self, sample: torch.Tensor, embedding: torch.Tensor, text: FastText, augmentation: torch.Tensor | None
+    ) -> Halfway:
+        """The first half, for `decode`."""
+        unet = self._unet
+        forward_size = needs_forward_size(unet, sample)
+        if unet.config.center_input_sample:
+            sample = 2 * sample - 1.0
+        if augmentation is not None:
+            embedding = embedding + augmentation
+        if unet.time_embed_act is not None:
+            embedding = unet.time_embed_act(embedding)
+        time = F.silu(embedding)
+        sample = self._conv(unet.conv_in, sample.contiguous(memory_format=torch.channels_last))
+        skips = [sample]
+        for block in unet.down_blocks:
+            for i, layer in enumerate(block.resnets):
+                sample = resnet(layer, sample, time, self._conv)
+                sample = _attend(block, i, sample, text)
+                skips.append(sample)
+            for downsampler in block.downsamplers or ():
+                sample = downsample(downsampler, sample, self._conv)
+                skips.append(sample)
+        sample = self._mid(sample, time, text)
+        return Halfway(sample, tuple(skips), time, text, forward_size, exact=False)
+
+    def decode(self, half: Halfway) -> torch.Tensor:
+        """The second half of what `encode` made: the model output ``(R, c, h, w)``."""
+        unet, sample, skips = self._unet, half.sample, list(half.skips)
+        for number, block in enumerate(unet.up_blocks):
+            for i, layer in enumerate(block.resnets):
+                sample = resnet(layer, torch.cat([sample, skips.pop()], dim=1), half.embedding, self._conv)
+                sample = _attend(block, i, sample, half.text)
+            size = skips[-1].shape[2:] if half.forward_size and number < len(unet.up_blocks) - 1 else None
+            for upsampler in block.upsamplers or ():
+                sample = upsample(upsampler, sample, size, self._conv)
+        if unet.conv_norm_out:
+            sample = unet.conv_act(group_norm(unet.conv_norm_out, sample))
+        return self._conv(unet.conv_out, sample).contiguous()
+
+    def _mid(self, sample: torch.Tensor, time: torch.Tensor, text: FastText) -> torch.Tensor:
+        block = self._unet.mid_block
+        if block is None:
+            return sample.clone()
+        sample = resnet(block.resnets[0], sample, time, self._conv)
+        for i, layer in enumerate(block.resnets[1:]):
+            sample = resnet(layer, _attend(block, i, sample, text), time, self._conv)
+        return sample
 
 
-def fast_decoder_half(unet: Any, half: Halfway) -> torch.Tensor:
-    """`halves.decoder_half` for the result of `fast_encoder_half`."""
-    sample, skips = half.sample, list(half.skips)
-    for number, block in enumerate(unet.up_blocks):
-        for i, layer in enumerate(block.resnets):
-            sample = resnet(layer, torch.cat([sample, skips.pop()], dim=1), half.embedding)
-            if getattr(block, "has_cross_attention", False):
-                sample = transformer(block.attentions[i], sample, half.text.by_transformer[id(block.attentions[i])])
-        size = skips[-1].shape[2:] if half.forward_size and number < len(unet.up_blocks) - 1 else None
-        for upsampler in block.upsamplers or ():
-            sample = upsampler(sample, size)
-    if unet.conv_norm_out:
-        sample = unet.conv_act(unet.conv_norm_out(sample))
-    output: torch.Tensor = unet.conv_out(sample)
-    return output.contiguous()
-
-
-def _mid(block: Any, sample: torch.Tensor, time: torch.Tensor, text: FastText) -> torch.Tensor:
-    if block is None:
-        return sample.clone()
-    sample = resnet(block.resnets[0], sample, time)
-    for attention, layer in zip(block.attentions, block.resnets[1:], strict=True):
-        if attention is not None:
-            sample = transformer(attention, sample, text.by_transformer[id(attention)])
-        sample = resnet(layer, sample, time)
-    return sample
+def _attend(block: Any, i: int, sample: torch.Tensor, text: FastText) -> torch.Tensor:
+    """The block's transformer ``i``, if it has any."""
+    module = block.attentions[i] if getattr(block, "has_cross_attention", False) else None
+    return sample if module is None else transformer(module, sample, text.by_transformer[id(module)])

@@ -20,7 +20,7 @@ from plait_serving.diffusion.protocols import Residuals
 class Halfway:
     """What the encoder half leaves for the decoder half. ``skips`` oldest first.
 
-    ``exact``: made by `encoder_half`, for `decoder_half`. Else by `fast.fast_encoder_half`: ``embedding`` is activated
+    ``exact``: made by `encoder_half`, for `decoder_half`. Else by `fast.FastHalves`: ``embedding`` is activated
     already and ``text`` holds keys and values.
     """
 

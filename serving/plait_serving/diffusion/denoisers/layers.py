@@ -15,6 +15,8 @@ from typing import Any, TypeAlias
 import torch
 from torch.nn import functional as F
 
+from plait_serving.diffusion.denoisers.convolutions import Convolutions
+
 KeysValues: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """Of one cross-attention layer: keys and values of the text, each ``(R, heads, L, C / heads)``."""
 
@@ -49,13 +51,33 @@ def group_norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
     return image
 
 
-def resnet(block: Any, x: torch.Tensor, activated_time: torch.Tensor) -> torch.Tensor:
+def resnet(block: Any, x: torch.Tensor, activated_time: torch.Tensor, conv: Convolutions) -> torch.Tensor:
     """`ResnetBlock2D.forward`; ``activated_time (R, E)`` is ``silu(temb)``, the same for every block."""
-    h = block.conv1(F.silu(group_norm(block.norm1, x), inplace=True))
+    h = conv(block.conv1, F.silu(group_norm(block.norm1, x), inplace=True))
     h += F.linear(activated_time, block.time_emb_proj.weight, block.time_emb_proj.bias)[:, :, None, None]
-    h = block.conv2(F.silu(group_norm(block.norm2, h), inplace=True))
-    h += x if block.conv_shortcut is None else block.conv_shortcut(x)
+    h = conv(block.conv2, F.silu(group_norm(block.norm2, h), inplace=True))
+    h += x if block.conv_shortcut is None else conv(block.conv_shortcut, x)
     return h if block.output_scale_factor == 1.0 else h.div_(block.output_scale_factor)
+
+
+def downsample(module: Any, x: torch.Tensor, conv: Convolutions) -> torch.Tensor:
+    """`Downsample2D.forward`."""
+    if module.use_conv and module.norm is None and module.padding != 0:
+        return conv(module.conv, x)
+    plain: torch.Tensor = module(x)
+    return plain
+
+
+def upsample(module: Any, x: torch.Tensor, size: torch.Size | None, conv: Convolutions) -> torch.Tensor:
+    """`Upsample2D.forward`; ``size`` (h, w) where doubling would miss it."""
+    # Beyond these, torch's channels-last kernel has failed (diffusers issue 984, pytorch issue 141831).
+    large = x.shape[0] >= 64 or x.numel() * 4 > 2**31
+    if large or not module.use_conv or module.use_conv_transpose or module.norm is not None or module.name != "conv":
+        plain: torch.Tensor = module(x, size)
+        return plain
+    if size is None:
+        return conv(module.conv, F.interpolate(x, scale_factor=2.0, mode="nearest"))
+    return conv(module.conv, F.interpolate(x, size=size, mode="nearest"))
 
 
 def transformer(module: Any, x: torch.Tensor, texts: list[KeysValues]) -> torch.Tensor:

@@ -13,7 +13,7 @@ from plait_serving.diffusion.denoisers.batch import Layout, guide, stack_samples
 from plait_serving.diffusion.denoisers.constants import ConstantsStore, parameter_version
 from plait_serving.diffusion.denoisers.controls import ControlQuestions
 from plait_serving.diffusion.denoisers.decode import decode_latents
-from plait_serving.diffusion.denoisers.fast import fast_decoder_half, fast_encoder_half
+from plait_serving.diffusion.denoisers.fast import FastHalves
 from plait_serving.diffusion.denoisers.guidance import guidance_embedding
 from plait_serving.diffusion.denoisers.halves import (
     Halfway,
@@ -46,16 +46,18 @@ class UNetDenoiser:
         weights_version: Callable[[], int] | None = None,
         exact_batches: bool = False,
         constants_bytes: int = 512 << 20,
+        packed_bytes: int = 512 << 20,
     ) -> None:
         """``weights_version`` must change whenever weights are written (the merger's); by default torch's own count.
 
         ``exact_batches`` keeps to diffusers' modules for batches too. ``constants_bytes`` bounds the memory for what
-        steps share (the text's keys and values).
+        steps share (the text's keys and values), ``packed_bytes`` for packed convolution weights (CPU only).
         """
         self._bundle = bundle
         self._unet = cast("Any", bundle.unet)
         self._prompts = PromptEncoder(bundle)
-        self._fast = not exact_batches and _can_be_fast(bundle)
+        can_be_fast = not exact_batches and _can_be_fast(bundle)
+        self._fast = FastHalves(self._unet, packed_bytes=packed_bytes) if can_be_fast else None
         self._store = ConstantsStore(
             self._unet, weights_version or parameter_version(self._unet), limit_bytes=constants_bytes
         )
@@ -87,8 +89,8 @@ class UNetDenoiser:
             raise
         answers = questions.answers()
         errors = [_apply(half, layout, k, answer) for k, answer in enumerate(answers)]
-        decode = decoder_half if half.exact else fast_decoder_half
-        return _take_apart(decode(self._unet, half), calls, layout, errors)
+        output = decoder_half(self._unet, half) if half.exact or self._fast is None else self._fast.decode(half)
+        return _take_apart(output, calls, layout, errors)
 
     @torch.inference_mode()
     def run_encoder_half(self, calls: Sequence[StepCall]) -> None:
@@ -97,13 +99,13 @@ class UNetDenoiser:
         self._encode(calls, stack_samples(calls, layout), layout)
 
     def _encode(self, calls: Sequence[StepCall], sample: torch.Tensor, layout: Layout) -> Halfway:
-        fast = self._fast and len(calls) > 1
-        constants = self._store.of([call.conditioning for call in calls], layout, fast=fast)
+        fast = self._fast if len(calls) > 1 else None
+        constants = self._store.of([call.conditioning for call in calls], layout, fast=fast is not None)
         timesteps = stack_timesteps(calls, layout)
         embedding = time_embedding(self._unet, sample, timesteps, self._guidance(calls, layout))
         augmentation = added_embedding(self._unet, embedding, constants.text, constants.added)
-        if constants.fast is not None:
-            return fast_encoder_half(self._unet, sample, embedding, constants.fast, augmentation)
+        if fast is not None and constants.fast is not None:
+            return fast.encode(sample, embedding, constants.fast, augmentation)
         return encoder_half(self._unet, sample, embedding, constants.text, augmentation)
 
     def _guidance(self, calls: Sequence[StepCall], layout: Layout) -> torch.Tensor | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, ControlNetModel, StableDiffusionPipeline, UNet2DConditionModel
@@ -22,7 +23,7 @@ NAME = "emoji"
 KOHYA = ("sketch",)
 
 
-def _half(module: nn.Module, fresh: nn.Module) -> nn.Module:
+def _half(module: nn.Module, fresh: Any) -> Any:
     """``fresh`` with the weights of ``module`` in fp16; ``module`` stays as it is."""
     fresh.load_state_dict({key: value.contiguous() for key, value in module.state_dict().items()})
     return fresh.half()
