@@ -15,6 +15,9 @@ from plait_bench.runner import Plan, run
 from plait_bench.tables import RESULTS, ROOT
 from plait_bench.workers import WorkerFleet
 
+# Half a core of other work is what two systems that run in turn can share fairly.
+_BUSY_SHARE = 0.25
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
@@ -41,6 +44,8 @@ def measure(job: Job, *, say: Callable[[str], None]) -> dict[str, Any]:
         names = [workload.name for workload in benchmark.workloads]
         records.check_new(records.read(path), bench=benchmark.name, commit=at, host=host, workloads=names)
     say(f"{benchmark.name} at {at} on {host['cpu']}, {host['cores']} cores; load average {host['loadavg_1m']}")
+    if host["loadavg_1m"] > _BUSY_SHARE * host["cores"]:
+        say("something else keeps this machine busy: the layouts and ratios found now will not hold on an idle one")
     result = run(benchmark, Plan(rounds=job.rounds, cores=cores()), open_fleet=WorkerFleet, say=say)
     written = document(benchmark.name, at, host, result)
     if job.record:

@@ -4,8 +4,7 @@
 (``plait deploy render`` writes both).
 """
 
-from __future__ import annotations
-
+# No `from __future__ import annotations` here: Serve reads the class of `build`'s argument from its signature.
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +74,7 @@ _COMMON: dict[str, Any] = {
 }
 
 
-def http_settings(server: ServerSection) -> HttpSettings:
+def http_settings(server: ServerSection) -> "HttpSettings":
     """The HTTP side's settings; called in the ingress replica, where its imports belong."""
     from plait_serving.http.auth import ApiKey, Principal, Role
     from plait_serving.http.context import HttpSettings

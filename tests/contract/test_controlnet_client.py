@@ -311,6 +311,37 @@ def test_lost_channel_to_the_only_replica_is_made_again(
         client.shutdown()
 
 
+def test_client_moves_to_a_replica_with_fewer_clients(
+    folder: Path, tmp_path: Path, fleet: kit.Fleet, expect: Twin
+) -> None:
+    """Asked now and then: running sessions follow with their next step. If nobody else answers, the client stays."""
+    clock, asks, asked = Clock(), [_ask(1), _ask(2), _ask(3)], []
+
+    def worth_moving(replica: str) -> bool:
+        asked.append(replica)
+        return replica == "old"
+
+    with (
+        kit.serving(load_controlnet(folder, dtype=torch.float32), kit.new_address("inproc", tmp_path)) as old,
+        kit.serving(load_controlnet(folder, dtype=torch.float32), kit.new_address("inproc", tmp_path)) as new,
+    ):
+        fleet.addresses["old"] = old.addresses[0]
+        client = RemoteControlNetClient("edges", fleet.connect, worth_moving=worth_moving, clock=clock)
+        sessions = [asks[0].open(client)]
+        clock.now_s += 60
+        sessions.append(asks[1].open(client))  # nobody else is there
+        fleet.addresses["new"] = new.addresses[0]
+        asks[0].open(client)  # too early to ask again
+        assert asked == ["old"]
+        clock.now_s += 60
+        sessions.append(asks[2].open(client))
+        answers = client.start([ask.call(session) for ask, session in zip(asks, sessions, strict=True)]).wait()
+        assert all(kit.same_bits(a, want) for a, want in zip(answers, expect(asks), strict=True))
+        assert (new.statistics().steps, old.statistics().steps, asked) == (1, 0, ["old", "old"])
+        _wait_until(lambda: old.statistics().sessions == 0)
+        client.shutdown()
+
+
 def test_hung_replica_counts_as_lost(folder: Path, tmp_path: Path, fleet: kit.Fleet, expect: Twin) -> None:
     """No answer in time: another replica is asked; the hung one is not asked again for this step."""
     ask = _ask(1)

@@ -14,7 +14,7 @@ from plait_serving.diffusion.controlnet.model import Constants
 from plait_serving.diffusion.controlnet.placed import PlacedControlNetClient
 from plait_serving.diffusion.controlnet.placement import StepTimes, choose_placement, measure
 from plait_serving.diffusion.controlnet.remote import Backoff
-from plait_serving.diffusion.controlnet.replicas import Replica, connect_to_one, in_order
+from plait_serving.diffusion.controlnet.replicas import Replica, connect_to_one, in_order, worth_moving
 from plait_serving.diffusion.controlnet.service import ServiceLimits
 from plait_serving.diffusion.controlnet.sessions import SessionTable
 from plait_serving.diffusion.errors import ControlNetUnavailable, ModelError
@@ -317,6 +317,20 @@ def test_unreachable_replicas_are_passed_over() -> None:
     assert "b'1'" not in repr(REPLICAS)
     with pytest.raises(ControlNetUnavailable, match="no other replica"):
         connect_to_one([], frozenset(), host="me", chance=random.Random(0), dial=dial)
+
+
+def _with_clients(*counts: int) -> list[Replica]:
+    return [Replica(name=str(i), host="h", addresses=(), secret=b"", channels=n) for i, n in enumerate(counts)]
+
+
+def test_half_of_the_difference_moves() -> None:
+    """Clients of a fuller replica go by lot; where that would not even things out, nobody goes."""
+    chance = random.Random(0)
+    moved = sum(worth_moving(_with_clients(10, 0), "0", chance=chance) for _ in range(1000))
+    assert 420 < moved < 580  # p = 1/2; five standard deviations: false failure below 1e-6, and the seed is fixed
+    for counts in ((1, 0), (1, 1), (3, 2), (0, 5), (4,)):
+        assert not any(worth_moving(_with_clients(*counts), "0", chance=chance) for _ in range(50))
+    assert not worth_moving(_with_clients(9, 0), "gone", chance=chance)
 
 
 def test_backoff_doubles_up_to_its_bound() -> None:

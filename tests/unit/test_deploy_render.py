@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from plait.app import AppArgs
+from plait.app import AppArgs, build
 from plait.cli import main as root
 from plait.config import load_config
 from plait_deploy.serve import ServeApplication, render_serve
@@ -54,7 +56,22 @@ def test_deploy_render_puts_knobs_only_where_a_change_is_a_reconfigure(rendered)
     _, document = rendered
     application = document["applications"][0]
     assert "knobs" not in application["args"]["images"]
-    assert application["deployments"][0]["name"] == "engine"
+    assert [deployment["name"] for deployment in application["deployments"]] == ["engine", "controlnet-edges"]
+
+
+def test_deploy_render_of_local_controlnets_has_no_deployments_for_them(tmp_path, capsys):
+    """The placement decides which deployments there are, so it is in the arguments, too; nothing else is."""
+    path = tmp_path / "plait.yaml"
+    path.write_text(CONFIG.replace("threads: 2", "threads: 2, controlnet_placement: local"))
+    assert root.main(["deploy", "render", str(path)]) == 0
+    application = yaml.safe_load(capsys.readouterr().out)["applications"][0]
+    assert application["args"]["images"]["knobs"] == {"controlnet_placement": "local"}
+    assert [deployment["name"] for deployment in application["deployments"]] == ["engine"]
+
+
+def test_deploy_render_names_a_builder_that_serve_gives_typed_arguments():
+    """Serve turns ``args`` into `AppArgs` itself, which it can only do if the signature holds the class."""
+    assert inspect.signature(build).parameters["args"].annotation is AppArgs
 
 
 def test_deploy_render_refuses_what_serve_would_ignore(monkeypatch):

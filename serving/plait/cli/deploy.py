@@ -31,14 +31,20 @@ def render(
     """Prints the Serve YAML; `serve deploy FILE` runs it on the Ray that it is sent to."""
     from plait.config import load_config
     from plait_deploy.serve import ServeApplication, render_serve
+    from plait_serving.diffusion.knobs import Placement
 
     loaded = load_config(config, overrides=settings or [])
-    images = loaded.images.model_dump(mode="json", exclude_defaults=True, exclude={"knobs"})
-    server = loaded.server.model_dump(mode="json", exclude_defaults=True)
-    application = ServeApplication(
-        name="plait",
-        import_path="plait.app:build",
-        args={"server": server, "images": images},
-        knobs={"engine": loaded.images.knobs.model_dump(mode="json")},
-    )
+    images = loaded.images
+    local = images.knobs.controlnet_placement is Placement.LOCAL
+    # Knobs belong to the deployments, where a change is a reconfigure; but this one also decides which there are.
+    shape = {"knobs": {"controlnet_placement": Placement.LOCAL.value}} if local else {}
+    args = {
+        "server": loaded.server.model_dump(mode="json", exclude_defaults=True),
+        "images": images.model_dump(mode="json", exclude_defaults=True, exclude={"knobs"}) | shape,
+    }
+    knobs = {"engine": images.knobs.model_dump(mode="json")}
+    if not local:
+        controlnets = images.resolved_controlnets()
+        knobs |= {f"controlnet-{name}": {"threads": section.threads} for name, section in controlnets.items()}
+    application = ServeApplication(name="plait", import_path="plait.app:build", args=args, knobs=knobs)
     print(render_serve(application, host=loaded.server.host, port=loaded.server.port), end="")

@@ -8,7 +8,8 @@ In the application, one deployment per ControlNet::
 
 In a base replica, with the handle that Serve made of it::
 
-    client = RemoteControlNetClient("edges", ServeConnect("edges", handle))
+    connect = ServeConnect("edges", handle)
+    client = RemoteControlNetClient("edges", connect, worth_moving=connect.worth_moving)
 
 Serve places and supervises the replicas and hands out their addresses and secrets (`ControlNetDeployment.describe`,
 asked of every replica at once with ``handle.broadcast``); what moves every step goes over the fabric.
@@ -36,7 +37,7 @@ from plait_disagg.fabric import FabricError, FabricOptions, Limits, Listener, co
 from plait_serving.deployments.logs import configure_logging
 from plait_serving.diffusion.controlnet.model import load_controlnet
 from plait_serving.diffusion.controlnet.remote import Link
-from plait_serving.diffusion.controlnet.replicas import Replica, connect_to_one
+from plait_serving.diffusion.controlnet.replicas import Replica, connect_to_one, worth_moving
 from plait_serving.diffusion.controlnet.service import ControlNetService, ServiceLimits
 from plait_serving.diffusion.errors import ControlNetUnavailable
 
@@ -152,6 +153,10 @@ class ServeConnect:
     def __call__(self, left_out: frozenset[str]) -> Link:
         """A channel to a replica that is not left out. Raises `ControlNetUnavailable`."""
         return connect_to_one(self.replicas(), left_out, host=host_id(), chance=self._chance, dial=self._dial)
+
+    def worth_moving(self, current: str) -> bool:
+        """Whether a client of that replica should go to another. Raises `ControlNetUnavailable`."""
+        return worth_moving(self.replicas(), current, chance=self._chance)
 
     def replicas(self) -> list[Replica]:
         """The replicas that answer now. Raises `ControlNetUnavailable` if Serve has none."""

@@ -56,7 +56,10 @@ class ImagesSource:
             knobs=images.knobs,
         )
         services = _services(controlnets)
-        remote = {name: partial(RemoteControlNetClient, name, connect) for name, connect in services.items()}
+        remote = {
+            name: partial(RemoteControlNetClient, name, connect, worth_moving=connect.worth_moving)
+            for name, connect in services.items()
+        }
         hosted = HostedImages(images, build_engine(settings, remote=remote), loras)
         for name in wait_for_replicas(services, timeout_s=_CONTROLNETS_TIMEOUT_S):
             _log.warning("ControlNet %s has no replica after %.0f s; going on", name, _CONTROLNETS_TIMEOUT_S)

@@ -36,6 +36,9 @@ _log = logging.getLogger(__name__)
 Connect: TypeAlias = Callable[[frozenset[str]], Link]
 """``(replicas to leave out) -> a channel to one of the others``. Raises `ControlNetUnavailable` or `FabricError`."""
 
+_MOVE_EVERY_S = 30.0
+"""How often a client asks whether another replica has fewer clients: after one was added, or came back."""
+
 _LARGEST_TRIES = 3
 """Replicas that one step is tried on; a step that kills whoever computes it must not kill them all."""
 
@@ -90,19 +93,25 @@ class _Asked:
 
 
 class RemoteControlNetClient(ControlNetClient):
-    """See `ControlNetClient`. ``connect`` says which replicas there are and how to reach them."""
+    """See `ControlNetClient`. ``connect`` says which replicas there are and how to reach them.
+
+    ``worth_moving`` is asked from time to time whether a replica's clients should go elsewhere; without it a client
+    stays until its replica is lost.
+    """
 
     def __init__(
         self,
         name: str,
         connect: Connect,
         *,
+        worth_moving: Callable[[str], bool] | None = None,
         answer_timeout_s: float = 60.0,
         backoff: Backoff | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._name = name
         self._connect = connect
+        self._worth_moving = worth_moving
         self._answer_timeout_s = answer_timeout_s
         self._backoff = backoff or Backoff()
         self._clock = clock
@@ -110,6 +119,7 @@ class RemoteControlNetClient(ControlNetClient):
         self._next_session = 0
         self._failures = 0
         self._closed_until_s = -float("inf")
+        self._move_at_s = clock() + _MOVE_EVERY_S
 
     @property
     def name(self) -> str:
@@ -128,6 +138,7 @@ class RemoteControlNetClient(ControlNetClient):
             height=height,
         )
         self._next_session += 1
+        self._move_if_worth_it()
         losses = _Losses()
         while True:
             connection = self._connected(losses)
@@ -206,6 +217,23 @@ class RemoteControlNetClient(ControlNetClient):
                 self._failures = 0
                 return self._connection
         raise self._nobody(f"lost one after the other: {', '.join(sorted(losses.lost))}")
+
+    def _move_if_worth_it(self) -> None:
+        """Between two steps nothing is under way; sessions follow to the new replica with their next step."""
+        current = self._connection
+        if self._worth_moving is None or current is None or self._clock() < self._move_at_s:
+            return
+        self._move_at_s = self._clock() + _MOVE_EVERY_S
+        try:
+            if not self._worth_moving(current.replica):
+                return
+            link = self._connect(frozenset({current.replica}))
+            self._connection = Connection(link, controlnet=self._name, timeout_s=self._answer_timeout_s)
+        except (ConnectionLost, ControlNetUnavailable, FabricError) as error:
+            _log.info("ControlNet %s stays at replica %s: %s", self._name, current.replica, error)
+            return
+        _log.info("ControlNet %s moves from replica %s to %s", self._name, current.replica, link.replica)
+        current.close()
 
     def _link(self, losses: _Losses) -> Link:
         """A channel to a replica that was not lost just now; failing that, to one that may be back."""
