@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from plait_serving.diffusion.knobs import Knobs
-from plait_serving.diffusion.values import NAME_PATTERN
+from plait_serving.diffusion.values import NAME_PATTERN, Scheduler
 from plait_serving.starter.manifest import WEIGHTS
 
 STARTER_MODEL = "emoji"
@@ -22,6 +22,9 @@ STARTER_MODEL = "emoji"
 
 STARTER_FOLDER = WEIGHTS
 """``emoji/`` (the base), ``controlnets/NAME/`` and ``loras/NAME.safetensors``."""
+
+STARTER_GUIDANCE = 3.0
+"""What the starter model was judged with while it was trained (starter/train/measure.py)."""
 
 INGRESS_CPUS, MODEL_CPUS = 0.1, 0.4
 """Logical CPUs that Ray counts per replica. Small, so that all fit on a small machine; threads are a knob."""
@@ -99,6 +102,16 @@ class ControlNetSection(_Section):
     preprocessor: Annotated[str | None, Field(description="turns an ordinary picture into the control map")] = None
 
 
+class DefaultsSection(_Section):
+    """What a request gets that leaves a field out."""
+
+    steps: Annotated[int, Field(ge=1, le=1000)] = 20
+    guidance_scale: Annotated[
+        float | None, Field(ge=0, le=100, description="unset: 7.5, diffusers' default; the starter model's own is 3")
+    ] = None
+    scheduler: Scheduler = Scheduler.EULER
+
+
 class ImagesSection(_Section):
     """A base model with its ControlNets and LoRAs."""
 
@@ -116,6 +129,7 @@ class ImagesSection(_Section):
     controlnets: Annotated[
         dict[Name, ControlNetSection] | None, Field(description="unset: the starter model's own, or none")
     ] = None
+    defaults: DefaultsSection = DefaultsSection()
     replicas: Annotated[int, Field(ge=1, le=1024)] = 1
     num_gpus: Annotated[float, Field(ge=0, description="GPUs of a base replica")] = 0.0
     knobs: Knobs = Knobs()
@@ -148,6 +162,13 @@ class ImagesSection(_Section):
     def is_starter(self) -> bool:
         """Whether it is the model that ships with plait."""
         return self.model == STARTER_MODEL
+
+    @property
+    def default_guidance_scale(self) -> float:
+        """The guidance scale of requests that name none."""
+        if self.defaults.guidance_scale is not None:
+            return self.defaults.guidance_scale
+        return STARTER_GUIDANCE if self.is_starter else 7.5
 
     @property
     def is_hub_id(self) -> bool:

@@ -139,7 +139,7 @@ def test_the_naive_twins_agree(sd):
     """The whole UNet request by request, and batches through diffusers' own modules, give the same latents."""
     requests = company()
     fast = sd.run(*requests)
-    for twin in (WholeUNetDenoiser(sd.bundle), UNetDenoiser(sd.bundle, exact_batches=True)):
+    for twin in (WholeUNetDenoiser(sd.bundle), UNetDenoiser(sd.bundle, exact="always")):
         for ours, naive in zip(fast, sd.run(*requests, denoiser=twin), strict=True):
             assert largest_difference(ours, naive) <= BATCHED
 

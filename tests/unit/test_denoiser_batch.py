@@ -7,12 +7,13 @@ import torch
 
 from plait_serving.diffusion.bundle import load_bundle, load_controlnet
 from plait_serving.diffusion.denoisers.batch import Layout
-from plait_serving.diffusion.denoisers.constants import ConstantsStore, parameter_version
+from plait_serving.diffusion.denoisers.constants import ConstantsStore
 from plait_serving.diffusion.denoisers.unet import UNetDenoiser
 from plait_serving.diffusion.denoisers.whole import WholeControlNet
 from plait_serving.diffusion.errors import ControlNetUnavailable, ModelError, NumericalError
 from plait_serving.diffusion.protocols import Conditioning, Residuals
 from plait_serving.diffusion.values import ControlRef
+from plait_serving.diffusion.versions import parameter_version
 from support.denoise import control_image, largest_difference, make_request, start
 
 
@@ -138,6 +139,30 @@ def test_new_weights_are_used_at_once(bundle, denoiser):
     weight.copy_(pristine)
     assert not torch.equal(before, changed)
     assert torch.equal(denoiser.predict(calls)[0], before)
+
+
+def test_packed_convolutions_follow_their_weights(bundle, denoiser):
+    """A merge into a convolution is seen in the next call, although its weights are kept packed."""
+    calls = [controlled(bundle, denoiser, seed=seed) for seed in range(2)]
+    before = denoiser.predict(calls)[0]
+    weight = bundle.unet.down_blocks[0].resnets[0].conv1.weight
+    pristine = weight.detach().clone()
+    with torch.inference_mode():
+        weight.detach().copy_(pristine * 2.0)
+    fast = denoiser.predict(calls)[0]
+    exact = UNetDenoiser(bundle, exact="always").predict(calls)[0]
+    weight.copy_(pristine)
+    assert not torch.allclose(before, fast, atol=1e-3)
+    assert largest_difference(fast, exact) < 1e-4
+    assert torch.equal(denoiser.predict(calls)[0], before)
+
+
+def test_a_single_request_may_run_fast_too(bundle):
+    """`exact="never"` gives one request the fast path: the same up to rounding."""
+    exact, fast = UNetDenoiser(bundle), UNetDenoiser(bundle, exact="never")
+    call = controlled(bundle, exact)
+    a, b = exact.predict([call])[0], fast.predict([call])[0]
+    assert 0.0 < largest_difference(a, b) < 1e-4
 
 
 def conditioning(value: float, n: int = 1, length: int = 77) -> Conditioning:

@@ -33,7 +33,9 @@ def inputs(unet, *, rows: int = 3, side: int = 16) -> dict:
         }
 
 
-def halves(unet, given: dict, residuals: Residuals | None = None, *, fast: bool = False, packed_bytes: int = 1 << 30) -> torch.Tensor:
+def halves(
+    unet, given: dict, residuals: Residuals | None = None, *, fast: bool = False, packed_bytes: int = 1 << 30
+) -> torch.Tensor:
     """The model output through the two halves."""
     sample, text = given["sample"], given["encoder_hidden_states"]
     embedding = time_embedding(unet, sample, given["timestep"], None)

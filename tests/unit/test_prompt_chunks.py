@@ -91,6 +91,28 @@ def test_chunks_hold_every_token_once(case):
         assert set(chunks[1][2 + len(words) - 75 :]) == {tokenizer.pad_token_id}
 
 
+def test_what_is_remembered_follows_the_weights(case):
+    """The same prompt is encoded once while the text encoders stay, and anew after a merge wrote into one."""
+    bundle, _, _ = case
+    encoder = PromptEncoder(bundle)
+    first = encoder.encode("a cat", 1)
+    assert encoder.encode("a cat", 1) is first
+    assert encoder.encode("a cat", 2) is not first
+    weight = next(
+        p for name, p in bundle.text_encoders[0].named_parameters() if name.endswith("0.self_attn.q_proj.weight")
+    )
+    pristine = weight.detach().clone()
+    with torch.inference_mode():
+        weight.detach().copy_(pristine * 9.0)
+    changed = encoder.encode("a cat", 1)
+    weight.copy_(pristine)
+    assert not torch.equal(changed.hidden, first.hidden)
+    assert torch.equal(encoder.encode("a cat", 1).hidden, first.hidden)
+    for i in range(200):
+        encoder.encode(f"cat {i}", 1)
+    assert len(encoder._known) == 64
+
+
 def test_sdxl_sizes_are_the_requests(tiny_sdxl_folder):
     """time_ids are original (h, w), crop (0, 0), target (h, w), as the pipeline's defaults."""
     ours = PromptEncoder(load_bundle(tiny_sdxl_folder)).prepare(make_request(width=40, height=24))

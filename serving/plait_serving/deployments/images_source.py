@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from plait_serving.config import STARTER_FOLDER, ImagesSection
 from plait_serving.deployments.engine import HostedEngine
 from plait_serving.diffusion.knobs import Knobs
-from plait_serving.diffusion.values import Scheduler
 
 if TYPE_CHECKING:
     from plait_serving.deployments.controlnet import ServeConnect
@@ -116,7 +115,9 @@ class HostedImages:
             family=family,
             default_width=bundle.width,
             default_height=bundle.height,
-            default_scheduler=Scheduler.EULER,
+            default_steps=self._images.defaults.steps,
+            default_guidance_scale=self._images.default_guidance_scale,
+            default_scheduler=self._images.defaults.scheduler,
             limits=Limits(
                 size_multiple=limits.size_multiple,
                 min_edge_px=limits.smallest_side,

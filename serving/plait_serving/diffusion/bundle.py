@@ -360,7 +360,8 @@ def _weight_variant(folder: Path) -> str | None:
 def _translate(path: Path, load: Callable[[Path], Any]) -> Any:
     """Runs a library's loader quietly; whatever it raises becomes a `ModelError` that names the path."""
     try:
-        with _quiet():
+        # Tensors made in inference mode do not count writes to them, by which the denoiser notices LoRA merges.
+        with _quiet(), torch.inference_mode(mode=False):
             return load(path)
     except ModelError:
         raise

@@ -9,7 +9,8 @@ Legend: L = T * chunks, C text width, P pooled width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from torch import nn
 from plait_serving.diffusion.bundle import Bundle, Family
 from plait_serving.diffusion.protocols import Conditioning
 from plait_serving.diffusion.values import ImageRequest
+from plait_serving.diffusion.versions import parameter_version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -29,12 +31,20 @@ class EncodedText:
     pooled: torch.Tensor | None
 
 
-class PromptEncoder:
-    """Encodes with the text encoders of a bundle as their weights are now. Stateless otherwise."""
+_REMEMBERED = 64
+"""Texts whose encoding is kept (at most 0.6 MB each for SDXL): negative prompts and retries come again and again."""
 
-    def __init__(self, bundle: Bundle) -> None:
+
+class PromptEncoder:
+    """Encodes with the text encoders of a bundle as their weights are now. Compute thread only."""
+
+    def __init__(self, bundle: Bundle, *, weights_version: Callable[[], int] | None = None) -> None:
+        """``weights_version`` must change whenever a text encoder is written to; by default torch's own count."""
         self._bundle = bundle
         self._is_xl = bundle.family is Family.SDXL
+        self._version = weights_version or parameter_version(*bundle.text_encoders)
+        self._known: OrderedDict[tuple[str, int], EncodedText] = OrderedDict()
+        self._known_version = self._version()
 
     def prepare(self, request: ImageRequest) -> Conditioning:
         """The request's conditioning, unconditional row first; runs the text encoders."""
@@ -57,7 +67,18 @@ class PromptEncoder:
         return max(len(token_chunks(tokenizer, prompt)) for tokenizer in self._bundle.tokenizers)
 
     def encode(self, prompt: str, chunks: int) -> EncodedText:
-        """``prompt`` as exactly ``chunks`` chunks; chunks that it does not fill are encoded empty."""
+        """``prompt`` as exactly ``chunks`` chunks; chunks that it does not fill are encoded empty. Remembers."""
+        version = self._version()
+        if version != self._known_version:
+            self._known.clear()
+            self._known_version = version
+        text = self._known.pop((prompt, chunks), None) or self._encode(prompt, chunks)
+        self._known[prompt, chunks] = text
+        if len(self._known) > _REMEMBERED:
+            self._known.popitem(last=False)
+        return text
+
+    def _encode(self, prompt: str, chunks: int) -> EncodedText:
         parts = [
             self._encode_with(tokenizer, encoder, prompt, chunks)
             for tokenizer, encoder in zip(self._bundle.tokenizers, self._bundle.text_encoders, strict=True)

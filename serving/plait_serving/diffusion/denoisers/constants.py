@@ -93,9 +93,3 @@ class ConstantsStore:
         while self._entries and (len(self._entries) >= _COMPOSITIONS or self.nbytes + size > self._limit_bytes):
             self._entries.popitem(last=False)
         self._entries[key] = entry
-
-
-def parameter_version(module: Any) -> Callable[[], int]:
-    """A version of a module's weights: torch counts in-place writes to a tensor, except those through ``.data``."""
-    tensors = [*module.parameters()]
-    return lambda: sum(tensor._version for tensor in tensors)

@@ -23,8 +23,7 @@ class Convolutions:
         """Packs fp32 convolutions of a module on the CPU if their copies fit ``limit_bytes``; else calls the layers."""
         layers = [layer for layer in module.modules() if isinstance(layer, torch.nn.Conv2d)]
         needed_bytes = sum(layer.weight.nbytes for layer in layers)
-        on_cpu = all(layer.weight.device.type == "cpu" and layer.weight.dtype == torch.float32 for layer in layers)
-        self._packs = on_cpu and needed_bytes <= limit_bytes and packing_works()
+        self._packs = all(map(_can_pack, layers)) and needed_bytes <= limit_bytes and packing_works()
         self._packed: dict[int, tuple[int, torch.Tensor]] = {}
 
     @property
@@ -43,6 +42,12 @@ class Convolutions:
             known = (version, _pack(layer.weight, layer, x))
             self._packed[id(layer)] = known
         return _convolve(layer, x, known[1])
+
+
+def _can_pack(layer: torch.nn.Conv2d) -> bool:
+    """fp32 on the CPU, and not made in inference mode: such tensors do not count writes."""
+    weight = layer.weight
+    return weight.device.type == "cpu" and weight.dtype == torch.float32 and not weight.is_inference()
 
 
 def packing_works() -> bool:
@@ -67,6 +72,15 @@ def _pack(weight: torch.Tensor, layer: Any, x: torch.Tensor) -> torch.Tensor:
 
 def _convolve(layer: Any, x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
     result: torch.Tensor = torch.ops.mkldnn._convolution_pointwise(
-        x, packed, layer.bias, list(layer.padding), list(layer.stride), list(layer.dilation), layer.groups, "none", [], ""
+        x,
+        packed,
+        layer.bias,
+        list(layer.padding),
+        list(layer.stride),
+        list(layer.dilation),
+        layer.groups,
+        "none",
+        [],
+        "",
     )
     return result
