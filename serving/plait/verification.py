@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.errors import PlaitError
-from plait_serving.config import ControlNetSection, ImagesSection, LorasSection
+from plait_serving.config import STARTER_GUIDANCE, ControlNetSection, DefaultsSection, ImagesSection, LorasSection
 from plait_serving.diffusion.errors import EngineError
 from plait_serving.diffusion.values import ControlRef, Failed, Finished, ImageRequest, LoraRef, RgbImage
 from plait_serving.http.service import Catalog, ImageService
@@ -30,6 +30,7 @@ def section_of(folder: Path) -> ImagesSection:
         model=str((folder / "emoji").resolve()),
         loras=LorasSection(folder=folder / "loras"),
         controlnets={net.name: ControlNetSection(folder=net, preprocessor=net.name) for net in nets},
+        defaults=DefaultsSection(guidance_scale=STARTER_GUIDANCE),
     )
 
 
