@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from plait_serving.config import ImagesSection
 from plait_serving.diffusion.errors import EngineStopped, RequestError
+from plait_serving.diffusion.knobs import Placement
 from plait_serving.diffusion.values import Failed, Finished, ImageRequest, ImageResult, Preview
 from plait_serving.http.resolve import RANDOM_SEED_END, Preprocessors, resolve
 from plait_serving.http.schemas import GenerationBody
@@ -41,10 +42,14 @@ Say = Callable[[str, float], None]
 
 @contextmanager
 def open_local(images: ImagesSection) -> Iterator[ImageService]:
-    """The engine of a configuration in this process, warmed up; stopped on the way out. Raises ModelError."""
+    """The engine of a configuration in this process, warmed up; stopped on the way out. Raises ModelError.
+
+    ControlNets run here too, whatever the configuration says of a server's: there is nobody else.
+    """
     from plait_serving.deployments.images_source import ImagesSource  # torch comes with it
 
-    hosted = ImagesSource(images).open({})
+    knobs = images.knobs.model_copy(update={"controlnet_placement": Placement.LOCAL})
+    hosted = ImagesSource(images.model_copy(update={"knobs": knobs})).open({})
     try:
         yield hosted.service
     finally:

@@ -57,7 +57,8 @@ def state_root(environ: Mapping[str, str]) -> Path:
     if explicit := environ.get("PLAIT_STATE_DIR"):
         return _private_folder(Path(explicit).absolute())
     home = environ.get("HOME")
-    for base in filter(None, (environ.get("XDG_STATE_HOME"), home and f"{home}/.local/state")):
+    homes = (environ.get("XDG_STATE_HOME"), f"{home}/.local/state" if home and Path(home).is_dir() else None)
+    for base in filter(None, homes):
         try:
             return _private_folder(Path(base) / "plait")
         except StateError:

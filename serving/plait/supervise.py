@@ -307,7 +307,11 @@ def _remove_ray_folder(folder: Path, *, logs_to: Path | None) -> None:
         shutil.rmtree(logs_to, ignore_errors=True)
         with contextlib.suppress(OSError, shutil.Error):
             shutil.copytree(next(folder.glob("session_2*/logs"), folder), logs_to)
-    shutil.rmtree(folder, ignore_errors=True)
+    for _ in range(10):  # Ray's own threads in this process may still write a last line
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(0.1)
 
 
 def free_port(host: str) -> int:

@@ -97,7 +97,7 @@ class ControlNetSection(_Section):
 
     folder: FolderPath
     replicas: Annotated[int, Field(ge=1, le=1024)] = 1
-    threads: Annotated[int, Field(ge=0, le=1024, description="CPU threads of a replica; 0: all cores")] = 0
+    threads: Annotated[int, Field(ge=1, le=1024, description="CPU threads of a replica")] = 1
     num_gpus: Annotated[float, Field(ge=0, description="GPUs of a replica")] = 0.0
     preprocessor: Annotated[str | None, Field(description="turns an ordinary picture into the control map")] = None
 

@@ -81,6 +81,7 @@ def test_serve_is_ready_within_a_minute(plait_server):
     Processor seconds, because the suite's machine is shared; this server has three ControlNet replicas.
     """
     assert plait_server.ready_cpu_s <= 2 * 60
+    assert "torch was imported before" not in plait_server.log()
     assert plait_server.get("/health")[1]["ready"] is True
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -101,7 +102,7 @@ def test_serve_survives_kill_minus_9_and_drains_on_a_signal(launch, tmp_path):
     assert processes.wait_until_gone(old, timeout_s=0) == []
     assert again.generate(prompt="x")[0] == 200
 
-    left = again.members()
+    left, ray_folder = again.members(), Path(again.record().ray_folder)
     asking, answers = in_background(again, **SLOW)
     wait_for_steps(again)
     os.killpg(again.process.pid, signal.SIGINT)  # as a terminal does: Ray's processes get it too
@@ -113,6 +114,7 @@ def test_serve_survives_kill_minus_9_and_drains_on_a_signal(launch, tmp_path):
     assert again.wait() == 0
     assert processes.wait_until_gone(left, timeout_s=0) == []
     assert not (again.state_folder / "run.json").exists()
+    assert not ray_folder.exists()
     socket.create_server(("127.0.0.1", port)).close()
     assert not (tmp_path / "no-home").exists()
 
@@ -203,3 +205,4 @@ def test_serve_attached_stops_only_what_it_brought(launch):
         host.stdin.close()
         host.wait(30)
         host.stdout.close()
+        shutil.rmtree(folder, ignore_errors=True)

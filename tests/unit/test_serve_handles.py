@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -313,3 +314,18 @@ async def test_serve_ingress_counts_open_answers():
 async def test_serve_fake_service_is_what_the_replica_hosts():
     """The fake that the process tests use is the HTTP side's own fake."""
     assert isinstance(FakeHosted(0.0).service, FakeImageService)
+
+
+async def test_serve_replica_takes_its_threads_back_from_ray(monkeypatch):
+    """Ray's OMP_NUM_THREADS is gone before the engine is opened: with it, two threads burn their time in waiting."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    seen = []
+
+    class Looks(Source):
+        def open(self, controlnets):
+            seen.append(os.environ.get("OMP_NUM_THREADS"))
+            return super().open(controlnets)
+
+    replica = EngineReplica(Looks(FakeHosted(step_s=0.0)), {})
+    assert seen == [None]
+    await replica.drain(0)

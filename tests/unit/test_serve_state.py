@@ -46,6 +46,14 @@ def test_serve_state_root_falls_back_to_a_private_scratch_folder(environ):
     assert not root.stat().st_mode & 0o022
 
 
+def test_serve_state_root_makes_no_home(tmp_path):
+    """A home that does not exist is not made: an empty one is used, a missing one is not."""
+    (tmp_path / "home").mkdir()
+    assert state_root({"HOME": str(tmp_path / "home")}) == tmp_path / "home/.local/state/plait"
+    assert state_root({"HOME": str(tmp_path / "missing")}) == scratch_root()
+    assert not (tmp_path / "missing").exists()
+
+
 def test_serve_state_root_refuses_a_folder_that_others_may_write(tmp_path):
     """Somebody else could plant a record there that makes us kill things."""
     shared = tmp_path / "shared"

@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any, Protocol
 
 from plait_serving.deployments.logs import configure_logging
+from plait_serving.deployments.threads import take_threads_back
 from plait_serving.diffusion.errors import EngineError, EngineStopped
 from plait_serving.diffusion.knobs import Knobs
 from plait_serving.diffusion.values import Event, Failed, ImageRequest, Progress
@@ -58,6 +59,7 @@ class EngineReplica:
 
     def __init__(self, source: EngineSource, controlnets: Mapping[str, Any]) -> None:
         configure_logging("engine", os.environ)
+        take_threads_back(os.environ)
         self._stopping = False
         self._hosted = source.open(controlnets)
 

@@ -6,14 +6,18 @@ seconds and half a gigabyte.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
+
+from plait_serving.deployments.threads import take_threads_back
 
 
 class LazyControlNet:
     """`plait_serving.deployments.controlnet.ControlNetDeployment`, which see, imported in its replica."""
 
     def __init__(self, **arguments: Any) -> None:
+        take_threads_back(os.environ)
         from plait_serving.deployments.controlnet import ControlNetDeployment
 
         self._inner = ControlNetDeployment(**arguments)

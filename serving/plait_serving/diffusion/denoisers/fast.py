@@ -66,17 +66,8 @@ class FastHalves:
             embedding = unet.time_embed_act(embedding)
         time = F.silu(embedding)
         sample = self._conv(unet.conv_in, sample.contiguous(memory_format=torch.channels_last))
-        skips = [sample]
-        for block in unet.down_blocks:
-            for i, layer in enumerate(block.resnets):
-                sample = resnet(layer, sample, time, self._conv)
-                sample = _attend(block, i, sample, text)
-                skips.append(sample)
-            for downsampler in block.downsamplers or ():
-                sample = downsample(downsampler, sample, self._conv)
-                skips.append(sample)
-        sample = self._mid(sample, time, text)
-        return Halfway(sample, tuple(skips), time, text, forward_size, exact=False)
+        skips, sample = down_and_mid(unet, sample, time, text, self._conv)
+        return Halfway(sample, skips, time, text, forward_size, exact=False)
 
     def decode(self, half: Halfway) -> torch.Tensor:
         """The second half of what `encode` made: the model output ``(R, c, h, w)``."""
@@ -92,14 +83,25 @@ class FastHalves:
             sample = unet.conv_act(group_norm(unet.conv_norm_out, sample))
         return self._conv(unet.conv_out, sample).contiguous()
 
-    def _mid(self, sample: torch.Tensor, time: torch.Tensor, text: FastText) -> torch.Tensor:
-        block = self._unet.mid_block
-        if block is None:
-            return sample.clone()
-        sample = resnet(block.resnets[0], sample, time, self._conv)
-        for i, layer in enumerate(block.resnets[1:]):
-            sample = resnet(layer, _attend(block, i, sample, text), time, self._conv)
-        return sample
+
+def down_and_mid(
+    net: Any, sample: torch.Tensor, time: torch.Tensor, text: FastText, conv: Convolutions
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """Down blocks and mid block of a UNet or ControlNet after its first convolution: the skips and the mid output."""
+    skips = [sample]
+    for block in net.down_blocks:
+        for i, layer in enumerate(block.resnets):
+            sample = _attend(block, i, resnet(layer, sample, time, conv), text)
+            skips.append(sample)
+        for downsampler in block.downsamplers or ():
+            sample = downsample(downsampler, sample, conv)
+            skips.append(sample)
+    if net.mid_block is None:
+        return tuple(skips), sample.clone()
+    sample = resnet(net.mid_block.resnets[0], sample, time, conv)
+    for i, layer in enumerate(net.mid_block.resnets[1:]):
+        sample = resnet(layer, _attend(net.mid_block, i, sample, text), time, conv)
+    return tuple(skips), sample
 
 
 def _attend(block: Any, i: int, sample: torch.Tensor, text: FastText) -> torch.Tensor:

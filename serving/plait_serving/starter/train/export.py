@@ -29,6 +29,13 @@ def _half(module: nn.Module, fresh: Any) -> Any:
     return fresh.half()
 
 
+def _rewrite(path: Path, changes: Mapping[str, str]) -> None:
+    """Change fields of a config file, and forget the folder that a part was once loaded from."""
+    config = json.loads(path.read_text(encoding="utf-8")) | dict(changes)
+    config.pop("_name_or_path", None)
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
 def export_base(studio: Studio, folder: Path) -> None:
     """Write the base model as an ordinary diffusers folder ``emoji`` with fp16 weights."""
     pipe = StableDiffusionPipeline(
@@ -43,10 +50,8 @@ def export_base(studio: Studio, folder: Path) -> None:
     )
     pipe.save_pretrained(folder / NAME, safe_serialization=True)
     # Text encoders record the type that they were saved in, and loaders would follow it: keep fp32 the default.
-    path = folder / NAME / "text_encoder" / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    config["dtype"] = "float32"
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    _rewrite(folder / NAME / "text_encoder" / "config.json", {"dtype": "float32"})
+    _rewrite(folder / NAME / "vae" / "config.json", {})
 
 
 def export_controlnet(net: ControlNetModel, name: str, folder: Path) -> None:

@@ -25,7 +25,7 @@ from plait_serving.starter.train.vae import scaled_latents, styles
 
 Fitted = tuple[dict[str, Tensor], Outcome]
 # Noto's pictures are new and need room; the two others change how known pictures are drawn.
-UNET_RANKS = {"noto": 20, "sketch": 6, "pixel": 6}
+UNET_RANKS = {"noto": 20, "sketch": 4, "pixel": 4}
 TEXT_RANKS = {"noto": 48, "sketch": 32, "pixel": 16}
 UNET_LAYERS = (
     *("to_q", "to_k", "to_v", "to_out.0", "proj_in", "proj_out", "ff.net.0.proj", "ff.net.2"),

@@ -26,16 +26,16 @@ Plan = dict[str, Recipe]
 FULL: Plan = {
     "vae": Recipe(steps=1450, batch=16, rate=2e-3),
     "decoder": Recipe(steps=600, batch=12, rate=1.2e-3),
-    "text": Recipe(steps=900, batch=48, rate=2e-3, ema=0.98),
-    "base": Recipe(steps=4200, batch=16, rate=1.5e-3),
-    "edges": Recipe(steps=1000, batch=16, rate=1e-3),
-    "colors": Recipe(steps=700, batch=16, rate=1e-3),
-    "noto_text": Recipe(steps=700, batch=48, rate=3e-3, ema=0.98),
-    "noto": Recipe(steps=600, batch=16, rate=2e-3),
-    "sketch_text": Recipe(steps=500, batch=48, rate=3e-3, ema=0.98),
-    "sketch": Recipe(steps=300, batch=16, rate=2e-3),
-    "pixel_text": Recipe(steps=300, batch=48, rate=3e-3, ema=0.98),
-    "pixel": Recipe(steps=300, batch=16, rate=2e-3),
+    "text": Recipe(steps=1200, batch=48, rate=2e-3, ema=0.98),
+    "base": Recipe(steps=3000, batch=16, rate=1.5e-3),
+    "edges": Recipe(steps=1150, batch=16, rate=1e-3),
+    "colors": Recipe(steps=600, batch=16, rate=1e-3),
+    "noto_text": Recipe(steps=500, batch=48, rate=3e-3, ema=0.98),
+    "noto": Recipe(steps=350, batch=16, rate=1.5e-3),
+    "sketch_text": Recipe(steps=400, batch=48, rate=3e-3, ema=0.98),
+    "sketch": Recipe(steps=250, batch=16, rate=1.5e-3),
+    "pixel_text": Recipe(steps=200, batch=48, rate=3e-3, ema=0.98),
+    "pixel": Recipe(steps=200, batch=16, rate=1.5e-3),
 }
 
 

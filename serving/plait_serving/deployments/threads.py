@@ -1,0 +1,21 @@
+"""The replica's part in choosing CPU threads: taking back what Ray chose."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import MutableMapping
+
+_log = logging.getLogger(__name__)
+
+
+def take_threads_back(environ: MutableMapping[str, str]) -> None:
+    """Removes ``OMP_NUM_THREADS`` from the replica's environment; call it before torch is imported.
+
+    Ray sets it to the actor's logical CPUs. The engine sets its threads by the knobs, and an OpenMP that began with
+    one thread and is then told to use two burns processor time in waiting: measured on 2 shared cores, a step of the
+    starter model took 0.3 to 0.9 s of processor time with the variable and 0.05 to 0.09 s without.
+    """
+    if "torch" in sys.modules:
+        _log.warning("torch was imported before the replica could choose its threads")
+    environ.pop("OMP_NUM_THREADS", None)
