@@ -190,8 +190,8 @@ def prepare_environment(token_path: Path) -> None:
         return
     # Ray reads its environment when it is imported.
     assert "ray" not in sys.modules, "the environment of a local Ray must be set before Ray is imported"
-    if "RAY_AUTH_MODE" not in os.environ:
-        os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    if os.environ["RAY_AUTH_MODE"] == "token" and not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
         # Ray would write ~/.ray/auth_token; a home may be missing or read-only.
         os.environ["RAY_AUTH_TOKEN_PATH"] = str(token_path)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
