@@ -450,6 +450,7 @@ def test_base_replicas_share_forward_passes(folder: Path, tmp_path: Path, fleet:
         clients = [RemoteControlNetClient("edges", fleet.connect) for _ in range(4)]
         asks = [_ask(1), _ask(2, n=2), _ask(3, step=7), _ask(4, cfg=False)]
         sessions = [ask.open(client) for ask, client in zip(asks, clients, strict=True)]
+        _wait_until(lambda: service.statistics().opened == len(asks))
         gate.opened.clear()
         pendings = [clients[0].start([asks[0].call(sessions[0])])]
         assert gate.entered.wait(WAIT_S)

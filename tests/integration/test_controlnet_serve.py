@@ -47,16 +47,20 @@ def cluster() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def handle(cluster: Any, tiny_sd_controlnets: tuple[Path, Path]) -> Any:
-    """Two replicas of a tiny ControlNet."""
+    """Two replicas of a tiny ControlNet, for all tests that leave it in place."""
+    return _deploy(cluster, tiny_sd_controlnets[0], app="controlnets", replicas=2)
+
+
+def _deploy(cluster: Any, folder: Path, *, app: str, replicas: int) -> Any:
     deployment = cluster.deployment(ControlNetDeployment).options(
         name="controlnet-edges",
-        num_replicas=2,
+        num_replicas=replicas,
         ray_actor_options={"num_cpus": 0.5},
         user_config=ControlNetKnobs(threads=1).model_dump(),
         health_check_period_s=2.0,
     )
-    app = deployment.bind(name="edges", folder=str(tiny_sd_controlnets[0]), dtype="float32", device="cpu")
-    return cluster.run(app, name="controlnets", route_prefix=None)
+    bound = deployment.bind(name="edges", folder=str(folder), dtype="float32", device="cpu")
+    return cluster.run(bound, name=app, route_prefix=None)
 
 
 def test_residuals_from_a_serve_replica_are_exact(handle: Any, tiny_sd_controlnets: tuple[Path, Path]) -> None:
@@ -92,14 +96,17 @@ def test_kill_nine_in_mid_step_is_retried_on_another(handle: Any, tiny_sd_contro
     client.shutdown()
 
 
-def test_deleted_deployment_is_unavailable_and_leaves_no_socket(cluster: Any, handle: Any) -> None:
+def test_deleted_deployment_is_unavailable_and_leaves_no_socket(
+    cluster: Any, tiny_sd_controlnets: tuple[Path, Path]
+) -> None:
     """When Serve takes the deployment away its clients are told so, and its sockets are gone."""
+    handle = _deploy(cluster, tiny_sd_controlnets[0], app="to-delete", replicas=1)
     find = ServeConnect("edges", handle, describe_timeout_s=2.0)
     client, ask = RemoteControlNetClient("edges", find), kit.make_ask(3, width=32)
     session = ask.open(client)
     assert isinstance(client.start([ask.call(session)]).wait()[0], Residuals)
     pids = [replica.pid for replica in find.replicas()]
-    cluster.delete("controlnets")
+    cluster.delete("to-delete")
     assert isinstance(client.start([ask.call(session)]).wait()[0], ControlNetUnavailable)
     _wait_until(lambda: not any(path for pid in pids for path in socket_folder().glob(f"controlnet-{pid}-*")))
 

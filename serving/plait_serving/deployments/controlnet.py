@@ -40,6 +40,7 @@ from plait_serving.diffusion.controlnet.remote import Link
 from plait_serving.diffusion.controlnet.replicas import Replica, connect_to_one, worth_moving
 from plait_serving.diffusion.controlnet.service import ControlNetService, ServiceLimits
 from plait_serving.diffusion.errors import ControlNetUnavailable
+from plait_serving.diffusion.threads import apart
 
 __all__ = ["ControlNetDeployment", "ControlNetKnobs", "ServeConnect", "host_id"]
 
@@ -88,7 +89,7 @@ class ControlNetDeployment:
         self._secret = new_secret()
         place = device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
         auto = torch.float16 if place.startswith("cuda") else torch.float32
-        runner = load_controlnet(Path(folder), dtype=_DTYPES.get(dtype, auto), device=place)
+        runner = apart(lambda: load_controlnet(Path(folder), dtype=_DTYPES.get(dtype, auto), device=place))
         self._service = ControlNetService(
             name,
             runner,

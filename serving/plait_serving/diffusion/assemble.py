@@ -32,6 +32,7 @@ from plait_serving.diffusion.protocols import ControlCall, ControlNetClient, Ste
 from plait_serving.diffusion.safety import safety_of
 from plait_serving.diffusion.samplers import sampler_factory
 from plait_serving.diffusion.stepper import Stepper
+from plait_serving.diffusion.threads import apart
 from plait_serving.diffusion.values import ControlRef, ImageRequest, Scheduler
 
 _log = logging.getLogger(__name__)
@@ -103,6 +104,10 @@ def build_engine(
 
     ``remote[name]`` makes a client of a ControlNet that runs elsewhere; without one it can only run in this process.
     """
+    return apart(lambda: _build(settings, remote or {}))
+
+
+def _build(settings: EngineSettings, remote: Mapping[str, Callable[[], ControlNetClient]]) -> Assembled:
     device = _resolve_device(settings.device)
     dtype = _resolve_dtype(settings.dtype, device)
     bundle = load_bundle(
@@ -124,7 +129,7 @@ def build_engine(
         name: PlacedControlNetClient(
             name,
             local=_local_factory(name, folder, bundle),
-            remote=(remote or {}).get(name),
+            remote=remote.get(name),
             wanted=lambda: (engines[0].knobs if engines else settings.knobs).controlnet_placement,
             measure=lambda here, there: _measure(here, there, denoiser, bundle),
         )

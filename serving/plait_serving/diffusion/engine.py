@@ -7,12 +7,9 @@ threads; the desk is all they share. Events reach a request's sink from engine t
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-
-import torch
 
 from plait_serving.diffusion.admission import RequestLimits, check_request
 from plait_serving.diffusion.costs import StepCosts
@@ -24,6 +21,7 @@ from plait_serving.diffusion.loop import SURELY_LATE, ComputeLoop
 from plait_serving.diffusion.policy import GroupKey
 from plait_serving.diffusion.protocols import ControlNetClient, LoraProvider
 from plait_serving.diffusion.stepper import Stepper
+from plait_serving.diffusion.threads import set_threads
 from plait_serving.diffusion.units import Job, Spent
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest, ImageResult, LoraSet
 
@@ -69,7 +67,7 @@ class Engine:
         self._desk = Desk(clock)
         self._costs = StepCosts()
         # VAE and text encoder share the cores with the compute thread: one thread each keeps them out of its way.
-        self._decode_threads = ThreadPoolExecutor(1, "plait-decode", initializer=torch.set_num_threads, initargs=(1,))
+        self._decode_threads = ThreadPoolExecutor(1, "plait-decode", initializer=set_threads, initargs=(1,))
         loop = ComputeLoop(
             desk=self._desk,
             stepper=stepper,
@@ -78,7 +76,7 @@ class Engine:
             costs=self._costs,
             switch_cost_s=switch_cost_s,
             knobs=lambda: self._knobs,
-            set_threads=_set_threads,
+            set_threads=set_threads,
             clock=clock,
         )
         self._compute = threading.Thread(target=loop.run, name="plait-compute", daemon=True)
@@ -182,13 +180,3 @@ class Engine:
     def _loaded(self, job: Job) -> None:
         job.spent.loaded_at_s = self._clock()
         self._desk.wake()
-
-
-def _set_threads(threads: int) -> None:
-    """Sets this thread's share of cores; 0: all of them.
-
-    torch makes a thread's number its own at the thread's first question or parallel operation; until then another
-    thread's later setting (a decode or loader thread's 1) would overwrite it. Asking once pins it.
-    """
-    torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
-    torch.get_num_threads()

@@ -22,6 +22,7 @@ from plait_serving.diffusion.controlnet.sessions import SessionTable
 from plait_serving.diffusion.controlnet.wire import UNKNOWN_SESSION, Call, Close, Open, Reply, Request, Step
 from plait_serving.diffusion.errors import EngineError, ModelError
 from plait_serving.diffusion.protocols import Residuals
+from plait_serving.diffusion.threads import set_threads
 
 __all__ = ["ControlNetService", "ServiceLimits", "ServiceStatistics"]
 
@@ -263,7 +264,7 @@ class ControlNetService:
         while True:
             if self._threads != threads:
                 threads = self._threads
-                torch.set_num_threads(threads or torch.get_num_threads())
+                set_threads(threads)
             items = self._inbox.take(0.0 if self._jobs else _NAP_S)
             for peer, request in items:
                 self._take(peer, request)

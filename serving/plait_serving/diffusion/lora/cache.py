@@ -17,13 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-import torch
-
 from plait_serving.diffusion.errors import EngineError, EngineStopped, LoraError
 from plait_serving.diffusion.lora.formats import LoadedLora
 from plait_serving.diffusion.lora.shelf import Admission, Key, Shelf, State
 from plait_serving.diffusion.lora.source import LoraEntry, LoraSource, not_found
 from plait_serving.diffusion.protocols import LoraLease, LoraWeights
+from plait_serving.diffusion.threads import set_threads
 
 _log = logging.getLogger(__name__)
 
@@ -123,7 +122,7 @@ class LoraCache:
         self._counts = _Counts()
         self._closed = False
         # One torch thread per loader: parsing must not fight the compute thread for cores.
-        self._pool = ThreadPoolExecutor(threads, "plait-lora", initializer=torch.set_num_threads, initargs=(1,))
+        self._pool = ThreadPoolExecutor(threads, "plait-lora", initializer=set_threads, initargs=(1,))
 
     def __contains__(self, name: object) -> bool:
         """Whether a LoRA of that name exists now."""

@@ -1,0 +1,82 @@
+"""Which threads keep OpenMP workers. In processes of their own: workers of other tests must not be counted."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# Threads that Python did not start are OpenMP's workers (and whatever importing torch started, counted before);
+# tokenizers would start some of its own.
+_COUNT = """
+import os, sys, threading, time
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+import torch
+from plait_serving.diffusion.threads import apart, set_threads
+def foreign(expected=None):
+    # A thread that was told to end is given a while.
+    until_s = time.monotonic() + 10
+    while True:
+        count = len(os.listdir("/proc/self/task")) - threading.active_count()
+        if expected is None or count == expected or time.monotonic() > until_s:
+            return count
+        time.sleep(0.01)
+"""
+_OPERATION = "torch.ones(2_000_000).add_(1)"
+
+linux = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads in /proc")
+
+
+def _run(program: str, *arguments: str) -> list[int]:
+    done = subprocess.run(
+        [sys.executable, "-c", _COUNT + program, *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return [int(number) for number in done.stdout.split()]
+
+
+@linux
+def test_apart_leaves_no_workers() -> None:
+    """The naive call leaves one worker behind, the same call apart leaves none and returns the same."""
+    before, apart, naive = _run(f"""
+set_threads(2); before = foreign()
+def work(): set_threads(2); return {_OPERATION}
+assert apart(work)[0] == 2; between = foreign(before)
+work(); print(before, between, foreign())
+""")
+    assert (apart - before, naive - before) == (0, 1)
+
+
+def test_apart_raises_what_the_function_raises() -> None:
+    """With its type and text."""
+    from plait_serving.diffusion.threads import apart
+
+    def fail() -> None:
+        raise LookupError("not there")
+
+    with pytest.raises(LookupError, match="not there"):
+        apart(fail)
+
+
+@linux
+def test_building_an_engine_leaves_its_compute_thread_alone_with_workers(tiny_sd_folder: Path) -> None:
+    """After building and a picture there is one team: the compute thread and one worker."""
+    built, ran = _run(
+        """
+set_threads(2)
+from pathlib import Path
+from plait_serving.diffusion.assemble import EngineSettings, build_engine
+from plait_serving.diffusion.knobs import Knobs
+before = foreign()
+it = build_engine(EngineSettings(model=Path(sys.argv[1]), device="cpu", dtype="float32", knobs=Knobs(threads=2)))
+built = foreign(before)
+it.warm_up()
+print(built - before, foreign() - before)
+it.engine.stop(drain_s=0.0)
+""",
+        str(tiny_sd_folder),
+    )
+    assert built == 0
+    assert ran <= 1
