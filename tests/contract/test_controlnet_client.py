@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +92,16 @@ class TestConformance:
             wanted = expect([asks[i] for i in order])
             assert all(kit.same_bits(answer, want) for answer, want in zip(answers, wanted, strict=True))
             assert pending.wait() is answers or len(pending.wait()) == len(answers)
+
+    def test_inexact_calls_stay_within_rounding(self, client: ControlNetClient, expect: Twin) -> None:
+        """That bits may differ reaches the model, wherever it is; the answers differ by no more than rounding."""
+        asks = [_ask(1, n=1, scale=0.5, step=981), _ask(2, n=3, scale=1.0, step=21)]
+        calls = [replace(ask.call(ask.open(client)), exact=False) for ask in asks]
+        differences = [
+            kit.largest_difference(answer, want)
+            for answer, want in zip(client.start(calls).wait(), expect(asks), strict=True)
+        ]
+        assert 0 < max(differences) < REBATCHED
 
     def test_session_names_its_controlnet(self, client: ControlNetClient) -> None:
         """Sessions and clients carry the ControlNet's name."""

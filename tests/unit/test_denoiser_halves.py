@@ -8,6 +8,7 @@ import pytest
 import torch
 from diffusers import ControlNetModel, UNet2DConditionModel
 
+from plait_serving.diffusion.controlnet.fast import FastControlNet
 from plait_serving.diffusion.denoisers.fast import FastHalves, fast_text
 from plait_serving.diffusion.denoisers.halves import added_embedding, decoder_half, encoder_half, time_embedding
 from plait_serving.diffusion.denoisers.layers import group_norm, why_not_fast
@@ -142,3 +143,29 @@ def test_layers_that_we_do_not_know_are_refused_by_the_fast_path():
 def test_diffusers_is_within_the_pin():
     """The halves were written after this release line; a newer one needs them compared again (then move the pin)."""
     assert version("diffusers").startswith("0.42.")
+
+
+@pytest.mark.parametrize("name", ["sd", "sdxl"])
+@torch.inference_mode()
+def test_a_fast_controlnet_agrees_with_diffusers(name, request):
+    """Residuals for two requests' rows, with a scale per row, equal the module's up to rounding; text is reused."""
+    net = ControlNetModel.from_pretrained(request.getfixturevalue(f"tiny_{name}_controlnets")[0])
+    assert FastControlNet.why_not(net) is None
+    given = inputs(net)
+    with seeded(6):
+        image = torch.rand(3, 3, 32, 36)
+    scale = torch.tensor([0.5, 1.0, 1.5]).view(3, 1, 1, 1)
+    down, mid = net(**given, controlnet_cond=image, conditioning_scale=scale, return_dict=False)
+    fast = FastControlNet(net)
+    text = given["encoder_hidden_states"]
+    texts = [text[:2].clone(), text[2:].clone()]
+    for _ in range(2):
+        our_down, our_mid = fast.residuals(
+            sample=given["sample"], timesteps=given["timestep"], texts=texts, repeats=[1, 1],
+            embedding=net.controlnet_cond_embedding(image), scale=scale, added=given["added_cond_kwargs"] or None,
+        )  # fmt: skip
+        assert len(our_down) == len(down)
+        for ours, theirs in zip((*our_down, our_mid), (*down, mid), strict=True):
+            assert ours.shape == theirs.shape
+            assert float((ours - theirs).abs().max()) < ROUNDING
+    assert len(fast._texts) == 1

@@ -54,12 +54,17 @@ class ControlSession(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ControlCall:
-    """One request's question to one ControlNet in one step. ``sample (R, c, h, w)`` is scaled by the sampler."""
+    """One request's question to one ControlNet in one step. ``sample (R, c, h, w)`` is scaled by the sampler.
+
+    ``exact``: the answer has the bits of diffusers' own modules over the rows it was computed with (more than these, if
+    the ControlNet serves several engines); else it may differ by rounding.
+    """
 
     session: ControlSession
     sample: torch.Tensor
     timestep: torch.Tensor
     scale: float
+    exact: bool = True
 
 
 class PendingResiduals(Protocol):

@@ -82,7 +82,13 @@ class _Pending(PendingResiduals):
         for i, call in enumerate(self._calls):
             constants = self._client.constants_of(call.session)
             if constants is not None:
-                blocks[i] = Rows(constants=constants, sample=call.sample, timestep=call.timestep, scale=call.scale)
+                blocks[i] = Rows(
+                    constants=constants,
+                    sample=call.sample,
+                    timestep=call.timestep,
+                    scale=call.scale,
+                    exact=call.exact,
+                )
         computed = dict(zip(blocks, self._client.runner.try_residuals(list(blocks.values())), strict=True))
         closed = ControlNetUnavailable("the ControlNet session was closed, or belongs to another ControlNet")
         return [computed.get(i, closed) for i in range(len(self._calls))]

@@ -6,8 +6,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-
-import torch
+from dataclasses import replace
 
 from plait_disagg.fabric import Channel, Closed, FabricError, PeerLost, recv_tensors, send_tensors
 from plait_serving.diffusion.controlnet.wire import (
@@ -146,5 +145,4 @@ def _detached(request: Request) -> Request:
 
 
 def _detached_call(call: Call) -> Call:
-    sample: torch.Tensor = call.sample.clone()
-    return Call(session=call.session, sample=sample, timestep=call.timestep, scale=call.scale)
+    return replace(call, sample=call.sample.clone())

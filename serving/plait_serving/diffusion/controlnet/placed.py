@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from plait_serving.diffusion.controlnet.placement import StepTimes, choose_placement
 from plait_serving.diffusion.errors import ControlNetUnavailable, EngineError
@@ -159,4 +159,4 @@ class _PendingParts(PendingResiduals):
 
 def _inner(call: ControlCall) -> ControlCall:
     assert isinstance(call.session, _PlacedSession)
-    return ControlCall(session=call.session.inner, sample=call.sample, timestep=call.timestep, scale=call.scale)
+    return replace(call, session=call.session.inner)

@@ -355,6 +355,7 @@ def _wire_call(call: ControlCall) -> Call:
         sample=call.sample,
         timestep=float(call.timestep),
         scale=float(call.scale),
+        exact=call.exact,
     )
 
 

@@ -325,7 +325,7 @@ class ControlNetService:
         if isinstance(held, EngineError):
             return held.code, held.message
         timestep = torch.tensor(call.timestep, dtype=torch.float32)
-        return Rows(constants=held, sample=call.sample, timestep=timestep, scale=call.scale)
+        return Rows(constants=held, sample=call.sample, timestep=timestep, scale=call.scale, exact=call.exact)
 
     def _run_batch(self) -> None:
         """One forward pass for the oldest step and all that wait and fit it."""

@@ -101,6 +101,7 @@ class Call:
     sample: torch.Tensor
     timestep: float
     scale: float
+    exact: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -165,7 +166,7 @@ def step_message(seq: int, calls: tuple[Call, ...]) -> tuple[Header, Tensors]:
     header: Header = {
         "op": "step",
         "seq": seq,
-        "calls": [[call.session, call.timestep, call.scale] for call in calls],
+        "calls": [[call.session, call.timestep, call.scale, call.exact] for call in calls],
     }
     return header, {f"sample.{i}": call.sample for i, call in enumerate(calls)}
 
@@ -276,16 +277,18 @@ def _parse_step(header: Mapping[str, Any], tensors: Tensors) -> Step:
 
 
 def _parse_call(entry: object, sample: torch.Tensor) -> Call:
-    if not isinstance(entry, list) or len(entry) != 3:
-        raise WireError("a call is [session, timestep, scale]")
+    if not isinstance(entry, list) or len(entry) != 4:
+        raise WireError("a call is [session, timestep, scale, exact]")
     if sample.dtype not in _FLOATS or sample.dim() != 4 or 0 in sample.shape:
         raise WireError(f"a sample must be float (R, c, h, w), not {sample.dtype} {tuple(sample.shape)}")
-    session, timestep, scale = entry
+    session, timestep, scale, exact = entry
     if type(session) is not int or not 0 <= session <= _LARGEST_ID:
         raise WireError("a session must be a number that was given to open")
     if not _is_finite(timestep) or not _is_finite(scale):
         raise WireError("timestep and scale must be finite numbers")
-    return Call(session=session, sample=sample, timestep=float(timestep), scale=float(scale))
+    if not isinstance(exact, bool):
+        raise WireError("exact must be true or false")
+    return Call(session=session, sample=sample, timestep=float(timestep), scale=float(scale), exact=exact)
 
 
 def _residuals(parts: Mapping[str, torch.Tensor]) -> Residuals:

@@ -35,7 +35,7 @@ class ControlQuestions:
         self._lengths = lengths
 
     @classmethod
-    def ask(cls, calls: Sequence[StepCall], sample: torch.Tensor, layout: Layout) -> ControlQuestions:
+    def ask(cls, calls: Sequence[StepCall], sample: torch.Tensor, layout: Layout, *, exact: bool) -> ControlQuestions:
         """Sends every question; returns before the answers are computed. ``sample (R, c, h, w)``."""
         by_client: dict[int, _Asked] = {}
         for k, call in enumerate(calls):
@@ -45,7 +45,13 @@ class ControlQuestions:
             for place, control in enumerate(call.controls):
                 asked = by_client.setdefault(id(control.client), _Asked(control.client))
                 asked.calls.append(
-                    ControlCall(session=control.session, sample=rows, timestep=call.timestep, scale=control.scale)
+                    ControlCall(
+                        session=control.session,
+                        sample=rows,
+                        timestep=call.timestep,
+                        scale=control.scale,
+                        exact=exact,
+                    )
                 )
                 asked.places.append((k, place))
         questions = cls(list(by_client.values()), [len(call.controls) for call in calls])

@@ -84,7 +84,7 @@ class UNetDenoiser:
         """See `Denoiser.predict`."""
         layout = Layout.of([call.conditioning for call in calls])
         sample = stack_samples(calls, layout)
-        questions = ControlQuestions.ask(calls, sample, layout)
+        questions = ControlQuestions.ask(calls, sample, layout, exact=self._fast_for(calls) is None)
         try:
             half = self._encode(calls, sample, layout)
         except BaseException:
@@ -102,7 +102,7 @@ class UNetDenoiser:
         self._encode(calls, stack_samples(calls, layout), layout)
 
     def _encode(self, calls: Sequence[StepCall], sample: torch.Tensor, layout: Layout) -> Halfway:
-        fast = None if len(calls) == 1 and self._exact_alone else self._fast
+        fast = self._fast_for(calls)
         constants = self._store.of([call.conditioning for call in calls], layout, fast=fast is not None)
         timesteps = stack_timesteps(calls, layout)
         embedding = time_embedding(self._unet, sample, timesteps, self._guidance(calls, layout))
@@ -110,6 +110,9 @@ class UNetDenoiser:
         if fast is not None and constants.fast is not None:
             return fast.encode(sample, embedding, constants.fast, augmentation)
         return encoder_half(self._unet, sample, embedding, constants.text, augmentation)
+
+    def _fast_for(self, calls: Sequence[StepCall]) -> FastHalves | None:
+        return None if len(calls) == 1 and self._exact_alone else self._fast
 
     def _guidance(self, calls: Sequence[StepCall], layout: Layout) -> torch.Tensor | None:
         if not self._bundle.embeds_guidance:
