@@ -26,7 +26,8 @@ class Ours:
 
     def __init__(self, models: ModelFolder) -> None:
         folders = {path.parent for path in models.loras.values()} or {models.root / "loras"}
-        self._knobs = Knobs()
+        # Orders of a workload come at once, but one by one: without a wait the first would take its first step alone.
+        self._knobs = Knobs(batch_wait_ms=5.0)
         self._assembled = build_engine(
             EngineSettings(
                 model=models.base,
