@@ -1,0 +1,278 @@
+"""The highest offered rate that holds the SLO: bracket, bisect, confirm. Pure policy; `Measure` runs the load.
+
+A rate *holds* when a valid run shows every class's SLO with 99 % confidence (`confidence`). Every other rate is
+rejected, with its reason. A run that is invalid through no fault of the server (`RETRIED`) is repeated once; if the
+generator itself can not offer the rate, that too is a bound, and the result says so. A run that shows neither that the
+SLO holds nor that it does not is repeated once, twice as long.
+
+Each trial is long enough for its requests to show the SLO with `SPARE_LATE` late ones among them, and for a queue to
+build up: a rate slightly above capacity only shows after several SLOs' time. The rate that the search ends with is run
+again, twice as long; only this fresh run carries the confidence statement, because picking the best of several runs
+favours the lucky ones. If it fails, the search goes on below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from plait_loadtest.confidence import CONFIDENCE, is_refuted, is_shown, requests_needed
+from plait_loadtest.measure import Summary
+
+SPARE_LATE = 2
+QUEUE_SLOS = 10.0  # a trial lasts at least so many SLO latencies: 10 % above capacity then misses by a whole SLO
+RETRIED = frozenset({"send_lag", "echo"})  # reasons that say something about this machine, not about the server
+
+Verdict = Literal["held", "missed", "unproven", "invalid"]
+Purpose = Literal["bracket", "bisect", "confirm", "beyond"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassCount:
+    """One class with an SLO: ``good`` of ``judged`` requests were in time, ``percentile`` percent of them should be."""
+
+    name: str
+    percentile: float
+    latency_ms: float
+    judged: int
+    good: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """What a run at a rate showed. ``invalid``: codes and texts of the reasons."""
+
+    classes: tuple[ClassCount, ...]
+    achieved_per_s: float
+    goodput_per_s: float
+    invalid: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def interrupted(self) -> bool:
+        """Somebody wants the search to end."""
+        return any(code == "interrupted" for code, _ in self.invalid)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A run and what it was taken for. ``why``: the reason that the rate was rejected; empty if it held."""
+
+    rate_per_s: float
+    duration_s: float
+    purpose: Purpose
+    verdict: Verdict
+    why: str
+    observed: Observed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """What one class asks of a trial: its SLO and its share (0 to 1) of the requests."""
+
+    percentile: float
+    latency_ms: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """Where to begin and when to stop. ``tolerance``: the bracket's upper end over its lower end, less 1.
+
+    ``beyond``: a factor; the confirmed rate times it is run too, to show that it does not hold.
+    """
+
+    needs: tuple[Need, ...]
+    first_per_s: float
+    least_per_s: float = 1e-3
+    least_trial_s: float = 5.0
+    tolerance: float = 0.05
+    most_trials: int = 24
+    beyond: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """``rate_per_s``: the highest rate that held, and was confirmed; None: none was found. ``statement`` says it all.
+
+    ``rejected_per_s``: the lowest rate that did not hold. ``by_generator``: it was this machine that could not do more.
+    """
+
+    rate_per_s: float | None
+    rejected_per_s: float | None
+    confirmed: bool
+    by_generator: bool
+    statement: str
+    trials: tuple[Trial, ...]
+
+
+Measure = Callable[[float, float], Observed]
+"""``(rate_per_s, duration_s) -> what a run at that rate showed``."""
+
+
+def find_capacity(measure: Measure, search: Search, *, say: Callable[[str], None] = lambda _: None) -> Capacity:
+    """Runs the whole search; see the module docstring. Ends early, with what there is, when a run was interrupted."""
+    return _Searching(measure, search, say).run()
+
+
+def trial_s(rate_per_s: float, search: Search, *, times: float = 1.0) -> float:
+    """How long a trial at a rate lasts; see the module docstring. ``times``: so many times as long."""
+    enough = [
+        requests_needed(need.percentile / 100.0, late=SPARE_LATE) / (need.share * rate_per_s) for need in search.needs
+    ]
+    queue_s = [QUEUE_SLOS * need.latency_ms / 1e3 for need in search.needs]
+    # A Poisson run of n expected requests has fewer in half the cases: 5 % more make that rare.
+    return times * max(search.least_trial_s, *queue_s, *(1.05 * seconds for seconds in enough))
+
+
+def judge(observed: Observed) -> tuple[Verdict, str]:
+    """Whether a rate held, and if not the reason."""
+    why = []
+    refuted = False
+    for each in observed.classes:
+        late, share = each.judged - each.good, each.percentile / 100.0
+        if is_shown(each.good, late, share):
+            continue
+        refuted |= each.good < share * each.judged or is_refuted(each.good, late, share)
+        seen = f"{each.good} of {each.judged} within {each.latency_ms:g} ms"
+        why.append(f"{each.name}: {seen} do not show {each.percentile:g} % with {CONFIDENCE:.0%} confidence")
+    texts = [text for _, text in observed.invalid]
+    if refuted:
+        return "missed", "; ".join([*why, *texts])
+    if observed.invalid:
+        return "invalid", "; ".join(texts)
+    return ("unproven", "; ".join(why)) if why else ("held", "")
+
+
+def observe(summary: Summary) -> Observed:
+    """The part of a run's summary that the search looks at."""
+    return Observed(
+        classes=tuple(
+            ClassCount(
+                name=each.name, percentile=each.slo_percentile, latency_ms=each.slo.latency_ms,
+                judged=each.judged, good=each.good,
+            )
+            for each in summary.classes
+            if each.slo is not None and each.slo_percentile is not None
+        ),
+        achieved_per_s=summary.total.achieved_per_s,
+        goodput_per_s=summary.total.goodput_per_s,
+        invalid=tuple((reason.code, reason.text) for reason in summary.reasons if reason.code != "too_few"),
+    )  # fmt: skip
+
+
+class _Interrupted(Exception):
+    """Ends the search."""
+
+
+class _Searching:
+    """One search under way: the bracket ``low`` (highest that held) to ``high`` (lowest that did not)."""
+
+    def __init__(self, measure: Measure, search: Search, say: Callable[[str], None]) -> None:
+        self._measure, self._search, self._say = measure, search, say
+        self._trials: list[Trial] = []
+        self._held: list[float] = []
+        self._high: float | None = None
+
+    def run(self) -> Capacity:
+        confirmed = False
+        try:
+            self._bracket()
+            while self._held and not confirmed and self._room():
+                self._bisect()
+                confirmed = self._confirm()
+            if confirmed and self._search.beyond is not None:
+                self._try(self._held[-1] * self._search.beyond, "beyond", times=2.0)
+        except _Interrupted:
+            pass
+        return self._result(confirmed=confirmed)
+
+    def _room(self) -> bool:
+        return len(self._trials) < self._search.most_trials
+
+    def _bracket(self) -> None:
+        """Doubles or halves until one rate held and another did not."""
+        rate = self._search.first_per_s
+        while self._room() and rate >= self._search.least_per_s and (not self._held or self._high is None):
+            if self._take(rate, "bracket"):
+                rate *= 2.0
+            else:
+                rate /= 2.0
+
+    def _bisect(self) -> None:
+        while self._room() and self._high is not None and self._high / self._held[-1] > 1.0 + self._search.tolerance:
+            self._take((self._high * self._held[-1]) ** 0.5, "bisect")
+
+    def _confirm(self) -> bool:
+        """A fresh run, twice as long; if it fails, its rate becomes the upper end and the search goes on below."""
+        rate = self._held[-1]
+        if self._try(rate, "confirm", times=2.0).verdict == "held":
+            return True
+        self._high = rate
+        self._held.pop()
+        while not self._held and self._room() and rate >= self._search.least_per_s:
+            rate *= 0.8
+            self._take(rate, "bracket")
+        return False
+
+    def _take(self, rate: float, purpose: Purpose) -> bool:
+        """Tries a rate and moves the bracket; True if it held."""
+        trial = self._try(rate, purpose)
+        if trial.verdict == "held":
+            self._held.append(rate)
+            return True
+        self._high = rate if self._high is None else min(self._high, rate)
+        return False
+
+    def _try(self, rate: float, purpose: Purpose, *, times: float = 1.0) -> Trial:
+        trial = self._run(rate, purpose, times)
+        if trial.verdict == "unproven":
+            return self._run(rate, purpose, 2.0 * times)
+        excused = trial.verdict == "invalid" and {code for code, _ in trial.observed.invalid} <= RETRIED
+        return self._run(rate, purpose, times) if excused else trial
+
+    def _run(self, rate: float, purpose: Purpose, times: float) -> Trial:
+        duration_s = trial_s(rate, self._search, times=times)
+        self._say(f"{purpose}: {rate:.4g}/s for {duration_s:.0f} s")
+        observed = self._measure(rate, duration_s)
+        verdict, why = judge(observed)
+        trial = Trial(
+            rate_per_s=rate, duration_s=duration_s, purpose=purpose, verdict=verdict, why=why, observed=observed
+        )
+        self._trials.append(trial)
+        self._say(f"{purpose}: {rate:.4g}/s {verdict}{': ' + why if why else ''}")
+        if observed.interrupted:
+            raise _Interrupted
+        return trial
+
+    def _result(self, *, confirmed: bool) -> Capacity:
+        rate = self._held[-1] if self._held else None
+        bound = [trial for trial in self._trials if trial.rate_per_s == self._high and trial.verdict != "held"]
+        by_generator = bool(bound) and bound[-1].verdict == "invalid"
+        return Capacity(
+            rate_per_s=rate,
+            rejected_per_s=self._high,
+            confirmed=confirmed,
+            by_generator=by_generator,
+            statement=_statement(rate, self._high, self._trials, confirmed=confirmed, by_generator=by_generator),
+            trials=tuple(self._trials),
+        )
+
+
+def _statement(
+    rate: float | None, high: float | None, trials: Sequence[Trial], *, confirmed: bool, by_generator: bool
+) -> str:
+    """The result as a sentence or two."""
+    if rate is None:
+        return "no rate was found that holds the SLO"
+    if not confirmed:
+        return f"{rate:.4g}/s held, but the search ended before a longer run confirmed it"
+    last = next(trial for trial in reversed(trials) if trial.purpose == "confirm" and trial.verdict == "held")
+    shown = "; ".join(
+        f"{each.name}: {each.good} of {each.judged} within {each.latency_ms:g} ms, so {each.percentile:g} % or more are"
+        for each in last.observed.classes
+    )
+    above = "no higher rate was tried" if high is None else f"{high:.4g}/s did not hold"
+    if by_generator:
+        above += " because the load generator itself could not do it: the server may be faster"
+    return f"{rate:.4g}/s holds the SLO with {CONFIDENCE:.0%} confidence ({shown}); {above}"

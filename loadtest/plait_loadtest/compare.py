@@ -1,0 +1,225 @@
+"""What got better or worse between two reports, beyond noise.
+
+The reports hold the latency histograms of equal parts of the measured time. Requests that follow each other share the
+same queue, so single requests must not be resampled as if they were independent: whole parts are (a block bootstrap).
+A change counts if the bootstrap interval of B / A excludes "no change" and the change is at least ``least_change``.
+
+The intervals of all metrics together are wrong with a probability of some `ALPHA`: each has ``ALPHA / metrics``. (The
+bootstrap of 32 parts is approximate; the false-failure rate that was measured is in the tests.) Noise between runs
+that does not show within a run (another host, a warmer cache) is in no interval: that is what ``least_change`` is for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from plait_loadtest import histogram
+from plait_loadtest.errors import ReportError
+
+ALPHA = 0.01
+LEAST_CHANGE = 0.05
+RESAMPLES = 2000
+PERCENTS = (50.0, 95.0, 99.0)
+FEWEST = 30  # requests on both sides below which a class is not compared
+
+Floats = npt.NDArray[np.float64]
+Verdict = Literal["better", "worse", "same"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One metric of one class. ``low`` to ``high``: interval of the change B / A - 1 (attainment, error rate: B - A)."""
+
+    kind: str
+    metric: str
+    before: float
+    after: float
+    change: float
+    low: float
+    high: float
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """``differences``: settings of the scenarios that are not alike, as dotted names."""
+
+    changes: tuple[Change, ...]
+    differences: tuple[str, ...]
+
+    @property
+    def regressed(self) -> bool:
+        """Whether anything got worse."""
+        return any(change.verdict == "worse" for change in self.changes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Parts:
+    """A class in S parts: ``counts`` (S, K) of requests by bucket ``middle_ns`` (K,); others (S,)."""
+
+    middle_ns: Floats
+    counts: Floats
+    judged: Floats
+    good: Floats
+    failed: Floats
+    seconds: float
+
+
+def read(path: Path) -> Mapping[str, Any]:
+    """A report written by ``--json``. Raises `ReportError`."""
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ReportError(f"{path} can not be read as a report: {error}") from error
+    if not isinstance(report, dict) or not str(report.get("format", "")).startswith("plait-loadtest/1"):
+        raise ReportError(f"{path} is no report of plait loadtest run --json")
+    return report
+
+
+def compare(
+    before: Mapping[str, Any],
+    after: Mapping[str, Any],
+    *,
+    alpha: float = ALPHA,
+    least_change: float = LEAST_CHANGE,
+    seed: int = 0,
+) -> Comparison:
+    """Compares two reports; see the module docstring. Raises `ReportError` if one of the runs was invalid."""
+    for name, report in (("A", before), ("B", after)):
+        if not report["valid"]:
+            reasons = "; ".join(reason["text"] for reason in report["reasons"])
+            raise ReportError(f"{name} is an invalid run ({reasons}): comparing it would mean nothing")
+    pairs = _pairs(before, after)
+    metrics = len(pairs) * (len(PERCENTS) + 2)
+    rng = np.random.default_rng(seed)
+    changes = tuple(
+        change
+        for kind, (a, b) in pairs.items()
+        for change in _changes(kind, a, b, level=alpha / max(metrics, 1), least_change=least_change, rng=rng)
+    )
+    return Comparison(changes=changes, differences=tuple(_differences(before["scenario"], after["scenario"])))
+
+
+def _pairs(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[_Parts, _Parts]]:
+    """The classes that both have, with enough requests; the total alone if there is one class only."""
+    shared = [name for name in before["classes"] if name in after["classes"]]
+    found = {"total": tuple(_parts(report["histograms"]["total"], report) for report in (before, after))}
+    for name in shared if len(before["classes"]) > 1 or len(after["classes"]) > 1 else ():
+        found[name] = tuple(_parts(report["histograms"]["classes"][name], report) for report in (before, after))
+    pairs = {name: (a, b) for name, (a, b) in found.items() if min(a.judged.sum(), b.judged.sum()) >= FEWEST}
+    if not pairs:
+        raise ReportError(f"fewer than {FEWEST} requests in every class: nothing can be compared")
+    return pairs
+
+
+def _parts(stored: Mapping[str, Any], report: Mapping[str, Any]) -> _Parts:
+    parts = [histogram.decoded(text) if text else histogram.EMPTY for text in stored["parts"]]
+    buckets = np.unique(np.concatenate([part.bucket for part in parts]))
+    counts = np.zeros((len(parts), buckets.size))
+    for row, part in enumerate(parts):
+        counts[row, np.searchsorted(buckets, part.bucket)] = part.count
+    return _Parts(
+        middle_ns=histogram.middles_ns(buckets),
+        counts=counts,
+        judged=np.array(stored["judged"], dtype=np.float64),
+        good=np.array(stored["good"], dtype=np.float64),
+        failed=np.array(stored["failed"], dtype=np.float64),
+        seconds=float(report["measured_s"]),
+    )
+
+
+def _changes(
+    kind: str, a: _Parts, b: _Parts, *, level: float, least_change: float, rng: np.random.Generator
+) -> list[Change]:
+    weights_a, weights_b = _resampled(a, rng), _resampled(b, rng)
+    whole_a, whole_b = np.ones((1, a.judged.size)), np.ones((1, b.judged.size))
+
+    def ratio(metric: str, of: Callable[[_Parts, Floats], Floats], *, more_is_better: bool) -> Change:
+        (x,), (y,) = of(a, whole_a), of(b, whole_b)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            spread = of(b, weights_b) / of(a, weights_a) - 1.0
+            change = float(np.float64(y) / x - 1.0)
+        low, high = _interval(spread, level)
+        sign = 1.0 if more_is_better else -1.0
+        verdict = _verdict(change, low, high, least_change, sign)
+        return Change(kind=kind, metric=metric, before=float(x), after=float(y), change=change, low=low, high=high,
+                      verdict=verdict)  # fmt: skip
+
+    changes = [
+        ratio(f"p{percent:g}_ms", lambda parts, w, p=percent: _percentile_ms(parts, w, p), more_is_better=False)  # type: ignore[misc]
+        for percent in PERCENTS
+        if min(a.counts.sum(), b.counts.sum()) * (1.0 - percent / 100.0) >= 1.0
+    ]
+    weights = (weights_a, weights_b)
+    shares = (
+        _share("attainment", kind, (a.good, b.good), (a, b), weights, level, least=0.01, sign=1.0),
+        _share("error_rate", kind, (a.failed, b.failed), (a, b), weights, level, least=0.001, sign=-1.0),
+    )
+    return [*changes, *shares]
+
+
+def _share(  # noqa: PLR0917 - a row of a table
+    metric: str,
+    kind: str,
+    counts: tuple[Floats, Floats],
+    parts: tuple[_Parts, _Parts],
+    weights: tuple[Floats, Floats],
+    level: float,
+    *,
+    least: float,
+    sign: float,
+) -> Change:
+    """Shares of the judged requests are compared by difference, at least ``least``: from zero there is no ratio."""
+    x, y = (float(count.sum() / each.judged.sum()) for count, each in zip(counts, parts, strict=True))
+    drawn_a, drawn_b = (
+        weight @ count / np.maximum(weight @ each.judged, 1.0)
+        for count, each, weight in zip(counts, parts, weights, strict=True)
+    )
+    low, high = _interval(drawn_b - drawn_a, level)
+    verdict = _verdict(y - x, low, high, least, sign)
+    return Change(
+        kind=kind, metric=metric, before=x, after=y, change=y - x, low=low, high=high, verdict=verdict
+    )
+
+
+def _verdict(change: float, low: float, high: float, least: float, sign: float) -> Verdict:
+    if not (low > 0.0 or high < 0.0) or abs(change) < least:
+        return "same"
+    return "better" if change * sign > 0 else "worse"
+
+
+def _resampled(parts: _Parts, rng: np.random.Generator) -> Floats:
+    """How often each part is drawn, (RESAMPLES, S)."""
+    n = parts.judged.size
+    return rng.multinomial(n, np.full(n, 1.0 / n), size=RESAMPLES).astype(np.float64)
+
+
+def _percentile_ms(parts: _Parts, weights: Floats, percent: float) -> Floats:
+    """Nearest-rank percentile of each row of ``weights`` (R, S), in milliseconds, (R,)."""
+    upto = np.cumsum(weights @ parts.counts, axis=1)
+    rank = np.maximum(np.ceil(percent / 100.0 * upto[:, -1:]), 1.0)
+    return np.asarray(parts.middle_ns[np.minimum((upto < rank).sum(axis=1), parts.middle_ns.size - 1)] / 1e6)
+
+
+def _interval(values: Floats, level: float) -> tuple[float, float]:
+    values = values[np.isfinite(values)]
+    if not values.size:
+        return float("-inf"), float("inf")
+    low, high = np.quantile(values, [level / 2.0, 1.0 - level / 2.0])
+    return float(low), float(high)
+
+
+def _differences(a: Any, b: Any, prefix: str = "") -> list[str]:
+    """Dotted names of the leaves that differ; where a report was written to, and its name, do not matter."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        names = dict.fromkeys([*a, *b])
+        return [found for name in names for found in _differences(a.get(name), b.get(name), f"{prefix}{name}.")]
+    return [] if a == b else [prefix.rstrip(".")]
+

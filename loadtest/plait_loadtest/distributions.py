@@ -1,0 +1,139 @@
+"""Laws that requests are drawn from: weighted choice, Zipf's law over n items, MLPerf's candidate counts.
+
+Every draw is a function of uniforms in [0, 1) or of a numpy Generator that the caller owns. Legend: n items, rank
+k = 1..n, exponent s: item k has weight k^-s; ``cumulative`` is float64 (n,), ascending, its last entry 1.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+MLPERF_CANDIDATES: dict[int, float] = {100: 2, 200: 12, 300: 2, 400: 1, 500: 1, 600: 1, 700: 1}
+"""User-item pairs per query of MLPerf's DLRM (mean 270): mlcommons/inference, recommendation/dlrm_v2/pytorch,
+tools/dist_quantile.txt at commit b66003e: twenty quantiles, each drawn alike."""
+
+
+def cumulative(weights: Sequence[float]) -> Floats:
+    """The cumulative shares of ``weights``. Raises ValueError if one is negative or none is positive."""
+    shares = np.asarray(weights, dtype=np.float64)
+    if shares.size == 0 or (shares < 0).any() or not shares.sum() > 0:
+        raise ValueError("weights must not be negative, and one must be positive")
+    sums = np.cumsum(shares)
+    sums /= sums[-1]
+    return sums
+
+
+def zipf_weights(count: int, exponent: float) -> Floats:
+    """Weights of ranks 1..count: float64 (count,). Exponent 0: all alike."""
+    return np.arange(1, count + 1, dtype=np.float64) ** -exponent
+
+
+def pick(sums: Floats, uniforms: Floats) -> Ints:
+    """Index of the item that each uniform falls on (inverse of the cumulative). An item of weight 0 is never picked."""
+    return np.searchsorted(sums, uniforms, side="right").astype(np.int64)
+
+
+def pick_distinct(sums: Sequence[float], uniforms: Sequence[float]) -> tuple[int, ...]:
+    """One index per uniform, all different: each is drawn by weight from those that are left.
+
+    ``sums`` is a cumulative as a list (bisect on a list is faster than numpy for one number). As many items as
+    ``uniforms`` must have a positive weight.
+    """
+    chosen: list[int] = []
+    for uniform in uniforms:
+        left = sums[-1] - sum(_weight(sums, index) for index in chosen)
+        target = uniform * left
+        for index in sorted(chosen):  # step over the mass that was taken before
+            if target >= _below(sums, index):
+                target += _weight(sums, index)
+        chosen.append(_free_index(sums, target, chosen))
+    return tuple(chosen)
+
+
+def _below(sums: Sequence[float], index: int) -> float:
+    return sums[index - 1] if index else 0.0
+
+
+def _weight(sums: Sequence[float], index: int) -> float:
+    return sums[index] - _below(sums, index)
+
+
+def _free_index(sums: Sequence[float], target: float, taken: Sequence[int]) -> int:
+    """The item at ``target``, or the nearest that is free: rounding can hit a neighbour that is taken, or the end."""
+    index = min(bisect_right(sums, target), len(sums) - 1)
+    if index not in taken and _weight(sums, index) > 0:
+        return index
+    free = [other for other in range(len(sums)) if other not in taken and _weight(sums, other) > 0]
+    return min(free, key=lambda other: abs(other - index))
+
+
+class ZipfRanks:
+    """Zipf's law over exactly n ranks without a table of n entries, so n may be 10^8 and more.
+
+    Rejection-inversion: W. Hoermann, G. Derflinger, "Rejection-inversion to generate variates from monotone discrete
+    distributions", ACM TOMACS 6(3), 1996; some 1.1 uniforms a variate. Symbols as there: x under the hat k^-s over
+    [k - 1/2, k + 1/2], its area from 1 to x.
+    """
+
+    def __init__(self, rows: npt.NDArray[np.int64], exponent: float) -> None:
+        """``rows`` int64 (I,): n of each column that `draw` fills, at least 1; ``exponent`` at least 0."""
+        self._rows = rows
+        self._exponent = exponent
+        self._start = float(_area(np.float64(1.5), exponent)) - 1.0
+        self._stops = _area(rows.astype(np.float64) + 0.5, exponent)
+        # Ranks that lie this near to x are accepted without computing the area.
+        edge = _area(np.float64(2.5), exponent) - 2.0**-exponent
+        self._squeeze = 2.0 - float(_inverse_area(edge, exponent))
+
+    def draw(self, rng: np.random.Generator, count: int) -> Ints:
+        """Ranks from 0, the most popular: int64 (count, I)."""
+        shape = (count, self._rows.size)
+        if self._exponent == 0:
+            return rng.integers(0, self._rows, shape)
+        rows: Ints = np.broadcast_to(self._rows, shape).reshape(-1)
+        stops: Floats = np.broadcast_to(self._stops, shape).reshape(-1)
+        ranks = np.empty(rows.size, dtype=np.int64)
+        waiting = np.arange(rows.size)
+        while waiting.size:
+            rank, accepted = self._try(rng, rows, stops)
+            ranks[waiting[accepted]] = rank[accepted].astype(np.int64) - 1
+            again = ~accepted
+            waiting, rows, stops = waiting[again], rows[again], stops[again]
+        return ranks.reshape(shape)
+
+    def _try(self, rng: np.random.Generator, rows: Ints, stops: Floats) -> tuple[Floats, npt.NDArray[np.bool_]]:
+        """One proposal for each entry, and whether it is accepted."""
+        area = stops + rng.random(stops.size) * (self._start - stops)
+        x = _inverse_area(area, self._exponent)
+        rank = np.clip(np.floor(x + 0.5), 1, rows)
+        accepted = rank - x <= self._squeeze
+        unsure = np.flatnonzero(~accepted)
+        bound = _area(rank[unsure] + 0.5, self._exponent) - rank[unsure] ** -self._exponent
+        accepted[unsure] = area[unsure] >= bound
+        return rank, accepted
+
+
+def _area(x: Floats | np.float64, exponent: float) -> Floats:
+    """Integral of t^-s from 1 to x: (x^(1-s) - 1) / (1 - s), or log x for s = 1; accurate near s = 1."""
+    log_x = np.log(x)
+    bend = (1.0 - exponent) * log_x
+    return np.asarray(log_x * _ratio(np.expm1(bend), bend))
+
+
+def _inverse_area(area: Floats, exponent: float) -> Floats:
+    """The x whose `_area` is ``area``."""
+    bend = np.maximum((1.0 - exponent) * area, -1.0 + 1e-15)
+    return np.asarray(np.exp(area * _ratio(np.log1p(bend), bend)))
+
+
+def _ratio(above: Floats, below: Floats) -> Floats:
+    """above / below for two quantities that both go to 0 with ratio 1."""
+    small = np.abs(below) < 1e-12
+    return np.where(small, 1.0, above / np.where(small, 1.0, below))

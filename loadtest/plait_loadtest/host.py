@@ -1,0 +1,66 @@
+"""What a run was made on, for its report. Nothing here names a host or a user."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+
+def facts() -> dict[str, Any]:
+    """Processor, cores that this process may use, load of the last minute, versions."""
+    return {
+        "cpu": _cpu_model(Path("/proc/cpuinfo")),
+        "cores": _cores(),
+        "loadavg_1m": round(os.getloadavg()[0], 2),
+        "os": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+    }
+
+
+def tool_version() -> str:
+    """Of the distribution that this package came in."""
+    try:
+        return version("plait")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def commit() -> str | None:
+    """Commit of the checkout that this package runs from, with ``+changes`` if files differ; None: no checkout."""
+    here = Path(__file__).parent
+    # An installed package may lie inside somebody else's checkout: only a tracked file speaks for itself.
+    if not _git(here, "ls-files", Path(__file__).name):
+        return None
+    head = _git(here, "rev-parse", "--short=12", "HEAD")
+    return head + ("+changes" if _git(here, "status", "--porcelain", "--", ".") else "") if head else None
+
+
+def utc(unix_s: float) -> str:
+    """ISO date and time in UTC, to the second."""
+    return datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="seconds")
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _cpu_model(cpuinfo: Path) -> str:
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,0 +1,125 @@
+"""Every record judged: whether it is measured, how long it took from its scheduled time, whether that was good.
+
+What counts. The *measured* requests are those scheduled after the warm-up and, if the run was interrupted, before that.
+* Latency runs from the scheduled time to the last byte, for every measured request that got an answer, good or bad
+  (`ANSWERED`), and for timeouts to the moment they were given up. Connections refused or reset have no latency.
+* A request is *good* if it succeeded within its class's SLO. Without an SLO every success is good.
+* *Judged* are all but those whose end nobody knows: cancelled on purpose, or still under way at the end. The latter are
+  judged, and missed, if they had already waited longer than their SLO.
+
+Symbols: N = records of the run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from plait_loadtest.scenario import Scenario, Slo
+from plait_loadtest.values import Outcome, Records, RunResult
+
+ANSWERED = (
+    Outcome.OK, Outcome.TIMEOUT, Outcome.TRUNCATED, Outcome.GARBLED,
+    Outcome.HTTP_4XX, Outcome.HTTP_5XX, Outcome.HTTP_OTHER, Outcome.CHECK,
+)  # fmt: skip
+
+Mask = npt.NDArray[np.bool_]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """The measured time, in nanoseconds of the run."""
+
+    start_ns: int
+    end_ns: int
+
+    @property
+    def seconds(self) -> float:
+        """Its length."""
+        return max(self.end_ns - self.start_ns, 1) / 1e9
+
+    def holds(self, instants_ns: Ints) -> Mask:
+        """Which instants fall into it, bool (N,)."""
+        return np.asarray((instants_ns >= self.start_ns) & (instants_ns < self.end_ns))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Judged:
+    """See the module docstring. All arrays are (N,), in order of the records' ``index``; masks hold measured ones only.
+
+    ``waited_ns`` means something where ``answered``. ``failed``: judged, and no success.
+    """
+
+    records: Records
+    window: Window
+    waited_ns: Ints
+    measured: Mask
+    answered: Mask
+    ok: Mask
+    good: Mask
+    judged: Mask
+    failed: Mask
+
+
+def judge_records(result: RunResult, scenario: Scenario) -> Judged:
+    """Judges every record of a run."""
+    records = np.sort(result.records, order="index")
+    window = window_of(records, scenario, result)
+    outcome, ended = records["outcome"], records["done_ns"] >= 0
+    waited_ns = records["done_ns"] - records["scheduled_ns"]
+    latest_ns = _latest_ns(scenario)[records["kind"]]
+    measured = np.asarray(~records["warm_up"])
+    unknown = outcome == Outcome.INTERRUPTED
+    if result.interrupted:
+        measured &= ~(unknown & (records["scheduled_ns"] >= window.end_ns))
+    ok = measured & (outcome == Outcome.OK)
+    already_late = unknown & ended & (waited_ns > latest_ns)
+    judged = measured & (outcome != Outcome.CANCELLED) & (~unknown | already_late)
+    return Judged(
+        records=records,
+        window=window,
+        waited_ns=waited_ns,
+        measured=measured,
+        answered=measured & np.isin(outcome, ANSWERED) & ended,
+        ok=ok,
+        good=ok & (waited_ns <= latest_ns),
+        judged=judged,
+        failed=judged & ~ok,
+    )
+
+
+def window_of(records: Records, scenario: Scenario, result: RunResult) -> Window:
+    """The measured time: after the warm-up, for the scenario's duration or until its last scheduled request.
+
+    A run of ``count`` requests ends a mean gap after its last one, so that N requests at R per second take N / R.
+    An interrupted run ends when it was interrupted.
+    """
+    start_ns = int(scenario.warm_up_s * 1e9)
+    end_ns = start_ns + int(scenario.duration_s * 1e9)
+    own = records["scheduled_ns"][~records["warm_up"]]
+    if scenario.count is not None and own.size > 1 and own.max() > own.min():
+        start_ns, last_ns = int(own.min()), int(own.max())
+        end_ns = last_ns + (last_ns - start_ns) // (own.size - 1)
+    if result.interrupted:
+        end_ns = min(end_ns, max(int(result.wall_s * 1e9), start_ns))
+    return Window(start_ns=start_ns, end_ns=end_ns)
+
+
+def slo_of(scenario: Scenario, name: str) -> Slo | None:
+    """The SLO of a class: its own, or the scenario's."""
+    return scenario.slos.get(name, scenario.slo)
+
+
+def percentile_of(slo: Slo, api: str) -> float:
+    """Which share (percent) of a class must be good: images default to 95 (99 % confidence in a p99 needs 459)."""
+    if slo.percentile is not None:
+        return slo.percentile
+    return 95.0 if api == "images" else 99.0
+
+
+def _latest_ns(scenario: Scenario) -> npt.NDArray[np.float64]:
+    slos = [slo_of(scenario, item.name) for item in scenario.mix]
+    return np.array([np.inf if slo is None else slo.latency_ms * 1e6 for slo in slos])

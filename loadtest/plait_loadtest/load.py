@@ -1,0 +1,247 @@
+"""From a name, a file or a mapping, and the settings given beside it, to a frozen `Scenario`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from plait_loadtest import scenario as model
+from plait_loadtest.errors import ScenarioError
+from plait_loadtest.scenario import Scenario
+from plait_loadtest.validate import validate
+
+_SUFFIXES = (".yaml", ".yml", ".json")  # JSON is YAML
+_ARRIVALS: dict[str, type[BaseModel]] = {
+    "constant": model.Constant,
+    "poisson": model.Poisson,
+    "gamma": model.Gamma,
+    "ramp": model.Ramp,
+    "step": model.Step,
+    "trace": model.Trace,
+    "closed": model.Closed,
+}
+_MIX: dict[str, type[BaseModel]] = {"images": model.ImageClass, "infer": model.InferClass, "raw": model.RawClass}
+
+_Node = dict[str, Any]
+
+
+def builtin_names() -> tuple[str, ...]:
+    """The scenarios that come with the package."""
+    files = resources.files("plait_loadtest").joinpath("builtin").iterdir()
+    return tuple(sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml")))
+
+
+def load_scenario(source: str | Path | Mapping[str, object], overrides: Mapping[str, object]) -> Scenario:
+    """The scenario of a built-in name, a YAML file or a mapping, with ``overrides`` set, checked and ready to plan.
+
+    ``overrides`` are dotted settings: ``duration_s``, ``arrivals.rate_per_s``, ``target.headers.authorization``; a
+    class of the mix goes by its position, its name or ``*`` for all: ``mix.*.steps``. A new ``arrivals.kind`` keeps the
+    settings that both kinds have, such as the rate. Paths in a file are relative to it, others to the current folder.
+    Raises `ScenarioError`, one sentence that names the field.
+    """
+    said, folder, settings = _read(source)
+    _make_paths_absolute(settings, folder)
+    _fill_in(settings)
+    for key, value in sorted(overrides.items(), key=lambda item: item[0] != "arrivals.kind"):
+        _override(settings, key, _plain(value))
+    _make_paths_absolute(settings, Path.cwd())
+    try:
+        _check_needs(settings)
+        scenario = Scenario.model_validate(_with_apis(settings))
+        validate(scenario)
+    except ValidationError as error:
+        raise ScenarioError(said + _sentence(error)) from error
+    except ScenarioError as error:
+        raise ScenarioError(said + str(error)) from error
+    return scenario
+
+
+def as_yaml(scenario: Scenario) -> str:
+    """Every setting, defaults included; `load_scenario` makes the same scenario of it."""
+    return yaml.safe_dump(_plain(scenario.model_dump()), sort_keys=False, allow_unicode=True, width=120)
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def _read(source: str | Path | Mapping[str, object]) -> tuple[str, Path, _Node]:
+    """How messages begin, the folder that relative paths start from, and the settings."""
+    if isinstance(source, Mapping):
+        settings = _plain(source)
+        return "", Path.cwd(), dict(settings)
+    if isinstance(source, str) and source in builtin_names():
+        text = resources.files("plait_loadtest").joinpath("builtin", f"{source}.yaml").read_text(encoding="utf-8")
+        return f"{source}: ", Path.cwd(), {"name": source} | _parse(text, source)
+    path = Path(source)
+    if not path.is_file() and isinstance(source, str) and path.suffix not in _SUFFIXES:
+        raise ScenarioError(f"{source!r} is neither a scenario of plait ({', '.join(builtin_names())}) nor a file")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScenarioError(f"{path} can not be read: {getattr(error, 'strerror', None) or error}") from error
+    return f"{path}: ", path.absolute().parent, {"name": path.stem} | _parse(text, str(path))
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is given twice, of which YAML would keep the last in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:  # noqa: FBT001, FBT002
+        seen: set[object] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            if isinstance(key, str | int | float) and key in seen:
+                raise yaml.MarkedYAMLError(problem=f"{key!r} is given twice", problem_mark=key_node.start_mark)
+            seen.add(key if isinstance(key, str | int | float) else str(key))
+        return super().construct_mapping(node, deep)
+
+
+def _parse(text: str, source: str) -> _Node:
+    try:
+        settings = yaml.load(text, Loader=_Loader)  # noqa: S506 - a safe loader
+    except yaml.MarkedYAMLError as error:
+        line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
+        raise ScenarioError(f"{source}{line}: {error.problem or error.context}") from error
+    except yaml.YAMLError as error:
+        raise ScenarioError(f"{source}: {error}") from error
+    if settings is not None and not isinstance(settings, dict):
+        raise ScenarioError(f"{source}: a scenario is a mapping of settings")
+    return dict(_plain(settings or {}))
+
+
+def _plain(value: Any) -> Any:
+    """Mappings, lists, texts and numbers of its own, that may be changed and dumped."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+# ---- completing ------------------------------------------------------------------------------------------------------
+
+
+def _fill_in(settings: _Node) -> None:
+    """Gives overrides something to hold on to where the scenario leaves the default."""
+    settings.setdefault("arrivals", model.Poisson(rate_per_s=1.0).model_dump())
+    settings.setdefault("mix", [{}])
+
+
+def _with_apis(settings: _Node) -> _Node:
+    """A class of the mix that does not say its API has the target's."""
+    target, mix = settings.get("target"), settings["mix"]
+    api = target.get("api", "images") if isinstance(target, dict) else "images"
+    if not isinstance(mix, list):
+        return settings
+    return settings | {"mix": [{"api": api} | entry if isinstance(entry, dict) else entry for entry in mix]}
+
+
+def _make_paths_absolute(settings: _Node, folder: Path) -> None:
+    """So that a scenario means the same files wherever its text is kept."""
+    for holder, key in _path_settings(settings):
+        value = holder[key]
+        if isinstance(value, str):
+            holder[key] = str(folder / Path(value).expanduser())
+        elif isinstance(value, list):
+            holder[key] = [str(folder / Path(item).expanduser()) if isinstance(item, str) else item for item in value]
+
+
+def _path_settings(settings: _Node) -> Iterator[tuple[_Node, str]]:
+    arrivals, mix = settings.get("arrivals"), settings.get("mix")
+    holders: list[tuple[object, str]] = [(arrivals, "file")]
+    for entry in mix if isinstance(mix, list) else []:
+        if isinstance(entry, dict):
+            holders += [(entry, "prompts_file"), (entry, "body_file"), (entry.get("controlnets"), "images")]
+    for holder, key in holders:
+        if isinstance(holder, dict) and key in holder:
+            yield holder, key
+
+
+def _check_needs(settings: _Node) -> None:
+    needs = settings.get("needs")
+    for key in needs if isinstance(needs, list) else []:
+        node: object = settings
+        for part in str(key).split("."):
+            node = node.get(part) if isinstance(node, dict) else None
+        if node is None:
+            raise ScenarioError(f"{key} must be given: this scenario has no default for it")
+
+
+# ---- overriding ------------------------------------------------------------------------------------------------------
+
+
+def _override(settings: _Node, key: str, value: object) -> None:
+    if key == "arrivals.kind" and isinstance(settings["arrivals"], dict):
+        kept = _ARRIVALS[value].model_fields if isinstance(value, str) and value in _ARRIVALS else {}
+        settings["arrivals"] = {name: old for name, old in settings["arrivals"].items() if name in kept} | {
+            "kind": value
+        }
+        return
+    holders: list[object] = [settings]
+    *way, last = key.split(".")
+    for depth, part in enumerate(way, start=1):
+        holders = [child for holder in holders for child in _children(holder, part, ".".join(way[:depth]))]
+    for holder in holders:
+        if not isinstance(holder, dict):
+            raise ScenarioError(f"{key}: {'.'.join(way)} has no settings of its own")
+        holder[last] = value
+
+
+def _children(holder: object, part: str, path: str) -> list[object]:
+    """What ``part`` means in ``holder``: one entry of a mapping, or one or all of a list."""
+    if isinstance(holder, dict):
+        if holder.get(part) is None:
+            holder[part] = {}
+        return [holder[part]]
+    if not isinstance(holder, list):
+        raise ScenarioError(f"{path}: there is no such setting")
+    named = [entry for entry in holder if isinstance(entry, dict) and entry.get("name") == part]
+    found = holder if part == "*" else named or (holder[int(part) : int(part) + 1] if part.isdecimal() else [])
+    if not found:
+        raise ScenarioError(f"{path}: there is no such entry; use a position from 0, a name, or * for all")
+    return list(found)
+
+
+# ---- saying what is wrong --------------------------------------------------------------------------------------------
+
+
+def _sentence(error: ValidationError) -> str:
+    """The first problem, by the name of its field."""
+    first = error.errors(include_url=False, include_context=True)[0]
+    field = ".".join(_field_parts(first["loc"]))
+    given = repr(first["input"])
+    given = given if len(given) <= 60 else f"{given[:57]}..."
+    rules: dict[str, Callable[[], str]] = {
+        "missing": lambda: f"{field} must be given",
+        "extra_forbidden": lambda: f"{field}: there is no such setting{_suggestion(field)}",
+        "union_tag_invalid": lambda: f"{field}.{_tag(field)}: one of {first['ctx']['expected_tags']}, not {given}",
+        "union_tag_not_found": lambda: f"{field}.{_tag(field)} must be given",
+    }
+    message = first["msg"][0].lower() + first["msg"][1:]
+    return rules.get(first["type"], lambda: f"{field}: {message}, not {given}")()
+
+
+def _field_parts(location: tuple[int | str, ...]) -> list[str]:
+    """Without the names of pydantic's union members, which are no part of what a person writes."""
+    parts = [str(part) for part in location]
+    if len(parts) > 1 and parts[0] == "arrivals" and parts[1] in _ARRIVALS:
+        del parts[1]
+    if len(parts) > 2 and parts[0] == "mix" and parts[2] in _MIX:
+        del parts[2]
+    return [part for part in parts if "[" not in part]
+
+
+def _tag(field: str) -> str:
+    return "kind" if field == "arrivals" else "api"
+
+
+def _suggestion(field: str) -> str:
+    models = [*_ARRIVALS.values(), *_MIX.values(), Scenario, model.Target, model.Limits, model.Loras, model.ControlNets]
+    known = {name for kind in models for name in kind.model_fields}
+    near = difflib.get_close_matches(field.rpartition(".")[2], sorted(known), n=1)
+    return f" (did you mean {near[0]}?)" if near else ""

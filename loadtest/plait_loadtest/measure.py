@@ -1,0 +1,285 @@
+"""Records of a run -> what is reported. Pure: numpy in, frozen values out. `judging` says what counts.
+
+* ``errors`` counts outcomes by name. ``not_sent`` are errors; ``cancelled`` and ``interrupted`` are listed, but are no
+  errors and leave the denominators.
+* Goodput is good responses per second of the measured time; attainment is good / judged.
+* ``offered_per_s`` is what the schedule asked for; ``achieved_per_s`` counts successes that came in the measured time.
+
+Symbols: N = records of the run. Times are nanoseconds inside, milliseconds in results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from plait_loadtest import histogram
+from plait_loadtest.histogram import Histogram
+from plait_loadtest.judging import Ints, Judged, Mask, Window, judge_records, percentile_of, slo_of
+from plait_loadtest.scenario import Scenario, Slo
+from plait_loadtest.validity import Reason, judge
+from plait_loadtest.values import Outcome, Records, RunResult
+
+TOTAL = "total"
+SLICES = 32  # parts of the measured time whose histograms are kept: what `compare` resamples
+PERCENTS = (50.0, 90.0, 95.0, 99.0, 99.9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Percentiles:
+    """Milliseconds of ``n`` values; nan where there are none. ``max`` and ``mean`` are exact, others within 0.05 %."""
+
+    n: int
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+    p99_9: float
+    max: float
+    mean: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Slice:
+    """A part of the measured time, by scheduled time."""
+
+    histogram: Histogram
+    judged: int
+    good: int
+    failed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ClassSummary:
+    """One class of requests, or all of them (``name`` is `TOTAL`). The module docstring says what is counted.
+
+    ``requests`` were scheduled, ``judged`` of them count for attainment and ``error_rate``. ``slo_met``: None if there
+    is no SLO or too few requests to tell. ``service_ms`` counts from sending and hides queueing: for comparison only.
+    """
+
+    name: str
+    requests: int
+    judged: int
+    succeeded: int
+    good: int
+    offered_per_s: float
+    achieved_per_s: float
+    goodput_per_s: float
+    error_rate: float
+    errors: Mapping[str, int]
+    slo: Slo | None
+    slo_percentile: float | None
+    attainment: float | None
+    slo_met: bool | None
+    latency_ms: Percentiles
+    latency_ok_ms: Percentiles
+    first_byte_ms: Percentiles
+    first_part_ms: Percentiles
+    service_ms: Percentiles
+    server_ms: Percentiles
+    histogram: Histogram
+    slices: tuple[Slice, ...] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Summary:
+    """A whole run. ``start_s`` and ``seconds``: the measured time, from the start of the run."""
+
+    total: ClassSummary
+    classes: tuple[ClassSummary, ...]
+    send_lag_ms: Percentiles
+    echo_ms: Percentiles
+    lag_limit_ms: float
+    reasons: tuple[Reason, ...]
+    start_s: float
+    seconds: float
+    wall_s: float
+    cpu_s: float
+    interrupted: bool
+    images_per_s: float | None
+
+    @property
+    def valid(self) -> bool:
+        """False: the numbers say as much about the generator, or about chance, as about the server."""
+        return not self.reasons
+
+
+def summarise(result: RunResult, scenario: Scenario, *, images: Ints | None = None) -> Summary:
+    """Everything that is reported about a run. ``images`` (N,): pictures that each record asked for, if known."""
+    run = judge_records(result, scenario)
+    kinds = run.records["kind"]
+    classes = tuple(
+        _class(item.name, run, run.measured & (kinds == kind), slo_of(scenario, item.name), item.api)
+        for kind, item in enumerate(scenario.mix)
+    )
+    total = _total(run, scenario, classes)
+    echo = result.echo
+    lag = of_durations(_lags(run))
+    echo_ms = of_durations(echo.latency_ns[(echo.scheduled_ns >= run.window.start_ns) & (echo.latency_ns >= 0)])
+    limit_ms = lag_limit(scenario)
+    return Summary(
+        total=total,
+        classes=classes,
+        send_lag_ms=lag,
+        echo_ms=echo_ms,
+        lag_limit_ms=limit_ms,
+        reasons=judge(
+            lag_ms=lag.p99,
+            echo_ms=echo_ms.p99,
+            limit_ms=limit_ms,
+            errors=total.errors,
+            interrupted=result.interrupted,
+            judged=total.judged,
+            needed=_needed(classes),
+        ),
+        start_s=run.window.start_ns / 1e9,
+        seconds=run.window.seconds,
+        wall_s=result.wall_s,
+        cpu_s=result.cpu_s,
+        interrupted=result.interrupted,
+        images_per_s=None if images is None else _images_per_s(run, images),
+    )
+
+
+def lag_limit(scenario: Scenario) -> float:
+    """What the p99 of send lag and of the control request may be, in ms: max(5 ms, 5 % of the tightest SLO)."""
+    slos = [slo_of(scenario, item.name) for item in scenario.mix]
+    return max(5.0, 0.05 * min((slo.latency_ms for slo in slos if slo is not None), default=0.0))
+
+
+def least_requests(percentile: float) -> int:
+    """Below so many requests a percentile is only the largest of them: 1 / (1 - p), 100 for a p99."""
+    return round(1.0 / (1.0 - percentile / 100.0))
+
+
+def of_durations(values_ns: Ints) -> Percentiles:
+    """Percentiles of int64 nanoseconds, any number of them."""
+    return _percentiles(histogram.of_ns(values_ns), values_ns)
+
+
+def _percentiles(counted: Histogram, values_ns: Ints) -> Percentiles:
+    p50, p90, p95, p99, p99_9 = (value / 1e6 for value in counted.percentiles_ns(PERCENTS))
+    largest, mean = (values_ns.max(), values_ns.mean()) if values_ns.size else (np.nan, np.nan)
+    return Percentiles(
+        n=counted.n, p50=p50, p90=p90, p95=p95, p99=p99, p99_9=p99_9, max=float(largest) / 1e6, mean=float(mean) / 1e6
+    )
+
+
+def _class(name: str, run: Judged, own: Mask, slo: Slo | None, api: str) -> ClassSummary:
+    """``own`` (N,): the measured requests of the class."""
+    records, waited_ns = run.records, run.waited_ns
+    answered, ok = own & run.answered, own & run.ok
+    judged, good, failed = (int((own & which).sum()) for which in (run.judged, run.good, run.failed))
+    counted = histogram.of_ns(waited_ns[answered])
+    percentile = None if slo is None else percentile_of(slo, api)
+    attainment = None if slo is None or not judged else good / judged
+    seconds = run.window.seconds
+    return ClassSummary(
+        name=name,
+        requests=int(own.sum()),
+        judged=judged,
+        succeeded=int(ok.sum()),
+        good=good,
+        offered_per_s=int(own.sum()) / seconds,
+        achieved_per_s=int(_came(run, own).sum()) / seconds,
+        goodput_per_s=good / seconds,
+        error_rate=failed / judged if judged else 0.0,
+        errors=_errors(records["outcome"][own]),
+        slo=slo,
+        slo_percentile=percentile,
+        attainment=attainment,
+        slo_met=_met(attainment, percentile, judged),
+        latency_ms=_percentiles(counted, waited_ns[answered]),
+        latency_ok_ms=of_durations(waited_ns[ok]),
+        first_byte_ms=_since_scheduled(records[own], "first_byte_ns"),
+        first_part_ms=_since_scheduled(records[own], "first_part_ns"),
+        service_ms=_service_ms(records[answered]),
+        server_ms=_server_ms(records[own]),
+        histogram=counted,
+        slices=_slices(run, own),
+    )
+
+
+def _total(run: Judged, scenario: Scenario, classes: tuple[ClassSummary, ...]) -> ClassSummary:
+    """All requests together: met if every class that can be judged meets its own SLO."""
+    shared = {(each.slo, each.slo_percentile) for each in classes}
+    slo = classes[0].slo if len(shared) == 1 else None
+    total = _class(TOTAL, run, run.measured, slo, scenario.mix[0].api)
+    verdicts = [each.slo_met for each in classes if each.slo_met is not None]
+    if any(each.slo for each in classes):
+        attainment = total.good / total.judged if total.judged else None
+        return replace(total, attainment=attainment, slo_met=all(verdicts) if verdicts else total.slo_met)
+    return total
+
+
+def _came(run: Judged, own: Mask) -> Mask:
+    """Successes of the same classes that came within the measured time, also those of requests from the warm-up."""
+    records = run.records
+    kinds = np.unique(records["kind"][own])
+    return np.asarray(
+        (records["outcome"] == Outcome.OK) & run.window.holds(records["done_ns"]) & np.isin(records["kind"], kinds)
+    )
+
+
+def _images_per_s(run: Judged, images: Ints) -> float:
+    return float(images[_came(run, run.measured)].sum()) / run.window.seconds
+
+
+def _errors(outcome: npt.NDArray[np.uint8]) -> dict[str, int]:
+    counts = np.bincount(outcome, minlength=len(Outcome))
+    return {kind.name.lower(): int(counts[kind]) for kind in Outcome if kind is not Outcome.OK and counts[kind]}
+
+
+def _needed(classes: tuple[ClassSummary, ...]) -> int:
+    """So many requests the run needs before the verdict on any class means something."""
+    if any(each.slo_met is not None for each in classes):
+        return 1
+    return min((least_requests(each.slo_percentile) for each in classes if each.slo_percentile is not None), default=1)
+
+
+def _met(attainment: float | None, percentile: float | None, judged: int) -> bool | None:
+    if attainment is None or percentile is None or judged < least_requests(percentile):
+        return None
+    return attainment >= percentile / 100.0
+
+
+def _lags(run: Judged) -> Ints:
+    sent = run.records[run.measured & (run.records["sent_ns"] >= 0)]
+    return np.asarray(sent["sent_ns"] - sent["scheduled_ns"])
+
+
+def _since_scheduled(own: Records, instant: str) -> Percentiles:
+    came = own[own[instant] >= 0]
+    return of_durations(came[instant] - came["scheduled_ns"])
+
+
+def _service_ms(answered: Records) -> Percentiles:
+    sent = answered[answered["sent_ns"] >= 0]
+    return of_durations(sent["done_ns"] - sent["sent_ns"])
+
+
+def _server_ms(own: Records) -> Percentiles:
+    said = own["server_ms"][~np.isnan(own["server_ms"])].astype(np.float64)
+    return of_durations(np.rint(said * 1e6).astype(np.int64))
+
+
+def _slices(run: Judged, own: Mask) -> tuple[Slice, ...]:
+    which = slice_of(run.records["scheduled_ns"], run.window)
+    return tuple(
+        Slice(
+            histogram=histogram.of_ns(run.waited_ns[here & run.answered]),
+            judged=int((here & run.judged).sum()),
+            good=int((here & run.good).sum()),
+            failed=int((here & run.failed).sum()),
+        )
+        for here in (own & (which == i) for i in range(SLICES))
+    )
+
+
+def slice_of(scheduled_ns: Ints, window: Window) -> Ints:
+    """Which of the `SLICES` equal parts of the measured time each instant lies in, int64 (N,)."""
+    part = (scheduled_ns - window.start_ns) * SLICES // max(window.end_ns - window.start_ns, 1)
+    return np.clip(part, 0, SLICES - 1)

@@ -1,0 +1,89 @@
+"""Which requests a scenario sends: request i is a pure function of (scenario, i), in whatever process it is built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from plait_loadtest.distributions import Floats, cumulative
+from plait_loadtest.mix.chunks import CHUNK, Chunks
+from plait_loadtest.mix.images import ImageRequests
+from plait_loadtest.mix.infer import InferRequests
+from plait_loadtest.mix.raw import RawRequests
+from plait_loadtest.scenario import ImageClass, InferClass, MixClass, Scenario, Target
+from plait_loadtest.seeds import Numbered, Stream
+from plait_loadtest.values import Mix, Prepared
+
+__all__ = ["RequestMix", "build_mix"]
+
+
+class Requests(Protocol):
+    """The requests of one class."""
+
+    def build(self, index: int) -> Prepared:
+        """The request itself."""
+
+    def facts(self, index: int) -> Mapping[str, float]:
+        """Numbers of request ``index`` for a summary of the mix."""
+
+    def names(self, index: int) -> Mapping[str, tuple[str, ...]]:
+        """Names that request ``index`` uses, by kind."""
+
+
+def build_mix(scenario: Scenario) -> RequestMix:
+    """The mix of a scenario. Reads the files that it names; raises `ScenarioError` if one can not be read."""
+    return RequestMix(scenario)
+
+
+class RequestMix(Mix):
+    """The mix of values.py, drawn in chunks: one chunk of kinds for all classes, one of details for each class."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._names = tuple(spec.name for spec in scenario.mix)
+        self._sums = cumulative([spec.weight for spec in scenario.mix])
+        self._kinds = Chunks(Numbered(scenario.seed, Stream.MIX), 1, self._draw_kinds)
+        self._requests = [
+            _requests(spec, scenario.target, scenario.seed, position) for position, spec in enumerate(scenario.mix)
+        ]
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Names of the request classes."""
+        return self._names
+
+    def kind(self, index: int) -> int:
+        """The class of request ``index``, without building it."""
+        return self._kinds[index // CHUNK][index % CHUNK]
+
+    def kinds_of(self, count: int) -> npt.NDArray[np.uint16]:
+        """The classes of requests 0..count-1, uint16 (count,)."""
+        chunks = [np.array(self._kinds[chunk], dtype=np.uint16) for chunk in range(-(-count // CHUNK))]
+        return np.concatenate([*chunks, np.empty(0, dtype=np.uint16)])[:count]
+
+    def build(self, index: int) -> Prepared:
+        """The request itself."""
+        return self._requests[self.kind(index)].build(index)
+
+    def facts(self, index: int) -> Mapping[str, float]:
+        """Numbers of request ``index`` for a summary: steps, candidates, ..."""
+        return self._requests[self.kind(index)].facts(index)
+
+    def names(self, index: int) -> Mapping[str, tuple[str, ...]]:
+        """LoRAs and ControlNets of request ``index``."""
+        return self._requests[self.kind(index)].names(index)
+
+    def _draw_kinds(self, uniforms: Floats) -> list[int]:
+        return [int(kind) for kind in np.searchsorted(self._sums, uniforms[:, 0], side="right").tolist()]
+
+
+def _requests(spec: MixClass, target: Target, seed: int, position: int) -> Requests:
+    """Streams go by the class's position, so that classes draw independently of each other."""
+    details = Numbered(seed, Stream.MIX, position, 0)
+    if isinstance(spec, ImageClass):
+        return ImageRequests(spec, target, details)
+    if isinstance(spec, InferClass):
+        return InferRequests(spec, target, details, Numbered(seed, Stream.MIX, position, 1))
+    return RawRequests(spec, target)

@@ -1,0 +1,56 @@
+"""Draws of many requests at once: request i uses row i mod CHUNK of chunk i div CHUNK, in whatever process."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from plait_loadtest.distributions import Floats, cumulative
+from plait_loadtest.seeds import Numbered
+
+CHUNK = 4096
+"""Requests drawn together. Part of what a seed means: another value gives other requests."""
+
+_KEPT = 4  # chunks held: neighbours of the one that is being sent
+
+Drawn = TypeVar("Drawn")
+
+
+class Chunks(Generic[Drawn]):
+    """``draw(uniforms)`` of each chunk, made when first asked for; uniforms are float64 (CHUNK, columns) in [0, 1)."""
+
+    def __init__(self, numbered: Numbered, columns: int, draw: Callable[[Floats], Drawn]) -> None:
+        self._numbered = numbered
+        self._columns = columns
+        self._draw = draw
+        self._kept: OrderedDict[int, Drawn] = OrderedDict()
+
+    def __getitem__(self, chunk: int) -> Drawn:
+        drawn = self._kept.get(chunk)
+        if drawn is None:
+            drawn = self._draw(self._numbered.piece(chunk).random((CHUNK, self._columns)))
+            self._kept[chunk] = drawn
+            if len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+        return drawn
+
+
+class Choice:
+    """Weighted choice: values and the cumulative of their weights."""
+
+    def __init__(self, weights: dict[int, float]) -> None:
+        self._values = np.array(list(weights), dtype=np.int64)
+        self._sums = cumulative(list(weights.values()))
+
+    def pick(self, uniforms: Floats) -> list[int]:
+        """A value for each uniform."""
+        picked = self._values[np.searchsorted(self._sums, uniforms, side="right")]
+        return [int(value) for value in picked.tolist()]
+
+
+def pick_texts(texts: Sequence[str], uniforms: Floats) -> list[str]:
+    """One of ``texts``, all alike, for each uniform."""
+    return [texts[index] for index in (uniforms * len(texts)).astype(np.int64).tolist()]

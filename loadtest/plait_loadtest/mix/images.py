@@ -1,0 +1,190 @@
+"""Requests for pictures: the OpenAI Images API with plait's extensions (``loras``, ``controlnets``, ...)."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from plait_loadtest.distributions import Floats, cumulative, pick_distinct, zipf_weights
+from plait_loadtest.errors import ScenarioError
+from plait_loadtest.mix.chunks import CHUNK, Choice, Chunks, pick_texts
+from plait_loadtest.mix.pictures import control_picture
+from plait_loadtest.scenario import ControlNets, ImageClass, Loras, Target
+from plait_loadtest.seeds import Numbered
+from plait_loadtest.values import Prepared
+
+DEFAULT_PATH = "/v1/images/generations"
+MOST_CONTROLNETS = 3
+OWN_FIELDS = frozenset(
+    {"prompt", "model", "n", "size", "num_inference_steps", "seed", "guidance_scale", "scheduler", "loras"}
+    | {"controlnets", "priority", "deadline_ms", "stream"}
+)
+"""What the generator writes itself; ``extra`` may add other fields, ``partial_images`` among them."""
+
+_SEEDS = 1 << 31  # what every image server takes as a seed
+_DRAWN_EDGE_PX = 64  # of drawn control pictures where the request names no size; servers stretch them
+
+
+@dataclass(frozen=True, slots=True)
+class ImageDraw:
+    """What was drawn for one request."""
+
+    prompt: str
+    size: str | None
+    steps: int
+    images: int
+    seed: int
+    loras: tuple[str, ...]
+    controlnets: tuple[str, ...]
+
+
+class ImageRequests:
+    """Builds the requests of one class. Reads prompts and control images once; raises `ScenarioError` if it can not."""
+
+    def __init__(self, spec: ImageClass, target: Target, numbered: Numbered) -> None:
+        self._spec = spec
+        self._path = target.path or DEFAULT_PATH
+        self._headers = (("content-type", "application/json"),)
+        if spec.stream:
+            self._headers += (("accept", "text/event-stream"),)
+        self._fixed = _fixed_fields(spec, target)
+        self._prompts = _prompts(spec)
+        self._size = None if spec.size is None else Choice(dict(enumerate(spec.size.values())))
+        self._sizes = list(spec.size or {})
+        self._steps, self._images = Choice(spec.steps), Choice(spec.images)
+        self._loras, self._controlnets = _AddOns(spec.loras), _AddOns(spec.controlnets)
+        self._pictures = [_read_picture(path) for path in spec.controlnets.images]
+        columns = 5 + self._loras.columns + self._controlnets.columns
+        self._chunks = Chunks(numbered, columns, self._draw_chunk)
+
+    def draw(self, index: int) -> ImageDraw:
+        """What request ``index`` asks for."""
+        return self._chunks[index // CHUNK][index % CHUNK]
+
+    def _draw_chunk(self, uniforms: Floats) -> list[ImageDraw]:
+        prompts = pick_texts(self._prompts, uniforms[:, 0])
+        sizes: list[str | None] = [None] * len(prompts)
+        if self._size is not None:
+            sizes = [self._sizes[index] for index in self._size.pick(uniforms[:, 1])]
+        steps, images = self._steps.pick(uniforms[:, 2]), self._images.pick(uniforms[:, 3])
+        seeds = (uniforms[:, 4] * _SEEDS).astype(np.int64).tolist()
+        first = 5 + self._loras.columns
+        loras, controlnets = self._loras.pick(uniforms[:, 5:first]), self._controlnets.pick(uniforms[:, first:])
+        return [ImageDraw(*row) for row in zip(prompts, sizes, steps, images, seeds, loras, controlnets, strict=True)]
+
+    def build(self, index: int) -> Prepared:
+        """The request itself."""
+        draw, spec = self.draw(index), self._spec
+        body: dict[str, object] = {"prompt": draw.prompt, "n": draw.images, "num_inference_steps": draw.steps}
+        body["seed"] = draw.seed
+        if draw.size is not None:
+            body["size"] = draw.size
+        if draw.loras:
+            body["loras"] = [{"name": name, "scale": spec.loras.scale} for name in draw.loras]
+        if draw.controlnets:
+            body["controlnets"] = [
+                {"name": name, "image": self._control_image(index, slot, draw.size), "scale": spec.controlnets.scale}
+                for slot, name in enumerate(draw.controlnets)
+            ]
+        body |= self._fixed
+        text = json.dumps(body, separators=(",", ":"))
+        return Prepared(method="POST", path=self._path, headers=self._headers, body=text.encode())
+
+    def _control_image(self, index: int, slot: int, size: str | None) -> str:
+        if self._pictures:
+            return self._pictures[(index + slot) % len(self._pictures)]
+        width, height = pixels(size) or (_DRAWN_EDGE_PX, _DRAWN_EDGE_PX)
+        return base64.b64encode(control_picture(index * MOST_CONTROLNETS + slot, width, height)).decode()
+
+    def facts(self, index: int) -> Mapping[str, float]:
+        """Numbers of request ``index`` for a summary of the mix."""
+        draw = self.draw(index)
+        return {
+            "steps": draw.steps, "images": draw.images, "loras": len(draw.loras), "controlnets": len(draw.controlnets),
+        }  # fmt: skip
+
+    def names(self, index: int) -> Mapping[str, tuple[str, ...]]:
+        """Names that request ``index`` uses, by kind."""
+        draw = self.draw(index)
+        return {"loras": draw.loras, "controlnets": draw.controlnets}
+
+
+class _AddOns:
+    """How many LoRAs or ControlNets a request carries, and which: all different, in the order they were drawn.
+
+    Each is drawn by popularity from those that the request does not have yet.
+    """
+
+    def __init__(self, spec: Loras | ControlNets) -> None:
+        self._names, weights = popularity(spec)
+        self._sums: list[float] = cumulative(weights).tolist() if self._names else []
+        self._count = Choice(spec.count)
+        self.columns = 1 + most_drawn(spec.count)
+
+    def pick(self, uniforms: Floats) -> list[tuple[str, ...]]:
+        """Names for each row of ``uniforms`` (rows, columns)."""
+        if self.columns == 1:
+            return [()] * len(uniforms)
+        counts, rows = self._count.pick(uniforms[:, 0]), uniforms[:, 1:].tolist()
+        return [
+            tuple(self._names[i] for i in pick_distinct(self._sums, row[:count])) if count else ()
+            for count, row in zip(counts, rows, strict=True)
+        ]
+
+
+def most_drawn(count: Mapping[int, float]) -> int:
+    """The largest number that may be drawn."""
+    return max((number for number, weight in count.items() if weight > 0), default=0)
+
+
+def popularity(spec: Loras | ControlNets) -> tuple[list[str], list[float]]:
+    """Names and their weights: the empirical list, or Zipf's law over the order of names."""
+    if spec.popularity is not None:
+        return list(spec.popularity), list(spec.popularity.values())
+    return list(spec.names), zipf_weights(len(spec.names), spec.zipf).tolist()
+
+
+def pixels(size: str | None) -> tuple[int, int] | None:
+    """Width and height of ``"64x32"``; None where the model's own size is asked for."""
+    width, cross, height = (size or "auto").partition("x")
+    return (int(width), int(height)) if cross and width.isdecimal() and height.isdecimal() else None
+
+
+def _fixed_fields(spec: ImageClass, target: Target) -> dict[str, object]:
+    """Fields of the body that are alike in all requests of the class; absent where the scenario gives none."""
+    deadline = spec.deadline_ms
+    given = {
+        "model": target.model,
+        "guidance_scale": spec.guidance_scale,
+        "scheduler": spec.scheduler,
+        "priority": spec.priority,
+        "deadline_ms": int(deadline) if deadline is not None and deadline.is_integer() else deadline,
+        "stream": True if spec.stream else None,
+        "partial_images": 1 if spec.stream else None,  # one preview, so that a first part can be timed
+    }
+    return {name: value for name, value in given.items() if value is not None} | spec.extra
+
+
+def _prompts(spec: ImageClass) -> tuple[str, ...]:
+    if spec.prompts_file is None:
+        return spec.prompts
+    try:
+        lines = spec.prompts_file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScenarioError(f"prompts_file: {spec.prompts_file} can not be read as text: {error}") from error
+    prompts = tuple(line.strip() for line in lines if line.strip())
+    if not prompts:
+        raise ScenarioError(f"prompts_file: {spec.prompts_file} has no prompt")
+    return prompts
+
+
+def _read_picture(path: Path) -> str:
+    try:
+        return base64.b64encode(path.read_bytes()).decode()
+    except OSError as error:
+        raise ScenarioError(f"controlnets.images: {path} can not be read: {error.strerror}") from error

@@ -1,0 +1,106 @@
+"""Requests for recommendations: KServe's Open Inference Protocol v2, tensors as JSON or in its binary extension.
+
+Legend: C candidates of a request; T tables; I ids of a candidate over all tables. Tensors: dense FP32 (C, dense),
+ids INT64 (C, I), the ids of table 0 first. Ids are ranks: row 0 is the most popular.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from plait_loadtest.distributions import MLPERF_CANDIDATES, Floats, ZipfRanks
+from plait_loadtest.mix.chunks import CHUNK, Choice, Chunks
+from plait_loadtest.scenario import InferClass, Target
+from plait_loadtest.seeds import Numbered
+from plait_loadtest.values import Prepared
+
+Tensor: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.int64]
+
+_DENSE_LEVELS = 1024  # dense features are multiples of 1/1024: the same in float32 and in short JSON numbers
+
+
+class InferRequests:
+    """Builds the requests of one class. ``counts`` and ``values`` are independent streams."""
+
+    def __init__(self, spec: InferClass, target: Target, counts: Numbered, values: Numbered) -> None:
+        self._spec = spec
+        self._path = target.path or f"/v2/models/{target.model}/infer"
+        self._values = values
+        per_table = spec.ids_per_table or (1,) * len(spec.rows)
+        self._ids = ZipfRanks(np.repeat(np.array(spec.rows, dtype=np.int64), per_table), spec.zipf)
+        self._ids_each = sum(per_table)
+        self._choice = Choice(MLPERF_CANDIDATES if spec.candidates == "mlperf" else spec.candidates)
+        self._candidates = Chunks(counts, 1, self._draw_chunk)
+
+    def _draw_chunk(self, uniforms: Floats) -> list[int]:
+        return self._choice.pick(uniforms[:, 0])
+
+    def candidates(self, index: int) -> int:
+        """How many candidates request ``index`` scores."""
+        return self._candidates[index // CHUNK][index % CHUNK]
+
+    def tensors(self, index: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+        """The inputs of request ``index``: dense (C, dense) and ids (C, I)."""
+        rng, candidates = self._values.piece(index), self.candidates(index)
+        levels = rng.integers(0, _DENSE_LEVELS, (candidates, self._spec.dense), dtype=np.int32)
+        dense = (levels / _DENSE_LEVELS).astype(np.float32)
+        return dense, self._ids.draw(rng, candidates)
+
+    def build(self, index: int) -> Prepared:
+        """The request itself."""
+        dense, ids = self.tensors(index)
+        named: list[tuple[str, str, Tensor]] = [
+            (self._spec.dense_name, "FP32", dense), (self._spec.ids_name, "INT64", ids)
+        ]  # fmt: skip
+        inputs = [entry for entry in named if entry[2].size]
+        return self._binary(index, inputs) if self._spec.binary else self._plain(index, inputs)
+
+    def _plain(self, index: int, inputs: Sequence[tuple[str, str, Tensor]]) -> Prepared:
+        head: dict[str, object] = {"id": str(index)}
+        head["inputs"] = [_described(*entry) | {"data": entry[2].ravel().tolist()} for entry in inputs]
+        if self._spec.outputs:
+            head["outputs"] = [{"name": name} for name in self._spec.outputs]
+        return self._prepare(_json(head), (("content-type", "application/json"),))
+
+    def _binary(self, index: int, inputs: Sequence[tuple[str, str, Tensor]]) -> Prepared:
+        head: dict[str, object] = {"id": str(index)}
+        head["inputs"] = [
+            _described(*entry) | {"parameters": {"binary_data_size": entry[2].nbytes}} for entry in inputs
+        ]
+        if self._spec.outputs:
+            head["outputs"] = [{"name": name, "parameters": {"binary_data": True}} for name in self._spec.outputs]
+        else:
+            head["parameters"] = {"binary_data_output": True}
+        text = _json(head)
+        headers = (
+            ("content-type", "application/octet-stream"),
+            ("inference-header-content-length", str(len(text))),
+        )
+        # The protocol is little-endian.
+        tensors = [data.astype(data.dtype.newbyteorder("<"), copy=False).tobytes() for _, _, data in inputs]
+        return self._prepare(b"".join([text, *tensors]), headers)
+
+    def _prepare(self, body: bytes, headers: tuple[tuple[str, str], ...]) -> Prepared:
+        return Prepared(method="POST", path=self._path, headers=headers, body=body)
+
+    def facts(self, index: int) -> Mapping[str, float]:
+        """Numbers of request ``index`` for a summary of the mix."""
+        candidates = self.candidates(index)
+        return {"candidates": candidates, "ids": candidates * self._ids_each}
+
+    def names(self, index: int) -> Mapping[str, tuple[str, ...]]:  # noqa: ARG002 - the face of all classes
+        """Names that request ``index`` uses, by kind."""
+        return {}
+
+
+def _described(name: str, kind: str, data: Tensor) -> dict[str, object]:
+    return {"name": name, "shape": list(data.shape), "datatype": kind}
+
+
+def _json(head: dict[str, object]) -> bytes:
+    return json.dumps(head, separators=(",", ":")).encode()

@@ -1,0 +1,52 @@
+"""Any requests: method, path and body as they are written; ``{index}`` becomes the request's number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from plait_loadtest.errors import ScenarioError
+from plait_loadtest.scenario import RawClass, Target
+from plait_loadtest.values import Prepared
+
+_MARK = "{index}"
+
+
+class RawRequests:
+    """Builds the requests of one class; one without ``{index}`` is the same object each time."""
+
+    def __init__(self, spec: RawClass, target: Target) -> None:
+        self._method = spec.method
+        self._path = (spec.path or target.path or "/").split(_MARK)
+        self._body = _body(spec).split(_MARK.encode())
+        self._headers = (("content-type", spec.content_type),) if self._body != [b""] else ()
+        self._constant = self._prepare(0) if len(self._path) == len(self._body) == 1 else None
+
+    def build(self, index: int) -> Prepared:
+        """The request itself."""
+        return self._constant or self._prepare(index)
+
+    def _prepare(self, index: int) -> Prepared:
+        number = str(index)
+        return Prepared(
+            method=self._method,
+            path=number.join(self._path),
+            headers=self._headers,
+            body=number.encode().join(self._body),
+        )
+
+    def facts(self, index: int) -> Mapping[str, float]:
+        """Numbers of request ``index`` for a summary of the mix."""
+        return {"body_bytes": len(self.build(index).body)}
+
+    def names(self, index: int) -> Mapping[str, tuple[str, ...]]:  # noqa: ARG002 - the face of all classes
+        """Names that request ``index`` uses, by kind."""
+        return {}
+
+
+def _body(spec: RawClass) -> bytes:
+    if spec.body_file is None:
+        return spec.body.encode()
+    try:
+        return spec.body_file.read_bytes()
+    except OSError as error:
+        raise ScenarioError(f"body_file: {spec.body_file} can not be read: {error.strerror}") from error

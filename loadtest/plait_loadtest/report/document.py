@@ -1,0 +1,115 @@
+"""The ``--json`` document: everything about a run that a program may ask for. Numbers keep five significant digits.
+
+Milliseconds end in ``_ms``, rates in ``_per_s``; what was not measured is null. ``histograms`` are HDR histograms
+(HdrHistogram V2, base64) of the latency in nanoseconds, whole and in parts by time: `compare` needs nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Any
+
+from plait_loadtest import host
+from plait_loadtest.histogram import encoded
+from plait_loadtest.measure import ClassSummary, Percentiles, Summary
+from plait_loadtest.scenario import Scenario
+from plait_loadtest.thresholds import Verdict
+
+FORMAT = "plait-loadtest/1"
+_DIGITS = 5  # significant: one more than three, so that rounding stays far below the histogram's 0.05 %
+
+
+def document(
+    summary: Summary, scenario: Scenario, verdicts: Iterable[Verdict] = (), *, started_unix_s: float
+) -> dict[str, Any]:
+    """The whole document, ready for `json.dumps`."""
+    total = summary.total
+    return {
+        "format": FORMAT,
+        "tool": {"name": "plait loadtest", "version": host.tool_version(), "commit": host.commit()},
+        "started": host.utc(started_unix_s),
+        "host": host.facts(),
+        "scenario": scenario.model_dump(mode="json"),
+        "seed": scenario.seed,
+        "valid": summary.valid,
+        "reasons": [{"code": reason.code, "text": reason.text} for reason in summary.reasons],
+        "interrupted": summary.interrupted,
+        "measured_s": rounded(summary.seconds),
+        "wall_s": rounded(summary.wall_s),
+        "cpu_s": rounded(summary.cpu_s),
+        **_class(total),
+        "images_per_s": rounded(summary.images_per_s),
+        "send_lag_ms": percentiles(summary.send_lag_ms) | {"limit": rounded(summary.lag_limit_ms)},
+        "echo_ms": percentiles(summary.echo_ms) | {"limit": rounded(summary.lag_limit_ms)},
+        "thresholds": [_verdict(verdict) for verdict in verdicts],
+        "classes": {each.name: _class(each) for each in summary.classes},
+        "histograms": {
+            "unit": "ns",
+            "total": _histograms(total),
+            "classes": {each.name: _histograms(each) for each in summary.classes},
+        },
+    }
+
+
+def percentiles(values: Percentiles) -> dict[str, Any]:
+    """``n p50 p90 p95 p99 p99.9 max mean``."""
+    return {item.name.replace("_", "."): rounded(getattr(values, item.name)) for item in fields(values)}
+
+
+def rounded(value: float | None) -> float | int | None:
+    """To five significant digits; integers stay, nan and None are null."""
+    if value is None or isinstance(value, int):
+        return value
+    return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None
+
+
+def _class(each: ClassSummary) -> dict[str, Any]:
+    return {
+        "requests": each.requests,
+        "judged": each.judged,
+        "succeeded": each.succeeded,
+        "good": each.good,
+        "offered_per_s": rounded(each.offered_per_s),
+        "achieved_per_s": rounded(each.achieved_per_s),
+        "goodput_per_s": rounded(each.goodput_per_s),
+        "error_rate": rounded(each.error_rate),
+        "errors": dict(each.errors),
+        "slo": _slo(each),
+        "latency_ms": percentiles(each.latency_ms),
+        "latency_ok_ms": percentiles(each.latency_ok_ms),
+        "first_byte_ms": percentiles(each.first_byte_ms),
+        "first_part_ms": percentiles(each.first_part_ms),
+        "service_ms": percentiles(each.service_ms),
+        "server_ms": percentiles(each.server_ms),
+    }
+
+
+def _slo(each: ClassSummary) -> dict[str, Any]:
+    return {
+        "latency_ms": None if each.slo is None else each.slo.latency_ms,
+        "percentile": each.slo_percentile,
+        "attainment": rounded(each.attainment),
+        "met": each.slo_met,
+    }
+
+
+def _verdict(verdict: Verdict) -> Mapping[str, Any]:
+    return {
+        "threshold": verdict.threshold.text,
+        "value": rounded(verdict.value),
+        "held": verdict.held,
+        "why": verdict.why,
+    }
+
+
+def _histograms(each: ClassSummary) -> dict[str, Any]:
+    parts = each.slices
+    return {
+        "latency": encoded(each.histogram),
+        "parts": [encoded(part.histogram) if part.histogram.n else "" for part in parts],
+        "judged": [part.judged for part in parts],
+        "good": [part.good for part in parts],
+        "failed": [part.failed for part in parts],
+    }

@@ -1,0 +1,53 @@
+"""``--raw``: one row a request, as CSV, JSON lines or NPZ by the file's suffix. Warm-up included, in a column.
+
+Columns are those of `values.RECORD` with class and outcome as names; times stay integer nanoseconds since the start of
+the run, -1 where an instant never came, so that nothing is lost: latency is ``done_ns - scheduled_ns``.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from plait_loadtest.errors import ScenarioError
+from plait_loadtest.values import RECORD, Outcome, Records
+
+SUFFIXES = (".csv", ".jsonl", ".npz")
+COLUMNS = tuple({"kind": "class"}.get(name, name) for name in RECORD.names or ())
+
+
+def check_path(path: Path) -> None:
+    """Raises `ScenarioError` if the suffix says no known format: before the load, not after it."""
+    if path.suffix not in SUFFIXES:
+        raise ScenarioError(f"--raw {path}: the name must end in {', '.join(SUFFIXES)}")
+
+
+def write(path: Path, records: Records, *, classes: Sequence[str]) -> None:
+    """Writes the rows; see the module docstring."""
+    check_path(path)
+    if path.suffix == ".npz":
+        with path.open("wb") as file:
+            np.savez_compressed(file, records=records, classes=np.array(classes))
+        return
+    with path.open("w", encoding="utf-8", newline="") as file:
+        if path.suffix == ".csv":
+            writer = csv.writer(file)
+            writer.writerow(COLUMNS)
+            writer.writerows(row.values() for row in _rows(records, classes))
+        else:
+            file.writelines(json.dumps(row) + "\n" for row in _rows(records, classes))
+
+
+def _rows(records: Records, classes: Sequence[str]) -> Iterator[dict[str, Any]]:
+    names = {outcome.value: outcome.name.lower() for outcome in Outcome}
+    for values in records.tolist():
+        row = dict(zip(COLUMNS, values, strict=True))
+        row["class"], row["outcome"] = classes[row["class"]], names[row["outcome"]]
+        row["server_ms"] = None if math.isnan(row["server_ms"]) else round(row["server_ms"], 3)
+        yield row

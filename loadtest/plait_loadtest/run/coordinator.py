@@ -1,0 +1,236 @@
+"""The entrance: `run` starts the workers and the echo, gives them one start, gathers what they tell and leave."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from multiprocessing.connection import Connection as Pipe
+from multiprocessing.connection import wait
+
+import numpy as np
+
+from plait_loadtest.errors import LoadtestError
+from plait_loadtest.run import worker
+from plait_loadtest.run.echo import EchoClock
+from plait_loadtest.run.processes import ctrl_c, start_deaf
+from plait_loadtest.run.share import Left, Share, Told, shares
+from plait_loadtest.scenario import Scenario
+from plait_loadtest.values import RECORD, Outcome, Plan, Records, RunResult
+
+# From "all are ready" to the common start: the word must have reached every worker.
+_HEAD_START_NS = 200_000_000
+_LOOK_S = 0.25
+_JOIN_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a run is; told a few times a second.
+
+    ``planned``: requests of the plan, None in a closed loop. ``handed`` were due by now; ``waiting`` of them have no
+    connection yet. ``recent_p50_ms``, ``recent_p95_ms``: latencies of requests that ended since the last; None: none
+    did. ``elapsed_s`` is negative while requests are being prepared.
+    """
+
+    elapsed_s: float
+    planned: int | None
+    handed: int
+    done: int
+    ok: int
+    errors: int
+    in_flight: int
+    waiting: int
+    recent_p50_ms: float | None
+    recent_p95_ms: float | None
+
+
+OnProgress = Callable[[Progress], None]
+
+
+def run(plan: Plan, scenario: Scenario, *, on_progress: OnProgress | None = None) -> RunResult:
+    """Runs the plan and returns its records, in order of index; all of the plan's requests are among them.
+
+    Always in processes of its own, also if it is only one: whoever draws progress must not delay what is sent. So
+    ``plan.mix`` must be picklable, and scripts need ``if __name__ == "__main__"``. Ctrl-C ends the run early and
+    returns what there is. A worker that dies leaves its requests `INTERRUPTED`, and a word in ``problems``. Raises
+    `LoadtestError` if a request can not be built, or if no worker lives.
+    """
+    with ExitStack() as stack:
+        echo = stack.enter_context(EchoClock())
+        crew = _Crew(shares(plan, scenario))
+        stack.callback(crew.close)
+        with ctrl_c(crew.stop):
+            crew.wait_ready()
+            echo.wait_ready()
+            start_ns, started_unix_s = time.perf_counter_ns() + _HEAD_START_NS, time.time() + _HEAD_START_NS / 1e9
+            crew.tell(start_ns)
+            echo.start(start_ns)
+            planned = None if plan.concurrency else len(plan.scheduled_ns)
+            while not crew.wait(_LOOK_S):
+                if on_progress is not None:
+                    on_progress(crew.progress(planned, start_ns))
+            wall_s = max(0.0, (time.perf_counter_ns() - start_ns) / 1e9)
+            if on_progress is not None:
+                on_progress(crew.progress(planned, start_ns))
+            seen = echo.stop()
+        records = crew.records(plan, scenario)
+        return RunResult(
+            records=records,
+            echo=seen,
+            started_unix_s=started_unix_s,
+            wall_s=wall_s,
+            cpu_s=sum(left.cpu_s for left in crew.left),
+            interrupted=crew.is_stopped,
+            reconnects=sum(left.reconnects for left in crew.left),
+            problems=tuple(crew.problems),
+        )
+
+
+class _Crew:
+    """The worker processes and what is known of them."""
+
+    def __init__(self, given: Sequence[Share]) -> None:
+        self.is_stopped = False
+        self.problems: list[str] = []
+        self._members = [_Member(share) for share in given]
+
+    @property
+    def left(self) -> list[Left]:
+        """What those left that are done."""
+        return [member.left for member in self._members if member.left is not None]
+
+    def wait_ready(self) -> None:
+        """Until every worker has its requests ready (or is gone)."""
+        while any(member.is_preparing for member in self._members):
+            self.wait(_LOOK_S)
+
+    def tell(self, word: int | str) -> None:
+        """To all that live."""
+        for member in self._members:
+            member.tell(word)
+
+    def stop(self) -> None:
+        """Ctrl-C."""
+        self.is_stopped = True
+        self.tell(worker.STOP)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Hears what workers say for at most so long; true if nobody will say more. Raises `LoadtestError`."""
+        pipes = {member.pipe: member for member in self._members if member.is_alive}
+        for pipe in wait(list(pipes), timeout_s) if pipes else ():
+            assert isinstance(pipe, Pipe)
+            problem = pipes[pipe].hear()
+            if problem:
+                self.problems.append(problem)
+        return not any(member.is_alive for member in self._members)
+
+    def progress(self, planned: int | None, start_ns: int) -> Progress:
+        """The sum of what the workers told last."""
+        told = [member.told for member in self._members if member.told is not None]
+        recent_ms = np.array([ns for one in told for ns in one.recent_ns]) / 1e6
+        p50_ms, p95_ms = np.percentile(recent_ms, (50, 95)).tolist() if len(recent_ms) else (None, None)
+        return Progress(
+            elapsed_s=(time.perf_counter_ns() - start_ns) / 1e9,
+            planned=planned,
+            handed=sum(one.handed for one in told),
+            done=sum(one.done for one in told),
+            ok=sum(one.ok for one in told),
+            errors=sum(one.errors for one in told),
+            in_flight=sum(one.in_flight for one in told),
+            waiting=sum(one.waiting for one in told),
+            recent_p50_ms=p50_ms,
+            recent_p95_ms=p95_ms,
+        )
+
+    def records(self, plan: Plan, scenario: Scenario) -> Records:
+        """All records in order of index. Raises `LoadtestError` if no worker left any."""
+        if not self.left:
+            raise LoadtestError("; ".join(self.problems) or "no worker process left any results")
+        parts = [
+            _lost(member.share, plan) if member.left is None else np.frombuffer(member.left.records, dtype=RECORD)
+            for member in self._members
+        ]
+        records = np.concatenate(parts)
+        records = records[np.argsort(records["index"], kind="stable")]
+        if plan.concurrency:
+            # Without a schedule nobody knows which requests come before the measured part.
+            records["warm_up"] = records["scheduled_ns"] < scenario.warm_up_s * 1e9
+        return records
+
+    def close(self) -> None:
+        """Ends all processes. Idempotent."""
+        for member in self._members:
+            member.close()
+
+
+class _Member:
+    """One worker process."""
+
+    def __init__(self, share: Share) -> None:
+        self.share = share
+        self.told: Told | None = None
+        self.left: Left | None = None
+        self.is_preparing = True
+        self.is_alive = True
+        context = multiprocessing.get_context("spawn")
+        self.pipe: Pipe
+        self.pipe, theirs = context.Pipe()
+        self._process = context.Process(
+            target=worker.main, args=(share, theirs), name=f"loadtest-worker-{share.rank}", daemon=True
+        )
+        start_deaf(self._process)
+        theirs.close()
+
+    def tell(self, word: int | str) -> None:
+        if not self.is_alive:
+            return
+        try:
+            self.pipe.send(word)
+        except OSError:
+            return  # `hear` finds out
+
+    def hear(self) -> str:
+        """One message; what is wrong, or nothing. Raises `LoadtestError` that the worker met."""
+        try:
+            message = self.pipe.recv()
+        except (EOFError, OSError):
+            return self._died()
+        if isinstance(message, LoadtestError):
+            raise message
+        if isinstance(message, Told):
+            self.told = message
+        elif isinstance(message, Left):
+            self.left = message
+            self.is_alive = self.is_preparing = False
+        else:
+            self.is_preparing = False
+        return ""
+
+    def close(self) -> None:
+        self.pipe.close()
+        self._process.join(_JOIN_S if self.left is not None else 0)
+        if self._process.is_alive():
+            self._process.terminate()
+            self._process.join(_JOIN_S)
+
+    def _died(self) -> str:
+        self.is_alive = self.is_preparing = False
+        self._process.join(_JOIN_S)
+        return f"worker process {self.share.rank} of {self.share.processes} died (exit code {self._process.exitcode})"
+
+
+def _lost(share: Share, plan: Plan) -> Records:
+    """What is known of a dead worker's requests: that they were planned."""
+    records = np.zeros(len(share.scheduled_ns), dtype=RECORD)
+    records["index"] = share.rank + share.processes * np.arange(len(records))
+    records["kind"] = [plan.mix.kind(int(index)) for index in records["index"]]
+    records["outcome"] = Outcome.INTERRUPTED
+    records["warm_up"] = records["index"] < share.warm_up
+    records["scheduled_ns"] = share.scheduled_ns
+    records["server_ms"] = np.nan
+    for name in ("sent_ns", "first_byte_ns", "first_part_ns", "done_ns"):
+        records[name] = -1
+    return records

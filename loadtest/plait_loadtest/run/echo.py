@@ -1,0 +1,75 @@
+"""The control request: an echo of our own, asked at a steady rate beside the load.
+
+It shares the machine with the generator and nothing else, neither process nor interpreter lock; what it takes longer
+than usual, this host adds to every latency of the run.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from multiprocessing.connection import Connection as Pipe
+from types import TracebackType
+
+import numpy as np
+
+from plait_loadtest.run import echo_process
+from plait_loadtest.run.processes import start_deaf
+from plait_loadtest.values import Echo
+
+RATE_PER_S = 20.0
+"""Enough for a p95 within ten seconds, and 0.1 % of a core."""
+
+_ANSWER_S = 5.0
+
+
+class EchoClock:
+    """The echo process; a context manager. It is a witness, not a part: if it dies, the run goes on without it."""
+
+    def __init__(self, *, rate_per_s: float = RATE_PER_S) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe: Pipe
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(
+            target=echo_process.main, args=(theirs, int(1e9 / rate_per_s)), name="loadtest-echo", daemon=True
+        )
+        start_deaf(self._process)
+        theirs.close()
+
+    def __enter__(self) -> EchoClock:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pipe.close()
+        self._process.terminate()
+        self._process.join(_ANSWER_S)
+
+    def wait_ready(self) -> None:
+        """Until it can be started, or for a few seconds."""
+        self._ask()
+
+    def start(self, start_ns: int) -> None:
+        """Asks from ``start_ns`` on."""
+        self._tell(start_ns)
+
+    def stop(self) -> Echo:
+        """What it saw; nothing if it died."""
+        self._tell("stop")
+        seen = self._ask()
+        scheduled_ns, latency_ns = seen if isinstance(seen, tuple) else ([], [])
+        return Echo(
+            scheduled_ns=np.array(scheduled_ns, dtype=np.int64), latency_ns=np.array(latency_ns, dtype=np.int64)
+        )
+
+    def _tell(self, word: int | str) -> None:
+        try:
+            self._pipe.send(word)
+        except OSError:
+            return
+
+    def _ask(self) -> object:
+        try:
+            return self._pipe.recv() if self._pipe.poll(_ANSWER_S) else None
+        except (EOFError, OSError):
+            return None

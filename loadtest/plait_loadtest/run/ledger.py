@@ -1,0 +1,103 @@
+"""What a worker records, in plain arrays while it runs: storing into a numpy record costs five times as much."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from plait_loadtest.values import NO_ERROR, RECORD, Outcome, Records
+from plait_loadtest.wire.check import Judge
+from plait_loadtest.wire.http1 import Connection
+
+_RECENT = 512
+_LARGEST = 2**32 - 1  # of the byte counts
+_FIRST_OPEN = 1024
+
+
+class Ledger:
+    """One line per slot; a slot is a request's number within its process. Times are absolute, -1: never.
+
+    An open slot reads as interrupted until `close` tells its end.
+    """
+
+    def __init__(self, judge: Judge, scheduled_ns: Sequence[int]) -> None:
+        self.scheduled_ns = array("q", scheduled_ns)
+        self.done = 0
+        self.counts = [0] * len(Outcome)
+        self.recent: deque[int] = deque(maxlen=_RECENT)
+        self._judge = judge
+        self._size = 0
+        self._outcome = array("B")
+        self._status = array("H")
+        self._sent_ns, self._first_byte_ns, self._first_part_ns, self._done_ns = (array("q") for _ in range(4))
+        self._sent_bytes, self._received_bytes = array("I"), array("I")
+        self._server_ms = array("f")
+        self._grow(len(self.scheduled_ns))
+
+    def open(self, scheduled_ns: int) -> int:
+        """A new slot at the end, for callers that have no schedule."""
+        slot = len(self.scheduled_ns)
+        self.scheduled_ns.append(scheduled_ns)
+        if slot >= self._size:
+            self._grow(max(_FIRST_OPEN, self._size))
+        return slot
+
+    def close(self, slot: int, outcome: Outcome, now_ns: int, connection: Connection | None) -> None:
+        """The end of a request; ``connection`` None: it never had one."""
+        if connection is not None:
+            self._sent_ns[slot] = connection.sent_ns
+            self._first_byte_ns[slot] = connection.first_byte_ns
+            self._status[slot] = connection.head.status
+            self._sent_bytes[slot] = len(connection.request)
+            self._received_bytes[slot] = min(connection.received_bytes, _LARGEST)
+            if outcome is Outcome.OK:
+                outcome = self._look_closer(slot, connection)
+        self._outcome[slot] = outcome
+        self._done_ns[slot] = now_ns
+        self.counts[outcome] += 1
+        self.done += 1
+        self.recent.append(now_ns - self.scheduled_ns[slot])
+
+    @property
+    def errors(self) -> int:
+        """Requests that ended badly."""
+        return self.done - sum(self.counts[outcome] for outcome in NO_ERROR)
+
+    def records(self, *, rank: int, processes: int, start_ns: int, kinds: Sequence[int], warm_up: int) -> Records:
+        """All slots, times counted from ``start_ns``; a slot's index is ``rank + slot * processes``."""
+        count = len(self.scheduled_ns)
+        records = np.zeros(count, dtype=RECORD)
+        records["index"] = rank + processes * np.arange(count)
+        records["kind"] = kinds
+        records["warm_up"] = records["index"] < warm_up
+        records["scheduled_ns"] = np.frombuffer(self.scheduled_ns, np.int64) - start_ns
+        for name in ("outcome", "status", "sent_bytes", "received_bytes", "server_ms"):
+            records[name] = getattr(self, f"_{name}")[:count]
+        for name in ("sent_ns", "first_byte_ns", "first_part_ns", "done_ns"):
+            times = np.frombuffer(getattr(self, f"_{name}"), np.int64)[:count]
+            records[name] = np.where(times < 0, -1, times - start_ns)
+        return records
+
+    def _look_closer(self, slot: int, connection: Connection) -> Outcome:
+        self._first_part_ns[slot] = connection.first_part_ns
+        judge = self._judge
+        if not judge.keeps_body:
+            self._server_ms[slot] = connection.head.server_ms
+            return Outcome.OK
+        body = connection.body
+        self._server_ms[slot] = judge.server_ms(connection.head, body)
+        return judge.outcome(body)
+
+    def _grow(self, by: int) -> None:
+        self._size += by
+        self._outcome.extend([Outcome.INTERRUPTED] * by)
+        self._status.extend([0] * by)
+        for times in (self._sent_ns, self._first_byte_ns, self._first_part_ns, self._done_ns):
+            times.extend([-1] * by)
+        self._sent_bytes.extend([0] * by)
+        self._received_bytes.extend([0] * by)
+        self._server_ms.extend([math.nan] * by)

@@ -1,0 +1,140 @@
+"""When the next request is sent: by schedule (open loop), or by whoever got a reply (closed loop)."""
+
+from __future__ import annotations
+
+import asyncio
+from time import perf_counter_ns
+
+from plait_loadtest.run.clock import Alarm
+from plait_loadtest.run.ledger import Ledger
+from plait_loadtest.run.requests import Requests
+from plait_loadtest.values import Outcome
+from plait_loadtest.wire.http1 import Connection
+from plait_loadtest.wire.pool import Job, Pool
+
+# Between two looks at the schedule: at high rates this saves a wake-up per request and delays one by no more than it.
+_QUANTUM_NS = 200_000
+# So many sends in one go, then replies are read: a generator that fell behind must not stop listening.
+_BURST = 64
+# Requests are built in idle moments of at least this length.
+_IDLE_NS = 2_000_000
+# A caller of the closed loop that could not connect asks again after this, as a person would; else it would spin.
+_PAUSE_S = 0.1
+
+
+class OpenLoop:
+    """Sends every request of the schedule at its time, whatever became of the others.
+
+    ``finished`` is set when all have ended. `ended` is the pool's ``on_end``.
+    """
+
+    def __init__(self, ledger: Ledger, requests: Requests, cancels: bytes) -> None:
+        """``cancels``: one byte for each slot, not 0 for requests that are given up on purpose."""
+        self.finished = asyncio.Event()
+        self.handed = 0  # requests that were due and went to the pool
+        self._ledger = ledger
+        self._requests = requests
+        self._cancels = cancels
+        self._due_ns = ledger.scheduled_ns
+        self._pool: Pool | None = None
+        self._loop = asyncio.get_running_loop()
+        self._alarm = Alarm(self._loop, self._send_due)
+        self._is_building = False
+
+    def start(self, pool: Pool) -> None:
+        """From now on it sends what is due."""
+        self._pool = pool
+        if self._due_ns:
+            self._alarm.set(self._due_ns[0])
+        else:
+            self.finished.set()
+
+    def stop(self) -> None:
+        """Sends nothing more. Idempotent."""
+        self._alarm.close()
+
+    def ended(self, slot: int, outcome: Outcome, now_ns: int, connection: Connection | None) -> None:
+        """Records an end."""
+        self._ledger.close(slot, outcome, now_ns, connection)
+        if self._ledger.done == len(self._due_ns):
+            self.finished.set()
+
+    def _send_due(self) -> None:
+        assert self._pool is not None
+        due_ns, slot, now_ns = self._due_ns, self.handed, perf_counter_ns()
+        stop = min(len(due_ns), slot + _BURST)
+        while slot < stop and due_ns[slot] <= now_ns:
+            self._pool.submit(Job(slot, self._requests.next(), self._cancels[slot] != 0))
+            slot += 1
+        self.handed = slot
+        if slot == len(due_ns):
+            self._alarm.stop()
+            return
+        self._alarm.set(max(due_ns[slot], now_ns + _QUANTUM_NS))
+        if not self._is_building and self._requests.wants_more():
+            self._is_building = True
+            self._loop.call_soon(self._build_ahead)
+
+    def _build_ahead(self) -> None:
+        """One request at a time, and only while the next is not due soon; replies are read in between."""
+        self._is_building = False
+        if self.handed == len(self._due_ns) or not self._requests.wants_more():
+            return
+        if self._due_ns[self.handed] - perf_counter_ns() > _IDLE_NS:
+            self._requests.build()
+            self._is_building = True
+            self._loop.call_soon(self._build_ahead)
+
+
+class ClosedLoop:
+    """``callers`` that ask, wait for the reply and ask again, from ``from_ns`` until ``until_ns`` or ``count`` times."""
+
+    def __init__(
+        self, ledger: Ledger, requests: Requests, *, callers: int, from_ns: int, until_ns: int, count: int | None
+    ) -> None:
+        self.finished = asyncio.Event()
+        self.handed = 0
+        self._ledger = ledger
+        self._requests = requests
+        self._callers = callers
+        self._from_ns = from_ns
+        self._until_ns = until_ns
+        self._count = count
+        self._pool: Pool | None = None
+        self._loop = asyncio.get_running_loop()
+        self._alarm = Alarm(self._loop, self._start_all)
+        self._is_stopped = False
+
+    def start(self, pool: Pool) -> None:
+        """All callers ask when it is time."""
+        self._pool = pool
+        self._alarm.set(self._from_ns)
+
+    def stop(self) -> None:
+        """Asks nothing more. Idempotent."""
+        self._is_stopped = True
+        self._alarm.close()
+
+    def ended(self, slot: int, outcome: Outcome, now_ns: int, connection: Connection | None) -> None:
+        """Records an end and asks again."""
+        self._ledger.close(slot, outcome, now_ns, connection)
+        if connection is None:
+            self._loop.call_later(_PAUSE_S, self._ask)
+        else:
+            self._loop.call_soon(self._ask)
+
+    def _start_all(self) -> None:
+        self._alarm.stop()
+        for _ in range(self._callers):
+            self._ask()
+
+    def _ask(self) -> None:
+        now_ns = perf_counter_ns()
+        if self._is_stopped or now_ns >= self._until_ns or self.handed == self._count:
+            self._callers -= 1
+            if self._callers == 0:
+                self.finished.set()
+            return
+        assert self._pool is not None
+        self.handed += 1
+        self._pool.submit(Job(self._ledger.open(now_ns), self._requests.next()))

@@ -1,0 +1,163 @@
+"""One process of the generator: it prepares, waits for the common start, sends, records, and tells what it left.
+
+The garbage collector is off while load runs: a full collection of a process that holds a million requests stops it for
+tens of milliseconds, which would read as server latency. Nothing on the way of a request makes cycles.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import resource
+import signal
+import time
+from itertools import count
+from multiprocessing.connection import Connection as Pipe
+
+import uvloop
+
+from plait_loadtest.errors import LoadtestError
+from plait_loadtest.run.ledger import Ledger
+from plait_loadtest.run.pace import ClosedLoop, OpenLoop
+from plait_loadtest.run.requests import BUDGET_BYTES, Requests
+from plait_loadtest.run.share import Left, Share, Told
+from plait_loadtest.values import Outcome
+from plait_loadtest.wire.check import judge_of
+from plait_loadtest.wire.dial import Dialler, Writer, place_of
+from plait_loadtest.wire.pool import Pool, Rules
+
+READY, STOP = "ready", "stop"
+"""Words on the pipe: "ready" from the worker; then an int (the start, perf_counter_ns) and maybe "stop" to it."""
+
+_TELL_S = 0.25
+
+
+def main(share: Share, pipe: Pipe) -> None:
+    """Entry point of a worker process. It ends when its results are on the pipe, or when the pipe breaks."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the coordinator says what to do
+    try:
+        Worker(share, pipe).run()
+    except LoadtestError as error:
+        pipe.send(error)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return  # the coordinator is gone, and with it whoever wanted the results
+
+
+class Worker:
+    """See the module docstring."""
+
+    def __init__(self, share: Share, pipe: Pipe) -> None:
+        self._share = share
+        self._pipe = pipe
+        self._place = place_of(share.scenario.target.url)
+        self._judge = judge_of(share.scenario)
+        indices = iter(range(share.rank, share.rank + len(share.scheduled_ns) * share.processes, share.processes))
+        self._requests = Requests(
+            share.mix,
+            Writer(self._place, share.scenario.target.headers),
+            indices if share.callers == 0 else count(share.rank, share.processes),
+            budget_bytes=BUDGET_BYTES // share.processes,
+        )
+
+    def run(self) -> None:
+        """Does it all. Raises `LoadtestError` if a request can not be built, OSError if the pipe breaks."""
+        _raise_file_limit()
+        cpu_s = time.process_time()
+        if self._share.callers == 0:
+            self._requests.fill(self._pipe.poll)
+        self._pipe.send(READY)
+        said = self._pipe.recv()
+        start_ns = said if isinstance(said, int) else time.perf_counter_ns()
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        try:
+            ledger, reconnects = uvloop.run(self._load(start_ns, is_stopped=said == STOP))
+        finally:
+            gc.enable()
+            gc.unfreeze()
+        self._pipe.send(self._left(ledger, start_ns, time.process_time() - cpu_s, reconnects))
+
+    async def _load(self, start_ns: int, *, is_stopped: bool) -> tuple[Ledger, int]:
+        share = self._share
+        loop = asyncio.get_running_loop()
+        ledger = Ledger(self._judge, (share.scheduled_ns + start_ns).tolist())
+        pace: OpenLoop | ClosedLoop
+        if share.callers:
+            until_ns = start_ns + int(share.duration_s * 1e9)
+            pace = ClosedLoop(
+                ledger, self._requests, callers=share.callers, from_ns=start_ns, until_ns=until_ns, count=share.count
+            )
+        else:
+            pace = OpenLoop(ledger, self._requests, share.cancelled.tobytes())
+        pool = Pool(Dialler(self._place, share.scenario.target).dial, self._rules(), pace.ended)
+        stopped = asyncio.Event()
+        loop.add_reader(self._pipe.fileno(), stopped.set)  # all that can come now is "stop", or the end of the pipe
+        if not is_stopped:
+            pace.start(pool)
+            await self._until_over(pace, pool, ledger, stopped, self._end_ns(start_ns))
+        loop.remove_reader(self._pipe.fileno())
+        pace.stop()
+        pool.close()
+        return ledger, pool.reconnects
+
+    async def _until_over(
+        self, pace: OpenLoop | ClosedLoop, pool: Pool, ledger: Ledger, stopped: asyncio.Event, end_ns: int
+    ) -> None:
+        """Until all ended, the drain time is over, or somebody said stop; tells how far it is in between."""
+        finished = asyncio.ensure_future(pace.finished.wait())
+        asked = asyncio.ensure_future(stopped.wait())
+        left_s = 1.0
+        while left_s > 0 and not finished.done() and not asked.done():
+            left_s = (end_ns - time.perf_counter_ns()) / 1e9
+            await asyncio.wait(
+                (finished, asked), timeout=min(_TELL_S, max(0.0, left_s)), return_when=asyncio.FIRST_COMPLETED
+            )
+            self._tell(pace, pool, ledger)
+        for task in (finished, asked):
+            task.cancel()
+
+    def _tell(self, pace: OpenLoop | ClosedLoop, pool: Pool, ledger: Ledger) -> None:
+        recent_ns = tuple(ledger.recent)
+        ledger.recent.clear()
+        told = Told(
+            handed=pace.handed,
+            done=ledger.done,
+            ok=ledger.counts[Outcome.OK],
+            errors=ledger.errors,
+            in_flight=pool.in_flight,
+            waiting=pool.waiting,
+            recent_ns=recent_ns,
+        )
+        self._pipe.send(told)
+
+    def _end_ns(self, start_ns: int) -> int:
+        """When replies are awaited no longer."""
+        share = self._share
+        last_ns = int(share.scheduled_ns[-1]) if len(share.scheduled_ns) else int(share.duration_s * 1e9)
+        return start_ns + last_ns + int(share.scenario.limits.drain_s * 1e9)
+
+    def _rules(self) -> Rules:
+        scenario = self._share.scenario
+        return Rules(
+            room=self._share.room,
+            timeout_s=scenario.target.timeout_s,
+            cancel_after_s=self._share.cancel_after_s,
+            keeps_body=self._judge.keeps_body,
+            limit_bytes=scenario.limits.response_bytes,
+        )
+
+    def _left(self, ledger: Ledger, start_ns: int, cpu_s: float, reconnects: int) -> Left:
+        share = self._share
+        requests = len(ledger.scheduled_ns)
+        kinds = [share.mix.kind(share.rank + slot * share.processes) for slot in range(requests)]
+        records = ledger.records(
+            rank=share.rank, processes=share.processes, start_ns=start_ns, kinds=kinds, warm_up=share.warm_up
+        )
+        return Left(records=records.tobytes(), cpu_s=cpu_s, reconnects=reconnects)
+
+
+def _raise_file_limit() -> None:
+    """As many sockets as the system lets this user have: the usual soft limit is 1024 files."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,237 @@
+"""A load description: what is sent where, how fast, for how long, and what is good enough.
+
+The edge of the package: YAML and flags become one frozen `Scenario`. Unknown keys are errors; nothing is changed
+later. Durations are seconds (``_s``) or milliseconds (``_ms``), rates requests per second (``_per_s``).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+Name: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+
+_Weight: TypeAlias = Annotated[float, Field(ge=0)]
+
+Weights: TypeAlias = Annotated[dict[str, _Weight], Field(min_length=1)]
+"""Texts and how often each is drawn, relative to the others: ``{64x64: 3, 64x32: 1}``."""
+
+NamedWeights: TypeAlias = Annotated[dict[Name, _Weight], Field(min_length=1)]
+
+Counts: TypeAlias = Annotated[dict[int, _Weight], Field(min_length=1)]
+"""Whole numbers and how often each is drawn, relative to the others: ``{1: 58, 4: 19}``."""
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+# ---- where -----------------------------------------------------------------------------------------------------------
+
+
+class Check(_Frozen):
+    """What a response must be to count as a success, beyond a 2xx status."""
+
+    contains: str | None = Field(default=None, description="text that the body must contain")
+    json_path: str | None = Field(default=None, description="dotted path that the JSON body must have: data.0.b64_json")
+    least_bytes: int = Field(default=0, ge=0, description="the body has at least so many bytes")
+
+
+class Target(_Frozen):
+    """The server. ``api`` chooses the mix and the default path and check."""
+
+    url: str = Field(default="http://127.0.0.1:8000", description="scheme, host and port")
+    api: Literal["images", "infer", "raw"] = "images"
+    path: str | None = Field(default=None, description="default: /v1/images/generations, /v2/models/MODEL/infer, /")
+    model: str | None = Field(default=None, description="name of the model, where the API wants one")
+    headers: dict[str, str] = Field(default_factory=dict, description="sent with every request (authorization, ...)")
+    timeout_s: float = Field(default=300.0, gt=0, description="from the moment of sending to the last byte")
+    connect_timeout_s: float = Field(default=5.0, gt=0)
+    verify_tls: bool = True
+    check: Check = Check()
+
+
+class Limits(_Frozen):
+    """What the generator allows itself; what does not fit is counted as not sent, never hidden."""
+
+    connections: int = Field(default=1024, ge=1, description="open connections of all processes together")
+    in_flight: int = Field(default=1024, ge=1, description="requests under way of all processes together")
+    response_bytes: int = Field(default=64 << 20, ge=1, description="a larger response is garbled")
+    drain_s: float = Field(default=60.0, ge=0, description="how long replies are awaited after the last arrival")
+    cancel_rate: float = Field(default=0.0, ge=0, le=1, description="share of requests that are given up on purpose")
+    cancel_after_s: float = Field(default=1.0, gt=0)
+
+
+# ---- when ------------------------------------------------------------------------------------------------------------
+
+
+class Constant(_Frozen):
+    """Equal gaps."""
+
+    kind: Literal["constant"] = "constant"
+    rate_per_s: float = Field(gt=0)
+
+
+class Poisson(_Frozen):
+    """Independent exponential gaps."""
+
+    kind: Literal["poisson"] = "poisson"
+    rate_per_s: float = Field(gt=0)
+
+
+class Gamma(_Frozen):
+    """Gamma gaps of shape ``burstiness``: 1 is Poisson, below 1 comes in bursts, above 1 is more even."""
+
+    kind: Literal["gamma"] = "gamma"
+    rate_per_s: float = Field(gt=0)
+    burstiness: float = Field(default=1.0, gt=0)
+
+
+class Ramp(_Frozen):
+    """A Poisson process whose rate grows (or falls) linearly over the run."""
+
+    kind: Literal["ramp"] = "ramp"
+    rate_per_s: float = Field(ge=0, description="at the start")
+    to_rate_per_s: float = Field(gt=0, description="at the end")
+
+
+class Step(_Frozen):
+    """A Poisson process in stages: ``[[seconds, rate], ...]``; the last stage lasts to the end."""
+
+    kind: Literal["step"] = "step"
+    stages: tuple[tuple[float, float], ...] = Field(min_length=1)
+
+
+class Trace(_Frozen):
+    """Arrival times from a CSV file (may be .gz): numbers of seconds, or dates."""
+
+    kind: Literal["trace"] = "trace"
+    file: Path
+    column: str
+    speed: float = Field(default=1.0, gt=0, description="2: twice as fast")
+    offset_s: float = Field(default=0.0, ge=0, description="where in the trace the run starts, before speeding up")
+
+
+class Closed(_Frozen):
+    """Callers that wait for their reply before they ask again. It hides overload: for comparison only."""
+
+    kind: Literal["closed"] = "closed"
+    concurrency: int = Field(ge=1)
+
+
+Arrivals: TypeAlias = Annotated[Constant | Poisson | Gamma | Ramp | Step | Trace | Closed, Field(discriminator="kind")]
+
+
+# ---- what ------------------------------------------------------------------------------------------------------------
+
+
+class Loras(_Frozen):
+    """How many LoRAs a request carries and which: by Zipf's law over ``names``, or by ``popularity``."""
+
+    count: Counts = Field(default_factory=lambda: {0: 1.0})
+    names: tuple[Name, ...] = ()
+    zipf: float = Field(default=1.0, ge=0, description="exponent over the order of names; 0: all alike")
+    popularity: NamedWeights | None = Field(default=None, description="name: weight, instead of names and zipf")
+    scale: float = 1.0
+
+
+class ControlNets(_Frozen):
+    """How many ControlNets a request carries (0 to 3) and which. Control images: files, or drawn by number."""
+
+    count: Counts = Field(default_factory=lambda: {0: 1.0})
+    names: tuple[Name, ...] = ()
+    zipf: float = Field(default=1.0, ge=0)
+    popularity: NamedWeights | None = None
+    scale: float = 1.0
+    images: tuple[Path, ...] = Field(default=(), description="pictures to take in turn; none: drawn by the generator")
+
+
+class ImageClass(_Frozen):
+    """One class of image requests."""
+
+    api: Literal["images"] = "images"
+    name: Name = "images"
+    weight: float = Field(default=1.0, gt=0)
+    prompts: tuple[str, ...] = ("red apple", "sunflower")
+    prompts_file: Path | None = Field(default=None, description="one prompt a line, instead of prompts")
+    size: Weights | None = Field(default=None, description='"64x64": weight; none: the model\'s own')
+    steps: Counts = Field(default_factory=lambda: {20: 1.0})
+    images: Counts = Field(default_factory=lambda: {1: 1.0}, description="pictures per request: weight")
+    guidance_scale: float | None = None
+    scheduler: str | None = None
+    loras: Loras = Loras()
+    controlnets: ControlNets = ControlNets()
+    priority: int | None = None
+    deadline_ms: float | None = Field(default=None, gt=0)
+    stream: bool = False
+    extra: dict[str, JsonValue] = Field(default_factory=dict, description="more fields of the body, as they are")
+
+
+class InferClass(_Frozen):
+    """One class of recommendation requests (Open Inference Protocol v2).
+
+    A request scores C candidates: dense float32 (C, dense), and for each table ids int64 (C, ids_per_table[t]) drawn
+    by Zipf's law from ``rows[t]`` rows, in one tensor (C, sum of ids).
+    """
+
+    api: Literal["infer"] = "infer"
+    name: Name = "infer"
+    weight: float = Field(default=1.0, gt=0)
+    candidates: Counts | Literal["mlperf"] = "mlperf"
+    dense: int = Field(default=13, ge=0)
+    rows: tuple[int, ...] = Field(default=(1000,), description="rows of each embedding table")
+    ids_per_table: tuple[int, ...] | None = Field(default=None, description="default: one of each")
+    zipf: float = Field(default=1.05, ge=0)
+    binary: bool = Field(default=True, description="binary tensors after the JSON header; else JSON")
+    dense_name: str = "dense"
+    ids_name: str = "ids"
+    outputs: tuple[str, ...] = ("scores",)
+
+
+class RawClass(_Frozen):
+    """One class of any requests. ``{index}`` in path and body becomes the request's number."""
+
+    api: Literal["raw"] = "raw"
+    name: Name = "raw"
+    weight: float = Field(default=1.0, gt=0)
+    method: str = Field(default="GET", pattern=r"^[A-Z]+$")
+    path: str | None = Field(default=None, description="default: the target's")
+    body: str = ""
+    body_file: Path | None = None
+    content_type: str = "application/json"
+
+
+MixClass: TypeAlias = Annotated[ImageClass | InferClass | RawClass, Field(discriminator="api")]
+
+
+# ---- good enough -----------------------------------------------------------------------------------------------------
+
+
+class Slo(_Frozen):
+    """A response is good if it succeeded within ``latency_ms`` of its scheduled time."""
+
+    latency_ms: float = Field(gt=0)
+    percentile: float | None = Field(
+        default=None, gt=0, lt=100, description="share that must be good; default 95 for images, 99 otherwise"
+    )
+
+
+class Scenario(_Frozen):
+    """Everything about a run. The same scenario and seed schedule the same requests at the same times."""
+
+    name: str = "custom"
+    target: Target = Target()
+    arrivals: Arrivals = Poisson(rate_per_s=1.0)
+    duration_s: float = Field(default=30.0, gt=0, description="of the measured part")
+    count: int | None = Field(default=None, ge=1, description="end after so many measured requests instead")
+    warm_up_s: float = Field(default=0.0, ge=0, description="same load before it; not measured")
+    seed: int = Field(default=0, ge=0)
+    processes: int = Field(default=1, ge=1, le=64)
+    mix: tuple[MixClass, ...] = (ImageClass(),)
+    limits: Limits = Limits()
+    slo: Slo | None = Field(default=None, description="of every class that has none of its own in slos")
+    slos: dict[Name, Slo] = Field(default_factory=dict, description="by class name")
+    thresholds: tuple[str, ...] = Field(default=(), description='"p99_ms < 250": exit code 99 if one is missed')
+    needs: tuple[str, ...] = Field(default=(), description="settings that have no default and must be given")

@@ -1,0 +1,107 @@
+"""One run from a scenario to its numbers: plan, run, measure, judge. The only place that joins these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from plait_loadtest.capacity import Need, Observed, Search, observe
+from plait_loadtest.errors import ScenarioError
+from plait_loadtest.judging import Ints, percentile_of, slo_of
+from plait_loadtest.measure import Summary, summarise
+from plait_loadtest.plan import make_plan
+from plait_loadtest.scenario import Constant, Gamma, Poisson, Scenario
+from plait_loadtest.thresholds import Verdict, check, parse_all
+from plait_loadtest.values import Mix, RunResult
+
+_MOST_COUNTED = 200_000  # requests whose pictures are counted by asking the mix; more would take seconds
+
+Progress = Callable[[Any], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Session:
+    """A run that is over."""
+
+    scenario: Scenario
+    result: RunResult
+    summary: Summary
+    verdicts: tuple[Verdict, ...]
+
+
+def run_scenario(scenario: Scenario, *, on_progress: Progress | None = None) -> Session:
+    """Runs a scenario. Raises `ScenarioError` before anything is sent if it can not be run."""
+    from plait_loadtest.run.coordinator import run
+
+    thresholds = parse_all(scenario.thresholds, kinds=[item.name for item in scenario.mix])
+    plan = make_plan(scenario)
+    result = run(plan, scenario, on_progress=on_progress)
+    summary = summarise(result, scenario, images=images_of(plan.mix, result, scenario))
+    return Session(scenario=scenario, result=result, summary=summary, verdicts=check(thresholds, summary))
+
+
+def images_of(mix: Mix, result: RunResult, scenario: Scenario) -> Ints | None:
+    """Pictures that each record (in order of index) asked for, int64 (N,); None if that is not known."""
+    facts = getattr(mix, "facts", None)
+    if scenario.target.api != "images" or facts is None or result.records.size > _MOST_COUNTED:
+        return None
+    counts = [facts(int(index)).get("images", 1) for index in np.sort(result.records["index"])]
+    return np.array(counts, dtype=np.int64)
+
+
+def at_rate(scenario: Scenario, rate_per_s: float, duration_s: float) -> Scenario:
+    """The same scenario at another rate, for a trial of the capacity search.
+
+    Raises `ScenarioError` if its arrivals have no single rate. What is still under way three SLOs after the last
+    arrival has missed by any measure, so nobody waits longer for it.
+    """
+    arrivals = scenario.arrivals
+    if not isinstance(arrivals, Constant | Poisson | Gamma):
+        raise ScenarioError(
+            f"arrivals.kind: {arrivals.kind} has no single rate to search; use poisson, gamma or constant"
+        )
+    slos = [slo for item in scenario.mix if (slo := slo_of(scenario, item.name)) is not None]
+    drain_s = max(5.0, 3.0 * max((slo.latency_ms for slo in slos), default=0.0) / 1e3)
+    limits = scenario.limits.model_copy(update={"drain_s": min(scenario.limits.drain_s, drain_s)})
+    return scenario.model_copy(
+        update={
+            "arrivals": arrivals.model_copy(update={"rate_per_s": rate_per_s}),
+            "duration_s": duration_s, "count": None, "limits": limits, "thresholds": (),
+        }
+    )  # fmt: skip
+
+
+def search_of(scenario: Scenario, *, beyond: float | None = None) -> Search:
+    """The search that a scenario asks for: its rate is the first. Raises `ScenarioError` without an SLO."""
+    first = at_rate(scenario, 1.0, 1.0)  # refuses arrivals without a rate
+    weights = sum(item.weight for item in first.mix)
+    needs = tuple(
+        Need(percentile=percentile_of(slo, item.api), latency_ms=slo.latency_ms, share=item.weight / weights)
+        for item in first.mix
+        if (slo := slo_of(scenario, item.name)) is not None
+    )
+    if not needs:
+        raise ScenarioError("slo: a capacity search needs one (--slo-ms)")
+    rate = getattr(scenario.arrivals, "rate_per_s", 1.0)
+    return Search(needs=needs, first_per_s=rate, beyond=beyond)
+
+
+def measure_at(
+    scenario: Scenario, *, on_progress: Progress | None = None, keep: Callable[[Session], None] = lambda _: None
+) -> Callable[[float, float], Observed]:
+    """The `capacity.Measure` that really runs the load; each run's seed differs, and ``keep`` is told of each run."""
+    runs = 0
+
+    def measure(rate_per_s: float, duration_s: float) -> Observed:
+        nonlocal runs
+        runs += 1
+        # The same arrivals again would repeat the same luck.
+        trial = at_rate(scenario, rate_per_s, duration_s).model_copy(update={"seed": scenario.seed + runs})
+        session = run_scenario(trial, on_progress=on_progress)
+        keep(session)
+        return observe(session.summary)
+
+    return measure

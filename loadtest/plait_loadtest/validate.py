@@ -1,0 +1,167 @@
+"""What a scenario must be beyond the types of its fields: everything that can be known before the first request."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from plait_loadtest.arrivals import check_size, rate_profile
+from plait_loadtest.errors import ScenarioError
+from plait_loadtest.mix.images import MOST_CONTROLNETS, OWN_FIELDS, most_drawn, popularity
+from plait_loadtest.scenario import (
+    Closed,
+    ControlNets,
+    ImageClass,
+    InferClass,
+    Loras,
+    RawClass,
+    Scenario,
+    Step,
+    Target,
+    Trace,
+)
+
+LONGEST_S = 1e7  # some 115 days
+_SIZE = re.compile(r"[1-9]\d{0,4}x[1-9]\d{0,4}|auto")
+
+
+def validate(scenario: Scenario) -> None:
+    """Raises `ScenarioError`, one sentence that names the field, unless the scenario can be run."""
+    _check_target(scenario.target)
+    _check_arrivals(scenario)
+    names = Counter(spec.name for spec in scenario.mix)
+    _require(len(scenario.mix) > 0, "mix", "has no class of requests")
+    for position, spec in enumerate(scenario.mix):
+        field = f"mix.{position}"
+        _require(names[spec.name] == 1, f"{field}.name", f"{spec.name!r} is the name of another class too")
+        _require(
+            spec.api == scenario.target.api, f"{field}.api", f"is {spec.api}, but target.api {scenario.target.api}"
+        )
+        if isinstance(spec, ImageClass):
+            _check_images(field, spec)
+        elif isinstance(spec, InferClass):
+            _check_infer(field, spec, scenario.target)
+        else:
+            _check_raw(field, spec)
+    for name in scenario.slos:
+        _require(name in names, f"slos.{name}", f"is no class of the mix, which has {', '.join(names)}")
+    limit = scenario.limits.connections
+    _require(
+        scenario.processes <= limit, "limits.connections", f"{limit} are fewer than {scenario.processes} processes"
+    )
+
+
+def _require(condition: bool, field: str, problem: str) -> None:  # noqa: FBT001 - reads as a sentence
+    if not condition:
+        raise ScenarioError(f"{field}: {problem}")
+
+
+def _check_target(target: Target) -> None:
+    try:
+        parts = urlsplit(target.url)
+        has_host, _ = bool(parts.hostname), parts.port
+    except ValueError as error:
+        raise ScenarioError(f"target.url: {target.url!r} is not a URL: {error}") from error
+    _require(parts.scheme in ("http", "https") and has_host, "target.url", f"{target.url!r} is not http(s)://host:port")
+    _require(
+        parts.path in ("", "/") and not parts.query and not parts.fragment,
+        "target.url", f"{target.url!r} goes on after host and port; put that into target.path",
+    )  # fmt: skip
+    _require(parts.username is None, "target.url", "has a user name; put an authorization into target.headers")
+    _check_path("target.path", target.path)
+    for name, value in target.headers.items():
+        _require(re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name) is not None, "target.headers", f"bad name {name!r}")
+        _require(value.isprintable() and value.isascii(), f"target.headers.{name}", "is not printable ASCII text")
+
+
+def _check_path(field: str, path: str | None) -> None:
+    printable = path is None or (path.isascii() and path.isprintable() and " " not in path)
+    _require(path is None or path.startswith("/"), field, f"{path!r} does not start with /")
+    _require(printable, field, f"{path!r} has characters that must be percent-encoded")
+
+
+def _check_arrivals(scenario: Scenario) -> None:
+    arrivals = scenario.arrivals
+    for field in ("duration_s", "warm_up_s"):
+        _require(getattr(scenario, field) <= LONGEST_S, field, f"is longer than {LONGEST_S:.0f} s")
+    if isinstance(arrivals, Closed):
+        return
+    if isinstance(arrivals, Trace):
+        _check_file("arrivals.file", arrivals.file)
+        return
+    if isinstance(arrivals, Step):
+        for position, (seconds, rate) in enumerate(arrivals.stages):
+            field = f"arrivals.stages.{position}"
+            _require(seconds > 0 and rate >= 0, field, f"[{seconds:g}, {rate:g}] is not [seconds above 0, rate]")
+        _require(any(rate > 0 for _, rate in arrivals.stages), "arrivals.stages", "never has a rate above 0")
+    profile = rate_profile(arrivals, duration_s=scenario.duration_s, warm_up_s=scenario.warm_up_s)
+    end_s = scenario.warm_up_s + (scenario.duration_s if scenario.count is None else 0.0)
+    check_size(profile.expected(end_s) + (scenario.count or 0))
+
+
+def _check_images(field: str, spec: ImageClass) -> None:
+    _check_file(f"{field}.prompts_file", spec.prompts_file)
+    _require(spec.prompts_file is not None or len(spec.prompts) > 0, f"{field}.prompts", "is empty")
+    _check_counts(f"{field}.steps", spec.steps, least=1)
+    _check_counts(f"{field}.images", spec.images, least=1)
+    if spec.size is not None:
+        _check_weights(f"{field}.size", spec.size)
+        for size in spec.size:
+            _require(_SIZE.fullmatch(size) is not None, f"{field}.size", f"{size!r} is not WIDTHxHEIGHT")
+    for name in spec.extra:
+        _require(name not in OWN_FIELDS, f"{field}.extra", f"{name} is written by the generator itself")
+    _check_add_ons(f"{field}.loras", spec.loras)
+    _check_add_ons(f"{field}.controlnets", spec.controlnets)
+    most = most_drawn(spec.controlnets.count)
+    _require(most <= MOST_CONTROLNETS, f"{field}.controlnets.count", f"{most} is more than {MOST_CONTROLNETS}")
+    for path in spec.controlnets.images:
+        _check_file(f"{field}.controlnets.images", path)
+
+
+def _check_add_ons(field: str, spec: Loras | ControlNets) -> None:
+    _check_counts(f"{field}.count", spec.count, least=0)
+    if spec.popularity is not None:
+        _require(not spec.names, f"{field}.popularity", "is given beside names; one of them must go")
+        _check_weights(f"{field}.popularity", spec.popularity)
+    _require(len(set(spec.names)) == len(spec.names), f"{field}.names", "has the same name twice")
+    available = sum(weight > 0 for weight in popularity(spec)[1])
+    most = most_drawn(spec.count)
+    _require(available >= most, f"{field}.names", f"{available} are too few for the {most} that a request may carry")
+
+
+def _check_infer(field: str, spec: InferClass, target: Target) -> None:
+    _require(target.model is not None or target.path is not None, "target.model", "must be given: it is in the path")
+    if spec.candidates != "mlperf":
+        _check_counts(f"{field}.candidates", spec.candidates, least=1)
+    _require(all(rows >= 1 for rows in spec.rows), f"{field}.rows", "a table has at least one row")
+    per_table = spec.ids_per_table
+    if per_table is not None:
+        _require(
+            len(per_table) == len(spec.rows),
+            f"{field}.ids_per_table", f"has {len(per_table)} entries for {len(spec.rows)} tables",
+        )  # fmt: skip
+        _require(all(ids >= 1 for ids in per_table), f"{field}.ids_per_table", "each table takes at least one id")
+    _require(spec.dense > 0 or len(spec.rows) > 0, f"{field}.rows", "is empty, and so is dense: nothing to send")
+
+
+def _check_raw(field: str, spec: RawClass) -> None:
+    _check_path(f"{field}.path", spec.path)
+    _check_file(f"{field}.body_file", spec.body_file)
+    _require(not (spec.body and spec.body_file), f"{field}.body_file", "is given beside body; one of them must go")
+    _require(spec.content_type.isprintable(), f"{field}.content_type", "is not printable text")
+
+
+def _check_counts(field: str, counts: Mapping[int, float], *, least: int) -> None:
+    _check_weights(field, counts)
+    _require(min(counts) >= least, field, f"{min(counts)} is less than {least}")
+
+
+def _check_weights(field: str, weights: Mapping[str, float] | Mapping[int, float]) -> None:
+    _require(sum(weights.values()) > 0, field, "has no weight above 0")
+
+
+def _check_file(field: str, path: Path | None) -> None:
+    _require(path is None or path.is_file(), field, f"there is no file {path}")

@@ -1,0 +1,60 @@
+"""Whether a run's numbers speak about the server. A run with any `Reason` is invalid: report it, do not believe it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Code = Literal["send_lag", "echo", "not_sent", "interrupted", "unfinished", "too_few"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reason:
+    """``code`` for programs, ``text``: one clause for people."""
+
+    code: Code
+    text: str
+
+
+def judge(
+    *,
+    lag_ms: float,
+    echo_ms: float,
+    limit_ms: float,
+    errors: Mapping[str, int],
+    interrupted: bool,
+    judged: int,
+    needed: int,
+) -> tuple[Reason, ...]:
+    """Why the run is invalid; empty: it is valid.
+
+    ``lag_ms``, ``echo_ms``: p99s, nan where nothing was measured. ``errors`` by outcome name. ``needed``: requests
+    below which no class's SLO can be judged; at least 1.
+    """
+    reasons: list[Reason] = []
+
+    def note(code: Code, text: str, *, when: bool) -> None:
+        if when:
+            reasons.append(Reason(code=code, text=text))
+
+    not_sent, unfinished = errors.get("not_sent", 0), errors.get("interrupted", 0)
+    note("interrupted", "it was interrupted", when=interrupted)
+    note(
+        "send_lag",
+        f"requests left late: p99 send lag {lag_ms:.3g} ms, limit {limit_ms:.3g} ms (more --processes may help)",
+        when=lag_ms > limit_ms,  # false for nan
+    )
+    note(
+        "echo",
+        f"this machine was slow: the control request's p99 is {echo_ms:.3g} ms, limit {limit_ms:.3g} ms",
+        when=echo_ms > limit_ms,
+    )
+    note("not_sent", f"{not_sent} requests found no room (limits.in_flight, limits.connections)", when=not_sent > 0)
+    note(
+        "unfinished",
+        f"{unfinished} requests had no answer when the drain time (limits.drain_s) was over",
+        when=unfinished > 0 and not interrupted,
+    )
+    note("too_few", f"{judged} requests are too few to judge: at least {needed} are needed", when=judged < needed)
+    return tuple(reasons)

@@ -1,0 +1,132 @@
+"""The values that planning, running and measuring hand to each other. numpy only.
+
+Times are nanoseconds since the start of the run (an instant that all worker processes share), int64; -1: never came.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+
+class Outcome(IntEnum):
+    """How a request ended. Stored as uint8; names in lower case are the error classes of reports."""
+
+    OK = 0
+    NOT_SENT = 1  # the cap on requests in flight, or the connection limit, left no room until the run's end
+    CONNECT = 2  # refused, unreachable, TLS failed
+    DNS = 3
+    TIMEOUT = 4
+    RESET = 5  # the connection ended before any byte of a response
+    TRUNCATED = 6  # the response ended before its announced length, or its last chunk
+    GARBLED = 7  # what came is not HTTP, or larger than the response limit
+    HTTP_4XX = 8
+    HTTP_5XX = 9
+    HTTP_OTHER = 10  # neither 2xx, 4xx nor 5xx
+    CHECK = 11  # the response check of the scenario failed
+    CANCELLED = 12  # on purpose, by the scenario's cancellation rate; no error
+    INTERRUPTED = 13  # Ctrl-C, or the drain time was over, while it was under way or before it was due
+
+
+NO_ERROR = frozenset({Outcome.OK, Outcome.CANCELLED})
+
+RECORD = np.dtype(
+    [
+        ("index", np.uint32),  # position in the plan
+        ("kind", np.uint16),  # index of the request class in the scenario's mix
+        ("outcome", np.uint8),
+        ("warm_up", np.bool_),  # scheduled before the measured part began
+        ("status", np.uint16),  # HTTP status, 0: none came
+        ("scheduled_ns", np.int64),
+        ("sent_ns", np.int64),  # the request was handed to the socket
+        ("first_byte_ns", np.int64),  # of the response
+        ("first_part_ns", np.int64),  # first server-sent event of a streamed response
+        ("done_ns", np.int64),  # the last byte of the response, or when it was given up
+        ("sent_bytes", np.uint32),
+        ("received_bytes", np.uint32),
+        ("server_ms", np.float32),  # what the server says it took; nan: it says nothing
+    ]
+)
+"""One request. A run's records are one array of this dtype, in order of ``index``."""
+
+Records = npt.NDArray[np.void]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """One request, ready to be put on the wire. ``path`` starts with a slash and carries the query.
+
+    ``headers`` holds what the request itself needs (content type, ...); host, length and the scenario's are added.
+    """
+
+    method: str
+    path: str
+    headers: tuple[tuple[str, str], ...] = ()
+    body: bytes = b""
+
+
+class Mix(Protocol):
+    """Which request is the i-th. Pure: the same scenario and index give the same bytes in every process."""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Names of the request classes."""
+
+    def kind(self, index: int) -> int:
+        """The class of request ``index``, without building it."""
+
+    def build(self, index: int) -> Prepared:
+        """The request itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Plan:
+    """What is sent when, drawn before anything is sent.
+
+    ``scheduled_ns`` int64 (N,), ascending; the first ``warm_up`` requests are not measured. Closed loop: empty array,
+    ``concurrency`` callers ask without a schedule until ``duration_s`` is over or ``count`` requests are done.
+    ``cancelled`` bool (N,): requests that are given up ``cancel_after_s`` after they were sent.
+    """
+
+    scheduled_ns: npt.NDArray[np.int64]
+    warm_up: int
+    duration_s: float
+    mix: Mix
+    cancelled: npt.NDArray[np.bool_]
+    cancel_after_s: float
+    concurrency: int = 0
+    count: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Echo:
+    """A control request to an echo of the generator's own: what this machine adds to every latency.
+
+    Nanoseconds from its scheduled time to its reply, one per control request, warm-up included; int64 (M,).
+    """
+
+    scheduled_ns: npt.NDArray[np.int64]
+    latency_ns: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RunResult:
+    """What a run left. ``started_unix_s``: the instant that all record times count from.
+
+    ``cpu_s``: processor time of the generator's processes. ``interrupted``: Ctrl-C ended it. ``reconnects``: requests
+    that were sent again because the server had just closed the kept-alive connection. ``problems``: what went wrong on
+    the generator's side, one sentence each; a run with any is not valid.
+    """
+
+    records: Records
+    echo: Echo
+    started_unix_s: float
+    wall_s: float
+    cpu_s: float
+    interrupted: bool
+    reconnects: int = 0
+    problems: tuple[str, ...] = ()

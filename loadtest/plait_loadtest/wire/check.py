@@ -1,0 +1,108 @@
+"""What a response must hold, and how long the server says it took. Only looked at where the scenario needs it.
+
+Checks run after the last byte was stamped, on the loop: a JSON path of a large body costs milliseconds that show as
+send lag of other requests.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from plait_loadtest.scenario import Check, Scenario
+from plait_loadtest.values import Outcome
+from plait_loadtest.wire.framing import Head
+
+# What every answer of these APIs has: OpenAI Images, Open Inference Protocol v2 (also with binary tensors).
+_MARKS: dict[str, tuple[bytes, ...]] = {"images": (b'"b64_json"', b'"url"'), "infer": (b'"outputs"',)}
+_ERROR_EVENT = b'data: {"error"'
+_TIMINGS = b'"timings"'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judge:
+    """``keeps_body``: bodies are needed. Without it `outcome` and `server_ms` see empty ones."""
+
+    keeps_body: bool
+    accepts: Callable[[bytes], bool]
+    reads_timings: bool
+
+    def outcome(self, body: bytes) -> Outcome:
+        """Of a response with a good status: OK or CHECK."""
+        return Outcome.OK if not self.keeps_body or self.accepts(body) else Outcome.CHECK
+
+    def server_ms(self, head: Head, body: bytes) -> float:
+        """Milliseconds that the server says it took, nan if it does not; the body's word goes before the header's."""
+        told = timings_ms(body) if self.reads_timings else math.nan
+        return head.server_ms if math.isnan(told) else told
+
+
+def judge_of(scenario: Scenario) -> Judge:
+    """The scenario's check; if it has none, what its API always answers. ``raw`` has no check of its own."""
+    check, api = scenario.target.check, scenario.target.api
+    is_default = check == Check()
+    if is_default and api == "raw":
+        return Judge(keeps_body=False, accepts=lambda _: True, reads_timings=False)
+    if is_default:
+        return Judge(keeps_body=True, accepts=_Marked(_MARKS[api]), reads_timings=api == "images")
+    return Judge(keeps_body=True, accepts=_Checked(check), reads_timings=api == "images")
+
+
+@dataclass(frozen=True, slots=True)
+class _Marked:
+    marks: tuple[bytes, ...]
+
+    def __call__(self, body: bytes) -> bool:
+        return _ERROR_EVENT not in body[:64] and any(mark in body for mark in self.marks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    check: Check
+
+    def __call__(self, body: bytes) -> bool:
+        check = self.check
+        if len(body) < check.least_bytes:
+            return False
+        if check.contains is not None and check.contains.encode() not in body:
+            return False
+        return check.json_path is None or has_path(body, check.json_path)
+
+
+def has_path(body: bytes, path: str) -> bool:
+    """Whether the JSON ``body`` has something at a dotted path (numbers index lists); false if it is not JSON."""
+    try:
+        value: Any = json.loads(body)
+    except (ValueError, RecursionError):
+        return False
+    for step in path.split("."):
+        if isinstance(value, dict) and step in value:
+            value = value[step]
+        elif isinstance(value, list) and step.isdecimal() and int(step) < len(value):
+            value = value[int(step)]
+        else:
+            return False
+    return True
+
+
+def timings_ms(body: bytes) -> float:
+    """Milliseconds of the last ``"timings": {stage: seconds}`` object: its ``total``, or the sum; nan without one.
+
+    Only that object is parsed: pictures in base64 stand before it.
+    """
+    at = body.rfind(_TIMINGS)
+    if at < 0:
+        return math.nan
+    start = body.find(b"{", at, at + len(_TIMINGS) + 8)
+    end = body.find(b"}", start)
+    if start < 0 or end < 0:
+        return math.nan
+    try:
+        stages = json.loads(body[start : end + 1])
+        seconds = stages["total"] if "total" in stages else sum(stages.values())
+        return float(seconds) * 1000.0
+    except (ValueError, TypeError, RecursionError):
+        return math.nan

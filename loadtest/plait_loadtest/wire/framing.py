@@ -1,0 +1,191 @@
+"""How an HTTP/1.1 response says what it is and where it ends (RFC 9112). Pure: bytes in, facts out.
+
+Every deviation is a ValueError; the connection counts it as garbled.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from functools import lru_cache
+from typing import NamedTuple, Protocol
+
+HEAD_LIMIT_BYTES = 64 << 10
+"""A head larger than this is garbled; servers commonly refuse to send or take more than 8 to 64 KiB."""
+
+_CHUNK_LINE_LIMIT_BYTES = 4096
+_STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-9]\d\d)(?: [^\r\n]*)?")
+_CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;.*)?", re.DOTALL)
+_DURATION = re.compile(r"(?:^|,)\s*([^\s;,]+)[^,]*?;\s*dur=([0-9]+(?:\.[0-9]+)?)")
+
+
+class Head(NamedTuple):
+    """What matters of a response's head. ``length`` -1: not announced. ``server_ms`` nan: the head does not say."""
+
+    status: int
+    length: int
+    chunked: bool
+    keep_alive: bool
+    is_event_stream: bool
+    server_ms: float
+
+
+# A server's heads repeat but for the date, which changes once a second: most are looked up instead of parsed.
+@lru_cache(maxsize=64)
+def parse_head(raw: bytes) -> Head:
+    """The head between the first byte and the blank line, both line ends excluded. Raises ValueError."""
+    first, *lines = raw.split(b"\r\n")
+    status_line = _STATUS_LINE.fullmatch(first)
+    if status_line is None:
+        raise ValueError("not a status line")
+    fields = _fields(lines)
+    coding = fields.get(b"transfer-encoding", b"").lower()
+    connection = fields.get(b"connection", b"").lower()
+    keep_alive = b"close" not in connection and (status_line[1] == b"1" or b"keep-alive" in connection)
+    return Head(
+        status=int(status_line[2]),
+        length=_length(fields.get(b"content-length")),
+        chunked=coding.endswith(b"chunked"),
+        keep_alive=keep_alive,
+        is_event_stream=fields.get(b"content-type", b"").lower().startswith(b"text/event-stream"),
+        server_ms=server_timing_ms(fields.get(b"server-timing", b"").decode("latin-1")),
+    )
+
+
+def server_timing_ms(value: str) -> float:
+    """Milliseconds of a ``server-timing`` header: its ``total``, or the sum of its parts; nan if it has none."""
+    parts = {name.lower(): float(duration) for name, duration in _DURATION.findall(value)}
+    return parts.get("total", sum(parts.values()) if parts else math.nan)
+
+
+def _fields(lines: list[bytes]) -> dict[bytes, bytes]:
+    fields: dict[bytes, bytes] = {}
+    for line in lines:
+        name, colon, value = line.partition(b":")
+        if not colon or not name or name[0] in b" \t":
+            raise ValueError("not a header line")
+        name, value = name.lower(), value.strip()
+        if name == b"content-length" and fields.get(name, value) != value:
+            raise ValueError("two lengths")
+        fields[name] = fields[name] + b", " + value if name in fields and name != b"content-length" else value
+    return fields
+
+
+def _length(value: bytes | None) -> int:
+    if value is None:
+        return -1
+    if not value.isdigit() or len(value) > 18:
+        raise ValueError("not a length")
+    return int(value)
+
+
+class Fed(NamedTuple):
+    """What a piece of input was: payload, whether the body is complete, and bytes that came after its end."""
+
+    payload: bytes
+    complete: bool
+    extra: bytes
+
+
+class Framing(Protocol):
+    """Finds the end of one body."""
+
+    def feed(self, data: bytes) -> Fed:
+        """Takes the next bytes. Raises ValueError if they can not be part of a body."""
+
+    def end(self) -> bool:
+        """Whether the body is complete if the connection ends here."""
+
+
+class Length:
+    """A body of so many bytes."""
+
+    def __init__(self, length: int) -> None:
+        self._left = length
+
+    def feed(self, data: bytes) -> Fed:
+        """See `Framing.feed`."""
+        payload, extra = data[: self._left], data[self._left :]
+        self._left -= len(payload)
+        return Fed(payload, self._left == 0, extra)
+
+    def end(self) -> bool:
+        """See `Framing.end`."""
+        return self._left == 0
+
+
+class UntilClose:
+    """A body that ends with the connection."""
+
+    def feed(self, data: bytes) -> Fed:
+        """See `Framing.feed`."""
+        return Fed(data, False, b"")
+
+    def end(self) -> bool:
+        """See `Framing.end`."""
+        return True
+
+
+class Chunked:
+    """A body in chunks, each after a line with its length in hex; a chunk of length 0 and trailers end it."""
+
+    def __init__(self) -> None:
+        self._line = b""  # the part that came of a chunk's line
+        self._left = 0  # of the current chunk
+        self._line_end = b""  # what must still come after it
+        self._in_trailers = False
+
+    def feed(self, data: bytes) -> Fed:
+        """See `Framing.feed`."""
+        payload: list[bytes] = []
+        while data:
+            if self._left:
+                payload.append(data[: self._left])
+                data = data[self._left :]
+                self._left -= len(payload[-1])
+                self._line_end = b"" if self._left else b"\r\n"
+            elif self._line_end:
+                data = self._take_line_end(data)
+            else:
+                line, data = self._next_line(data)
+                if line is not None and not self._in_trailers:
+                    self._open(line)
+                elif line == b"":
+                    return Fed(b"".join(payload), True, data)
+        return Fed(b"".join(payload), False, b"")
+
+    def end(self) -> bool:
+        """See `Framing.end`."""
+        return False
+
+    def _take_line_end(self, data: bytes) -> bytes:
+        length = min(len(data), len(self._line_end))
+        if data[:length] != self._line_end[:length]:
+            raise ValueError("a chunk does not end where it said")
+        self._line_end = self._line_end[length:]
+        return data[length:]
+
+    def _next_line(self, data: bytes) -> tuple[bytes | None, bytes]:
+        joined = self._line + data
+        line, ended, rest = joined.partition(b"\r\n")
+        if len(line) > _CHUNK_LINE_LIMIT_BYTES:
+            raise ValueError("a chunk's line is too long")
+        self._line = b"" if ended else joined
+        return (line, rest) if ended else (None, b"")
+
+    def _open(self, line: bytes) -> None:
+        match = _CHUNK_LINE.fullmatch(line)
+        if match is None:
+            raise ValueError("not a chunk's length")
+        length = int(match[1], 16)
+        self._left = length
+        self._in_trailers = length == 0
+
+
+def framing_of(head: Head, *, to_head_request: bool) -> Framing:
+    """How the body after ``head`` ends (RFC 9112 section 6.3)."""
+    if to_head_request or head.status in (101, 204, 304):
+        return Length(0)
+    if head.chunked:
+        return Chunked()
+    return Length(head.length) if head.length >= 0 else UntilClose()

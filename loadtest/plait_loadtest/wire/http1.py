@@ -1,0 +1,205 @@
+"""One HTTP/1.1 client connection: one request at a time, every end an `Outcome`, never an exception.
+
+Written for little CPU: requests come as finished bytes and go out in one write; a response that arrives in one piece
+costs one search, one look-up of its head and two calls. Times are absolute, of ``time.perf_counter_ns`` (on Linux
+CLOCK_MONOTONIC, which all processes of a machine share).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from time import perf_counter_ns
+from typing import Protocol
+
+from plait_loadtest.values import Outcome
+from plait_loadtest.wire.framing import HEAD_LIMIT_BYTES, Framing, Head, framing_of, parse_head
+
+IDLE = -1
+_OUTCOMES = {2: Outcome.OK, 4: Outcome.HTTP_4XX, 5: Outcome.HTTP_5XX}
+_BLANK_LINE = b"\r\n\r\n"
+_EVENT = b"\ndata:"
+_LARGE_BYTES = 64 << 10
+_NO_HEAD = Head(status=0, length=-1, chunked=False, keep_alive=False, is_event_stream=False, server_ms=float("nan"))
+
+
+class Owner(Protocol):
+    """Who hears of a connection."""
+
+    def ended(self, connection: Connection, slot: int, outcome: Outcome, now_ns: int) -> None:
+        """Request ``slot`` ended. Facts stay on the connection until its next `Connection.send`."""
+
+    def lost(self, connection: Connection) -> None:
+        """The connection closed while it was idle."""
+
+
+class Connection(asyncio.Protocol):
+    """Facts of the last request: ``sent_ns``, ``first_byte_ns``, ``first_part_ns`` (-1: never), ``head``, ``body`` (if
+    ``keeps_body``), ``received_bytes`` (of the whole response), ``is_reusable`` once it ended. ``slot`` is the request
+    under way, or `IDLE`; ``was_used``: it is not the connection's first.
+    """
+
+    __slots__ = (
+        "_buffer",
+        "_events_tail",
+        "_framing",
+        "_keeps_body",
+        "_limit_bytes",
+        "_owner",
+        "_payload_bytes",
+        "_pieces",
+        "_transport",
+        "first_byte_ns",
+        "first_part_ns",
+        "head",
+        "is_reusable",
+        "received_bytes",
+        "request",
+        "sent_ns",
+        "slot",
+        "was_used",
+    )
+
+    def __init__(self, owner: Owner, *, keeps_body: bool, limit_bytes: int) -> None:
+        self._owner = owner
+        self._keeps_body = keeps_body
+        self._limit_bytes = limit_bytes
+        self._transport: asyncio.Transport | None = None
+        self._buffer = b""
+        self._framing: Framing | None = None
+        self._pieces: list[bytes] = []
+        self._payload_bytes = 0
+        self._events_tail = b""
+        self.slot = IDLE
+        self.request = b""
+        self.head = _NO_HEAD
+        self.sent_ns = self.first_byte_ns = self.first_part_ns = -1
+        self.received_bytes = 0
+        self.is_reusable = True
+        self.was_used = False
+
+    @property
+    def body(self) -> bytes:
+        """The payload that came, if it is kept."""
+        return b"".join(self._pieces)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Part of asyncio.Protocol."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def send(self, slot: int, request: bytes) -> None:
+        """Sends a request; its end is told to the owner, never before this returns."""
+        assert self._transport is not None
+        self.was_used = self.sent_ns >= 0
+        self.slot = slot
+        self.request = request
+        self.head = _NO_HEAD
+        self.first_byte_ns = self.first_part_ns = -1
+        self.received_bytes = 0
+        if self._framing is not None:
+            self._framing = None
+            self._pieces = []
+            self._payload_bytes = 0
+            self._events_tail = b""
+        self.sent_ns = perf_counter_ns()
+        self._transport.write(request)
+
+    def give_up(self, outcome: Outcome, now_ns: int) -> None:
+        """Ends the request on purpose; the connection is of no more use."""
+        self._end(outcome, now_ns, is_reusable=False)
+
+    def close(self) -> None:
+        """Drops the connection at once. Idempotent."""
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        """Part of asyncio.Protocol."""
+        now_ns = perf_counter_ns()
+        if self.slot == IDLE:
+            self.close()  # nobody asked
+            self._owner.lost(self)
+            return
+        if self.first_byte_ns < 0:
+            self.first_byte_ns = now_ns
+        self.received_bytes += len(data)
+        try:
+            if self._framing is not None:
+                self._take(data, now_ns)
+            else:
+                self._take_head(data, now_ns)
+        except ValueError:
+            self._end(Outcome.GARBLED, now_ns, is_reusable=False)
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
+        """Part of asyncio.Protocol; also what an end of file from the server leads to."""
+        if self._transport is None:
+            return  # we closed it
+        self._transport = None
+        if self.slot == IDLE:
+            self._owner.lost(self)
+            return
+        now_ns = perf_counter_ns()
+        if self._framing is not None and self._framing.end():
+            self._complete(now_ns, is_reusable=False)
+        elif self.first_byte_ns < 0:
+            self._end(Outcome.RESET, now_ns, is_reusable=False)
+        else:
+            is_http = self._framing is not None or b"HTTP/1."[: len(self._buffer)] == self._buffer[:7]
+            self._end(Outcome.TRUNCATED if is_http else Outcome.GARBLED, now_ns, is_reusable=False)
+
+    def _take_head(self, data: bytes, now_ns: int) -> None:
+        if self._buffer:
+            data = self._buffer + data
+        end = data.find(_BLANK_LINE)
+        if end < 0:
+            if len(data) > HEAD_LIMIT_BYTES or b"HTTP/1."[: len(data)] != data[:7]:
+                raise ValueError("not a head")
+            self._buffer = data
+            return
+        self._buffer = b""
+        head = parse_head(data[:end])
+        if 100 <= head.status < 200 and head.status != 101:
+            if len(data) > end + 4:
+                self._take_head(data[end + 4 :], now_ns)
+            return
+        self.head = head
+        is_whole = head.length == len(data) - end - 4 and not head.chunked
+        if is_whole and not self._keeps_body and not head.is_event_stream and head.length <= self._limit_bytes:
+            self._complete(now_ns, is_reusable=head.keep_alive)
+            return
+        self._framing = framing_of(head, to_head_request=self.request.startswith(b"HEAD "))
+        self._take(data[end + 4 :], now_ns)
+
+    def _take(self, data: bytes, now_ns: int) -> None:
+        assert self._framing is not None
+        payload, is_complete, extra = self._framing.feed(data)
+        self._payload_bytes += len(payload)
+        if self._payload_bytes > self._limit_bytes:
+            raise ValueError("too large")
+        if self._keeps_body:
+            self._pieces.append(payload)
+        if self.head.is_event_stream and self.first_part_ns < 0:
+            self._look_for_event(payload, now_ns)
+        if is_complete:
+            self._complete(now_ns, is_reusable=self.head.keep_alive and self.head.status != 101 and not extra)
+
+    def _look_for_event(self, payload: bytes, now_ns: int) -> None:
+        """Comments and event names are no part yet; a ``data:`` line may come in two pieces."""
+        text = (self._events_tail or b"\n") + payload.replace(b"\r", b"\n")
+        if _EVENT in text:
+            self.first_part_ns = now_ns
+        self._events_tail = text[1 - len(_EVENT) :]
+
+    def _complete(self, now_ns: int, *, is_reusable: bool) -> None:
+        outcome = _OUTCOMES.get(self.head.status // 100, Outcome.HTTP_OTHER)
+        if len(self.request) > _LARGE_BYTES and self._transport is not None:
+            # The server may have answered before it took all: what is left would precede the next request.
+            is_reusable = is_reusable and self._transport.get_write_buffer_size() == 0
+        self._end(outcome, now_ns, is_reusable=is_reusable)
+
+    def _end(self, outcome: Outcome, now_ns: int, *, is_reusable: bool) -> None:
+        self.is_reusable = is_reusable
+        slot, self.slot = self.slot, IDLE
+        self._owner.ended(self, slot, outcome, now_ns)

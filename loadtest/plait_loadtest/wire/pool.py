@@ -1,0 +1,203 @@
+"""Who gets a connection: idle ones last in first out, a limit, and a queue first in first out.
+
+HTTP/1.1 carries one request per connection, so the limits on connections and on requests under way are one number,
+``room``. A request that finds no room waits; its latency counts from its scheduled time all the same.
+
+A server may close a kept-alive connection in the very moment in which a request is written to it. That is an artefact
+of keeping connections, not the server's answer: if nothing of a response came, the connection had served a request
+before, and it closed within `STALE_S` of the writing, the request is sent once more on a fresh connection, and
+counted in ``reconnects``. There is no other retry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter_ns
+from typing import NamedTuple
+
+from plait_loadtest.values import Outcome
+from plait_loadtest.wire.http1 import Connection
+
+STALE_S = 1.0
+"""A round trip, generously: a server that closes later had the request and gave up on it."""
+
+
+class Job(NamedTuple):
+    """A request for the pool. ``cancels``: given up some time after it was sent."""
+
+    slot: int
+    request: bytes
+    cancels: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """``room``: connections, hence requests under way. Seconds count from sending."""
+
+    room: int
+    timeout_s: float
+    cancel_after_s: float
+    keeps_body: bool
+    limit_bytes: int
+
+
+Dial = Callable[[Callable[[], asyncio.Protocol]], Awaitable[asyncio.Protocol | Outcome]]
+"""Opens a connection, or says why there is none; raises nothing."""
+
+OnEnd = Callable[[int, Outcome, int, Connection | None], None]
+"""``(slot, outcome, now_ns, connection)``; None: it never got a connection. The facts are on the connection."""
+
+
+class Pool:
+    """Implements `http1.Owner`. Must live on one running loop."""
+
+    def __init__(self, dial: Dial, rules: Rules, on_end: OnEnd) -> None:
+        self.reconnects = 0
+        self._dial = dial
+        self._rules = rules
+        self._on_end = on_end
+        self._loop = asyncio.get_running_loop()
+        self._timeout_ns = int(rules.timeout_s * 1e9)
+        self._idle: list[Connection] = []
+        self._in_flight: dict[Connection, Job] = {}  # oldest first
+        self._waiting: deque[Job] = deque()
+        self._open = 0  # connections, those being opened included
+        self._opening = 0  # for whoever waits longest
+        self._dials: dict[asyncio.Task[None], Job | None] = {}
+        self._watch: asyncio.TimerHandle | None = None
+        self._is_closed = False
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that were sent and have not ended."""
+        return len(self._in_flight)
+
+    @property
+    def waiting(self) -> int:
+        """Requests without a connection."""
+        return len(self._waiting)
+
+    def submit(self, job: Job) -> None:
+        """Sends it now if there is room, else as soon as there is. Its end is told, never before this returns."""
+        if self._idle:
+            self._send(self._idle.pop(), job)
+            return
+        self._waiting.append(job)
+        self._grow()
+
+    def close(self) -> None:
+        """The end of the run: what is under way is interrupted, what has no room is not sent."""
+        self._is_closed = True
+        now_ns = perf_counter_ns()
+        if self._watch is not None:
+            self._watch.cancel()
+        opening = len(self._dials)
+        for task, job in self._dials.items():
+            task.cancel()
+            if job is not None:
+                self._waiting.appendleft(job)
+        for place, job in enumerate(self._waiting):
+            self._on_end(job.slot, Outcome.INTERRUPTED if place < opening else Outcome.NOT_SENT, now_ns, None)
+        self._waiting.clear()
+        for connection in list(self._in_flight):
+            connection.give_up(Outcome.INTERRUPTED, now_ns)
+        for connection in self._idle:
+            connection.close()
+        self._idle.clear()
+
+    # ---- told by connections
+
+    def ended(self, connection: Connection, slot: int, outcome: Outcome, now_ns: int) -> None:
+        """See `http1.Owner.ended`."""
+        job = self._in_flight.pop(connection)
+        if outcome is Outcome.RESET and self._was_stale(connection, now_ns):
+            self.reconnects += 1
+            self._start_dial(job)  # in the place of the one that closed
+            return
+        self._on_end(slot, outcome, now_ns, connection)
+        if not connection.is_reusable or self._is_closed:
+            self._drop(connection)
+        elif self._waiting:
+            self._send(connection, self._waiting.popleft())
+        else:
+            self._idle.append(connection)
+
+    def lost(self, connection: Connection) -> None:
+        """See `http1.Owner.lost`."""
+        if connection in self._idle:
+            self._idle.remove(connection)
+            self._open -= 1
+
+    def _was_stale(self, connection: Connection, now_ns: int) -> bool:
+        return connection.was_used and now_ns - connection.sent_ns < STALE_S * 1e9 and not self._is_closed
+
+    def _drop(self, connection: Connection) -> None:
+        connection.close()
+        self._open -= 1
+        self._grow()
+
+    # ---- sending
+
+    def _send(self, connection: Connection, job: Job) -> None:
+        self._in_flight[connection] = job
+        connection.send(job.slot, job.request)
+        if job.cancels:
+            self._loop.call_later(self._rules.cancel_after_s, self._cancel, connection, job.slot)
+        if self._watch is None:
+            self._watch = self._loop.call_later(self._rules.timeout_s, self._give_up_old)
+
+    def _cancel(self, connection: Connection, slot: int) -> None:
+        if connection.slot == slot:
+            connection.give_up(Outcome.CANCELLED, perf_counter_ns())
+
+    def _give_up_old(self) -> None:
+        """All have the same time, so only the oldest is watched: no timer per request."""
+        now_ns = perf_counter_ns()
+        self._watch = None
+        while self._in_flight:
+            oldest = next(iter(self._in_flight))
+            left_ns = oldest.sent_ns + self._timeout_ns - now_ns
+            if left_ns > 0:
+                # The loop counts in whole milliseconds and may be a little early.
+                self._watch = self._loop.call_later(left_ns / 1e9 + 0.001, self._give_up_old)
+                return
+            oldest.give_up(Outcome.TIMEOUT, now_ns)
+
+    # ---- opening
+
+    def _grow(self) -> None:
+        """As many connections are being opened as requests wait, within the room."""
+        while self._opening < len(self._waiting) and self._open < self._rules.room and not self._is_closed:
+            self._open += 1
+            self._opening += 1
+            self._start_dial(None)
+
+    def _start_dial(self, job: Job | None) -> None:
+        """``job`` None: the connection goes to whoever waits longest when it is open."""
+        task = self._loop.create_task(self._open_one(job))
+        self._dials[task] = job
+        task.add_done_callback(partial(self._dials.pop))
+
+    async def _open_one(self, job: Job | None) -> None:
+        opened = await self._dial(self._connection)
+        if job is None:
+            self._opening -= 1
+            job = self._waiting.popleft() if self._waiting else None
+        if isinstance(opened, Connection):
+            if job is not None:
+                self._send(opened, job)
+            else:
+                self._idle.append(opened)
+            return
+        assert isinstance(opened, Outcome)
+        self._open -= 1
+        if job is not None:
+            self._on_end(job.slot, opened, perf_counter_ns(), None)
+        self._grow()
+
+    def _connection(self) -> Connection:
+        return Connection(self, keeps_body=self._rules.keeps_body, limit_bytes=self._rules.limit_bytes)
