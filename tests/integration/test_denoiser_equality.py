@@ -11,6 +11,7 @@ import torch
 from plait_serving.diffusion.bundle import load_bundle, load_controlnet
 from plait_serving.diffusion.denoisers.unet import UNetDenoiser
 from plait_serving.diffusion.denoisers.whole import WholeControlNet, WholeUNetDenoiser
+from plait_serving.diffusion.knobs import Exact
 from plait_serving.diffusion.values import ControlRef, Scheduler
 from support.denoise import (
     SCHEDULER_CLASSES,
@@ -139,7 +140,7 @@ def test_the_naive_twins_agree(sd):
     """The whole UNet request by request, and batches through diffusers' own modules, give the same latents."""
     requests = company()
     fast = sd.run(*requests)
-    for twin in (WholeUNetDenoiser(sd.bundle), UNetDenoiser(sd.bundle, exact="always")):
+    for twin in (WholeUNetDenoiser(sd.bundle), UNetDenoiser(sd.bundle, exact=lambda: Exact.ALWAYS)):
         for ours, naive in zip(fast, sd.run(*requests, denoiser=twin), strict=True):
             assert largest_difference(ours, naive) <= BATCHED
 

@@ -11,6 +11,7 @@ from plait_serving.diffusion.denoisers.constants import ConstantsStore
 from plait_serving.diffusion.denoisers.unet import UNetDenoiser
 from plait_serving.diffusion.denoisers.whole import WholeControlNet
 from plait_serving.diffusion.errors import ControlNetUnavailable, ModelError, NumericalError
+from plait_serving.diffusion.knobs import Exact
 from plait_serving.diffusion.protocols import Conditioning, Residuals
 from plait_serving.diffusion.values import ControlRef
 from plait_serving.diffusion.versions import parameter_version
@@ -150,7 +151,7 @@ def test_packed_convolutions_follow_their_weights(bundle, denoiser):
     with torch.inference_mode():
         weight.detach().copy_(pristine * 2.0)
     fast = denoiser.predict(calls)[0]
-    exact = UNetDenoiser(bundle, exact="always").predict(calls)[0]
+    exact = UNetDenoiser(bundle, exact=lambda: Exact.ALWAYS).predict(calls)[0]
     weight.copy_(pristine)
     assert not torch.allclose(before, fast, atol=1e-3)
     assert largest_difference(fast, exact) < 1e-4
@@ -158,8 +159,8 @@ def test_packed_convolutions_follow_their_weights(bundle, denoiser):
 
 
 def test_a_single_request_may_run_fast_too(bundle):
-    """`exact="never"` gives one request the fast path: the same up to rounding."""
-    exact, fast = UNetDenoiser(bundle), UNetDenoiser(bundle, exact="never")
+    """`Exact.NEVER` gives one request the fast path: the same up to rounding."""
+    exact, fast = UNetDenoiser(bundle), UNetDenoiser(bundle, exact=lambda: Exact.NEVER)
     call = controlled(bundle, exact)
     a, b = exact.predict([call])[0], fast.predict([call])[0]
     assert 0.0 < largest_difference(a, b) < 1e-4

@@ -51,9 +51,12 @@ def measures(workload: Workload, sample: Sample) -> Mapping[str, Measure]:
     return result
 
 
-def _batches(workload: Workload) -> tuple[str, ...]:
-    """The most images in one denoiser call: a knob of our engine that one request at a time never feels."""
-    return ("batch 16",) if workload.one_by_one else ("batch 16", "batch 8", "batch 4")
+def _knobs(workload: Workload) -> tuple[str, ...]:
+    """The knob of our engine that matters: the bits of a request alone, or the most images in one denoiser call.
+
+    The peers may choose their memory format, which changes the last bits as well.
+    """
+    return ("exact", "never exact") if workload.one_by_one else ("batch 16", "batch 8", "batch 4")
 
 
 def _systems(settings: Mapping[str, object]) -> dict[str, System]:
@@ -64,7 +67,7 @@ def _systems(settings: Mapping[str, object]) -> dict[str, System]:
             factory=f"{here}:plait",
             settings=settings,
             share=partial(by_group, cost=cost, group=lora_set),
-            variants=_batches,
+            variants=_knobs,
         ),
         "diffusers_fair": System(
             name="diffusers_fair",

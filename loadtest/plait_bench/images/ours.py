@@ -13,7 +13,7 @@ from plait_bench.images.models import ModelFolder
 from plait_bench.images.pixels import encode
 from plait_bench.images.workloads import Order
 from plait_serving.diffusion.assemble import EngineSettings, build_engine
-from plait_serving.diffusion.knobs import Knobs
+from plait_serving.diffusion.knobs import Exact, Knobs
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.values import ControlRef, Event, Failed, Finished, ImageRequest, LoraRef, Scheduler
 
@@ -21,8 +21,15 @@ from plait_serving.diffusion.values import ControlRef, Event, Failed, Finished, 
 _TIMEOUT_S = 1800.0
 
 
+_VARIANTS: dict[str, dict[str, object]] = {
+    **{f"batch {n}": {"largest_batch": n, "exact": Exact.NEVER} for n in (4, 8, 16)},
+    "exact": {"exact": Exact.ALONE},
+    "never exact": {"exact": Exact.NEVER},
+}
+
+
 class Ours:
-    """Implements `Subject`. A variant is ``batch N``: the most images in one denoiser call."""
+    """Implements `Subject`. A variant names knobs (`_VARIANTS`)."""
 
     def __init__(self, models: ModelFolder) -> None:
         folders = {path.parent for path in models.loras.values()} or {models.root / "loras"}
@@ -42,8 +49,7 @@ class Ours:
 
     def configure(self, *, threads: int, variant: str) -> None:
         """See `Subject.configure`."""
-        batch = int(variant.removeprefix("batch "))
-        self._knobs = self._knobs.model_copy(update={"threads": threads, "largest_batch": batch})
+        self._knobs = self._knobs.model_copy(update={"threads": threads, **_VARIANTS[variant]})
         self._assembled.engine.reconfigure(self._knobs)
 
     def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool) -> list[Outcome]:

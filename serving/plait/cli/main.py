@@ -18,6 +18,7 @@ COMMANDS = {
     "generate": "make a picture without a server",
     "models": "list, describe and verify models, ControlNets and LoRAs",
     "deploy": "render manifests for Ray Serve",
+    "loadtest": "measure a server under load; compare two reports",
     "bench": "side-by-side benchmarks",
     "demo": "start, make pictures, show them, stop",
     "doctor": "check this machine and this installation",

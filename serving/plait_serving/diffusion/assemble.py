@@ -119,18 +119,22 @@ def _build(settings: EngineSettings, remote: Mapping[str, Callable[[], ControlNe
     components |= {f"text_encoder{'' if i == 0 else f'_{i + 1}'}": part for i, part in enumerate(bundle.text_encoders)}
     targets = LoraTargets.of(components)
     merger = Merger(components)
-    denoiser = UNetDenoiser(bundle)
+    # The engine may be reconfigured: what the parts ask of its knobs is read from it, once there is one.
+    engines: list[Engine] = []
+
+    def knobs() -> Knobs:
+        return engines[0].knobs if engines else settings.knobs
+
+    denoiser = UNetDenoiser(bundle, exact=lambda: knobs().exact)
     loras = LoraCache(
         settings.lora_source, lambda name, path: parse(name, path, targets), host_bytes=settings.knobs.host_lora_bytes
     )
-    # The engine may be reconfigured: the placement is read from it, once there is one.
-    engines: list[Engine] = []
     controlnets = {
         name: PlacedControlNetClient(
             name,
             local=_local_factory(name, folder, bundle),
             remote=remote.get(name),
-            wanted=lambda: (engines[0].knobs if engines else settings.knobs).controlnet_placement,
+            wanted=lambda: knobs().controlnet_placement,
             measure=lambda here, there: _measure(here, there, denoiser, bundle),
         )
         for name, folder in settings.controlnets.items()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 
@@ -24,6 +24,7 @@ from plait_serving.diffusion.denoisers.halves import (
 )
 from plait_serving.diffusion.denoisers.layers import why_not_fast
 from plait_serving.diffusion.errors import EngineError, ModelError, NumericalError
+from plait_serving.diffusion.knobs import Exact
 from plait_serving.diffusion.prompt import PromptEncoder
 from plait_serving.diffusion.protocols import Conditioning, Residuals, StepCall
 from plait_serving.diffusion.values import ImageRequest
@@ -37,8 +38,7 @@ class UNetDenoiser:
 
     A single request runs through diffusers' own modules in the order of its forward, so its latents are the pipeline's
     bit for bit (fp32, CPU). Several requests at once run through `fast.py`, which rounds differently: a batch never
-    has a single request's bits anyway. ``exact="never"`` runs a single one there too: a third less time a step, and
-    latents within 1e-5 of diffusers' (measured on the starter model, 20 steps: 4e-6 to 8e-6).
+    has a single request's bits anyway. The knob ``exact`` chooses otherwise.
     """
 
     def __init__(
@@ -46,21 +46,20 @@ class UNetDenoiser:
         bundle: Bundle,
         *,
         weights_version: Callable[[], int] | None = None,
-        exact: Literal["always", "alone", "never"] = "alone",
+        exact: Callable[[], Exact] = lambda: Exact.ALONE,
         constants_bytes: int = 512 << 20,
         packed_bytes: int = 512 << 20,
     ) -> None:
         """``weights_version`` must change whenever weights are written (the merger's); by default torch's own count.
 
-        ``exact`` says when calls run through diffusers' own modules. ``constants_bytes`` bounds the memory for what
+        ``exact`` is asked at every step. ``constants_bytes`` bounds the memory for what
         steps share (the text's keys and values), ``packed_bytes`` for packed convolution weights (CPU only).
         """
         self._bundle = bundle
         self._unet = cast("Any", bundle.unet)
         self._prompts = PromptEncoder(bundle, weights_version=weights_version)
-        self._exact_alone = exact == "alone"
-        can_be_fast = exact != "always" and _can_be_fast(bundle)
-        self._fast = FastHalves(self._unet, packed_bytes=packed_bytes) if can_be_fast else None
+        self._exact = exact
+        self._fast = FastHalves(self._unet, packed_bytes=packed_bytes) if _can_be_fast(bundle) else None
         self._store = ConstantsStore(
             self._unet, weights_version or parameter_version(self._unet), limit_bytes=constants_bytes
         )
@@ -112,7 +111,8 @@ class UNetDenoiser:
         return encoder_half(self._unet, sample, embedding, constants.text, augmentation)
 
     def _fast_for(self, calls: Sequence[StepCall]) -> FastHalves | None:
-        return None if len(calls) == 1 and self._exact_alone else self._fast
+        exact = self._exact()
+        return None if exact is Exact.ALWAYS or (exact is Exact.ALONE and len(calls) == 1) else self._fast
 
     def _guidance(self, calls: Sequence[StepCall], layout: Layout) -> torch.Tensor | None:
         if not self._bundle.embeds_guidance:

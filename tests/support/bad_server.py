@@ -1,0 +1,197 @@
+"""A server that does everything wrong, by path: raw sockets, one thread a connection.
+
+A behaviour gets the socket and how many requests this connection has served before; it returns whether to go on.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+ENDLESS = b"x" * 65536
+
+
+class BadServer:
+    """``url`` and how often each path was asked in ``asked``. Behaviours are the functions below, by name."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.asked: list[str] = []
+        self.stopped = threading.Event()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        """Stops listening and lets stalled connections go."""
+        self.stopped.set()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        served = 0
+        with connection:
+            try:
+                while path := _read_request(connection):
+                    self.asked.append(path)
+                    if not BEHAVIOURS[path.lstrip("/")](self, connection, served):
+                        return
+                    served += 1
+            except OSError:
+                return
+
+
+def _read_request(connection: socket.socket) -> str:
+    """The path of the next request, its body read; empty at the end of the connection."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        piece = connection.recv(65536)
+        if not piece:
+            return ""
+        data += piece
+    head, _, body = data.partition(b"\r\n\r\n")
+    length = next((int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")), 0)
+    while len(body) < length:
+        body += connection.recv(65536)
+    return head.split(b" ")[1].decode()
+
+
+Behaviour = Callable[[BadServer, socket.socket, int], bool]
+
+
+def says(*pieces: bytes, goes_on: bool = False, pause_s: float = 0.0) -> Behaviour:
+    """Sends the pieces, then keeps or closes the connection."""
+
+    def behave(_server: BadServer, connection: socket.socket, _served: int) -> bool:
+        for piece in pieces:
+            connection.sendall(piece)
+            time.sleep(pause_s)
+        return goes_on
+
+    return behave
+
+
+def dead(server: BadServer, _connection: socket.socket, _served: int) -> bool:
+    """Takes the request and never answers."""
+    server.stopped.wait()
+    return False
+
+
+def reset(_server: BadServer, connection: socket.socket, _served: int) -> bool:
+    """Resets the connection instead of an answer."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    return False
+
+
+def stall(server: BadServer, connection: socket.socket, _served: int) -> bool:
+    """A head, half a body, and no more."""
+    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n" + b"x" * 50)
+    server.stopped.wait()
+    return False
+
+
+def endless(server: BadServer, connection: socket.socket, _served: int) -> bool:
+    """A body without an end."""
+    connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+    while not server.stopped.is_set():
+        connection.sendall(ENDLESS)
+    return False
+
+
+def trickle(server: BadServer, connection: socket.socket, _served: int) -> bool:
+    """A byte now and then: never silent for long, never done."""
+    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+    while not server.stopped.wait(0.02):
+        connection.sendall(b"x")
+    return False
+
+
+def once(_server: BadServer, connection: socket.socket, served: int) -> bool:
+    """Promises to keep the connection, and closes it when the second request has come."""
+    if served == 0:
+        connection.sendall(OK)
+    return served == 0
+
+
+def slow(_server: BadServer, connection: socket.socket, _served: int) -> bool:
+    """A good answer after 50 ms."""
+    time.sleep(0.05)
+    connection.sendall(OK)
+    return True
+
+
+def _status(code: int) -> Behaviour:
+    return says(f"HTTP/1.1 {code} Whatever\r\ncontent-length: 0\r\n\r\n".encode(), goes_on=True)
+
+
+BEHAVIOURS: dict[str, Behaviour] = {
+    "ok": says(OK, goes_on=True),
+    "slow": slow,
+    "dead": dead,
+    "reset": reset,
+    "hangs-up": says(),
+    "garbage": says(b"\x16\x03\x01 this is not http at all\r\n\r\n"),
+    "bad-length": says(b"HTTP/1.1 200 OK\r\nContent-Length: many\r\n\r\nok"),
+    "two-lengths": says(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\nok"),
+    "bad-chunk": says(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\nok\r\n"),
+    "long-head": says(b"HTTP/1.1 200 OK\r\nX: " + b"x" * 70_000),
+    "truncated": says(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n" + b"x" * 50),
+    "truncated-head": says(b"HTTP/1.1 200 OK\r\nConte"),
+    "truncated-chunks": says(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n"),
+    "stall": stall,
+    "endless": endless,
+    "huge": says(b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n" + ENDLESS * 4),
+    "trickle": trickle,
+    "once": once,
+    "chunked": says(
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: Chunked\r\n\r\n2;x=y\r",
+        b"\nok\r",
+        b"\n3\r\n and\r\n0\r\nTrailer: 1\r\n\r\n",
+        goes_on=True,
+        pause_s=0.01,
+    ),
+    "until-close": says(b"HTTP/1.0 200 OK\r\n\r\nok"),
+    "closes": says(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: Close\r\n\r\nok"),
+    "continues": says(b"HTTP/1.1 100 Continue\r\n\r\n", OK, goes_on=True, pause_s=0.01),
+    "no-content": says(b"HTTP/1.1 204 No Content\r\n\r\n", goes_on=True),
+    "head": says(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n", goes_on=True),
+    "babbles": says(OK + b"and more", goes_on=True),
+    "byte-by-byte": says(*(bytes([byte]) for byte in OK), goes_on=True, pause_s=0.001),
+    "sse": says(
+        b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"9\r\n: step 1\n\r\n",
+        b"10\r\nevent: part\ndata\r\n",
+        b'9\r\n: {"a":1}\r\n',
+        b"2\r\n\n\n\r\n",
+        b"0\r\n\r\n",
+        goes_on=True,
+        pause_s=0.05,
+    ),
+    "timed": says(
+        b"HTTP/1.1 200 OK\r\nServer-Timing: db;dur=1.5, total;dur=2.25\r\nContent-Length: 0\r\n\r\n", goes_on=True
+    ),
+    "302": _status(302),
+    "404": _status(404),
+    "503": _status(503),
+}
+
+
+@contextmanager
+def bad_server() -> Iterator[BadServer]:
+    """A running one."""
+    server = BadServer()
+    try:
+        yield server
+    finally:
+        server.close()

@@ -1,0 +1,155 @@
+"""Arrival times: the laws they follow, the warm-up, counts, and independence of everything else.
+
+Statistical tests on fixed seeds are deterministic; their seeds (0, 1, 2) were not chosen, and a right generator had a
+chance of 1e-3 per seed to need another. Tests on fresh seeds fail by chance once in a million runs.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from plait_loadtest.arrivals import MOST_REQUESTS, rate_profile, schedule
+from plait_loadtest.errors import ScenarioError
+from plait_loadtest.scenario import Closed, Constant, Gamma, Poisson, Ramp, Step
+
+FIXED, FRESH = 1e-3, 1e-6
+
+
+def draw(arrivals, *, duration_s=20.0, warm_up_s=0.0, count=None, seed=0):
+    """Seconds, and the number of warm-up requests."""
+    times, warm_up = schedule(arrivals, duration_s=duration_s, warm_up_s=warm_up_s, count=count, seed=seed)
+    assert times.dtype == np.int64
+    return times / 1e9, warm_up
+
+
+def seeds_and_chances():
+    return [(0, FIXED), (1, FIXED), (2, FIXED), (secrets.randbits(62), FRESH)]
+
+
+def gaps(times_s):
+    return np.diff(times_s, prepend=0.0)
+
+
+def test_poisson_gaps_are_exponential():
+    """Kolmogorov-Smirnov of some 20,000 gaps against the exponential law."""
+    for seed, chance in seeds_and_chances():
+        times, _ = draw(Poisson(rate_per_s=1000), seed=seed)
+        assert stats.kstest(gaps(times), stats.expon(scale=1e-3).cdf).pvalue > chance, f"seed {seed}"
+
+
+def test_poisson_counts_are_poisson():
+    """The number of requests in each of 2,000 windows varies as a Poisson number does (chi-square of the dispersion)."""
+    for seed, chance in seeds_and_chances():
+        times, _ = draw(Poisson(rate_per_s=1000), seed=seed)
+        counts = np.histogram(times, bins=2000, range=(0, 20))[0]
+        dispersion = ((counts - counts.mean()) ** 2).sum() / counts.mean()
+        assert chance / 2 < stats.chi2(1999).cdf(dispersion) < 1 - chance / 2, f"seed {seed}"
+
+
+@pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
+def test_gamma_gaps_are_gamma(burstiness):
+    """Kolmogorov-Smirnov against the gamma law of that shape and mean."""
+    for seed, chance in seeds_and_chances():
+        times, _ = draw(Gamma(rate_per_s=1000, burstiness=burstiness), seed=seed)
+        law = stats.gamma(burstiness, scale=1e-3 / burstiness)
+        # Nanoseconds: the shortest of the burstiest gaps round to 0, where the law of shape 0.25 has much mass.
+        assert stats.kstest(gaps(times) + 0.25e-9, law.cdf).pvalue > chance, f"seed {seed}"
+
+
+def test_the_law_test_can_tell_laws_apart():
+    """Slightly bursty arrivals fail the test that Poisson arrivals pass."""
+    times, _ = draw(Gamma(rate_per_s=1000, burstiness=0.9))
+    assert stats.kstest(gaps(times), stats.expon(scale=1e-3).cdf).pvalue < FRESH
+
+
+@pytest.mark.parametrize(("start", "end"), [(0.0, 2000.0), (500.0, 1500.0), (2000.0, 0.1)])
+def test_a_ramp_is_a_poisson_process_of_that_rate(start, end):
+    """Time-rescaled by the expected number of requests, gaps are exponential of mean 1 (Kolmogorov-Smirnov)."""
+    for seed, chance in seeds_and_chances():
+        times, _ = draw(Ramp(rate_per_s=start, to_rate_per_s=end), seed=seed)
+        expected = start * times + (end - start) * times**2 / 40
+        assert stats.kstest(gaps(expected), stats.expon.cdf).pvalue > chance, f"seed {seed}"
+
+
+def test_a_step_has_the_rate_of_each_stage():
+    """Requests of each stage are Poisson numbers of its rate times its length; each bound fails once in a million."""
+    times, _ = draw(Step(stages=((2, 1000), (3, 0), (1, 50))), duration_s=10, seed=secrets.randbits(62))
+    counts = np.histogram(times, bins=[0, 2, 5, 10])[0]
+    assert counts[1] == 0
+    for count, mean in ((counts[0], 2000), (counts[2], 250)):
+        assert stats.poisson(mean).ppf(FRESH / 2) <= count <= stats.poisson(mean).isf(FRESH / 2)
+
+
+def test_constant_arrivals_have_equal_gaps_and_start_at_once():
+    """Ten a second are at 0, 0.1, ...: exactly ten in each second."""
+    times, warm_up = draw(Constant(rate_per_s=10), duration_s=2, warm_up_s=1)
+    assert times.tolist() == [i / 10 for i in range(30)]
+    assert warm_up == 10
+
+
+@pytest.mark.parametrize(
+    "arrivals",
+    [
+        Constant(rate_per_s=37),
+        Poisson(rate_per_s=37),
+        Gamma(rate_per_s=37, burstiness=0.3),
+        Ramp(rate_per_s=10, to_rate_per_s=60),
+        Step(stages=((1, 20), (1, 60))),
+    ],
+    ids=lambda arrivals: arrivals.kind,
+)
+class TestEveryKind:
+    def test_warm_up_counts_the_requests_before_the_measured_part(self, arrivals):
+        """All before its end are warm-up and none after; nothing is later than the run."""
+        times, warm_up = draw(arrivals, duration_s=6, warm_up_s=3)
+        assert 0 < warm_up < times.size
+        assert (times[:warm_up] < 3).all()
+        assert (times[warm_up:] >= 3).all()
+        assert times[-1] < 9
+        assert (np.diff(times) >= 0).all()
+
+    def test_a_count_ends_the_measured_part(self, arrivals):
+        """Exactly so many measured requests, also where the duration would have ended sooner."""
+        times, warm_up = draw(arrivals, duration_s=1, warm_up_s=2, count=500)
+        assert times.size - warm_up == 500
+        assert (times[:warm_up] < 2).all()
+        assert times[warm_up] >= 2
+
+    def test_a_seed_says_everything(self, arrivals):
+        """Same seed, same times; another seed, others (but for equal gaps); a longer run begins alike."""
+        times, _ = draw(arrivals, seed=5)
+        assert np.array_equal(times, draw(arrivals, seed=5)[0])
+        assert np.array_equal(times, draw(arrivals, seed=6)[0]) == (arrivals.kind == "constant")
+        if arrivals.kind != "ramp":  # its slope goes by the duration
+            longer, _ = draw(arrivals, duration_s=30, seed=5)
+            assert np.array_equal(times, longer[: times.size])
+
+
+def test_ramps_and_steps_begin_after_the_warm_up():
+    """The warm-up runs at the first rate; the ramp ends at its last rate."""
+    ramp = rate_profile(Ramp(rate_per_s=10, to_rate_per_s=30), duration_s=20, warm_up_s=5)
+    assert ramp.expected(5) == 50
+    assert ramp.expected(25) == 50 + 20 * 20
+    assert ramp.expected(26) == 50 + 20 * 20 + 30
+    step = rate_profile(Step(stages=((2, 10), (1, 40))), duration_s=20, warm_up_s=5)
+    assert [step.expected(time_s) for time_s in (5, 7, 8)] == [50, 70, 110]
+
+
+def test_a_million_arrivals_are_drawn():
+    """The mean rate of a million is right to five standard errors (fails by chance in 6 of 10 million runs)."""
+    times, _ = draw(Poisson(rate_per_s=20_000), duration_s=50, seed=secrets.randbits(62))
+    assert abs(times.size - 1_000_000) < 5 * 1000
+
+
+def test_what_can_not_be_scheduled_is_refused():
+    """A plan too large for memory, a count that is never reached, callers without a schedule."""
+    with pytest.raises(ScenarioError, match="more than 50,000,000"):
+        draw(Poisson(rate_per_s=MOST_REQUESTS), duration_s=2)
+    with pytest.raises(ScenarioError, match="fewer than count = 100 requests"):
+        draw(Step(stages=((1, 10), (1, 0))), count=100)
+    with pytest.raises(ScenarioError, match="no schedule"):
+        draw(Closed(concurrency=3))

@@ -1,0 +1,108 @@
+"""The laws that requests are drawn from, against exact masses.
+
+Chi-square tests on seed 0 are deterministic; those on fresh seeds fail by chance once in a million runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+
+import numpy as np
+import pytest
+from scipy import special, stats
+
+from plait_loadtest.distributions import (
+    MLPERF_CANDIDATES,
+    ZipfRanks,
+    cumulative,
+    pick,
+    pick_distinct,
+    zipf_weights,
+)
+
+SEEDS = [(0, 1e-3), (secrets.randbits(62), 1e-6)]
+
+
+def check_shares(observed, shares, chance):
+    """Chi-square; cells with an expectation below 5 are taken together."""
+    expected = np.asarray(shares) * np.sum(observed)
+    small = expected < 5
+    observed = np.append(np.asarray(observed)[~small], np.asarray(observed)[small].sum())
+    expected = np.append(expected[~small], expected[small].sum())
+    keep = expected > 0
+    assert observed[~keep].sum() == 0
+    assert stats.chisquare(observed[keep], expected[keep]).pvalue > chance
+
+
+@pytest.mark.parametrize("exponent", [0.0, 0.5, 1.0, 1.0 + 1e-9, 1.05, 2.0, 4.0])
+@pytest.mark.parametrize("rows", [1, 2, 3, 50])
+def test_ranks_follow_zipf_exactly(exponent, rows):
+    """Every rank of a small table has its finite Zipf mass, also next to exponent 1."""
+    shares = zipf_weights(rows, exponent) / zipf_weights(rows, exponent).sum()
+    for seed, chance in SEEDS:
+        ranks = ZipfRanks(np.array([rows]), exponent).draw(np.random.default_rng(seed), 20_000)
+        assert ranks.shape == (20_000, 1)
+        check_shares(np.bincount(ranks[:, 0], minlength=rows), shares, chance)
+
+
+def test_ranks_of_a_huge_table_follow_zipf():
+    """10^8 rows: shares of octaves of ranks are those of the Hurwitz zeta function."""
+    rows, exponent = 10**8, 1.05
+    edges = np.append(2 ** np.arange(27), rows + 1)  # ranks from 1
+    mass = special.zeta(exponent, edges.astype(float))
+    for seed, chance in SEEDS:
+        ranks = ZipfRanks(np.array([rows]), exponent).draw(np.random.default_rng(seed), 50_000)[:, 0] + 1
+        assert ranks.max() <= rows
+        check_shares(np.histogram(ranks, bins=edges)[0], -np.diff(mass) / (mass[0] - mass[-1]), chance)
+
+
+def test_columns_of_ranks_keep_to_their_own_table():
+    """Each column has its number of rows; a table of one row gives row 0."""
+    rows = np.array([1, 3, 40_000_000, 7])
+    ranks = ZipfRanks(rows, 1.05).draw(np.random.default_rng(0), 5_000)
+    assert (ranks >= 0).all()
+    assert (ranks < rows).all()
+    assert (ranks.max(axis=0)[[0, 1, 3]] == [0, 2, 6]).all()
+    assert ranks.max(axis=0)[2] > 1_000_000  # P(not) < 1e-80: a rank beyond 10^6 has a share above 0.03
+
+
+def test_a_weighted_choice_has_the_shares_of_its_weights():
+    """Chi-square of 20,000 picks; a weight of 0 is never picked."""
+    weights = [0.0, 0.2, 8.8, 91.0, 0.0]
+    for seed, chance in SEEDS:
+        picked = pick(cumulative(weights), np.random.default_rng(seed).random(20_000))
+        check_shares(np.bincount(picked, minlength=5), np.array(weights) / 100, chance)
+
+
+def test_the_edges_of_a_choice():
+    """A uniform of 0 is the first item that has a weight, and one just below 1 the last."""
+    sums = cumulative([0, 1, 3, 0])
+    assert pick(sums, np.array([0.0, 0.25 - 1e-12, 0.25, np.nextafter(1, 0)])).tolist() == [1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("weights", [[], [0.0, 0.0], [1.0, -0.5]])
+def test_weights_that_are_no_law_are_refused(weights):
+    """Nothing to choose from, or a negative weight."""
+    with pytest.raises(ValueError, match="weights"):
+        cumulative(weights)
+
+
+def test_distinct_picks_are_drawn_by_weight_from_those_left():
+    """Every ordered triple of four items has the probability of drawing without putting back."""
+    weights = np.array([0.5, 0.3, 0.15, 0.05])
+    sums = cumulative(weights.tolist()).tolist()
+    triples = list(itertools.permutations(range(4), 3))
+    shares = [
+        np.prod([weights[item] / (1 - weights[list(triple[:place])].sum()) for place, item in enumerate(triple)])
+        for triple in triples
+    ]
+    for seed, chance in SEEDS:
+        drawn = [pick_distinct(sums, row) for row in np.random.default_rng(seed).random((20_000, 3)).tolist()]
+        check_shares([drawn.count(triple) for triple in triples], shares, chance)
+
+
+def test_mlperf_candidates_have_their_published_mean():
+    """Twenty quantiles, mean 270 (MLPerf counts 270 user-item pairs per query)."""
+    assert sum(MLPERF_CANDIDATES.values()) == 20
+    assert sum(number * weight for number, weight in MLPERF_CANDIDATES.items()) / 20 == 270
