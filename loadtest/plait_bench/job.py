@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plait_bench import images, records
+from plait_bench import images, loadtest, records
 from plait_bench.document import document
 from plait_bench.errors import BenchError
 from plait_bench.host import commit, cores, host_facts
-from plait_bench.runner import Plan, run
+from plait_bench.runner import Plan, Result, run
 from plait_bench.tables import RESULTS, ROOT
 from plait_bench.workers import WorkerFleet
 
@@ -19,11 +19,15 @@ from plait_bench.workers import WorkerFleet
 _BUSY_SHARE = 0.25
 
 
+NAMES = (images.NAME, loadtest.NAME)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """What the command line asked for. ``models`` None: the starter's; empty ``workloads``/``systems``: all."""
 
     rounds: int
+    name: str = images.NAME
     models: Path | None = None
     workloads: tuple[str, ...] = ()
     systems: tuple[str, ...] = ()
@@ -33,25 +37,33 @@ class Job:
 
 
 def measure(job: Job, *, say: Callable[[str], None]) -> dict[str, Any]:
-    """Runs the image benchmark and returns its document. Raises `BenchError`."""
+    """Runs the benchmark and returns its document. Raises `BenchError`."""
     host, at = host_facts(), commit(ROOT)
-    try:
-        benchmark = images.definition(job.models or _starter(), only=job.workloads, systems=job.systems)
-    except KeyError as error:
-        raise BenchError(f"there is no workload or system {error}") from error
-    path = job.results or RESULTS / f"{benchmark.name}.jsonl"
+    workloads, take = _definition(job)
+    path = job.results or RESULTS / f"{job.name}.jsonl"
     if job.record and not job.overwrite:
-        names = [workload.name for workload in benchmark.workloads]
-        records.check_new(records.read(path), bench=benchmark.name, commit=at, host=host, workloads=names)
-    say(f"{benchmark.name} at {at} on {host['cpu']}, {host['cores']} cores; load average {host['loadavg_1m']}")
+        records.check_new(records.read(path), bench=job.name, commit=at, host=host, workloads=workloads)
+    say(f"{job.name} at {at} on {host['cpu']}, {host['cores']} cores; load average {host['loadavg_1m']}")
     if host["loadavg_1m"] > _BUSY_SHARE * host["cores"]:
         say("something else keeps this machine busy: the layouts and ratios found now will not hold on an idle one")
-    result = run(benchmark, Plan(rounds=job.rounds, cores=cores()), open_fleet=WorkerFleet, say=say)
-    written = document(benchmark.name, at, host, result)
+    written = document(job.name, at, host, take(say))
     if job.record:
         records.append(path, records.records_of(written), overwrite=job.overwrite)
         say(f"recorded in {path}")
     return written
+
+
+def _definition(job: Job) -> tuple[list[str], Callable[[Callable[[str], None]], Result]]:
+    """Names of the workloads, and what measures them all. Raises `BenchError`."""
+    if job.name == loadtest.NAME:
+        return [loadtest.WORKLOAD], lambda say: loadtest.measure(rounds=job.rounds, systems=job.systems, say=say)
+    try:
+        benchmark = images.definition(job.models or _starter(), only=job.workloads, systems=job.systems)
+    except KeyError as error:
+        raise BenchError(f"there is no workload or system {error}") from error
+    plan = Plan(rounds=job.rounds, cores=cores())
+    names = [workload.name for workload in benchmark.workloads]
+    return names, lambda say: run(benchmark, plan, open_fleet=WorkerFleet, say=say)
 
 
 def text_table(written: Mapping[str, Any]) -> str:

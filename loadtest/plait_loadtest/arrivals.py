@@ -44,7 +44,8 @@ def schedule(
         times_s = times_s[times_s >= 0]
     else:
         profile = rate_profile(arrivals, duration_s=duration_s, warm_up_s=warm_up_s)
-        times_s = profile.inverse(_unit_times(arrivals, profile, warm_up_s, duration_s, count, seed))
+        warm, end = profile.expected(warm_up_s), profile.expected(warm_up_s + duration_s)
+        times_s = profile.inverse(_unit_times(arrivals, warm, end, count, seed))
     times_ns = np.rint(np.minimum(times_s, _NEVER_S) * 1e9).astype(np.int64)
     warm_up = int(np.searchsorted(times_ns, round(warm_up_s * 1e9), side="left"))
     if count is None:
@@ -144,15 +145,12 @@ def _gaps(arrivals: Constant | Poisson | Gamma | Ramp | Step, rng: np.random.Gen
 
 
 def _unit_times(
-    arrivals: Constant | Poisson | Gamma | Ramp | Step,
-    profile: RateProfile,
-    warm_up_s: float,
-    duration_s: float,
-    count: int | None,
-    seed: int,
+    arrivals: Constant | Poisson | Gamma | Ramp | Step, warm_up: float, end: float, count: int | None, seed: int
 ) -> Floats:
-    """Arrivals in unit time, ascending: at least those of the run, and at most a few more than it needs."""
-    warm_up, end = profile.expected(warm_up_s), profile.expected(warm_up_s + duration_s)
+    """Arrivals in unit time, ascending: at least those of the run, and at most a few more than it needs.
+
+    ``warm_up``, ``end``: requests expected until the warm-up's end, the run's end.
+    """
     check_size(end if count is None else warm_up + count)
     draw = _gaps(arrivals, generator(seed, Stream.ARRIVALS))
     # Equal gaps start with a request at once; a random process starts with a gap.

@@ -22,7 +22,9 @@ from plait_loadtest.measure import Summary
 
 SPARE_LATE = 2
 QUEUE_SLOS = 10.0  # a trial lasts at least so many SLO latencies: 10 % above capacity then misses by a whole SLO
-RETRIED = frozenset({"send_lag", "echo"})  # reasons that say something about this machine, not about the server
+RETRIED = frozenset(
+    {"send_lag", "echo", "generator"}
+)  # reasons that say something about this machine, not about the server
 
 Verdict = Literal["held", "missed", "unproven", "invalid"]
 Purpose = Literal["bracket", "bisect", "confirm", "beyond"]

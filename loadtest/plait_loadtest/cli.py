@@ -1,19 +1,20 @@
 """``plait loadtest run`` and ``compare``. Data on stdout, progress on stderr.
 
-Exit codes: 0 done, 1 failed (also: not one request succeeded), 2 wrong usage, 99 a threshold was missed or something got
-worse, 130 interrupted.
+Exit codes: 0 done, 1 failed (also: not one request succeeded), 2 wrong usage, 99 a threshold was missed or something
+got worse, 130 interrupted.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
+    from plait_loadtest.report.outputs import Outputs
     from plait_loadtest.scenario import Scenario
     from plait_loadtest.session import Session
 
@@ -52,11 +53,14 @@ def run(
     html: Annotated[Path | None, Option(help="write the report as one page that opens offline")] = None,
     locust: Annotated[Path | None, Option(help="write an equivalent locustfile")] = None,
     show_config: Annotated[bool, Option("--show-config", help="print every setting as YAML and end")] = False,
-    find_capacity: Annotated[bool, Option("--find-capacity", help="search the highest rate that holds the SLO")] = False,
+    find_capacity: Annotated[
+        bool, Option("--find-capacity", help="search the highest rate that holds the SLO")
+    ] = False,
     confirm: Annotated[bool, Option("--confirm", help="then show too that 1.3 times that rate does not hold")] = False,
 ) -> None:
     """Sends a load and reports what it met. Flags win over the scenario."""
     from plait_loadtest.load import as_yaml, load_scenario
+    from plait_loadtest.report.outputs import Outputs
 
     flags: dict[str, object | None] = {
         "target.url": url, "target.api": api, "target.path": path, "target.timeout_s": timeout,
@@ -69,10 +73,121 @@ def run(
         overrides = {key: value for key, value in flags.items() if value is not None}
         overrides |= dict(map(_setting, settings or ())) | dict(map(_header, header or ()))
         chosen = load_scenario(scenario or {}, overrides)
-        outputs = _Outputs(json=json, raw=raw, html=html, locust=locust)
+        outputs = Outputs(json=json, raw=raw, html=html, locust=locust)
         if show_config:
-            print(as_yaml(chosen), end="")
+            typer.echo(as_yaml(chosen), nl=False)
             return
         outputs.check()
         code = _search(chosen, outputs, confirm=confirm) if find_capacity else _run(chosen, outputs)
     raise typer.Exit(code)
+
+
+@app.command()
+def compare(
+    before: Annotated[Path, typer.Argument(metavar="A.json", help="a report of run --json")],
+    after: Annotated[Path, typer.Argument(metavar="B.json", help="the report to compare with it")],
+    *,
+    least_change: Annotated[float, Option(help="smaller changes of latency do not count; 0.05 is 5 %")] = 0.05,
+    as_json: Annotated[bool, Option("--json", help="print one JSON document")] = False,
+) -> None:
+    """Says what got better or worse beyond noise; exit code 99 if anything got worse."""
+    from plait_loadtest import compare as comparing
+    from plait_loadtest.report.comparison import as_document, as_text
+
+    with _told_as_sentences():
+        outcome = comparing.compare(comparing.read(before), comparing.read(after), least_change=least_change)
+        typer.echo(as_document(outcome) if as_json else as_text(outcome))
+    raise typer.Exit(EXIT_THRESHOLD if outcome.regressed else 0)
+
+
+def _run(scenario: Scenario, outputs: Outputs) -> int:
+    from plait_loadtest.progress import live_line
+    from plait_loadtest.session import run_scenario
+
+    total_s = None if scenario.count is not None else scenario.warm_up_s + scenario.duration_s
+    with live_line(total_s) as show:
+        session = run_scenario(scenario, on_progress=show)
+    outputs.write(session)
+    return _exit_code(session)
+
+
+def _search(scenario: Scenario, outputs: Outputs, *, confirm: bool) -> int:
+    """The capacity search; its report is that of the run that confirmed the rate, with the trials beside it."""
+    from plait_loadtest.capacity import find_capacity
+    from plait_loadtest.progress import live_line
+    from plait_loadtest.session import measure_at, search_of
+
+    sessions: list[Session] = []
+    search = search_of(scenario, beyond=1.3 if confirm else None)
+    with live_line(None) as show:
+        measure = measure_at(scenario, on_progress=show, keep=sessions.append)
+        found = find_capacity(measure, search, say=_say)
+    # Each trial is one session, in the same order.
+    confirmed = [
+        session
+        for session, trial in zip(sessions, found.trials, strict=True)
+        if trial.rate_per_s == found.rate_per_s and trial.verdict == "held"
+    ]
+    outputs.write((confirmed or sessions)[-1], capacity=found)
+    if any(trial.observed.interrupted for trial in found.trials):
+        return EXIT_INTERRUPTED
+    return 0 if found.confirmed else EXIT_FAILED
+
+
+def _exit_code(session: Session) -> int:
+    total = session.summary.total
+    if session.result.interrupted:
+        return EXIT_INTERRUPTED
+    if not all(verdict.held for verdict in session.verdicts):
+        return EXIT_THRESHOLD
+    if total.requests and not total.succeeded:
+        _say(
+            "plait loadtest: not one request succeeded: " + ", ".join(f"{n} {name}" for name, n in total.errors.items())
+        )
+        return EXIT_FAILED
+    return 0
+
+
+def _setting(text: str) -> tuple[str, object]:
+    """``KEY=VALUE``; the value is YAML, so numbers are numbers and lists are lists."""
+    import yaml
+
+    from plait_loadtest.errors import ScenarioError
+
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ScenarioError(f"--set {text!r}: write KEY=VALUE")
+    try:
+        return key, yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ScenarioError(f"--set {text!r}: the value is not YAML") from error
+
+
+def _header(text: str) -> tuple[str, object]:
+    from plait_loadtest.errors import ScenarioError
+
+    name, colon, value = text.partition(":")
+    if not colon or not name.strip():
+        raise ScenarioError(f"--header {text!r}: write 'Name: value'")
+    return f"target.headers.{name.strip()}", value.strip()
+
+
+@contextmanager
+def _told_as_sentences() -> Iterator[None]:
+    """Errors made for people become one sentence on stderr and an exit code."""
+    from plait_loadtest.errors import LoadtestError, ScenarioError
+
+    try:
+        yield
+    except (LoadtestError, OSError) as error:
+        _say(f"plait loadtest: {error}")
+        raise typer.Exit(EXIT_USAGE if isinstance(error, ScenarioError) else EXIT_FAILED) from error
+
+
+def _say(line: str) -> None:
+    typer.echo(line, err=True)
+
+
+def main() -> None:
+    """The command without plait's own: ``python -m plait_loadtest``."""
+    app(prog_name="plait loadtest")

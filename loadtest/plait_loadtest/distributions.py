@@ -120,17 +120,24 @@ class ZipfRanks:
         return rank, accepted
 
 
+_NEARLY_ONE = 1e-3  # closer to exponent 1 the closed forms lose digits to cancellation
+
+
 def _area(x: Floats | np.float64, exponent: float) -> Floats:
     """Integral of t^-s from 1 to x: (x^(1-s) - 1) / (1 - s), or log x for s = 1; accurate near s = 1."""
-    log_x = np.log(x)
-    bend = (1.0 - exponent) * log_x
-    return np.asarray(log_x * _ratio(np.expm1(bend), bend))
+    bend = 1.0 - exponent
+    if abs(bend) > _NEARLY_ONE:  # numpy has exp and log in vector instructions, expm1 and log1p not
+        return np.asarray((np.exp(bend * np.log(x)) - 1.0) / bend)
+    return np.asarray(np.log(x) * _ratio(np.expm1(bend * np.log(x)), bend * np.log(x)))
 
 
 def _inverse_area(area: Floats, exponent: float) -> Floats:
     """The x whose `_area` is ``area``."""
-    bend = np.maximum((1.0 - exponent) * area, -1.0 + 1e-15)
-    return np.asarray(np.exp(area * _ratio(np.log1p(bend), bend)))
+    bend = 1.0 - exponent
+    inner = np.maximum(bend * area, -1.0 + 1e-15)
+    if abs(bend) > _NEARLY_ONE:
+        return np.asarray(np.exp(np.log(1.0 + inner) / bend))
+    return np.asarray(np.exp(area * _ratio(np.log1p(inner), inner)))
 
 
 def _ratio(above: Floats, below: Floats) -> Floats:

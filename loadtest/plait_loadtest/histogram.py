@@ -82,19 +82,19 @@ def bucket_of(values_ns: Ints) -> Ints:
     value = np.clip(values_ns, 0, HIGHEST_NS)
     # frexp gives the bit length exactly: every value is far below 2**53.
     shift = np.maximum(np.frexp(value.astype(np.float64))[1] - _BITS, 0).astype(np.int64)
-    return shift * _HALF + (value >> shift)
+    return np.asarray(shift * _HALF + (value >> shift))
 
 
 def middles_ns(bucket: Ints) -> Floats:
     """Middle of each bucket, float64, same shape. Single-value buckets are exact."""
     shift = np.maximum(bucket // _HALF - 1, 0)
     lowest = (bucket - shift * _HALF) << shift
-    return lowest + ((np.int64(1) << shift) - 1) / 2.0
+    return np.asarray(lowest + ((np.int64(1) << shift) - 1) / 2.0)
 
 
 def encoded(histogram: Histogram) -> str:
     """The HdrHistogram V2 text (base64, compressed) that HdrHistogram tools of any language read."""
-    from hdrh.histogram import HdrHistogram
+    from hdrh.histogram import HdrHistogram  # type: ignore[import-untyped]
 
     hdr = HdrHistogram(1, HIGHEST_NS, DIGITS)
     for value, count in zip(histogram.middle_ns.tolist(), histogram.count.tolist(), strict=True):

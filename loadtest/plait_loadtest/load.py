@@ -91,14 +91,15 @@ def _read(source: str | Path | Mapping[str, object]) -> tuple[str, Path, _Node]:
 class _Loader(yaml.SafeLoader):
     """Refuses a key that is given twice, of which YAML would keep the last in silence."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:  # noqa: FBT001, FBT002
-        seen: set[object] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
-            if isinstance(key, str | int | float) and key in seen:
-                raise yaml.MarkedYAMLError(problem=f"{key!r} is given twice", problem_mark=key_node.start_mark)
-            seen.add(key if isinstance(key, str | int | float) else str(key))
-        return super().construct_mapping(node, deep)
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.MarkedYAMLError(problem=f"{key.value!r} is given twice", problem_mark=key.start_mark)
+                seen.add(key.value)
+        return node
 
 
 def _parse(text: str, source: str) -> _Node:
@@ -107,7 +108,9 @@ def _parse(text: str, source: str) -> _Node:
     except yaml.MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
         raise ScenarioError(f"{source}{line}: {error.problem or error.context}") from error
-    except yaml.YAMLError as error:
+    except RecursionError as error:
+        raise ScenarioError(f"{source}: is nested too deeply") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or a number that is none
         raise ScenarioError(f"{source}: {error}") from error
     if settings is not None and not isinstance(settings, dict):
         raise ScenarioError(f"{source}: a scenario is a mapping of settings")
@@ -167,7 +170,10 @@ def _check_needs(settings: _Node) -> None:
     for key in needs if isinstance(needs, list) else []:
         node: object = settings
         for part in str(key).split("."):
-            node = node.get(part) if isinstance(node, dict) else None
+            if isinstance(node, list):
+                node = dict(enumerate(node)).get(int(part)) if part.isdecimal() else None
+            else:
+                node = node.get(part) if isinstance(node, dict) else None
         if node is None:
             raise ScenarioError(f"{key} must be given: this scenario has no default for it")
 
@@ -178,9 +184,8 @@ def _check_needs(settings: _Node) -> None:
 def _override(settings: _Node, key: str, value: object) -> None:
     if key == "arrivals.kind" and isinstance(settings["arrivals"], dict):
         kept = _ARRIVALS[value].model_fields if isinstance(value, str) and value in _ARRIVALS else {}
-        settings["arrivals"] = {name: old for name, old in settings["arrivals"].items() if name in kept} | {
-            "kind": value
-        }
+        common = {name: old for name, old in settings["arrivals"].items() if name in kept}
+        settings["arrivals"] = common | {"kind": value}
         return
     holders: list[object] = [settings]
     *way, last = key.split(".")
@@ -218,8 +223,10 @@ def _sentence(error: ValidationError) -> str:
     given = given if len(given) <= 60 else f"{given[:57]}..."
     rules: dict[str, Callable[[], str]] = {
         "missing": lambda: f"{field} must be given",
-        "extra_forbidden": lambda: f"{field}: there is no such setting{_suggestion(field)}",
-        "union_tag_invalid": lambda: f"{field}.{_tag(field)}: one of {first['ctx']['expected_tags']}, not {given}",
+        "extra_forbidden": lambda: f"{field}: there is no such setting{_suggestion(first['loc'])}",
+        "union_tag_invalid": lambda: (
+            f"{field}.{_tag(field)}: one of {first['ctx']['expected_tags']}, not {first['ctx']['tag']!r}"
+        ),
         "union_tag_not_found": lambda: f"{field}.{_tag(field)} must be given",
     }
     message = first["msg"][0].lower() + first["msg"][1:]
@@ -240,8 +247,11 @@ def _tag(field: str) -> str:
     return "kind" if field == "arrivals" else "api"
 
 
-def _suggestion(field: str) -> str:
-    models = [*_ARRIVALS.values(), *_MIX.values(), Scenario, model.Target, model.Limits, model.Loras, model.ControlNets]
-    known = {name for kind in models for name in kind.model_fields}
-    near = difflib.get_close_matches(field.rpartition(".")[2], sorted(known), n=1)
+def _suggestion(location: tuple[int | str, ...]) -> str:
+    if location[0] == "arrivals":
+        kind = str(location[1])
+        return f" for {kind} arrivals, which have {', '.join(_ARRIVALS[kind].model_fields)}"
+    models: list[type[BaseModel]] = [*_MIX.values(), Scenario, model.Target, model.Limits, model.Loras]
+    known = {name for each in models for name in each.model_fields}
+    near = difflib.get_close_matches(str(location[-1]), sorted(known), n=1)
     return f" (did you mean {near[0]}?)" if near else ""

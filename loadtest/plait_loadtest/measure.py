@@ -133,7 +133,7 @@ def summarise(result: RunResult, scenario: Scenario, *, images: Ints | None = No
             errors=total.errors,
             interrupted=result.interrupted,
             judged=total.judged,
-            needed=_needed(classes),
+            problems=result.problems,
         ),
         start_s=run.window.start_ns / 1e9,
         seconds=run.window.seconds,
@@ -231,13 +231,6 @@ def _images_per_s(run: Judged, images: Ints) -> float:
 def _errors(outcome: npt.NDArray[np.uint8]) -> dict[str, int]:
     counts = np.bincount(outcome, minlength=len(Outcome))
     return {kind.name.lower(): int(counts[kind]) for kind in Outcome if kind is not Outcome.OK and counts[kind]}
-
-
-def _needed(classes: tuple[ClassSummary, ...]) -> int:
-    """So many requests the run needs before the verdict on any class means something."""
-    if any(each.slo_met is not None for each in classes):
-        return 1
-    return min((least_requests(each.slo_percentile) for each in classes if each.slo_percentile is not None), default=1)
 
 
 def _met(attainment: float | None, percentile: float | None, judged: int) -> bool | None:

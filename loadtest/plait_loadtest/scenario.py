@@ -9,18 +9,28 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 
 Name: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
 _Weight: TypeAlias = Annotated[float, Field(ge=0)]
 
-Weights: TypeAlias = Annotated[dict[str, _Weight], Field(min_length=1)]
+
+def _alike(value: object) -> object:
+    """``20`` is short for ``{20: 1}`` and ``[20, 30]`` for ``{20: 1, 30: 1}``."""
+    if isinstance(value, int | str) and not isinstance(value, bool):
+        return {value: 1.0}
+    if isinstance(value, list | tuple) and all(isinstance(item, int | str) for item in value):
+        return dict.fromkeys(value, 1.0)
+    return value
+
+
+Weights: TypeAlias = Annotated[dict[str, _Weight], Field(min_length=1), BeforeValidator(_alike)]
 """Texts and how often each is drawn, relative to the others: ``{64x64: 3, 64x32: 1}``."""
 
 NamedWeights: TypeAlias = Annotated[dict[Name, _Weight], Field(min_length=1)]
 
-Counts: TypeAlias = Annotated[dict[int, _Weight], Field(min_length=1)]
+Counts: TypeAlias = Annotated[dict[int, _Weight], Field(min_length=1), BeforeValidator(_alike)]
 """Whole numbers and how often each is drawn, relative to the others: ``{1: 58, 4: 19}``."""
 
 

@@ -1,7 +1,8 @@
 """Thresholds: ``p99_ms < 250``, ``error_rate <= 0.01``, ``images.p95_ms < 500``. A missed one makes exit code 99.
 
 An invalid run passes no threshold: its numbers prove nothing, and a gate that opens on them would hide that. Nor does
-a threshold pass on a number that does not exist (no answers: no p99).
+a threshold pass on a number that does not exist (no answers: no p99), or on a percentile of so few answers that it is
+only the largest of them (fewer than 100 for a p99).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from plait_loadtest.errors import ScenarioError
-from plait_loadtest.measure import ClassSummary, Summary
+from plait_loadtest.measure import ClassSummary, Summary, least_requests
 
 OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
@@ -44,6 +45,7 @@ OF_THE_RUN: dict[str, Callable[[Summary], float | None]] = {
     "echo_p99_ms": lambda run: run.echo_ms.p99,
     "images_per_s": lambda run: run.images_per_s,
 }
+_PERCENTILE = re.compile(r"p([\d.]+)_ms$")
 _NAMES = "|".join(re.escape(name) for name in sorted([*OF_A_CLASS, *OF_THE_RUN], key=len, reverse=True))
 _PATTERN = re.compile(
     rf"\s*(?:(?P<kind>[A-Za-z0-9][A-Za-z0-9._-]*)\.)?(?P<metric>{_NAMES})\s*(?P<sign><=|>=|<|>)\s*(?P<bound>\S+)\s*"
@@ -103,18 +105,33 @@ def _check(threshold: Threshold, summary: Summary) -> Verdict:
     if value is None:
         return Verdict(threshold=threshold, value=None, held=False, why="nothing was measured")
     holds = OPERATORS[threshold.sign](value, threshold.bound)
-    why = "the run is invalid" if holds and not summary.valid else ""
+    why = _doubt(threshold, summary) if holds else ""
     return Verdict(threshold=threshold, value=value, held=holds and not why, why=why)
+
+
+def _doubt(threshold: Threshold, summary: Summary) -> str:
+    """Why a number that is on the right side proves nothing; empty: it does."""
+    if not summary.valid:
+        return "the run is invalid"
+    percentile = _PERCENTILE.search(threshold.metric)
+    if percentile is None or threshold.metric in OF_THE_RUN:
+        return ""
+    needed, answers = least_requests(float(percentile[1])), _class(threshold, summary).latency_ms.n
+    return f"{answers} answers are too few, {needed} are needed" if answers < needed else ""
 
 
 def _value(threshold: Threshold, summary: Summary) -> float | None:
     if threshold.metric in OF_THE_RUN:
         value = OF_THE_RUN[threshold.metric](summary)
     else:
-        named = {each.name: each for each in summary.classes}
-        each = summary.total if threshold.kind is None else named[threshold.kind]
-        value = OF_A_CLASS[threshold.metric](each)
+        value = OF_A_CLASS[threshold.metric](_class(threshold, summary))
     return None if value is None or math.isnan(value) else value
+
+
+def _class(threshold: Threshold, summary: Summary) -> ClassSummary:
+    if threshold.kind is None:
+        return summary.total
+    return next(each for each in summary.classes if each.name == threshold.kind)
 
 
 def _number(text: str) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from plait_loadtest.mix.images import MOST_CONTROLNETS, OWN_FIELDS, most_drawn, 
 from plait_loadtest.scenario import (
     Closed,
     ControlNets,
+    Gamma,
     ImageClass,
     InferClass,
     Loras,
@@ -25,6 +27,7 @@ from plait_loadtest.scenario import (
 )
 
 LONGEST_S = 1e7  # some 115 days
+LEAST_BURSTINESS = 0.001  # a thousand requests at once, then a pause
 _SIZE = re.compile(r"[1-9]\d{0,4}x[1-9]\d{0,4}|auto")
 
 
@@ -32,14 +35,13 @@ def validate(scenario: Scenario) -> None:
     """Raises `ScenarioError`, one sentence that names the field, unless the scenario can be run."""
     _check_target(scenario.target)
     _check_arrivals(scenario)
+    api = scenario.target.api
     names = Counter(spec.name for spec in scenario.mix)
     _require(len(scenario.mix) > 0, "mix", "has no class of requests")
     for position, spec in enumerate(scenario.mix):
         field = f"mix.{position}"
         _require(names[spec.name] == 1, f"{field}.name", f"{spec.name!r} is the name of another class too")
-        _require(
-            spec.api == scenario.target.api, f"{field}.api", f"is {spec.api}, but target.api {scenario.target.api}"
-        )
+        _require(spec.api == api, f"{field}.api", f"is {spec.api}, but target.api is {api}")
         if isinstance(spec, ImageClass):
             _check_images(field, spec)
         elif isinstance(spec, InferClass):
@@ -48,13 +50,11 @@ def validate(scenario: Scenario) -> None:
             _check_raw(field, spec)
     for name in scenario.slos:
         _require(name in names, f"slos.{name}", f"is no class of the mix, which has {', '.join(names)}")
-    limit = scenario.limits.connections
-    _require(
-        scenario.processes <= limit, "limits.connections", f"{limit} are fewer than {scenario.processes} processes"
-    )
+    few = f"{scenario.limits.connections} are fewer than {scenario.processes} processes"
+    _require(scenario.processes <= scenario.limits.connections, "limits.connections", few)
 
 
-def _require(condition: bool, field: str, problem: str) -> None:  # noqa: FBT001 - reads as a sentence
+def _require(condition: bool, field: str, problem: str) -> None:
     if not condition:
         raise ScenarioError(f"{field}: {problem}")
 
@@ -88,10 +88,16 @@ def _check_arrivals(scenario: Scenario) -> None:
     for field in ("duration_s", "warm_up_s"):
         _require(getattr(scenario, field) <= LONGEST_S, field, f"is longer than {LONGEST_S:.0f} s")
     if isinstance(arrivals, Closed):
+        for limit in ("connections", "in_flight"):
+            most = getattr(scenario.limits, limit)
+            fits = arrivals.concurrency <= most
+            _require(fits, "arrivals.concurrency", f"{arrivals.concurrency} are more than limits.{limit}, {most}")
         return
     if isinstance(arrivals, Trace):
         _check_file("arrivals.file", arrivals.file)
         return
+    if isinstance(arrivals, Gamma):
+        _require(arrivals.burstiness >= LEAST_BURSTINESS, "arrivals.burstiness", f"is below {LEAST_BURSTINESS}")
     if isinstance(arrivals, Step):
         for position, (seconds, rate) in enumerate(arrivals.stages):
             field = f"arrivals.stages.{position}"
@@ -161,6 +167,7 @@ def _check_counts(field: str, counts: Mapping[int, float], *, least: int) -> Non
 
 def _check_weights(field: str, weights: Mapping[str, float] | Mapping[int, float]) -> None:
     _require(sum(weights.values()) > 0, field, "has no weight above 0")
+    _require(math.isfinite(sum(weights.values())), field, "has weights whose sum is too large for a number")
 
 
 def _check_file(field: str, path: Path | None) -> None:

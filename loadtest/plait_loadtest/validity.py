@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Code = Literal["send_lag", "echo", "not_sent", "interrupted", "unfinished", "too_few"]
+Code = Literal["send_lag", "echo", "not_sent", "interrupted", "unfinished", "too_few", "generator"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,12 +25,12 @@ def judge(
     errors: Mapping[str, int],
     interrupted: bool,
     judged: int,
-    needed: int,
+    problems: Sequence[str] = (),
 ) -> tuple[Reason, ...]:
     """Why the run is invalid; empty: it is valid.
 
-    ``lag_ms``, ``echo_ms``: p99s, nan where nothing was measured. ``errors`` by outcome name. ``needed``: requests
-    below which no class's SLO can be judged; at least 1.
+    ``lag_ms``, ``echo_ms``: p99s, nan where nothing was measured. ``errors`` by outcome name. ``judged``:
+    requests that count. ``problems``: what the runner says went wrong on its side.
     """
     reasons: list[Reason] = []
 
@@ -56,5 +56,6 @@ def judge(
         f"{unfinished} requests had no answer when the drain time (limits.drain_s) was over",
         when=unfinished > 0 and not interrupted,
     )
-    note("too_few", f"{judged} requests are too few to judge: at least {needed} are needed", when=judged < needed)
+    note("generator", "; ".join(problems), when=bool(problems))
+    note("too_few", "not one request ran to its end", when=judged == 0)
     return tuple(reasons)

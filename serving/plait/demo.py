@@ -1,4 +1,4 @@
-"""`plait demo`: a server of its own, pictures over HTTP, a contact sheet, and the times they took."""
+"""`plait demo`: a server of its own, pictures over HTTP, a contact sheet, the times they took, a short load test."""
 
 from __future__ import annotations
 
@@ -71,12 +71,13 @@ TOGETHER = (
 
 
 def run(out: Path, *, say: Callable[[str], None]) -> Path:
-    """Starts a server, makes every scene into ``out``, stops the server. Returns the contact sheet's path."""
+    """Starts a server, makes every scene and a load report into ``out``, stops it. Returns the contact sheet's path."""
     out.mkdir(parents=True, exist_ok=True)
     started_s = time.monotonic()
     with own_server() as url:
         say(f"server ready at {url} after {time.monotonic() - started_s:.1f} s")
         pictures = play(lambda body: post(url, body), out, say=say)
+        say(smoke(url, out / "load.html"))
     say("server stopped")
     sheet = out / "contact-sheet.png"
     contact_sheet(pictures).save(sheet)
@@ -113,6 +114,20 @@ def make(scene: Scene, ask: Asks, out: Path) -> Picture:
     path = out / f"{scene.name}.png"
     path.write_bytes(base64.b64decode(answer["data"][0]["b64_json"]))
     return Picture(scene=scene, path=path, seconds=seconds, timings=answer.get("timings", {}))
+
+
+def smoke(url: str, page: Path) -> str:
+    """Runs the load tester's smoke scenario (20 s) against the server, writes its report; returns it in a line."""
+    from plait_loadtest.load import load_scenario
+    from plait_loadtest.report.outputs import Outputs
+    from plait_loadtest.report.table import headline, number
+    from plait_loadtest.session import run_scenario
+
+    session = run_scenario(load_scenario("smoke", {"target.url": url}))
+    Outputs(html=page).write_files(session)
+    total = session.summary.total
+    median, p95 = number(total.latency_ms.p50), number(total.latency_ms.p95)
+    return f"  {page}  {headline(session.summary)}: {total.requests} requests, median {median} ms, p95 {p95} ms"
 
 
 def describe(picture: Picture) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 import uvloop
@@ -196,7 +197,9 @@ def test_nobody_there():
     assert ask("http://no-such-host.invalid", "/ok").ends[0].outcome is Outcome.DNS
     assert ask(f"http://{'x' * 80}.invalid", "/ok").ends[0].outcome is Outcome.DNS
     with bad_server() as plain:
-        assert ask(plain.url.replace("http:", "https:"), "/ok", connect_timeout_s=1.0).ends[0].outcome is Outcome.CONNECT
+        assert (
+            ask(plain.url.replace("http:", "https:"), "/ok", connect_timeout_s=1.0).ends[0].outcome is Outcome.CONNECT
+        )
 
 
 def test_a_connection_that_closed_while_idle_costs_no_error(server):
@@ -226,7 +229,7 @@ def test_requests_wait_for_room_in_order(server):
     assert [end.outcome for end in ends] == [Outcome.OK] * 5
     sent = [end.sent_ns for end in ends]
     assert sent == sorted(sent)
-    assert all(later - earlier >= 50_000_000 for earlier, later in zip(sent, sent[1:], strict=False))
+    assert all(later - earlier >= 50_000_000 for earlier, later in pairwise(sent))
 
 
 def test_what_has_no_room_until_the_end_was_not_sent(server):

@@ -29,6 +29,7 @@ class BadServer:
     def close(self) -> None:
         """Stops listening and lets stalled connections go."""
         self.stopped.set()
+        self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept, which keeps the port open
         self._listener.close()
 
     def _accept(self) -> None:
@@ -157,7 +158,7 @@ BEHAVIOURS: dict[str, Behaviour] = {
     "chunked": says(
         b"HTTP/1.1 200 OK\r\ntransfer-encoding: Chunked\r\n\r\n2;x=y\r",
         b"\nok\r",
-        b"\n3\r\n and\r\n0\r\nTrailer: 1\r\n\r\n",
+        b"\n4\r\n and\r\n0\r\nTrailer: 1\r\n\r\n",
         goes_on=True,
         pause_s=0.01,
     ),

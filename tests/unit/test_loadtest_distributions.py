@@ -24,7 +24,7 @@ from plait_loadtest.distributions import (
 SEEDS = [(0, 1e-3), (secrets.randbits(62), 1e-6)]
 
 
-def check_shares(observed, shares, chance):
+def check_shares(observed, shares, chance, seed):
     """Chi-square; cells with an expectation below 5 are taken together."""
     expected = np.asarray(shares) * np.sum(observed)
     small = expected < 5
@@ -32,10 +32,11 @@ def check_shares(observed, shares, chance):
     expected = np.append(expected[~small], expected[small].sum())
     keep = expected > 0
     assert observed[~keep].sum() == 0
-    assert stats.chisquare(observed[keep], expected[keep]).pvalue > chance
+    if keep.sum() > 1:
+        assert stats.chisquare(observed[keep], expected[keep]).pvalue > chance, f"seed {seed}"
 
 
-@pytest.mark.parametrize("exponent", [0.0, 0.5, 1.0, 1.0 + 1e-9, 1.05, 2.0, 4.0])
+@pytest.mark.parametrize("exponent", [0.0, 0.5, 0.9995, 1.0, 1.0 + 1e-9, 1.05, 2.0, 4.0])
 @pytest.mark.parametrize("rows", [1, 2, 3, 50])
 def test_ranks_follow_zipf_exactly(exponent, rows):
     """Every rank of a small table has its finite Zipf mass, also next to exponent 1."""
@@ -43,7 +44,7 @@ def test_ranks_follow_zipf_exactly(exponent, rows):
     for seed, chance in SEEDS:
         ranks = ZipfRanks(np.array([rows]), exponent).draw(np.random.default_rng(seed), 20_000)
         assert ranks.shape == (20_000, 1)
-        check_shares(np.bincount(ranks[:, 0], minlength=rows), shares, chance)
+        check_shares(np.bincount(ranks[:, 0], minlength=rows), shares, chance, seed)
 
 
 def test_ranks_of_a_huge_table_follow_zipf():
@@ -54,7 +55,7 @@ def test_ranks_of_a_huge_table_follow_zipf():
     for seed, chance in SEEDS:
         ranks = ZipfRanks(np.array([rows]), exponent).draw(np.random.default_rng(seed), 50_000)[:, 0] + 1
         assert ranks.max() <= rows
-        check_shares(np.histogram(ranks, bins=edges)[0], -np.diff(mass) / (mass[0] - mass[-1]), chance)
+        check_shares(np.histogram(ranks, bins=edges)[0], -np.diff(mass) / (mass[0] - mass[-1]), chance, seed)
 
 
 def test_columns_of_ranks_keep_to_their_own_table():
@@ -72,7 +73,7 @@ def test_a_weighted_choice_has_the_shares_of_its_weights():
     weights = [0.0, 0.2, 8.8, 91.0, 0.0]
     for seed, chance in SEEDS:
         picked = pick(cumulative(weights), np.random.default_rng(seed).random(20_000))
-        check_shares(np.bincount(picked, minlength=5), np.array(weights) / 100, chance)
+        check_shares(np.bincount(picked, minlength=5), np.array(weights) / 100, chance, seed)
 
 
 def test_the_edges_of_a_choice():
@@ -99,7 +100,7 @@ def test_distinct_picks_are_drawn_by_weight_from_those_left():
     ]
     for seed, chance in SEEDS:
         drawn = [pick_distinct(sums, row) for row in np.random.default_rng(seed).random((20_000, 3)).tolist()]
-        check_shares([drawn.count(triple) for triple in triples], shares, chance)
+        check_shares([drawn.count(triple) for triple in triples], shares, chance, seed)
 
 
 def test_mlperf_candidates_have_their_published_mean():

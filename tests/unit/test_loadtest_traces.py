@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import secrets
 from pathlib import Path
 
 import numpy as np
@@ -68,7 +69,9 @@ def test_what_can_not_be_read_is_named_by_line(tmp_path, content, says):
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize("content", [b"plain text", gzip.compress(b"at\n1\n" * 999)[:-30], b"\x1f\x8b\x08\x00" + b"\xff" * 40])
+@pytest.mark.parametrize(
+    "content", [b"plain text", gzip.compress(b"at\n1\n" * 999)[:-30], b"\x1f\x8b\x08\x00" + b"\xff" * 40]
+)
 def test_a_damaged_file_is_no_traceback(tmp_path, content):
     """Not gzip, cut short, or garbage inside: `ScenarioError`."""
     path = tmp_path / "t.csv.gz"
@@ -102,6 +105,15 @@ def test_a_count_takes_so_many_of_the_trace(tmp_path):
         schedule(trace(path), duration_s=1, warm_up_s=5, count=26, seed=0)
 
 
+def test_a_replayed_poisson_process_is_one(tmp_path):
+    """5,000 exponential gaps, four times as fast: Kolmogorov-Smirnov; fresh seed, fails by chance once in a million."""
+    seed = secrets.randbits(62)
+    recorded = np.cumsum(np.random.default_rng(seed).standard_exponential(5_000))
+    path = write(tmp_path / "t.csv", "at", *map(repr, recorded.tolist()))
+    times, _ = schedule(trace(path, speed=4), duration_s=1e6, warm_up_s=0, count=None, seed=0)
+    assert stats.kstest(np.diff(times / 1e9), stats.expon(scale=1 / 4).cdf).pvalue > 1e-6, f"seed {seed}"
+
+
 def test_an_empty_window_is_an_error(tmp_path):
     """A run that would measure nothing is refused before it starts."""
     path = write(tmp_path / "t.csv", "at", "0", "100")
@@ -117,7 +129,7 @@ class TestThePublicTrace:
     file = Path(TRACES or "", "lora_request_trace.csv.gz")
 
     def test_it_is_replayed_at_its_own_times(self):
-        """Kolmogorov-Smirnov distance of the plan to the trace is 0: a replay draws nothing, so nothing is by chance."""
+        """The Kolmogorov-Smirnov distance to the trace is 0: a replay draws nothing, so nothing is by chance."""
         scenario = load_scenario("genai-trace", {"arrivals.file": self.file, "arrivals.speed": 1e3, "duration_s": 3000,
                                                  "arrivals.offset_s": 0, "warm_up_s": 0})  # fmt: skip
         plan = make_plan(scenario)
@@ -131,7 +143,11 @@ class TestThePublicTrace:
         rows = gzip.decompress(self.file.read_bytes()).decode().splitlines()
         header, *cells = [row.split(",") for row in rows]
         spec = load_scenario("genai-mix", {}).mix[0]
-        columns = {"num_lora": spec.loras.count, "num_inference_steps": spec.steps, "num_images_per_prompt": spec.images}
+        columns = {
+            "num_lora": spec.loras.count,
+            "num_inference_steps": spec.steps,
+            "num_images_per_prompt": spec.images,
+        }
         for column, weights in columns.items():
             values = [cell[header.index(column)] for cell in cells]
             counted = {value: sum(text in (str(value), f"{value}.0") for text in values) for value in weights}

@@ -11,7 +11,7 @@ import numpy as np
 from plait_loadtest.distributions import Floats, cumulative
 from plait_loadtest.seeds import Numbered
 
-CHUNK = 4096
+CHUNK = 1024
 """Requests drawn together. Part of what a seed means: another value gives other requests."""
 
 _KEPT = 4  # chunks held: neighbours of the one that is being sent
@@ -27,6 +27,10 @@ class Chunks(Generic[Drawn]):
         self._columns = columns
         self._draw = draw
         self._kept: OrderedDict[int, Drawn] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, object]:
+        """Without what is drawn: another process draws it again."""
+        return self.__dict__ | {"_kept": OrderedDict()}
 
     def __getitem__(self, chunk: int) -> Drawn:
         drawn = self._kept.get(chunk)

@@ -49,7 +49,7 @@ class ImageRequests:
     def __init__(self, spec: ImageClass, target: Target, numbered: Numbered) -> None:
         self._spec = spec
         self._path = target.path or DEFAULT_PATH
-        self._headers = (("content-type", "application/json"),)
+        self._headers: tuple[tuple[str, str], ...] = (("content-type", "application/json"),)
         if spec.stream:
             self._headers += (("accept", "text/event-stream"),)
         self._fixed = _fixed_fields(spec, target)
@@ -158,7 +158,7 @@ def pixels(size: str | None) -> tuple[int, int] | None:
 def _fixed_fields(spec: ImageClass, target: Target) -> dict[str, object]:
     """Fields of the body that are alike in all requests of the class; absent where the scenario gives none."""
     deadline = spec.deadline_ms
-    given = {
+    given: dict[str, object] = {
         "model": target.model,
         "guidance_scale": spec.guidance_scale,
         "scheduler": spec.scheduler,
@@ -167,14 +167,14 @@ def _fixed_fields(spec: ImageClass, target: Target) -> dict[str, object]:
         "stream": True if spec.stream else None,
         "partial_images": 1 if spec.stream else None,  # one preview, so that a first part can be timed
     }
-    return {name: value for name, value in given.items() if value is not None} | spec.extra
+    return {name: value for name, value in given.items() if value is not None} | dict(spec.extra)
 
 
 def _prompts(spec: ImageClass) -> tuple[str, ...]:
     if spec.prompts_file is None:
         return spec.prompts
     try:
-        lines = spec.prompts_file.read_text(encoding="utf-8").splitlines()
+        lines = spec.prompts_file.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ScenarioError(f"prompts_file: {spec.prompts_file} can not be read as text: {error}") from error
     prompts = tuple(line.strip() for line in lines if line.strip())

@@ -31,7 +31,7 @@ def document(
         "tool": {"name": "plait loadtest", "version": host.tool_version(), "commit": host.commit()},
         "started": host.utc(started_unix_s),
         "host": host.facts(),
-        "scenario": scenario.model_dump(mode="json"),
+        "scenario": shown(scenario),
         "seed": scenario.seed,
         "valid": summary.valid,
         "reasons": [{"code": reason.code, "text": reason.text} for reason in summary.reasons],
@@ -51,6 +51,13 @@ def document(
             "classes": {each.name: _histograms(each) for each in summary.classes},
         },
     }
+
+
+def shown(scenario: Scenario) -> dict[str, Any]:
+    """The scenario as plain values, without the values of headers: keys and cookies do not belong into reports."""
+    settings = scenario.model_dump(mode="json")
+    settings["target"]["headers"] = dict.fromkeys(scenario.target.headers, "(not shown)")
+    return settings
 
 
 def percentiles(values: Percentiles) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from plait_loadtest.thresholds import Verdict
 if TYPE_CHECKING:
     from rich.console import Console
 
-_COLUMNS = ("p50", "p90", "p95", "p99", "p99.9", "max")
+    from plait_loadtest.capacity import Capacity
 
 
 def print_table(summary: Summary, verdicts: Iterable[Verdict], console: Console) -> None:
@@ -21,21 +21,13 @@ def print_table(summary: Summary, verdicts: Iterable[Verdict], console: Console)
     from rich.text import Text
 
     console.print(Text(headline(summary), style="bold"))
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    for column in (
-        "",
-        "requests",
-        "offered/s",
-        "done/s",
-        "good/s",
-        "errors",
-        *(f"{name} ms" for name in _COLUMNS),
-        "SLO",
-    ):
-        table.add_column(column, justify="left" if column in ("", "SLO") else "right", no_wrap=True)
-    several = len(summary.classes) > 1
-    for each in (*(summary.classes if several else ()), summary.total):
-        table.add_row(*_row(each))
+    columns = (*(summary.classes if len(summary.classes) > 1 else ()), summary.total)
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 3, 0, 0))
+    table.add_column("", no_wrap=True)
+    for each in columns:
+        table.add_column(each.name, justify="right", overflow="fold")
+    for name, *cells in zip(_ROWS, *map(_cells, columns), strict=True):
+        table.add_row(name, *cells)
     console.print(table)
     for line in notes(summary, verdicts):
         console.print(Text(line))
@@ -73,24 +65,46 @@ def number(value: float | None) -> str:
         return "-"
     if value == 0:
         return "0"
+    value = float(f"{value:.3g}")  # 0.09999 is 0.100: round before counting digits
     digits = max(0, 2 - math.floor(math.log10(abs(value))))
     return f"{value:,.{digits}f}" if digits else f"{round(value):,}"
 
 
-def _row(each: ClassSummary) -> tuple[str, ...]:
-    failed = f"{each.error_rate:.2%}" if each.error_rate else "0"
+_ROWS = (
+    "requests", "offered/s", "done/s", "good/s", "errors",
+    "p50 ms", "p90 ms", "p95 ms", "p99 ms", "p99.9 ms", "max ms", "SLO", "in time", "verdict",
+)  # fmt: skip
+
+
+def _cells(each: ClassSummary) -> tuple[str, ...]:
+    """One class, in the order of `_ROWS`."""
     latency = each.latency_ms
-    values = (latency.p50, latency.p90, latency.p95, latency.p99, latency.p99_9, latency.max)
     rates = (each.offered_per_s, each.achieved_per_s, each.goodput_per_s)
-    return (each.name, f"{each.requests:,}", *map(number, rates), failed, *map(number, values), _slo(each))
-
-
-def _slo(each: ClassSummary) -> str:
-    if each.slo is None or each.attainment is None:
-        return "-" if each.slo_met is None else "met" if each.slo_met else "missed"
-    verdict = {True: "met", False: "missed", None: "too few"}[each.slo_met]
-    return f"{verdict}: {each.attainment:.1%} in {number(each.slo.latency_ms)} ms, {each.slo_percentile:g} % wanted"
+    values = (latency.p50, latency.p90, latency.p95, latency.p99, latency.p99_9, latency.max)
+    errors = f"{each.error_rate:.2%}" if each.error_rate else "0"
+    wanted = "-" if each.slo is None else f"{each.slo_percentile:g} % in {number(each.slo.latency_ms)} ms"
+    in_time = "-" if each.attainment is None else f"{each.attainment:.1%}"
+    unjudged = "-" if each.slo is None else "too few"
+    verdict = {True: "met", False: "missed", None: unjudged}[each.slo_met]
+    return (f"{each.requests:,}", *map(number, rates), errors, *map(number, values), wanted, in_time, verdict)
 
 
 def _spread(values: Percentiles) -> str:
     return f"p50 {number(values.p50)}, p99 {number(values.p99)}, max {number(values.max)}"
+
+
+def print_capacity(capacity: Capacity, console: Console) -> None:
+    """The sentence, then every trial with the reason that it was rejected."""
+    from rich.table import Table
+    from rich.text import Text
+
+    console.print(Text(capacity.statement, style="bold"))
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for column in ("trial", "rate/s", "seconds", "good/s", "verdict", "why"):
+        table.add_column(column, justify="right" if "/s" in column or column == "seconds" else "left")
+    for trial in capacity.trials:
+        good = number(trial.observed.goodput_per_s)
+        table.add_row(
+            trial.purpose, number(trial.rate_per_s), number(trial.duration_s), good, trial.verdict, Text(trial.why)
+        )
+    console.print(table)

@@ -58,17 +58,20 @@ def run(plan: Plan, scenario: Scenario, *, on_progress: OnProgress | None = None
     returns what there is. A worker that dies leaves its requests `INTERRUPTED`, and a word in ``problems``. Raises
     `LoadtestError` if a request can not be built, or if no worker lives.
     """
+    planned = None if plan.concurrency else len(plan.scheduled_ns)
     with ExitStack() as stack:
         echo = stack.enter_context(EchoClock())
         crew = _Crew(shares(plan, scenario))
         stack.callback(crew.close)
         with ctrl_c(crew.stop):
-            crew.wait_ready()
+            while crew.is_preparing:
+                crew.wait(_LOOK_S)
+                if on_progress is not None and crew.is_preparing:
+                    on_progress(crew.progress(planned, time.perf_counter_ns() + _HEAD_START_NS))
             echo.wait_ready()
             start_ns, started_unix_s = time.perf_counter_ns() + _HEAD_START_NS, time.time() + _HEAD_START_NS / 1e9
             crew.tell(start_ns)
             echo.start(start_ns)
-            planned = None if plan.concurrency else len(plan.scheduled_ns)
             while not crew.wait(_LOOK_S):
                 if on_progress is not None:
                     on_progress(crew.progress(planned, start_ns))
@@ -102,10 +105,10 @@ class _Crew:
         """What those left that are done."""
         return [member.left for member in self._members if member.left is not None]
 
-    def wait_ready(self) -> None:
-        """Until every worker has its requests ready (or is gone)."""
-        while any(member.is_preparing for member in self._members):
-            self.wait(_LOOK_S)
+    @property
+    def is_preparing(self) -> bool:
+        """Whether a worker that lives has not got its requests ready yet."""
+        return any(member.is_preparing for member in self._members)
 
     def tell(self, word: int | str) -> None:
         """To all that live."""

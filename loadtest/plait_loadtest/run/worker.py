@@ -11,8 +11,10 @@ import gc
 import resource
 import signal
 import time
+from contextlib import suppress
 from itertools import count
 from multiprocessing.connection import Connection as Pipe
+from typing import Any
 
 import uvloop
 
@@ -84,38 +86,35 @@ class Worker:
         ledger = Ledger(self._judge, (share.scheduled_ns + start_ns).tolist())
         pace: OpenLoop | ClosedLoop
         if share.callers:
-            until_ns = start_ns + int(share.duration_s * 1e9)
-            pace = ClosedLoop(
-                ledger, self._requests, callers=share.callers, from_ns=start_ns, until_ns=until_ns, count=share.count
-            )
+            pace = ClosedLoop(ledger, self._requests, share, start_ns=start_ns)
         else:
             pace = OpenLoop(ledger, self._requests, share.cancelled.tobytes())
         pool = Pool(Dialler(self._place, share.scenario.target).dial, self._rules(), pace.ended)
-        stopped = asyncio.Event()
-        loop.add_reader(self._pipe.fileno(), stopped.set)  # all that can come now is "stop", or the end of the pipe
+        broken: list[str] = []
+
+        def on_bug(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+            broken.append(f"{context['message']}: {context.get('exception')!r}")
+            pace.finished.set()
+
+        loop.set_exception_handler(on_bug)
         if not is_stopped:
             pace.start(pool)
-            await self._until_over(pace, pool, ledger, stopped, self._end_ns(start_ns))
-        loop.remove_reader(self._pipe.fileno())
+            await self._until_over(pace, pool, ledger, self._end_ns(start_ns))
         pace.stop()
         pool.close()
+        if broken:
+            raise RuntimeError(broken[0])  # our own mistake: better no numbers than wrong ones
         return ledger, pool.reconnects
 
-    async def _until_over(
-        self, pace: OpenLoop | ClosedLoop, pool: Pool, ledger: Ledger, stopped: asyncio.Event, end_ns: int
-    ) -> None:
-        """Until all ended, the drain time is over, or somebody said stop; tells how far it is in between."""
-        finished = asyncio.ensure_future(pace.finished.wait())
-        asked = asyncio.ensure_future(stopped.wait())
-        left_s = 1.0
-        while left_s > 0 and not finished.done() and not asked.done():
+    async def _until_over(self, pace: OpenLoop | ClosedLoop, pool: Pool, ledger: Ledger, end_ns: int) -> None:
+        """Until all ended, the drain time is over, or the coordinator says stop; tells how far it is in between."""
+        while not pace.finished.is_set() and not self._pipe.poll(0):
             left_s = (end_ns - time.perf_counter_ns()) / 1e9
-            await asyncio.wait(
-                (finished, asked), timeout=min(_TELL_S, max(0.0, left_s)), return_when=asyncio.FIRST_COMPLETED
-            )
+            if left_s <= 0:
+                return
+            with suppress(TimeoutError):
+                await asyncio.wait_for(pace.finished.wait(), min(_TELL_S, left_s))
             self._tell(pace, pool, ledger)
-        for task in (finished, asked):
-            task.cancel()
 
     def _tell(self, pace: OpenLoop | ClosedLoop, pool: Pool, ledger: Ledger) -> None:
         recent_ns = tuple(ledger.recent)
@@ -134,7 +133,8 @@ class Worker:
     def _end_ns(self, start_ns: int) -> int:
         """When replies are awaited no longer."""
         share = self._share
-        last_ns = int(share.scheduled_ns[-1]) if len(share.scheduled_ns) else int(share.duration_s * 1e9)
+        closed_ns = int((share.scenario.warm_up_s + share.duration_s) * 1e9)
+        last_ns = int(share.scheduled_ns[-1]) if len(share.scheduled_ns) else closed_ns
         return start_ns + last_ns + int(share.scenario.limits.drain_s * 1e9)
 
     def _rules(self) -> Rules:

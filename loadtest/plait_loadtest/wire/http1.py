@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from time import perf_counter_ns
-from typing import Protocol
+from typing import Protocol, cast
 
 from plait_loadtest.values import Outcome
 from plait_loadtest.wire.framing import HEAD_LIMIT_BYTES, Framing, Head, framing_of, parse_head
@@ -84,8 +84,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Part of asyncio.Protocol."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's are none by name
 
     def send(self, slot: int, request: bytes) -> None:
         """Sends a request; its end is told to the owner, never before this returns."""

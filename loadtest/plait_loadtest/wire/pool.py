@@ -15,7 +15,6 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from functools import partial
 from time import perf_counter_ns
 from typing import NamedTuple
 
@@ -180,7 +179,12 @@ class Pool:
         """``job`` None: the connection goes to whoever waits longest when it is open."""
         task = self._loop.create_task(self._open_one(job))
         self._dials[task] = job
-        task.add_done_callback(partial(self._dials.pop))
+        task.add_done_callback(self._dialled)
+
+    def _dialled(self, task: asyncio.Task[None]) -> None:
+        del self._dials[task]
+        if not task.cancelled():
+            task.result()  # raises what should never be, for the loop's exception handler
 
     async def _open_one(self, job: Job | None) -> None:
         opened = await self._dial(self._connection)

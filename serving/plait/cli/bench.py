@@ -19,7 +19,7 @@ ROUNDS, QUICK_ROUNDS = 5, 3
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(help="which benchmark: images")],
+    name: Annotated[str, typer.Argument(help="which benchmark: images, loadtest")],
     *,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False,
     quick: Annotated[bool, typer.Option("--quick", help=f"{QUICK_ROUNDS} rounds instead of {ROUNDS}")] = False,
@@ -34,13 +34,13 @@ def bench(
 ) -> None:
     """Measures plait and its peers in turn; data on stdout, progress on stderr."""
     from plait_bench.errors import BenchError
-    from plait_bench.images import NAME
-    from plait_bench.job import Job, measure, text_table
+    from plait_bench.job import NAMES, Job, measure, text_table
 
-    if name != NAME:
-        print(f"plait bench: there is no benchmark {name!r}; there is: {NAME}", file=sys.stderr)
+    if name not in NAMES:
+        print(f"plait bench: there is no benchmark {name!r}; there is: {', '.join(NAMES)}", file=sys.stderr)
         raise typer.Exit(2)
     job = Job(
+        name=name,
         rounds=rounds or (QUICK_ROUNDS if quick else ROUNDS),
         models=models,
         workloads=tuple(workload or ()),

@@ -1,0 +1,61 @@
+"""The server that does nothing, as fast as Python can: a raw asyncio protocol over uvloop, one process.
+
+``python -m plait_bench.loadtest.noop`` prints its port. To every line on its standard input it answers with the number
+of requests that it has served, and it ends with that input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import cast
+
+import uvloop
+
+_BODY = b'{"ok":true}'
+_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+RESPONSE = _HEAD % len(_BODY) + _BODY
+_BLANK_LINE = b"\r\n\r\n"
+
+
+class Noop(asyncio.Protocol):
+    """Answers every head that ends; requests have no body, and may come in pieces or several at once."""
+
+    served = 0  # by all connections
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._rest = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Part of asyncio.Protocol."""
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's are none by name
+
+    def data_received(self, data: bytes) -> None:
+        """Part of asyncio.Protocol."""
+        assert self._transport is not None
+        if self._rest:
+            data = self._rest + data
+        requests = data.count(_BLANK_LINE)
+        self._rest = b"" if data.endswith(_BLANK_LINE) else data[data.rfind(_BLANK_LINE) + 4 :] if requests else data
+        if requests:
+            Noop.served += requests
+            self._transport.write(RESPONSE * requests)
+
+
+def _tell() -> None:
+    for _ in sys.stdin:
+        print(Noop.served, flush=True)
+
+
+async def serve() -> None:
+    """See the module docstring."""
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(Noop, "127.0.0.1", 0, backlog=4096)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await loop.run_in_executor(None, _tell)
+    server.close()
+
+
+if __name__ == "__main__":
+    uvloop.run(serve())

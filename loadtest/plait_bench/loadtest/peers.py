@@ -1,0 +1,90 @@
+"""The peers, closed loops without pauses: Locust's fast client with two processes, and wrk with two threads."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from plait_bench.errors import Unavailable
+from plait_bench.loadtest.window import NoopServer, Window, measure
+
+LOCUST = "locust==2.47.0"
+PROCESSES = 2
+USERS = (16, 64, 256)
+"""Concurrent callers that are tried; the best is measured."""
+
+_SETTLE_S = 3.0  # users start within the first second; then the rate is steady
+_INSTALL_S = 600
+_LOCUSTFILE = '''"""A user that asks without a pause."""
+
+from locust import FastHttpUser, constant, task
+
+
+class Asks(FastHttpUser):
+    """See above."""
+
+    wait_time = constant(0)
+
+    @task
+    def ask(self):
+        """The one request."""
+        self.client.get("/")
+'''
+
+
+def cache_folder() -> Path:
+    """Where peers that need an environment of their own are kept between runs."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "plait" / "bench"
+
+
+def install_locust(folder: Path) -> Path:
+    """Locust in a virtual environment of its own; the path of its command. Raises `Unavailable`."""
+    environment = folder / LOCUST.replace("==", "-")
+    command = environment / "bin" / "locust"
+    if not command.exists():
+        try:
+            _call(sys.executable, "-m", "venv", str(environment))
+            _call(str(environment / "bin" / "python"), "-m", "pip", "install", "--quiet", LOCUST)
+        except (OSError, subprocess.SubprocessError) as error:
+            shutil.rmtree(environment, ignore_errors=True)
+            raise Unavailable(f"locust could not be installed: {_reason(error)}") from error
+    (folder / "locustfile.py").write_text(_LOCUSTFILE, encoding="utf-8")
+    return command
+
+
+def locust(command: Path, server: NoopServer, users: int, *, seconds: float) -> Window:
+    """One run. Raises `SystemFailed`."""
+    whole_s = int(seconds + _SETTLE_S + 2)
+    arguments = ["--locustfile", str(command.parents[2] / "locustfile.py"), "--host", server.url, "--headless"]
+    arguments += ["--users", str(users), "--spawn-rate", str(users), "--processes", str(PROCESSES)]
+    arguments += ["--run-time", f"{whole_s}s", "--only-summary", "--loglevel", "ERROR"]
+    window, _ = measure([str(command), *arguments], server, settle_s=_SETTLE_S, seconds=seconds)
+    return window
+
+
+def find_wrk() -> Path:
+    """The wrk on PATH (Debian: ``apt install wrk``). Raises `Unavailable`."""
+    found = shutil.which("wrk")
+    if found is None:
+        raise Unavailable("wrk is not on PATH")
+    return Path(found)
+
+
+def wrk(command: Path, server: NoopServer, connections: int, *, seconds: float) -> Window:
+    """One run. Raises `SystemFailed`."""
+    whole_s = int(seconds + 3)
+    arguments = [f"--threads={PROCESSES}", f"--connections={connections}", f"--duration={whole_s}s", server.url]
+    window, _ = measure([str(command), *arguments], server, settle_s=1.0, seconds=seconds)
+    return window
+
+
+def _call(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=_INSTALL_S)
+
+
+def _reason(error: Exception) -> str:
+    lines = str(getattr(error, "stderr", None) or error).strip().splitlines()
+    return lines[-1] if lines else type(error).__name__

@@ -1,0 +1,127 @@
+"""One way to measure all load generators: what the server counted, and what the generator's processes used, meanwhile.
+
+No generator is believed about itself: requests are those that the server served in the window, processor time is that
+of the whole process tree of the generator.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from plait_bench.errors import SystemFailed
+
+_START_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """``requests`` served in ``seconds``, for ``cpu_s`` of the generator."""
+
+    requests: int
+    seconds: float
+    cpu_s: float
+
+    @property
+    def per_s(self) -> float:
+        """Requests per second."""
+        return self.requests / self.seconds
+
+    @property
+    def cpu_s_per_1000(self) -> float:
+        """Processor seconds of the generator for 1,000 requests. Raises ZeroDivisionError if there were none."""
+        return 1000 * self.cpu_s / self.requests
+
+
+class NoopServer:
+    """The server that does nothing, as a process of its own."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "plait_bench.loadtest.noop"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.url = f"http://127.0.0.1:{int(self._read())}"
+
+    def served(self) -> int:
+        """Requests so far."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return int(self._read())
+
+    def close(self) -> None:
+        """Ends it."""
+        self._process.communicate(timeout=10)
+
+    def _read(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemFailed("the server that does nothing died")
+        return line
+
+
+@contextmanager
+def noop_server() -> Iterator[NoopServer]:
+    """A running one."""
+    server = NoopServer()
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def measure(command: Sequence[str], server: NoopServer, *, settle_s: float, seconds: float) -> tuple[Window, str]:
+    """Starts a generator, lets it settle after its first request, measures, and waits for its end.
+
+    Returns the window and the generator's standard output. Raises `SystemFailed` if it sends nothing or fails.
+    """
+    before = server.served()
+    generator = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        _wait_for_load(server, before, generator)
+        time.sleep(settle_s)
+        started, started_s, cpu_s = server.served(), time.monotonic(), _tree_cpu_s(generator.pid)
+        time.sleep(seconds)
+        window = Window(
+            requests=server.served() - started,
+            seconds=time.monotonic() - started_s,
+            cpu_s=_tree_cpu_s(generator.pid) - cpu_s,
+        )
+        out, errors = generator.communicate(timeout=_START_S)
+    except (subprocess.TimeoutExpired, FileNotFoundError) as error:
+        raise SystemFailed(f"{command[0]} ended too late or too early: {error}") from error
+    finally:
+        generator.kill()
+        generator.wait()
+    if generator.returncode != 0:
+        raise SystemFailed(f"{' '.join(command)} ended with {generator.returncode}: {errors.strip()[-500:]}")
+    return window, out
+
+
+def _wait_for_load(server: NoopServer, before: int, generator: subprocess.Popen[str]) -> None:
+    deadline_s = time.monotonic() + _START_S
+    while server.served() == before:
+        if generator.poll() is not None or time.monotonic() > deadline_s:
+            generator.kill()
+            _, errors = generator.communicate()
+            raise SystemFailed(f"{generator.args!r} sent nothing: {errors.strip()[-500:]}")
+        time.sleep(0.05)
+
+
+def _tree_cpu_s(pid: int) -> float:
+    """Processor seconds of a process and all its children that live. Raises FileNotFoundError if it is gone."""
+    process = Path("/proc") / str(pid)
+    fields = (process / "stat").read_text().rpartition(")")[2].split()
+    used_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    children = [child for task in (process / "task").iterdir() for child in (task / "children").read_text().split()]
+    return used_s + sum(_tree_cpu_s(int(child)) for child in children)

@@ -1,0 +1,298 @@
+"""``--html``: the whole report as one page that opens offline; inline styles and SVG, no scripts, nothing fetched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import yaml
+
+from plait_loadtest.judging import Judged, judge_records
+from plait_loadtest.measure import ClassSummary, Percentiles, Summary
+from plait_loadtest.report import charts
+from plait_loadtest.report.style import CSS
+from plait_loadtest.report.table import number
+from plait_loadtest.values import NO_ERROR, Outcome
+
+if TYPE_CHECKING:
+    from plait_loadtest.session import Session
+
+_PARTS = 60  # of the time axis in the charts of rates and errors
+
+
+def page(session: Session, report: Mapping[str, Any]) -> str:
+    """The page. ``report``: the JSON document of the same session, for what the numbers alone do not say."""
+    summary, run = session.summary, judge_records(session.result, session.scenario)
+    name = report["scenario"]["name"]
+    body = [
+        _head(summary, report),
+        _tiles(summary),
+        *_latency(summary, run),
+        _rates(run),
+        _errors(run),
+        _classes(summary),
+        _thresholds(report["thresholds"]),
+        _capacity(report.get("capacity")),
+        _generator(summary),
+        _scenario(report),
+    ]
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(name)}: {escape(_verdict(summary)[1])}</title>\n<style>{CSS}</style>\n</head>\n"
+        f"<body>\n<main>\n{''.join(body)}\n</main>\n</body>\n</html>\n"
+    )
+
+
+# ---- the verdict -----------------------------------------------------------------------------------------------------
+
+
+def _verdict(summary: Summary) -> tuple[str, str]:
+    """CSS class and words."""
+    if not summary.valid:
+        return "invalid", "Run invalid"
+    if summary.total.slo_met is None and any(each.slo for each in summary.classes):
+        return "", "Too few requests to judge"
+    words = {True: ("met", "SLO met"), False: ("missed", "SLO missed"), None: ("", "Valid run")}
+    return words[summary.total.slo_met]
+
+
+def _head(summary: Summary, report: Mapping[str, Any]) -> str:
+    kind, words = _verdict(summary)
+    scenario = report["scenario"]
+    over = [
+        f"load test “{scenario['name']}”",
+        scenario["target"]["url"],
+        report["started"].replace("T", " ").replace("+00:00", " UTC"),
+    ]
+    reasons = "".join(f"<li>{escape(reason.text)}</li>" for reason in summary.reasons)
+    return (
+        f'<header><p class="over">{escape(" · ".join(over))}</p><h1 class="{kind}">{words}</h1>'
+        f'<p class="lead">{escape(_lead(summary))}</p>'
+        + (f'<ul class="reasons">{reasons}</ul>' if reasons else "")
+        + "</header>"
+    )
+
+
+def _lead(summary: Summary) -> str:
+    total = summary.total
+    if not summary.valid:
+        return "The numbers below do not speak about the server alone. Fix this first and run again:"
+    if all(each.slo is None for each in summary.classes):
+        return f"{total.succeeded:,} of {total.judged:,} requests succeeded. No SLO was given, so nothing is judged."
+    lines = []
+    for each in summary.classes if total.slo is None else (total,):
+        if each.slo is None or each.attainment is None:
+            continue
+        name = "" if each is total else f"{each.name}: "
+        verdict = "; too few to judge" if each.slo_met is None else ""
+        lines.append(
+            f"{name}{each.attainment:.2%} of {each.judged:,} requests succeeded within "
+            f"{number(each.slo.latency_ms)} ms of their scheduled time, {each.slo_percentile:g} % wanted{verdict}."
+        )
+    return " ".join(lines)
+
+
+def _tiles(summary: Summary) -> str:
+    total = summary.total
+    p95, p99 = number(total.latency_ms.p95), number(total.latency_ms.p99)
+    tiles = [
+        ("offered", number(total.offered_per_s), "/s", ""),
+        ("achieved", number(total.achieved_per_s), "/s", ""),
+        ("good", number(total.goodput_per_s), "/s", ""),
+        ("p50", number(total.latency_ms.p50), "ms", ""),
+        ("p95", p95, "ms", ""),
+        ("p99", p99, "ms", ""),
+        ("errors", f"{total.error_rate:.2%}" if total.error_rate else "none", "", "bad" if total.error_rate else ""),
+    ]
+    if summary.images_per_s is not None:
+        tiles.insert(3, ("images", number(summary.images_per_s), "/s", ""))
+    cells = [
+        f'<div><dt>{name}</dt><dd class="{kind}">{value}<small>{unit}</small></dd></div>'
+        for name, value, unit, kind in tiles
+    ]
+    return f'<dl class="tiles">{"".join(cells)}</dl>'
+
+
+# ---- charts ----------------------------------------------------------------------------------------------------------
+
+
+def _latency(summary: Summary, run: Judged) -> list[str]:
+    records = run.records[run.answered]
+    if not records.size:
+        return [_section("Latency", "No request got an answer.", "")]
+    at_s = (records["scheduled_ns"] - run.window.start_ns) / 1e9
+    latency_ms = run.waited_ns[run.answered] / 1e6
+    slos = sorted({each.slo.latency_ms for each in summary.classes if each.slo is not None})
+    slo_ms = slos[0] if len(slos) == 1 else None
+    values = summary.total.latency_ms
+    marks = {"p50": values.p50, "p90": values.p90, "p95": values.p95, "p99": values.p99, "max": values.max}
+    edges, counts = charts.log_bars(latency_ms)
+    over_time = charts.latency_over_time(at_s, latency_ms, seconds=run.window.seconds, slo_ms=slo_ms)
+    return [
+        _section(
+            "Latency over time",
+            "Each dot is a request, from its scheduled time to its last byte; the band runs from the median to p95.",
+            f"<figure>{over_time}</figure>",
+        ),
+        _section(
+            "How latency is spread",
+            "Logarithmic, so that the tail shows.",
+            f"<figure>{charts.latency_histogram(edges, counts, marks=marks, slo_ms=slo_ms)}</figure>",
+        ),
+    ]
+
+
+def _rates(run: Judged) -> str:
+    records = run.records
+    came = records["done_ns"][(records["outcome"] == Outcome.OK)]
+    offered = _per_part(run, records["scheduled_ns"][run.measured])
+    achieved = _per_part(run, came)
+    part_s = run.window.seconds / offered.size
+    return _section(
+        "Offered and achieved",
+        "What the schedule asked for, and the successes that came back.",
+        f"<figure>{charts.rates_over_time(offered / part_s, achieved / part_s, seconds=run.window.seconds)}</figure>",
+    )
+
+
+def _errors(run: Judged) -> str:
+    records = run.records[run.measured]
+    names = [kind for kind in Outcome if kind not in NO_ERROR and (records["outcome"] == kind).any()]
+    if not names:
+        return _section("Errors", "None: every request that was judged succeeded.", "")
+    counts = {kind: _per_part(run, records["scheduled_ns"][records["outcome"] == kind]) for kind in names}
+    by_size = sorted(counts, key=lambda kind: -counts[kind].sum())
+    named = {kind.name.lower().replace("_", " "): counts[kind] for kind in by_size}
+    chart = charts.errors_over_time(named, seconds=run.window.seconds)
+    return _section("Errors over time", "By the time the request was scheduled for.", f"<figure>{chart}</figure>")
+
+
+def _per_part(run: Judged, instants_ns: Any) -> Any:
+    parts = max(4, min(_PARTS, int(run.measured.sum()) // 8))
+    edges = np.linspace(run.window.start_ns, run.window.end_ns, parts + 1)
+    return np.histogram(instants_ns, bins=edges)[0].astype(np.float64)
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+def _classes(summary: Summary) -> str:
+    columns = (
+        "",
+        "requests",
+        "good /s",
+        "errors",
+        "p50 ms",
+        "p95 ms",
+        "p99 ms",
+        "p99.9 ms",
+        "max ms",
+        "in time",
+        "SLO",
+    )
+    several = len(summary.classes) > 1
+    rows = [_class_row(each) for each in (*(summary.classes if several else ()), summary.total)]
+    return _section("By class of request", "", _table(columns, rows))
+
+
+def _class_row(each: ClassSummary) -> list[str]:
+    latency = each.latency_ms
+    values = (latency.p50, latency.p95, latency.p99, latency.p99_9, latency.max)
+    kind, words = {True: ("good", "met"), False: ("bad", "missed"), None: ("", "-" if each.slo is None else "too few")}[
+        each.slo_met
+    ]
+    in_time = "-" if each.attainment is None else f"{each.attainment:.1%}"
+    cells = [f"{each.requests:,}", number(each.goodput_per_s), f"{each.error_rate:.2%}", *map(number, values), in_time]
+    return [f'<th scope="row">{escape(each.name)}</th>', *map(_cell, cells), _cell(words, kind)]
+
+
+def _thresholds(verdicts: Sequence[Mapping[str, Any]]) -> str:
+    if not verdicts:
+        return ""
+    rows = [
+        [
+            f'<th scope="row">{escape(each["threshold"])}</th>',
+            _cell("nothing" if each["value"] is None else number(each["value"])),
+            _cell("held" if each["held"] else "missed", "good" if each["held"] else "bad"),
+            _cell(each["why"], "text"),
+        ]
+        for each in verdicts
+    ]
+    return _section("Thresholds", "", _table(("", "measured", "verdict", "why"), rows))
+
+
+def _capacity(found: Mapping[str, Any] | None) -> str:
+    if found is None:
+        return ""
+    rows = [
+        [
+            f'<th scope="row">{escape(trial["purpose"])}</th>',
+            _cell(number(trial["rate_per_s"])),
+            _cell(number(trial["duration_s"])),
+            _cell(trial["verdict"], "good" if trial["verdict"] == "held" else "bad"),
+            _cell(trial["why"], "text"),
+        ]
+        for trial in found["trials"]
+    ]
+    columns = ("trial", "rate /s", "seconds", "verdict", "why")
+    return _section("Capacity", found["statement"], _table(columns, rows))
+
+
+def _generator(summary: Summary) -> str:
+    limit = f"limit {number(summary.lag_limit_ms)} ms at p99"
+    rows = [
+        _spread("send lag", summary.send_lag_ms, f"how late requests left; {limit}"),
+        _spread(
+            "control request", summary.echo_ms, f"to an echo of the generator's own: what this machine adds; {limit}"
+        ),
+        _spread("server's own clock", summary.total.server_ms, "what the server says a request took"),
+        _spread("first byte", summary.total.first_byte_ms, "from the scheduled time"),
+        _spread("first part", summary.total.first_part_ms, "first event of a streamed response"),
+        _spread("from sending", summary.total.service_ms, "hides queueing: for comparison only"),
+    ]
+    columns = ("", "p50 ms", "p99 ms", "max ms", "")
+    note = "Whether the generator kept its schedule, and where the time went."
+    return _section("Behind the numbers", note, _table(columns, [row for row in rows if row]))
+
+
+def _spread(name: str, values: Percentiles, what: str) -> list[str]:
+    if not values.n:
+        return []
+    cells = map(_cell, map(number, (values.p50, values.p99, values.max)))
+    return [f'<th scope="row">{name}</th>', *cells, _cell(what, "text")]
+
+
+def _scenario(report: Mapping[str, Any]) -> str:
+    host, tool = report["host"], report["tool"]
+    text = yaml.safe_dump(report["scenario"], sort_keys=False, allow_unicode=True, width=110)
+    made = f"{tool['name']} {tool['version']}" + (f" ({tool['commit']})" if tool["commit"] else "")
+    footer = (
+        f"{made} · seed {report['seed']} · {host['cpu']}, {host['cores']} cores, load {host['loadavg_1m']} after it · "
+        f"Python {host['python']} · {report['measured_s']:g} s measured"
+    )
+    return (
+        "<section><h2>Scenario</h2><details><summary>Every setting</summary>"
+        f"<pre>{escape(text)}</pre></details></section>"
+        f"<footer>{escape(footer)}</footer>"
+    )
+
+
+def _section(title: str, note: str, content: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>{f'<p>{escape(note)}</p>' if note else ''}{content}</section>\n"
+
+
+def _table(columns: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
+    head = "".join(f'<th scope="col"{_text_class(name)}>{escape(name)}</th>' for name in columns)
+    body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _text_class(column: str) -> str:
+    return ' class="text"' if column == "why" else ""
+
+
+def _cell(text: str, kind: str = "") -> str:
+    return f'<td class="{kind}">{escape(text)}</td>' if kind else f"<td>{escape(text)}</td>"

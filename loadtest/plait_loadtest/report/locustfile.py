@@ -1,0 +1,145 @@
+"""``--locust``: an equivalent locustfile that needs Locust alone: the same requests, mix and mean rate.
+
+What Locust can not do is said in the file itself, so that nobody compares its percentiles with ours unawares.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+from plait_loadtest.plan import make_plan
+from plait_loadtest.scenario import Closed, Constant, Gamma, Poisson, Ramp, Scenario, Step
+from plait_loadtest.values import Prepared
+
+_MOST_REQUESTS, _MOST_BYTES = 200, 4 << 20  # prepared requests that the file carries: the first of the plan
+_USERS = 100
+
+_TEMPLATE = '''"""Made by `plait loadtest run --locust` from the scenario {name}. Run:
+
+    locust -f {file} --headless --host {host} {users} --run-time {seconds}s
+
+The requests are the first {count} of the plait run, sent in turn; all users together ask for {rate:g}/s on
+average.
+
+What this can not do: Locust is a closed loop. A user waits for its reply before it asks again, so a server that falls
+behind is asked less, and latency counts from the moment of sending: the wait of requests that should have been sent
+meanwhile is in no number. It also rounds latency to two digits. `plait loadtest run` does neither.{notes}
+"""
+
+import base64
+import itertools
+import json
+import os
+
+from locust import FastHttpUser, {wait_name}, task
+
+TIMEOUT_S = {timeout_s!r}
+{headers}
+REQUESTS = [
+    (name, method, path, dict(headers), base64.b64decode(body))
+    for name, method, path, headers, body in json.loads(r"""
+{requests}
+""")
+]
+NEXT = itertools.cycle(REQUESTS)
+
+
+class Scenario(FastHttpUser):
+    """One of the users."""
+
+    wait_time = {wait}
+    network_timeout = connection_timeout = TIMEOUT_S
+
+    @task
+    def ask(self):
+        """The next request of the mix."""
+        name, method, path, headers, body = next(NEXT)
+        with self.client.request(
+            method, path, name=name, data=body, headers=headers | HEADERS, catch_response=True
+        ) as response:
+            {check}
+'''
+
+
+def locustfile(scenario: Scenario, *, file: str = "locustfile.py") -> str:
+    """The text of the file. Header values stay out of it: they are read from the environment."""
+    rate_per_s, notes = _mean_rate(scenario)
+    users = scenario.arrivals.concurrency if isinstance(scenario.arrivals, Closed) else _USERS
+    wait_name = "constant" if isinstance(scenario.arrivals, Closed) else "poisson"
+    wait = "constant(0)" if wait_name == "constant" else f"poisson({rate_per_s / users!r})"
+    requests = _requests(scenario)
+    return _TEMPLATE.format(
+        name=_quoted(scenario.name),
+        file=file,
+        host=scenario.target.url,
+        users=f"--users {users} --spawn-rate {users}",
+        seconds=round(scenario.warm_up_s + scenario.duration_s),
+        count=len(requests),
+        rate=rate_per_s,
+        notes=notes,
+        wait_name=wait_name,
+        wait=wait,
+        timeout_s=scenario.target.timeout_s,
+        headers=_headers(scenario),
+        requests="\n".join(["[", ",\n".join(json.dumps(row) for row in requests), "]"]),
+        check=_check(scenario),
+    )
+
+
+def _requests(scenario: Scenario) -> list[list[Any]]:
+    """``[class, method, path, headers, body]`` of the plan's first requests; bodies as base64."""
+    mix = make_plan(scenario).mix
+    rows: list[list[Any]] = []
+    size = 0
+    while len(rows) < _MOST_REQUESTS and size < _MOST_BYTES:
+        prepared: Prepared = mix.build(len(rows))
+        name = mix.kinds[mix.kind(len(rows))]
+        body = base64.b64encode(prepared.body).decode("ascii")
+        rows.append([name, prepared.method, prepared.path, list(map(list, prepared.headers)), body])
+        size += len(body)
+    return rows
+
+
+def _mean_rate(scenario: Scenario) -> tuple[float, str]:
+    """Requests per second on average, and what that leaves out."""
+    arrivals = scenario.arrivals
+    if isinstance(arrivals, Constant | Poisson):
+        return arrivals.rate_per_s, ""
+    if isinstance(arrivals, Gamma):
+        return arrivals.rate_per_s, "\nBursts of the original (gamma arrivals) are not in it."
+    if isinstance(arrivals, Closed):
+        return 0.0, "\nThe original is a closed loop too: its users ask again at once."
+    what = "The change of the rate over time" if isinstance(arrivals, Ramp | Step) else "The trace's arrival times"
+    plan = make_plan(scenario)
+    seconds = scenario.warm_up_s + scenario.duration_s
+    return max(plan.scheduled_ns.size, 1) / seconds, f"\n{what} is not in it, only the mean rate."
+
+
+def _headers(scenario: Scenario) -> str:
+    if not scenario.target.headers:
+        return "HEADERS = {}"
+    rows = [f"    {name!r}: os.environ[{_variable(name)!r}]," for name in scenario.target.headers]
+    return "\n".join(["# Header values are secrets more often than not: they come from the environment.", "HEADERS = {",
+                      *rows, "}"])  # fmt: skip
+
+
+def _variable(name: str) -> str:
+    return "LOCUST_HEADER_" + "".join(letter if letter.isalnum() else "_" for letter in name.upper())
+
+
+def _check(scenario: Scenario) -> str:
+    """The part of the response check that needs no more than the text; any 2xx counts beyond it."""
+    contains, least = scenario.target.check.contains, scenario.target.check.least_bytes
+    tests = ["200 <= response.status_code < 300"]
+    if contains is not None:
+        tests.append(f"{contains!r} in response.text")
+    if least:
+        tests.append(f"len(response.content) >= {least}")
+    complaint = "response.failure(f'status {response.status_code}, or the check failed')"
+    return f"if not ({' and '.join(tests)}):\n                {complaint}"
+
+
+def _quoted(name: str) -> str:
+    return name.replace("\\", "\\\\").replace('"""', "'''")

@@ -1,0 +1,147 @@
+"""The command from end to end, against a server of the standard library."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from plait_loadtest.cli import app
+
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
+OTHERS = (
+    "torch,ray,diffusers,transformers,fastapi,starlette,httpx2,uvicorn,plait,plait_serving,plait_bench,plait_disagg"
+)
+
+
+@pytest.fixture(scope="module")
+def url():
+    """A running plain server."""
+    process = subprocess.Popen([sys.executable, str(SUPPORT / "plain_server.py")], stdout=subprocess.PIPE, text=True)
+    try:
+        yield process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def alone(*arguments):
+    """The command in a process of its own where the other packages can not be imported."""
+    command = [sys.executable, str(SUPPORT / "loadtest_blocked.py"), OTHERS, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def loadtest(*arguments):
+    """The command in this process; a traceback would be an exception here."""
+    return CliRunner().invoke(app, [*map(str, arguments)], catch_exceptions=False)
+
+
+def quick(url, *arguments):
+    return ("run", "--url", url, "--api", "raw", "--rate", 40, "--duration", 1, *arguments)
+
+
+def test_it_runs_without_torch_ray_and_the_rest_of_plait(url, tmp_path):
+    """With those names (and every web framework) blocked it loads a server and writes every kind of report."""
+    files = {name: tmp_path / name for name in ("a.json", "a.csv", "a.html", "locustfile.py")}
+    written = ("--json", files["a.json"], "--raw", files["a.csv"], "--html", files["a.html"])
+    load = ("run", "smoke", "--url", url, "--rate", 40, "--duration", 1, "--processes", 2)
+    done = alone(*load, *written, "--locust", files["locustfile.py"])
+    report = json.loads(files["a.json"].read_text())
+    assert done.returncode == (0 if report["valid"] else 99), done.stderr
+    assert "p99 ms" in done.stdout
+    assert report["errors"] == {}
+    assert report["succeeded"] == report["requests"] > 10
+    assert report["server_ms"]["p50"] == pytest.approx(4.0, rel=0.01)
+    assert report["images_per_s"] > 0
+    with files["a.csv"].open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == report["requests"]
+    waited_ms = [(int(row["done_ns"]) - int(row["scheduled_ns"])) / 1e6 for row in rows]
+    assert report["latency_ms"]["p95"] == pytest.approx(np.percentile(waited_ms, 95), rel=2e-3)
+    assert "<svg" in files["a.html"].read_text()
+    compile(files["locustfile.py"].read_text(), "locustfile.py", "exec")
+    assert "locust" in files["locustfile.py"].read_text()
+
+
+def test_json_on_stdout_is_one_document(url):
+    """`--json -` prints nothing else on stdout."""
+    done = loadtest(*quick(url, "--json", "-"))
+    report = json.loads(done.stdout)
+    assert done.exit_code == 0
+    assert {"valid", "offered_per_s", "achieved_per_s", "goodput_per_s", "errors", "latency_ms", "host", "seed"} <= set(
+        report
+    )
+    assert list(report["latency_ms"]) == ["n", "p50", "p90", "p95", "p99", "p99.9", "max", "mean"]
+
+
+def test_a_missed_threshold_is_exit_99(url):
+    """And the line says which; the report is complete."""
+    done = loadtest(*quick(url, "--path", "/slow", "--threshold", "p50_ms < 20", "--threshold", "error_rate < 0.5"))
+    assert done.exit_code == 99
+    assert "p50_ms < 20: MISSED" in done.stdout
+
+
+def test_a_dead_server_is_counted_not_a_traceback():
+    """Refused connections: exit 1, one sentence, errors by class."""
+    done = loadtest(*quick("http://127.0.0.1:9", "--json", "-"))
+    assert done.exit_code == 1
+    assert "not one request succeeded" in done.stderr
+    assert set(json.loads(done.stdout)["errors"]) == {"connect"}
+
+
+def test_header_values_stay_out_of_reports(url, tmp_path):
+    """A key given by --header is sent, but neither the JSON, nor the page, nor the locustfile holds it."""
+    files = [tmp_path / name for name in ("a.json", "a.html", "locustfile.py")]
+    header = ("--header", "authorization: Bearer sesame-7731")
+    done = loadtest(*quick(url, *header, "--json", files[0], "--html", files[1], "--locust", files[2]))
+    assert done.exit_code == 0, done.stderr
+    assert all("sesame" not in path.read_text() for path in files)
+    assert "authorization" in files[0].read_text()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("run", "nosuch"), ("run", "--threshold", "p97_ms < 3"), ("run", "--set", "arrivals.speeed=3"),
+        ("run", "--set", "x"),
+        ("run", "--header", "nothing"), ("run", "--raw", "rows.parquet"), ("run", "--json", "no/such/folder/a.json"),
+        ("run", "--find-capacity"), ("run", "--rate", "fast"), ("compare", "a.json"),
+    ],
+)  # fmt: skip
+def test_wrong_usage_is_exit_2_and_one_sentence(arguments, tmp_path, monkeypatch):
+    """Before anything is sent."""
+    monkeypatch.chdir(tmp_path)
+    done = loadtest(*arguments)
+    assert done.exit_code == 2
+    assert done.stderr
+
+
+def test_show_config_prints_a_scenario_that_can_be_run_again(tmp_path):
+    """YAML with every setting; read again it prints the same."""
+    first = loadtest("run", "smoke", "--rate", 7, "--show-config")
+    assert first.exit_code == 0, first.stderr
+    assert "rate_per_s: 7" in first.stdout
+    (tmp_path / "mine.yaml").write_text(first.stdout)
+    assert loadtest("run", tmp_path / "mine.yaml", "--show-config").stdout == first.stdout
+
+
+def test_compare_ends_with_99_on_a_regression(url, tmp_path):
+    """The same server with 60 ms more is worse, exit 99; against itself nothing changed, exit 0."""
+    a, b = tmp_path / "a.json", tmp_path / "b.json"
+    # A long SLO, so that a busy test machine does not make the runs invalid.
+    assert loadtest(*quick(url, "--slo-ms", 50_000, "--json", a)).exit_code == 0
+    assert loadtest(*quick(url, "--slo-ms", 50_000, "--path", "/slow", "--json", b)).exit_code == 0
+    worse = loadtest("compare", a, b)
+    assert worse.exit_code == 99, worse.stderr
+    assert "p50_ms" in worse.stdout
+    assert "target.path" in worse.stdout
+    same = loadtest("compare", a, a, "--json")
+    assert same.exit_code == 0
+    assert json.loads(same.stdout)["regressed"] is False

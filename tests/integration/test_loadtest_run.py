@@ -1,0 +1,267 @@
+"""Runs through the coordinator: on time, complete, honest about overload, and never without results."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from plait_loadtest.errors import LoadtestError
+from plait_loadtest.plan import make_plan
+from plait_loadtest.run.coordinator import run
+from plait_loadtest.scenario import Scenario
+from plait_loadtest.values import RECORD, Outcome
+from support.bad_server import bad_server
+from support.broken_mix import BrokenMix
+from support.stub_server import server_process
+
+
+def scenario_of(url, path="/ok", **settings):
+    """A scenario of plain GETs."""
+    target = {"url": url, "api": "raw", **settings.pop("target", {})}
+    mix = settings.pop("mix", [{"api": "raw", "path": path}])
+    return Scenario.model_validate({"target": target, "mix": mix, **settings})
+
+
+def go(scenario, **options):
+    """Plans and runs."""
+    return run(make_plan(scenario), scenario, **options)
+
+
+def outcomes(records):
+    """How many requests ended how."""
+    return {Outcome(outcome): int((records["outcome"] == outcome).sum()) for outcome in np.unique(records["outcome"])}
+
+
+@pytest.fixture(scope="module")
+def server():
+    """One bad server for all; its good side is used here too."""
+    with bad_server() as running:
+        yield running
+
+
+def test_the_records_of_all_processes_are_the_plan(server):
+    """Two processes send exactly the planned requests, each once, none before its time, and all times are in order."""
+    scenario = scenario_of(
+        server.url,
+        arrivals={"kind": "poisson", "rate_per_s": 150},
+        duration_s=1.0,
+        warm_up_s=0.3,
+        processes=2,
+        mix=[{"api": "raw", "name": "a", "path": "/ok"}, {"api": "raw", "name": "b", "path": "/slow"}],
+    )
+    plan = make_plan(scenario)
+    seen = []
+    result = run(plan, scenario, on_progress=seen.append)
+    records = result.records
+    assert records.dtype == RECORD
+    np.testing.assert_array_equal(records["index"], np.arange(len(plan.scheduled_ns)))
+    np.testing.assert_array_equal(records["scheduled_ns"], plan.scheduled_ns)
+    np.testing.assert_array_equal(records["kind"], [plan.mix.kind(i) for i in range(len(records))])
+    assert records["warm_up"].sum() == plan.warm_up > 0
+    assert outcomes(records) == {Outcome.OK: len(records)}
+    times = ("scheduled_ns", "sent_ns", "first_byte_ns", "done_ns")
+    assert all((records[a] <= records[b]).all() for a, b in pairwise(times))
+    assert (records["received_bytes"] == 40).all()
+    assert (result.interrupted, result.problems) == (False, ())
+    assert 0 < result.cpu_s < 2 * result.wall_s + 1
+    assert result.wall_s >= records["done_ns"].max() / 1e9
+    assert abs(result.started_unix_s + result.wall_s - time.time()) < 5
+    assert len(result.echo.latency_ns) >= 10
+    assert (result.echo.latency_ns > 0).all()
+    last = seen[-1]
+    assert (last.done, last.ok, last.errors, last.in_flight) == (len(records), len(records), 0, 0)
+    assert last.planned == len(records)
+
+
+def test_every_class_of_error_is_counted(server):
+    """A run against a server that does everything wrong ends with every request in its class and no exception."""
+    wrong = {
+        "hangs-up": Outcome.RESET,
+        "garbage": Outcome.GARBLED,
+        "truncated": Outcome.TRUNCATED,
+        "dead": Outcome.TIMEOUT,
+        "404": Outcome.HTTP_4XX,
+        "503": Outcome.HTTP_5XX,
+        "302": Outcome.HTTP_OTHER,
+        "ok": Outcome.CHECK,
+    }
+    scenario = scenario_of(
+        server.url,
+        arrivals={"kind": "constant", "rate_per_s": 100},
+        duration_s=1.0,
+        target={"timeout_s": 0.3, "check": {"contains": "not ok"}},
+        mix=[{"api": "raw", "name": name, "path": f"/{name}"} for name in wrong],
+    )
+    plan = make_plan(scenario)
+    records = run(plan, scenario).records
+    expected = [wrong[plan.mix.kinds[kind]] for kind in records["kind"]]
+    assert [Outcome(outcome) for outcome in records["outcome"]] == expected
+    assert len(set(expected)) == len(wrong)
+
+
+def test_a_dead_target_is_a_result():
+    """Nobody listens: all requests are counted as such."""
+    with bad_server() as gone:
+        pass
+    result = go(scenario_of(gone.url, arrivals={"kind": "constant", "rate_per_s": 50}, duration_s=0.5))
+    assert outcomes(result.records) == {Outcome.CONNECT: 25}
+    assert (result.records["sent_ns"] == -1).all()
+
+
+def test_what_has_no_room_is_counted(server):
+    """Two requests may be under way and the server never answers: the rest was not sent, and nothing is hidden."""
+    scenario = scenario_of(
+        server.url,
+        path="/dead",
+        arrivals={"kind": "constant", "rate_per_s": 50},
+        duration_s=0.4,
+        processes=2,
+        limits={"in_flight": 2, "drain_s": 0.1},
+    )
+    assert outcomes(go(scenario).records) == {Outcome.INTERRUPTED: 2, Outcome.NOT_SENT: 18}
+
+
+def test_cancellations_come_as_planned(server):
+    """Exactly the requests that the plan names are given up, as long after sending as the scenario says."""
+    scenario = scenario_of(
+        server.url,
+        path="/dead",
+        arrivals={"kind": "constant", "rate_per_s": 100},
+        duration_s=0.5,
+        target={"timeout_s": 0.5},
+        limits={"cancel_rate": 0.4, "cancel_after_s": 0.1},
+    )
+    plan = make_plan(scenario)
+    records = run(plan, scenario).records
+    np.testing.assert_array_equal(records["outcome"] == Outcome.CANCELLED, plan.cancelled)
+    assert 0 < plan.cancelled.sum() < len(records)
+    assert ((records["done_ns"] - records["sent_ns"])[plan.cancelled] >= 99_000_000).all()
+
+
+def test_a_closed_loop_waits_for_replies(server):
+    """Three callers never have more than three requests under way; warm-up is marked by time."""
+    scenario = scenario_of(
+        server.url,
+        path="/slow",
+        arrivals={"kind": "closed", "concurrency": 3},
+        duration_s=0.6,
+        warm_up_s=0.3,
+        processes=2,
+    )
+    records = go(scenario).records
+    assert outcomes(records) == {Outcome.OK: len(records)}
+    assert 9 <= len(records) <= 3 * 18  # 0.9 s of 50 ms each, or less on a busy machine
+    starts, ends = records["scheduled_ns"], records["done_ns"]
+    assert max(int(((starts <= at) & (ends > at)).sum()) for at in starts) <= 3
+    np.testing.assert_array_equal(records["warm_up"], starts < 300_000_000)
+
+
+def test_a_closed_loop_ends_after_its_count(server):
+    """``count`` requests are measured, whatever the duration."""
+    scenario = scenario_of(server.url, arrivals={"kind": "closed", "concurrency": 2}, duration_s=30, count=25)
+    started_s = time.monotonic()
+    records = go(scenario).records
+    assert (len(records), time.monotonic() - started_s < 15) == (25, True)
+
+
+def test_ctrl_c_keeps_what_there_is(server):
+    """The first Ctrl-C ends the run at once: what was done is kept, the rest is there as interrupted."""
+    scenario = scenario_of(server.url, arrivals={"kind": "constant", "rate_per_s": 100}, duration_s=60, processes=2)
+    pressed = []
+
+    def press(progress):
+        if progress.done >= 50 and not pressed:
+            pressed.append(progress)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    started_s = time.monotonic()
+    result = go(scenario, on_progress=press)
+    assert time.monotonic() - started_s < 20
+    assert result.interrupted
+    assert len(result.records) == 6000
+    kept = outcomes(result.records)
+    assert kept[Outcome.OK] >= 50
+    assert kept[Outcome.OK] + kept[Outcome.INTERRUPTED] == 6000
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_worker_that_dies_is_named(server):
+    """The other worker's records are kept, its own read as interrupted, and the result says so."""
+    scenario = scenario_of(server.url, arrivals={"kind": "constant", "rate_per_s": 100}, duration_s=2.0, processes=2)
+
+    def kill():
+        workers = {child.name: child for child in multiprocessing.active_children()}
+        workers["loadtest-worker-1"].kill()
+
+    result = go(scenario, on_progress=_once(kill))
+    assert result.problems == ("worker process 1 of 2 died (exit code -9)",)
+    assert (result.records["outcome"][0::2] == Outcome.OK).all()
+    assert (result.records["outcome"][1::2] == Outcome.INTERRUPTED).all()
+    np.testing.assert_array_equal(result.records["index"], np.arange(200))
+
+
+def test_a_request_that_can_not_be_built_is_an_error_before_the_load(server):
+    """The mix's own sentence reaches the caller, and no process is left."""
+    scenario = scenario_of(server.url, arrivals={"kind": "constant", "rate_per_s": 100}, duration_s=1.0)
+    plan = make_plan(scenario)
+    broken = type(plan)(
+        scheduled_ns=plan.scheduled_ns,
+        warm_up=0,
+        duration_s=1.0,
+        mix=BrokenMix(),
+        cancelled=plan.cancelled,
+        cancel_after_s=1.0,
+    )
+    with pytest.raises(LoadtestError, match="no such picture"):
+        run(broken, scenario)
+    assert [child.name for child in multiprocessing.active_children()] == []
+
+
+def test_it_runs_outside_the_main_thread(server):
+    """The tuner runs trials from threads, where signals can not be handled."""
+    results = []
+    scenario = scenario_of(server.url, arrivals={"kind": "constant", "rate_per_s": 50}, duration_s=0.3)
+    thread = threading.Thread(target=lambda: results.append(go(scenario)))
+    thread.start()
+    thread.join(30)
+    assert outcomes(results[0].records) == {Outcome.OK: 15}
+
+
+@pytest.mark.parametrize(("api", "stream"), [("images", False), ("images", True), ("infer", False)])
+def test_a_server_that_is_not_plait(api, stream):
+    """Images, streams and recommendations against a plain FastAPI server: all good, with the server's own times."""
+    entry = {"api": api, "stream": True} if stream else {"api": api}
+    model = {"model": "dlrm"} if api == "infer" else {}
+    with server_process("stub_server", 20) as (_, url):
+        scenario = Scenario.model_validate(
+            {
+                "target": {"url": url, "api": api, **model},
+                "mix": [entry],
+                "arrivals": {"kind": "constant", "rate_per_s": 20},
+                "duration_s": 0.5,
+            }
+        )
+        records = go(scenario).records
+    assert outcomes(records) == {Outcome.OK: 10}
+    np.testing.assert_allclose(records["server_ms"], 20.0, rtol=1e-3)
+    assert (records["done_ns"] - records["scheduled_ns"] >= 19_000_000).all()
+    assert ((records["first_part_ns"] > 0) == stream).all()
+
+
+def _once(action):
+    """A progress callback that acts the first time the load is under way."""
+    done = []
+
+    def on_progress(progress):
+        if progress.elapsed_s > 0.3 and not done:
+            done.append(True)
+            action()
+
+    return on_progress

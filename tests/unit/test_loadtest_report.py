@@ -1,0 +1,314 @@
+"""What is written about a run: the document, raw rows, the page, the table, the locustfile, the live line."""
+
+from __future__ import annotations
+
+import ast
+import csv
+import io
+import json
+import re
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from plait_loadtest import histogram
+from plait_loadtest.capacity import ClassCount, Need, Observed, Search, find_capacity
+from plait_loadtest.errors import ScenarioError
+from plait_loadtest.progress import line, live_line
+from plait_loadtest.report import raw
+from plait_loadtest.report.html import page
+from plait_loadtest.report.locustfile import locustfile
+from plait_loadtest.report.outputs import Outputs, report
+from plait_loadtest.report.scale import linear_ticks, log_ticks, span, time_text
+from plait_loadtest.report.table import number, print_table
+from plait_loadtest.scenario import Check, Closed, Gamma, ImageClass, Poisson, Ramp, RawClass, Target
+from plait_loadtest.values import RECORD, Outcome
+from support.loadtest_records import MS, queue, records, scenario, session
+
+EVERY_10_MS = np.arange(1000) / 100.0
+
+
+def missed():
+    """Two classes, errors of two kinds, late requests, a threshold."""
+    chosen = scenario(mix=(ImageClass(name="plain"), ImageClass(name="slow")), thresholds=("p95_ms < 10",))
+    rows = records(EVERY_10_MS, np.where(np.arange(1000) % 5 == 0, 300.0, 20.0), kind=np.arange(1000) % 2)
+    rows["outcome"][10:30], rows["outcome"][30:35] = Outcome.HTTP_5XX, Outcome.RESET
+    return session(rows, chosen)
+
+
+def runs():
+    """Sessions that differ in what there is to draw."""
+    nothing = records(EVERY_10_MS, 20.0, outcome=Outcome.CONNECT)
+    one = scenario(slo=None)
+    return {
+        "met": session(records(EVERY_10_MS, 20.0)),
+        "queue": session(queue(90.0, 10.0, mean_service_ms=10.0)),
+        "missed": missed(),
+        "invalid": session(records(EVERY_10_MS, 20.0), echo_ms=50.0),
+        "dead server": session(nothing),
+        "no slo": session(records(EVERY_10_MS, 20.0), one),
+        "one request": session(records([0.5], 20.0)),
+        "no request": session(records([], 20.0)),
+    }
+
+
+# ---- the document ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", runs())
+def test_the_document_is_json_whatever_happened(name):
+    """Strict JSON (no NaN), with the promised keys."""
+    document = json.loads(json.dumps(report(runs()[name]), allow_nan=False))
+    assert document["format"] == "plait-loadtest/1"
+    assert set(document["latency_ms"]) == {"n", "p50", "p90", "p95", "p99", "p99.9", "max", "mean"}
+    assert {"tool", "host", "seed", "valid", "reasons", "classes", "thresholds", "send_lag_ms", "echo_ms"} <= set(
+        document
+    )
+
+
+def test_the_document_keeps_three_digits_and_more():
+    """Rounding is below the histogram's own width."""
+    done = session(queue(90.0, 10.0, mean_service_ms=1.2345))
+    rows = done.result.records
+    waited_ms = (rows["done_ns"] - rows["scheduled_ns"]) / MS
+    assert report(done)["latency_ms"]["p99"] == pytest.approx(np.percentile(waited_ms, 99), rel=1.1e-3)
+    assert report(done)["latency_ms"]["max"] == pytest.approx(waited_ms.max(), rel=1e-4)
+
+
+def test_the_stored_parts_are_the_stored_whole():
+    """Parts decode and merge into the histogram of the run, which has the reported percentiles."""
+    document = report(session(queue(90.0, 10.0, mean_service_ms=5.0)))
+    stored = document["histograms"]["total"]
+    whole = histogram.decoded(stored["latency"])
+    parts = histogram.merged(histogram.decoded(text) for text in stored["parts"] if text)
+    assert (parts.bucket.tolist(), parts.count.tolist()) == (whole.bucket.tolist(), whole.count.tolist())
+    assert whole.percentiles_ns([99.0])[0] / MS == pytest.approx(document["latency_ms"]["p99"], rel=1e-4)
+
+
+def test_a_capacity_search_is_part_of_the_document():
+    """With its sentence, bracket and every trial."""
+
+    def measure(rate, seconds):
+        n = round(rate * seconds)
+        count = ClassCount(name="images", percentile=95.0, latency_ms=100.0, judged=n, good=n if rate < 30 else 0)
+        return Observed(classes=(count,), achieved_per_s=rate, goodput_per_s=rate)
+
+    needs = (Need(percentile=95.0, latency_ms=100.0, share=1.0),)
+    found = find_capacity(measure, Search(needs=needs, first_per_s=10.0))
+    document = json.loads(json.dumps(report(session(records(EVERY_10_MS, 20.0)), found), allow_nan=False))
+    assert document["capacity"]["confirmed"] is True
+    assert len(document["capacity"]["trials"]) == len(found.trials)
+    html = page(session(records(EVERY_10_MS, 20.0)), document)
+    assert found.statement in html
+
+
+# ---- raw rows --------------------------------------------------------------------------------------------------------
+
+
+def test_raw_rows_lose_nothing(tmp_path):
+    """CSV, JSON lines and NPZ hold the same integers; class and outcome are names; what never came is -1 or empty."""
+    rows = records(EVERY_10_MS[:50], 20.0, kind=np.arange(50) % 2)
+    rows["outcome"][3] = Outcome.TIMEOUT
+    rows["server_ms"][0] = 1.5
+    for suffix in raw.SUFFIXES:
+        raw.write(tmp_path / f"rows{suffix}", rows, classes=["plain", "styled"])
+    from_csv = list(csv.DictReader(io.StringIO((tmp_path / "rows.csv").read_text())))
+    from_lines = [json.loads(text) for text in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    with np.load(tmp_path / "rows.npz") as stored:
+        assert stored["records"].dtype == RECORD
+        assert stored["records"].tobytes() == rows.tobytes()
+        assert stored["classes"].tolist() == ["plain", "styled"]
+    assert (
+        [int(row["done_ns"]) for row in from_csv] == rows["done_ns"].tolist() == [row["done_ns"] for row in from_lines]
+    )
+    assert (from_lines[3]["outcome"], from_lines[1]["class"], from_lines[0]["first_part_ns"]) == (
+        "timeout",
+        "styled",
+        -1,
+    )
+    assert (from_lines[0]["server_ms"], from_lines[1]["server_ms"]) == (1.5, None)
+    with pytest.raises(ScenarioError, match="must end in"):
+        raw.check_path(tmp_path / "rows.xlsx")
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+
+class Balanced(HTMLParser):
+    """Fails on tags that are not closed in order; collects attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.seen, self.attributes = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.append(tag)
+        self.attributes += attrs
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.seen.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+@pytest.mark.parametrize("name", runs())
+def test_the_page_stands_alone(name):
+    """Well-formed, no script, nothing fetched: no address but the server's own name, in text; each drawing is named."""
+    done = runs()[name]
+    html = page(done, report(done))
+    parser = Balanced()
+    parser.feed(html)
+    assert parser.open == []
+    assert "script" not in parser.seen
+    assert not {"src", "href", "srcset", "onload"} & {key for key, _ in parser.attributes}
+    assert set(re.findall(r"https?://[^\s<\"]+", html)) == {done.scenario.target.url}
+    assert "url(" not in html
+    assert "@import" not in html
+    drawings = re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL)
+    for drawing in drawings:
+        tree = ElementTree.fromstring(drawing)
+        assert tree.get("aria-label")
+        assert "nan" not in drawing
+        assert "inf" not in drawing
+    assert drawings
+
+
+def test_the_page_says_the_verdict_first():
+    """Met, missed, invalid with its reason, nothing to judge."""
+    pages = {name: page(done, report(done)) for name, done in runs().items()}
+    headlines = {name: re.search(r"<h1[^>]*>(.*?)</h1>", html)[1] for name, html in pages.items()}
+    assert headlines["met"] == "SLO met"
+    assert headlines["missed"] == "SLO missed"
+    assert headlines["invalid"] == "Run invalid"
+    assert headlines["no slo"] == "Valid run"
+    assert headlines["one request"] == "Too few requests to judge"
+    assert "this machine was slow" in pages["invalid"]
+    assert "http 5xx 20" in pages["missed"]
+    assert "SLO 100 ms" in pages["met"]
+
+
+def test_the_page_escapes_what_it_shows():
+    """A scenario name or a path can not put markup into the page."""
+    done = session(records(EVERY_10_MS, 20.0), scenario(name="<script>alert(1)</script>"))
+    html = page(done, report(done))
+    assert "<script>" not in html
+    assert "&lt;script&gt;" in html
+
+
+def test_a_large_run_makes_a_small_page():
+    """Dots are thinned, but the slowest request is drawn: 200,000 requests stay below 600 kB."""
+    rng = np.random.default_rng(0)
+    rows = records(np.sort(rng.uniform(0, 10, 200_000)), rng.exponential(10.0, 200_000))
+    done = session(rows)
+    assert len(page(done, report(done))) < 600_000
+
+
+def test_axes():
+    """Ticks are round and inside; scales map ends to ends; times are short."""
+    assert linear_ticks(0.0, 60.0, 6) == [0.0, 10.0, 20.0, 30.0, 40.0, 50.0, 60.0]
+    assert log_ticks(0.9, 120.0) == [1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0]
+    assert log_ticks(300.0, 900.0) == [400.0, 600.0, 800.0]
+    scale = span(1.0, 100.0, start=0.0, end=200.0, log=True)
+    assert (scale(1.0), scale(10.0), scale(100.0), scale(1e9)) == pytest.approx((0.0, 100.0, 200.0, 200.0))
+    assert [time_text(ms) for ms in (0, 0.25, 12.34, 999.4, 2500)] == ["0", "250 µs", "12.3 ms", "999 ms", "2.5 s"]
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", runs())
+def test_the_table_fits_a_terminal(name):
+    """80 columns hold it, and the verdict comes first."""
+    done = runs()[name]
+    text = io.StringIO()
+    print_table(done.summary, done.verdicts, Console(file=text, width=80))
+    first = text.getvalue().splitlines()[0]
+    assert first.startswith(("SLO met", "SLO MISSED", "INVALID RUN", "valid run"))
+    assert "p99.9 ms" in text.getvalue()
+    assert "…" not in text.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0"), (0.0999999, "0.100"), (1.0, "1.00"), (12.345, "12.3"), (99.96, "100"), (1234.5, "1,230"), (None, "-"),
+     (float("nan"), "-")],
+)  # fmt: skip
+def test_numbers_have_three_digits(value, text):
+    """No exponent, no noise digits, a dash for nothing."""
+    assert number(value) == text
+
+
+# ---- the locustfile --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "wait"),
+    [(Poisson(rate_per_s=20.0), "poisson(0.2)"), (Gamma(rate_per_s=50.0, burstiness=0.5), "poisson(0.5)"),
+     (Ramp(rate_per_s=10.0, to_rate_per_s=30.0), "poisson(0.2"), (Closed(concurrency=7), "constant(0)")],
+)  # fmt: skip
+def test_the_locustfile_asks_for_the_same(arrivals, wait):
+    """It is Python, waits so that all users together have the rate, and carries the plan's own bodies."""
+    target = Target(api="raw", headers={"x-api-key": "sesame"}, check=Check(contains="it's"))
+    mix = (RawClass(method="POST", path="/x?i={index}", body='{"i": {index}}'),)
+    text = locustfile(scenario(arrivals=arrivals, target=target, mix=mix, slo=None, name='a """ name \\'))
+    module = ast.parse(text)
+    assert wait in text
+    assert "closed loop" in ast.get_docstring(module)
+    assert "sesame" not in text
+    assert "LOCUST_HEADER_X_API_KEY" in text
+    assert "/x?i=0" in text
+    assert "/x?i=1" in text
+    imported = {node.module for node in ast.walk(module) if isinstance(node, ast.ImportFrom)}
+    assert imported == {"locust"}
+
+
+# ---- the live line ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Told:
+    elapsed_s: float = 3.2
+    planned: int | None = 100
+    done: int = 30
+    errors: int = 2
+    in_flight: int = 4
+    waiting: int = 0
+    recent_p50_ms: float | None = 12.3
+    recent_p95_ms: float | None = 45.6
+
+
+def test_the_live_line():
+    """Time, requests, failures, what is under way, recent latency."""
+    assert line(Told(), 20.0) == "3 of 20 s · 30 of 100 done · 2 failed · 4 in flight · now p50 12.3 ms, p95 45.6 ms"
+    assert (
+        line(Told(planned=None, errors=0, waiting=9, recent_p50_ms=None), None)
+        == "3 s · 30 done · 4 in flight, 9 waiting"
+    )
+    assert line(Told(elapsed_s=-0.2), 20.0) == "preparing requests"
+
+
+def test_no_live_line_without_a_terminal(capsys):
+    """Nothing is written where nobody looks."""
+    with live_line(10.0) as show:
+        show(Told())
+    assert capsys.readouterr().err == ""
+
+
+def test_outputs_are_checked_before_the_load(tmp_path):
+    """Unknown suffixes, absent folders and folders in place of files are told first."""
+    for outputs in (
+        Outputs(raw=tmp_path / "rows.txt"),
+        Outputs(html=tmp_path / "absent" / "a.html"),
+        Outputs(json=str(tmp_path)),
+    ):
+        with pytest.raises(ScenarioError):
+            outputs.check()
+    Outputs(json="-", raw=tmp_path / "a.csv", html=tmp_path / "a.html").check()
