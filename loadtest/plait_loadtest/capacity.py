@@ -1,9 +1,9 @@
 """The highest offered rate that holds the SLO: bracket, bisect, confirm. Pure policy; `Measure` runs the load.
 
 A rate *holds* when a valid run shows every class's SLO with 99 % confidence (`confidence`). Every other rate is
-rejected, with its reason. A run that is invalid through no fault of the server (`RETRIED`) is repeated once; if the
-generator itself can not offer the rate, that too is a bound, and the result says so. A run that shows neither that the
-SLO holds nor that it does not is repeated once, twice as long.
+rejected, with its reason. A run that is invalid through no fault of the server (`RETRIED`) is repeated, at most twice;
+if the generator itself can not offer the rate, that too is a bound, and the result says so. A run that shows neither
+that the SLO holds nor that it does not is repeated once, twice as long.
 
 Each trial is long enough for its requests to show the SLO with `SPARE_LATE` late ones among them, and for a queue to
 build up: a rate slightly above capacity only shows after several SLOs' time. The rate that the search ends with is run
@@ -25,6 +25,7 @@ QUEUE_SLOS = 10.0  # a trial lasts at least so many SLO latencies: 10 % above ca
 RETRIED = frozenset(
     {"send_lag", "echo", "generator"}
 )  # reasons that say something about this machine, not about the server
+_REPEATS = 2
 
 Verdict = Literal["held", "missed", "unproven", "invalid"]
 Purpose = Literal["bracket", "bisect", "confirm", "beyond"]
@@ -228,10 +229,10 @@ class _Searching:
 
     def _try(self, rate: float, purpose: Purpose, *, times: float = 1.0) -> Trial:
         trial = self._run(rate, purpose, times)
-        if trial.verdict == "unproven":
-            return self._run(rate, purpose, 2.0 * times)
-        excused = trial.verdict == "invalid" and {code for code, _ in trial.observed.invalid} <= RETRIED
-        return self._run(rate, purpose, times) if excused else trial
+        for _ in range(_REPEATS):
+            if trial.verdict == "invalid" and {code for code, _ in trial.observed.invalid} <= RETRIED:
+                trial = self._run(rate, purpose, times)
+        return self._run(rate, purpose, 2.0 * times) if trial.verdict == "unproven" else trial
 
     def _run(self, rate: float, purpose: Purpose, times: float) -> Trial:
         duration_s = trial_s(rate, self._search, times=times)

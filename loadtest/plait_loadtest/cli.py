@@ -182,6 +182,9 @@ def _told_as_sentences() -> Iterator[None]:
     except (LoadtestError, OSError) as error:
         _say(f"plait loadtest: {error}")
         raise typer.Exit(EXIT_USAGE if isinstance(error, ScenarioError) else EXIT_FAILED) from error
+    except KeyboardInterrupt as error:  # before or after the load; during it the run ends by itself
+        _say("plait loadtest: interrupted")
+        raise typer.Exit(EXIT_INTERRUPTED) from error
 
 
 def _say(line: str) -> None:

@@ -92,14 +92,22 @@ def compare(
     least_change: float = LEAST_CHANGE,
     seed: int = 0,
 ) -> Comparison:
-    """Compares two reports; see the module docstring. Raises `ReportError` if one of the runs was invalid."""
+    """Compares two reports; see the module docstring. Raises `ReportError` if one is damaged, or its run invalid."""
+    try:
+        return _compare(before, after, alpha=alpha, least_change=least_change, rng=np.random.default_rng(seed))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ReportError(f"one of the reports is damaged or of another version: {error!r}") from error
+
+
+def _compare(
+    before: Mapping[str, Any], after: Mapping[str, Any], *, alpha: float, least_change: float, rng: np.random.Generator
+) -> Comparison:
     for name, report in (("A", before), ("B", after)):
         if not report["valid"]:
             reasons = "; ".join(reason["text"] for reason in report["reasons"])
             raise ReportError(f"{name} is an invalid run ({reasons}): comparing it would mean nothing")
     pairs = _pairs(before, after)
     metrics = len(pairs) * (len(PERCENTS) + 2)
-    rng = np.random.default_rng(seed)
     changes = tuple(
         change
         for kind, (a, b) in pairs.items()

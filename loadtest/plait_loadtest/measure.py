@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from plait_loadtest import histogram
+from plait_loadtest.confidence import is_refuted
 from plait_loadtest.histogram import Histogram
 from plait_loadtest.judging import Ints, Judged, Mask, Window, judge_records, percentile_of, slo_of
 from plait_loadtest.scenario import Scenario, Slo
@@ -191,7 +192,7 @@ def _class(name: str, run: Judged, own: Mask, slo: Slo | None, api: str) -> Clas
         slo=slo,
         slo_percentile=percentile,
         attainment=attainment,
-        slo_met=_met(attainment, percentile, judged),
+        slo_met=_met(attainment, percentile, judged, good),
         latency_ms=_percentiles(counted, waited_ns[answered]),
         latency_ok_ms=of_durations(waited_ns[ok]),
         first_byte_ms=_since_scheduled(records[own], "first_byte_ns"),
@@ -233,10 +234,14 @@ def _errors(outcome: npt.NDArray[np.uint8]) -> dict[str, int]:
     return {kind.name.lower(): int(counts[kind]) for kind in Outcome if kind is not Outcome.OK and counts[kind]}
 
 
-def _met(attainment: float | None, percentile: float | None, judged: int) -> bool | None:
-    if attainment is None or percentile is None or judged < least_requests(percentile):
+def _met(attainment: float | None, percentile: float | None, judged: int, good: int) -> bool | None:
+    """Whether the SLO was met. Too few requests can not show that it was, but can show that it was not."""
+    if attainment is None or percentile is None:
         return None
-    return attainment >= percentile / 100.0
+    share = percentile / 100.0
+    if judged < least_requests(percentile):
+        return False if is_refuted(good, judged - good, share) else None
+    return attainment >= share
 
 
 def _lags(run: Judged) -> Ints:

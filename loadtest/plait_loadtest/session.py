@@ -75,7 +75,10 @@ def at_rate(scenario: Scenario, rate_per_s: float, duration_s: float) -> Scenari
 
 
 def search_of(scenario: Scenario, *, beyond: float | None = None) -> Search:
-    """The search that a scenario asks for: its rate is the first. Raises `ScenarioError` without an SLO."""
+    """The search that a scenario asks for: its rate is the first, its duration the least of a trial.
+
+    Raises `ScenarioError` without an SLO.
+    """
     first = at_rate(scenario, 1.0, 1.0)  # refuses arrivals without a rate
     weights = sum(item.weight for item in first.mix)
     needs = tuple(
@@ -86,7 +89,7 @@ def search_of(scenario: Scenario, *, beyond: float | None = None) -> Search:
     if not needs:
         raise ScenarioError("slo: a capacity search needs one (--slo-ms)")
     rate = getattr(scenario.arrivals, "rate_per_s", 1.0)
-    return Search(needs=needs, first_per_s=rate, beyond=beyond)
+    return Search(needs=needs, first_per_s=rate, least_trial_s=scenario.duration_s, beyond=beyond)
 
 
 def measure_at(

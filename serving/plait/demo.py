@@ -118,12 +118,16 @@ def make(scene: Scene, ask: Asks, out: Path) -> Picture:
 
 def smoke(url: str, page: Path) -> str:
     """Runs the load tester's smoke scenario (20 s) against the server, writes its report; returns it in a line."""
+    from plait_loadtest.errors import LoadtestError
     from plait_loadtest.load import load_scenario
     from plait_loadtest.report.outputs import Outputs
     from plait_loadtest.report.table import headline, number
     from plait_loadtest.session import run_scenario
 
-    session = run_scenario(load_scenario("smoke", {"target.url": url}))
+    try:
+        session = run_scenario(load_scenario("smoke", {"target.url": url}))
+    except LoadtestError as error:
+        raise ServeError(f"the load test could not run: {error}") from error
     Outputs(html=page).write_files(session)
     total = session.summary.total
     median, p95 = number(total.latency_ms.p50), number(total.latency_ms.p95)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
+import signal
 import subprocess
 import sys
+import time
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -145,3 +148,28 @@ def test_compare_ends_with_99_on_a_regression(url, tmp_path):
     same = loadtest("compare", a, a, "--json")
     assert same.exit_code == 0
     assert json.loads(same.stdout)["regressed"] is False
+
+
+def test_ctrl_c_writes_what_there_is(url, tmp_path):
+    """Exit 130, a report that says interrupted and counts what ended before."""
+    report_path = tmp_path / "a.json"
+    command = [sys.executable, "-m", "plait_loadtest", *quick(url, "--duration", 60, "--json", report_path)]
+    process = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    before = answered(url)
+    deadline_s = time.monotonic() + 60
+    while answered(url) < before + 20 and time.monotonic() < deadline_s:  # the load is under way
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert "Traceback" not in said
+    report = json.loads(report_path.read_text())
+    assert report["interrupted"] is True
+    assert "interrupted" in [reason["code"] for reason in report["reasons"]]
+    assert 0 < report["succeeded"] <= report["requests"] < 60 * 40
+
+
+def answered(url):
+    """How many requests the server has answered, this one not counted."""
+    with urllib.request.urlopen(f"{url}/answered") as answer:
+        return int(answer.read())

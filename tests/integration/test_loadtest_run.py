@@ -234,21 +234,26 @@ def test_it_runs_outside_the_main_thread(server):
     assert outcomes(results[0].records) == {Outcome.OK: 15}
 
 
+@pytest.fixture(scope="module")
+def stub():
+    """The URL of a plain FastAPI server that takes 20 ms."""
+    with server_process("stub_server", 20) as (_, url):
+        yield url
+
+
 @pytest.mark.parametrize(("api", "stream"), [("images", False), ("images", True), ("infer", False)])
-def test_a_server_that_is_not_plait(api, stream):
+def test_a_server_that_is_not_plait(stub, api, stream):
     """Images, streams and recommendations against a plain FastAPI server: all good, with the server's own times."""
     entry = {"api": api, "stream": True} if stream else {"api": api}
-    model = {"model": "dlrm"} if api == "infer" else {}
-    with server_process("stub_server", 20) as (_, url):
-        scenario = Scenario.model_validate(
-            {
-                "target": {"url": url, "api": api, **model},
-                "mix": [entry],
-                "arrivals": {"kind": "constant", "rate_per_s": 20},
-                "duration_s": 0.5,
-            }
-        )
-        records = go(scenario).records
+    scenario = Scenario.model_validate(
+        {
+            "target": {"url": stub, "api": api, **({"model": "dlrm"} if api == "infer" else {})},
+            "mix": [entry],
+            "arrivals": {"kind": "constant", "rate_per_s": 20},
+            "duration_s": 0.5,
+        }
+    )
+    records = go(scenario).records
     assert outcomes(records) == {Outcome.OK: 10}
     np.testing.assert_allclose(records["server_ms"], 20.0, rtol=1e-3)
     assert (records["done_ns"] - records["scheduled_ns"] >= 19_000_000).all()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import subprocess
 import time
 from dataclasses import dataclass
 from itertools import pairwise
@@ -258,3 +260,26 @@ def test_many_at_once(server):
     ends = ask(server.url, *["/slow"] * 60, at_once=True, room=30).ends
     assert [end.outcome for end in ends] == [Outcome.OK] * 60
     assert time.monotonic() - started_s >= 0.1  # two rounds of 50 ms
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    """A certificate for localhost that nobody signed but itself, and its key in one file."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("no openssl command to make a certificate")
+    path = tmp_path_factory.mktemp("tls") / "both.pem"
+    options = ["-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    subprocess.run([openssl, "req", *options, "-keyout", path, "-out", f"{path}.crt"], check=True, capture_output=True)
+    path.write_bytes(path.read_bytes() + (path.parent / "both.pem.crt").read_bytes())
+    return path
+
+
+def test_tls_is_spoken_and_verified(certificate):
+    """An unknown certificate is no connection, unless the scenario says not to verify."""
+    with bad_server(certificate) as server:
+        url = server.url.replace("http:", "https:")
+        ends = ask(url, "/ok", "/chunked", "/once", "/once", "/truncated", verify_tls=False).ends
+        assert [end.outcome for end in ends] == [Outcome.OK] * 4 + [Outcome.TRUNCATED]
+        assert ends[1].body == b"ok and"
+        assert ask(url, "/ok").ends[0].outcome is Outcome.CONNECT

@@ -6,11 +6,13 @@ A behaviour gets the socket and how many requests this connection has served bef
 from __future__ import annotations
 
 import socket
+import ssl
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 ENDLESS = b"x" * 65536
@@ -19,7 +21,11 @@ ENDLESS = b"x" * 65536
 class BadServer:
     """``url`` and how often each path was asked in ``asked``. Behaviours are the functions below, by name."""
 
-    def __init__(self) -> None:
+    def __init__(self, certificate: Path | None = None) -> None:
+        self._tls = None
+        if certificate is not None:
+            self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            self._tls.load_cert_chain(certificate)
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=512)
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.asked: list[str] = []
@@ -42,6 +48,11 @@ class BadServer:
 
     def _serve(self, connection: socket.socket) -> None:
         served = 0
+        try:
+            if self._tls is not None:
+                connection = self._tls.wrap_socket(connection, server_side=True)
+        except OSError:
+            return
         with connection:
             try:
                 while path := _read_request(connection):
@@ -189,9 +200,9 @@ BEHAVIOURS: dict[str, Behaviour] = {
 
 
 @contextmanager
-def bad_server() -> Iterator[BadServer]:
-    """A running one."""
-    server = BadServer()
+def bad_server(certificate: Path | None = None) -> Iterator[BadServer]:
+    """A running one; with a certificate it speaks TLS."""
+    server = BadServer(certificate)
     try:
         yield server
     finally:

@@ -11,6 +11,7 @@ from PIL import Image
 
 from plait import demo
 from plait_serving.http.schemas import GenerationBody
+from support import loadtest_records
 
 
 def png(colour):
@@ -71,3 +72,20 @@ def test_cli_demo_contact_sheet_shows_every_picture(tmp_path):
     colours = {colour for _, colour in sheet.getcolors(maxcolors=1 << 20)}
     for picture in pictures:
         assert Image.open(picture.path).getpixel((0, 0)) in colours
+
+
+def test_cli_demo_leaves_a_load_report(tmp_path, monkeypatch):
+    """The smoke scenario goes to the demo's server; its page lies in the out folder, and one line says how it went."""
+    asked = []
+
+    def run_scenario(scenario):
+        asked.append(scenario)
+        rows = loadtest_records.records([second / 2.0 for second in range(40)], 20.0)
+        return loadtest_records.session(rows, scenario)
+
+    monkeypatch.setattr("plait_loadtest.session.run_scenario", run_scenario)
+    told = demo.smoke("http://127.0.0.1:4321", tmp_path / "load.html")
+    (scenario,) = asked
+    assert (scenario.name, scenario.target.url, scenario.duration_s) == ("smoke", "http://127.0.0.1:4321", 20.0)
+    assert "SLO met: 40 requests, median 20.0 ms" in told
+    assert "SLO met" in (tmp_path / "load.html").read_text()

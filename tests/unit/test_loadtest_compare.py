@@ -92,3 +92,6 @@ def test_invalid_runs_and_other_files_are_refused(tmp_path):
             comparing.read(tmp_path / name)
     with pytest.raises(ReportError, match="can not be read"):
         comparing.read(tmp_path / "absent.json")
+    for damage in ({"valid": True}, valid | {"histograms": {}}, valid | {"classes": None}):
+        with pytest.raises(ReportError, match="damaged"):
+            compare(valid, damage)

@@ -144,8 +144,11 @@ def test_classes_are_judged_by_their_own_slos():
     assert [each.goodput_per_s for each in summary.classes] == pytest.approx([50.0, 0.0])
 
 
-def test_few_requests_are_not_judged():
-    """19 requests can not show a p95; 20 can."""
+def test_few_requests_show_a_miss_but_not_that_the_slo_was_met():
+    """19 requests can not show a p95, 20 can; 12 late ones of 15 show a miss, one late one does not."""
+    for late, met in ((12, False), (1, None)):
+        rows = records(np.arange(15) / 2.0, np.where(np.arange(15) < late, 500.0, 20.0))
+        assert summarise(result(rows), scenario()).total.slo_met is met
     for n, met in ((19, None), (20, True)):
         summary = summarise(result(records(np.arange(n) / 2.0, 20.0)), scenario())
         assert summary.total.slo_met is met

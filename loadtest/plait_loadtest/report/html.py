@@ -97,14 +97,13 @@ def _lead(summary: Summary) -> str:
 
 def _tiles(summary: Summary) -> str:
     total = summary.total
-    p95, p99 = number(total.latency_ms.p95), number(total.latency_ms.p99)
     tiles = [
         ("offered", number(total.offered_per_s), "/s", ""),
         ("achieved", number(total.achieved_per_s), "/s", ""),
         ("good", number(total.goodput_per_s), "/s", ""),
-        ("p50", number(total.latency_ms.p50), "ms", ""),
-        ("p95", p95, "ms", ""),
-        ("p99", p99, "ms", ""),
+        ("p50", *_short(total.latency_ms.p50), ""),
+        ("p95", *_short(total.latency_ms.p95), ""),
+        ("p99", *_short(total.latency_ms.p99), ""),
         ("errors", f"{total.error_rate:.2%}" if total.error_rate else "none", "", "bad" if total.error_rate else ""),
     ]
     if summary.images_per_s is not None:
@@ -114,6 +113,11 @@ def _tiles(summary: Summary) -> str:
         for name, value, unit, kind in tiles
     ]
     return f'<dl class="tiles">{"".join(cells)}</dl>'
+
+
+def _short(milliseconds: float) -> tuple[str, str]:
+    """Number and unit that fit a tile."""
+    return (number(milliseconds / 1e3), "s") if milliseconds >= 10_000.0 else (number(milliseconds), "ms")
 
 
 # ---- charts ----------------------------------------------------------------------------------------------------------

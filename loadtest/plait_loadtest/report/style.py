@@ -17,9 +17,9 @@ h1 { font-size: 40px; line-height: 1.15; font-weight: 650; letter-spacing: -0.02
 h1.met { color: var(--accent); } h1.missed { color: var(--bad); } h1.invalid { color: var(--warn); }
 .lead { font-size: 18px; max-width: 52em; text-wrap: balance; }
 .reasons { margin: 16px 0 0; padding: 0 0 0 20px; color: var(--warn); }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(128px, 1fr)); gap: 1px; margin: 40px 0 8px;
-  background: var(--line); border: 1px solid var(--line); border-radius: 12px; overflow: hidden; }
-.tiles div { background: var(--card); padding: 16px 18px 14px; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(112px, 1fr)); margin: 40px 0 8px;
+  background: var(--card); border: 1px solid var(--line); border-radius: 12px; overflow: hidden; }
+.tiles div { box-shadow: 1px 0 0 var(--line), 0 1px 0 var(--line); padding: 16px 18px 14px; }
 .tiles dt { color: var(--soft); font-size: 13px; } .tiles dd { margin: 2px 0 0; font-size: 24px; font-weight: 600;
   letter-spacing: -0.01em; white-space: nowrap; } .tiles small { color: var(--soft); font-size: 13px; font-weight: 400;
   margin-left: 3px; } .tiles dd.bad { color: var(--bad); }

@@ -37,7 +37,9 @@ def headline(summary: Summary) -> str:
     """The verdict in one line."""
     if not summary.valid:
         return "INVALID RUN: " + "; ".join(reason.text for reason in summary.reasons)
-    return {True: "SLO met", False: "SLO MISSED", None: "valid run, no SLO to judge"}[summary.total.slo_met]
+    has_slo = any(each.slo is not None for each in summary.classes)
+    unjudged = "too few requests to judge the SLO" if has_slo else "valid run, no SLO to judge"
+    return {True: "SLO met", False: "SLO MISSED", None: unjudged}[summary.total.slo_met]
 
 
 def notes(summary: Summary, verdicts: Iterable[Verdict]) -> list[str]:

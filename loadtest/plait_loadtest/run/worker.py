@@ -20,7 +20,7 @@ import uvloop
 
 from plait_loadtest.errors import LoadtestError
 from plait_loadtest.run.ledger import Ledger
-from plait_loadtest.run.pace import ClosedLoop, OpenLoop
+from plait_loadtest.run.pace import ClosedLoop, OpenLoop, first_connections
 from plait_loadtest.run.requests import BUDGET_BYTES, Requests
 from plait_loadtest.run.share import Left, Share, Told
 from plait_loadtest.values import Outcome
@@ -98,6 +98,7 @@ class Worker:
 
         loop.set_exception_handler(on_bug)
         if not is_stopped:
+            pool.open_ahead(share.callers or first_connections(ledger.scheduled_ns))
             pace.start(pool)
             await self._until_over(pace, pool, ledger, self._end_ns(start_ns))
         pace.stop()

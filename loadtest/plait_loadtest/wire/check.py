@@ -18,7 +18,7 @@ from plait_loadtest.wire.framing import Head
 
 # What every answer of these APIs has: OpenAI Images, Open Inference Protocol v2 (also with binary tensors).
 _MARKS: dict[str, tuple[bytes, ...]] = {"images": (b'"b64_json"', b'"url"'), "infer": (b'"outputs"',)}
-_ERROR_EVENT = b'data: {"error"'
+_ERROR_EVENT = b'\ndata: {"error"'  # the status line was gone when it happened
 _TIMINGS = b'"timings"'
 
 
@@ -28,15 +28,17 @@ class Judge:
 
     keeps_body: bool
     accepts: Callable[[bytes], bool]
-    reads_timings: bool
+    is_images: bool
 
     def outcome(self, body: bytes) -> Outcome:
-        """Of a response with a good status: OK or CHECK."""
+        """Of a response with a good status: OK or CHECK. A stream of pictures that ends in an error event failed."""
+        if self.is_images and (_ERROR_EVENT in body or body.startswith(_ERROR_EVENT[1:])):
+            return Outcome.CHECK
         return Outcome.OK if not self.keeps_body or self.accepts(body) else Outcome.CHECK
 
     def server_ms(self, head: Head, body: bytes) -> float:
         """Milliseconds that the server says it took, nan if it does not; the body's word goes before the header's."""
-        told = timings_ms(body) if self.reads_timings else math.nan
+        told = timings_ms(body) if self.is_images else math.nan
         return head.server_ms if math.isnan(told) else told
 
 
@@ -45,10 +47,10 @@ def judge_of(scenario: Scenario) -> Judge:
     check, api = scenario.target.check, scenario.target.api
     is_default = check == Check()
     if is_default and api == "raw":
-        return Judge(keeps_body=False, accepts=lambda _: True, reads_timings=False)
+        return Judge(keeps_body=False, accepts=lambda _: True, is_images=False)
     if is_default:
-        return Judge(keeps_body=True, accepts=_Marked(_MARKS[api]), reads_timings=api == "images")
-    return Judge(keeps_body=True, accepts=_Checked(check), reads_timings=api == "images")
+        return Judge(keeps_body=True, accepts=_Marked(_MARKS[api]), is_images=api == "images")
+    return Judge(keeps_body=True, accepts=_Checked(check), is_images=api == "images")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ class _Marked:
     marks: tuple[bytes, ...]
 
     def __call__(self, body: bytes) -> bool:
-        return _ERROR_EVENT not in body[:64] and any(mark in body for mark in self.marks)
+        return any(mark in body for mark in self.marks)
 
 
 @dataclass(frozen=True, slots=True)

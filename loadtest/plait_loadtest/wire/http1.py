@@ -35,7 +35,7 @@ class Owner(Protocol):
 class Connection(asyncio.Protocol):
     """Facts of the last request: ``sent_ns``, ``first_byte_ns``, ``first_part_ns`` (-1: never), ``head``, ``body`` (if
     ``keeps_body``), ``received_bytes`` (of the whole response), ``is_reusable`` once it ended. ``slot`` is the request
-    under way, or `IDLE`; ``was_used``: it is not the connection's first.
+    under way, or `IDLE`; ``is_kept`` is the owner's: the connection was there before its request.
     """
 
     __slots__ = (
@@ -51,12 +51,12 @@ class Connection(asyncio.Protocol):
         "first_byte_ns",
         "first_part_ns",
         "head",
+        "is_kept",
         "is_reusable",
         "received_bytes",
         "request",
         "sent_ns",
         "slot",
-        "was_used",
     )
 
     def __init__(self, owner: Owner, *, keeps_body: bool, limit_bytes: int) -> None:
@@ -75,7 +75,7 @@ class Connection(asyncio.Protocol):
         self.sent_ns = self.first_byte_ns = self.first_part_ns = -1
         self.received_bytes = 0
         self.is_reusable = True
-        self.was_used = False
+        self.is_kept = False
 
     @property
     def body(self) -> bytes:
@@ -89,7 +89,6 @@ class Connection(asyncio.Protocol):
     def send(self, slot: int, request: bytes) -> None:
         """Sends a request; its end is told to the owner, never before this returns."""
         assert self._transport is not None
-        self.was_used = self.sent_ns >= 0
         self.slot = slot
         self.request = request
         self.head = _NO_HEAD

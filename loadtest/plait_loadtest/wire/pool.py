@@ -4,9 +4,9 @@ HTTP/1.1 carries one request per connection, so the limits on connections and on
 ``room``. A request that finds no room waits; its latency counts from its scheduled time all the same.
 
 A server may close a kept-alive connection in the very moment in which a request is written to it. That is an artefact
-of keeping connections, not the server's answer: if nothing of a response came, the connection had served a request
-before, and it closed within `STALE_S` of the writing, the request is sent once more on a fresh connection, and
-counted in ``reconnects``. There is no other retry.
+of keeping connections, not the server's answer: if nothing of a response came, the connection had been open before the
+request, and it closed within `STALE_S` of the writing, the request is sent once more on a fresh connection, and counted
+in ``reconnects``. There is no other retry.
 """
 
 from __future__ import annotations
@@ -88,6 +88,11 @@ class Pool:
         self._waiting.append(job)
         self._grow()
 
+    def open_ahead(self, count: int) -> None:
+        """Opens connections that the first requests will want; those that can not be opened are nobody's error."""
+        for _ in range(min(count, self._rules.room) - self._open):
+            self._open_for_anyone()
+
     def close(self) -> None:
         """The end of the run: what is under way is interrupted, what has no room is not sent."""
         self._is_closed = True
@@ -120,7 +125,9 @@ class Pool:
         self._on_end(slot, outcome, now_ns, connection)
         if not connection.is_reusable or self._is_closed:
             self._drop(connection)
-        elif self._waiting:
+            return
+        connection.is_kept = True
+        if self._waiting:
             self._send(connection, self._waiting.popleft())
         else:
             self._idle.append(connection)
@@ -132,7 +139,7 @@ class Pool:
             self._open -= 1
 
     def _was_stale(self, connection: Connection, now_ns: int) -> bool:
-        return connection.was_used and now_ns - connection.sent_ns < STALE_S * 1e9 and not self._is_closed
+        return connection.is_kept and now_ns - connection.sent_ns < STALE_S * 1e9 and not self._is_closed
 
     def _drop(self, connection: Connection) -> None:
         connection.close()
@@ -171,9 +178,12 @@ class Pool:
     def _grow(self) -> None:
         """As many connections are being opened as requests wait, within the room."""
         while self._opening < len(self._waiting) and self._open < self._rules.room and not self._is_closed:
-            self._open += 1
-            self._opening += 1
-            self._start_dial(None)
+            self._open_for_anyone()
+
+    def _open_for_anyone(self) -> None:
+        self._open += 1
+        self._opening += 1
+        self._start_dial(None)
 
     def _start_dial(self, job: Job | None) -> None:
         """``job`` None: the connection goes to whoever waits longest when it is open."""
@@ -195,6 +205,7 @@ class Pool:
             if job is not None:
                 self._send(opened, job)
             else:
+                opened.is_kept = True
                 self._idle.append(opened)
             return
         assert isinstance(opened, Outcome)

@@ -1,0 +1,116 @@
+"""The load generators' benchmark: how the highest rate is found, and what is reported. The real run is by hand."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from plait_bench import job, loadtest
+from plait_bench.errors import BenchError, SystemFailed, Unavailable
+from plait_bench.job import Job
+from plait_bench.loadtest import ours, peers
+from plait_bench.loadtest.window import Window, measure, noop_server
+
+
+def window(per_s, cpu_s_per_1000=0.05):
+    """A window of ten seconds."""
+    requests = int(per_s * 10)
+    return Window(requests=requests, seconds=10.0, cpu_s=cpu_s_per_1000 * requests / 1000)
+
+
+def machine(limit_per_s, tried):
+    """A machine that keeps up to so many requests per second."""
+
+    def attempt(rate_per_s):
+        tried.append(rate_per_s)
+        late = rate_per_s > limit_per_s
+        return ours.Trial(
+            rate_per_s=rate_per_s,
+            window=window(min(rate_per_s, limit_per_s)),
+            lag_p99_ms=50.0 if late else 1.0,
+            errors=0,
+        )
+
+    return attempt
+
+
+@pytest.mark.parametrize("limit_per_s", [4000, 9000, 23_456, 100_000])
+def test_the_highest_rate_is_found_to_five_percent(limit_per_s):
+    """Never more than the machine keeps, never less than 5 % below it."""
+    found = ours.highest_rate(machine(limit_per_s, []), say=lambda _: None)
+    assert limit_per_s / 1.05 <= found <= limit_per_s
+
+
+def test_a_machine_that_keeps_no_rate_is_an_error():
+    """No rate means no number, not a wrong one."""
+    with pytest.raises(SystemFailed, match="on time"):
+        ours.highest_rate(machine(1000, []), say=lambda _: None)
+
+
+def test_a_round_steps_down_until_it_is_valid():
+    """A rate that does not hold for a whole round is lowered, and what is reported is a valid run."""
+    said = []
+    trial = ours.hold(machine(9500, []), 10_000.0, say=said.append)
+    assert (trial.is_valid, 9000 < trial.rate_per_s <= 9500, len(said)) == (True, True, 2)
+    with pytest.raises(SystemFailed, match="busy"):
+        ours.hold(machine(100, []), 10_000.0, say=said.append)
+
+
+@pytest.mark.parametrize(
+    ("lag_ms", "errors", "per_s", "valid"), [(5, 0, 985, 1), (5.1, 0, 1000, 0), (1, 1, 1000, 0), (1, 0, 970, 0)]
+)
+def test_only_what_is_on_time_complete_and_without_errors_counts(lag_ms, errors, per_s, valid):
+    """p99 lag up to 5 ms, no errors, and the server saw the offered rate."""
+    trial = ours.Trial(rate_per_s=1000.0, window=window(per_s), lag_p99_ms=lag_ms, errors=errors)
+    assert trial.is_valid is bool(valid)
+
+
+def test_the_document_has_rows_and_ratios(monkeypatch):
+    """A system that is not there is left out with its reason; ratios are taken round by round."""
+    rates = {"plait": iter([30_000.0, 20_000.0, 24_000.0]), "locust": iter([15_000.0, 16_000.0, 10_000.0])}
+
+    def prepare(name):
+        return lambda *_: ("2 processes", lambda: window(next(rates[name])))
+
+    def missing(*_):
+        raise Unavailable("wrk is not on PATH")
+
+    monkeypatch.setattr(loadtest, "_PREPARE", {"plait": prepare("plait"), "locust": prepare("locust"), "wrk": missing})
+    written = job.measure(Job(name="loadtest", rounds=3), say=lambda _: None)
+    assert written["bench"] == "loadtest"
+    assert written["left_out"] == {"wrk": "wrk is not on PATH"}
+    assert written["ratios"]["noop:requests_per_s:plait/locust"] == 2.0
+    assert written["ratios"]["noop:cpu_s_per_1000:plait/locust"] == 1.0
+    rows = {(row["system"], row["metric"]): row["value"] for row in written["rows"]}
+    assert rows["plait", "requests_per_s"] == 24_000
+    assert rows["locust", "cpu_s_per_1000"] == 0.05
+
+
+def test_unknown_systems_are_refused():
+    """In one sentence, before anything starts."""
+    with pytest.raises(BenchError, match="no system 'abacus'"):
+        loadtest.measure(rounds=1, systems=["abacus"], say=lambda _: None)
+
+
+def test_locust_that_can_not_be_installed_is_left_out(monkeypatch, tmp_path):
+    """The reason is told, and no half environment stays behind."""
+    monkeypatch.setattr(peers.sys, "executable", str(tmp_path / "no-python"))
+    with pytest.raises(Unavailable, match="locust could not be installed"):
+        peers.install_locust(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_window_counts_what_the_server_saw():
+    """A real run of our generator: the server's count, the processes' time, and the generator's own word."""
+    with noop_server() as server:
+        trial = ours.try_rate(server, 300.0, seconds=1.0)
+        assert server.served() >= trial.window.requests > 150
+    assert 0 < trial.window.cpu_s < 4
+    assert trial.errors == 0
+
+
+def test_a_generator_that_fails_is_an_error():
+    """With what it said last."""
+    with noop_server() as server, pytest.raises(SystemFailed, match="no such load"):
+        measure([sys.executable, "-c", "raise SystemExit('no such load')"], server, settle_s=0, seconds=1)

@@ -1,0 +1,204 @@
+"""The parts of a worker: what it records, what it prepares, how work is dealt out, and waking on time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import uvloop
+
+from plait_loadtest.run.clock import Alarm
+from plait_loadtest.run.ledger import Ledger
+from plait_loadtest.run.pace import first_connections, quantum_ns
+from plait_loadtest.run.requests import Requests
+from plait_loadtest.run.share import part, shares
+from plait_loadtest.scenario import Closed, Limits, Scenario, Target
+from plait_loadtest.values import RECORD, Outcome, Plan, Prepared
+from plait_loadtest.wire.check import judge_of
+from plait_loadtest.wire.dial import Writer, place_of
+
+RAW = Scenario(target=Target(url="http://h", api="raw"))
+
+
+class Numbers:
+    """A mix whose bodies are numbers; counts what it built."""
+
+    kinds = ("even", "odd")
+
+    def __init__(self):
+        self.built = []
+
+    def kind(self, index):
+        """By parity."""
+        return index % 2
+
+    def build(self, index):
+        """The number as its body."""
+        self.built.append(index)
+        return Prepared(method="POST", path="/", body=str(index).encode())
+
+
+def ended(**facts):
+    """What a connection knows of a request."""
+    head = SimpleNamespace(status=facts.pop("status", 200), server_ms=facts.pop("server_ms", float("nan")))
+    known = {"sent_ns": 1, "first_byte_ns": 2, "first_part_ns": -1, "received_bytes": 4, "request": b"12345", **facts}
+    return SimpleNamespace(head=head, body=b"", **known)
+
+
+def test_the_ledger_tells_what_happened():
+    """Times count from the start, what never came is -1, and a slot that nobody closed was interrupted."""
+    ledger = Ledger(judge_of(RAW), [1000, 2000, 3000])
+    ledger.close(0, Outcome.OK, 1900, ended(sent_ns=1100, first_byte_ns=1800, first_part_ns=1850, server_ms=2.5))
+    ledger.close(2, Outcome.NOT_SENT, 5000, None)
+    records = ledger.records(rank=1, processes=2, start_ns=500, kinds=[1, 1, 1], warm_up=2)
+    assert records.dtype == RECORD
+    assert records["index"].tolist() == [1, 3, 5]
+    assert records["warm_up"].tolist() == [True, False, False]
+    assert records["outcome"].tolist() == [Outcome.OK, Outcome.INTERRUPTED, Outcome.NOT_SENT]
+    first = records[0]
+    times = ("scheduled_ns", "sent_ns", "first_byte_ns", "first_part_ns", "done_ns")
+    assert [int(first[name]) for name in times] == [500, 600, 1300, 1350, 1400]
+    assert (first["status"], first["sent_bytes"], first["received_bytes"], first["server_ms"]) == (200, 5, 4, 2.5)
+    assert [int(records[1][name]) for name in times] == [1500, -1, -1, -1, -1]
+    assert (int(records[2]["done_ns"]), np.isnan(records[2]["server_ms"])) == (4500, True)
+    assert (ledger.done, ledger.errors, ledger.recent[-1]) == (2, 1, 2000)
+
+
+def test_the_ledger_grows_without_a_schedule():
+    """A closed loop opens as many slots as it needs."""
+    ledger = Ledger(judge_of(RAW), [])
+    for number in range(3000):
+        ledger.close(ledger.open(number), Outcome.OK, number + 7, ended(sent_ns=number))
+    records = ledger.records(rank=0, processes=1, start_ns=0, kinds=[0] * 3000, warm_up=0)
+    np.testing.assert_array_equal(records["done_ns"] - records["scheduled_ns"], np.full(3000, 7))
+
+
+def test_byte_counts_saturate():
+    """More than 4 GiB read as 4 GiB; they never wrap around to little."""
+    ledger = Ledger(judge_of(RAW), [0])
+    ledger.close(0, Outcome.OK, 1, ended(received_bytes=2**32 + 5))
+    records = ledger.records(rank=0, processes=1, start_ns=0, kinds=[0], warm_up=0)
+    assert records["received_bytes"][0] == 2**32 - 1
+
+
+def test_requests_are_ready_in_order_within_the_budget():
+    """A window is built ahead and topped up; whatever was not built ahead is built when it is due."""
+    mix = Numbers()
+    requests = Requests(mix, Writer(place_of("http://h"), {}), iter(range(0, 20, 2)), budget_bytes=600)
+    requests.fill(lambda: False)
+    ready = list(mix.built)
+    assert 0 < len(ready) < 10
+    sent = [requests.next() for _ in range(10)]
+    assert [int(request.rpartition(b"\r\n\r\n")[2]) for request in sent] == list(range(0, 20, 2))
+    assert mix.built == list(range(0, 20, 2))
+    with pytest.raises(StopIteration):
+        requests.next()
+    assert not requests.wants_more()
+
+
+def test_equal_requests_share_their_bytes():
+    """A million equal requests are one."""
+    same = SimpleNamespace(build=lambda _: Prepared(method="GET", path="/"))
+    requests = Requests(same, Writer(place_of("http://h"), {}), iter(range(2)), budget_bytes=1000)
+    assert requests.next() is requests.next()
+
+
+def test_preparing_stops_when_told():
+    """Ctrl-C while requests are prepared does not wait for the rest."""
+    mix = Numbers()
+    Requests(mix, Writer(place_of("http://h"), {}), iter(range(10_000)), budget_bytes=1 << 30).fill(lambda: True)
+    assert len(mix.built) <= 256
+
+
+@pytest.mark.parametrize(("whole", "processes"), [(0, 3), (1, 3), (7, 3), (9, 3), (5, 1)])
+def test_parts_add_up(whole, processes):
+    """Nothing is lost or doubled, and no part is larger than another by more than one."""
+    parts = [part(whole, rank, processes) for rank in range(processes)]
+    assert (sum(parts), max(parts) - min(parts) <= 1) == (whole, True)
+
+
+def plan(size, **settings):
+    """Requests a millisecond apart."""
+    return Plan(
+        scheduled_ns=np.arange(size, dtype=np.int64) * 1_000_000,
+        warm_up=0,
+        duration_s=1.0,
+        mix=Numbers(),
+        cancelled=np.zeros(size, dtype=np.bool_),
+        cancel_after_s=1.0,
+        **settings,
+    )
+
+
+def test_shares_are_the_plan():
+    """Every request is in exactly one share, in order, and the limits are dealt out."""
+    scenario = RAW.model_copy(update={"processes": 3, "limits": Limits(connections=100, in_flight=8)})
+    given = shares(plan(10), scenario)
+    assert [share.room for share in given] == [3, 3, 2]
+    dealt = {share.rank + i * share.processes: int(at) for share in given for i, at in enumerate(share.scheduled_ns)}
+    assert dealt == {index: index * 1_000_000 for index in range(10)}
+
+
+def test_there_are_no_processes_without_room():
+    """A process that may not send one request would never end; so there are no more than the limits, or the callers."""
+    many = RAW.model_copy(update={"processes": 8})
+    assert len(shares(plan(10), many.model_copy(update={"limits": Limits(in_flight=2)}))) == 2
+    closed = many.model_copy(update={"arrivals": Closed(concurrency=3)})
+    given = shares(plan(0, concurrency=3, count=5), closed)
+    assert ([share.callers for share in given], [share.count for share in given]) == ([1, 1, 1], [2, 2, 1])
+
+
+def test_slow_schedules_are_looked_at_exactly():
+    """The least time between looks grows with the rate, from 0.1 ms to 1 ms."""
+
+    def at(rate_per_s):
+        return quantum_ns([int(1e9 * i / rate_per_s) for i in range(100)])
+
+    assert (at(10), at(1000), at(100_000), quantum_ns([]), quantum_ns([5, 5])) == (
+        100_000,
+        100_000,
+        1_000_000,
+        *[100_000] * 2,
+    )
+    assert 490_000 < at(5000) < 510_000
+
+
+def test_connections_are_opened_ahead_for_the_rate():
+    """One for a trickle, fifty for 10,000/s; an empty schedule is no crash."""
+    assert first_connections([]) == 1
+    assert first_connections([0, 10**9]) == 1
+    assert first_connections([i * 100_000 for i in range(100)]) == 51
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_the_alarm_never_rings_early(new_loop):
+    """It rings after the instant that was set last, once for each setting, and not when it was stopped."""
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        rung = []
+        alarm = Alarm(loop, lambda: (rung.append(time.perf_counter_ns()), alarm.stop()))
+        due = time.perf_counter_ns() + 3_700_000
+        alarm.set(due + 10_000_000)
+        alarm.set(due)
+        await asyncio.sleep(0.05)
+        assert len(rung) == 1
+        assert rung[0] >= due
+        alarm.set(time.perf_counter_ns() - 5)  # over already: at once
+        await asyncio.sleep(0.05)
+        assert len(rung) == 2
+        alarm.set(time.perf_counter_ns() + 5_000_000)
+        alarm.stop()
+        await asyncio.sleep(0.03)
+        assert len(rung) == 2
+        alarm.close()
+        alarm.close()
+
+    loop = new_loop()
+    try:
+        loop.run_until_complete(main())
+    finally:
+        loop.close()
