@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import torch
 
 from support.tiny import (
@@ -16,3 +18,6 @@ __all__ = ["tiny_models", "tiny_sd_controlnets", "tiny_sd_folder", "tiny_sdxl_co
 
 # Two cores, several processes: one thread each is what the numbers in the tests assume.
 torch.set_num_threads(1)
+
+# A shell starts its background jobs with Ctrl-C ignored, and Python keeps it so: tests that press it would wait for ever.
+signal.signal(signal.SIGINT, signal.default_int_handler)

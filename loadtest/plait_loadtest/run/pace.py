@@ -16,7 +16,7 @@ from plait_loadtest.wire.pool import Job, Pool
 
 # The least time between two looks at the schedule: a wake-up costs as much as a request. It grows with the rate, 0.1 us
 # for each request per second of this process, from exact at DLRM's rates per process to 1 ms, a fifth of the lag limit;
-# measured at 2 x 10,000/s on two cores: 54, 45, 35 us of CPU a request at 0.2, 0.5, 1 ms.
+# measured at 2 x 10,000/s on two busy cores: 54, 45, 35 us of CPU a request at 0.2, 0.5, 1 ms.
 _QUANTUM_NS, _LARGEST_QUANTUM_NS, _QUANTUM_NS_PER_RATE = 100_000, 1_000_000, 100
 # Connections for so much of the load are open before it starts. Opening one costs as much as ten requests, so that at
 # 10,000/s per process the first tenth of a second would be late for want of them.
