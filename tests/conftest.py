@@ -19,5 +19,5 @@ __all__ = ["tiny_models", "tiny_sd_controlnets", "tiny_sd_folder", "tiny_sdxl_co
 # Two cores, several processes: one thread each is what the numbers in the tests assume.
 torch.set_num_threads(1)
 
-# A shell starts its background jobs with Ctrl-C ignored, and Python keeps it so: tests that press it would wait for ever.
+# A shell starts its background jobs with Ctrl-C ignored, and Python keeps it so: tests that press it would wait.
 signal.signal(signal.SIGINT, signal.default_int_handler)
