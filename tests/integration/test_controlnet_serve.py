@@ -66,6 +66,7 @@ def _deploy(cluster: Any, folder: Path, *, app: str, replicas: int) -> Any:
 def test_residuals_from_a_serve_replica_are_exact(handle: Any, tiny_sd_controlnets: tuple[Path, Path]) -> None:
     """A base replica that knows only Serve's handle gets `ControlNetModel.forward` x scale, bit for bit."""
     find = ServeConnect("edges", handle)
+    _wait_until(lambda: len(find.replicas()) == 2)  # another test may have killed one
     replicas = find.replicas()
     assert len({replica.pid for replica in replicas}) == 2
     assert [[address.partition(":")[0] for address in replica.addresses] for replica in replicas] == [
@@ -82,6 +83,7 @@ def test_residuals_from_a_serve_replica_are_exact(handle: Any, tiny_sd_controlne
 def test_kill_nine_in_mid_step_is_retried_on_another(handle: Any, tiny_sd_controlnets: tuple[Path, Path]) -> None:
     """The replica that holds our step is killed: another answers the same, and goes on."""
     find = ServeConnect("edges", handle)
+    _wait_until(lambda: len(find.replicas()) == 2)
     client, ask = RemoteControlNetClient("edges", find), kit.make_ask(2, width=32)
     expected = kit.twin_answers(kit.load_twin(tiny_sd_controlnets[0]), [ask])[0]
     session = ask.open(client)

@@ -262,10 +262,10 @@ class ControlNetService:
     def _work(self) -> None:
         threads = 0
         while True:
-            if self._threads != threads:
+            items = self._inbox.take(0.0 if self._jobs else _NAP_S)
+            if self._threads != threads:  # after the wait: a change holds from the next forward pass on
                 threads = self._threads
                 set_threads(threads)
-            items = self._inbox.take(0.0 if self._jobs else _NAP_S)
             for peer, request in items:
                 self._take(peer, request)
             self._sessions.forget_idle()
