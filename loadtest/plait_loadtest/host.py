@@ -34,10 +34,10 @@ def commit() -> str | None:
     """Commit of the checkout that this package runs from, with ``+changes`` if files differ; None: no checkout."""
     here = Path(__file__).parent
     # An installed package may lie inside somebody else's checkout: only a tracked file speaks for itself.
-    if not _git(here, "ls-files", Path(__file__).name):
+    if not git_says(here, "ls-files", Path(__file__).name):
         return None
-    head = _git(here, "rev-parse", "--short=12", "HEAD")
-    return head + ("+changes" if _git(here, "status", "--porcelain", "--", ".") else "") if head else None
+    head = git_says(here, "rev-parse", "--short=12", "HEAD")
+    return head + ("+changes" if git_says(here, "status", "--porcelain", "--", ".") else "") if head else None
 
 
 def utc(unix_s: float) -> str:
@@ -45,9 +45,10 @@ def utc(unix_s: float) -> str:
     return datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="seconds")
 
 
-def _git(folder: Path, *arguments: str) -> str:
+def git_says(folder: Path, *arguments: str) -> str:
+    """What git prints about a folder, stripped; empty if it fails or is not there."""
     try:
-        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=False, timeout=10)
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=False, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""

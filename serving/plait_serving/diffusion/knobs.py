@@ -18,8 +18,8 @@ class Placement(StrEnum):
 class Exact(StrEnum):
     """When a step runs through diffusers' own modules, and so gives the pipeline's bits (fp32, CPU).
 
-    ALONE: when its request has no batch mates. NEVER costs a quarter less for a request alone; its latents differ by
-    rounding (measured on the starter model, 20 steps: 4e-6 to 8e-6). ALWAYS: batches too, for comparisons.
+    ALONE: when its request has no batch mates. NEVER costs less for a request alone, whose latents then differ by
+    rounding. ALWAYS: batches too, for comparisons.
     """
 
     ALONE = "alone"

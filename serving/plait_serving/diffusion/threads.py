@@ -2,8 +2,7 @@
 
 GCC's OpenMP gives every thread that ever ran a parallel operation workers of its own and keeps them until the thread
 ends. As long as all of them together fit the cores, workers spin for the next operation; beyond, they sleep and are
-woken by the kernel, which costs more than the operations of a small model. Measured on 2 cores with the starter model,
-a picture alone: 2.0 s where the loading thread had kept its workers, 1.0 s where it had none.
+woken by the kernel, which costs more than the operations of a small model.
 
 So exactly one thread of a process computes with several threads; all others compute alone, or end.
 """

@@ -6,6 +6,7 @@ Shapes: a block has R rows of ``sample (R, c, h, w)``; B is the sum of R over a 
 from __future__ import annotations
 
 import copy
+import logging
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -71,25 +72,30 @@ def by_key(blocks: Sequence[Rows]) -> list[list[int]]:
     return list(groups.values())
 
 
+_log = logging.getLogger(__name__)
+
+
 class ControlNetModelRunner:
     """Runs one ControlNet. Not thread-safe: one thread owns it, as it owns the weights.
 
     A batch with a block that wants exact bits goes through `ControlNetModel.forward` itself, on a shallow copy (same
     weights) whose ``controlnet_cond_embedding`` passes the embedding that `embed` made earlier straight through. That
     one is computed for one row where diffusers computes it for the whole batch; convolutions round the two differently
-    (2e-7 in fp32). Other batches go through `fast.py`, which rounds differently and takes a fifth less time.
+    (2e-7 in fp32). Other batches go through `fast.py`, which rounds differently and is faster.
     """
 
     def __init__(self, model: ControlNetModel) -> None:
         """Takes a loaded model in its final dtype and place. Raises `ModelError` if it is of a kind we do not serve."""
         _check_supported(model)
-        # Asked once: each question walks all modules, which took as long as half a small ControlNet's step.
+        # Asked once: each question walks all modules, and a step asks eight times.
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
         self._model = model.eval().requires_grad_(requires_grad=False)
         self._headless = _without_image_encoder(self._model)
         reason = FastControlNet.why_not(self._model)
         self._fast = FastControlNet(self._model) if reason is None else None
+        if reason is not None:
+            _log.warning("batches run through diffusers' own modules, which is slower: %s", reason)
         self._flip_channels = model.config.controlnet_conditioning_channel_order == "bgr"
         factor = 2 ** (len(model.config.conditioning_embedding_out_channels) - 1)
         self._preprocess = VaeImageProcessor(
