@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,28 @@ _BLOCK = re.compile(r"(<!-- bench:(?P<name>[a-z0-9_]+) -->\n).*?(<!-- /bench -->
 NOT_MEASURED = "Not measured yet.\n"
 
 
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """A metric that tables show: its unit, and the metric whose ratio stands beside it (None: its own)."""
+
+    unit: str
+    ratio_of: str | None = None
+
+
+_SHOWN: Mapping[str, _Shown] = {
+    "images_per_s": _Shown("images/s"),
+    "seconds_per_image": _Shown("s per image", ratio_of="images_per_s"),
+    "requests_per_s": _Shown("requests/s"),
+    "cpu_s_per_1000": _Shown("CPU s per 1,000"),
+    "goodput_per_s": _Shown("requests/s"),
+}
+_LIBRARIES: Mapping[str, tuple[str, ...]] = {
+    "images": ("torch", "diffusers", "peft"),
+    "loadtest": (),
+    "disagg": ("torch",),
+}
+
+
 def with_tables(text: str, results: Path) -> str:
     """``text`` with every block filled. Raises `BenchError` if it has none: then the markers were lost."""
     filled, count = _BLOCK.subn(lambda match: match[1] + table(_newest(results, match["name"])) + match[3], text)
@@ -30,35 +53,42 @@ def with_tables(text: str, results: Path) -> str:
 
 
 def table(run: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown for one run: a line for each workload, a column for each system, then the ratios, then the machine."""
-    rows = [row for row in run if row["unit"] != "ratio" and row["metric"] in ("images_per_s", "seconds_per_image")]
+    """Markdown for one run: a line for each workload (and metric, if several are shown), a column for each system, then
+    the ratios, then the machine."""
+    rows = [row for row in run if row["unit"] != "ratio" and row["metric"] in _SHOWN]
     if not rows:
         return NOT_MEASURED
     systems = list(dict.fromkeys(row["system"] for row in rows))
     values = {(row["workload"], row["metric"], row["system"]): row for row in rows}
     ratios = {(row["workload"], row["metric"], row["system"]): row for row in run if row["unit"] == "ratio"}
-    compared = list(dict.fromkeys(system for _, _, system in ratios))
-    lines = [
+    compared = list(dict.fromkeys(system for _, metric, system in ratios if metric in _SHOWN))
+    table_lines = [
         _line(["workload", "unit", *systems, *(name.replace("/", " / ") for name in compared)]),
         _line(["---", "---", *["---:"] * (len(systems) + len(compared))]),
     ]
-    for workload in dict.fromkeys(row["workload"] for row in rows):
-        metric = _headline(workload, run)
+    for workload, metric in _lines(rows, run):
+        shown = _SHOWN[metric]
         cells = [_value(values.get((workload, metric, system))) for system in systems]
-        cells += [_ratio(ratios.get((workload, "images_per_s", system))) for system in compared]
-        lines.append(_line([f"`{workload}`", {"images_per_s": "images/s"}.get(metric, "s per image"), *cells]))
-    return "\n".join([*lines, "", _footer(run), ""])
+        cells += [_ratio(ratios.get((workload, shown.ratio_of or metric, system))) for system in compared]
+        table_lines.append(_line([f"`{workload}`", shown.unit, *cells]))
+    return "\n".join([*table_lines, "", _footer(run), ""])
 
 
-def _headline(workload: str, run: Iterable[Mapping[str, Any]]) -> str:
-    """Throughput where requests come at once (only those have a mean latency), else seconds per image."""
-    at_once = any(row["workload"] == workload and row["metric"] == "mean_latency_s" for row in run)
-    return "images_per_s" if at_once else "seconds_per_image"
+def _lines(rows: Sequence[Mapping[str, Any]], run: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """The (workload, metric) pairs to show. Pictures that are asked for at once (only those have a mean latency) show
+    throughput, those made one by one seconds per image; other benchmarks show all their metrics."""
+    pairs = list(dict.fromkeys((row["workload"], row["metric"]) for row in rows))
+    at_once = {row["workload"] for row in run if row["metric"] == "mean_latency_s"}
+    hidden = {False: "images_per_s", True: "seconds_per_image"}
+    return [(workload, metric) for workload, metric in pairs if metric != hidden[workload in at_once]]
 
 
 def _value(row: Mapping[str, Any] | None) -> str:
     """Median, and the layout it was taken in."""
-    return "" if row is None else f"{row['value']:.3g} ({row['layout']})"
+    if row is None:
+        return ""
+    number = f"{row['value']:,.0f}" if row["value"] >= 1000 else f"{row['value']:.3g}"
+    return f"{number} ({row['layout']})"
 
 
 def _ratio(row: Mapping[str, Any] | None) -> str:
@@ -67,13 +97,14 @@ def _ratio(row: Mapping[str, Any] | None) -> str:
 
 def _footer(run: Sequence[Mapping[str, Any]]) -> str:
     host = run[0]["host"]
-    libraries = ", ".join(f"{name} {host[name]}" for name in ("torch", "diffusers", "peft") if host.get(name))
-    rounds = max((int(row["n"]) for row in run if row["metric"] == "images_per_s"), default=0)
+    shown = {row["metric"] for row in run} & _SHOWN.keys()
+    libraries = ", ".join(f"{name} {host[name]}" for name in _LIBRARIES[run[0]["bench"]] if host.get(name))
+    rounds = max((int(row["n"]) for row in run if row["metric"] in shown), default=0)
+    python = f"Python {host['python']}" + (f", {libraries}" if libraries else "")
     return (
-        f"Measured on {host['cpu']}, {host['cores']} cores, {host['ram_gib']:.0f} GiB, fp32; Python {host['python']}, "
-        f"{libraries}; commit `{run[0]['commit']}`, {host['date'][:10]}. Medians of {rounds} rounds taken in turn; in "
-        f"parentheses the layout (processes x threads) that was best for that system. Ratios are of images per second, "
-        f"pair by pair, with their 20th and 80th percentiles."
+        f"Measured on {host['cpu']}, {host['cores']} cores, {host['ram_gib']:.0f} GiB; {python}; commit "
+        f"`{run[0]['commit']}`, {host['date'][:10]}. Medians of {rounds} rounds taken in turn; in parentheses the "
+        f"layout that was best for that system. Ratios are taken pair by pair, with their 20th and 80th percentiles."
     )
 
 

@@ -211,6 +211,7 @@ class RawClass(_Frozen):
     body: str = ""
     body_file: Path | None = None
     content_type: str = "application/json"
+    headers: dict[str, str] = Field(default_factory=dict, description="more headers; names in any case")
 
 
 MixClass: TypeAlias = Annotated[ImageClass | InferClass | RawClass, Field(discriminator="api")]

@@ -72,9 +72,13 @@ def _check_target(target: Target) -> None:
     )  # fmt: skip
     _require(parts.username is None, "target.url", "has a user name; put an authorization into target.headers")
     _check_path("target.path", target.path)
-    for name, value in target.headers.items():
-        _require(re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name) is not None, "target.headers", f"bad name {name!r}")
-        _require(value.isprintable() and value.isascii(), f"target.headers.{name}", "is not printable ASCII text")
+    _check_headers("target.headers", target.headers)
+
+
+def _check_headers(field: str, headers: Mapping[str, str]) -> None:
+    for name, value in headers.items():
+        _require(re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name) is not None, field, f"bad name {name!r}")
+        _require(value.isprintable() and value.isascii(), f"{field}.{name}", "is not printable ASCII text")
 
 
 def _check_path(field: str, path: str | None) -> None:
@@ -158,6 +162,7 @@ def _check_raw(field: str, spec: RawClass) -> None:
     _check_file(f"{field}.body_file", spec.body_file)
     _require(not (spec.body and spec.body_file), f"{field}.body_file", "is given beside body; one of them must go")
     _require(spec.content_type.isprintable(), f"{field}.content_type", "is not printable text")
+    _check_headers(f"{field}.headers", spec.headers)
 
 
 def _check_counts(field: str, counts: Mapping[int, float], *, least: int) -> None:

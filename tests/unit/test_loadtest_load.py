@@ -175,6 +175,7 @@ RAW = {"target": {"api": "raw"}}
         (RAW, {"mix.0.path": "x"}, "^mix.0.path: 'x' does not start with /$"),
         (RAW, {"mix.0.body_file": "/nowhere"}, "^mix.0.body_file: there is no file /nowhere$"),
         (RAW, {"mix.0.content_type": "a\nb"}, "^mix.0.content_type: is not printable text$"),
+        (RAW, {"mix.0.headers": {"x y": "1"}}, "^mix.0.headers: bad name 'x y'$"),
         # what belongs together
         ({}, {"slos.b.latency_ms": 5}, "^slos.b: is no class of the mix, which has images$"),
         ({}, {"processes": 4, "limits.connections": 3}, "^limits.connections: 3 are fewer than 4 processes$"),

@@ -204,6 +204,11 @@ class TestRaw:
         assert mix.build(0) is mix.build(99)
         assert (mix.build(0).method, mix.build(0).path, mix.build(0).headers) == ("GET", "/health", ())
 
+    def test_a_class_can_have_headers_of_its_own(self):
+        """Beside the content type; names in lower case."""
+        mix, _ = mix_of([{"body": "x", "headers": {"X-Part": "3"}}], api="raw")
+        assert mix.build(0).headers == (("content-type", "application/json"), ("x-part", "3"))
+
     def test_a_body_can_come_from_a_file(self, tmp_path):
         """Byte by byte."""
         (tmp_path / "b").write_bytes(b"\x00\xff{index}")

@@ -18,7 +18,8 @@ class RawRequests:
         self._method = spec.method
         self._path = (spec.path or target.path or "/").split(_MARK)
         self._body = _body(spec).split(_MARK.encode())
-        self._headers = (("content-type", spec.content_type),) if self._body != [b""] else ()
+        more = tuple((name.lower(), value) for name, value in spec.headers.items())
+        self._headers = ((("content-type", spec.content_type),) if self._body != [b""] else ()) + more
         self._constant = self._prepare(0) if len(self._path) == len(self._body) == 1 else None
 
     def build(self, index: int) -> Prepared:
