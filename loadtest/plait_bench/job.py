@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plait_bench import images, loadtest, records
+from plait_bench import disagg, images, loadtest, records
 from plait_bench.document import document
 from plait_bench.errors import BenchError
 from plait_bench.host import commit, cores, host_facts
@@ -19,7 +19,7 @@ from plait_bench.workers import WorkerFleet
 _BUSY_SHARE = 0.25
 
 
-NAMES = (images.NAME, loadtest.NAME)
+NAMES = (images.NAME, loadtest.NAME, disagg.NAME)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +57,9 @@ def _definition(job: Job) -> tuple[list[str], Callable[[Callable[[str], None]], 
     """Names of the workloads, and what measures them all. Raises `BenchError`."""
     if job.name == loadtest.NAME:
         return [loadtest.WORKLOAD], lambda say: loadtest.measure(rounds=job.rounds, systems=job.systems, say=say)
+    if job.name == disagg.NAME:
+        names = list(job.workloads) or [workload.name for workload in disagg.WORKLOADS]
+        return names, lambda say: disagg.measure(rounds=job.rounds, only=job.workloads, systems=job.systems, say=say)
     try:
         benchmark = images.definition(job.models or _starter(), only=job.workloads, systems=job.systems)
     except KeyError as error:

@@ -1,59 +1,63 @@
-"""The Serve application: HTTP ingress -> base model replicas -> one deployment per ControlNet.
+"""The Serve application: HTTP ingress -> base model replicas -> one deployment per ControlNet; and beside them one or
+two deployments per recommendation model.
 
 `build` is a Serve application builder: ``import_path: plait.app:build`` in a Serve YAML, its ``args`` are `AppArgs`
 (``plait deploy render`` writes both).
 """
 
 # No `from __future__ import annotations` here: Serve reads the class of `build`'s argument from its signature.
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
 
-from plait.config import Section, ServerSection
+from plait.config import CONTROLNET_PREFIX, ENGINE, INGRESS, Served, ServerSection, worker_name
 from plait_serving.config import INGRESS_CPUS, MODEL_CPUS, ControlNetSection, ImagesSection
 from plait_serving.deployments.engine import MAX_ONGOING_REQUESTS, EngineReplica, EngineSource
-from plait_serving.deployments.ingress import Ingress
-from plait_serving.deployments.lazy import LazyControlNet
-from plait_serving.diffusion.knobs import Placement
+from plait_serving.deployments.ingress import Ingress, RankModel
+from plait_serving.deployments.lazy import LazyControlNet, LazyRankWorker
+from plait_serving.deployments.rank_source import PackageSource, RankSource
+from plait_serving.recommend_config import (
+    WORKER_CPUS,
+    CnSection,
+    HnSection,
+    RankRole,
+    RecommenderSection,
+    WholeSection,
+)
 
 if TYPE_CHECKING:
     from plait_serving.http.context import HttpSettings
 
 APP_NAME = "plait"
-INGRESS, ENGINE, CONTROLNET_PREFIX = "ingress", "engine", "controlnet-"
-"""Names of the deployments, in Serve's status, in logs and in a Serve YAML."""
-
 _START_TRIES = 2
 """A folder that does not load now will not load the 20th time either (Serve's default)."""
 
 
-class AppArgs(Section):
+class AppArgs(Served):
     """What the application needs of a plait.yaml."""
-
-    server: ServerSection = ServerSection()
-    images: ImagesSection = ImagesSection()
 
 
 def build(args: AppArgs) -> serve.Application:
     """The application of a configuration. Builds nothing heavy: models are loaded in the replicas."""
     from plait_serving.deployments.images_source import ImagesSource
 
-    return compose(args, ImagesSource(args.images))
+    return compose(args, None if args.images is None else ImagesSource(args.images))
 
 
-def compose(args: AppArgs, source: EngineSource) -> serve.Application:
-    """The application around any recipe of an engine (tests bring their own)."""
-    images, server = args.images, args.server
-    controlnets = _controlnets(images)
-    engine = serve.deployment(EngineReplica).options(
-        name=ENGINE,
-        num_replicas=images.replicas,
-        ray_actor_options={"num_cpus": MODEL_CPUS, "num_gpus": images.num_gpus},
-        user_config=images.knobs.model_dump(mode="json"),
-        graceful_shutdown_timeout_s=server.drain_s,
-        **_COMMON,
-    )
+def compose(
+    args: AppArgs, source: EngineSource | None, *, rank_sources: Mapping[str, RankSource] | None = None
+) -> serve.Application:
+    """The application around any recipe of an engine, and of recommendation models by name (tests bring their own)."""
+    server, recommenders = args.server, args.recommenders
+    engine = None if source is None or args.images is None else _engine(args.images, source, drain_s=server.drain_s)
+    sources = {name: PackageSource(section.folder) for name, section in recommenders.items()} | dict(rank_sources or {})
+    rankers = {name: _ranker(name, section, sources[name]) for name, section in recommenders.items()}
+    models = {
+        name: RankModel(source=sources[name], replicas=section.parts[section.asked].replicas)
+        for name, section in recommenders.items()
+    }
     ingress = serve.deployment(serve.ingress()(Ingress)).options(
         name=INGRESS,
         num_replicas=1,
@@ -61,7 +65,7 @@ def compose(args: AppArgs, source: EngineSource) -> serve.Application:
         graceful_shutdown_timeout_s=server.drain_s,
         **_COMMON,
     )
-    return ingress.bind(engine.bind(source, controlnets), partial(http_settings, server))
+    return ingress.bind(engine, partial(http_settings, server), rankers, models)
 
 
 _COMMON: dict[str, Any] = {
@@ -87,11 +91,18 @@ def http_settings(server: ServerSection) -> "HttpSettings":
     return HttpSettings(api_keys=keys, max_body_bytes=server.largest_body_bytes, preprocessors=PREPROCESSORS)
 
 
-def _controlnets(images: ImagesSection) -> dict[str, serve.Application]:
-    """Each ControlNet as a deployment of its own; none if the knob says that they run beside the base model."""
-    if images.knobs.controlnet_placement is Placement.LOCAL:
-        return {}
-    return {name: _controlnet(name, section, images) for name, section in images.resolved_controlnets().items()}
+def _engine(images: ImagesSection, source: EngineSource, *, drain_s: float) -> serve.Application:
+    """The base model with its ControlNets."""
+    controlnets = {name: _controlnet(name, it, images) for name, it in images.controlnet_services().items()}
+    engine = serve.deployment(EngineReplica).options(
+        name=ENGINE,
+        num_replicas=images.replicas,
+        ray_actor_options={"num_cpus": MODEL_CPUS, "num_gpus": images.num_gpus},
+        user_config=images.knobs.model_dump(mode="json"),
+        graceful_shutdown_timeout_s=drain_s,
+        **_COMMON,
+    )
+    return engine.bind(source, controlnets)
 
 
 def _controlnet(name: str, section: ControlNetSection, images: ImagesSection) -> serve.Application:
@@ -103,3 +114,28 @@ def _controlnet(name: str, section: ControlNetSection, images: ImagesSection) ->
         **_COMMON,
     )
     return deployment.bind(name=name, folder=str(section.folder), dtype=images.dtype, device=images.device)
+
+
+def _ranker(name: str, section: RecommenderSection, source: RankSource) -> serve.Application:
+    """The deployment that the ingress asks, with the one behind it."""
+
+    def bind(role: RankRole, **more: Any) -> serve.Application:
+        part = section.parts[role]
+        return _rank_worker(name, role, part).bind(
+            name=name, source=source, role=role, knobs=part.knobs.model_dump(mode="json"), **more
+        )
+
+    if section.mode == "whole":
+        return bind("whole")
+    return bind("cn", hns=bind("hn"), hn_count=section.hn.replicas)
+
+
+def _rank_worker(name: str, role: RankRole, part: CnSection | HnSection | WholeSection) -> serve.Deployment:
+    num_gpus = 0.0 if isinstance(part, CnSection) else part.num_gpus
+    return serve.deployment(LazyRankWorker).options(
+        name=worker_name(name, role),
+        num_replicas=part.replicas,
+        ray_actor_options={"num_cpus": WORKER_CPUS, "num_gpus": num_gpus},
+        user_config=part.knobs.model_dump(mode="json"),
+        **_COMMON,
+    )

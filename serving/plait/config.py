@@ -7,15 +7,20 @@ that file. An unknown key or a bad value names its path.
 from __future__ import annotations
 
 import ipaddress
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from plait.errors import ConfigError
-from plait_serving.config import ImagesSection
+from plait_serving.config import INGRESS_CPUS, ImagesSection
+from plait_serving.recommend_config import RecommenderSection, RecommendSection
+
+INGRESS, ENGINE, CONTROLNET_PREFIX = "ingress", "engine", "controlnet-"
+"""Names of the deployments, in Serve's status, in logs and in a Serve YAML; `worker_name` makes the others."""
 
 
 class Section(BaseModel):
@@ -51,6 +56,57 @@ class ServerSection(Section):
             return False
 
 
+class Served(Section):
+    """What is served, and to whom: all that the application needs of a plait.yaml.
+
+    ``images: null`` is a server that only ranks, ``recommend: null`` one that only draws.
+    """
+
+    server: ServerSection = ServerSection()
+    images: ImagesSection | None = ImagesSection()
+    recommend: RecommendSection | None = RecommendSection()
+
+    @model_validator(mode="after")
+    def _serves_something(self) -> Self:
+        if self.images is None and (self.recommend is None or not self.recommend.resolved_models()):
+            raise ValueError("images is null and there is no model under recommend: nothing to serve")
+        return self
+
+    @property
+    def recommenders(self) -> dict[str, RecommenderSection]:
+        """The recommendation models by name."""
+        return {} if self.recommend is None else self.recommend.resolved_models()
+
+    @property
+    def public_names(self) -> tuple[str, ...]:
+        """What requests call the models."""
+        return (*(() if self.images is None else (self.images.public_name,)), *self.recommenders)
+
+    @property
+    def logical_cpus(self) -> int:
+        """The logical CPUs that a Ray must have so that every replica finds a place."""
+        sections = (self.images, self.recommend)
+        return math.ceil(INGRESS_CPUS + sum(section.logical_cpus for section in sections if section is not None))
+
+    @property
+    def drained(self) -> tuple[str, ...]:
+        """The deployments that finish their requests before the end, in this order."""
+        engine = () if self.images is None else (ENGINE,)
+        return (*engine, *(worker_name(name, section.asked) for name, section in self.recommenders.items()), INGRESS)
+
+    def knobs(self) -> dict[str, dict[str, Any]]:
+        """What may change on the running deployments, by their names."""
+        found: dict[str, dict[str, Any]] = {}
+        if self.images is not None:
+            found[ENGINE] = self.images.knobs.model_dump(mode="json")
+            for name, controlnet in self.images.controlnet_services().items():
+                found[CONTROLNET_PREFIX + name] = {"threads": controlnet.threads}
+        for name, section in self.recommenders.items():
+            for role, part in section.parts.items():
+                found[worker_name(name, role)] = part.knobs.model_dump(mode="json")
+        return found
+
+
 class RaySection(Section):
     """The Ray cluster that carries the deployments."""
 
@@ -65,12 +121,15 @@ class RaySection(Section):
         return self.address == "local"
 
 
-class PlaitConfig(Section):
+class PlaitConfig(Served):
     """The whole plait.yaml."""
 
-    server: ServerSection = ServerSection()
-    images: ImagesSection = ImagesSection()
     ray: RaySection = RaySection()
+
+
+def worker_name(model: str, role: str) -> str:
+    """The deployment of a recommendation model's workers of that role: cn, hn or whole."""
+    return f"{role}-{model}"
 
 
 def load_config(path: Path | None = None, *, overrides: Sequence[str] = ()) -> PlaitConfig:

@@ -38,6 +38,13 @@ class Console:
         """One line on stdout."""
         self._write(self._out, text)
 
+    def restore(self) -> None:
+        """Points 1 and 2 back at where they were: what the command says last is for whoever started it."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for fd, stream in ((1, self._out), (2, self._err)):
+            os.dup2(stream.fileno(), fd)
+
     @staticmethod
     def _write(stream: TextIO, text: str) -> None:
         try:

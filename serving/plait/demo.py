@@ -1,4 +1,5 @@
-"""`plait demo`: a server of its own, pictures over HTTP, a contact sheet, the times they took, a short load test."""
+"""`plait demo`: a server of its own, pictures over HTTP, a contact sheet, the times they took, films ranked for two
+people, a short load test."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from plait import processes
+from plait.demo_ranking import offers_ranking, post_rank, rank_for_everybody
 from plait.errors import ServeError
 
 if TYPE_CHECKING:
@@ -71,12 +73,15 @@ TOGETHER = (
 
 
 def run(out: Path, *, say: Callable[[str], None]) -> Path:
-    """Starts a server, makes every scene and a load report into ``out``, stops it. Returns the contact sheet's path."""
+    """Starts a server, makes every scene, ranks films, writes a load report into ``out``, stops it. Returns the contact
+    sheet's path."""
     out.mkdir(parents=True, exist_ok=True)
     started_s = time.monotonic()
     with own_server() as url:
         say(f"server ready at {url} after {time.monotonic() - started_s:.1f} s")
         pictures = play(lambda body: post(url, body), out, say=say)
+        if offers_ranking(url):
+            rank_for_everybody(lambda body: post_rank(url, body), say=say)
         say(smoke(url, out / "load.html"))
     say("server stopped")
     sheet = out / "contact-sheet.png"

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from plait.errors import PlaitError
 from plait_serving.config import STARTER_FOLDER, ImagesSection
 from plait_serving.diffusion.lora.source import FolderSource
+from plait_serving.recommend_config import RecommenderSection
 
 # The header of a LoRA with a few thousand tensors is some 300 KB; anything near this is no LoRA.
 HEADER_MAX_BYTES = 100 * 2**20
@@ -28,8 +29,26 @@ class Entry:
     format: str
 
 
-def inventory(images: ImagesSection) -> list[Entry]:
-    """The base model, then its ControlNets and LoRAs in order of their names. Raises PlaitError for a broken folder."""
+def inventory(
+    images: ImagesSection | None, recommenders: Mapping[str, RecommenderSection] | None = None
+) -> list[Entry]:
+    """The base model, its ControlNets and LoRAs in order of their names, then the recommendation models.
+
+    Raises PlaitError for a broken folder.
+    """
+    ranking = [
+        Entry(name=name, kind="recommender", family="graph", folder=str(section.folder), format=_package(section))
+        for name, section in sorted((recommenders or {}).items())
+    ]
+    return [*([] if images is None else _of_images(images)), *ranking]
+
+
+def _package(section: RecommenderSection) -> str:
+    """The format of a packaged model's folder."""
+    return f"package {_json(section.folder / 'package.json').get('format', '')}".strip()
+
+
+def _of_images(images: ImagesSection) -> list[Entry]:
     base = _base(images)
     controlnets = [
         Entry(

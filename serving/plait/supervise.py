@@ -27,7 +27,7 @@ from plait import processes
 from plait.cluster import Cluster
 from plait.config import PlaitConfig
 from plait.console import Console
-from plait.errors import ServeError, StateError
+from plait.errors import PlaitError, ServeError, StateError
 from plait.state import PortState, RunRecord, scratch_root, state_root
 from plait_serving.deployments.logs import LOG_PATH_VARIABLE
 
@@ -86,9 +86,12 @@ def serve(
         clean_up_others(root)
         check_port(config.server.host, port)
         console = Console.divert(state.log_path)
-        return _Run(config, state, console, port=port, drained=drained, app_name=app_name).go(
-            compose, num_cpus, started_s
-        )
+        run = _Run(config, state, console, port=port, drained=drained, app_name=app_name)
+        try:
+            return run.go(compose, num_cpus, started_s)
+        except PlaitError:
+            console.restore()
+            raise
     finally:
         state.release()
 
@@ -129,7 +132,7 @@ class _Run:
             seconds = time.monotonic() - started_s
             self._console.data(self._url)
             self._console.progress(
-                f"plait serves {self._config.images.public_name} at {self._url} (ready after {seconds:.0f} s)"
+                f"plait serves {', '.join(self._config.public_names)} at {self._url} (ready after {seconds:.0f} s)"
             )
             self._watch()
         except _Interrupted:

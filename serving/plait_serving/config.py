@@ -5,7 +5,6 @@ What may change on a running deployment is its ``knobs`` (Serve's ``user_config`
 
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -13,7 +12,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from plait_serving.diffusion.knobs import Knobs
+from plait_serving.diffusion.knobs import Knobs, Placement
 from plait_serving.diffusion.values import NAME_PATTERN, Scheduler
 from plait_serving.starter.manifest import WEIGHTS
 
@@ -190,11 +189,15 @@ class ImagesSection(_Section):
         folders = sorted(folder for folder in root.iterdir() if (folder / "config.json").is_file())
         return {folder.name: ControlNetSection(folder=folder, preprocessor=folder.name) for folder in folders}
 
+    def controlnet_services(self) -> dict[str, ControlNetSection]:
+        """Those that are deployments of their own; none if the knob says that they run beside the base model."""
+        return {} if self.knobs.controlnet_placement is Placement.LOCAL else self.resolved_controlnets()
+
     @property
-    def logical_cpus(self) -> int:
-        """The logical CPUs that a Ray must have so that every replica finds a place."""
+    def logical_cpus(self) -> float:
+        """The logical CPUs that a Ray must have for the base replicas and ControlNets."""
         models = self.replicas + sum(section.replicas for section in self.resolved_controlnets().values())
-        return math.ceil(INGRESS_CPUS + MODEL_CPUS * models)
+        return MODEL_CPUS * models
 
     def resolved_lora_folder(self) -> Path | None:
         """The folder of LoRAs if they come from one; the starter model's own if nothing is given for it."""

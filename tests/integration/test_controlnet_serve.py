@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,11 +11,13 @@ from typing import Any
 
 import pytest
 
-from plait_serving.deployments.controlnet import ControlNetDeployment, ControlNetKnobs, ServeConnect, socket_folder
+from plait_serving.deployments.controlnet import ControlNetDeployment, ControlNetKnobs, ServeConnect
+from plait_serving.deployments.reach import socket_folder
 from plait_serving.diffusion.controlnet.remote import RemoteControlNetClient
 from plait_serving.diffusion.errors import ControlNetUnavailable
 from plait_serving.diffusion.protocols import Residuals
 from support import controlnet as kit
+from support.cluster import local_serve
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -26,23 +27,8 @@ PATIENCE_S = 120.0
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """A small Ray of our own."""
-    import ray
-    from ray import serve
-
-    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
-        ray.init(
-            address="local",
-            num_cpus=4,
-            include_dashboard=False,
-            log_to_driver=False,
-            object_store_memory=100 << 20,
-            _temp_dir=folder,
-            _node_ip_address="127.0.0.1",
-        )
-        serve.start(proxy_location="Disabled")
+    with local_serve() as serve:
         yield serve
-        serve.shutdown()
-        ray.shutdown()
 
 
 @pytest.fixture(scope="module")

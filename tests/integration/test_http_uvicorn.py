@@ -4,43 +4,25 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 import time
 
 import openai
 import pytest
-import uvicorn
 
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.testing import FakeImageService
+from support.app_server import AppServer, wait_for
 from support.http_app import make_app
 
 STEP_S = 0.02
 
 
-class Server:
-    """uvicorn in a thread on a free port."""
+class Server(AppServer):
+    """The image API over a fake service."""
 
     def __init__(self):
         self.service = FakeImageService(step_s=STEP_S)
-        app = make_app(self.service, HttpSettings(max_body_bytes=100_000))
-        self._uvicorn = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
-        self._thread = threading.Thread(target=self._uvicorn.run, daemon=True)
-        self._thread.start()
-        wait_for(lambda: self._uvicorn.started)
-        self.port = self._uvicorn.servers[0].sockets[0].getsockname()[1]
-
-    def stop(self):
-        self._uvicorn.should_exit = True
-        self._thread.join(10)
-        assert not self._thread.is_alive()
-
-
-def wait_for(condition, timeout_s=5.0):
-    until_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < until_s, "timed out"
-        time.sleep(0.005)
+        super().__init__(make_app(self.service, HttpSettings(max_body_bytes=100_000)))
 
 
 @pytest.fixture(scope="module")

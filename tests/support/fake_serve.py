@@ -57,16 +57,16 @@ def main() -> int:
     def compose_fake(config: PlaitConfig) -> Any:
         from plait.app import AppArgs, compose  # imports Ray, whose environment is set by then
 
-        return compose(AppArgs(server=config.server, images=config.images), FakeSource())
+        return compose(AppArgs(server=config.server, images=config.images, recommend=config.recommend), FakeSource())
 
-    overrides = [f"server.port={sys.argv[1]}", "images.controlnets={}", *sys.argv[2:]]
+    overrides = [f"server.port={sys.argv[1]}", "images.controlnets={}", "recommend=null", *sys.argv[2:]]
     config = load_config(overrides=overrides)
     try:
         return serve(
             config,
             compose=compose_fake,
             num_cpus=2,
-            drained=("engine", "ingress"),
+            drained=config.drained,
             app_name="plait",
             environ=os.environ,
         )

@@ -35,7 +35,7 @@ def make_app(service: FakeImageService, settings: HttpSettings | None = None) ->
     """The real application around ``service``."""
     settings = replace(settings or HttpSettings(), preprocessors=PREPROCESSORS)
     return app_from_context(
-        Context(service=service, settings=settings, now_s=lambda: FIXED_TIME_S, random_seed=lambda: FIXED_SEED)
+        Context(images=service, settings=settings, now_s=lambda: FIXED_TIME_S, random_seed=lambda: FIXED_SEED)
     )
 
 

@@ -62,7 +62,7 @@ def test_an_unknown_benchmark_is_wrong_usage(capsys):
     """Exit code 2, and the sentence says what there is."""
     code, stdout, stderr = run(capsys, "cakes")
     assert (code, stdout) == (2, "")
-    assert "there is no benchmark 'cakes'; there is: images, loadtest" in stderr
+    assert "there is no benchmark 'cakes'; there is: images, loadtest, disagg" in stderr
 
 
 def test_a_failed_benchmark_is_one_sentence(monkeypatch, capsys):

@@ -21,7 +21,7 @@ def write_safetensors(path, names):
 
 @pytest.fixture
 def config(tmp_path):
-    """A plait.yaml with a base, a ControlNet and two LoRAs, all of them only headers."""
+    """A plait.yaml with a base, a ControlNet, two LoRAs and a recommender, all of them only headers."""
     (tmp_path / "base" / "unet").mkdir(parents=True)
     (tmp_path / "base" / "unet" / "config.json").write_text('{"addition_embed_type": "text_time"}')
     (tmp_path / "depth").mkdir()
@@ -32,12 +32,14 @@ def config(tmp_path):
     (tmp_path / "loras" / "pickled.ckpt").write_bytes(b"no")
     images = {"model": "./base", "loras": {"folder": "loras"}, "controlnets": {"depth": {"folder": "depth"}}}
     path = tmp_path / "plait.yaml"
-    path.write_text(yaml.safe_dump({"images": images}))
+    (tmp_path / "ranker").mkdir()
+    (tmp_path / "ranker" / "package.json").write_text('{"format": 1}')
+    path.write_text(yaml.safe_dump({"images": images, "recommend": {"models": {"films": {"folder": "ranker"}}}}))
     return path
 
 
 def test_the_list_names_every_model_with_its_family_and_format(config, tmp_path, capsys):
-    """Base, ControlNets and LoRAs, each with where it lies."""
+    """Base, ControlNets, LoRAs and recommenders, each with where it lies."""
     assert main(["models", "list", "--json", "--config", str(config)]) == 0
     assert json.loads(capsys.readouterr().out) == [
         {"name": "base", "kind": "base", "family": "sdxl", "folder": str(tmp_path / "base"), "format": "diffusers"},
@@ -62,6 +64,13 @@ def test_the_list_names_every_model_with_its_family_and_format(config, tmp_path,
             "folder": str(tmp_path / "loras/b.safetensors"),
             "format": "kohya",
         },
+        {
+            "name": "films",
+            "kind": "recommender",
+            "family": "graph",
+            "folder": str(tmp_path / "ranker"),
+            "format": "package 1",
+        },
     ]
 
 
@@ -70,15 +79,16 @@ def test_the_table_is_for_people(config, capsys):
     assert main(["models", "list", "--config", str(config)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["name", "kind", "family", "format", "folder"]
-    assert [line.split()[0] for line in lines[1:]] == ["base", "depth", "a", "b"]
+    assert [line.split()[0] for line in lines[1:]] == ["base", "depth", "a", "b", "films"]
 
 
 def test_a_missing_folder_is_one_sentence(tmp_path, capsys):
-    """A base that is not there is named; exit code 1."""
+    """A base or a package that is not there is named; exit code 1."""
     path = tmp_path / "plait.yaml"
-    path.write_text("images: {model: ./nowhere}")
-    assert main(["models", "list", "--config", str(path)]) == 1
-    assert "nowhere" in capsys.readouterr().err
+    for text in ("images: {model: ./nowhere}", "{images: null, recommend: {models: {a: {folder: nowhere}}}}"):
+        path.write_text(text)
+        assert main(["models", "list", "--config", str(path)]) == 1
+        assert "nowhere" in capsys.readouterr().err
 
 
 def test_hub_ids_and_stores_are_listed_as_such(tmp_path, capsys):
@@ -88,7 +98,7 @@ def test_hub_ids_and_stores_are_listed_as_such(tmp_path, capsys):
     store["entries"] = {"x": {"path": "x-v2.safetensors", "sha256": "0" * 64, "nbytes": 5}}
     images = {"model": "owner/name", "revision": commit, "loras": {"store": store}}
     path = tmp_path / "plait.yaml"
-    path.write_text(yaml.safe_dump({"images": images}))
+    path.write_text(yaml.safe_dump({"images": images, "recommend": None}))
     assert main(["models", "list", "--json", "--config", str(path)]) == 0
     base, lora = json.loads(capsys.readouterr().out)
     assert (base["name"], base["folder"]) == ("name", f"owner/name@{commit}")

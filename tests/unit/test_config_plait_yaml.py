@@ -10,7 +10,9 @@ from pydantic import ValidationError
 
 from plait.config import PlaitConfig, dump_config, load_config, parse_config
 from plait.errors import ConfigError
+from plait_disagg.workers.knobs import WorkerKnobs
 from plait_serving.config import ControlNetSection
+from plait_serving.recommend_config import CnSection, HnSection, RecommenderSection, RecommendSection, WholeSection
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 
@@ -51,6 +53,10 @@ def test_defaults_serve_the_starter_on_loopback():
             "entries.x.sha256",
         ),
         ("server: {api_keys: [{sha256: secret}]}", "server.api_keys.0.sha256"),
+        ("recommend: {models: {a: {}}}", "recommend.models.a.folder"),
+        ("recommend: {models: {a: {folder: x, mode: half}}}", "recommend.models.a.mode"),
+        ("recommend: {models: {a: {folder: x, cn: {knobs: {wire: int4}}}}}", "recommend.models.a.cn.knobs.wire"),
+        ("recommend: {models: {a: {folder: x, hn: {knobs: {window: 1}}}}}", "hn.knobs.window: unknown key"),
         ("- 1", "top level must be a mapping"),
         ("a: [", "not YAML"),
     ],
@@ -118,7 +124,38 @@ def test_config_cpus_cover_every_replica():
     """A local Ray is given at least the logical CPUs that all replicas ask for."""
     controlnets = {name: ControlNetSection(folder=Path("/x"), replicas=3) for name in "ab"}
     images = PlaitConfig().images.model_copy(update={"controlnets": controlnets, "replicas": 2})
-    assert images.logical_cpus >= 0.1 + 8 * 0.4
+    models = {
+        "a": RecommenderSection(folder=Path("/x"), cn=CnSection(replicas=4), hn=HnSection(replicas=2)),
+        "b": RecommenderSection(folder=Path("/x"), mode="whole", whole=WholeSection(replicas=3)),
+    }
+    config = PlaitConfig(images=images, recommend=RecommendSection(models=models))
+    assert config.logical_cpus >= 0.1 + 8 * 0.4 + 9 * 0.2
+    assert PlaitConfig(images=None, recommend=RecommendSection(models=models)).logical_cpus == 2
+
+
+def test_config_of_one_workload_leaves_the_other_out():
+    """Either section may be null, not both; what is served, drained and tuned follows."""
+    ranks = load_config(overrides=["images=null", "recommend.models.a.folder=/x"])
+    assert (ranks.public_names, ranks.drained) == (("a",), ("cn-a", "ingress"))
+    assert set(ranks.knobs()) == {"cn-a", "hn-a"}
+    draws = load_config(overrides=["recommend=null", "images.controlnets={}"])
+    assert (draws.public_names, draws.drained) == (("emoji",), ("engine", "ingress"))
+    assert set(draws.knobs()) == {"engine"}
+    whole = load_config(overrides=["recommend.models.a={folder: /x, mode: whole}"])
+    assert whole.drained == ("engine", "whole-a", "ingress")
+    for nothing in (["images=null", "recommend=null"], ["images=null", "recommend.models={}"]):
+        with pytest.raises(ConfigError, match="nothing to serve"):
+            load_config(overrides=nothing)
+
+
+def test_config_recommender_folder_is_relative_to_the_file(tmp_path):
+    """As all folders are; knobs have their own defaults per deployment."""
+    text = "recommend: {models: {mine: {folder: models/mine, cn: {knobs: {wire: int8, window: 2}}}}}"
+    (name, section), *others = load_config(write(tmp_path, text)).recommenders.items()
+    assert (name, section.folder, others) == ("mine", tmp_path / "models/mine", [])
+    plain = section.cn.knobs.plain()
+    assert (plain.wire, plain.window, plain.threads) == ("int8", 2, 1)
+    assert section.hn.knobs.plain() == WorkerKnobs()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ import pytest
 from pydantic import ValidationError
 
 from plait_disagg.fabric import connect, listen, new_secret
-from plait_serving.deployments.controlnet import ControlNetKnobs, ServeConnect, host_id, open_listeners, sweep
+from plait_serving.deployments.controlnet import ControlNetKnobs, ServeConnect
+from plait_serving.deployments.reach import host_id, open_listeners, sweep
 from plait_serving.diffusion.controlnet.replicas import Replica
 from plait_serving.diffusion.errors import ControlNetUnavailable
 
@@ -21,7 +22,7 @@ from plait_serving.diffusion.errors import ControlNetUnavailable
 def test_listens_on_shared_memory_and_tcp(tmp_path: Path) -> None:
     """A replica can be reached both ways with its secret."""
     secret = new_secret()
-    listeners = open_listeners(secret, ip_address="127.0.0.1", folder=tmp_path / "sockets")
+    listeners = open_listeners(secret, kind="controlnet", ip_address="127.0.0.1", folder=tmp_path / "sockets")
     assert [listener.address.partition(":")[0] for listener in listeners] == ["shm", "tcp"]
     for listener in listeners:
         with listener, connect(listener.address, secret=secret), listener.accept(5):
@@ -30,7 +31,7 @@ def test_listens_on_shared_memory_and_tcp(tmp_path: Path) -> None:
 
 def test_without_shared_memory_tcp_is_enough(tmp_path: Path) -> None:
     """A folder that can not hold a socket costs the shared-memory address, not the start."""
-    listeners = open_listeners(new_secret(), ip_address="127.0.0.1", folder=tmp_path / ("long" * 40))
+    listeners = open_listeners(new_secret(), kind="controlnet", ip_address="127.0.0.1", folder=tmp_path / ("long" * 40))
     assert [listener.address.partition(":")[0] for listener in listeners] == ["tcp"]
     listeners[0].close()
 

@@ -21,7 +21,13 @@ images:
   knobs: {largest_batch: 8, threads: 2}
   controlnets: {edges: {folder: cn/edges, replicas: 3}}
   loras: {folder: loras}
+recommend:
+  models:
+    cut: {folder: models/cut, cn: {replicas: 2, knobs: {wire: float16}}, hn: {knobs: {threads: 3}}}
+    small: {folder: models/small, mode: whole, whole: {knobs: {largest_waiting: 5}}}
 """
+
+WORKERS = ["cn-cut", "hn-cut", "whole-small"]
 
 
 @pytest.fixture
@@ -49,6 +55,14 @@ def test_deploy_render_keeps_the_meaning_of_the_configuration(rendered):
     assert args.server == config.server
     knobs = application["deployments"][0]["user_config"]
     assert args.images.model_copy(update={"knobs": type(config.images.knobs)(**knobs)}) == config.images
+    assert args.recommenders["cut"].cn.replicas == 2
+    assert args.recommenders["small"].folder == path.parent / "models/small"
+    tuned = {deployment["name"]: deployment["user_config"] for deployment in application["deployments"]}
+    assert (tuned["cn-cut"]["wire"], tuned["hn-cut"]["threads"], tuned["whole-small"]["largest_waiting"]) == (
+        "float16",
+        3,
+        5,
+    )
 
 
 def test_deploy_render_puts_knobs_only_where_a_change_is_a_reconfigure(rendered):
@@ -56,7 +70,9 @@ def test_deploy_render_puts_knobs_only_where_a_change_is_a_reconfigure(rendered)
     _, document = rendered
     application = document["applications"][0]
     assert "knobs" not in application["args"]["images"]
-    assert [deployment["name"] for deployment in application["deployments"]] == ["engine", "controlnet-edges"]
+    assert application["args"]["recommend"]["models"]["cut"]["cn"] == {"replicas": 2}
+    names = [deployment["name"] for deployment in application["deployments"]]
+    assert names == ["engine", "controlnet-edges", *WORKERS]
 
 
 def test_deploy_render_of_local_controlnets_has_no_deployments_for_them(tmp_path, capsys):
@@ -66,7 +82,7 @@ def test_deploy_render_of_local_controlnets_has_no_deployments_for_them(tmp_path
     assert root.main(["deploy", "render", str(path)]) == 0
     application = yaml.safe_load(capsys.readouterr().out)["applications"][0]
     assert application["args"]["images"]["knobs"] == {"controlnet_placement": "local"}
-    assert [deployment["name"] for deployment in application["deployments"]] == ["engine"]
+    assert [deployment["name"] for deployment in application["deployments"]] == ["engine", *WORKERS]
 
 
 def test_deploy_render_names_a_builder_that_serve_gives_typed_arguments():

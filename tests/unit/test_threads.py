@@ -14,7 +14,7 @@ _COUNT = """
 import os, sys, threading, time
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import torch
-from plait_serving.diffusion.threads import apart, set_threads
+from plait_disagg.threads import apart, set_threads
 def foreign(expected=None):
     # A thread that was told to end is given a while.
     until_s = time.monotonic() + 10
@@ -51,7 +51,7 @@ work(); print(before, between, foreign())
 
 def test_apart_raises_what_the_function_raises() -> None:
     """With its type and text."""
-    from plait_serving.diffusion.threads import apart
+    from plait_disagg.threads import apart
 
     def fail() -> None:
         raise LookupError("not there")

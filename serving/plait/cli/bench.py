@@ -19,7 +19,7 @@ ROUNDS, QUICK_ROUNDS = 5, 3
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(help="which benchmark: images, loadtest")],
+    name: Annotated[str, typer.Argument(help="which benchmark: images, loadtest, disagg")],
     *,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False,
     quick: Annotated[bool, typer.Option("--quick", help=f"{QUICK_ROUNDS} rounds instead of {ROUNDS}")] = False,

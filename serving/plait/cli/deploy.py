@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from plait.config import PlaitConfig
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)
 
@@ -31,20 +34,26 @@ def render(
     """Prints the Serve YAML; `serve deploy FILE` runs it on the Ray that it is sent to."""
     from plait.config import load_config
     from plait_deploy.serve import ServeApplication, render_serve
-    from plait_serving.diffusion.knobs import Placement
 
     loaded = load_config(config, overrides=settings or [])
-    images = loaded.images
-    local = images.knobs.controlnet_placement is Placement.LOCAL
-    # Knobs belong to the deployments, where a change is a reconfigure; but this one also decides which there are.
-    shape = {"knobs": {"controlnet_placement": Placement.LOCAL.value}} if local else {}
-    args = {
-        "server": loaded.server.model_dump(mode="json", exclude_defaults=True),
-        "images": images.model_dump(mode="json", exclude_defaults=True, exclude={"knobs"}) | shape,
-    }
-    knobs = {"engine": images.knobs.model_dump(mode="json")}
-    if not local:
-        controlnets = images.resolved_controlnets()
-        knobs |= {f"controlnet-{name}": {"threads": section.threads} for name, section in controlnets.items()}
-    application = ServeApplication(name="plait", import_path="plait.app:build", args=args, knobs=knobs)
+    args = {"server": loaded.server.model_dump(mode="json", exclude_defaults=True), **_shapes(loaded)}
+    application = ServeApplication(name="plait", import_path="plait.app:build", args=args, knobs=loaded.knobs())
     print(render_serve(application, host=loaded.server.host, port=loaded.server.port), end="")
+
+
+def _shapes(config: PlaitConfig) -> dict[str, Any]:
+    """The sections without their knobs: those belong to the deployments, where a change is a reconfigure."""
+    from plait_serving.diffusion.knobs import Placement
+
+    images, recommend = config.images, config.recommend
+    shapes: dict[str, Any] = {"images": None, "recommend": None}
+    if images is not None:
+        shapes["images"] = images.model_dump(mode="json", exclude_defaults=True, exclude={"knobs"})
+        if images.knobs.controlnet_placement is Placement.LOCAL:  # this knob also decides which deployments there are
+            shapes["images"]["knobs"] = {"controlnet_placement": Placement.LOCAL.value}
+    if recommend is not None:
+        parts = {part: {"knobs"} for part in ("cn", "hn", "whole")}
+        shapes["recommend"] = recommend.model_dump(
+            mode="json", exclude_defaults=True, exclude={"models": {"__all__": parts}}
+        )
+    return shapes

@@ -69,10 +69,13 @@ def _say(text: str, share: float) -> None:
 def open_service(model: str | None, config: Path | None) -> AbstractContextManager[ImageService]:
     """The engine of a configuration in this process."""
     from plait.config import load_config
+    from plait.errors import PlaitError
     from plait.pictures import open_local
 
     overrides = [] if model is None else [f"images.model={_model_path(model)}"]
     images = load_config(config, overrides=overrides).images
+    if images is None:
+        raise PlaitError("the configuration says images: null; there is nothing to draw with")
     print(f"loading {images.public_name} ...", file=sys.stderr, flush=True)
     return open_local(images)
 

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 COMMANDS = {
     "serve": "run the server (local Ray, or attach to one)",
     "generate": "make a picture without a server",
-    "models": "list, describe and verify models, ControlNets and LoRAs",
+    "recommend": "rank items without a server",
+    "models": "list, verify and package models, ControlNets, LoRAs and recommenders",
     "deploy": "render manifests for Ray Serve",
     "loadtest": "measure a server under load; compare two reports",
     "bench": "side-by-side benchmarks",
@@ -84,7 +85,7 @@ def _help() -> str:
         [
             "Usage: plait COMMAND [ARGS]...",
             "",
-            "Pictures from diffusion models with ControlNets and LoRA sets, served on Ray Serve.",
+            "Pictures from diffusion models with ControlNets and LoRA sets, and recommendations, served on Ray Serve.",
             "",
             "Commands:",
             *lines,

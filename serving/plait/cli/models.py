@@ -7,12 +7,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-if TYPE_CHECKING:
-    from plait_serving.config import ImagesSection
+from plait.cli.packaging import cut_model, package_model
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)
 
@@ -25,15 +24,17 @@ AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 @app.callback()
 def models() -> None:
-    """Base models, ControlNets and LoRAs."""
+    """Base models, ControlNets, LoRAs and recommenders."""
 
 
 @app.command("list")
 def list_models(config: Config = None, as_json: AsJson = False) -> None:
     """Lists what requests may name, from the folders, without loading anything."""
+    from plait.config import load_config
     from plait.inventory import inventory
 
-    entries = [asdict(entry) for entry in inventory(_images(config))]
+    loaded = load_config(config)
+    entries = [asdict(entry) for entry in inventory(loaded.images, loaded.recommenders)]
     if as_json:
         print(json.dumps(entries, indent=1))
     else:
@@ -71,6 +72,10 @@ def verify_models(
         raise typer.Exit(99)
 
 
+app.command("package")(package_model)
+app.command("cut")(cut_model)
+
+
 def _say(made: int, asked: int) -> None:
     """One line that is overwritten; every 50th picture where nobody watches."""
     if sys.stderr.isatty():
@@ -92,12 +97,6 @@ def figures_table(figures: Sequence[Mapping[str, Any]]) -> str:
         for figure in figures
     ]
     return table([("figure", "value", "wanted", "pictures", ""), *rows])
-
-
-def _images(config: Path | None) -> ImagesSection:
-    from plait.config import load_config
-
-    return load_config(config).images
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

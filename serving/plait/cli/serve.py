@@ -51,8 +51,8 @@ def _serve(config: PlaitConfig) -> int:
     return supervise.serve(
         config,
         compose=_compose,
-        num_cpus=config.images.logical_cpus,
-        drained=("engine", "ingress"),
+        num_cpus=config.logical_cpus,
+        drained=config.drained,
         app_name="plait",
         environ=os.environ,
     )
@@ -61,7 +61,7 @@ def _serve(config: PlaitConfig) -> int:
 def _compose(config: PlaitConfig) -> Any:
     from plait.app import AppArgs, build  # imports Ray, whose environment is set by now
 
-    return build(AppArgs(server=config.server, images=config.images))
+    return build(AppArgs(server=config.server, images=config.images, recommend=config.recommend))
 
 
 def _yaml(value: str | int) -> str:

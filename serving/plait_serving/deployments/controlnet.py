@@ -20,37 +20,29 @@ from __future__ import annotations
 import logging
 import os
 import random
-import re
-import socket
-import tempfile
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from plait_disagg.fabric import FabricError, FabricOptions, Limits, Listener, connect, listen, new_secret
+from plait_disagg.fabric import new_secret
+from plait_disagg.replicas import Link, NoReplica, Replica
+from plait_disagg.threads import apart
 from plait_serving.deployments.logs import configure_logging
+from plait_serving.deployments.reach import ServeReplicas, cpu_threads, host_id, open_listeners, socket_folder
 from plait_serving.diffusion.controlnet.model import load_controlnet
-from plait_serving.diffusion.controlnet.remote import Link
-from plait_serving.diffusion.controlnet.replicas import Replica, connect_to_one, worth_moving
+from plait_serving.diffusion.controlnet.replicas import worth_moving
 from plait_serving.diffusion.controlnet.service import ControlNetService, ServiceLimits
 from plait_serving.diffusion.errors import ControlNetUnavailable
-from plait_serving.diffusion.threads import apart
 
-__all__ = ["ControlNetDeployment", "ControlNetKnobs", "ServeConnect", "host_id"]
+__all__ = ["ControlNetDeployment", "ControlNetKnobs", "ServeConnect"]
 
 _log = logging.getLogger(__name__)
 
-FABRIC = FabricOptions(pool_bytes=1 << 30, limits=Limits(message_bytes=1 << 30))
-"""Room for an SDXL step at 1024x1024 with 16 rows (54 MB each in fp16). It is address space until it is used."""
-
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_SOCKET = re.compile(r"^controlnet-(\d+)-[0-9a-f]+$")
 _DRAIN_S = 5.0
 
 
@@ -93,9 +85,11 @@ class ControlNetDeployment:
         self._service = ControlNetService(
             name,
             runner,
-            open_listeners(self._secret, ip_address=ray.util.get_node_ip_address(), folder=socket_folder()),
+            open_listeners(
+                self._secret, kind="controlnet", ip_address=ray.util.get_node_ip_address(), folder=socket_folder()
+            ),
             limits=ServiceLimits(largest_batch_rows=chosen.largest_batch_rows),
-            threads=_threads(chosen),
+            threads=cpu_threads(chosen.threads),
         )
         _log.info(
             "ControlNet %s (%s on %s) listens at %s", name, runner.dtype, place, ", ".join(self._service.addresses)
@@ -119,7 +113,7 @@ class ControlNetDeployment:
     def reconfigure(self, user_config: Mapping[str, Any]) -> None:
         """Serve calls it after the constructor and whenever ``user_config`` changes. Raises on a bad knob."""
         knobs = ControlNetKnobs.model_validate(dict(user_config))
-        self._service.reconfigure(threads=_threads(knobs), largest_batch_rows=knobs.largest_batch_rows)
+        self._service.reconfigure(threads=cpu_threads(knobs.threads), largest_batch_rows=knobs.largest_batch_rows)
 
     def check_health(self) -> None:
         """Serve calls it every few seconds and replaces the replica when it keeps raising."""
@@ -145,15 +139,21 @@ class ServeConnect:
         chance: random.Random | None = None,
     ) -> None:
         """``handle``: Serve's `DeploymentHandle` of the ControlNet's deployment. Nothing is asked of it yet."""
-        self._name = name
-        self._handle = handle
-        self._describe_timeout_s = describe_timeout_s
-        self._dial = partial(_dial, timeout_s=dial_timeout_s)
         self._chance = chance or random.Random()
+        self._replicas = ServeReplicas(
+            f"ControlNet {name}",
+            handle,
+            describe_timeout_s=describe_timeout_s,
+            dial_timeout_s=dial_timeout_s,
+            chance=self._chance,
+        )
 
     def __call__(self, left_out: frozenset[str]) -> Link:
         """A channel to a replica that is not left out. Raises `ControlNetUnavailable`."""
-        return connect_to_one(self.replicas(), left_out, host=host_id(), chance=self._chance, dial=self._dial)
+        try:
+            return self._replicas.connect(left_out)
+        except NoReplica as error:
+            raise ControlNetUnavailable(str(error)) from error
 
     def worth_moving(self, current: str) -> bool:
         """Whether a client of that replica should go to another. Raises `ControlNetUnavailable`."""
@@ -162,61 +162,6 @@ class ServeConnect:
     def replicas(self) -> list[Replica]:
         """The replicas that answer now. Raises `ControlNetUnavailable` if Serve has none."""
         try:
-            with ThreadPoolExecutor(1) as thread:  # results() refuses to block where a loop runs, as in a constructor
-                answers = thread.submit(self._ask).result()
-        except Exception as error:  # Ray's and Serve's errors have no common base
-            raise ControlNetUnavailable(f"Serve knows no replica of ControlNet {self._name}: {error}") from error
-        found = [answer for answer in answers if isinstance(answer, Replica)]
-        if not found:
-            reasons = "; ".join(str(answer)[:200] for answer in answers)
-            raise ControlNetUnavailable(f"no replica of ControlNet {self._name} describes itself: {reasons}")
-        return found
-
-    def _ask(self) -> Sequence[Any]:
-        response = self._handle.broadcast("describe")
-        answers: Sequence[Any] = response.results(timeout_s=self._describe_timeout_s, return_exceptions=True)
-        return answers
-
-
-def host_id() -> str:
-    """A name that processes of one machine share, and others do not (until it reboots)."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return socket.gethostname()
-
-
-def socket_folder() -> Path:
-    """Where this user's ControlNet replicas put their sockets."""
-    return Path(tempfile.gettempdir()) / f"plait-{os.geteuid()}"
-
-
-def open_listeners(secret: bytes, *, ip_address: str, folder: Path) -> list[Listener]:
-    """Shared memory for clients on this machine (where that works) and TCP for all others."""
-    sweep(folder)
-    listeners: list[Listener] = []
-    try:
-        path = folder / f"controlnet-{os.getpid()}-{os.urandom(4).hex()}"
-        listeners.append(listen(f"shm://{path}", secret=secret, options=FABRIC))
-    except FabricError as error:
-        _log.warning("no shared memory for ControlNet clients, TCP only: %s", error)
-    host = f"[{ip_address}]" if ":" in ip_address else ip_address
-    listeners.append(listen(f"tcp://{host}:0", secret=secret, options=FABRIC))
-    return listeners
-
-
-def sweep(folder: Path) -> None:
-    """Removes the sockets of replicas that were killed."""
-    for path in folder.glob("controlnet-*"):
-        match = _SOCKET.match(path.name)
-        if match and not Path(f"/proc/{match[1]}").exists():
-            path.unlink(missing_ok=True)
-
-
-def _threads(knobs: ControlNetKnobs) -> int:
-    """Said outright: left alone, Ray's OMP_NUM_THREADS would make it the replica's share of logical CPUs."""
-    return knobs.threads or len(os.sched_getaffinity(0))
-
-
-def _dial(address: str, secret: bytes, *, timeout_s: float) -> Any:
-    return connect(address, secret=secret, timeout_s=timeout_s, options=FABRIC)
+            return self._replicas.replicas()
+        except NoReplica as error:
+            raise ControlNetUnavailable(str(error)) from error

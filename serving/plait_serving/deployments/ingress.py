@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException, RequestCancelledError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from plait_serving.deployments.logs import configure_logging
+from plait_serving.deployments.rank_source import RankSource
 from plait_serving.diffusion.errors import Cancelled, EngineError, EngineStopped, Overloaded
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest, Preview
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.service import Catalog, Health
+
+if TYPE_CHECKING:
+    from plait_serving.http.recommenders import Recommender
 
 _log = logging.getLogger(__name__)
 
@@ -117,13 +122,30 @@ def translate(error: Exception) -> EngineError:
     return EngineError("internal error; the engine's log has the details")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankModel:
+    """What the ingress must know of a recommendation model besides its workers' handle: there are ``replicas``."""
+
+    source: RankSource
+    replicas: int
+
+
 class Ingress:
     """The HTTP face as a deployment; wrap it with `ray.serve.ingress()`, which builds the app in the replica."""
 
-    def __init__(self, engine: Any, settings: Callable[[], HttpSettings]) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        settings: Callable[[], HttpSettings],
+        rankers: Mapping[str, Any] | None = None,
+        rank_models: Mapping[str, RankModel] | None = None,
+    ) -> None:
+        """``engine``: the base model's handle, or None. ``rankers``: handles of the recommendation models' workers by
+        name; connecting to them goes on after this returned."""
         configure_logging("ingress", os.environ)
-        self._service = HandleImageService(engine)
+        self._images = None if engine is None else HandleImageService(engine)
         self._settings = settings
+        self._recommenders = _recommenders(rankers or {}, rank_models or {})
         self._answers = OpenAnswers()
 
     async def drain(self, drain_s: float) -> bool:
@@ -134,7 +156,22 @@ class Ingress:
         """Serve calls it after the constructor."""
         from plait_serving.http.app import create_app
 
-        return self._answers.count(without_request_id(create_app(self._service, self._settings())))
+        app = create_app(self._images, self._settings(), recommenders=self._recommenders)
+        return self._answers.count(without_request_id(app))
+
+
+def _recommenders(rankers: Mapping[str, Any], models: Mapping[str, RankModel]) -> dict[str, Recommender]:
+    if not rankers:
+        return {}
+    from plait_serving.deployments.recommend import remote_ranker
+    from plait_serving.http.recommenders import Recommender
+
+    return {
+        name: Recommender(
+            ranker=remote_ranker(name, handle, replicas=models[name].replicas), items=models[name].source.items()
+        )
+        for name, handle in rankers.items()
+    }
 
 
 class OpenAnswers:

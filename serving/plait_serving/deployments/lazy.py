@@ -41,3 +41,37 @@ class LazyControlNet:
     def __del__(self) -> None:
         if hasattr(self, "_inner"):
             self._inner.__del__()
+
+
+class LazyRankWorker:
+    """`plait_serving.deployments.recommend.RankWorker`, which see, imported in its replica."""
+
+    def __init__(self, **arguments: Any) -> None:
+        take_threads_back(os.environ)
+        from plait_serving.deployments.recommend import RankWorker
+
+        self._inner = RankWorker(**arguments)
+
+    async def describe(self) -> Any:
+        """Where this replica can be reached."""
+        return await self._inner.describe()
+
+    async def metrics(self) -> Mapping[str, float]:
+        """Its numbers."""
+        return await self._inner.metrics()
+
+    async def drain(self, drain_s: float) -> None:
+        """Finishes what runs."""
+        await self._inner.drain(drain_s)
+
+    def reconfigure(self, user_config: Mapping[str, Any]) -> None:
+        """Applies new knobs."""
+        self._inner.reconfigure(user_config)
+
+    def check_health(self) -> None:
+        """Raises if it should be replaced."""
+        self._inner.check_health()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_inner"):
+            self._inner.__del__()

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from plait_disagg.threads import apart
 from plait_serving.diffusion.admission import RequestLimits
 from plait_serving.diffusion.bundle import Bundle, load_bundle
 from plait_serving.diffusion.bundle import load_controlnet as check_and_load_controlnet
@@ -32,7 +33,6 @@ from plait_serving.diffusion.protocols import ControlCall, ControlNetClient, Ste
 from plait_serving.diffusion.safety import safety_of
 from plait_serving.diffusion.samplers import sampler_factory
 from plait_serving.diffusion.stepper import Stepper
-from plait_serving.diffusion.threads import apart
 from plait_serving.diffusion.values import ControlRef, ImageRequest, Scheduler
 
 _log = logging.getLogger(__name__)

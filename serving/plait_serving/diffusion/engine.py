@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from plait_disagg.threads import set_threads
 from plait_serving.diffusion.admission import RequestLimits, check_request
 from plait_serving.diffusion.costs import StepCosts
 from plait_serving.diffusion.decoding import Decoder
@@ -21,7 +22,6 @@ from plait_serving.diffusion.loop import SURELY_LATE, ComputeLoop
 from plait_serving.diffusion.policy import GroupKey
 from plait_serving.diffusion.protocols import ControlNetClient, LoraProvider
 from plait_serving.diffusion.stepper import Stepper
-from plait_serving.diffusion.threads import set_threads
 from plait_serving.diffusion.units import Job, Spent
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest, ImageResult, LoraSet
 

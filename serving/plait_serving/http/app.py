@@ -1,25 +1,29 @@
-"""Builds the FastAPI application around an `ImageService`."""
+"""Builds the FastAPI application around an `ImageService`, rankers, or both."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from fastapi.telemetry import TelemetryConfig
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from plait_disagg.workers.errors import RankError
 from plait_serving.diffusion.errors import EngineError
-from plait_serving.http import health, images, metrics, models
+from plait_serving.http import health, images, metrics, models, recommend, v2
 from plait_serving.http.auth import AuthMiddleware
 from plait_serving.http.body_limit import BodyLimitMiddleware, BodyTooLarge
 from plait_serving.http.context import Context, HttpSettings, installed_version
 from plait_serving.http.errors import ApiError, ClientGone, wire_error
 from plait_serving.http.hosts import HostMiddleware
+from plait_serving.http.recommend_values import RecommendBody
+from plait_serving.http.recommenders import Recommender, Recommenders
 from plait_serving.http.request_id import RequestIdMiddleware
 from plait_serving.http.schemas import GenerationBody
 from plait_serving.http.service import ImageService
@@ -36,6 +40,9 @@ ALIASES = {
     "height": "size",
 }
 
+# Our metrics are at /metrics. FastAPI's own look for OpenTelemetry providers in every request, and Ray sets some up.
+_NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}
+
 
 class Lifespan(Protocol):
     """Starts and stops what the service needs."""
@@ -44,24 +51,44 @@ class Lifespan(Protocol):
         """Entered at start-up, left at shutdown."""
 
 
-def create_app(service: ImageService, settings: HttpSettings, *, lifespan: Lifespan | None = None) -> FastAPI:
-    """The application. The interactive documentation pages are off: they load scripts from a CDN."""
-    return app_from_context(Context(service=service, settings=settings), lifespan=lifespan)
+class _App(FastAPI):
+    """Documents the hot route too, which FastAPI does not see."""
+
+    def openapi(self) -> dict[str, Any]:
+        """The schema; made once."""
+        schema = super().openapi()
+        if self.state.context.recommenders:
+            schema["paths"].update(v2.INFER_DOCUMENTATION)
+        return schema
+
+
+def create_app(
+    images: ImageService | None,
+    settings: HttpSettings,
+    *,
+    recommenders: Mapping[str, Recommender] | None = None,
+    lifespan: Lifespan | None = None,
+) -> FastAPI:
+    """The application; only the routes of what is there. The interactive documentation pages are off: they load scripts
+    from a CDN."""
+    context = Context(images=images, settings=settings, recommenders=Recommenders(recommenders or {}))
+    return app_from_context(context, lifespan=lifespan)
 
 
 def app_from_context(context: Context, *, lifespan: Lifespan | None = None) -> FastAPI:
     """As `create_app`, for tests that fix the clock or the seeds."""
-    app = FastAPI(
+    app = _App(
         title="plait",
         version=installed_version(),
-        description="Pictures over HTTP: the OpenAI Images API with LoRA sets and ControlNets per request.",
+        description="Pictures over the OpenAI Images API, with LoRA sets and ControlNets per request; "
+        "recommendations over the Open Inference Protocol v2.",
         docs_url=None,
         redoc_url=None,
         lifespan=lifespan,
+        telemetry=_NO_TELEMETRY,
     )
     app.state.context = context
-    for router in (images.router, models.router, health.router, metrics.router):
-        app.include_router(router)
+    _add_routes(app, context)
     # The last one added is the outermost.
     settings = context.settings
     app.add_middleware(
@@ -70,7 +97,7 @@ def app_from_context(context: Context, *, lifespan: Lifespan | None = None) -> F
     app.add_middleware(AuthMiddleware, keys=settings.api_keys)
     app.add_middleware(HostMiddleware, hosts=settings.allowed_hosts)
     app.add_middleware(RequestIdMiddleware, observe=context.metrics.observe_answer)
-    for kind in (ApiError, EngineError):
+    for kind in (ApiError, EngineError, RankError):
         app.add_exception_handler(kind, _known_error)
     app.add_exception_handler(RequestValidationError, _invalid_body)
     app.add_exception_handler(HTTPException, _http_error)
@@ -78,8 +105,21 @@ def app_from_context(context: Context, *, lifespan: Lifespan | None = None) -> F
     return app
 
 
-async def _known_error(request: Request, error: Exception) -> Response:  # noqa: ARG001
-    return wire_error(error).response()
+def _add_routes(app: FastAPI, context: Context) -> None:
+    """Routes are tried one after the other: the hot one comes first."""
+    if context.recommenders:
+        app.router.routes[:0] = v2.infer_routes(context)
+        for router in (v2.router, recommend.router):
+            app.include_router(router)
+    if context.images is not None:
+        for router in (images.router, models.image_router):
+            app.include_router(router)
+    for router in (models.router, health.router, metrics.router):
+        app.include_router(router)
+
+
+async def _known_error(request: Request, error: Exception) -> Response:
+    return wire_error(error).response(request.url.path)
 
 
 async def _client_gone(request: Request, error: Exception) -> Response:  # noqa: ARG001
@@ -90,7 +130,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """Errors that Starlette raises by itself: no such route, wrong method, an unreadable body."""
     assert isinstance(error, HTTPException)
     if isinstance(error, BodyTooLarge):
-        return wire_error(error.error).response()
+        return wire_error(error.error).response(request.url.path)
     where = f"{request.method} {request.url.path}"
     message, code = {
         400: ("the body could not be read as JSON", "invalid_json"),
@@ -98,16 +138,19 @@ async def _http_error(request: Request, error: Exception) -> Response:
         405: (f"{where} is not allowed", "method_not_allowed"),
     }.get(error.status_code, (str(error.detail), "http_error"))
     api_error = ApiError(error.status_code, message, code=code, headers=error.headers)
-    return wire_error(api_error).response()
+    return wire_error(api_error).response(request.url.path)
 
 
-async def _invalid_body(request: Request, error: Exception) -> Response:  # noqa: ARG001
+async def _invalid_body(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return wire_error(validation_error(error.errors())).response()
+    path = request.url.path
+    known = RecommendBody.model_fields if path == recommend.PATH else GenerationBody.model_fields
+    return wire_error(validation_error(error.errors(), known=list(known))).response(path)
 
 
-def validation_error(errors: Sequence[Any]) -> ApiError:
-    """The first of pydantic's errors as a 400 with a dotted ``param``; the message counts the others."""
+def validation_error(errors: Sequence[Any], *, known: Sequence[str] = tuple(GenerationBody.model_fields)) -> ApiError:
+    """The first of pydantic's errors as a 400 with a dotted ``param``; the message counts the others. ``known``: the
+    body's fields, for hints."""
     first = errors[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
@@ -121,15 +164,17 @@ def validation_error(errors: Sequence[Any]) -> ApiError:
         message = "the body must be a JSON object, sent with content-type: application/json"
         return ApiError(400, message + more, code="invalid_body")
     if first["type"] == "extra_forbidden":
-        return ApiError(400, f"{param[:200]}: unknown field{_hint(path)}{more}", code="unknown_field", param=param)
+        return ApiError(
+            400, f"{param[:200]}: unknown field{_hint(path, known)}{more}", code="unknown_field", param=param
+        )
     code = "missing_field" if first["type"] == "missing" else "invalid_value"
     return ApiError(400, f"{param[:200]}: {first['msg']}{more}", code=code, param=param)
 
 
-def _hint(path: Sequence[str]) -> str:
+def _hint(path: Sequence[str], known: Sequence[str]) -> str:
     """A misspelt field at the top level gets the nearest real one."""
     if len(path) != 1:
         return ""
-    known = list(GenerationBody.model_fields)
-    near = ALIASES.get(path[0]) or next(iter(difflib.get_close_matches(path[0][:64], known, n=1)), None)
+    alias = ALIASES.get(path[0])
+    near = alias if alias in known else next(iter(difflib.get_close_matches(path[0][:64], known, n=1)), None)
     return f"; did you mean {near}?" if near else ""

@@ -35,7 +35,7 @@ class Principal:
 
 
 ANYONE = Principal(tenant="default", role=Role.ADMIN)
-OPEN_PATHS = frozenset({"/health", "/version"})
+OPEN_PATHS = frozenset({"/health", "/version", "/v2/health/live", "/v2/health/ready"})
 """What a load balancer may ask without a key."""
 
 

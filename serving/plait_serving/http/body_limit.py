@@ -31,7 +31,8 @@ def declared_bytes(scope: Scope) -> int:
 class BodyLimitMiddleware:
     """A declared length above ``max_bytes`` is refused unread (413), a chunked body as soon as it is too long.
 
-    All bodies together hold at most ``max_total_bytes``; who would exceed it is told to come back (429).
+    All bodies together hold at most ``max_total_bytes``; who would exceed it is told to come back (429). What a route
+    makes of a compressed body counts too: it tells ``hold_bytes(size)`` of the scope's state, which raises the same.
     """
 
     def __init__(self, app: ASGIApp, *, max_bytes: int, max_total_bytes: int) -> None:
@@ -51,6 +52,14 @@ class BodyLimitMiddleware:
             raise problem
         received = 0
 
+        def hold(size: int) -> None:
+            nonlocal received
+            problem = self._problem(received, size)
+            if problem is not None:
+                raise problem
+            received += size
+            self._held_bytes += size
+
         async def receive_counted() -> Message:
             nonlocal received
             message = await receive()
@@ -63,6 +72,7 @@ class BodyLimitMiddleware:
                     raise BodyTooLarge(problem)
             return message
 
+        scope.setdefault("state", {})["hold_bytes"] = hold
         try:
             await self._app(scope, receive_counted, send)
         finally:

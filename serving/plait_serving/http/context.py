@@ -15,6 +15,7 @@ from starlette.requests import Request
 
 from plait_serving.http.auth import ApiKey
 from plait_serving.http.counters import HttpMetrics
+from plait_serving.http.recommenders import Recommenders
 from plait_serving.http.resolve import RANDOM_SEED_END, Preprocessors
 from plait_serving.http.service import ImageService
 from plait_serving.images import DecodeLimits
@@ -41,6 +42,8 @@ class HttpSettings:
     allowed_hosts: tuple[str, ...] = ()
     max_body_bytes: int = 64 * 2**20  # four control pictures of 12 MB each, in base64
     max_bodies_bytes: int = 512 * 2**20
+    # A parser holds the interpreter: 8 MiB of numbers (10,000 candidates with 100 features each) take it some 60 ms.
+    max_infer_json_bytes: int = 8 * 2**20
     decode_limits: DecodeLimits = field(default_factory=DecodeLimits)
     preprocessors: Preprocessors = field(default_factory=dict)
     # Decoding and encoding use threads; more of them than this only compete with the engine for cores.
@@ -52,17 +55,28 @@ class HttpSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """The service, the settings and the few impure things that routes use, so that tests can fix them."""
+    """The services, the settings and the few impure things that routes use, so that tests can fix them.
 
-    service: ImageService
+    ``images`` is None on a server that only ranks; one that makes pictures only has no ``recommenders``.
+    """
+
+    images: ImageService | None
     settings: HttpSettings
+    recommenders: Recommenders = field(default_factory=lambda: Recommenders({}))
     metrics: HttpMetrics = field(default_factory=HttpMetrics)
     now_s: Callable[[], float] = time.time
+    monotonic_s: Callable[[], float] = time.monotonic
     random_seed: Callable[[], int] = random_seed
     codec_slots: asyncio.Semaphore = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "codec_slots", asyncio.Semaphore(self.settings.codec_threads))
+
+    @property
+    def service(self) -> ImageService:
+        """The image service, for routes that exist only where there is one."""
+        assert self.images is not None
+        return self.images
 
 
 def get_context(request: Request) -> Context:

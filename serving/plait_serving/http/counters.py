@@ -9,12 +9,16 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.types import Scope
 
+from plait_disagg.workers.values import RankAnswer
 from plait_serving.diffusion.errors import Cancelled, EngineError, Refused
 from plait_serving.diffusion.values import Timings
 
 # 0.1 s is a toy picture, 300 s a large one on a busy CPU.
 BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0)
 STAGES = ("queue", "lora", "encode", "denoise", "decode")
+# Ranking answers within tens of milliseconds, or its caller has gone on without it.
+RANK_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+RANK_STAGES = ("queued", "lookup", "wire", "dense")
 
 
 class HttpMetrics:
@@ -40,12 +44,21 @@ class HttpMetrics:
         self.rejected = Counter("plait_rejected", "Requests refused.", ["reason"], registry=self.registry)
         self.cancelled = Counter("plait_cancelled", "Requests whose client went away.", registry=self.registry)
         self.in_flight = Gauge("plait_requests_in_flight", "Picture requests being served.", registry=self.registry)
+        self._rank = _RankMetrics(self.registry)
+        # Series are kept, because finding them by their labels costs more than counting.
+        self._models: dict[str, _RankSeries] = {}
+        self._answers: dict[tuple[str, str], tuple[Counter, Histogram]] = {}
 
     def observe_answer(self, scope: Scope, status: int, seconds: float) -> None:
         """One answer was sent (or none: status 499)."""
-        route = getattr(scope.get("route"), "path", "other")
-        self.requests.labels(route=route, outcome=outcome(status)).inc()
-        self.duration.labels(route=route).observe(seconds)
+        key = (getattr(scope.get("route"), "path", "other"), outcome(status))
+        series = self._answers.get(key)
+        if series is None:
+            route = key[0]
+            series = self.requests.labels(route=route, outcome=key[1]), self.duration.labels(route=route)
+            self._answers[key] = series
+        series[0].inc()
+        series[1].observe(seconds)
 
     def observe_pictures(self, count: int, timings: Timings) -> None:
         """``count`` pictures were made."""
@@ -60,9 +73,51 @@ class HttpMetrics:
         elif isinstance(error, Refused) or (isinstance(error, EngineError) and error.code == "engine_stopped"):
             self.rejected.labels(reason=error.code).inc()
 
+    def observe_rank(self, model: str, candidates: int, seconds: float, answer: RankAnswer) -> None:
+        """``candidates`` of a known model were ranked within ``seconds``."""
+        series = self._models.get(model)
+        if series is None:
+            series = self._models[model] = _RankSeries(self._rank, model)
+        series.observe(candidates, seconds, answer)
+
     def text(self) -> bytes:
         """Prometheus' text format."""
         return generate_latest(self.registry)
+
+
+class _RankMetrics:
+    """The metrics of ranking, over all models."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.duration = Histogram(
+            "plait_rank_duration_seconds", "Inside the ranker, from its request to its answer.", ["model"],
+            buckets=RANK_BUCKETS_S, registry=registry,
+        )  # fmt: skip
+        self.stage = Histogram(
+            "plait_rank_stage_seconds", "Where a ranking's time went.", ["model", "stage"], buckets=RANK_BUCKETS_S,
+            registry=registry,
+        )  # fmt: skip
+        self.candidates = Counter("plait_rank_candidates", "Candidates ranked.", ["model"], registry=registry)
+        self.crossed = Counter("plait_rank_crossed_bytes", "Bytes between the halves.", ["model"], registry=registry)
+
+
+class _RankSeries:
+    """One model's series."""
+
+    def __init__(self, metrics: _RankMetrics, model: str) -> None:
+        self._duration = metrics.duration.labels(model=model)
+        self._stages = [(f"{stage}_ms", metrics.stage.labels(model=model, stage=stage)) for stage in RANK_STAGES]
+        self._candidates = metrics.candidates.labels(model=model)
+        self._crossed = metrics.crossed.labels(model=model)
+
+    def observe(self, candidates: int, seconds: float, answer: RankAnswer) -> None:
+        self._duration.observe(seconds)
+        for name, series in self._stages:
+            spent_ms = getattr(answer.timings, name)
+            if spent_ms:  # a whole model has no wire
+                series.observe(spent_ms / 1e3)
+        self._candidates.inc(candidates)
+        self._crossed.inc(answer.bytes_crossed)
 
 
 def outcome(status: int) -> str:

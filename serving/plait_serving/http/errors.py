@@ -1,7 +1,8 @@
-"""Every error that leaves the server, in OpenAI's form: ``{"error": {"message", "type", "param", "code"}}``.
+"""Every error that leaves the server, in OpenAI's form: ``{"error": {"message", "type", "param", "code"}}``. Paths
+below ``/v2`` speak the Open Inference Protocol instead: ``{"error": "message"}``.
 
-One table says which HTTP answer an error of the engine becomes. The ``openai`` client repeats 408, 409, 429 and 5xx
-twice by itself, waiting ``retry-after`` seconds (honoured up to 120; above that it gives up), unless
+Two tables say which HTTP answer an error of the engine, or of ranking, becomes. The ``openai`` client repeats 408, 409,
+429 and 5xx twice by itself, waiting ``retry-after`` seconds (honoured up to 120; above that it gives up), unless
 ``x-should-retry`` says otherwise. So every refusal says which it wants:
 
 * overload is 429 with ``retry-after``: the same request can work a little later;
@@ -22,11 +23,14 @@ from dataclasses import dataclass
 
 from starlette.responses import Response
 
+from plait_disagg.workers import errors as rank
 from plait_serving.diffusion import errors as engine
+from plait_serving.http.v2_wire import TooLarge
 
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_DEFAULT_S = 5.0
+RANK_RETRY_AFTER_S = 1.0  # requests take milliseconds, and a worker is back in a second or two
 RETRY_AFTER_MAX_S = 120.0  # above it the openai client does not repeat at all
 PARAM_MAX_CHARS = 200
 
@@ -87,6 +91,24 @@ ANSWERS: tuple[tuple[type[engine.EngineError], Answer], ...] = (
     (engine.EngineError, Answer(status=500, kind=_SERVER, retry=False)),
 )
 
+RANK_ANSWERS: tuple[tuple[type[rank.RankError], str, Answer], ...] = (
+    (rank.UnknownModel, "model_not_found", Answer(status=404, kind=_CALLER, param="model")),
+    (TooLarge, "body_too_large", Answer(status=413, kind=_CALLER)),
+    (rank.BadInput, "invalid_value", Answer(status=400, kind=_CALLER)),
+    (rank.Busy, "overloaded", Answer(status=429, kind="rate_limit_error", retry=True)),
+    (
+        rank.DeadlinePassed,
+        "deadline_missed",
+        Answer(status=504, kind="timeout_error", retry=False, param="deadline_ms"),
+    ),
+    (rank.Unavailable, "worker_unavailable", Answer(status=503, kind=_SERVER, retry=True)),
+    (rank.RankError, "rank_failed", Answer(status=500, kind=_SERVER, retry=False)),
+)
+"""The class, its code, its answer."""
+
+V2 = "/v2"
+"""Paths that begin with it speak the Open Inference Protocol."""
+
 _NOT_FOUND_CODES = {"model": "model_not_found", "loras": "lora_not_found", "controlnets": "controlnet_not_found"}
 
 
@@ -107,9 +129,11 @@ class WireError:
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return json.dumps({"error": error}).encode("ascii")
 
-    def response(self) -> Response:
-        """The whole HTTP response."""
-        return Response(self.body, status_code=self.status, headers=dict(self.headers), media_type="application/json")
+    def response(self, path: str) -> Response:
+        """The whole HTTP response to a request for ``path``, which decides the form."""
+        is_v2 = path == V2 or path.startswith(V2 + "/")
+        body = json.dumps({"error": self.message}).encode("ascii") if is_v2 else self.body
+        return Response(body, status_code=self.status, headers=dict(self.headers), media_type="application/json")
 
 
 def wire_error(error: BaseException) -> WireError:
@@ -125,6 +149,8 @@ def wire_error(error: BaseException) -> WireError:
         )
     if isinstance(error, engine.EngineError):
         return _engine_error(error)
+    if isinstance(error, rank.RankError):
+        return _rank_error(error)
     log.error("unexpected error", exc_info=error)
     return WireError(
         status=500,
@@ -148,6 +174,20 @@ def _engine_error(error: engine.EngineError) -> WireError:
         kind=answer.kind,
         param=_clip(param),
         code=_code(error, param),
+    )
+
+
+def _rank_error(error: rank.RankError) -> WireError:
+    code, answer = next((code, answer) for kind, code, answer in RANK_ANSWERS if isinstance(error, kind))
+    if answer.status >= 500:
+        log.warning("ranking failed: %s: %s", code, error.message)
+    return WireError(
+        status=answer.status,
+        headers=_headers(answer, RANK_RETRY_AFTER_S),
+        message=error.message,
+        kind=answer.kind,
+        param=_clip(error.param or answer.param),
+        code=code,
     )
 
 

@@ -1,18 +1,27 @@
-"""``GET /v1/models``, ``/v1/loras`` and ``/v1/controlnets``: what a request may name, in OpenAI's list form."""
+"""``GET /v1/models``, ``/v1/loras`` and ``/v1/controlnets``: what a request may name, in OpenAI's list form.
+
+The models are the base model and the recommenders; ``kind`` says which is which.
+"""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter
 
+from plait_disagg.workers.errors import RankError
+from plait_disagg.workers.values import ModelCard as RankCard
 from plait_serving.diffusion.errors import NotFound
 from plait_serving.diffusion.values import Scheduler
-from plait_serving.http.context import ContextDep
+from plait_serving.http.context import Context, ContextDep
 from plait_serving.http.service import ModelCard
+from plait_serving.http.v2_describe import metadata
 
 router = APIRouter(prefix="/v1", tags=["models"])
+image_router = APIRouter(prefix="/v1", tags=["models"])
+"""The lists that only a server with a base model has."""
 
 # OpenAI's clients want a number; when the model was made is not known, and a number that changes per start would be
 # worse.
@@ -30,6 +39,7 @@ def _item(kind: str, name: str, family: str) -> dict[str, Any]:
 def _model(card: ModelCard) -> dict[str, Any]:
     return {
         **_item("model", card.name, card.family),
+        "kind": "base",
         "default_size": f"{card.default_width}x{card.default_height}",
         "default_num_inference_steps": card.default_steps,
         "default_guidance_scale": card.default_guidance_scale,
@@ -39,29 +49,54 @@ def _model(card: ModelCard) -> dict[str, Any]:
     }
 
 
-@router.get("/models", summary="The base model")
+def _recommender(name: str, card: RankCard) -> dict[str, Any]:
+    about = metadata(name, card)
+    return {
+        **_item("model", name, "recommender"),
+        "kind": "recommender",
+        "version": card.version,
+        "inputs": about["inputs"],
+        "outputs": about["outputs"],
+        **about["parameters"],
+    }
+
+
+async def _models(context: Context) -> dict[str, dict[str, Any]]:
+    """By name; a recommender whose workers are not there yet is left out until they are."""
+    found: dict[str, dict[str, Any]] = {}
+    if context.images is not None:
+        card = (await context.images.catalog()).model
+        found[card.name] = _model(card)
+    for name in context.recommenders:
+        with suppress(RankError):
+            found.setdefault(name, _recommender(name, context.recommenders.get(name).card))
+    return found
+
+
+@router.get("/models", summary="The models")
 async def models(context: ContextDep) -> dict[str, Any]:
-    """The models that ``model`` may name, with their defaults and limits."""
-    return _listing([_model((await context.service.catalog()).model)])
+    """The models that ``model`` may name: the base model with its defaults and limits, and the recommenders."""
+    return _listing(list((await _models(context)).values()))
 
 
 @router.get("/models/{model_id:path}", summary="One model")
 async def model(model_id: str, context: ContextDep) -> dict[str, Any]:
     """One model; 404 if it does not exist."""
-    card = (await context.service.catalog()).model
-    if model_id != card.name:
-        raise NotFound(f"there is no model {model_id[:100]!r}; this server has {card.name!r}", param="model")
-    return _model(card)
+    found = await _models(context)
+    if model_id not in found:
+        known = ", ".join(map(repr, found)) or "none yet"
+        raise NotFound(f"there is no model {model_id[:100]!r}; this server has {known}", param="model")
+    return found[model_id]
 
 
-@router.get("/loras", summary="The LoRAs")
+@image_router.get("/loras", summary="The LoRAs")
 async def loras(context: ContextDep) -> dict[str, Any]:
     """The LoRAs that a set may name; new files appear without a restart."""
     cards = (await context.service.catalog()).loras
     return _listing([{**_item("lora", card.name, card.family), "format": card.format} for card in cards])
 
 
-@router.get("/controlnets", summary="The ControlNets")
+@image_router.get("/controlnets", summary="The ControlNets")
 async def controlnets(context: ContextDep) -> dict[str, Any]:
     """The ControlNets, each with the preprocessor that ``preprocess: true`` runs (or null)."""
     catalog = await context.service.catalog()

@@ -60,7 +60,7 @@ class RequestIdMiddleware:
         except Exception as error:  # the last line of defence; wire_error logs it
             answer = wire_error(error)
             if status == 499:
-                await answer.response()(scope, receive, send_with_id)
+                await answer.response(scope["path"])(scope, receive, send_with_id)
         finally:
             seconds = time.monotonic() - started_s
             self._observe(scope, status, seconds)

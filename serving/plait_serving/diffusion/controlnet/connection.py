@@ -10,7 +10,8 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from plait_disagg.fabric import Channel, FabricError, FabricTimeout, recv_tensors, send_tensors
+from plait_disagg.fabric import FabricError, FabricTimeout, recv_tensors, send_tensors
+from plait_disagg.replicas import Link
 from plait_serving.diffusion.controlnet.wire import (
     Call,
     Header,
@@ -47,14 +48,6 @@ class ConnectionLost(Exception):
         super().__init__(f"replica {replica}: {why}")
         self.replica = replica
         self.hung = hung
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Link:
-    """A fresh channel to a replica, and the name by which that replica can be left out next time."""
-
-    replica: str
-    channel: Channel
 
 
 @dataclass(slots=True, eq=False)

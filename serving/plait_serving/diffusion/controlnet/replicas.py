@@ -1,43 +1,16 @@
-"""Which replica of a ControlNet a client connects to, and by which of its addresses."""
+"""Which replica of a ControlNet a client connects to."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
-from plait_disagg.fabric import Channel, FabricError
-from plait_serving.diffusion.controlnet.connection import Link
+from plait_disagg import replicas as fabric_replicas
+from plait_disagg.fabric import Channel
+from plait_disagg.replicas import Link, NoReplica, Replica, in_order
 from plait_serving.diffusion.errors import ControlNetUnavailable
 
-__all__ = ["Replica", "connect_to_one", "in_order", "worth_moving"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replica:
-    """Where one replica listens and the secret it wants. ``host`` names its machine; it has ``channels`` clients."""
-
-    name: str
-    host: str
-    addresses: tuple[str, ...]
-    secret: bytes = field(repr=False)
-    channels: int = 0
-    pid: int = 0
-
-
-def in_order(
-    replicas: Sequence[Replica], left_out: frozenset[str], *, host: str, chance: random.Random
-) -> list[tuple[Replica, str]]:
-    """What to try, best first: fewest clients, then the same machine, then by lot. Shared memory needs one machine."""
-    candidates = [replica for replica in replicas if replica.name not in left_out]
-    chance.shuffle(candidates)
-    candidates.sort(key=lambda replica: (replica.channels, replica.host != host))
-    return [
-        (replica, address)
-        for replica in candidates
-        for address in sorted(replica.addresses, key=lambda address: not address.startswith("shm:"))
-        if replica.host == host or not address.startswith("shm:")
-    ]
+__all__ = ["Link", "Replica", "connect_to_one", "in_order", "worth_moving"]
 
 
 def connect_to_one(
@@ -48,18 +21,11 @@ def connect_to_one(
     chance: random.Random,
     dial: Callable[[str, bytes], Channel],
 ) -> Link:
-    """A channel to the best replica that can be reached.
-
-    ``dial`` connects to an address with a secret, or raises `FabricError`. Raises `ControlNetUnavailable`, which says
-    why each replica could not be reached.
-    """
-    reasons: list[str] = []
-    for replica, address in in_order(replicas, left_out, host=host, chance=chance):
-        try:
-            return Link(replica=replica.name, channel=dial(address, replica.secret))
-        except FabricError as error:
-            reasons.append(f"{replica.name} at {address}: {error}")
-    raise ControlNetUnavailable("; ".join(reasons) or "there is no other replica")
+    """As `plait_disagg.replicas.connect_to_one`, but raises `ControlNetUnavailable`."""
+    try:
+        return fabric_replicas.connect_to_one(replicas, left_out, host=host, chance=chance, dial=dial)
+    except NoReplica as error:
+        raise ControlNetUnavailable(str(error)) from error
 
 
 def worth_moving(replicas: Sequence[Replica], current: str, *, chance: random.Random) -> bool:

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 import torch
 
 from plait_disagg.fabric import Channel, FabricError, Listener
+from plait_disagg.threads import set_threads
 from plait_serving.diffusion.controlnet.model import ControlNetModelRunner, Rows
 from plait_serving.diffusion.controlnet.peers import Peer
 from plait_serving.diffusion.controlnet.sessions import SessionTable
 from plait_serving.diffusion.controlnet.wire import UNKNOWN_SESSION, Call, Close, Open, Reply, Request, Step
 from plait_serving.diffusion.errors import EngineError, ModelError
 from plait_serving.diffusion.protocols import Residuals
-from plait_serving.diffusion.threads import set_threads
 
 __all__ = ["ControlNetService", "ServiceLimits", "ServiceStatistics"]
 

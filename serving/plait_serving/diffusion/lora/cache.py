@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
+from plait_disagg.threads import set_threads
 from plait_serving.diffusion.errors import EngineError, EngineStopped, LoraError
 from plait_serving.diffusion.lora.formats import LoadedLora
 from plait_serving.diffusion.lora.shelf import Admission, Key, Shelf, State
 from plait_serving.diffusion.lora.source import LoraEntry, LoraSource, not_found
 from plait_serving.diffusion.protocols import LoraLease, LoraWeights
-from plait_serving.diffusion.threads import set_threads
 
 _log = logging.getLogger(__name__)
 

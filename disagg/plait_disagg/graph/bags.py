@@ -1,0 +1,84 @@
+"""Embedding operators in a trace: which table, which ids, pooled how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from plait_disagg.graph.errors import Refused
+from plait_disagg.graph.lower import bind
+from plait_disagg.tables.values import Mode
+
+__all__ = ["BagCall", "bag_call"]
+
+_MODES: tuple[Mode, ...] = ("sum", "mean", "max")
+_EMBEDDING = "aten.embedding.default"
+_BAGS = ("aten.embedding_bag.padding_idx", "aten.embedding_bag.default")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BagCall:
+    """One embedding operator. ``equal_rows``: the ids are ``(rows, k)`` and every row is a bag of k."""
+
+    op: str
+    table: fx.Node
+    ids: fx.Node
+    mode: Mode
+    offsets: fx.Node | None = None
+    weights: fx.Node | None = None
+    include_last: bool = False
+    padding_idx: int | None = None
+    equal_rows: bool = False
+
+    def check_table(self, weight: torch.Tensor, where: str) -> None:
+        """Raises `Refused` if the table can not be served."""
+        if weight.dtype != torch.float32 or weight.ndim != 2:
+            raise Refused(
+                self.op, f"its table is {weight.dtype} with {weight.ndim} dimensions, not float32 with 2", where
+            )
+        if self.padding_idx is None or self.mode == "rows":
+            return
+        if self.mode != "sum" or bool(weight[self.padding_idx].any()):
+            why = "padding_idx takes ids out of the bag; it is served only with mode='sum' and a row of zeros"
+            raise Refused(self.op, why, where)
+
+
+def bag_call(node: fx.Node) -> BagCall | None:
+    """What an embedding operator asks; None for any other operator."""
+    op = str(node.target)
+    if op == _EMBEDDING:
+        bound, _ = bind(node)
+        return BagCall(op=op, table=bound["weight"], ids=bound["indices"], mode="rows")
+    if op not in _BAGS:
+        return None
+    bound, _ = bind(node)
+    ids, offsets = bound["indices"], bound["offsets"]
+    padding = bound.get("padding_idx")
+    rows = _equal_rows(ids, offsets)
+    return BagCall(
+        op=op,
+        table=bound["weight"],
+        ids=ids if rows is None else rows,
+        offsets=None if rows is not None else offsets,
+        weights=bound["per_sample_weights"],
+        mode=_MODES[int(bound["mode"])],
+        include_last=bool(bound["include_last_offset"]),
+        padding_idx=None if padding is None or padding < 0 else int(padding),
+        equal_rows=rows is not None,
+    )
+
+
+def _equal_rows(ids: Any, offsets: Any) -> fx.Node | None:
+    """The ``(rows, k)`` ids of a call that flattens them and makes offsets 0, k, 2k, ... (EmbeddingBag with 2-D
+    input).
+    """
+    if str(ids.target) not in ("aten.reshape.default", "aten.view.default") or ids.meta["val"].ndim != 1:
+        return None
+    source = ids.args[0]
+    if source.meta["val"].ndim != 2 or str(offsets.target) != "aten.arange.start_step":
+        return None
+    start, _, step = offsets.args[:3]
+    return source if start == 0 and step == source.meta["val"].shape[1] else None

@@ -1,0 +1,99 @@
+"""What a cut is, what it costs, and which ones are allowed. A cut is the set of nodes that run on the CN.
+
+Raw inputs arrive at the CN; constants and `USER_OF` are on both sides. Nothing flows back: once a value is made on
+the HN, everything that reads it runs there. Tables live on the CN. Outputs leave from the HN.
+
+    cost = sum of CN times + sum of HN times + crossing bytes / link rate
+
+A value that crosses is paid once, however many read it. The answer's way back is the same for every cut and left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from plait_disagg.graph.edit import reads
+from plait_disagg.graph.errors import BadCut
+from plait_disagg.graph.operators import SIZE
+from plait_disagg.graph.program import LOOKUP, Program
+
+__all__ = ["Cost", "CutProblem", "Cutter", "check_cut", "cost_of", "crossing_values"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutProblem:
+    """A tiled program and what its parts cost for one request of ``candidates``.
+
+    ``value_bytes``: bytes of every input and node result. ``cn_s``, ``hn_s``: seconds of every node on either side.
+    """
+
+    program: Program
+    candidates: int
+    value_bytes: Mapping[str, int]
+    cn_s: Mapping[str, float]
+    hn_s: Mapping[str, float]
+    link_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What a cut costs for one request."""
+
+    cn_s: float
+    hn_s: float
+    crossing_bytes: int
+    link_s: float
+
+    @property
+    def total_s(self) -> float:
+        """The sum: what the exact cutter makes smallest."""
+        return self.cn_s + self.hn_s + self.link_s
+
+
+class Cutter(Protocol):
+    """Chooses the nodes that run on the CN."""
+
+    name: str
+
+    def cut(self, problem: CutProblem) -> frozenset[str]:
+        """Names of the CN's nodes; always a cut that `check_cut` accepts. Pure: the same problem, the same answer."""
+
+
+def crossing_values(program: Program, cn_nodes: frozenset[str]) -> tuple[str, ...]:
+    """Inputs and results of ``cn_nodes`` that the HN reads or that are outputs, in the program's order."""
+    needed = {ref.name for _, ref in program.outputs}
+    for name, read in reads(program).items():
+        if name not in cn_nodes:
+            needed.update(read)
+    made = [port.name for port in program.inputs] + [node.name for node in program.nodes if node.name in cn_nodes]
+    return tuple(name for name in made if name in needed)
+
+
+def cost_of(problem: CutProblem, cn_nodes: frozenset[str]) -> Cost:
+    """The cost of one cut. Raises `BadCut` if it is not allowed."""
+    check_cut(problem.program, cn_nodes)
+    names = [node.name for node in problem.program.nodes if node.op != SIZE]
+    nbytes = sum(problem.value_bytes[name] for name in crossing_values(problem.program, cn_nodes))
+    return Cost(
+        cn_s=sum(problem.cn_s[name] for name in names if name in cn_nodes),
+        hn_s=sum(problem.hn_s[name] for name in names if name not in cn_nodes),
+        crossing_bytes=nbytes,
+        link_s=nbytes / problem.link_bytes_per_s,
+    )
+
+
+def check_cut(program: Program, cn_nodes: frozenset[str]) -> None:
+    """Raises `BadCut` if a value would flow back, a lookup would run on the HN, or a name is no node."""
+    made_by = reads(program)
+    unknown = cn_nodes - made_by.keys()
+    if unknown:
+        raise BadCut(f"{min(unknown)} is no node of the program")
+    for node in program.nodes:
+        if node.op == LOOKUP and node.name not in cn_nodes:
+            raise BadCut(f"{node.name} looks up in a table and must run on the CN")
+        if node.name in cn_nodes:
+            back = [name for name in made_by[node.name] if name in made_by and name not in cn_nodes]
+            if back:
+                raise BadCut(f"{node.name} on the CN reads {back[0]}, which is made on the HN")

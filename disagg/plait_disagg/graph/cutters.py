@@ -1,0 +1,15 @@
+"""The cutters by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from plait_disagg.graph.cut import Cutter
+from plait_disagg.graph.mincut import MinCut
+from plait_disagg.graph.prism import PrismColouring
+
+__all__ = ["CUTTERS"]
+
+CUTTERS: Mapping[str, Cutter] = MappingProxyType({cutter.name: cutter for cutter in (MinCut(), PrismColouring())})
+"""``mincut`` (exact) and ``prism`` (the baseline)."""

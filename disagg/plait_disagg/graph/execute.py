@@ -1,0 +1,178 @@
+"""Running a program: it becomes an fx graph, whose generated Python frees every value after its last reader.
+
+Lookups run in stages: all lookups whose ids are ready are one call of `Tables.lookup`, so that tables can serve them
+as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from plait_disagg.graph.errors import BadProgram
+from plait_disagg.graph.operators import SIZE, overload
+from plait_disagg.graph.program import LOOKUP, TILE, Arg, DType, Node, Program, Ref
+from plait_disagg.tables.protocols import Ask, Tables
+from plait_disagg.tables.values import Lookup
+
+__all__ = ["Compiled", "compile_program", "stages", "tile_rows"]
+
+_DIRECT: Mapping[str, Callable[..., Any]] = {
+    "aten.add.Tensor": torch.add,
+    "aten.bmm.default": torch.bmm,
+    "aten.cat.default": torch.cat,
+    "aten.div.Tensor": torch.div,
+    "aten.layer_norm.default": torch.layer_norm,
+    "aten.linear.default": torch._C._nn.linear,
+    "aten.matmul.default": torch.matmul,
+    "aten.mul.Tensor": torch.mul,
+    "aten.prelu.default": torch.prelu,
+    "aten.relu.default": torch.relu,
+    "aten.reshape.default": torch.reshape,
+    "aten.sigmoid.default": torch.sigmoid,
+    "aten.softmax.int": torch.softmax,
+    "aten.squeeze.dim": torch.squeeze,
+    "aten.stack.default": torch.stack,
+    "aten.sub.Tensor": torch.sub,
+    "aten.tanh.default": torch.tanh,
+    "aten.transpose.int": torch.transpose,
+    "aten.unsqueeze.default": torch.unsqueeze,
+}
+"""Frequent overloads by their own binding: the same kernel, reached more cheaply (calling an overload costs 2 to 4 us
+more, measured, and a request of one candidate is some twenty calls)."""
+
+_MAKERS = ("aten.zeros.default", "aten.ones.default", "aten.full.default")
+
+
+class Compiled:
+    """A program that can be called, with its constants on its device. Not thread-safe if it has lookups (`Tables` is
+    not).
+    """
+
+    def __init__(self, program: Program, module: fx.GraphModule, constants: Sequence[torch.Tensor]) -> None:
+        self.program = program
+        self._inputs = tuple(port.name for port in program.inputs)
+        self._outputs = tuple(name for name, _ in program.outputs)
+        self._forward = module.forward
+        self._constants = tuple(constants)
+
+    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Outputs by name. ``tensors``: all inputs of the program by name, on its device. Raises `BadId`."""
+        with torch.inference_mode():
+            made = self._forward(*[tensors[name] for name in self._inputs], *self._constants)
+        return dict(zip(self._outputs, made, strict=True))
+
+
+def compile_program(
+    program: Program,
+    constants: Mapping[str, torch.Tensor],
+    tables: Tables | None = None,
+    *,
+    device: torch.device | str = "cpu",
+) -> Compiled:
+    """``tables`` serve the program's lookups. Raises `BadProgram` if a constant is missing or does not fit."""
+    held = [_checked(port.name, port.shape, port.dtype, constants).to(device) for port in program.constants]
+    root = nn.Module()
+    graph = fx.Graph()
+    values: dict[str, fx.Node] = {}
+    for index, port in enumerate((*program.inputs, *program.constants)):
+        values[port.name] = graph.placeholder(f"v{index}")
+    for number, (plain, lookups) in enumerate(stages(program)):
+        for node in plain:
+            values[node.name] = _add(graph, node, values, str(device))
+        if lookups:
+            if tables is None:
+                raise BadProgram(f"{lookups[0].name} looks up in a table, and there are no tables here")
+            root.add_module(f"stage{number}", _Stage(lookups, tables))
+            asked = tuple(part for node in lookups for part in _resolve(node.args, values))
+            made = graph.call_module(f"stage{number}", asked)
+            for index, node in enumerate(lookups):
+                values[node.name] = graph.call_function(getitem, (made, index))
+    graph.output(tuple(values[ref.name] for _, ref in program.outputs))
+    return Compiled(program, fx.GraphModule(root, graph), held)
+
+
+def stages(program: Program) -> list[tuple[list[Node], list[Node]]]:
+    """Per stage: the operators that can run before its lookups, and the lookups, all of which can run then."""
+    level = dict.fromkeys((port.name for port in (*program.inputs, *program.constants)), 0)
+    found: dict[int, tuple[list[Node], list[Node]]] = {}
+    for node in program.nodes:
+        at = max((level[name] for name in node.inputs), default=0)
+        is_lookup = node.op == LOOKUP
+        level[node.name] = at + 1 if is_lookup else at
+        found.setdefault(at, ([], []))[1 if is_lookup else 0].append(node)
+    return [found[at] for at in sorted(found)]
+
+
+def tile_rows(x: torch.Tensor, user_of: torch.Tensor, copy: bool = False) -> torch.Tensor:
+    """(users, ...) to (candidates, ...): row ``user_of[c]`` for candidate c. A single user's row is not copied unless
+    asked.
+    """
+    if x.shape[0] == 1 and not copy:
+        return x.expand(user_of.shape[0], *x.shape[1:])
+    return x.index_select(0, user_of)
+
+
+class _Stage(nn.Module):
+    """One call of `Tables.lookup`."""
+
+    def __init__(self, nodes: Sequence[Node], tables: Tables) -> None:
+        super().__init__()
+        self._lookups = [_lookup_of(node) for node in nodes]
+        self._tables = tables
+
+    def forward(self, *asked: torch.Tensor | None) -> list[torch.Tensor]:
+        """``asked``: ids, offsets and weights of each lookup in turn."""
+        asks = []
+        for index, lookup in enumerate(self._lookups):
+            ids, offsets, weights = asked[3 * index : 3 * index + 3]
+            assert ids is not None
+            if lookup.mode != "rows" and offsets is None:
+                offsets = torch.arange(0, ids.numel() + 1, ids.shape[1], device=ids.device)
+                ids = ids.reshape(-1)
+            asks.append(Ask(lookup=lookup, ids=ids, offsets=offsets, weights=weights))
+        return self._tables.lookup(asks)
+
+
+def _row_count(x: torch.Tensor, dim: int) -> int:
+    return x.shape[dim]
+
+
+def _add(graph: fx.Graph, node: Node, values: Mapping[str, fx.Node], device: str) -> fx.Node:
+    args = _resolve(node.args, values)
+    kwargs = {key: _resolve(value, values) for key, value in node.kwargs.items()}
+    if node.op == TILE:
+        return graph.call_function(tile_rows, args, kwargs)
+    if node.op == SIZE:
+        return graph.call_function(_row_count, args)
+    if node.op in _MAKERS:
+        kwargs["device"] = device
+    return graph.call_function(_DIRECT.get(node.op) or overload(node.op), args, kwargs)
+
+
+def _resolve(argument: Arg | tuple[Arg, ...], values: Mapping[str, fx.Node]) -> Any:
+    if isinstance(argument, Ref):
+        return values[argument.name]
+    if isinstance(argument, DType):
+        return getattr(torch, argument.name)
+    if isinstance(argument, tuple):
+        return tuple(_resolve(part, values) for part in argument)
+    return argument
+
+
+def _lookup_of(node: Node) -> Lookup:
+    mode: Any = node.kwargs["mode"]
+    return Lookup(name=node.name, table=str(node.kwargs["table"]), mode=mode)
+
+
+def _checked(name: str, shape: tuple[int, ...], dtype: str, constants: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    found = constants.get(name)
+    if found is None:
+        raise BadProgram(f"constant {name} is missing")
+    if tuple(found.shape) != shape or str(found.dtype) != f"torch.{dtype}":
+        raise BadProgram(f"constant {name} is {found.dtype} {tuple(found.shape)}, not {dtype} {shape}")
+    return found.detach()

@@ -1,0 +1,129 @@
+"""What a recommendation model takes: its inputs by name, as it declares them when it is packaged.
+
+A request is one user and N candidates. An input belongs to one of two sides: a ``user`` input has one row per request,
+an ``item`` input one row per candidate. The model itself knows nothing of it: its ``forward`` gets every input with as
+many rows as there are candidates, and it must treat each row alone (capture checks that). Three kinds of input::
+
+    Dense("age", side="user")                 forward gets age        (rows, 1) float32
+    Dense("pixels", side="item", shape=(8,))  forward gets pixels     (rows, 8) float32
+    Ids("item", side="item")                  forward gets item       (rows,) int64
+    Ids("history", side="user", shape=(50,))  forward gets history    (rows, 50) int64, padded as the model wants it
+    Bag("genres", side="item")                forward gets genres     (nnz,) int64 and genres_offsets (rows + 1,) int64;
+                                              row r owns ids offsets[r] to offsets[r + 1]
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeAlias
+
+__all__ = [
+    "OFFSETS",
+    "Bag",
+    "Dense",
+    "Ids",
+    "Input",
+    "Side",
+    "check_inputs",
+    "input_from_json",
+    "input_to_json",
+    "tensor_names",
+]
+
+Side = Literal["user", "item"]
+
+OFFSETS = "_offsets"
+"""What is appended to a bag's name to name its offsets."""
+
+_NAME = re.compile(r"^[a-z][a-z0-9_]{0,62}$")
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Numbers: ``(rows, *shape)`` float32."""
+
+    name: str
+    side: Side = "item"
+    shape: tuple[int, ...] = (1,)
+    kind: ClassVar[str] = "dense"
+
+
+@dataclass(frozen=True)
+class Ids:
+    """A fixed number of ids in each row: ``(rows, *shape)`` int64."""
+
+    name: str
+    side: Side = "item"
+    shape: tuple[int, ...] = ()
+    kind: ClassVar[str] = "ids"
+
+
+@dataclass(frozen=True)
+class Bag:
+    """Any number of ids in each row, none included: ``name (nnz,)`` int64 and ``name_offsets (rows + 1,)`` int64.
+
+    ``largest`` bounds the ids of one row; a request with more is refused.
+    """
+
+    name: str
+    side: Side = "item"
+    largest: int = 10_000
+    kind: ClassVar[str] = "bag"
+
+
+Input: TypeAlias = Dense | Ids | Bag
+
+_KINDS: Mapping[str, type[Input]] = {"dense": Dense, "ids": Ids, "bag": Bag}
+
+
+def tensor_names(inputs: Sequence[Input]) -> tuple[str, ...]:
+    """The tensors that ``forward`` takes, in the inputs' order: a bag is two."""
+    names: list[str] = []
+    for item in inputs:
+        names.append(item.name)
+        if isinstance(item, Bag):
+            names.append(item.name + OFFSETS)
+    return tuple(names)
+
+
+def check_inputs(inputs: Sequence[Input]) -> None:
+    """Raises ValueError, naming the input, if the declaration can not be served."""
+    names = tensor_names(inputs)
+    for item in inputs:
+        if not _NAME.fullmatch(item.name):
+            raise ValueError(f"input {item.name!r}: a name must match {_NAME.pattern}")
+        if item.side not in ("user", "item"):
+            raise ValueError(f"input {item.name}: side must be 'user' or 'item', not {item.side!r}")
+        if not isinstance(item, Bag) and any(size < 1 for size in item.shape):
+            raise ValueError(f"input {item.name}: shape {item.shape} has a size below 1")
+        if isinstance(item, Bag) and item.largest < 1:
+            raise ValueError(f"input {item.name}: largest must be at least 1")
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"input {twice[0]}: the name is taken twice (a bag also takes its name + {OFFSETS!r})")
+    if not inputs:
+        raise ValueError("a model needs at least one input")
+
+
+def input_to_json(item: Input) -> dict[str, Any]:
+    """The declaration as plain data; `input_from_json` reads it back."""
+    plain: dict[str, Any] = {"kind": item.kind, "name": item.name, "side": item.side}
+    if isinstance(item, Bag):
+        return {**plain, "largest": item.largest}
+    return {**plain, "shape": list(item.shape)}
+
+
+def input_from_json(data: Mapping[str, Any]) -> Input:
+    """Raises ValueError if the data is not a declaration."""
+    fields = dict(data)
+    kind = _KINDS.get(str(fields.pop("kind", None)))
+    if kind is None:
+        raise ValueError(f"{data!r} is not an input: kind must be one of {', '.join(_KINDS)}")
+    if "shape" in fields:
+        fields["shape"] = tuple(int(size) for size in fields["shape"])
+    try:
+        return kind(**fields)
+    except TypeError as error:
+        raise ValueError(f"{data!r} is not an input: {error}") from error

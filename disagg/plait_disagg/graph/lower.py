@@ -1,0 +1,160 @@
+"""Small rewritings on the way from a trace to a program: arguments by name, in-place twins, parts of a split."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from plait_disagg.graph.errors import Refused
+from plait_disagg.graph.exported import source_line
+from plait_disagg.graph.operators import VOCABULARY, overload
+from plait_disagg.graph.program import ROWS, Arg, DType
+
+__all__ = ["Lowered", "bind", "functional_name", "lower_part", "why_unknown"]
+
+_PLACEMENT = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking"})
+"""Arguments that say where and how a tensor lies; a program runs wherever its constants are."""
+
+_KEEPS_ROWS = frozenset(
+    {"aten.view.default", "aten.reshape.default", "aten._unsafe_view.default", "aten.expand.default"}
+)
+
+_WHY: Mapping[str, str] = {
+    "nonzero": "the size of its result depends on the data",
+    "masked_select": "the size of its result depends on the data",
+    "_unique2": "the size of its result depends on the data",
+    "item": "it makes a number of the data",
+    "_local_scalar_dense": "it makes a number of the data",
+    "rand": "it is random",
+    "rand_like": "it is random",
+    "randn": "it is random",
+    "randn_like": "it is random",
+    "bernoulli": "it is random",
+    "multinomial": "it is random",
+    "sum": "it works over all rows at once; name a dim",
+    "mean": "it works over all rows at once; name a dim",
+    "max": "it works over all rows at once; name a dim",
+    "min": "it works over all rows at once; name a dim",
+    "std": "it works over all rows at once; name a dim",
+    "squeeze": "without a dim it would drop the rows of a single candidate; name the dim",
+    "sort": "it returns several tensors",
+    "topk": "it returns several tensors",
+    "embedding_renorm_": "max_norm changes the table while it is read; normalise the rows before packaging",
+    "_native_multi_head_attention": "its fused form can not be looked into",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """A call of an overload of the vocabulary. ``given``: the arguments to pass; the others keep their defaults."""
+
+    op: str
+    arguments: Mapping[str, Any]
+    given: frozenset[str]
+
+    def arrange(self, plain: Mapping[str, Any], shape: tuple[int, ...]) -> tuple[tuple[Arg, ...], dict[str, Arg]]:
+        """``plain`` arguments in the schema's order; placement is left out."""
+        schema = overload(self.op)._schema  # type: ignore[attr-defined]
+        by_place = [argument.name for argument in schema.arguments if not argument.kwarg_only]
+        last = max((index for index, name in enumerate(by_place) if name in self.given), default=-1)
+        args = [_encoded(plain[name], name) for name in by_place[: last + 1]]
+        kwargs = {
+            argument.name: _encoded(plain[argument.name], argument.name)
+            for argument in schema.arguments
+            if argument.kwarg_only and argument.name in self.given - _PLACEMENT and plain[argument.name] is not None
+        }
+        if self.op in _KEEPS_ROWS and shape[:1] == (ROWS,) and _has_rows(self.arguments):
+            args[1] = shape  # ROWS is -1: as many as there are
+        return tuple(args), kwargs
+
+
+def bind(node: fx.Node) -> tuple[dict[str, Any], frozenset[str]]:
+    """The arguments of a traced call by name, defaults included, and which of them were given."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    bound: dict[str, Any] = {}
+    given = set(node.kwargs)
+    for index, argument in enumerate(schema.arguments):
+        if not argument.kwarg_only and index < len(node.args):
+            bound[argument.name] = node.args[index]
+            given.add(argument.name)
+        elif argument.name in node.kwargs:
+            bound[argument.name] = node.kwargs[argument.name]
+        else:
+            bound[argument.name] = argument.default_value
+    return bound, frozenset(given)
+
+
+def functional_name(node: fx.Node) -> str:
+    """The overload's name; for an operator that changes its operand in place, its functional twin's.
+
+    Raises `Refused` if another reader could see the change.
+    """
+    target: Any = node.target
+    name = str(target)
+    if name == "aten.detach_.default":  # changes no data; stands behind every tensor literal
+        return "aten.detach.default"
+    if not target._schema.is_mutable:
+        return _contiguous_clone(node, name)
+    base, _, which = name.rpartition(".")
+    source = node.args[0] if node.args else None
+    private = isinstance(source, fx.Node) and len(source.users) == 1 and source.op == "call_function"
+    operator = VOCABULARY.get(str(source.target)) if private and isinstance(source, fx.Node) else None
+    if operator is not None and operator.view:
+        private = False
+    if not base.endswith("_") or not private:
+        raise Refused(
+            name, "it changes a value in place that may be read elsewhere: write it out of place", source_line(node)
+        )
+    return f"{base[:-1]}.{which}"
+
+
+def lower_part(parent: fx.Node, index: int, arguments: Mapping[str, Any], where: str) -> Lowered:
+    """Part ``index`` of what an operator with several results makes. Raises `Refused` if it is not a plain part."""
+    name = str(parent.target)
+    if name in ("aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default", "aten.split.sizes"):
+        source, dim = arguments["self"], arguments["dim"]
+        sizes = [part.shape[dim] for part in parent.meta["val"]]
+        if any(isinstance(size, torch.SymInt) for size in sizes):
+            raise Refused(name, "it splits the rows", where)
+        start = int(sum(sizes[:index]))
+        made = {"self": source, "dim": dim, "start": start, "end": start + int(sizes[index]), "step": 1}
+        return Lowered("aten.slice.Tensor", made, frozenset({"self", "dim", "start", "end"}))
+    if name == "aten.unbind.int":
+        made = {"self": arguments["self"], "dim": arguments["dim"], "index": index}
+        return Lowered("aten.select.int", made, frozenset(made))
+    if name in ("aten.max.dim", "aten.min.dim") and index == 0:
+        made = {"self": arguments["self"], "dim": (arguments["dim"],), "keepdim": arguments["keepdim"]}
+        return Lowered("aten.amax.default" if "max" in name else "aten.amin.default", made, frozenset(made))
+    raise Refused(name, "it returns several tensors, and this one is not in the vocabulary", where)
+
+
+def why_unknown(op: str) -> str:
+    """What to tell the author of a model about an operator that is not in the vocabulary."""
+    name = op.split(".")[1] if op.startswith("aten.") and op.count(".") == 2 else op
+    return _WHY.get(name, "it is not in the vocabulary of operators that are known to keep rows apart")
+
+
+def _contiguous_clone(node: fx.Node, name: str) -> str:
+    """clone(memory_format=contiguous_format) is what contiguous() does."""
+    given = node.kwargs.get("memory_format")
+    if given in (None, torch.preserve_format, torch.contiguous_format):
+        return "aten.contiguous.default" if name == "aten.clone.default" and given is torch.contiguous_format else name
+    raise Refused(name, f"memory format {given} is not kept", source_line(node))
+
+
+def _has_rows(arguments: Mapping[str, Any]) -> bool:
+    return getattr(getattr(arguments["self"], "fact", None), "counts", None) is not None
+
+
+def _encoded(value: Any, name: str) -> Any:
+    if name in _PLACEMENT:
+        return None if name != "non_blocking" else False
+    if isinstance(value, torch.dtype):
+        return DType(str(value).removeprefix("torch."))
+    if isinstance(value, tuple | list):
+        return tuple(_encoded(part, "") for part in value)
+    return value

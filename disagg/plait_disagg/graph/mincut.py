@@ -1,0 +1,71 @@
+"""The exact cutter: the cheapest cut is a minimum s-t cut of a graph made from the program.
+
+Node v on the source side is a CN node. Its arcs:
+
+    source -> v   capacity hn_s(v)      paid when v is on the HN; infinite for lookups
+    v -> sink     capacity cn_s(v)      paid when v is on the CN
+    u -> "u crosses"   bytes(u) / rate  paid once when u is on the CN and any reader on the HN
+    "u crosses" -> v   infinite         for every reader v of u
+    v -> u        infinite              for every value u that v reads: v on the CN and u on the HN is forbidden
+
+Capacities are whole picoseconds, so that the flow is exact.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import networkx as nx
+
+from plait_disagg.graph.cut import CutProblem
+from plait_disagg.graph.edit import reads
+from plait_disagg.graph.program import LOOKUP
+
+__all__ = ["MinCut"]
+
+_SOURCE, _SINK = ("end", "cn"), ("end", "hn")
+
+
+class MinCut:
+    """Cutter with the smallest `Cost.total_s` of all allowed cuts (up to picoseconds)."""
+
+    name = "mincut"
+
+    def cut(self, problem: CutProblem) -> frozenset[str]:
+        """See `Cutter.cut`."""
+        _, (cn_side, _) = nx.minimum_cut(_network(problem), _SOURCE, _SINK)
+        return frozenset(name for kind, name in cn_side if kind == "node")
+
+
+def _network(problem: CutProblem) -> Any:
+    network = nx.DiGraph()
+    network.add_nodes_from((_SOURCE, _SINK))
+    program, made_by = problem.program, reads(problem.program)
+    lookups = {node.name for node in program.nodes if node.op == LOOKUP}
+    readers: dict[str, list[tuple[str, str]]] = {}
+    for name, read in made_by.items():
+        _arc(network, _SOURCE, ("node", name), None if name in lookups else _ps(problem.hn_s[name]))
+        _arc(network, ("node", name), _SINK, _ps(problem.cn_s[name]))
+        for value in read:
+            readers.setdefault(value, []).append(("node", name))
+            if value in made_by:
+                _arc(network, ("node", name), ("node", value), None)
+    for _, ref in program.outputs:
+        readers.setdefault(ref.name, []).append(_SINK)
+    for value, ends in readers.items():
+        start = ("node", value) if value in made_by else _SOURCE
+        _arc(network, start, ("crosses", value), _ps(problem.value_bytes[value] / problem.link_bytes_per_s))
+        for end in ends:
+            _arc(network, ("crosses", value), end, None)
+    return network
+
+
+def _arc(network: Any, start: tuple[str, str], end: tuple[str, str], capacity: int | None) -> None:
+    if capacity is None:
+        network.add_edge(start, end)  # networkx: no capacity is infinite
+    else:
+        network.add_edge(start, end, capacity=capacity)
+
+
+def _ps(seconds: float) -> int:
+    return round(seconds * 1e12)

@@ -1,0 +1,134 @@
+"""The vocabulary: the operators that a program may hold, what each does to rows, and what kind of work it is.
+
+A name is an ATen overload (``aten.linear.default``), called as the eager module calls it, so that bits are kept. What
+is not here is refused by capture and by the reader of stored programs, so a package can call nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+
+from plait_disagg.graph import rows
+from plait_disagg.graph.program import LOOKUP, TILE
+from plait_disagg.graph.rows import Rule
+
+__all__ = ["SIZE", "VOCABULARY", "Kind", "Operator", "kind_of", "overload"]
+
+Kind = Literal["gemm", "attention", "elementwise", "reduction", "layout", "lookup", "tile", "size"]
+"""gemm and attention are what a GPU is for; lookup is what a CPU with much memory is for."""
+
+SIZE = "aten.sym_size.int"
+"""The one operator that makes a number: how many rows a tensor has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One word of the vocabulary. ``view``: its result may share memory with an operand."""
+
+    name: str
+    kind: Kind
+    rule: Rule
+    view: bool = False
+
+
+def _words(kind: Kind, rule: Rule, names: str, *, view: bool = False) -> dict[str, Operator]:
+    made = {}
+    for word in names.split():
+        name = f"aten.{word}" if "." in word else f"aten.{word}.default"
+        made[name] = Operator(name, kind, rule, view)
+    return made
+
+
+_TABLE: dict[str, Operator] = {
+    **_words(
+        "elementwise",
+        rows.pointwise,
+        "abs neg exp exp2 expm1 log log1p log2 log10 sqrt rsqrt reciprocal square sin cos tan tanh sigmoid "
+        "relu relu6 gelu silu mish elu selu celu leaky_relu hardtanh hardsigmoid hardswish softplus "
+        "log_sigmoid erf logit sign sgn round floor ceil trunc frac clamp clamp.Tensor clamp_min clamp_max "
+        "threshold nan_to_num isnan isinf isfinite softshrink hardshrink add.Tensor add.Scalar mul.Tensor "
+        "mul.Scalar div.Tensor div.Scalar div.Tensor_mode div.Scalar_mode rsub.Scalar rsub.Tensor sub.Scalar "
+        "true_divide.Tensor pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar maximum minimum fmod.Scalar "
+        "fmod.Tensor remainder.Scalar remainder.Tensor floor_divide floor_divide.Scalar eq.Scalar eq.Tensor "
+        "ne.Scalar ne.Tensor lt.Scalar lt.Tensor le.Scalar le.Tensor gt.Scalar gt.Tensor ge.Scalar ge.Tensor "
+        "logical_and logical_or logical_not logical_xor bitwise_and.Tensor bitwise_and.Scalar "
+        "bitwise_or.Tensor bitwise_or.Scalar bitwise_xor.Tensor bitwise_xor.Scalar bitwise_not "
+        "bitwise_right_shift.Tensor_Scalar bitwise_left_shift.Tensor_Scalar where.self where.ScalarSelf "
+        "where.ScalarOther masked_fill.Scalar masked_fill.Tensor lerp.Scalar lerp.Tensor addcmul addcdiv "
+        "__and__.Tensor __and__.Scalar __or__.Tensor __or__.Scalar __xor__.Tensor __xor__.Scalar to.dtype "
+        "_to_copy type_as clone zeros_like ones_like full_like",
+    ),
+    **_words("elementwise", rows.subtracted, "sub.Tensor"),
+    **_words("elementwise", rows.differences, "diff"),
+    **_words("elementwise", rows.per_row_weight, "prelu"),
+    **_words("elementwise", rows.made, "zeros ones full new_zeros new_ones new_full"),
+    **_words("elementwise", rows.evaluated("training"), "batch_norm"),
+    **_words("elementwise", rows.evaluated("train"), "dropout"),
+    **_words("elementwise", rows.square, "tril triu"),
+    **_words("elementwise", rows.pointwise, "contiguous alias detach lift_fresh_copy", view=True),
+    **_words(
+        "reduction",
+        rows.along("dim"),
+        "sum.dim_IntList mean.dim amax amin var.correction std.correction prod.dim_int any.dim all.dim logsumexp cumsum"
+        " softmax.int _softmax log_softmax.int _log_softmax linalg_vector_norm norm.ScalarOpt_dim argmax argmin"
+        " cosine_similarity glu",
+    ),
+    **_words("layout", rows.along("dims"), "flip"),
+    **_words("reduction", rows.normalised, "layer_norm rms_norm"),
+    **_words("layout", rows.joined, "cat stack"),
+    **_words("layout", rows.reshaped, "view reshape _unsafe_view flatten.using_ints unflatten.int expand", view=True),
+    **_words("layout", rows.pointwise, "expand_as view_as", view=True),
+    **_words("layout", rows.sliced, "slice.Tensor", view=True),
+    **_words("layout", rows.along("dim"), "squeeze.dim squeeze.dims select.int narrow", view=True),
+    **_words("layout", rows.along("dim0", "dim1"), "transpose.int", view=True),
+    **_words("layout", rows.permuted, "permute", view=True),
+    **_words("layout", rows.repeated, "repeat"),
+    **_words("layout", rows.indexed, "index.Tensor"),
+    **_words("layout", rows.gathered, "gather index_select"),
+    **_words("layout", rows.unpadded, "constant_pad_nd pad"),
+    **_words("layout", rows.reshaped, "one_hot"),
+    **_words(
+        "layout", rows.constant_only, "arange arange.start arange.start_step eye tril_indices triu_indices linspace"
+    ),
+    **_words("gemm", rows.linear, "linear"),
+    **_words("gemm", rows.addmm, "addmm"),
+    **_words("gemm", rows.multiplied("self", "mat2"), "mm bmm"),
+    **_words("gemm", rows.multiplied("self", "other"), "matmul"),
+    **_words("gemm", rows.multiplied("self", "vec"), "mv"),
+    **_words("gemm", rows.einsum, "einsum"),
+    **_words("attention", rows.attention, "scaled_dot_product_attention"),
+}
+
+
+def _unsqueezed(call: rows.Call) -> str | None:
+    source = call.tensor("self")
+    if source.counts and call.arguments["dim"] % (source.ndim + 1) == 0:
+        raise rows.Mixes("it moves the rows away from the first dimension")
+    return rows.one_count(call)
+
+
+_TABLE |= _words("layout", _unsqueezed, "unsqueeze", view=True)
+
+VOCABULARY: Mapping[str, Operator] = MappingProxyType(_TABLE)
+"""Every ATen overload that a program may call, but for `SIZE`."""
+
+_OURS: Mapping[str, Kind] = {LOOKUP: "lookup", TILE: "tile", SIZE: "size"}
+
+
+def kind_of(op: str) -> Kind:
+    """The kind of work of an operator of a program. Raises KeyError for one that is not in the vocabulary."""
+    return _OURS[op] if op in _OURS else VOCABULARY[op].kind
+
+
+def overload(op: str) -> Callable[..., Any]:
+    """The ATen overload of that name. Raises KeyError if it is not in the vocabulary."""
+    if op != SIZE and op not in VOCABULARY:
+        raise KeyError(op)
+    _, name, which = op.split(".")
+    found: Callable[..., Any] = getattr(getattr(torch.ops.aten, name), which)
+    return found

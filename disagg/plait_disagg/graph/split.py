@@ -1,0 +1,47 @@
+"""From one program and the names of its CN nodes to two programs and the tensors that cross between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from plait_disagg.graph.cut import check_cut, crossing_values
+from plait_disagg.graph.edit import live
+from plait_disagg.graph.operators import SIZE
+from plait_disagg.graph.program import USER_OF, Port, Program, Ref
+
+__all__ = ["Halves", "split"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halves:
+    """``cn`` takes the request and makes ``crossing`` (its outputs, by the same names); ``hn`` takes ``crossing`` and
+    `USER_OF` and makes the model's outputs."""
+
+    cn: Program
+    hn: Program
+    crossing: tuple[Port, ...]
+
+
+def split(program: Program, cn_nodes: Iterable[str]) -> Halves:
+    """``cn_nodes`` run on the CN, the others on the HN. Raises `BadCut` if they can not."""
+    chosen = frozenset(cn_nodes)
+    check_cut(program, chosen)
+    crossing = tuple(_port(program, name) for name in crossing_values(program, chosen))
+    users = tuple(port for port in program.inputs if port.name == USER_OF)
+    cn_outputs = tuple((port.name, Ref(port.name)) for port in crossing)
+    cn_side = tuple(node for node in program.nodes if node.op == SIZE or node.name in chosen)
+    hn_side = tuple(node for node in program.nodes if node.op == SIZE or node.name not in chosen)
+    return Halves(
+        cn=live(replace(program, nodes=cn_side, outputs=cn_outputs)),
+        hn=live(replace(program, inputs=(*crossing, *users), nodes=hn_side)),
+        crossing=crossing,
+    )
+
+
+def _port(program: Program, name: str) -> Port:
+    for port in program.inputs:
+        if port.name == name:
+            return port
+    node = next(node for node in program.nodes if node.name == name)
+    return Port(name=name, shape=node.shape, dtype=node.dtype, rows=node.rows)

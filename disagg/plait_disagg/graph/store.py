@@ -1,0 +1,248 @@
+"""Programs as JSON, and back. The reader treats the file as foreign: what it returns can be run safely.
+
+{"format": "plait.program", "version": 1,
+ "inputs": [port], "constants": [port], "nodes": [node], "outputs": [[name, value name]]}
+port = {"name", "shape": [-1, 13], "dtype": "float32", "rows": "user"}
+node = port + {"op", "args": [...], "kwargs": {...}}
+argument = null, true, 1, 1.5, "text", [argument], {"ref": name}, {"dtype": "float32"}, {"float": "inf"}
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from plait_disagg.graph.errors import BadProgram
+from plait_disagg.graph.operators import SIZE, VOCABULARY, overload
+from plait_disagg.graph.program import LOOKUP, ROWS, TILE, Arg, DType, Node, Port, Program, Ref, Rows
+from plait_disagg.tables.values import Mode
+
+__all__ = ["VERSION", "dump_program", "load_program", "program_from_json", "program_to_json"]
+
+VERSION = 1
+
+_DTYPES = frozenset({"float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool"})
+_NAME_CHARACTERS, _LARGEST_SIZE, _DEEPEST, _MOST_VALUES = 200, 2**40, 4, 100_000
+"""Bounds on foreign data: far above any model, far below what would hurt."""
+
+
+def dump_program(program: Program) -> str:
+    """JSON text, the same for the same program."""
+    return json.dumps(program_to_json(program), indent=1, allow_nan=False) + "\n"
+
+
+def load_program(text: str) -> Program:
+    """Reads what `dump_program` wrote. Raises `BadProgram`, which names what is wrong."""
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadProgram(f"not JSON: {error}") from error
+    return program_from_json(data)
+
+
+def program_to_json(program: Program) -> dict[str, Any]:
+    """The program as plain data."""
+    return {
+        "format": "plait.program",
+        "version": VERSION,
+        "inputs": [_port_to_json(port) for port in program.inputs],
+        "constants": [_port_to_json(port) for port in program.constants],
+        "nodes": [_node_to_json(node) for node in program.nodes],
+        "outputs": [[name, ref.name] for name, ref in program.outputs],
+    }
+
+
+def program_from_json(data: Any) -> Program:
+    """Raises `BadProgram` if the data is not a program in which every node reads what stands before it and calls an
+    operator of the vocabulary with arguments of its schema's types."""
+    fields = _fields(data, "program", {"format", "version", "inputs", "constants", "nodes", "outputs"})
+    if fields["format"] != "plait.program" or fields["version"] != VERSION or isinstance(fields["version"], bool):
+        raise BadProgram(
+            f"format {fields['format']!r} version {fields['version']!r}; this reads plait.program version {VERSION}"
+        )
+    known: dict[str, str] = {}
+    inputs = tuple(_port(part, known, "inputs") for part in _list(fields["inputs"], "inputs"))
+    constants = tuple(_port(part, known, "constants") for part in _list(fields["constants"], "constants"))
+    nodes = tuple(_node(part, known) for part in _list(fields["nodes"], "nodes"))
+    outputs = tuple(_output(part, known) for part in _list(fields["outputs"], "outputs"))
+    if len({name for name, _ in outputs}) != len(outputs):
+        raise BadProgram("outputs: a name is taken twice")
+    return Program(inputs=inputs, constants=constants, nodes=nodes, outputs=outputs)
+
+
+def _port_to_json(port: Port | Node) -> dict[str, Any]:
+    return {"name": port.name, "shape": list(port.shape), "dtype": port.dtype, "rows": port.rows}
+
+
+def _node_to_json(node: Node) -> dict[str, Any]:
+    kwargs = {key: _arg_to_json(value) for key, value in node.kwargs.items()}
+    return {
+        **_port_to_json(node),
+        "op": node.op,
+        "args": [_arg_to_json(value) for value in node.args],
+        "kwargs": kwargs,
+    }
+
+
+def _arg_to_json(argument: Arg) -> Any:
+    if isinstance(argument, Ref):
+        return {"ref": argument.name}
+    if isinstance(argument, DType):
+        return {"dtype": argument.name}
+    if isinstance(argument, tuple):
+        return [_arg_to_json(part) for part in argument]
+    if isinstance(argument, float) and not math.isfinite(argument):
+        return {"float": str(argument)}
+    return argument
+
+
+def _port(data: Any, known: dict[str, str], where: str) -> Port:
+    fields = _fields(data, where, {"name", "shape", "dtype", "rows"})
+    name, shape, dtype, rows = _described(fields, known)
+    if dtype == "int":
+        raise BadProgram(f"{name}: a port is a tensor, not a number")
+    known[name] = dtype
+    return Port(name=name, shape=shape, dtype=dtype, rows=rows)
+
+
+def _node(data: Any, known: dict[str, str]) -> Node:
+    fields = _fields(data, "nodes", {"name", "shape", "dtype", "rows", "op", "args", "kwargs"})
+    name, shape, dtype, rows = _described(fields, known)
+    op = fields["op"]
+    if not isinstance(op, str) or (op not in VOCABULARY and op not in (LOOKUP, TILE, SIZE)):
+        raise BadProgram(f"{name}: operator {op!r} is not in the vocabulary")
+    if not isinstance(fields["kwargs"], dict):
+        raise BadProgram(f"{name}: kwargs is not an object")
+    args = tuple(_arg(part, known, name, 0) for part in _list(fields["args"], f"{name}: args"))
+    kwargs = {str(key): _arg(value, known, name, 0) for key, value in fields["kwargs"].items()}
+    node = Node(name=name, op=op, args=args, kwargs=kwargs, shape=shape, dtype=dtype, rows=rows)
+    if (dtype == "int") != (op == SIZE):
+        raise BadProgram(f"{name}: only {SIZE} makes a number")
+    _check_call(node, known)
+    known[name] = dtype
+    return node
+
+
+def _described(fields: Mapping[str, Any], known: Mapping[str, str]) -> tuple[str, tuple[int, ...], str, Rows]:
+    name, dtype, rows = fields["name"], fields["dtype"], fields["rows"]
+    if not isinstance(name, str) or not 0 < len(name) <= _NAME_CHARACTERS or not name.isprintable():
+        raise BadProgram(f"{str(name)[:60]!r} is not a name")
+    if name in known:
+        raise BadProgram(f"{name}: the name is taken twice")
+    if not isinstance(dtype, str) or (dtype not in _DTYPES and dtype != "int"):
+        raise BadProgram(f"{name}: {str(dtype)[:60]!r} is not a dtype")
+    if rows not in get_args(Rows):
+        raise BadProgram(f"{name}: rows must be one of {', '.join(get_args(Rows))}")
+    shape = _list(fields["shape"], f"{name}: shape")
+    for place, size in enumerate(shape):
+        if type(size) is not int or not (0 <= size <= _LARGEST_SIZE or (size == ROWS and place == 0)):
+            raise BadProgram(f"{name}: shape {str(shape)[:60]} is not sizes, with {ROWS} only in front")
+    return name, tuple(shape), dtype, rows
+
+
+def _arg(data: Any, known: Mapping[str, str], where: str, depth: int) -> Arg:
+    if data is None or type(data) in (bool, int, str):
+        return data  # type: ignore[no-any-return]
+    if type(data) is float and math.isfinite(data):
+        return data
+    if isinstance(data, list) and depth < _DEEPEST:
+        return tuple(_arg(part, known, where, depth + 1) for part in data)
+    if isinstance(data, dict) and len(data) == 1:
+        kind, value = next(iter(data.items()))
+        if kind == "ref" and isinstance(value, str):
+            if value not in known:
+                raise BadProgram(f"{where}: reads {value[:60]!r}, which nothing before it makes")
+            return Ref(value)
+        if kind == "dtype" and isinstance(value, str) and value in _DTYPES:
+            return DType(value)
+        if kind == "float" and value in ("inf", "-inf", "nan"):
+            return float(value)
+    raise BadProgram(f"{where}: {str(data)[:60]} is not an argument")
+
+
+def _output(data: Any, known: Mapping[str, str]) -> tuple[str, Ref]:
+    if not isinstance(data, list) or len(data) != 2 or not all(isinstance(part, str) for part in data):
+        raise BadProgram(f"outputs: {str(data)[:60]} is not a pair of names")
+    name, value = data
+    if not 0 < len(name) <= _NAME_CHARACTERS or not name.isprintable():
+        raise BadProgram(f"outputs: {name[:60]!r} is not a name")
+    if known.get(value, "int") == "int":
+        raise BadProgram(f"outputs: {name} is {value[:60]!r}, which is no tensor of the program")
+    return name, Ref(value)
+
+
+def _check_call(node: Node, known: Mapping[str, str]) -> None:
+    """Raises `BadProgram` if the arguments do not fit the operator's schema."""
+    if node.op == LOOKUP:
+        return _check_lookup(node, known)
+    if node.op == TILE:
+        plain = len(node.args) == 2 and all(_is_tensor(arg, known) for arg in node.args)
+        if not plain or any(key != "copy" or type(value) is not bool for key, value in node.kwargs.items()):
+            raise BadProgram(f"{node.name}: {TILE} takes a tensor and user_of, and copy=true or false")
+        return None
+    schema = overload(node.op)._schema  # type: ignore[attr-defined]
+    places = [argument for argument in schema.arguments if not argument.kwarg_only]
+    named = {argument.name: argument for argument in schema.arguments if argument.kwarg_only}
+    if len(node.args) > len(places) or not node.kwargs.keys() <= named.keys():
+        raise BadProgram(f"{node.name}: {node.op} does not take these arguments")
+    given = list(zip(places, node.args, strict=False)) + [(named[key], value) for key, value in node.kwargs.items()]
+    for argument, value in given:
+        if not _fits(value, str(argument.type), known):
+            raise BadProgram(
+                f"{node.name}: {argument.name} of {node.op} must be {argument.type}, not {str(value)[:60]}"
+            )
+    for argument in places[len(node.args) :]:
+        if not argument.has_default_value():
+            raise BadProgram(f"{node.name}: {node.op} needs {argument.name}")
+    return None
+
+
+def _check_lookup(node: Node, known: Mapping[str, str]) -> None:
+    ids, *others = node.args if len(node.args) == 3 else (None,)
+    table, mode = node.kwargs.get("table"), node.kwargs.get("mode")
+    if not _is_tensor(ids, known) or not all(part is None or _is_tensor(part, known) for part in others):
+        raise BadProgram(f"{node.name}: {LOOKUP} takes ids, offsets or null, and weights or null")
+    if not isinstance(table, str) or mode not in get_args(Mode) or node.kwargs.keys() != {"table", "mode"}:
+        raise BadProgram(f"{node.name}: {LOOKUP} needs a table's name and a mode of {', '.join(get_args(Mode))}")
+
+
+def _fits(value: Arg, kind: str, known: Mapping[str, str]) -> bool:
+    """True if ``value`` may stand where a schema says ``kind``."""
+    if kind.startswith("Optional["):
+        return value is None or _fits(value, kind[9:-1], known)
+    if kind.startswith("List["):
+        inner = kind[5:-1]
+        single = inner in ("int", "number", "float") and _fits(
+            value, inner, known
+        )  # a size where a list of sizes is asked
+        return single or (isinstance(value, tuple) and all(_fits(part, inner, known) for part in value))
+    if kind == "Tensor":
+        return _is_tensor(value, known) or type(value) in (int, float, bool)  # torch makes a tensor of a number
+    if kind == "int":
+        is_number = isinstance(value, Ref) and known[value.name] == "int"
+        return is_number or isinstance(value, DType) or (type(value) is int and abs(value) < 2**63)
+    wanted: Mapping[str, tuple[type, ...]] = {
+        "float": (int, float),
+        "number": (int, float, bool),
+        "bool": (bool,),
+        "str": (str,),
+    }
+    return type(value) in wanted.get(kind, ()) or (kind not in wanted and value is None)
+
+
+def _is_tensor(value: Any, known: Mapping[str, str]) -> bool:
+    return isinstance(value, Ref) and known[value.name] != "int"
+
+
+def _fields(data: Any, where: str, names: set[str]) -> dict[str, Any]:
+    if not isinstance(data, dict) or data.keys() != names:
+        raise BadProgram(f"{where}: must be an object with exactly {', '.join(sorted(names))}")
+    return data
+
+
+def _list(data: Any, where: str) -> list[Any]:
+    if not isinstance(data, list) or len(data) > _MOST_VALUES:
+        raise BadProgram(f"{where}: must be a list of at most {_MOST_VALUES}")
+    return data

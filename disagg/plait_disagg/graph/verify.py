@@ -1,0 +1,145 @@
+"""Do the two halves make what the module makes? Asked once when a model is packaged, on random requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from plait_disagg.graph.execute import Compiled, compile_program
+from plait_disagg.graph.feed import for_module, sample, together
+from plait_disagg.graph.inputs import Input
+from plait_disagg.graph.program import USER_OF
+from plait_disagg.graph.split import Halves
+from plait_disagg.tables.protocols import Tables
+
+__all__ = ["Check", "Verification", "verify_halves"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One batch: ``candidates`` of its requests, the largest differences over all outputs, and whether bits are equal.
+
+    ``same_top``: the best 10 candidates by every single-number output agree but for ties within the tolerance.
+    """
+
+    candidates: tuple[int, ...]
+    largest_absolute: float
+    largest_relative: float
+    equal_bits: bool
+    close: bool
+    same_top: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """All checks. ``bits_promised``: single requests had to give the module's bits (`keeps_bits`, and float32 rows)."""
+
+    checks: tuple[Check, ...]
+    bits_promised: bool
+
+    @property
+    def ok(self) -> bool:
+        """True if every promise was kept."""
+        return not self.failures
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """What was not kept, for people."""
+        return tuple(text for check in self.checks if (text := self._failure(check)))
+
+    def _failure(self, check: Check) -> str:
+        what = f"{' + '.join(map(str, check.candidates))} candidates"
+        if not check.close:
+            return f"{what}: outputs differ by {check.largest_absolute:.3g} (relative {check.largest_relative:.3g})"
+        if not check.same_top:
+            return f"{what}: the best candidates differ"
+        if self.bits_promised and len(check.candidates) == 1 and not check.equal_bits:
+            return f"{what}: bits differ (by {check.largest_absolute:.3g}) though the program is exact"
+        return ""
+
+
+def verify_halves(
+    module: nn.Module,
+    inputs: Sequence[Input],
+    halves: Halves,
+    *,
+    constants: Mapping[str, torch.Tensor],
+    tables: Tables,
+    bounds: Mapping[str, int],
+    bits_promised: bool,
+    batches: Sequence[Sequence[int]] = ((1,), (7,), (64,), (5, 1, 30)),
+    ids_per_bag: Mapping[str, int] | int = 20,
+    rtol: float = 1e-5,
+    atol: float = 1e-6,
+    seed: int = 0,
+) -> Verification:
+    """Runs ``module`` and both halves on random requests (bags may be empty) and compares all outputs.
+
+    ``bounds``: see `id_bounds`. ``batches``: candidates of the requests of each batch. ``tables`` other than the
+    module's own float32 rows need wider tolerances.
+    """
+    cn = compile_program(halves.cn, constants, tables)
+    hn = compile_program(halves.hn, constants)
+    checks = []
+    for number, candidates in enumerate(batches):
+        requests = [
+            sample(
+                inputs,
+                bounds,
+                candidates=count,
+                ids_per_bag=ids_per_bag,
+                seed=seed + 1000 * number + index,
+                ragged=True,
+            )
+            for index, count in enumerate(candidates)
+        ]
+        batch = together(inputs, requests, candidates)
+        wanted = _module_outputs(module, for_module(inputs, batch))
+        got = run_halves(cn, hn, batch)
+        checks.append(_compare(tuple(candidates), wanted, got, rtol, atol))
+    return Verification(checks=tuple(checks), bits_promised=bits_promised)
+
+
+def run_halves(cn: Compiled, hn: Compiled, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Both halves, one after the other, without a wire."""
+    return hn({**cn(batch), USER_OF: batch[USER_OF]})
+
+
+def _module_outputs(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    with torch.no_grad():
+        made = module(**tensors)
+    if isinstance(made, torch.Tensor):
+        return {"score": made}
+    if isinstance(made, Mapping):
+        return {str(name): value for name, value in made.items()}
+    return {f"score_{index}": value for index, value in enumerate(made)}
+
+
+def _compare(
+    candidates: tuple[int, ...],
+    wanted: Mapping[str, torch.Tensor],
+    got: Mapping[str, torch.Tensor],
+    rtol: float,
+    atol: float,
+) -> Check:
+    differences = [(wanted[name].double() - got[name].double()).abs() for name in wanted]
+    scales = [wanted[name].double().abs().clamp_min(atol) for name in wanted]
+    same_shapes = all(wanted[name].shape == got[name].shape for name in wanted)
+    return Check(
+        candidates=candidates,
+        largest_absolute=max(float(part.max()) for part in differences),
+        largest_relative=max(float((part / scale).max()) for part, scale in zip(differences, scales, strict=True)),
+        equal_bits=same_shapes and all(torch.equal(wanted[name], got[name]) for name in wanted),
+        close=same_shapes and all(torch.allclose(got[name], wanted[name], rtol=rtol, atol=atol) for name in wanted),
+        same_top=all(_same_top(wanted[name], got[name], rtol, atol) for name in wanted if wanted[name].ndim == 1),
+    )
+
+
+def _same_top(wanted: torch.Tensor, got: torch.Tensor, rtol: float, atol: float, best: int = 10) -> bool:
+    """The chosen candidates are as good by ``wanted`` as its own best, one by one, up to the tolerance."""
+    count = min(best, wanted.shape[0])
+    chosen = wanted[got.topk(count).indices].sort(descending=True).values
+    return torch.allclose(chosen, wanted.topk(count).values, rtol=2 * rtol, atol=2 * atol)

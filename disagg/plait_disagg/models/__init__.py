@@ -1,0 +1,1 @@
+"""Recommendation models of the published shapes, and requests for them."""

@@ -1,0 +1,160 @@
+"""Named configurations: the published shapes (facts and their sources beside each).
+
+Which features are user-side is not published for any of them. We take every fourth table as item-side and the others,
+with the dense features, as user-side: long multi-hot features are mostly histories of users.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+import torch
+from torch import nn
+
+from plait_disagg.graph.inputs import Dense, Ids, Input
+from plait_disagg.models.dcn import Dcn
+from plait_disagg.models.din import Din
+from plait_disagg.models.dlrm import Dlrm
+from plait_disagg.models.layers import Sparse
+from plait_disagg.models.two_tower import TwoTower
+
+__all__ = ["CONFIGS", "Config", "build", "ids_per_bag"]
+
+# fmt: off
+# facebookresearch/dlrm, Criteo Kaggle Display Advertising Challenge: distinct values of the 26 categorical features.
+_KAGGLE_ROWS = (
+    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10,
+    5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572
+)
+# mlcommons/training, recommendation_v2/torchrec_dlrm: num_embeddings_per_feature and multi_hot_sizes.
+_MLPERF_ROWS = (
+    40000000, 39060, 17295, 7424, 20265, 3, 7122, 1543, 63, 40000000, 3067956, 405282, 10, 2209, 11938, 155, 4,
+    976, 14, 40000000, 40000000, 40000000, 590152, 12973, 108, 36
+)
+_MLPERF_HOT = (
+    3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1
+)
+# fmt: on
+
+Config = Callable[[float], "tuple[Callable[[], nn.Module], tuple[Input, ...], Mapping[str, int]]"]
+"""From a scale of the tables' rows to: how to make the module, its inputs, and the ids of a typical bag by input."""
+
+_Made = tuple[Callable[[], nn.Module], tuple[Input, ...], Mapping[str, int]]
+
+
+def build(name: str, rows_scale: float = 1.0, seed: int = 0) -> tuple[nn.Module, tuple[Input, ...]]:
+    """A configuration's module in evaluation mode, and its inputs. ``rows_scale`` multiplies the rows of all tables
+    (at least 2).
+
+    The same seed gives the same weights. Raises KeyError for an unknown name.
+    """
+    make, inputs, _ = CONFIGS[name](rows_scale)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        module = make()
+    return module.eval(), inputs
+
+
+def ids_per_bag(name: str) -> Mapping[str, int]:
+    """Ids of a typical row, by the name of every bag input."""
+    _, _, hot = CONFIGS[name](1.0)
+    return hot
+
+
+def _features(rows: Sequence[int], hot: Sequence[int], scale: float, *, bag: bool = True) -> tuple[Sparse, ...]:
+    return tuple(
+        Sparse(
+            name=f"c{index}", rows=_scaled(count, scale), side="item" if index % 4 == 3 else "user", hot=ids, bag=bag
+        )
+        for index, (count, ids) in enumerate(zip(rows, hot, strict=True))
+    )
+
+
+def _scaled(rows: int, scale: float) -> int:
+    return max(2, round(rows * scale))
+
+
+def _hot(features: Sequence[Sparse]) -> Mapping[str, int]:
+    return {feature.name: feature.hot for feature in features if feature.bag}
+
+
+def _deeprecsys(tables: int, rows: int, *, dim: int, hot: int, bottom: Sequence[int], top: Sequence[int]) -> Config:
+    """RM1-RM3 of DeepRecSys (Gupta et al., ISCA'20; harvard-acc/DeepRecSys, models/configs): DLRM with interaction
+    cat.
+    """
+
+    def config(scale: float) -> _Made:
+        features = _features([rows] * tables, [hot] * tables, scale)
+        inputs = (Dense("dense", "user", (bottom[0],)), *(feature.input for feature in features))
+        return lambda: Dlrm(features, dim=dim, bottom=bottom, top=top, interaction="cat"), inputs, _hot(features)
+
+    return config
+
+
+def _criteo_kaggle(scale: float) -> _Made:
+    """facebookresearch/dlrm, bench/dlrm_s_criteo_kaggle.sh: one id per feature, interaction dot."""
+    features = _features(_KAGGLE_ROWS, [1] * len(_KAGGLE_ROWS), scale, bag=False)
+    inputs = (Dense("dense", "user", (13,)), *(feature.input for feature in features))
+
+    def make() -> nn.Module:
+        return Dlrm(features, dim=16, bottom=(13, 512, 256, 64, 16), top=(512, 256, 1), interaction="dot")
+
+    return make, inputs, {}
+
+
+def _mlperf_dcnv2(scale: float) -> _Made:
+    """mlcommons/inference dlrm-v2: multi-hot Criteo 1TB, DCNv2 with 3 low-rank layers of 512. 97.36 GiB at scale 1."""
+    features = _features(_MLPERF_ROWS, _MLPERF_HOT, scale)
+    inputs = (Dense("dense", "user", (13,)), *(feature.input for feature in features))
+
+    def make() -> nn.Module:
+        over = (1024, 1024, 512, 256, 1)
+        return Dcn(features, dim=128, bottom=(13, 512, 256, 128), over=over, layers=3, rank=512)
+
+    return make, inputs, _hot(features)
+
+
+def _two_tower(scale: float) -> _Made:
+    """A retrieval model of our own choosing: 1 M users and items, a history and tags, towers 256-128-64."""
+    features = (
+        Sparse(name="user", rows=_scaled(1_000_000, scale), side="user", bag=False),
+        Sparse(name="history", rows=_scaled(1_000_000, scale), side="user", hot=50),
+        Sparse(name="country", rows=_scaled(200, scale), side="user", bag=False),
+        Sparse(name="item", rows=_scaled(1_000_000, scale), side="item", bag=False),
+        Sparse(name="tags", rows=_scaled(10_000, scale), side="item", hot=5),
+    )
+    dense = (Dense("user_dense", "user", (8,)), Dense("item_dense", "item", (8,)))
+    inputs = (*dense, *(feature.input for feature in features))
+
+    def make() -> nn.Module:
+        return TwoTower(features, dim=64, user_dense=8, item_dense=8, tower=(256, 128, 64))
+
+    return make, inputs, _hot(features)
+
+
+def _din(scale: float) -> _Made:
+    """Tables of DeepRecSys' DIN (10 M and 0.1 M and 1 M rows of 32) and a history of 100, which we chose."""
+    inputs: tuple[Input, ...] = (
+        Ids("user", "user"),
+        Ids("history", "user", (100,)),
+        Ids("history_category", "user", (100,)),
+        Ids("item", "item"),
+        Ids("category", "item"),
+    )
+    rows = (_scaled(10_000_000, scale), _scaled(100_000, scale), _scaled(1_000_000, scale))
+    return lambda: Din(rows=rows, dim=32), inputs, {}
+
+
+CONFIGS: Mapping[str, Config] = MappingProxyType(
+    {
+        "rm1": _deeprecsys(8, 4_000_000, dim=32, hot=80, bottom=(128, 64, 32), top=(256, 64, 1)),
+        "rm2": _deeprecsys(32, 500_000, dim=64, hot=120, bottom=(256, 128, 64), top=(128, 64, 1)),
+        "rm3": _deeprecsys(10, 2_000_000, dim=32, hot=20, bottom=(2560, 1024, 256, 32), top=(512, 256, 1)),
+        "criteo-kaggle": _criteo_kaggle,
+        "mlperf-dcnv2": _mlperf_dcnv2,
+        "two-tower": _two_tower,
+        "din": _din,
+    }
+)
+"""Every named configuration."""

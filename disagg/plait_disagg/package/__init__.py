@@ -1,0 +1,41 @@
+"""A packaged model: the folder that plait serves a recommendation model from.
+
+::
+
+    write_package(Path("picks"), module, inputs, name="picks")
+    package = open_package(Path("picks"))
+    ranker = WholeRanker(package.card(), package.sparse(), package.dense())
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from plait_disagg.package.errors import PackageError
+from plait_disagg.package.items import Items, StoredItems
+from plait_disagg.package.manifest import Manifest, read_manifest
+from plait_disagg.package.read import Package, open_package
+
+if TYPE_CHECKING:
+    from plait_disagg.package.write import Options, write_package
+
+__all__ = [
+    "Items",
+    "Manifest",
+    "Options",
+    "Package",
+    "PackageError",
+    "StoredItems",
+    "open_package",
+    "read_manifest",
+    "write_package",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what traces models only when one is packaged: a worker starts faster without."""
+    if name in ("Options", "write_package"):
+        from plait_disagg.package import write
+
+        return getattr(write, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,58 @@
+"""Making a captured program ready to be cut, and measuring what its parts cost on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from plait_disagg.graph import costs
+from plait_disagg.graph.cut import CutProblem
+from plait_disagg.graph.factor import factor_linears
+from plait_disagg.graph.feed import id_bounds, sample
+from plait_disagg.graph.inputs import Input
+from plait_disagg.graph.program import USER_OF, Program
+from plait_disagg.graph.tile import tile
+from plait_disagg.tables.protocols import Tables
+
+__all__ = ["Cuttable", "cut_problem", "cuttable"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cuttable:
+    """A tiled program with its constants. ``bounds``: ids of an input are below its bound."""
+
+    program: Program
+    constants: Mapping[str, torch.Tensor]
+    inputs: Sequence[Input]
+    bounds: Mapping[str, int]
+
+
+def cuttable(
+    captured: Program,
+    constants: Mapping[str, torch.Tensor],
+    inputs: Sequence[Input],
+    *,
+    table_rows: Mapping[str, int],
+    exact: bool,
+) -> Cuttable:
+    """As cheap as it gets: the user's values and the user's share of linear layers once per user; ``exact``: only as
+    far as the module's bits stay."""
+    program, bounds = tile(captured, exact=exact), id_bounds(captured, table_rows)
+    if not exact:
+        program, constants = factor_linears(program, constants)
+    return Cuttable(program=program, constants=constants, inputs=inputs, bounds=bounds)
+
+
+def cut_problem(ready: Cuttable, tables: Tables, *, candidates: int, ids_per_bag: Mapping[str, int]) -> CutProblem:
+    """What the cutters decide on: the cost of every part for one random request, measured on one thread."""
+    tensors = sample(ready.inputs, ready.bounds, candidates=candidates, ids_per_bag=ids_per_bag)
+    tensors[USER_OF] = torch.zeros(candidates, dtype=torch.int64)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        seconds = costs.measure_seconds(ready.program, ready.constants, tables, tensors)
+    finally:
+        torch.set_num_threads(threads)
+    return costs.cut_problem(ready.program, seconds, candidates=candidates, ids_per_bag=ids_per_bag)

@@ -1,0 +1,9 @@
+"""What can be wrong with a packaged model."""
+
+from __future__ import annotations
+
+__all__ = ["PackageError"]
+
+
+class PackageError(Exception):
+    """The folder is not a packaged model that can be served; the message names the file and what is wrong with it."""

@@ -1,0 +1,130 @@
+"""The items that a package knows: the item-side inputs of each, by item id, so that a request can name bare ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from plait_disagg.graph.inputs import OFFSETS, Bag, Dense, Input, tensor_names
+from plait_disagg.package.errors import PackageError
+
+__all__ = ["Items", "StoredItems", "read_items", "write_items"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Items:
+    """An item's id is its row. ``features``: the item-side tensors of `tensor_names`, a row for each item (a bag's ids
+    flat, with its offsets). ``names``: what people call the items; None if nobody needs to know.
+    """
+
+    features: Mapping[str, torch.Tensor]
+    names: Sequence[str] | None = None
+
+
+class StoredItems:
+    """Implements `ItemStore`. Raises ValueError, naming the input, if the features are not the model's."""
+
+    def __init__(self, items: Items, inputs: Sequence[Input]) -> None:
+        self._sides = tuple(item for item in inputs if item.side == "item")
+        self._features = {name: tensor.contiguous() for name, tensor in items.features.items()}
+        self._names = None if items.names is None else tuple(items.names)
+        self._count = _check(self._features, self._sides)
+        if self._names is not None and len(self._names) != self._count:
+            raise ValueError(f"items: {len(self._names)} names for {self._count} items")
+
+    def __len__(self) -> int:
+        return self._count
+
+    def gather(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """See `ItemStore`. ``ids (N,)`` int64."""
+        found: dict[str, torch.Tensor] = {}
+        for item in self._sides:
+            if isinstance(item, Bag):
+                offsets = self._features[item.name + OFFSETS]
+                found[item.name], found[item.name + OFFSETS] = _take_bags(self._features[item.name], offsets, ids)
+            else:
+                found[item.name] = self._features[item.name].index_select(0, ids)
+        return found
+
+    def names(self, ids: Sequence[int]) -> list[str] | None:
+        """See `ItemStore`."""
+        return None if self._names is None else [self._names[i] for i in ids]
+
+
+def _take_bags(ids: torch.Tensor, offsets: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bags of ``rows``, laid end to end, with their offsets."""
+    starts, lengths = offsets[rows], offsets[rows + 1] - offsets[rows]
+    taken = torch.zeros(len(rows) + 1, dtype=torch.int64)
+    torch.cumsum(lengths, 0, out=taken[1:])
+    # Position p of the result belongs to bag b and is its (p - taken[b])-th id.
+    shift = torch.repeat_interleave(starts - taken[:-1], lengths)
+    return ids[torch.arange(len(shift)) + shift], taken
+
+
+def write_items(folder: Path, features_file: str, names_file: str, items: Items, inputs: Sequence[Input]) -> int:
+    """Writes the files (names only if there are any); returns how many items. Raises ValueError as `StoredItems`."""
+    stored = StoredItems(items, inputs)
+    save_file({name: tensor.contiguous() for name, tensor in items.features.items()}, folder / features_file)
+    if items.names is not None:
+        text = json.dumps(list(items.names), ensure_ascii=False)
+        (folder / names_file).write_text(text + "\n", encoding="utf-8")
+    return len(stored)
+
+
+def read_items(features_path: Path, names_path: Path, inputs: Sequence[Input]) -> StoredItems:
+    """Raises `PackageError` if the files are not what the model needs."""
+    try:
+        features = load_file(features_path)
+        names = json.loads(names_path.read_text(encoding="utf-8")) if names_path.is_file() else None
+        if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+            raise PackageError(f"{names_path} is not a list of names")
+        return StoredItems(Items(features=features, names=names), inputs)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise PackageError(f"{features_path}: {error}") from error
+
+
+def _check(features: Mapping[str, torch.Tensor], sides: Sequence[Input]) -> int:
+    wanted = tensor_names(sides)
+    missing = [name for name in wanted if name not in features]
+    extra = [name for name in features if name not in wanted]
+    if missing or extra:
+        word = f"{missing[0]} is missing" if missing else f"{extra[0]} is no item-side input"
+        raise ValueError(f"items: {word}; the model takes {', '.join(wanted) or 'no item-side inputs'}")
+    if not sides:
+        raise ValueError("items: the model has no item-side inputs")
+    counts = {item.name: _count(item, features) for item in sides}
+    if len(set(counts.values())) > 1:
+        raise ValueError(f"items: the inputs disagree about how many items there are: {counts}")
+    return next(iter(counts.values()))
+
+
+def _count(item: Input, features: Mapping[str, torch.Tensor]) -> int:
+    """How many items an input's tensor has; checks its dtype and shape."""
+    tensor = features[item.name]
+    dtype = torch.float32 if isinstance(item, Dense) else torch.int64
+    if tensor.dtype is not dtype:
+        raise ValueError(f"items: {item.name} is {tensor.dtype}, not {dtype}")
+    if not isinstance(item, Bag):
+        if tuple(tensor.shape[1:]) != item.shape:
+            raise ValueError(f"items: {item.name} has rows of shape {tuple(tensor.shape[1:])}, not {item.shape}")
+        return tensor.shape[0]
+    offsets = features[item.name + OFFSETS]
+    lengths = offsets.diff()
+    if (
+        tensor.dim() != 1
+        or offsets.dim() != 1
+        or offsets.dtype is not torch.int64
+        or len(offsets) < 1
+        or int(offsets[0]) != 0
+        or int(offsets[-1]) != len(tensor)
+        or bool((lengths < 0).any())
+        or bool((lengths > item.largest).any())
+    ):
+        raise ValueError(f"items: {item.name}{OFFSETS} must go from 0 to {len(tensor)} without decreasing")
+    return len(offsets) - 1

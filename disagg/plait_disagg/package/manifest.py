@@ -1,0 +1,140 @@
+"""package.json: what a packaged model is, and the check sums of the other files of its folder.
+
+::
+
+    FOLDER/
+        package.json             this file
+        whole.json               the model as captured: one program, nothing tiled
+        cn.json  hn.json         its two halves
+        constants.safetensors    weights of the dense layers, by name
+        tables.safetensors       one matrix per group of tables
+        items.safetensors        optional: the item-side inputs of each item, by item id
+        items.json               optional: the items' names, in the order of their ids
+
+Nothing in a folder is code: programs are operators of a fixed vocabulary, everything else is numbers and names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from plait_disagg.graph.inputs import Input, check_inputs, input_from_json, input_to_json
+from plait_disagg.package.errors import PackageError
+
+__all__ = ["MANIFEST", "CutFacts", "Manifest", "read_manifest", "sha256_of", "write_manifest"]
+
+MANIFEST = "package.json"
+WHOLE, CN, HN = "whole.json", "cn.json", "hn.json"
+CONSTANTS, TABLES = "constants.safetensors", "tables.safetensors"
+ITEMS, ITEM_NAMES = "items.safetensors", "items.json"
+
+FORMAT = 1
+"""Version of the folder's layout."""
+
+NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+_LARGEST_MANIFEST_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutFacts:
+    """How the model was cut. ``tiled``: user-side values are computed once per user; ``candidates``: the request it was
+    cut for."""
+
+    cutter: str
+    tiled: bool
+    candidates: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """See the module docstring. ``bounds``: rows of the table that an input's ids feed as they are, if one outside is
+    an error. ``outputs``: name to the shape of one row.
+    """
+
+    name: str
+    version: str
+    inputs: tuple[Input, ...]
+    outputs: Mapping[str, tuple[int, ...]]
+    bounds: Mapping[str, int]
+    cut: CutFacts
+    largest_candidates: int
+    items: int | None
+    files: Mapping[str, str] = field(default_factory=dict)
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Writes package.json, last of all files, so that a folder with one is whole."""
+    data = {
+        "format": FORMAT,
+        "name": manifest.name,
+        "version": manifest.version,
+        "inputs": [input_to_json(item) for item in manifest.inputs],
+        "outputs": {name: list(shape) for name, shape in manifest.outputs.items()},
+        "bounds": dict(manifest.bounds),
+        "cut": vars(manifest.cut),
+        "largest_candidates": manifest.largest_candidates,
+        "items": manifest.items,
+        "files": dict(manifest.files),
+    }
+    (folder / MANIFEST).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Raises `PackageError`, naming the file and the field, if there is no package or it is not understood."""
+    path = folder / MANIFEST
+    try:
+        if path.stat().st_size > _LARGEST_MANIFEST_BYTES:
+            raise PackageError(f"{path} is larger than {_LARGEST_MANIFEST_BYTES} bytes")
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PackageError(f"{folder} is no packaged model: {path.name}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise PackageError(f"{path} is not JSON") from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise PackageError(f"{path}: format {_get(data, 'format')!r} is not {FORMAT}; package the model again")
+    try:
+        manifest = _parse(data)
+        check_inputs(manifest.inputs)
+    except KeyError as error:
+        raise PackageError(f"{path}: {error.args[0]} is missing") from error
+    except (TypeError, ValueError, AttributeError) as error:
+        raise PackageError(f"{path}: {error}") from error
+    return manifest
+
+
+def sha256_of(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _get(data: object, key: str) -> object:
+    return data.get(key) if isinstance(data, dict) else None
+
+
+def _parse(data: Mapping[str, Any]) -> Manifest:
+    name = str(data["name"])
+    if not NAME.fullmatch(name):
+        raise ValueError(f"name {name!r} must match {NAME.pattern}")
+    cut = data["cut"]
+    return Manifest(
+        name=name,
+        version=str(data["version"]),
+        inputs=tuple(input_from_json(item) for item in data["inputs"]),
+        outputs={str(key): tuple(int(size) for size in shape) for key, shape in data["outputs"].items()},
+        bounds={str(key): int(rows) for key, rows in data["bounds"].items()},
+        cut=CutFacts(
+            cutter=str(cut["cutter"]),
+            tiled=bool(cut["tiled"]),
+            candidates=int(cut["candidates"]),
+        ),
+        largest_candidates=int(data["largest_candidates"]),
+        items=None if data["items"] is None else int(data["items"]),
+        files={str(key): str(digest) for key, digest in data["files"].items()},
+    )

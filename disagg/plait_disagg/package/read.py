@@ -1,0 +1,143 @@
+"""Opening a packaged model: everything in the folder is checked before it is used, and nothing in it is run as code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from plait_disagg.graph.errors import BadProgram
+from plait_disagg.graph.execute import Compiled, compile_program
+from plait_disagg.graph.program import Program
+from plait_disagg.graph.store import load_program
+from plait_disagg.package.errors import PackageError
+from plait_disagg.package.halves import CompiledDense, CompiledSparse
+from plait_disagg.package.items import StoredItems, read_items
+from plait_disagg.package.manifest import (
+    CN,
+    CONSTANTS,
+    HN,
+    ITEM_NAMES,
+    ITEMS,
+    TABLES,
+    WHOLE,
+    Manifest,
+    read_manifest,
+    sha256_of,
+)
+from plait_disagg.tables.errors import BadTableFile
+from plait_disagg.tables.fused import FusedTables
+from plait_disagg.tables.protocols import Tables
+from plait_disagg.tables.storage import TableSet, open_tables
+from plait_disagg.workers.values import ModelCard
+
+__all__ = ["Package", "open_package"]
+
+_NOT_HASHED = (TABLES,)
+"""Tables may be terabytes, and are mapped, not read: their header is checked when they are opened."""
+
+
+@dataclass(frozen=True)
+class Package:
+    """An open folder. What is heavy is loaded when it is first asked for."""
+
+    folder: Path
+    manifest: Manifest
+
+    def card(self, *, mode: str = "whole") -> ModelCard:
+        """What clients must know of the model."""
+        manifest = self.manifest
+        return ModelCard(
+            name=manifest.name,
+            version=manifest.version,
+            inputs=manifest.inputs,
+            outputs=manifest.outputs,
+            largest_candidates=manifest.largest_candidates,
+            items=manifest.items,
+            mode=mode,
+            id_rows=manifest.bounds,
+        )
+
+    def sparse(self, tables: Tables | None = None) -> CompiledSparse:
+        """The CN half; ``tables`` None: the folder's own, memory-mapped. Raises `PackageError`."""
+        return CompiledSparse(self._compiled(self.cn, tables or FusedTables(self.tables)), self.manifest.inputs)
+
+    def dense(self, device: torch.device | str = "cpu") -> CompiledDense:
+        """The HN half. Raises `PackageError`."""
+        try:
+            return CompiledDense(compile_program(self.hn, self.constants, device=device), device)
+        except BadProgram as error:
+            raise PackageError(f"{self.folder / HN}: {error}") from error
+
+    @cached_property
+    def tables(self) -> TableSet:
+        """The tables, memory-mapped. Raises `PackageError`."""
+        try:
+            return open_tables(self.folder / TABLES)
+        except (BadTableFile, OSError) as error:
+            raise PackageError(str(error)) from error
+
+    @cached_property
+    def items(self) -> StoredItems | None:
+        """The items' features, if the package knows them. Raises `PackageError`."""
+        if self.manifest.items is None:
+            return None
+        items = read_items(self.folder / ITEMS, self.folder / ITEM_NAMES, self.manifest.inputs)
+        if len(items) != self.manifest.items:
+            raise PackageError(f"{self.folder / ITEMS} has {len(items)} items, not {self.manifest.items}")
+        return items
+
+    @cached_property
+    def whole(self) -> Program:
+        """The model as it was captured."""
+        return self._program(WHOLE)
+
+    @cached_property
+    def cn(self) -> Program:
+        """The CN program."""
+        return self._program(CN)
+
+    @cached_property
+    def hn(self) -> Program:
+        """The HN program."""
+        return self._program(HN)
+
+    @cached_property
+    def constants(self) -> dict[str, torch.Tensor]:
+        """Weights of the dense layers by name. Raises `PackageError`."""
+        try:
+            constants: dict[str, torch.Tensor] = load_file(self.folder / CONSTANTS)
+        except (OSError, SafetensorError) as error:
+            raise PackageError(f"{self.folder / CONSTANTS}: {error}") from error
+        return constants
+
+    def _compiled(self, program: Program, tables: Tables) -> Compiled:
+        try:
+            return compile_program(program, self.constants, tables)
+        except BadProgram as error:
+            raise PackageError(f"{self.folder / CN}: {error}") from error
+
+    def _program(self, name: str) -> Program:
+        try:
+            return load_program((self.folder / name).read_text(encoding="utf-8"))
+        except (BadProgram, OSError, UnicodeDecodeError) as error:
+            raise PackageError(f"{self.folder / name}: {error}") from error
+
+
+def open_package(folder: Path) -> Package:
+    """Checks the folder's files against their check sums (all but the tables). Raises `PackageError`."""
+    manifest = read_manifest(folder)
+    for name, digest in manifest.files.items():
+        path = folder / name
+        if path.parent != folder or not path.is_file():
+            raise PackageError(f"{path} is missing")
+        if name not in _NOT_HASHED and sha256_of(path) != digest:
+            raise PackageError(f"{path} is not the file that was packaged: its SHA-256 differs")
+    for name in (WHOLE, CN, HN, CONSTANTS, TABLES):
+        if name not in manifest.files:
+            raise PackageError(f"{folder} is no whole package: {name} is not listed")
+    return Package(folder=folder, manifest=manifest)

@@ -1,0 +1,171 @@
+"""Packaging a model: from a module and its inputs to the folder that plait serves."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import nn
+
+from plait_disagg.graph.capture import Captured, capture
+from plait_disagg.graph.cutters import CUTTERS
+from plait_disagg.graph.inputs import Input
+from plait_disagg.graph.program import LOOKUP, Ref
+from plait_disagg.graph.split import Halves, split
+from plait_disagg.graph.store import dump_program
+from plait_disagg.graph.tile import keeps_bits
+from plait_disagg.graph.verify import verify_halves
+from plait_disagg.package.costing import Cuttable, cut_problem, cuttable
+from plait_disagg.package.errors import PackageError
+from plait_disagg.package.items import Items, write_items
+from plait_disagg.package.manifest import (
+    CN,
+    CONSTANTS,
+    HN,
+    ITEM_NAMES,
+    ITEMS,
+    NAME,
+    TABLES,
+    WHOLE,
+    CutFacts,
+    Manifest,
+    sha256_of,
+    write_manifest,
+)
+from plait_disagg.tables.fused import FusedTables
+from plait_disagg.tables.reference import SeparateTables
+from plait_disagg.tables.storage import open_tables, write_tables
+from plait_disagg.tables.values import OutOfRange, RowFormat
+
+__all__ = ["Options", "write_package"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a model is packaged. ``row_format`` and ``out_of_range``: for all tables, or by table name.
+
+    ``tile``: compute user-side values once per request; off, the scores have the module's bits. The cut is made for a
+    request of ``candidates`` with ``ids_per_bag`` ids in a row of each bag (1 if it is not named). At most
+    ``largest_candidates`` are accepted in a request.
+    """
+
+    version: str = "1"
+    row_format: RowFormat | Mapping[str, RowFormat] = "float32"
+    out_of_range: OutOfRange | Mapping[str, OutOfRange] = "error"
+    cutter: str = "mincut"
+    tile: bool = True
+    candidates: int = 64
+    ids_per_bag: Mapping[str, int] = field(default_factory=dict)
+    largest_candidates: int = 10_000
+
+
+def write_package(
+    folder: Path,
+    module: nn.Module,
+    inputs: Sequence[Input],
+    *,
+    name: str,
+    items: Items | None = None,
+    options: Options | None = None,
+) -> Manifest:
+    """Captures, cuts and stores a model (in evaluation mode) into a new folder, which appears whole or not at all.
+
+    Raises `Refused` (an operator that can not be cut), `PackageError` (the folder is taken, a bad name, halves that do
+    not make what the module makes), ValueError (inputs or items that do not fit).
+    """
+    options = options or Options()
+    if not NAME.fullmatch(name):
+        raise PackageError(f"the name {name!r} must match {NAME.pattern}")
+    if options.cutter not in CUTTERS:
+        raise PackageError(f"there is no cutter {options.cutter!r}; there are {', '.join(CUTTERS)}")
+    if folder.exists():
+        raise PackageError(f"{folder} exists already")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+    try:
+        manifest = _write(draft, module, inputs, name=name, items=items, options=options)
+        draft.chmod(0o755)  # mkdtemp's folders are private
+        draft.rename(folder)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    return manifest
+
+
+def _write(
+    folder: Path, module: nn.Module, inputs: Sequence[Input], *, name: str, items: Items | None, options: Options
+) -> Manifest:
+    captured = capture(module, inputs)
+    write_tables(folder / TABLES, captured.tables, formats=options.row_format, out_of_range=options.out_of_range)
+    ready = cuttable(
+        captured.program, captured.constants, captured.inputs, table_rows=_rows(captured), exact=not options.tile
+    )
+    tables = FusedTables(open_tables(folder / TABLES))
+    problem = cut_problem(ready, tables, candidates=options.candidates, ids_per_bag=options.ids_per_bag)
+    halves = split(ready.program, CUTTERS[options.cutter].cut(problem))
+    _verify(module, captured, halves, ready, options)
+    for file, program in ((WHOLE, captured.program), (CN, halves.cn), (HN, halves.hn)):
+        (folder / file).write_text(dump_program(program), encoding="utf-8")
+    held = {**captured.constants, **ready.constants}
+    save_file({key: tensor.detach().contiguous().clone() for key, tensor in held.items()}, folder / CONSTANTS)
+    count = None if items is None else write_items(folder, ITEMS, ITEM_NAMES, items, captured.inputs)
+    manifest = Manifest(
+        name=name,
+        version=options.version,
+        inputs=captured.inputs,
+        outputs=_outputs(captured),
+        bounds=_bounds(captured, options.out_of_range),
+        cut=CutFacts(cutter=options.cutter, tiled=options.tile, candidates=options.candidates),
+        largest_candidates=options.largest_candidates,
+        items=count,
+    )
+    files = {path.name: sha256_of(path) for path in sorted(folder.iterdir())}
+    manifest = replace(manifest, files=files)
+    write_manifest(folder, manifest)
+    return manifest
+
+
+def _verify(module: nn.Module, captured: Captured, halves: Halves, ready: Cuttable, options: Options) -> None:
+    """Both halves against the module on random requests, with the module's own rows: formats of rows come later."""
+    found = verify_halves(
+        module,
+        captured.inputs,
+        halves,
+        constants=ready.constants,
+        tables=SeparateTables(captured.tables),
+        bounds=ready.bounds,
+        bits_promised=not options.tile and keeps_bits(ready.program),
+        ids_per_bag=options.ids_per_bag,
+    )
+    if not found.ok:
+        raise PackageError(f"the halves do not make what the model makes: {'; '.join(found.failures)}")
+
+
+def _rows(captured: Captured) -> dict[str, int]:
+    return {name: int(weight.shape[0]) for name, weight in captured.tables.items()}
+
+
+def _outputs(captured: Captured) -> dict[str, tuple[int, ...]]:
+    """Shape of one row of every output."""
+    shapes = {node.name: node.shape[1:] for node in captured.program.nodes}
+    return {name: shapes[ref.name] for name, ref in captured.program.outputs}
+
+
+def _bounds(captured: Captured, policies: OutOfRange | Mapping[str, OutOfRange]) -> dict[str, int]:
+    """Rows of the smallest table that an input's ids feed as they are and whose policy is to refuse others."""
+    inputs = {port.name for port in captured.program.inputs}
+    bounds: dict[str, int] = {}
+    for node in captured.program.nodes:
+        ids = node.args[0] if node.op == LOOKUP else None
+        if not isinstance(ids, Ref) or ids.name not in inputs:
+            continue
+        table = str(node.kwargs["table"])
+        policy = policies if isinstance(policies, str) else policies.get(table, "error")
+        if policy == "error":
+            rows = int(captured.tables[table].shape[0])
+            bounds[ids.name] = min(rows, bounds.get(ids.name, rows))
+    return bounds

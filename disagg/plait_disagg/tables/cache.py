@@ -1,0 +1,292 @@
+"""Hot rows near the dense side, managed by the sender.
+
+When raw rows cross (a sequence model reads them one by one), the same hot rows cross again and again. The dense side
+keeps a matrix of slots; the sparse side keeps the directory (which id lies in which slot) and sends slot numbers, plus
+the rows of slots that are new. So there is no question and answer, a hit costs 4 bytes, and the receiver knows nothing
+of ids or policies::
+
+    sender:   message = cache.encode(ids, fetch)     slots (n,), new_slots (m,), rows (m + p, D)
+    receiver: rows = cache.decode(message)           (n, D), bit for bit fetch(ids)
+
+The first m rows go into their slots. The other p rows only pass: they are addressed as slots S, S + 1, ... and
+forgotten. Rows pass when the policy does not keep them, or when one message has more distinct ids than there are slots.
+
+Policies: ``static`` keeps what `SenderCache.warm` was given and nothing else; ``lru`` also keeps what was asked for
+last. Recency counts in messages; within one message the order is that of first use. One pair serves one ordered
+channel; messages are numbered, and a receiver that missed one says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+__all__ = ["CacheCounters", "CachePolicy", "CachedRows", "Fetch", "OutOfStep", "ReceiverCache", "SenderCache"]
+
+CachePolicy = Literal["static", "lru"]
+
+Fetch = Callable[[torch.Tensor], torch.Tensor]
+"""Rows of distinct ids: (k,) int64 to (k, D)."""
+
+Ids = NDArray[np.int64]
+Number = TypeVar("Number", np.int32, np.int64)
+
+
+class OutOfStep(Exception):
+    """The receiver missed a message. `SenderCache.reset` and start anew."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedRows:
+    """A message. ``slots`` (n,) and ``new_slots`` (m,) int32; ``rows`` (m + p, D) float32. Number 0: a new start."""
+
+    number: int
+    slots: torch.Tensor
+    new_slots: torch.Tensor
+    rows: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(tensor.nbytes for tensor in (self.slots, self.new_slots, self.rows))
+
+
+@dataclass(slots=True, kw_only=True)
+class CacheCounters:
+    """``ids`` asked for, repeats included; ``hits`` among them that were in a slot before their message; ``repeats`` of
+    an id that its own message carries; ``stored`` and ``passed``: rows sent; ``evicted``: slots taken from another
+    id."""
+
+    ids: int = 0
+    hits: int = 0
+    repeats: int = 0
+    stored: int = 0
+    passed: int = 0
+    evicted: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the ids that were in a slot already; 0 before the first."""
+        return self.hits / self.ids if self.ids else 0.0
+
+
+class SenderCache:
+    """The directory, on the side that has the rows. Ids are ``0 .. rows - 1``; needs 4 bytes for each id that was ever
+    kept."""
+
+    def __init__(self, *, rows: int, dim: int, slots: int, policy: CachePolicy = "lru") -> None:
+        if slots < 1 or policy not in ("static", "lru"):
+            raise ValueError(f"a cache needs at least one slot and policy static or lru, not {slots} and {policy!r}")
+        self._rows, self._dim, self._slots, self._policy = rows, dim, slots, policy
+        self.counters = CacheCounters()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what the receiver holds: for a new receiver, or after `OutOfStep` or a message that was not sent."""
+        # Zeros are not touched until used, so that a large id space costs memory only where it is hot.
+        self._slot_of = np.zeros(self._rows, dtype=np.int32)  # slot + 1, or 0
+        self._id_in = np.full(self._slots, -1, dtype=np.int64)
+        self._is_stale = np.zeros(self._slots, dtype=bool)
+        self._recency = _Recency(self._slots)
+        self._used = 0
+        self._number = 0
+
+    def warm(self, ids: Sequence[int], fetch: Fetch) -> CachedRows:
+        """A message that fills slots with these ids, hottest first, as many as there is room for. It answers
+        nothing."""
+        wanted = np.asarray(list(dict.fromkeys(ids)), dtype=np.int64)
+        self._check(wanted)
+        new = wanted[self._slot_of[wanted] == 0][: self._slots - self._used]
+        rows = self._fetched(new, fetch)
+        slots = self._store(new, self._take_slots(new.size))
+        self._recency.touch(slots[::-1])
+        self.counters.stored += new.size
+        return self._message(np.empty(0, dtype=np.int32), slots, rows)
+
+    def encode(self, ids: torch.Tensor, fetch: Fetch) -> CachedRows:
+        """The message for ``ids`` (n,) int64. ``fetch`` is called at most once, with the ids whose rows must be sent.
+
+        Raises ValueError for an id out of range; then, and if ``fetch`` raises, nothing has changed.
+        """
+        asked = ids.numpy()
+        self._check(asked)
+        slots = self._slot_of[asked] - 1
+        is_hit = slots >= 0
+        is_hit[is_hit] = ~self._is_stale[slots[is_hit]]
+        stale, absent = self._to_send(asked, slots, is_hit)
+        held = _distinct(slots[slots >= 0]) if self._policy == "lru" else slots[:0]
+        kept = absent[: self._room(held)]
+        sent = np.concatenate([stale, absent])
+        rows = self._fetched(sent, fetch)
+
+        self._recency.touch(held)
+        new_slots = self._store(kept, self._take_slots(kept.size))
+        self._recency.touch(new_slots)
+        refreshed = self._slot_of[stale] - 1
+        self._is_stale[refreshed] = False
+        slots = self._slot_of[asked] - 1
+        slots[slots < 0] = self._slots + _positions(absent[kept.size :], asked[slots < 0])
+        self._count(asked.size, int(is_hit.sum()), stale.size + kept.size, absent.size - kept.size)
+        return self._message(slots, np.concatenate([refreshed, new_slots]), rows)
+
+    def invalidate(self, ids: torch.Tensor) -> None:
+        """The rows of these ids have changed: each is sent again, into its slot, when it is next asked for."""
+        changed = ids.numpy()
+        self._check(changed)
+        slots = self._slot_of[changed] - 1
+        self._is_stale[slots[slots >= 0]] = True
+
+    def _fetched(self, ids: Ids, fetch: Fetch) -> torch.Tensor:
+        if not ids.size:
+            return torch.empty((0, self._dim))
+        rows = fetch(torch.from_numpy(ids))
+        if rows.shape != (ids.size, self._dim) or rows.dtype != torch.float32:
+            raise ValueError(f"fetch gave {tuple(rows.shape)} {rows.dtype} for {ids.size} rows of {self._dim} float32")
+        return rows
+
+    def _check(self, ids: Ids) -> None:
+        if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= self._rows):
+            raise ValueError(f"an id is outside 0..{self._rows - 1}")
+
+    def _to_send(self, asked: Ids, slots: NDArray[np.int32], is_hit: NDArray[np.bool_]) -> tuple[Ids, Ids]:
+        """Distinct ids to send, in the order of first use: those whose slot is stale, those that have no slot."""
+        if is_hit.all():
+            return asked[:0], asked[:0]
+        return _distinct(asked[~is_hit & (slots >= 0)]), _distinct(asked[slots < 0])
+
+    def _room(self, held: NDArray[np.int32]) -> int:
+        """How many new ids can be kept without taking a slot that this message uses."""
+        return self._slots - held.size if self._policy == "lru" else 0
+
+    def _take_slots(self, count: int) -> NDArray[np.int32]:
+        """Slots for new ids: unused ones, then the least recently used."""
+        fresh = min(count, self._slots - self._used)
+        slots = np.arange(self._used, self._used + fresh, dtype=np.int32)
+        self._used += fresh
+        if fresh == count:
+            return slots
+        taken = self._recency.oldest(count - fresh)
+        self._slot_of[self._id_in[taken]] = 0
+        self.counters.evicted += taken.size
+        return np.concatenate([slots, taken])
+
+    def _store(self, ids: Ids, slots: NDArray[np.int32]) -> NDArray[np.int32]:
+        self._slot_of[ids] = slots + 1
+        self._id_in[slots] = ids
+        self._is_stale[slots] = False
+        return slots
+
+    def _count(self, ids: int, hits: int, stored: int, passed: int) -> None:
+        counters = self.counters
+        counters.ids += ids
+        counters.hits += hits
+        counters.stored += stored
+        counters.passed += passed
+        counters.repeats += ids - hits - stored - passed
+
+    def _message(self, slots: NDArray[np.int32], new_slots: NDArray[np.int32], rows: torch.Tensor) -> CachedRows:
+        number = self._number
+        self._number += 1
+        return CachedRows(
+            number=number, slots=torch.from_numpy(slots), new_slots=torch.from_numpy(new_slots), rows=rows
+        )
+
+
+class ReceiverCache:
+    """The slots, on the side that reads rows."""
+
+    def __init__(self, *, slots: int, dim: int, device: str = "cpu") -> None:
+        self._slots = slots
+        self._rows = torch.zeros((slots, dim), device=device)
+        self._next = 0
+
+    def decode(self, message: CachedRows) -> torch.Tensor:
+        """Rows (n, D) of the ids that the message was made for. Raises `OutOfStep`, or ValueError for what no sender
+        makes."""
+        if message.number not in (0, self._next):
+            raise OutOfStep(f"message {message.number} came where {self._next} was due")
+        stored = message.new_slots.numel()
+        passing = message.rows.shape[0] - stored
+        self._check(message, passing)
+        if self._rows.shape[0] < self._slots + passing:
+            # Room for rows that pass, behind the slots, so that one gather finds both.
+            grown = self._rows.new_zeros((self._slots + 2 * passing, self._rows.shape[1]))
+            grown[: self._slots] = self._rows[: self._slots]
+            self._rows = grown
+        rows = message.rows.to(self._rows.device)
+        self._rows.index_copy_(0, message.new_slots.to(self._rows.device, torch.int64), rows[:stored])
+        self._rows[self._slots : self._slots + passing] = rows[stored:]
+        self._next = message.number + 1
+        return self._rows.index_select(0, message.slots.to(self._rows.device))
+
+    def _check(self, message: CachedRows, passing: int) -> None:
+        if passing < 0 or message.rows.shape[1:] != self._rows.shape[1:] or message.rows.dtype != self._rows.dtype:
+            raise ValueError(f"rows {tuple(message.rows.shape)} {message.rows.dtype} do not fit the slots")
+        for slots, limit in ((message.slots, self._slots + passing), (message.new_slots, self._slots)):
+            if slots.dtype != torch.int32 or slots.dim() != 1:
+                raise ValueError("slots must be (n,) int32")
+            if slots.numel() and (int(slots.min()) < 0 or int(slots.max()) >= limit):
+                raise ValueError(f"a slot is outside 0..{limit - 1}")
+
+
+class _Recency:
+    """Which slots were used longest ago, exactly, at a constant cost per use.
+
+    A log of uses, oldest first; an entry counts only while it is its slot's latest. Taking the oldest reads the log
+    from its start; it is rewritten when it has grown to several times the slots.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self._latest = np.full(slots, -1, dtype=np.int64)  # where in the log the slot's latest use is
+        self._log = np.empty(max(1024, 4 * slots), dtype=np.int32)
+        self._start = self._end = 0
+
+    def touch(self, slots: NDArray[np.int32]) -> None:
+        """These distinct slots were used now, in this order."""
+        if self._end + slots.size > self._log.size:
+            self._compact(slots.size)
+        self._log[self._end : self._end + slots.size] = slots
+        self._latest[slots] = np.arange(self._end, self._end + slots.size)
+        self._end += slots.size
+
+    def oldest(self, count: int) -> NDArray[np.int32]:
+        """The ``count`` slots used longest ago, which are forgotten here. There must be as many."""
+        found: list[NDArray[np.int32]] = []
+        while count:
+            stop = min(self._end, self._start + max(64, 2 * count))
+            assert stop > self._start
+            entries = self._log[self._start : stop]
+            positions = np.flatnonzero(self._latest[entries] == np.arange(self._start, stop))[:count]
+            found.append(entries[positions].copy())
+            self._start = self._start + int(positions[-1]) + 1 if positions.size == count else stop
+            count -= positions.size
+        taken = np.concatenate(found)
+        self._latest[taken] = -1
+        return taken
+
+    def _compact(self, room: int) -> None:
+        entries = self._log[self._start : self._end]
+        live = entries[self._latest[entries] == np.arange(self._start, self._end)]
+        if live.size + room > self._log.size:
+            self._log = np.empty(2 * (live.size + room), dtype=np.int32)
+        self._log[: live.size] = live
+        self._latest[live] = np.arange(live.size)
+        self._start, self._end = 0, live.size
+
+
+def _distinct(values: NDArray[Number]) -> NDArray[Number]:
+    """Each value once, in the order of first use."""
+    _, first = np.unique(values, return_index=True)
+    once: NDArray[Number] = values[np.sort(first)]
+    return once
+
+
+def _positions(values: Ids, wanted: Ids) -> NDArray[np.int32]:
+    """Where in ``values`` (distinct) each of ``wanted`` is; all are there."""
+    order = np.argsort(values)
+    return order[np.searchsorted(values, wanted, sorter=order)].astype(np.int32)

@@ -1,0 +1,191 @@
+"""Safetensors files for matrices larger than memory: written in chunks, read by mapping.
+
+The format (https://github.com/huggingface/safetensors): 8 bytes little-endian header length, a JSON header ``{name:
+{dtype, shape, data_offsets}, "__metadata__": {...}}``, then the tensors without gaps. Why not the library's reader: it
+maps writable and private, which the kernel counts against memory as if all pages were written, so that a table larger
+than memory is refused. We map read-only: nothing is copied, and processes that map one file share its pages.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from plait_disagg.tables.errors import BadTableFile
+
+__all__ = ["Container", "Entry", "map_container", "write_container"]
+
+_PAGE_BYTES = 4096
+"""The data starts at a multiple of it, so that rows of a power of two do not straddle pages."""
+
+_READ_AHEAD_BELOW_BYTES = 64 << 20
+"""Smaller files are in memory after a few lookups. In a larger one the kernel's read-ahead (8 MiB for each row that is
+not there yet, on the host where it was measured) only drives others out: 4,096 rows of a new 20 GB file took 24 s, and
+0.04 s
+without. Warm lookups take the same time."""
+
+_LARGEST_HEADER_BYTES = 100_000_000
+"""The library's own limit (safetensors, MAX_HEADER_SIZE)."""
+
+_DTYPES: Mapping[str, torch.dtype] = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "U8": torch.uint8,
+    "I64": torch.int64,
+    "I32": torch.int32,
+}
+_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One tensor of a file. ``begin`` counts from the first byte of the data."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its values."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Container:
+    """A mapped file: tensors by name, which read the file's pages, and the strings stored with them."""
+
+    tensors: Mapping[str, torch.Tensor]
+    metadata: Mapping[str, str]
+
+
+@contextmanager
+def write_container(
+    path: Path, tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> Iterator[tuple[BinaryIO, Mapping[str, int]]]:
+    """A file of these tensors, all zeros until written: gives the open file and where in it each tensor starts.
+
+    What is not written stays a hole, which takes no room on disk. The file appears under ``path`` when the block ends,
+    and not at all if it raises.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    starts = {}
+    for name, dtype, shape in tensors:
+        entry = Entry(name=name, dtype=dtype, shape=shape, begin=end)
+        starts[name] = end
+        end += entry.nbytes
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [entry.begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _PAGE_BYTES)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            file.truncate(8 + len(text) + end)
+            yield file, {name: 8 + len(text) + start for name, start in starts.items()}
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def map_container(path: Path) -> Container:
+    """Map the file, reading nothing but its header.
+
+    While the tensors live they must not be written to, and the file must not be cut: the kernel ends the process then.
+    Raises `BadTableFile` if the file is not what its header says, FileNotFoundError.
+    """
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        start, header = _read_header(path, file, size)
+        entries = _entries(path, header, size - start)
+        metadata = _metadata(path, header)
+        mapping = mmap.mmap(file.fileno(), size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+    if size >= _READ_AHEAD_BELOW_BYTES:
+        mapping.madvise(mmap.MADV_RANDOM)
+    return Container(tensors={entry.name: _tensor(mapping, start, entry) for entry in entries}, metadata=metadata)
+
+
+def _read_header(path: Path, file: BinaryIO, size: int) -> tuple[int, dict[str, Any]]:
+    """Where the data starts, and the header."""
+    prefix = file.read(8)
+    length = int.from_bytes(prefix, "little")
+    if len(prefix) < 8 or length > min(size - 8, _LARGEST_HEADER_BYTES):
+        raise BadTableFile(
+            path, "header length", f"{length} bytes do not fit into a file of {size} (cut short, or not safetensors)"
+        )
+    try:
+        header = json.loads(file.read(length), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise BadTableFile(path, "header", f"not JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise BadTableFile(path, "header", "not a JSON object")
+    return 8 + length, header
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name is there twice")
+    return found
+
+
+def _entries(path: Path, header: Mapping[str, Any], data_bytes: int) -> list[Entry]:
+    """All tensors, which must cover the data without gap or overlap."""
+    entries = [_entry(path, name, data) for name, data in header.items() if name != "__metadata__"]
+    end = 0
+    for entry in sorted(entries, key=lambda entry: (entry.begin, entry.nbytes)):
+        if entry.begin != end:
+            raise BadTableFile(path, f"{entry.name}.data_offsets", f"starts at {entry.begin} where {end} was due")
+        end += entry.nbytes
+    if end != data_bytes:
+        raise BadTableFile(path, "data", f"the tensors take {end} bytes, the file holds {data_bytes} (cut short?)")
+    return entries
+
+
+def _entry(path: Path, name: str, data: Any) -> Entry:
+    if not isinstance(data, dict) or data.keys() != {"dtype", "shape", "data_offsets"}:
+        raise BadTableFile(path, name, "must have dtype, shape and data_offsets")
+    dtype = _DTYPES.get(data["dtype"]) if isinstance(data["dtype"], str) else None
+    if dtype is None:
+        raise BadTableFile(path, f"{name}.dtype", f"{data['dtype']!r} is none of {', '.join(_DTYPES)}")
+    shape, offsets = data["shape"], data["data_offsets"]
+    if not _whole_numbers(shape) or not shape or min(shape) < 1:
+        raise BadTableFile(path, f"{name}.shape", f"{shape!r} is not a list of sizes of at least 1")
+    if not _whole_numbers(offsets) or len(offsets) != 2:
+        raise BadTableFile(path, f"{name}.data_offsets", f"{offsets!r} is not a begin and an end")
+    entry = Entry(name=name, dtype=dtype, shape=tuple(shape), begin=offsets[0])
+    if offsets[1] - offsets[0] != entry.nbytes:
+        raise BadTableFile(path, f"{name}.data_offsets", f"{offsets!r} does not hold {entry.nbytes} bytes")
+    return entry
+
+
+def _whole_numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(type(number) is int and 0 <= number < 1 << 63 for number in value)
+
+
+def _metadata(path: Path, header: Mapping[str, Any]) -> dict[str, str]:
+    metadata = header.get("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise BadTableFile(path, "__metadata__", "must be an object of strings")
+    return metadata
+
+
+def _tensor(mapping: mmap.mmap, start: int, entry: Entry) -> torch.Tensor:
+    """A tensor on the mapping's pages; it keeps the mapping alive."""
+    with warnings.catch_warnings():
+        # "The given buffer is not writable": that is the point.
+        warnings.simplefilter("ignore", UserWarning)
+        flat = torch.frombuffer(mapping, dtype=entry.dtype, count=math.prod(entry.shape), offset=start + entry.begin)
+    return flat.view(entry.shape)

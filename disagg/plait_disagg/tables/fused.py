@@ -1,0 +1,271 @@
+"""The tables of one process: one lookup for all bags of a group.
+
+Tables of equal width and format are slices of one matrix. All asks of a group and mode become one `embedding_bag`:
+their ids are laid end to end and shifted by their slice's first row. What a call per table costs in Python and in
+dispatch is paid once, and the kernel's threads share all bags. So everything here works on all asks at once; a loop
+over the asks that does more than pick up a tensor would cost what the fusion saves. Bits are those of separate calls
+(`reference.SeparateTables`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from plait_disagg.tables.ids import settle_ids
+from plait_disagg.tables.pooling import pool, take
+from plait_disagg.tables.protocols import Ask
+from plait_disagg.tables.storage import TableSet
+from plait_disagg.tables.values import Group, Lookup, Mode, Table
+
+__all__ = ["FusedTables"]
+
+Ids = NDArray[np.int64]
+
+_MOST_PLANS = 64
+"""Distinct sequences of lookups that are remembered. A model asks with one or two."""
+
+_MOST_KEPT_NUMBERS = 1 << 20
+"""Ids and offsets of the layouts that a batch remembers, 8 bytes each. Fixed numbers of ids per row make few."""
+
+_LAYOUT_NUMBERS = 512
+"""What a layout takes beside its ids and offsets, in the same unit."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Place:
+    """Where a table's rows are."""
+
+    table: Table
+    group: Group
+    first: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Layout:
+    """What follows from how many ids and offsets each ask has: n ids and m offsets in all, laid end to end, ids first.
+
+    ``starts``: where the ids of the asks ``some``, which have any, start; ``rows``: rows of their tables. ``ends``:
+    where the first and last offsets of every ask are, whose bytes must be ``expected``. ``shift`` (n + m,): what turns
+    ids into rows of the matrix and offsets into those of all ids. ``kept``: all offsets but the last of each ask, and
+    the very last. ``bags``: by ask.
+    """
+
+    ids: int
+    some: Ids
+    starts: Ids
+    rows: NDArray[np.uint64]
+    ends: Ids
+    expected: bytes
+    shift: Ids
+    kept: Ids
+    bags: list[int]
+
+
+@dataclass(slots=True, eq=False)
+class _Batch:
+    """Asks that are one lookup: their positions, and by ask the table, its rows and the first of them in the matrix."""
+
+    positions: tuple[int, ...]
+    group: Group
+    mode: Mode
+    tables: tuple[Table, ...]
+    rows: NDArray[np.uint64]
+    first: Ids
+    layouts: dict[tuple[int, ...], _Layout] = field(default_factory=dict)
+    kept_numbers: int = 0
+
+    def layout(self, sizes: tuple[int, ...], lengths: tuple[int, ...]) -> _Layout:
+        """For asks of ``sizes`` ids and ``lengths`` offsets (none in mode rows)."""
+        key = sizes + lengths
+        found = self.layouts.get(key)
+        if found is None:
+            found = _make_layout(self, np.array(sizes), np.array(lengths, dtype=np.int64))
+            self.kept_numbers += sum(key) + _LAYOUT_NUMBERS
+            if self.kept_numbers > _MOST_KEPT_NUMBERS:
+                self.layouts.clear()
+                self.kept_numbers = 0
+            else:
+                self.layouts[key] = found
+        return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Plan:
+    """The batches of a sequence of lookups, which it keeps alive: it is found by their identities."""
+
+    lookups: tuple[Lookup, ...]
+    batches: tuple[_Batch, ...]
+
+
+class FusedTables:
+    """Implements `Tables` over a `TableSet`."""
+
+    def __init__(self, stored: TableSet) -> None:
+        self._stored = stored
+        tables = {table.name: table for table in stored.tables}
+        self._places = {
+            part.table: _Place(tables[part.table], group, part.first)
+            for group in stored.groups
+            for part in group.slices
+        }
+        self._plans: dict[tuple[int, ...], _Plan] = {}
+
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        """The tables that can be asked for."""
+        return self._stored.tables
+
+    def lookup(self, asks: Sequence[Ask]) -> list[torch.Tensor]:
+        """See `Tables.lookup`.
+
+        Raises ValueError for an ask that no checked request makes: an unknown table, offsets that do not fit the ids.
+        """
+        found: dict[int, torch.Tensor] = {}
+        for batch in self._plan(asks).batches:
+            some = [asks[position] for position in batch.positions]
+            values = self._rows(some, batch) if batch.mode == "rows" else self._pooled(some, batch)
+            if len(values) == len(asks):
+                return values
+            found.update(zip(batch.positions, values, strict=True))
+        return [found[position] for position in range(len(asks))]
+
+    def _plan(self, asks: Sequence[Ask]) -> _Plan:
+        key = tuple([id(ask.lookup) for ask in asks])
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            lookups = tuple(ask.lookup for ask in asks)
+            plan = self._plans[key] = _Plan(lookups, self._batches(lookups))
+        return plan
+
+    def _batches(self, lookups: Sequence[Lookup]) -> tuple[_Batch, ...]:
+        together: dict[tuple[str, Mode], list[int]] = {}
+        for position, lookup in enumerate(lookups):
+            if lookup.table not in self._places:
+                raise ValueError(f"lookup {lookup.name}: there is no table {lookup.table}")
+            key = self._places[lookup.table].group.name, lookup.mode
+            together.setdefault(key, []).append(position)
+        batches = []
+        for (_, mode), positions in together.items():
+            places = [self._places[lookups[position].table] for position in positions]
+            batches.append(
+                _Batch(
+                    positions=tuple(positions),
+                    group=places[0].group,
+                    mode=mode,
+                    tables=tuple(place.table for place in places),
+                    rows=np.array([place.table.rows for place in places], dtype=np.uint64),
+                    first=np.array([place.first for place in places], dtype=np.int64),
+                )
+            )
+        return tuple(batches)
+
+    def _rows(self, asks: Sequence[Ask], batch: _Batch) -> list[torch.Tensor]:
+        """One gather; the results are views of it."""
+        parts = [ask.ids if ask.ids.dim() == 1 else ask.ids.reshape(-1) for ask in asks]
+        sizes = tuple([part.numel() for part in parts])
+        ids = _laid_out(parts, asks, batch, batch.layout(sizes, ()))
+        gathered = take(self._stored.matrices[batch.group.name], batch.group.format, torch.from_numpy(ids))
+        return [
+            part if ask.ids.dim() == 1 else part.view(*ask.ids.shape, batch.group.dim)
+            for part, ask in zip(gathered.split_with_sizes(list(sizes)), asks, strict=True)
+        ]
+
+    def _pooled(self, asks: Sequence[Ask], batch: _Batch) -> list[torch.Tensor]:
+        """One bag lookup; the results are views of it."""
+        ids = [ask.ids for ask in asks]
+        offsets = [_offsets(ask) for ask in asks]
+        layout = batch.layout(tuple([part.numel() for part in ids]), tuple([part.numel() for part in offsets]))
+        flat = _laid_out(ids + offsets, asks, batch, layout)
+        pooled = pool(
+            self._stored.matrices[batch.group.name],
+            batch.group.format,
+            torch.from_numpy(flat[: layout.ids]),
+            torch.from_numpy(_fused_offsets(flat, asks, layout)),
+            mode=batch.mode,
+            weights=_weights(asks, batch),
+        )
+        return list(pooled.split_with_sizes(layout.bags))
+
+
+def _make_layout(batch: _Batch, sizes: Ids, lengths: Ids) -> _Layout:
+    before = sizes.cumsum() - sizes
+    ids = int(sizes.sum())
+    some = np.flatnonzero(sizes)
+    ends = ids + lengths.cumsum()
+    is_kept = np.ones(int(lengths.sum()), dtype=bool)
+    is_kept[ends[:-1] - 1 - ids] = False
+    return _Layout(
+        ids=ids,
+        some=some,
+        starts=before[some],
+        rows=batch.rows[some],
+        ends=np.concatenate([ends - lengths, ends - 1]),
+        expected=np.concatenate([np.zeros_like(lengths), sizes[: lengths.size]]).tobytes(),
+        shift=np.concatenate([batch.first.repeat(sizes), before[: lengths.size].repeat(lengths)]),
+        kept=ids + np.flatnonzero(is_kept),
+        bags=(lengths - 1).tolist(),
+    )
+
+
+def _laid_out(parts: list[torch.Tensor], asks: Sequence[Ask], batch: _Batch, layout: _Layout) -> Ids:
+    """Ids as rows of the group's matrix, each by its table's policy, and offsets behind. Raises `BadId`, ValueError."""
+    flat = torch.cat(parts)
+    if flat.dtype is not torch.int64:
+        if flat.dtype is not torch.int32:
+            raise ValueError(f"lookup {asks[0].lookup.name} or its like: ids must be int64 or int32, not {flat.dtype}")
+        flat = flat.long()
+    numbers: Ids = flat.numpy()
+    if numbers[layout.ends].tobytes() != layout.expected:
+        names = ", ".join(ask.lookup.name for ask in asks)
+        raise ValueError(f"lookups {names}: offsets must go from 0 to the number of ids")
+    if layout.ids:
+        # As an unsigned number a negative id is huge, so that one comparison of the largest finds both kinds.
+        ids = numbers[: layout.ids]
+        is_outside = np.maximum.reduceat(ids.view(np.uint64), layout.starts) >= layout.rows
+        if np.count_nonzero(is_outside):
+            _settle(ids, batch, layout, is_outside)
+    numbers += layout.shift
+    return numbers
+
+
+def _fused_offsets(flat: Ids, asks: Sequence[Ask], layout: _Layout) -> Ids:
+    """Offsets of all bags. Falling ones are refused, whoever checked before: the kernel would read beyond the ids."""
+    offsets: Ids = flat[layout.kept]
+    if np.count_nonzero(offsets[1:] < offsets[:-1]):
+        names = ", ".join(ask.lookup.name for ask in asks)
+        raise ValueError(f"lookups {names}: offsets must not fall")
+    return offsets
+
+
+def _settle(ids: Ids, batch: _Batch, layout: _Layout, is_outside: NDArray[np.bool_]) -> None:
+    """Apply the policies in place, to the asks that need it. Raises `BadId`."""
+    stops = np.append(layout.starts[1:], ids.size)
+    for place in np.flatnonzero(is_outside):
+        part = ids[layout.starts[place] : stops[place]]
+        part[:] = settle_ids(part, batch.tables[layout.some[place]])
+
+
+def _offsets(ask: Ask) -> torch.Tensor:
+    offsets = ask.offsets
+    if offsets is None or not offsets.numel():
+        raise ValueError(f"lookup {ask.lookup.name}: pooling needs offsets, one more than there are bags")
+    return offsets
+
+
+def _weights(asks: Sequence[Ask], batch: _Batch) -> torch.Tensor | None:
+    """All weights end to end, ones for an ask that has none; None if no ask has."""
+    given = [ask.weights for ask in asks]
+    if given.count(None) == len(asks):
+        return None
+    parts = [torch.ones(ask.ids.numel()) if ask.weights is None else ask.weights for ask in asks]
+    for ask, weights in zip(asks, parts, strict=True):
+        if batch.mode != "sum" or weights.shape != ask.ids.shape or weights.dtype != torch.float32:
+            raise ValueError(f"lookup {ask.lookup.name}: weights must be one float32 per id, with mode sum")
+    return torch.cat(parts)

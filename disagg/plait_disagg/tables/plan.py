@@ -1,0 +1,239 @@
+"""Which shard holds which part of which table.
+
+A table stays whole, or is cut by columns (every shard pools its columns; results are laid side by side, bits
+unchanged) or by rows (every shard pools its rows; results are added, which moves bits by about 1e-5).
+
+What is balanced is the bytes that a shard reads per request: ids of the piece per request times the cache lines of its
+row, plus a fixed cost per piece. Ids are taken as evenly spread over a table's rows; hot rows that lie together make a
+row cut uneven, which a column cut can not be.
+
+The search is greedy. Start with whole tables, the heaviest first, each onto the least loaded shard that has room (LPT,
+at most 4/3 of the best for whole tables: Graham, SIAM J. Appl. Math. 17, 1969). While shards are uneven or something
+does not fit, cut the table behind it into one more piece and place all anew; keep the best plan seen. Cutting
+everything for all shards is tried too, so that tables which fit in total are never refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from plait_disagg.tables.values import RowFormat, Table, row_bytes
+
+__all__ = ["Piece", "Plan", "cut_table", "plan_shards"]
+
+LINE_BYTES = 64
+"""What memory reads at once (a cache line of x86 and of most Arm servers): a row costs whole lines."""
+
+PIECE_BYTES = 8_192
+"""What one more piece costs a shard per request, as bytes read: about a microsecond of dispatch at 8 GB/s of random
+rows."""
+
+_NARROWEST = LINE_BYTES // 4
+"""Columns of the narrowest column cut: a line of float32. Narrower ones would read the same lines on several shards."""
+
+_EVEN_ENOUGH = 1.02
+"""Stop when the fullest shard reads at most this times the average."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Rows ``first_row : first_row + rows`` and columns ``first_column : first_column + columns`` of a table, on one
+    shard."""
+
+    table: str
+    first_row: int
+    rows: int
+    first_column: int
+    columns: int
+    shard: int = -1
+
+    @property
+    def name(self) -> str:
+        """What the shard calls it, as a table of its own."""
+        last_row, last_column = self.first_row + self.rows, self.first_column + self.columns
+        return f"{self.table}[{self.first_row}:{last_row},{self.first_column}:{last_column}]"
+
+    def on(self, shard: int) -> Piece:
+        """The same piece on that shard."""
+        return replace(self, shard=shard)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Pieces that cover every table once. ``read_bytes`` per request and ``held_bytes``: by shard."""
+
+    pieces: tuple[Piece, ...]
+    read_bytes: tuple[float, ...]
+    held_bytes: tuple[int, ...]
+
+    @property
+    def shards(self) -> int:
+        """How many shards there are; some may be empty."""
+        return len(self.read_bytes)
+
+    def of_table(self, table: str) -> tuple[Piece, ...]:
+        """Its pieces, first rows and columns first."""
+        return tuple(piece for piece in self.pieces if piece.table == table)
+
+    def of_shard(self, shard: int) -> tuple[Piece, ...]:
+        """What a shard holds."""
+        return tuple(piece for piece in self.pieces if piece.shard == shard)
+
+
+@dataclass(frozen=True, slots=True)
+class _Costs:
+    """A piece and what it costs the shard that takes it."""
+
+    piece: Piece
+    read_bytes: float
+    held_bytes: int
+
+
+def plan_shards(
+    tables: Sequence[Table],
+    *,
+    shards: int,
+    memory_bytes: int,
+    lookups_per_request: Mapping[str, float],
+    formats: RowFormat | Mapping[str, RowFormat] = "float32",
+) -> Plan:
+    """A plan in which no shard holds more than ``memory_bytes``. ``lookups_per_request``: ids by table (none: 0).
+
+    Raises ValueError if the tables do not fit.
+    """
+    if shards < 1 or len({table.name for table in tables}) != len(tables):
+        raise ValueError("there must be at least one shard, and no table twice")
+    chooser = _Search(tables, lookups_per_request, formats, shards=shards, memory_bytes=memory_bytes)
+    plan = chooser.best()
+    if plan is None:
+        held = sum(costs.held_bytes for table in tables for costs in chooser.costs(table, 1))
+        raise ValueError(f"tables of {held} bytes do not fit into {shards} shards of {memory_bytes}")
+    return plan
+
+
+def cut_table(table: Table, parts: int) -> tuple[Piece, ...]:
+    """The table in ``parts`` nearly equal pieces: by columns while those stay wide enough, else by rows.
+
+    Fewer pieces if it has fewer rows than parts.
+    """
+    if parts > 1 and table.dim // parts < _NARROWEST:
+        edges = _edges(table.rows, min(parts, table.rows))
+        return tuple(
+            Piece(table=table.name, first_row=first, rows=last - first, first_column=0, columns=table.dim)
+            for first, last in edges
+        )
+    return tuple(
+        Piece(table=table.name, first_row=0, rows=table.rows, first_column=first, columns=last - first)
+        for first, last in _edges(table.dim, parts)
+    )
+
+
+class _Search:
+    """Tries cuts and places their pieces."""
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        lookups: Mapping[str, float],
+        formats: RowFormat | Mapping[str, RowFormat],
+        *,
+        shards: int,
+        memory_bytes: int,
+    ) -> None:
+        self._tables = {table.name: table for table in tables}
+        self._lookups = lookups
+        self._formats = formats
+        self._shards = shards
+        self._memory_bytes = memory_bytes
+
+    def best(self) -> Plan | None:
+        """The most even plan that was found, or None."""
+        parts = dict.fromkeys(self._tables, 1)
+        best: Plan | None = None
+        in_vain = 0
+        while in_vain <= len(self._tables) + 2 * self._shards:
+            pieces = [costs for name, count in parts.items() for costs in self.costs(self._tables[name], count)]
+            plan, blocked = self._place(pieces)
+            in_vain += 1
+            if plan is not None and (best is None or max(plan.read_bytes) < max(best.read_bytes)):
+                best, in_vain = plan, 0
+            if plan is not None and max(plan.read_bytes) * self._shards <= _EVEN_ENOUGH * sum(plan.read_bytes):
+                break
+            name = self._next_cut(plan, blocked, pieces, parts)
+            if name is None:
+                break
+            parts[name] += 1
+        return (
+            best
+            or self._place([costs for table in self._tables.values() for costs in self.costs(table, self._shards)])[0]
+        )
+
+    def costs(self, table: Table, parts: int) -> list[_Costs]:
+        """The pieces of a table cut so, with what each costs."""
+        row_format = self._formats if isinstance(self._formats, str) else self._formats.get(table.name, "float32")
+        found = []
+        for piece in cut_table(table, parts):
+            stored = row_bytes(piece.columns, row_format)
+            ids = self._lookups.get(table.name, 0.0) * piece.rows / table.rows
+            lines = -(-stored // LINE_BYTES)
+            found.append(_Costs(piece, ids * lines * LINE_BYTES + PIECE_BYTES, piece.rows * stored))
+        return found
+
+    def _place(self, pieces: Sequence[_Costs]) -> tuple[Plan | None, _Costs | None]:
+        """The pieces on shards, and None; or None, and the piece that had no room."""
+        blocked = None
+        for heaviest_first in (_by_reading, _by_holding):
+            read, held = [0.0] * self._shards, [0] * self._shards
+            placed: dict[Piece, int] = {}
+            blocked = None
+            for costs in sorted(pieces, key=heaviest_first):
+                room = [k for k in range(self._shards) if held[k] + costs.held_bytes <= self._memory_bytes]
+                if not room:
+                    blocked = costs
+                    break
+                shard = min(room, key=lambda k: (read[k], held[k], k))
+                read[shard] += costs.read_bytes
+                held[shard] += costs.held_bytes
+                placed[costs.piece] = shard
+            if blocked is None:
+                return Plan(pieces=_settled(pieces, placed), read_bytes=tuple(read), held_bytes=tuple(held)), None
+        return None, blocked
+
+    def _next_cut(
+        self, plan: Plan | None, blocked: _Costs | None, pieces: Sequence[_Costs], parts: Mapping[str, int]
+    ) -> str | None:
+        """The table to cut into one more piece: the one that blocks, or the heaviest of the fullest shard, or else any.
+
+        None if all are cut as far as they can be.
+        """
+        if plan is None:
+            order = [blocked] if blocked else []
+            order += sorted(pieces, key=_by_holding)
+        else:
+            fullest = plan.read_bytes.index(max(plan.read_bytes))
+            there = {piece.table for piece in plan.of_shard(fullest)}
+            order = sorted(pieces, key=lambda costs: (costs.piece.table not in there, *_by_reading(costs)))
+        for costs in order:
+            name = costs.piece.table
+            if parts[name] < self._shards and len(cut_table(self._tables[name], parts[name] + 1)) > parts[name]:
+                return name
+        return None
+
+
+def _by_reading(costs: _Costs) -> tuple[float, int, str]:
+    return -costs.read_bytes, -costs.held_bytes, costs.piece.name
+
+
+def _by_holding(costs: _Costs) -> tuple[int, float, str]:
+    return -costs.held_bytes, -costs.read_bytes, costs.piece.name
+
+
+def _settled(pieces: Sequence[_Costs], placed: Mapping[Piece, int]) -> tuple[Piece, ...]:
+    """The pieces with their shards, in the order of the tables."""
+    return tuple(costs.piece.on(placed[costs.piece]) for costs in pieces)
+
+
+def _edges(size: int, parts: int) -> list[tuple[int, int]]:
+    """``parts`` neighbouring ranges that cover ``size``, their lengths at most one apart."""
+    return [(size * k // parts, size * (k + 1) // parts) for k in range(parts)]

@@ -1,0 +1,50 @@
+"""The naive twin of `FusedTables`: a float tensor per table and a call of torch's own function per ask."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.nn import functional as F
+
+from plait_disagg.tables.ids import settle_ids
+from plait_disagg.tables.protocols import Ask
+from plait_disagg.tables.values import OutOfRange, Table
+
+__all__ = ["SeparateTables"]
+
+
+class SeparateTables:
+    """Implements `Tables`. ``weights``: (rows, D) float32 by table name."""
+
+    def __init__(
+        self, weights: Mapping[str, torch.Tensor], out_of_range: OutOfRange | Mapping[str, OutOfRange] = "error"
+    ) -> None:
+        self._weights = weights
+        self._tables = {
+            name: Table(
+                name=name,
+                rows=weight.shape[0],
+                dim=weight.shape[1],
+                out_of_range=out_of_range if isinstance(out_of_range, str) else out_of_range.get(name, "error"),
+            )
+            for name, weight in weights.items()
+        }
+
+    def lookup(self, asks: Sequence[Ask]) -> list[torch.Tensor]:
+        """See `Tables.lookup`."""
+        return [self._one(ask) for ask in asks]
+
+    def _one(self, ask: Ask) -> torch.Tensor:
+        name = ask.lookup.table
+        ids = torch.from_numpy(settle_ids(ask.ids.long().numpy(), self._tables[name]))
+        if ask.lookup.mode == "rows":
+            return F.embedding(ids, self._weights[name])
+        return F.embedding_bag(
+            ids,
+            self._weights[name],
+            ask.offsets,
+            mode=ask.lookup.mode,
+            per_sample_weights=ask.weights,
+            include_last_offset=True,
+        )

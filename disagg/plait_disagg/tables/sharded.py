@@ -1,0 +1,137 @@
+"""Tables on several shards, asked as one.
+
+Each shard implements `Tables` and calls its pieces as `Piece.name` says. A lookup asks every shard once. Pieces cut by
+columns are laid side by side; pieces cut by rows get the ids that are theirs and are merged by mode: sums are added
+(and divided by the bag's size for means), maxima compared, rows put where their ids were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from plait_disagg.tables.ids import settle_ids
+from plait_disagg.tables.plan import Piece, Plan
+from plait_disagg.tables.protocols import Ask, Tables
+from plait_disagg.tables.values import Mode, Table
+
+__all__ = ["ShardedTables", "piece_of"]
+
+
+def piece_of(piece: Piece, table: torch.Tensor) -> torch.Tensor:
+    """The part of a table's rows (rows, D) that a piece holds, a view."""
+    rows = table[piece.first_row : piece.first_row + piece.rows]
+    return rows[:, piece.first_column : piece.first_column + piece.columns]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one piece was asked for. ``keep``: which ids of the ask were its own (row cuts only)."""
+
+    piece: Piece
+    ask: Ask
+    keep: NDArray[np.bool_] | None
+
+
+class ShardedTables:
+    """Implements `Tables`. The policy for ids outside a table is applied here, before shards are asked."""
+
+    def __init__(self, tables: Sequence[Table], plan: Plan, shards: Sequence[Tables]) -> None:
+        if len(shards) != plan.shards:
+            raise ValueError(f"the plan is for {plan.shards} shards, not {len(shards)}")
+        self._tables: Mapping[str, Table] = {table.name: table for table in tables}
+        self._pieces = {table.name: plan.of_table(table.name) for table in tables}
+        self._shards = shards
+
+    def lookup(self, asks: Sequence[Ask]) -> list[torch.Tensor]:
+        """See `Tables.lookup`."""
+        parts = [self._parts(ask) for ask in asks]
+        found = self._ask_shards([part for some in parts for part in some])
+        values = []
+        start = 0
+        for ask, some in zip(asks, parts, strict=True):
+            values.append(_merge(ask, some, found[start : start + len(some)]))
+            start += len(some)
+        return values
+
+    def _parts(self, ask: Ask) -> list[_Part]:
+        table = self._tables[ask.lookup.table]
+        ids = torch.from_numpy(settle_ids(ask.ids.long().numpy(), table))
+        settled = replace(ask, ids=ids)
+        return [_part(settled, piece, table) for piece in self._pieces[table.name]]
+
+    def _ask_shards(self, parts: Sequence[_Part]) -> list[torch.Tensor]:
+        """One lookup per shard that is concerned; the values in the order of ``parts``."""
+        by_shard: dict[int, list[int]] = {}
+        for position, part in enumerate(parts):
+            by_shard.setdefault(part.piece.shard, []).append(position)
+        found: dict[int, torch.Tensor] = {}
+        for shard, positions in sorted(by_shard.items()):
+            values = self._shards[shard].lookup([parts[position].ask for position in positions])
+            found.update(zip(positions, values, strict=True))
+        return [found[position] for position in range(len(parts))]
+
+
+def _part(ask: Ask, piece: Piece, table: Table) -> _Part:
+    if piece.rows == table.rows:
+        return _Part(piece, _asking(ask, piece, ask.lookup.mode), None)
+    ids = ask.ids.numpy()
+    keep = (ids >= piece.first_row) & (ids < piece.first_row + piece.rows)
+    own = replace(
+        ask,
+        ids=torch.from_numpy(ids[keep] - piece.first_row),
+        offsets=None if ask.offsets is None else _own_offsets(ask.offsets, keep),
+        weights=None if ask.weights is None else ask.weights[torch.from_numpy(keep)],
+    )
+    # A mean over part of a bag is of no use: the parts' sums are.
+    mode: Mode = "sum" if ask.lookup.mode == "mean" else ask.lookup.mode
+    return _Part(piece, _asking(own, piece, mode), keep)
+
+
+def _asking(ask: Ask, piece: Piece, mode: Mode) -> Ask:
+    return replace(ask, lookup=replace(ask.lookup, table=piece.name, mode=mode))
+
+
+def _own_offsets(offsets: torch.Tensor, keep: NDArray[np.bool_]) -> torch.Tensor:
+    """The bags' offsets when only the ids of ``keep`` are left."""
+    kept = np.zeros(keep.size + 1, dtype=np.int64)
+    np.cumsum(keep, out=kept[1:])
+    return torch.from_numpy(kept[offsets.numpy()])
+
+
+def _merge(ask: Ask, parts: Sequence[_Part], values: Sequence[torch.Tensor]) -> torch.Tensor:
+    if len(values) == 1:
+        return values[0]
+    if parts[0].keep is None:
+        return torch.cat(list(values), dim=-1)
+    if ask.lookup.mode == "rows":
+        return _merge_rows(ask, parts, values)
+    if ask.lookup.mode == "max":
+        return _merge_maxima(parts, values)
+    total = torch.stack(list(values)).sum(0)
+    return total if ask.lookup.mode == "sum" else total / _sizes(ask).clamp(min=1).unsqueeze(1)
+
+
+def _merge_rows(ask: Ask, parts: Sequence[_Part], values: Sequence[torch.Tensor]) -> torch.Tensor:
+    merged = torch.empty((*ask.ids.shape, values[0].shape[-1]))
+    for part, value in zip(parts, values, strict=True):
+        assert part.keep is not None
+        merged[torch.from_numpy(part.keep)] = value
+    return merged
+
+
+def _merge_maxima(parts: Sequence[_Part], values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Elementwise maxima over the parts that have ids of a bag; zeros for a bag that has none anywhere."""
+    sizes = [_sizes(part.ask).unsqueeze(1) for part in parts]
+    some = [value.masked_fill(size == 0, -torch.inf) for value, size in zip(values, sizes, strict=True)]
+    is_empty = torch.stack(sizes).sum(0) == 0
+    return torch.stack(some).amax(0).masked_fill(is_empty, 0.0)
+
+
+def _sizes(ask: Ask) -> torch.Tensor:
+    assert ask.offsets is not None
+    return ask.offsets.diff()

@@ -1,0 +1,253 @@
+"""Tables in a file: one safetensors file, one matrix per group, and what the matrices mean beside them as JSON.
+
+::
+
+    write_tables(path, {"tables.genres": weight}, formats="int8")
+    tables = FusedTables(open_tables(path))
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar, get_args
+
+import torch
+
+from plait_disagg.tables.container import map_container, write_container
+from plait_disagg.tables.errors import BadTableFile
+from plait_disagg.tables.formats import LAYOUTS, encode_rows
+from plait_disagg.tables.values import Group, OutOfRange, RowFormat, Slice, Table, row_bytes
+
+__all__ = ["TableSet", "ZeroRows", "group_tables", "open_tables", "pack_tables", "write_tables"]
+
+_KEY = "plait.tables"
+_VERSION = 1
+_CHUNK_BYTES = 64 << 20
+"""What is encoded at once while writing."""
+
+Word = TypeVar("Word", bound=str)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroRows:
+    """A table of zeros that takes no memory, and no room on disk when written: for trying sizes."""
+
+    rows: int
+    dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableSet:
+    """Tables and their rows. ``matrices``: by group name, (rows of the group, columns) as `formats.LAYOUTS` says;
+    read-only."""
+
+    tables: tuple[Table, ...]
+    groups: tuple[Group, ...]
+    matrices: Mapping[str, torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows."""
+        return sum(group.rows * row_bytes(group.dim, group.format) for group in self.groups)
+
+
+def group_tables(tables: Mapping[str, tuple[Table, RowFormat]]) -> tuple[Group, ...]:
+    """Tables of equal format and width together, in the order given.
+
+    Groups whose rows are multiples of a large power of two come first, so that each matrix of the file starts at one
+    and rows do not straddle more cache lines than they must.
+    """
+    members: dict[tuple[RowFormat, int], list[Table]] = {}
+    for table, row_format in tables.values():
+        members.setdefault((row_format, table.dim), []).append(table)
+
+    def order(key: tuple[RowFormat, int]) -> tuple[int, str, int]:
+        nbytes = row_bytes(key[1], key[0])
+        return -(nbytes & -nbytes), key[0], key[1]
+
+    return tuple(
+        Group(name=f"{key[0]}_{key[1]}", dim=key[1], format=key[0], slices=_slices(members[key]))
+        for key in sorted(members, key=order)
+    )
+
+
+def write_tables(
+    path: Path,
+    tables: Mapping[str, torch.Tensor | ZeroRows],
+    *,
+    formats: RowFormat | Mapping[str, RowFormat] = "float32",
+    out_of_range: OutOfRange | Mapping[str, OutOfRange] = "error",
+) -> tuple[Group, ...]:
+    """Write tables, (rows, D) float32 each, by name. ``formats`` and ``out_of_range``: for all, or by table name.
+
+    Needs a chunk of memory, not a second copy. Raises ValueError for a table that can not be stored.
+    """
+    records = _records(tables, formats, out_of_range)
+    groups = group_tables(records)
+    plan = [(group.name, LAYOUTS[group.format].dtype, _matrix_shape(group)) for group in groups]
+    described = json.dumps(_to_json(tuple(table for table, _ in records.values()), groups))
+    with write_container(path, plan, {_KEY: described}) as (file, starts):
+        for group in groups:
+            for part in group.slices:
+                start = starts[group.name] + part.first * row_bytes(group.dim, group.format)
+                _write_rows(file, start, part.table, tables[part.table], group.format)
+    return groups
+
+
+def pack_tables(
+    tables: Mapping[str, torch.Tensor],
+    *,
+    formats: RowFormat | Mapping[str, RowFormat] = "float32",
+    out_of_range: OutOfRange | Mapping[str, OutOfRange] = "error",
+) -> TableSet:
+    """What `write_tables` and `open_tables` give, in memory."""
+    records = _records(tables, formats, out_of_range)
+    groups = group_tables(records)
+    matrices = {
+        group.name: torch.cat([_encoded(part.table, tables[part.table], group.format) for part in group.slices])
+        for group in groups
+    }
+    return TableSet(tables=tuple(table for table, _ in records.values()), groups=groups, matrices=matrices)
+
+
+def open_tables(path: Path) -> TableSet:
+    """Map a file of tables; nothing but its header is read. See `container.map_container` for what must not be done to
+    it.
+
+    Raises `BadTableFile`, FileNotFoundError.
+    """
+    container = map_container(path)
+    try:
+        tables, groups = _from_json(json.loads(container.metadata[_KEY]))
+    except (KeyError, ValueError, TypeError, RecursionError) as error:
+        raise BadTableFile(path, f"__metadata__.{_KEY}", f"does not describe tables: {error!r}") from error
+    _check_groups(path, tables, groups)
+    if container.tensors.keys() != {group.name for group in groups}:
+        raise BadTableFile(path, "tensors", f"{sorted(container.tensors)} are not the groups")
+    for group in groups:
+        matrix = container.tensors[group.name]
+        if tuple(matrix.shape) != _matrix_shape(group) or matrix.dtype != LAYOUTS[group.format].dtype:
+            raise BadTableFile(path, group.name, f"{tuple(matrix.shape)} {matrix.dtype} is not what its group says")
+    return TableSet(tables=tables, groups=groups, matrices=container.tensors)
+
+
+def _records(
+    tables: Mapping[str, torch.Tensor | ZeroRows],
+    formats: RowFormat | Mapping[str, RowFormat],
+    out_of_range: OutOfRange | Mapping[str, OutOfRange],
+) -> dict[str, tuple[Table, RowFormat]]:
+    records = {}
+    for name, rows in tables.items():
+        shape = (rows.rows, rows.dim) if isinstance(rows, ZeroRows) else tuple(rows.shape)
+        if len(shape) != 2 or min(shape) < 1:
+            raise ValueError(f"table {name}: must be (rows, D) with at least one of each, not {shape}")
+        row_format: RowFormat = _choice(formats, name, get_args(RowFormat))
+        policy: OutOfRange = _choice(out_of_range, name, get_args(OutOfRange))
+        records[name] = (Table(name=name, rows=shape[0], dim=shape[1], out_of_range=policy), row_format)
+    if not records:
+        raise ValueError("there are no tables")
+    return records
+
+
+def _choice(word: Word | Mapping[str, Word], table: str, words: tuple[Word, ...]) -> Word:
+    chosen = word if isinstance(word, str) else word.get(table, words[0])
+    if chosen not in words:
+        raise ValueError(f"table {table}: {chosen!r} is none of {', '.join(words)}")
+    return chosen
+
+
+def _slices(tables: list[Table]) -> tuple[Slice, ...]:
+    found = []
+    first = 0
+    for table in tables:
+        found.append(Slice(table=table.name, first=first, rows=table.rows))
+        first += table.rows
+    return tuple(found)
+
+
+def _matrix_shape(group: Group) -> tuple[int, int]:
+    return group.rows, group.dim + LAYOUTS[group.format].extra_columns
+
+
+def _encoded(name: str, rows: torch.Tensor, row_format: RowFormat) -> torch.Tensor:
+    try:
+        return encode_rows(rows, row_format)
+    except ValueError as error:
+        raise ValueError(f"table {name}: {error}") from error
+
+
+def _write_rows(file: BinaryIO, start: int, name: str, rows: torch.Tensor | ZeroRows, row_format: RowFormat) -> None:
+    if isinstance(rows, ZeroRows):
+        return  # a hole reads as zeros, and zeros are zeros in every format (int8: scale 0, bias 0)
+    count = max(1, _CHUNK_BYTES // (4 * rows.shape[1]))
+    file.seek(start)
+    for first in range(0, rows.shape[0], count):
+        file.write(_encoded(name, rows[first : first + count], row_format).numpy().data)
+
+
+def _to_json(tables: tuple[Table, ...], groups: tuple[Group, ...]) -> dict[str, Any]:
+    return {
+        "version": _VERSION,
+        "tables": [
+            {"name": table.name, "rows": table.rows, "dim": table.dim, "out_of_range": table.out_of_range}
+            for table in tables
+        ],
+        "groups": [
+            {
+                "name": group.name,
+                "dim": group.dim,
+                "format": group.format,
+                "version": group.version,
+                "tables": [part.table for part in group.slices],
+            }
+            for group in groups
+        ],
+    }
+
+
+def _from_json(data: Any) -> tuple[tuple[Table, ...], tuple[Group, ...]]:
+    """Raises KeyError, TypeError or ValueError for what `_to_json` would not have written."""
+    if data["version"] != _VERSION:
+        raise ValueError(f"version {data['version']!r} is not {_VERSION}")
+    tables = {}
+    for item in data["tables"]:
+        name = _text(item["name"])
+        policy = _choice(_text(item["out_of_range"]), name, get_args(OutOfRange))
+        tables[name] = Table(name=name, rows=_count(item["rows"]), dim=_count(item["dim"]), out_of_range=policy)
+    groups = []
+    for item in data["groups"]:
+        name = _text(item["name"])
+        row_format = _choice(_text(item["format"]), name, get_args(RowFormat))
+        slices = _slices([tables[table] for table in item["tables"]])
+        version = _count(item["version"], least=0)
+        groups.append(Group(name=name, dim=_count(item["dim"]), format=row_format, slices=slices, version=version))
+    return tuple(tables.values()), tuple(groups)
+
+
+def _text(value: Any) -> Any:
+    if not isinstance(value, str) or not value:
+        raise TypeError(f"{value!r} is not a name")
+    return value
+
+
+def _count(value: Any, *, least: int = 1) -> int:
+    if type(value) is not int or not least <= value < 1 << 48:
+        raise ValueError(f"{value!r} is not a number of at least {least}")
+    return value
+
+
+def _check_groups(path: Path, tables: tuple[Table, ...], groups: tuple[Group, ...]) -> None:
+    """Every table lies in one group of its width."""
+    dims = {table.name: table.dim for table in tables}
+    held = [part.table for group in groups for part in group.slices]
+    if sorted(held) != sorted(dims) or len({group.name for group in groups}) != len(groups):
+        raise BadTableFile(path, f"__metadata__.{_KEY}.groups", "the groups do not hold every table once")
+    for group in groups:
+        odd = [part.table for part in group.slices if dims[part.table] != group.dim]
+        if odd or not group.slices:
+            raise BadTableFile(
+                path, f"__metadata__.{_KEY}.groups.{group.name}", f"tables {odd} are not {group.dim} wide"
+            )

@@ -1,0 +1,70 @@
+"""The records of embedding tables: how rows are stored and what is looked up. No input or output here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["Group", "Lookup", "Mode", "OutOfRange", "RowFormat", "Slice", "Table", "row_bytes"]
+
+RowFormat = Literal["float32", "float16", "int8"]
+"""How a row is stored. int8: D unsigned bytes, then float32 scale and bias (Fused8BitRowwise of Caffe2 and PyTorch):
+D + 8 bytes."""
+
+Mode = Literal["rows", "sum", "mean", "max"]
+
+OutOfRange = Literal["error", "clip", "hash"]
+"""What happens to an id below 0 or at least the number of rows: refuse the request, take the nearest row, or take a row
+by hash."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """One embedding table as the model has it; ``name`` is the module's dotted name (``tables.genres``)."""
+
+    name: str
+    rows: int
+    dim: int
+    out_of_range: OutOfRange = "error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """Where a table's rows lie in its group: rows ``first : first + rows`` of the group's matrix."""
+
+    table: str
+    first: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Tables of equal width and format: one matrix ``(sum of rows, D)``, so that one fused lookup serves them all.
+
+    ``version`` counts the refreshes of its rows (none yet: 0).
+    """
+
+    name: str
+    dim: int
+    format: RowFormat
+    slices: tuple[Slice, ...]
+    version: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Rows of the whole matrix."""
+        return sum(part.rows for part in self.slices)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lookup:
+    """One use of a table. ``name`` is the value that it makes: (rows, D) pooled; mode rows: ids' shape + (D,)."""
+
+    name: str
+    table: str
+    mode: Mode
+
+
+def row_bytes(dim: int, format: RowFormat) -> int:  # noqa: A002  (the word of the field)
+    """Bytes of one stored row."""
+    return {"float32": 4 * dim, "float16": 2 * dim, "int8": dim + 8}[format]

@@ -1,0 +1,1 @@
+"""Workers that answer ranking requests: the two halves of a model, together or apart."""

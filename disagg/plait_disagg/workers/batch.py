@@ -1,0 +1,75 @@
+"""Several requests as one batch, and a batch's answers cut apart. Pure.
+
+Symbols: R requests; N_r candidates of request r, N their sum. In a batch user inputs have R rows and item inputs N;
+``user_of`` (N,) int64 says whose each candidate is.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from plait_disagg.graph.inputs import OFFSETS, Bag, Input
+from plait_disagg.workers.values import RankRequest
+
+__all__ = ["Batch", "cut", "join", "user_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """The tensors of several requests, in their order."""
+
+    tensors: Mapping[str, torch.Tensor]
+    candidates: tuple[int, ...]
+
+    @property
+    def user_of(self) -> torch.Tensor:
+        """(N,) int64, ascending: the request of each candidate."""
+        return user_of(self.candidates)
+
+
+def join(inputs: Sequence[Input], requests: Sequence[RankRequest]) -> Batch:
+    """One batch. The tensors of a single request are passed on as they are; else they are copied."""
+    candidates = tuple(request.candidates for request in requests)
+    if len(requests) == 1:
+        return Batch(tensors=requests[0].tensors, candidates=candidates)
+    tensors: dict[str, torch.Tensor] = {}
+    for item in inputs:
+        tensors[item.name] = torch.cat([request.tensors[item.name] for request in requests])
+        if isinstance(item, Bag):
+            name = item.name + OFFSETS
+            ids = [request.tensors[item.name].shape[0] for request in requests]
+            if item.side == "user":  # one row each: [0, its ids]
+                tensors[name] = torch.tensor([0, *itertools.accumulate(ids)])
+            else:
+                tensors[name] = _join_offsets([request.tensors[name] for request in requests], ids)
+    return Batch(tensors=tensors, candidates=candidates)
+
+
+def _join_offsets(parts: Sequence[torch.Tensor], ids: Sequence[int]) -> torch.Tensor:
+    """Offsets of bags that are laid end to end; each part goes from 0 to its number of ``ids``."""
+    arrays: list[Any] = [part.numpy() for part in parts]
+    before = itertools.accumulate(ids)
+    shifted = [array[1:] + shift for array, shift in zip(arrays[1:], before, strict=False)]
+    return torch.from_numpy(np.concatenate([arrays[0], *shifted]))
+
+
+def cut(outputs: Mapping[str, torch.Tensor], candidates: Sequence[int]) -> list[dict[str, torch.Tensor]]:
+    """Each request's rows of every output (N, ...): views, in the order of the requests."""
+    if len(candidates) == 1:
+        return [dict(outputs)]
+    sizes = list(candidates)
+    parts = {name: output.split_with_sizes(sizes) for name, output in outputs.items()}
+    return [{name: part[r] for name, part in parts.items()} for r in range(len(sizes))]
+
+
+def user_of(candidates: Sequence[int]) -> torch.Tensor:
+    """(N,) int64, ascending: the request of each candidate."""
+    if len(candidates) == 1:
+        return torch.zeros(candidates[0], dtype=torch.int64)
+    return torch.repeat_interleave(torch.arange(len(candidates)), torch.tensor(list(candidates)))

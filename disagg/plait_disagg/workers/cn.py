@@ -1,0 +1,253 @@
+"""The CN's core: the sparse half here, the dense half at an HN over the fabric.
+
+The compute thread runs the sparse half of a batch, sends what crosses and goes on with the next batch while the HN
+computes: at most ``window`` batches are at an HN at once, and while all windows are full, requests gather into larger
+batches. What an HN takes with it when it is lost is asked once more of another one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from plait_disagg.fabric import Buffer, Message, Pool
+from plait_disagg.workers.batch import cut
+from plait_disagg.workers.counting import added_up
+from plait_disagg.workers.errors import Busy, RankError, Unavailable
+from plait_disagg.workers.jobs import Job, settle
+from plait_disagg.workers.knobs import WorkerKnobs
+from plait_disagg.workers.lines import Backoff, Connect, Line, Lines
+from plait_disagg.workers.loop import ComputeLoop
+from plait_disagg.workers.protocols import SparseHalf
+from plait_disagg.workers.values import ModelCard, RankAnswer, RankTimings
+from plait_disagg.workers.wire import WireError, dense_message, parse_done, parse_metrics
+
+__all__ = ["CnCore"]
+
+_LOOK_S = 0.5
+"""A thread that waits for room also looks this often by itself; it is woken by every answer."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Batch:
+    """What is at an HN. Times are moments of the core's clock."""
+
+    jobs: list[Job]
+    began_s: float
+    sent_s: float = 0.0
+    looked_up_s: float = 0.0
+    nbytes: int = 0
+
+
+class CnCore:
+    """A core whose dense half is elsewhere."""
+
+    def __init__(
+        self,
+        card: ModelCard,
+        sparse: SparseHalf,
+        connect: Connect,
+        *,
+        hns: int = 1,
+        knobs: WorkerKnobs | None = None,
+        answer_timeout_s: float = 30.0,
+        backoff: Backoff | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Starts at once; ``connect`` reaches an HN, of which there are ``hns``."""
+        self._card = card
+        self._sparse = sparse
+        self._knobs = knobs or WorkerKnobs()
+        self._clock = clock
+        self._stopping = False
+        self._hn_metrics: dict[Line[_Batch], Mapping[str, float]] = {}
+        self._room = threading.Condition()
+        self._lookup_s = self._bytes = self._lost = 0.0
+        self._lines: Lines[_Batch] = Lines(
+            connect,
+            count=hns,
+            role="dense",
+            name=f"cn {card.name}",
+            on_up=self._on_up,
+            on_message=self._on_message,
+            on_lost=self._on_lost,
+            answer_timeout_s=answer_timeout_s,
+            backoff=backoff,
+        )
+        self._loop: ComputeLoop[Job] = ComputeLoop(
+            self._work, name=f"cn {card.name}", knobs=self._knobs, clock=clock, wait_for_room=self._wait_for_room
+        )
+
+    @property
+    def card(self) -> ModelCard:
+        """See `Core.card`."""
+        return self._card
+
+    @property
+    def alive(self) -> bool:
+        """See `Core.alive`. A lost HN is no reason to replace the CN."""
+        return self._loop.alive
+
+    def submit(self, job: Job) -> None:
+        """See `Core.submit`."""
+        if self._stopping:
+            raise Unavailable("the worker is stopping")
+        self._loop.put(job)
+
+    def cancel(self, job: Job) -> None:
+        """See `Core.cancel`."""
+        job.gone = True
+
+    def reconfigure(self, knobs: WorkerKnobs) -> None:
+        """Holds from the next batch on."""
+        self._knobs = knobs
+        self._loop.reconfigure(knobs)
+
+    def ready(self) -> str | None:
+        """See `Core.ready`."""
+        if not self._loop.alive:
+            return "the compute thread has died"
+        return None if self._lines.up else f"no HN: {self._lines.why_down}"
+
+    def metrics(self) -> Mapping[str, float]:
+        """As a whole worker's; bytes and lost batches so far; HNs connected and batches there now; what HNs count."""
+        loop = self._loop
+        return {
+            "requests_total": loop.items,
+            "batches_total": loop.batches,
+            "rows_total": loop.rows,
+            "waiting": loop.waiting,
+            "busy_seconds_total": self._lookup_s,
+            "crossed_bytes_total": self._bytes,
+            "lost_batches_total": self._lost,
+            "hns": self._lines.up,
+            "at_hns": self._lines.open_questions,
+            **added_up("hn_", list(self._hn_metrics.values())),
+        }
+
+    def stop(self, *, drain_s: float) -> None:
+        """See `Core.stop`."""
+        until_s = time.monotonic() + drain_s
+        self._stopping = True
+        self._loop.close()
+        if not self._loop.join(drain_s):
+            self._loop.abandon(Unavailable("the worker was stopped"))
+        with self._room:
+            self._room.wait_for(lambda: not self._lines.open_questions, max(0.0, until_s - time.monotonic()))
+        self._lines.close()
+
+    # On the compute thread.
+
+    def _wait_for_room(self) -> None:
+        """Returns when a window has room, or when there is no HN at all: then requests fail at once."""
+        lines, knobs = self._lines, self._knobs
+        if lines.best(window=knobs.window) is not None or not lines.up:
+            return
+        with self._room:
+            while lines.up and lines.best(window=self._knobs.window) is None:
+                self._room.wait(_LOOK_S)
+
+    def _work(self, jobs: list[Job]) -> None:
+        line = self._lines.best(window=1 << 30)
+        if line is None:
+            raise Unavailable(f"no HN: {self._lines.why_down}")
+        batch = _Batch(jobs=jobs, began_s=self._clock())
+        crossing = self._sparse.run([job.request for job in jobs])
+        batch.looked_up_s = self._clock()
+        self._lookup_s += batch.looked_up_s - batch.began_s
+        line.ask(batch, partial(self._pack, batch, crossing))
+
+    def _pack(
+        self, batch: _Batch, crossing: Mapping[str, torch.Tensor], number: int, pool: Pool
+    ) -> tuple[Mapping[str, Any], list[Buffer]]:
+        candidates = [job.request.candidates for job in batch.jobs]
+        header, buffers = dense_message(number, crossing, candidates, pool, wire=self._knobs.wire)
+        batch.nbytes = sum(
+            buffer.nbytes if not isinstance(buffer, bytes | bytearray) else len(buffer) for buffer in buffers
+        )
+        self._bytes += batch.nbytes
+        return header, buffers
+
+    # On a line's thread.
+
+    def _on_up(self, _: Line[_Batch], card: ModelCard) -> None:
+        if (card.name, card.version) != (self._card.name, self._card.version):
+            raise WireError(f"the HN has {card.name} {card.version}, not {self._card.name} {self._card.version}")
+
+    def _on_message(self, line: Line[_Batch], message: Message) -> None:
+        with message:
+            number, outcome = parse_done(message.header, message.buffers)
+            said = parse_metrics(message.header)
+        if said is not None:
+            self._hn_metrics[line] = said
+        batch = line.take(number)
+        self._wake()
+        if batch is None:
+            raise WireError(f"an answer to batch {number}, which is not open")
+        if isinstance(outcome, RankError):
+            self._failed(line, batch, outcome)
+        else:
+            self._answered(batch, *outcome)
+
+    def _answered(self, batch: _Batch, outputs: dict[str, torch.Tensor], dense_ms: float) -> None:
+        jobs = batch.jobs
+        candidates = [job.request.candidates for job in jobs]
+        total = sum(candidates)
+        if any(output.shape[0] != total for output in outputs.values()):
+            raise WireError(f"outputs of {[tuple(it.shape) for it in outputs.values()]} for {total} candidates")
+        lookup_ms = (batch.looked_up_s - batch.began_s) * 1e3
+        wire_ms = (self._clock() - batch.looked_up_s) * 1e3 - dense_ms
+        settle(
+            (
+                job,
+                RankAnswer(
+                    outputs=mine,
+                    timings=RankTimings(
+                        queued_ms=(batch.began_s - job.came_s) * 1e3,
+                        lookup_ms=lookup_ms,
+                        wire_ms=wire_ms,
+                        dense_ms=dense_ms,
+                    ),
+                    bytes_crossed=batch.nbytes * job.request.candidates // total,
+                ),
+            )
+            for job, mine in zip(jobs, cut(outputs, candidates), strict=True)
+        )
+
+    def _failed(self, line: Line[_Batch], batch: _Batch, error: RankError) -> None:
+        """A fault hurts only its own request: the others are asked again, each alone. An HN that stops has no fault."""
+        if isinstance(error, Unavailable | Busy):
+            line.rest()
+            self._ask_another(batch, error)
+            return
+        if len(batch.jobs) == 1:
+            batch.jobs[0].fail(error)
+            return
+        for job in batch.jobs:
+            job.alone = True
+            self._loop.put_again(job)
+
+    def _on_lost(self, _: Line[_Batch], batches: list[_Batch], why: str) -> None:
+        self._lost += len(batches)
+        self._wake()
+        for batch in batches:
+            self._ask_another(batch, Unavailable(f"the HN: {why}"))
+
+    def _ask_another(self, batch: _Batch, error: RankError) -> None:
+        """Ranking changes nothing anywhere, so what an HN lost is asked once more, if another HN is there."""
+        for job in batch.jobs:
+            job.tries += 1
+            if job.tries > 1 or self._stopping or not self._lines.up:
+                job.fail(error)
+            else:
+                self._loop.put_again(job)
+
+    def _wake(self) -> None:
+        with self._room:
+            self._room.notify_all()

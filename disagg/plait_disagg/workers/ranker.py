@@ -1,0 +1,90 @@
+"""The event loop's face of a core: a `Ranker` whose requests are futures."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+
+from plait_disagg.workers.errors import DeadlinePassed, RankError
+from plait_disagg.workers.jobs import Core, Job, Outcome
+from plait_disagg.workers.values import ModelCard, RankAnswer, RankRequest
+
+__all__ = ["CoreRanker"]
+
+
+class CoreRanker:
+    """A `Ranker` around any core, which belongs to it."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        self._sink: _LoopSink | None = None
+
+    @property
+    def card(self) -> ModelCard:
+        """See `Ranker.card`; raises `Unavailable` while no worker has said it yet."""
+        return self.core.card
+
+    async def rank(self, request: RankRequest) -> RankAnswer:
+        """See `Ranker.rank`."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[RankAnswer] = loop.create_future()
+        job = Job(request=request, sink=self._sink_of(loop), ticket=future)
+        self.core.submit(job)
+        timer = None
+        if request.deadline_s is not None:
+            timer = loop.call_later(request.deadline_s - time.monotonic(), _expire, future)
+        try:
+            return await future
+        except (asyncio.CancelledError, DeadlinePassed):
+            self.core.cancel(job)
+            raise
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    async def ready(self) -> str | None:
+        """See `Ranker.ready`."""
+        return self.core.ready()
+
+    def metrics(self) -> Mapping[str, float]:
+        """See `Ranker.metrics`."""
+        return self.core.metrics()
+
+    async def close(self, *, drain_s: float) -> None:
+        """See `Ranker.close`."""
+        await asyncio.to_thread(self.core.stop, drain_s=drain_s)
+
+    def _sink_of(self, loop: asyncio.AbstractEventLoop) -> _LoopSink:
+        if self._sink is None or self._sink.loop is not loop:
+            self._sink = _LoopSink(loop)
+        return self._sink
+
+
+class _LoopSink:
+    """Resolves futures of one event loop; their jobs' tickets are the futures."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+
+    def deliver(self, outcomes: Sequence[tuple[Job, Outcome]]) -> None:
+        """See `Sink`. One wake-up of the loop for all; a loop that is closed waits for nothing."""
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(_resolve, outcomes)
+
+
+def _resolve(outcomes: Sequence[tuple[Job, Outcome]]) -> None:
+    for job, outcome in outcomes:
+        future = job.ticket
+        if not isinstance(future, asyncio.Future) or future.done():
+            continue
+        if isinstance(outcome, RankError):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+
+
+def _expire(future: asyncio.Future[RankAnswer]) -> None:
+    if not future.done():
+        future.set_exception(DeadlinePassed("the deadline passed before the answer was there"))

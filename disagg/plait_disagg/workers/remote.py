@@ -1,0 +1,183 @@
+"""The ingress's core: requests go to a CN, or to a whole-model process, over the fabric."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from plait_disagg.fabric import Message
+from plait_disagg.workers.counting import added_up
+from plait_disagg.workers.errors import BadInput, Busy, RankError, Unavailable
+from plait_disagg.workers.jobs import Job, Outcome, settle
+from plait_disagg.workers.layout import Layout, layout_of_inputs
+from plait_disagg.workers.lines import Backoff, Connect, Line, Lines
+from plait_disagg.workers.ranker import CoreRanker
+from plait_disagg.workers.values import ModelCard
+from plait_disagg.workers.wire import WireError, cancel_header, parse_answers, parse_metrics, rank_message
+
+__all__ = ["RemoteCore", "RemoteRanker"]
+
+_LOOK_S = 0.02
+
+
+class RemoteCore:
+    """A core that passes jobs on. Sends from the thread that submits, which costs it some tens of microseconds."""
+
+    def __init__(
+        self,
+        model: str,
+        connect: Connect,
+        *,
+        replicas: int = 1,
+        window: int = 1_024,
+        answer_timeout_s: float = 30.0,
+        backoff: Backoff | None = None,
+    ) -> None:
+        """Starts to connect at once. ``window``: requests at one replica; more are refused as `Busy`."""
+        self._model = model
+        self._window = window
+        self._card: ModelCard | None = None
+        self._worker_metrics: dict[Line[Job], Mapping[str, float]] = {}
+        self._layouts: dict[Line[Job], Layout] = {}
+        self._stopping = False
+        self._requests = self._lost = 0
+        self._lines: Lines[Job] = Lines(
+            connect,
+            count=replicas,
+            role="rank",
+            name=f"ingress {model}",
+            on_up=self._on_up,
+            on_message=self._on_message,
+            on_lost=self._on_lost,
+            answer_timeout_s=answer_timeout_s,
+            backoff=backoff,
+        )
+
+    @property
+    def card(self) -> ModelCard:
+        """See `Core.card`."""
+        if self._card is None:
+            raise Unavailable(f"model {self._model} is starting: {self._lines.why_down}")
+        return self._card
+
+    @property
+    def alive(self) -> bool:
+        """See `Core.alive`."""
+        return not self._stopping
+
+    def submit(self, job: Job) -> None:
+        """See `Core.submit`."""
+        if self._stopping:
+            raise Unavailable("the server is stopping")
+        self._requests += 1
+        self._send(job)
+
+    def _send(self, job: Job) -> None:
+        line = self._lines.best(window=self._window)
+        if line is None:
+            if self._lines.up:
+                raise Busy(f"{self._window} requests are at the model's worker already")
+            raise Unavailable(f"model {self._model}: {self._lines.why_down}")
+        try:
+            line.ask(job, lambda number, pool: rank_message(number, job.request, self._layouts[line], pool))
+        except (KeyError, ValueError) as error:  # it was checked against the card of another version
+            raise BadInput(f"the request does not fit model {self._model}: {error}") from error
+
+    def cancel(self, job: Job) -> None:
+        """See `Core.cancel`."""
+        job.gone = True
+        for line in self._lines.all:
+            number = line.withdraw(job)
+            if number is not None:
+                line.tell(cancel_header(number))
+
+    def ready(self) -> str | None:
+        """See `Core.ready`."""
+        return None if self._lines.up else f"model {self._model}: {self._lines.why_down}"
+
+    def metrics(self) -> Mapping[str, float]:
+        """Requests sent, and lost with a worker, so far; workers connected and requests at them now; what the workers
+        count, as of their last answers."""
+        return {
+            "sent_total": self._requests,
+            "lost_total": self._lost,
+            "workers": self._lines.up,
+            "at_workers": self._lines.open_questions,
+            **added_up("worker_", list(self._worker_metrics.values())),
+        }
+
+    def stop(self, *, drain_s: float) -> None:
+        """See `Core.stop`."""
+        self._stopping = True
+        until_s = time.monotonic() + drain_s
+        while self._lines.open_questions and time.monotonic() < until_s:
+            time.sleep(_LOOK_S)
+        self._lines.close()
+
+    # On a line's thread.
+
+    def _on_up(self, line: Line[Job], card: ModelCard) -> None:
+        if card.name != self._model:
+            raise WireError(f"the worker ranks with {card.name!r}, not {self._model!r}")
+        self._layouts[line] = layout_of_inputs(card.inputs)
+        if card != self._card:
+            self._card = card
+
+    def _on_message(self, line: Line[Job], message: Message) -> None:
+        with message:
+            answers = parse_answers(message.header, message.buffers)
+            said = parse_metrics(message.header)
+        if said is not None:
+            self._worker_metrics[line] = said
+        outcomes: list[tuple[Job, Outcome]] = []
+        for number, outcome in answers:
+            job = line.take(number)  # None: cancelled meanwhile
+            if job is None:
+                continue
+            if isinstance(outcome, Unavailable) and self._lines.up > 1:
+                line.rest()
+                self._ask_another(job, outcome)
+            else:
+                outcomes.append((job, outcome))
+        settle(outcomes)
+
+    def _on_lost(self, _: Line[Job], jobs: list[Job], why: str) -> None:
+        self._lost += len(jobs)
+        for job in jobs:
+            self._ask_another(job, Unavailable(why))
+
+    def _ask_another(self, job: Job, error: RankError) -> None:
+        """Ranking changes nothing anywhere, so what a worker lost is asked once more, if another worker is there."""
+        job.tries += 1
+        try:
+            if job.tries > 1 or self._stopping or job.gone:
+                raise error
+            self._send(job)
+        except RankError as last:
+            job.fail(last)
+
+
+class RemoteRanker(CoreRanker):
+    """A `Ranker` whose model is in other processes."""
+
+    def __init__(
+        self,
+        model: str,
+        connect: Connect,
+        *,
+        replicas: int = 1,
+        window: int = 1_024,
+        answer_timeout_s: float = 30.0,
+        backoff: Backoff | None = None,
+    ) -> None:
+        """See `RemoteCore`."""
+        super().__init__(
+            RemoteCore(
+                model,
+                connect,
+                replicas=replicas,
+                window=window,
+                answer_timeout_s=answer_timeout_s,
+                backoff=backoff,
+            )
+        )

@@ -1,0 +1,70 @@
+"""The records of ranking: what a model offers, what is asked of it, what it answers. No input or output here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from plait_disagg.graph.inputs import Input, tensor_names
+
+__all__ = ["ModelCard", "RankAnswer", "RankRequest", "RankTimings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCard:
+    """What a client must know of a model. ``outputs``: name to shape of one row, all float32.
+
+    ``largest_candidates`` bounds one request. ``items``: how many items the package knows the features of by
+    their ids (`/v1/recommend` then takes bare ids); None: it knows none.
+    """
+
+    name: str
+    version: str
+    inputs: tuple[Input, ...]
+    outputs: Mapping[str, tuple[int, ...]]
+    largest_candidates: int = 10_000
+    items: int | None = None
+    mode: str = "whole"
+    id_rows: Mapping[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def tensor_names(self) -> frozenset[str]:
+        """The names of a request's tensors."""
+        return frozenset(tensor_names(self.inputs))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankRequest:
+    """One user and N candidates, checked. ``tensors`` has exactly the names of `tensor_names`: user inputs have
+    one row, item inputs N, float32 or int64, contiguous; a bag's offsets are (rows + 1,) and start at 0.
+
+    ``deadline_s`` is a moment of ``time.monotonic()`` after which nobody waits for the answer.
+    """
+
+    request_id: str
+    model: str
+    candidates: int
+    tensors: Mapping[str, torch.Tensor]
+    deadline_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTimings:
+    """Where the time went, in milliseconds: waiting for a batch, lookups, the wire, the dense half."""
+
+    queued_ms: float = 0.0
+    lookup_ms: float = 0.0
+    wire_ms: float = 0.0
+    dense_ms: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankAnswer:
+    """``outputs``: name to (N, ...) float32 on the CPU, in the order of the request's candidates."""
+
+    outputs: Mapping[str, torch.Tensor]
+    timings: RankTimings = field(default_factory=RankTimings)
+    bytes_crossed: int = 0

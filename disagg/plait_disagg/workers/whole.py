@@ -1,0 +1,117 @@
+"""Both halves of a model in one process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from plait_disagg.workers.batch import cut
+from plait_disagg.workers.errors import Unavailable
+from plait_disagg.workers.jobs import Job, settle
+from plait_disagg.workers.knobs import WorkerKnobs
+from plait_disagg.workers.loop import ComputeLoop
+from plait_disagg.workers.protocols import DenseHalf, SparseHalf
+from plait_disagg.workers.ranker import CoreRanker
+from plait_disagg.workers.values import ModelCard, RankAnswer, RankTimings
+
+__all__ = ["WholeCore", "WholeRanker"]
+
+
+class WholeCore:
+    """A core that computes both halves on its one thread."""
+
+    def __init__(
+        self,
+        card: ModelCard,
+        sparse: SparseHalf,
+        dense: DenseHalf,
+        *,
+        knobs: WorkerKnobs | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Starts at once; the halves belong to it from now on."""
+        self._card = card
+        self._sparse = sparse
+        self._dense = dense
+        self._clock = clock
+        self._busy_s = 0.0
+        self._loop: ComputeLoop[Job] = ComputeLoop(
+            self._work, name=f"rank {card.name}", knobs=knobs or WorkerKnobs(), clock=clock
+        )
+
+    @property
+    def card(self) -> ModelCard:
+        """See `Core.card`."""
+        return self._card
+
+    @property
+    def alive(self) -> bool:
+        """See `Core.alive`."""
+        return self._loop.alive
+
+    def submit(self, job: Job) -> None:
+        """See `Core.submit`."""
+        self._loop.put(job)
+
+    def cancel(self, job: Job) -> None:
+        """See `Core.cancel`."""
+        job.gone = True
+
+    def reconfigure(self, knobs: WorkerKnobs) -> None:
+        """Holds from the next batch on."""
+        self._loop.reconfigure(knobs)
+
+    def ready(self) -> str | None:
+        """See `Core.ready`."""
+        return None if self._loop.alive else "the compute thread has died"
+
+    def metrics(self) -> Mapping[str, float]:
+        """``requests``, ``batches`` and ``rows`` so far, ``waiting`` now, seconds of computing."""
+        loop = self._loop
+        return {
+            "requests_total": loop.items,
+            "batches_total": loop.batches,
+            "rows_total": loop.rows,
+            "waiting": loop.waiting,
+            "busy_seconds_total": self._busy_s,
+        }
+
+    def stop(self, *, drain_s: float) -> None:
+        """See `Core.stop`."""
+        self._loop.close()
+        if not self._loop.join(drain_s):
+            self._loop.abandon(Unavailable("the worker was stopped"))
+
+    def _work(self, jobs: list[Job]) -> None:
+        clock = self._clock
+        candidates = [job.request.candidates for job in jobs]
+        began_s = clock()
+        crossing = self._sparse.run([job.request for job in jobs])
+        looked_up_s = clock()
+        outputs = self._dense.run(crossing, candidates)
+        ended_s = clock()
+        self._busy_s += ended_s - began_s
+        settle(
+            (
+                job,
+                RankAnswer(
+                    outputs=mine,
+                    timings=RankTimings(
+                        queued_ms=(began_s - job.came_s) * 1e3,
+                        lookup_ms=(looked_up_s - began_s) * 1e3,
+                        dense_ms=(ended_s - looked_up_s) * 1e3,
+                    ),
+                ),
+            )
+            for job, mine in zip(jobs, cut(outputs, candidates), strict=True)
+        )
+
+
+class WholeRanker(CoreRanker):
+    """A `Ranker` that computes in this process."""
+
+    def __init__(
+        self, card: ModelCard, sparse: SparseHalf, dense: DenseHalf, *, knobs: WorkerKnobs | None = None
+    ) -> None:
+        """See `WholeCore`."""
+        super().__init__(WholeCore(card, sparse, dense, knobs=knobs))

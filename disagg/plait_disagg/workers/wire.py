@@ -1,0 +1,379 @@
+"""The messages between workers: a small JSON header and the sections of a layout (`layout.py`).
+
+A client says hello, the server welcome; then requests go one way and answers the other, matched by number::
+
+    rank     ingress -> CN or whole    one request; its layout follows from the model's card
+    cancel   ingress -> CN or whole    nobody waits for it any more
+    answers  back                      the outcomes of one or more requests
+    dense    CN -> HN                  the crossing tensors of a batch
+    done     back                      its outputs, or why there are none
+
+Every header is foreign input and checked field by field; a peer that breaks the rules is hung up on.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from plait_disagg.fabric import Buffer, Pool
+from plait_disagg.workers.batch import cut
+from plait_disagg.workers.cards import card_from_json, card_to_json
+from plait_disagg.workers.errors import BadInput, Busy, DeadlinePassed, RankError, Unavailable, UnknownModel
+from plait_disagg.workers.knobs import WireFormat
+from plait_disagg.workers.layout import Counts, Layout, LayoutError, decode, describe, encode, parse_layout
+from plait_disagg.workers.values import ModelCard, RankAnswer, RankRequest, RankTimings
+
+__all__ = [
+    "VERSION",
+    "DenseAsk",
+    "Role",
+    "Welcome",
+    "WireError",
+    "answers_message",
+    "cancel_header",
+    "dense_message",
+    "done_message",
+    "failed_header",
+    "hello_header",
+    "own_buffers",
+    "parse_answers",
+    "parse_dense",
+    "parse_done",
+    "parse_hello",
+    "parse_metrics",
+    "parse_number",
+    "parse_rank",
+    "parse_welcome",
+    "rank_message",
+    "welcome_header",
+]
+
+VERSION = 1
+"""Of all that is defined here; both sides of a channel must have the same."""
+
+SEND_S = 1.0
+"""A peer that takes no message for so long, with its window of unread ones full, is as good as dead."""
+
+Header: TypeAlias = Mapping[str, Any]
+Metrics: TypeAlias = Mapping[str, float]
+Role = Literal["rank", "dense"]
+
+_METRIC = re.compile(r"^[a-z][a-z0-9_]{0,63}$")
+_ROWS = 1 << 31
+_NUMBER = 1 << 62
+_MOST = 4_096
+_ERRORS: dict[str, type[RankError]] = {
+    "bad_input": BadInput,
+    "unknown_model": UnknownModel,
+    "busy": Busy,
+    "deadline": DeadlinePassed,
+    "unavailable": Unavailable,
+    "internal": RankError,
+}
+_CODES = {kind: code for code, kind in _ERRORS.items()}
+
+
+class WireError(Exception):
+    """The peer sent what no correct peer sends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """What a server says of itself."""
+
+    card: ModelCard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseAsk:
+    """A batch for the HN. ``mergeable``: every tensor is floats with a row per user or per candidate, so that batches
+    laid end to end are a batch. ``crossing`` may view the message's memory."""
+
+    number: int
+    candidates: tuple[int, ...]
+    crossing: Mapping[str, torch.Tensor]
+    layout: Layout
+    mergeable: bool
+
+
+def hello_header(role: Role) -> dict[str, Any]:
+    """The first message of a client."""
+    return {"kind": "hello", "version": VERSION, "role": role}
+
+
+def parse_hello(header: Header, role: Role) -> None:
+    """Raises `WireError` if the client is none of ours."""
+    if header.get("kind") != "hello" or header.get("version") != VERSION or header.get("role") != role:
+        raise WireError(f"the client must begin with hello, version {VERSION}, role {role}")
+
+
+def welcome_header(card: ModelCard) -> dict[str, Any]:
+    """The server's first message."""
+    return {"kind": "welcome", "version": VERSION, "card": card_to_json(card)}
+
+
+def parse_welcome(header: Header) -> Welcome:
+    """Raises `WireError`."""
+    if header.get("kind") != "welcome" or header.get("version") != VERSION or not isinstance(header.get("card"), dict):
+        raise WireError(f"the server must begin with welcome, version {VERSION}")
+    try:
+        return Welcome(card=card_from_json(header["card"]))
+    except ValueError as error:
+        raise WireError(str(error)) from error
+
+
+def rank_message(number: int, request: RankRequest, layout: Layout, pool: Pool) -> tuple[dict[str, Any], list[Buffer]]:
+    """A request. ``layout``: `layout_of_inputs` of the server's card. A deadline travels as what is left of it."""
+    header: dict[str, Any] = {
+        "kind": "rank",
+        "number": number,
+        "id": request.request_id[:200],
+        "n": request.candidates,
+        "flat": [request.tensors[part.name].shape[0] for part in layout.parts if part.rows == "f"],
+    }
+    if request.deadline_s is not None:
+        header["left_s"] = request.deadline_s - time.monotonic()
+    return header, encode(layout, request.tensors, pool, timeout_s=SEND_S)
+
+
+def parse_rank(header: Header, buffers: Sequence[memoryview], card: ModelCard, layout: Layout) -> RankRequest:
+    """The request; its tensors view ``buffers``. What the numbers say was checked by the ingress, and table
+    lookups check ids again. Raises `WireError`."""
+    counts = Counts(users=1, items=_integer(header, "n", _ROWS), flat=_integers(header, "flat", _ROWS))
+    left_s = header.get("left_s")
+    if left_s is not None and not isinstance(left_s, int | float):
+        raise WireError("left_s is no number")
+    request_id = header.get("id")
+    if not isinstance(request_id, str):
+        raise WireError("id is no text")
+    return RankRequest(
+        request_id=request_id,
+        model=card.name,
+        candidates=counts.items,
+        tensors=_decode(layout, buffers, counts),
+        deadline_s=None if left_s is None else time.monotonic() + left_s,
+    )
+
+
+def cancel_header(number: int) -> dict[str, Any]:
+    """Nobody waits for that request any more."""
+    return {"kind": "cancel", "number": number}
+
+
+def parse_number(header: Header) -> int:
+    """The number of any message that has one. Raises `WireError`."""
+    return _integer(header, "number", _NUMBER)
+
+
+def answers_message(
+    outcomes: Sequence[tuple[int, RankAnswer | RankError]], pool: Pool, *, metrics: Metrics | None = None
+) -> tuple[dict[str, Any], list[Buffer]]:
+    """Outcomes by the numbers of their requests. ``metrics``: what the worker counts, now and then."""
+    answers = [(number, it) for number, it in outcomes if isinstance(it, RankAnswer)]
+    errors = [
+        [number, _CODES.get(type(it), "internal"), it.message[:2000], it.param]
+        for number, it in outcomes
+        if isinstance(it, RankError)
+    ]
+    header: dict[str, Any] = {"kind": "answers"}
+    if metrics is not None:
+        header["metrics"] = dict(metrics)
+    if errors:
+        header["errors"] = errors
+    if not answers:
+        return header, []
+    names = answers[0][1].outputs
+    one = len(answers) == 1
+    outputs = names if one else {name: torch.cat([it.outputs[name] for _, it in answers]) for name in names}
+    rows = [next(iter(it.outputs.values())).shape[0] for _, it in answers]
+    layout, counts = describe(outputs, users=sum(rows), items=sum(rows))
+    header |= {
+        "numbers": [number for number, _ in answers],
+        "n": rows,
+        "ms": [_times(it.timings) for _, it in answers],
+        "bytes": [it.bytes_crossed for _, it in answers],
+        "layout": layout.text,
+        "flat": list(counts.flat),
+    }
+    return header, encode(layout, outputs, pool, timeout_s=SEND_S)
+
+
+def parse_answers(header: Header, buffers: Sequence[memoryview]) -> list[tuple[int, RankAnswer | RankError]]:
+    """The outcomes by number; outputs are copies. Raises `WireError`."""
+    outcomes: list[tuple[int, RankAnswer | RankError]] = [_parse_error(entry) for entry in _list(header, "errors")]
+    numbers = _integers(header, "numbers", _NUMBER)
+    if not numbers:
+        return outcomes
+    rows = _integers(header, "n", _ROWS)
+    times, crossed = _list(header, "ms"), _integers(header, "bytes", _NUMBER)
+    if not len(numbers) == len(rows) == len(times) == len(crossed):
+        raise WireError("an answer's lists differ in length")
+    counts = Counts(users=sum(rows), items=sum(rows), flat=_integers(header, "flat", _ROWS))
+    outputs = _decode(_layout(header), own_buffers(buffers), counts)
+    if any(output.shape[0] != counts.items for output in outputs.values()):
+        raise WireError("an answer has other rows than it says")
+    for number, mine, ms, nbytes in zip(numbers, cut(outputs, rows), times, crossed, strict=True):
+        outcomes.append((number, RankAnswer(outputs=mine, timings=_parse_times(ms), bytes_crossed=nbytes)))
+    return outcomes
+
+
+def dense_message(
+    number: int, crossing: Mapping[str, torch.Tensor], candidates: Sequence[int], pool: Pool, *, wire: WireFormat
+) -> tuple[dict[str, Any], list[Buffer]]:
+    """A batch. Where a number does not fit float16, the batch travels as float32."""
+    items = sum(candidates)
+    layout, counts = describe(crossing, users=len(candidates), items=items, wire=wire)
+    try:
+        buffers = encode(layout, crossing, pool, timeout_s=SEND_S)
+    except OverflowError:
+        layout, counts = describe(crossing, users=len(candidates), items=items)
+        buffers = encode(layout, crossing, pool, timeout_s=SEND_S)
+    header = {
+        "kind": "dense",
+        "number": number,
+        "n": list(candidates),
+        "layout": layout.text,
+        "flat": list(counts.flat),
+    }
+    return header, buffers
+
+
+def parse_dense(header: Header, buffers: Sequence[memoryview]) -> DenseAsk:
+    """The batch. Raises `WireError`."""
+    if header.get("kind") != "dense":
+        raise WireError(f"a message of kind {str(header.get('kind'))[:50]!r}")
+    candidates = _integers(header, "n", _ROWS)
+    if not candidates:
+        raise WireError("a batch without requests")
+    layout = _layout(header)
+    counts = Counts(users=len(candidates), items=sum(candidates), flat=_integers(header, "flat", _ROWS))
+    return DenseAsk(
+        number=parse_number(header),
+        candidates=candidates,
+        crossing=_decode(layout, buffers, counts),
+        layout=layout,
+        mergeable=all(part.rows in ("u", "i") and part.code in ("f4", "f2", "q1") for part in layout.parts),
+    )
+
+
+def done_message(
+    number: int, outputs: Mapping[str, torch.Tensor], dense_ms: float, pool: Pool, *, metrics: Metrics | None = None
+) -> tuple[dict[str, Any], list[Buffer]]:
+    """A batch's outputs, (N, ...) each. ``metrics``: what the HN counts, now and then."""
+    items = next(iter(outputs.values())).shape[0]
+    layout, counts = describe(outputs, users=items, items=items)
+    header = {
+        "kind": "done",
+        "number": number,
+        "n": items,
+        "ms": dense_ms,
+        "layout": layout.text,
+        "flat": list(counts.flat),
+    }
+    if metrics is not None:
+        header["metrics"] = dict(metrics)
+    return header, encode(layout, outputs, pool, timeout_s=SEND_S)
+
+
+def failed_header(number: int, error: RankError) -> dict[str, Any]:
+    """A batch that the HN could not compute."""
+    return {"kind": "done", "number": number, "error": [_CODES.get(type(error), "internal"), error.message[:2000]]}
+
+
+def parse_done(
+    header: Header, buffers: Sequence[memoryview]
+) -> tuple[int, tuple[dict[str, torch.Tensor], float] | RankError]:
+    """Number, and outputs (copies) with the HN's milliseconds or its error. Raises `WireError`."""
+    if header.get("kind") != "done":
+        raise WireError(f"a message of kind {str(header.get('kind'))[:50]!r}")
+    number = parse_number(header)
+    error = header.get("error")
+    if error is not None:
+        return number, _parse_error([number, *error, None] if isinstance(error, list) else error)[1]
+    items = _integer(header, "n", _ROWS)
+    counts = Counts(users=items, items=items, flat=_integers(header, "flat", _ROWS))
+    ms = header.get("ms")
+    if not isinstance(ms, int | float):
+        raise WireError("ms is no number")
+    return number, (_decode(_layout(header), own_buffers(buffers), counts), float(ms))
+
+
+def parse_metrics(header: Header) -> Metrics | None:
+    """What the peer counts, if it says so in this message. Raises `WireError`."""
+    metrics = header.get("metrics")
+    if metrics is None:
+        return None
+    if not isinstance(metrics, dict) or len(metrics) > 64:
+        raise WireError("metrics are no small object")
+    if not all(_METRIC.match(name) and type(value) in (int, float) for name, value in metrics.items()):
+        raise WireError("metrics are not numbers by name")
+    return metrics
+
+
+def own_buffers(buffers: Sequence[memoryview]) -> list[memoryview]:
+    """Copies, so that the message can go back to the channel."""
+    return [memoryview(bytearray(buffer)) for buffer in buffers]
+
+
+def _decode(layout: Layout, buffers: Sequence[memoryview], counts: Counts) -> dict[str, torch.Tensor]:
+    try:
+        return decode(layout, buffers, counts)
+    except LayoutError as error:
+        raise WireError(str(error)) from error
+
+
+def _layout(header: Header) -> Layout:
+    text = header.get("layout")
+    if not isinstance(text, str):
+        raise WireError("layout is no text")
+    try:
+        return parse_layout(text)
+    except LayoutError as error:
+        raise WireError(str(error)) from error
+
+
+def _integer(header: Header, key: str, end: int) -> int:
+    value = header.get(key)
+    if type(value) is not int or not 0 <= value < end:
+        raise WireError(f"{key} is no number in its range")
+    return value
+
+
+def _list(header: Header, key: str) -> list[Any]:
+    value = header.get(key, [])
+    if not isinstance(value, list) or len(value) > _MOST:
+        raise WireError(f"{key} is no list")
+    return value
+
+
+def _integers(header: Header, key: str, end: int) -> tuple[int, ...]:
+    values = _list(header, key)
+    if not all(type(value) is int and 0 <= value < end for value in values):
+        raise WireError(f"{key} is no list of numbers in their range")
+    return tuple(values)
+
+
+def _times(timings: RankTimings) -> list[float]:
+    times = (timings.queued_ms, timings.lookup_ms, timings.wire_ms, timings.dense_ms)
+    return [round(ms, 4) for ms in times]
+
+
+def _parse_times(value: Any) -> RankTimings:
+    if not isinstance(value, list) or len(value) != 4 or not all(isinstance(ms, int | float) for ms in value):
+        raise WireError("ms is not four numbers")
+    return RankTimings(queued_ms=value[0], lookup_ms=value[1], wire_ms=value[2], dense_ms=value[3])
+
+
+def _parse_error(entry: Any) -> tuple[int, RankError]:
+    if not isinstance(entry, list) or len(entry) != 4:
+        raise WireError("an error is not number, code, message, param")
+    number, code, message, param = entry
+    if type(number) is not int or not isinstance(message, str) or not (param is None or isinstance(param, str)):
+        raise WireError("an error is not number, code, message, param")
+    return number, _ERRORS.get(code if isinstance(code, str) else "internal", RankError)(message, param=param)

@@ -1,0 +1,168 @@
+"""Recommendation models over HTTP: plain PyTorch behind FastAPI against plait, whole and cut in two, on the same cores.
+
+All systems hold the same weights, speak the same protocol, answer the same bodies, and their scores are compared first.
+Goodput is what counts (`goodput`). Beside it: what crosses the cut, for both cutters and every model (`crossing`).
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from plait_bench.benchmark import Row
+from plait_bench.disagg import big_table, crossing, goodput
+from plait_bench.disagg.bodies import HEADER_BYTES, write_bodies
+from plait_bench.disagg.packages import packaged
+from plait_bench.disagg.scores import compare
+from plait_bench.disagg.serving import Served, serving
+from plait_bench.errors import BenchError, SystemFailed
+from plait_bench.host import cores
+from plait_bench.runner import Result
+from plait_bench.summary import Summary, pairwise_ratio, summarise
+
+NAME = "disagg"
+OURS = "plait"
+METRIC, UNIT = "goodput_per_s", "requests/s"
+SYSTEMS = ("pytorch", "plait", "plait_split")
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Requests of ``candidates`` for a configuration whose tables have ``scale`` of their published rows."""
+
+    model: str
+    scale: float
+    candidates: int
+
+    @property
+    def name(self) -> str:
+        """As the document has it: ``rm1-64``."""
+        return f"{self.model}-{self.candidates}"
+
+
+SCALES: Mapping[str, float] = {"rm1": 0.125, "rm2": 0.125, "criteo-kaggle": 0.25}
+"""Half a gigabyte of tables each: far beyond every cache, and four of them fit a small machine."""
+
+WORKLOADS = tuple(
+    Workload(model=model, scale=scale, candidates=candidates)
+    for model, scale in SCALES.items()
+    for candidates in (1, 64, 512)
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """One way to run a system: its name in the table, and the arguments of its server."""
+
+    name: str
+    arguments: tuple[str, ...]
+
+
+def measure(*, rounds: int, only: Sequence[str], systems: Sequence[str], say: Say) -> Result:
+    """Every workload in turn. Raises `BenchError`."""
+    chosen = _chosen(only, [workload.name for workload in WORKLOADS], "workload")
+    wanted = _chosen(systems, SYSTEMS, "system")
+    rows: list[Row] = [] if only else [*crossing.rows(say=say), *big_table.rows(say=say)]
+    ratios: dict[str, Summary] = {}
+    for workload in WORKLOADS:
+        if workload.name not in chosen:
+            continue
+        taken, layouts = _measure_workload(workload, [name for name in SYSTEMS if name in wanted], rounds, say)
+        rows += [_row(workload.name, name, taken[name], layouts[name].name) for name in taken]
+        ratios |= _ratios(workload.name, taken)
+    return Result(rows=tuple(rows), ratios=ratios, left_out={})
+
+
+def _chosen(asked: Sequence[str], there: Sequence[str], what: str) -> Sequence[str]:
+    unknown = sorted(set(asked) - set(there))
+    if unknown:
+        raise BenchError(f"there is no {what} {unknown[0]!r}; there are {', '.join(there)}")
+    return asked or there
+
+
+def _measure_workload(
+    workload: Workload, systems: Sequence[str], rounds: int, say: Say
+) -> tuple[dict[str, list[float]], dict[str, Layout]]:
+    """Goodputs of every round by system, and the layouts they were taken in."""
+    package = packaged(workload.model, workload.scale, say=say)
+    with tempfile.TemporaryDirectory(prefix="plait-bench-") as folder, ExitStack() as stack:
+        bodies = write_bodies(Path(folder), package, workload.model, workload.candidates, seed=1)
+        layouts, known = {}, {}
+        for name in systems:
+            layouts[name], known[name] = _best(workload, name, package, bodies, say)
+        servers = {
+            name: stack.enter_context(serving(layouts[name].arguments, bodies[0].read_bytes())) for name in systems
+        }
+        compare(servers, bodies)
+        trials = {name: partial(_trial, server, bodies) for name, server in servers.items()}
+        taken: dict[str, list[float]] = {name: [] for name in systems}
+        for round_number in range(1, rounds + 1):
+            for name in systems:
+                run = partial(trials[name], seed=1000 * round_number)
+                taken[name].append(goodput.around(run, known[name], say=say).goodput_per_s)
+                say(f"{workload.name}: round {round_number} of {rounds}: {name} {taken[name][-1]:.1f} requests/s")
+    return taken, layouts
+
+
+def _best(workload: Workload, name: str, package: Path, bodies: Sequence[Path], say: Say) -> tuple[Layout, float]:
+    """The layout with the highest goodput, and the rate that it held."""
+    found: dict[Layout, float] = {}
+    first_per_s = 100.0
+    for layout in layouts_of(workload, name, package):
+        with serving(layout.arguments, bodies[0].read_bytes()) as server:
+            say(f"{workload.name}: {name} {layout.name}")
+            try:
+                trial = goodput.highest(partial(_trial, server, bodies, seed=0), first_per_s, say=say)
+            except SystemFailed as error:
+                say(f"  {error}")
+                continue
+            found[layout] = first_per_s = trial.rate_per_s
+    if not found:
+        raise SystemFailed(f"{name} answers {workload.name} in time at no rate")
+    best = max(found, key=lambda layout: found[layout])
+    return best, found[best]
+
+
+def layouts_of(workload: Workload, name: str, package: Path) -> tuple[Layout, ...]:
+    """The thread layouts that are tried, on as many threads as there are cores and on one."""
+    threads = tuple(dict.fromkeys([1, cores()]))
+    if name == "pytorch":
+        whole = ("plait_bench.disagg.baseline", workload.model, str(workload.scale))
+        return tuple(
+            Layout(name=f"{count} threads, {where}", arguments=(*whole, str(count), where))
+            for count in threads
+            for where in ("inline", "worker")
+        )
+    mode = "split" if name == "plait_split" else "whole"
+    return tuple(
+        Layout(name=f"{count} threads", arguments=("plait_bench.disagg.ours", str(package), str(count), mode))
+        for count in threads
+    )
+
+
+def _trial(server: Served, bodies: Sequence[Path], rate_per_s: float, *, seed: int) -> goodput.Trial:
+    return goodput.attempt(server.url, bodies, HEADER_BYTES, rate_per_s, seed=seed + int(rate_per_s))
+
+
+def _row(workload: str, system: str, values: Sequence[float], layout: str) -> Row:
+    summary = summarise(values)
+    return Row(
+        system=system, workload=workload, metric=METRIC, unit=UNIT, value=summary.value,
+        p20=summary.p20, p80=summary.p80, n=summary.n, layout=layout,
+    )  # fmt: skip
+
+
+def _ratios(workload: str, taken: Mapping[str, Sequence[float]]) -> dict[str, Summary]:
+    if OURS not in taken:
+        return {}
+    return {
+        f"{workload}:{METRIC}:{OURS}/{name}": pairwise_ratio(taken[OURS], values)
+        for name, values in taken.items()
+        if name != OURS
+    }

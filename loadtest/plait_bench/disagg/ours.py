@@ -1,0 +1,77 @@
+"""plait without Ray: the packaged model behind plait's own application.
+
+``python -m plait_bench.disagg.ours FOLDER THREADS whole|split`` prints its port. ``whole`` runs both halves in
+this process; with ``split`` the dense half runs in a process of its own (``dense``), over shared memory.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from plait_bench.disagg.serving import announce
+from plait_disagg.fabric import connect, listen, new_secret
+from plait_disagg.package import Package, open_package
+from plait_disagg.replicas import Link
+from plait_disagg.workers.cn import CnCore
+from plait_disagg.workers.hn import HnWorker
+from plait_disagg.workers.knobs import WorkerKnobs
+from plait_disagg.workers.protocols import Ranker
+from plait_disagg.workers.ranker import CoreRanker
+from plait_disagg.workers.whole import WholeRanker
+from plait_serving.http.app import create_app
+from plait_serving.http.context import HttpSettings
+from plait_serving.http.recommenders import Recommender
+
+
+def whole(package: Package, threads: int) -> Ranker:
+    """Both halves here."""
+    return WholeRanker(package.card(), package.sparse(), package.dense(), knobs=WorkerKnobs(threads=threads))
+
+
+def split(package: Package, threads: int) -> Ranker:
+    """The sparse half here, the dense half in a child, which ends with this process."""
+    address = f"shm://{tempfile.mkdtemp(prefix='plait-bench-')}/hn"
+    secret = new_secret()
+    command = [sys.executable, "-m", "plait_bench.disagg.ours", str(package.folder), str(threads), "dense", address]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdin is not None
+    assert child.stdout is not None
+    child.stdin.write(secret.hex().encode() + b"\n")
+    child.stdin.flush()
+    child.stdout.readline()
+    core = CnCore(
+        package.card(),
+        package.sparse(),
+        lambda _: Link(replica="hn", channel=connect(address, secret=secret)),
+        knobs=WorkerKnobs(threads=threads),
+    )
+    return CoreRanker(core)
+
+
+def serve_dense(package: Package, threads: int, address: str) -> None:
+    """The child: says when it listens, and ends with its standard input."""
+    secret = bytes.fromhex(sys.stdin.readline().strip())
+    worker = HnWorker(
+        package.card(), package.dense(), [listen(address, secret=secret)], knobs=WorkerKnobs(threads=threads)
+    )
+    print("ready", flush=True)
+    sys.stdin.read()
+    worker.stop(drain_s=0)
+
+
+def main(folder: Path, threads: int, mode: str, *rest: str) -> None:
+    """See the module docstring."""
+    package = open_package(folder)
+    if mode == "dense":
+        serve_dense(package, threads, *rest)
+        return
+    ranker = split(package, threads) if mode == "split" else whole(package, threads)
+    recommender = Recommender(ranker=ranker, items=package.items)
+    announce(create_app(None, HttpSettings(), recommenders={package.manifest.name: recommender}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -1,0 +1,29 @@
+"""Packaged configurations, kept between runs: half a gigabyte of tables each."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from plait_bench.loadtest.peers import cache_folder
+from plait_disagg.models.configs import build, ids_per_bag
+from plait_disagg.package import Options, PackageError, open_package, write_package
+
+__all__ = ["SEED", "packaged"]
+
+SEED = 0
+
+
+def packaged(model: str, scale: float, *, say: Callable[[str], None]) -> Path:
+    """The folder of a configuration's package, made if it is not there or can no longer be read."""
+    folder = cache_folder() / "disagg" / f"{model}-{scale:g}"
+    try:
+        open_package(folder)
+        return folder
+    except PackageError:
+        shutil.rmtree(folder, ignore_errors=True)
+    say(f"packaging {model} with {scale:g} of its rows into {folder} (once)")
+    module, inputs = build(model, rows_scale=scale, seed=SEED)
+    write_package(folder, module, inputs, name="model", options=Options(ids_per_bag=ids_per_bag(model)))
+    return folder

@@ -1,0 +1,92 @@
+"""A server of one process for the benchmark: a free port, said on standard output; it ends with its standard input."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx2
+import uvicorn
+
+from plait_bench.disagg.bodies import HEADER_BYTES
+from plait_bench.errors import SystemFailed
+
+_START_S = 180.0
+"""A model of a gigabyte is built, or mapped, and warmed up."""
+
+
+def announce(app: Any) -> None:
+    """Serves an ASGI application until standard input ends; prints the port first."""
+    sock = socket.socket()
+    sock.bind(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, loop="uvloop"))
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        ended = loop.run_in_executor(None, sys.stdin.read)
+        ended.add_done_callback(lambda _: setattr(server, "should_exit", True))
+        print(sock.getsockname()[1], flush=True)
+        await server.serve(sockets=[sock])
+
+    import uvloop
+
+    uvloop.run(run())
+
+
+HEADERS = {"inference-header-content-length": str(HEADER_BYTES), "content-type": "application/octet-stream"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """A server process that has answered a request."""
+
+    url: str
+    pid: int
+    client: httpx2.Client
+
+    def ask(self, body: bytes) -> httpx2.Response:
+        """Raises `SystemFailed` unless the answer is 200."""
+        answer = self.client.post(f"{self.url}/v2/models/model/infer", content=body, headers=HEADERS, timeout=_START_S)
+        if answer.status_code != 200:
+            raise SystemFailed(f"{self.url} answered {answer.status_code}: {answer.text[:300]}")
+        return answer
+
+
+@contextmanager
+def serving(arguments: Sequence[str], body: bytes) -> Iterator[Served]:
+    """A server process that has answered ``body``. Raises `SystemFailed`."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line.strip().isdigit():
+            raise SystemFailed(f"{' '.join(arguments)} did not start")
+        with httpx2.Client() as client:
+            server = Served(url=f"http://127.0.0.1:{int(line)}", pid=process.pid, client=client)
+            _wait(server, body)
+            yield server
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _wait(server: Served, body: bytes) -> None:
+    deadline_s = time.monotonic() + _START_S
+    while True:
+        try:
+            server.ask(body)
+        except httpx2.TransportError as error:
+            if time.monotonic() > deadline_s:
+                raise SystemFailed(f"{server.url} does not answer: {error}") from error
+            time.sleep(0.05)
+        else:
+            return

@@ -1,0 +1,117 @@
+"""``plait models package`` and ``plait models cut``: recommendation models of one's own, and where they are cut."""
+
+from __future__ import annotations
+
+import json
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class RowFormat(StrEnum):
+    """How rows of embedding tables are stored."""
+
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    INT8 = "int8"
+
+
+class Cutter(StrEnum):
+    """How the cut is chosen."""
+
+    MINCUT = "mincut"
+    PRISM = "prism"
+
+
+Bags = Annotated[
+    list[str] | None, typer.Option("--bag", metavar="NAME=IDS", help="ids in a typical row of a bag; may be repeated")
+]
+
+
+def package_model(
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="module:function or file.py:function; it returns (module, inputs) or (module, inputs, items)"
+        ),
+    ],
+    *,
+    out: Annotated[Path, typer.Option("-o", "--out", help="the folder to make; it must not exist yet")],
+    name: Annotated[
+        str | None, typer.Option(help="what requests call the model; the folder's name if left out")
+    ] = None,
+    version: Annotated[str, typer.Option(help="the model's version")] = "1",
+    row_format: Annotated[RowFormat, typer.Option(help="how rows of tables are stored")] = RowFormat.FLOAT32,
+    candidates: Annotated[int, typer.Option(min=1, help="the request that the cut is made for")] = 64,
+    cutter: Annotated[Cutter, typer.Option(help="the exact minimum, or Prism's colouring")] = Cutter.MINCUT,
+    bag: Bags = None,
+    tile: Annotated[bool, typer.Option("--tile/--no-tile", help="compute the user's side once per request")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="print package.json")] = False,
+) -> None:
+    """Captures a PyTorch model, cuts it in two, and writes the folder that `plait serve` serves.
+
+    The function is your code and runs here. What it makes is stored as programs and numbers: serving runs none of it.
+    """
+    from plait.packaging import make, package
+    from plait_disagg.package.manifest import MANIFEST
+    from plait_disagg.package.write import Options
+
+    print(f"making {target} ...", file=sys.stderr, flush=True)
+    made = make(target)
+    options = Options(
+        version=version,
+        row_format=row_format.value,
+        cutter=cutter.value,
+        tile=tile,
+        candidates=candidates,
+        ids_per_bag=_bags(bag),
+    )
+    print("capturing and cutting ...", file=sys.stderr, flush=True)
+    manifest = package(made, out, name=name or out.name, options=options)
+    print(f"serve it: recommend: {{models: {{{manifest.name}: {{folder: {out}}}}}}} in plait.yaml", file=sys.stderr)
+    print((out / MANIFEST).read_text(encoding="utf-8") if as_json else out, end="" if as_json else "\n")
+
+
+def cut_model(
+    model: Annotated[
+        str, typer.Argument(help="a packaged model's folder, or a configuration: rm1, rm2, criteo-kaggle, ...")
+    ],
+    *,
+    cutter: Annotated[Cutter | None, typer.Option(help="cut it again; as it was packaged if left out")] = None,
+    candidates: Annotated[int, typer.Option(min=1, help="the request that the cut is made for")] = 64,
+    bag: Bags = None,
+    svg: Annotated[Path | None, typer.Option(help="draw it into this file")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Shows where a model is cut: what runs on which side, what crosses, bytes per request."""
+    from plait.cutting import SHOWN, Question, look
+    from plait_disagg.graph.draw import cut_svg
+
+    question = Question(
+        model=model,
+        cutter=None if cutter is None else cutter.value,
+        candidates=candidates,
+        ids_per_bag=_bags(bag),
+    )
+    cut = look(question)
+    if svg is not None:
+        svg.write_text(cut_svg(cut.report, title=cut.title, candidates=SHOWN), encoding="utf-8")
+        print(f"drawn into {svg}", file=sys.stderr)
+    if as_json:
+        print(json.dumps({"title": cut.title, **cut.report.to_json()}, indent=1))
+    else:
+        print(cut.title, cut.report.to_text(), sep="\n", end="")
+
+
+def _bags(texts: list[str] | None) -> dict[str, int]:
+    """NAME=IDS each."""
+    bags: dict[str, int] = {}
+    for text in texts or ():
+        name, equals, count = text.partition("=")
+        if not equals or not name or not count.isascii() or not count.isdigit() or not 0 < int(count) <= 1_000_000:
+            raise typer.BadParameter(f"{text!r} is not NAME=IDS", param_hint="--bag")
+        bags[name] = int(count)
+    return bags

@@ -1,0 +1,58 @@
+"""``plait recommend``: rank items without a server and without Ray."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@app.command()
+def recommend(
+    folder: Annotated[
+        Path | None, typer.Argument(help="a packaged model (`plait models package` makes one); the starter if left out")
+    ] = None,
+    *,
+    user: Annotated[str, typer.Option(help='every user-side input as JSON: {"customer": 3, "age": 0.4}')],
+    candidates: Annotated[str, typer.Option(help="all, or item ids: 4,8,15; or JSON")] = "all",
+    top_k: Annotated[int, typer.Option(min=1, help="only the best so many")] = 10,
+    as_json: Annotated[bool, typer.Option("--json", help="print the server's answer")] = False,
+) -> None:
+    """Ranks candidates for a user with a packaged model in this process: the best first, with their scores."""
+    body = {"user": _json(user, "--user"), "candidates": _candidates(candidates), "top_k": top_k}
+    from plait.cli.models import table
+    from plait.recommending import recommend as ask
+
+    answer = ask(folder or _starter(), body)
+    if as_json:
+        print(json.dumps(answer, indent=1))
+        return
+    items = [(str(item.get("id", item.get("index"))), _score(item), item.get("name") or "") for item in answer["items"]]
+    print(table([("item", "score", "name"), *items]))
+
+
+def _starter() -> Path:
+    from plait_serving.recommend_config import STARTER_RECOMMENDER_FOLDER
+
+    return STARTER_RECOMMENDER_FOLDER
+
+
+def _score(item: dict[str, Any]) -> str:
+    return "nan" if item["score"] is None else f"{item['score']:.6g}"
+
+
+def _candidates(text: str) -> Any:
+    if text == "all":
+        return text
+    return _json(text if text.lstrip().startswith("[") else f"[{text}]", "--candidates")
+
+
+def _json(text: str, option: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise typer.BadParameter(f"not JSON: {error}", param_hint=option) from error

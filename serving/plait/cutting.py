@@ -1,0 +1,109 @@
+"""``plait models cut``: where a recommendation model is cut, as a report that can be printed and drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from plait.errors import PlaitError
+from plait_disagg.graph.capture import capture
+from plait_disagg.graph.cutters import CUTTERS
+from plait_disagg.graph.errors import GraphError
+from plait_disagg.graph.report import CANDIDATES, CutReport, cut_report
+from plait_disagg.models.configs import CONFIGS, build, ids_per_bag
+from plait_disagg.package.costing import Cuttable, cut_problem, cuttable
+from plait_disagg.package.errors import PackageError
+from plait_disagg.package.read import Package, open_package
+from plait_disagg.tables.fused import FusedTables
+from plait_disagg.tables.protocols import Tables
+from plait_disagg.tables.reference import SeparateTables
+
+__all__ = ["SHOWN", "Cut", "Question", "look"]
+
+SHOWN = 64
+"""Candidates of the request whose bytes the picture shows."""
+
+# Bytes and what runs where do not depend on the tables' rows, and 100 GB of random rows would not fit here.
+_ROWS_SCALE = 1e-4
+_DEFAULT_CUTTER = "mincut"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What to cut, and how. ``cutter`` None: as it was packaged (mincut for a configuration). ``ids_per_bag``: ids in a
+    typical row of each bag, 1 if it is not named."""
+
+    model: str
+    cutter: str | None = None
+    candidates: int = 64
+    ids_per_bag: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """A cut and what it is called."""
+
+    title: str
+    report: CutReport
+
+
+def look(question: Question) -> Cut:
+    """The cut of a packaged model's folder, or of a named configuration (`plait_disagg.models.configs`).
+
+    Raises `PlaitError`.
+    """
+    folder = Path(question.model)
+    try:
+        if folder.is_dir():
+            return _of_package(open_package(folder), question)
+        if question.model in CONFIGS:
+            return _of_configuration(question)
+    except (GraphError, PackageError) as error:
+        raise PlaitError(str(error)) from error
+    known = ", ".join(CONFIGS)
+    raise PlaitError(f"{question.model} is neither the folder of a packaged model nor one of: {known}")
+
+
+def _of_package(package: Package, question: Question) -> Cut:
+    manifest = package.manifest
+    cutter = question.cutter or manifest.cut.cutter
+    ready = cuttable(
+        package.whole,
+        {port.name: package.constants[port.name] for port in package.whole.constants},  # as they were captured
+        manifest.inputs,
+        table_rows={table.name: table.rows for table in package.tables.tables},
+        exact=not manifest.cut.tiled,
+    )
+    if question.cutter is None:
+        names = {node.name for node in ready.program.nodes}
+        nodes = frozenset(node.name for node in package.cn.nodes if node.name in names)
+    else:
+        nodes = _cut(ready, FusedTables(package.tables), question, question.ids_per_bag)
+    return Cut(title=f"{manifest.name}, cut by {cutter}", report=_report(ready, nodes, question, question.ids_per_bag))
+
+
+def _of_configuration(question: Question) -> Cut:
+    module, inputs = build(question.model, rows_scale=_ROWS_SCALE)
+    captured = capture(module, inputs)
+    per_bag = {**ids_per_bag(question.model), **question.ids_per_bag}
+    rows = {name: int(weight.shape[0]) for name, weight in captured.tables.items()}
+    ready = cuttable(captured.program, captured.constants, inputs, table_rows=rows, exact=False)
+    nodes = _cut(ready, SeparateTables(captured.tables), question, per_bag)
+    title = f"{question.model}, cut by {question.cutter or _DEFAULT_CUTTER}"
+    return Cut(title=title, report=_report(ready, nodes, question, per_bag))
+
+
+def _cut(ready: Cuttable, tables: Tables, question: Question, per_bag: Mapping[str, int]) -> frozenset[str]:
+    """Measured on this machine, now."""
+    problem = cut_problem(ready, tables, candidates=question.candidates, ids_per_bag=per_bag)
+    return CUTTERS[question.cutter or _DEFAULT_CUTTER].cut(problem)
+
+
+def _report(ready: Cuttable, nodes: frozenset[str], question: Question, per_bag: Mapping[str, int]) -> CutReport:
+    return cut_report(ready.program, nodes, ids_per_bag=per_bag, candidates=_sizes(question))
+
+
+def _sizes(question: Question) -> tuple[int, ...]:
+    """The sizes that every report shows, and the one that was asked for."""
+    return tuple(sorted({*CANDIDATES, SHOWN, question.candidates}))

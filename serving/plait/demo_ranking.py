@@ -1,0 +1,88 @@
+"""The demo's second half: films for two people with different tastes, ranked by the starter model in its two halves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from plait.errors import ServeError
+
+MODEL = "picks"
+BEST = 5
+
+
+class AsksToRank(Protocol):
+    """Sends a body to ``/v1/recommend`` and returns the answer's JSON."""
+
+    def __call__(self, body: Mapping[str, Any], /) -> Mapping[str, Any]:
+        """Raises `ServeError` if the answer is an error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Person:
+    """Somebody whom films are ranked for."""
+
+    who: str
+    age: str
+    daypart: str
+    likes: tuple[str, ...]
+
+    def features(self) -> dict[str, Any]:
+        """In the model's words: ids. Nothing has been seen yet, so only the likes tell the taste."""
+        from plait_serving.starter.recommend.catalog import GENRES
+        from plait_serving.starter.recommend.generate import AGE_BANDS, DAYPARTS
+
+        return {
+            "age_band": AGE_BANDS.index(self.age),
+            "liked_genres": [GENRES.index(genre) for genre in self.likes],
+            "history": [],
+            "daypart": DAYPARTS.index(self.daypart),
+        }
+
+
+PEOPLE = (
+    Person(who="one who likes westerns and horror", age="35-44", daypart="evening", likes=("western", "horror")),
+    Person(who="one who likes music and romance", age="35-44", daypart="evening", likes=("music", "romance")),
+)
+
+
+def rank_for_everybody(ask: AsksToRank, *, say: Callable[[str], None]) -> list[Mapping[str, Any]]:
+    """Asks for each person's best of all films, and says which and how long it took. Returns the answers."""
+    answers = []
+    for person in PEOPLE:
+        body = {"model": MODEL, "user": person.features(), "candidates": "all", "top_k": BEST}
+        started_s = time.monotonic()
+        answer = ask(body)
+        seconds = time.monotonic() - started_s
+        say(f"  for {person.who}: {seconds * 1e3:.1f} ms ({_parts(answer['timings'])})")
+        for item in answer["items"]:
+            say(f"    {item['score']:.3f}  {item['name']}")
+        answers.append(answer)
+    return answers
+
+
+def _parts(timings: Mapping[str, float]) -> str:
+    """``in the server 3.1: queued 0.1, lookup 0.4, ...``."""
+    parts = ", ".join(f"{name.removesuffix('_ms')} {ms:.1f}" for name, ms in timings.items() if name != "total_ms")
+    return f"in the server {timings['total_ms']:.1f}: {parts}"
+
+
+def offers_ranking(url: str) -> bool:
+    """Whether the server at ``url`` has the starter recommender."""
+    import httpx2
+
+    listed = httpx2.get(f"{url}/v1/models", timeout=30.0).json()["data"]
+    return any(model["id"] == MODEL for model in listed)
+
+
+def post_rank(url: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """POST /v1/recommend. Raises `ServeError` with the server's own message."""
+    import httpx2
+
+    answer = httpx2.post(f"{url}/v1/recommend", json=body, timeout=60.0)
+    data: dict[str, Any] = answer.json()
+    if answer.status_code != 200:
+        raise ServeError(f"the server refused to rank: {data['error']['message']}")
+    return data

@@ -1,0 +1,58 @@
+"""``plait models package``: a model of the user's own, from a function of theirs to a folder that plait serves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from plait.errors import PlaitError
+from plait.targets import load_target
+from plait_disagg.graph.errors import GraphError
+from plait_disagg.graph.inputs import Bag, Dense, Ids, Input
+from plait_disagg.package.errors import PackageError
+from plait_disagg.package.items import Items
+from plait_disagg.package.manifest import Manifest
+from plait_disagg.package.write import Options, write_package
+
+__all__ = ["Made", "make", "package"]
+
+_RETURNS = "must return (module, inputs) or (module, inputs, items)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """What a user's function made."""
+
+    module: nn.Module
+    inputs: tuple[Input, ...]
+    items: Items | None = None
+
+
+def make(target: str) -> Made:
+    """Calls the function behind ``module:function`` or ``file.py:function``. Raises `PlaitError` if it is not there or
+    returns something else; what it raises itself is the user's to see."""
+    returned = load_target(target)()
+    if not isinstance(returned, tuple) or len(returned) not in (2, 3):
+        raise PlaitError(f"{target}: {_RETURNS}, not {type(returned).__name__}")
+    module, inputs, *rest = returned
+    items = rest[0] if rest else None
+    if not isinstance(module, nn.Module):
+        raise PlaitError(f"{target}: {_RETURNS}; the module is no torch.nn.Module but {type(module).__name__}")
+    if not isinstance(inputs, Sequence) or not all(isinstance(item, Dense | Ids | Bag) for item in inputs):
+        raise PlaitError(f"{target}: {_RETURNS}; inputs must be a list of Dense, Ids and Bag")
+    if items is not None and not isinstance(items, Items):
+        raise PlaitError(f"{target}: {_RETURNS}; items must be plait_disagg.package.items.Items")
+    return Made(module=module.eval(), inputs=tuple(inputs), items=items)
+
+
+def package(made: Made, folder: Path, *, name: str, options: Options) -> Manifest:
+    """Writes the folder. Raises `PlaitError`, naming the operator or the input, if the model can not be packaged."""
+    try:
+        return write_package(folder, made.module, made.inputs, name=name, items=made.items, options=options)
+    except (GraphError, PackageError, ValueError) as error:
+        raise PlaitError(str(error)) from error
+    except OSError as error:
+        raise PlaitError(f"{error.filename or folder}: {error.strerror}") from error

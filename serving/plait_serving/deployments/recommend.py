@@ -1,0 +1,131 @@
+"""The deployments of recommendation models, and how the ingress reaches them.
+
+A model is one deployment of whole workers, or one of CNs and one of HNs; the CNs find the HNs through Serve. This
+module is imported in the replicas only: it needs torch, and nothing that makes pictures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from plait_disagg.fabric import new_secret
+from plait_disagg.replicas import Replica
+from plait_disagg.threads import apart
+from plait_disagg.workers.cn import CnCore
+from plait_disagg.workers.front import Front
+from plait_disagg.workers.hn import HnWorker
+from plait_disagg.workers.knobs import WorkerKnobs
+from plait_disagg.workers.remote import RemoteRanker
+from plait_disagg.workers.whole import WholeCore
+from plait_serving.deployments.logs import configure_logging
+from plait_serving.deployments.rank_source import RankSource
+from plait_serving.deployments.reach import ServeReplicas, cpu_threads, host_id, open_listeners, socket_folder
+from plait_serving.recommend_config import CnKnobs, Knobs, RankRole
+
+__all__ = ["RankWorker", "remote_ranker"]
+
+_log = logging.getLogger(__name__)
+
+_DRAIN_S = 5.0
+
+T = TypeVar("T")
+
+
+class RankWorker:
+    """One replica of a CN, HN or whole deployment. All that Serve does with it is here."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        source: RankSource,
+        role: RankRole,
+        knobs: Mapping[str, Any],
+        hns: Any = None,
+        hn_count: int = 1,
+    ) -> None:
+        """Loads its half and listens. ``hns``: Serve's handle of the model's HN deployment, for a CN.
+
+        ``knobs`` hold until Serve's ``user_config`` says otherwise. Raises what the source raises.
+        """
+        import ray
+        from ray import serve
+
+        configure_logging(f"{role}-{name}", os.environ)
+        self._name = str(serve.get_replica_context().replica_id.to_full_id_str())
+        self._role: RankRole = role
+        self._secret = new_secret()
+        self._stopped = False
+        opened = apart(lambda: source.open(role))
+        card = replace(opened.card, name=name)  # what requests call it, not what its maker did
+        plain = self._plain(knobs)
+        listeners = open_listeners(
+            self._secret, kind="rank", ip_address=ray.util.get_node_ip_address(), folder=socket_folder()
+        )
+        self._core: CnCore | WholeCore | HnWorker
+        self._worker: Front | HnWorker
+        if role == "hn":
+            self._core = self._worker = HnWorker(card, _there(opened.dense), listeners, knobs=plain)
+        elif role == "cn":
+            connect = ServeReplicas(f"the HNs of {name}", hns).connect
+            self._core = CnCore(card, _there(opened.sparse), connect, hns=hn_count, knobs=plain)
+            self._worker = Front(self._core, listeners)
+        else:
+            self._core = WholeCore(card, _there(opened.sparse), _there(opened.dense), knobs=plain)
+            self._worker = Front(self._core, listeners)
+        _log.info("%s of %s listens at %s", role, name, ", ".join(self._worker.addresses))
+
+    def _plain(self, knobs: Mapping[str, Any]) -> WorkerKnobs:
+        model = (CnKnobs if self._role == "cn" else Knobs).model_validate(dict(knobs))
+        plain = model.plain()
+        return replace(plain, threads=cpu_threads(plain.threads))
+
+    async def describe(self) -> Replica:
+        """Where and with which secret this replica can be reached. For our own processes only: Serve carries it."""
+        return Replica(
+            name=self._name,
+            host=host_id(),
+            addresses=self._worker.addresses,
+            secret=self._secret,
+            channels=self._worker.channels,
+            pid=os.getpid(),
+        )
+
+    async def metrics(self) -> Mapping[str, float]:
+        """Counters and gauges by name."""
+        return self._core.metrics()
+
+    async def drain(self, drain_s: float) -> None:
+        """Refuses new requests from now on; returns when nothing runs any more, after ``drain_s`` at the latest."""
+        self._stopped = True
+        await asyncio.to_thread(self._worker.stop, drain_s=drain_s)
+
+    def reconfigure(self, user_config: Mapping[str, Any]) -> None:
+        """Serve calls it after the constructor and whenever ``user_config`` changes. Raises on a bad knob."""
+        self._core.reconfigure(self._plain(user_config))
+
+    def check_health(self) -> None:
+        """Serve calls it every few seconds and replaces the replica when it keeps raising."""
+        if not self._stopped and not self._worker.alive:
+            raise RuntimeError(f"the {self._role}'s threads have died")
+
+    def __del__(self) -> None:
+        """Serve calls it when it takes the replica away: what has arrived is answered, then clients go elsewhere."""
+        if not self._stopped and hasattr(self, "_worker"):
+            self._stopped = True
+            self._worker.stop(drain_s=_DRAIN_S)
+
+
+def remote_ranker(name: str, handle: Any, *, replicas: int) -> RemoteRanker:
+    """A ranker of the model whose CNs or whole workers are that deployment. Starts to connect at once."""
+    return RemoteRanker(name, ServeReplicas(f"model {name}", handle).connect, replicas=replicas)
+
+
+def _there(half: T | None) -> T:
+    assert half is not None, "the source left out what the role needs"
+    return half

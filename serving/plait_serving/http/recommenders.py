@@ -1,0 +1,114 @@
+"""The recommendation models of a server: found by name and version, each with what its requests need.
+
+The seam between the routers and whatever ranks: `plait_disagg.workers.protocols.Ranker`, in this process or beyond a
+fabric. `plait_serving.http.testing_rank` has a fake one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from plait_disagg.graph.inputs import Input, Side
+from plait_disagg.workers.errors import RankError, UnknownModel
+from plait_disagg.workers.protocols import ItemStore, Ranker
+from plait_disagg.workers.values import ModelCard
+from plait_serving.http.v2_inputs import Binder
+
+__all__ = ["Bound", "Recommender", "Recommenders"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recommender:
+    """A model that is served. ``items``: the items it knows by id, None if it knows none."""
+
+    ranker: Ranker
+    items: ItemStore | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """A model with its card of this moment, and what turns arrays into its tensors: all of them, or one side's.
+
+    ``name`` is what requests call it; the card says what it was packaged as.
+    """
+
+    name: str
+    ranker: Ranker
+    items: ItemStore | None
+    card: ModelCard
+    binder: Binder
+    user: Binder
+    item: Binder
+
+    def side(self, side: Side) -> tuple[Input, ...]:
+        """The inputs of one side."""
+        return tuple(item for item in self.card.inputs if item.side == side)
+
+
+class Recommenders:
+    """The models by name. The mapping may change while it is used.
+
+    Cheap to ask: what hangs on a card is made again only when the card is another one.
+    """
+
+    def __init__(self, models: Mapping[str, Recommender]) -> None:
+        self._models = models
+        self._bound: dict[str, Bound] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._models)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(tuple(self._models))
+
+    def get(self, name: str, version: str | None = None) -> Bound:
+        """Raises `UnknownModel`, and whatever the ranker says if it has no card yet."""
+        model = self._models.get(name)
+        if model is None:
+            known = ", ".join(self._models) or "none"
+            raise UnknownModel(f"there is no model {name[:100]!r} that ranks; there is: {known}", param="model")
+        card = model.ranker.card
+        bound = self._bound.get(name)
+        if bound is None or bound.card is not card or bound.ranker is not model.ranker:
+            bound = self._bound[name] = _bind(name, model, card)
+        if version is not None and version != card.version:
+            told = f"model {name!r} has no version {version[:100]!r}; it is at {card.version!r}"
+            raise UnknownModel(told, param="model")
+        return bound
+
+    async def missing(self) -> str | None:
+        """None if every model would answer now; else which would not, and why."""
+        for name, model in tuple(self._models.items()):
+            reason = await why_not_ready(model.ranker)
+            if reason is not None:
+                return f"model {name}: {reason}"
+        return None
+
+    def metrics(self) -> Mapping[str, Mapping[str, float]]:
+        """What every ranker counts, by model."""
+        return {name: model.ranker.metrics() for name, model in tuple(self._models.items())}
+
+
+async def why_not_ready(ranker: Ranker) -> str | None:
+    """None if the ranker would answer now. A ranker that raises is one that would not."""
+    try:
+        return await ranker.ready()
+    except RankError as error:
+        return error.message
+
+
+def _bind(name: str, model: Recommender, card: ModelCard) -> Bound:
+    def binder(*sides: Side) -> Binder:
+        inputs = [item for item in card.inputs if item.side in sides]
+        return Binder(inputs, largest_candidates=card.largest_candidates)
+
+    return Bound(
+        name=name,
+        ranker=model.ranker,
+        items=model.items,
+        card=card,
+        binder=binder("user", "item"),
+        user=binder("user"),
+        item=binder("item"),
+    )

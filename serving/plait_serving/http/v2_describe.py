@@ -1,0 +1,84 @@
+"""What a model takes and gives, in the words of the Open Inference Protocol; and a request that it answers."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from plait_disagg.graph.inputs import OFFSETS, Bag, Dense, Ids, Input, tensor_names
+from plait_disagg.workers.protocols import ItemStore
+from plait_disagg.workers.values import ModelCard
+
+__all__ = ["LARGEST_EXAMPLE", "example", "metadata"]
+
+PLATFORM = "plait"
+LARGEST_EXAMPLE = 1024
+"""Candidates of the largest example: enough to see what a large request is like."""
+
+_SMALL_BAG = 4
+_SAFE_ROWS = 1  # of a table whose size the card does not tell: its first row exists
+
+
+def metadata(name: str, card: ModelCard) -> dict[str, Any]:
+    """The answer to GET /v2/models/{name}. -1 stands for the candidates, or the ids, of a request."""
+    return {
+        "name": name,
+        "versions": [card.version],
+        "platform": PLATFORM,
+        "inputs": [tensor for item in card.inputs for tensor in _inputs(item)],
+        "outputs": [_tensor(name, "FP32", (-1, *shape)) for name, shape in card.outputs.items()],
+        "parameters": {"largest_candidates": card.largest_candidates, "mode": card.mode, "items": card.items},
+    }
+
+
+def _inputs(item: Input) -> list[dict[str, Any]]:
+    rows = 1 if item.side == "user" else -1
+    about = {"kind": item.kind, "side": item.side}
+    if isinstance(item, Bag):
+        offsets = _tensor(item.name + OFFSETS, "INT64", (2 if item.side == "user" else -1,))
+        return [_tensor(item.name, "INT64", (-1,)) | {"parameters": about}, offsets | {"parameters": about}]
+    datatype = "FP32" if isinstance(item, Dense) else "INT64"
+    return [_tensor(item.name, datatype, (rows, *item.shape)) | {"parameters": about}]
+
+
+def _tensor(name: str, datatype: str, shape: tuple[int, ...]) -> dict[str, Any]:
+    return {"name": name, "datatype": datatype, "shape": list(shape)}
+
+
+def example(card: ModelCard, candidates: int, items: ItemStore | None = None) -> dict[str, Any]:
+    """A body for POST .../infer: some of the known items if there are any, else made-up numbers.
+
+    The same model and number of candidates always give the same one.
+    """
+    rng = np.random.default_rng([zlib.crc32(card.name.encode()), candidates])
+    known = {} if items is None else items.gather(torch.from_numpy(rng.integers(0, len(items), candidates)))
+    tensors: list[dict[str, Any]] = []
+    for item in card.inputs:
+        if item.name not in known:
+            tensors += _example_of(item, card, candidates, rng)
+            continue
+        datatype = "FP32" if isinstance(item, Dense) else "INT64"
+        tensors += [_filled(name, datatype, known[name].numpy()) for name in tensor_names((item,))]
+    return {"id": "example", "inputs": tensors}
+
+
+def _example_of(item: Input, card: ModelCard, candidates: int, rng: np.random.Generator) -> list[dict[str, Any]]:
+    rows = 1 if item.side == "user" else candidates
+    if isinstance(item, Dense):
+        # Multiples of 1/8: exact in float32, short in JSON.
+        return [_filled(item.name, "FP32", rng.integers(-8, 9, (rows, *item.shape)) / 8)]
+    known = card.id_rows.get(item.name, _SAFE_ROWS)
+    if isinstance(item, Ids):
+        return [_filled(item.name, "INT64", rng.integers(0, known, (rows, *item.shape)))]
+    lengths = rng.integers(0, min(_SMALL_BAG, item.largest) + 1, rows)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    ids = rng.integers(0, known, int(offsets[-1]))
+    return [_filled(item.name, "INT64", ids), _filled(item.name + OFFSETS, "INT64", offsets)]
+
+
+def _filled(name: str, datatype: str, values: npt.NDArray[Any]) -> dict[str, Any]:
+    return _tensor(name, datatype, values.shape) | {"data": values.reshape(-1).tolist()}

@@ -1,0 +1,170 @@
+"""Recommendation models as Serve deployments: ranked through the real ingress, with workers that are killed with -9."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from plait.app import AppArgs, compose
+from plait_disagg.replicas import Replica
+from plait_disagg.workers.errors import Unavailable
+from plait_disagg.workers.remote import RemoteRanker
+from plait_serving.deployments.reach import ServeReplicas
+from plait_serving.deployments.recommend import remote_ranker
+from plait_serving.recommend_config import RecommenderSection, RecommendSection
+from support import ranking as kit
+from support.cluster import local_serve
+from support.rank_serve import TinySource
+from support.server import free_port
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+PATIENCE_S = 120.0
+
+
+class Deployed:
+    """The running application: one model cut in two, one whole, no pictures."""
+
+    def __init__(self, serve: Any, port: int) -> None:
+        self.serve = serve
+        self.url = f"http://127.0.0.1:{port}"
+
+    def replicas(self, deployment: str) -> list[Replica]:
+        """The replicas that answer now."""
+        return ServeReplicas(deployment, self.serve.get_deployment_handle(deployment, "rank")).replicas()
+
+    def ranker(self, model: str = "tiny", role: str = "cn") -> RemoteRanker:
+        """As the ingress has one."""
+        return remote_ranker(model, self.serve.get_deployment_handle(f"{role}-{model}", "rank"), replicas=1)
+
+    def get(self, path: str, body: Any = None) -> tuple[int, Any]:
+        """Status and JSON; a body makes it a POST."""
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            with urllib.request.urlopen(urllib.request.Request(self.url + path, data=data), timeout=30) as answer:
+                return answer.status, json.loads(answer.read() or "null")
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, json.loads(error.read() or "null")
+
+
+@pytest.fixture(scope="module")
+def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
+    """The application on a Ray of our own."""
+    folder, port = tmp_path_factory.mktemp("unused"), free_port()
+    models = {"tiny": RecommenderSection(folder=folder), "small": RecommenderSection(folder=folder, mode="whole")}
+    args = AppArgs(images=None, recommend=RecommendSection(models=models))
+    sources = {"tiny": TinySource(slow_s=0.02), "small": TinySource()}
+    with local_serve(http_port=port) as serve:
+        serve.run(compose(args, None, rank_sources=sources), name="rank", route_prefix="/")
+        made = Deployed(serve, port)
+        _wait_until(lambda: made.get("/health")[0] == 200)
+        yield made
+
+
+async def test_both_ways_to_serve_rank_alike(deployed: Deployed) -> None:
+    """Over HTTP and over the workers' own door, cut and whole, under the names of the configuration."""
+    request = kit.request(3, 4)
+    expected = kit.expected(request)["score"]
+    inputs = [
+        {
+            "name": name,
+            "datatype": "INT64" if value.dtype is torch.int64 else "FP32",
+            "shape": list(value.shape),
+            "data": value.flatten().tolist(),
+        }
+        for name, value in request.tensors.items()
+    ]
+    for model, role in (("tiny", "cn"), ("small", "whole")):
+        ranker = deployed.ranker(model, role)
+        await _until_ready(ranker)
+        assert (ranker.card.name, ranker.card.inputs) == (model, kit.INPUTS)
+        assert torch.equal((await ranker.rank(request)).outputs["score"], expected)
+        await ranker.close(drain_s=1)
+        status, answer = await asyncio.to_thread(deployed.get, f"/v2/models/{model}/infer", {"inputs": inputs})
+        assert status == 200, answer
+        scores = next(output["data"] for output in answer["outputs"] if output["name"] == "score")
+        torch.testing.assert_close(torch.tensor(scores), expected)
+    assert deployed.get("/v1/images/generations", {"prompt": "x"})[0] == 404
+
+
+@pytest.mark.parametrize("role", ["cn", "hn"])
+async def test_kill_nine_costs_at_most_what_was_under_way(deployed: Deployed, role: str) -> None:
+    """Requests in flight are answered or end with a clear error, none hangs; Serve brings a new worker, and later ones
+    are answered."""
+    ranker = deployed.ranker()
+    await _until_ready(ranker)
+    (old,) = deployed.replicas(f"{role}-tiny")
+    asked = [asyncio.ensure_future(ranker.rank(kit.request(seed))) for seed in range(50)]
+    await asyncio.sleep(0.03)
+    os.kill(old.pid, signal.SIGKILL)
+    outcomes = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 30)
+    errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+    assert all(isinstance(error, Unavailable) for error in errors), errors
+    await _until(lambda: _new_pid(deployed, f"{role}-tiny", old.pid))
+    until_s = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            answer = await ranker.rank(kit.request(7))
+            break
+        except Unavailable:
+            assert time.monotonic() < until_s, "the model never came back"
+            await asyncio.sleep(0.2)
+    torch.testing.assert_close(answer.outputs["score"], kit.expected(kit.request(7))["score"])
+    await ranker.close(drain_s=1)
+    await _until(lambda: deployed.get("/health")[0] == 200)
+
+
+def test_workers_import_nothing_that_makes_pictures() -> None:
+    """Their start is torch's, Serve's and no more: diffusers and its kin cost many seconds."""
+    code = (
+        "import sys, plait_serving.deployments.recommend, plait_serving.deployments.lazy, plait_disagg.package.read\n"
+        "print(*{'diffusers', 'transformers', 'peft', 'accelerate'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+def test_sockets_of_living_workers_are_there(deployed: Deployed) -> None:
+    """A whole worker and both halves listen on shared memory and TCP, each with a secret of its own."""
+    found = [deployed.replicas(name)[0] for name in ("cn-tiny", "hn-tiny", "whole-small")]
+    assert len({replica.secret for replica in found}) == 3
+    for replica in found:
+        shm, tcp = replica.addresses
+        assert Path(shm.removeprefix("shm://")).exists()
+        assert tcp.startswith("tcp://")
+
+
+def _new_pid(deployed: Deployed, deployment: str, old: int) -> bool:
+    try:
+        return any(replica.pid != old for replica in deployed.replicas(deployment))
+    except Exception:
+        return False
+
+
+async def _until_ready(ranker: RemoteRanker) -> None:
+    await _until(lambda: ranker.core.ready() is None)
+
+
+async def _until(true: Callable[[], bool]) -> None:
+    await asyncio.to_thread(_wait_until, true)
+
+
+def _wait_until(true: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < until_s, "it never came true"
+        time.sleep(0.1)

@@ -1,0 +1,285 @@
+"""Losing a worker: requests are asked once more elsewhere or end with a clear error, and later ones are answered."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from plait_disagg.fabric import connect
+from plait_disagg.workers.errors import RankError, Unavailable
+from plait_disagg.workers.knobs import WorkerKnobs
+from support import ranking as kit
+from support.rank_fabric import Rig, until
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    """Workers over shared memory."""
+    with Rig("shm") as made:
+        yield made
+
+
+async def _right(rig: Rig, ranker: object, seed: int = 5) -> None:
+    answer = await ranker.rank(kit.request(seed))  # type: ignore[attr-defined]
+    torch.testing.assert_close(answer.outputs["score"], kit.expected(kit.request(seed))["score"])
+
+
+async def test_what_a_lost_hn_had_is_asked_of_another(rig: Rig) -> None:
+    """The CN sends the batch again, once; nobody outside notices."""
+    slow, quick = kit.FakeDense(), kit.FakeDense()
+    slow.gate.clear()
+    first = rig.hn(slow, name="hn")
+    cn = rig.cn(None, "hn", "other")
+    await until(lambda: cn.ready() is None)
+    ranker = rig.local(cn)
+    asked = asyncio.ensure_future(ranker.rank(kit.request(1)))
+    await until(lambda: first.metrics()["waiting"] == 0 and cn.metrics()["at_hns"] == 1)
+    rig.hn(quick, name="other")
+    await until(lambda: cn.metrics()["hns"] == 2)
+    first._server.close_listeners()
+    first._server.hang_up()
+    torch.testing.assert_close((await asked).outputs["score"], kit.expected(kit.request(1))["score"])
+    assert cn.metrics()["lost_batches_total"] == 1
+    slow.gate.set()
+
+
+async def test_without_another_hn_the_request_ends_and_the_next_waits_for_nobody(rig: Rig) -> None:
+    """A clear error at once; when an HN comes back, requests are answered again."""
+    dense = kit.FakeDense()
+    dense.gate.clear()
+    hn = rig.hn(dense)
+    cn = rig.cn()
+    rig.front(cn)
+    await until(lambda: cn.ready() is None)
+    ranker = await rig.ranker()
+    asked = asyncio.ensure_future(ranker.rank(kit.request(1)))
+    await until(lambda: cn.metrics()["at_hns"] == 1)
+    hn._server.close_listeners()
+    hn._server.hang_up()
+    with pytest.raises(Unavailable, match="HN"):
+        await asked
+    with pytest.raises(Unavailable, match="HN"):
+        await ranker.rank(kit.request(2))
+    assert "HN" in (cn.ready() or "")
+    dense.gate.set()
+    rig.hn()
+    await until(lambda: cn.ready() is None)
+    await _right(rig, ranker)
+
+
+async def test_what_a_lost_cn_had_is_asked_of_another(rig: Rig) -> None:
+    """As with HNs; requests spread over the CNs before."""
+    stuck = kit.FakeSparse()
+    stuck.gate.clear()
+    front = rig.front(rig.whole(stuck), name="a")
+    rig.front(rig.whole(), name="b")
+    ranker = await rig.ranker("a", "b")
+    await until(lambda: ranker.metrics()["workers"] == 2)
+    asked = [asyncio.ensure_future(ranker.rank(kit.request(seed))) for seed in range(4)]
+    await until(lambda: sum(task.done() for task in asked) == 2)  # those of b
+    front._server.close_listeners()
+    front._server.hang_up()
+    for seed, answer in enumerate(await asyncio.gather(*asked)):
+        torch.testing.assert_close(answer.outputs["score"], kit.expected(kit.request(seed))["score"])
+    stuck.gate.set()
+
+
+async def test_what_a_stopping_worker_refuses_is_asked_of_another(rig: Rig) -> None:
+    """A CN, or an HN, that takes no more while it drains costs nobody an answer."""
+    stopping = rig.whole()
+    rig.front(stopping, name="a")
+    hns = [rig.hn(name=name) for name in ("x", "y")]
+    cn = rig.cn(None, "x", "y")
+    rig.front(cn, name="b")
+    ranker = await rig.ranker("a", "b")
+    await until(lambda: ranker.metrics()["workers"] == 2 and cn.metrics()["hns"] == 2)
+    stopping.stop(drain_s=1)
+    hns[0]._loop.close()
+    for seed in range(6):
+        await _right(rig, ranker, seed)
+    assert stopping.metrics()["requests_total"] == 0
+
+
+async def test_a_card_is_known_once_a_worker_said_it(rig: Rig) -> None:
+    """Until then it is unavailable; it stays known when the worker is lost."""
+    from plait_disagg.workers.remote import RemoteRanker
+
+    ranker = RemoteRanker("tiny", rig.connect("cn"))
+    with pytest.raises(Unavailable):
+        _ = ranker.card
+    with pytest.raises(Unavailable):
+        await ranker.rank(kit.request(1))
+    front = rig.front(rig.whole())
+    await until(lambda: ranker.core.ready() is None)
+    front.stop(drain_s=0)
+    await until(lambda: ranker.core.ready() is not None)
+    assert ranker.card == kit.CARD
+    await ranker.close(drain_s=0)
+
+
+async def test_halves_of_different_versions_do_not_meet(rig: Rig) -> None:
+    """The CN refuses an HN with another model or version, and says so."""
+    rig.hn(card=dataclasses.replace(kit.CARD, version="2"))
+    cn = rig.cn()
+    await until(lambda: "tiny 2" in (cn.ready() or ""))
+    assert cn.metrics()["hns"] == 0
+
+
+async def test_the_window_bounds_what_is_at_an_hn(rig: Rig) -> None:
+    """While it is full, requests gather into one larger batch."""
+    dense, sparse = kit.FakeDense(), kit.FakeSparse()
+    dense.gate.clear()
+    rig.hn(dense)
+    cn = rig.cn(sparse, knobs=WorkerKnobs(window=2))
+    await until(lambda: cn.ready() is None)
+    ranker = rig.local(cn)
+    asked = []
+    for seed in range(2):
+        asked.append(asyncio.ensure_future(ranker.rank(kit.request(seed))))
+        await until(lambda: cn.metrics()["at_hns"] == len(asked))
+    asked += [asyncio.ensure_future(ranker.rank(kit.request(seed))) for seed in range(2, 10)]
+    await asyncio.sleep(0.1)
+    assert cn.metrics()["at_hns"] == 2
+    dense.gate.set()
+    for seed, answer in enumerate(await asyncio.gather(*asked)):
+        torch.testing.assert_close(answer.outputs["score"], kit.expected(kit.request(seed))["score"])
+    assert sparse.batches == [1, 1, 8]
+
+
+async def test_hn_lays_waiting_batches_end_to_end(rig: Rig) -> None:
+    """Batches of one or more CNs that wait together are one computation."""
+    dense = kit.FakeDense()
+    dense.gate.clear()
+    hn = rig.hn(dense)
+    cns = [rig.cn(None, knobs=WorkerKnobs(window=3, wire="float16")) for _ in range(2)]
+    for cn in cns:
+        await until(lambda cn=cn: cn.ready() is None)  # type: ignore[misc]
+    rankers = [rig.local(cn) for cn in cns]
+    asked = []
+    for seed in range(5):
+        asked.append(asyncio.ensure_future(rankers[seed % 2].rank(kit.request(seed, 1 + seed))))
+        await until(lambda: sum(cn.metrics()["at_hns"] for cn in cns) == len(asked))
+    await until(lambda: hn.metrics()["waiting"] == 4)
+    dense.gate.set()
+    for seed, answer in enumerate(await asyncio.gather(*asked)):
+        expected = kit.expected(kit.request(seed, 1 + seed))["score"]
+        torch.testing.assert_close(answer.outputs["score"], expected, rtol=0, atol=0.05)
+    assert len(dense.batches) == 2
+    assert len(dense.batches[1]) == 4
+
+
+async def test_a_worker_that_hangs_counts_as_lost(rig: Rig) -> None:
+    """No answer within the time-out: the request ends, and the line dials again."""
+    sparse = kit.FakeSparse()
+    sparse.gate.clear()
+    rig.front(rig.whole(sparse))
+    ranker = await rig.ranker(answer_timeout_s=0.2)
+    started_s = time.monotonic()
+    with pytest.raises(Unavailable, match="no answer"):
+        await ranker.rank(kit.request(1))
+    assert time.monotonic() - started_s < 10
+    sparse.gate.set()
+    await until(lambda: ranker.core.ready() is None)
+    await _right(rig, ranker)
+
+
+async def test_garbage_from_a_client_costs_only_its_own_channel(rig: Rig) -> None:
+    """Whoever breaks the protocol is hung up on; the others do not notice."""
+    rig.front(rig.whole())
+    ranker = await rig.ranker()
+    hello = {"kind": "hello", "version": 1, "role": "rank"}
+    for first, then in (
+        ({"kind": "rank"}, None),
+        ({**hello, "version": 99}, None),
+        ({**hello, "role": "dense"}, None),
+        (hello, {"kind": "what", "number": 1}),
+        (hello, {"kind": "rank", "number": -1}),
+        (hello, {"kind": "rank", "number": "1"}),
+    ):
+        with connect(rig.addresses["cn"], secret=rig.secret) as channel:
+            channel.send(first)
+            if then is not None:
+                channel.recv(5).release()
+                channel.send(then)
+            with pytest.raises(Exception, match="peer"):
+                channel.recv(5)
+    await _right(rig, ranker)
+
+
+async def test_a_request_of_another_version_is_bad_input(rig: Rig) -> None:
+    """Tensors that do not fill the layout are refused; the channel lives on."""
+    rig.front(rig.whole())
+    ranker = await rig.ranker()
+    request = kit.request(1)
+    for tensors in (
+        {**request.tensors, "price": torch.zeros(2, 1)},
+        {**request.tensors, "price": torch.zeros(3, 2)},
+        {"age": request.tensors["age"]},
+    ):
+        with pytest.raises(RankError, match="does not fit"):
+            await ranker.rank(dataclasses.replace(request, tensors=tensors))
+    await _right(rig, ranker)
+    assert ranker.metrics()["lost_total"] == 0
+
+
+WORKER = textwrap.dedent(
+    """
+    import sys, threading
+    from plait_disagg.fabric import listen
+    from plait_disagg.workers.front import Front
+    from plait_disagg.workers.whole import WholeCore
+    from support import ranking as kit
+    secret = bytes.fromhex(sys.argv[2])
+    sparse = kit.FakeSparse(slow_s=float(sys.argv[3]))
+    front = Front(WholeCore(kit.CARD, sparse, kit.FakeDense()), [listen(sys.argv[1], secret=secret)])
+    print("ready", flush=True)
+    threading.Event().wait()
+    """
+)
+
+
+async def test_kill_nine_is_noticed_at_once(rig: Rig) -> None:
+    """The process that has the request dies: the request ends, and the next process answers."""
+    addresses = [f"shm://{rig.folder}/{name}" for name in ("first", "second")]
+    processes = [_start(rig, address, slow_s=slow_s) for address, slow_s in zip(addresses, (30.0, 0.0), strict=True)]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            assert await asyncio.to_thread(process.stdout.readline) == "ready\n"
+        rig.addresses["cn"] = addresses[0]
+        ranker = await rig.ranker()
+        asked = asyncio.ensure_future(ranker.rank(kit.request(1)))
+        await until(lambda: ranker.metrics()["at_workers"] == 1)
+        rig.addresses["cn"] = addresses[1]
+        processes[0].send_signal(signal.SIGKILL)
+        with pytest.raises(Unavailable, match="lost"):
+            await asyncio.wait_for(asked, 10)
+        await until(lambda: ranker.core.ready() is None)
+        await _right(rig, ranker)
+        await ranker.close(drain_s=1)
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def _start(rig: Rig, address: str, *, slow_s: float) -> subprocess.Popen[str]:
+    """A whole worker in a process of its own; it says when it is ready."""
+    return subprocess.Popen(
+        [sys.executable, "-c", WORKER, address, rig.secret.hex(), str(slow_s)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+    )

@@ -1,0 +1,45 @@
+"""The cutters against all possible cuts of random small programs."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+
+from plait_disagg.graph.cut import check_cut, cost_of, crossing_values
+from plait_disagg.graph.cutters import CUTTERS
+from plait_disagg.graph.split import split
+from support.graph import cheapest_s, cut_problems
+
+
+@settings(max_examples=80, deadline=None)
+@given(cut_problems())
+def test_the_exact_cutter_finds_the_cheapest_cut(problem):
+    """No allowed set of CN nodes costs less than the one that `MinCut` chooses."""
+    cost = cost_of(problem, CUTTERS["mincut"].cut(problem))
+    assert cost.total_s == pytest.approx(cheapest_s(problem), abs=1e-10)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cut_problems())
+def test_colouring_gives_a_cut_that_is_allowed_and_repeatable(problem):
+    """Prism's cut never sends a value back, keeps lookups on the CN, and is the same the second time."""
+    chosen = CUTTERS["prism"].cut(problem)
+    check_cut(problem.program, chosen)
+    assert chosen == CUTTERS["prism"].cut(problem)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cut_problems())
+def test_halves_hold_every_needed_node_once_and_cross_what_was_paid_for(problem):
+    """The two programs share no operator, lose none that an output needs, and their seam is what the cost counted."""
+    chosen = CUTTERS["mincut"].cut(problem)
+    halves = split(problem.program, chosen)
+    cn, hn = ({node.name for node in half.nodes} for half in (halves.cn, halves.hn))
+    assert not cn & hn
+    assert cn <= chosen
+    assert tuple(port.name for port in halves.crossing) == crossing_values(problem.program, chosen)
+    needed = {ref.name for _, ref in problem.program.outputs}
+    for node in reversed(problem.program.nodes):
+        if node.name in needed:
+            needed.update(node.inputs)
+    assert needed & {node.name for node in problem.program.nodes} == cn | hn

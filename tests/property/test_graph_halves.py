@@ -1,0 +1,110 @@
+"""The two halves against the module: bits for a single request through an exact program, 1e-5 through a tiled one."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plait_disagg.graph.costs import HnModel, cut_problem
+from plait_disagg.graph.cutters import CUTTERS
+from plait_disagg.graph.edit import reads
+from plait_disagg.graph.execute import compile_program
+from plait_disagg.graph.factor import factor_linears
+from plait_disagg.graph.feed import for_module, id_bounds, sample, together
+from plait_disagg.graph.plain import run_plainly
+from plait_disagg.graph.split import split
+from plait_disagg.graph.tile import tile
+from plait_disagg.graph.verify import run_halves
+from plait_disagg.models.configs import CONFIGS
+from support.graph import OneByOne, model, table_rows
+
+candidate_counts = st.sampled_from([1, 2, 3, 8, 17, 512]) | st.integers(1, 40)
+
+
+@cache
+def halves_of(name, exact, cutter):
+    """Compiled CN and HN programs of a model, cut with made-up costs."""
+    _, captured = model(name)
+    program, constants = tile(captured.program, exact=exact), captured.constants
+    if not exact:
+        program, constants = factor_linears(program, constants)
+    cn_s = dict.fromkeys(reads(program), 1e-5)
+    problem = cut_problem(program, cn_s, candidates=64, ids_per_bag={}, hn=HnModel(floor_s=0.0))
+    halves = split(program, CUTTERS[cutter].cut(problem))
+    tables = OneByOne(captured.tables)
+    return compile_program(halves.cn, constants, tables), compile_program(halves.hn, constants)
+
+
+def wanted_outputs(module, tensors):
+    with torch.no_grad():
+        made = module(**tensors)
+    if isinstance(made, tuple):
+        return {f"score_{index}": part for index, part in enumerate(made)}
+    return {"score": made} if isinstance(made, torch.Tensor) else made
+
+
+def request_of(captured, candidates, seed, ids_per_bag=6):
+    bounds = id_bounds(captured.program, table_rows(captured))
+    return sample(captured.inputs, bounds, candidates=candidates, seed=seed, ids_per_bag=ids_per_bag, ragged=True)
+
+
+@pytest.mark.parametrize("name", ["small", "zoo"])
+@pytest.mark.parametrize("cutter", ["mincut", "prism"])
+@settings(max_examples=8, deadline=None)
+@given(candidates=candidate_counts, seed=st.integers(0, 10**6), ids_per_bag=st.integers(0, 9))
+def test_exact_halves_give_the_modules_bits(name, cutter, candidates, seed, ids_per_bag):
+    """One request, any number of candidates, bags that may be empty: bit for bit what the module gives."""
+    module, captured = model(name)
+    batch = together(captured.inputs, [request_of(captured, candidates, seed, ids_per_bag)], [candidates])
+    got = run_halves(*halves_of(name, True, cutter), batch)
+    for output, wanted in wanted_outputs(module, for_module(captured.inputs, batch)).items():
+        assert torch.equal(got[output], wanted)
+
+
+@pytest.mark.parametrize("name", ["small", "zoo", "weighted"])
+@pytest.mark.parametrize("exact", [False, True])
+@settings(max_examples=8, deadline=None)
+@given(counts=st.lists(candidate_counts, min_size=1, max_size=4), seed=st.integers(0, 10**6))
+def test_batched_requests_give_what_the_module_gives(name, exact, counts, seed):
+    """Several requests as one batch, tiled or not: outputs within 1e-5, in the order of the candidates."""
+    module, captured = model(name)
+    requests = [request_of(captured, count, seed + index) for index, count in enumerate(counts)]
+    batch = together(captured.inputs, requests, counts)
+    got = run_halves(*halves_of(name, exact, "mincut"), batch)
+    for output, wanted in wanted_outputs(module, for_module(captured.inputs, batch)).items():
+        torch.testing.assert_close(got[output], wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_every_configuration_cut_in_two_gives_the_modules_bits(name):
+    """All published shapes: exact halves give the module's bits, tiled ones 1e-5 and the same order."""
+    module, captured = model(name)
+    for candidates in (1, 64):
+        batch = together(captured.inputs, [request_of(captured, candidates, 5)], [candidates])
+        wanted = wanted_outputs(module, for_module(captured.inputs, batch))["score"]
+        exact = run_halves(*halves_of(name, True, "mincut"), batch)["score"]
+        tiled = run_halves(*halves_of(name, False, "prism"), batch)["score"]
+        assert torch.equal(exact, wanted)
+        torch.testing.assert_close(tiled, wanted, rtol=1e-5, atol=1e-6)
+        best = wanted[tiled.argsort(descending=True)]
+        torch.testing.assert_close(best, wanted.sort(descending=True).values, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["small", "zoo"])
+@settings(max_examples=8, deadline=None)
+@given(counts=st.lists(candidate_counts, min_size=1, max_size=3), exact=st.booleans())
+def test_the_compiled_program_equals_its_naive_twin(name, counts, exact):
+    """Stages, generated code and expanded tiles change no bit against one operator after the other."""
+    _, captured = model(name)
+    program = tile(captured.program, exact=exact)
+    requests = [request_of(captured, count, index) for index, count in enumerate(counts)]
+    batch = together(captured.inputs, requests, counts)
+    tables = OneByOne(captured.tables)
+    values = run_plainly(program, captured.constants, tables, batch)
+    got = compile_program(program, captured.constants, tables)(batch)
+    for output, ref in program.outputs:
+        torch.testing.assert_close(got[output], values[ref.name], rtol=1e-6, atol=1e-7)

@@ -1,0 +1,136 @@
+"""Stored programs: what is written is read back; what is not a program is refused, whatever it is."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plait_disagg.graph.edit import reads
+from plait_disagg.graph.errors import BadProgram
+from plait_disagg.graph.operators import VOCABULARY, overload
+from plait_disagg.graph.program import LOOKUP
+from plait_disagg.graph.split import split
+from plait_disagg.graph.store import dump_program, load_program, program_from_json, program_to_json
+from plait_disagg.graph.tile import tile
+from support.graph import cut_problems, model
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["ref", "dtype", "name", "op"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@pytest.mark.parametrize("name", ["small", "zoo", "din"])
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_program_and_its_halves_are_read_back_as_they_were(name, exact):
+    """JSON keeps every argument: captured, tiled and cut programs compare equal after a round trip."""
+    _, captured = model(name)
+    program = tile(captured.program, exact=exact)
+    lookups = {node.name for node in program.nodes if node.op == LOOKUP}
+    before = set(lookups)
+    for node in reversed(program.nodes):
+        if node.name in before:
+            before.update(set(reads(program)) & set(reads(program).get(node.name, ())))
+    halves = split(program, before)
+    for one in (captured.program, program, halves.cn, halves.hn):
+        assert load_program(dump_program(one)) == one
+
+
+def places(data, path=()):
+    """Every place in plain data."""
+    yield path
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, value in items:
+        yield from places(value, (*path, key))
+
+
+DATA = program_to_json(tile(model("small")[1].program))
+PLACES = [path for path in places(DATA) if path]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(PLACES), json_values)
+def test_a_damaged_program_is_refused_or_still_a_program(path, value):
+    """One place replaced by anything: `BadProgram`, or a program in which every node reads what stands before it."""
+    data = copy.deepcopy(DATA)
+    holder = data
+    for key in path[:-1]:
+        holder = holder[key]
+    holder[path[-1]] = value
+    try:
+        program = program_from_json(data)
+    except BadProgram:
+        return
+    known = {port.name for port in (*program.inputs, *program.constants)}
+    for node in program.nodes:
+        assert set(node.inputs) <= known
+        assert node.op in VOCABULARY or node.op.startswith("plait.") or node.op == "aten.sym_size.int"
+        known.add(node.name)
+
+
+@settings(max_examples=100, deadline=None)
+@given(json_values | st.text(max_size=40))
+def test_garbage_is_refused(value):
+    """What is not a program at all raises `BadProgram` and nothing else."""
+    with pytest.raises(BadProgram):
+        program_from_json(value)
+    with pytest.raises(BadProgram):
+        load_program(value if isinstance(value, str) else json.dumps(value))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda node: node.update(op="aten.sort.stable"), "vocabulary"),
+        (lambda node: node.update(op="os.system"), "vocabulary"),
+        (lambda node: node.update(args=[{"ref": "later"}]), "nothing before it makes"),
+        (lambda node: node.update(args=[]), "needs"),
+        (lambda node: node.update(args=[*node["args"], 1, 2, 3, 4, 5]), "does not take"),
+        (lambda node: node.update(args=["text", *node["args"][1:]]), "must be Tensor"),
+        (lambda node: node.update(kwargs={"out": None}), "does not take"),
+        (lambda node: node.update(shape=[3, -1]), "only in front"),
+        (lambda node: node.update(dtype="complex64"), "not a dtype"),
+        (lambda node: node.update(rows="many"), "rows must be"),
+        (lambda node: node.update(more=1), "exactly"),
+    ],
+)
+def test_what_is_wrong_with_a_node_is_said(change, text):
+    """The message names the node's fault."""
+    data = copy.deepcopy(DATA)
+    change(next(node for node in data["nodes"] if node["op"] == "aten.linear.default"))
+    with pytest.raises(BadProgram, match=text):
+        program_from_json(data)
+
+
+def test_deep_nesting_and_huge_numbers_are_refused():
+    """Neither recursion nor a size beyond any memory gets through."""
+    with pytest.raises(BadProgram):
+        load_program("[" * 100_000)
+    data = copy.deepcopy(DATA)
+    data["constants"][0]["shape"] = [2**60]
+    with pytest.raises(BadProgram, match="shape"):
+        program_from_json(data)
+
+
+def test_every_word_of_the_vocabulary_exists_and_changes_nothing_in_place():
+    """The vocabulary names overloads of this torch, none of which writes to its operands or is random."""
+    for name in VOCABULARY:
+        schema = overload(name)._schema
+        assert not schema.is_mutable, name
+    with pytest.raises(KeyError):
+        overload("aten.add_.Tensor")
+
+
+@settings(max_examples=50, deadline=None)
+@given(cut_problems())
+def test_random_programs_keep_their_order_through_json(problem):
+    """A round trip keeps nodes, order and outputs of any program."""
+    assert load_program(dump_program(problem.program)) == problem.program

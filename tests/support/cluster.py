@@ -1,0 +1,42 @@
+"""A small Ray with Serve in the test's own process."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parents[1]
+
+
+@contextmanager
+def local_serve(*, http_port: int | None = None, num_cpus: int = 4) -> Iterator[Any]:
+    """Serve on a Ray of our own, gone afterwards. Replicas can import what tests can. No port: no HTTP."""
+    import ray
+    from ray import serve
+
+    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")  # for busy machines; Serve's default is 5
+    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+        ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=100 << 20,
+            runtime_env={"env_vars": {"PYTHONPATH": path}},
+            _temp_dir=folder,
+            _node_ip_address="127.0.0.1",
+        )
+        if http_port is None:
+            serve.start(proxy_location="Disabled")
+        else:
+            serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": http_port})
+        try:
+            yield serve
+        finally:
+            serve.shutdown()
+            ray.shutdown()

@@ -1,0 +1,129 @@
+"""The tiny model of `support.ranking` served over a fabric, all in this process: HNs, CNs and rankers."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from plait_disagg.fabric import Listener, Unreachable, connect, listen, new_secret
+from plait_disagg.replicas import Link, NoReplica
+from plait_disagg.workers.cn import CnCore
+from plait_disagg.workers.front import Front
+from plait_disagg.workers.hn import HnWorker
+from plait_disagg.workers.jobs import Core
+from plait_disagg.workers.knobs import WorkerKnobs
+from plait_disagg.workers.lines import Backoff, Connect
+from plait_disagg.workers.ranker import CoreRanker
+from plait_disagg.workers.remote import RemoteRanker
+from plait_disagg.workers.values import ModelCard
+from plait_disagg.workers.whole import WholeCore
+from support import ranking as kit
+
+Scheme = Literal["inproc", "shm", "tcp"]
+
+QUICK = Backoff(first_s=0.01, most_s=0.05)
+PATIENCE_S = 20.0
+
+_numbers = itertools.count()
+
+
+class Rig:
+    """What listens, by name, and what was opened; everything is stopped at the end."""
+
+    def __init__(self, scheme: Scheme = "inproc") -> None:
+        self.scheme = scheme
+        self.secret = new_secret()
+        self.folder = Path(tempfile.mkdtemp(prefix="rank-"))
+        self.addresses: dict[str, str] = {}
+        self._stops: list[Callable[[], Any]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for stop in reversed(self._stops):
+            stop()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def listen(self, name: str) -> Listener:
+        """A listener that `connect` finds under the name from now on."""
+        where = {
+            "inproc": f"inproc://{name}-{next(_numbers)}",
+            "shm": f"shm://{self.folder}/{name}-{next(_numbers)}",
+            "tcp": "tcp://127.0.0.1:0",
+        }
+        listener = listen(where[self.scheme], secret=self.secret)
+        self.addresses[name] = listener.address
+        return listener
+
+    def connect(self, *names: str) -> Connect:
+        """A `Connect` that tries those names in order."""
+
+        def dial(left_out: frozenset[str]) -> Link:
+            for name in names:
+                if name not in left_out and name in self.addresses:
+                    try:
+                        return Link(replica=name, channel=connect(self.addresses[name], secret=self.secret))
+                    except Unreachable:
+                        continue
+            raise NoReplica("nobody listens")
+
+        return dial
+
+    def hn(self, dense: kit.FakeDense | None = None, *, name: str = "hn", card: ModelCard = kit.CARD) -> HnWorker:
+        """An HN that listens."""
+        worker = HnWorker(card, dense or kit.FakeDense(), [self.listen(name)])
+        self._stops.append(lambda: worker.stop(drain_s=0.5))
+        return worker
+
+    def cn(self, sparse: kit.FakeSparse | None = None, *hns: str, **options: Any) -> CnCore:
+        """A CN's core that asks those HNs."""
+        names = hns or ("hn",)
+        core = CnCore(
+            kit.CARD, sparse or kit.FakeSparse(), self.connect(*names), hns=len(names), backoff=QUICK, **options
+        )
+        self._stops.append(lambda: core.stop(drain_s=0.5))
+        return core
+
+    def whole(
+        self, sparse: kit.FakeSparse | None = None, dense: kit.FakeDense | None = None, knobs: WorkerKnobs | None = None
+    ) -> WholeCore:
+        """Both halves in one core."""
+        core = WholeCore(kit.CARD, sparse or kit.FakeSparse(), dense or kit.FakeDense(), knobs=knobs)
+        self._stops.append(lambda: core.stop(drain_s=0.5))
+        return core
+
+    def front(self, core: Core, *, name: str = "cn") -> Front:
+        """The core behind a listener."""
+        front = Front(core, [self.listen(name)])
+        self._stops.append(lambda: front.stop(drain_s=0.5))
+        return front
+
+    async def ranker(self, *names: str, **options: Any) -> RemoteRanker:
+        """A remote ranker that is ready."""
+        names = names or ("cn",)
+        ranker = RemoteRanker("tiny", self.connect(*names), replicas=len(names), backoff=QUICK, **options)
+        self._stops.append(lambda: ranker.core.stop(drain_s=0.5))
+        await until(lambda: ranker.core.ready() is None)
+        return ranker
+
+    def local(self, core: Core) -> CoreRanker:
+        """A ranker around a core of this process."""
+        return CoreRanker(core)
+
+
+async def until(true: Callable[[], bool]) -> None:
+    """Waits on the event loop until it is true."""
+    until_s = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < until_s, "it never came true"
+        await asyncio.sleep(0.005)

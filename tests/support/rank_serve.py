@@ -1,0 +1,29 @@
+"""The tiny model of `support.ranking` as a recipe that Serve can carry to its replicas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from plait_disagg.workers.protocols import ItemStore
+from plait_serving.deployments.rank_source import Opened
+from plait_serving.recommend_config import RankRole
+from support import ranking as kit
+
+
+@dataclass(frozen=True, slots=True)
+class TinySource:
+    """A `RankSource`. ``slow_s``: how long a batch of its sparse half takes at least."""
+
+    slow_s: float = 0.0
+
+    def open(self, role: RankRole) -> Opened:
+        """See RankSource."""
+        return Opened(
+            card=replace(kit.CARD, name="whatever its maker called it"),
+            sparse=None if role == "hn" else kit.FakeSparse(slow_s=self.slow_s),
+            dense=None if role == "cn" else kit.FakeDense(),
+        )
+
+    def items(self) -> ItemStore | None:
+        """See RankSource."""
+        return None

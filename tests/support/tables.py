@@ -1,0 +1,104 @@
+"""Random tables and lookups, and the implementations of `Tables` that must agree on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from hypothesis import strategies as st
+
+from plait_disagg.tables.fused import FusedTables
+from plait_disagg.tables.plan import Plan, cut_table
+from plait_disagg.tables.protocols import Ask, Tables
+from plait_disagg.tables.reference import SeparateTables
+from plait_disagg.tables.sharded import ShardedTables, piece_of
+from plait_disagg.tables.storage import open_tables, pack_tables, write_tables
+from plait_disagg.tables.values import Lookup, Mode, OutOfRange, Table
+
+Weights = Mapping[str, torch.Tensor]
+MODES: tuple[Mode, ...] = ("rows", "sum", "mean", "max")
+
+
+def make_weights(
+    seed: int = 0, shapes: Sequence[tuple[int, int]] = ((7, 32), (19, 32), (3, 5), (64, 32), (1, 5))
+) -> Weights:
+    """A table of each shape, named t0, t1, ...; values are normal."""
+    generator = torch.Generator().manual_seed(seed)
+    return {f"t{index}": torch.randn(shape, generator=generator) for index, shape in enumerate(shapes)}
+
+
+def make_ask(
+    table: str, mode: Mode, bags: Sequence[Sequence[int]], *, weighted: bool = False, dtype: torch.dtype = torch.int64
+) -> Ask:
+    """An ask for these bags of ids; mode rows takes the ids of all of them, as one column."""
+    ids = torch.tensor([one for bag in bags for one in bag], dtype=dtype)
+    lookup = Lookup(name=f"{table}.{mode}", table=table, mode=mode)
+    if mode == "rows":
+        return Ask(lookup=lookup, ids=ids.reshape(-1, 1))
+    sizes = torch.tensor([0, *map(len, bags)], dtype=dtype)
+    weights = torch.linspace(-1, 2, len(ids)) if weighted else None
+    return Ask(lookup=lookup, ids=ids, offsets=sizes.cumsum(0).to(dtype), weights=weights)
+
+
+@st.composite
+def asks(draw: st.DrawFn, weights: Weights, *, most: int = 6, outside: bool = False) -> list[Ask]:
+    """Up to ``most`` asks with empty bags, empty batches and repeated ids among them; ``outside``: ids of any size."""
+    found = []
+    for _ in range(draw(st.integers(0, most))):
+        table = draw(st.sampled_from(sorted(weights)))
+        mode = draw(st.sampled_from(MODES))
+        inside = st.integers(0, weights[table].shape[0] - 1)
+        ids = st.one_of(inside, st.integers(-(2**63), 2**63 - 1)) if outside else inside
+        bags = draw(st.lists(st.lists(ids, max_size=5), max_size=5))
+        weighted = mode == "sum" and draw(st.booleans())
+        dtype = torch.int64 if outside else draw(st.sampled_from((torch.int64, torch.int32)))
+        found.append(make_ask(table, mode, bags, weighted=weighted, dtype=dtype))
+    return found
+
+
+def separate(weights: Weights, out_of_range: OutOfRange, folder: Path) -> Tables:
+    """The naive twin."""
+    return SeparateTables(weights, out_of_range)
+
+
+def fused(weights: Weights, out_of_range: OutOfRange, folder: Path) -> Tables:
+    """In memory."""
+    return FusedTables(pack_tables(weights, out_of_range=out_of_range))
+
+
+def mapped(weights: Weights, out_of_range: OutOfRange, folder: Path) -> Tables:
+    """From a mapped file."""
+    path = folder / "tables.safetensors"
+    write_tables(path, weights, out_of_range=out_of_range)
+    return FusedTables(open_tables(path))
+
+
+def sharded(parts: int, shards: int) -> Callable[[Weights, OutOfRange, Path], Tables]:
+    """Every table in ``parts`` pieces, dealt to ``shards``: wide tables are cut by columns, narrow ones by rows."""
+
+    def build(weights: Weights, out_of_range: OutOfRange, folder: Path) -> Tables:
+        tables = [
+            Table(name=name, rows=weight.shape[0], dim=weight.shape[1], out_of_range=out_of_range)
+            for name, weight in weights.items()
+        ]
+        plan = deal(tables, parts, shards)
+        return ShardedTables(tables, plan, shard_tables(plan, weights))
+
+    return build
+
+
+def deal(tables: Sequence[Table], parts: int, shards: int) -> Plan:
+    """A plan that only deals: piece k of all goes to shard k modulo ``shards``."""
+    pieces = [piece for table in tables for piece in cut_table(table, parts)]
+    placed = tuple(piece.on(index % shards) for index, piece in enumerate(pieces))
+    return Plan(pieces=placed, read_bytes=(0.0,) * shards, held_bytes=(0,) * shards)
+
+
+def shard_tables(plan: Plan, weights: Weights) -> list[Tables]:
+    """The shards of a plan in memory, in float32."""
+    found: list[Tables] = []
+    for shard in range(plan.shards):
+        pieces = {piece.name: piece_of(piece, weights[piece.table]) for piece in plan.of_shard(shard)}
+        found.append(FusedTables(pack_tables(pieces)) if pieces else SeparateTables({}))
+    return found

@@ -1,0 +1,187 @@
+"""From modules to programs: what is kept, what is turned into something else, what is refused and how."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from plait_disagg.graph.capture import capture
+from plait_disagg.graph.errors import Refused
+from plait_disagg.graph.feed import for_module, id_bounds, sample, together
+from plait_disagg.graph.inputs import Bag, Dense, Ids
+from plait_disagg.graph.plain import run_plainly
+from plait_disagg.graph.program import LOOKUP
+from support.graph import OneByOne, model, table_rows
+from support.graph_models import Everyone, Recurrent
+
+
+@pytest.mark.parametrize("name", ["small", "zoo"])
+def test_a_captured_program_makes_the_modules_bits(name):
+    """Before any tiling, operator by operator, a program gives what the module gives, bit for bit."""
+    module, captured = model(name)
+    bounds = id_bounds(captured.program, table_rows(captured))
+    batch = together(captured.inputs, [sample(captured.inputs, bounds, candidates=9, ragged=True)], [9])
+    full = {**for_module(captured.inputs, batch), "user_of": torch.arange(9)}
+    values = run_plainly(captured.program, captured.constants, OneByOne(captured.tables), full)
+    wanted = module(**{key: value for key, value in full.items() if key != "user_of"})
+    wanted = {"score": wanted} if isinstance(wanted, torch.Tensor) else wanted
+    assert [name for name, _ in captured.program.outputs] == list(wanted)
+    for output, ref in captured.program.outputs:
+        assert torch.equal(values[ref.name], wanted[output])
+
+
+def test_what_depends_on_parameters_alone_is_a_constant():
+    """A positional embedding is looked up once, at capture, and its table is not a table of the model."""
+    module, captured = model("zoo")
+    assert "place" not in captured.tables
+    assert any(torch.equal(tensor, module.place.weight.unsqueeze(0)) for tensor in captured.constants.values())
+
+
+class _Constants(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 4))
+        self.register_buffer("scale", torch.tensor([1.0, 2.0, 3.0, 4.0]), persistent=False)
+
+    def forward(self, *, x):
+        left, right = self.weight.split(3, dim=0)
+        mask = torch.ones(4, 4).tril()
+        mixed = x @ (left + right).T @ torch.softmax(left, dim=1) @ mask
+        return (mixed * self.scale + torch.tensor([0.5, 0.0, 0.0, 1.0])).sum(dim=1)
+
+
+def test_constants_of_all_kinds_are_computed_at_capture():
+    """Buffers that are not saved, literals, split and transposed weights: contiguous constants, and the module's
+    values.
+    """
+    module = _Constants().eval()
+    captured = capture(module, (Dense("x", shape=(4,)),))
+    assert all(tensor.is_contiguous() for tensor in captured.constants.values())
+    assert len({port.name for port in captured.program.constants}) == len(captured.constants)
+    x = torch.randn(5, 4)
+    values = run_plainly(captured.program, captured.constants, None, {"x": x, "user_of": torch.arange(5)})
+    torch.testing.assert_close(values[captured.program.outputs[0][1].name], module(x=x))
+    assert not any(node.op in ("aten.split.Tensor", "aten.tril.default") for node in captured.program.nodes)
+
+
+def test_constants_and_tables_are_the_modules_own_memory():
+    """Capturing a model of gigabytes copies none of it."""
+    module, captured = model("small")
+    assert captured.tables["history"].data_ptr() == module.history.weight.data_ptr()
+    assert captured.constants["bottom.0.weight"].data_ptr() == module.bottom[0].weight.data_ptr()
+
+
+def test_lookups_are_named_after_their_tables():
+    """Every embedding operator becomes one lookup with its table's dotted name and its pooling."""
+    _, captured = model("zoo")
+    assert {(lookup.name, lookup.table, lookup.mode) for lookup in captured.lookups} == {
+        ("clicks_2", "clicks", "max"),
+        ("kinds_2", "kinds", "sum"),
+        ("steps_2", "steps", "rows"),
+    }
+    assert sum(node.op == LOOKUP for node in captured.program.nodes) == 3
+
+
+@pytest.mark.parametrize(
+    ("how", "operator", "why"),
+    [
+        ("mean_over_rows", "aten.mean.dim", "along the rows"),
+        ("softmax_over_rows", "aten.softmax.int", "along the rows"),
+        ("all_pairs", "aten.transpose.int", "along the rows"),
+        ("neighbours", "aten.slice.Tensor", "rows must stay"),
+        ("whole_sum", "aten.sum.default", "over all rows at once"),
+        ("noise", "aten.rand_like.default", "random"),
+        ("sorted_features", "aten.sort.default", "several tensors"),
+        ("counted_rows", "aten.mul.Tensor", "as a number"),
+        ("numbered_rows", "aten.arange", "by their place"),
+        ("where_positive", "aten.index.Tensor", ""),
+        ("written_in_place", "aten.add_.Tensor", "in place"),
+        ("fixed_rows", "aten.add.Tensor", "fixes the number of rows"),
+        ("folded_rows", "aten.reshape.default", "first dimension by themselves"),
+        ("lookup_of_constant", "aten.index.Tensor", "depend on the request"),
+    ],
+)
+def test_what_looks_across_rows_is_refused_by_name_and_line(how, operator, why):
+    """A model that cannot be batched is refused with the operator, the reason, and the author's own line."""
+    module = Everyone(how).eval()
+    with pytest.raises(Refused) as refused:
+        capture(module, module.inputs)
+    assert refused.value.operator.startswith(operator)
+    assert why in refused.value.why
+    assert "graph_models.py" in refused.value.where
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attributes")
+@pytest.mark.parametrize(
+    ("layer", "name"),
+    [(nn.MultiheadAttention(8, 2, batch_first=True), "MultiheadAttention"), (nn.GRU(8, 8, batch_first=True), "GRU")],
+)
+def test_a_layer_that_cannot_be_served_is_named(layer, name):
+    """The operator alone would not tell the author what to change: the layer that it is in does."""
+    with pytest.raises(Refused, match=f"inside nn.{name}"):
+        capture(Recurrent(layer).eval(), Recurrent.inputs)
+
+
+def test_a_model_in_training_mode_is_refused():
+    """Dropout and batch statistics would make an answer random: eval() comes first."""
+    with pytest.raises(Refused, match=r"eval\(\)"):
+        capture(Everyone("mean_over_rows"), Everyone.inputs)
+
+
+class _Bags(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.table = nn.EmbeddingBag(10, 4, **{"mode": "sum", "include_last_offset": True, **options})
+
+    def forward(self, *, a, a_offsets, b, b_offsets):
+        return (self.table(a, a_offsets) + self.table(b, self.chosen(a_offsets, b_offsets))).sum(dim=1)
+
+    def chosen(self, a_offsets, b_offsets):
+        return b_offsets
+
+
+class _Crossed(_Bags):
+    def chosen(self, a_offsets, b_offsets):
+        return a_offsets
+
+
+BAGS = (Bag("a"), Bag("b"))
+
+
+def test_a_bag_must_be_looked_up_with_its_own_offsets():
+    """Another bag's offsets would pool other rows' ids."""
+    with pytest.raises(Refused, match="its own offsets"):
+        capture(_Crossed().eval(), BAGS)
+
+
+def test_padding_in_a_bag_is_served_only_where_it_changes_nothing():
+    """A row of zeros in a sum may be looked up; in a mean, ids that do not count would count."""
+    assert len(capture(_Bags(padding_idx=2).eval(), BAGS).lookups) == 2
+    with pytest.raises(Refused, match="padding_idx"):
+        capture(_Bags(padding_idx=2, mode="mean").eval(), BAGS)
+
+
+def test_a_table_of_another_dtype_is_refused():
+    """Tables are given as float32; how rows are stored is chosen when a model is packaged."""
+    with pytest.raises(Refused, match="float16"):
+        capture(_Bags().eval().half(), BAGS)
+
+
+class _Wrong(nn.Module):
+    def forward(self, *, x):
+        return {"a": x, "b": (x, x)}
+
+
+def test_nested_outputs_and_missing_inputs_are_refused():
+    """Outputs are a tensor, a tuple or a dict of tensors; a forward that wants other inputs cannot be traced."""
+    with pytest.raises(Refused, match="dict of tensors"):
+        capture(_Wrong().eval(), (Dense("x"),))
+    with pytest.raises(Refused, match=r"torch\.export"):
+        capture(_Wrong().eval(), (Ids("y"),))
+
+
+def test_a_declaration_with_a_name_taken_twice_is_a_value_error():
+    """A wrong declaration is said before anything is traced."""
+    with pytest.raises(ValueError, match="twice"):
+        capture(_Wrong().eval(), (Dense("x"), Ids("x")))

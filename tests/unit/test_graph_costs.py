@@ -1,0 +1,93 @@
+"""Bytes by arithmetic against bytes that were there; seconds by a clock of our own; the HN's model."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from plait_disagg.graph.costs import HnModel, cut_problem, measure_seconds, value_bytes
+from plait_disagg.graph.cut import cost_of, crossing_values
+from plait_disagg.graph.cutters import CUTTERS
+from plait_disagg.graph.edit import reads
+from plait_disagg.graph.errors import BadCut
+from plait_disagg.graph.feed import id_bounds, sample, together
+from plait_disagg.graph.operators import kind_of
+from plait_disagg.graph.plain import run_plainly
+from plait_disagg.graph.tile import tile
+from support.graph import OneByOne, model, table_rows
+
+
+@pytest.mark.parametrize("name", ["small", "zoo"])
+@pytest.mark.parametrize("candidates", [1, 7])
+def test_bytes_by_arithmetic_are_the_bytes_of_real_values(name, candidates):
+    """`value_bytes` knows the size of every value of a request without running it."""
+    _, captured = model(name)
+    program = tile(captured.program)
+    bounds = id_bounds(program, table_rows(captured))
+    request = sample(captured.inputs, bounds, candidates=candidates, ids_per_bag=4)
+    batch = together(captured.inputs, [request], [candidates])
+    values = run_plainly(program, captured.constants, OneByOne(captured.tables), batch)
+    per_bag = dict.fromkeys(("history", "tags", "clicks"), 4)
+    for value, nbytes in value_bytes(program, candidates=candidates, ids_per_bag=per_bag).items():
+        assert nbytes == values[value].numel() * values[value].element_size(), value
+
+
+def test_seconds_are_medians_of_what_the_clock_said():
+    """With a clock that ticks 1, 2, 3, ... every repeat takes one second."""
+    _, captured = model("small")
+    program = tile(captured.program)
+    bounds = id_bounds(program, table_rows(captured))
+    batch = together(captured.inputs, [sample(captured.inputs, bounds, candidates=2)], [2])
+    ticks = itertools.count()
+    seconds = measure_seconds(
+        program, captured.constants, OneByOne(captured.tables), batch, repeats=3, clock=lambda: float(next(ticks))
+    )
+    assert set(seconds) >= set(reads(program))
+    assert set(seconds.values()) == {1.0}
+
+
+def test_the_hn_model_divides_by_kind_and_has_a_floor():
+    """A modelled second is the CN's over the speed-up of its kind, never below a kernel's floor."""
+    _, captured = model("small")
+    program = tile(captured.program)
+    cn_s = {name: (1.0 if "linear" in name else 0.0) for name in reads(program)}
+    hn_s = HnModel(floor_s=0.125).seconds(program, cn_s)
+    kinds = {node.name: kind_of(node.op) for node in program.nodes}
+    assert hn_s["linear"] == pytest.approx(0.125)
+    assert {hn_s[name] for name, kind in kinds.items() if kind == "layout"} == {0.125}
+    assert HnModel(floor_s=0.0).seconds(program, cn_s)["linear"] == pytest.approx(1 / 100)
+
+
+@pytest.mark.parametrize("cutter", ["mincut", "prism"])
+def test_a_cut_sends_pooled_rows_not_ids_and_user_rows_once(cutter):
+    """DLRM at 64 candidates: the dense input or its vector once, and 8 pooled vectors of 32 (6 of them once)."""
+    _, captured = model("rm1")
+    program = tile(captured.program)
+    cn_s = {node.name: 1e-5 for node in program.nodes}
+    per_bag = {f"c{index}": 80 for index in range(8)}
+    problem = cut_problem(program, cn_s, candidates=64, ids_per_bag=per_bag)
+    chosen = CUTTERS[cutter].cut(problem)
+    crossing = crossing_values(program, chosen)
+    assert {f"tables.c{index}" for index in range(8)} <= set(crossing)
+    pooled = sum(problem.value_bytes[f"tables.c{index}"] for index in range(8))
+    assert pooled == (6 + 2 * 64) * 32 * 4
+    assert cost_of(problem, chosen).crossing_bytes <= pooled + 128 * 4
+
+
+def test_what_a_cut_may_not_do_is_an_error_that_names_it():
+    """A lookup on the HN, a value that flows back, and a name that is no node are refused."""
+    _, captured = model("small")
+    program = tile(captured.program)
+    problem = cut_problem(program, dict.fromkeys(reads(program), 1e-5), candidates=1, ids_per_bag={})
+    everything = frozenset(reads(program))
+    for chosen, text in (
+        (everything - {"history_2"}, "history_2"),
+        (everything - {"linear"}, "relu"),
+        (everything | {"nothing"}, "nothing"),
+    ):
+        with pytest.raises(BadCut, match=text):
+            cost_of(problem, chosen)
+    assert cost_of(problem, everything).hn_s == 0.0
+    assert torch.tensor(cost_of(problem, everything).crossing_bytes) > 0

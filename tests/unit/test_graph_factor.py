@@ -1,0 +1,53 @@
+"""A linear layer over both sides' features, taken apart."""
+
+from __future__ import annotations
+
+import torch
+
+from plait_disagg.graph.execute import compile_program
+from plait_disagg.graph.factor import factor_linears
+from plait_disagg.graph.feed import id_bounds, sample, together
+from plait_disagg.graph.program import TILE
+from plait_disagg.graph.store import dump_program, load_program
+from plait_disagg.graph.tile import tile
+from support.graph import OneByOne, model, table_rows
+
+
+def test_the_users_columns_are_multiplied_once_per_user():
+    """rm1: 224 of the 288 columns of the first top layer are the user's; one tile is left of seven."""
+    _, captured = model("rm1")
+    program = tile(captured.program)
+    factored, constants = factor_linears(program, captured.constants)
+    shares = {
+        node.name: (node.rows, constants[node.args[1].name].shape[1])
+        for node in factored.nodes
+        if ":" in node.name and "linear" in node.op
+    }
+    assert shares == {"linear_2:user": ("user", 224), "linear_2:item": ("item", 64)}
+    assert sum(node.op == TILE for node in program.nodes) == 7
+    assert sum(node.op == TILE for node in factored.nodes) == 1
+    assert "top.0.weight" not in constants
+    assert load_program(dump_program(factored)) == factored
+
+
+def test_taken_apart_it_makes_the_same_up_to_rounding():
+    """Several users in one batch: the sum of the shares is the layer, within 1e-5."""
+    _, captured = model("din")
+    program = tile(captured.program)
+    bounds = id_bounds(program, table_rows(captured))
+    requests = [sample(captured.inputs, bounds, candidates=count, seed=count) for count in (3, 1, 8)]
+    batch = together(captured.inputs, requests, [3, 1, 8])
+    tables = OneByOne(captured.tables)
+    wanted = compile_program(program, captured.constants, tables)(batch)["score"]
+    got = compile_program(*factor_linears(program, captured.constants), tables)(batch)["score"]
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_an_exact_program_is_left_as_it_is():
+    """The sum rounds in another order, so nothing that promised bits is touched."""
+    for name in ("rm1", "small"):
+        _, captured = model(name)
+        program = tile(captured.program, exact=True)
+        factored, constants = factor_linears(program, captured.constants)
+        assert factored == program
+        assert constants.keys() == captured.constants.keys()

@@ -1,0 +1,144 @@
+"""The picture and the table of a cut."""
+
+from __future__ import annotations
+
+import json
+from xml.etree import ElementTree as ET
+
+import pytest
+import torch
+from torch import nn
+
+from plait_disagg.graph.capture import capture
+from plait_disagg.graph.costs import cut_problem
+from plait_disagg.graph.cutters import CUTTERS
+from plait_disagg.graph.draw import cut_svg
+from plait_disagg.graph.edit import reads
+from plait_disagg.graph.groups import grouped, shortened
+from plait_disagg.graph.inputs import Dense, Ids
+from plait_disagg.graph.report import cut_report, human_bytes
+from plait_disagg.graph.tile import tile
+from plait_disagg.models.configs import ids_per_bag
+from support.graph import model
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def report_of(name, cutter="mincut"):
+    _, captured = model(name)
+    program = tile(captured.program)
+    per_bag = {} if name in ("small", "zoo") else ids_per_bag(name)
+    problem = cut_problem(program, dict.fromkeys(reads(program), 1e-5), candidates=64, ids_per_bag=per_bag)
+    return program, cut_report(program, CUTTERS[cutter].cut(problem), ids_per_bag=per_bag)
+
+
+def test_like_tables_are_one_box():
+    """rm1: six user-side lookups are one box, two candidate-side ones another, and an MLP says its widths."""
+    _, report = report_of("rm1")
+    titles = [(group.place, group.rows, group.title) for group in report.groups if not group.is_input]
+    assert ("cn", "user", "6 × lookup, sum, 32 wide") in titles
+    assert ("cn", "item", "2 × lookup, sum, 32 wide") in titles
+    assert ("hn", "user", "MLP 128-64-32") in titles
+    assert len(report.groups) <= 8
+
+
+@pytest.mark.parametrize("name", ["rm1", "zoo", "din"])
+def test_every_value_is_in_one_box_and_boxes_are_in_running_order(name):
+    """Nothing is left out or drawn twice, and a box is read only by later ones."""
+    program, report = report_of(name)
+    members = [member for group in report.groups for member in group.members]
+    assert len(members) == len(set(members))
+    assert set(reads(program)) <= set(members)
+    for index, group in enumerate(report.groups):
+        assert all(reader > index for reader in group.readers)
+
+
+def test_bytes_at_64_candidates_are_what_arithmetic_says():
+    """rm1: 128 numbers and six pooled vectors of 32 once, two per candidate."""
+    _, report = report_of("rm1")
+    assert report.bytes_at(64) == 128 * 4 + 6 * 32 * 4 + 64 * 2 * 32 * 4
+    assert report.to_json()["bytes_per_request"] == {str(n): report.bytes_at(n) for n in (1, 64, 512)}
+    assert json.loads(json.dumps(report.to_json()))["crosses"]
+    text = report.to_text()
+    assert f"{report.bytes_at(512):,}" in text
+    assert "6 × (users, 32) float32" in text
+
+
+@pytest.mark.parametrize("name", ["small", "zoo", "rm1"])
+@pytest.mark.parametrize("cutter", ["mincut", "prism"])
+def test_the_picture_is_xml_with_a_box_per_group_and_a_label_per_crossing(name, cutter):
+    """The SVG parses, has a box for every group, and writes the bytes of everything that crosses."""
+    _, report = report_of(name, cutter)
+    root = ET.fromstring(cut_svg(report, title="a <model> & more"))
+    boxes = [rect for rect in root.iter(f"{SVG}rect") if rect.get("rx") == "6"]
+    assert len(boxes) == len(report.groups)
+    texts = [text.text or "" for text in root.iter(f"{SVG}text")]
+    labels = [text.text for text in root.iter(f"{SVG}text") if text.get("class") == "bytes"]
+    assert labels == [human_bytes(crossing.bytes_at[64]) for crossing in report.crossings]
+    assert any(text.startswith("a <model> & more") for text in texts)
+    heights = [float(rect.get("y")) + float(rect.get("height")) for rect in boxes]
+    assert max(heights) < float(root.get("height"))
+
+
+class _Pooled(nn.Module):
+    """A padded list of tags per candidate, averaged by hand, then a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.tags = nn.Embedding(50, 16)
+        self.out = nn.Linear(17, 1)
+
+    def forward(self, *, tags, price):
+        return self.out(torch.cat([self.tags(tags).mean(dim=1), price], dim=1)).squeeze(1)
+
+
+def test_the_exact_cut_pools_before_it_sends_where_colouring_does_not():
+    """Colouring grows up to the lookup and sends every tag's row; the exact cut averages on the CN."""
+    captured = capture(_Pooled().eval(), (Ids("tags", shape=(20,)), Dense("price")))
+    program = tile(captured.program)
+    cn_s = {name: 1e-3 if "linear" in name else 1e-6 for name in reads(program)}
+    problem = cut_problem(program, cn_s, candidates=64, ids_per_bag={})
+    sent = {
+        name: cut_report(program, cutter.cut(problem), ids_per_bag={}).bytes_at(64) for name, cutter in CUTTERS.items()
+    }
+    assert sent == {"prism": 64 * (20 * 16 + 1) * 4, "mincut": 64 * (16 + 1) * 4}
+
+
+class _Spread(nn.Module):
+    """A score, and beside it something wide that is made of a few ids."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(2, 1)
+
+    def forward(self, *, x, kind):
+        wide = nn.functional.one_hot(kind, 100).to(x.dtype)
+        return {"score": self.out(x).squeeze(1), "kind": wide, "twice": wide * 2}
+
+
+@pytest.mark.parametrize("cutter", ["mincut", "prism"])
+def test_an_ancestor_crosses_instead_of_its_larger_descendants(cutter):
+    """One id of 8 bytes is sent, not the two vectors of 100 numbers that the HN can make of it."""
+    captured = capture(_Spread().eval(), (Dense("x", shape=(2,)), Ids("kind")))
+    program = tile(captured.program)
+    cn_s = {name: 1e-3 if "linear" in name else 1e-6 for name in reads(program)}
+    problem = cut_problem(program, cn_s, candidates=64, ids_per_bag={}, link_bytes_per_s=1e8)
+    report = cut_report(program, CUTTERS[cutter].cut(problem), ids_per_bag={})
+    assert [crossing.names for crossing in report.crossings] == [("x",), ("kind",)]
+    assert report.bytes_at(64) == 64 * (2 * 4 + 8)
+
+
+def test_names_and_bytes_for_people():
+    """Long lists show their ends; bytes have at most one decimal."""
+    assert shortened(["a", "b", "c"]) == "a … c"
+    assert shortened(["a", "b"]) == "a, b"
+    assert [human_bytes(n) for n in (512, 2048, 3 * 1024**2)] == ["512 B", "2.0 KiB", "3.0 MiB"]
+
+
+def test_groups_name_the_place_of_every_node():
+    """Inputs and CN nodes are drawn on the CN, all others on the HN."""
+    _, captured = model("small")
+    program = tile(captured.program)
+    lookups = {"history_2", "country_2", "tags_2", "item_2"}
+    for group in grouped(program, frozenset(lookups)):
+        assert (group.place == "cn") == (group.is_input or set(group.members) <= lookups)

@@ -1,0 +1,79 @@
+"""User-side values keep one row per user; where the tiles stand; what crosses because of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from plait_disagg.graph.edit import lookups_of
+from plait_disagg.graph.errors import BadProgram
+from plait_disagg.graph.execute import compile_program, stages, tile_rows
+from plait_disagg.graph.feed import id_bounds, sample, together
+from plait_disagg.graph.program import TILE
+from plait_disagg.graph.tile import keeps_bits, tile
+from support.graph import OneByOne, model, table_rows
+
+
+def test_user_side_work_is_done_once_per_user():
+    """Tiled, the bottom MLP and the user's lookups have user rows, and tiles stand only where they meet candidates."""
+    _, captured = model("small")
+    program = tile(captured.program)
+    rows = {node.name: node.rows for node in program.nodes}
+    assert {rows[name] for name in ("linear", "relu", "linear_1", "history_2", "country_2")} == {"user"}
+    tiled = [node.args[0].name for node in program.nodes if node.op == TILE]
+    assert sorted(tiled) == ["country_2", "history_2", "linear_1"]
+
+
+def test_exact_tiling_leaves_no_arithmetic_to_the_user_side():
+    """In an exact program every floating-point operator has a row per candidate; lookups stay with the user."""
+    _, captured = model("zoo")
+    program = tile(captured.program, exact=True)
+    lookups = {lookup.name for lookup in lookups_of(program)}
+    user_side = [node for node in program.nodes if node.rows == "user" and node.name not in lookups]
+    assert user_side
+    assert all(not node.dtype.startswith("float") for node in user_side)
+
+
+@pytest.mark.parametrize(("name", "kept"), [("small", True), ("zoo", True), ("weighted", False)])
+def test_it_is_known_which_programs_keep_the_modules_bits(name, kept):
+    """Exact ones do, but for a user's bag with weights of its own; a tiled one rounds once per user and does not."""
+    _, captured = model(name)
+    assert keeps_bits(tile(captured.program, exact=True)) == kept
+    assert not keeps_bits(tile(captured.program))
+
+
+def test_a_tiled_row_is_copied_only_where_it_must_be():
+    """One user: a view of the single row. Several users: the row that belongs to each candidate."""
+    x = torch.randn(1, 3)
+    view = tile_rows(x, torch.zeros(5, dtype=torch.int64))
+    assert view.shape == (5, 3)
+    assert view.data_ptr() == x.data_ptr()
+    assert tile_rows(x, torch.zeros(5, dtype=torch.int64), copy=True).data_ptr() != x.data_ptr()
+    many = torch.randn(2, 3)
+    assert torch.equal(tile_rows(many, torch.tensor([0, 1, 1])), many[[0, 1, 1]])
+
+
+def test_all_lookups_that_are_ready_are_one_call():
+    """Tables see one call with every ask of a request, so that they can serve them as one."""
+    _, captured = model("small")
+    program = tile(captured.program)
+    assert [len(lookups) for _, lookups in stages(program)] == [4, 0]
+    tables = OneByOne(captured.tables)
+    bounds = id_bounds(program, table_rows(captured))
+    batch = together(captured.inputs, [sample(captured.inputs, bounds, candidates=3)], [3])
+    compile_program(program, captured.constants, tables)(batch)
+    assert tables.calls == [4]
+
+
+def test_a_program_without_its_constants_or_tables_does_not_start():
+    """What is missing or does not fit is said before the first request."""
+    _, captured = model("small")
+    program = tile(captured.program)
+    tables = OneByOne(captured.tables)
+    missing = {name: tensor for name, tensor in captured.constants.items() if name != "top.2.bias"}
+    with pytest.raises(BadProgram, match=r"top\.2\.bias is missing"):
+        compile_program(program, missing, tables)
+    with pytest.raises(BadProgram, match=r"top\.2\.bias is torch\.float64"):
+        compile_program(program, {**missing, "top.2.bias": torch.zeros(1, dtype=torch.float64)}, tables)
+    with pytest.raises(BadProgram, match="no tables"):
+        compile_program(program, captured.constants)

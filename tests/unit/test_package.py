@@ -1,0 +1,251 @@
+"""Packaged models: what is written can be opened and gives the module's scores; what is broken is refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from plait_disagg.graph.errors import Refused
+from plait_disagg.graph.feed import for_module, sample, together
+from plait_disagg.graph.inputs import Bag, Dense, Ids
+from plait_disagg.package import Items, Options, PackageError, StoredItems, open_package, write_package
+from plait_disagg.workers.check import check_request
+
+INPUTS = (Dense("age", "user"), Bag("liked", "user"), Ids("item", "item"), Bag("genres", "item"), Dense("year", "item"))
+ITEMS, GENRES = 40, 12
+
+
+class Model(nn.Module):
+    """A small model with all kinds of inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.genres = nn.EmbeddingBag(GENRES, 8, mode="mean", include_last_offset=True)
+        self.items = nn.Embedding(ITEMS, 8)
+        self.top = nn.Sequential(nn.Linear(26, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    def forward(self, age, liked, liked_offsets, item, genres, genres_offsets, year):
+        user = torch.cat([age, self.genres(liked, liked_offsets)], 1)
+        thing = torch.cat([self.items(item), self.genres(genres, genres_offsets), year], 1)
+        return {"scores": torch.sigmoid(self.top(torch.cat([user, thing], 1))).squeeze(1)}
+
+
+def model() -> Model:
+    """Seeded, in evaluation mode."""
+    torch.manual_seed(3)
+    return Model().eval()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A package of `Model` that no test changes."""
+    path = tmp_path_factory.mktemp("packages") / "small"
+    write_package(path, model(), INPUTS, name="small")
+    return path
+
+
+@pytest.fixture
+def copy(folder, tmp_path):
+    """A package of the test's own."""
+    return shutil.copytree(folder, tmp_path / "copy")
+
+
+def scores(package, *requests):
+    """Both halves on a batch of checked requests."""
+    asked = [check_request(package.card(), request, request_id="r") for request in requests]
+    return package.dense().run(package.sparse().run(asked), [one.candidates for one in asked])["scores"]
+
+
+def some_request(candidates, seed=0):
+    """A random request with bags that may be empty."""
+    bounds = {"liked": GENRES, "genres": GENRES, "item": ITEMS}
+    return sample(INPUTS, bounds, candidates=candidates, ids_per_bag=4, seed=seed, ragged=True)
+
+
+def wanted(*requests, candidates):
+    """The module's own scores."""
+    with torch.inference_mode():
+        return model()(**for_module(INPUTS, together(INPUTS, requests, candidates)))["scores"]
+
+
+class TestRoundTrip:
+    @settings(max_examples=15, deadline=None)
+    @given(sizes=st.lists(st.sampled_from([1, 2, 7, 64]), min_size=1, max_size=3), seed=st.integers(0, 1000))
+    def test_the_halves_give_the_modules_scores(self, folder, sizes, seed):
+        """Whatever the candidates, the empty bags and the company."""
+        requests = [some_request(size, seed + place) for place, size in enumerate(sizes)]
+        found = scores(open_package(folder), *requests)
+        torch.testing.assert_close(found, wanted(*requests, candidates=sizes), rtol=1e-5, atol=1e-6)
+
+    @pytest.mark.parametrize("candidates", [1, 5, 64])
+    def test_without_tiling_they_have_its_bits(self, tmp_path, candidates):
+        """Bit for bit: a user who must reproduce scores can."""
+        write_package(tmp_path / "exact", model(), INPUTS, name="exact", options=Options(tile=False))
+        request = some_request(candidates)
+        assert torch.equal(scores(open_package(tmp_path / "exact"), request), wanted(request, candidates=[candidates]))
+
+    @pytest.mark.parametrize(("row_format", "tolerance"), [("float16", 1e-3), ("int8", 1e-2)])
+    def test_smaller_rows_move_scores_a_little(self, tmp_path, row_format, tolerance):
+        """But they do move, so that a format that is ignored would be seen."""
+        write_package(tmp_path / "p", model(), INPUTS, name="p", options=Options(row_format=row_format))
+        request = some_request(64)
+        found, exact = scores(open_package(tmp_path / "p"), request), wanted(request, candidates=[64])
+        assert 0 < (found - exact).abs().max() < tolerance
+
+    def test_the_card_tells_what_a_client_needs(self, folder):
+        """Inputs, outputs, and the rows behind each id input, the smallest where several tables are fed."""
+        card = open_package(folder).card(mode="split")
+        assert (card.name, card.inputs, card.mode) == ("small", INPUTS, "split")
+        assert card.outputs == {"scores": ()}
+        assert card.id_rows == {"liked": GENRES, "genres": GENRES, "item": ITEMS}
+
+    def test_ids_that_a_table_takes_in_are_not_refused_before(self, tmp_path):
+        """With the policy clip an id beyond the table is the last row."""
+        options = Options(out_of_range={"items": "clip"})
+        write_package(tmp_path / "p", model(), INPUTS, name="p", options=options)
+        request = some_request(3)
+        last = {**request, "item": torch.full((3,), ITEMS - 1)}
+        beyond = {**request, "item": torch.full((3,), 10**9)}
+        package = open_package(tmp_path / "p")
+        assert "item" not in package.card().id_rows
+        assert torch.equal(scores(package, beyond), scores(package, last))
+
+
+class TestRefusals:
+    def test_a_folder_that_is_there_is_left_alone(self, folder):
+        """Nobody's model is overwritten."""
+        with pytest.raises(PackageError, match="exists already"):
+            write_package(folder, model(), INPUTS, name="small")
+
+    def test_a_failure_leaves_nothing(self, tmp_path):
+        """Neither a folder nor a draft of one."""
+
+        class Mixing(Model):
+            def forward(self, *args):
+                made = super().forward(*args)["scores"]
+                return {"scores": torch.softmax(made, 0)}
+
+        with pytest.raises((Refused, ValueError)):
+            write_package(tmp_path / "p", Mixing().eval(), INPUTS, name="p")
+        assert list(tmp_path.iterdir()) == []
+
+    @pytest.mark.parametrize("name", ["", "../up", "a b", "x" * 65])
+    def test_a_name_is_a_name(self, tmp_path, name):
+        """It becomes part of URLs."""
+        with pytest.raises(PackageError, match="must match"):
+            write_package(tmp_path / "p", model(), INPUTS, name=name)
+
+    def test_an_unknown_cutter_is_named(self, tmp_path):
+        """With those that there are."""
+        with pytest.raises(PackageError, match="no cutter 'best'; there are mincut, prism"):
+            write_package(tmp_path / "p", model(), INPUTS, name="p", options=Options(cutter="best"))
+
+    @pytest.mark.parametrize("file", ["whole.json", "cn.json", "hn.json", "constants.safetensors"])
+    def test_a_changed_file_is_found(self, copy, file):
+        """One flipped byte is enough."""
+        data = bytearray((copy / file).read_bytes())
+        data[-2] ^= 1
+        (copy / file).write_bytes(data)
+        with pytest.raises(PackageError, match=f"{file} is not the file that was packaged"):
+            open_package(copy)
+
+    @pytest.mark.parametrize("file", ["package.json", "cn.json", "tables.safetensors"])
+    def test_a_missing_file_is_named(self, copy, file):
+        """Half a copy is no package."""
+        (copy / file).unlink()
+        with pytest.raises(PackageError, match=file):
+            open_package(copy)
+
+    def test_a_truncated_table_is_found_when_it_is_opened(self, copy):
+        """Tables have no check sum, but a header that must fit."""
+        path = copy / "tables.safetensors"
+        path.write_bytes(path.read_bytes()[:-8])
+        with pytest.raises(PackageError, match=r"tables\.safetensors"):
+            open_package(copy).sparse()
+
+    @pytest.mark.parametrize(
+        ("change", "says"),
+        [
+            ({"format": 2}, "format 2 is not 1"),
+            ({"name": "../up"}, "must match"),
+            ({"inputs": [{"kind": "code", "name": "x"}]}, "is not an input"),
+            ({"bounds": 3}, "bounds|object"),
+            ({"cut": {}}, "cutter is missing"),
+            ({"files": {"../../etc/passwd": "0"}}, "missing"),
+        ],
+    )
+    def test_a_foreign_manifest_is_refused(self, copy, change, says):
+        """It names the field; a path can not leave the folder."""
+        path = copy / "package.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+        with pytest.raises(PackageError, match=says):
+            open_package(copy)
+
+    def test_a_manifest_without_check_sums_is_refused(self, copy):
+        """Else they could simply be taken out."""
+        path = copy / "package.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "files": {}}))
+        with pytest.raises(PackageError, match="not listed"):
+            open_package(copy)
+
+
+def features(count=5, seed=0):
+    """Item-side tensors of ``count`` items."""
+    return {
+        name: tensor
+        for name, tensor in some_request(count, seed).items()
+        if name in ("item", "genres", "genres_offsets", "year")
+    }
+
+
+class TestItems:
+    @settings(max_examples=30, deadline=None)
+    @given(ids=st.lists(st.integers(0, 4), min_size=1, max_size=20))
+    def test_bags_are_gathered_item_by_item(self, ids):
+        """As a loop over the items would do it, repeated and empty ones too."""
+        given_features = features()
+        found = StoredItems(Items(features=given_features), INPUTS).gather(torch.tensor(ids))
+        offsets = given_features["genres_offsets"].tolist()
+        bags = [given_features["genres"][offsets[one] : offsets[one + 1]].tolist() for one in ids]
+        bounds = found["genres_offsets"].tolist()
+        assert [found["genres"][bounds[n] : bounds[n + 1]].tolist() for n in range(len(ids))] == bags
+        assert bounds[-1] == found["genres"].numel()
+        assert torch.equal(found["item"], given_features["item"][ids])
+        assert torch.equal(found["year"], given_features["year"][ids])
+
+    def test_they_travel_with_the_package(self, tmp_path):
+        """Features and names."""
+        items = Items(features=features(), names=[f"thing {n}" for n in range(5)])
+        write_package(tmp_path / "p", model(), INPUTS, name="p", items=items)
+        package = open_package(tmp_path / "p")
+        assert package.card().items == len(package.items) == 5
+        assert package.items.names([4, 0]) == ["thing 4", "thing 0"]
+        assert torch.equal(package.items.gather(torch.arange(5))["genres"], items.features["genres"])
+
+    @pytest.mark.parametrize(
+        ("change", "says"),
+        [
+            ({"item": None}, "item is missing"),
+            ({"color": torch.zeros(5)}, "color is no item-side input"),
+            ({"item": torch.zeros(4, dtype=torch.int64)}, "disagree"),
+            ({"year": torch.zeros(5, 2)}, "year has rows of shape"),
+            ({"year": torch.zeros(5, 1, dtype=torch.float64)}, "year is torch.float64"),
+            ({"genres_offsets": torch.tensor([0, 3, 1, 9, 9, 9])}, "genres_offsets must go from 0"),
+        ],
+    )
+    def test_features_that_do_not_fit_are_named(self, change, says):
+        """Before anything is written."""
+        given_features = {name: tensor for name, tensor in {**features(), **change}.items() if tensor is not None}
+        with pytest.raises(ValueError, match=says):
+            StoredItems(Items(features=given_features), INPUTS)
+
+    def test_every_item_has_a_name_or_none_has(self):
+        """A list of another length would name the wrong items."""
+        with pytest.raises(ValueError, match="2 names for 5 items"):
+            StoredItems(Items(features=features(), names=["a", "b"]), INPUTS)

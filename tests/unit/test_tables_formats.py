@@ -1,0 +1,101 @@
+"""Rows as float32, float16 and int8, and what comes back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plait_disagg.tables.formats import LAYOUTS, decode_rows, encode_rows, int8_error_bound
+from plait_disagg.tables.fused import FusedTables
+from plait_disagg.tables.reference import SeparateTables
+from plait_disagg.tables.storage import pack_tables
+from plait_disagg.tables.values import RowFormat, row_bytes
+from support.tables import MODES, asks, make_ask, make_weights
+
+ROWS = st.tuples(st.integers(1, 4), st.integers(1, 40), st.integers(0, 2**31), st.floats(-30, 30), st.floats(-8, 8))
+
+
+def make_rows(shape: tuple[int, int, int, float, float]) -> torch.Tensor:
+    """Normal rows of a magnitude (2^exponent) around a centre (in units of it)."""
+    count, dim, seed, exponent, centre = shape
+    noise = torch.randn((count, dim), generator=torch.Generator().manual_seed(seed))
+    return (noise + centre) * 2.0**exponent
+
+
+@settings(max_examples=80, deadline=None)
+@given(shape=ROWS)
+def test_int8_rows_come_back_within_the_bound(shape: tuple[int, int, int, float, float]):
+    """At every magnitude, width and centre a value is off by at most the stated bound."""
+    rows = make_rows(shape)
+    error = (decode_rows(encode_rows(rows, "int8"), "int8") - rows).abs().amax(dim=1)
+    assert bool((error <= int8_error_bound(rows)).all())
+
+
+def test_the_int8_bound_is_not_loose():
+    """For ordinary rows the bound is half a step of the quantiser, and some value comes near it."""
+    rows = torch.randn((200, 64), generator=torch.Generator().manual_seed(3))
+    error = (decode_rows(encode_rows(rows, "int8"), "int8") - rows).abs().amax(dim=1)
+    half_a_step = (rows.amax(1) - rows.amin(1)) / 510
+    assert bool((int8_error_bound(rows) < 1.01 * half_a_step).all())
+    assert float((error / half_a_step).max()) > 0.95
+
+
+@settings(max_examples=40, deadline=None)
+@given(shape=ROWS)
+def test_float16_rows_come_back_rounded(shape: tuple[int, int, int, float, float]):
+    """A value is off by at most 2^-11 of itself, or 2^-25 near zero; one beyond 65504 is refused."""
+    rows = make_rows(shape)
+    if float(rows.abs().max()) >= 65520:
+        with pytest.raises(ValueError, match="65504"):
+            encode_rows(rows, "float16")
+        return
+    error = (decode_rows(encode_rows(rows, "float16"), "float16") - rows).abs()
+    assert bool((error <= torch.maximum(rows.abs() * 2.0**-11, torch.tensor(2.0**-25))).all())
+
+
+@pytest.mark.parametrize("row_format", LAYOUTS)
+def test_a_row_takes_the_bytes_that_it_should(row_format: RowFormat):
+    """D values take 4 D, 2 D or D + 8 bytes, and constant rows are exact in every format."""
+    stored = encode_rows(torch.full((3, 24), 0.5), row_format)
+    assert stored.nbytes == 3 * row_bytes(24, row_format)
+    assert torch.equal(decode_rows(stored, row_format), torch.full((3, 24), 0.5))
+
+
+@pytest.mark.parametrize("row_format", ["float16", "int8"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_a_format_can_not_hold_is_refused(row_format: RowFormat, value: float):
+    """NaN and infinities are refused, and the refusal names the table."""
+    with pytest.raises(ValueError, match=rf"table genres: .*{row_format}"):
+        pack_tables({"genres": torch.tensor([[0.0, value]])}, formats=row_format)
+
+
+@pytest.mark.parametrize("row_format", ["float16", "int8"])
+@pytest.mark.parametrize("mode", MODES)
+def test_lookups_pool_in_float32(row_format: RowFormat, mode: str):
+    """Pooling stored rows equals pooling what they decode to: bags of 300 lose nothing to half precision."""
+    weights = make_weights(shapes=[(500, 16)])
+    bags = [list(range(300)), [], [4, 4, 499]]
+    wanted = [
+        make_ask("t0", mode, bags, weighted=weighted) for weighted in ((False, True) if mode == "sum" else (False,))
+    ]
+    decoded = decode_rows(encode_rows(weights["t0"], row_format), row_format)
+    values = FusedTables(pack_tables(weights, formats=row_format)).lookup(wanted)
+    for value, twin in zip(values, SeparateTables({"t0": decoded}).lookup(wanted), strict=True):
+        torch.testing.assert_close(value, twin, rtol=1e-5, atol=2e-5)
+
+
+WEIGHTS = make_weights()
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data(), row_format=st.sampled_from(("float16", "int8")))
+def test_any_lookups_equal_those_of_the_decoded_rows(data: st.DataObject, row_format: RowFormat):
+    """Any mix of lookups over stored rows, empty ones included, is what the naive twin gives for the decoded rows."""
+    wanted = data.draw(asks(WEIGHTS))
+    decoded = {name: decode_rows(encode_rows(rows, row_format), row_format) for name, rows in WEIGHTS.items()}
+    values = FusedTables(pack_tables(WEIGHTS, formats=row_format)).lookup(wanted)
+    for value, twin in zip(values, SeparateTables(decoded).lookup(wanted), strict=True):
+        assert value.dtype == torch.float32
+        torch.testing.assert_close(value, twin, rtol=1e-5, atol=2e-5)

@@ -1,0 +1,119 @@
+"""What the fused lookup remembers between calls, what it refuses, and what it leaves alone."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from plait_disagg.tables import fused
+from plait_disagg.tables.fused import FusedTables
+from plait_disagg.tables.ids import hash_ids
+from plait_disagg.tables.protocols import Ask
+from plait_disagg.tables.reference import SeparateTables
+from plait_disagg.tables.storage import pack_tables
+from plait_disagg.tables.values import Lookup
+from support.tables import make_ask, make_weights
+
+WEIGHTS = make_weights()
+
+
+def make_tables() -> FusedTables:
+    """Over all weights, in float32."""
+    return FusedTables(pack_tables(WEIGHTS))
+
+
+def assert_same(tables: FusedTables, asks: list[Ask]) -> None:
+    """The naive twin's bits."""
+    for value, twin in zip(tables.lookup(asks), SeparateTables(WEIGHTS).lookup(asks), strict=True):
+        assert torch.equal(value, twin)
+
+
+def test_a_model_asks_again_and_again(monkeypatch: pytest.MonkeyPatch):
+    """The same lookups with other ids, and other numbers of them, are answered right while layouts come and go."""
+    monkeypatch.setattr(fused, "_MOST_KEPT_NUMBERS", 3000)
+    tables, draw = make_tables(), random.Random(0)
+    lookups = [make_ask(table, mode, [[0]]).lookup for table in ("t0", "t1", "t3") for mode in ("sum", "rows", "max")]
+    for _ in range(60):
+        bags = [[draw.randrange(7) for _ in range(draw.randrange(3))] for _ in range(draw.randrange(3))]
+        assert_same(tables, [replace(make_ask(one.table, one.mode, bags), lookup=one) for one in lookups])
+
+
+def test_lookups_are_told_apart_by_what_they_are(monkeypatch: pytest.MonkeyPatch):
+    """Lookups made anew for every call, perhaps at an address that was another's, are not mixed up."""
+    monkeypatch.setattr(fused, "_MOST_PLANS", 4)
+    tables, draw = make_tables(), random.Random(0)
+    for _ in range(60):
+        assert_same(tables, [make_ask(draw.choice(("t0", "t1", "t3")), draw.choice(("sum", "mean")), [[1, 2], [6]])])
+
+
+def test_large_layouts_are_not_kept(monkeypatch: pytest.MonkeyPatch):
+    """A layout beyond the limit is made each time, with the same answers."""
+    monkeypatch.setattr(fused, "_MOST_KEPT_NUMBERS", 2)
+    tables, ask = make_tables(), make_ask("t1", "sum", [[1, 2, 3]])
+    for _ in range(3):
+        assert_same(tables, [ask, make_ask("t0", "sum", [[5], [0, 0]])])
+
+
+@pytest.mark.parametrize("mode", ["sum", "rows"])
+def test_the_asks_are_left_as_they_were(mode: str):
+    """Ids and offsets belong to the caller: even those of one ask alone are not shifted in place."""
+    ask = make_ask("t3", mode, [[5, 6], [7]])
+    before = ask.ids.clone(), None if ask.offsets is None else ask.offsets.clone()
+    make_tables().lookup([ask])
+    assert torch.equal(ask.ids, before[0])
+    assert ask.offsets is None or torch.equal(ask.offsets, before[1])
+
+
+def test_answers_stay_when_the_next_is_asked():
+    """An answer is not written over by a later lookup."""
+    tables, ask = make_tables(), make_ask("t3", "sum", [[5, 6], [7]])
+    first = tables.lookup([ask])[0]
+    kept = first.clone()
+    tables.lookup([make_ask("t3", "sum", [[1, 2], [3]])])
+    assert torch.equal(first, kept)
+
+
+GOOD = make_ask("t1", "sum", [[1, 2], [3]])
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        (replace(GOOD, offsets=None), "needs offsets"),
+        (replace(GOOD, offsets=torch.tensor([], dtype=torch.int64)), "needs offsets"),
+        (replace(GOOD, offsets=torch.tensor([0, 2, 4])), "offsets must go from 0"),
+        (replace(GOOD, offsets=torch.tensor([1, 2, 3])), "offsets must go from 0"),
+        (replace(GOOD, offsets=torch.tensor([3])), "offsets must go from 0"),
+        (replace(GOOD, offsets=torch.tensor([0, -5, 3])), "must not fall"),
+        (replace(GOOD, offsets=torch.tensor([0, 2**62, 2**63 - 1, 3])), "must not fall"),
+        (replace(GOOD, offsets=torch.tensor([0, 5, 3])), "must not fall"),
+        (replace(GOOD, ids=torch.tensor([1.0, 2.0, 3.0])), "int64 or int32"),
+        (replace(GOOD, weights=torch.ones(2)), "one float32 per id"),
+        (replace(GOOD, weights=torch.ones(3, dtype=torch.float64)), "one float32 per id"),
+        (replace(make_ask("t1", "mean", [[1]]), weights=torch.ones(1)), "mode sum"),
+        (replace(GOOD, lookup=Lookup(name="x", table="nowhere", mode="sum")), "no table nowhere"),
+    ],
+)
+def test_asks_that_do_not_fit_are_refused(bad: Ask, says: str):
+    """An ask that no checked request makes is refused by name, and the tables stay usable."""
+    tables = make_tables()
+    with pytest.raises(ValueError, match=says):
+        tables.lookup([GOOD, bad])
+    assert_same(tables, [GOOD])
+
+
+def test_hashing_is_fixed_and_spreads():
+    """The hash is part of a trained model: its values do not change, and neighbours land apart."""
+    ids = torch.tensor([0, 1, -1, 2**63 - 1]).numpy()
+    assert hash_ids(ids, 1000).tolist() == HASHED
+    spread = hash_ids(torch.arange(100_000).numpy(), 100)
+    counts = torch.bincount(torch.from_numpy(spread), minlength=100)
+    # Binomial with mean 1,000: six standard deviations are 190.
+    assert int((counts - 1000).abs().max()) < 190
+
+
+HASHED = [535, 465, 936, 39]
+"""The first is the first output of SplitMix64 with seed 0, 0xE220A8397B1DCDAF, modulo 1,000."""

@@ -1,0 +1,282 @@
+"""Table files: what is written is read, nothing is copied, pages are shared, and broken files are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from plait_disagg.tables import storage
+from plait_disagg.tables.errors import BadTableFile
+from plait_disagg.tables.fused import FusedTables
+from plait_disagg.tables.storage import ZeroRows, open_tables, pack_tables, write_tables
+from plait_disagg.tables.values import OutOfRange, RowFormat
+from support.tables import make_ask, make_weights
+
+WEIGHTS = make_weights()
+MIXED: dict[str, RowFormat] = {"t1": "int8", "t2": "float16", "t3": "int8"}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A good file of tables in several formats."""
+    file = tmp_path / "tables.safetensors"
+    write_tables(file, WEIGHTS, formats=MIXED, out_of_range={"t0": "hash"})
+    return file
+
+
+def test_a_file_gives_back_what_was_written(path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Tables, groups, policies and every stored bit, however small the chunks that were written."""
+    packed = pack_tables(WEIGHTS, formats=MIXED, out_of_range={"t0": "hash"})
+    monkeypatch.setattr(storage, "_CHUNK_BYTES", 100)
+    write_tables(path, WEIGHTS, formats=MIXED, out_of_range={"t0": "hash"})
+    opened = open_tables(path)
+    assert (opened.tables, opened.groups, opened.nbytes) == (packed.tables, packed.groups, packed.nbytes)
+    assert {table.name: table.out_of_range for table in opened.tables}["t0"] == "hash"
+    assert all(torch.equal(opened.matrices[name], matrix) for name, matrix in packed.matrices.items())
+
+
+def test_the_file_is_plain_safetensors(path: Path):
+    """Other tools can read it: the safetensors library gives the same tensors."""
+    opened = open_tables(path)
+    with safe_open(path, framework="pt") as file:
+        assert sorted(file.keys()) == sorted(opened.matrices)
+        assert all(torch.equal(file.get_tensor(name), opened.matrices[name]) for name in opened.matrices)
+
+
+def test_a_failed_write_leaves_nothing(tmp_path: Path):
+    """A table that can not be stored leaves neither a file nor a part of one, and an older file as it was."""
+    file = tmp_path / "tables.safetensors"
+    write_tables(file, WEIGHTS)
+    before = file.read_bytes()
+    with pytest.raises(ValueError, match="table bad"):
+        write_tables(file, {**WEIGHTS, "bad": torch.full((2, 2), torch.nan)}, formats="int8")
+    assert file.read_bytes() == before
+    assert [entry.name for entry in tmp_path.iterdir()] == ["tables.safetensors"]
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (4,), (2, 2, 2)])
+def test_a_table_needs_rows_and_columns(shape: tuple[int, ...], tmp_path: Path):
+    """Anything but (rows, D) is refused by name."""
+    with pytest.raises(ValueError, match="table odd"):
+        write_tables(tmp_path / "x", {"odd": torch.zeros(shape)})
+
+
+def test_a_large_table_takes_no_room_and_opens_at_once(tmp_path: Path):
+    """20 GB of zeros are a few blocks on disk, are mapped without being read, and answer from both ends."""
+    file = tmp_path / "tables.safetensors"
+    write_tables(file, {"large": ZeroRows(rows=78_125_000, dim=64), "small": WEIGHTS["t1"]})
+    assert file.stat().st_size > 20e9
+    assert file.stat().st_blocks * 512 < 1 << 20
+    before = resident_bytes()
+    tables = FusedTables(open_tables(file))
+    assert "rr" in mapping_flags(file), "random reads: each row would bring megabytes with it"
+    large, small = tables.lookup([make_ask("large", "sum", [[0, 78_124_999]]), make_ask("small", "rows", [[3]])])
+    assert torch.equal(large, torch.zeros(1, 64))
+    assert torch.equal(small[0, 0], WEIGHTS["t1"][3])
+    assert resident_bytes() - before < 32 << 20
+
+
+def test_a_small_file_is_read_ahead(path: Path):
+    """A small file keeps the kernel's read-ahead, which has it in memory after a few lookups."""
+    tables = open_tables(path)
+    assert "rd" in mapping_flags(path)
+    assert "rr" not in mapping_flags(path)
+    assert tables.nbytes < path.stat().st_size
+
+
+def mapping_flags(path: Path) -> list[str]:
+    """What the kernel notes about this process's mapping of a file (VmFlags of proc(5))."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):
+            inside = words[-1] == str(path)
+        elif inside and words[0] == "VmFlags:":
+            return words[1:]
+    return []
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+READER = """
+import sys, pathlib
+from plait_disagg.tables.storage import open_tables
+matrix = open_tables(pathlib.Path(sys.argv[1])).matrices["float32_64"]
+total = float(matrix.sum())
+print(total, flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_processes_share_pages(tmp_path: Path):
+    """Two processes that read the same 64 MiB each count half of it as their own (Pss), and neither writes to any."""
+    file = tmp_path / "tables.safetensors"
+    write_tables(file, {"table": torch.ones(1 << 18, 64)})
+    readers = [
+        subprocess.Popen(
+            [sys.executable, "-c", READER, str(file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    try:
+        assert [reader.stdout.readline() for reader in readers if reader.stdout] == [f"{float(1 << 24)}\n"] * 2
+        maps = [mapped_bytes(reader.pid, str(file)) for reader in readers]
+    finally:
+        for reader in readers:
+            reader.communicate("\n", timeout=60)
+    for sizes in maps:
+        assert sizes["Rss"] >= 64 << 20
+        assert sizes["Pss"] <= sizes["Rss"] * 0.51
+        assert sizes["Anonymous"] == sizes["Private_Dirty"] == 0
+
+
+def mapped_bytes(pid: int, path: str) -> dict[str, int]:
+    """What the kernel says of a process's mapping of a file."""
+    sizes: dict[str, int] = {}
+    inside = False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):
+            inside = words[-1] == path
+        elif inside and words[-1] == "kB":
+            sizes[words[0][:-1]] = sizes.get(words[0][:-1], 0) + int(words[1]) * 1024
+    return sizes
+
+
+Change = Callable[[dict[str, Any]], None]
+
+
+def rewrite(path: Path, change: Change) -> None:
+    """Change the header of a file and keep its data."""
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+
+
+def tensor(**fields: Any) -> Change:
+    """Other fields for the tensor float32_32, which comes first and is (7, 32); None takes a field away."""
+
+    def change(header: dict[str, Any]) -> None:
+        header["float32_32"].update(fields)
+        for name in [name for name, value in fields.items() if value is None]:
+            del header["float32_32"][name]
+
+    return change
+
+
+def metadata(**fields: Any) -> Change:
+    """Other metadata."""
+    return lambda header: header["__metadata__"].update(fields)
+
+
+def said(edit: Callable[[dict[str, Any]], Any]) -> Change:
+    """Change what the header says of the tables."""
+
+    def change(header: dict[str, Any]) -> None:
+        data = json.loads(header["__metadata__"]["plait.tables"])
+        edit(data)
+        header["__metadata__"]["plait.tables"] = json.dumps(data)
+
+    return change
+
+
+BROKEN: dict[str, tuple[Change, str]] = {
+    "gap": (tensor(data_offsets=[8, 904]), "where 0 was due"),
+    "overlap": (tensor(shape=[8, 32], data_offsets=[0, 1024]), "where 1024 was due"),
+    "negative": (tensor(data_offsets=[-8, 888]), "data_offsets"),
+    "past the end": (tensor(shape=[10**6, 32], data_offsets=[5000, 128_005_000]), "data_offsets"),
+    "a float": (tensor(shape=[7.0, 32]), "shape"),
+    "huge": (tensor(shape=[2**62, 2**62]), "data_offsets"),
+    "no rows": (tensor(shape=[0, 32], data_offsets=[0, 0]), "shape"),
+    "odd dtype": (tensor(dtype="BF16"), "dtype"),
+    "dtype list": (tensor(dtype=["F32"]), "dtype"),
+    "other dtype": (tensor(dtype="I32"), "not what its group says"),
+    "no dtype": (tensor(dtype=None), "must have dtype"),
+    "a tensor is a number": (lambda header: header.update(float32_32=3), "must have dtype"),
+    "numbers beside": (metadata(x=1), "__metadata__"),
+    "metadata list": (lambda header: header.update(__metadata__=[]), "__metadata__"),
+    "no tables": (lambda header: header.pop("__metadata__"), "plait.tables"),
+    "tables null": (metadata(**{"plait.tables": "null"}), "plait.tables"),
+    "later version": (said(lambda data: data.update(version=2)), "version 2"),
+    "no name": (said(lambda data: data["tables"][0].update(name=3)), "is not a name"),
+    "odd policy": (said(lambda data: data["tables"][0].update(out_of_range="?")), "none of"),
+    "more rows": (said(lambda data: data["tables"][0].update(rows=10**6)), "float32_32"),
+    "true rows": (said(lambda data: data["tables"][0].update(rows=True)), "plait.tables"),
+    "other width": (said(lambda data: data["tables"][0].update(dim=5)), "wide"),
+    "lost table": (said(lambda data: data["groups"][0]["tables"].clear()), "every table once"),
+    "held twice": (said(lambda data: data["groups"].append(data["groups"][0])), "every table once"),
+    "other format": (said(lambda data: data["groups"][0].update(format="int8")), "group says"),
+    "no groups": (said(lambda data: data.update(groups=[])), "every table once"),
+    "other group": (said(lambda data: data["groups"][0].update(name="x")), "are not the groups"),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_broken_header_is_refused(fault: str, path: Path):
+    """The refusal names the file and what is wrong in it."""
+    change, says = BROKEN[fault]
+    rewrite(path, change)
+    with pytest.raises(BadTableFile, match=says) as refused:
+        open_tables(path)
+    assert str(path) in str(refused.value)
+
+
+@pytest.mark.parametrize("kept", [0, 7, 8, 100, 4096, -1])
+def test_a_file_cut_short_is_refused(kept: int, path: Path):
+    """Wherever it is cut, before a byte of it is mapped."""
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(BadTableFile, match=r"cut short|not JSON"):
+        open_tables(path)
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_damaged_files_never_crash(data: st.DataObject, path: Path):
+    """Changed bytes anywhere in the header either leave a readable file or are refused as `BadTableFile`."""
+    write_tables(path, WEIGHTS, formats=MIXED)
+    content = bytearray(path.read_bytes())
+    end = content.index(b"    ")
+    for position in data.draw(st.lists(st.integers(0, end - 1), min_size=1, max_size=3)):
+        content[position] = data.draw(st.integers(0, 255))
+    path.write_bytes(content)
+    try:
+        opened = open_tables(path)
+    except BadTableFile:
+        return
+    assert all(bool(matrix.flatten()[-1:].numel()) for matrix in opened.matrices.values())
+
+
+def test_deep_and_doubled_json_are_refused(tmp_path: Path):
+    """Nesting beyond the parser's stack, and a name twice, are refused like any garbage."""
+    for text in (b"[" * 200_000, b'{"a": 1, "a": 2}', b"\xff\xfe", b"NaN", b"[1]"):
+        file = tmp_path / "bad"
+        file.write_bytes(len(text).to_bytes(8, "little") + text)
+        with pytest.raises(BadTableFile, match="header"):
+            open_tables(file)
+
+
+@pytest.mark.parametrize("policy", ["?", ""])
+def test_unknown_words_are_refused(policy: OutOfRange, tmp_path: Path):
+    """A policy or a format that does not exist is refused before anything is written."""
+    with pytest.raises(ValueError, match="none of error, clip, hash"):
+        write_tables(tmp_path / "x", WEIGHTS, out_of_range=policy)
+    with pytest.raises(ValueError, match="none of float32, float16, int8"):
+        write_tables(tmp_path / "x", WEIGHTS, formats={"t0": "int4"})  # type: ignore[dict-item]
+    assert list(tmp_path.iterdir()) == []

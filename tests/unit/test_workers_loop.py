@@ -1,0 +1,187 @@
+"""The compute thread: batches in order, bounded, isolated, and drained."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from plait_disagg.workers.errors import Busy, RankError, Unavailable
+from plait_disagg.workers.knobs import WorkerKnobs
+from plait_disagg.workers.loop import ComputeLoop, Inbox
+
+
+class Piece:
+    """An item that remembers how it ended."""
+
+    def __init__(self, rows: int = 1, *, alone: bool = False, stale: bool = False) -> None:
+        self.rows = rows
+        self.alone = alone
+        self.stale = stale
+        self.ended = threading.Event()
+        self.error: RankError | None = None
+
+    def dropped(self, now_s: float) -> bool:
+        return self.stale
+
+    def fail(self, error: RankError) -> None:
+        self.error = error
+        self.ended.set()
+
+
+def _loop(work: Callable[[list[Piece]], None], **knobs: Any) -> ComputeLoop[Piece]:
+    return ComputeLoop(work, name="test", knobs=WorkerKnobs(**knobs), clock=time.monotonic)
+
+
+def test_batches_keep_the_order_and_the_bound() -> None:
+    """As many rows as allowed, first come first served; what is too large, or must be alone, runs alone."""
+    inbox: Inbox[Piece] = Inbox(largest_waiting=100)
+    pieces = [Piece(3), Piece(3), Piece(3), Piece(50), Piece(1), Piece(2, alone=True), Piece(1), Piece(9, stale=True)]
+    for piece in pieces:
+        inbox.put(piece)
+    batches = []
+    while len(inbox):
+        batches.append(inbox.take(7, time.monotonic))
+    assert batches == [pieces[:2], [pieces[2]], [pieces[3]], [pieces[4]], [pieces[5]], [pieces[6]]]
+    inbox.close()
+    assert inbox.take(7, time.monotonic) is None
+
+
+def test_a_full_inbox_is_busy_and_a_closed_one_unavailable() -> None:
+    """New items are refused; one that was taken before always finds room while it is open."""
+    inbox: Inbox[Piece] = Inbox(largest_waiting=2)
+    inbox.put(Piece())
+    inbox.put(Piece())
+    with pytest.raises(Busy):
+        inbox.put(Piece())
+    assert inbox.put_again(Piece())
+    inbox.close()
+    inbox.close()
+    taken = inbox.take(100, time.monotonic)
+    assert taken is not None
+    assert len(taken) == 3
+    with pytest.raises(Unavailable):
+        inbox.put(Piece())
+    assert not inbox.put_again(Piece())
+
+
+def test_a_fault_hurts_only_its_own_item() -> None:
+    """The batch that fails is run again one by one; what nobody foresaw is told without its details."""
+    worked: list[list[Piece]] = []
+    go = threading.Event()
+
+    def work(batch: list[Piece]) -> None:
+        go.wait(10)
+        worked.append(batch)
+        if bad in batch:
+            raise ZeroDivisionError("a secret")
+        for piece in batch:
+            piece.ended.set()
+
+    first, good, bad, other = Piece(), Piece(), Piece(), Piece()
+    loop = _loop(work)
+    loop.put(first)
+    while loop.waiting:
+        time.sleep(0.001)
+    for piece in (good, bad, other):
+        loop.put(piece)
+    go.set()
+    assert all(piece.ended.wait(10) for piece in (first, good, bad, other))
+    assert worked == [[first], [good, bad, other], [good], [bad], [other]]
+    assert (good.error, other.error) == (None, None)
+    assert bad.error is not None
+    assert "secret" not in bad.error.message
+    loop.close()
+    assert loop.join(10)
+
+
+def test_what_everybody_would_meet_is_not_tried_again() -> None:
+    """When there is nobody to ask, one attempt for all is enough."""
+    attempts = []
+
+    def work(batch: list[Piece]) -> None:
+        attempts.append(len(batch))
+        raise Unavailable("nobody there")
+
+    pieces = [Piece(), Piece(), Piece()]
+    room = threading.Event()
+    loop: ComputeLoop[Piece] = ComputeLoop(
+        work, name="test", knobs=WorkerKnobs(), clock=time.monotonic, wait_for_room=lambda: _wait(room)
+    )
+    for piece in pieces:
+        loop.put(piece)
+    room.set()
+    assert all(piece.ended.wait(10) for piece in pieces)
+    assert attempts == [3]
+    assert all(isinstance(piece.error, Unavailable) for piece in pieces)
+    loop.close()
+    assert loop.join(10)
+
+
+def test_closing_works_off_what_waits_and_abandoning_fails_it() -> None:
+    """Items that were accepted are answered either way."""
+    go = threading.Event()
+
+    def work(batch: list[Piece]) -> None:
+        _wait(go)
+        for piece in batch:
+            piece.ended.set()
+
+    for abandon in (False, True):
+        go.clear()
+        loop = _loop(work, largest_batch_rows=1)
+        running, waiting = Piece(), Piece()
+        loop.put(running)
+        while loop.waiting:
+            time.sleep(0.001)
+        loop.put(waiting)
+        loop.close()
+        assert not loop.join(0.01)
+        if abandon:
+            loop.abandon(Unavailable("stopped"))
+        go.set()
+        assert loop.join(10)
+        assert running.ended.is_set()
+        assert waiting.ended.is_set()
+        assert running.error is None
+        assert isinstance(waiting.error, Unavailable) is abandon
+
+
+def test_knobs_change_between_batches() -> None:
+    """A smaller batch holds from the next one on."""
+    sizes: list[int] = []
+    go = threading.Event()
+
+    def work(batch: list[Piece]) -> None:
+        _wait(go)
+        sizes.append(len(batch))
+        for piece in batch:
+            piece.ended.set()
+
+    loop = _loop(work, largest_batch_rows=10)
+    pieces = [Piece() for _ in range(5)]
+    loop.put(pieces[0])
+    while loop.waiting:
+        time.sleep(0.001)
+    for piece in pieces[1:]:
+        loop.put(piece)
+    loop.reconfigure(WorkerKnobs(largest_batch_rows=2))
+    go.set()
+    assert all(piece.ended.wait(10) for piece in pieces)
+    assert sizes == [1, 2, 2]
+    loop.close()
+    assert loop.join(10)
+
+
+@pytest.mark.parametrize("bad", [{"threads": -1}, {"window": 0}, {"largest_batch_rows": 0}, {"wire": "float8"}])
+def test_knobs_that_can_not_be_are_refused(bad: dict[str, Any]) -> None:
+    """When they are made, not when they are used."""
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        WorkerKnobs(**bad)
+
+
+def _wait(event: threading.Event) -> None:
+    assert event.wait(10)
