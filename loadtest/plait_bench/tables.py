@@ -1,13 +1,14 @@
 """README's tables, generated from ``loadtest/results``: ``python -m plait_bench.tables [--check] [README.md]``.
 
-A table stands between ``<!-- bench:NAME -->`` and ``<!-- /bench -->``; it shows the newest recorded run of NAME.
+A table stands between ``<!-- bench:NAME -->`` (or ``<!-- bench:NAME METRIC -->``) and ``<!-- /bench -->``; it shows the
+newest recorded run of NAME.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,10 @@ from plait_bench.errors import BenchError
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "loadtest" / "results"
 
-_BLOCK = re.compile(r"(<!-- bench:(?P<name>[a-z0-9_]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
+_BLOCK = re.compile(
+    r"(?P<open><!-- bench:(?P<name>[a-z0-9_]+)(?: (?P<metric>[a-z0-9_]+))? -->\n).*?(?P<close><!-- /bench -->)",
+    re.DOTALL,
+)
 NOT_MEASURED = "Not measured yet.\n"
 
 
@@ -36,7 +40,10 @@ _SHOWN: Mapping[str, _Shown] = {
     "requests_per_s": _Shown("requests/s"),
     "cpu_s_per_1000": _Shown("CPU s per 1,000"),
     "goodput_per_s": _Shown("requests/s"),
+    "crossing_bytes": _Shown("bytes"),
 }
+_ALONE = frozenset({"crossing_bytes"})
+"""Metrics that have a table of their own: ``<!-- bench:NAME METRIC -->``."""
 _LIBRARIES: Mapping[str, tuple[str, ...]] = {
     "images": ("torch", "diffusers", "peft"),
     "loadtest": (),
@@ -46,32 +53,35 @@ _LIBRARIES: Mapping[str, tuple[str, ...]] = {
 
 def with_tables(text: str, results: Path) -> str:
     """``text`` with every block filled. Raises `BenchError` if it has none: then the markers were lost."""
-    filled, count = _BLOCK.subn(lambda match: match[1] + table(_newest(results, match["name"])) + match[3], text)
+    filled, count = _BLOCK.subn(
+        lambda match: match["open"] + table(_newest(results, match["name"]), match["metric"]) + match["close"], text
+    )
     if count == 0:
         raise BenchError("there is no <!-- bench:NAME --> block")
     return filled
 
 
-def table(run: Sequence[Mapping[str, Any]]) -> str:
+def table(run: Sequence[Mapping[str, Any]], metric: str | None = None) -> str:
     """Markdown for one run: a line for each workload (and metric, if several are shown), a column for each system, then
-    the ratios, then the machine."""
-    rows = [row for row in run if row["unit"] != "ratio" and row["metric"] in _SHOWN]
+    the ratios, then the machine. ``metric``: only that one."""
+    wanted = _SHOWN.keys() - _ALONE if metric is None else {metric}
+    rows = [row for row in run if row["unit"] != "ratio" and row["metric"] in wanted]
     if not rows:
         return NOT_MEASURED
     systems = list(dict.fromkeys(row["system"] for row in rows))
     values = {(row["workload"], row["metric"], row["system"]): row for row in rows}
     ratios = {(row["workload"], row["metric"], row["system"]): row for row in run if row["unit"] == "ratio"}
-    compared = list(dict.fromkeys(system for _, metric, system in ratios if metric in _SHOWN))
+    compared = list(dict.fromkeys(system for _, name, system in ratios if name in wanted))
     table_lines = [
         _line(["workload", "unit", *systems, *(name.replace("/", " / ") for name in compared)]),
         _line(["---", "---", *["---:"] * (len(systems) + len(compared))]),
     ]
-    for workload, metric in _lines(rows, run):
-        shown = _SHOWN[metric]
-        cells = [_value(values.get((workload, metric, system))) for system in systems]
-        cells += [_ratio(ratios.get((workload, shown.ratio_of or metric, system))) for system in compared]
+    for workload, name in _lines(rows, run):
+        shown = _SHOWN[name]
+        cells = [_value(values.get((workload, name, system))) for system in systems]
+        cells += [_ratio(ratios.get((workload, shown.ratio_of or name, system))) for system in compared]
         table_lines.append(_line([f"`{workload}`", shown.unit, *cells]))
-    return "\n".join([*table_lines, "", _footer(run), ""])
+    return "\n".join([*table_lines, "", _footer(run, wanted), ""])
 
 
 def _lines(rows: Sequence[Mapping[str, Any]], run: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
@@ -88,22 +98,23 @@ def _value(row: Mapping[str, Any] | None) -> str:
     if row is None:
         return ""
     number = f"{row['value']:,.0f}" if row["value"] >= 1000 else f"{row['value']:.3g}"
-    return f"{number} ({row['layout']})"
+    return f"{number} ({row['layout']})" if row["layout"] else number
 
 
 def _ratio(row: Mapping[str, Any] | None) -> str:
     return "" if row is None else f"**{row['value']:.2f}** ({row['p20']:.2f} to {row['p80']:.2f})"
 
 
-def _footer(run: Sequence[Mapping[str, Any]]) -> str:
+def _footer(run: Sequence[Mapping[str, Any]], wanted: Set[str]) -> str:
     host = run[0]["host"]
-    shown = {row["metric"] for row in run} & _SHOWN.keys()
     libraries = ", ".join(f"{name} {host[name]}" for name in _LIBRARIES[run[0]["bench"]] if host.get(name))
-    rounds = max((int(row["n"]) for row in run if row["metric"] in shown), default=0)
+    rounds = max((int(row["n"]) for row in run if row["metric"] in wanted), default=0)
     python = f"Python {host['python']}" + (f", {libraries}" if libraries else "")
+    where = f"{host['cpu']}, {host['cores']} cores, {host['ram_gib']:.0f} GiB; {python}; commit `{run[0]['commit']}`"
+    if wanted <= _ALONE:
+        return f"Counted on {where}, {host['date'][:10]}."
     return (
-        f"Measured on {host['cpu']}, {host['cores']} cores, {host['ram_gib']:.0f} GiB; {python}; commit "
-        f"`{run[0]['commit']}`, {host['date'][:10]}. Medians of {rounds} rounds taken in turn; in parentheses the "
+        f"Measured on {where}, {host['date'][:10]}. Medians of {rounds} rounds taken in turn; in parentheses the "
         f"layout that was best for that system. Ratios are taken pair by pair, with their 20th and 80th percentiles."
     )
 

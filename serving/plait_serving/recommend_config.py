@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from plait_disagg.workers.knobs import WireFormat, WorkerKnobs
+from plait_disagg.workers.knobs import CachePolicy, WireFormat, WorkerKnobs
 from plait_serving.config import FolderPath, Name
 from plait_serving.starter.manifest import WEIGHTS
 
@@ -59,6 +59,8 @@ class CnKnobs(Knobs):
 
     window: Annotated[int, Field(ge=1, le=64, description="batches at an HN at once")] = 4
     wire: Annotated[WireFormat, Field(description="how floats travel to the HN")] = "float32"
+    cache_rows: Annotated[int, Field(ge=0, le=100_000_000, description="rows of a table that each HN keeps")] = 0
+    cache: Annotated[CachePolicy, Field(description="which rows an HN keeps")] = "lru"
 
 
 class _WorkerSection(_Section):

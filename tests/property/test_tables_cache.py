@@ -29,12 +29,18 @@ class Source:
         return self.rows[ids]
 
 
-class LruTwin:
+class Twin:
     """Which ids are kept, the slow way: one at a time in the order of first use."""
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
         self.kept: OrderedDict[int, None] = OrderedDict()
+
+    def fill(self, ids: Sequence[int]) -> list[int]:
+        """As `use`, but nothing that is kept ever goes."""
+        absent = [one for one in dict.fromkeys(ids) if one not in self.kept]
+        self.kept.update(dict.fromkeys(absent[: self.slots - len(self.kept)]))
+        return absent
 
     def use(self, ids: Sequence[int]) -> list[int]:
         """The ids that were not kept."""
@@ -65,7 +71,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.fill(warm)
 
     def fill(self, warm: list[int]) -> None:
-        self.twin = LruTwin(self.slots)
+        self.twin = Twin(self.slots)
         hottest = list(dict.fromkeys(warm))[: self.slots]
         self.source.fetched = []
         self.twin.use(hottest[::-1])
@@ -79,7 +85,7 @@ class CacheMachine(RuleBasedStateMachine):
         message = self.sender.encode(asked, self.source.fetch)
         assert torch.equal(self.receiver.decode(message), self.source.rows[asked])
         kept = set(self.twin.kept)
-        absent = self.twin.use(ids) if self.policy == "lru" else [one for one in dict.fromkeys(ids) if one not in kept]
+        absent = self.twin.use(ids) if self.policy == "lru" else self.twin.fill(ids)
         refreshed = [one for one in dict.fromkeys(ids) if one in self.changed & kept]
         assert self.source.fetched == refreshed + absent, "each row once, and no row that the receiver has"
         self.changed -= set(ids)

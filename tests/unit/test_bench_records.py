@@ -161,3 +161,22 @@ def test_readme_shows_the_recorded_results():
     """README's tables are what the generator makes of ``loadtest/results`` today."""
     readme = (tables.ROOT / "README.md").read_text(encoding="utf-8")
     assert tables.with_tables(readme, tables.RESULTS) == readme
+
+
+def test_a_block_can_show_one_metric(tmp_path):
+    """Bytes have a table of their own, and stay out of the one of rates; a value without a layout has no brackets."""
+    host = {"cpu": "c", "cores": 2, "ram_gib": 1.0, "python": "3.11", "date": "2026-01-01T00:00:00+00:00"}
+    common = {"bench": "disagg", "commit": "abc", "host": host, "n": 3, "p20": 1.0, "p80": 1.0, "kind": "measured"}
+    lines = [
+        {**common, "system": "plait", "workload": "a-1", "metric": "goodput_per_s", "unit": "requests/s", "value": 50.0,
+         "layout": "1 threads"},
+        {**common, "system": "mincut", "workload": "a-1", "metric": "crossing_bytes", "unit": "bytes", "value": 1536.0,
+         "layout": ""},
+    ]  # fmt: skip
+    (tmp_path / "disagg.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    blocks = ["<!-- bench:disagg -->\n<!-- /bench -->", "<!-- bench:disagg crossing_bytes -->\n<!-- /bench -->"]
+    rates, counted = (tables.with_tables(block, tmp_path) for block in blocks)
+    assert "| `a-1` | requests/s | 50 (1 threads) |" in rates
+    assert "mincut" not in rates
+    assert "| `a-1` | bytes | 1,536 |" in counted
+    assert "Counted on c" in counted

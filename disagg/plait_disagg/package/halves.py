@@ -3,32 +3,79 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from plait_disagg.graph.execute import Compiled
 from plait_disagg.graph.inputs import Input
 from plait_disagg.graph.program import USER_OF
+from plait_disagg.tables.ids import settle_ids
+from plait_disagg.tables.protocols import Ask, Tables
+from plait_disagg.tables.values import Lookup, Table
 from plait_disagg.workers.batch import join, user_of
 from plait_disagg.workers.values import RankRequest
 
-__all__ = ["CompiledDense", "CompiledSparse"]
+__all__ = ["BareRows", "CompiledDense", "CompiledSparse"]
+
+
+@dataclass(frozen=True)
+class BareRows:
+    """What `CompiledSparse` needs to leave rows out: the program of `cached.without_rows`, the table of each port that
+    it makes ids for, and who has the rows."""
+
+    program: Compiled
+    ports: Mapping[str, Table]
+    tables: Tables
+
+    @cached_property
+    def lookups(self) -> Mapping[str, Lookup]:
+        """By table. Each is one object for good: `Tables` may know a lookup by its identity."""
+        names = {table.name for table in self.ports.values()}
+        return {name: Lookup(name=name, table=name, mode="rows") for name in names}
 
 
 class CompiledSparse:
-    """Implements `SparseHalf` with the CN program."""
+    """Implements `SparseHalf` and `RowSource` with the CN program."""
 
-    def __init__(self, program: Compiled, inputs: Sequence[Input]) -> None:
+    def __init__(self, program: Compiled, inputs: Sequence[Input], bare: BareRows | None = None) -> None:
+        """``bare`` None: no row crosses as it is."""
         self._program = program
+        self._bare = bare
         self._inputs = tuple(inputs)
         self._needs_user_of = any(port.name == USER_OF for port in program.program.inputs)
 
     def run(self, requests: Sequence[RankRequest]) -> Mapping[str, torch.Tensor]:
         """See `SparseHalf`. Raises `BadId` for an id that only its table can refuse."""
+        return self._run(self._program, requests)
+
+    @property
+    def row_ports(self) -> Mapping[str, Table]:
+        """See `RowSource`."""
+        return {} if self._bare is None else self._bare.ports
+
+    def run_ids(self, requests: Sequence[RankRequest]) -> Mapping[str, torch.Tensor]:
+        """See `RowSource`. Raises `BadId` as `run` does."""
+        assert self._bare is not None
+        made = self._run(self._bare.program, requests)
+        return made | {name: _settled(made[name], table) for name, table in self._bare.ports.items()}
+
+    def rows(self, table: str, ids: torch.Tensor) -> torch.Tensor:
+        """See `RowSource`."""
+        assert self._bare is not None
+        return self._bare.tables.lookup([Ask(lookup=self._bare.lookups[table], ids=ids)])[0]
+
+    def _run(self, program: Compiled, requests: Sequence[RankRequest]) -> dict[str, torch.Tensor]:
         batch = join(self._inputs, requests)
         if self._needs_user_of:
-            return self._program({**batch.tensors, USER_OF: batch.user_of})
-        return self._program(batch.tensors)
+            return program({**batch.tensors, USER_OF: batch.user_of})
+        return program(batch.tensors)
+
+
+def _settled(ids: torch.Tensor, table: Table) -> torch.Tensor:
+    """Int64 ids that are all inside the table."""
+    return torch.from_numpy(settle_ids(ids.to(torch.int64).numpy(), table))
 
 
 class CompiledDense:

@@ -14,8 +14,9 @@ from plait_disagg.graph.errors import BadProgram
 from plait_disagg.graph.execute import Compiled, compile_program
 from plait_disagg.graph.program import Program
 from plait_disagg.graph.store import load_program
+from plait_disagg.package.cached import without_rows
 from plait_disagg.package.errors import PackageError
-from plait_disagg.package.halves import CompiledDense, CompiledSparse
+from plait_disagg.package.halves import BareRows, CompiledDense, CompiledSparse
 from plait_disagg.package.items import StoredItems, read_items
 from plait_disagg.package.manifest import (
     CN,
@@ -64,7 +65,8 @@ class Package:
 
     def sparse(self, tables: Tables | None = None) -> CompiledSparse:
         """The CN half; ``tables`` None: the folder's own, memory-mapped. Raises `PackageError`."""
-        return CompiledSparse(self._compiled(self.cn, tables or FusedTables(self.tables)), self.manifest.inputs)
+        served = tables or FusedTables(self.tables)
+        return CompiledSparse(self._compiled(self.cn, served), self.manifest.inputs, self._bare_rows(served))
 
     def dense(self, device: torch.device | str = "cpu") -> CompiledDense:
         """The HN half. Raises `PackageError`."""
@@ -114,6 +116,14 @@ class Package:
         except (OSError, SafetensorError) as error:
             raise PackageError(f"{self.folder / CONSTANTS}: {error}") from error
         return constants
+
+    def _bare_rows(self, tables: Tables) -> BareRows | None:
+        program, ports = without_rows(self.cn)
+        if not ports:
+            return None
+        known = {table.name: table for table in self.tables.tables}
+        by_port = {port.name: known[port.table] for port in ports}
+        return BareRows(program=self._compiled(program, tables), ports=by_port, tables=tables)
 
     def _compiled(self, program: Program, tables: Tables) -> Compiled:
         try:

@@ -11,8 +11,8 @@ of ids or policies::
 The first m rows go into their slots. The other p rows only pass: they are addressed as slots S, S + 1, ... and
 forgotten. Rows pass when the policy does not keep them, or when one message has more distinct ids than there are slots.
 
-Policies: ``static`` keeps what `SenderCache.warm` was given and nothing else; ``lru`` also keeps what was asked for
-last. Recency counts in messages; within one message the order is that of first use. One pair serves one ordered
+Policies: ``static`` keeps for good what `SenderCache.warm` was given and, while there is room, what is asked for first;
+``lru`` keeps what was asked for last. Recency counts in messages; within one message the order is that of first use. One pair serves one ordered
 channel; messages are numbered, and a receiver that missed one says so.
 """
 
@@ -160,8 +160,8 @@ class SenderCache:
         return _distinct(asked[~is_hit & (slots >= 0)]), _distinct(asked[slots < 0])
 
     def _room(self, held: NDArray[np.int32]) -> int:
-        """How many new ids can be kept without taking a slot that this message uses."""
-        return self._slots - held.size if self._policy == "lru" else 0
+        """How many new ids can be kept without taking a slot that this message uses, or at all if none is given up."""
+        return self._slots - (held.size if self._policy == "lru" else self._used)
 
     def _take_slots(self, count: int) -> NDArray[np.int32]:
         """Slots for new ids: unused ones, then the least recently used."""

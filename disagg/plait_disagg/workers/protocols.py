@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
+from plait_disagg.tables.values import Table
 from plait_disagg.workers.values import ModelCard, RankAnswer, RankRequest
 
-__all__ = ["DenseHalf", "ItemStore", "Ranker", "SparseHalf"]
+__all__ = ["DenseHalf", "ItemStore", "Ranker", "RowSource", "SparseHalf"]
 
 
 class Ranker(Protocol):
@@ -52,6 +53,23 @@ class SparseHalf(Protocol):
     def run(self, requests: Sequence[RankRequest]) -> Mapping[str, torch.Tensor]:
         """The tensors that cross, of all requests as one batch in their order: user-side ones with a row per request,
         item-side ones with a row per candidate. Raises `BadInput` (only for what `check_request` can not see)."""
+
+
+@runtime_checkable
+class RowSource(Protocol):
+    """What a `SparseHalf` can be besides: some of its crossing tensors are bare rows of tables, and it can make their
+    ids instead, so that rows that the HN has already need not be sent. Owned by the same thread."""
+
+    @property
+    def row_ports(self) -> Mapping[str, Table]:
+        """The crossing tensors that are rows, and of which table; often none."""
+
+    def run_ids(self, requests: Sequence[RankRequest]) -> Mapping[str, torch.Tensor]:
+        """As `SparseHalf.run`, with the ids of the rows in the place of each of `row_ports`: int64, of the rows' shape
+        without its last dimension, each one inside the table."""
+
+    def rows(self, table: str, ids: torch.Tensor) -> torch.Tensor:
+        """The rows (k, D) float32 of distinct ``ids`` (k,) int64 of a table of `row_ports`."""
 
 
 class DenseHalf(Protocol):

@@ -1,0 +1,197 @@
+"""Rows that cross as they are, by way of the hot-row cache (`plait_disagg.tables.cache`): both ends of one channel.
+
+A batch whose CN caches has, for each port that is rows, int32 slots of the rows' shape without its last dimension, and
+for each table two tensors more: ``hot.T.new``, the slots that are filled now, and ``hot.T.rows``, what fills them and
+what only passes. Ports of one table share its cache. `HotRows` in the header says which tensors these are.
+
+The rows travel in the wire format like all floats, and the HN keeps what it decoded: an answer is the same with the
+cache and without, as long as no batch has a number that float16 can not hold (then the whole batch travels as float32,
+and so does what it leaves in the cache). Ids, directory and policy are the CN's alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Self
+
+import torch
+
+from plait_disagg.tables.cache import CacheCounters, CachedRows, ReceiverCache, SenderCache
+from plait_disagg.tables.values import Table, row_bytes
+from plait_disagg.workers.errors import RankError
+from plait_disagg.workers.knobs import WorkerKnobs
+from plait_disagg.workers.protocols import RowSource
+
+__all__ = ["LARGEST_BYTES", "HotRows", "RowReceiver", "RowSavings", "RowSender"]
+
+LARGEST_BYTES = 1 << 30
+"""Of the slots of one channel, and of the rows that one batch stands for: as large as a message of the fabric can be
+(`plait_disagg.fabric.values.Limits`)."""
+
+_MOST_SLOTS = 1 << 31
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HotRows:
+    """Of table T of a batch: ``slots[T]``, how many its cache has, and ``ports[T]``, the tensors that are slots.
+    ``number`` counts the batches of a channel; 0: both ends begin anew."""
+
+    number: int
+    slots: tuple[int, ...]
+    ports: tuple[tuple[str, ...], ...]
+
+    def to_json(self) -> list[Any]:
+        """For a header."""
+        return [self.number, list(self.slots), [list(ports) for ports in self.ports]]
+
+    @classmethod
+    def from_json(cls, data: Any) -> Self:
+        """Raises ValueError if it is not what `to_json` makes."""
+        if not isinstance(data, list) or len(data) != 3 or type(data[0]) is not int or data[0] < 0:
+            raise ValueError("hot is not number, slots, ports")
+        number, slots, ports = data
+        if not isinstance(slots, list) or not all(type(one) is int and 0 < one < _MOST_SLOTS for one in slots):
+            raise ValueError("hot has slots that can not be")
+        if not isinstance(ports, list) or len(ports) != len(slots) or not all(isinstance(one, list) for one in ports):
+            raise ValueError("hot has ports of other tables than it has slots")
+        names = [name for one in ports for name in one]
+        if not all(isinstance(name, str) for name in names) or len(set(names)) != len(names):
+            raise ValueError("hot has ports that are no names, or one twice")
+        return cls(number=number, slots=tuple(slots), ports=tuple(tuple(one) for one in ports))
+
+
+@dataclass(slots=True, kw_only=True)
+class RowSavings:
+    """What the caches of a CN did so far. ``nbytes``: what crossed less than without them (negative: more)."""
+
+    counters: CacheCounters = field(default_factory=CacheCounters)
+    nbytes: int = 0
+
+    def metrics(self) -> Mapping[str, float]:
+        """Totals only, which add up over workers; hits divided by ids is the hit rate."""
+        return {
+            "cache_ids_total": self.counters.ids,
+            "cache_hits_total": self.counters.hits,
+            "cache_rows_sent_total": self.counters.stored + self.counters.passed,
+            "cache_evicted_total": self.counters.evicted,
+            "cache_saved_bytes_total": self.nbytes,
+        }
+
+
+class RowSender:
+    """The CN's end. A batch that was encoded and not sent leaves the ends out of step: make a new one then."""
+
+    def __init__(self, source: RowSource, knobs: WorkerKnobs, savings: RowSavings) -> None:
+        self._source = source
+        self._wire = knobs.wire
+        self._savings = savings
+        self._number = 0
+        ports: dict[str, list[str]] = {}
+        tables: dict[str, Table] = {}
+        for port, table in source.row_ports.items():
+            ports.setdefault(table.name, []).append(port)
+            tables[table.name] = table
+        self._tables = tuple(tables.values())
+        self._ports = tuple(tuple(ports[table.name]) for table in self._tables)
+        most = [LARGEST_BYTES // (len(self._tables) * 4 * table.dim) for table in self._tables]
+        self._slots = tuple(
+            max(1, min(knobs.cache_rows, table.rows, fits)) for table, fits in zip(self._tables, most, strict=True)
+        )
+        self._caches = [
+            SenderCache(rows=table.rows, dim=table.dim, slots=slots, policy=knobs.cache)
+            for table, slots in zip(self._tables, self._slots, strict=True)
+        ]
+        for cache in self._caches:
+            cache.counters = savings.counters
+
+    def encode(self, crossing: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], HotRows]:
+        """What travels, from what `RowSource.run_ids` made. Raises `RankError` for too many rows, and what
+        `RowSource.rows` raises."""
+        _check_size(crossing, self._ports, [table.dim for table in self._tables], RankError)
+        made = dict(crossing)
+        for index, (table, ports) in enumerate(zip(self._tables, self._ports, strict=True)):
+            ids = [crossing[port] for port in ports]
+            flat = torch.cat([one.reshape(-1) for one in ids])
+            message = self._caches[index].encode(flat, partial(self._source.rows, table.name))
+            pieces = message.slots.split_with_sizes([one.numel() for one in ids])
+            made |= {port: piece.view(one.shape) for port, piece, one in zip(ports, pieces, ids, strict=True)}
+            made[_new(index)], made[_rows(index)] = message.new_slots, message.rows
+            self._count(flat.numel(), message, table.dim)
+        hot = HotRows(number=self._number, slots=self._slots, ports=self._ports)
+        self._number += 1
+        return made, hot
+
+    def _count(self, ids: int, message: CachedRows, dim: int) -> None:
+        unsent = ids - message.rows.shape[0]
+        self._savings.nbytes += unsent * row_bytes(dim, self._wire) - message.slots.nbytes - message.new_slots.nbytes
+
+
+class RowReceiver:
+    """The HN's end: batches must come in the order in which they were sent."""
+
+    def __init__(self) -> None:
+        self._caches: list[ReceiverCache] = []
+        self._shape: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+
+    def decode(self, tensors: Mapping[str, torch.Tensor], hot: HotRows) -> dict[str, torch.Tensor]:
+        """The crossing tensors of a batch, rows and all; those are copies. Raises `OutOfStep`, or ValueError for what
+        no `RowSender` makes."""
+        left = dict(tensors)
+        sent = [(_taken(left, _new(index)), _taken(left, _rows(index))) for index in range(len(hot.slots))]
+        if not all(rows.dim() == 2 and rows.shape[1] for _, rows in sent):
+            raise ValueError("hot rows are not (rows, D)")
+        dims = [rows.shape[1] for _, rows in sent]
+        self._begin(hot, dims)
+        _check_size(left, hot.ports, dims, ValueError)
+        for cache, (new, rows), ports in zip(self._caches, sent, hot.ports, strict=True):
+            slots = [left[port] for port in ports]
+            flat = torch.cat([one.reshape(-1) for one in slots]) if slots else torch.empty(0, dtype=torch.int32)
+            message = CachedRows(number=hot.number, slots=flat, new_slots=new, rows=rows)
+            pieces = cache.decode(message).split_with_sizes([one.numel() for one in slots])
+            for port, piece, one in zip(ports, pieces, slots, strict=True):
+                left[port] = piece.view(*one.shape, rows.shape[1])
+        return left
+
+    def _begin(self, hot: HotRows, dims: list[int]) -> None:
+        """Number 0 makes the caches; later batches must be of the same ones."""
+        shape = hot.slots, tuple(dims)
+        if hot.number == 0:
+            if sum(4 * slots * dim for slots, dim in zip(*shape, strict=True)) > LARGEST_BYTES:
+                raise ValueError(f"hot rows of more than {LARGEST_BYTES} bytes")
+            self._caches = [ReceiverCache(slots=slots, dim=dim) for slots, dim in zip(*shape, strict=True)]
+            self._shape = shape
+        elif shape != self._shape:
+            raise ValueError("hot rows of other caches than the channel has")
+
+
+def _new(index: int) -> str:
+    """A name that no port has: theirs are without dots."""
+    return f"hot.{index}.new"
+
+
+def _rows(index: int) -> str:
+    return f"hot.{index}.rows"
+
+
+def _taken(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    found = tensors.pop(name, None)
+    if found is None:
+        raise ValueError(f"{name} is missing")
+    return found
+
+
+def _check_size(
+    tensors: Mapping[str, torch.Tensor],
+    ports: tuple[tuple[str, ...], ...],
+    dims: list[int],
+    error: type[RankError] | type[ValueError],
+) -> None:
+    """All ports are there, and their rows will be no more than `LARGEST_BYTES`."""
+    if not all(port in tensors for some in ports for port in some):
+        raise error("a port of hot rows is missing")
+    counts = [sum(tensors[port].numel() for port in some) for some in ports]
+    nbytes = sum(4 * count * dim for count, dim in zip(counts, dims, strict=True))
+    if nbytes > LARGEST_BYTES:
+        raise error(f"the rows of a batch are {nbytes} bytes; at most {LARGEST_BYTES} can cross")
