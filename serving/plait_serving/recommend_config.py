@@ -60,7 +60,7 @@ class CnKnobs(Knobs):
     window: Annotated[int, Field(ge=1, le=64, description="batches at an HN at once")] = 4
     wire: Annotated[WireFormat, Field(description="how floats travel to the HN")] = "float32"
     cache_rows: Annotated[int, Field(ge=0, le=100_000_000, description="rows of a table that each HN keeps")] = 0
-    cache: Annotated[CachePolicy, Field(description="which rows an HN keeps")] = "lru"
+    cache: Annotated[CachePolicy, Field(description="which rows: used last (lru) or asked for first")] = "lru"
 
 
 class _WorkerSection(_Section):

@@ -171,6 +171,8 @@ async def test_hn_lays_waiting_batches_end_to_end(rig: Rig) -> None:
     for seed in range(5):
         asked.append(asyncio.ensure_future(rankers[seed % 2].rank(kit.request(seed, 1 + seed))))
         await until(lambda: sum(cn.metrics()["at_hns"] for cn in cns) == len(asked))
+        # The first is being computed, and alone, before the others wait.
+        await until(lambda: hn.metrics()["batches_total"] == 1)
     await until(lambda: hn.metrics()["waiting"] == 4)
     dense.gate.set()
     for seed, answer in enumerate(await asyncio.gather(*asked)):

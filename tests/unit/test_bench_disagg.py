@@ -10,7 +10,7 @@ import torch
 from plait_bench.disagg import SYSTEMS, WORKLOADS, baseline, layouts_of
 from plait_bench.disagg.bodies import HEADER_BYTES, body
 from plait_bench.disagg.crossing import rows as crossing_rows
-from plait_bench.disagg.goodput import LIMIT_MS, Trial, around, highest
+from plait_bench.disagg.goodput import LIMIT_MS, Trial, around
 from plait_bench.errors import BenchError, SystemFailed
 from plait_bench.job import Job, measure
 from plait_disagg.graph.feed import for_module, sample, together
@@ -53,9 +53,9 @@ class TestBodies:
             body(RankRequest(request_id="r", model="m", candidates=1, tensors=tensors))
 
 
-def trial(rate_per_s: float, p99_ms: float, *, failed: int = 0, is_valid: bool = True) -> Trial:
+def trial(rate_per_s: float, p99_ms: float, *, failed: int = 0) -> Trial:
     """A trial that served what was offered."""
-    return Trial(rate_per_s=rate_per_s, goodput_per_s=rate_per_s, p99_ms=p99_ms, failed=failed, is_valid=is_valid)
+    return Trial(rate_per_s=rate_per_s, goodput_per_s=rate_per_s, p99_ms=p99_ms, failed=failed)
 
 
 def server(capacity_per_s: float):
@@ -64,13 +64,7 @@ def server(capacity_per_s: float):
 
 
 class TestGoodput:
-    @pytest.mark.parametrize("capacity_per_s", [3.0, 77.0, 100.0, 4321.0])
-    def test_the_search_ends_just_below_the_capacity(self, capacity_per_s):
-        """Within 6 %, from either side of where it begins."""
-        found = highest(server(capacity_per_s), 100.0, say=lambda _: None)
-        assert capacity_per_s / 1.07 <= found.rate_per_s <= capacity_per_s
-
-    @pytest.mark.parametrize("drift", [0.5, 0.95, 1.0, 1.2])
+    @pytest.mark.parametrize("drift", [0.5, 0.95, 1.0, 1.2, 3.0])
     def test_a_round_follows_a_machine_that_drifts(self, drift):
         """Begun at the rate that was found before, it ends next to the capacity of now."""
         found = around(server(100.0 * drift), 100.0, say=lambda _: None)
@@ -78,8 +72,6 @@ class TestGoodput:
 
     def test_a_server_that_never_holds_is_an_error(self):
         """And not a rate of zero."""
-        with pytest.raises(SystemFailed):
-            highest(lambda rate_per_s: trial(rate_per_s, 900.0), 8.0, say=lambda _: None)
         with pytest.raises(SystemFailed):
             around(lambda rate_per_s: trial(rate_per_s, 900.0), 8.0, say=lambda _: None)
 
@@ -89,11 +81,10 @@ class TestGoodput:
             (trial(10, LIMIT_MS), True),
             (trial(10, LIMIT_MS + 0.1), False),
             (trial(10, 1.0, failed=1), False),
-            (trial(10, 1.0, is_valid=False), False),
         ],
     )
     def test_what_holds(self, one, holds):
-        """In time, nothing failed, and the generator was on time itself."""
+        """In time, and nothing failed."""
         assert one.holds is holds
 
     def test_one_disturbance_does_not_decide(self):
@@ -104,7 +95,7 @@ class TestGoodput:
             seen.append(rate_per_s)
             return trial(rate_per_s, 900.0 if len(seen) == 1 or rate_per_s > 150 else 5.0)
 
-        assert highest(disturbed, 100.0, say=lambda _: None).rate_per_s > 100.0
+        assert around(disturbed, 100.0, say=lambda _: None).rate_per_s > 100.0
 
 
 class TestDefinition:

@@ -12,6 +12,7 @@ from plait_disagg.graph.cut import CutProblem
 from plait_disagg.graph.factor import factor_linears
 from plait_disagg.graph.feed import id_bounds, sample
 from plait_disagg.graph.inputs import Input
+from plait_disagg.graph.interaction import split_interactions
 from plait_disagg.graph.program import USER_OF, Program
 from plait_disagg.graph.tile import tile
 from plait_disagg.tables.protocols import Tables
@@ -37,11 +38,11 @@ def cuttable(
     table_rows: Mapping[str, int],
     exact: bool,
 ) -> Cuttable:
-    """As cheap as it gets: the user's values and the user's share of linear layers once per user; ``exact``: only as
+    """As cheap as it gets: the user's values, dots and share of linear layers once per user; ``exact``: only as
     far as the module's bits stay."""
     program, bounds = tile(captured, exact=exact), id_bounds(captured, table_rows)
     if not exact:
-        program, constants = factor_linears(program, constants)
+        program, constants = factor_linears(*split_interactions(program, constants))
     return Cuttable(program=program, constants=constants, inputs=inputs, bounds=bounds)
 
 

@@ -12,8 +12,8 @@ The first m rows go into their slots. The other p rows only pass: they are addre
 forgotten. Rows pass when the policy does not keep them, or when one message has more distinct ids than there are slots.
 
 Policies: ``static`` keeps for good what `SenderCache.warm` was given and, while there is room, what is asked for first;
-``lru`` keeps what was asked for last. Recency counts in messages; within one message the order is that of first use. One pair serves one ordered
-channel; messages are numbered, and a receiver that missed one says so.
+``lru`` keeps what was asked for last. Recency counts in messages; within one message the order is that of first use.
+One pair serves one ordered channel; messages are numbered, and a receiver that missed one says so.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -20,15 +20,22 @@ from plait_disagg.fabric import Buffer, Message, Pool
 from plait_disagg.workers.batch import cut
 from plait_disagg.workers.counting import added_up
 from plait_disagg.workers.errors import Busy, RankError, Unavailable
+from plait_disagg.workers.hot_rows import HotRows, RowSavings, RowSender
 from plait_disagg.workers.jobs import Job, settle
-from plait_disagg.workers.knobs import WorkerKnobs
+from plait_disagg.workers.knobs import WireFormat, WorkerKnobs
 from plait_disagg.workers.lines import Backoff, Connect, Line, Lines
 from plait_disagg.workers.loop import ComputeLoop
-from plait_disagg.workers.protocols import SparseHalf
+from plait_disagg.workers.protocols import RowSource, SparseHalf
 from plait_disagg.workers.values import ModelCard, RankAnswer, RankTimings
 from plait_disagg.workers.wire import WireError, dense_message, parse_done, parse_metrics
 
 __all__ = ["CnCore"]
+
+_SenderKey: TypeAlias = tuple[Pool, int, str, str]
+"""Of which channel, and with which knobs, a cache is."""
+
+_Crossing: TypeAlias = Callable[[Pool], tuple[Mapping[str, torch.Tensor], HotRows | None]]
+"""Makes what crosses, once the channel is known."""
 
 _LOOK_S = 0.5
 """A thread that waits for room also looks this often by itself; it is woken by every answer."""
@@ -40,7 +47,7 @@ class _Batch:
 
     jobs: list[Job]
     began_s: float
-    sent_s: float = 0.0
+    wire: WireFormat
     looked_up_s: float = 0.0
     nbytes: int = 0
 
@@ -63,6 +70,9 @@ class CnCore:
         """Starts at once; ``connect`` reaches an HN, of which there are ``hns``."""
         self._card = card
         self._sparse = sparse
+        self._source = sparse if isinstance(sparse, RowSource) and sparse.row_ports else None
+        self._senders: dict[Line[_Batch], tuple[_SenderKey, RowSender]] = {}
+        self._savings = RowSavings()
         self._knobs = knobs or WorkerKnobs()
         self._clock = clock
         self._stopping = False
@@ -116,7 +126,8 @@ class CnCore:
         return None if self._lines.up else f"no HN: {self._lines.why_down}"
 
     def metrics(self) -> Mapping[str, float]:
-        """As a whole worker's; bytes and lost batches so far; HNs connected and batches there now; what HNs count."""
+        """As a whole worker's; bytes and lost batches so far; HNs connected and batches there now; if rows cross, what
+        their caches did; what HNs count."""
         loop = self._loop
         return {
             "requests_total": loop.items,
@@ -128,6 +139,7 @@ class CnCore:
             "lost_batches_total": self._lost,
             "hns": self._lines.up,
             "at_hns": self._lines.open_questions,
+            **(self._savings.metrics() if self._source is not None else {}),
             **added_up("hn_", list(self._hn_metrics.values())),
         }
 
@@ -157,17 +169,37 @@ class CnCore:
         line = self._lines.best(window=1 << 30)
         if line is None:
             raise Unavailable(f"no HN: {self._lines.why_down}")
-        batch = _Batch(jobs=jobs, began_s=self._clock())
-        crossing = self._sparse.run([job.request for job in jobs])
-        batch.looked_up_s = self._clock()
-        self._lookup_s += batch.looked_up_s - batch.began_s
-        line.ask(batch, partial(self._pack, batch, crossing))
+        knobs = self._knobs
+        batch = _Batch(jobs=jobs, began_s=self._clock(), wire=knobs.wire)
+        requests = [job.request for job in jobs]
+        if self._source is None or not knobs.cache_rows:
+            crossing = self._sparse.run(requests)
+            line.ask(batch, partial(self._pack, batch, lambda _: (crossing, None)))
+            return
+        ids = self._source.run_ids(requests)
+        try:
+            line.ask(batch, partial(self._pack, batch, lambda pool: self._sender(line, pool, knobs).encode(ids)))
+        except BaseException:
+            self._senders.pop(line, None)  # whether the HN has seen the batch is not known
+            raise
+
+    def _sender(self, line: Line[_Batch], pool: Pool, knobs: WorkerKnobs) -> RowSender:
+        """The line's, which begins anew with every channel and when its knobs change."""
+        assert self._source is not None
+        key = (pool, knobs.cache_rows, knobs.cache, knobs.wire)
+        found = self._senders.get(line)
+        if found is None or found[0] != key:
+            found = self._senders[line] = key, RowSender(self._source, knobs, self._savings)
+        return found[1]
 
     def _pack(
-        self, batch: _Batch, crossing: Mapping[str, torch.Tensor], number: int, pool: Pool
+        self, batch: _Batch, crossing: _Crossing, number: int, pool: Pool
     ) -> tuple[Mapping[str, Any], list[Buffer]]:
+        tensors, hot = crossing(pool)
+        batch.looked_up_s = self._clock()
+        self._lookup_s += batch.looked_up_s - batch.began_s
         candidates = [job.request.candidates for job in batch.jobs]
-        header, buffers = dense_message(number, crossing, candidates, pool, wire=self._knobs.wire)
+        header, buffers = dense_message(number, tensors, candidates, pool, wire=batch.wire, hot=hot)
         batch.nbytes = sum(
             buffer.nbytes if not isinstance(buffer, bytes | bytearray) else len(buffer) for buffer in buffers
         )
@@ -233,7 +265,8 @@ class CnCore:
             job.alone = True
             self._loop.put_again(job)
 
-    def _on_lost(self, _: Line[_Batch], batches: list[_Batch], why: str) -> None:
+    def _on_lost(self, line: Line[_Batch], batches: list[_Batch], why: str) -> None:
+        self._senders.pop(line, None)  # frees it; the next channel would not use it anyway
         self._lost += len(batches)
         self._wake()
         for batch in batches:

@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from plait_disagg.fabric import FabricError, Listener, Message
+from plait_disagg.tables.cache import OutOfStep
 from plait_disagg.workers.errors import RankError, Unavailable
+from plait_disagg.workers.hot_rows import RowReceiver
 from plait_disagg.workers.jobs import as_rank_error
 from plait_disagg.workers.knobs import WorkerKnobs
 from plait_disagg.workers.loop import ComputeLoop
 from plait_disagg.workers.protocols import DenseHalf
 from plait_disagg.workers.server import Peer, Server
 from plait_disagg.workers.values import ModelCard
-from plait_disagg.workers.wire import DenseAsk, done_message, failed_header, parse_dense
+from plait_disagg.workers.wire import DenseAsk, WireError, done_message, failed_header, parse_dense
 
 __all__ = ["HnWorker"]
 
@@ -67,12 +69,12 @@ class HnWorker:
         self._dense = dense
         self._clock = clock
         self._busy_s = 0.0
-        self._merged = 0
+        self._hot: dict[int, RowReceiver] = {}  # by number of the peer; each is its thread's own
         self._loop: ComputeLoop[_Dense] = ComputeLoop(
             self._work, name=f"hn {card.name}", knobs=knobs or WorkerKnobs(), clock=clock
         )
         self._server = Server(
-            card, listeners, role="dense", on_message=self._on_message, on_lost=lambda _: None, metrics=self.metrics
+            card, listeners, role="dense", on_message=self._on_message, on_lost=self._on_lost, metrics=self.metrics
         )
 
     @property
@@ -120,7 +122,8 @@ class HnWorker:
 
     def _on_message(self, peer: Peer, message: Message) -> None:
         try:
-            item = _Dense(peer=peer, message=message, ask=parse_dense(message.header, message.buffers))
+            ask = self._with_rows(peer, parse_dense(message.header, message.buffers))
+            item = _Dense(peer=peer, message=message, ask=ask)
         except BaseException:
             message.release()
             raise
@@ -128,6 +131,20 @@ class HnWorker:
             self._loop.put(item)
         except RankError as error:
             item.fail(error)
+
+    def _with_rows(self, peer: Peer, ask: DenseAsk) -> DenseAsk:
+        """Here and not when the batch's turn comes: caches follow the order of the messages, and a slot may hold
+        another row by then."""
+        if ask.hot is None:
+            return ask
+        receiver = self._hot.setdefault(peer.number, RowReceiver())
+        try:
+            return replace(ask, crossing=receiver.decode(ask.crossing, ask.hot))
+        except (OutOfStep, ValueError) as error:
+            raise WireError(f"hot rows: {error}") from error
+
+    def _on_lost(self, peer: Peer) -> None:
+        self._hot.pop(peer.number, None)
 
     # On the compute thread.
 

@@ -22,15 +22,19 @@ from plait_disagg.tables.cache import CacheCounters, CachedRows, ReceiverCache, 
 from plait_disagg.tables.values import Table, row_bytes
 from plait_disagg.workers.errors import RankError
 from plait_disagg.workers.knobs import WorkerKnobs
+from plait_disagg.workers.layout import Layout
 from plait_disagg.workers.protocols import RowSource
 
-__all__ = ["LARGEST_BYTES", "HotRows", "RowReceiver", "RowSavings", "RowSender"]
+__all__ = ["LARGEST_BYTES", "HotRows", "RowReceiver", "RowSavings", "RowSender", "can_merge"]
 
 LARGEST_BYTES = 1 << 30
 """Of the slots of one channel, and of the rows that one batch stands for: as large as a message of the fabric can be
 (`plait_disagg.fabric.values.Limits`)."""
 
 _MOST_SLOTS = 1 << 31
+
+_PREFIX = "hot."
+"""No port has such a name: theirs are without dots."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +45,11 @@ class HotRows:
     number: int
     slots: tuple[int, ...]
     ports: tuple[tuple[str, ...], ...]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All tensors that are slots."""
+        return frozenset(name for ports in self.ports for name in ports)
 
     def to_json(self) -> list[Any]:
         """For a header."""
@@ -166,13 +175,22 @@ class RowReceiver:
             raise ValueError("hot rows of other caches than the channel has")
 
 
+def can_merge(layout: Layout, hot: HotRows | None) -> bool:
+    """Whether all crossing tensors are floats with a row per user or per candidate."""
+    slots = frozenset() if hot is None else hot.names
+    return all(
+        part.rows in ("u", "i") and (part.code in ("f4", "f2", "q1") or part.name in slots)
+        for part in layout.parts
+        if not part.name.startswith(_PREFIX)
+    )
+
+
 def _new(index: int) -> str:
-    """A name that no port has: theirs are without dots."""
-    return f"hot.{index}.new"
+    return f"{_PREFIX}{index}.new"
 
 
 def _rows(index: int) -> str:
-    return f"hot.{index}.rows"
+    return f"{_PREFIX}{index}.rows"
 
 
 def _taken(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:

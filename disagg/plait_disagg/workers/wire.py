@@ -25,6 +25,7 @@ from plait_disagg.fabric import Buffer, Pool
 from plait_disagg.workers.batch import cut
 from plait_disagg.workers.cards import card_from_json, card_to_json
 from plait_disagg.workers.errors import BadInput, Busy, DeadlinePassed, RankError, Unavailable, UnknownModel
+from plait_disagg.workers.hot_rows import HotRows, can_merge
 from plait_disagg.workers.knobs import WireFormat
 from plait_disagg.workers.layout import Counts, Layout, LayoutError, decode, describe, encode, parse_layout
 from plait_disagg.workers.values import ModelCard, RankAnswer, RankRequest, RankTimings
@@ -93,13 +94,15 @@ class Welcome:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseAsk:
     """A batch for the HN. ``mergeable``: every tensor is floats with a row per user or per candidate, so that batches
-    laid end to end are a batch. ``crossing`` may view the message's memory."""
+    laid end to end are a batch. ``crossing`` may view the message's memory. ``hot``: some of it goes through
+    `RowReceiver.decode` first."""
 
     number: int
     candidates: tuple[int, ...]
     crossing: Mapping[str, torch.Tensor]
     layout: Layout
     mergeable: bool
+    hot: HotRows | None = None
 
 
 def hello_header(role: Role) -> dict[str, Any]:
@@ -224,9 +227,16 @@ def parse_answers(header: Header, buffers: Sequence[memoryview]) -> list[tuple[i
 
 
 def dense_message(
-    number: int, crossing: Mapping[str, torch.Tensor], candidates: Sequence[int], pool: Pool, *, wire: WireFormat
+    number: int,
+    crossing: Mapping[str, torch.Tensor],
+    candidates: Sequence[int],
+    pool: Pool,
+    *,
+    wire: WireFormat,
+    hot: HotRows | None = None,
 ) -> tuple[dict[str, Any], list[Buffer]]:
-    """A batch. Where a number does not fit float16, the batch travels as float32."""
+    """A batch; ``hot`` as `RowSender.encode` made it. Where a number does not fit float16, it travels as
+    float32."""
     items = sum(candidates)
     layout, counts = describe(crossing, users=len(candidates), items=items, wire=wire)
     try:
@@ -234,13 +244,15 @@ def dense_message(
     except OverflowError:
         layout, counts = describe(crossing, users=len(candidates), items=items)
         buffers = encode(layout, crossing, pool, timeout_s=SEND_S)
-    header = {
+    header: dict[str, Any] = {
         "kind": "dense",
         "number": number,
         "n": list(candidates),
         "layout": layout.text,
         "flat": list(counts.flat),
     }
+    if hot is not None:
+        header["hot"] = hot.to_json()
     return header, buffers
 
 
@@ -253,12 +265,14 @@ def parse_dense(header: Header, buffers: Sequence[memoryview]) -> DenseAsk:
         raise WireError("a batch without requests")
     layout = _layout(header)
     counts = Counts(users=len(candidates), items=sum(candidates), flat=_integers(header, "flat", _ROWS))
+    hot = _hot(header)
     return DenseAsk(
         number=parse_number(header),
         candidates=candidates,
         crossing=_decode(layout, buffers, counts),
         layout=layout,
-        mergeable=all(part.rows in ("u", "i") and part.code in ("f4", "f2", "q1") for part in layout.parts),
+        mergeable=can_merge(layout, hot),
+        hot=hot,
     )
 
 
@@ -335,6 +349,13 @@ def _layout(header: Header) -> Layout:
     try:
         return parse_layout(text)
     except LayoutError as error:
+        raise WireError(str(error)) from error
+
+
+def _hot(header: Header) -> HotRows | None:
+    try:
+        return HotRows.from_json(header["hot"]) if "hot" in header else None
+    except ValueError as error:
         raise WireError(str(error)) from error
 
 

@@ -1,0 +1,254 @@
+"""A dot interaction of user-side and candidate-side vectors, taken apart: dots among the user's vectors once per user.
+
+    Z = stack(z_1 .. z_F)        P = pairs of Z Z^T that a layer reads        linear(cat([.., P, ..]), W)
+
+A pair of two user-side vectors is the same for all candidates. P becomes [P_user, P_item]: the first from the user's
+vectors alone, the second from the candidate's vectors against all; the columns of W change places accordingly. Then
+`factor.factor_linears` computes the user's share of the layer once per user, too. Dots are rounded in another order
+(1e-6 or so), so an exact program is left as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from plait_disagg.graph.edit import live
+from plait_disagg.graph.program import ROWS, TILE, USER_OF, Arg, Node, Port, Program, Ref, Rows
+
+__all__ = ["split_interactions"]
+
+_CAT, _LINEAR, _STACK = "aten.cat.default", "aten.linear.default", "aten.stack.default"
+_BMM, _TRANSPOSE, _INDEX = "aten.bmm.default", "aten.transpose.int", "aten.index.Tensor"
+_FLATTEN = "aten.flatten.using_ints"
+
+
+def split_interactions(
+    program: Program, constants: Mapping[str, torch.Tensor]
+) -> tuple[Program, dict[str, torch.Tensor]]:
+    """A tiled ``program`` with every such interaction taken apart, and its constants."""
+    work = _Work(program, constants)
+    nodes = tuple(made for node in program.nodes for made in work.replaced(node))
+    made = live(replace(program, nodes=nodes, constants=(*program.constants, *work.ports)))
+    return made, {port.name: work.constants[port.name] for port in made.constants}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """An interaction: the node that picks pairs, what it picks, the stacked vectors, and the transposed stack.
+
+    ``users``: place in the stack to the user's own vector, of those that are the user's.
+    """
+
+    pick: Node
+    pairs: tuple[int, ...]
+    stack: Node
+    parts: tuple[Ref, ...]
+    transposed: Ref
+    users: Mapping[int, Ref]
+
+    @property
+    def fields(self) -> int:
+        """F, the vectors."""
+        return len(self.parts)
+
+    def is_user(self, pair: int) -> bool:
+        """Whether both vectors of a pair are the user's."""
+        return pair // self.fields in self.users and pair % self.fields in self.users
+
+
+class _Work:
+    def __init__(self, program: Program, constants: Mapping[str, torch.Tensor]) -> None:
+        self.constants = dict(constants)
+        self.ports: list[Port] = []
+        self._inputs = {port.name: port for port in (*program.inputs, *program.constants)}
+        self._nodes = {node.name: node for node in program.nodes}
+        self._readers: dict[str, list[Node]] = {}
+        for node in program.nodes:
+            for name in node.inputs:
+                self._readers.setdefault(name, []).append(node)
+        self._outputs = {ref.name for _, ref in program.outputs}
+        self._by_cat: dict[str, _Found] = {}
+        for node in program.nodes:
+            found = self._find(node)
+            if found is not None:
+                (cat,) = self._readers[node.name]
+                self._by_cat.setdefault(cat.name, found)
+
+    def replaced(self, node: Node) -> tuple[Node, ...]:
+        """What stands for a node: itself, or the two parts and their cat, or a layer whose columns changed places."""
+        if node.name in self._by_cat:
+            return self._parted(node, self._by_cat[node.name])
+        source = node.args[0] if node.op == _LINEAR else None
+        if isinstance(source, Ref) and source.name in self._by_cat:
+            return (self._permuted(node, self._nodes[source.name], self._by_cat[source.name]),)
+        return (node,)
+
+    def _find(self, pick: Node) -> _Found | None:
+        """The interaction that ends in ``pick``, if all that reads it are layers over one cat."""
+        if pick.op != _INDEX or pick.rows != "item" or not self._feeds_layers(pick):
+            return None
+        chosen = pick.args[1]
+        flat = self._made_by(pick.args[0], _FLATTEN)
+        product = self._made_by(flat.args[0], _BMM) if flat is not None and flat.args[1:] == (1,) else None
+        if product is None or not isinstance(chosen, tuple) or len(chosen) != 2 or chosen[0] is not None:
+            return None
+        stack, transposed = self._made_by(product.args[0], _STACK), self._made_by(product.args[1], _TRANSPOSE)
+        which = chosen[1]
+        if stack is None or transposed is None or not isinstance(which, Ref) or which.name not in self.constants:
+            return None
+        if transposed.args != (Ref(stack.name), 1, 2) or stack.args[1:] != (1,):
+            return None
+        parts = stack.args[0]
+        assert isinstance(parts, tuple)
+        vectors = tuple(part for part in parts if isinstance(part, Ref))
+        users = {place: own for place, part in enumerate(vectors) if (own := self._untiled(part)) is not None}
+        found = _Found(
+            pick=pick,
+            pairs=tuple(int(pair) for pair in self.constants[which.name].reshape(-1).tolist()),
+            stack=stack,
+            parts=vectors,
+            transposed=Ref(transposed.name),
+            users=users,
+        )
+        among_users = sum(found.is_user(pair) for pair in found.pairs)
+        return found if 0 < among_users < len(found.pairs) else None
+
+    def _feeds_layers(self, pick: Node) -> bool:
+        cats = self._readers.get(pick.name, [])
+        if pick.name in self._outputs or len(cats) != 1 or cats[0].op != _CAT or cats[0].name in self._outputs:
+            return False
+        cat = cats[0]
+        layers = self._readers.get(cat.name, [])
+        parts, dim = cat.args[0], cat.args[1] if len(cat.args) > 1 else 0
+        once = isinstance(parts, tuple) and parts.count(Ref(pick.name)) == 1 and dim in (1, -1) and len(cat.shape) == 2
+        return once and bool(layers) and all(self._is_layer_over(layer, cat) for layer in layers)
+
+    def _is_layer_over(self, layer: Node, cat: Node) -> bool:
+        weight = layer.args[1] if layer.op == _LINEAR else None
+        return layer.args[0] == Ref(cat.name) and isinstance(weight, Ref) and weight.name in self.constants
+
+    def _made_by(self, value: Arg, op: str) -> Node | None:
+        node = self._nodes.get(value.name) if isinstance(value, Ref) else None
+        return node if node is not None and node.op == op else None
+
+    def _untiled(self, part: Ref) -> Ref | None:
+        node = self._made_by(part, TILE)
+        source = node.args[0] if node is not None and not node.kwargs.get("copy") else None
+        return source if isinstance(source, Ref) else None
+
+    def _parted(self, cat: Node, found: _Found) -> tuple[Node, ...]:
+        """The user's dots, tiled, and the candidate's; then the cat with both in the place of the pairs."""
+        users = sorted(found.users)
+        items = [place for place in range(found.fields) if place not in found.users]
+        own, other = f"{found.pick.name}:user", f"{found.pick.name}:item"
+        made = self._dots(
+            own,
+            found,
+            "user",
+            vectors=[found.users[place] for place in users],
+            against=None,
+            pairs=_user_pairs(found, users),
+        )
+        user_dots = made[-1]
+        made += self._dots(
+            other,
+            found,
+            "item",
+            vectors=[found.parts[place] for place in items],
+            against=found.transposed,
+            pairs=_item_pairs(found, items),
+        )
+        last = made[-1]
+        tiled = replace(user_dots, name=f"{own}:tiled", op=TILE, args=(Ref(own), Ref(USER_OF)), rows="item")
+        old = cat.args[0]
+        assert isinstance(old, tuple)
+        parts: list[Arg] = []
+        for part in old:
+            parts += [Ref(tiled.name), Ref(last.name)] if part == Ref(found.pick.name) else [part]
+        return (*made, tiled, replace(cat, args=(tuple(parts), *cat.args[1:])))
+
+    def _dots(
+        self,
+        name: str,
+        found: _Found,
+        rows: Rows,
+        *,
+        vectors: Sequence[Ref],
+        against: Ref | None,
+        pairs: Sequence[int],
+    ) -> list[Node]:
+        """Dots of ``vectors`` with ``against`` (None: with themselves), of which ``pairs`` are picked."""
+        count, width = len(vectors), found.stack.shape[2]
+        stack = replace(
+            found.stack, name=f"{name}:stack", args=(tuple(vectors), 1), shape=(ROWS, count, width), rows=rows
+        )
+        made = [stack]
+        if against is None:
+            turned = replace(
+                stack, name=f"{name}:turned", op=_TRANSPOSE, args=(Ref(stack.name), 1, 2), shape=(ROWS, width, count)
+            )
+            made.append(turned)
+            against = Ref(turned.name)
+        others = count if rows == "user" else found.fields
+        product = replace(
+            stack, name=f"{name}:bmm", op=_BMM, args=(Ref(stack.name), against), shape=(ROWS, count, others)
+        )
+        flat = replace(
+            product, name=f"{name}:flat", op=_FLATTEN, args=(Ref(product.name), 1), shape=(ROWS, count * others)
+        )
+        which = self._constant(f"{name}:pairs", torch.tensor(list(pairs), dtype=torch.int64))
+        picked = replace(flat, name=name, op=_INDEX, args=(Ref(flat.name), (None, which)), shape=(ROWS, len(pairs)))
+        return [*made, product, flat, picked]
+
+    def _permuted(self, layer: Node, cat: Node, found: _Found) -> Node:
+        """The layer with the columns of user pairs before those of the others."""
+        weight, parts = layer.args[1], cat.args[0]
+        assert isinstance(weight, Ref)
+        assert isinstance(parts, tuple)
+        start = 0
+        for part in parts:
+            if part == Ref(found.pick.name):
+                break
+            start += self._width(part)
+        order = sorted(range(len(found.pairs)), key=lambda place: not found.is_user(found.pairs[place]))
+        columns = torch.arange(cat.shape[1])
+        columns[start : start + len(order)] = start + torch.tensor(order)
+        moved = self._constant(f"{layer.name}:columns", self.constants[weight.name][:, columns].contiguous())
+        return replace(layer, args=(layer.args[0], moved, *layer.args[2:]))
+
+    def _width(self, part: Arg) -> int:
+        assert isinstance(part, Ref)
+        node = self._nodes.get(part.name)
+        return node.shape[-1] if node is not None else self._inputs[part.name].shape[-1]
+
+    def _constant(self, name: str, value: torch.Tensor) -> Ref:
+        self.constants[name] = value
+        dtype = str(value.dtype).removeprefix("torch.")
+        self.ports.append(Port(name=name, shape=tuple(value.shape), dtype=dtype, rows="none"))
+        return Ref(name)
+
+
+def _user_pairs(found: _Found, users: Sequence[int]) -> list[int]:
+    """User pairs as places in the products of the user's vectors alone."""
+    place = {old: new for new, old in enumerate(users)}
+    return [
+        place[pair // found.fields] * len(users) + place[pair % found.fields]
+        for pair in found.pairs
+        if found.is_user(pair)
+    ]
+
+
+def _item_pairs(found: _Found, items: Sequence[int]) -> list[int]:
+    """The other pairs as places in the products of the candidate's vectors with all; a dot has no order."""
+    place = {old: new for new, old in enumerate(items)}
+    picked = []
+    for pair in found.pairs:
+        if not found.is_user(pair):
+            one, other = divmod(pair, found.fields)
+            if one not in place:
+                one, other = other, one
+            picked.append(place[one] * found.fields + other)
+    return picked

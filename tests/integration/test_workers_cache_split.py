@@ -1,0 +1,252 @@
+"""The hot-row cache between running workers: scores stay what they are, bytes fall, and a lost HN costs no answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from plait_disagg.fabric import connect
+from plait_disagg.models.configs import build
+from plait_disagg.package import Options, Package, open_package, write_package
+from plait_disagg.workers.cn import CnCore
+from plait_disagg.workers.errors import BadInput
+from plait_disagg.workers.hn import HnWorker
+from plait_disagg.workers.knobs import WorkerKnobs
+from plait_disagg.workers.ranker import CoreRanker
+from plait_disagg.workers.values import RankAnswer
+from support import rank_rows as kit
+from support.rank_fabric import QUICK, Rig, until
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def match(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    """The model `Match`; no test changes it."""
+    return kit.packaged(tmp_path_factory.mktemp("rows") / "match")
+
+
+@pytest.fixture(scope="module")
+def din(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    """DIN with a history of 100 and tables of 1000, 10 and 100 rows."""
+    folder = tmp_path_factory.mktemp("rows") / "din"
+    module, inputs = build("din", 0.0001)
+    write_package(folder, module, inputs, name="din", options=Options(candidates=8))
+    return open_package(folder)
+
+
+class Workers:
+    """CNs and HNs of one package over a rig."""
+
+    def __init__(self, rig: Rig, package: Package) -> None:
+        self.rig, self.package = rig, package
+        self.stops: list[Callable[[], None]] = []
+
+    def hn(self, name: str = "hn") -> tuple[HnWorker, kit.GatedDense]:
+        """An HN that listens."""
+        dense = kit.GatedDense(self.package.dense())
+        worker = HnWorker(self.package.card(), dense, [self.rig.listen(name)])
+        self.stops.append(lambda: worker.stop(drain_s=0.5))
+        return worker, dense
+
+    async def cn(self, *hns: str, **knobs: object) -> CnCore:
+        """A CN with an HN."""
+        names = hns or ("hn",)
+        core = CnCore(
+            self.package.card(),
+            self.package.sparse(),
+            self.rig.connect(*names),
+            hns=len(names),
+            knobs=WorkerKnobs(**knobs),  # type: ignore[arg-type]
+            backoff=QUICK,
+        )
+        self.stops.append(lambda: core.stop(drain_s=0.5))
+        await until(lambda: core.ready() is None)
+        return core
+
+    async def right(self, cn: CnCore, seed: int, candidates: int = 7) -> None:
+        """Asks and compares: bits, if the request was alone in its batch."""
+        _same(self.package, seed, candidates, await self.asked(cn, seed, candidates), exact=True)
+
+    def asked(self, cn: CnCore, seed: int, candidates: int = 7) -> asyncio.Future[RankAnswer]:
+        """A request on its way."""
+        return asyncio.ensure_future(CoreRanker(cn).rank(kit.request(self.package, seed, candidates)))
+
+
+def _same(package: Package, seed: int, candidates: int, answer: RankAnswer, *, exact: bool = False) -> None:
+    expected = kit.expected(package, kit.request(package, seed, candidates))
+    found = next(iter(answer.outputs.values()))
+    torch.testing.assert_close(found, expected, **({"rtol": 0, "atol": 0} if exact else {"rtol": 1e-5, "atol": 1e-5}))
+
+
+@pytest.fixture
+def workers(match: Package) -> Iterator[Workers]:
+    """Of `Match`, over shared memory."""
+    yield from _workers(match)
+
+
+@pytest.fixture
+def din_workers(din: Package) -> Iterator[Workers]:
+    """Of DIN, over shared memory."""
+    yield from _workers(din)
+
+
+def _workers(package: Package) -> Iterator[Workers]:
+    with Rig("shm") as rig:
+        made = Workers(rig, package)
+        yield made
+        for stop in reversed(made.stops):
+            stop()
+
+
+@pytest.mark.parametrize("policy", ["lru", "static"])
+async def test_din_scores_are_the_same_and_fewer_bytes_cross(din_workers: Workers, policy: str) -> None:
+    """Bit for bit the whole model's; what crosses less is what the CN counts as saved."""
+    din_workers.hn()
+    plain = await din_workers.cn()
+    cached = await din_workers.cn(cache_rows=500, cache=policy)
+    for seed in range(12):
+        await din_workers.right(plain, seed)
+        await din_workers.right(cached, seed)
+    before, after = plain.metrics(), cached.metrics()
+    assert not any(before[name] for name in before if name.startswith("cache_"))
+    assert after["crossed_bytes_total"] + after["cache_saved_bytes_total"] == before["crossed_bytes_total"]
+    assert after["crossed_bytes_total"] < before["crossed_bytes_total"] / 2
+    assert after["cache_ids_total"] == 12 * (2 * 100 + 2 * 7 + 1)
+    assert after["cache_hits_total"] > 0.5 * after["cache_ids_total"]
+
+
+async def test_many_batches_in_flight_from_two_cns_merge_at_one_hn(workers: Workers) -> None:
+    """Each CN has caches of its own at the HN; a slot that is taken again does not change a batch that waits."""
+    hn, dense = workers.hn()
+    cns = [await workers.cn(window=16, cache_rows=rows) for rows in (3, 1000)]
+    dense.gate.clear()
+    asked = []
+    for seed in range(24):
+        asked.append(workers.asked(cns[seed % 2], seed, 1 + seed % 9))
+        await until(lambda: sum(cn.metrics()["at_hns"] for cn in cns) == len(asked))
+        await until(lambda: hn.metrics()["batches_total"] == 1)  # so that the first one is alone
+    await until(lambda: hn.metrics()["waiting"] == 23)
+    dense.gate.set()
+    for seed, answer in enumerate(await asyncio.gather(*asked)):
+        _same(workers.package, seed, 1 + seed % 9, answer)
+    assert [len(batch) for batch in dense.batches] == [1, 23]
+    assert cns[0].metrics()["cache_evicted_total"] > 0
+
+
+async def test_requests_that_share_a_batch_share_its_rows(workers: Workers) -> None:
+    """A batch of several requests is one message of the cache."""
+    _, dense = workers.hn()
+    cn = await workers.cn(window=1, cache_rows=20)
+    dense.gate.clear()
+    asked = [workers.asked(cn, 0)]
+    await until(lambda: cn.metrics()["at_hns"] == 1)
+    asked += [workers.asked(cn, seed) for seed in range(1, 9)]
+    await until(lambda: cn.metrics()["waiting"] == 8)
+    dense.gate.set()
+    for seed, answer in enumerate(await asyncio.gather(*asked)):
+        _same(workers.package, seed, 7, answer)
+    assert cn.metrics()["batches_total"] == 2
+
+
+async def test_caches_begin_anew_with_another_hn(workers: Workers) -> None:
+    """HNs are lost and replaced while requests flow: every one is answered, and right."""
+    lost, _ = workers.hn("a")
+    workers.hn("b")
+    cn = await workers.cn("a", "b", cache_rows=50)
+    await until(lambda: cn.metrics()["hns"] == 2)
+    for first in range(0, 60, 20):
+        asked = [workers.asked(cn, seed) for seed in range(first, first + 20)]
+        await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        lost._server.close_listeners()
+        lost._server.hang_up()
+        for seed, answer in enumerate(await asyncio.gather(*asked), first):
+            _same(workers.package, seed, 7, answer)
+        lost, _ = workers.hn("a")
+        await until(lambda: cn.metrics()["hns"] == 2)
+
+
+async def test_one_hn_that_comes_back_knows_nothing(workers: Workers) -> None:
+    """The directory is forgotten with the channel, so the first requests miss again."""
+    hn, _ = workers.hn()
+    cn = await workers.cn(cache_rows=1000)
+    for _ in range(2):
+        await workers.right(cn, 1)
+    sent, stale = cn.metrics()["cache_rows_sent_total"], dict(cn._senders)
+    hn._server.close_listeners()
+    hn._server.hang_up()
+    await until(lambda: cn.ready() is not None)
+    cn._senders.update(stale)  # as a batch does that was being packed while the channel died
+    workers.hn()
+    await until(lambda: cn.ready() is None)
+    for _ in range(2):
+        await workers.right(cn, 1)
+    assert cn.metrics()["cache_rows_sent_total"] == 2 * sent
+
+
+async def test_a_change_of_knobs_on_a_running_cn(workers: Workers) -> None:
+    """Larger, smaller, another policy, off and on again, and floats that travel otherwise: each begins anew."""
+    workers.hn()
+    cn = await workers.cn()
+    for knobs in (
+        WorkerKnobs(cache_rows=50),
+        WorkerKnobs(cache_rows=3),
+        WorkerKnobs(),
+        WorkerKnobs(cache_rows=3),
+        WorkerKnobs(cache_rows=3, cache="static"),
+        WorkerKnobs(cache_rows=50, wire="int8"),
+        WorkerKnobs(cache_rows=50),
+    ):
+        cn.reconfigure(knobs)
+        for seed in range(3):
+            answer = await workers.asked(cn, seed)
+            if knobs.wire == "float32":
+                _same(workers.package, seed, 7, answer, exact=True)
+
+
+async def test_a_batch_that_fails_before_it_leaves_does_no_harm(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An id that is refused, a table that fails, a message that does not fit: later requests are right."""
+    workers.hn()
+    cn = await workers.cn(cache_rows=10)
+    await workers.right(cn, 0)
+    request = kit.request(workers.package, 1)
+    bad = {**request.tensors, "item": request.tensors["item"] + kit.ITEMS}
+    with pytest.raises(BadInput, match="items"):
+        await CoreRanker(cn).rank(type(request)(request_id="r", model="match", candidates=7, tensors=bad))
+    await workers.right(cn, 1)
+    line = cn._lines.all[0]
+    channel = line._channel
+    assert channel is not None
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("lost on the way")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(channel, "send", fail)
+        with pytest.raises(Exception, match="internal error"):
+            await workers.asked(cn, 2)
+    assert line._channel is channel
+    for seed in range(2, 6):
+        await workers.right(cn, seed)
+
+
+async def test_a_malformed_cached_batch_costs_only_its_own_channel(workers: Workers) -> None:
+    """The HN hangs up on who sent it and serves the others."""
+    workers.hn()
+    cn = await workers.cn(cache_rows=10)
+    await workers.right(cn, 0)
+    dense = {"kind": "dense", "number": 0, "n": [1], "layout": "i4:i::items", "flat": []}
+    for hot in ("what", [0, [8], [["items"]]], [0, [8], [["absent"]]]):
+        with connect(workers.rig.addresses["hn"], secret=workers.rig.secret) as channel:
+            channel.send({"kind": "hello", "version": 1, "role": "dense"})
+            channel.recv(5).release()
+            channel.send(dense | {"hot": hot}, [memoryview(bytearray(4))])
+            with pytest.raises(Exception, match="peer"):
+                channel.recv(5)
+    for seed in range(1, 4):
+        await workers.right(cn, seed)

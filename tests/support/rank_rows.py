@@ -1,0 +1,83 @@
+"""Models whose rows cross as they are, packaged, and what a test needs to serve their halves."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from plait_disagg.graph.inputs import Ids, Input
+from plait_disagg.models.requests import random_request
+from plait_disagg.package import Options, Package, open_package, write_package
+from plait_disagg.package.halves import CompiledDense
+from plait_disagg.tables.values import OutOfRange
+from plait_disagg.workers.check import check_request
+from plait_disagg.workers.values import RankRequest
+
+ITEMS, KINDS, DIM = 300, 20, 16
+
+INPUTS: tuple[Input, ...] = (Ids("liked", "user", (6,)), Ids("item", "item"), Ids("kind", "item"))
+
+
+class Match(nn.Module):
+    """Scores an item by its dot products with the items that the user liked; nothing but rows crosses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = nn.Embedding(ITEMS, DIM)
+        self.kinds = nn.Embedding(KINDS, DIM)
+        self.top = nn.Linear(6, 1)
+
+    def forward(self, liked: torch.Tensor, item: torch.Tensor, kind: torch.Tensor) -> torch.Tensor:
+        v = self.items(item) + self.kinds(kind)
+        products = torch.bmm(self.items(liked), v.unsqueeze(2)).squeeze(2)
+        made: torch.Tensor = self.top(products)
+        return made.squeeze(1)
+
+
+def packaged(folder: Path, *, out_of_range: OutOfRange = "error") -> Package:
+    """`Match` in ``folder``, cut by colouring, which leaves no sum on the CN."""
+    torch.manual_seed(5)
+    options = Options(cutter="prism", out_of_range=out_of_range)
+    write_package(folder, Match().eval(), INPUTS, name="match", options=options)
+    return open_package(folder)
+
+
+def request(package: Package, seed: int = 0, candidates: int = 7, *, alpha: float = 1.2) -> RankRequest:
+    """A request with Zipf ids; the same seed gives the same one."""
+    manifest = package.manifest
+    made = random_request(
+        manifest.inputs,
+        manifest.bounds,
+        model=manifest.name,
+        candidates=candidates,
+        ids_per_bag={},
+        alpha=alpha,
+        seed=seed,
+    )
+    return check_request(package.card(), made.tensors, request_id=f"r{seed}")
+
+
+def expected(package: Package, asked: RankRequest) -> torch.Tensor:
+    """The scores of a request alone, both halves joined directly."""
+    outputs = package.dense().run(package.sparse().run([asked]), [asked.candidates])
+    return next(iter(outputs.values()))
+
+
+class GatedDense:
+    """A package's dense half; `gate` holds batches up while it is not set."""
+
+    def __init__(self, inner: CompiledDense) -> None:
+        self.inner = inner
+        self.batches: list[tuple[int, ...]] = []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def run(self, crossing: Mapping[str, torch.Tensor], candidates: Sequence[int]) -> Mapping[str, torch.Tensor]:
+        """See `DenseHalf`."""
+        self.gate.wait(30)
+        self.batches.append(tuple(candidates))
+        return self.inner.run(crossing, candidates)
