@@ -179,11 +179,25 @@ class ImageClass(_Frozen):
     extra: dict[str, JsonValue] = Field(default_factory=dict, description="more fields of the body, as they are")
 
 
+class InferInput(_Frozen):
+    """One input of a recommendation model: ``numbers`` of them in a row, or ids below ``ids``, one in a row or a bag.
+
+    A user input has one row, an item input C. Tensors: numbers FP32 (rows, numbers); ids INT64 (rows,), or for bags
+    INT64 (rows * bag,) with NAME_offsets INT64 (rows + 1,).
+    """
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
+    side: Literal["user", "item"] = "item"
+    numbers: int | None = Field(default=None, ge=1)
+    ids: int | None = Field(default=None, ge=1, description="ids are 0 to this minus 1")
+    bag: int | None = Field(default=None, ge=0, description="ids in each row; left out: one, and no offsets")
+
+
 class InferClass(_Frozen):
     """One class of recommendation requests (Open Inference Protocol v2).
 
-    A request scores C candidates: dense float32 (C, dense), and for each table ids int64 (C, ids_per_table[t]) drawn
-    by Zipf's law from ``rows[t]`` rows, in one tensor (C, sum of ids).
+    A request scores C candidates: the tensors of ``inputs``; or without them dense float32 (C, dense), and for each
+    table ids int64 (C, ids_per_table[t]) drawn by Zipf's law from ``rows[t]`` rows, in one tensor (C, sum of ids).
     """
 
     api: Literal["infer"] = "infer"
@@ -197,6 +211,7 @@ class InferClass(_Frozen):
     binary: bool = Field(default=True, description="binary tensors after the JSON header; else JSON")
     dense_name: str = "dense"
     ids_name: str = "ids"
+    inputs: tuple[InferInput, ...] = Field(default=(), description="in place of dense, rows, ids_per_table and names")
     outputs: tuple[str, ...] = ("scores",)
 
 

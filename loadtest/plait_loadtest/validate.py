@@ -155,6 +155,10 @@ def _check_infer(field: str, spec: InferClass, target: Target) -> None:
         )  # fmt: skip
         _require(all(ids >= 1 for ids in per_table), f"{field}.ids_per_table", "each table takes at least one id")
     _require(spec.dense > 0 or len(spec.rows) > 0, f"{field}.rows", "is empty, and so is dense: nothing to send")
+    for position, item in enumerate(spec.inputs):
+        where = f"{field}.inputs.{position}"
+        _require((item.numbers is None) != (item.ids is None), where, "has numbers or ids, one of them")
+        _require(item.bag is None or item.ids is not None, f"{where}.bag", "belongs to ids")
 
 
 def _check_raw(field: str, spec: RawClass) -> None:

@@ -172,6 +172,8 @@ RAW = {"target": {"api": "raw"}}
         (INFER, {"mix.0.ids_per_table": [4, 1]}, "^mix.0.ids_per_table: has 2 entries for 1 tables$"),
         (INFER, {"mix.0.ids_per_table": [0]}, "^mix.0.ids_per_table: each table takes at least one id$"),
         (INFER, {"mix.0.rows": [], "mix.0.dense": 0}, "^mix.0.rows: is empty, and so is dense"),
+        (INFER, {"mix.0.inputs": [{"name": "a", "ids": 3, "numbers": 2}]}, "^mix.0.inputs.0: has numbers or ids"),
+        (INFER, {"mix.0.inputs": [{"name": "a", "numbers": 2, "bag": 2}]}, "^mix.0.inputs.0.bag: belongs to ids$"),
         (RAW, {"mix.0.path": "x"}, "^mix.0.path: 'x' does not start with /$"),
         (RAW, {"mix.0.body_file": "/nowhere"}, "^mix.0.body_file: there is no file /nowhere$"),
         (RAW, {"mix.0.content_type": "a\nb"}, "^mix.0.content_type: is not printable text$"),

@@ -189,6 +189,34 @@ class TestInfer:
             counts = [drawn.count(number) for number in range(100, 800, 100)]
             assert stats.chisquare(counts, expected).pvalue > chance, f"seed {seed}"
 
+    def test_declared_inputs_have_a_row_per_user_or_per_candidate(self):
+        """Numbers, single ids and bags with offsets; ids below their bound."""
+        inputs = [
+            {"name": "age", "side": "user", "numbers": 2},
+            {"name": "seen", "side": "user", "ids": 50, "bag": 3},
+            {"name": "item", "ids": 7},
+            {"name": "tags", "ids": 9, "bag": 2},
+            {"name": "none", "ids": 9, "bag": 0},
+        ]
+        mix = infer_mix(binary=False, inputs=inputs)
+        for index in range(10):
+            found = {entry["name"]: entry for entry in body_of(mix, index)["inputs"]}
+            rows = found["item"]["shape"][0]
+            assert rows in (2, 5)
+            assert {name: (entry["datatype"], entry["shape"]) for name, entry in found.items()} == {
+                "age": ("FP32", [1, 2]),
+                "seen": ("INT64", [3]),
+                "seen_offsets": ("INT64", [2]),
+                "item": ("INT64", [rows]),
+                "tags": ("INT64", [2 * rows]),
+                "tags_offsets": ("INT64", [rows + 1]),
+                "none": ("INT64", [0]),
+                "none_offsets": ("INT64", [rows + 1]),
+            }
+            assert found["tags_offsets"]["data"] == [2 * row for row in range(rows + 1)]
+            assert set(found["item"]["data"]) <= set(range(7))
+            assert mix.facts(index) == {"candidates": rows, "ids": 3 + rows + 2 * rows}
+
 
 class TestRaw:
     def test_the_index_is_put_where_it_is_asked_for(self):

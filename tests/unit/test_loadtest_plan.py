@@ -33,8 +33,8 @@ def load(name, trace, **overrides) -> Scenario:
 
 
 def test_the_scenarios_of_the_package_are_those_that_are_documented():
-    """Six names; each file is found beside the code, where a wheel has it too."""
-    names = ("capacity", "dlrm-server", "genai-mix", "genai-trace", "smoke", "two-controlnets")
+    """Each file is found beside the code, where a wheel has it too."""
+    names = ("capacity", "dlrm-server", "genai-mix", "genai-trace", "picks", "smoke", "two-controlnets")
     assert builtin_names() == names
     folder = Path(plait_loadtest.__file__).parent / "builtin"
     assert {path.stem for path in folder.iterdir()} == set(names)

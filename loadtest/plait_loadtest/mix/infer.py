@@ -1,7 +1,7 @@
 """Requests for recommendations: KServe's Open Inference Protocol v2, tensors as JSON or in its binary extension.
 
-Legend: C candidates of a request; T tables; I ids of a candidate over all tables. Tensors: dense FP32 (C, dense),
-ids INT64 (C, I), the ids of table 0 first. Ids are ranks: row 0 is the most popular.
+Legend: C candidates of a request; T tables; I ids of a candidate over all tables. Without declared inputs: dense FP32
+(C, dense), ids INT64 (C, I), the ids of table 0 first. Ids are ranks: row 0 is the most popular.
 """
 
 from __future__ import annotations
@@ -15,13 +15,17 @@ import numpy.typing as npt
 
 from plait_loadtest.distributions import MLPERF_CANDIDATES, Floats, ZipfRanks
 from plait_loadtest.mix.chunks import CHUNK, Choice, Chunks
-from plait_loadtest.scenario import InferClass, Target
+from plait_loadtest.scenario import InferClass, InferInput, Target
 from plait_loadtest.seeds import Numbered
 from plait_loadtest.values import Prepared
 
 Tensor: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.int64]
 
 _DENSE_LEVELS = 1024  # dense features are multiples of 1/1024: the same in float32 and in short JSON numbers
+
+
+Named: TypeAlias = tuple[str, str, Tensor]
+"""A tensor with its name and datatype."""
 
 
 class InferRequests:
@@ -31,9 +35,7 @@ class InferRequests:
         self._spec = spec
         self._path = target.path or f"/v2/models/{target.model}/infer"
         self._values = values
-        per_table = spec.ids_per_table or (1,) * len(spec.rows)
-        self._ids = ZipfRanks(np.repeat(np.array(spec.rows, dtype=np.int64), per_table), spec.zipf)
-        self._ids_each = sum(per_table)
+        self._draw = _Declared(spec) if spec.inputs else _Flat(spec)
         self._choice = Choice(MLPERF_CANDIDATES if spec.candidates == "mlperf" else spec.candidates)
         self._candidates = Chunks(counts, 1, self._draw_chunk)
 
@@ -44,30 +46,23 @@ class InferRequests:
         """How many candidates request ``index`` scores."""
         return self._candidates[index // CHUNK][index % CHUNK]
 
-    def tensors(self, index: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-        """The inputs of request ``index``: dense (C, dense) and ids (C, I)."""
-        rng, candidates = self._values.piece(index), self.candidates(index)
-        levels = rng.integers(0, _DENSE_LEVELS, (candidates, self._spec.dense), dtype=np.int32)
-        dense = (levels / _DENSE_LEVELS).astype(np.float32)
-        return dense, self._ids.draw(rng, candidates)
+    def tensors(self, index: int) -> list[Named]:
+        """The inputs of request ``index``."""
+        return self._draw(self._values.piece(index), self.candidates(index))
 
     def build(self, index: int) -> Prepared:
         """The request itself."""
-        dense, ids = self.tensors(index)
-        named: list[tuple[str, str, Tensor]] = [
-            (self._spec.dense_name, "FP32", dense), (self._spec.ids_name, "INT64", ids)
-        ]  # fmt: skip
-        inputs = [entry for entry in named if entry[2].size]
+        inputs = self.tensors(index)
         return self._binary(index, inputs) if self._spec.binary else self._plain(index, inputs)
 
-    def _plain(self, index: int, inputs: Sequence[tuple[str, str, Tensor]]) -> Prepared:
+    def _plain(self, index: int, inputs: Sequence[Named]) -> Prepared:
         head: dict[str, object] = {"id": str(index)}
         head["inputs"] = [_described(*entry) | {"data": entry[2].ravel().tolist()} for entry in inputs]
         if self._spec.outputs:
             head["outputs"] = [{"name": name} for name in self._spec.outputs]
         return self._prepare(_json(head), (("content-type", "application/json"),))
 
-    def _binary(self, index: int, inputs: Sequence[tuple[str, str, Tensor]]) -> Prepared:
+    def _binary(self, index: int, inputs: Sequence[Named]) -> Prepared:
         head: dict[str, object] = {"id": str(index)}
         head["inputs"] = [
             _described(*entry) | {"parameters": {"binary_data_size": entry[2].nbytes}} for entry in inputs
@@ -91,11 +86,75 @@ class InferRequests:
     def facts(self, index: int) -> Mapping[str, float]:
         """Numbers of request ``index`` for a summary of the mix."""
         candidates = self.candidates(index)
-        return {"candidates": candidates, "ids": candidates * self._ids_each}
+        return {"candidates": candidates, "ids": self._draw.ids(candidates)}
 
     def names(self, index: int) -> Mapping[str, tuple[str, ...]]:  # noqa: ARG002 - the face of all classes
         """Names that request ``index`` uses, by kind."""
         return {}
+
+
+class _Flat:
+    """Dense numbers in one tensor, the ids of all tables in another."""
+
+    def __init__(self, spec: InferClass) -> None:
+        per_table = spec.ids_per_table or (1,) * len(spec.rows)
+        self._spec = spec
+        self._ranks = ZipfRanks(np.repeat(np.array(spec.rows, dtype=np.int64), per_table), spec.zipf)
+        self._ids_each = sum(per_table)
+
+    def __call__(self, rng: np.random.Generator, candidates: int) -> list[Named]:
+        """Dense (C, dense) and ids (C, I); not those that would be empty."""
+        named: list[Named] = [
+            (self._spec.dense_name, "FP32", _numbers(rng, (candidates, self._spec.dense))),
+            (self._spec.ids_name, "INT64", self._ranks.draw(rng, candidates)),
+        ]
+        return [entry for entry in named if entry[2].size]
+
+    def ids(self, candidates: int) -> int:
+        """How many a request of so many candidates has."""
+        return candidates * self._ids_each
+
+
+class _Declared:
+    """The tensors of declared inputs."""
+
+    def __init__(self, spec: InferClass) -> None:
+        self._inputs = tuple(
+            (item, None if item.ids is None else ZipfRanks(np.array([item.ids], dtype=np.int64), spec.zipf))
+            for item in spec.inputs
+        )
+
+    def __call__(self, rng: np.random.Generator, candidates: int) -> list[Named]:
+        """In the order of the declaration; empty bags are sent, for a server must know of them."""
+        named: list[Named] = []
+        for item, ranks in self._inputs:
+            rows = _rows(item, candidates)
+            if ranks is None:
+                named.append((item.name, "FP32", _numbers(rng, (rows, item.numbers or 0))))
+                continue
+            drawn = ranks.draw(rng, rows * (1 if item.bag is None else item.bag)).reshape(-1)
+            named.append((item.name, "INT64", drawn))
+            if item.bag is not None:
+                offsets = np.arange(rows + 1, dtype=np.int64) * item.bag
+                named.append((f"{item.name}_offsets", "INT64", offsets))
+        return named
+
+    def ids(self, candidates: int) -> int:
+        """How many a request of so many candidates has."""
+        return sum(
+            _rows(item, candidates) * (1 if item.bag is None else item.bag)
+            for item, ranks in self._inputs
+            if ranks is not None
+        )
+
+
+def _rows(item: InferInput, candidates: int) -> int:
+    return 1 if item.side == "user" else candidates
+
+
+def _numbers(rng: np.random.Generator, shape: tuple[int, int]) -> npt.NDArray[np.float32]:
+    levels = rng.integers(0, _DENSE_LEVELS, shape, dtype=np.int32)
+    return (levels / _DENSE_LEVELS).astype(np.float32)
 
 
 def _described(name: str, kind: str, data: Tensor) -> dict[str, object]:
