@@ -58,7 +58,7 @@ def _definition(job: Job) -> tuple[list[str], Callable[[Callable[[str], None]], 
     if job.name == loadtest.NAME:
         return [loadtest.WORKLOAD], lambda say: loadtest.measure(rounds=job.rounds, systems=job.systems, say=say)
     if job.name == disagg.NAME:
-        names = list(job.workloads) or [workload.name for workload in disagg.WORKLOADS]
+        names = list(job.workloads or disagg.NAMES)
         return names, lambda say: disagg.measure(rounds=job.rounds, only=job.workloads, systems=job.systems, say=say)
     try:
         benchmark = images.definition(job.models or _starter(), only=job.workloads, systems=job.systems)

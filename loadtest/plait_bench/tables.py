@@ -54,7 +54,7 @@ _LIBRARIES: Mapping[str, tuple[str, ...]] = {
 def with_tables(text: str, results: Path) -> str:
     """``text`` with every block filled. Raises `BenchError` if it has none: then the markers were lost."""
     filled, count = _BLOCK.subn(
-        lambda match: match["open"] + table(_newest(results, match["name"]), match["metric"]) + match["close"], text
+        lambda match: match["open"] + table(_newest(results, match), match["metric"]) + match["close"], text
     )
     if count == 0:
         raise BenchError("there is no <!-- bench:NAME --> block")
@@ -64,7 +64,7 @@ def with_tables(text: str, results: Path) -> str:
 def table(run: Sequence[Mapping[str, Any]], metric: str | None = None) -> str:
     """Markdown for one run: a line for each workload (and metric, if several are shown), a column for each system, then
     the ratios, then the machine. ``metric``: only that one."""
-    wanted = _SHOWN.keys() - _ALONE if metric is None else {metric}
+    wanted = _wanted(metric)
     rows = [row for row in run if row["unit"] != "ratio" and row["metric"] in wanted]
     if not rows:
         return NOT_MEASURED
@@ -119,10 +119,16 @@ def _footer(run: Sequence[Mapping[str, Any]], wanted: Set[str]) -> str:
     )
 
 
-def _newest(results: Path, name: str) -> list[dict[str, Any]]:
-    """The lines of the newest run of a benchmark, by date."""
-    recorded = records.read(results / f"{name}.jsonl")
-    newest = max((record["host"]["date"] for record in recorded), default=None)
+def _wanted(metric: str | None) -> Set[str]:
+    """The metrics that a table shows."""
+    return _SHOWN.keys() - _ALONE if metric is None else {metric}
+
+
+def _newest(results: Path, block: re.Match[str]) -> list[dict[str, Any]]:
+    """The lines of the newest run, by date, that measured what a block shows."""
+    recorded = records.read(results / f"{block['name']}.jsonl")
+    wanted = _wanted(block["metric"])
+    newest = max((record["host"]["date"] for record in recorded if record["metric"] in wanted), default=None)
     return [record for record in recorded if record["host"]["date"] == newest]
 
 

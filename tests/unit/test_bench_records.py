@@ -177,6 +177,10 @@ def test_a_block_can_show_one_metric(tmp_path):
     blocks = ["<!-- bench:disagg -->\n<!-- /bench -->", "<!-- bench:disagg crossing_bytes -->\n<!-- /bench -->"]
     rates, counted = (tables.with_tables(block, tmp_path) for block in blocks)
     assert "| `a-1` | requests/s | 50 (1 threads) |" in rates
+    later = {**lines[1], "value": 1600.0, "host": {**host, "date": "2026-01-02T00:00:00+00:00"}}
+    (tmp_path / "disagg.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (*lines, later)))
+    assert "1,600" in tables.with_tables(blocks[1], tmp_path)
+    assert tables.with_tables(blocks[0], tmp_path) == rates  # its own newest run, not the other's
     assert "mincut" not in rates
     assert "| `a-1` | bytes | 1,536 |" in counted
     assert "Counted on c" in counted

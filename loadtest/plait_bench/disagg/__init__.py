@@ -67,11 +67,17 @@ class Layout:
     arguments: tuple[str, ...]
 
 
+COUNTED: Mapping[str, Callable[..., list[Row]]] = {"crossing": crossing.rows, "table-20gb": big_table.rows}
+"""What is counted once and has no rounds, by the name that ``--workload`` knows it by."""
+
+NAMES = (*COUNTED, *(workload.name for workload in WORKLOADS))
+
+
 def measure(*, rounds: int, only: Sequence[str], systems: Sequence[str], say: Say) -> Result:
     """Every workload in turn. Raises `BenchError`."""
-    chosen = _chosen(only, [workload.name for workload in WORKLOADS], "workload")
+    chosen = _chosen(only, NAMES, "workload")
     wanted = _chosen(systems, SYSTEMS, "system")
-    rows: list[Row] = [] if only else [*crossing.rows(say=say), *big_table.rows(say=say)]
+    rows = [row for name, count in COUNTED.items() if name in chosen for row in count(say=say)]
     ratios: dict[str, Summary] = {}
     for workload in WORKLOADS:
         if workload.name not in chosen:
