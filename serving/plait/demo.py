@@ -81,7 +81,10 @@ def run(out: Path, *, say: Callable[[str], None]) -> Path:
         say(f"server ready at {url} after {time.monotonic() - started_s:.1f} s")
         pictures = play(lambda body: post(url, body), out, say=say)
         if offers_ranking(url):
-            rank_for_everybody(lambda body: post_rank(url, body), say=say)
+            import httpx2
+
+            with httpx2.Client() as client:
+                rank_for_everybody(lambda body: post_rank(client, url, body), say=say)
         say(smoke(url, out / "load.html"))
     say("server stopped")
     sheet = out / "contact-sheet.png"

@@ -5,9 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from plait.errors import ServeError
+
+if TYPE_CHECKING:
+    import httpx2
 
 MODEL = "picks"
 BEST = 5
@@ -77,11 +80,12 @@ def offers_ranking(url: str) -> bool:
     return any(model["id"] == MODEL for model in listed)
 
 
-def post_rank(url: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """POST /v1/recommend. Raises `ServeError` with the server's own message."""
-    import httpx2
+def post_rank(client: httpx2.Client, url: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """POST /v1/recommend. Raises `ServeError` with the server's own message.
 
-    answer = httpx2.post(f"{url}/v1/recommend", json=body, timeout=60.0)
+    One ``client`` for all: making one reads the system's certificates, which takes longer than ranking.
+    """
+    answer = client.post(f"{url}/v1/recommend", json=body, timeout=60.0)
     data: dict[str, Any] = answer.json()
     if answer.status_code != 200:
         raise ServeError(f"the server refused to rank: {data['error']['message']}")

@@ -184,6 +184,7 @@ def free_port() -> int:
 
 CONFIG = """
 server: {drain_s: 30}
+recommend: null
 images:
   model: ./sd
   name: tiny
