@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from plait_bench import disagg, images, loadtest, records
 from plait_bench.document import document
 from plait_bench.errors import BenchError
 from plait_bench.host import commit, cores, host_facts
-from plait_bench.runner import Plan, Result, run
+from plait_bench.runner import Plan, Result, joined, run
 from plait_bench.tables import RESULTS, ROOT
 from plait_bench.workers import WorkerFleet
 
@@ -20,6 +21,10 @@ _BUSY_SHARE = 0.25
 
 
 NAMES = (images.NAME, loadtest.NAME, disagg.NAME)
+
+Say = Callable[[str], None]
+Take = Callable[[Say], Iterator[Result]]
+"""Measures, and gives what it has as soon as it is whole: a long run that is stopped keeps that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +41,8 @@ class Job:
     results: Path | None = None
 
 
-def measure(job: Job, *, say: Callable[[str], None]) -> dict[str, Any]:
-    """Runs the benchmark and returns its document. Raises `BenchError`."""
+def measure(job: Job, *, say: Say) -> dict[str, Any]:
+    """Runs the benchmark and returns its document; records each part when it is there. Raises `BenchError`."""
     host, at = host_facts(), commit(ROOT)
     workloads, take = _definition(job)
     path = job.results or RESULTS / f"{job.name}.jsonl"
@@ -46,17 +51,21 @@ def measure(job: Job, *, say: Callable[[str], None]) -> dict[str, Any]:
     say(f"{job.name} at {at} on {host['cpu']}, {host['cores']} cores; load average {host['loadavg_1m']}")
     if host["loadavg_1m"] > _BUSY_SHARE * host["cores"]:
         say("something else keeps this machine busy: the layouts and ratios found now will not hold on an idle one")
-    written = document(job.name, at, host, take(say))
-    if job.record:
-        records.append(path, records.records_of(written), overwrite=job.overwrite)
-        say(f"recorded in {path}")
-    return written
+    parts = []
+    for part in take(say):
+        parts.append(part)
+        if job.record:
+            written = document(job.name, at, host, part)
+            records.append(path, records.records_of(written), overwrite=job.overwrite)
+            say(f"recorded in {path}")
+    return document(job.name, at, host, joined(parts))
 
 
-def _definition(job: Job) -> tuple[list[str], Callable[[Callable[[str], None]], Result]]:
+def _definition(job: Job) -> tuple[list[str], Take]:
     """Names of the workloads, and what measures them all. Raises `BenchError`."""
     if job.name == loadtest.NAME:
-        return [loadtest.WORKLOAD], lambda say: loadtest.measure(rounds=job.rounds, systems=job.systems, say=say)
+        taken = partial(loadtest.measure, rounds=job.rounds, systems=job.systems)
+        return [loadtest.WORKLOAD], lambda say: iter([taken(say=say)])
     if job.name == disagg.NAME:
         names = list(job.workloads or disagg.NAMES)
         return names, lambda say: disagg.measure(rounds=job.rounds, only=job.workloads, systems=job.systems, say=say)
@@ -66,7 +75,7 @@ def _definition(job: Job) -> tuple[list[str], Callable[[Callable[[str], None]], 
         raise BenchError(f"there is no workload or system {error}") from error
     plan = Plan(rounds=job.rounds, cores=cores())
     names = [workload.name for workload in benchmark.workloads]
-    return names, lambda say: run(benchmark, plan, open_fleet=WorkerFleet, say=say)
+    return names, lambda say: iter([run(benchmark, plan, open_fleet=WorkerFleet, say=say)])
 
 
 def text_table(written: Mapping[str, Any]) -> str:

@@ -36,6 +36,15 @@ class Result:
     left_out: Mapping[str, str]
 
 
+def joined(parts: Sequence[Result]) -> Result:
+    """All parts' rows, ratios and reasons as one."""
+    return Result(
+        rows=tuple(row for part in parts for row in part.rows),
+        ratios={key: ratio for part in parts for key, ratio in part.ratios.items()},
+        left_out={name: why for part in parts for name, why in part.left_out.items()},
+    )
+
+
 def layouts(cores: int) -> tuple[Layout, ...]:
     """Processes x threads worth trying: one core, and the whole machine as 1, 2 or 4 processes."""
     wide = [Layout(processes=n, threads=cores // n) for n in (1, 2, 4) if n <= cores]

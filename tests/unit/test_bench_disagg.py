@@ -7,12 +7,15 @@ import json
 import pytest
 import torch
 
+from plait_bench import disagg
+from plait_bench.benchmark import Row
 from plait_bench.disagg import SYSTEMS, WORKLOADS, baseline, layouts_of
 from plait_bench.disagg.bodies import HEADER_BYTES, body
 from plait_bench.disagg.crossing import rows as crossing_rows
 from plait_bench.disagg.goodput import LIMIT_MS, Trial, around
 from plait_bench.errors import BenchError, SystemFailed
 from plait_bench.job import Job, measure
+from plait_bench.records import read
 from plait_disagg.graph.feed import for_module, sample, together
 from plait_disagg.graph.inputs import Bag, Dense, Ids
 from plait_disagg.workers.values import RankRequest
@@ -110,6 +113,19 @@ class TestDefinition:
         """Before anything is started."""
         with pytest.raises(BenchError, match="no workload 'rm9-1'; there are crossing, table-20gb, rm1-1"):
             measure(Job(name="disagg", rounds=1, workloads=("rm9-1",)), say=lambda _: None)
+
+    def test_a_run_that_is_stopped_keeps_what_it_had(self, tmp_path, monkeypatch):
+        """Each workload is recorded when it is measured; what fails later takes nothing away."""
+        row = Row(system="plait", workload="crossing", metric="m", unit="B", value=1.0, p20=1.0, p80=1.0, n=1)
+
+        def fail(**_):
+            raise SystemFailed("no room")
+
+        monkeypatch.setattr(disagg, "COUNTED", {"crossing": lambda say: [row], "table-20gb": fail})
+        job = Job(name="disagg", rounds=1, record=True, results=tmp_path / "rows.jsonl")
+        with pytest.raises(SystemFailed, match="no room"):
+            measure(job, say=lambda _: None)
+        assert [found["workload"] for found in read(tmp_path / "rows.jsonl")] == ["crossing"]
 
 
 def test_bytes_follow_the_arithmetic():

@@ -7,7 +7,7 @@ Goodput is what counts (`goodput`). Beside it: what crosses the cut, for both cu
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -73,19 +73,19 @@ COUNTED: Mapping[str, Callable[..., list[Row]]] = {"crossing": crossing.rows, "t
 NAMES = (*COUNTED, *(workload.name for workload in WORKLOADS))
 
 
-def measure(*, rounds: int, only: Sequence[str], systems: Sequence[str], say: Say) -> Result:
-    """Every workload in turn. Raises `BenchError`."""
+def measure(*, rounds: int, only: Sequence[str], systems: Sequence[str], say: Say) -> Iterator[Result]:
+    """Every workload in turn, each as soon as it is measured. Raises `BenchError`."""
     chosen = _chosen(only, NAMES, "workload")
     wanted = _chosen(systems, SYSTEMS, "system")
-    rows = [row for name, count in COUNTED.items() if name in chosen for row in count(say=say)]
-    ratios: dict[str, Summary] = {}
+    for name, count in COUNTED.items():
+        if name in chosen:
+            yield Result(rows=tuple(count(say=say)), ratios={}, left_out={})
     for workload in WORKLOADS:
         if workload.name not in chosen:
             continue
         taken, layouts = _measure_workload(workload, [name for name in SYSTEMS if name in wanted], rounds, say)
-        rows += [_row(workload.name, name, taken[name], layouts[name].name) for name in taken]
-        ratios |= _ratios(workload.name, taken)
-    return Result(rows=tuple(rows), ratios=ratios, left_out={})
+        rows = tuple(_row(workload.name, name, taken[name], layouts[name].name) for name in taken)
+        yield Result(rows=rows, ratios=_ratios(workload.name, taken), left_out={})
 
 
 def _chosen(asked: Sequence[str], there: Sequence[str], what: str) -> Sequence[str]:
