@@ -120,7 +120,7 @@ def zipped() -> bytes:
         (pickle.dumps({"a": 1}, 0), "too short|does not fit"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "Git LFS pointer"),
         (b"<!DOCTYPE html><html>Not found</html>", "HTML page"),
-        (gzip.compress(b"x" * 99), "gzip"),
+        (gzip.compress(b"x" * 99, mtime=0), "gzip"),
         (b"GGUF" + bytes(60), "GGUF"),
         (b"", "too short"),
         (bytes(8), "damaged"),
