@@ -8,27 +8,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from importlib import import_module
+from typing import Any, ClassVar
 
 from plait_serving.deployments.threads import take_threads_back
 
 
-class LazyControlNet:
-    """`plait_serving.deployments.controlnet.ControlNetDeployment`, which see, imported in its replica."""
+class _Lazy:
+    """What every such class has. ``_path``: ``module:class`` of what it stands for."""
+
+    _path: ClassVar[str]
 
     def __init__(self, **arguments: Any) -> None:
         take_threads_back(os.environ)
-        from plait_serving.deployments.controlnet import ControlNetDeployment
-
-        self._inner = ControlNetDeployment(**arguments)
+        module, _, name = self._path.partition(":")
+        self._inner = getattr(import_module(module), name)(**arguments)
 
     async def describe(self) -> Any:
         """Where this replica can be reached."""
         return await self._inner.describe()
-
-    async def statistics(self) -> dict[str, float]:
-        """Its numbers."""
-        return await self._inner.statistics()
 
     def reconfigure(self, user_config: Mapping[str, Any]) -> None:
         """Applies new knobs."""
@@ -43,35 +41,27 @@ class LazyControlNet:
             self._inner.__del__()
 
 
-class LazyRankWorker:
+class LazyControlNet(_Lazy):
+    """`plait_serving.deployments.controlnet.ControlNetDeployment`, which see, imported in its replica."""
+
+    _path = "plait_serving.deployments.controlnet:ControlNetDeployment"
+
+    async def statistics(self) -> Mapping[str, float]:
+        """Its numbers."""
+        numbers: Mapping[str, float] = await self._inner.statistics()
+        return numbers
+
+
+class LazyRankWorker(_Lazy):
     """`plait_serving.deployments.recommend.RankWorker`, which see, imported in its replica."""
 
-    def __init__(self, **arguments: Any) -> None:
-        take_threads_back(os.environ)
-        from plait_serving.deployments.recommend import RankWorker
-
-        self._inner = RankWorker(**arguments)
-
-    async def describe(self) -> Any:
-        """Where this replica can be reached."""
-        return await self._inner.describe()
+    _path = "plait_serving.deployments.recommend:RankWorker"
 
     async def metrics(self) -> Mapping[str, float]:
         """Its numbers."""
-        return await self._inner.metrics()
+        numbers: Mapping[str, float] = await self._inner.metrics()
+        return numbers
 
     async def drain(self, drain_s: float) -> None:
         """Finishes what runs."""
         await self._inner.drain(drain_s)
-
-    def reconfigure(self, user_config: Mapping[str, Any]) -> None:
-        """Applies new knobs."""
-        self._inner.reconfigure(user_config)
-
-    def check_health(self) -> None:
-        """Raises if it should be replaced."""
-        self._inner.check_health()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_inner"):
-            self._inner.__del__()
