@@ -24,6 +24,7 @@ torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """How `make test` shares the suite between two processes: a file's tests stay together, for its fixtures, and all
     that start Ray are one group, so that there is one Ray at a time. That group takes longest and goes first."""
