@@ -17,7 +17,7 @@ from plait_serving.diffusion.controlnet.remote import RemoteControlNetClient
 from plait_serving.diffusion.errors import ControlNetUnavailable
 from plait_serving.diffusion.protocols import Residuals
 from support import controlnet as kit
-from support.cluster import local_serve
+from support.cluster import SharedServe
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -25,16 +25,16 @@ PATIENCE_S = 120.0
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    """A small Ray of our own."""
-    with local_serve() as serve:
-        yield serve
+def cluster(shared_serve: SharedServe) -> Any:
+    """Serve."""
+    return shared_serve.serve
 
 
 @pytest.fixture(scope="module")
-def handle(cluster: Any, tiny_sd_controlnets: tuple[Path, Path]) -> Any:
+def handle(cluster: Any, tiny_sd_controlnets: tuple[Path, Path]) -> Iterator[Any]:
     """Two replicas of a tiny ControlNet, for all tests that leave it in place."""
-    return _deploy(cluster, tiny_sd_controlnets[0], app="controlnets", replicas=2)
+    yield _deploy(cluster, tiny_sd_controlnets[0], app="controlnets", replicas=2)
+    cluster.delete("controlnets")
 
 
 def _deploy(cluster: Any, folder: Path, *, app: str, replicas: int) -> Any:

@@ -26,9 +26,8 @@ from plait_serving.deployments.reach import ServeReplicas
 from plait_serving.deployments.recommend import remote_ranker
 from plait_serving.recommend_config import RecommenderSection, RecommendSection
 from support import ranking as kit
-from support.cluster import local_serve
+from support.cluster import SharedServe
 from support.rank_serve import TinySource
-from support.server import free_port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -62,17 +61,17 @@ class Deployed:
 
 
 @pytest.fixture(scope="module")
-def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
-    """The application on a Ray of our own."""
-    folder, port = tmp_path_factory.mktemp("unused"), free_port()
+def deployed(tmp_path_factory: pytest.TempPathFactory, shared_serve: SharedServe) -> Iterator[Deployed]:
+    """The application on the session's Ray."""
+    folder = tmp_path_factory.mktemp("unused")
     models = {"tiny": RecommenderSection(folder=folder), "small": RecommenderSection(folder=folder, mode="whole")}
     args = AppArgs(images=None, recommend=RecommendSection(models=models))
     sources = {"tiny": TinySource(slow_s=0.02), "small": TinySource()}
-    with local_serve(http_port=port) as serve:
-        serve.run(compose(args, None, rank_sources=sources), name="rank", route_prefix="/")
-        made = Deployed(serve, port)
-        _wait_until(lambda: made.get("/health")[0] == 200)
-        yield made
+    shared_serve.serve.run(compose(args, None, rank_sources=sources), name="rank", route_prefix="/")
+    made = Deployed(shared_serve.serve, shared_serve.port)
+    _wait_until(lambda: made.get("/health")[0] == 200)
+    yield made
+    shared_serve.serve.delete("rank")
 
 
 async def test_both_ways_to_serve_rank_alike(deployed: Deployed) -> None:

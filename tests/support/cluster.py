@@ -6,15 +6,36 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+from support.server import free_port
 
 TESTS = Path(__file__).resolve().parents[1]
 
 
+@dataclass(frozen=True)
+class SharedServe:
+    """``serve`` is the module; its proxy listens on ``port`` of 127.0.0.1. Whoever deploys deletes."""
+
+    serve: Any
+    port: int
+
+
+@pytest.fixture(scope="session")
+def shared_serve() -> Iterator[SharedServe]:
+    """The session's one Ray in the tests' own process. Starting it takes ten seconds."""
+    port = free_port()
+    with _local_serve(port) as serve:
+        yield SharedServe(serve, port)
+
+
 @contextmanager
-def local_serve(*, http_port: int | None = None, num_cpus: int = 4) -> Iterator[Any]:
-    """Serve on a Ray of our own, gone afterwards. Replicas can import what tests can. No port: no HTTP."""
+def _local_serve(http_port: int, num_cpus: int = 4) -> Iterator[Any]:
+    """Serve on a Ray of our own, gone afterwards. Replicas can import what tests can."""
     import ray
     from ray import serve
 
@@ -31,10 +52,7 @@ def local_serve(*, http_port: int | None = None, num_cpus: int = 4) -> Iterator[
             _temp_dir=folder,
             _node_ip_address="127.0.0.1",
         )
-        if http_port is None:
-            serve.start(proxy_location="Disabled")
-        else:
-            serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": http_port})
+        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": http_port})
         try:
             yield serve
         finally:
