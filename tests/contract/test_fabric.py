@@ -11,6 +11,8 @@ import subprocess
 import sys
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -90,6 +92,23 @@ class TestShm(ChannelConformance, TensorConformance, ListenerConformance, Proces
             assert _mapped_segments() <= before
         finally:
             gc.enable()
+
+
+class TestShmSpinning(ChannelConformance, TensorConformance):
+    """Shared memory whose receivers look again and again before they sleep."""
+
+    shares_memory = True
+
+    @pytest.fixture
+    def address(self, tmp_path: Path) -> str:
+        """A socket in a private folder."""
+        return f"shm://{tmp_path}/s"
+
+    def _connected(
+        self, address: str, options: FabricOptions | None = None
+    ) -> AbstractContextManager[tuple[Channel, Channel]]:
+        """Both ends spin, for less long than some tests wait."""
+        return super()._connected(address, replace(options or FabricOptions(), spin_s=0.01))
 
 
 class TestTcp(ChannelConformance, TensorConformance, ListenerConformance, ProcessConformance):

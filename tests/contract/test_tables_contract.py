@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from plait_disagg.tables.protocols import BadId, Tables
 from plait_disagg.tables.reference import SeparateTables
 from plait_disagg.tables.values import OutOfRange
+from support.fabric_rows import remote, sharded_remote
 from support.tables import MODES, Weights, asks, fused, make_ask, make_weights, mapped, separate, sharded
 
 Build = Callable[[Weights, OutOfRange, Path], Tables]
@@ -24,8 +25,10 @@ BUILDS: dict[str, Build] = {
     "sharded whole": sharded(1, 2),
     "sharded in two": sharded(2, 2),
     "sharded in three": sharded(3, 2),
+    "remote": remote,
+    "remote shards": sharded_remote,
 }
-EXACT = {"separate", "fused", "mapped", "sharded whole"}
+EXACT = {"separate", "fused", "mapped", "sharded whole", "remote"}
 """Row cuts add in another order."""
 
 WEIGHTS = make_weights()

@@ -34,8 +34,10 @@ from plait_disagg.fabric.frames import (
     encode_header,
     pack_head,
     pack_lengths,
+    pack_one,
     pack_places,
     unpack_lengths,
+    unpack_one,
     unpack_places,
     unpack_prefix,
 )
@@ -105,6 +107,46 @@ def test_places_stay_inside_the_segment(lengths: list[int], message_id: int, seg
     else:
         with pytest.raises(ProtocolViolation):
             unpack_places(table, prefix, segment_bytes)
+
+
+@given(st.binary(max_size=200), st.dictionaries(st.text(max_size=5), st.integers(), max_size=3), st.data())
+def test_the_quick_way_for_one_buffer_is_the_slow_way(
+    payload: bytes, header: dict[str, int], data: st.DataObject
+) -> None:
+    """A message of one buffer is packed as any other; a damaged one is left to the way that knows the errors."""
+    encoded = encode_header(header)
+    head = pack_head(Kind.MESSAGE, encoded, pack_lengths([len(payload)]), buffers=1, payload_bytes=len(payload))
+    packet = pack_one(encoded, len(payload)) + payload
+    assert packet == head + payload
+    assert unpack_one(packet, LIMITS) == (header, bytearray(payload))
+    place = data.draw(st.integers(0, PREFIX_BYTES - 1))
+    damaged = bytearray(packet)
+    damaged[place] ^= data.draw(st.integers(1, 255))
+    assert unpack_one(bytes(damaged), LIMITS) is None
+    assert unpack_one(packet[:place], LIMITS) is None
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"x": 2**70},
+        {"x": -(2**64)},
+        {"x": "\ud800"},
+        {"x": None},
+        {"null": 1},
+        {"x": (1, 2)},
+        {"x": 1e308},
+        {"x": True},
+    ],
+    ids=str,
+)
+def test_headers_that_a_quick_parser_would_spoil_survive(header: dict[str, object]) -> None:
+    """Large integers, lone surrogates and nulls arrive as they left (a tuple as a list)."""
+    arrived = decode_header(encode_header(header))
+    assert arrived == json.loads(json.dumps(header))
+    assert [type(value) for value in arrived.values()] == [
+        type(value) for value in json.loads(json.dumps(header)).values()
+    ]
 
 
 def test_lengths_must_add_up() -> None:

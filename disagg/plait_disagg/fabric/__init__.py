@@ -3,6 +3,7 @@
 One protocol (`Channel`), three transports chosen by the address: `inproc://name` hands leases
 over, `shm:///path/of/socket` shares memory between processes of one host, `tcp://host:port`
 crosses hosts. Peers authenticate each other before anything is parsed; nothing is pickled.
+`modelled(channel, link)` makes any of them as slow as an RDMA link, or simulates it in virtual time.
 
 ::
 
@@ -41,25 +42,31 @@ from plait_disagg.fabric.errors import (
     Unsupported,
     WeakSecret,
 )
+from plait_disagg.fabric.link import BadLink, Link
+from plait_disagg.fabric.link_files import LINKS, read_links
+from plait_disagg.fabric.modelled import modelled
 from plait_disagg.fabric.pool import Lease, Pool
 from plait_disagg.fabric.protocols import Buffer, Channel, Header, Listener
-from plait_disagg.fabric.values import ChannelStatistics, FabricOptions, Limits, Message, PoolStatistics
+from plait_disagg.fabric.values import ChannelStatistics, Delivery, FabricOptions, Limits, Message, PoolStatistics
 
 if TYPE_CHECKING:
     from plait_disagg.fabric.tensors import TensorMessage, lease_tensor, recv_tensors, send_tensors, tensors_of
 
 __all__ = [
+    "LINKS",
     "AcceptTimeout",
     "AddressInUse",
     "AuthFailed",
     "BadAddress",
     "BadHeader",
+    "BadLink",
     "BadTensor",
     "Buffer",
     "Channel",
     "ChannelStatistics",
     "Closed",
     "ConnectTimeout",
+    "Delivery",
     "FabricError",
     "FabricOptions",
     "FabricTimeout",
@@ -68,6 +75,7 @@ __all__ = [
     "Lease",
     "LeaseMisuse",
     "Limits",
+    "Link",
     "Listener",
     "Message",
     "PeerClosed",
@@ -85,7 +93,9 @@ __all__ = [
     "connect",
     "lease_tensor",
     "listen",
+    "modelled",
     "new_secret",
+    "read_links",
     "recv_tensors",
     "send_tensors",
     "tensors_of",

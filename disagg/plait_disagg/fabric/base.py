@@ -3,25 +3,28 @@
 A new transport (UCX, verbs) subclasses `ChannelBase`: `_deliver` moves parts out, `_collect`
 brings a message in, `close` wakes both. Its pool leases registered memory (`Pool` over a
 registered arena, with a `Gate` that polls completions); `endpoints` gains a scheme and the
-conformance suite one fixture. What only changes behaviour (a modelled link) wraps any `Channel`.
+conformance suite one fixture. What only changes behaviour (`modelled`) wraps any `Channel`.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Self
 
-from plait_disagg.fabric.errors import Closed, FabricError, PeerLost
+from plait_disagg.fabric.errors import Closed, FabricError, FrameTooLarge, PeerLost, ProtocolViolation
 from plait_disagg.fabric.frames import encode_header
 from plait_disagg.fabric.pool import Pool, release_all
 from plait_disagg.fabric.protocols import Buffer, Header
-from plait_disagg.fabric.staging import Part, leases_of, part_bytes, take_over
+from plait_disagg.fabric.staging import Part, leases_of, take_over
 from plait_disagg.fabric.values import ChannelStatistics, Limits, Message
 
 __all__ = ["ChannelBase", "Deadline"]
+
+log = logging.getLogger(__name__)
 
 
 class Deadline:
@@ -43,6 +46,9 @@ class Deadline:
         return self._at_s is not None and time.monotonic() >= self._at_s
 
 
+_NEVER = Deadline(None)
+
+
 class ChannelBase(ABC):
     """A channel but for the transport: subclasses move parts (`_deliver`) and messages (`_collect`)."""
 
@@ -54,9 +60,10 @@ class ChannelBase(ABC):
         self._receiving = threading.Lock()
         self._counting = threading.Lock()
         self._failure: FabricError | None = None
-        self._sent = self._sent_bytes = self._send_waits = 0
-        self._received = self._received_bytes = self._recv_waits = 0
-        self._open_messages = 0
+        # Messages and bytes in one tuple, replaced as a whole by the thread that has the direction's lock.
+        self._sent = self._received = (0, 0)
+        self._copied = (0, 0)
+        self._send_waits = self._recv_waits = self._released = 0
 
     @property
     def pool(self) -> Pool:
@@ -78,26 +85,27 @@ class ChannelBase(ABC):
         parts = take_over(buffers)
         try:
             encoded = encode_header(header)
-            nbytes = sum(map(part_bytes, parts)) if parts else 0
-            self._limits.check(header_bytes=len(encoded), buffers=len(parts), message_bytes=nbytes)
+            nbytes = 0
+            for part in parts:
+                nbytes += part.nbytes
+            if not self._limits.hold(len(encoded), len(parts), nbytes):
+                self._limits.check(header_bytes=len(encoded), buffers=len(parts), message_bytes=nbytes)
             with self._sending:
-                self._raise_if_unusable()
-                self._deliver(encoded, parts, Deadline(timeout_s))
+                if self._failure is not None:
+                    self._raise_if_unusable()
+                self._deliver(encoded, parts, _NEVER if timeout_s is None else Deadline(timeout_s))
+                messages, sent_bytes = self._sent
+                self._sent = (messages + 1, sent_bytes + nbytes)
         except BaseException:
             release_all(leases_of(parts))
             raise
-        with self._counting:
-            self._sent += 1
-            self._sent_bytes += nbytes
 
     def recv(self, timeout_s: float | None = None) -> Message:
         """See `Channel.recv`."""
         with self._receiving:
-            message, nbytes = self._collect(Deadline(timeout_s))
-        with self._counting:
-            self._received += 1
-            self._received_bytes += nbytes
-            self._open_messages += 1
+            message, nbytes = self._collect(_NEVER if timeout_s is None else Deadline(timeout_s))
+            messages, received_bytes = self._received
+            self._received = (messages + 1, received_bytes + nbytes)
         return message
 
     @abstractmethod
@@ -116,16 +124,17 @@ class ChannelBase(ABC):
         """See `Channel.statistics`."""
         copies = self._pool.statistics()
         with self._counting:
+            sent, received = self._sent, self._received
             return ChannelStatistics(
-                messages_sent=self._sent,
-                messages_received=self._received,
-                bytes_sent=self._sent_bytes,
-                bytes_received=self._received_bytes,
-                copies=copies.copies,
-                copied_bytes=copies.copied_bytes,
+                messages_sent=sent[0],
+                messages_received=received[0],
+                bytes_sent=sent[1],
+                bytes_received=received[1],
+                copies=copies.copies + self._copied[0],
+                copied_bytes=copies.copied_bytes + self._copied[1],
                 send_waits=self._send_waits + copies.waits,
                 recv_waits=self._recv_waits,
-                open_messages=self._open_messages,
+                open_messages=received[0] - self._released,
             )
 
     def __enter__(self) -> Self:
@@ -137,9 +146,13 @@ class ChannelBase(ABC):
     def _fail(self, failure: FabricError) -> FabricError:
         """Remember why the channel ended (the first reason stays) and return it, ready to raise."""
         with self._counting:
+            first = self._failure is None
             if self._failure is None:
                 self._failure = _afresh(failure)
-            return _afresh(self._failure)
+            known = self._failure
+        if first and isinstance(failure, ProtocolViolation | FrameTooLarge):
+            log.warning("fabric: the channel to %s is cut off: %s", self._peer, failure)
+        return _afresh(known)
 
     def _raise_if_unusable(self) -> None:
         failure = self._failure
@@ -157,6 +170,11 @@ class ChannelBase(ABC):
             self._failure = Closed("this side of the channel was closed")
             return True
 
+    def _count_copy(self, nbytes: int) -> None:
+        """Record a copy that did not go into the pool. Call while sending."""
+        copies, copied_bytes = self._copied
+        self._copied = (copies + 1, copied_bytes + nbytes)
+
     def _count_send_wait(self) -> None:
         with self._counting:
             self._send_waits += 1
@@ -167,7 +185,7 @@ class ChannelBase(ABC):
 
     def _count_release(self) -> None:
         with self._counting:
-            self._open_messages -= 1
+            self._released += 1
 
 
 def _afresh(failure: FabricError) -> FabricError:

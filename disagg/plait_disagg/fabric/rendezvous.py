@@ -39,7 +39,7 @@ from plait_disagg.fabric.errors import (
 )
 from plait_disagg.fabric.protocols import Channel
 from plait_disagg.fabric.segment import Segment, close_descriptors, require_linux
-from plait_disagg.fabric.shm import ShmChannel
+from plait_disagg.fabric.shm import ShmChannel, create_segment
 from plait_disagg.fabric.values import Address, FabricOptions
 from plait_disagg.fabric.waiting import finish_connect
 
@@ -47,7 +47,7 @@ __all__ = ["connect", "listen"]
 
 _LONGEST_PATH_BYTES = 107
 """sockaddr_un holds 108 bytes with the final zero (unix(7))."""
-_REGISTER = b"PLTSEG\x00\x01"
+_REGISTER = b"PLTSEG\x00\x02"
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -91,7 +91,7 @@ def _register(
     incoming = Segment.attach(descriptors[0])
     credit = socket.socket(fileno=os.dup(descriptors[1]))
     try:
-        outgoing, descriptor = Segment.create(options.pool_bytes)
+        outgoing, descriptor = create_segment(options)
         try:
             finish_connect(sock, deadline, lambda: socket.send_fds(sock, [_REGISTER], [descriptor]))
         finally:
@@ -136,7 +136,7 @@ class _ShmArrival:
         except AuthFailed:
             self.sock.send(REFUSED)
             raise
-        self._outgoing, descriptor = Segment.create(self._options.pool_bytes)
+        self._outgoing, descriptor = create_segment(self._options)
         self._credit, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             socket.send_fds(self.sock, [proof], [descriptor, theirs.fileno()])

@@ -10,7 +10,7 @@ from plait_disagg.fabric.extents import ALIGNMENT_BYTES
 from plait_disagg.fabric.pool import Lease, Pool, release_all
 from plait_disagg.fabric.protocols import Buffer
 
-__all__ = ["Part", "Staged", "align", "leases_of", "part_bytes", "part_view", "stage", "take_over"]
+__all__ = ["Part", "Staged", "align", "leases_of", "part_view", "stage", "take_over"]
 
 Part = Lease | memoryview
 """A piece of payload that the channel owns (a lease) or may read until `send` returns (a flat view)."""
@@ -26,11 +26,6 @@ def part_view(part: Part) -> memoryview:
     return part.memory if isinstance(part, Lease) else part
 
 
-def part_bytes(part: Part) -> int:
-    """The length of a part."""
-    return part.nbytes
-
-
 def leases_of(parts: Sequence[Part]) -> list[Lease]:
     """The parts that are leases."""
     return [part for part in parts if isinstance(part, Lease)]
@@ -39,6 +34,8 @@ def leases_of(parts: Sequence[Part]) -> list[Lease]:
 def take_over(buffers: Sequence[Buffer]) -> list[Part]:
     """Make the caller's leases ours and its bytes flat; on error every live lease is released."""
     parts: list[Part] = []
+    if not buffers:
+        return parts
     try:
         for buffer in buffers:  # one by one, so that a failure knows what was taken
             parts.append(buffer.hand_over() if isinstance(buffer, Lease) else _flat(buffer))  # noqa: PERF401
@@ -56,7 +53,9 @@ def _flat(buffer: memoryview | bytes | bytearray) -> memoryview:
         raise BadTensor(f"a buffer must be a lease or bytes-like, got {type(buffer).__name__}") from error
     if not view.c_contiguous:
         raise BadTensor("a buffer must be C-contiguous; copy it into a lease instead")
-    return view.cast("B") if view.nbytes else memoryview(b"")
+    if not view.nbytes:
+        return memoryview(b"")
+    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 
 @dataclass(frozen=True)

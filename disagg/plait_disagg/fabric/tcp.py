@@ -2,14 +2,16 @@
 
 Sending copies nothing in this process (`sendmsg` reads the caller's memory); receiving reads into
 the lease that the message lends. A peer that dies closes its socket and we see it at once; a host
-that is cut off without a word is noticed by keepalive while idle (about 5 + 3 x 2 s), and by
-the caller's own time-outs while data is in flight.
+that is cut off without a word is noticed after about 5 + 3 x 2 s: by keepalive while idle, and by
+the acknowledgements that do not come while data is in flight (TCP_USER_TIMEOUT, RFC 5482). A peer
+that stops in the middle of a frame is cut off after `stall_timeout_s`.
 """
 
 from __future__ import annotations
 
 import errno
 import socket
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -58,7 +60,6 @@ __all__ = ["TcpChannel", "connect", "listen"]
 
 _GATHER = 512
 """Buffers a `sendmsg`; IOV_MAX is 1024 on Linux."""
-_KEEPALIVE_INTERVAL_S = 2
 _KEEPALIVE_PROBES = 3
 
 
@@ -89,6 +90,11 @@ class FrameReader:
     def lease(self) -> Lease | None:
         """The lease of a message that has arrived in part."""
         return self._lease
+
+    @property
+    def begun(self) -> bool:
+        """Whether part of a frame has arrived."""
+        return self._prefix is not None or len(self.wanted) < PREFIX_BYTES
 
     def filled(self, nbytes: int) -> None:
         """The first `nbytes` of `wanted` have arrived."""
@@ -137,6 +143,9 @@ class TcpChannel(ChannelBase):
         self._sock = sock
         self._inbound_pool = Pool.anonymous(options.pool_bytes)
         self._reader = FrameReader(options.limits)
+        self._stall_timeout_s = options.stall_timeout_s
+        self._spin_s = options.spin_s
+        self._heard_s = time.monotonic()
         _tune(sock, options)
         self._writable = Waiter(sock.fileno(), events=POLL_OUT)
         self._readable = Waiter(sock.fileno(), events=POLL_IN)
@@ -211,8 +220,7 @@ class TcpChannel(ChannelBase):
                 if not waited:
                     self._count_recv_wait()
                     waited = True
-                if not self._readable.wait(deadline.left_s()):
-                    raise RecvTimeout(f"no message within {deadline.timeout_s} s") from None
+                self._wait_for_bytes(deadline)
                 continue
             except OSError as error:
                 self._raise_if_unusable()
@@ -220,7 +228,19 @@ class TcpChannel(ChannelBase):
             if not received:
                 self._raise_if_unusable()
                 raise self._lost("hung up")
+            self._heard_s = time.monotonic()
             reader.filled(received)
+
+    def _wait_for_bytes(self, deadline: Deadline) -> None:
+        """Waits until something can be read, or until it is time to look again."""
+        left_s = deadline.left_s()
+        if self._reader.begun:
+            patience_s = self._heard_s + self._stall_timeout_s - time.monotonic()
+            if patience_s <= 0:
+                raise ProtocolViolation(f"the peer sent part of a frame, then nothing for {self._stall_timeout_s} s")
+            left_s = patience_s if left_s is None else min(left_s, patience_s)
+        if not self._readable.wait(left_s, spin_s=self._spin_s) and deadline.passed:
+            raise RecvTimeout(f"no message within {deadline.timeout_s} s")
 
     def _room(self, nbytes: int, deadline: Deadline) -> Lease:
         if not self._inbound_pool.can_ever_lease(nbytes):
@@ -275,10 +295,13 @@ def _tune(sock: socket.socket, options: FabricOptions) -> None:
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    idle_s = options.tcp_keepalive_idle_s
+    interval_s = max(1, idle_s // 2)
     for name, value in (
-        ("TCP_KEEPIDLE", options.tcp_keepalive_idle_s),
-        ("TCP_KEEPINTVL", _KEEPALIVE_INTERVAL_S),
+        ("TCP_KEEPIDLE", idle_s),
+        ("TCP_KEEPINTVL", interval_s),
         ("TCP_KEEPCNT", _KEEPALIVE_PROBES),
+        ("TCP_USER_TIMEOUT", 1000 * (idle_s + _KEEPALIVE_PROBES * interval_s)),
     ):
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

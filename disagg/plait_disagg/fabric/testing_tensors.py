@@ -55,7 +55,8 @@ class TensorConformance:
     def test_at_most_one_copy_when_sending(self, ends: tuple[Channel, Channel]) -> None:
         """A tensor, dense or not, is copied at most once on the sending side, a lease never."""
         client, server = ends
-        for tensor in (torch.randn(64, 64), torch.randn(64, 64, 2)[:, :, 0], torch.randn(300, 300).T):
+        small, large = torch.randn(10, 3), torch.randn(64, 64, 2)
+        for tensor in (small, small[:, 1], small.T, large[:, :, 0], large, torch.randn(300, 300).T):
             before = client.statistics()
             send_tensors(client, {}, {"x": tensor})
             after = client.statistics()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -11,8 +10,10 @@ from typing import Any, Literal, Self
 from plait_disagg.fabric.errors import BadAddress, FrameTooLarge, LeaseMisuse, WeakSecret
 
 __all__ = [
+    "MEASURED",
     "Address",
     "ChannelStatistics",
+    "Delivery",
     "FabricOptions",
     "Limits",
     "Message",
@@ -76,6 +77,10 @@ class Limits:
     buffers: int = 1_024
     message_bytes: int = 1 << 30
 
+    def hold(self, header_bytes: int, buffers: int, message_bytes: int) -> bool:
+        """Whether nothing is over."""
+        return header_bytes <= self.header_bytes and buffers <= self.buffers and message_bytes <= self.message_bytes
+
     def check(self, *, header_bytes: int, buffers: int, message_bytes: int) -> None:
         """Raise `FrameTooLarge` (marked usable: nothing was sent or allocated) if anything is over."""
         if header_bytes > self.header_bytes:
@@ -100,7 +105,10 @@ class FabricOptions:
     are 53 MB a row). `in_flight_messages` is the credit window: messages
     sent and not yet released by the receiver (shm and inproc; on tcp the kernel's socket buffers
     and the receiver's pool are the bound). Payloads up to `inline_bytes` travel in the control
-    packet (shm), which is faster for small ones than a slot and its acknowledgement.
+    packet (shm), which is faster for small ones than a slot and its acknowledgement. A peer that sends part of a frame
+    and then nothing for `stall_timeout_s` is cut off; a host that answers nothing for `tcp_keepalive_idle_s` and
+    three probes is lost (tcp). A `recv` that finds nothing looks again and again for `spin_s` before
+    it sleeps (shm and tcp): waking up costs more than a small message, but a core that looks does nothing else.
     """
 
     limits: Limits = field(default_factory=Limits)
@@ -109,6 +117,8 @@ class FabricOptions:
     inline_bytes: int = 8_192
     handshake_timeout_s: float = 2.0
     pending_handshakes: int = 64
+    stall_timeout_s: float = 10.0
+    spin_s: float = 0.0
     tcp_keepalive_idle_s: int = 5
 
     def __post_init__(self) -> None:
@@ -119,8 +129,11 @@ class FabricOptions:
             raise ValueError(f"in_flight_messages must be at most 256, got {self.in_flight_messages}")
         if not 0 <= self.inline_bytes <= MAX_INLINE_BYTES:
             raise ValueError(f"inline_bytes must be between 0 and {MAX_INLINE_BYTES}, got {self.inline_bytes}")
-        if not self.handshake_timeout_s > 0:
-            raise ValueError(f"handshake_timeout_s must be positive, got {self.handshake_timeout_s}")
+        if not 0 <= self.spin_s <= 1:
+            raise ValueError(f"spin_s must be between 0 and 1, got {self.spin_s}")
+        for name in ("handshake_timeout_s", "stall_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
 
 
 def check_secret(secret: bytes) -> bytes:
@@ -128,6 +141,28 @@ def check_secret(secret: bytes) -> bytes:
     if len(secret) < MIN_SECRET_BYTES:
         raise WeakSecret(f"the fabric secret has {len(secret)} bytes; at least {MIN_SECRET_BYTES} are needed")
     return bytes(secret)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """How a message came: over what is there (measured), or at the pace of a model of a link.
+
+    Modelled: ``modelled_s`` from the post to the delivery as the link has it; ``late_s`` by how much the host was
+    slower than that although somebody waited for the message.
+    """
+
+    kind: Literal["measured", "modelled"] = "measured"
+    link: str = ""
+    modelled_s: float = 0.0
+    late_s: float = 0.0
+
+    @property
+    def host_slower(self) -> bool:
+        """Whether the model's time is not what the receiver saw."""
+        return self.late_s > 0
+
+
+MEASURED = Delivery()
 
 
 class Message:
@@ -139,18 +174,20 @@ class Message:
     Use the message as a context manager, or call `release()` once, from any thread.
     """
 
-    __slots__ = ("_buffers", "_lock", "_on_release", "header")
+    __slots__ = ("_buffers", "_releases", "delivery", "header")
 
     def __init__(
         self,
         header: Mapping[str, Any],
         buffers: Sequence[memoryview],
         on_release: Callable[[], None],
+        *,
+        delivery: Delivery = MEASURED,
     ) -> None:
         self.header = header
+        self.delivery = delivery
         self._buffers: tuple[memoryview, ...] | None = tuple(buffers)
-        self._on_release = on_release
-        self._lock = threading.Lock()
+        self._releases = [on_release]  # popped once: that is atomic, and cheaper than a lock for every message
 
     @property
     def buffers(self) -> tuple[memoryview, ...]:
@@ -161,11 +198,12 @@ class Message:
 
     def release(self) -> None:
         """Give the memory back to the sender; raises `LeaseMisuse` on the second call."""
-        with self._lock:
-            if self._buffers is None:
-                raise LeaseMisuse("the message was released twice")
-            self._buffers = None
-        self._on_release()
+        try:
+            on_release = self._releases.pop()
+        except IndexError:
+            raise LeaseMisuse("the message was released twice") from None
+        self._buffers = None
+        on_release()
 
     def __enter__(self) -> Self:
         return self

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import select
 import socket
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
@@ -28,8 +29,13 @@ class Waiter:
         for descriptor in descriptors:
             self._poll.register(descriptor, events)
 
-    def wait(self, timeout_s: float | None) -> bool:
-        """Wait until a descriptor is ready or broken; False on time-out."""
+    def wait(self, timeout_s: float | None, *, spin_s: float = 0.0) -> bool:
+        """Wait until a descriptor is ready or broken, at first without sleeping; False on time-out."""
+        if spin_s:
+            until_s = time.monotonic() + (spin_s if timeout_s is None else min(spin_s, timeout_s))
+            while time.monotonic() < until_s:
+                if self._poll.poll(0):
+                    return True
         return bool(self._poll.poll(None if timeout_s is None else math.ceil(timeout_s * 1000)))
 
 

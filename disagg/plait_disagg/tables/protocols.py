@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from plait_disagg.tables.values import Lookup
 
-__all__ = ["Ask", "BadId", "Tables"]
+__all__ = ["Ask", "BadId", "FarTables", "Found", "Tables", "Underway"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +34,7 @@ class BadId(Exception):
         self.table = table
         self.value = value
         self.position = position
+        self.rows = rows
 
 
 class Tables(Protocol):
@@ -44,3 +45,28 @@ class Tables(Protocol):
 
         Ids outside a table follow its policy. Raises `BadId`.
         """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A shard's answer: as `Tables.lookup` has it, all of one ``version`` of the rows."""
+
+    shard: str
+    version: int
+    values: list[torch.Tensor]
+
+
+class Underway(Protocol):
+    """A lookup that a shard works on."""
+
+    def result(self) -> Found:
+        """Waits for the answer; call it once. Raises `BadId`, `ShardLost`, `ShardRefused`."""
+
+
+@runtime_checkable
+class FarTables(Tables, Protocol):
+    """Tables elsewhere, which several shards can be asked for at once."""
+
+    def begin(self, asks: Sequence[Ask]) -> Underway:
+        """Asks, and does not wait. Of several that are begun, only the last one can still be answered. Raises
+        `ShardLost`."""

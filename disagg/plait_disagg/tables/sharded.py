@@ -1,6 +1,7 @@
 """Tables on several shards, asked as one.
 
-Each shard implements `Tables` and calls its pieces as `Piece.name` says. A lookup asks every shard once. Pieces cut by
+Each shard implements `Tables` and calls its pieces as `Piece.name` says. A lookup asks every shard once; those that
+are elsewhere (`FarTables`) work at the same time, and must answer from one version of their rows. Pieces cut by
 columns are laid side by side; pieces cut by rows get the ids that are theirs and are merged by mode: sums are added
 (and divided by the bag's size for means), maxima compared, rows put where their ids were.
 """
@@ -14,12 +15,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from plait_disagg.tables.errors import MixedVersions
 from plait_disagg.tables.ids import settle_ids
 from plait_disagg.tables.plan import Piece, Plan
-from plait_disagg.tables.protocols import Ask, Tables
+from plait_disagg.tables.protocols import Ask, FarTables, Tables
 from plait_disagg.tables.values import Mode, Table
 
 __all__ = ["ShardedTables", "piece_of"]
+
+_TRIES = 3
+"""How often a lookup is made while a refresh moves through the shards, and they answer from different versions."""
 
 
 def piece_of(piece: Piece, table: torch.Tensor) -> torch.Tensor:
@@ -48,7 +53,7 @@ class ShardedTables:
         self._shards = shards
 
     def lookup(self, asks: Sequence[Ask]) -> list[torch.Tensor]:
-        """See `Tables.lookup`."""
+        """See `Tables.lookup`. Raises `BadId`, `ShardLost`, `MixedVersions`."""
         parts = [self._parts(ask) for ask in asks]
         found = self._ask_shards([part for some in parts for part in some])
         values = []
@@ -69,11 +74,25 @@ class ShardedTables:
         by_shard: dict[int, list[int]] = {}
         for position, part in enumerate(parts):
             by_shard.setdefault(part.piece.shard, []).append(position)
+        asks = {shard: [parts[position].ask for position in by_shard[shard]] for shard in sorted(by_shard)}
+        values = self._lookup_all(asks)
         found: dict[int, torch.Tensor] = {}
-        for shard, positions in sorted(by_shard.items()):
-            values = self._shards[shard].lookup([parts[position].ask for position in positions])
-            found.update(zip(positions, values, strict=True))
+        for shard, positions in by_shard.items():
+            found.update(zip(positions, values[shard], strict=True))
         return [found[position] for position in range(len(parts))]
+
+    def _lookup_all(self, asks: Mapping[int, Sequence[Ask]]) -> dict[int, list[torch.Tensor]]:
+        """Each shard's values. Those of this process are looked up while the others work."""
+        near = {shard: tables for shard in asks if not isinstance(tables := self._shards[shard], FarTables)}
+        far = {shard: tables for shard in asks if isinstance(tables := self._shards[shard], FarTables)}
+        values: dict[int, list[torch.Tensor]] = {}
+        for _ in range(_TRIES):
+            underway = {shard: tables.begin(asks[shard]) for shard, tables in far.items()}
+            values |= {shard: near[shard].lookup(asks[shard]) for shard in near.keys() - values.keys()}
+            found = {shard: one.result() for shard, one in underway.items()}
+            if len({one.version for one in found.values()}) <= 1:
+                return values | {shard: one.values for shard, one in found.items()}
+        raise MixedVersions({one.shard: one.version for one in found.values()})
 
 
 def _part(ask: Ask, piece: Piece, table: Table) -> _Part:

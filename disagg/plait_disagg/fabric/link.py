@@ -1,0 +1,126 @@
+"""What an RDMA link costs: a record of parameters and the time of one message between two idle hosts. Pure.
+
+n: payload bytes. T(n): one-way time in seconds, from the call that posts a message to the moment at which the receiver
+has seen its completion; what `ib_send_lat` calls latency.
+
+- small, n <= small_bytes, two-sided (SEND): T(n) = o_s + L + f(n) + (n - 1) G + o_r, LogGP (Alexandrov et al., SPAA
+  1995) with o_s = post_s + doorbell_s, L = wire_s, G = small_s_per_byte, o_r = completion_s. f(n) = 0 while the payload
+  travels inside of the work request (n <= inline_bytes), else fetch_s, which the NIC takes to read it from memory.
+- large, one-sided (WRITE with immediate): T(n) = alpha_s + n / bytes_per_s (Hockney, Parallel Computing 20, 1994).
+- READ: the request travels as an empty message does and costs the far side's processor nothing; the answer as above.
+
+A message keeps the sender's port busy for max(gap_s, n / bytes_per_s), and later the receiver's: see `nic`. Between
+back-to-back small messages there is only that gap (LogfP: Hoefler et al., IPDPS 2006).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+__all__ = ["PARAMETERS", "WHOLE", "BadLink", "Link"]
+
+
+class BadLink(ValueError):
+    """A parameter of a link is missing or absurd; ``field`` names it."""
+
+    def __init__(self, link: str, field: str, why: str) -> None:
+        super().__init__(f"link {link!r}: {field}: {why}")
+        self.field = field
+
+
+_RANGES: dict[str, tuple[float, float]] = {
+    "post_s": (1e-9, 1e-3),
+    "doorbell_s": (0.0, 1e-3),
+    "completion_s": (1e-9, 1e-3),
+    "wire_s": (1e-8, 1.0),
+    "fetch_s": (0.0, 1e-3),
+    "small_s_per_byte": (1e-13, 1e-6),
+    "gap_s": (1e-10, 1e-2),
+    "alpha_s": (1e-8, 1.0),
+    "bytes_per_s": (1e6, 1e13),
+    "inline_bytes": (0, 4_096),
+    "small_bytes": (0, 1 << 20),
+    "queue_depth": (1, 1 << 16),
+    "reads_in_flight": (1, 1 << 16),
+}
+"""What a value may be. Wider than any hardware, so that only slips of the unit are refused: a nanosecond or a second
+where microseconds are usual, 8 Mbit/s to 80 Tbit/s."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """One kind of link; see the module. ``queue_depth`` work requests, of them ``reads_in_flight`` READs, may be
+    outstanding on a queue pair. Raises `BadLink`."""
+
+    name: str
+    post_s: float
+    doorbell_s: float
+    completion_s: float
+    wire_s: float
+    fetch_s: float
+    small_s_per_byte: float
+    gap_s: float
+    alpha_s: float
+    bytes_per_s: float
+    inline_bytes: int
+    small_bytes: int
+    queue_depth: int
+    reads_in_flight: int
+
+    def __post_init__(self) -> None:
+        for name, (least, most) in _RANGES.items():
+            _check_number(self.name, name, getattr(self, name), least, most, whole=name in WHOLE)
+        if self.small_s_per_byte * self.bytes_per_s < 1 - 1e-9:
+            raise BadLink(self.name, "small_s_per_byte", "a byte of a small message can not be faster than bytes_per_s")
+        if self.wire_s < max(self.gap_s, self.inline_bytes / self.bytes_per_s):
+            raise BadLink(self.name, "wire_s", "a message can not arrive before it has left (gap_s, inline_bytes)")
+        if self.alpha_s < self.sender_s + self.completion_s:
+            raise BadLink(self.name, "alpha_s", "it is less than post_s + doorbell_s + completion_s")
+
+    @property
+    def sender_s(self) -> float:
+        """What posting one message costs the sending processor: the work request and its doorbell."""
+        return self.post_s + self.doorbell_s
+
+    def one_way_s(self, nbytes: int) -> float:
+        """T(n) between idle hosts."""
+        if nbytes > self.small_bytes:
+            return self.alpha_s + nbytes / self.bytes_per_s
+        fetch_s = self.fetch_s if nbytes > self.inline_bytes else 0.0
+        return self.sender_s + self.wire_s + fetch_s + max(0, nbytes - 1) * self.small_s_per_byte + self.completion_s
+
+    def busy_s(self, nbytes: int) -> float:
+        """How long a message keeps a port busy."""
+        return max(self.gap_s, nbytes / self.bytes_per_s)
+
+    def flight_s(self, nbytes: int) -> float:
+        """From a message's start at the sender's port to its start at the receiver's. What `one_way_s` has besides."""
+        return max(0.0, self.one_way_s(nbytes) - self.sender_s - self.busy_s(nbytes) - self.completion_s)
+
+    def read_s(self, nbytes: int) -> float:
+        """A one-sided READ of ``nbytes`` between idle hosts, from its post to its completion at the same side."""
+        return self.sender_s + self.wire_s + self.answer_s(nbytes) + self.busy_s(nbytes) + self.completion_s
+
+    def answer_s(self, nbytes: int) -> float:
+        """`flight_s` of the answer to a READ, which the far NIC always has to read from memory first."""
+        return self.flight_s(nbytes) + (self.fetch_s if nbytes <= self.inline_bytes else 0.0)
+
+    def with_values(self, name: str, **values: Any) -> Link:
+        """A link like this one but for its name and those values. Raises `BadLink`."""
+        return replace(self, name=name, **values)
+
+
+WHOLE = frozenset({"inline_bytes", "small_bytes", "queue_depth", "reads_in_flight"})
+"""Parameters that are whole numbers."""
+
+PARAMETERS = tuple(field.name for field in fields(Link) if field.name != "name")
+"""Every parameter, in the order of the record."""
+
+
+def _check_number(link: str, name: str, value: object, least: float, most: float, *, whole: bool) -> None:
+    if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+        raise BadLink(link, name, f"must be a {'whole ' if whole else ''}number, not {value!r}")
+    if not math.isfinite(value) or not least <= value <= most:
+        raise BadLink(link, name, f"{value!r} is outside of {least:g}..{most:g}")

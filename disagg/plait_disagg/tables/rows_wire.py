@@ -1,0 +1,244 @@
+"""The messages between a shard of tables and who asks it: a header, and numbers end to end in at most three buffers::
+
+    rows    client -> shard    number; by ask [table, mode, shape of ids, bags or -1, weighted]
+                               buffers: ids int64, offsets int64, weights float32, of all asks
+    found   back               number, version, by ask the shape of its values; buffer: values float32
+    failed  back               number and why: {"code": "bad_id", ...} or {"code": "refused", "why": ...}
+
+Numbers are written straight into memory of the channel's pool: that is their one copy on the sending side.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, get_args
+
+import numpy as np
+import torch
+from numpy.typing import DTypeLike, NDArray
+
+from plait_disagg.fabric import Lease, Message, Pool
+from plait_disagg.fabric.pool import release_all
+from plait_disagg.tables.protocols import Ask, BadId
+from plait_disagg.tables.values import Lookup, Mode
+
+__all__ = [
+    "Failed",
+    "RowsAsked",
+    "RowsWireError",
+    "failed_header",
+    "pack_asks",
+    "pack_found",
+    "parse_answer",
+    "parse_asks",
+]
+
+VERSION = 1
+"""Of what is defined here; both sides must have the same."""
+
+Header: TypeAlias = Mapping[str, Any]
+
+_MODES = get_args(Mode)
+_ROOM_S = 5.0
+"""How long to wait for memory of the pool, which the peer gives back as it reads."""
+_MOST_NUMBERS = 1 << 40
+_MOST_DIMENSIONS = 8
+
+
+class RowsWireError(Exception):
+    """The peer sent what no correct peer sends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsAsked:
+    """What a client asks. ``asks`` view the message's memory; None stands for one that this shard does not serve."""
+
+    number: int
+    asks: list[Ask | None]
+    missing: str = ""
+
+    @property
+    def known(self) -> list[Ask]:
+        """All asks. Raises ValueError if one of them is not served here."""
+        if self.missing:
+            raise ValueError(f"there is no table {self.missing}")
+        return [ask for ask in self.asks if ask is not None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """Why there are no rows: an id (as `BadId` has it), or a sentence."""
+
+    bad_id: BadId | None
+    why: str
+
+
+def pack_asks(pool: Pool, number: int, asks: Sequence[Ask]) -> tuple[dict[str, Any], list[Lease]]:
+    """The message of a lookup. Raises ValueError for an ask that makes no sense, `PoolExhausted`."""
+    for ask in asks:
+        pools = ask.lookup.mode != "rows"
+        if (ask.offsets is not None) is not pools or (ask.weights is not None and ask.lookup.mode != "sum"):
+            raise ValueError(f"lookup {ask.lookup.name}: pooling needs offsets, and weights go with mode sum")
+    described = [
+        [
+            ask.lookup.table,
+            ask.lookup.mode,
+            list(ask.ids.shape),
+            -1 if ask.offsets is None else len(ask.offsets) - 1,
+            ask.weights is not None,
+        ]
+        for ask in asks
+    ]
+    header = {"kind": "rows", "wire": VERSION, "number": number, "asks": described}
+    parts: list[tuple[list[torch.Tensor], torch.dtype]] = [
+        ([ask.ids for ask in asks], torch.int64),
+        ([ask.offsets for ask in asks if ask.offsets is not None], torch.int64),
+        ([ask.weights for ask in asks if ask.weights is not None], torch.float32),
+    ]
+    leases: list[Lease] = []
+    try:
+        for tensors, dtype in parts:
+            leases.append(_end_to_end(pool, tensors, dtype))  # what was made must be known if one fails
+    except BaseException:
+        release_all(leases)
+        raise
+    return header, leases
+
+
+def pack_found(
+    pool: Pool, number: int, version: int, values: Sequence[torch.Tensor]
+) -> tuple[dict[str, Any], list[Lease]]:
+    """The message of an answer."""
+    shapes = [list(value.shape) for value in values]
+    header = {"kind": "found", "number": number, "version": version, "shapes": shapes}
+    return header, [_end_to_end(pool, values, torch.float32)]
+
+
+def failed_header(number: int, error: Exception) -> dict[str, Any]:
+    """The message of a lookup that can not be done."""
+    why: dict[str, Any] = {"code": "refused", "why": str(error)[:1_000]}
+    if isinstance(error, BadId):
+        why = {
+            "code": "bad_id",
+            "table": error.table,
+            "value": error.value,
+            "position": error.position,
+            "rows": error.rows,
+        }
+    return {"kind": "failed", "number": number, "failed": why}
+
+
+def parse_asks(message: Message, lookups: Mapping[tuple[str, Mode], Lookup]) -> RowsAsked:
+    """Reads a lookup; ``lookups`` has those that a shard can be asked for. Raises `RowsWireError`."""
+    header = message.header
+    described = header.get("asks")
+    if header.get("kind") != "rows" or header.get("wire") != VERSION or not isinstance(described, list):
+        raise RowsWireError(f"the client must send rows, version {VERSION}")
+    number = _natural(header.get("number"), "number")
+    if len(message.buffers) != 3:
+        raise RowsWireError("a lookup has three buffers")
+    numbers = [_Numbers(b, dtype) for b, dtype in zip(message.buffers, (np.int64, np.int64, np.float32), strict=True)]
+    asks = [_ask(entry, numbers, lookups) for entry in described]
+    if any(some.left for some in numbers):
+        raise RowsWireError("there are more numbers than were asked about")
+    missing = [entry[0] for entry, ask in zip(described, asks, strict=True) if ask is None]
+    return RowsAsked(number=number, asks=asks, missing=missing[0] if missing else "")
+
+
+def parse_answer(message: Message) -> tuple[int, int, list[torch.Tensor]] | tuple[int, Failed]:
+    """Number, version and values, copied out of the message; or number and why not. Raises `RowsWireError`."""
+    header = message.header
+    number = _natural(header.get("number"), "number")
+    if header.get("kind") == "failed":
+        return number, _failed(header.get("failed"))
+    shapes = header.get("shapes")
+    if header.get("kind") != "found" or not isinstance(shapes, list) or len(message.buffers) != 1:
+        raise RowsWireError("the shard must answer with found or failed")
+    numbers = _Numbers(memoryview(bytearray(message.buffers[0])), np.float32)
+    values = [numbers.take(_shape(shape)) for shape in shapes]
+    if numbers.left:
+        raise RowsWireError("there are more values than shapes")
+    return number, _natural(header.get("version"), "version"), values
+
+
+def _end_to_end(pool: Pool, tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> Lease:
+    """All numbers in one lease, converted as they are copied."""
+    lease = pool.acquire(sum(tensor.numel() for tensor in tensors) * dtype.itemsize, _ROOM_S)
+    if lease.nbytes:
+        whole = torch.frombuffer(lease.memory, dtype=dtype)
+        start = 0
+        for tensor in tensors:
+            whole[start : start + tensor.numel()].view(tensor.shape).copy_(tensor)
+            start += tensor.numel()
+        pool.count_copy(lease.nbytes)
+    return lease
+
+
+class _Numbers:
+    """Numbers of one type that are taken off a buffer in order."""
+
+    def __init__(self, buffer: memoryview, dtype: DTypeLike) -> None:
+        if buffer.nbytes % np.dtype(dtype).itemsize:
+            raise RowsWireError("a buffer does not hold whole numbers")
+        self._array: NDArray[Any] = np.frombuffer(buffer, dtype) if buffer.nbytes else np.empty(0, dtype)
+        self._start = 0
+
+    @property
+    def left(self) -> int:
+        """Numbers that nobody took."""
+        return len(self._array) - self._start
+
+    def take(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """The next numbers, viewed."""
+        stop = self._start + math.prod(shape)
+        if stop > len(self._array):
+            raise RowsWireError("there are fewer numbers than their shapes say")
+        taken = torch.from_numpy(self._array[self._start : stop]).view(shape)
+        self._start = stop
+        return taken
+
+
+def _ask(entry: object, numbers: Sequence[_Numbers], lookups: Mapping[tuple[str, Mode], Lookup]) -> Ask | None:
+    if not isinstance(entry, list) or len(entry) != 5:
+        raise RowsWireError("an ask has five fields")
+    table, mode, shape, bags, weighted = entry
+    if not isinstance(table, str) or mode not in _MODES or type(weighted) is not bool or type(bags) is not int:
+        raise RowsWireError(f"the ask of table {table!r} is malformed")
+    if not -1 <= bags < _MOST_NUMBERS or (bags < 0) is not (mode == "rows") or (weighted and mode != "sum"):
+        raise RowsWireError(f"the ask of table {table!r} contradicts itself")
+    ids = numbers[0].take(_shape(shape))
+    offsets = numbers[1].take((bags + 1,)) if bags >= 0 else None
+    if offsets is not None and (int(offsets[0]) or int(offsets[-1]) != ids.numel() or bool((offsets.diff() < 0).any())):
+        raise RowsWireError(f"the offsets of table {table!r} do not fit its ids")
+    weights = numbers[2].take((ids.numel(),)) if weighted else None
+    lookup = lookups.get((table, mode))
+    return None if lookup is None else Ask(lookup=lookup, ids=ids, offsets=offsets, weights=weights)
+
+
+def _failed(said: object) -> Failed:
+    if not isinstance(said, dict):
+        raise RowsWireError("the shard failed and does not say why")
+    if said.get("code") != "bad_id":
+        return Failed(bad_id=None, why=str(said.get("why"))[:1_000])
+    table, value, position, rows = (said.get(key) for key in ("table", "value", "position", "rows"))
+    if not isinstance(table, str) or not all(type(one) is int for one in (value, position, rows)):
+        raise RowsWireError("the shard's refusal of an id is malformed")
+    error = BadId(table=table, value=value, position=position, rows=rows)  # type: ignore[arg-type]
+    return Failed(bad_id=error, why=str(error))
+
+
+def _shape(shape: object) -> tuple[int, ...]:
+    if not isinstance(shape, list) or len(shape) > _MOST_DIMENSIONS:
+        raise RowsWireError("a shape is a short list")
+    sizes = tuple(_natural(size, "size") for size in shape)
+    if math.prod(sizes) > _MOST_NUMBERS:
+        raise RowsWireError("a shape is absurd")
+    return sizes
+
+
+def _natural(value: object, name: str) -> int:
+    if type(value) is not int or not 0 <= value <= _MOST_NUMBERS:
+        raise RowsWireError(f"{name} must be a natural number, not {value!r}")
+    return value

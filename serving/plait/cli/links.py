@@ -1,0 +1,80 @@
+"""``plait links``: the models of RDMA links that ship with plait, and new ones from a measurement."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+
+from plait.errors import PlaitError
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)
+
+T = TypeVar("T")
+
+
+@app.callback()
+def links() -> None:
+    """Models of RDMA links, for channels in slow motion and for simulations. Every figure of theirs is modelled."""
+
+
+@app.command("list")
+def list_links(
+    file: Annotated[Path | None, typer.Argument(help="a file of links; plait's own if left out")] = None,
+) -> None:
+    """Shows each link's one-way times."""
+    from plait.cli.models import table
+    from plait_disagg.fabric.link_files import LINKS, read_links
+
+    sizes = {"32 B": 32, "4 KiB": 4_096, "64 KiB": 65_536, "1 MiB": 1 << 20}
+    rows = [("link", *(f"{name}, us" for name in sizes), "GB/s")]
+    for name, one in _read(read_links, file or LINKS).items():
+        times = [f"{1e6 * one.link.one_way_s(nbytes):.2f}" for nbytes in sizes.values()]
+        rows.append((name, *times, f"{one.link.bytes_per_s / 1e9:.1f}"))
+    print(table(rows))
+
+
+@app.command("calibrate")
+def calibrate_link(
+    measurements: Annotated[
+        list[Path], typer.Argument(help="output of ib_send_lat, ib_write_lat, ib_send_bw, ib_write_bw, or a CSV")
+    ],
+    *,
+    name: Annotated[str, typer.Option(help="what to call the link")] = "measured",
+    like: Annotated[
+        str, typer.Option(help="the link whose values stand for what was not measured")
+    ] = "100g-same-switch",
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="the file to write; stdout if left out")] = None,
+) -> None:
+    """Fits a link to measurements of one kind of link, and writes a file of links with it."""
+    from plait_disagg.fabric.calibrate import calibrate, fit_error, parse_measurements
+    from plait_disagg.fabric.link_files import LINKS, links_document, read_links
+
+    known = read_links(LINKS)
+    if like not in known:
+        raise PlaitError(f"there is no link {like!r}; there are {', '.join(known)}")
+    found = [_read(lambda path: parse_measurements(path.read_text(encoding="utf-8")), path) for path in measurements]
+    try:
+        one = calibrate(name, found, known[like], source=", ".join(path.name for path in measurements))
+    except ValueError as error:
+        raise PlaitError(str(error)) from error
+    latencies = [(s.nbytes, s.latency_s) for measured in found for s in measured.samples if s.latency_s is not None]
+    worst, nbytes = fit_error(one.link, latencies)
+    if latencies:
+        print(f"{name}: at worst {worst:.1%} off, at {nbytes} bytes", file=sys.stderr)
+    text = links_document({name: one})
+    if out is None:
+        print(text, end="")
+    else:
+        out.write_text(text, encoding="utf-8")
+
+
+def _read(reader: Callable[[Path], T], path: Path) -> T:
+    """What a file holds; what is wrong with it becomes one sentence."""
+    try:
+        return reader(path)
+    except (OSError, ValueError) as error:
+        raise PlaitError(f"{path}: {error}") from error

@@ -1,0 +1,313 @@
+"""Modelled links: the conformance suites through the wrapper, the two clocks, and what a slower host makes of it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from plait_disagg.fabric import Channel, Closed, FabricError, ProtocolViolation, RecvTimeout, connect, listen
+from plait_disagg.fabric.clocks import MonotonicClock, VirtualClock
+from plait_disagg.fabric.errors import BadHeader
+from plait_disagg.fabric.inproc import pair
+from plait_disagg.fabric.link import Link
+from plait_disagg.fabric.modelled import ModelledChannel, Port, modelled
+from plait_disagg.fabric.testing import SECRET, WAIT_S, ChannelConformance
+from plait_disagg.fabric.testing_tensors import TensorConformance
+from support.fabric_links import shipped, slow_link
+
+LINK = shipped().link
+_numbers = itertools.count()
+
+
+class TestModelledInproc(ChannelConformance, TensorConformance):
+    """In real time over leases handed between threads."""
+
+    shares_memory = True
+
+    def wrap(self, channel: Channel) -> Channel:
+        """A link of the file that ships."""
+        return modelled(channel, LINK)
+
+    @pytest.fixture
+    def address(self) -> str:
+        """A name of this process."""
+        return f"inproc://modelled-{next(_numbers)}"
+
+
+class TestModelledShm(ChannelConformance, TensorConformance):
+    """In real time over shared memory."""
+
+    shares_memory = True
+
+    def wrap(self, channel: Channel) -> Channel:
+        """A link of the file that ships."""
+        return modelled(channel, shipped("400g-cross-pod").link)
+
+    @pytest.fixture
+    def address(self, tmp_path: Path) -> str:
+        """A socket in a private folder."""
+        return f"shm://{tmp_path}/s"
+
+
+class TestModelledVirtual(ChannelConformance, TensorConformance):
+    """In virtual time, over TCP."""
+
+    @pytest.fixture(autouse=True)
+    def _one_clock(self) -> None:
+        self.clock = VirtualClock()
+
+    def wrap(self, channel: Channel) -> Channel:
+        """Both ends on one clock."""
+        return modelled(channel, LINK, clock=self.clock)
+
+    @pytest.fixture
+    def address(self) -> str:
+        """Any free port."""
+        return "tcp://127.0.0.1:0"
+
+
+Ends = tuple[ModelledChannel, ModelledChannel]
+
+
+def _virtual(link: Link = LINK) -> tuple[Ends, VirtualClock]:
+    clock = VirtualClock()
+    one, other = pair()
+    return (modelled(one, link, clock=clock), modelled(other, link, clock=clock)), clock
+
+
+@pytest.fixture
+def slow() -> Iterator[Ends]:
+    """Two ends of a link of 2 ms and 1 GB/s, in real time."""
+    one, other = pair()
+    with modelled(one, slow_link()) as here, modelled(other, slow_link()) as there:
+        yield here, there
+
+
+@pytest.mark.parametrize("nbytes", [0, 32, 189, 4_096, 4_097, 1 << 20])
+def test_virtual_time_is_exact(nbytes: int) -> None:
+    """In virtual time a hundred round trips take two hundred times T(n), to the last digits of a float."""
+    (client, server), clock = _virtual()
+    for _ in range(100):
+        client.send({}, [bytes(nbytes)])
+        with server.recv(WAIT_S) as message:
+            server.send({}, message.buffers)
+        client.recv(WAIT_S).release()
+    assert clock.now_s() == pytest.approx(200 * LINK.one_way_s(nbytes), rel=1e-9)
+    assert client.link_statistics().host_slower == 0
+
+
+def test_work_in_virtual_time_adds_up() -> None:
+    """What the receiver does between two messages adds to the clock; a message that waited is not late."""
+    (client, server), clock = _virtual()
+    client.send({}, [bytes(4_096)])
+    clock.advance(1.0)
+    with server.recv(WAIT_S) as message:
+        assert clock.now_s() == 1.0
+        assert not message.delivery.host_slower
+        assert message.delivery.modelled_s == pytest.approx(LINK.one_way_s(4_096))
+
+
+def test_real_time_ping_pong_gives_alpha_and_beta_back() -> None:
+    """The quickest of a few runs of round trips takes what the link says, within 5 %, and gives alpha and beta back.
+
+    Messages are never early, so a run can only be too slow, by whatever else the machine does; one quiet run is enough.
+    """
+    link = slow_link(alpha_s=5e-3)
+    one, other = pair()
+    with modelled(one, link) as client, modelled(other, link) as server:
+        thread = threading.Thread(target=_echo, args=(server,))
+        thread.start()
+        found_s: dict[int, float] = {}
+        for nbytes, rounds in ((1_000, 8), (32_000_000, 3)):
+            for _ in range(12):
+                one_way_s = _run_s(client, nbytes, rounds) / (2 * rounds)
+                found_s[nbytes] = min(one_way_s, found_s.get(nbytes, one_way_s))
+                if found_s[nbytes] < 1.01 * link.one_way_s(nbytes):
+                    break
+            assert found_s[nbytes] == pytest.approx(link.one_way_s(nbytes), rel=0.05)
+    thread.join(WAIT_S)
+    bytes_per_s = 31_999_000 / (found_s[32_000_000] - found_s[1_000])
+    assert bytes_per_s == pytest.approx(link.bytes_per_s, rel=0.05)
+    assert found_s[1_000] - 1_000 / bytes_per_s == pytest.approx(link.alpha_s, rel=0.05)
+
+
+def _echo(channel: Channel) -> None:
+    with contextlib.suppress(FabricError):  # the end of the test
+        while True:
+            with channel.recv() as message:
+                nbytes = sum(buffer.nbytes for buffer in message.buffers)
+            channel.send({}, [channel.pool.acquire(nbytes)])
+
+
+def _run_s(channel: Channel, nbytes: int, rounds: int) -> float:
+    """Seconds from one delivery to that of the last of so many round trips."""
+    leases = [channel.pool.acquire(nbytes) for _ in range(rounds + 1)]
+    started_s = 0.0
+    for number, lease in enumerate(leases):
+        channel.send({}, [lease])
+        message = channel.recv(WAIT_S)
+        if number == 0:
+            started_s = time.monotonic()
+        ended_s = time.monotonic()
+        message.release()
+    return ended_s - started_s
+
+
+def test_a_host_that_is_slower_says_so() -> None:
+    """No host of ours crosses a thread in 0.8 us: the message says modelled, late, and the channel counts it."""
+    one, other = pair()
+    with modelled(one, LINK) as client, modelled(other, LINK) as server, ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(server.recv, WAIT_S)
+        time.sleep(0.05)
+        client.send({}, [b"x" * 32])
+        message = waiting.result(WAIT_S)
+        assert (message.delivery.kind, message.delivery.link) == ("modelled", LINK.name)
+        assert message.delivery.host_slower
+        assert server.link_statistics().host_slower == server.link_statistics().messages == 1
+        assert server.link_statistics().late_s == message.delivery.late_s > 0
+
+
+def test_messages_of_plain_channels_are_measured() -> None:
+    """Without a model a message says so."""
+    one, other = pair()
+    one.send({})
+    assert other.recv(WAIT_S).delivery.kind == "measured"
+
+
+def test_incast_shares_the_receivers_port() -> None:
+    """Two senders to one port: the second message is delivered one transfer later; with a port each it is not."""
+    nbytes = 1 << 20
+    for ports, apart_s in (([Port()] * 2, nbytes / LINK.bytes_per_s), ([Port(), Port()], 0.0)):
+        clock = VirtualClock()
+        ends = [pair() for _ in range(2)]
+        senders = [modelled(one, LINK, clock=clock) for one, _ in ends]
+        receivers = [
+            modelled(other, LINK, clock=clock, port=port) for (_, other), port in zip(ends, ports, strict=True)
+        ]
+        for sender in senders:
+            sender.send({}, [bytes(nbytes)])
+        moments = []
+        for receiver in receivers:
+            receiver.recv(WAIT_S).release()
+            moments.append(clock.now_s())
+        assert moments[1] - moments[0] == pytest.approx(apart_s, abs=1e-12)
+
+
+def test_a_message_is_held_back_and_then_given(slow: Ends) -> None:
+    """Before its time a message is not there, also for a look without waiting; it is not counted and not lost."""
+    client, server = slow
+    client.send({"n": 1}, [bytes(100)])
+    with pytest.raises(RecvTimeout):
+        server.recv(0.0)
+    assert server.statistics().messages_received == server.statistics().open_messages == 0
+    with server.recv(WAIT_S) as message:
+        assert message.header == {"n": 1}
+    assert server.statistics().messages_received == 1
+
+
+def test_close_wakes_who_waits_for_the_link() -> None:
+    """Closing ends a wait for a message that is under way, and gives its memory back."""
+    link = slow_link(alpha_s=1.0)
+    one, other = pair()
+    client, server = modelled(one, link), modelled(other, link)
+    client.send({}, [client.pool.acquire(100)])
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(server.recv, WAIT_S)
+        time.sleep(0.05)
+        start_s = time.monotonic()
+        server.close()
+        assert isinstance(waiting.exception(WAIT_S), Closed)
+        assert time.monotonic() - start_s < 0.9
+    assert one.pool.statistics().leases == 0
+
+
+def test_wall_clocks_may_jump(slow: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The date may be set a day forward and back: nothing waits longer, nothing comes early."""
+    client, server = slow
+    for jump_s in (86_400.0, -86_400.0):
+        monkeypatch.setattr(time, "time", lambda by=jump_s: 1.8e9 + by)
+        monkeypatch.setattr(time, "time_ns", lambda by=jump_s: int((1.8e9 + by) * 1e9))
+        start_s = time.monotonic()
+        client.send({}, [bytes(100)])
+        server.recv(WAIT_S).release()
+        assert slow_link().alpha_s <= time.monotonic() - start_s < WAIT_S / 2
+        with pytest.raises(RecvTimeout):
+            server.recv(0.01)
+
+
+class _JumpingClock(MonotonicClock):
+    """A clock that breaks its promise."""
+
+    by_s = 0.0
+
+    def now_s(self) -> float:
+        return time.monotonic() + self.by_s
+
+
+def test_a_clock_that_goes_back_is_found_out() -> None:
+    """Where a clock runs behind the peer's, the channel ends with a clear error instead of waiting for an hour."""
+    one, other = pair()
+    ahead, behind = _JumpingClock(), _JumpingClock()
+    ahead.by_s = 3_600.0
+    client, server = modelled(one, LINK, clock=ahead), modelled(other, LINK, clock=behind)
+    client.send({})
+    with pytest.raises(ProtocolViolation, match="clock is ahead"):
+        server.recv(WAIT_S)
+    assert server.closed
+    with pytest.raises(ProtocolViolation):
+        server.recv(WAIT_S)
+
+
+@pytest.mark.parametrize(
+    "stamp",
+    [
+        None,
+        [],
+        "x",
+        ["token", 0.0, 0.0],
+        [0, 1.0, 1.0],
+        ["own", "x", 1.0],
+        ["own", 1.0, 0.5],
+        ["own", float(1 << 60), 1e30],
+    ],
+    ids=str,
+)
+def test_bad_stamps_are_violations(stamp: list[object] | None) -> None:
+    """A peer that does not model the link, models another one or stamps nonsense is cut off."""
+    one, other = pair()
+    server = modelled(other, LINK)
+    if isinstance(stamp, list) and stamp[:1] == ["own"]:
+        stamp = [server._token, *stamp[1:]]
+    one.send({} if stamp is None else {"_link": stamp}, [bytes(9_000)])
+    with pytest.raises(ProtocolViolation):
+        server.recv(WAIT_S)
+    assert server.closed
+    assert one.pool.statistics().leases == 0
+
+
+def test_the_key_of_the_stamp_is_taken() -> None:
+    """A header that uses the fabric's own key is refused, and its leases are given back."""
+    one, _ = pair()
+    client = modelled(one, LINK)
+    with pytest.raises(BadHeader):
+        client.send({"_link": 1}, [client.pool.acquire(10)])
+    assert client.pool.statistics().leases == 0
+
+
+def test_both_ends_must_model_the_same_link(tmp_path: Path) -> None:
+    """Two ends with different links do not talk past each other."""
+    with (
+        listen(f"shm://{tmp_path}/s", secret=SECRET) as listener,
+        modelled(connect(listener.address, secret=SECRET), LINK) as client,
+        modelled(listener.accept(WAIT_S), shipped("200g-same-switch").link) as server,
+    ):
+        client.send({})
+        with pytest.raises(ProtocolViolation, match="another link"):
+            server.recv(WAIT_S)

@@ -1,0 +1,103 @@
+"""Three hosts over TCP, in network namespaces: two shards of tables and who asks them; one is cut off and returns."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from support.fabric_hosts import Hosts, NotPermitted, hosts, said, stop, tell, why_not
+
+LOST_WITHIN_S = 1.0 + 10.0
+"""The answer's time-out, and what a busy machine may take."""
+
+SHARD = """
+import sys
+from plait_disagg.fabric import listen
+from plait_disagg.workers.shard import ShardWorker
+from support.fabric_rows import SECRET, pieces_of
+number, address, secret = int(sys.argv[1]), sys.argv[2], bytes.fromhex(sys.argv[3])
+tables, served = pieces_of(number)
+worker = ShardWorker(tables, served, [listen(address, secret=secret)])
+print(worker.addresses[0], flush=True)
+sys.stdin.read()
+"""
+
+ASKER = """
+import json, sys, time
+from functools import partial
+import torch
+from plait_disagg.fabric import FabricOptions, connect
+from plait_disagg.tables.errors import ShardLost
+from plait_disagg.tables.reference import SeparateTables
+from plait_disagg.tables.remote import RemoteTables
+from support.fabric_rows import merged
+from support.tables import make_ask, make_weights
+secret, *addresses = sys.argv[1:]
+options = FabricOptions(tcp_keepalive_idle_s=1)
+shards = [
+    RemoteTables(
+        partial(connect, address, secret=bytes.fromhex(secret), timeout_s=1.0, options=options),
+        name=f"shard {number}", answer_timeout_s=1.0,
+    )
+    for number, address in enumerate(addresses)
+]
+tables = merged(shards)
+asks = [make_ask("t0", "sum", [[1, 2], [], [6]]), make_ask("t3", "rows", [[5, 60]])]
+wanted = SeparateTables(make_weights()).lookup(asks)
+print("ready", flush=True)
+for line in sys.stdin:
+    started_s = time.monotonic()
+    try:
+        found = tables.lookup(asks)
+        right = all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, wanted))
+        print(json.dumps({"right": right, "s": time.monotonic() - started_s}), flush=True)
+    except ShardLost as error:
+        print(json.dumps({"lost": error.shard, "why": str(error), "s": time.monotonic() - started_s}), flush=True)
+"""
+
+
+@pytest.fixture
+def three() -> Iterator[Hosts]:
+    """Three hosts and their switch."""
+    if reason := why_not():
+        pytest.skip(reason)
+    try:
+        with hosts(3) as made:
+            yield made
+    except NotPermitted as error:
+        pytest.skip(f"network namespaces are not permitted: {error}")
+
+
+def test_a_host_that_is_cut_off_is_an_error_and_comes_back(three: Hosts) -> None:
+    """A lookup over two hosts is right; with one cut off it fails by name and in time; plugged in again it works."""
+    secret = bytes(range(32)).hex()
+    shards = [three.start(host, SHARD, str(host - 1), f"tcp://{three.address(host)}:9413", secret) for host in (1, 2)]
+    processes = list(shards)
+    try:
+        addresses = [said(shard) for shard in shards]
+        assert addresses == [f"tcp://{three.address(host)}:9413" for host in (1, 2)]
+        asker = three.start(3, ASKER, secret, *addresses)
+        processes.append(asker)
+        assert said(asker) == "ready"
+
+        def ask() -> dict[str, object]:
+            tell(asker, "ask")
+            answer: dict[str, object] = json.loads(said(asker))
+            return answer
+
+        assert ask()["right"] is True
+        three.plug(2, connected=False)
+        for _ in range(2):  # the second dials in vain
+            answer = ask()
+            assert answer["lost"] == "shard 1", answer
+            assert float(str(answer["s"])) < LOST_WITHIN_S
+        three.plug(2, connected=True)
+        deadline_s = time.monotonic() + 20.0
+        while "lost" in (answer := ask()):
+            assert time.monotonic() < deadline_s, answer
+        assert answer["right"] is True
+    finally:
+        stop(processes)

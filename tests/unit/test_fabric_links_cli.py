@@ -1,0 +1,50 @@
+"""``plait links``: the shipped links are shown, and a measurement becomes a file of links or one sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from plait.cli.main import main
+from plait_disagg.fabric.link_files import read_links
+from support.fabric_links import send_lat, shipped, write_bw
+
+
+def test_list_shows_the_shipped_links(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every link has a line with its times."""
+    assert main(["links", "list"]) == 0
+    printed = capsys.readouterr().out
+    assert "100g-same-switch  0.82" in printed
+    assert "400g-cross-pod" in printed
+
+
+def test_calibrate_writes_a_file_that_can_be_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two outputs of perftest become a link with their sources, which `list` shows."""
+    link = shipped("200g-same-switch").link
+    (tmp_path / "lat.txt").write_text(send_lat(link))
+    (tmp_path / "bw.txt").write_text(write_bw(link))
+    files = [str(tmp_path / name) for name in ("lat.txt", "bw.txt")]
+    assert main(["links", "calibrate", *files, "--name", "ours", "-o", str(tmp_path / "links.json")]) == 0
+    assert "at worst" in capsys.readouterr().err
+    found = read_links(tmp_path / "links.json")["ours"]
+    assert found.link.bytes_per_s == pytest.approx(link.bytes_per_s, rel=0.01)
+    assert found.sources["alpha_s"] == "fitted to lat.txt, bw.txt"
+    assert main(["links", "list", str(tmp_path / "links.json")]) == 0
+    assert "ours" in capsys.readouterr().out
+
+
+def test_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file that is missing, is something else, or does not fit is named; nothing is written."""
+    (tmp_path / "noise.txt").write_text("hello")
+    for arguments in (
+        ["calibrate", str(tmp_path / "none.txt")],
+        ["calibrate", str(tmp_path / "noise.txt"), "-o", str(tmp_path / "out.json")],
+        ["calibrate", str(tmp_path / "noise.txt"), "--like", "carrier-pigeon"],
+        ["list", str(tmp_path / "noise.txt")],
+    ):
+        assert main(["links", *arguments]) == 1
+        said = capsys.readouterr().err
+        assert said.startswith("plait links: ")
+        assert said.count("\n") == 1
+    assert not (tmp_path / "out.json").exists()
