@@ -1,1 +1,1 @@
-"""The tuner: search space, objective, designers, library of past runs. It lands with its own issue."""
+"""The tuner: search space, objective, designers, library of past runs."""

@@ -1,0 +1,166 @@
+"""Constraints between knobs: small arithmetic expressions such as ``cpu * replicas <= 2``, never run as Python.
+
+The text is parsed by `ast` and only what is listed here is translated: numbers, texts, knobs, ``+ - * / // %``,
+comparisons (also chained), ``in`` a list, ``and``, ``or``, ``not``, and the functions ``min``, ``max``, ``abs``.
+A constraint that names an inactive knob does not apply.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import operator
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, Self
+
+from plait_autoconfig.errors import SpaceError
+from plait_autoconfig.values import Config
+
+_LONGEST = 500  # characters; also keeps the parser from nesting deeply
+
+_Term = Callable[[Config], Any]
+
+_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.In: lambda left, right: left in right,
+    ast.NotIn: lambda left, right: left not in right,
+}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {"min": min, "max": max, "abs": abs}
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """One condition on a configuration, and the knobs that it names."""
+
+    text: str
+    names: frozenset[str]
+    _holds: _Term
+
+    @classmethod
+    def parse(cls, text: str, knobs: Collection[str]) -> Self:
+        """Reads a constraint over these knobs. Raises `SpaceError`, which quotes the text and names the problem."""
+        if len(text) > _LONGEST:
+            msg = f"a constraint has {len(text)} characters, more than {_LONGEST}"
+            raise SpaceError(msg)
+        try:
+            tree = ast.parse(text.strip(), mode="eval").body
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            msg = f"constraint `{text}` can not be read: {error}"
+            raise SpaceError(msg) from error
+        if not _is_condition(tree):
+            msg = f"constraint `{text}` is no condition: it compares nothing"
+            raise SpaceError(msg)
+        reader = _Reader(text, knobs)
+        term = reader.term(tree)
+        if not reader.names:
+            msg = f"constraint `{text}` names no knob; they are {', '.join(knobs)}"
+            raise SpaceError(msg)
+        return cls(text, frozenset(reader.names), term)
+
+    def holds(self, config: Config) -> bool:
+        """Whether the configuration satisfies it; True when a knob that it names is inactive."""
+        if not all(name in config for name in self.names):
+            return True
+        try:
+            return bool(self._holds(config))
+        except (TypeError, ArithmeticError) as error:
+            values = ", ".join(f"{name} = {config[name]!r}" for name in sorted(self.names))
+            msg = f"constraint `{self.text}` can not be computed for {values}: {error}"
+            raise SpaceError(msg) from error
+
+
+def _arithmetic(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """The operator on numbers only: ``*`` would also repeat a text, and ``%`` format one, to any length."""
+
+    def on_numbers(left: Any, right: Any) -> Any:
+        if not isinstance(left, int | float) or not isinstance(right, int | float):
+            msg = "arithmetic needs numbers"
+            raise TypeError(msg)
+        return function(left, right)
+
+    return on_numbers
+
+
+def _is_condition(node: ast.expr) -> bool:
+    if isinstance(node, ast.BoolOp):
+        return all(map(_is_condition, node.values))
+    if isinstance(node, ast.UnaryOp):
+        return isinstance(node.op, ast.Not)
+    return isinstance(node, ast.Compare | ast.Name)
+
+
+class _Reader:
+    """Translates the nodes of one constraint into functions of the configuration."""
+
+    def __init__(self, text: str, knobs: Collection[str]) -> None:
+        self._text, self._knobs = text, knobs
+        self.names: set[str] = set()
+
+    def term(self, node: ast.expr) -> _Term:
+        match node:
+            case ast.Constant(value=bool() | int() | float() | str() as value):
+                return lambda _: value
+            case ast.Name(id=name):
+                return self._knob(name)
+            case ast.List() | ast.Tuple():
+                return self._joined(node.elts, tuple)
+            case ast.BoolOp(op=ast.And()):
+                return self._joined(node.values, all)
+            case ast.BoolOp():
+                return self._joined(node.values, any)
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                inner = self.term(operand)
+                return lambda config: not inner(config)
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                inner = self.term(operand)
+                return lambda config: -inner(config)
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+                return self._pair(_arithmetic(_OPERATORS[type(op)]), left, right)
+            case ast.Compare():
+                return self._compare(node)
+            case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _FUNCTIONS and arguments:
+                function = _FUNCTIONS[name]
+                return self._joined(arguments, lambda values: function(*values))
+        msg = f"constraint `{self._text}` has `{ast.unparse(node)}`, which is not allowed here"
+        raise SpaceError(msg)
+
+    def _knob(self, name: str) -> _Term:
+        if name not in self._knobs:
+            close = difflib.get_close_matches(name, self._knobs, n=1)
+            hint = f"; did you mean {close[0]}?" if close else f"; they are {', '.join(self._knobs)}"
+            msg = f"constraint `{self._text}` names {name}, which is no knob{hint}"
+            raise SpaceError(msg)
+        self.names.add(name)
+        return lambda config: config[name]
+
+    def _joined(self, nodes: list[ast.expr], join: Callable[[Any], Any]) -> _Term:
+        terms = [self.term(node) for node in nodes]
+        return lambda config: join(term(config) for term in terms)
+
+    def _pair(self, function: Callable[[Any, Any], Any], left: ast.expr, right: ast.expr) -> _Term:
+        first, second = self.term(left), self.term(right)
+        return lambda config: function(first(config), second(config))
+
+    def _compare(self, node: ast.Compare) -> _Term:
+        sides = [node.left, *node.comparators]
+        parts = []
+        for left, op, right in zip(sides, node.ops, sides[1:], strict=False):
+            if type(op) not in _COMPARISONS:
+                msg = f"constraint `{self._text}`: `is` is not allowed, use =="
+                raise SpaceError(msg)
+            parts.append(self._pair(_COMPARISONS[type(op)], left, right))
+        return parts[0] if len(parts) == 1 else lambda config: all(part(config) for part in parts)

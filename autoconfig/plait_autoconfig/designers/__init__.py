@@ -1,0 +1,58 @@
+"""Designers: what proposes the next trial. One protocol (`protocols`), one conformance suite (`testing`).
+
+Adding one is a line in `_MAKERS` and a fixture in the conformance suite. Modules are imported when a designer is made:
+some need torch or Optuna.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, cast
+
+from plait_autoconfig.errors import DesignerError
+
+if TYPE_CHECKING:
+    from plait_autoconfig.designers.protocols import Context, Designer, MakesDesigner
+    from plait_autoconfig.library import LibraryRun
+    from plait_autoconfig.objective import Objective
+    from plait_autoconfig.space import Space
+
+_MAKERS = {
+    "random": "random:RandomDesigner",
+    "grid": "grid:GridDesigner",
+    "sobol": "sobol:SobolDesigner",
+    "optuna-tpe": "optuna_samplers:OptunaTpeDesigner",
+    "optuna-gp": "optuna_samplers:OptunaGpDesigner",
+    "portfolio": "portfolio:PortfolioDesigner",
+    "morphling": "morphling:MorphlingDesigner",
+    "plait": "plait_designer:PlaitDesigner",
+}
+
+DESIGNERS = tuple(_MAKERS)
+"""The names that `make_designer` knows."""
+
+
+def maker_of(name: str) -> MakesDesigner:
+    """The constructor of a designer. Raises `DesignerError` for an unknown name."""
+    if name not in _MAKERS:
+        close = difflib.get_close_matches(name, _MAKERS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"they are {', '.join(_MAKERS)}"
+        msg = f"there is no designer {name!r}; {hint}"
+        raise DesignerError(msg)
+    module, _, attribute = _MAKERS[name].partition(":")
+    return cast("MakesDesigner", getattr(import_module(f"{__name__}.{module}"), attribute))
+
+
+def make_designer(
+    name: str,
+    space: Space,
+    objective: Objective,
+    *,
+    seed: int,
+    library: Sequence[LibraryRun] = (),
+    context: Context | None = None,
+) -> Designer:
+    """A fresh search by the designer of this name; see `MakesDesigner`."""
+    return maker_of(name)(space, objective, seed=seed, library=library, context=context)

@@ -1,0 +1,121 @@
+"""The bookkeeping that designers over listed cells share: what was tried, what is under way, what it showed.
+
+A designer subclasses `CellDesigner` and says which open cell comes next (`_choose`). Legend: N cells, D features.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plait_autoconfig.designers.protocols import Context
+from plait_autoconfig.errors import Exhausted
+from plait_autoconfig.library import LibraryRun
+from plait_autoconfig.objective import Objective
+from plait_autoconfig.space import Space
+from plait_autoconfig.values import Cell, Config, Trial, cells_of
+
+MOST_INVALID = 2
+"""A cell is given up after so many invalid measurements."""
+
+
+class CellDesigner(ABC):
+    """`Designer`, but for the choice. Cells go by their index in ``self.cells``."""
+
+    name: ClassVar[str]
+
+    def __init__(
+        self,
+        space: Space,
+        objective: Objective,
+        *,
+        seed: int,
+        library: Sequence[LibraryRun] = (),
+        context: Context | None = None,
+    ) -> None:
+        self.space, self.objective = space, objective
+        self.library, self.context = tuple(library), context or Context()
+        self.cells = space.cells()
+        self.rng = np.random.default_rng(seed)
+        self._index = {space.key(cell): index for index, cell in enumerate(self.cells)}
+        self._open = np.ones(len(self.cells), bool)
+        self._invalid: dict[Hashable, int] = {}
+        self._pending: set[Hashable] = set()
+        self._trials: list[Trial] = []
+
+    @abstractmethod
+    def _choose(self, open_cells: NDArray[np.intp]) -> int:
+        """Which of the open cells (their indices, ascending, at least one) to propose."""
+
+    @cached_property
+    def features(self) -> NDArray[np.float64]:
+        """All cells as numbers, (N, D); see `Space.encode`."""
+        return self.space.encode(self.cells)
+
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        """Everything that was told, in order."""
+        return tuple(self._trials)
+
+    def observed(self) -> tuple[Cell, ...]:
+        """What is known, repeats averaged; also of configurations that are not among the (sampled) cells."""
+        return cells_of(self._trials)
+
+    def pending(self) -> tuple[int, ...]:
+        """The cells that were asked for and not told yet, ascending."""
+        return tuple(sorted(self._index[key] for key in self._pending))
+
+    def index_of(self, config: Config) -> int | None:
+        """The index of a cell; None for a valid configuration that is not in the sample."""
+        return self._index.get(self.space.key(config))
+
+    def nearest(self, config: Config, among: NDArray[np.intp]) -> int:
+        """The one of these cells that is most like a configuration (L1 distance of `features`)."""
+        distances = np.abs(self.features[among] - self.space.encode([config])).sum(axis=1)
+        return int(among[distances.argmin()])
+
+    def ask(self) -> Config:
+        """See `Designer.ask`."""
+        open_cells = np.flatnonzero(self._open)
+        if not open_cells.size:
+            sample = "" if self.space.exhaustive else " of the sample"
+            msg = f"all {len(self.cells)} cells{sample} were proposed"
+            raise Exhausted(msg)
+        index = int(self._choose(open_cells))
+        self._open[index] = False
+        self._pending.add(self.space.key(self.cells[index]))
+        return dict(self.cells[index])
+
+    def tell(self, trial: Trial) -> None:
+        """See `Designer.tell`."""
+        config = self.space.check(trial.config)
+        self.objective.losses(trial.outcome)
+        self.objective.excesses(trial.outcome)
+        key = self.space.key(config)
+        known = replace(trial, config=config)
+        self._trials.append(known)
+        self._pending.discard(key)
+        index = self._index.get(key)
+        if index is not None:
+            self._open[index] = self._reopens(key, known)
+
+    def drop(self, config: Config) -> None:
+        """See `Designer.drop`."""
+        key = self.space.key(self.space.check(config))
+        if key in self._pending:
+            self._pending.discard(key)
+            self._open[self._index[key]] = True
+
+    def _reopens(self, key: Hashable, trial: Trial) -> bool:
+        """Whether the cell may be proposed (again) after this trial."""
+        if not trial.outcome.invalid:
+            self._invalid[key] = MOST_INVALID  # it is known now: later invalid repeats change nothing
+            return False
+        self._invalid[key] = self._invalid.get(key, 0) + 1
+        return self._invalid[key] < MOST_INVALID

@@ -1,0 +1,188 @@
+"""Optuna's TPE and GP samplers as designers: the peers that users would otherwise run, given their best chance.
+
+Both see the losses as they are, the limits as constraints (`Trial.set_constraint`), pending trials as running, and
+conditional knobs as ordinary ones. Optuna ignores a trial told as FAIL, so that it proposes the same corner again;
+therefore a failed configuration counts as one that breaks every limit: for TPE a pruned trial without a value, for the
+GP, which needs one, a trial with the worst loss seen. Only an invalid measurement is told as FAIL. Neither sampler
+knows which cells were tried or which constraints hold between knobs: a suggestion that is no open cell is drawn again,
+and after ``_most_asks`` replaced by the nearest open cell, which is what the sampler then learns from.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Hashable, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import optuna
+from numpy.typing import NDArray
+from optuna.samplers import BaseSampler, GPSampler, TPESampler
+from optuna.trial import TrialState
+
+from plait_autoconfig.designers.base import CellDesigner
+from plait_autoconfig.designers.protocols import Context
+from plait_autoconfig.library import LibraryRun
+from plait_autoconfig.logs import quiet
+from plait_autoconfig.objective import Objective
+from plait_autoconfig.space import Space, is_active
+from plait_autoconfig.values import Config, Outcome, Trial, Value
+
+_RUNS = "runs"
+"""The constraint of an objective without limits: 1 for a failed trial, -1 for one that ran."""
+
+
+class OptunaDesigner(CellDesigner):
+    """All calls to Optuna are made here; subclasses choose the sampler."""
+
+    _most_asks: ClassVar[int]
+
+    def __init__(
+        self,
+        space: Space,
+        objective: Objective,
+        *,
+        seed: int,
+        library: Sequence[LibraryRun] = (),
+        context: Context | None = None,
+    ) -> None:
+        super().__init__(space, objective, seed=seed, library=library, context=context)
+        self._distributions = space.distributions()
+        self._running: dict[Hashable, optuna.trial.Trial] = {}
+        self._study = self._fresh_study()
+
+    @abstractmethod
+    def _sampler(self, seed: int) -> BaseSampler:
+        """The sampler, with its own defaults."""
+
+    @abstractmethod
+    def _tell_failed(self, asked: optuna.trial.Trial) -> None:
+        """Tells the study of a trial that failed; its constraints are set."""
+
+    def tell(self, trial: Trial) -> None:
+        """See `Designer.tell`."""
+        super().tell(trial)
+        if self._outdates(trial):
+            self._start_anew()
+        else:
+            self._record(self.trials[-1])
+
+    def drop(self, config: Config) -> None:
+        """See `Designer.drop`."""
+        super().drop(config)
+        asked = self._running.pop(self.space.key(config), None)
+        if asked is not None:
+            self._study.tell(asked, state=TrialState.FAIL)
+
+    def _outdates(self, trial: Trial) -> bool:  # noqa: ARG002  # the GP asks
+        """Whether earlier trials count differently from now on."""
+        return False
+
+    def _start_anew(self) -> None:
+        self._running = {}
+        self._study = self._fresh_study()
+        for trial in self.trials:
+            self._record(trial)
+        for index in self.pending():
+            self._start(self.cells[index])
+
+    def _choose(self, open_cells: NDArray[np.intp]) -> int:
+        still_open = set(open_cells.tolist())
+        for _ in range(self._most_asks if self.space.exhaustive else 1):
+            asked = self._study.ask(self._distributions)
+            suggested = self._active(asked.params)
+            index = self.index_of(suggested)
+            if index is not None and index in still_open:
+                self._running[self.space.key(suggested)] = asked
+                return index
+            self._study.tell(asked, state=TrialState.FAIL)
+        nearest = self.nearest(suggested, open_cells)
+        self._start(self.cells[nearest])
+        return nearest
+
+    def _active(self, params: dict[str, Any]) -> dict[str, Value]:
+        """The configuration that a suggestion stands for: without the knobs that have no meaning in it."""
+        config: dict[str, Value] = {}
+        for knob in self.space.knobs:
+            if is_active(knob, config):
+                config[knob.name] = knob.canonical(params[knob.name])
+        return config
+
+    def _start(self, config: Config) -> None:
+        """Makes the sampler see this cell as a running trial."""
+        params = {knob.name: config.get(knob.name, knob.draw(0.5)) for knob in self.space.knobs}
+        self._study.enqueue_trial(params)
+        self._running[self.space.key(config)] = self._study.ask(self._distributions)
+
+    def _record(self, trial: Trial) -> None:
+        key = self.space.key(trial.config)
+        if key not in self._running:
+            self._start(trial.config)
+        asked = self._running.pop(key)
+        if trial.outcome.invalid:
+            self._study.tell(asked, state=TrialState.FAIL)
+            return
+        for name, value in self._constraints(trial.outcome).items():
+            asked.set_constraint(name, value)
+        losses = self.objective.losses(trial.outcome)
+        if losses is None:
+            self._tell_failed(asked)
+        else:
+            self._study.tell(asked, list(losses))
+
+    def _constraints(self, outcome: Outcome) -> dict[str, float]:
+        """What the sampler should keep at or below 0. A failed trial broke every limit as badly as any trial did."""
+        if not self.objective.limits:
+            if not any(_failed(trial.outcome) for trial in self.trials):
+                return {}
+            return {_RUNS: 1.0 if _failed(outcome) else -1.0}
+        if not _failed(outcome):
+            return self.objective.excesses(outcome)
+        seen = [self.objective.excesses(trial.outcome) for trial in self.trials if trial.outcome.failure is None]
+        return {str(each): max([1.0, *(row[str(each)] for row in seen)]) for each in self.objective.limits}
+
+    def _fresh_study(self) -> optuna.Study:
+        with quiet():
+            return optuna.create_study(
+                directions=["minimize"] * len(self.objective.goals),
+                sampler=self._sampler(int(self.rng.integers(2**31))),
+            )
+
+
+class OptunaTpeDesigner(OptunaDesigner):
+    """Tree-structured Parzen estimator, as Optuna 5 has it by default (multivariate, constant liar)."""
+
+    name: ClassVar[str] = "optuna-tpe"
+    _most_asks: ClassVar[int] = 16
+
+    def _sampler(self, seed: int) -> BaseSampler:
+        return TPESampler(seed=seed)
+
+    def _tell_failed(self, asked: optuna.trial.Trial) -> None:
+        self._study.tell(asked, state=TrialState.PRUNED)
+
+
+class OptunaGpDesigner(OptunaDesigner):
+    """Gaussian process with logarithmic (constrained) expected improvement, Optuna's defaults."""
+
+    name: ClassVar[str] = "optuna-gp"
+    _most_asks: ClassVar[int] = 2  # it would mostly suggest the same cell again, at the price of a fit
+
+    def _sampler(self, seed: int) -> BaseSampler:
+        return GPSampler(seed=seed, warn_independent_sampling=False)
+
+    def _outdates(self, trial: Trial) -> bool:
+        """A failure does, and so does the first value after failures: it gives them one (`_tell_failed`)."""
+        ran = [each for each in self.trials if each.outcome.failure is None]
+        return _failed(trial.outcome) or (len(ran) == 1 < len(self.trials) and ran[0] is self.trials[-1])
+
+    def _tell_failed(self, asked: optuna.trial.Trial) -> None:
+        losses = [losses for trial in self.trials if (losses := self.objective.losses(trial.outcome)) is not None]
+        if losses:
+            self._study.tell(asked, np.max(losses, axis=0).tolist())
+        else:  # nothing to compare with yet: only its place among the constraints would count, and there is no value
+            self._study.tell(asked, state=TrialState.FAIL)
+
+
+def _failed(outcome: Outcome) -> bool:
+    return outcome.failure is not None and not outcome.invalid

@@ -1,0 +1,47 @@
+"""Cells along a scrambled Sobol sequence: the first few trials are already spread over all knobs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plait_autoconfig.designers.base import CellDesigner
+from plait_autoconfig.designers.protocols import Context
+from plait_autoconfig.library import LibraryRun
+from plait_autoconfig.objective import Objective
+from plait_autoconfig.quasi import sobol_points
+from plait_autoconfig.space import Space
+
+_MOST_DRAWS = 256  # then most cells are closed, and a random open one fills the gap as well
+
+
+class SobolDesigner(CellDesigner):
+    """Draws points and takes the first whose cell is open, or, of sampled cells, the nearest open one."""
+
+    name: ClassVar[str] = "sobol"
+
+    def __init__(
+        self,
+        space: Space,
+        objective: Objective,
+        *,
+        seed: int,
+        library: Sequence[LibraryRun] = (),
+        context: Context | None = None,
+    ) -> None:
+        super().__init__(space, objective, seed=seed, library=library, context=context)
+        self._points = sobol_points(len(space.knobs), seed=seed)
+
+    def _choose(self, open_cells: NDArray[np.intp]) -> int:
+        if not self.space.exhaustive:
+            return self.nearest(self.space.configuration_at(next(self._points)), open_cells)
+        still_open = set(open_cells.tolist())
+        for point in itertools.islice(self._points, _MOST_DRAWS):
+            index = self.index_of(self.space.configuration_at(point))
+            if index is not None and index in still_open:
+                return index
+        return int(self.rng.choice(open_cells))

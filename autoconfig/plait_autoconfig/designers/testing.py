@@ -1,0 +1,260 @@
+"""The conformance suite of the designers: what each of them promises, as an importable test class.
+
+To check a designer, subclass and name it::
+
+    class TestRandom(DesignerConformance):
+        @pytest.fixture
+        def make(self) -> MakesDesigner:
+            return maker_of("random")
+
+The services here are pure functions of the configuration, so that every test is fast and exact.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+import optuna
+import pytest
+
+from plait_autoconfig.designers.protocols import Context, Designer, MakesDesigner
+from plait_autoconfig.errors import Exhausted, ObjectiveError, OutsideSpace, TrialFailed
+from plait_autoconfig.knobs import ChoiceKnob, FloatKnob, IntKnob
+from plait_autoconfig.library import LibraryRun
+from plait_autoconfig.logs import quiet
+from plait_autoconfig.objective import Objective, at_most, maximise, minimise
+from plait_autoconfig.sampler import DesignerSampler, report
+from plait_autoconfig.space import Space
+from plait_autoconfig.values import Config, FailureKind, Hardware, Outcome, Trial
+
+__all__ = ["CONDITIONAL", "OBJECTIVE", "SMALL", "DesignerConformance", "past_run", "run_trials", "service"]
+
+SMALL = Space(
+    (
+        IntKnob(name="cpu", low=1, high=4, unit="cores"),
+        ChoiceKnob(name="batch", values=(4, 8, 16), ordered=True),
+    )
+)
+"""12 cells."""
+CONDITIONAL = Space(
+    (
+        ChoiceKnob(name="device", values=("cpu", "small", "large")),
+        FloatKnob(name="share", low=0.25, high=1.0, step=0.25, when={"device": ("small", "large")}),
+        IntKnob(name="cpu", low=1, high=4),
+        ChoiceKnob(name="batch", values=(4, 8, 16), ordered=True),
+    ),
+    ("cpu * share <= 2", "batch <= 8 or device != 'cpu'"),
+)
+"""A space with everything: a conditional knob, constraints, an unordered choice."""
+OBJECTIVE = Objective((maximise("rate_per_s"),), (at_most("p99_ms", 30.0),))
+
+
+def service(config: Config) -> Outcome:
+    """The largest batch on the fewest CPUs runs out of memory; half of the others miss ``p99_ms <= 30``."""
+    cpu, batch = float(config["cpu"]), float(config["batch"])
+    if batch >= 16 and cpu <= 1:
+        return Outcome.failed(FailureKind.OUT_OF_MEMORY)
+    speed = {"small": 2.0, "large": 4.0}.get(str(config.get("device")), 1.0) * float(config.get("share", 1.0))
+    return Outcome.measured(rate_per_s=speed * cpu * batch**0.5, p99_ms=8.0 * batch / cpu, cost_per_hour=cpu * speed)
+
+
+def run_trials(
+    designer: Designer, count: int, measure: Callable[[Config], Outcome] = service, *, first: int = 0
+) -> list[Config]:
+    """Asks, measures and tells so many times; returns the configurations."""
+    configs = []
+    for number in range(first, first + count):
+        config = designer.ask()
+        configs.append(config)
+        designer.tell(Trial(number=number, config=config, outcome=measure(config), duration_s=1.0))
+    return configs
+
+
+def past_run(space: Space, name: str = "past", measure: Callable[[Config], Outcome] = service) -> LibraryRun:
+    """A library run that measured every cell of a space."""
+    trials = (
+        Trial(number=number, config=config, outcome=measure(config), duration_s=1.0)
+        for number, config in enumerate(space.cells())
+    )
+    units = {knob.name: knob.unit for knob in space.knobs}
+    return LibraryRun(run_id=name, service=name, trials=tuple(trials), units=units, hardware=Hardware(cpus=2))
+
+
+def _must_not_run(config: Config) -> Outcome:
+    message = f"an exhausted search proposed {config}"
+    raise AssertionError(message)
+
+
+class DesignerConformance:
+    """What every designer promises. Each test is one promise."""
+
+    several_goals: ClassVar[bool] = True
+    """Override: False for a designer that refuses them (`ObjectiveError` from its constructor)."""
+
+    @pytest.fixture
+    def make(self) -> MakesDesigner:
+        """The constructor; override."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def library(self) -> Sequence[LibraryRun]:
+        """Past runs in both spaces: a designer uses those that fit."""
+        return [past_run(SMALL, "one"), past_run(CONDITIONAL, "two")]
+
+    def test_visits_every_cell_once(self, make: MakesDesigner, library: Sequence[LibraryRun]) -> None:
+        """No cell comes twice, all come, and then the search says that it is exhausted, again and again."""
+        designer = make(SMALL, OBJECTIVE, seed=3, library=library)
+        configs = run_trials(designer, len(SMALL.cells()))
+        assert len(configs) == len(set(map(SMALL.key, configs)))
+        assert set(map(SMALL.key, configs)) == set(map(SMALL.key, SMALL.cells()))
+        for _ in range(2):
+            with pytest.raises(Exhausted):
+                designer.ask()
+
+    def test_conditions_and_constraints_hold(self, make: MakesDesigner, library: Sequence[LibraryRun]) -> None:
+        """Every proposal is a valid configuration in the space's own form, also with an empty library."""
+        for some in (library, ()):
+            designer = make(CONDITIONAL, OBJECTIVE, seed=4, library=some)
+            for config in run_trials(designer, 11):
+                assert CONDITIONAL.check(config) == config
+
+    def test_asked_ahead(self, make: MakesDesigner) -> None:
+        """Several cells asked for before the first is told are different ones, told in any order."""
+        designer = make(SMALL, OBJECTIVE, seed=5)
+        run_trials(designer, 2)
+        ahead = [designer.ask() for _ in range(4)]
+        for number, config in enumerate(reversed(ahead)):
+            designer.tell(Trial(number=number, config=config, outcome=service(config)))
+        rest = run_trials(designer, 6)
+        assert len({SMALL.key(config) for config in [*ahead, *rest]}) == 10
+
+    def test_a_seed_fixes_everything(self, make: MakesDesigner, library: Sequence[LibraryRun]) -> None:
+        """The same seed and trials give the same proposals."""
+        runs = [run_trials(make(CONDITIONAL, OBJECTIVE, seed=6, library=library), 11) for _ in range(2)]
+        assert runs[0] == runs[1]
+
+    @pytest.mark.parametrize("kind", [kind for kind in FailureKind if kind is not FailureKind.INVALID])
+    def test_failures_are_told_and_not_repeated(self, make: MakesDesigner, kind: FailureKind) -> None:
+        """A search in which everything fails, in any way, goes on to new cells."""
+        configs = run_trials(make(SMALL, OBJECTIVE, seed=7), 12, lambda _: Outcome.failed(kind))
+        assert len({SMALL.key(config) for config in configs}) == 12
+
+    def test_nothing_feasible(self, make: MakesDesigner, library: Sequence[LibraryRun]) -> None:
+        """A search in which every trial misses the limit goes on to new cells."""
+        designer = make(SMALL, OBJECTIVE, seed=8, library=library)
+        configs = run_trials(designer, 12, lambda _: Outcome.measured(rate_per_s=1.0, p99_ms=99.0))
+        assert len({SMALL.key(config) for config in configs}) == 12
+
+    def test_invalid_comes_at_most_once_more(self, make: MakesDesigner) -> None:
+        """An invalid measurement says nothing about the cell, which is proposed again, but only once."""
+        designer = make(SMALL, OBJECTIVE, seed=9)
+        configs = run_trials(designer, 24, lambda _: Outcome.failed(FailureKind.INVALID))
+        keys = [SMALL.key(config) for config in configs]
+        assert all(keys.count(key) == 2 for key in keys)
+        with pytest.raises(Exhausted):
+            designer.ask()
+
+    def test_repeats_and_strangers(self, make: MakesDesigner) -> None:
+        """Trials that nobody asked for are learned from: repeats, and cells that then are not proposed."""
+        designer = make(SMALL, OBJECTIVE, seed=10)
+        own = SMALL.cells()[5]
+        for repeat, rate_per_s in enumerate((9.0, 11.0, 10.0)):
+            outcome = Outcome.measured(rate_per_s=rate_per_s, p99_ms=20.0)
+            designer.tell(Trial(number=repeat, config=own, outcome=outcome, repeat=repeat))
+        keys = {SMALL.key(config) for config in run_trials(designer, 11)}
+        assert len(keys) == 11
+        assert SMALL.key(own) not in keys
+
+    def test_dropped_cells_come_back(self, make: MakesDesigner) -> None:
+        """A cell that was asked for and given back is open again; one that was measured stays closed."""
+        designer = make(SMALL, OBJECTIVE, seed=11)
+        measured = run_trials(designer, 1)[0]
+        asked = designer.ask()
+        designer.drop(asked)
+        designer.drop(measured)
+        keys = [SMALL.key(config) for config in run_trials(designer, 11)]
+        assert SMALL.key(asked) in keys
+        assert SMALL.key(measured) not in keys
+
+    def test_bad_trials_change_nothing(self, make: MakesDesigner) -> None:
+        """A configuration of another space or a missing metric is refused by name, and the search goes on as before."""
+        designer, twin = (make(SMALL, OBJECTIVE, seed=12) for _ in range(2))
+        run_trials(designer, 2)
+        outcome = Outcome.measured(rate_per_s=1.0, p99_ms=1.0)
+        with pytest.raises(OutsideSpace, match="cpu"):
+            designer.tell(Trial(number=2, config={"cpu": 99, "batch": 4}, outcome=outcome))
+        outcome = Outcome.measured(rate_per_s=1.0)
+        with pytest.raises(ObjectiveError, match="p99_ms"):
+            designer.tell(Trial(number=2, config={"cpu": 1, "batch": 4}, outcome=outcome))
+        run_trials(twin, 2)
+        assert run_trials(designer, 10) == run_trials(twin, 10)
+
+    def test_a_foreign_library_is_ignored(self, make: MakesDesigner) -> None:
+        """Runs of another space, or without the objective's metrics, and an unknown machine, change no promise."""
+        other = Space((IntKnob(name="threads", low=1, high=4),))
+        runs = [past_run(other, "other", lambda _: Outcome.measured(rate_per_s=1.0, p99_ms=1.0))]
+        runs.append(past_run(SMALL, "unmeasured", lambda _: Outcome.measured(watts=1.0)))
+        context = Context(service="new", workload={"rows": 3.0}, hardware=Hardware(cpus=4), at="2026-11-21")
+        designer = make(SMALL, OBJECTIVE, seed=13, library=runs, context=context)
+        assert len({SMALL.key(config) for config in run_trials(designer, 12)}) == 12
+
+    def test_one_cell(self, make: MakesDesigner) -> None:
+        """A space with a single cell is searched in one trial."""
+        space = Space((IntKnob(name="cpu", low=2, high=2), ChoiceKnob(name="batch", values=(8,))))
+        designer = make(space, OBJECTIVE, seed=14)
+        assert run_trials(designer, 1) == [{"cpu": 2, "batch": 8}]
+        with pytest.raises(Exhausted):
+            run_trials(designer, 1, _must_not_run)
+
+    def test_a_continuous_space(self, make: MakesDesigner) -> None:
+        """A space that can not be listed is searched on its sample."""
+        space = Space((FloatKnob(name="cpu", low=1.0, high=8.0), ChoiceKnob(name="batch", values=(4, 8), ordered=True)))
+        configs = run_trials(make(space, OBJECTIVE, seed=15), 11)
+        assert len({space.key(config) for config in configs}) == 11
+        assert all(space.check(config) == config for config in configs)
+
+    def test_several_goals(self, make: MakesDesigner, library: Sequence[LibraryRun]) -> None:
+        """Two goals are searched, or refused at once: never taken for one."""
+        objective = Objective((maximise("rate_per_s"), minimise("cost_per_hour")), OBJECTIVE.limits)
+        if not self.several_goals:
+            with pytest.raises(ObjectiveError, match="one goal"):
+                make(SMALL, objective, seed=16, library=library)
+            return
+        configs = run_trials(make(SMALL, objective, seed=16, library=library), 12)
+        assert len({SMALL.key(config) for config in configs}) == 12
+
+    def test_as_an_optuna_sampler(self, make: MakesDesigner, library: Sequence[LibraryRun]) -> None:
+        """In an Optuna study it visits every cell once, hears of failures and limits, and ends when exhausted."""
+        designer = make(SMALL, OBJECTIVE, seed=17, library=library)
+        with quiet():
+            study = optuna.create_study(direction="maximize", sampler=DesignerSampler(designer, SMALL, OBJECTIVE))
+            study.optimize(_optuna_objective, n_trials=12, catch=(TrialFailed,))
+            with pytest.raises(Exhausted):
+                study.optimize(_optuna_objective, n_trials=1)
+        keys = {tuple(trial.params.items()) for trial in study.trials if trial.params}
+        assert len(keys) == 12
+        ran = [trial for trial in study.trials if trial.state == optuna.trial.TrialState.COMPLETE]
+        failed = [trial for trial in study.trials if trial.user_attrs.get("failure") == "out_of_memory"]
+        assert (len(ran), len(failed)) == (11, 1)
+        best = max(cell.metrics["rate_per_s"] for cell in map(service, SMALL.cells()) if OBJECTIVE.feasible(cell))
+        assert study.best_value == best
+
+    def test_optuna_learns_as_tell_does(self, make: MakesDesigner) -> None:
+        """Behind Optuna the search is the same as with ask and tell."""
+        direct = run_trials(make(SMALL, OBJECTIVE, seed=18), 8)
+        with quiet():
+            sampler = DesignerSampler(make(SMALL, OBJECTIVE, seed=18), SMALL, OBJECTIVE)
+            study = optuna.create_study(direction="maximize", sampler=sampler)
+            study.optimize(_optuna_objective, n_trials=8, catch=(TrialFailed,))
+        for config, trial in itertools.zip_longest(direct, study.trials):
+            assert trial.params == config
+
+
+def _optuna_objective(trial: optuna.Trial) -> float:
+    config: dict[str, bool | int | float | str] = {
+        "cpu": trial.suggest_int("cpu", 1, 4),
+        "batch": trial.suggest_categorical("batch", (4, 8, 16)),
+    }
+    return report(trial, OBJECTIVE, service(config))[0]

@@ -1,0 +1,18 @@
+"""Knobs as Optuna's distributions. Imported late: Optuna takes a second."""
+
+from __future__ import annotations
+
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+
+from plait_autoconfig.knobs import ChoiceKnob, IntKnob, Knob
+
+
+def distribution_of(knob: Knob) -> BaseDistribution:
+    """The same range or choices. The order of an ordered choice has no place in Optuna."""
+    if isinstance(knob, ChoiceKnob):
+        return CategoricalDistribution(knob.values)
+    if isinstance(knob, IntKnob):
+        last = knob.low + (knob.high - knob.low) // knob.step * knob.step
+        return IntDistribution(knob.low, last, log=knob.log, step=knob.step)
+    last_value = knob.high if knob.count is None else float(knob.value_at(knob.count - 1))
+    return FloatDistribution(knob.low, last_value, log=knob.log, step=knob.step)

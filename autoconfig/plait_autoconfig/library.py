@@ -1,0 +1,154 @@
+"""Past runs of the tuner: what later runs learn from, which of it can be used, and how much it counts.
+
+Runs keep metrics, not losses: whatever the objective of today is, a run serves it if it measured its metrics.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+
+from plait_autoconfig.errors import OutsideSpace
+from plait_autoconfig.objective import Objective
+from plait_autoconfig.space import Space
+from plait_autoconfig.values import Hardware, Trial, WorkloadFeatures
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LibraryRun:
+    """One run of the tuner: a service on a machine, its trials, and the versions that it ran with.
+
+    ``units``: the knobs of its space and their units. ``goals``: what it looked for, such as ``max goodput_per_cost``
+    (for people; nothing is computed from it). ``started_at``: ISO 8601.
+    """
+
+    run_id: str
+    service: str
+    trials: tuple[Trial, ...]
+    units: Mapping[str, str] = field(default_factory=dict)
+    workload: WorkloadFeatures = field(default_factory=dict)
+    hardware: Hardware = field(default_factory=Hardware)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    goals: tuple[str, ...] = ()
+    started_at: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usable:
+    """What of a run can be read in a space. ``unusable``: why other trials can not, and how many each reason hits."""
+
+    run: LibraryRun
+    trials: tuple[Trial, ...]
+    unusable: Mapping[str, int]
+
+    def __str__(self) -> str:
+        reasons = "; ".join(f"{count} not: {reason}" for reason, count in self.unusable.items())
+        said = (
+            f"{self.run.service} ({self.run.run_id}): {len(self.trials)} of {len(self.run.trials)} trials can be used"
+        )
+        return f"{said}; {reasons}" if reasons else said
+
+
+def usable_for(run: LibraryRun, space: Space, objective: Objective | None = None) -> Usable:
+    """The trials of a run that are configurations of this space, in its form, and measured what the objective needs.
+
+    Invalid trials are left out: they say nothing. Failures stay: they say where not to go.
+    """
+    foreign = _foreign_unit(run, space)
+    trials, reasons = [], Counter[str]()
+    for trial in run.trials:
+        reason = foreign or _missing_metric(trial, objective)
+        if trial.outcome.invalid:
+            reason = "the measurement was invalid"
+        if not reason:
+            try:
+                config = space.check(trial.config)
+            except OutsideSpace as error:
+                reason = str(error)
+            else:
+                trials.append(replace(trial, config=config))
+        if reason:
+            reasons[reason] += 1
+    return Usable(run=run, trials=tuple(trials), unusable=dict(reasons.most_common()))
+
+
+def usable_runs(runs: Iterable[LibraryRun], space: Space, objective: Objective) -> tuple[LibraryRun, ...]:
+    """The runs with a usable trial that ran, reduced to their usable trials."""
+    found = []
+    for run in runs:
+        usable = usable_for(run, space, objective)
+        if any(trial.outcome.failure is None for trial in usable.trials):
+            found.append(replace(run, trials=usable.trials))
+    return tuple(found)
+
+
+def why_unusable(runs: Sequence[LibraryRun], space: Space, objective: Objective) -> str:
+    """A sentence per run that can not be used at all; empty if all can, at least in part."""
+    all_usable = [usable_for(run, space, objective) for run in runs]
+    return "\n".join(str(usable) for usable in all_usable if not usable.trials)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staleness:
+    """How much less a run counts. The factors are judgement, not measurement: what may have changed counts half.
+
+    Nothing is dropped. A designer that weighs runs by how well they predict the new trials soon corrects a wrong guess.
+    """
+
+    version_factor: float = 0.5  # for each version that differs in its first two numbers
+    accelerator_factor: float = 0.5  # for another accelerator, or one where there was none
+    cpus_factor: float = 0.8  # for twice or half as many CPUs, and again for each further doubling
+    half_life_days: float = 365.0
+
+
+def weight_of(
+    run: LibraryRun, *, versions: Mapping[str, str], hardware: Hardware, at: str, staleness: Staleness | None = None
+) -> float:
+    """How much a run counts, in (0, 1]; 1 for the same versions and hardware today.
+
+    What is unknown on either side (a version, the hardware, ``at``) plays no role.
+    """
+    rule = staleness or Staleness()
+    shared = versions.keys() & run.versions.keys()
+    changed = sum(_major_minor(versions[name]) != _major_minor(run.versions[name]) for name in shared)
+    weight = rule.version_factor**changed * _hardware_weight(run.hardware, hardware, rule)
+    if at and run.started_at:
+        days = (_instant(at) - _instant(run.started_at)).total_seconds() / 86_400.0
+        weight *= 0.5 ** (max(0.0, days) / rule.half_life_days)
+    return weight
+
+
+def _hardware_weight(then: Hardware, now: Hardware, rule: Staleness) -> float:
+    if Hardware() in (then, now):
+        return 1.0
+    weight = 1.0 if then.accelerator == now.accelerator else rule.accelerator_factor
+    low, high = sorted((then.cpus, now.cpus))
+    doublings = math.floor(math.log2(high / low)) if low > 0 else 0
+    return float(weight * rule.cpus_factor**doublings)
+
+
+def _major_minor(version: str) -> tuple[str, ...]:
+    return tuple(version.partition("+")[0].split(".")[:2])
+
+
+def _instant(text: str) -> datetime:
+    instant = datetime.fromisoformat(text)
+    return instant if instant.tzinfo else instant.replace(tzinfo=UTC)
+
+
+def _foreign_unit(run: LibraryRun, space: Space) -> str:
+    for name, unit in run.units.items():
+        knob = space.by_name.get(name)
+        if knob is not None and knob.unit != unit:
+            return f"{name} is in {unit or 'no unit'} there and in {knob.unit or 'no unit'} here"
+    return ""
+
+
+def _missing_metric(trial: Trial, objective: Objective | None) -> str:
+    if objective is None or trial.outcome.failure is not None:
+        return ""
+    missing = [name for name in objective.metrics if name not in trial.outcome.metrics]
+    return f"{missing[0]} was not measured" if missing else ""

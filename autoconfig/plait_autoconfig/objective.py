@@ -1,0 +1,256 @@
+"""What the tuner looks for: goals to make large or small, and limits that a configuration must keep.
+
+A limit is never traded against a goal: an outcome that breaks one is infeasible, however good its goal. A failed trial
+has no loss at all. ``loss`` is what designers minimise.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from plait_autoconfig.errors import ObjectiveError
+from plait_autoconfig.values import Cell, Outcome, Trial, cells_of
+
+GOODPUT_PER_COST = "goodput_per_cost"
+"""Goodput (responses per second inside the SLO) per price unit and hour."""
+GOODPUT_PER_S = "goodput_per_s"
+COST_PER_HOUR = "cost_per_hour"
+P99_MS = "p99_ms"
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A metric to make as large or as small as possible."""
+
+    metric: str
+    direction: Literal["max", "min"]
+
+    def loss(self, metrics: Mapping[str, float]) -> float:
+        """Lower is better: the metric, or its negative. Raises `ObjectiveError` if it was not measured."""
+        value = _metric(metrics, self.metric)
+        return value if self.direction == "min" else -value
+
+    def __str__(self) -> str:
+        return f"{self.direction} {self.metric}"
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A metric that must stay on one side of a value (which itself is allowed)."""
+
+    metric: str
+    bound: Literal["at_most", "at_least"]
+    value: float
+
+    def excess(self, metrics: Mapping[str, float]) -> float:
+        """How far beyond the limit, relative to it (absolute for a limit of 0); negative: so much room is left."""
+        over = _metric(metrics, self.metric) - self.value
+        return (over if self.bound == "at_most" else -over) / (abs(self.value) or 1.0)
+
+    def metric_at(self, excess: float) -> float:
+        """The metric that has this excess."""
+        over = excess * (abs(self.value) or 1.0)
+        return self.value + (over if self.bound == "at_most" else -over)
+
+    def __str__(self) -> str:
+        return f"{self.metric} {'<=' if self.bound == 'at_most' else '>='} {self.value:g}"
+
+
+def maximise(metric: str) -> Goal:
+    """The larger, the better."""
+    return Goal(metric, "max")
+
+
+def minimise(metric: str) -> Goal:
+    """The smaller, the better."""
+    return Goal(metric, "min")
+
+
+def at_most(metric: str, value: float) -> Limit:
+    """``metric <= value``."""
+    return Limit(metric, "at_most", value)
+
+
+def at_least(metric: str, value: float) -> Limit:
+    """``metric >= value``."""
+    return Limit(metric, "at_least", value)
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """One goal, or several (then the answer is a Pareto front), and limits."""
+
+    goals: tuple[Goal, ...]
+    limits: tuple[Limit, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "goals", tuple(self.goals))
+        object.__setattr__(self, "limits", tuple(self.limits))
+        if not self.goals:
+            msg = "the objective has no goal"
+            raise ObjectiveError(msg)
+        for name, count in Counter(goal.metric for goal in self.goals).items():
+            if count > 1:
+                msg = f"{name} is the metric of {count} goals"
+                raise ObjectiveError(msg)
+        _check_limits(self.limits)
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The metrics that a trial must measure."""
+        return tuple(dict.fromkeys([*(goal.metric for goal in self.goals), *(limit.metric for limit in self.limits)]))
+
+    def losses(self, outcome: Outcome) -> tuple[float, ...] | None:
+        """One number per goal, lower is better; None for a failed trial."""
+        return None if outcome.failure is not None else tuple(goal.loss(outcome.metrics) for goal in self.goals)
+
+    def loss(self, outcome: Outcome) -> float | None:
+        """The loss of the only goal, lower is better; None for a failed trial. `ObjectiveError` with several goals."""
+        self.require_one_goal()
+        losses = self.losses(outcome)
+        return None if losses is None else losses[0]
+
+    def require_one_goal(self) -> Goal:
+        """The goal; `ObjectiveError` if there are several."""
+        if len(self.goals) > 1:
+            msg = f"this needs one goal, but the objective has {len(self.goals)}: {', '.join(map(str, self.goals))}"
+            raise ObjectiveError(msg)
+        return self.goals[0]
+
+    def excesses(self, outcome: Outcome) -> dict[str, float]:
+        """By limit, how far beyond it (`Limit.excess`; negative: room is left). Empty for a failed trial."""
+        return {} if outcome.failure is not None else {str(each): each.excess(outcome.metrics) for each in self.limits}
+
+    def violations(self, outcome: Outcome) -> dict[str, float]:
+        """By limit, how far beyond it; 0: it is kept. Empty for a failed trial."""
+        return {name: max(0.0, excess) for name, excess in self.excesses(outcome).items()}
+
+    def feasible(self, outcome: Outcome) -> bool:
+        """It ran, and keeps every limit."""
+        return outcome.failure is None and all(excess <= 0.0 for excess in self.excesses(outcome).values())
+
+    def best(self, trials: Iterable[Trial]) -> Cell | None:
+        """The feasible cell with the lowest loss (trials averaged), the earliest of equals; None if there is none."""
+        self.require_one_goal()
+        return min(self._feasible_cells(trials), key=lambda cell: self.losses(cell.outcome) or (), default=None)
+
+    def front(self, trials: Iterable[Trial]) -> tuple[Cell, ...]:
+        """The feasible cells that no other one beats in one goal without losing in another. Equals are all kept."""
+        cells = self._feasible_cells(trials)
+        losses = [self.losses(cell.outcome) or () for cell in cells]
+        return tuple(cell for cell, own in zip(cells, losses, strict=True) if not any(_beats(o, own) for o in losses))
+
+    def why_none(self, trials: Sequence[Trial]) -> str:
+        """Which limit binds and by how much, in a sentence or two, when no trial is feasible; empty if one is."""
+        cells = cells_of(trials)
+        if not cells:
+            return f"none of {len(trials)} trials gave a valid measurement" if trials else "nothing was measured yet"
+        if any(self.feasible(cell.outcome) for cell in cells):
+            return ""
+        failed = Counter(cell.outcome.failure for cell in cells if cell.outcome.failure is not None)
+        parts = [f"{count} ended with {kind.replace('_', ' ')}" for kind, count in failed.most_common() if kind]
+        ran = [cell for cell in cells if cell.outcome.failure is None]
+        parts += self._missed(ran)
+        return f"none of {len(cells)} configurations is feasible: {'; '.join(parts)}"
+
+    def _missed(self, cells: Sequence[Cell]) -> list[str]:
+        """A sentence per limit that somebody broke, the one most often broken first."""
+        said = []
+        for limit in self.limits:
+            excesses = [limit.excess(cell.outcome.metrics) for cell in cells]
+            broken = sum(excess > 0.0 for excess in excesses)
+            if broken == len(cells) > 0:
+                nearest = cells[excesses.index(min(excesses))]
+                value, percent = nearest.outcome.metrics[limit.metric], 100.0 * min(excesses)
+                beyond = f"{percent:.3g} % beyond" if limit.value else f"{min(excesses):.3g} beyond"
+                said.append(
+                    (broken, f"{limit} was missed by all {broken} that ran, the nearest had {value:.6g} ({beyond})")
+                )
+            elif broken:
+                said.append((broken, f"{limit} was missed by {broken} of the {len(cells)} that ran"))
+        return [text for _, text in sorted(said, key=lambda each: -each[0])]
+
+    def _feasible_cells(self, trials: Iterable[Trial]) -> list[Cell]:
+        return [cell for cell in cells_of(trials) if self.feasible(cell.outcome)]
+
+    def __str__(self) -> str:
+        wanted = " and ".join(map(str, self.goals))
+        return f"{wanted} with {', '.join(map(str, self.limits))}" if self.limits else wanted
+
+
+def max_goodput_per_cost(*limits: Limit) -> Objective:
+    """The most responses in time for the money."""
+    return Objective((maximise(GOODPUT_PER_COST),), limits)
+
+
+def min_cost_at_rate(rate_per_s: float, *limits: Limit) -> Objective:
+    """The cheapest deployment that answers ``rate_per_s`` requests per second in time."""
+    return Objective((minimise(COST_PER_HOUR),), (at_least(GOODPUT_PER_S, rate_per_s), *limits))
+
+
+def min_p99_at_rate(rate_per_s: float, *limits: Limit) -> Objective:
+    """The fastest deployment that answers ``rate_per_s`` requests per second."""
+    return Objective((minimise(P99_MS),), (at_least(GOODPUT_PER_S, rate_per_s), *limits))
+
+
+_GOAL = re.compile(r"(max|min)\s+(\w+)(?:\s+at\s+rate\s+([0-9.eE+-]+))?")
+_LIMIT = re.compile(r"(\w+)\s*(<=|>=)\s*([0-9.eE+-]+)")
+
+
+def parse_objective(text: str, limits: Sequence[str] = ()) -> Objective:
+    """An objective from texts: ``max goodput_per_cost``, ``min cost at rate 20``, ``min p99_ms, min cost_per_hour``.
+
+    ``cost`` and ``p99`` are short for ``cost_per_hour`` and ``p99_ms``. Limits: ``p99_ms <= 50``. Raises
+    `ObjectiveError`, which quotes what can not be read.
+    """
+    short, goals, found = {"cost": COST_PER_HOUR, "p99": P99_MS}, [], []
+    for part in text.split(","):
+        match = _GOAL.fullmatch(part.strip())
+        if match is None:
+            msg = f"the goal {part.strip()!r} can not be read; it should be like `max goodput_per_cost`"
+            raise ObjectiveError(msg)
+        goals.append(Goal(short.get(match[2], match[2]), "max" if match[1] == "max" else "min"))
+        if match[3]:
+            found.append(at_least(GOODPUT_PER_S, _number(match[3])))
+    for each in limits:
+        match = _LIMIT.fullmatch(each.strip())
+        if match is None:
+            msg = f"the limit {each!r} can not be read; it should be like `p99_ms <= 50`"
+            raise ObjectiveError(msg)
+        found.append(Limit(match[1], "at_most" if match[2] == "<=" else "at_least", _number(match[3])))
+    return Objective(tuple(goals), tuple(found))
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        msg = f"{text!r} is no number"
+        raise ObjectiveError(msg) from None
+
+
+def _check_limits(limits: Sequence[Limit]) -> None:
+    """Two limits of one metric must leave something between them."""
+    highs = [limit for limit in limits if limit.bound == "at_most"]
+    lows = [limit for limit in limits if limit.bound == "at_least"]
+    for high, low in itertools.product(highs, lows):
+        if high.metric == low.metric and high.value < low.value:
+            msg = f"the limits {low} and {high} contradict each other"
+            raise ObjectiveError(msg)
+
+
+def _beats(one: Sequence[float], other: Sequence[float]) -> bool:
+    return all(a <= b for a, b in zip(one, other, strict=True)) and any(a < b for a, b in zip(one, other, strict=True))
+
+
+def _metric(metrics: Mapping[str, float], name: str) -> float:
+    try:
+        return metrics[name]
+    except KeyError:
+        msg = f"the objective needs {name}, but a trial measured only {', '.join(metrics)}"
+        raise ObjectiveError(msg) from None

@@ -1,0 +1,229 @@
+"""The library as JSON lines: one line per run, then one per trial. Strict to read, and every line stands alone.
+
+A line has ``plait_library`` (the version of this format, 1), ``kind`` (``run`` or ``trial``) and the fields of
+`LibraryRun` or `Trial`; a trial names its run. A last line that breaks off is dropped: a writer died. Lines of a later
+version are kept as they are (`Foreign`), marked, and written back by `dump_lines`. Anything else that is wrong is a
+`LibraryError` with the number of the line.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    TypeAdapter,
+)
+from pydantic import ValidationError as PydanticError
+
+from plait_autoconfig.errors import LibraryError, TunerError
+from plait_autoconfig.library import LibraryRun
+from plait_autoconfig.values import FailureKind, Hardware, Outcome, Trial
+
+FORMAT = 1
+
+_STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+_Value = StrictBool | StrictInt | StrictFloat | StrictStr
+_Count = Annotated[int, Field(ge=0)]
+
+
+def _date(text: str) -> str:
+    if text:
+        datetime.fromisoformat(text)
+    return text
+
+
+class _Row(BaseModel):
+    model_config = _STRICT
+    plait_library: Literal[1] = 1
+
+
+class HardwareRow(BaseModel):
+    """`Hardware`, at the edge."""
+
+    model_config = _STRICT
+    name: str = ""
+    cpus: _Count = 0
+    memory_bytes: _Count = 0
+    accelerator: str = ""
+    accelerators: _Count = 0
+    accelerator_memory_bytes: _Count = 0
+    price_per_hour: float = 0.0
+
+
+class RunRow(_Row):
+    """The line of a run."""
+
+    kind: Literal["run"] = "run"
+    run_id: Annotated[str, Field(min_length=1)]
+    service: str
+    units: dict[str, str] = {}
+    workload: dict[str, float] = {}
+    hardware: HardwareRow = HardwareRow()
+    versions: dict[str, str] = {}
+    goals: tuple[str, ...] = ()
+    started_at: Annotated[str, AfterValidator(_date)] = ""
+
+
+class TrialRow(_Row):
+    """The line of a trial: ``metrics``, or ``failure`` and ``detail``."""
+
+    kind: Literal["trial"] = "trial"
+    run_id: Annotated[str, Field(min_length=1)]
+    number: _Count
+    config: dict[str, _Value]
+    metrics: dict[str, float] = {}
+    failure: FailureKind | None = None
+    detail: str = ""
+    duration_s: Annotated[float, Field(ge=0)] = 0.0
+    seed: int = 0
+    repeat: _Count = 0
+
+
+_LINE: TypeAdapter[RunRow | TrialRow] = TypeAdapter(Annotated[RunRow | TrialRow, Field(discriminator="kind")])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foreign:
+    """A line that this version can not read, kept as it is, and why."""
+
+    text: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What was read. ``torn``: the last line broke off and was dropped."""
+
+    runs: tuple[LibraryRun, ...]
+    foreign: tuple[Foreign, ...] = ()
+    torn: bool = False
+
+
+def dump_lines(runs: Iterable[LibraryRun], foreign: Iterable[Foreign] = ()) -> Iterator[str]:
+    """The lines of runs (and what was kept of a later version), without line ends."""
+    for run in runs:
+        yield run_line(run)
+        for trial in run.trials:
+            yield trial_line(run.run_id, trial)
+    for each in foreign:
+        yield each.text
+
+
+def load_lines(lines: Iterable[str]) -> Loaded:
+    """Reads lines in any order of runs; see the module docstring. Raises `LibraryError` naming the line."""
+    runs: dict[str, LibraryRun] = {}
+    trials: dict[str, list[Trial]] = {}
+    foreign: list[Foreign] = []
+    texts = [(number, text.strip()) for number, text in enumerate(lines, 1) if text.strip()]
+    for position, (number, text) in enumerate(texts):
+        try:
+            fields = json.loads(text)
+        except ValueError as error:
+            if position == len(texts) - 1:
+                return _joined(runs, trials, foreign, torn=True)
+            msg = f"line {number} of the library is no JSON: {error}"
+            raise LibraryError(msg) from error
+        if _is_later(fields):
+            reason = f"line {number} has format {fields['plait_library']}, this version reads {FORMAT}"
+            foreign.append(Foreign(text=text, reason=reason))
+            continue
+        row = _row(text, number)
+        if isinstance(row, TrialRow):
+            if row.run_id not in runs:
+                msg = f"line {number} of the library is a trial of {row.run_id}, a run that no line before it describes"
+                raise LibraryError(msg)
+            trials[row.run_id].append(_trial(row, number))
+        elif row.run_id in runs:
+            msg = f"line {number} of the library describes the run {row.run_id} again"
+            raise LibraryError(msg)
+        else:
+            runs[row.run_id], trials[row.run_id] = _run(row), []
+    return _joined(runs, trials, foreign, torn=False)
+
+
+def run_line(run: LibraryRun) -> str:
+    """What is stored of a run, but for its trials."""
+    fields = {name: value for name, value in asdict(run).items() if name != "trials"}
+    return _line("run", fields)
+
+
+def trial_line(run_id: str, trial: Trial) -> str:
+    """What is stored of a trial."""
+    fields = asdict(trial)
+    said = {name: value for name, value in fields.pop("outcome").items() if value}
+    return _line("trial", {"run_id": run_id, **fields, **said})
+
+
+def run_from(line: str) -> LibraryRun:
+    """A stored run, without its trials. Raises `LibraryError`."""
+    row = _row(line, 0)
+    if not isinstance(row, RunRow):
+        msg = "a trial is stored where a run should be"
+        raise LibraryError(msg)
+    return _run(row)
+
+
+def trial_from(line: str) -> Trial:
+    """A stored trial. Raises `LibraryError`."""
+    row = _row(line, 0)
+    if not isinstance(row, TrialRow):
+        msg = "a run is stored where a trial should be"
+        raise LibraryError(msg)
+    return _trial(row, 0)
+
+
+def _line(kind: str, fields: Mapping[str, Any]) -> str:
+    return json.dumps({"plait_library": FORMAT, "kind": kind, **fields}, separators=(",", ":"), allow_nan=False)
+
+
+def _is_later(fields: object) -> bool:
+    version = fields.get("plait_library") if isinstance(fields, dict) else None
+    return isinstance(version, int) and version > FORMAT
+
+
+def _row(text: str, number: int) -> RunRow | TrialRow:
+    try:
+        return _LINE.validate_json(text)
+    except PydanticError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"][1:])
+        msg = f"{_where(number)}{': ' + place if place else ''}: {first['msg']}"
+        raise LibraryError(msg) from error
+
+
+def _where(number: int) -> str:
+    return f"line {number} of the library" if number else "the store"
+
+
+def _run(row: RunRow) -> LibraryRun:
+    fields = row.model_dump(exclude={"plait_library", "kind", "hardware"})
+    return LibraryRun(**fields, hardware=Hardware(**row.hardware.model_dump()), trials=())
+
+
+def _trial(row: TrialRow, number: int) -> Trial:
+    try:
+        outcome = Outcome(metrics=row.metrics, failure=row.failure, detail=row.detail)
+    except TunerError as error:
+        msg = f"{_where(number)}: {error}"
+        raise LibraryError(msg) from error
+    fields = row.model_dump(include={"number", "config", "duration_s", "seed", "repeat"})
+    return Trial(outcome=outcome, **fields)
+
+
+def _joined(
+    runs: Mapping[str, LibraryRun], trials: Mapping[str, list[Trial]], foreign: Iterable[Foreign], *, torn: bool
+) -> Loaded:
+    whole = tuple(replace(run, trials=tuple(trials[run_id])) for run_id, run in runs.items())
+    return Loaded(runs=whole, foreign=tuple(foreign), torn=torn)

@@ -1,0 +1,265 @@
+"""The search space: knobs, constraints between them, and the cells, the configurations that satisfy all of it.
+
+A designer looks at all cells at once, so there are at most `MOST_CELLS`. A larger or continuous space is stood for by
+`MOST_SAMPLED` cells of a Sobol sequence with a fixed seed: every designer, in every process, sees the same ones.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plait_autoconfig.constraints import Constraint
+from plait_autoconfig.errors import EmptySpace, OutsideSpace, SpaceError
+from plait_autoconfig.knobs import ChoiceKnob, Knob
+from plait_autoconfig.values import Config, Value
+
+if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
+
+MOST_CELLS = 20_000
+MOST_SAMPLED = 4_096
+_MOST_DRAWN = 1 << 17  # draws in search of sampled cells: at 1 valid cell in 32 the sample is still complete
+_MOST_VISITS = 1_000_000  # steps in the tree of partial configurations: about a second
+
+
+@dataclass(frozen=True)
+class Space:
+    """Knobs in a fixed order and constraints, as texts (`Constraint`).
+
+    Raises `SpaceError` naming the knob or the constraint that is wrong, `EmptySpace` when no configuration is valid.
+    A conditional knob comes after the knobs that it depends on.
+    """
+
+    knobs: tuple[Knob, ...]
+    constraints: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "knobs", tuple(self.knobs))
+        object.__setattr__(self, "constraints", tuple(self.constraints))
+        _check_knobs(self.knobs)
+        if not self.cells():
+            raise EmptySpace(self._what_binds())
+
+    @cached_property
+    def by_name(self) -> dict[str, Knob]:
+        """The knobs by name, in their order."""
+        return {knob.name: knob for knob in self.knobs}
+
+    @cached_property
+    def parsed(self) -> tuple[Constraint, ...]:
+        """The constraints, ready to be tested."""
+        return tuple(Constraint.parse(text, tuple(self.by_name)) for text in self.constraints)
+
+    @property
+    def exhaustive(self) -> bool:
+        """True: `cells` are all cells there are; False: they are a sample."""
+        return self._all_cells is not None
+
+    def cells(self) -> tuple[Config, ...]:
+        """All valid configurations in a fixed order (the first knob varies slowest), or the sample of them."""
+        return self._sampled_cells if self._all_cells is None else self._all_cells
+
+    def check(self, config: Config) -> Config:
+        """The configuration with the knobs in order and their own form of each value.
+
+        Raises `OutsideSpace` naming the knob that is unknown, missing, inactive or out of range, or the constraint.
+        """
+        for name in config:
+            if name not in self.by_name:
+                close = difflib.get_close_matches(name, self.by_name, n=1)
+                hint = f"did you mean {close[0]}?" if close else f"they are {', '.join(self.by_name)}"
+                msg = f"{name} is no knob of this space; {hint}"
+                raise OutsideSpace(msg)
+        checked: dict[str, Value] = {}
+        for knob in self.knobs:
+            if is_active(knob, checked):
+                if knob.name not in config:
+                    msg = f"{knob.name} is missing"
+                    raise OutsideSpace(msg)
+                checked[knob.name] = knob.canonical(config[knob.name])
+            elif knob.name in config:
+                msg = f"{knob.name} is given, but only has a meaning {_when(knob)}"
+                raise OutsideSpace(msg)
+        for constraint in self.parsed:
+            if not constraint.holds(checked):
+                values = ", ".join(f"{name} = {checked[name]}" for name in sorted(constraint.names))
+                msg = f"`{constraint.text}` does not hold for {values}"
+                raise OutsideSpace(msg)
+        return checked
+
+    def key(self, config: Config) -> Hashable:
+        """What two equal configurations have in common; None stands for an inactive knob."""
+        return tuple(config.get(name) for name in self.by_name)
+
+    @cached_property
+    def feature_names(self) -> tuple[str, ...]:
+        """What each column of `encode` is: ``cpu``, ``gpu=T4``, ``window?`` (whether the knob is active)."""
+        return tuple(name for knob in self.knobs for name in _columns(knob))
+
+    def encode(self, configs: Sequence[Config]) -> NDArray[np.float64]:
+        """The configurations as numbers in [0, 1], float64 of shape (N, len(feature_names)).
+
+        Ranges and ordered choices have one column (rank or value, on the knob's scale), unordered ones with three or
+        more values a column per value. An inactive knob stands in the middle (0.5) and has a 0 in its column ``?``.
+        """
+        rows = [[number for knob in self.knobs for number in _encoded(knob, config)] for config in configs]
+        return np.asarray(rows, np.float64).reshape(len(configs), len(self.feature_names))
+
+    def configuration_at(self, point: Sequence[float]) -> Config:
+        """The configuration at a point of [0, 1)^knobs, constraints not tested; inactive knobs leave theirs unused."""
+        config: dict[str, Value] = {}
+        for knob, u in zip(self.knobs, point, strict=True):
+            if is_active(knob, config):
+                config[knob.name] = knob.draw(u)
+        return config
+
+    def distributions(self) -> dict[str, BaseDistribution]:
+        """The knobs as Optuna has them. Conditions and constraints have no place there: `check` knows them."""
+        from plait_autoconfig.distributions import distribution_of
+
+        return {knob.name: distribution_of(knob) for knob in self.knobs}
+
+    @cached_property
+    def _all_cells(self) -> tuple[Config, ...] | None:
+        """Every cell, or None when there are too many to look at."""
+        return self._listed(self.parsed)
+
+    def _listed(self, constraints: Sequence[Constraint]) -> tuple[Config, ...] | None:
+        try:
+            cells = tuple(itertools.islice(self._search(constraints), MOST_CELLS + 1))
+        except _TooLarge:
+            return None
+        return cells if len(cells) <= MOST_CELLS else None
+
+    @cached_property
+    def _sampled_cells(self) -> tuple[Config, ...]:
+        found: dict[Hashable, Config] = {}
+        for config in itertools.islice(self._drawn(), _MOST_DRAWN):
+            if all(constraint.holds(config) for constraint in self.parsed):
+                found.setdefault(self.key(config), config)
+            if len(found) == MOST_SAMPLED:
+                break
+        return tuple(found.values())
+
+    def _drawn(self) -> Iterator[Config]:
+        """Configurations of a Sobol sequence, constraints not yet tested."""
+        from plait_autoconfig.quasi import sobol_points
+
+        for row in sobol_points(len(self.knobs), seed=0):
+            yield self.configuration_at(row)
+
+    def _search(self, constraints: Sequence[Constraint]) -> Iterator[Config]:
+        """All cells, depth first; a partial configuration that breaks a constraint is not continued.
+
+        Raises `_TooLarge` at a continuous knob or after `_MOST_VISITS` steps.
+        """
+        names = list(self.by_name)
+        due: list[list[Constraint]] = [[] for _ in names]  # each constraint as soon as its last knob has a value
+        for constraint in constraints:
+            due[max(map(names.index, constraint.names))].append(constraint)
+        visits = itertools.count()
+
+        def extend(at: int, config: dict[str, Value]) -> Iterator[Config]:
+            if at == len(self.knobs):
+                yield dict(config)
+                return
+            knob = self.knobs[at]
+            if not is_active(knob, config):
+                yield from extend(at + 1, config)
+                return
+            if knob.count is None:
+                raise _TooLarge
+            for index in range(knob.count):
+                if next(visits) > _MOST_VISITS:
+                    raise _TooLarge
+                config[knob.name] = knob.value_at(index)
+                if all(constraint.holds(config) for constraint in due[at]):
+                    yield from extend(at + 1, config)
+            config.pop(knob.name, None)
+
+        return extend(0, {})
+
+    def _what_binds(self) -> str:
+        """The smallest set of constraints (up to three, else all) that leaves no cell, and what each of them leaves."""
+        everything = self._listed(())
+        drawn = list(itertools.islice(self._drawn(), MOST_CELLS)) if everything is None else everything
+        what = "drawn from its knobs" if everything is None else "of its knobs"
+        kept = np.array([[constraint.holds(config) for config in drawn] for constraint in self.parsed])
+        if kept.all(axis=0).any():
+            return f"no valid configuration was found among {_MOST_DRAWN} drawn"
+        everyone = range(len(kept))
+        sets = itertools.chain(*(itertools.combinations(everyone, size) for size in (1, 2, 3)), [tuple(everyone)])
+        binding = next(some for some in sets if not kept[list(some)].all(axis=0).any())
+        said = ", ".join(f"`{self.constraints[each]}` leaves {kept[each].sum()}" for each in binding)
+        together = "" if len(binding) == 1 else ", together they leave none"
+        return f"the space is empty: of {len(drawn)} configurations {what}, {said}{together}"
+
+
+class _TooLarge(Exception):
+    """The cells can not be listed."""
+
+
+def is_active(knob: Knob, config: Config) -> bool:
+    """Whether the knob has a meaning in this (perhaps partial) configuration."""
+    return all(name in config and config[name] in allowed for name, allowed in knob.when.items())
+
+
+def _when(knob: Knob) -> str:
+    parts = [f"{name} is {' or '.join(map(str, allowed))}" for name, allowed in knob.when.items()]
+    return "when " + " and ".join(parts)
+
+
+def _check_knobs(knobs: Sequence[Knob]) -> None:
+    if not knobs:
+        msg = "the space has no knob"
+        raise SpaceError(msg)
+    known: dict[str, Knob] = {}
+    for knob in knobs:
+        if not knob.name.isidentifier():
+            msg = f"{knob.name!r} can not be the name of a knob: letters, digits and _ only"
+            raise SpaceError(msg)
+        if knob.name in known:
+            msg = f"{knob.name} is the name of two knobs"
+            raise SpaceError(msg)
+        for name, allowed in knob.when.items():
+            _check_condition(knob.name, known.get(name), name, allowed)
+        known[knob.name] = knob
+
+
+def _check_condition(owner: str, parent: Knob | None, name: str, allowed: Sequence[Value]) -> None:
+    if parent is None:
+        msg = f"{owner}: depends on {name}, which is no knob before it"
+        raise SpaceError(msg)
+    try:
+        for value in allowed:
+            parent.canonical(value)
+    except OutsideSpace as error:
+        msg = f"{owner}: its condition can never hold: {error}"
+        raise SpaceError(msg) from error
+
+
+def _one_hot(knob: Knob) -> tuple[Value, ...]:
+    """The values that get a column each; empty for a knob with one column."""
+    return knob.values if isinstance(knob, ChoiceKnob) and not knob.ordered and len(knob.values) > 2 else ()
+
+
+def _columns(knob: Knob) -> list[str]:
+    names = [f"{knob.name}={value}" for value in _one_hot(knob)] or [knob.name]
+    return [*names, f"{knob.name}?"] if knob.when else names
+
+
+def _encoded(knob: Knob, config: Config) -> list[float]:
+    active, values = knob.name in config, _one_hot(knob)
+    if values:
+        numbers = [float(active and config[knob.name] == value) for value in values]
+    else:
+        numbers = [knob.place(config[knob.name]) if active else 0.5]
+    return [*numbers, float(active)] if knob.when else numbers

@@ -1,0 +1,185 @@
+"""Where the library lives: an Optuna journal file, or a database by URL; and JSON-lines files to carry it around.
+
+Each run is an Optuna study, each trial one of its trials, so that Optuna's own tools can look at them; what counts for
+us is in their user attributes, as lines of `rows`. A trial becomes one line of the journal, written and synced at once:
+a process that dies loses at most the trial that it was writing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import optuna
+from optuna.exceptions import OptunaError
+from optuna.storages import BaseStorage, JournalStorage, RDBStorage
+from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
+from optuna.trial import TrialState
+
+from plait_autoconfig.errors import LibraryError
+from plait_autoconfig.library import LibraryRun
+from plait_autoconfig.logs import quiet
+from plait_autoconfig.rows import Foreign, Loaded, dump_lines, load_lines, run_from, run_line, trial_from, trial_line
+from plait_autoconfig.values import Trial
+
+_PREFIX = "plait:"
+_FOREIGN = "plait-foreign"
+_DATA = "plait"
+
+
+def read_library(path: str | Path) -> Loaded:
+    """A JSON-lines file (`rows`). Raises `LibraryError` naming the file and the line."""
+    try:
+        with Path(path).open(encoding="utf-8", errors="replace") as file:
+            return load_lines(file)
+    except (OSError, LibraryError) as error:
+        msg = f"{path}: {error}"
+        raise LibraryError(msg) from error
+
+
+def write_library(path: str | Path, runs: Iterable[LibraryRun], foreign: Iterable[Foreign] = ()) -> None:
+    """Writes a JSON-lines file, whole or not at all. Raises `LibraryError`."""
+    target = Path(path)
+    partial = target.with_name(f"{target.name}.{os.getpid()}.part")
+    try:
+        partial.write_text("".join(f"{line}\n" for line in dump_lines(runs, foreign)), encoding="utf-8")
+        partial.replace(target)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        msg = f"{path}: {error}"
+        raise LibraryError(msg) from error
+
+
+class LibraryStore:
+    """Past runs in an Optuna storage. All calls to Optuna's storages are made here."""
+
+    def __init__(self, storage: BaseStorage, location: str) -> None:
+        self._storage, self._location = storage, location
+
+    @classmethod
+    def open(cls, location: str | Path) -> LibraryStore:
+        """``location``: a database URL (``postgresql://...``, ``sqlite:///...``), or the path of a journal file.
+
+        A journal whose last line broke off is mended. Raises `LibraryError` if the store can not be opened.
+        """
+        with _translated(str(location)):
+            if "://" in str(location):
+                return cls(_database(str(location)), str(location))
+            path = Path(location)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = JournalFileSymlinkLock(str(path))
+            _mend(path, lock)
+            return cls(JournalStorage(JournalFileBackend(str(path), lock_obj=lock)), str(location))
+
+    def add(self, run: LibraryRun) -> int:
+        """Stores a run, or those of its trials (by number) that are not stored yet; returns how many these were."""
+        with _translated(self._location), quiet():
+            study = self._study(run)
+            known = {trial.number for trial in _trials(study)}
+            new = [trial for trial in run.trials if trial.number not in known]
+            for trial in new:
+                study.add_trial(_template(run, trial))
+            return len(new)
+
+    def runs(self) -> tuple[LibraryRun, ...]:
+        """All runs, in the order in which they were begun."""
+        with _translated(self._location), quiet():
+            found = []
+            for name in optuna.get_all_study_names(self._storage):
+                if name.startswith(_PREFIX):
+                    study = optuna.load_study(study_name=name, storage=self._storage)
+                    if _DATA in study.user_attrs:  # else its writer died before it said what the run is
+                        found.append(replace(run_from(study.user_attrs[_DATA]), trials=_trials(study)))
+            return tuple(found)
+
+    def foreign(self) -> tuple[Foreign, ...]:
+        """Lines of a later version that were imported; kept for the day that somebody can read them."""
+        with _translated(self._location), quiet():
+            if _FOREIGN not in optuna.get_all_study_names(self._storage):
+                return ()
+            kept = optuna.load_study(study_name=_FOREIGN, storage=self._storage).user_attrs
+            return load_lines(kept.values()).foreign
+
+    def import_file(self, path: str | Path) -> Loaded:
+        """Adds what a JSON-lines file holds (again: nothing is doubled) and returns it. Raises `LibraryError`."""
+        loaded = read_library(path)
+        for run in loaded.runs:
+            self.add(run)
+        if loaded.foreign:
+            with _translated(self._location), quiet():
+                study = optuna.create_study(storage=self._storage, study_name=_FOREIGN, load_if_exists=True)
+                for each in loaded.foreign:
+                    study.set_user_attr(hashlib.sha256(each.text.encode()).hexdigest(), each.text)
+        return loaded
+
+    def export_file(self, path: str | Path) -> None:
+        """Writes everything to a JSON-lines file. Raises `LibraryError`."""
+        write_library(path, self.runs(), self.foreign())
+
+    def _study(self, run: LibraryRun) -> optuna.Study:
+        name = _PREFIX + run.run_id
+        if name in optuna.get_all_study_names(self._storage):
+            study = optuna.load_study(study_name=name, storage=self._storage)
+        else:
+            directions = ["maximize" if goal.startswith("max ") else "minimize" for goal in run.goals]
+            study = optuna.create_study(storage=self._storage, study_name=name, directions=directions or None)
+        if _DATA not in study.user_attrs:
+            study.set_user_attr(_DATA, run_line(run))
+        return study
+
+
+def _template(run: LibraryRun, trial: Trial) -> optuna.trial.FrozenTrial:
+    """As Optuna shows it: with the values of the run's goals, as a FAIL, or (a run without goals) without values."""
+    metrics = [goal.partition(" ")[2] for goal in run.goals]
+    values = [trial.outcome.metrics[name] for name in metrics if name in trial.outcome.metrics]
+    state = TrialState.COMPLETE if values and len(values) == len(metrics) else TrialState.PRUNED
+    if trial.outcome.failure is not None:
+        state = TrialState.FAIL
+    return optuna.trial.create_trial(
+        state=state,
+        values=values if state == TrialState.COMPLETE else None,
+        user_attrs={_DATA: trial_line(run.run_id, trial)},
+    )
+
+
+def _trials(study: optuna.Study) -> tuple[Trial, ...]:
+    return tuple(
+        trial_from(each.user_attrs[_DATA]) for each in study.get_trials(deepcopy=False) if _DATA in each.user_attrs
+    )
+
+
+def _database(url: str) -> RDBStorage:
+    try:
+        return RDBStorage(url)
+    except Exception as error:  # SQLAlchemy and each driver have their own
+        raise LibraryError(str(error)) from error
+
+
+def _mend(path: Path, lock: JournalFileSymlinkLock) -> None:
+    """Cuts off a last line without its end: what is appended behind it would make the whole file unreadable."""
+    if not path.exists():
+        return
+    lock.acquire()  # nobody is in the middle of writing
+    try:
+        with path.open("r+b") as file:
+            content = file.read()
+            if content and not content.endswith(b"\n"):
+                file.truncate(content.rfind(b"\n") + 1)
+    finally:
+        lock.release()
+
+
+@contextmanager
+def _translated(location: str) -> Iterator[None]:
+    """Optuna's, the database's and the file system's errors as `LibraryError` that names the store."""
+    try:
+        yield
+    except (LibraryError, OptunaError, OSError, ValueError, ImportError, KeyError) as error:
+        shown = re.sub(r"//[^/@]*@", "//...@", location)  # without user and password
+        msg = f"the library {shown} can not be used: {error}"
+        raise LibraryError(msg) from error

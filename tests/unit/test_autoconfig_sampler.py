@@ -1,0 +1,152 @@
+"""A designer inside an Optuna study: enqueued trials, other workers, failures, and mistakes in the objective."""
+
+from __future__ import annotations
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+
+from plait_autoconfig.designers.random import RandomDesigner
+from plait_autoconfig.designers.testing import CONDITIONAL, OBJECTIVE, SMALL, service
+from plait_autoconfig.errors import DesignerError, OutsideSpace, TrialFailed
+from plait_autoconfig.objective import Objective, at_most, maximise, minimise
+from plait_autoconfig.sampler import DesignerSampler, report
+from plait_autoconfig.values import FailureKind, Outcome
+
+RATE = Objective((maximise("rate_per_s"),))
+optuna.logging.set_verbosity(optuna.logging.ERROR)
+
+
+def begin(objective: Objective = RATE, space=SMALL, study: optuna.Study | None = None):
+    """A designer and a study (or another worker of one) that asks it."""
+    designer = RandomDesigner(space, objective, seed=1)
+    sampler = DesignerSampler(designer, space, objective)
+    if study is None:
+        study = optuna.create_study(
+            directions=["maximize"] + ["minimize"] * (len(objective.goals) - 1), sampler=sampler
+        )
+    else:
+        study = optuna.load_study(study_name=study.study_name, storage=study._storage, sampler=sampler)
+    return designer, study
+
+
+def ask(study: optuna.Study) -> optuna.Trial:
+    """A trial whose knobs are all suggested."""
+    return study.ask(SMALL.distributions())
+
+
+def test_every_ending_is_told():
+    """Values, FAIL, PRUNED and a named failure each become their kind of outcome."""
+    designer, study = begin()
+    study.tell(ask(study), 2.5)
+    study.tell(ask(study), state=TrialState.FAIL)
+    study.tell(ask(study), state=TrialState.PRUNED)
+    trial = ask(study)
+    with pytest.raises(TrialFailed, match="at once"):
+        report(trial, RATE, Outcome.failed(FailureKind.REFUSED_START, "at once"))
+    study.tell(trial, state=TrialState.FAIL)
+    outcomes = [trial.outcome for trial in designer.trials]
+    assert outcomes[0] == Outcome.measured(rate_per_s=2.5)
+    assert [outcome.failure for outcome in outcomes[1:]] == ["crash", "time_out", "refused_start"]
+
+
+def test_limits_and_goals_come_back_as_metrics():
+    """What was reported is what the designer hears, several goals and a limit on one of them included."""
+    objective = Objective((maximise("rate_per_s"), minimise("cost")), (at_most("p99_ms", 30.0), at_most("cost", 3.0)))
+    designer, study = begin(objective)
+    trial = ask(study)
+    outcome = Outcome.measured(rate_per_s=2.0, cost=4.0, p99_ms=45.0)
+    study.tell(trial, report(trial, objective, outcome))
+    assert designer.trials[0].outcome.metrics == pytest.approx(outcome.metrics)
+    assert study.trials[0].constraints == pytest.approx({"p99_ms <= 30": 0.5, "cost <= 3": 1 / 3})
+
+
+def test_enqueued_trials_do_not_ask():
+    """A trial that the user fixed is learned from, and takes no cell away from the search."""
+    designer, study = begin()
+    study.enqueue_trial({"cpu": 4, "batch": 8})
+    study.tell(ask(study), 1.0)
+    assert designer.trials[0].config == {"cpu": 4, "batch": 8}
+    configs = []
+    for _ in range(11):
+        trial = ask(study)
+        configs.append(trial.params)
+        study.tell(trial, 1.0)
+    assert len({SMALL.key(config) for config in configs}) == 11
+    assert {"cpu": 4, "batch": 8} not in configs
+
+
+def test_a_partly_enqueued_trial_gives_its_cell_back():
+    """When the user fixed one knob, the proposal that was not measured stays open."""
+    designer, study = begin()
+    study.enqueue_trial({"cpu": 4})
+    trial = ask(study)
+    assert trial.params["cpu"] == 4
+    study.tell(trial, 1.0)
+    assert designer.pending() == ()
+    assert [told.config for told in designer.trials] == [trial.params]
+
+
+def test_other_workers_are_heard():
+    """A second worker, or a restarted one, learns from what is in the study already."""
+    _, study = begin()
+    for _ in range(5):
+        study.tell(ask(study), 1.0)
+    running = ask(study)
+    designer, second = begin(study=study)
+    trial = ask(second)
+    assert len(designer.trials) == 5
+    assert SMALL.key(trial.params) not in {SMALL.key(told.config) for told in designer.trials}
+    study.tell(running, 1.0)
+    second.tell(trial, 1.0)
+    ask(second)
+    assert sorted(told.number for told in designer.trials) == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_conditional_knobs_are_suggested_when_active():
+    """An objective function that branches as the conditions do gets exactly the proposal."""
+    designer, study = begin(OBJECTIVE, CONDITIONAL)
+
+    def objective(trial: optuna.Trial) -> float:
+        config = {"device": trial.suggest_categorical("device", ("cpu", "small", "large"))}
+        if config["device"] != "cpu":
+            config["share"] = trial.suggest_float("share", 0.25, 1.0, step=0.25)
+        config["cpu"] = trial.suggest_int("cpu", 1, 4)
+        config["batch"] = trial.suggest_categorical("batch", (4, 8, 16))
+        return report(trial, OBJECTIVE, service(config))[0]
+
+    study.optimize(objective, n_trials=10, catch=(TrialFailed,))
+    assert [told.config for told in designer.trials] == [trial.params for trial in study.trials]
+
+
+@pytest.mark.parametrize(
+    ("suggest", "said"),
+    [
+        (lambda trial: trial.suggest_int("cpus", 1, 4), "cpus is no knob of the space"),
+        (lambda trial: trial.suggest_int("cpu", 5, 9), "cpu is suggested from .*high=9.*, but the space has .*high=4"),
+    ],
+)
+def test_suggestions_from_elsewhere_are_named(suggest, said):
+    """An objective function that asks for other knobs or ranges than the space has is told so."""
+    _, study = begin()
+    with pytest.raises(OutsideSpace, match=said):
+        suggest(study.ask())
+
+
+def test_an_inactive_knob_can_not_be_suggested():
+    """It would get a value that nobody chose."""
+    _, study = begin(OBJECTIVE, CONDITIONAL)
+    study.enqueue_trial({"device": "cpu", "cpu": 1, "batch": 4})
+    trial = study.ask()
+    with pytest.raises(OutsideSpace, match="share is suggested, but has no meaning in this configuration"):
+        trial.suggest_float("share", 0.25, 1.0, step=0.25)
+
+
+def test_a_study_of_another_objective_is_refused():
+    """Directions and limits must be those of the objective; the message says how."""
+    _, study = begin(Objective((minimise("cost"),)))
+    with pytest.raises(DesignerError, match=r"must have the directions \['minimize'\], those of min cost"):
+        ask(study)
+    _, study = begin(OBJECTIVE)
+    with pytest.raises(DesignerError, match="set no constraint 'p99_ms <= 30'"):
+        study.tell(ask(study), 1.0)

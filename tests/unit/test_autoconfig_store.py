@@ -1,0 +1,149 @@
+"""The library on disk: journal, database and JSON lines; what breaks off, what is newer, and what is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from plait_autoconfig.errors import LibraryError
+from plait_autoconfig.rows import Foreign, dump_lines, load_lines
+from plait_autoconfig.store import LibraryStore, read_library, write_library
+from plait_autoconfig.values import FailureKind
+from support.autoconfig import failed, measured, run_of
+
+TRIALS = (
+    measured(0, {"cpu": 1, "batch": 2, "fused": True, "gpu": "T4", "share": 0.5}, rate=3.0, p99_ms=1e-7),
+    failed(1, {"cpu": 2, "batch": 2}, FailureKind.OUT_OF_MEMORY),
+    measured(2, {"cpu": 3, "batch": 2}, p99_ms=4.0),
+)
+RUN = run_of(*TRIALS)
+OTHER = run_of(measured(0, {"cpu": 1, "batch": 1}, rate=1.0), run_id="run-2", goals=())
+NEWER = '{"plait_library":2,"kind":"trial","shape":"unheard of"}'
+
+
+def test_lines_hold_everything():
+    """What is written is read back equal, value by value and kind by kind."""
+    loaded = load_lines(dump_lines([RUN, OTHER]))
+    assert loaded.runs == (RUN, OTHER)
+    assert (loaded.foreign, loaded.torn) == ((), False)
+    kinds = {name: type(value) for name, value in loaded.runs[0].trials[0].config.items()}
+    assert kinds == {"cpu": int, "batch": int, "fused": bool, "gpu": str, "share": float}
+
+
+def test_a_file_that_breaks_off_loses_its_last_line_only(tmp_path: Path):
+    """Wherever the end of a file is torn away, all lines before it are read."""
+    path = tmp_path / "library.jsonl"
+    write_library(path, [RUN])
+    content = path.read_bytes()
+    last = content[:-1].rfind(b"\n") + 1
+    for end in (last + 1, last + 40, len(content) - 2):
+        path.write_bytes(content[:end])
+        loaded = read_library(path)
+        assert loaded.torn
+        assert loaded.runs[0].trials == TRIALS[:2]
+
+
+def test_lines_of_a_later_version_are_kept():
+    """They are marked, and written back as they were."""
+    loaded = load_lines([*dump_lines([OTHER]), NEWER])
+    assert loaded.runs == (OTHER,)
+    assert loaded.foreign == (Foreign(text=NEWER, reason="line 3 has format 2, this version reads 1"),)
+    assert load_lines(dump_lines(loaded.runs, loaded.foreign)).foreign == loaded.foreign
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"plait_library": 0}, "line 2 of the library: plait_library: "),
+        ({"kind": "row"}, "line 2 of the library: "),
+        ({"speed": 1}, "line 2 of the library: speed: Extra inputs"),
+        ({"config": {"cpu": None}}, "line 2 of the library: config.cpu"),
+        ({"number": -1}, "line 2 of the library: number: "),
+        ({"number": "1"}, "line 2 of the library: number: "),
+        ({"metrics": {}}, "line 2 of the library: an outcome has either metrics or a failure"),
+        ({"failure": "melted"}, "line 2 of the library: failure: "),
+        ({"run_id": "else"}, "line 2 of the library is a trial of else, a run that no line before it describes"),
+    ],
+)
+def test_wrong_lines_are_named(change, said):
+    """A line that this version should be able to read and can not is an error with its number and field."""
+    run_line, trial_line = dump_lines([OTHER])
+    with pytest.raises(LibraryError, match=said):
+        load_lines([run_line, json.dumps({**json.loads(trial_line), **change}), run_line])
+
+
+def test_a_run_has_a_date():
+    """A date that is none is an error when it is read, not when a run is weighed."""
+    with pytest.raises(LibraryError, match=r"line 1 of the library: started_at: .*yesterday"):
+        load_lines(dump_lines([run_of(started_at="yesterday")]))
+
+
+def test_garbage_in_the_middle_is_an_error(tmp_path: Path):
+    """Only the last line may be torn; the message names the file and the line."""
+    run_line, trial_line = dump_lines([OTHER])
+    path = tmp_path / "bad.jsonl"
+    path.write_text(f"{run_line}\n{trial_line[:20]}\n{trial_line}\n")
+    with pytest.raises(LibraryError, match=r"bad.jsonl: line 2 of the library is no JSON"):
+        read_library(path)
+    path.write_text(f"{run_line}\n{run_line}\n")
+    with pytest.raises(LibraryError, match="line 2 of the library describes the run run-2 again"):
+        read_library(path)
+    with pytest.raises(LibraryError, match=r"none.jsonl: .*No such file"):
+        read_library(tmp_path / "none.jsonl")
+
+
+@pytest.mark.parametrize("location", ["library.journal", "sqlite:///{folder}/library.db"])
+def test_runs_come_back_from_a_store(tmp_path: Path, location: str):
+    """A journal file and a database keep runs and trials; nothing is stored twice, new trials are added."""
+    place = location.format(folder=tmp_path) if "://" in location else str(tmp_path / "deep" / location)
+    store = LibraryStore.open(place)
+    assert store.runs() == ()
+    assert store.add(run_of(*TRIALS[:2])) == 2
+    assert store.add(RUN) == 1
+    assert store.add(RUN) == 0
+    store.add(OTHER)
+    assert LibraryStore.open(place).runs() == (RUN, OTHER)
+
+
+def test_a_torn_journal_loses_one_trial_and_goes_on(tmp_path: Path):
+    """A process that dies while writing leaves a journal that can be read and added to."""
+    path = tmp_path / "library.journal"
+    LibraryStore.open(path).add(RUN)
+    path.write_bytes(path.read_bytes()[:-9])
+    store = LibraryStore.open(path)
+    assert store.runs()[0].trials == TRIALS[:2]
+    assert store.add(RUN) == 1
+    assert LibraryStore.open(path).runs() == (RUN,)
+
+
+def test_import_and_export(tmp_path: Path):
+    """A file goes through a store unharmed, lines of a later version included; importing it twice changes nothing."""
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(f"{line}\n" for line in [*dump_lines([RUN, OTHER]), NEWER]))
+    store = LibraryStore.open(tmp_path / "library.journal")
+    for _ in range(2):
+        assert len(store.import_file(path).foreign) == 1
+    store.export_file(tmp_path / "out.jsonl")
+    assert (tmp_path / "out.jsonl").read_text() == path.read_text()
+    assert [file.name for file in tmp_path.glob("*.part")] == []
+
+
+def test_a_store_that_can_not_be_opened_is_named(tmp_path: Path):
+    """The message names the place, but never a password."""
+    with pytest.raises(LibraryError, match=r"library nosuch://\.\.\.@host/db can not be used") as caught:
+        LibraryStore.open("nosuch://me:secret@host/db")
+    assert "secret" not in str(caught.value)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LibraryError, match=r"file/library.journal can not be used"):
+        LibraryStore.open(tmp_path / "file" / "library.journal")
+    (tmp_path / "garbage.journal").write_text("no journal\nat all\n")
+    with pytest.raises(LibraryError, match=r"garbage.journal can not be used"):
+        LibraryStore.open(tmp_path / "garbage.journal").runs()
+
+
+def test_a_file_that_can_not_be_written_is_named(tmp_path: Path):
+    """The message names the file."""
+    with pytest.raises(LibraryError, match=r"nowhere/library.jsonl"):
+        write_library(tmp_path / "nowhere" / "library.jsonl", [RUN])

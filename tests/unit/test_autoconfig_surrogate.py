@@ -1,0 +1,198 @@
+"""What plait's designer believes: the pooled background, and what trials make of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy.stats import multivariate_normal
+
+from plait_autoconfig.surrogate import acquisition, posterior
+from plait_autoconfig.surrogate.background import Background, margin_background, no_background, usual_scales
+from plait_autoconfig.surrogate.kernels import matern_between
+from plait_autoconfig.surrogate.maml import fresh_network, meta_trained
+from plait_autoconfig.surrogate.pooling import Source, pool
+from plait_autoconfig.surrogate.posterior import Data, Posterior, infer, log_evidence
+
+CELLS = np.stack(np.meshgrid(np.linspace(0, 1, 6), np.linspace(0, 1, 5), indexing="ij"), -1).reshape(-1, 2)
+SURFACE = np.sin(3.0 * CELLS[:, 0]) + CELLS[:, 1] ** 2
+
+
+def sources(count: int, seed: int, *, some: int | None = None, sign: float = 1.0) -> list[Source]:
+    """Services with a common surface, levels and spreads of their own, and a little noise."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for n in range(count):
+        values = 5.0 * n + (1.0 + 0.2 * n) * sign * SURFACE + 0.05 * rng.standard_normal(len(CELLS))
+        index = np.arange(len(CELLS)) if some is None else rng.permutation(len(CELLS))[:some]
+        made.append(Source(features=CELLS[index], values=values[index], context=np.zeros(0)))
+    return made
+
+
+def data(values: np.ndarray, index: list[int], unit: float = 1.0) -> Data:
+    """Single trials of these cells."""
+    seen = np.array(index, np.intp)
+    return Data(index=seen, values=values[seen] / unit, repeats=np.ones(len(seen)), noise=0.01)
+
+
+def background() -> Background:
+    """Of four services that agree."""
+    return pool(sources(4, 1), CELLS, np.zeros(0), np.random.default_rng(0))
+
+
+def test_a_pool_of_services_shows_what_they_share():
+    """Levels and spreads of services do not matter: the mean orders the cells as all of them do."""
+    pooled = background()
+    assert np.corrcoef(pooled.mean, SURFACE)[0, 1] > 0.99
+    assert pooled.mean.mean() == pytest.approx(0.0, abs=1e-9)
+    assert pooled.deviations.shape == (4, len(CELLS))
+    assert pooled.trust > 0.7
+
+
+def test_services_that_measured_different_cells_are_pooled_too():
+    """A forest fills what a service did not measure; what it did measure stays as it is."""
+    pooled = pool(sources(5, 2, some=18), CELLS, np.zeros(0), np.random.default_rng(0))
+    assert np.isfinite(pooled.mean).all()
+    assert np.corrcoef(pooled.mean, SURFACE)[0, 1] > 0.9
+
+
+def test_a_service_is_foreseen_by_its_features():
+    """Where services differ with a feature of theirs, the mean for a new one follows that feature."""
+    rng = np.random.default_rng(3)
+    made = [
+        Source(features=CELLS, values=sign * SURFACE + 0.05 * rng.standard_normal(len(CELLS)), context=np.array([sign]))
+        for sign in (1.0, -1.0, 1.0, -1.0, 1.0, -1.0)
+    ]
+    for sign in (1.0, -1.0):
+        pooled = pool(made, CELLS, np.array([sign]), np.random.default_rng(0))
+        assert np.corrcoef(pooled.mean, sign * SURFACE)[0, 1] > 0.9
+
+
+def test_without_services_there_is_nothing_to_trust():
+    """An empty library is no background."""
+    pooled = pool([], CELLS, np.zeros(0), np.random.default_rng(0))
+    assert pooled.trust == 0.0
+    assert not pooled.mean.any()
+
+
+def test_levels_of_margins_carry_over():
+    """Absolute quantities keep their level: a cell that failed everywhere is expected to fail."""
+    values = np.where(CELLS[:, 0] > 0.7, -1.0, 1.0)
+    made = [Source(features=CELLS, values=values, context=np.zeros(0)) for _ in range(4)]
+    pooled = pool(made, CELLS, np.zeros(0), np.random.default_rng(0), absolute=True)
+    nothing = Data(index=np.array([], np.intp), values=np.zeros(0), repeats=np.zeros(0), noise=0.05)
+    chance = acquisition.probability_above(infer(pooled, nothing, np.random.default_rng(0)), 0.0)
+    assert chance[CELLS[:, 0] > 0.7].max() < 0.1
+    assert chance[CELLS[:, 0] < 0.7].min() > 0.9
+
+
+def test_evidence_is_that_of_a_gaussian():
+    """The naive twin: the density of the trials under the covariance written out in full."""
+    back, trials = background(), data(SURFACE, [0, 7, 19, 24])
+    theta = back.scales.vector()
+    mix, smooth, own = np.exp(2.0 * theta[:3])
+    rows = CELLS[trials.index] / np.exp(theta[3:])
+    mean, deviations = back.mean[trials.index], back.deviations[:, trials.index]
+    covariance = back.offset_sd**2 + posterior._SLOPE_SD**2 * np.outer(mean, mean)
+    covariance = covariance + mix * deviations.T @ deviations / len(deviations) + smooth * matern_between(rows, rows)
+    covariance += (own + trials.noise**2 + posterior._JITTER) * np.eye(4)
+    density = multivariate_normal(mean, covariance).logpdf(trials.values)
+    constant = 0.5 * len(mean) * np.log(2.0 * np.pi)
+    assert log_evidence(back, trials, theta[None])[0] == pytest.approx(density + constant, rel=1e-6)
+
+
+def test_trials_pull_the_posterior_to_what_they_showed():
+    """At a measured cell the mean is the measurement; elsewhere doubt remains."""
+    trials = data(SURFACE, [0, 7, 19, 24, 29])
+    known = infer(no_background(CELLS), trials, np.random.default_rng(0))
+    assert known.mean()[trials.index] == pytest.approx(trials.values, abs=0.05)
+    assert known.sds[:, trials.index].max() < 0.1
+    assert known.sds[0].max() > 0.1
+
+
+def test_a_misleading_background_loses_its_say():
+    """When trials contradict the library, the half that does not believe it takes over."""
+    pooled = background()
+    index = [0, 3, 8, 12, 17, 21, 26, 29]
+    helped = infer(pooled, data(SURFACE, index, pooled.unit), np.random.default_rng(0))
+    misled = infer(pooled, data(-SURFACE, index, pooled.unit), np.random.default_rng(0))
+    assert helped.trust > 0.9
+    assert misled.trust < 0.1
+    assert np.corrcoef(misled.mean(), -SURFACE)[0, 1] > 0.5
+
+
+def test_repeats_say_more_than_one_trial():
+    """Nine noisy trials of a cell leave a third of the doubt of one."""
+    flat = no_background(CELLS)
+    sd = []
+    for repeats in (1.0, 9.0):
+        trials = Data(
+            index=np.arange(12), values=SURFACE[:12], repeats=np.full(12, repeats), noise=0.5
+        )
+        sd.append(infer(flat, trials, np.random.default_rng(0)).sds[0, :12].mean())
+    assert sd[1] < 0.7 * sd[0]
+
+
+def test_equal_seeds_give_equal_beliefs():
+    """And other seeds give others."""
+    trials = data(SURFACE, [0, 7, 19])
+    means = [infer(no_background(CELLS), trials, np.random.default_rng(seed)).mean() for seed in (4, 4, 5)]
+    assert (means[0] == means[1]).all()
+    assert (means[0] != means[2]).any()
+
+
+def belief(means: list[float], sds: list[float]) -> Posterior:
+    """One hypothesis about a few cells."""
+    return Posterior(weights=np.ones(1), means=np.array([means]), sds=np.array([sds]), trust=0.0)
+
+
+def test_expected_improvement_is_an_expectation():
+    """It agrees with the average over draws."""
+    known = belief([0.0, 1.0, -0.5], [0.5, 2.0, 1e-5])
+    gain = acquisition.expected_improvement(known, np.array([0.2]))
+    drawn = known.means[0] + known.sds[0] * np.random.default_rng(0).standard_normal((400_000, 3))
+    assert gain == pytest.approx(np.maximum(0.2 - drawn, 0.0).mean(0), abs=0.01)
+
+
+def test_expected_regret_vanishes_when_nothing_can_be_better():
+    """Certain and worse, or better but infeasible: no regret. Uncertain and feasible: some."""
+    rng = np.random.default_rng(0)
+    best = np.array([0.0])
+    assert acquisition.expected_regret(belief([0.0, 3.0], [1e-5, 1e-5]), best, np.ones(2), rng) < 1e-4
+    assert acquisition.expected_regret(belief([0.0, -3.0], [1e-5, 1e-5]), best, np.array([1.0, 0.0]), rng) < 1e-4
+    assert acquisition.expected_regret(belief([0.0, 0.0], [1e-5, 1.0]), best, np.ones(2), rng) > 0.2
+
+
+def test_four_in_five_cells_are_feasible_before_anything_is_known():
+    """The margin's background says so; one failure lowers its neighbours most."""
+    back = margin_background(CELLS)
+    nothing = Data(index=np.array([], np.intp), values=np.zeros(0), repeats=np.zeros(0), noise=0.05)
+    before = acquisition.probability_above(infer(back, nothing, np.random.default_rng(0)), 0.0)
+    assert before == pytest.approx(0.8, abs=0.05)
+    failed = Data(index=np.array([29]), values=np.array([-1.0]), repeats=np.ones(1), noise=0.05)
+    after = acquisition.probability_above(infer(back, failed, np.random.default_rng(0)), 0.0)
+    assert after[29] < 0.1 < after[28] < after[0]
+
+
+def test_usual_scales_survive_the_way_through_a_vector():
+    """`from_vector` undoes `vector`."""
+    scales = usual_scales(3, smooth=0.3, own=0.1, spread=0.5)
+    again = type(scales).from_vector(scales.vector(), spread=0.5)
+    assert (again.mix, again.smooth, again.own) == (scales.mix, scales.smooth, scales.own)
+    assert (again.lengths == scales.lengths).all()
+
+
+def test_meta_training_prepares_for_a_new_service():
+    """After a few steps on eight cells a meta-trained network knows a new service better than an untrained one."""
+    rng = np.random.default_rng(0)
+
+    def values(tilt: float) -> np.ndarray:
+        made = SURFACE + tilt * CELLS[:, 0]
+        return (made - made.mean()) / made.std()
+
+    trained = meta_trained([(CELLS, values(tilt)) for tilt in (-1.0, -0.5, 0.5, 1.0)], 0, steps=150)
+    new, seen = values(0.2), rng.permutation(len(CELLS))[:8]
+    errors = [
+        float(((network.adapted(CELLS[seen], new[seen], 5).predict(CELLS) - new) ** 2).mean())
+        for network in (trained, fresh_network(2, 0))
+    ]
+    assert errors[0] < 0.3 * errors[1]
