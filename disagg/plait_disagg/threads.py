@@ -9,15 +9,18 @@ So exactly one thread of a process computes with several threads; all others com
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
 import torch
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 
 def set_threads(threads: int) -> None:
@@ -28,6 +31,20 @@ def set_threads(threads: int) -> None:
     """
     torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
     torch.get_num_threads()
+
+
+def bind_to(cores: Sequence[int]) -> None:
+    """Binds the calling thread, and the team that it will have, to those cores; none: to all that the process may use.
+
+    A team that exists already stays where it is. Cores that the process may not use are left out; if none is left, that
+    is logged and nothing changes.
+    """
+    allowed = os.sched_getaffinity(os.getpid())
+    wanted = set(cores) & allowed if cores else allowed
+    if not wanted:
+        _log.warning("cores %s are not among %s: not bound", sorted(cores), sorted(allowed))
+        return
+    os.sched_setaffinity(0, wanted)
 
 
 def apart(function: Callable[[], T]) -> T:

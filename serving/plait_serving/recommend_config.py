@@ -5,11 +5,11 @@ What may change on a running deployment is its ``knobs`` (Serve's ``user_config`
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from plait_disagg.workers.knobs import CachePolicy, WireFormat, WorkerKnobs
+from plait_disagg.workers.knobs import CachePolicy, Order, WireFormat, WorkerKnobs
 from plait_serving.config import FolderPath, Name
 from plait_serving.starter.manifest import WEIGHTS
 
@@ -20,9 +20,11 @@ __all__ = [
     "CnSection",
     "HnSection",
     "Knobs",
+    "OmpWait",
     "RankRole",
     "RecommendSection",
     "RecommenderSection",
+    "Replicas",
     "WholeSection",
 ]
 
@@ -36,6 +38,7 @@ WORKER_CPUS = 0.2
 
 Mode = Literal["whole", "split"]
 RankRole = Literal["whole", "cn", "hn"]
+OmpWait = Literal["default", "active", "passive"]
 
 
 class _Section(BaseModel):
@@ -46,8 +49,16 @@ class Knobs(_Section):
     """What can change on a running HN or whole worker; `WorkerKnobs` explains the fields."""
 
     threads: Annotated[int, Field(ge=0, le=1024, description="CPU threads of a batch; 0: all cores")] = 1
+    cores: Annotated[
+        tuple[Annotated[int, Field(ge=0, le=4095)], ...], Field(description="which cores they are bound to; none: any")
+    ] = ()
     largest_batch_rows: Annotated[int, Field(ge=1, le=1_000_000, description="candidates of one batch")] = 4_096
     largest_waiting: Annotated[int, Field(ge=1, le=1_000_000, description="requests that wait; then 429")] = 1_024
+    order: Annotated[Order, Field(description="who is next: the most urgent (deadline) or the first (arrival)")] = (
+        "deadline"
+    )
+    refuse_late: Annotated[bool, Field(description="refuse at once what can not be answered by its deadline")] = True
+    batch_wait_ms: Annotated[float, Field(ge=0, le=1000, description="how long a batch waits for more requests")] = 0.0
 
     def plain(self) -> WorkerKnobs:
         """As the workers take them."""
@@ -57,14 +68,43 @@ class Knobs(_Section):
 class CnKnobs(Knobs):
     """What can change on a running CN."""
 
-    window: Annotated[int, Field(ge=1, le=64, description="batches at an HN at once")] = 4
+    window: Annotated[int, Field(ge=1, le=64, description="batches at an HN at once, at most")] = 4
+    adapt_window: Annotated[bool, Field(description="fewer while batches wait at the HN")] = True
     wire: Annotated[WireFormat, Field(description="how floats travel to the HN")] = "float32"
     cache_rows: Annotated[int, Field(ge=0, le=100_000_000, description="rows of a table that each HN keeps")] = 0
     cache: Annotated[CachePolicy, Field(description="which rows: used last (lru) or asked for first")] = "lru"
 
 
+class Replicas(_Section):
+    """A number of replicas that follows the load; `plait_disagg.workers.scale` says how."""
+
+    min: Annotated[int, Field(ge=1, le=64)] = 1
+    max: Annotated[int, Field(ge=1, le=64)]
+    up_after_s: Annotated[float, Field(ge=0, le=3600, description="how long it must be too few")] = 2.0
+    down_after_s: Annotated[float, Field(ge=0, le=86_400, description="how long it must be too many")] = 30.0
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> Self:
+        if self.min > self.max:
+            raise ValueError(f"min {self.min} is more than max {self.max}")
+        return self
+
+
 class _WorkerSection(_Section):
-    replicas: Annotated[int, Field(ge=1, le=64)] = 1
+    replicas: Annotated[int, Field(ge=1, le=64)] | Replicas = 1
+    omp_wait: Annotated[
+        OmpWait, Field(description="OpenMP workers between operations: spin (active), sleep (passive)")
+    ] = "default"
+
+    @property
+    def least(self) -> int:
+        """How many replicas there are at the beginning, and always."""
+        return self.replicas if isinstance(self.replicas, int) else self.replicas.min
+
+    @property
+    def most(self) -> int:
+        """How many there may be."""
+        return self.replicas if isinstance(self.replicas, int) else self.replicas.max
 
 
 class CnSection(_WorkerSection):
@@ -126,4 +166,4 @@ class RecommendSection(_Section):
     def logical_cpus(self) -> float:
         """The logical CPUs that a Ray must have for the workers, besides those of other sections."""
         models = self.resolved_models().values()
-        return WORKER_CPUS * sum(part.replicas for model in models for part in model.parts.values())
+        return WORKER_CPUS * sum(part.most for model in models for part in model.parts.values())

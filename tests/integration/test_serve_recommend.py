@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from plait.app import AppArgs, compose
+from plait_disagg.package import Package
 from plait_disagg.replicas import Replica
 from plait_disagg.workers.errors import Unavailable
 from plait_disagg.workers.remote import RemoteRanker
@@ -26,6 +27,7 @@ from plait_serving.deployments.reach import ServeReplicas
 from plait_serving.deployments.recommend import remote_ranker
 from plait_serving.recommend_config import RecommenderSection, RecommendSection
 from support import ranking as kit
+from support import refresh as refresh_kit
 from support.cluster import SharedServe
 from support.rank_serve import TinySource
 
@@ -37,8 +39,9 @@ PATIENCE_S = 120.0
 class Deployed:
     """The running application: one model cut in two, one whole, no pictures."""
 
-    def __init__(self, serve: Any, port: int) -> None:
+    def __init__(self, serve: Any, port: int, parts: Package) -> None:
         self.serve = serve
+        self.parts = parts
         self.url = f"http://127.0.0.1:{port}"
 
     def replicas(self, deployment: str) -> list[Replica]:
@@ -64,11 +67,16 @@ class Deployed:
 def deployed(tmp_path_factory: pytest.TempPathFactory, shared_serve: SharedServe) -> Iterator[Deployed]:
     """The application on the session's Ray."""
     folder = tmp_path_factory.mktemp("unused")
-    models = {"tiny": RecommenderSection(folder=folder), "small": RecommenderSection(folder=folder, mode="whole")}
+    parts = refresh_kit.packaged(folder / "parts")
+    models = {
+        "tiny": RecommenderSection(folder=folder),
+        "small": RecommenderSection(folder=folder, mode="whole"),
+        "parts": RecommenderSection(folder=parts.folder),
+    }
     args = AppArgs(images=None, recommend=RecommendSection(models=models))
     sources = {"tiny": TinySource(slow_s=0.02), "small": TinySource()}
     shared_serve.serve.run(compose(args, None, rank_sources=sources), name="rank", route_prefix="/")
-    made = Deployed(shared_serve.serve, shared_serve.port)
+    made = Deployed(shared_serve.serve, shared_serve.port, parts)
     _wait_until(lambda: made.get("/health")[0] == 200)
     yield made
     shared_serve.serve.delete("rank")
@@ -125,6 +133,32 @@ async def test_kill_nine_costs_at_most_what_was_under_way(deployed: Deployed, ro
     torch.testing.assert_close(answer.outputs["score"], kit.expected(kit.request(7))["score"])
     await ranker.close(drain_s=1)
     await _until(lambda: deployed.get("/health")[0] == 200)
+
+
+async def test_a_refresh_reaches_all_workers_of_a_model(deployed: Deployed, tmp_path: Path) -> None:
+    """Published over HTTP while requests come in: each answer is one version's, none is lost, later ones are new."""
+    parts = deployed.parts
+    ranker = deployed.ranker("parts")
+    await _until_ready(ranker)
+    made = refresh_kit.update(parts, "1", "2", seed=2)
+    update = refresh_kit.written(tmp_path / "u", made)
+    body = {"parameters": {"update": str(update)}}
+    loading = asyncio.create_task(asyncio.to_thread(deployed.get, "/v2/repository/models/parts/load", body))
+    answers = []
+    while not loading.done() or answers[-1].version == "1":
+        answers.append(await ranker.rank(refresh_kit.request(parts, 0)))
+    assert loading.result() == (200, {"name": "parts", "version": "2"})
+    twin = refresh_kit.twin(parts.folder, tmp_path / "twin")
+    scores = {
+        version: refresh_kit.scores(it, refresh_kit.request(it, 0)) for version, it in (("1", parts), ("2", twin))
+    }
+    assert [answer.version for answer in answers] == sorted(answer.version for answer in answers)
+    for answer in answers:
+        assert torch.equal(answer.outputs["score"], scores[answer.version])
+    assert ranker.card.version == "2"
+    (refused, told) = deployed.get("/v2/repository/models/tiny/load", body)
+    assert (refused, "no package" in told["error"]) == (503, True)
+    await ranker.close(drain_s=1)
 
 
 def test_workers_import_nothing_that_makes_pictures() -> None:

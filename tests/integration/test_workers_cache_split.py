@@ -17,6 +17,7 @@ from plait_disagg.workers.hn import HnWorker
 from plait_disagg.workers.knobs import WorkerKnobs
 from plait_disagg.workers.ranker import CoreRanker
 from plait_disagg.workers.values import RankAnswer
+from plait_disagg.workers.wire import hello_header
 from support import rank_rows as kit
 from support.rank_fabric import QUICK, Rig, until
 
@@ -122,7 +123,8 @@ async def test_din_scores_are_the_same_and_fewer_bytes_cross(din_workers: Worker
 async def test_many_batches_in_flight_from_two_cns_merge_at_one_hn(workers: Workers) -> None:
     """Each CN has caches of its own at the HN; a slot that is taken again does not change a batch that waits."""
     hn, dense = workers.hn()
-    cns = [await workers.cn(window=16, cache_rows=rows) for rows in (3, 1000)]
+    hn.reconfigure(WorkerKnobs(threads=2))  # of one thread, whoever receives a batch would compute it and see no other
+    cns = [await workers.cn(window=16, adapt_window=False, cache_rows=rows) for rows in (3, 1000)]
     dense.gate.clear()
     asked = []
     for seed in range(24):
@@ -243,7 +245,7 @@ async def test_a_malformed_cached_batch_costs_only_its_own_channel(workers: Work
     dense = {"kind": "dense", "number": 0, "n": [1], "layout": "i4:i::items", "flat": []}
     for hot in ("what", [0, [8], [["items"]]], [0, [8], [["absent"]]]):
         with connect(workers.rig.addresses["hn"], secret=workers.rig.secret) as channel:
-            channel.send({"kind": "hello", "version": 1, "role": "dense"})
+            channel.send(hello_header("dense"))
             channel.recv(5).release()
             channel.send(dense | {"hot": hot}, [memoryview(bytearray(4))])
             with pytest.raises(Exception, match="peer"):

@@ -18,6 +18,7 @@ import torch
 from plait_disagg.fabric import connect
 from plait_disagg.workers.errors import RankError, Unavailable
 from plait_disagg.workers.knobs import WorkerKnobs
+from plait_disagg.workers.wire import hello_header
 from support import ranking as kit
 from support.rank_fabric import Rig, until
 
@@ -163,6 +164,7 @@ async def test_hn_lays_waiting_batches_end_to_end(rig: Rig) -> None:
     dense = kit.FakeDense()
     dense.gate.clear()
     hn = rig.hn(dense)
+    hn.reconfigure(WorkerKnobs(threads=2))  # of one thread, whoever receives a batch would compute it and see no other
     cns = [rig.cn(None, knobs=WorkerKnobs(window=3, wire="float16")) for _ in range(2)]
     for cn in cns:
         await until(lambda cn=cn: cn.ready() is None)  # type: ignore[misc]
@@ -201,7 +203,7 @@ async def test_garbage_from_a_client_costs_only_its_own_channel(rig: Rig) -> Non
     """Whoever breaks the protocol is hung up on; the others do not notice."""
     rig.front(rig.whole())
     ranker = await rig.ranker()
-    hello = {"kind": "hello", "version": 1, "role": "rank"}
+    hello = hello_header("rank")
     for first, then in (
         ({"kind": "rank"}, None),
         ({**hello, "version": 99}, None),

@@ -54,6 +54,10 @@ class Rig:
             stop()
         shutil.rmtree(self.folder, ignore_errors=True)
 
+    def at_end(self, stop: Callable[[], Any]) -> None:
+        """Called when the rig is left, the last one first."""
+        self._stops.append(stop)
+
     def listen(self, name: str) -> Listener:
         """A listener that `connect` finds under the name from now on."""
         where = {
@@ -88,9 +92,8 @@ class Rig:
     def cn(self, sparse: kit.FakeSparse | None = None, *hns: str, **options: Any) -> CnCore:
         """A CN's core that asks those HNs."""
         names = hns or ("hn",)
-        core = CnCore(
-            kit.CARD, sparse or kit.FakeSparse(), self.connect(*names), hns=len(names), backoff=QUICK, **options
-        )
+        options = {"hns": len(names), "backoff": QUICK} | options
+        core = CnCore(kit.CARD, sparse or kit.FakeSparse(), self.connect(*names), **options)
         self._stops.append(lambda: core.stop(drain_s=0.5))
         return core
 
@@ -111,7 +114,8 @@ class Rig:
     async def ranker(self, *names: str, **options: Any) -> RemoteRanker:
         """A remote ranker that is ready."""
         names = names or ("cn",)
-        ranker = RemoteRanker("tiny", self.connect(*names), replicas=len(names), backoff=QUICK, **options)
+        options = {"replicas": len(names), "backoff": QUICK} | options
+        ranker = RemoteRanker("tiny", self.connect(*names), **options)
         self._stops.append(lambda: ranker.core.stop(drain_s=0.5))
         await until(lambda: ranker.core.ready() is None)
         return ranker

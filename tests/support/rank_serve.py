@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from plait_disagg.package import Package
 from plait_disagg.workers.protocols import ItemStore
 from plait_serving.deployments.rank_source import Opened
 from plait_serving.recommend_config import RankRole
@@ -25,5 +26,9 @@ class TinySource:
         )
 
     def items(self) -> ItemStore | None:
+        """See RankSource."""
+        return None
+
+    def package(self) -> Package | None:
         """See RankSource."""
         return None

@@ -68,10 +68,12 @@ class FakeSparse:
 
 
 class FakeDense:
-    """A `DenseHalf`. A price of ``poison`` makes a batch fail; `gate` holds batches up while it is not set."""
+    """A `DenseHalf`. A price of ``poison`` makes a batch fail; ``slow_s`` is how long each batch takes at least; `gate`
+    holds batches up while it is not set."""
 
-    def __init__(self, *, poison: float | None = None) -> None:
+    def __init__(self, *, poison: float | None = None, slow_s: float = 0.0) -> None:
         self.poison = poison
+        self.slow_s = slow_s
         self.batches: list[tuple[int, ...]] = []
         self.gate = threading.Event()
         self.gate.set()
@@ -79,6 +81,7 @@ class FakeDense:
     def run(self, crossing: Mapping[str, torch.Tensor], candidates: Sequence[int]) -> Mapping[str, torch.Tensor]:
         """See DenseHalf."""
         self.gate.wait(30)
+        time.sleep(self.slow_s)
         self.batches.append(tuple(candidates))
         if self.poison is not None and bool((crossing["price"] == self.poison).any()):
             raise RuntimeError("poison")

@@ -12,24 +12,24 @@ import pytest
 from plait_disagg.workers.errors import Busy, RankError, Unavailable
 from plait_disagg.workers.knobs import WorkerKnobs
 from plait_disagg.workers.loop import ComputeLoop, Inbox
+from plait_disagg.workers.pace import Pace
+from support import rank_queue
 
 
-class Piece:
-    """An item that remembers how it ended."""
+class Piece(rank_queue.Piece):
+    """An item whose end can be waited for."""
 
-    def __init__(self, rows: int = 1, *, alone: bool = False, stale: bool = False) -> None:
-        self.rows = rows
-        self.alone = alone
-        self.stale = stale
+    def __init__(self, rows: int = 1, *, alone: bool = False, gone: bool = False) -> None:
+        super().__init__(rows=rows, alone=alone, gone=gone)
         self.ended = threading.Event()
-        self.error: RankError | None = None
-
-    def dropped(self, now_s: float) -> bool:
-        return self.stale
 
     def fail(self, error: RankError) -> None:
-        self.error = error
+        super().fail(error)
         self.ended.set()
+
+
+def _inbox(**knobs: Any) -> Inbox[Piece]:
+    return Inbox(WorkerKnobs(**knobs), Pace(), time.monotonic)
 
 
 def _loop(work: Callable[[list[Piece]], None], **knobs: Any) -> ComputeLoop[Piece]:
@@ -38,21 +38,21 @@ def _loop(work: Callable[[list[Piece]], None], **knobs: Any) -> ComputeLoop[Piec
 
 def test_batches_keep_the_order_and_the_bound() -> None:
     """As many rows as allowed, first come first served; what is too large, or must be alone, runs alone."""
-    inbox: Inbox[Piece] = Inbox(largest_waiting=100)
-    pieces = [Piece(3), Piece(3), Piece(3), Piece(50), Piece(1), Piece(2, alone=True), Piece(1), Piece(9, stale=True)]
+    inbox = _inbox(largest_batch_rows=7)
+    pieces = [Piece(3), Piece(3), Piece(3), Piece(50), Piece(1), Piece(2, alone=True), Piece(1), Piece(9, gone=True)]
     for piece in pieces:
         inbox.put(piece)
     batches = []
     while len(inbox):
-        batches.append(inbox.take(7, time.monotonic))
+        batches.append(inbox.take())
     assert batches == [pieces[:2], [pieces[2]], [pieces[3]], [pieces[4]], [pieces[5]], [pieces[6]]]
     inbox.close()
-    assert inbox.take(7, time.monotonic) is None
+    assert inbox.take() is None
 
 
 def test_a_full_inbox_is_busy_and_a_closed_one_unavailable() -> None:
     """New items are refused; one that was taken before always finds room while it is open."""
-    inbox: Inbox[Piece] = Inbox(largest_waiting=2)
+    inbox = _inbox(largest_waiting=2)
     inbox.put(Piece())
     inbox.put(Piece())
     with pytest.raises(Busy):
@@ -60,7 +60,7 @@ def test_a_full_inbox_is_busy_and_a_closed_one_unavailable() -> None:
     assert inbox.put_again(Piece())
     inbox.close()
     inbox.close()
-    taken = inbox.take(100, time.monotonic)
+    taken = inbox.take()
     assert taken is not None
     assert len(taken) == 3
     with pytest.raises(Unavailable):
@@ -176,7 +176,68 @@ def test_knobs_change_between_batches() -> None:
     assert loop.join(10)
 
 
-@pytest.mark.parametrize("bad", [{"threads": -1}, {"window": 0}, {"largest_batch_rows": 0}, {"wire": "float8"}])
+def test_a_batch_that_is_not_full_waits_for_more() -> None:
+    """For as long as its oldest item may wait, or until it is full; by default not at all."""
+    inbox = _inbox(batch_wait_ms=1_000.0, largest_batch_rows=3)
+    pieces = [Piece() for _ in range(3)]
+    taken: list[list[Piece] | None] = []
+    taker = threading.Thread(target=lambda: taken.append(inbox.take()))
+    pieces[0].came_s = pieces[1].came_s = pieces[2].came_s = time.monotonic() + 60.0
+    inbox.put(pieces[0])
+    taker.start()
+    inbox.put(pieces[1])
+    assert not taken
+    inbox.put(pieces[2])
+    taker.join(10)
+    assert taken == [pieces]
+    early = Piece()  # it came long ago
+    inbox.put(early)
+    assert inbox.take() == [early]
+
+
+def test_what_is_too_late_is_refused_and_counted() -> None:
+    """By the loop's own measurements, while a batch runs; when it is idle again, nothing is refused."""
+    go = threading.Event()
+
+    def work(batch: list[Piece]) -> None:
+        _wait(go)
+        for piece in batch:
+            piece.ended.set()
+
+    loop = _loop(work)
+    for _ in range(3):
+        loop.pace.saw_batch(1, 5.0)
+    running, hopeless, first = Piece(), Piece(), Piece()
+    for piece in (hopeless, first):
+        piece.came_s, piece.due_s = time.monotonic(), time.monotonic() + 2.0
+    loop.put(running)
+    while loop.waiting:
+        time.sleep(0.001)
+    with pytest.raises(Busy, match="try again in"):
+        loop.put(hopeless)
+    assert loop.refused == 1
+    go.set()
+    assert running.ended.wait(10)
+    _until(lambda: loop.batches == 1 and not loop.waiting and loop.idle)
+    loop.put(first)
+    assert first.ended.wait(10)
+    assert first.error is None
+    loop.close()
+    assert loop.join(10)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"threads": -1},
+        {"cores": (-1,)},
+        {"window": 0},
+        {"largest_batch_rows": 0},
+        {"order": "lifo"},
+        {"batch_wait_ms": -1.0},
+        {"wire": "float8"},
+    ],
+)
 def test_knobs_that_can_not_be_are_refused(bad: dict[str, Any]) -> None:
     """When they are made, not when they are used."""
     with pytest.raises(ValueError, match=next(iter(bad))):
@@ -185,3 +246,10 @@ def test_knobs_that_can_not_be_are_refused(bad: dict[str, Any]) -> None:
 
 def _wait(event: threading.Event) -> None:
     assert event.wait(10)
+
+
+def _until(true: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < until_s, "it never came true"
+        time.sleep(0.001)

@@ -24,14 +24,17 @@ from plait_disagg.workers.wire import (
     dense_message,
     done_message,
     failed_header,
+    hello_header,
     parse_answers,
     parse_dense,
     parse_done,
     parse_hello,
     parse_metrics,
     parse_rank,
+    parse_version,
     parse_welcome,
     rank_message,
+    version_header,
     welcome_header,
 )
 from support import ranking as kit
@@ -127,7 +130,7 @@ def test_no_lease_is_left_behind_when_encoding_fails() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "f4:u:1", "f4:u:1:a:b", "x4:u:1:a", "f4:x:1:a", "f4:u:-1:a", "f4:u:1.5:a", "f4:u:1:a;f4:u:1:a", "f4:u:1:",
+        "f4:u:1", "f4:u:1::a", "x4:u:1:a", "f4:x:1:a", "f4:u:-1:a", "f4:u:1.5:a", "f4:u:1:a;f4:u:1:a", "f4:u:1:",
         "f4:u:1:a b", "f4:u:99999999,99999999:a", "q1:u::a", "q1:u:0:a", "f4:u:1,1,1,1,1,1,1,1,1:a", "f4:u:²:a", ";",
         "f4:u:1:" + "a" * 300,
     ],
@@ -179,7 +182,8 @@ def test_no_header_gets_past_the_parsers(data: st.DataObject) -> None:
         ((failed_header(1, Busy("x")), []), parse_done),
         (({"metrics": {"rows": 1}}, []), lambda header, _: parse_metrics(header)),
         ((welcome_header(kit.CARD), []), lambda header, _: parse_welcome(header)),
-        (({"kind": "hello", "version": 1, "role": "rank"}, []), lambda header, _: parse_hello(header, "rank")),
+        ((version_header("2"), []), lambda header, _: parse_version(header)),
+        ((hello_header("rank"), []), lambda header, _: parse_hello(header, "rank")),
     ]
     (header, buffers), parse = data.draw(st.sampled_from(parsers))
     changed = {**header}

@@ -6,9 +6,10 @@ as one.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from operator import getitem
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import fx, nn
@@ -65,6 +66,17 @@ class Compiled:
         with torch.inference_mode():
             made = self._forward(*[tensors[name] for name in self._inputs], *self._constants)
         return dict(zip(self._outputs, made, strict=True))
+
+    def with_constants(self, constants: Mapping[str, torch.Tensor]) -> Self:
+        """The same program with those of ``constants`` that it reads in the place of its own; this one stays as it is.
+        Raises `BadProgram` if one does not fit."""
+        held = [
+            _checked(port.name, port.shape, port.dtype, constants).to(old.device) if port.name in constants else old
+            for port, old in zip(self.program.constants, self._constants, strict=True)
+        ]
+        made = copy.copy(self)
+        made._constants = tuple(held)
+        return made
 
 
 def compile_program(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -66,6 +66,13 @@ class CompiledSparse:
         assert self._bare is not None
         return self._bare.tables.lookup([Ask(lookup=self._bare.lookups[table], ids=ids)])[0]
 
+    def with_constants(self, constants: Mapping[str, torch.Tensor]) -> CompiledSparse:
+        """See `Compiled.with_constants`; the tables are the same."""
+        bare = self._bare
+        if bare is not None:
+            bare = replace(bare, program=bare.program.with_constants(constants))
+        return CompiledSparse(self._program.with_constants(constants), self._inputs, bare)
+
     def _run(self, program: Compiled, requests: Sequence[RankRequest]) -> dict[str, torch.Tensor]:
         batch = join(self._inputs, requests)
         if self._needs_user_of:
@@ -85,6 +92,10 @@ class CompiledDense:
         self._program = program
         self._device = torch.device(device)
         self._needs_user_of = any(port.name == USER_OF for port in program.program.inputs)
+
+    def with_constants(self, constants: Mapping[str, torch.Tensor]) -> CompiledDense:
+        """See `Compiled.with_constants`."""
+        return CompiledDense(self._program.with_constants(constants), self._device)
 
     def run(self, crossing: Mapping[str, torch.Tensor], candidates: Sequence[int]) -> Mapping[str, torch.Tensor]:
         """See `DenseHalf`. Outputs are on the CPU."""

@@ -49,18 +49,19 @@ class Package:
     folder: Path
     manifest: Manifest
 
-    def card(self, *, mode: str = "whole") -> ModelCard:
-        """What clients must know of the model."""
+    def card(self, *, mode: str = "whole", version: str | None = None) -> ModelCard:
+        """What clients must know of the model. ``version``: what refreshes made of it; None: as it was packaged."""
         manifest = self.manifest
         return ModelCard(
             name=manifest.name,
-            version=manifest.version,
+            version=version or manifest.version,
             inputs=manifest.inputs,
             outputs=manifest.outputs,
             largest_candidates=manifest.largest_candidates,
             items=manifest.items,
             mode=mode,
             id_rows=manifest.bounds,
+            packaged=manifest.version,
         )
 
     def sparse(self, tables: Tables | None = None) -> CompiledSparse:
@@ -77,9 +78,9 @@ class Package:
 
     @cached_property
     def tables(self) -> TableSet:
-        """The tables, memory-mapped. Raises `PackageError`."""
+        """The tables, memory-mapped; a refresh writes to copies of their pages. Raises `PackageError`."""
         try:
-            return open_tables(self.folder / TABLES)
+            return open_tables(self.folder / TABLES, copy_on_write=True)
         except (BadTableFile, OSError) as error:
             raise PackageError(str(error)) from error
 

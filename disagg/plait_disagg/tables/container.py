@@ -3,11 +3,13 @@
 The format (https://github.com/huggingface/safetensors): 8 bytes little-endian header length, a JSON header ``{name:
 {dtype, shape, data_offsets}, "__metadata__": {...}}``, then the tensors without gaps. Why not the library's reader: it
 maps writable and private, which the kernel counts against memory as if all pages were written, so that a table larger
-than memory is refused. We map read-only: nothing is copied, and processes that map one file share its pages.
+than memory is refused. We map read-only, or copy on write without that count: nothing is copied that nobody writes, and
+processes that map one file share its pages.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import mmap
@@ -43,6 +45,10 @@ _DTYPES: Mapping[str, torch.dtype] = {
     "I64": torch.int64,
     "I32": torch.int32,
 }
+_MAP_NORESERVE = 0x4000
+"""Linux, asm-generic/mman-common.h; Python's mmap has no name for it. The kernel then does not count a writable private
+mapping as if all of its pages were written (vm.overcommit_memory=2 counts it all the same)."""
+
 _NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in _DTYPES.items()}
 
 
@@ -63,10 +69,13 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Container:
-    """A mapped file: tensors by name, which read the file's pages, and the strings stored with them."""
+    """A mapped file: tensors by name, which read the file's pages, where in the file each begins, and the strings
+    stored with them. ``is_writable``: tensors may be written to, which this process alone sees."""
 
     tensors: Mapping[str, torch.Tensor]
+    starts: Mapping[str, int]
     metadata: Mapping[str, str]
+    is_writable: bool = False
 
 
 @contextmanager
@@ -99,10 +108,12 @@ def write_container(
         partial.unlink(missing_ok=True)
 
 
-def map_container(path: Path) -> Container:
+def map_container(path: Path, *, copy_on_write: bool = False) -> Container:
     """Map the file, reading nothing but its header.
 
-    While the tensors live they must not be written to, and the file must not be cut: the kernel ends the process then.
+    While the tensors live the file must not be cut, and they must not be written to: the kernel ends the process then.
+    ``copy_on_write``: they may be, where the system allows it (`Container.is_writable`); the file and other processes
+    stay as they are, and each page that is written to (4 KiB) becomes memory of this process.
     Raises `BadTableFile` if the file is not what its header says, FileNotFoundError.
     """
     with path.open("rb") as file:
@@ -110,10 +121,24 @@ def map_container(path: Path) -> Container:
         start, header = _read_header(path, file, size)
         entries = _entries(path, header, size - start)
         metadata = _metadata(path, header)
-        mapping = mmap.mmap(file.fileno(), size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+        mapping, is_writable = _mapped(file, size, copy_on_write=copy_on_write)
     if size >= _READ_AHEAD_BELOW_BYTES:
         mapping.madvise(mmap.MADV_RANDOM)
-    return Container(tensors={entry.name: _tensor(mapping, start, entry) for entry in entries}, metadata=metadata)
+    tensors = {entry.name: _tensor(mapping, start, entry) for entry in entries}
+    starts = {entry.name: start + entry.begin for entry in entries}
+    return Container(tensors=tensors, starts=starts, metadata=metadata, is_writable=is_writable)
+
+
+def _mapped(file: BinaryIO, size: int, *, copy_on_write: bool) -> tuple[mmap.mmap, bool]:
+    """The mapping, and whether it can be written to: no, if the system counts every page that could be."""
+    if copy_on_write:
+        flags, prot = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+        try:
+            return mmap.mmap(file.fileno(), size, flags=flags, prot=prot), True
+        except OSError as error:
+            if error.errno != errno.ENOMEM:
+                raise
+    return mmap.mmap(file.fileno(), size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ), False
 
 
 def _read_header(path: Path, file: BinaryIO, size: int) -> tuple[int, dict[str, Any]]:

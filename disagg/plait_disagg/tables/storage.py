@@ -42,11 +42,12 @@ class ZeroRows:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableSet:
     """Tables and their rows. ``matrices``: by group name, (rows of the group, columns) as `formats.LAYOUTS` says;
-    read-only."""
+    read-only unless ``is_writable``."""
 
     tables: tuple[Table, ...]
     groups: tuple[Group, ...]
     matrices: Mapping[str, torch.Tensor]
+    is_writable: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -110,16 +111,17 @@ def pack_tables(
         group.name: torch.cat([_encoded(part.table, tables[part.table], group.format) for part in group.slices])
         for group in groups
     }
-    return TableSet(tables=tuple(table for table, _ in records.values()), groups=groups, matrices=matrices)
+    held = tuple(table for table, _ in records.values())
+    return TableSet(tables=held, groups=groups, matrices=matrices, is_writable=True)
 
 
-def open_tables(path: Path) -> TableSet:
-    """Map a file of tables; nothing but its header is read. See `container.map_container` for what must not be done to
-    it.
+def open_tables(path: Path, *, copy_on_write: bool = False) -> TableSet:
+    """Map a file of tables; nothing but its header is read. See `container.map_container` for ``copy_on_write`` and
+    for what must not be done to it.
 
     Raises `BadTableFile`, FileNotFoundError.
     """
-    container = map_container(path)
+    container = map_container(path, copy_on_write=copy_on_write)
     try:
         tables, groups = _from_json(json.loads(container.metadata[_KEY]))
     except (KeyError, ValueError, TypeError, RecursionError) as error:
@@ -131,7 +133,7 @@ def open_tables(path: Path) -> TableSet:
         matrix = container.tensors[group.name]
         if tuple(matrix.shape) != _matrix_shape(group) or matrix.dtype != LAYOUTS[group.format].dtype:
             raise BadTableFile(path, group.name, f"{tuple(matrix.shape)} {matrix.dtype} is not what its group says")
-    return TableSet(tables=tables, groups=groups, matrices=container.tensors)
+    return TableSet(tables=tables, groups=groups, matrices=container.tensors, is_writable=container.is_writable)
 
 
 def _records(

@@ -22,6 +22,7 @@ def card_to_json(card: ModelCard) -> dict[str, Any]:
         "items": card.items,
         "mode": card.mode,
         "id_rows": dict(card.id_rows),
+        "packaged": card.packaged,
     }
 
 
@@ -38,6 +39,7 @@ def card_from_json(data: Mapping[str, Any]) -> ModelCard:
             items=None if data["items"] is None else int(data["items"]),
             mode=str(data["mode"]),
             id_rows={str(name): int(rows) for name, rows in data["id_rows"].items()},
+            packaged=str(data["packaged"]),
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not a model's card: {error!r}") from error

@@ -1,8 +1,8 @@
 """The CN's core: the sparse half here, the dense half at an HN over the fabric.
 
 The compute thread runs the sparse half of a batch, sends what crosses and goes on with the next batch while the HN
-computes: at most ``window`` batches are at an HN at once, and while all windows are full, requests gather into larger
-batches. What an HN takes with it when it is lost is asked once more of another one.
+computes. A window bounds how many batches are at an HN at once (`window.py`), and while all windows are full, requests
+gather into larger batches. What an HN takes with it when it is lost is asked once more of another one.
 """
 
 from __future__ import annotations
@@ -10,16 +10,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 
 from plait_disagg.fabric import Buffer, Message, Pool
+from plait_disagg.refresh.change import Change
 from plait_disagg.workers.batch import cut
+from plait_disagg.workers.between import Between
 from plait_disagg.workers.counting import added_up
-from plait_disagg.workers.errors import Busy, RankError, Unavailable
+from plait_disagg.workers.errors import Busy, DeadlinePassed, RankError, Unavailable
+from plait_disagg.workers.flow import Flow, due_of, flow_field, parse_queued_s
 from plait_disagg.workers.hot_rows import HotRows, RowSavings, RowSender
 from plait_disagg.workers.jobs import Job, settle
 from plait_disagg.workers.knobs import WireFormat, WorkerKnobs
@@ -27,6 +30,7 @@ from plait_disagg.workers.lines import Backoff, Connect, Line, Lines
 from plait_disagg.workers.loop import ComputeLoop
 from plait_disagg.workers.protocols import RowSource, SparseHalf
 from plait_disagg.workers.values import ModelCard, RankAnswer, RankTimings
+from plait_disagg.workers.window import Window
 from plait_disagg.workers.wire import WireError, dense_message, parse_done, parse_metrics
 
 __all__ = ["CnCore"]
@@ -48,6 +52,7 @@ class _Batch:
     jobs: list[Job]
     began_s: float
     wire: WireFormat
+    version: str
     looked_up_s: float = 0.0
     nbytes: int = 0
 
@@ -62,15 +67,20 @@ class CnCore:
         connect: Connect,
         *,
         hns: int = 1,
+        most_hns: int | None = None,
+        dense_version: str = "",
         knobs: WorkerKnobs | None = None,
         answer_timeout_s: float = 30.0,
         backoff: Backoff | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Starts at once; ``connect`` reaches an HN, of which there are ``hns``."""
+        """Starts at once; ``connect`` reaches an HN, of which there are ``hns``, or as many as are found up to
+        ``most_hns``; ``dense_version`` is what they are to compute with."""
         self._card = card
         self._sparse = sparse
-        self._source = sparse if isinstance(sparse, RowSource) and sparse.row_ports else None
+        self._source = _row_source(sparse)
+        self._dense_version = dense_version
+        self._between = Between()
         self._senders: dict[Line[_Batch], tuple[_SenderKey, RowSender]] = {}
         self._savings = RowSavings()
         self._knobs = knobs or WorkerKnobs()
@@ -78,10 +88,12 @@ class CnCore:
         self._stopping = False
         self._hn_metrics: dict[Line[_Batch], Mapping[str, float]] = {}
         self._room = threading.Condition()
-        self._lookup_s = self._bytes = self._lost = 0.0
+        self._windows: dict[Line[_Batch], Window] = {}
+        self._lookup_s = self._bytes = self._lost = self._late = 0.0
         self._lines: Lines[_Batch] = Lines(
             connect,
             count=hns,
+            most=most_hns,
             role="dense",
             name=f"cn {card.name}",
             on_up=self._on_up,
@@ -91,7 +103,12 @@ class CnCore:
             backoff=backoff,
         )
         self._loop: ComputeLoop[Job] = ComputeLoop(
-            self._work, name=f"cn {card.name}", knobs=self._knobs, clock=clock, wait_for_room=self._wait_for_room
+            self._work,
+            name=f"cn {card.name}",
+            knobs=self._knobs,
+            clock=clock,
+            wait_for_room=self._wait_for_room,
+            elsewhere=lambda: self._lines.open_questions,
         )
 
     @property
@@ -119,6 +136,13 @@ class CnCore:
         self._knobs = knobs
         self._loop.reconfigure(knobs)
 
+    def prepare(self, change: Change) -> None:
+        """See `Changing`: nobody asks for a dense version here."""
+
+    def take_on(self, change: Change) -> None:
+        """See `Changing`. What is at an HN by then is answered by the old version, or asked again by the new one."""
+        self._between.change(lambda: self._take_on(change))
+
     def ready(self) -> str | None:
         """See `Core.ready`."""
         if not self._loop.alive:
@@ -134,11 +158,15 @@ class CnCore:
             "batches_total": loop.batches,
             "rows_total": loop.rows,
             "waiting": loop.waiting,
+            "refused_total": loop.refused,
+            "queued_seconds_total": loop.queued_s,
             "busy_seconds_total": self._lookup_s,
             "crossed_bytes_total": self._bytes,
             "lost_batches_total": self._lost,
             "hns": self._lines.up,
             "at_hns": self._lines.open_questions,
+            "window": sum(line.window for line in self._lines.all if line.up),
+            "late_answers_total": self._late,
             **(self._savings.metrics() if self._source is not None else {}),
             **added_up("hn_", list(self._hn_metrics.values())),
         }
@@ -154,31 +182,45 @@ class CnCore:
             self._room.wait_for(lambda: not self._lines.open_questions, max(0.0, until_s - time.monotonic()))
         self._lines.close()
 
-    # On the compute thread.
+    # On the compute thread, or while it runs no batch.
+
+    def _take_on(self, change: Change) -> None:
+        change.write()
+        if change.sparse is not None:
+            self._sparse = change.sparse
+            self._source = _row_source(change.sparse)
+        self._dense_version = change.dense_version
+        self._card = replace(self._card, version=change.version)
+        for _, sender in list(self._senders.values()):
+            sender.invalidate(change.row_ids)
 
     def _wait_for_room(self) -> None:
         """Returns when a window has room, or when there is no HN at all: then requests fail at once."""
-        lines, knobs = self._lines, self._knobs
-        if lines.best(window=knobs.window) is not None or not lines.up:
+        lines = self._lines
+        if lines.best() is not None or not lines.up:
             return
         with self._room:
-            while lines.up and lines.best(window=self._knobs.window) is None:
+            while lines.up and lines.best() is None:
                 self._room.wait(_LOOK_S)
 
     def _work(self, jobs: list[Job]) -> None:
-        line = self._lines.best(window=1 << 30)
+        with self._between.batch():
+            self._ask_hn(jobs)
+
+    def _ask_hn(self, jobs: list[Job]) -> None:
+        line = self._lines.best(full=True)
         if line is None:
             raise Unavailable(f"no HN: {self._lines.why_down}")
         knobs = self._knobs
-        batch = _Batch(jobs=jobs, began_s=self._clock(), wire=knobs.wire)
+        batch = _Batch(jobs=jobs, began_s=self._clock(), wire=knobs.wire, version=self._card.version)
         requests = [job.request for job in jobs]
         if self._source is None or not knobs.cache_rows:
             crossing = self._sparse.run(requests)
-            line.ask(batch, partial(self._pack, batch, lambda _: (crossing, None)))
+            line.ask(batch, partial(self._pack, line, batch, lambda _: (crossing, None)))
             return
         ids = self._source.run_ids(requests)
         try:
-            line.ask(batch, partial(self._pack, batch, lambda pool: self._sender(line, pool, knobs).encode(ids)))
+            line.ask(batch, partial(self._pack, line, batch, lambda pool: self._sender(line, pool, knobs).encode(ids)))
         except BaseException:
             self._senders.pop(line, None)  # whether the HN has seen the batch is not known
             raise
@@ -193,39 +235,61 @@ class CnCore:
         return found[1]
 
     def _pack(
-        self, batch: _Batch, crossing: _Crossing, number: int, pool: Pool
+        self, line: Line[_Batch], batch: _Batch, crossing: _Crossing, number: int, pool: Pool
     ) -> tuple[Mapping[str, Any], list[Buffer]]:
         tensors, hot = crossing(pool)
         batch.looked_up_s = self._clock()
         self._lookup_s += batch.looked_up_s - batch.began_s
         candidates = [job.request.candidates for job in batch.jobs]
-        header, buffers = dense_message(number, tensors, candidates, pool, wire=batch.wire, hot=hot)
+        header, buffers = dense_message(
+            number, tensors, candidates, pool, wire=batch.wire, hot=hot, dense_version=self._dense_version
+        )
         batch.nbytes = sum(
             buffer.nbytes if not isinstance(buffer, bytes | bytearray) else len(buffer) for buffer in buffers
         )
         self._bytes += batch.nbytes
+        due_s, lost_s = due_of(job.due_s for job in batch.jobs)
+        flow = Flow(window=line.window, open=line.open_questions, due_s=due_s, lost_s=lost_s)
+        header["flow"] = flow_field(flow, self._clock())
         return header, buffers
 
     # On a line's thread.
 
-    def _on_up(self, _: Line[_Batch], card: ModelCard) -> None:
-        if (card.name, card.version) != (self._card.name, self._card.version):
-            raise WireError(f"the HN has {card.name} {card.version}, not {self._card.name} {self._card.version}")
+    def _on_up(self, line: Line[_Batch], card: ModelCard) -> None:
+        mine = self._card.name, self._card.packaged or self._card.version
+        theirs = card.name, card.packaged or card.version
+        if mine != theirs:  # refreshes are the batches' business: each names the dense version that it wants
+            raise WireError(f"the HN has {' '.join(theirs)}, not {' '.join(mine)}")
+        window = self._windows[line] = Window(most=self._knobs.window, adapts=self._knobs.adapt_window)
+        line.window = window.size
 
     def _on_message(self, line: Line[_Batch], message: Message) -> None:
         with message:
             number, outcome = parse_done(message.header, message.buffers)
             said = parse_metrics(message.header)
+            queued_s = parse_queued_s(message.header)
         if said is not None:
             self._hn_metrics[line] = said
+        open_now = line.open_questions
         batch = line.take(number)
-        self._wake()
         if batch is None:
-            raise WireError(f"an answer to batch {number}, which is not open")
+            if not line.asked(number):
+                raise WireError(f"an answer to batch {number}, which was never asked")
+            self._late += 1  # a second answer; whoever waited has the first
+            return
         if isinstance(outcome, RankError):
+            self._wake()
             self._failed(line, batch, outcome)
         else:
+            self._adapt(line, queued_s=queued_s, dense_s=outcome[1] / 1e3, open_now=open_now)
+            self._wake()
             self._answered(batch, *outcome)
+
+    def _adapt(self, line: Line[_Batch], *, queued_s: float, dense_s: float, open_now: int) -> None:
+        window, knobs = self._windows[line], self._knobs
+        window.most, window.adapts = knobs.window, knobs.adapt_window
+        window.answered(queued_s=queued_s, dense_s=dense_s, open_now=open_now)
+        line.window = window.size
 
     def _answered(self, batch: _Batch, outputs: dict[str, torch.Tensor], dense_ms: float) -> None:
         jobs = batch.jobs
@@ -234,7 +298,9 @@ class CnCore:
         if any(output.shape[0] != total for output in outputs.values()):
             raise WireError(f"outputs of {[tuple(it.shape) for it in outputs.values()]} for {total} candidates")
         lookup_ms = (batch.looked_up_s - batch.began_s) * 1e3
-        wire_ms = (self._clock() - batch.looked_up_s) * 1e3 - dense_ms
+        at_hn_s = self._clock() - batch.looked_up_s
+        self._loop.pace.saw_answer(at_hn_s)
+        wire_ms = at_hn_s * 1e3 - dense_ms
         settle(
             (
                 job,
@@ -247,6 +313,7 @@ class CnCore:
                         dense_ms=dense_ms,
                     ),
                     bytes_crossed=batch.nbytes * job.request.candidates // total,
+                    version=batch.version,
                 ),
             )
             for job, mine in zip(jobs, cut(outputs, candidates), strict=True)
@@ -258,8 +325,8 @@ class CnCore:
             line.rest()
             self._ask_another(batch, error)
             return
-        if len(batch.jobs) == 1:
-            batch.jobs[0].fail(error)
+        if len(batch.jobs) == 1 or isinstance(error, DeadlinePassed):
+            settle((job, error) for job in batch.jobs)
             return
         for job in batch.jobs:
             job.alone = True
@@ -267,13 +334,15 @@ class CnCore:
 
     def _on_lost(self, line: Line[_Batch], batches: list[_Batch], why: str) -> None:
         self._senders.pop(line, None)  # frees it; the next channel would not use it anyway
+        self._hn_metrics.pop(line, None)
         self._lost += len(batches)
         self._wake()
         for batch in batches:
             self._ask_another(batch, Unavailable(f"the HN: {why}"))
 
     def _ask_another(self, batch: _Batch, error: RankError) -> None:
-        """Ranking changes nothing anywhere, so what an HN lost is asked once more, if another HN is there."""
+        """Ranking changes nothing anywhere, so what an HN lost is asked once more, if another HN is there. The queue
+        gives up those whose deadline passed meanwhile."""
         for job in batch.jobs:
             job.tries += 1
             if job.tries > 1 or self._stopping or not self._lines.up:
@@ -284,3 +353,8 @@ class CnCore:
     def _wake(self) -> None:
         with self._room:
             self._room.notify_all()
+
+
+def _row_source(sparse: SparseHalf) -> RowSource | None:
+    """The half, if bare rows of it cross."""
+    return sparse if isinstance(sparse, RowSource) and sparse.row_ports else None

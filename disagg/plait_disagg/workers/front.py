@@ -50,6 +50,10 @@ class Front:
         """Clients now."""
         return self._server.channels
 
+    def announce(self) -> None:
+        """The core has become another version: clients are told."""
+        self._server.announce(self._core.card)
+
     def stop(self, *, drain_s: float) -> None:
         """Accepts nothing new, answers what was accepted within ``drain_s``, hangs up. Idempotent."""
         self._server.close_listeners()

@@ -1,6 +1,8 @@
 """The HN worker: crossing tensors of batches come in over channels from CNs, outputs go back.
 
-Batches that wait at the same time are laid end to end and computed as one.
+Batches that wait at the same time are laid end to end and computed as one, as far as their deadlines bear it. None is
+refused: a batch holds requests of several deadlines, and its CN has judged each. A batch that comes alone to an idle HN
+is computed by the thread that received it, which spares it a hop to another thread.
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from plait_disagg.fabric import FabricError, Listener, Message
+from plait_disagg.refresh.change import KEPT, Change
 from plait_disagg.tables.cache import OutOfStep
 from plait_disagg.workers.errors import RankError, Unavailable
+from plait_disagg.workers.flow import Flow, parse_flow
 from plait_disagg.workers.hot_rows import RowReceiver
 from plait_disagg.workers.jobs import as_rank_error
 from plait_disagg.workers.knobs import WorkerKnobs
@@ -25,6 +29,9 @@ from plait_disagg.workers.wire import DenseAsk, WireError, done_message, failed_
 
 __all__ = ["HnWorker"]
 
+_CATCH_UP_S = 1.0
+"""Between two looks for a version that is not here."""
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Dense:
@@ -33,6 +40,8 @@ class _Dense:
     peer: Peer
     message: Message
     ask: DenseAsk
+    flow: Flow
+    came_s: float
 
     @property
     def rows(self) -> int:
@@ -42,11 +51,17 @@ class _Dense:
     def alone(self) -> bool:
         return not self.ask.mergeable
 
-    def dropped(self, now_s: float) -> bool:  # noqa: ARG002  # deadlines are the CN's
-        if self.peer.channel.closed:
-            self.message.release()
-            return True
-        return False
+    @property
+    def gone(self) -> bool:
+        return self.peer.channel.closed
+
+    @property
+    def due_s(self) -> float | None:
+        return self.flow.due_s
+
+    @property
+    def lost_s(self) -> float | None:
+        return self.flow.lost_s
 
     def fail(self, error: RankError) -> None:
         self.message.release()
@@ -62,16 +77,26 @@ class HnWorker:
         dense: DenseHalf,
         listeners: Sequence[Listener],
         *,
+        dense_version: str = "",
+        earlier: Mapping[str, DenseHalf] | None = None,
+        catch_up: Callable[[], None] | None = None,
         knobs: WorkerKnobs | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Starts at once."""
-        self._dense = dense
+        """Starts at once. ``dense`` is of ``dense_version``, ``earlier`` are older ones that CNs may still ask for,
+        newest last; ``catch_up`` is called when a CN asks for a version that
+        is not here, on the compute thread, and may `prepare` and `take_on` it."""
+        self._held = (*(earlier or {}).items(), (dense_version, dense))[-KEPT:]
+        self._prepared: tuple[tuple[str, DenseHalf], ...] = ()
+        self._catch_up = catch_up
+        self._caught_up_s = float("-inf")
         self._clock = clock
         self._busy_s = 0.0
+        self._stay_s = 0.0
+        self._windows: dict[int, int] = {}  # as each CN said last
         self._hot: dict[int, RowReceiver] = {}  # by number of the peer; each is its thread's own
         self._loop: ComputeLoop[_Dense] = ComputeLoop(
-            self._work, name=f"hn {card.name}", knobs=knobs or WorkerKnobs(), clock=clock
+            self._work, name=f"hn {card.name}", knobs=knobs or WorkerKnobs(), clock=clock, refuses=False
         )
         self._server = Server(
             card, listeners, role="dense", on_message=self._on_message, on_lost=self._on_lost, metrics=self.metrics
@@ -96,19 +121,33 @@ class HnWorker:
         """Holds from the next batch on."""
         self._loop.reconfigure(knobs)
 
+    def prepare(self, change: Change) -> None:
+        """See `Changing`."""
+        self._prepared = () if change.dense is None else ((change.dense_version, change.dense),)
+
+    def take_on(self, change: Change) -> None:
+        """See `Changing`: the last two dense versions stay, because CNs change over one after the other."""
+        if change.dense is not None:
+            self._held = (*self._held, (change.dense_version, change.dense))[-KEPT:]
+        self._prepared = ()  # last: a batch must find its version at every moment
+
     def ready(self) -> str | None:
         """None when a batch would be computed now."""
         return None if self.alive else "the compute thread has died"
 
     def metrics(self) -> Mapping[str, float]:
-        """``asked_total`` batches of CNs were computed as ``batches_total``."""
+        """``asked_total`` batches of CNs were computed as ``batches_total``; they waited ``queued_seconds_total``, and
+        were here for ``stay_seconds_total`` in all. ``window``: how many CNs may have here now."""
         loop = self._loop
         return {
             "asked_total": loop.items,
             "batches_total": loop.batches,
             "rows_total": loop.rows,
             "waiting": loop.waiting,
+            "queued_seconds_total": loop.queued_s,
             "busy_seconds_total": self._busy_s,
+            "stay_seconds_total": self._stay_s,
+            "window": sum(self._windows.values()),
             "cns": self.channels,
         }
 
@@ -123,12 +162,15 @@ class HnWorker:
     def _on_message(self, peer: Peer, message: Message) -> None:
         try:
             ask = self._with_rows(peer, parse_dense(message.header, message.buffers))
-            item = _Dense(peer=peer, message=message, ask=ask)
+            now_s = self._clock()
+            item = _Dense(peer=peer, message=message, ask=ask, flow=parse_flow(message.header, now_s), came_s=now_s)
+            self._windows[peer.number] = item.flow.window
         except BaseException:
             message.release()
             raise
         try:
-            self._loop.put(item)
+            if item.flow.open > 1 or not self._loop.run_here(item):
+                self._loop.put(item)
         except RankError as error:
             item.fail(error)
 
@@ -145,30 +187,60 @@ class HnWorker:
 
     def _on_lost(self, peer: Peer) -> None:
         self._hot.pop(peer.number, None)
+        self._windows.pop(peer.number, None)
 
     # On the compute thread.
 
     def _work(self, items: list[_Dense]) -> None:
+        versions = {item.ask.dense_version for item in items}
+        if len(versions) > 1:  # for a moment, while CNs change over
+            for item in items:
+                self._work_alone(item)
+            return
+        dense = self._dense(versions.pop())
         began_s = self._clock()
         candidates = [count for item in items for count in item.ask.candidates]
         if len(items) == 1:
-            outputs = self._dense.run(items[0].ask.crossing, candidates)
+            outputs = dense.run(items[0].ask.crossing, candidates)
         else:
-            outputs = self._dense.run(_end_to_end(items), candidates)
+            outputs = dense.run(_end_to_end(items), candidates)
         seconds = self._clock() - began_s
         self._busy_s += seconds
         sizes = [item.rows for item in items]
         parts = {name: output.detach().cpu().split_with_sizes(sizes) for name, output in outputs.items()}
         for i, item in enumerate(items):
-            self._answer(item, {name: part[i] for name, part in parts.items()}, seconds * 1e3)
+            self._answer(item, {name: part[i] for name, part in parts.items()}, began_s, seconds)
             item.message.release()  # only now: an output may be a view of what crossed
 
-    @staticmethod
-    def _answer(item: _Dense, outputs: Mapping[str, torch.Tensor], dense_ms: float) -> None:
+    def _work_alone(self, item: _Dense) -> None:
+        try:
+            self._work([item])
+        except Exception as error:
+            item.fail(as_rank_error(error))
+
+    def _dense(self, version: str) -> DenseHalf:
+        """Raises `Unavailable` if it is not here, and can not be got."""
+        found = self._find(version)
+        now_s = self._clock()
+        if found is None and self._catch_up is not None and now_s - self._caught_up_s > _CATCH_UP_S:
+            self._caught_up_s = now_s
+            self._catch_up()
+            found = self._find(version)
+        if found is None:
+            held = ", ".join(name for name, _ in self._held)
+            raise Unavailable(f"the HN holds dense versions {held}, not {version}")
+        return found
+
+    def _find(self, version: str) -> DenseHalf | None:
+        return next((dense for name, dense in (*self._prepared, *self._held) if name == version), None)
+
+    def _answer(self, item: _Dense, outputs: Mapping[str, torch.Tensor], began_s: float, seconds: float) -> None:
         """Never raises: others of the batch may have their answers already."""
+        self._stay_s += began_s + seconds - item.came_s
         try:
             peer = item.peer
-            header, buffers = done_message(item.ask.number, outputs, dense_ms, peer.pool, metrics=peer.metrics())
+            header, buffers = done_message(item.ask.number, outputs, seconds * 1e3, peer.pool, metrics=peer.metrics())
+            header["queued_ms"] = (began_s - item.came_s) * 1e3
         except FabricError as error:
             item.peer.drop(error)
         except Exception as error:

@@ -132,6 +132,12 @@ class RowSender:
         self._number += 1
         return made, hot
 
+    def invalidate(self, row_ids: Mapping[str, torch.Tensor]) -> None:
+        """The rows with those ids (k,), by table, have changed: each is sent anew when it is next asked for."""
+        for table, cache in zip(self._tables, self._caches, strict=True):
+            if table.name in row_ids:
+                cache.invalidate(row_ids[table.name])
+
     def _count(self, ids: int, message: CachedRows, dim: int) -> None:
         unsent = ids - message.rows.shape[0]
         self._savings.nbytes += unsent * row_bytes(dim, self._wire) - message.slots.nbytes - message.new_slots.nbytes

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from plait_disagg.tables.protocols import BadId
-from plait_disagg.workers.errors import BadInput, DeadlinePassed, RankError
+from plait_disagg.workers.errors import BadInput, RankError
 from plait_disagg.workers.values import ModelCard, RankAnswer, RankRequest
 
 __all__ = ["Core", "Job", "Outcome", "Sink", "as_rank_error", "settle"]
@@ -50,15 +50,15 @@ class Job:
         """How much of a batch it fills."""
         return self.request.candidates
 
-    def dropped(self, now_s: float) -> bool:
-        """Whether it needs no work any more; if its deadline passed, that is told here."""
-        if self.gone:
-            return True
-        deadline_s = self.request.deadline_s
-        if deadline_s is None or now_s <= deadline_s:
-            return False
-        self.fail(DeadlinePassed("the deadline passed while the request waited"))
-        return True
+    @property
+    def due_s(self) -> float | None:
+        """A moment of ``time.monotonic()``: its deadline."""
+        return self.request.deadline_s
+
+    @property
+    def lost_s(self) -> float | None:
+        """The same: it needs no work after its deadline."""
+        return self.request.deadline_s
 
     def fail(self, error: RankError) -> None:
         """Tells its sink."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["CachePolicy", "WireFormat", "WorkerKnobs"]
+__all__ = ["CachePolicy", "Order", "WireFormat", "WorkerKnobs"]
 
 WireFormat = Literal["float32", "float16", "int8"]
 """How float32 tensors cross from the CN to the HN. int8: one scale and one bias per row."""
@@ -13,21 +13,33 @@ WireFormat = Literal["float32", "float16", "int8"]
 CachePolicy = Literal["lru", "static"]
 """Which rows an HN keeps: those used last, or for good the ones that were asked for first."""
 
+Order = Literal["deadline", "arrival"]
+"""Who is next among those that wait."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerKnobs:
-    """``threads``: CPU threads of the compute thread; 0: all cores. ``largest_batch_rows``: candidates of one batch; a
-    larger request runs alone. ``largest_waiting``: requests that wait for a batch; more are refused as `Busy`.
+    """``threads``: CPU threads of the compute thread; 0: all cores. ``cores``: which ones it and its team are bound to;
+    none: the system chooses. ``largest_batch_rows``: candidates of one batch; a larger request runs alone.
+    ``largest_waiting``: requests that wait for a batch; more are refused as `Busy`.
 
-    Of a CN only: ``window`` batches are at an HN at once, and ``wire`` is how their floats travel. Each HN keeps
-    ``cache_rows`` rows of every table whose rows cross as they are (0: none), chosen by ``cache``; a change of these
-    two or of ``wire`` empties the caches.
+    ``order``: the most urgent next, or the first. ``refuse_late``: a request whose deadline can not be met is refused,
+    or given up, before it costs anything. A batch that is not full waits ``batch_wait_ms`` for more.
+
+    Of a CN only: at most ``window`` batches are at an HN at once, fewer where they would queue there if
+    ``adapt_window``, and ``wire`` is how their floats travel. Each HN keeps ``cache_rows`` rows of every table whose
+    rows cross as they are (0: none), chosen by ``cache``; a change of these two or of ``wire`` empties the caches.
     """
 
     threads: int = 1
+    cores: tuple[int, ...] = ()
     largest_batch_rows: int = 4_096
     largest_waiting: int = 1_024
+    order: Order = "deadline"
+    refuse_late: bool = True
+    batch_wait_ms: float = 0.0
     window: int = 4
+    adapt_window: bool = True
     wire: WireFormat = "float32"
     cache_rows: int = 0
     cache: CachePolicy = "lru"
@@ -35,6 +47,12 @@ class WorkerKnobs:
     def __post_init__(self) -> None:
         if self.threads < 0:
             raise ValueError(f"threads must not be negative, got {self.threads}")
+        if any(core < 0 for core in self.cores):
+            raise ValueError(f"cores are numbers from 0 on, got {self.cores}")
+        if self.order not in ("deadline", "arrival"):
+            raise ValueError(f"order must be deadline or arrival, got {self.order!r}")
+        if not 0.0 <= self.batch_wait_ms <= 1_000.0:
+            raise ValueError(f"batch_wait_ms must be from 0 to 1000, got {self.batch_wait_ms}")
         if self.cache_rows < 0:
             raise ValueError(f"cache_rows must not be negative, got {self.cache_rows}")
         if self.cache not in ("lru", "static"):

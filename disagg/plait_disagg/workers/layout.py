@@ -57,7 +57,7 @@ _SCALE_BYTES = 8
 _NARROWEST_INT8 = 16
 """Below this row length the scale and bias of an int8 row cost as much as float16 would."""
 
-_NAME = re.compile(r"^[A-Za-z0-9_.]{1,200}$")
+_NAME = re.compile(r"^[A-Za-z0-9_.][A-Za-z0-9_.:]{0,199}$")
 _LARGEST_TEXT = 60_000
 _LARGEST_SIZE = 1 << 24
 _LEASE_FROM_BYTES = 32_768
@@ -148,7 +148,7 @@ def _section(code: str, width: int, groups: Mapping[tuple[int, ...], Sequence[Pa
 
 
 def _parse_part(entry: str) -> Part:
-    fields = entry.split(":")
+    fields = entry.split(":", 3)  # a name may have colons: packaging gives such to the parts of a layer
     if len(fields) != 4:
         raise LayoutError(f"{entry[:100]!r} is not code:rows:tail:name")
     code, rows, tail_text, name = fields

@@ -1,11 +1,12 @@
 """The asking end of a channel, kept up: it dials, greets, receives answers, and dials again when the peer is lost.
 
-A `Line` speaks to one replica; `Lines` to several, each question going where the fewest are open. Questions leave from
-the caller's thread; answers come in on the line's own.
+A `Line` speaks to one replica; `Lines` to several, each question going where the fewest are open, and their number
+follows that of the replicas. Questions leave from the caller's thread; answers come in on the line's own.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 import threading
@@ -71,10 +72,12 @@ class Line(Generic[T]):
         answer_timeout_s: float,
         backoff: Backoff,
         chance: random.Random,
+        window: int,
+        wanted: Callable[[Line[T]], bool],
     ) -> None:
         """Starts to dial at once; ``connect`` also sets `replica`. The callbacks run on the line's thread: ``on_up``
         may refuse the server by raising `WireError`; ``on_message`` owns the message; ``on_lost`` gets the questions
-        that will not be answered any more, and why."""
+        that will not be answered any more, and why; ``wanted`` is asked after every dial whether the line goes on."""
         self._connect = connect
         self._role: Role = role
         self._on_up = on_up
@@ -83,6 +86,8 @@ class Line(Generic[T]):
         self._answer_timeout_s = answer_timeout_s
         self._backoff = backoff
         self._chance = chance
+        self._wanted = wanted
+        self.window = window
         self._channel: Channel | None = None
         self._open: dict[int, tuple[T, float]] = {}
         self._next_number = 0
@@ -137,6 +142,10 @@ class Line(Generic[T]):
             found = self._open.pop(number, None)
         return None if found is None else found[0]
 
+    def asked(self, number: int) -> bool:
+        """Whether there ever was a question of that number: no two have the same, on whatever channel."""
+        return number < self._next_number
+
     def withdraw(self, item: T) -> int | None:
         """Takes back an open question; its number, or None if it is not open here. Looks at all of them."""
         with self._lock:
@@ -179,9 +188,12 @@ class Line(Generic[T]):
                 self.replica = ""
                 failures += 1
                 self.why_down = str(error)
+                if not self._wanted(self):
+                    return
                 self._stop.wait(self._backoff.after_s(failures, self._chance))
                 continue
             failures = 0
+            self._wanted(self)
             self._receive(channel)
 
     def _dial(self) -> Channel:
@@ -236,7 +248,11 @@ class Line(Generic[T]):
 
 
 class Lines(Generic[T]):
-    """``count`` lines, each to another replica."""
+    """Several lines, each to another replica.
+
+    Where the number of replicas changes there are at least ``count`` lines and at most ``most``: one more than are up,
+    so that there is always one that looks for a replica that is new, and no more than one.
+    """
 
     def __init__(
         self,
@@ -248,27 +264,40 @@ class Lines(Generic[T]):
         on_up: Callable[[Line[T], ModelCard], None],
         on_message: Callable[[Line[T], Message], None],
         on_lost: Callable[[Line[T], list[T], str], None],
+        most: int | None = None,
+        window: int = 1,
         answer_timeout_s: float = 30.0,
         backoff: Backoff | None = None,
         chance: random.Random | None = None,
     ) -> None:
-        """See `Line`. Lines dial one at a time, so that no two take the same replica."""
+        """See `Line`. Lines dial one at a time, so that no two take the same replica. ``window``: how many questions
+        may be open at a line; its owner may change that."""
         self._connect = connect
         self._dialling = threading.Lock()
-        self.all: list[Line[T]] = []
-        for i in range(count):
-            line: Line[T] = Line(
+        self._changing = threading.Lock()
+        self._closed = False
+        self._count, self._most = count, max(count, most or count)
+        self._numbers = itertools.count()
+
+        def make() -> Line[T]:
+            return Line(
                 self._connect_elsewhere,
                 role=role,
-                name=f"{name} line {i}",
+                name=f"{name} line {next(self._numbers)}",
                 on_up=on_up,
                 on_message=on_message,
                 on_lost=on_lost,
                 answer_timeout_s=answer_timeout_s,
                 backoff=backoff or Backoff(),
                 chance=chance or random.Random(),
+                window=window,
+                wanted=self._wanted,
             )
-            self.all.append(line)
+
+        self._make = make
+        self.all: tuple[Line[T], ...] = ()
+        with self._dialling:  # a line that dials looks which replicas the others have
+            self.all = tuple(self._make() for _ in range(count))
 
     @property
     def up(self) -> int:
@@ -285,9 +314,10 @@ class Lines(Generic[T]):
         """Why no line is up."""
         return "; ".join(sorted({line.why_down for line in self.all}))
 
-    def best(self, *, window: int) -> Line[T] | None:
-        """The line that is up with the fewest open questions, fewer than ``window``; one that rests only if all do."""
-        usable = [line for line in self.all if line.up and line.open_questions < window]
+    def best(self, *, full: bool = False) -> Line[T] | None:
+        """The line that is up with the fewest open questions, fewer than its window unless it may be ``full``; one that
+        rests only if all do."""
+        usable = [line for line in self.all if line.up and (full or line.open_questions < line.window)]
         if len(usable) < 2:
             return usable[0] if usable else None
         now_s = time.monotonic()
@@ -295,8 +325,23 @@ class Lines(Generic[T]):
 
     def close(self) -> None:
         """Hangs up for good."""
+        with self._changing:
+            self._closed = True
         for line in self.all:
             line.close()
+
+    def _wanted(self, line: Line[T]) -> bool:
+        """After a dial of ``line``: one more line if all are up; False, and it is forgotten, if it is one too many."""
+        with self._changing:
+            if self._closed:
+                return True  # `close` ends it
+            down = sum(not other.up for other in self.all)
+            if not down and len(self.all) < self._most:
+                self.all = (*self.all, self._make())
+            if line.up or down < 2 or len(self.all) <= self._count:
+                return True
+            self.all = tuple(other for other in self.all if other is not line)
+            return False
 
     def _connect_elsewhere(self, line: Line[T]) -> Link:
         with self._dialling:

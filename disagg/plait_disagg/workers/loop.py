@@ -1,125 +1,144 @@
 """The compute thread of a worker: it takes what waits, makes a batch of it, and runs it.
 
-First come, first served. A batch that fails is run again one item at a time: a fault hurts only its own request.
+Who is next, refused or given up is `order.py`'s business. A batch that fails is run again one item at a time: a fault
+hurts only its own request.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
-from plait_disagg.threads import set_threads
+from plait_disagg.threads import bind_to, set_threads
 from plait_disagg.workers.errors import Busy, RankError, Unavailable
 from plait_disagg.workers.jobs import as_rank_error
 from plait_disagg.workers.knobs import WorkerKnobs
+from plait_disagg.workers.order import Item, Waiting, too_late
+from plait_disagg.workers.pace import Pace
 
-__all__ = ["MOST_ITEMS", "ComputeLoop", "Inbox", "Item"]
+__all__ = ["ComputeLoop", "Inbox", "Item"]
 
 _log = logging.getLogger(__name__)
-
-MOST_ITEMS = 1_024
-"""Of one batch, so that the numbers of a batch fit a message's header."""
-
-
-class Item(Protocol):
-    """What a batch is made of."""
-
-    @property
-    def rows(self) -> int:
-        """How much of a batch it fills."""
-
-    @property
-    def alone(self) -> bool:
-        """Whether it must not share a batch."""
-
-    def dropped(self, now_s: float) -> bool:
-        """Whether it needs no work any more."""
-
-    def fail(self, error: RankError) -> None:
-        """Tells whoever waits for it."""
-
 
 T = TypeVar("T", bound=Item)
 
 
 class Inbox(Generic[T]):
-    """A bounded queue: any thread puts, one thread takes batches."""
+    """`Waiting` between threads: any thread puts, one thread takes batches."""
 
-    def __init__(self, *, largest_waiting: int) -> None:
-        self.largest_waiting = largest_waiting
-        self._queue: SimpleQueue[T | None] = SimpleQueue()
-        self._pending: deque[T] = deque()  # the taker's own
-        self._closing = threading.Lock()
+    def __init__(
+        self,
+        knobs: WorkerKnobs,
+        pace: Pace,
+        clock: Callable[[], float],
+        *,
+        refuses: bool = True,
+        elsewhere: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """See `ComputeLoop`."""
+        self._waiting: Waiting[T] = Waiting(knobs, pace, refuses=refuses)
+        self._clock = clock
+        self._elsewhere = elsewhere
+        self._lock = threading.Lock()
+        self._bell: SimpleQueue[None] = SimpleQueue()
+        self._asleep = False
         self._closed = False
-        self._ended = False
 
     def __len__(self) -> int:
-        return self._queue.qsize() + len(self._pending)
+        return len(self._waiting)
 
     def put(self, item: T) -> None:
-        """Raises `Busy` when too many wait, `Unavailable` after `close`."""
-        if len(self) >= self.largest_waiting:
-            raise Busy(f"{self.largest_waiting} requests are waiting already")
-        with self._closing:
-            if self._closed:
-                raise Unavailable("the worker is stopping")
-            self._queue.put(item)
+        """Raises `Busy` when too many wait or it would be answered too late, `Unavailable` after `close`."""
+        with self._lock:
+            self._raise_if_closed()
+            self._waiting.check(item, self._clock(), elsewhere=bool(self._elsewhere()))
+            self._waiting.add(item)
+            self._ring()
 
     def put_again(self, item: T) -> bool:
         """An item that was taken before: it always finds room; False after `close`."""
-        with self._closing:
+        with self._lock:
             if not self._closed:
-                self._queue.put(item)
+                self._waiting.add(item)
+                self._ring()
             return not self._closed
+
+    def reconfigure(self, knobs: WorkerKnobs) -> None:
+        """Holds from the next item on; what waits keeps its place."""
+        with self._lock:
+            self._waiting.knobs = knobs
 
     def close(self) -> None:
         """No more items; what is there can still be taken."""
-        with self._closing:
-            if not self._closed:
-                self._closed = True
-                self._queue.put(None)
+        with self._lock:
+            self._closed = True
+            self._ring()
 
-    def take(self, largest_rows: int, now_s: Callable[[], float]) -> list[T] | None:
+    @property
+    def closed(self) -> bool:
+        """Whether it takes nothing any more."""
+        return self._closed
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits and nothing runs."""
+        return self._waiting.idle
+
+    def busy(self, until_s: float) -> None:
+        """A batch runs, until then by all that is known; 0: none runs."""
+        self._waiting.busy_until_s = until_s
+
+    def take(self) -> list[T] | None:
         """Waits for items and takes a batch, which is empty if none of them needs work; None after the last one."""
-        self._gather()
-        batch: list[T] = []
-        rows, taken_s = 0, now_s()
-        while self._pending and len(batch) < MOST_ITEMS:
-            item = self._pending[0]
-            if item.dropped(taken_s):
-                self._pending.popleft()
+        while True:
+            with self._lock:
+                wait_s = self._wait_s()
+                if wait_s == 0:
+                    taken = self._waiting.take(self._clock()) if len(self._waiting) else None
+                    break
+                self._asleep = True
+            try:
+                self._bell.get(timeout=wait_s)
+            except Empty:
                 continue
-            if batch and (rows + item.rows > largest_rows or item.alone):
-                break
-            batch.append(self._pending.popleft())
-            rows += item.rows
-            if item.alone:
-                break
-        return batch if batch or self._pending or not self._ended else None
+        if taken is None:
+            return None
+        for item in taken.late:
+            item.fail(too_late(item, self._clock()))
+        return taken.batch
 
-    def _gather(self) -> None:
-        """Moves what has arrived to the taker's side; waits if there is nothing at all."""
-        try:
-            while True:
-                item = self._queue.get(block=not (self._pending or self._ended))
-                if item is None:
-                    self._ended = True
-                else:
-                    self._pending.append(item)
-        except Empty:
-            return
+    def _wait_s(self) -> float | None:
+        """For more items; 0: not at all, None: for the first one. Under the lock."""
+        waiting = self._waiting
+        if self._closed:
+            return 0
+        if not len(waiting):
+            return None
+        patience_s = waiting.knobs.batch_wait_ms / 1e3
+        if not patience_s or waiting.rows >= waiting.knobs.largest_batch_rows:
+            return 0
+        return max(0.0, waiting.oldest_s + patience_s - self._clock())
+
+    def _raise_if_closed(self) -> None:
+        if self._closed:
+            raise Unavailable("the worker is stopping")
+
+    def _ring(self) -> None:
+        if self._asleep:
+            self._asleep = False
+            self._bell.put(None)
 
 
 class ComputeLoop(Generic[T]):
-    """One thread that runs ``work`` on batches. ``work`` tells the outcomes itself, or raises before it told any.
+    """One thread at a time runs ``work`` on batches. ``work`` tells the outcomes itself, or raises before it told any.
 
     ``wait_for_room`` is called before each batch is taken and may wait: what arrives meanwhile joins the batch.
+    ``elsewhere`` counts batches that left here and are not answered yet. ``refuses``: see `Waiting`.
     """
 
     def __init__(
@@ -130,6 +149,8 @@ class ComputeLoop(Generic[T]):
         knobs: WorkerKnobs,
         clock: Callable[[], float],
         wait_for_room: Callable[[], None] | None = None,
+        elsewhere: Callable[[], int] = lambda: 0,
+        refuses: bool = True,
     ) -> None:
         """Starts at once."""
         self._work = work
@@ -137,9 +158,12 @@ class ComputeLoop(Generic[T]):
         self._knobs = knobs
         self._clock = clock
         self._wait_for_room = wait_for_room
-        self._inbox: Inbox[T] = Inbox(largest_waiting=knobs.largest_waiting)
+        self.pace = Pace()
+        self._inbox: Inbox[T] = Inbox(knobs, self.pace, clock, refuses=refuses, elsewhere=elsewhere)
+        self._turn = threading.Lock()
         self._abandoned: RankError | None = None
-        self.batches = self.items = self.rows = 0
+        self.batches = self.items = self.rows = self.refused = 0
+        self.queued_s = 0.0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -153,9 +177,34 @@ class ComputeLoop(Generic[T]):
         """Items that wait for a batch."""
         return len(self._inbox)
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits and nothing runs."""
+        return self._inbox.idle
+
     def put(self, item: T) -> None:
         """See `Inbox.put`."""
-        self._inbox.put(item)
+        try:
+            self._inbox.put(item)
+        except Busy:
+            self.refused += 1
+            raise
+
+    def run_here(self, item: T) -> bool:
+        """Works on the item on the calling thread, if nothing else waits or runs; False if it did not.
+
+        Only where the work is one thread's: a second thread that computes with a team would cost both (`threads.py`).
+        """
+        if self._knobs.threads != 1 or self._knobs.cores or not self._turn.acquire(blocking=False):
+            return False
+        try:
+            if not self._inbox.idle or self._inbox.closed:
+                return False
+            with torch.inference_mode():
+                self._run_batch([item], 0.0)
+            return True
+        finally:
+            self._turn.release()
 
     def put_again(self, item: T) -> None:
         """See `Inbox.put_again`; fails the item if nobody would take it."""
@@ -165,7 +214,7 @@ class ComputeLoop(Generic[T]):
     def reconfigure(self, knobs: WorkerKnobs) -> None:
         """Holds from the next batch on."""
         self._knobs = knobs
-        self._inbox.largest_waiting = knobs.largest_waiting
+        self._inbox.reconfigure(knobs)
 
     def close(self) -> None:
         """Refuses new items; those that wait are still worked on."""
@@ -191,27 +240,47 @@ class ComputeLoop(Generic[T]):
             _log.exception("%s: the compute thread died", self._name)
 
     def _serve(self) -> None:
-        threads = -1
+        threads, cores = -1, tuple[int, ...]()
+        free_s = 0.0  # since when it could have taken the next batch, if one waited
         while True:
             if self._wait_for_room is not None:
                 self._wait_for_room()
-            batch = self._inbox.take(self._knobs.largest_batch_rows, self._clock)
+            batch = self._inbox.take()
             if batch is None:
                 return
-            if self._knobs.threads != threads:  # after the wait: a change holds from the next batch on
-                threads = self._knobs.threads
+            knobs = self._knobs  # after the wait: a change holds from the next batch on
+            if (knobs.threads, knobs.cores) != (threads, cores):
+                threads, cores = knobs.threads, knobs.cores
+                bind_to(cores)
                 set_threads(threads)
             if self._abandoned is not None:
                 for item in batch:
                     item.fail(self._abandoned)
             elif batch:
-                self._count(batch)
-                self._attempt(batch)
+                with self._turn:
+                    free_s = self._run_batch(batch, free_s)
 
-    def _count(self, batch: list[T]) -> None:
+    def _run_batch(self, batch: list[T], free_s: float) -> float:
+        """When the next batch could be taken, if one waits already; else 0. A batch occupies the worker from when it
+        could have been taken, so that waiting for room at an HN counts."""
+        taken_s = self._clock()
+        rows = self._count(batch, taken_s)
+        self._inbox.busy(taken_s + self.pace.batch_s(rows))
+        self._attempt(batch)
+        ended_s = self._clock()
+        self.pace.saw_batch(rows, ended_s - (free_s or taken_s))
+        if len(self._inbox):
+            return ended_s
+        self._inbox.busy(0.0)
+        return 0.0
+
+    def _count(self, batch: list[T], now_s: float) -> int:
+        rows = sum(item.rows for item in batch)
         self.batches += 1
         self.items += len(batch)
-        self.rows += sum(item.rows for item in batch)
+        self.rows += rows
+        self.queued_s += sum(now_s - item.came_s for item in batch)
+        return rows
 
     def _attempt(self, batch: list[T]) -> None:
         try:

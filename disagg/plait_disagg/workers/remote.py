@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 from plait_disagg.fabric import Message
 from plait_disagg.workers.counting import added_up
-from plait_disagg.workers.errors import BadInput, Busy, RankError, Unavailable
+from plait_disagg.workers.errors import BadInput, Busy, DeadlinePassed, RankError, Unavailable
 from plait_disagg.workers.jobs import Job, Outcome, settle
 from plait_disagg.workers.layout import Layout, layout_of_inputs
 from plait_disagg.workers.lines import Backoff, Connect, Line, Lines
 from plait_disagg.workers.ranker import CoreRanker
 from plait_disagg.workers.values import ModelCard
-from plait_disagg.workers.wire import WireError, cancel_header, parse_answers, parse_metrics, rank_message
+from plait_disagg.workers.wire import (
+    WireError,
+    cancel_header,
+    parse_answers,
+    parse_metrics,
+    parse_version,
+    rank_message,
+)
 
 __all__ = ["RemoteCore", "RemoteRanker"]
 
@@ -29,11 +37,13 @@ class RemoteCore:
         connect: Connect,
         *,
         replicas: int = 1,
+        most_replicas: int | None = None,
         window: int = 1_024,
         answer_timeout_s: float = 30.0,
         backoff: Backoff | None = None,
     ) -> None:
-        """Starts to connect at once. ``window``: requests at one replica; more are refused as `Busy`."""
+        """Starts to connect at once, to ``replicas`` workers, or as many as there are up to ``most_replicas``.
+        ``window``: requests at one of them; more are refused as `Busy`."""
         self._model = model
         self._window = window
         self._card: ModelCard | None = None
@@ -44,6 +54,8 @@ class RemoteCore:
         self._lines: Lines[Job] = Lines(
             connect,
             count=replicas,
+            most=most_replicas,
+            window=window,
             role="rank",
             name=f"ingress {model}",
             on_up=self._on_up,
@@ -73,7 +85,7 @@ class RemoteCore:
         self._send(job)
 
     def _send(self, job: Job) -> None:
-        line = self._lines.best(window=self._window)
+        line = self._lines.best()
         if line is None:
             if self._lines.up:
                 raise Busy(f"{self._window} requests are at the model's worker already")
@@ -125,6 +137,10 @@ class RemoteCore:
 
     def _on_message(self, line: Line[Job], message: Message) -> None:
         with message:
+            version = parse_version(message.header)
+            if version is not None:
+                self._now_at(version)
+                return
             answers = parse_answers(message.header, message.buffers)
             said = parse_metrics(message.header)
         if said is not None:
@@ -141,15 +157,23 @@ class RemoteCore:
                 outcomes.append((job, outcome))
         settle(outcomes)
 
-    def _on_lost(self, _: Line[Job], jobs: list[Job], why: str) -> None:
+    def _now_at(self, version: str) -> None:
+        if self._card is not None and self._card.version != version:
+            self._card = replace(self._card, version=version)
+
+    def _on_lost(self, line: Line[Job], jobs: list[Job], why: str) -> None:
+        self._worker_metrics.pop(line, None)
         self._lost += len(jobs)
         for job in jobs:
             self._ask_another(job, Unavailable(why))
 
     def _ask_another(self, job: Job, error: RankError) -> None:
-        """Ranking changes nothing anywhere, so what a worker lost is asked once more, if another worker is there."""
+        """Ranking changes nothing anywhere, so what a worker lost is asked once more, if another worker is there and
+        somebody still waits for the answer."""
         job.tries += 1
         try:
+            if job.due_s is not None and time.monotonic() > job.due_s:
+                raise DeadlinePassed(f"the deadline passed; before that: {error.message}")
             if job.tries > 1 or self._stopping or job.gone:
                 raise error
             self._send(job)
@@ -166,6 +190,7 @@ class RemoteRanker(CoreRanker):
         connect: Connect,
         *,
         replicas: int = 1,
+        most_replicas: int | None = None,
         window: int = 1_024,
         answer_timeout_s: float = 30.0,
         backoff: Backoff | None = None,
@@ -176,6 +201,7 @@ class RemoteRanker(CoreRanker):
                 model,
                 connect,
                 replicas=replicas,
+                most_replicas=most_replicas,
                 window=window,
                 answer_timeout_s=answer_timeout_s,
                 backoff=backoff,

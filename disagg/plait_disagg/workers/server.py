@@ -16,7 +16,7 @@ from plait_disagg.fabric import Buffer, Channel, Closed, FabricError, Listener, 
 from plait_disagg.threads import set_threads
 from plait_disagg.workers.counting import NowAndThen
 from plait_disagg.workers.values import ModelCard
-from plait_disagg.workers.wire import SEND_S, Role, WireError, parse_hello, welcome_header
+from plait_disagg.workers.wire import SEND_S, Role, WireError, parse_hello, version_header, welcome_header
 
 __all__ = ["GREET_S", "Peer", "Server"]
 
@@ -35,6 +35,7 @@ class Peer:
         self.number = number
         self.channel = channel
         self.metrics = metrics
+        self.is_greeted = False
 
     @property
     def pool(self) -> Pool:
@@ -107,6 +108,15 @@ class Server:
         """Clients now."""
         return len(self._peers)
 
+    def announce(self, card: ModelCard) -> None:
+        """The model has become another version: clients hear of it now, later ones when they are greeted."""
+        self._card = card
+        with self._lock:
+            peers = list(self._peers.values())
+        for peer in peers:
+            if peer.is_greeted:
+                peer.send(version_header(card.version))
+
     def close_listeners(self) -> None:
         """Nobody new; who is here stays."""
         self._stopped = True
@@ -146,7 +156,11 @@ class Server:
         try:
             with peer.channel.recv(GREET_S) as hello:
                 parse_hello(hello.header, self._role)
-            peer.channel.send(welcome_header(self._card), timeout_s=SEND_S)
+            card = self._card
+            peer.channel.send(welcome_header(card), timeout_s=SEND_S)
+            peer.is_greeted = True
+            if self._card is not card:  # the model became another version meanwhile
+                peer.send(version_header(self._card.version))
             while True:
                 self._on_message(peer, peer.channel.recv())
         except (PeerLost, Closed) as error:

@@ -18,7 +18,8 @@ class ModelCard:
     """What a client must know of a model. ``outputs``: name to shape of one row, all float32.
 
     ``largest_candidates`` bounds one request. ``items``: how many items the package knows the features of by
-    their ids (`/v1/recommend` then takes bare ids); None: it knows none.
+    their ids (`/v1/recommend` then takes bare ids); None: it knows none. ``version`` changes with every refresh;
+    ``packaged`` is the one that the model was packaged as ("": it never changed).
     """
 
     name: str
@@ -29,6 +30,7 @@ class ModelCard:
     items: int | None = None
     mode: str = "whole"
     id_rows: Mapping[str, int] = field(default_factory=dict)
+    packaged: str = ""
 
     @cached_property
     def tensor_names(self) -> frozenset[str]:
@@ -63,8 +65,10 @@ class RankTimings:
 
 @dataclass(frozen=True, kw_only=True)
 class RankAnswer:
-    """``outputs``: name to (N, ...) float32 on the CPU, in the order of the request's candidates."""
+    """``outputs``: name to (N, ...) float32 on the CPU, in the order of the request's candidates. ``version``: the
+    model's, which made all of them."""
 
     outputs: Mapping[str, torch.Tensor]
     timings: RankTimings = field(default_factory=RankTimings)
     bytes_crossed: int = 0
+    version: str = ""

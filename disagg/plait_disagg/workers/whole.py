@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
+from plait_disagg.refresh.change import Change
 from plait_disagg.workers.batch import cut
+from plait_disagg.workers.between import Between
 from plait_disagg.workers.errors import Unavailable
 from plait_disagg.workers.jobs import Job, settle
 from plait_disagg.workers.knobs import WorkerKnobs
@@ -35,6 +38,7 @@ class WholeCore:
         self._dense = dense
         self._clock = clock
         self._busy_s = 0.0
+        self._between = Between()
         self._loop: ComputeLoop[Job] = ComputeLoop(
             self._work, name=f"rank {card.name}", knobs=knobs or WorkerKnobs(), clock=clock
         )
@@ -61,6 +65,13 @@ class WholeCore:
         """Holds from the next batch on."""
         self._loop.reconfigure(knobs)
 
+    def prepare(self, change: Change) -> None:
+        """See `Changing`: nobody asks for a dense version here."""
+
+    def take_on(self, change: Change) -> None:
+        """See `Changing`: both halves at once."""
+        self._between.change(lambda: self._take_on(change))
+
     def ready(self) -> str | None:
         """See `Core.ready`."""
         return None if self._loop.alive else "the compute thread has died"
@@ -73,6 +84,8 @@ class WholeCore:
             "batches_total": loop.batches,
             "rows_total": loop.rows,
             "waiting": loop.waiting,
+            "refused_total": loop.refused,
+            "queued_seconds_total": loop.queued_s,
             "busy_seconds_total": self._busy_s,
         }
 
@@ -82,7 +95,17 @@ class WholeCore:
         if not self._loop.join(drain_s):
             self._loop.abandon(Unavailable("the worker was stopped"))
 
+    def _take_on(self, change: Change) -> None:
+        change.write()
+        self._sparse = change.sparse or self._sparse
+        self._dense = change.dense or self._dense
+        self._card = replace(self._card, version=change.version)
+
     def _work(self, jobs: list[Job]) -> None:
+        with self._between.batch():
+            self._rank(jobs)
+
+    def _rank(self, jobs: list[Job]) -> None:
         clock = self._clock
         candidates = [job.request.candidates for job in jobs]
         began_s = clock()
@@ -101,6 +124,7 @@ class WholeCore:
                         lookup_ms=(looked_up_s - began_s) * 1e3,
                         dense_ms=(ended_s - looked_up_s) * 1e3,
                     ),
+                    version=self._card.version,
                 ),
             )
             for job, mine in zip(jobs, cut(outputs, candidates), strict=True)

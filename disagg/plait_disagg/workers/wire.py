@@ -4,7 +4,8 @@ A client says hello, the server welcome; then requests go one way and answers th
 
     rank     ingress -> CN or whole    one request; its layout follows from the model's card
     cancel   ingress -> CN or whole    nobody waits for it any more
-    answers  back                      the outcomes of one or more requests
+    answers  back                      the outcomes of one or more requests, each with the version that made it
+    version  back                      a refresh: the model's version from now on
     dense    CN -> HN                  the crossing tensors of a batch
     done     back                      its outputs, or why there are none
 
@@ -25,6 +26,7 @@ from plait_disagg.fabric import Buffer, Pool
 from plait_disagg.workers.batch import cut
 from plait_disagg.workers.cards import card_from_json, card_to_json
 from plait_disagg.workers.errors import BadInput, Busy, DeadlinePassed, RankError, Unavailable, UnknownModel
+from plait_disagg.workers.fields import Header, WireError, entries, integer, integers, text
 from plait_disagg.workers.hot_rows import HotRows, can_merge
 from plait_disagg.workers.knobs import WireFormat
 from plait_disagg.workers.layout import Counts, Layout, LayoutError, decode, describe, encode, parse_layout
@@ -50,25 +52,25 @@ __all__ = [
     "parse_metrics",
     "parse_number",
     "parse_rank",
+    "parse_version",
     "parse_welcome",
     "rank_message",
+    "version_header",
     "welcome_header",
 ]
 
-VERSION = 1
+VERSION = 2
 """Of all that is defined here; both sides of a channel must have the same."""
 
 SEND_S = 1.0
 """A peer that takes no message for so long, with its window of unread ones full, is as good as dead."""
 
-Header: TypeAlias = Mapping[str, Any]
 Metrics: TypeAlias = Mapping[str, float]
 Role = Literal["rank", "dense"]
 
 _METRIC = re.compile(r"^[a-z][a-z0-9_]{0,63}$")
 _ROWS = 1 << 31
 _NUMBER = 1 << 62
-_MOST = 4_096
 _ERRORS: dict[str, type[RankError]] = {
     "bad_input": BadInput,
     "unknown_model": UnknownModel,
@@ -78,10 +80,6 @@ _ERRORS: dict[str, type[RankError]] = {
     "internal": RankError,
 }
 _CODES = {kind: code for code, kind in _ERRORS.items()}
-
-
-class WireError(Exception):
-    """The peer sent what no correct peer sends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +93,7 @@ class Welcome:
 class DenseAsk:
     """A batch for the HN. ``mergeable``: every tensor is floats with a row per user or per candidate, so that batches
     laid end to end are a batch. ``crossing`` may view the message's memory. ``hot``: some of it goes through
-    `RowReceiver.decode` first."""
+    `RowReceiver.decode` first. ``dense_version``: the dense half that belongs to the rows."""
 
     number: int
     candidates: tuple[int, ...]
@@ -103,6 +101,7 @@ class DenseAsk:
     layout: Layout
     mergeable: bool
     hot: HotRows | None = None
+    dense_version: str = ""
 
 
 def hello_header(role: Role) -> dict[str, Any]:
@@ -148,7 +147,7 @@ def rank_message(number: int, request: RankRequest, layout: Layout, pool: Pool) 
 def parse_rank(header: Header, buffers: Sequence[memoryview], card: ModelCard, layout: Layout) -> RankRequest:
     """The request; its tensors view ``buffers``. What the numbers say was checked by the ingress, and table
     lookups check ids again. Raises `WireError`."""
-    counts = Counts(users=1, items=_integer(header, "n", _ROWS), flat=_integers(header, "flat", _ROWS))
+    counts = Counts(users=1, items=integer(header, "n", _ROWS), flat=integers(header, "flat", _ROWS))
     left_s = header.get("left_s")
     if left_s is not None and not isinstance(left_s, int | float):
         raise WireError("left_s is no number")
@@ -164,6 +163,16 @@ def parse_rank(header: Header, buffers: Sequence[memoryview], card: ModelCard, l
     )
 
 
+def version_header(version: str) -> dict[str, Any]:
+    """The model is at that version now. Nobody asked."""
+    return {"kind": "version", "version": version}
+
+
+def parse_version(header: Header) -> str | None:
+    """The version, if the message is such a one. Raises `WireError`."""
+    return text(header, "version") if header.get("kind") == "version" else None
+
+
 def cancel_header(number: int) -> dict[str, Any]:
     """Nobody waits for that request any more."""
     return {"kind": "cancel", "number": number}
@@ -171,7 +180,7 @@ def cancel_header(number: int) -> dict[str, Any]:
 
 def parse_number(header: Header) -> int:
     """The number of any message that has one. Raises `WireError`."""
-    return _integer(header, "number", _NUMBER)
+    return integer(header, "number", _NUMBER)
 
 
 def answers_message(
@@ -201,6 +210,7 @@ def answers_message(
         "n": rows,
         "ms": [_times(it.timings) for _, it in answers],
         "bytes": [it.bytes_crossed for _, it in answers],
+        "versions": [it.version for _, it in answers],
         "layout": layout.text,
         "flat": list(counts.flat),
     }
@@ -209,20 +219,24 @@ def answers_message(
 
 def parse_answers(header: Header, buffers: Sequence[memoryview]) -> list[tuple[int, RankAnswer | RankError]]:
     """The outcomes by number; outputs are copies. Raises `WireError`."""
-    outcomes: list[tuple[int, RankAnswer | RankError]] = [_parse_error(entry) for entry in _list(header, "errors")]
-    numbers = _integers(header, "numbers", _NUMBER)
+    outcomes: list[tuple[int, RankAnswer | RankError]] = [_parse_error(entry) for entry in entries(header, "errors")]
+    numbers = integers(header, "numbers", _NUMBER)
     if not numbers:
         return outcomes
-    rows = _integers(header, "n", _ROWS)
-    times, crossed = _list(header, "ms"), _integers(header, "bytes", _NUMBER)
-    if not len(numbers) == len(rows) == len(times) == len(crossed):
+    rows = integers(header, "n", _ROWS)
+    times, crossed = entries(header, "ms"), integers(header, "bytes", _NUMBER)
+    versions = entries(header, "versions")
+    if not all(isinstance(version, str) for version in versions):
+        raise WireError("versions are no texts")
+    if not len(numbers) == len(rows) == len(times) == len(crossed) == len(versions):
         raise WireError("an answer's lists differ in length")
-    counts = Counts(users=sum(rows), items=sum(rows), flat=_integers(header, "flat", _ROWS))
+    counts = Counts(users=sum(rows), items=sum(rows), flat=integers(header, "flat", _ROWS))
     outputs = _decode(_layout(header), own_buffers(buffers), counts)
     if any(output.shape[0] != counts.items for output in outputs.values()):
         raise WireError("an answer has other rows than it says")
-    for number, mine, ms, nbytes in zip(numbers, cut(outputs, rows), times, crossed, strict=True):
-        outcomes.append((number, RankAnswer(outputs=mine, timings=_parse_times(ms), bytes_crossed=nbytes)))
+    for number, mine, ms, nbytes, version in zip(numbers, cut(outputs, rows), times, crossed, versions, strict=True):
+        answer = RankAnswer(outputs=mine, timings=_parse_times(ms), bytes_crossed=nbytes, version=version)
+        outcomes.append((number, answer))
     return outcomes
 
 
@@ -234,6 +248,7 @@ def dense_message(
     *,
     wire: WireFormat,
     hot: HotRows | None = None,
+    dense_version: str = "",
 ) -> tuple[dict[str, Any], list[Buffer]]:
     """A batch; ``hot`` as `RowSender.encode` made it. Where a number does not fit float16, it travels as
     float32."""
@@ -253,6 +268,8 @@ def dense_message(
     }
     if hot is not None:
         header["hot"] = hot.to_json()
+    if dense_version:
+        header["dense"] = dense_version
     return header, buffers
 
 
@@ -260,11 +277,11 @@ def parse_dense(header: Header, buffers: Sequence[memoryview]) -> DenseAsk:
     """The batch. Raises `WireError`."""
     if header.get("kind") != "dense":
         raise WireError(f"a message of kind {str(header.get('kind'))[:50]!r}")
-    candidates = _integers(header, "n", _ROWS)
+    candidates = integers(header, "n", _ROWS)
     if not candidates:
         raise WireError("a batch without requests")
     layout = _layout(header)
-    counts = Counts(users=len(candidates), items=sum(candidates), flat=_integers(header, "flat", _ROWS))
+    counts = Counts(users=len(candidates), items=sum(candidates), flat=integers(header, "flat", _ROWS))
     hot = _hot(header)
     return DenseAsk(
         number=parse_number(header),
@@ -273,6 +290,7 @@ def parse_dense(header: Header, buffers: Sequence[memoryview]) -> DenseAsk:
         layout=layout,
         mergeable=can_merge(layout, hot),
         hot=hot,
+        dense_version=text(header, "dense"),
     )
 
 
@@ -310,8 +328,8 @@ def parse_done(
     error = header.get("error")
     if error is not None:
         return number, _parse_error([number, *error, None] if isinstance(error, list) else error)[1]
-    items = _integer(header, "n", _ROWS)
-    counts = Counts(users=items, items=items, flat=_integers(header, "flat", _ROWS))
+    items = integer(header, "n", _ROWS)
+    counts = Counts(users=items, items=items, flat=integers(header, "flat", _ROWS))
     ms = header.get("ms")
     if not isinstance(ms, int | float):
         raise WireError("ms is no number")
@@ -357,27 +375,6 @@ def _hot(header: Header) -> HotRows | None:
         return HotRows.from_json(header["hot"]) if "hot" in header else None
     except ValueError as error:
         raise WireError(str(error)) from error
-
-
-def _integer(header: Header, key: str, end: int) -> int:
-    value = header.get(key)
-    if type(value) is not int or not 0 <= value < end:
-        raise WireError(f"{key} is no number in its range")
-    return value
-
-
-def _list(header: Header, key: str) -> list[Any]:
-    value = header.get(key, [])
-    if not isinstance(value, list) or len(value) > _MOST:
-        raise WireError(f"{key} is no list")
-    return value
-
-
-def _integers(header: Header, key: str, end: int) -> tuple[int, ...]:
-    values = _list(header, key)
-    if not all(type(value) is int and 0 <= value < end for value in values):
-        raise WireError(f"{key} is no list of numbers in their range")
-    return tuple(values)
 
 
 def _times(timings: RankTimings) -> list[float]:

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from plait_bench.benchmark import Row
-from plait_bench.disagg import big_table, crossing, goodput
+from plait_bench.disagg import big_table, crossing, goodput, one_by_one, overload, refresh, split_cost
 from plait_bench.disagg.bodies import HEADER_BYTES, write_bodies
 from plait_bench.disagg.packages import packaged
 from plait_bench.disagg.scores import compare
@@ -70,7 +70,15 @@ class Layout:
 COUNTED: Mapping[str, Callable[..., list[Row]]] = {"crossing": crossing.rows, "table-20gb": big_table.rows}
 """What is counted once and has no rounds, by the name that ``--workload`` knows it by."""
 
-NAMES = (*COUNTED, *(workload.name for workload in WORKLOADS))
+COMPARED: Mapping[str, Callable[..., Result]] = {
+    one_by_one.NAME: one_by_one.result,
+    overload.NAME: overload.result,
+    split_cost.NAME: split_cost.result,
+    refresh.WORKLOAD: refresh.result,
+}
+"""What is compared in a way of its own, by the same name."""
+
+NAMES = (*COUNTED, *COMPARED, *(workload.name for workload in WORKLOADS))
 
 
 def measure(*, rounds: int, only: Sequence[str], systems: Sequence[str], say: Say) -> Iterator[Result]:
@@ -80,6 +88,9 @@ def measure(*, rounds: int, only: Sequence[str], systems: Sequence[str], say: Sa
     for name, count in COUNTED.items():
         if name in chosen:
             yield Result(rows=tuple(count(say=say)), ratios={}, left_out={})
+    for name, compare_them in COMPARED.items():
+        if name in chosen:
+            yield compare_them(rounds=rounds, say=say)
     for workload in WORKLOADS:
         if workload.name not in chosen:
             continue

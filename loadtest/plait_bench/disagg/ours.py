@@ -9,6 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from plait_bench.disagg.serving import announce
@@ -21,6 +22,7 @@ from plait_disagg.workers.knobs import WorkerKnobs
 from plait_disagg.workers.protocols import Ranker
 from plait_disagg.workers.ranker import CoreRanker
 from plait_disagg.workers.whole import WholeRanker
+from plait_serving.deployments.reach import FABRIC
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.recommenders import Recommender
@@ -32,7 +34,13 @@ def whole(package: Package, threads: int) -> Ranker:
 
 
 def split(package: Package, threads: int) -> Ranker:
-    """The sparse half here, the dense half in a child, which ends with this process."""
+    """The sparse half here, the dense half in a child."""
+    connect_to = start_dense(package, threads)
+    return CoreRanker(CnCore(package.card(), package.sparse(), connect_to, knobs=WorkerKnobs(threads=threads)))
+
+
+def start_dense(package: Package, threads: int) -> Callable[[frozenset[str]], Link]:
+    """A child with the dense half, which ends with this process; what is returned reaches it over shared memory."""
     address = f"shm://{tempfile.mkdtemp(prefix='plait-bench-')}/hn"
     secret = new_secret()
     command = [sys.executable, "-m", "plait_bench.disagg.ours", str(package.folder), str(threads), "dense", address]
@@ -42,20 +50,22 @@ def split(package: Package, threads: int) -> Ranker:
     child.stdin.write(secret.hex().encode() + b"\n")
     child.stdin.flush()
     child.stdout.readline()
-    core = CnCore(
-        package.card(),
-        package.sparse(),
-        lambda _: Link(replica="hn", channel=connect(address, secret=secret)),
-        knobs=WorkerKnobs(threads=threads),
-    )
-    return CoreRanker(core)
+    _CHILDREN.append(child)
+    return lambda _: Link(replica="hn", channel=connect(address, secret=secret, options=FABRIC))
+
+
+_CHILDREN: list[subprocess.Popen[bytes]] = []
+"""Kept, because a child ends when its standard input is closed."""
 
 
 def serve_dense(package: Package, threads: int, address: str) -> None:
     """The child: says when it listens, and ends with its standard input."""
     secret = bytes.fromhex(sys.stdin.readline().strip())
     worker = HnWorker(
-        package.card(), package.dense(), [listen(address, secret=secret)], knobs=WorkerKnobs(threads=threads)
+        package.card(),
+        package.dense(),
+        [listen(address, secret=secret, options=FABRIC)],
+        knobs=WorkerKnobs(threads=threads),
     )
     print("ready", flush=True)
     sys.stdin.read()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,8 @@ def announce(app: Any) -> None:
     uvloop.run(run())
 
 
+_END_S = 60.0
+
 HEADERS = {"inference-header-content-length": str(HEADER_BYTES), "content-type": "application/octet-stream"}
 
 
@@ -60,21 +63,35 @@ class Served:
 
 
 @contextmanager
-def serving(arguments: Sequence[str], body: bytes) -> Iterator[Served]:
-    """A server process that has answered ``body``. Raises `SystemFailed`."""
+def serving(
+    arguments: Sequence[str], body: bytes, *, environ: Mapping[str, str] | None = None, has_children: bool = False
+) -> Iterator[Served]:
+    """A server process that has answered ``body``. Raises `SystemFailed`. It prints its port, or its address.
+
+    ``has_children``: it is asked to end (SIGTERM), so that it ends its processes too.
+    """
     process = subprocess.Popen(
-        [sys.executable, "-m", *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **(environ or {})},
     )
     try:
         assert process.stdout is not None
-        line = process.stdout.readline()
-        if not line.strip().isdigit():
+        line = process.stdout.readline().strip()
+        if not line:
             raise SystemFailed(f"{' '.join(arguments)} did not start")
         with httpx2.Client() as client:
-            server = Served(url=f"http://127.0.0.1:{int(line)}", pid=process.pid, client=client)
+            url = f"http://127.0.0.1:{line}" if line.isdigit() else line
+            server = Served(url=url, pid=process.pid, client=client)
             _wait(server, body)
             yield server
     finally:
+        if has_children:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_END_S)
         process.kill()
         process.wait()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,8 @@ from plait_serving.http.context import HttpSettings
 from plait_serving.http.service import Catalog, Health
 
 if TYPE_CHECKING:
+    from fastapi import APIRouter
+
     from plait_serving.http.recommenders import Recommender
 
 _log = logging.getLogger(__name__)
@@ -124,10 +126,12 @@ def translate(error: Exception) -> EngineError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankModel:
-    """What the ingress must know of a recommendation model besides its workers' handle: there are ``replicas``."""
+    """What the ingress must know of a recommendation model besides its workers' handle: there are ``replicas`` or more,
+    up to ``most_replicas``."""
 
     source: RankSource
     replicas: int
+    most_replicas: int
 
 
 class Ingress:
@@ -139,13 +143,18 @@ class Ingress:
         settings: Callable[[], HttpSettings],
         rankers: Mapping[str, Any] | None = None,
         rank_models: Mapping[str, RankModel] | None = None,
+        hns: Mapping[str, Any] | None = None,
+        *,
+        routers: Callable[[], Sequence[APIRouter]] = tuple,
     ) -> None:
         """``engine``: the base model's handle, or None. ``rankers``: handles of the recommendation models' workers by
-        name; connecting to them goes on after this returned."""
+        name; connecting to them goes on after this returned. ``hns``: handles of the HNs of models that have them.
+        ``routers``: makes routes that others add to ours, in the replica."""
         configure_logging("ingress", os.environ)
         self._images = None if engine is None else HandleImageService(engine)
         self._settings = settings
-        self._recommenders = _recommenders(rankers or {}, rank_models or {})
+        self._routers = routers
+        self._recommenders = _recommenders(rankers or {}, rank_models or {}, hns or {})
         self._answers = OpenAnswers()
 
     async def drain(self, drain_s: float) -> bool:
@@ -156,19 +165,26 @@ class Ingress:
         """Serve calls it after the constructor."""
         from plait_serving.http.app import create_app
 
-        app = create_app(self._images, self._settings(), recommenders=self._recommenders)
+        app = create_app(self._images, self._settings(), recommenders=self._recommenders, routers=self._routers())
         return self._answers.count(without_request_id(app))
 
 
-def _recommenders(rankers: Mapping[str, Any], models: Mapping[str, RankModel]) -> dict[str, Recommender]:
+def _recommenders(
+    rankers: Mapping[str, Any], models: Mapping[str, RankModel], hns: Mapping[str, Any]
+) -> dict[str, Recommender]:
     if not rankers:
         return {}
     from plait_serving.deployments.recommend import remote_ranker
+    from plait_serving.deployments.refreshing import ServeRefresh
     from plait_serving.http.recommenders import Recommender
 
     return {
         name: Recommender(
-            ranker=remote_ranker(name, handle, replicas=models[name].replicas), items=models[name].source.items()
+            ranker=remote_ranker(
+                name, handle, replicas=models[name].replicas, most_replicas=models[name].most_replicas
+            ),
+            items=models[name].source.items(),
+            refreshes=ServeRefresh(name, models[name].source, handle, hns.get(name)),
         )
         for name, handle in rankers.items()
     }

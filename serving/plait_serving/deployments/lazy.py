@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, ClassVar
 
-from plait_serving.deployments.threads import take_threads_back
+from plait_serving.deployments.threads import choose_omp_wait, take_threads_back
+from plait_serving.recommend_config import OmpWait
 
 
 class _Lazy:
@@ -57,10 +58,29 @@ class LazyRankWorker(_Lazy):
 
     _path = "plait_serving.deployments.recommend:RankWorker"
 
+    def __init__(self, *, omp_wait: OmpWait, **arguments: Any) -> None:
+        choose_omp_wait(os.environ, omp_wait)
+        super().__init__(**arguments)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What scaling goes by."""
+        signals: dict[str, float] = await self._inner.record_autoscaling_stats()
+        return signals
+
     async def metrics(self) -> Mapping[str, float]:
         """Its numbers."""
         numbers: Mapping[str, float] = await self._inner.metrics()
         return numbers
+
+    async def stage_update(self, folder: str) -> Exception | None:
+        """Makes an update ready; returns what went wrong."""
+        error: Exception | None = await self._inner.stage_update(folder)
+        return error
+
+    async def switch_version(self, version: str) -> Exception | None:
+        """Serves the version; returns what went wrong."""
+        error: Exception | None = await self._inner.switch_version(version)
+        return error
 
     async def drain(self, drain_s: float) -> None:
         """Finishes what runs."""

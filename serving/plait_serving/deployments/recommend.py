@@ -9,22 +9,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
-from plait_disagg.fabric import new_secret
+from plait_disagg.fabric import Listener, new_secret
+from plait_disagg.refresh.errors import NotPublished, RefreshError
 from plait_disagg.replicas import Replica
-from plait_disagg.threads import apart
+from plait_disagg.threads import apart, set_threads
 from plait_disagg.workers.cn import CnCore
 from plait_disagg.workers.front import Front
 from plait_disagg.workers.hn import HnWorker
 from plait_disagg.workers.knobs import WorkerKnobs
+from plait_disagg.workers.refresher import Refresher
 from plait_disagg.workers.remote import RemoteRanker
+from plait_disagg.workers.scale import Gauge, cn_pressure, hn_pressure
+from plait_disagg.workers.values import ModelCard
 from plait_disagg.workers.whole import WholeCore
 from plait_serving.deployments.logs import configure_logging
-from plait_serving.deployments.rank_source import RankSource
+from plait_serving.deployments.rank_source import Opened, RankSource
 from plait_serving.deployments.reach import ServeReplicas, cpu_threads, host_id, open_listeners, socket_folder
+from plait_serving.deployments.scaling import PRESSURE
 from plait_serving.recommend_config import CnKnobs, Knobs, RankRole
 
 __all__ = ["RankWorker", "remote_ranker"]
@@ -48,8 +55,10 @@ class RankWorker:
         knobs: Mapping[str, Any],
         hns: Any = None,
         hn_count: int = 1,
+        most_hns: int | None = None,
     ) -> None:
-        """Loads its half and listens. ``hns``: Serve's handle of the model's HN deployment, for a CN.
+        """Loads its half and listens. ``hns``: Serve's handle of the model's HN deployment, for a CN; it has
+        ``hn_count`` replicas, or as many as are found up to ``most_hns``.
 
         ``knobs`` hold until Serve's ``user_config`` says otherwise. Raises what the source raises.
         """
@@ -59,6 +68,7 @@ class RankWorker:
         configure_logging(f"{role}-{name}", os.environ)
         self._name = str(serve.get_replica_context().replica_id.to_full_id_str())
         self._role: RankRole = role
+        self._model = name
         self._secret = new_secret()
         self._stopped = False
         opened = apart(lambda: source.open(role))
@@ -67,18 +77,44 @@ class RankWorker:
         listeners = open_listeners(
             self._secret, kind="rank", ip_address=ray.util.get_node_ip_address(), folder=socket_folder()
         )
+        self._refresher: Refresher | None = None
         self._core: CnCore | WholeCore | HnWorker
         self._worker: Front | HnWorker
         if role == "hn":
-            self._core = self._worker = HnWorker(card, _there(opened.dense), listeners, knobs=plain)
+            self._core = self._worker = self._hn(card, opened, listeners, plain)
         elif role == "cn":
             connect = ServeReplicas(f"the HNs of {name}", hns).connect
-            self._core = CnCore(card, _there(opened.sparse), connect, hns=hn_count, knobs=plain)
+            self._core = CnCore(
+                card,
+                _there(opened.sparse),
+                connect,
+                hns=hn_count,
+                most_hns=most_hns,
+                dense_version=opened.dense_version,
+                knobs=plain,
+            )
             self._worker = Front(self._core, listeners)
         else:
             self._core = WholeCore(card, _there(opened.sparse), _there(opened.dense), knobs=plain)
             self._worker = Front(self._core, listeners)
+        self._plain_knobs = plain
+        self._gauge = Gauge(self._core.metrics, self._pressure)
+        if opened.live is not None:
+            self._refresher = Refresher(opened.live, self._core, on_version=self._announce)
         _log.info("%s of %s listens at %s", role, name, ", ".join(self._worker.addresses))
+
+    def _hn(self, card: ModelCard, opened: Opened, listeners: Sequence[Listener], knobs: WorkerKnobs) -> HnWorker:
+        dense = _there(opened.dense)
+        earlier = {version: half for version, half in opened.dense_versions.items() if half is not dense}
+        return HnWorker(
+            card,
+            dense,
+            listeners,
+            dense_version=opened.dense_version,
+            earlier=earlier,
+            catch_up=self._catch_up,
+            knobs=knobs,
+        )
 
     def _plain(self, knobs: Mapping[str, Any]) -> WorkerKnobs:
         model = (CnKnobs if self._role == "cn" else Knobs).model_validate(dict(knobs))
@@ -100,6 +136,47 @@ class RankWorker:
         """Counters and gauges by name."""
         return self._core.metrics()
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve collects it where the number of replicas follows the load."""
+        return {PRESSURE: self._gauge.read()}
+
+    def _pressure(self, before: Mapping[str, float], after: Mapping[str, float], seconds: float) -> float:
+        if self._role != "hn":
+            return cn_pressure(before, after, seconds)
+        return hn_pressure(before, after, seconds, largest_batch_rows=self._plain_knobs.largest_batch_rows)
+
+    async def stage_update(self, folder: str) -> RefreshError | None:
+        """See `Refresher.stage`. What goes wrong is returned: Serve would wrap what is raised."""
+        return await asyncio.to_thread(self._refreshed, lambda refresher: refresher.stage(Path(folder)))
+
+    async def switch_version(self, version: str) -> RefreshError | None:
+        """See `Refresher.switch`; errors are returned."""
+        return await asyncio.to_thread(self._refreshed, lambda refresher: refresher.switch(version))
+
+    def _refreshed(self, step: Callable[[Refresher], None]) -> RefreshError | None:
+        if self._refresher is None:
+            return NotPublished(f"model {self._model} can not be refreshed: it is no package")
+        refresher = self._refresher
+
+        def alone() -> None:
+            set_threads(1)
+            step(refresher)
+
+        try:
+            apart(alone)
+        except RefreshError as error:
+            return error
+        return None
+
+    def _catch_up(self) -> None:
+        if self._refresher is not None:
+            self._refresher.catch_up()
+
+    def _announce(self, version: str) -> None:
+        if isinstance(self._worker, Front):
+            self._worker.announce()
+        _log.info("%s of %s is at version %s", self._role, self._model, version)
+
     async def drain(self, drain_s: float) -> None:
         """Refuses new requests from now on; returns when nothing runs any more, after ``drain_s`` at the latest."""
         self._stopped = True
@@ -107,12 +184,15 @@ class RankWorker:
 
     def reconfigure(self, user_config: Mapping[str, Any]) -> None:
         """Serve calls it after the constructor and whenever ``user_config`` changes. Raises on a bad knob."""
-        self._core.reconfigure(self._plain(user_config))
+        self._plain_knobs = self._plain(user_config)
+        self._core.reconfigure(self._plain_knobs)
 
     def check_health(self) -> None:
         """Serve calls it every few seconds and replaces the replica when it keeps raising."""
         if not self._stopped and not self._worker.alive:
             raise RuntimeError(f"the {self._role}'s threads have died")
+        if self._refresher is not None and self._refresher.is_behind():  # an update came while this replica started
+            threading.Thread(target=self._catch_up, name="plait-catch-up", daemon=True).start()
 
     def __del__(self) -> None:
         """Serve calls it when it takes the replica away: what has arrived is answered, then clients go elsewhere."""
@@ -121,9 +201,10 @@ class RankWorker:
             self._worker.stop(drain_s=_DRAIN_S)
 
 
-def remote_ranker(name: str, handle: Any, *, replicas: int) -> RemoteRanker:
+def remote_ranker(name: str, handle: Any, *, replicas: int, most_replicas: int | None = None) -> RemoteRanker:
     """A ranker of the model whose CNs or whole workers are that deployment. Starts to connect at once."""
-    return RemoteRanker(name, ServeReplicas(f"model {name}", handle).connect, replicas=replicas)
+    connect = ServeReplicas(f"model {name}", handle).connect
+    return RemoteRanker(name, connect, replicas=replicas, most_replicas=most_replicas)
 
 
 def _there(half: T | None) -> T:

@@ -6,6 +6,8 @@ import logging
 import sys
 from collections.abc import MutableMapping
 
+from plait_serving.recommend_config import OmpWait
+
 _log = logging.getLogger(__name__)
 
 
@@ -19,3 +21,9 @@ def take_threads_back(environ: MutableMapping[str, str]) -> None:
     if "torch" in sys.modules:
         _log.warning("torch was imported before the replica could choose its threads")
     environ.pop("OMP_NUM_THREADS", None)
+
+
+def choose_omp_wait(environ: MutableMapping[str, str], wait: OmpWait) -> None:
+    """Sets ``OMP_WAIT_POLICY``, which OpenMP reads once, when torch is imported; "default" leaves it as it is."""
+    if wait != "default":
+        environ["OMP_WAIT_POLICY"] = wait.upper()

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.telemetry import TelemetryConfig
 from starlette.exceptions import HTTPException
@@ -67,15 +67,18 @@ def create_app(
     settings: HttpSettings,
     *,
     recommenders: Mapping[str, Recommender] | None = None,
+    routers: Sequence[APIRouter] = (),
     lifespan: Lifespan | None = None,
 ) -> FastAPI:
-    """The application; only the routes of what is there. The interactive documentation pages are off: they load scripts
-    from a CDN."""
+    """The application; only the routes of what is there, and ``routers`` of others. The interactive documentation pages
+    are off: they load scripts from a CDN."""
     context = Context(images=images, settings=settings, recommenders=Recommenders(recommenders or {}))
-    return app_from_context(context, lifespan=lifespan)
+    return app_from_context(context, routers=routers, lifespan=lifespan)
 
 
-def app_from_context(context: Context, *, lifespan: Lifespan | None = None) -> FastAPI:
+def app_from_context(
+    context: Context, *, routers: Sequence[APIRouter] = (), lifespan: Lifespan | None = None
+) -> FastAPI:
     """As `create_app`, for tests that fix the clock or the seeds."""
     app = _App(
         title="plait",
@@ -89,6 +92,8 @@ def app_from_context(context: Context, *, lifespan: Lifespan | None = None) -> F
     )
     app.state.context = context
     _add_routes(app, context)
+    for router in routers:
+        app.include_router(router)
     # The last one added is the outermost.
     settings = context.settings
     app.add_middleware(

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 from plait_disagg.graph.inputs import Input, Side
 from plait_disagg.workers.errors import RankError, UnknownModel
@@ -15,15 +17,25 @@ from plait_disagg.workers.protocols import ItemStore, Ranker
 from plait_disagg.workers.values import ModelCard
 from plait_serving.http.v2_inputs import Binder
 
-__all__ = ["Bound", "Recommender", "Recommenders"]
+__all__ = ["Bound", "Recommender", "Recommenders", "Refreshes"]
+
+
+class Refreshes(Protocol):
+    """Publishes updates of a model to whatever serves it."""
+
+    async def refresh(self, update: Path) -> str:
+        """Publishes the update in that folder of the server's machine; returns the version that is served from now on.
+        Raises `RefreshError`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recommender:
-    """A model that is served. ``items``: the items it knows by id, None if it knows none."""
+    """A model that is served. ``items``: the items it knows by id, None if it knows none. ``refreshes``: None if the
+    model stays as it is."""
 
     ranker: Ranker
     items: ItemStore | None = None
+    refreshes: Refreshes | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,12 +74,20 @@ class Recommenders:
     def __iter__(self) -> Iterator[str]:
         return iter(tuple(self._models))
 
-    def get(self, name: str, version: str | None = None) -> Bound:
-        """Raises `UnknownModel`, and whatever the ranker says if it has no card yet."""
+    def refreshes(self, name: str) -> Refreshes | None:
+        """What refreshes the model, if it can be. Raises `UnknownModel`."""
+        return self._named(name).refreshes
+
+    def _named(self, name: str) -> Recommender:
         model = self._models.get(name)
         if model is None:
             known = ", ".join(self._models) or "none"
             raise UnknownModel(f"there is no model {name[:100]!r} that ranks; there is: {known}", param="model")
+        return model
+
+    def get(self, name: str, version: str | None = None) -> Bound:
+        """Raises `UnknownModel`, and whatever the ranker says if it has no card yet."""
+        model = self._named(name)
         card = model.ranker.card
         bound = self._bound.get(name)
         if bound is None or bound.card is not card or bound.ranker is not model.ranker:

@@ -6,14 +6,18 @@ addition of ours. Tensors: ``v2_wire.py`` (the bytes) and ``v2_inputs.py`` (what
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from plait_disagg.workers.errors import BadInput
+from plait_disagg.refresh.errors import BadUpdate, NotPublished
+from plait_disagg.workers.errors import BadInput, Unavailable
+from plait_serving.http.auth import require_admin
 from plait_serving.http.context import Context, ContextDep, installed_version
 from plait_serving.http.health import missing
 from plait_serving.http.recommenders import why_not_ready
@@ -26,6 +30,7 @@ router = APIRouter(prefix="/v2", tags=["ranking"])
 
 EXTENSIONS = ("binary_tensor_data",)
 INFER_PATHS = ("/v2/models/{model}/infer", "/v2/models/{model}/versions/{version}/infer")
+ADMIN = Depends(require_admin)
 _NO_STORE = {"cache-control": "no-store"}
 
 
@@ -117,6 +122,38 @@ async def model_example(
 async def model_metadata(context: ContextDep, model: str, version: str | None = None) -> dict[str, Any]:
     """The model's inputs and outputs; -1 stands for the number of candidates, or of ids."""
     return metadata(model, context.recommenders.get(model, version).card)
+
+
+class LoadParameters(BaseModel):
+    """``update``: the folder of an update on the server's machine (`plait models update` makes one)."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    update: Annotated[str, Field(min_length=1, max_length=4096)]
+
+
+class LoadBody(BaseModel):
+    """The body of Triton's repository extension; its parameters are ours."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    parameters: LoadParameters
+
+
+@router.post("/repository/models/{model}/load", summary="Publish an update of the model", dependencies=[ADMIN])
+async def load(context: ContextDep, model: str, body: LoadBody) -> dict[str, Any]:
+    """The version that is served from now on. A bad update is refused with 400 and a word about what is wrong with it;
+    503: try again. Either way the old version stays. Needs a key with the role admin."""
+    refreshes = context.recommenders.refreshes(model)
+    if refreshes is None:
+        raise BadInput(f"model {model!r} can not be refreshed", param="model")
+    try:
+        version = await refreshes.refresh(Path(body.parameters.update))
+    except BadUpdate as error:
+        raise BadInput(f"the update is refused: {error}", param="parameters.update") from error
+    except NotPublished as error:
+        raise Unavailable(f"the update is not published: {error}") from error
+    return {"name": model, "version": version}
 
 
 def _ready(reason: str | None, **more: str) -> JSONResponse:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from starlette.types import Receive, Scope, Send
 
 from plait_disagg.workers.check import check_request
-from plait_disagg.workers.errors import BadInput
+from plait_disagg.workers.errors import BadInput, UnknownModel
 from plait_disagg.workers.values import RankAnswer, RankRequest
 from plait_serving.http.context import Context
 from plait_serving.http.errors import ClientGone
@@ -72,6 +72,7 @@ class Infer:
             scope["state"]["hold_bytes"](len(raw))
         body, request = await self._on_thread(partial(read, raw)) if len(raw) > _INLINE_BYTES else read(raw)
         answer = await rank(self._context, bound, request)
+        _check_version(bound, path.get("version"), answer)
         payload, json_length = _encode(bound, body, answer)
         await _send(send, payload, json_length)
 
@@ -100,7 +101,7 @@ class Infer:
 
 
 def _encode(bound: Bound, body: InferBody, answer: RankAnswer) -> tuple[bytes, int | None]:
-    head: dict[str, Any] = {"model_name": bound.name, "model_version": bound.card.version}
+    head: dict[str, Any] = {"model_name": bound.name, "model_version": _version(bound, answer)}
     if body.id is not None:
         head["id"] = body.id
     echoed = {name: value for name, value in body.parameters.items() if name != BINARY_OUTPUT}
@@ -109,6 +110,17 @@ def _encode(bound: Bound, body: InferBody, answer: RankAnswer) -> tuple[bytes, i
     asked = body.outputs or dict.fromkeys(bound.card.outputs, body.binary_output)
     outputs = [(name, _array(answer, name), binary) for name, binary in asked.items()]
     return encode_answer(head, outputs)
+
+
+def _version(bound: Bound, answer: RankAnswer) -> str:
+    """The one that made the answer: the model may have been refreshed since the request came."""
+    return answer.version or bound.card.version
+
+
+def _check_version(bound: Bound, asked: str | None, answer: RankAnswer) -> None:
+    if asked is not None and _version(bound, answer) != asked:
+        told = f"model {bound.name!r} is being refreshed: the answer was of version {answer.version!r}, not {asked!r}"
+        raise UnknownModel(told, param="model")
 
 
 def _array(answer: RankAnswer, name: str) -> npt.NDArray[np.float32]:

@@ -1,0 +1,104 @@
+"""Does an update fit a package? Every fault is a `BadUpdate` that names the table or the constant."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from plait_disagg.refresh.errors import BadUpdate
+from plait_disagg.refresh.update import Rows, Update
+from plait_disagg.tables.formats import LAYOUTS, encode_rows
+from plait_disagg.tables.storage import TableSet
+from plait_disagg.tables.values import Group, RowFormat, Table
+
+__all__ = ["RowWrites", "check_constants", "check_names", "stored_rows"]
+
+RowWrites = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+"""By group: rows of its matrix (k,) int64, ascending, and what they hold from now on (k, columns)."""
+
+
+def check_names(update: Update, *, model: str, version: str) -> None:
+    """The update is for that model at that version."""
+    if update.model != model:
+        raise BadUpdate("update.json.model", f"is for {update.model}, not {model}")
+    if update.base != version:
+        raise BadUpdate("update.json.base", f"goes on from version {update.base}; the model is at {version}")
+
+
+def check_constants(update: Update, held: Mapping[str, torch.Tensor], used: frozenset[str]) -> None:
+    """``held``: the package's constants; ``used``: those that its halves read, of which at least one must change."""
+    for name, tensor in update.constants.items():
+        where = f"constants.{name}"
+        old = held.get(name)
+        if old is None:
+            raise BadUpdate(where, "the package has no such constant")
+        if tensor.shape != old.shape or tensor.dtype != old.dtype:
+            told = f"is {tensor.dtype} {tuple(tensor.shape)}; the package has {old.dtype} {tuple(old.shape)}"
+            raise BadUpdate(where, told)
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise BadUpdate(where, "a number is NaN or infinite")
+    if update.constants and used.isdisjoint(update.constants):
+        # Packaging takes layers apart; an update that only has the module's own weights would change nothing.
+        raise BadUpdate("constants", "neither half of the model reads any of these")
+
+
+def stored_rows(update: Update, tables: TableSet) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """The update's rows as the groups' matrices store them; see `RowWrites`."""
+    known = {table.name: table for table in tables.tables}
+    pieces: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for name in update.rows:
+        if name not in known:
+            raise BadUpdate(f"rows.{name}", f"the package has no such table; it has {', '.join(sorted(known))}"[:500])
+    for group in tables.groups:
+        for part in group.slices:
+            rows = update.rows.get(part.table)
+            if rows is not None:
+                _check_ids(known[part.table], rows)
+                pieces.setdefault(group.name, []).append(
+                    (rows.ids + part.first, _encoded(known[part.table], rows, group.format, group))
+                )
+    return {group: _ascending(some) for group, some in pieces.items()}
+
+
+def _check_ids(table: Table, rows: Rows) -> None:
+    where, ids = f"rows.{table.name}.ids", rows.ids
+    if ids.dtype != torch.int64 or ids.dim() != 1 or not ids.numel():
+        raise BadUpdate(where, f"must be (k,) int64 with at least one, not {tuple(ids.shape)} {ids.dtype}")
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= table.rows:
+        raise BadUpdate(where, f"id {low if low < 0 else high} is outside 0..{table.rows - 1}")
+    if torch.unique(ids).numel() != ids.numel():
+        raise BadUpdate(where, "an id is there twice")
+
+
+def _encoded(table: Table, given: Rows, row_format: RowFormat, group: Group) -> torch.Tensor:
+    """As the group stores them. Stored rows may hold no NaN either: int8 rows have a scale and a bias."""
+    where, rows = f"rows.{table.name}.rows", given.rows
+    layout = LAYOUTS[row_format]
+    count, columns = given.ids.numel(), group.dim + layout.extra_columns
+    if rows.dtype == torch.float32 and tuple(rows.shape) == (count, table.dim):
+        _check_finite(where, rows)
+        try:
+            rows = encode_rows(rows, row_format)
+        except ValueError as error:
+            raise BadUpdate(where, str(error)) from error
+    elif rows.dtype != layout.dtype or tuple(rows.shape) != (count, columns):
+        told = f"{tuple(rows.shape)} {rows.dtype} is neither ({count}, {table.dim}) float32 nor"
+        raise BadUpdate(where, f"{told} ({count}, {columns}) {layout.dtype}, as the table stores it ({row_format})")
+    rows = rows.contiguous()
+    _check_finite(where, rows if rows.is_floating_point() else rows[:, table.dim :].contiguous().view(torch.float32))
+    return rows
+
+
+def _check_finite(where: str, numbers: torch.Tensor) -> None:
+    if not bool(torch.isfinite(numbers).all()):
+        raise BadUpdate(where, "a number is NaN or infinite")
+
+
+def _ascending(pieces: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """In the order of the matrix, so that writing goes through memory once."""
+    ids = torch.cat([piece[0] for piece in pieces])
+    rows = torch.cat([piece[1] for piece in pieces])
+    order = torch.argsort(ids)
+    return ids[order], rows[order]

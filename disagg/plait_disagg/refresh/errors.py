@@ -1,0 +1,30 @@
+"""What can go wrong with a refresh; either way the old version stays.
+
+RefreshError
+|-- BadUpdate      its maker must act: the update can never be applied
+`-- NotPublished   the operator may run it again: workers or files were not as they should be
+"""
+
+from __future__ import annotations
+
+__all__ = ["BadUpdate", "NotPublished", "RefreshError"]
+
+
+class RefreshError(Exception):
+    """The base of both."""
+
+
+class BadUpdate(RefreshError):
+    """``field`` names what is wrong: ``update.json.base``, ``rows.TABLE.ids``, ``constants.NAME``."""
+
+    def __init__(self, field: str, why: str) -> None:
+        super().__init__(field, why)  # both, so that it can be pickled
+        self.field = field
+        self.why = why
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.why}"
+
+
+class NotPublished(RefreshError):
+    """The version was not published, or not to all."""

@@ -1,0 +1,72 @@
+"""A package with its updates inside its files: for those who start many workers from it, or have published for long.
+
+It is also the naive twin of the live refresh: opened fresh, it gives the scores that refreshed workers give, bit for
+bit.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from plait_disagg.package.errors import PackageError
+from plait_disagg.package.manifest import CONSTANTS, TABLES, Manifest, sha256_of, write_manifest
+from plait_disagg.package.read import Package, open_package
+from plait_disagg.refresh.errors import BadUpdate
+from plait_disagg.refresh.journal import Journal
+from plait_disagg.refresh.live import checked
+from plait_disagg.refresh.update import read_update
+from plait_disagg.tables.container import map_container
+
+__all__ = ["fold_updates"]
+
+
+def fold_updates(folder: Path, out: Path) -> Manifest:
+    """Writes the package at ``folder`` with all updates of its journal into the new folder ``out``, which appears whole
+    or not at all; its version is that of the last one. Raises `PackageError`, OSError."""
+    if out.exists():
+        raise PackageError(f"{out} exists already")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
+    try:
+        manifest = _write(open_package(folder), draft)
+        draft.chmod(0o755)  # mkdtemp's folders are private
+        draft.rename(out)
+    except BadUpdate as error:
+        raise PackageError(f"{folder}: an update of its journal can not be read: {error}") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return manifest
+
+
+def _write(package: Package, draft: Path) -> Manifest:
+    for name in package.manifest.files:
+        shutil.copyfile(package.folder / name, draft / name)
+    version, constants = package.manifest.version, dict(package.constants)
+    for path in Journal(package.folder).after(version):
+        update = read_update(path)
+        _write_rows(draft / TABLES, checked(package, update, version))
+        constants |= update.constants
+        version = update.version
+    save_file({name: tensor.contiguous() for name, tensor in constants.items()}, draft / CONSTANTS)
+    files = {name: sha256_of(draft / name) for name in package.manifest.files}
+    manifest = replace(package.manifest, version=version, files=files)
+    write_manifest(draft, manifest)
+    return manifest
+
+
+def _write_rows(path: Path, rows: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Row by row, each at its place in the file."""
+    container = map_container(path)
+    with path.open("r+b") as file:
+        for group, (ids, new) in rows.items():
+            row_bytes = new.shape[1] * new.element_size()
+            for row, values in zip(ids.tolist(), new, strict=True):
+                file.seek(container.starts[group] + row * row_bytes)
+                file.write(values.numpy().tobytes())

@@ -1,0 +1,111 @@
+"""The updates that a package has had, in order, kept below its folder: what a worker that starts comes up with.
+
+::
+
+    PACKAGE/updates/
+        applied.json         {"format": 1, "versions": ["2", "3"]}, from the package's own version on
+        2/  3/               the updates
+        .lock                held while one is published
+
+applied.json is replaced in one step, after the update that it names lies there and on disk: a crash at any moment
+leaves the old list or the new one. A folder that it does not name was never published.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from plait_disagg.package.manifest import NAME
+from plait_disagg.refresh.errors import BadUpdate, NotPublished
+from plait_disagg.refresh.update import MANIFEST, read_update_manifest
+
+__all__ = ["UPDATES", "Journal"]
+
+UPDATES = "updates"
+FORMAT = 1
+_APPLIED = "applied.json"
+
+
+class Journal:
+    """The journal of the package at ``folder``; it need not exist yet."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / UPDATES
+
+    def versions(self) -> tuple[str, ...]:
+        """Applied versions, oldest first, without the packaged one. Raises `BadUpdate` if the list can not be read."""
+        try:
+            data = json.loads((self._folder / _APPLIED).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return ()
+        except (OSError, ValueError) as error:
+            raise BadUpdate(_APPLIED, str(error)) from error
+        if not isinstance(data, dict) or data.keys() != {"format", "versions"} or data["format"] != FORMAT:
+            raise BadUpdate(_APPLIED, f"is not a list of updates of format {FORMAT}")
+        versions = data["versions"]
+        if not isinstance(versions, list) or not all(isinstance(one, str) and NAME.fullmatch(one) for one in versions):
+            raise BadUpdate(f"{_APPLIED}.versions", "must be a list of versions")
+        return tuple(versions)
+
+    def after(self, version: str) -> tuple[Path, ...]:
+        """The folders of the updates that came after ``version``: all of them, if it is none of theirs."""
+        versions = self.versions()
+        begin = versions.index(version) + 1 if version in versions else 0
+        return tuple(self.path(one) for one in versions[begin:])
+
+    def path(self, version: str) -> Path:
+        """Where that update lies, or would."""
+        return self._folder / version
+
+    def store(self, update: Path, version: str) -> Path:
+        """Copies an update that `applied.json` does not name yet; it is on disk when this returns. Raises OSError,
+        `BadUpdate`."""
+        target, draft = self.path(version), self._folder / f".{version}.partial"
+        for leftover in (target, draft):
+            shutil.rmtree(leftover, ignore_errors=True)
+        draft.mkdir()
+        for name in (MANIFEST, *read_update_manifest(update).files):
+            shutil.copyfile(update / name, draft / name)
+            _sync(draft / name)
+        _sync(draft)
+        draft.rename(target)
+        _sync(self._folder)
+        return target
+
+    def record(self, version: str) -> None:
+        """The stored update is applied from now on. Raises OSError."""
+        versions = [*self.versions(), version]
+        draft = self._folder / f".{_APPLIED}.partial"
+        draft.write_text(json.dumps({"format": FORMAT, "versions": versions}) + "\n", encoding="utf-8")
+        _sync(draft)
+        draft.replace(self._folder / _APPLIED)
+        _sync(self._folder)
+
+    def discard(self, version: str) -> None:
+        """An update that was stored and not recorded."""
+        shutil.rmtree(self.path(version), ignore_errors=True)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """One publisher at a time. Raises `NotPublished` if another one is at work, OSError."""
+        self._folder.mkdir(exist_ok=True)
+        with (self._folder / ".lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise NotPublished("another update is being published; try again") from error
+            yield
+
+
+def _sync(path: Path) -> None:
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)

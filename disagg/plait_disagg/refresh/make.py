@@ -1,0 +1,77 @@
+"""From a retrained module to an update: what differs from the model that is served."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from plait_disagg.graph.capture import capture
+from plait_disagg.graph.store import dump_program
+from plait_disagg.package.costing import cuttable
+from plait_disagg.package.manifest import NAME
+from plait_disagg.package.read import Package
+from plait_disagg.refresh.errors import BadUpdate
+from plait_disagg.refresh.journal import Journal
+from plait_disagg.refresh.live import open_live
+from plait_disagg.refresh.update import Rows, Update, read_update
+from plait_disagg.tables.formats import encode_rows
+
+__all__ = ["make_update"]
+
+
+def make_update(folder: Path, module: nn.Module, *, version: str) -> Update:
+    """The update from the newest version of the package at ``folder`` to ``module`` (in evaluation mode), which must be
+    the module that was packaged with other weights. Rows are told as the tables store them.
+
+    Raises `BadUpdate` if it is another model, or the same weights; `Refused` as packaging does; `PackageError`.
+    """
+    if not NAME.fullmatch(version):
+        raise BadUpdate("version", f"{version!r} must match {NAME.pattern}")
+    live = open_live(folder, sparse=True, dense=False)
+    package = live.package
+    captured = capture(module, package.manifest.inputs)
+    if dump_program(captured.program) != dump_program(package.whole):
+        raise BadUpdate("module", "is not the model that was packaged: its operators or shapes differ")
+    ready = cuttable(
+        captured.program,
+        captured.constants,
+        captured.inputs,
+        table_rows={name: int(weight.shape[0]) for name, weight in captured.tables.items()},
+        exact=not package.manifest.cut.tiled,
+    )
+    old = _constants(package)
+    new = {**captured.constants, **ready.constants}
+    update = Update(
+        model=package.manifest.name,
+        base=live.version,
+        version=version,
+        rows=_changed_rows(package, captured.tables),
+        constants={name: new[name].detach() for name in old if not torch.equal(new[name], old[name])},
+    )
+    if not update.rows and not update.constants:
+        raise BadUpdate("module", f"has the weights of version {live.version}")
+    return update
+
+
+def _constants(package: Package) -> dict[str, torch.Tensor]:
+    """As of the newest version."""
+    constants = dict(package.constants)
+    for path in Journal(package.folder).after(package.manifest.version):
+        constants |= read_update(path, rows=False).constants
+    return constants
+
+
+def _changed_rows(package: Package, weights: Mapping[str, torch.Tensor]) -> dict[str, Rows]:
+    """By table. The package's matrices are at the newest version; rows are compared as they are stored."""
+    changed: dict[str, Rows] = {}
+    for group in package.tables.groups:
+        matrix = package.tables.matrices[group.name]
+        for part in group.slices:
+            stored = encode_rows(weights[part.table], group.format)
+            ids = (stored != matrix[part.first : part.first + part.rows]).any(dim=1).nonzero().flatten()
+            if ids.numel():
+                changed[part.table] = Rows(ids=ids, rows=stored[ids])
+    return changed

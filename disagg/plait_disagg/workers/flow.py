@@ -1,0 +1,72 @@
+"""What travels with a batch and its answer so that neither side drowns: deadlines, windows, and how long it waited.
+
+Fields of the headers of `wire.py`'s ``dense`` (``flow``) and ``done`` (``queued_ms``); moments travel as what is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from plait_disagg.workers.fields import Header, WireError
+
+__all__ = ["Flow", "due_of", "flow_field", "parse_flow", "parse_queued_s"]
+
+_MOST_S = 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flow:
+    """Of a batch: its sender's ``window``, how many of its batches are ``open`` here with this one, when the first of
+    its requests is due and when the last one is. Moments of the owner's clock; None: never."""
+
+    window: int = 1
+    open: int = 1
+    due_s: float | None = None
+    lost_s: float | None = None
+
+
+def due_of(deadlines: Iterable[float | None]) -> tuple[float | None, float | None]:
+    """When the first is due, and when the last is: None where nobody, or not everybody, has a deadline."""
+    known = list(deadlines)
+    firm = [moment for moment in known if moment is not None]
+    return min(firm, default=None), max(firm) if firm and len(firm) == len(known) else None
+
+
+def flow_field(flow: Flow, now_s: float) -> list[float]:
+    """`parse_flow` reads it back. What is None is left out: it would cost the header its fast encoding."""
+    if flow.due_s is None:
+        return [flow.window, flow.open]
+    if flow.lost_s is None:
+        return [flow.window, flow.open, flow.due_s - now_s]
+    return [flow.window, flow.open, flow.due_s - now_s, flow.lost_s - now_s]
+
+
+def parse_flow(header: Header, now_s: float) -> Flow:
+    """Of a ``dense`` message. Raises `WireError`."""
+    field = header.get("flow", [1, 1])
+    if not isinstance(field, list) or not 2 <= len(field) <= 4 or not all(map(_is_time, field)):
+        raise WireError("flow is not two numbers and up to two times")
+    window, opened, due_s, lost_s = (*field, None, None)[:4]
+    if type(window) is not int or type(opened) is not int or window < 1 or opened < 1:
+        raise WireError("flow does not begin with two numbers from 1 on")
+    return Flow(
+        window=window,
+        open=opened,
+        due_s=None if due_s is None else now_s + due_s,
+        lost_s=None if lost_s is None else now_s + lost_s,
+    )
+
+
+def parse_queued_s(header: Header) -> float:
+    """How long the batch of a ``done`` message waited at the HN, in seconds; 0 if that is not said. Raises
+    `WireError`."""
+    queued_ms = header.get("queued_ms", 0.0)
+    if not _is_time(queued_ms) or queued_ms < 0:
+        raise WireError("queued_ms is no time")
+    return float(queued_ms) / 1e3
+
+
+def _is_time(value: Any) -> bool:
+    return type(value) in (int, float) and -_MOST_S < value < _MOST_S

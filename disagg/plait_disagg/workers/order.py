@@ -1,0 +1,199 @@
+"""Who is next among those that wait, who is refused, and who is given up. Pure: time comes in as an argument.
+
+Earliest deadline first. A request without a deadline is treated as if it had one `PATIENCE_S` after it came: it lets
+those pass that are in a hurry, and nobody who comes later than that can pass it any more, so none starves.
+Prism orders what waits for the wire the same way (NSDI'25, 4.3).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from plait_disagg.workers.errors import Busy, DeadlinePassed, RankError
+from plait_disagg.workers.knobs import WorkerKnobs
+from plait_disagg.workers.pace import Pace
+
+__all__ = ["MOST_ITEMS", "PATIENCE_S", "Item", "Taken", "Waiting", "too_late"]
+
+MOST_ITEMS = 1_024
+"""Of one batch, so that the numbers of a batch fit a message's header."""
+
+PATIENCE_S = 1.0
+"""Ranking requests that have deadlines have some tens of milliseconds (Prism): one second is after all of them."""
+
+_SHARE = 0.25
+"""Of its most urgent request's whole time: how long a batch may take, so that one can run while another one gathers."""
+
+_MARGIN = 1.25
+"""How much longer than forecast an answer may take. In simulated overload (`tests/support/rank_queue.py`: up to four
+times the capacity, batch times that vary by half) goodput keeps 90 % of its peak from 1.2 on; 1.0 loses a third."""
+
+
+class Item(Protocol):
+    """What a batch is made of. Moments are of the clock that the worker runs by."""
+
+    @property
+    def rows(self) -> int:
+        """How much of a batch it fills."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether it must not share a batch."""
+
+    @property
+    def gone(self) -> bool:
+        """Whether nobody waits for it any more."""
+
+    @property
+    def came_s(self) -> float:
+        """When it came."""
+
+    @property
+    def due_s(self) -> float | None:
+        """After this moment its answer is worth nothing, or less."""
+
+    @property
+    def lost_s(self) -> float | None:
+        """After this moment it needs no work any more: `due_s`, or later if only part of it is due then."""
+
+    def fail(self, error: RankError) -> None:
+        """Tells whoever waits for it."""
+
+
+T = TypeVar("T", bound=Item)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken(Generic[T]):
+    """A batch, and what was given up on the way to it."""
+
+    batch: list[T]
+    late: list[T]
+
+
+class Waiting(Generic[T]):
+    """The items that wait, in their order. Not locked."""
+
+    def __init__(self, knobs: WorkerKnobs, pace: Pace, *, refuses: bool = True) -> None:
+        """``refuses``: whether it is this worker that judges deadlines, if its knobs say so; it keeps batches as short
+        as they ask for in any case."""
+        self.knobs = knobs
+        self._pace = pace
+        self._refuses = refuses
+        self._keys: list[float] = []  # ascending; three lists, so that a sum of rows is one call
+        self._rows: list[int] = []
+        self._items: list[T] = []
+        self.busy_until_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @property
+    def rows(self) -> int:
+        """Of all items."""
+        return sum(self._rows)
+
+    @property
+    def oldest_s(self) -> float:
+        """When the first of them came. There must be one."""
+        return self._items[0].came_s
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits and nothing runs."""
+        return not self._items and not self.busy_until_s
+
+    @property
+    def _judges(self) -> bool:
+        return self._refuses and self.knobs.refuse_late
+
+    def add(self, item: T) -> None:
+        """Puts it behind everything that is as urgent."""
+        key = self._key(item)
+        place = bisect_right(self._keys, key)
+        self._keys.insert(place, key)
+        self._rows.insert(place, item.rows)
+        self._items.insert(place, item)
+
+    def check(self, item: T, now_s: float, *, elsewhere: bool = False) -> None:
+        """Raises `Busy` if there is no room, or if the item's deadline can not be met behind what goes before it;
+        `DeadlinePassed` if it has passed.
+
+        Where nothing waits and nothing runs, here or ``elsewhere`` (at a CN's HNs), nothing is refused, however bad the
+        forecast: it is how forecasts mend.
+        """
+        if item.lost_s is not None and now_s > item.lost_s:
+            raise too_late(item, now_s)
+        if len(self) >= self.knobs.largest_waiting:
+            raise Busy(f"{self.knobs.largest_waiting} requests are waiting already")
+        if item.due_s is None or not self._judges or (self.idle and not elsewhere):
+            return
+        wait_s = max(0.0, self.busy_until_s - now_s) + self._queue_s(item, item.due_s) + self._pace.after_s
+        late_s = now_s + wait_s * _MARGIN - item.due_s
+        if late_s > 0:
+            raise Busy(
+                f"the answer would take {wait_s * 1e3:.0f} ms, which is {late_s * 1e3:.0f} ms after the deadline; "
+                f"try again in {late_s * 1e3:.0f} ms"
+            )
+
+    def take(self, now_s: float) -> Taken[T]:
+        """Takes the next batch out: as many as fit, in order, without those for which it is too late."""
+        batch: list[T] = []
+        late: list[T] = []
+        rows = taken = largest_rows = 0
+        for item in self._items:
+            if item.gone or self._too_late(item, now_s, last=taken + 1 == len(self._items)):
+                late.append(item)
+                taken += 1
+                continue
+            if batch and (item.alone or batch[0].alone or len(batch) == MOST_ITEMS):
+                break
+            if not batch:
+                largest_rows = self._batch_rows(None if item.due_s is None else item.due_s - item.came_s)
+            elif rows + item.rows > largest_rows:
+                break
+            batch.append(item)
+            rows += item.rows
+            taken += 1
+        del self._keys[:taken], self._rows[:taken], self._items[:taken]
+        return Taken(batch=batch, late=late)
+
+    def clear(self) -> list[T]:
+        """Takes everything out."""
+        items = self._items
+        self._keys, self._rows, self._items = [], [], []
+        return items
+
+    def _too_late(self, item: T, now_s: float, *, last: bool) -> bool:
+        """Also before its deadline, if it would be missed even alone and others could use the time."""
+        if item.lost_s is None:
+            return False
+        hopeless = self._judges and not last
+        needed_s = self._pace.batch_s(item.rows) + self._pace.after_s if hopeless else 0.0
+        return now_s + needed_s > item.lost_s
+
+    def _queue_s(self, item: T, due_s: float) -> float:
+        """What goes before the item takes, and the batch that it will be in, which others fill up."""
+        before = sum(self._rows[: bisect_right(self._keys, self._key(item))])
+        batch_rows = max(item.rows, self._batch_rows(due_s - item.came_s))
+        return (before // batch_rows + 1) * self._pace.batch_s(batch_rows)
+
+    def _batch_rows(self, budget_s: float | None) -> int:
+        """How many rows a batch may have whose most urgent item was given ``budget_s``."""
+        if budget_s is None or not self.knobs.refuse_late:
+            return self.knobs.largest_batch_rows
+        return min(self.knobs.largest_batch_rows, self._pace.rows_within(_SHARE * budget_s))
+
+    def _key(self, item: T) -> float:
+        if self.knobs.order == "arrival":
+            return 0.0
+        return item.came_s + PATIENCE_S if item.due_s is None else item.due_s
+
+
+def too_late(item: Item, now_s: float) -> DeadlinePassed:
+    """Why it was given up."""
+    if item.lost_s is None or now_s > item.lost_s:
+        return DeadlinePassed("the deadline passed while the request waited")
+    return DeadlinePassed("the request waited so long that its deadline could not be met any more")

@@ -1,0 +1,70 @@
+"""How long batches take, learned from those that ran. Pure: whoever measures says what it saw.
+
+The model is a line, ``fixed_s + rows * row_s``: a batch of one row costs nearly what one of ten does, so seconds per
+row alone would promise far too much delay for what waits together and is computed together. The line is fitted by
+least squares that forget: a batch's weight shrinks by `_FORGET` with every later one.
+"""
+
+from __future__ import annotations
+
+__all__ = ["Pace"]
+
+_FORGET = 31 / 32
+"""Half of the memory is the last 22 batches: some tens of milliseconds under load."""
+
+_SURPRISE = 4.0
+"""A batch counts as at most so many times its forecast: one stall of the machine must not refuse a second of requests.
+If batches really became slower, each says so again, and the forecast follows in a few steps."""
+
+_SPREAD = 0.05
+"""Of the mean number of rows: batches that differ less tell nothing new about the slope."""
+
+_MOST_ROWS = 1 << 31
+"""Where rows cost nothing."""
+
+
+class Pace:
+    """Not locked: one thread tells batches, another answers; all may ask, and read a forecast that is one batch old."""
+
+    def __init__(self) -> None:
+        self._weight = self._rows = self._seconds = self._rows_rows = self._rows_seconds = 0.0
+        self._fixed_s = self._row_s = 0.0
+        self.after_s = 0.0
+
+    @property
+    def row_s(self) -> float:
+        """Seconds that one more row of a batch costs, as far as known."""
+        return self._row_s
+
+    def batch_s(self, rows: float) -> float:
+        """What a batch of ``rows`` occupies the worker for; 0 before anything is known, which refuses nobody."""
+        return self._fixed_s + rows * self._row_s
+
+    def rows_within(self, seconds: float) -> int:
+        """How many rows a batch of at most ``seconds``, or of twice its fixed cost, can have; at least 1."""
+        left_s = max(self._fixed_s, seconds - self._fixed_s)
+        return _MOST_ROWS if left_s >= _MOST_ROWS * self._row_s else max(1, int(left_s / self._row_s))
+
+    def saw_batch(self, rows: int, seconds: float) -> None:
+        """A batch of ``rows`` occupied the worker for ``seconds``."""
+        if self._weight > 1.0:
+            seconds = min(seconds, _SURPRISE * self.batch_s(rows))
+        self._weight = _FORGET * self._weight + 1.0
+        self._rows = _FORGET * self._rows + rows
+        self._seconds = _FORGET * self._seconds + seconds
+        self._rows_rows = _FORGET * self._rows_rows + rows * rows
+        self._rows_seconds = _FORGET * self._rows_seconds + rows * seconds
+        self._fit()
+
+    def saw_answer(self, seconds: float) -> None:
+        """After a batch had left this worker it took ``seconds`` until its answer was there (a CN's HN)."""
+        self.after_s += (seconds - self.after_s) / 8 if self.after_s else seconds
+
+    def _fit(self) -> None:
+        mean_rows, mean_s = self._rows / self._weight, self._seconds / self._weight
+        spread = self._rows_rows / self._weight - mean_rows * mean_rows
+        slope = self._row_s
+        if spread > (_SPREAD * mean_rows) ** 2:
+            slope = max(0.0, (self._rows_seconds / self._weight - mean_rows * mean_s) / spread)
+        self._row_s = min(slope, mean_s / mean_rows)  # a batch of no rows takes no less than nothing
+        self._fixed_s = mean_s - self._row_s * mean_rows

@@ -1,0 +1,96 @@
+"""The worker's side of a refresh: stages updates, switches to them, and follows the package's journal by itself."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from plait_disagg.refresh.change import Change, Changing
+from plait_disagg.refresh.errors import NotPublished, RefreshError
+from plait_disagg.refresh.journal import Journal
+from plait_disagg.refresh.live import Live
+from plait_disagg.refresh.update import read_update_manifest
+
+__all__ = ["Refresher"]
+
+_log = logging.getLogger(__name__)
+
+
+class Refresher:
+    """Keeps a worker and its `Live` at one version. Any thread may call; they take turns."""
+
+    def __init__(self, live: Live, worker: Changing, *, on_version: Callable[[str], None] = lambda _: None) -> None:
+        """``worker`` serves the halves of ``live``, which belongs to this object from now on. ``on_version`` hears of
+        every version that the worker has switched to."""
+        self._live = live
+        self._worker = worker
+        self._on_version = on_version
+        self._journal = Journal(live.package.folder)
+        self._staged: Change | None = None
+        self._turn = threading.Lock()
+
+    @property
+    def version(self) -> str:
+        """What the worker serves."""
+        return self._live.version
+
+    def stage(self, folder: Path) -> None:
+        """Makes the update at ``folder`` ready; what is served stays. Raises `BadUpdate`."""
+        with self._turn:
+            manifest = read_update_manifest(folder)
+            if manifest.version == self._live.version:
+                return
+            if manifest.base != self._live.version:
+                self._follow()
+            self._staged = self._prepared(folder)
+
+    def switch(self, version: str) -> None:
+        """Serves the version that was staged, or, after a restart or a publisher's death, is in the journal. Raises
+        `NotPublished` if it is neither, `BadUpdate`."""
+        with self._turn:
+            staged, self._staged = self._staged, None
+            if self._live.version == version:
+                return
+            if staged is not None and staged.version == version:
+                self._take_on(staged)
+                return
+            self._follow()
+            if self._live.version != version:
+                raise NotPublished(f"this worker is at version {self._live.version} and knows no way to {version}")
+
+    def is_behind(self) -> bool:
+        """Whether the journal has updates that the worker does not serve yet. Reads one small file."""
+        try:
+            return bool(self._journal.after(self._live.version))
+        except RefreshError:
+            return False
+
+    def catch_up(self) -> None:
+        """Serves what the journal says. Never raises: a worker that can not follow stays where it is, and says so in
+        its log."""
+        try:
+            with self._turn:
+                self._follow()
+        except (RefreshError, OSError) as error:
+            _log.error("can not follow the updates of %s: %s", self._live.package.folder, error)
+
+    # With the turn.
+
+    def _follow(self) -> None:
+        self._staged = None
+        for folder in self._journal.after(self._live.version):
+            self._take_on(self._prepared(folder))
+
+    def _prepared(self, folder: Path) -> Change:
+        change = self._live.stage(self._live.read(folder))
+        change.touch()  # while nobody writes: that is what the turn is for
+        self._worker.prepare(change)
+        return change
+
+    def _take_on(self, change: Change) -> None:
+        self._worker.take_on(change)
+        self._live.adopt(change)
+        _log.info("%s is at version %s", self._live.package.manifest.name, change.version)
+        self._on_version(change.version)

@@ -1,0 +1,53 @@
+"""How many batches a CN has on their way to one HN. Pure.
+
+Many CNs that send to one HN make a queue there, which costs every one of them time and gains none of them anything.
+So a window grows by one per round of answers while batches hardly wait at the HN, and shrinks by a factor when they do
+(additive increase, multiplicative decrease: Chiu and Jain 1989). Prism does the same with the congestion marks of its
+network cards (NSDI'25, 4.3); here the mark is the time that the HN says the batch waited.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+__all__ = ["Window"]
+
+_TARGET: Final = 1.5
+"""Batches may wait at the HN so many times as long as they are computed. One batch is always on its way to keep the HN
+busy; laid end to end with others it waits for about one computation."""
+
+_LEAST_S: Final = 0.0005
+"""Shorter waits are the scheduler of the operating system."""
+
+_SHRINK: Final = 0.7
+"""As in CUBIC (RFC 9438, 4.6)."""
+
+_BEGIN: Final = 4.0
+"""One that is computed, one that waits for its turn, and one on each way."""
+
+
+class Window:
+    """Of one channel. Not locked: one thread tells answers, any may read `size`."""
+
+    def __init__(self, *, most: int, adapts: bool = True) -> None:
+        self.most = most
+        self.adapts = adapts
+        self._size = min(_BEGIN, float(most))
+        self._ignored = 0  # answers to what was sent before the last decrease
+
+    @property
+    def size(self) -> int:
+        """Batches that may be open at once; at least 1."""
+        return min(int(self._size), self.most) if self.adapts else self.most
+
+    def answered(self, *, queued_s: float, dense_s: float, open_now: int) -> None:
+        """An answer came: its batch waited so long at the HN and was computed for so long, with ``open_now`` batches
+        on their way. A window that is not used does not grow."""
+        if self._ignored:
+            self._ignored -= 1
+            return
+        if queued_s > max(_LEAST_S, _TARGET * dense_s):
+            self._ignored = self.size - 1
+            self._size = max(1.0, self._size * _SHRINK)
+        elif open_now >= self.size:
+            self._size = min(float(self.most), self._size + 1.0 / self._size)

@@ -1,0 +1,375 @@
+"""What a live refresh costs: p99 with updates of 1 % of all rows per second, against none, and is every answer right?
+
+The model is served whole, and cut in two, by processes of their own. Requests arrive at random (Poisson) at a share of
+what a closed loop reaches; ``UPDATES_PER_S`` updates are published meanwhile, each of which writes rows of every table;
+every tenth has new weights too. Phases with and without updates take turns. Afterwards every answer is compared with
+the scores of the version that it names, computed here from the same updates one after the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from plait_bench.benchmark import Row
+from plait_bench.disagg.packages import packaged
+from plait_bench.errors import SystemFailed
+from plait_bench.runner import Result
+from plait_bench.summary import Summary, pairwise_ratio, percentile, summarise
+from plait_disagg.fabric import connect, new_secret
+from plait_disagg.models.configs import ids_per_bag
+from plait_disagg.models.requests import random_request
+from plait_disagg.package import Package, open_package
+from plait_disagg.refresh.live import Live
+from plait_disagg.refresh.publish import Fleet, publish
+from plait_disagg.refresh.update import Rows, Update, read_update, write_update
+from plait_disagg.replicas import Link
+from plait_disagg.workers.check import check_request
+from plait_disagg.workers.errors import RankError
+from plait_disagg.workers.remote import RemoteRanker
+from plait_disagg.workers.values import RankRequest
+
+__all__ = ["WORKLOAD", "result"]
+
+WORKLOAD, METRIC = "refresh", "p99_ms"
+ROWS_SHARE_PER_S = 0.01
+UPDATES_PER_S = 10
+_WEIGHTS_EVERY = 10
+_MODEL, _SCALE, _CANDIDATES, _REQUESTS = "rm1", 0.125, 64, 32
+PHASE_S = 8.0
+_LOAD = 0.5
+"""Of a closed loop's throughput."""
+_CALLERS = 8
+_RTOL, _ATOL = 1e-4, 1e-5
+"""The company that a request has in its batch moves its scores by some 1e-6; a refresh by 1e-2 and more."""
+
+_WATCHED = 4
+"""Requests whose scores are followed from version to version."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What came of one request; ``scores`` None: it was lost."""
+
+    request: int
+    latency_s: float
+    version: str = ""
+    scores: torch.Tensor | None = None
+
+
+class WorkerProcess:
+    """A worker of `refresh_worker`, and a `Fleet` of one."""
+
+    def __init__(self, folder: Path, role: str, secret: bytes, *addresses: str) -> None:
+        """Waits until it listens. Raises `SystemFailed`."""
+        command = [sys.executable, "-m", "plait_bench.disagg.refresh_worker", str(folder), role, *addresses]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._role = role
+        if self._told(secret.hex()) is not None:
+            raise SystemFailed(f"the {role} did not start")
+
+    def stage(self, folder: Path) -> Mapping[str, Exception | None]:
+        """See `Fleet`."""
+        return {self._role: self._told(f"stage {folder}")}
+
+    def switch(self, version: str) -> Mapping[str, Exception | None]:
+        """See `Fleet`."""
+        return {self._role: self._told(f"switch {version}")}
+
+    def end(self) -> None:
+        """Kills it."""
+        self._process.kill()
+        self._process.wait()
+
+    def _told(self, line: str) -> Exception | None:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        stdin.write(line + "\n")
+        stdin.flush()
+        said = stdout.readline().strip()
+        return None if said == "ok" else SystemFailed(said or "the worker ended")
+
+
+@contextmanager
+def served(package: Package, mode: str) -> Iterator[tuple[RemoteRanker, Sequence[Fleet]]]:
+    """The workers of a model, and a client that is connected to them."""
+    secret = new_secret()
+    with tempfile.TemporaryDirectory(prefix="plait-bench-") as sockets, ExitStack() as stack:
+        front, hn = f"shm://{sockets}/front", f"shm://{sockets}/hn"
+        roles = [("whole", front)] if mode == "whole" else [("hn", hn), ("cn", front, hn)]
+        fleets = []
+        for role, *addresses in roles:
+            fleets.append(WorkerProcess(package.folder, role, secret, *addresses))
+            stack.callback(fleets[-1].end)
+        ranker = RemoteRanker(package.manifest.name, lambda _: Link(replica="w", channel=connect(front, secret=secret)))
+        stack.callback(ranker.core.stop, drain_s=0.0)
+        until_s = time.monotonic() + 30.0
+        while ranker.core.ready() is not None:
+            if time.monotonic() > until_s:
+                raise SystemFailed(f"no worker: {ranker.core.ready()}")
+            time.sleep(0.01)
+        yield ranker, fleets
+
+
+def result(*, rounds: int, say: Say) -> Result:
+    """p99 of both kinds of phases, round by round, and their ratio; answers that were wrong or lost; what was
+    refreshed."""
+    made: list[Row] = []
+    ratios: dict[str, Summary] = {}
+    original = packaged(_MODEL, _SCALE, say=say)
+    for system, mode in (("plait", "whole"), ("plait_split", "split")):
+        with tempfile.TemporaryDirectory(dir=original.parent, prefix=".refresh-") as scratch:
+            package = open_package(linked(original, Path(scratch) / "package"))
+            updates = write_updates(package, Path(scratch), int(rounds * PHASE_S * UPDATES_PER_S), say=say)
+            requests = make_requests(package)
+            with served(package, mode) as (ranker, fleets):
+                run = Run(ranker, requests, Publisher(package, updates, fleets))
+                asyncio.run(run.rounds(rounds, partial(_say, say, system)))
+            say(f"{system}: comparing {len(run.answers)} answers")
+            wrong, step = wrong_answers(package, updates, requests, run.answers)
+        made += _rows(system, run, wrong, step)
+        still, refreshed = run.p99_ms
+        ratios[f"{WORKLOAD}:{METRIC}:{system}_refreshed/{system}_still"] = pairwise_ratio(refreshed, still)
+    return Result(rows=tuple(made), ratios=ratios, left_out={})
+
+
+def _say(say: Say, system: str, text: str) -> None:
+    say(f"{system}: {text}")
+
+
+def linked(original: Path, folder: Path) -> Path:
+    """A package of one's own that shares the files, which nobody writes: updates go into its journal."""
+    folder.mkdir()
+    for path in original.iterdir():
+        if path.is_file():
+            os.link(path, folder / path.name)
+    return folder
+
+
+def write_updates(package: Package, scratch: Path, count: int, *, say: Say) -> list[Path]:
+    """From the packaged version on, one after the other."""
+    say(f"writing {count} updates")
+    chance = torch.Generator().manual_seed(1)
+    found = []
+    for number in range(count):
+        found.append(scratch / f"update-{number}")
+        write_update(found[-1], make_update(package, number, chance))
+    return found
+
+
+def make_update(package: Package, number: int, chance: torch.Generator) -> Update:
+    """From version ``number + 1`` to the next: new rows of every table, spread like the old ones but ten times as
+    large, and now and then new weights."""
+    share = ROWS_SHARE_PER_S / UPDATES_PER_S
+    new_rows = {}
+    for table in package.tables.tables:
+        ids = torch.unique(torch.randint(0, table.rows, (max(1, round(share * table.rows)),), generator=chance))
+        new_rows[table.name] = Rows(ids=ids, rows=torch.randn(len(ids), table.dim, generator=chance))
+    weights = {}
+    if number % _WEIGHTS_EVERY == _WEIGHTS_EVERY - 1:
+        weights = {
+            name: old * (1.0 + 0.1 * torch.randn(old.shape, generator=chance))
+            for name, old in package.constants.items()
+        }
+    return Update(
+        model=package.manifest.name, base=str(number + 1), version=str(number + 2), rows=new_rows, constants=weights
+    )
+
+
+def make_requests(package: Package) -> list[RankRequest]:
+    """Different ones, with skewed ids."""
+    manifest = package.manifest
+    asked = [
+        random_request(
+            manifest.inputs, manifest.bounds, model=manifest.name, candidates=_CANDIDATES,
+            ids_per_bag=ids_per_bag(_MODEL), seed=seed,
+        )
+        for seed in range(_REQUESTS)
+    ]  # fmt: skip
+    return [check_request(package.card(), one.tensors, request_id=str(number)) for number, one in enumerate(asked)]
+
+
+class Publisher:
+    """Publishes updates one after the other, `UPDATES_PER_S` or as many as can be."""
+
+    def __init__(self, package: Package, updates: Sequence[Path], fleets: Sequence[Fleet]) -> None:
+        self._package, self._left, self._fleets = package, list(updates), fleets
+        self.published, self.seconds = 0, 0.0
+
+    def until(self, stop: threading.Event) -> None:
+        """Goes on where it stopped last."""
+        began_s = due_s = time.monotonic()
+        while self._left and not stop.wait(max(0.0, due_s - time.monotonic())):
+            publish(self._package, self._left.pop(0), self._fleets)
+            self.published += 1
+            due_s += 1.0 / UPDATES_PER_S
+        self.seconds += time.monotonic() - began_s
+
+
+class Run:
+    """One system under load: the answers of every phase, without updates and with."""
+
+    def __init__(
+        self,
+        ranker: RemoteRanker,
+        requests: Sequence[RankRequest],
+        publisher: Publisher,
+        *,
+        phase_s: float = PHASE_S,
+    ) -> None:
+        self._ranker, self._requests, self._phase_s = ranker, requests, phase_s
+        self.publisher = publisher
+        self.still: list[list[Answer]] = []
+        self.refreshed: list[list[Answer]] = []
+
+    @property
+    def answers(self) -> list[Answer]:
+        """Of all phases."""
+        return [answer for phase in (*self.still, *self.refreshed) for answer in phase]
+
+    @property
+    def p99_ms(self) -> tuple[list[float], list[float]]:
+        """By round: without updates, and with."""
+        return [p99_ms(phase) for phase in self.still], [p99_ms(phase) for phase in self.refreshed]
+
+    async def rounds(self, count: int, say: Say) -> None:
+        """Phases in turn, the same arrivals in both of a round."""
+        rate_per_s = _LOAD * await closed_loop_per_s(self._ranker, self._requests, self._phase_s / 4)
+        say(f"{rate_per_s:.0f} requests/s")
+        for number in range(count):
+            self.still.append(await self._phase(rate_per_s, number))
+            stop = threading.Event()
+            publishing = asyncio.create_task(asyncio.to_thread(self.publisher.until, stop))
+            self.refreshed.append(await self._phase(rate_per_s, number))
+            stop.set()
+            await publishing
+            still, refreshed = self.p99_ms
+            say(f"round {number + 1} of {count}: p99 {still[-1]:.2f} ms still, {refreshed[-1]:.2f} ms refreshed")
+
+    async def _phase(self, rate_per_s: float, seed: int) -> list[Answer]:
+        return await open_loop(self._ranker, self._requests, rate_per_s, self._phase_s, seed=seed)
+
+
+async def closed_loop_per_s(ranker: RemoteRanker, requests: Sequence[RankRequest], seconds: float) -> float:
+    """What some callers reach that always wait for their answer."""
+    until_s = time.monotonic() + seconds
+    done = 0
+
+    async def call(number: int) -> None:
+        nonlocal done
+        while time.monotonic() < until_s:
+            await ranker.rank(requests[number % len(requests)])
+            number += 1
+            done += 1
+
+    await asyncio.gather(*(call(number * 5) for number in range(_CALLERS)))
+    return done / seconds
+
+
+async def open_loop(
+    ranker: RemoteRanker, requests: Sequence[RankRequest], rate_per_s: float, seconds: float, *, seed: int
+) -> list[Answer]:
+    """One phase. Latency counts from the moment at which a request was due."""
+    chance = random.Random(seed)
+    begin_s, due_s = time.monotonic(), 0.0
+    asked: list[asyncio.Task[Answer]] = []
+
+    async def ask(number: int, due_s: float) -> Answer:
+        try:
+            answer = await ranker.rank(requests[number])
+        except RankError:
+            return Answer(request=number, latency_s=time.monotonic() - due_s)
+        latency_s = time.monotonic() - due_s
+        scores = next(iter(answer.outputs.values()))
+        return Answer(request=number, latency_s=latency_s, version=answer.version, scores=scores)
+
+    while (due_s := due_s + chance.expovariate(rate_per_s)) < seconds:
+        await asyncio.sleep(max(0.0, begin_s + due_s - time.monotonic()))
+        asked.append(asyncio.create_task(ask(chance.randrange(len(requests)), begin_s + due_s)))
+    return [await task for task in asked]
+
+
+def wrong_answers(
+    package: Package, updates: Sequence[Path], requests: Sequence[RankRequest], answers: Sequence[Answer]
+) -> tuple[int, float]:
+    """How many answers are not the scores of the version that they name; and by how much a request's scores change
+    from one version to the next (the largest change; median), which says whether a wrong one would be seen.
+
+    Goes through the versions again, from the packaged one, with the updates themselves and no journal.
+    """
+    live = Live(package, sparse=True, dense=True)
+    by_version: dict[str, list[Answer]] = {}
+    for answer in answers:
+        if answer.scores is not None:
+            by_version.setdefault(answer.version, []).append(answer)
+    wrong, steps = 0, []
+    watched = {number: _scores(live, requests[number]) for number in range(min(_WATCHED, len(requests)))}
+    for update in (None, *updates):
+        if update is not None:
+            change = live.stage(read_update(update))
+            change.write()
+            live.adopt(change)
+            before, watched = watched, {number: _scores(live, requests[number]) for number in watched}
+            steps += [float((watched[number] - old).abs().max()) for number, old in before.items()]
+        mine = by_version.pop(live.version, [])
+        expected = {number: _scores(live, requests[number]) for number in {answer.request for answer in mine}}
+        for answer in mine:
+            assert answer.scores is not None
+            wrong += not torch.allclose(answer.scores, expected[answer.request], rtol=_RTOL, atol=_ATOL)
+    wrong += sum(map(len, by_version.values()))  # of versions that there never were
+    return wrong, percentile(steps, 0.5) if steps else 0.0
+
+
+def _scores(live: Live, request: RankRequest) -> torch.Tensor:
+    assert live.sparse is not None
+    outputs = live.dense[live.dense_version].run(live.sparse.run([request]), [request.candidates])
+    return next(iter(outputs.values())).clone()
+
+
+def p99_ms(phase: Sequence[Answer]) -> float:
+    """Of one phase."""
+    return 1e3 * percentile([answer.latency_s for answer in phase], 0.99)
+
+
+def _rows(system: str, run: Run, wrong: int, step: float) -> list[Row]:
+    count = len(run.answers)
+    lost = sum(answer.scores is None for answer in run.answers)
+    updates_per_s = run.publisher.published / run.publisher.seconds
+    made = []
+    for name, values in zip(("still", "refreshed"), run.p99_ms, strict=True):
+        one = summarise(values)
+        made.append(
+            Row(
+                system=f"{system}_{name}", workload=WORKLOAD, metric=METRIC, unit="ms", value=one.value,
+                p20=one.p20, p80=one.p80, n=one.n,
+            )
+        )  # fmt: skip
+    counted = [
+        ("mixed_version_answers", "answers", float(wrong), count),
+        ("lost_requests", "requests", float(lost), count),
+        ("score_change_per_version", "score", step, count),
+        ("rows_refreshed_per_s", "share of all rows/s", ROWS_SHARE_PER_S * updates_per_s / UPDATES_PER_S, 1),
+    ]
+    return made + [
+        Row(
+            system=f"{system}_refreshed", workload=WORKLOAD, metric=metric, unit=unit, value=value,
+            p20=value, p80=value, n=n,
+        )
+        for metric, unit, value, n in counted
+    ]  # fmt: skip

@@ -1,0 +1,73 @@
+"""A worker process that can be refreshed, as a deployment has one, told what to do over its standard input.
+
+``python -m plait_bench.disagg.refresh_worker FOLDER whole|cn|hn ADDRESS [HN_ADDRESS]``. The first line in is the
+secret; then ``stage FOLDER`` or ``switch VERSION``. One line out for each, and one when it listens: ``ok``, or what
+went wrong. It ends with its standard input.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from plait_disagg.fabric import connect, listen
+from plait_disagg.refresh.errors import RefreshError
+from plait_disagg.refresh.live import Live, open_live
+from plait_disagg.replicas import Link
+from plait_disagg.threads import apart, set_threads
+from plait_disagg.workers.cn import CnCore
+from plait_disagg.workers.front import Front
+from plait_disagg.workers.hn import HnWorker
+from plait_disagg.workers.refresher import Refresher
+from plait_disagg.workers.whole import WholeCore
+
+
+def worker(live: Live, role: str, secret: bytes, address: str, *hn: str) -> Refresher:
+    """Starts a worker on one compute thread; it ends with the process."""
+    listener = listen(address, secret=secret)
+    dense = live.dense.get(live.dense_version)
+    if role == "hn":
+        assert dense is not None
+        return Refresher(live, HnWorker(live.card(), dense, [listener], dense_version=live.dense_version))
+    assert live.sparse is not None
+    if role == "cn":
+        core: CnCore | WholeCore = CnCore(
+            live.card(mode="split"),
+            live.sparse,
+            lambda _: Link(replica="hn", channel=connect(hn[0], secret=secret)),
+            dense_version=live.dense_version,
+        )
+    else:
+        assert dense is not None
+        core = WholeCore(live.card(), live.sparse, dense)
+    Front(core, [listener])
+    return Refresher(live, core)
+
+
+def obey(refresher: Refresher, line: str) -> None:
+    """One command, on the calling thread."""
+    set_threads(1)
+    word, _, argument = line.strip().partition(" ")
+    if word == "stage":
+        refresher.stage(Path(argument))
+    else:
+        refresher.switch(argument)
+
+
+def main(folder: str, role: str, *addresses: str) -> None:
+    """See the module docstring."""
+    secret = bytes.fromhex(sys.stdin.readline().strip())
+    live = open_live(Path(folder), sparse=role != "hn", dense=role != "cn")
+    refresher = worker(live, role, secret, *addresses)
+    print("ok", flush=True)
+    for line in sys.stdin:
+        try:
+            apart(lambda line=line: obey(refresher, line))  # type: ignore[misc]
+        except RefreshError as error:
+            print(error, flush=True)
+        else:
+            print("ok", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,259 @@
+"""Workers that come and go, answer twice, or answer nothing: CNs follow, nobody is confused."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import pytest
+import torch
+
+from plait_disagg.fabric import Channel, FabricError
+from plait_disagg.workers.cn import CnCore
+from plait_disagg.workers.errors import DeadlinePassed, Unavailable
+from plait_disagg.workers.hn import HnWorker
+from plait_disagg.workers.knobs import WorkerKnobs
+from plait_disagg.workers.protocols import Ranker
+from plait_disagg.workers.scale import Gauge, Scaling, State, decide, hn_pressure
+from plait_disagg.workers.wire import done_message, parse_dense, welcome_header
+from support import ranking as kit
+from support.rank_fabric import Rig, until
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    """Workers in this process."""
+    with Rig() as made:
+        yield made
+
+
+async def _right(ranker: Ranker, seed: int = 5) -> None:
+    answer = await ranker.rank(kit.request(seed))
+    torch.testing.assert_close(answer.outputs["score"], kit.expected(kit.request(seed))["score"])
+
+
+def _bad_hn(rig: Rig, answer: Callable[[Channel, int, dict[str, torch.Tensor]], None]) -> None:
+    """An HN at "hn" whose answers are sent by ``answer`` from a batch's number and outputs."""
+    listener = rig.listen("hn")
+
+    def serve(channel: Channel) -> None:
+        channel.recv(20).release()
+        channel.send(welcome_header(kit.CARD))
+        while True:
+            with channel.recv() as message:
+                ask = parse_dense(message.header, message.buffers)
+                answer(channel, ask.number, dict(kit.FakeDense().run(ask.crossing, ask.candidates)))
+
+    def accept() -> None:
+        while True:
+            try:
+                channel = listener.accept()
+            except FabricError:
+                return
+            with suppress(FabricError):
+                serve(channel)
+
+    thread = threading.Thread(target=accept, daemon=True)
+    thread.start()
+    rig.at_end(lambda: thread.join(10))
+    rig.at_end(listener.close)
+
+
+def _send(channel: Channel, number: int, outputs: dict[str, torch.Tensor]) -> None:
+    header, buffers = done_message(number, outputs, 1.0, channel.pool)
+    channel.send(header, buffers)
+
+
+async def test_an_hn_that_answers_twice_confuses_nobody(rig: Rig) -> None:
+    """The first answer counts, the second one is counted; the channel stays, and later requests get their own."""
+
+    def twice(channel: Channel, number: int, outputs: dict[str, torch.Tensor]) -> None:
+        _send(channel, number, outputs)
+        _send(channel, number, {name: value + 1.0 for name, value in outputs.items()})
+
+    _bad_hn(rig, twice)
+    cn = rig.cn()
+    await until(lambda: cn.ready() is None)
+    ranker = rig.local(cn)
+    for seed in range(5):
+        await _right(ranker, seed)
+    await until(lambda: cn.metrics()["late_answers_total"] == 5)
+    assert cn.metrics()["lost_batches_total"] == 0
+
+
+async def test_an_answer_to_nothing_costs_the_channel(rig: Rig) -> None:
+    """A number that was never asked: whoever sends it is hung up on, and the request ends with a clear error."""
+    _bad_hn(rig, lambda channel, number, outputs: _send(channel, number + 1_000, outputs))
+    cn = rig.cn()
+    await until(lambda: cn.ready() is None)
+    with pytest.raises(Unavailable, match="never asked"):
+        await rig.local(cn).rank(kit.request(1))
+
+
+async def test_an_answer_after_the_deadline_reaches_nobody(rig: Rig) -> None:
+    """The caller was told in time; the answer that comes later is taken, and the next request gets its own."""
+    dense = kit.FakeDense()
+    dense.gate.clear()
+    rig.hn(dense)
+    cn = rig.cn()
+    rig.front(cn)
+    await until(lambda: cn.ready() is None)
+    ranker = await rig.ranker()
+    with pytest.raises(DeadlinePassed):
+        await ranker.rank(dataclasses.replace(kit.request(1), deadline_s=time.monotonic() + 0.2))
+    dense.gate.set()
+    await _right(ranker, 2)
+    await until(lambda: cn.metrics()["at_hns"] == 0)
+
+
+async def test_after_its_deadline_a_lost_request_is_not_asked_again(rig: Rig) -> None:
+    """The other HN has no work with what nobody waits for."""
+    stuck, other = kit.FakeDense(), kit.FakeDense()
+    stuck.gate.clear()
+    first = rig.hn(stuck, name="first")
+    cn = rig.cn(None, "first", "second")
+    await until(lambda: cn.ready() is None)
+    ranker = rig.local(cn)
+    with pytest.raises(DeadlinePassed):
+        await ranker.rank(dataclasses.replace(kit.request(1), deadline_s=time.monotonic() + 0.2))
+    rig.hn(other, name="second")
+    await until(lambda: cn.metrics()["hns"] == 2)
+    first._server.close_listeners()
+    first._server.hang_up()
+    await until(lambda: cn.metrics()["lost_batches_total"] == 1 and cn.metrics()["waiting"] == 0)
+    stuck.gate.set()
+    await _right(ranker, 2)
+    assert len(other.batches) == 1
+
+
+async def test_lines_follow_the_number_of_hns(rig: Rig) -> None:
+    """New ones are found, gone ones let go, without a word to the CN; it always looks for one more, up to the most."""
+    names = [f"hn{i}" for i in range(4)]
+    cn = rig.cn(None, *names, hns=1, most_hns=3)
+    lines = cn._lines
+    hns = [rig.hn(name=names[0])]
+    await until(lambda: cn.metrics()["hns"] == 1 and len(lines.all) == 2)
+    hns += [rig.hn(name=name) for name in names[1:]]
+    await until(lambda: cn.metrics()["hns"] == 3 and len(lines.all) == 3)
+    for hn in hns[1:]:
+        hn.stop(drain_s=0.5)
+    await until(lambda: len(lines.all) == 2)
+    await until(lambda: cn.metrics()["hns"] == 1)
+    await _right(rig.local(cn))
+    rig.hn(name=names[2])
+    await until(lambda: cn.metrics()["hns"] == 2)
+    await _right(rig.local(cn))
+
+
+async def test_ingresses_follow_the_number_of_cns(rig: Rig) -> None:
+    """The same lines, the other way round."""
+    rig.front(rig.whole(), name="a")
+    ranker = await rig.ranker("a", "b", replicas=1, most_replicas=2)
+    second = rig.front(rig.whole(), name="b")
+    await until(lambda: ranker.metrics()["workers"] == 2)
+    second.stop(drain_s=0.5)
+    await until(lambda: ranker.metrics()["workers"] == 1)
+    for seed in range(4):
+        await _right(ranker, seed)
+
+
+async def test_hns_scale_up_and_down_with_a_step_load(rig: Rig) -> None:
+    """Two CNs keep one HN's windows full: a second one is started, found and used. The load goes: it is stopped again.
+    No request is lost on the way."""
+    names = ("hn0", "hn1", "hn2")
+    fleet = _Fleet(rig, names)
+    cns = [rig.cn(None, *names, hns=1, most_hns=3, knobs=ONE_BY_ONE) for _ in range(2)]
+    for cn in cns:
+        await until(lambda cn=cn: cn.ready() is None)  # type: ignore[misc]
+    rankers = [rig.local(cn) for cn in cns]
+    callers = [asyncio.ensure_future(_call(rankers[i % 2], fleet)) for i in range(12)]
+    scaling = asyncio.ensure_future(fleet.run())
+    await until(lambda: min(_hns(cn) for cn in cns) >= 2)
+    fleet.hurry = False
+    await until(lambda: max(_hns(cn) for cn in cns) == 1)
+    fleet.calling = False
+    assert sum(await asyncio.gather(*callers)) > 12
+    await scaling
+
+
+def _hns(cn: CnCore) -> float:
+    return cn.metrics()["hns"]
+
+
+ONE_BY_ONE = WorkerKnobs(largest_batch_rows=3)
+"""Batches of one request: an HN has so much to do, however they come."""
+
+
+class _Fleet:
+    """HNs of 20 ms a batch, as many as `scale.decide` says by their counters."""
+
+    def __init__(self, rig: Rig, names: tuple[str, ...]) -> None:
+        """One HN at first."""
+        self.calling = self.hurry = True
+        self._rig, self._names = rig, names
+        self._state = State()
+        self._scaling = Scaling(most=len(names), up_after_s=0.3, down_after_s=0.5)
+        self._hns: list[tuple[HnWorker, Gauge]] = []
+        self._start()
+
+    def _start(self) -> None:
+        hn = self._rig.hn(kit.FakeDense(slow_s=0.02), name=self._names[len(self._hns)])
+        hn.reconfigure(ONE_BY_ONE)
+        gauge = Gauge(hn.metrics, lambda before, after, s: hn_pressure(before, after, s, largest_batch_rows=3))
+        self._hns.append((hn, gauge))
+
+    async def run(self) -> None:
+        """Decides every tenth of a second."""
+        while self.calling:
+            await asyncio.sleep(0.1)
+            self._step()
+
+    def _step(self) -> None:
+        wanted, self._state = decide(
+            [gauge.read() for _, gauge in self._hns], replicas=len(self._hns), scaling=self._scaling,
+            state=self._state, now_s=time.monotonic(),
+        )  # fmt: skip
+        while len(self._hns) < wanted:
+            self._start()
+        while len(self._hns) > wanted:
+            self._hns.pop()[0].stop(drain_s=1.0)
+
+
+async def _call(ranker: Ranker, fleet: _Fleet) -> int:
+    """Asks one request after the other, without a pause or with one; how many were answered, all of them rightly."""
+    answered = 0
+    while fleet.calling:
+        await _right(ranker, answered)
+        answered += 1
+        if not fleet.hurry:
+            await asyncio.sleep(1.0)
+    return answered
+
+
+async def test_urgent_batches_pass_others_at_the_hn(rig: Rig) -> None:
+    """Deadlines travel with batches: of two CNs' that wait, the more urgent is computed first."""
+    dense = kit.FakeDense()
+    dense.gate.clear()
+    hn = rig.hn(dense)
+    hn.reconfigure(WorkerKnobs(largest_batch_rows=1, threads=2))  # of one thread, whoever receives a batch computes it
+    cns = [rig.cn() for _ in range(2)]
+    for cn in cns:
+        await until(lambda cn=cn: cn.ready() is None)  # type: ignore[misc]
+    rankers = [rig.local(cn) for cn in cns]
+    asked = []
+    for number, (ranker, left_s) in enumerate([(0, 60.0), (0, 50.0), (1, 30.0), (1, None), (0, 40.0)]):
+        deadline_s = None if left_s is None else time.monotonic() + left_s
+        request = dataclasses.replace(kit.request(number, 10 + number), deadline_s=deadline_s)
+        asked.append(asyncio.ensure_future(rankers[ranker].rank(request)))
+        await until(lambda: sum(cn.metrics()["at_hns"] for cn in cns) == len(asked))
+        await until(lambda: hn.metrics()["batches_total"] == 1)
+    await until(lambda: hn.metrics()["waiting"] == 4)
+    dense.gate.set()
+    await asyncio.gather(*asked)
+    assert [sizes for (sizes,) in dense.batches] == [10, 13, 12, 14, 11]

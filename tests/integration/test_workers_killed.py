@@ -1,0 +1,150 @@
+"""kill -9 under load: a CN and an HN die and come back, while requests go on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from plait_disagg.fabric import Unreachable, connect, new_secret
+from plait_disagg.replicas import Link, NoReplica
+from plait_disagg.workers.errors import RankError
+from plait_disagg.workers.remote import RemoteRanker
+from support import ranking as kit
+from support.rank_fabric import QUICK, until
+
+pytestmark = pytest.mark.timeout(180)
+
+DEADLINE_S = 5.0
+
+
+class Cluster:
+    """Two CNs, each with a line to both of two HNs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.secret = new_secret()
+        self.addresses = {name: f"shm://{folder}/{name}" for name in ("cn0", "cn1", "hn0", "hn1")}
+        self.processes = {name: self._start(name) for name in self.addresses}
+        for name in self.addresses:
+            self._wait(name)
+
+    def kill(self, name: str) -> None:
+        """kill -9."""
+        self.processes[name].kill()
+        self.processes[name].communicate()
+
+    def again(self, name: str) -> None:
+        """A new process at the same address."""
+        self.processes[name] = self._start(name)
+        self._wait(name)
+
+    def connect(self, left_out: frozenset[str]) -> Link:
+        """To a CN."""
+        for name in ("cn0", "cn1"):
+            if name not in left_out:
+                try:
+                    return Link(replica=name, channel=connect(self.addresses[name], secret=self.secret))
+                except Unreachable:
+                    continue
+        raise NoReplica("nobody listens")
+
+    def _start(self, name: str) -> subprocess.Popen[str]:
+        hns = [self.addresses["hn0"], self.addresses["hn1"]] if name.startswith("cn") else []
+        arguments = [name[:2], self.addresses[name], self.secret.hex(), *hns]
+        return subprocess.Popen(
+            [sys.executable, "-m", "support.rank_worker", *arguments],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+
+    def _wait(self, name: str) -> None:
+        stdout = self.processes[name].stdout
+        assert stdout is not None
+        assert stdout.readline() == "ready\n"
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    """All are killed in the end."""
+    with tempfile.TemporaryDirectory(prefix="rank-") as folder:
+        made = Cluster(Path(folder))
+        try:
+            yield made
+        finally:
+            for process in made.processes.values():
+                process.kill()
+                process.communicate()
+
+
+async def test_an_hn_and_a_cn_are_killed_under_load(cluster: Cluster) -> None:
+    """No answer is wrong, and none comes, nor any error, after its deadline; what was lost with one worker is asked of
+    the other, so hardly anything fails; both are used again when they are back, without a restart of anything else."""
+    ranker = RemoteRanker("tiny", cluster.connect, replicas=2, backoff=QUICK)
+    try:
+        await until(lambda: ranker.metrics().get("worker_hns") == 4.0 or _tick(ranker))
+        load = _Load(ranker)
+        asking = asyncio.ensure_future(load.run())
+        for victim in ("hn0", "cn0"):
+            await load.goes_on(30)
+            await asyncio.to_thread(cluster.kill, victim)
+        await load.goes_on(30)
+        await asyncio.gather(*(asyncio.to_thread(cluster.again, victim) for victim in ("hn0", "cn0")))
+        await until(lambda: ranker.metrics()["workers"] == 2 and ranker.metrics().get("worker_hns") == 4.0)
+        await load.goes_on(30)
+        load.going = False
+        await asking
+        assert (load.wrong, load.slow) == (0, 0)
+        assert load.failed <= 0.05 * load.answered
+    finally:
+        await ranker.close(drain_s=1)
+
+
+def _tick(ranker: RemoteRanker) -> bool:
+    """Counters travel with answers: somebody must ask."""
+    asyncio.ensure_future(ranker.rank(kit.request(1))).add_done_callback(lambda task: task.exception())
+    return False
+
+
+class _Load:
+    """Some callers that ask without a pause, each request with a deadline."""
+
+    def __init__(self, ranker: RemoteRanker) -> None:
+        self.going = True
+        self.answered = self.failed = self.wrong = self.slow = 0
+        self._ranker = ranker
+        self._requests = [kit.request(seed, 1 + seed % 7) for seed in range(40)]
+        self._expected = [kit.expected(request)["score"] for request in self._requests]
+
+    async def run(self) -> None:
+        """Until it is told to end."""
+        await asyncio.gather(*(self._call(start) for start in range(8)))
+
+    async def goes_on(self, answers: int) -> None:
+        """Returns when so many more were answered."""
+        wanted = self.answered + answers
+        await until(lambda: self.answered >= wanted)
+
+    async def _call(self, number: int) -> None:
+        while self.going:
+            number = (number + 8) % len(self._requests)
+            deadline_s = time.monotonic() + DEADLINE_S
+            try:
+                answer = await self._ranker.rank(replace(self._requests[number], deadline_s=deadline_s))
+            except RankError:
+                self.failed += 1
+                await asyncio.sleep(0.02)
+            else:
+                self.answered += 1
+                close = torch.allclose(answer.outputs["score"], self._expected[number], rtol=1e-4, atol=1e-4)
+                self.wrong += not close
+            self.slow += time.monotonic() > deadline_s + 1.0

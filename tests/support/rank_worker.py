@@ -1,0 +1,47 @@
+"""A worker of the tiny model in a process of its own: ``python -m support.rank_worker cn|hn ADDRESS SECRET HN...``.
+
+It says "ready" when it listens, and works until it is killed.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+from plait_disagg.fabric import Unreachable, connect, listen
+from plait_disagg.replicas import Link, NoReplica
+from plait_disagg.workers.cn import CnCore
+from plait_disagg.workers.front import Front
+from plait_disagg.workers.hn import HnWorker
+from plait_disagg.workers.lines import Backoff
+from support import ranking as kit
+
+_QUICK = Backoff(first_s=0.05, most_s=0.2)
+
+
+def main(role: str, address: str, secret_hex: str, *hns: str) -> None:
+    """See the module docstring."""
+    secret = bytes.fromhex(secret_hex)
+    listener = listen(address, secret=secret)
+
+    def dial(left_out: frozenset[str]) -> Link:
+        for hn in hns:
+            if hn not in left_out:
+                try:
+                    return Link(replica=hn, channel=connect(hn, secret=secret))
+                except Unreachable:
+                    continue
+        raise NoReplica("nobody listens")
+
+    if role == "hn":
+        worker: object = HnWorker(kit.CARD, kit.FakeDense(slow_s=0.005), [listener])
+    else:
+        core = CnCore(kit.CARD, kit.FakeSparse(slow_s=0.001), dial, hns=len(hns), backoff=_QUICK)
+        worker = Front(core, [listener])
+    print("ready", flush=True)
+    threading.Event().wait()
+    del worker
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

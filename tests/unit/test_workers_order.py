@@ -1,0 +1,207 @@
+"""Who is next, who is refused, who is given up: the queue of a worker in virtual time."""
+
+from __future__ import annotations
+
+import pytest
+
+from plait_disagg.workers.errors import Busy, DeadlinePassed
+from plait_disagg.workers.knobs import WorkerKnobs
+from plait_disagg.workers.order import PATIENCE_S, Waiting, too_late
+from plait_disagg.workers.pace import Pace
+from support.rank_queue import Piece, run_queue
+
+OFF = WorkerKnobs(order="arrival", refuse_late=False, largest_batch_rows=512)
+ON = WorkerKnobs(largest_batch_rows=512)
+
+
+def _waiting(pace: Pace | None = None, **knobs: object) -> Waiting[Piece]:
+    return Waiting(WorkerKnobs(**knobs), pace or Pace())  # type: ignore[arg-type]
+
+
+def _pace(batch_s: float) -> Pace:
+    """Of a worker whose batches all take so long."""
+    pace = Pace()
+    pace.saw_batch(1, batch_s)
+    return pace
+
+
+def test_the_most_urgent_go_first_and_arrival_decides_among_equals() -> None:
+    """Requests without a deadline come after those that are in a hurry, in their own order."""
+    waiting = _waiting(largest_batch_rows=1)
+    pieces = [
+        Piece(came_s=0.0),
+        Piece(came_s=0.1, due_s=0.9),
+        Piece(came_s=0.2),
+        Piece(came_s=0.3, due_s=0.5),
+        Piece(came_s=0.4, due_s=0.9),
+    ]
+    for piece in pieces:
+        waiting.add(piece)
+    order = [waiting.take(0.4).batch[0] for _ in pieces]
+    assert order == [pieces[3], pieces[1], pieces[4], pieces[0], pieces[2]]
+
+
+def test_by_arrival_deadlines_do_not_matter() -> None:
+    """The knob gives back first come, first served."""
+    waiting = _waiting(order="arrival", largest_batch_rows=1)
+    pieces = [Piece(came_s=0.0, due_s=9.0), Piece(came_s=0.1), Piece(came_s=0.2, due_s=1.0)]
+    for piece in pieces:
+        waiting.add(piece)
+    assert [waiting.take(0.3).batch[0] for _ in pieces] == pieces
+
+
+def test_nobody_starves() -> None:
+    """However many urgent ones keep coming, a patient one waits no longer than its patience and what was before it."""
+    waiting = _waiting(largest_batch_rows=1)
+    patient = Piece(came_s=0.0)
+    waiting.add(patient)
+    for step in range(1_000):
+        now_s = step * 0.01
+        for _ in range(2):  # twice as many as are served
+            waiting.add(Piece(came_s=now_s, due_s=now_s + 0.05))
+        if patient in waiting.take(now_s).batch:
+            assert now_s <= PATIENCE_S + 0.05
+            return
+    pytest.fail("it starved")
+
+
+def test_what_can_not_be_answered_in_time_is_refused_with_a_hint() -> None:
+    """Behind what goes before it; what is more urgent than the queue, or patient, is taken."""
+    waiting = _waiting(_pace(0.1), largest_batch_rows=1)
+    waiting.busy_until_s = 0.05
+    for _ in range(5):
+        waiting.add(Piece(due_s=0.3))
+    with pytest.raises(Busy, match=r"would take 650 ms.*try again in 21\d ms"):
+        waiting.check(Piece(due_s=0.6), 0.0)
+    waiting.check(Piece(due_s=0.9), 0.0)
+    waiting.check(Piece(due_s=0.2), 0.0)
+    waiting.check(Piece(due_s=None), 0.0)
+
+
+def test_an_idle_worker_refuses_nothing() -> None:
+    """However bad the forecast, the next batch mends it; but a deadline that has passed already has passed."""
+    waiting = _waiting(_pace(100.0))
+    waiting.check(Piece(due_s=0.001), 0.0)
+    with pytest.raises(DeadlinePassed):
+        waiting.check(Piece(due_s=0.001), 0.002)
+    waiting.add(Piece(due_s=0.001))
+    assert len(waiting.take(0.0).batch) == 1
+
+
+def test_a_worker_whose_batches_are_elsewhere_is_not_idle() -> None:
+    """A CN that sent everything on has HNs that are busy: what it lets in joins their queue."""
+    waiting = _waiting(_pace(100.0))
+    with pytest.raises(Busy):
+        waiting.check(Piece(due_s=0.001), 0.0, elsewhere=True)
+
+
+def test_a_worker_that_does_not_judge_keeps_batches_short_all_the_same() -> None:
+    """An HN: nothing is refused or given up before the last deadline of a batch has passed."""
+    pace = Pace()
+    for rows in (1, 10, 20):
+        pace.saw_batch(rows, 0.001 * rows)
+    waiting: Waiting[Piece] = Waiting(WorkerKnobs(), pace, refuses=False)
+    for _ in range(10):
+        piece = Piece(rows=10, due_s=0.1)
+        waiting.check(piece, 0.0, elsewhere=True)
+        waiting.add(piece)
+    taken = waiting.take(0.099)
+    assert (len(taken.batch), taken.late) == (2, [])
+
+
+def test_a_worker_that_knows_nothing_yet_refuses_nothing() -> None:
+    """The first requests of a burst are not judged by a guess."""
+    waiting = _waiting()
+    for _ in range(100):
+        piece = Piece(due_s=0.001)
+        waiting.check(piece, 0.0)
+        waiting.add(piece)
+
+
+def test_the_hopeless_are_given_up_before_they_cost_anything() -> None:
+    """Before their deadline, if others wait; after it, and when nobody waits for them, in any case."""
+    waiting = _waiting(_pace(0.1), largest_batch_rows=1)
+    passed, gone, hopeless = Piece(due_s=-0.01), Piece(gone=True, due_s=0.01), Piece(due_s=0.05)
+    good = Piece(due_s=0.5)
+    for piece in (passed, gone, hopeless, good):
+        waiting.add(piece)
+    taken = waiting.take(0.0)
+    assert (taken.batch, taken.late) == ([good], [passed, gone, hopeless])
+    assert "passed" in too_late(passed, 0.0).message
+    assert "any more" in too_late(hopeless, 0.0).message
+    assert isinstance(too_late(hopeless, 0.0), DeadlinePassed)
+
+
+def test_without_refusal_only_passed_deadlines_are_given_up() -> None:
+    """As the knob says."""
+    waiting = _waiting(_pace(0.1), refuse_late=False)
+    passed, late, good = Piece(due_s=-0.01), Piece(due_s=0.05), Piece(due_s=0.5)
+    for piece in (passed, late, good):
+        waiting.add(piece)
+    waiting.check(Piece(due_s=0.001), 0.0)
+    assert waiting.take(0.0).batch == [late, good]
+
+
+def test_a_batch_is_no_longer_than_its_most_urgent_item_can_bear() -> None:
+    """A quarter of what that was given; a single large item runs all the same."""
+    pace = Pace()
+    for rows in (1, 10, 20):
+        pace.saw_batch(rows, 0.001 * rows)
+    waiting = _waiting(pace)
+    for _ in range(100):
+        waiting.add(Piece(rows=10, due_s=0.2))
+    assert len(waiting.take(0.0).batch) == 5
+    patient = _waiting(pace)
+    for _ in range(100):
+        patient.add(Piece(rows=10))
+    assert len(patient.take(0.0).batch) == 100
+
+
+@pytest.mark.parametrize(("row_s", "rows"), [(2e-5, 64), (1e-6, 64)])
+def test_goodput_holds_in_overload_and_collapses_without(row_s: float, rows: int) -> None:
+    """At two and four times the capacity it keeps 90 % of its peak, though batches vary by half; first come, first
+    served without refusal loses nearly everything."""
+    per_batch = 512 // rows
+    capacity_per_s = per_batch / (1e-3 + per_batch * rows * row_s) / 1.25
+
+    def goodput(knobs: WorkerKnobs, load: float) -> float:
+        run = run_queue(
+            knobs, rate_per_s=load * capacity_per_s, deadline_s=0.05, fixed_s=1e-3, row_s=row_s, rows=rows,
+            seconds=4_000 / capacity_per_s, noise=0.5,
+        )  # fmt: skip
+        return run.goodput_per_s
+
+    peak = max(goodput(ON, load) for load in (0.8, 0.9, 1.0))
+    assert peak > 0.75 * capacity_per_s
+    assert min(goodput(ON, load) for load in (2.0, 4.0)) > 0.9 * peak
+    assert goodput(OFF, 2.0) < 0.3 * peak
+
+
+def test_hardly_anybody_is_refused_below_capacity() -> None:
+    """Not over-eager: at 70 % of the capacity at most 2 in 100."""
+    run = run_queue(ON, rate_per_s=500.0, deadline_s=0.05, fixed_s=1e-3, row_s=2e-5, rows=64, noise=0.2)
+    assert run.refused < 0.02 * len(run.pieces)
+
+
+def test_the_forecast_follows_the_worker_and_not_one_stall() -> None:
+    """A line through what was seen; a stall moves it little, a worker that became slow moves it within ten batches."""
+    pace = Pace()
+    for i in range(100):
+        pace.saw_batch(1 + i % 10, 0.001 + 0.0002 * (1 + i % 10))
+    assert pace.batch_s(5) == pytest.approx(0.002, rel=0.01)
+    assert pace.batch_s(100) == pytest.approx(0.021, rel=0.01)
+    pace.saw_batch(5, 3.0)
+    assert pace.batch_s(5) < 0.0025
+    for _ in range(10):
+        pace.saw_batch(5, 0.02)
+    assert pace.batch_s(5) > 0.005
+
+
+def test_a_batch_may_take_twice_what_it_costs_at_least() -> None:
+    """Where the fixed cost is more than the share, one row at a time would waste the worker."""
+    pace = Pace()
+    for rows in (1, 50, 100):
+        pace.saw_batch(rows, 0.01 + 0.0001 * rows)
+    assert pace.rows_within(0.02) == pytest.approx(100, abs=1)
+    assert pace.rows_within(0.001) == pytest.approx(100, abs=1)
+    assert _pace(0.1).rows_within(0.001) > 1_000_000
