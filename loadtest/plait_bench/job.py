@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from plait_bench import disagg, images, loadtest, records
+from plait_bench import autoconfig, disagg, fabric, images, loadtest, records
 from plait_bench.document import document
 from plait_bench.errors import BenchError
 from plait_bench.host import commit, cores, host_facts
@@ -16,11 +16,14 @@ from plait_bench.runner import Plan, Result, joined, run
 from plait_bench.tables import RESULTS, ROOT
 from plait_bench.workers import WorkerFleet
 
+# As many as make a 20th and an 80th percentile mean something in a quarter of an hour on two cores.
+ROUNDS, QUICK_ROUNDS = 5, 3
+
 # Half a core of other work is what two systems that run in turn can share fairly.
 _BUSY_SHARE = 0.25
 
 
-NAMES = (images.NAME, loadtest.NAME, disagg.NAME)
+NAMES = (images.NAME, loadtest.NAME, disagg.NAME, fabric.NAME, autoconfig.NAME)
 
 Say = Callable[[str], None]
 Take = Callable[[Say], Iterator[Result]]
@@ -29,7 +32,10 @@ Take = Callable[[Say], Iterator[Result]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What the command line asked for. ``models`` None: the starter's; empty ``workloads``/``systems``: all."""
+    """What the command line asked for. ``models`` None: the starter's; empty ``workloads``/``systems``: all.
+
+    ``data``: the folder with published tables; ``tables``: recorded ones. Both are for the tuner's benchmark.
+    """
 
     rounds: int
     name: str = images.NAME
@@ -39,6 +45,15 @@ class Job:
     record: bool = False
     overwrite: bool = False
     results: Path | None = None
+    data: Path | None = None
+    tables: tuple[Path, ...] = ()
+
+
+def rounds_of(name: str, *, quick: bool) -> int:
+    """How often everything is measured if nobody says so; the tuner's rounds are seeds."""
+    if name == autoconfig.NAME:
+        return autoconfig.QUICK_SEEDS if quick else autoconfig.SEEDS
+    return QUICK_ROUNDS if quick else ROUNDS
 
 
 def measure(job: Job, *, say: Say) -> dict[str, Any]:
@@ -66,9 +81,18 @@ def _definition(job: Job) -> tuple[list[str], Take]:
     if job.name == loadtest.NAME:
         taken = partial(loadtest.measure, rounds=job.rounds, systems=job.systems)
         return [loadtest.WORKLOAD], lambda say: iter([taken(say=say)])
+    if job.name == fabric.NAME:
+        names = list(job.workloads or fabric.NAMES)
+        measured = partial(fabric.measure, rounds=job.rounds, only=job.workloads)
+        return names, lambda say: iter([measured(say=say)])
     if job.name == disagg.NAME:
         names = list(job.workloads or disagg.NAMES)
         return names, lambda say: disagg.measure(rounds=job.rounds, only=job.workloads, systems=job.systems, say=say)
+    if job.name == autoconfig.NAME:
+        names = list(job.workloads or autoconfig.NAMES)
+        return names, lambda say: autoconfig.measure(
+            rounds=job.rounds, only=job.workloads, systems=job.systems, data=job.data, recorded=job.tables, say=say
+        )
     try:
         benchmark = images.definition(job.models or _starter(), only=job.workloads, systems=job.systems)
     except KeyError as error:

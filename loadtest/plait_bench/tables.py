@@ -41,6 +41,10 @@ _SHOWN: Mapping[str, _Shown] = {
     "cpu_s_per_1000": _Shown("CPU s per 1,000"),
     "goodput_per_s": _Shown("requests/s"),
     "crossing_bytes": _Shown("bytes"),
+    "gb_per_s": _Shown("GB/s"),
+    "round_trip_us": _Shown("us"),
+    "one_way_us": _Shown("us one way"),
+    "alpha_us": _Shown("us, alpha"),
 }
 _ALONE = frozenset({"crossing_bytes"})
 """Metrics that have a table of their own: ``<!-- bench:NAME METRIC -->``."""
@@ -48,6 +52,7 @@ _LIBRARIES: Mapping[str, tuple[str, ...]] = {
     "images": ("torch", "diffusers", "peft"),
     "loadtest": (),
     "disagg": ("torch",),
+    "fabric": (),
 }
 
 
@@ -94,11 +99,13 @@ def _lines(rows: Sequence[Mapping[str, Any]], run: Sequence[Mapping[str, Any]]) 
 
 
 def _value(row: Mapping[str, Any] | None) -> str:
-    """Median, and the layout it was taken in."""
+    """Median, the layout it was taken in, and whether it is a model's."""
     if row is None:
         return ""
     number = f"{row['value']:,.0f}" if row["value"] >= 1000 else f"{row['value']:.3g}"
-    return f"{number} ({row['layout']})" if row["layout"] else number
+    remarks = [row["layout"]] if row["layout"] else []
+    remarks += ["modelled"] if row.get("kind") == "modelled" else []
+    return f"{number} ({', '.join(remarks)})" if remarks else number
 
 
 def _ratio(row: Mapping[str, Any] | None) -> str:

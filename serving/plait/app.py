@@ -6,6 +6,7 @@ two deployments per recommendation model.
 """
 
 # No `from __future__ import annotations` here: Serve reads the class of `build`'s argument from its signature.
+import os
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,16 +19,20 @@ from plait_serving.deployments.engine import MAX_ONGOING_REQUESTS, EngineReplica
 from plait_serving.deployments.ingress import Ingress, RankModel
 from plait_serving.deployments.lazy import LazyControlNet, LazyRankWorker
 from plait_serving.deployments.rank_source import PackageSource, RankSource
+from plait_serving.deployments.scaling import autoscaling
 from plait_serving.recommend_config import (
     WORKER_CPUS,
     CnSection,
     HnSection,
     RankRole,
     RecommenderSection,
+    Replicas,
     WholeSection,
 )
 
 if TYPE_CHECKING:
+    from fastapi import APIRouter
+
     from plait_serving.http.context import HttpSettings
 
 APP_NAME = "plait"
@@ -53,10 +58,15 @@ def compose(
     server, recommenders = args.server, args.recommenders
     engine = None if source is None or args.images is None else _engine(args.images, source, drain_s=server.drain_s)
     sources = {name: PackageSource(section.folder) for name, section in recommenders.items()} | dict(rank_sources or {})
-    rankers = {name: _ranker(name, section, sources[name]) for name, section in recommenders.items()}
-    models = {
-        name: RankModel(source=sources[name], replicas=section.parts[section.asked].replicas)
+    hns = {
+        name: _bound(name, section, "hn", sources[name])
         for name, section in recommenders.items()
+        if section.mode == "split"
+    }
+    rankers = {name: _ranker(name, section, sources[name], hns.get(name)) for name, section in recommenders.items()}
+    models = {
+        name: RankModel(source=sources[name], replicas=part.least, most_replicas=part.most)
+        for name, part in ((name, section.parts[section.asked]) for name, section in recommenders.items())
     }
     ingress = serve.deployment(serve.ingress()(Ingress)).options(
         name=INGRESS,
@@ -65,7 +75,8 @@ def compose(
         graceful_shutdown_timeout_s=server.drain_s,
         **_COMMON,
     )
-    return ingress.bind(engine, partial(http_settings, server), rankers, models)
+    routers = partial(tuning_routers, args) if args.tuning.enabled else tuple
+    return ingress.bind(engine, partial(http_settings, server), rankers, models, hns, routers=routers)
 
 
 _COMMON: dict[str, Any] = {
@@ -89,6 +100,20 @@ def http_settings(server: ServerSection) -> "HttpSettings":
         for key in server.api_keys
     )
     return HttpSettings(api_keys=keys, max_body_bytes=server.largest_body_bytes, preprocessors=PREPROCESSORS)
+
+
+def tuning_routers(args: AppArgs) -> "tuple[APIRouter, ...]":
+    """The routes of tuning jobs; called in the ingress replica."""
+    import yaml
+
+    from plait.state import state_root
+    from plait.tuning.actor import ActorTuningService
+    from plait.tuning.desk import DeskSettings
+    from plait.tuning.http import tuning_router
+
+    config = yaml.safe_dump(args.model_dump(mode="json", exclude={"tuning"}))
+    folder = args.tuning.folder or state_root(os.environ) / "tuning"
+    return (tuning_router(ActorTuningService(DeskSettings(folder=folder, config=config, live=args.tuning.live))),)
 
 
 def _engine(images: ImagesSection, source: EngineSource, *, drain_s: float) -> serve.Application:
@@ -116,25 +141,32 @@ def _controlnet(name: str, section: ControlNetSection, images: ImagesSection) ->
     return deployment.bind(name=name, folder=str(section.folder), dtype=images.dtype, device=images.device)
 
 
-def _ranker(name: str, section: RecommenderSection, source: RankSource) -> serve.Application:
+def _ranker(
+    name: str, section: RecommenderSection, source: RankSource, hns: serve.Application | None
+) -> serve.Application:
     """The deployment that the ingress asks, with the one behind it."""
+    if hns is None:
+        return _bound(name, section, "whole", source)
+    return _bound(name, section, "cn", source, hns=hns, hn_count=section.hn.least, most_hns=section.hn.most)
 
-    def bind(role: RankRole, **more: Any) -> serve.Application:
-        part = section.parts[role]
-        return _rank_worker(name, role, part).bind(
-            name=name, source=source, role=role, knobs=part.knobs.model_dump(mode="json"), **more
-        )
 
-    if section.mode == "whole":
-        return bind("whole")
-    return bind("cn", hns=bind("hn"), hn_count=section.hn.replicas)
+def _bound(
+    name: str, section: RecommenderSection, role: RankRole, source: RankSource, **more: Any
+) -> serve.Application:
+    part = section.parts[role]
+    return _rank_worker(name, role, part).bind(
+        name=name, source=source, role=role, knobs=part.knobs.model_dump(mode="json"), omp_wait=part.omp_wait, **more
+    )
 
 
 def _rank_worker(name: str, role: RankRole, part: CnSection | HnSection | WholeSection) -> serve.Deployment:
     num_gpus = 0.0 if isinstance(part, CnSection) else part.num_gpus
+    count: dict[str, Any] = {"num_replicas": part.replicas}
+    if isinstance(part.replicas, Replicas):
+        count = {"autoscaling_config": autoscaling(part.replicas)}
     return serve.deployment(LazyRankWorker).options(
         name=worker_name(name, role),
-        num_replicas=part.replicas,
+        **count,
         ray_actor_options={"num_cpus": WORKER_CPUS, "num_gpus": num_gpus},
         user_config=part.knobs.model_dump(mode="json"),
         **_COMMON,

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,13 +105,39 @@ class Cluster:
             logging_config={"enable_access_log": False},
         )
 
-    def deploy(self, application: Any, *, name: str) -> None:
-        """Hands the application to Serve and returns; `state` tells how it goes."""
+    @property
+    def gcs_address(self) -> str:
+        """Where other processes of this user can attach to this Ray."""
+        import ray
+
+        return str(ray.get_runtime_context().gcs_address)
+
+    def deploy(
+        self, application: Any, *, name: str, versions: Mapping[str, str] | None = None, route_prefix: str = "/"
+    ) -> None:
+        """Hands the application to Serve and returns; `state` tells how it goes.
+
+        ``versions`` by deployment: replicas whose version is the one that runs already are kept, and only get new
+        knobs. Without versions every replica is started anew.
+        """
         from ray import serve
 
         self._app_name = name
-        target = serve.RunTarget(target=application, name=name, route_prefix="/")
+        _pin(application, versions or {})
+        target = serve.RunTarget(target=application, name=name, route_prefix=route_prefix)
         serve.run_many([target], wait_for_applications_running=False)
+
+    def delete(self, name: str | None = None) -> None:
+        """Takes the application away (or another, by name), and waits until it is gone."""
+        from ray import serve
+
+        if (app_name := name or self._app_name) is not None:
+            serve.delete(app_name)
+
+    def detach(self) -> None:
+        """Lets go of a Ray that we attached to; whatever runs there goes on."""
+        self._app_name = None
+        self.stop(hurry=lambda: False)
 
     def state(self) -> DeploymentState:
         """How far the application is."""
@@ -173,6 +199,24 @@ class Cluster:
             ray.shutdown()
         except Exception:
             _log.exception("stopping Ray")
+
+
+def _pin(application: Any, versions: Mapping[str, str]) -> None:
+    """Gives the deployments of a bound application their versions.
+
+    Serve took the public way to say them (``options(version=...)``) away, but honours them still
+    (``ServeControllerClient.deploy_applications``, Ray 2.60).
+    """
+    from ray import serve
+
+    if isinstance(application, serve.Application):
+        deployment = application._bound_deployment
+        deployment._version = versions.get(deployment.name)
+        for argument in (*deployment.init_args, *deployment.init_kwargs.values()):
+            _pin(argument, versions)
+    elif isinstance(application, Mapping):
+        for value in application.values():
+            _pin(value, versions)
 
 
 def _in_thread(work: Callable[[], None], name: str, *, timeout_s: float, hurry: Callable[[], bool]) -> None:

@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from plait.errors import ConfigError
-from plait_serving.config import INGRESS_CPUS, ImagesSection
+from plait_serving.config import INGRESS_CPUS, FolderPath, ImagesSection
 from plait_serving.recommend_config import RecommenderSection, RecommendSection
 
 INGRESS, ENGINE, CONTROLNET_PREFIX = "ingress", "engine", "controlnet-"
@@ -56,6 +56,16 @@ class ServerSection(Section):
             return False
 
 
+class TuningSection(Section):
+    """Tuning jobs over HTTP (``/v1/tuning/jobs``, for admins). Off by default: a job starts processes."""
+
+    enabled: bool = False
+    folder: Annotated[
+        FolderPath | None, Field(description="where jobs are kept; unset: tuning, in plait's state folder")
+    ] = None
+    live: Annotated[bool, Field(description="whether a job may tune the application that users are on")] = False
+
+
 class Served(Section):
     """What is served, and to whom: all that the application needs of a plait.yaml.
 
@@ -65,6 +75,15 @@ class Served(Section):
     server: ServerSection = ServerSection()
     images: ImagesSection | None = ImagesSection()
     recommend: RecommendSection | None = RecommendSection()
+    tuning: TuningSection = TuningSection()
+
+    @model_validator(mode="after")
+    def _tuning_has_an_admin(self) -> Self:
+        keys = self.server.api_keys
+        guarded = any(key.role == "admin" for key in keys) if keys else self.server.is_loopback
+        if self.tuning.enabled and not guarded:
+            raise ValueError("tuning over HTTP starts processes: server.api_keys must have a key with the role admin")
+        return self
 
     @model_validator(mode="after")
     def _serves_something(self) -> Self:

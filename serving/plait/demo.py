@@ -1,5 +1,5 @@
 """`plait demo`: a server of its own, pictures over HTTP, a contact sheet, the times they took, films ranked for two
-people, a short load test."""
+people, a short load test; then a tuning job of three trials on a clone."""
 
 from __future__ import annotations
 
@@ -73,20 +73,24 @@ TOGETHER = (
 
 
 def run(out: Path, *, say: Callable[[str], None]) -> Path:
-    """Starts a server, makes every scene, ranks films, writes a load report into ``out``, stops it. Returns the contact
-    sheet's path."""
+    """Starts a server, makes every scene, ranks films, writes a load report into ``out``, stops it, tunes a clone.
+    Returns the contact sheet's path."""
     out.mkdir(parents=True, exist_ok=True)
     started_s = time.monotonic()
     with own_server() as url:
         say(f"server ready at {url} after {time.monotonic() - started_s:.1f} s")
         pictures = play(lambda body: post(url, body), out, say=say)
-        if offers_ranking(url):
+        if ranks := offers_ranking(url):
             import httpx2
 
             with httpx2.Client() as client:
                 rank_for_everybody(lambda body: post_rank(client, url, body), say=say)
         say(smoke(url, out / "load.html"))
     say("server stopped")
+    if ranks:
+        from plait.demo_tuning import tune_recommender
+
+        say(tune_recommender(out / "tune"))
     sheet = out / "contact-sheet.png"
     contact_sheet(pictures).save(sheet)
     return sheet

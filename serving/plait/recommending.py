@@ -9,7 +9,7 @@ from typing import Any
 
 from plait.errors import PlaitError
 from plait_disagg.package.errors import PackageError
-from plait_disagg.package.read import Package, open_package
+from plait_disagg.refresh.live import Live, open_live
 from plait_disagg.workers.whole import WholeRanker
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
@@ -21,17 +21,18 @@ __all__ = ["recommend"]
 def recommend(folder: Path, body: Mapping[str, Any]) -> Mapping[str, Any]:
     """The answer of POST /v1/recommend for the model in ``folder``. Raises `PlaitError` with the server's message."""
     try:
-        package = open_package(folder)
-        return asyncio.run(_ask(package, body))
+        live = open_live(folder, sparse=True, dense=True)
+        return asyncio.run(_ask(live, body))
     except PackageError as error:
         raise PlaitError(str(error)) from error
 
 
-async def _ask(package: Package, body: Mapping[str, Any]) -> Mapping[str, Any]:
+async def _ask(live: Live, body: Mapping[str, Any]) -> Mapping[str, Any]:
     import httpx2
 
-    ranker = WholeRanker(package.card(), package.sparse(), package.dense())
-    models = {package.manifest.name: Recommender(ranker=ranker, items=package.items)}
+    assert live.sparse is not None
+    ranker = WholeRanker(live.card(), live.sparse, live.dense[live.dense_version])
+    models = {live.package.manifest.name: Recommender(ranker=ranker, items=live.package.items)}
     app = create_app(None, HttpSettings(), recommenders=models)
     try:
         transport = httpx2.ASGITransport(app=app)

@@ -26,7 +26,10 @@ _LONGEST_TEMP_FOLDER = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """Who runs on the port, and what it started. ``ray_folder`` is Ray's temporary folder; None if only attached."""
+    """Who runs on the port, and what it started. ``ray_folder`` is Ray's temporary folder; None if only attached.
+
+    ``gcs_address``: where others can attach to that Ray; None until it runs.
+    """
 
     run_id: str
     boot_id: str
@@ -34,6 +37,7 @@ class RunRecord:
     url: str
     address: str
     ray_folder: str | None = None
+    gcs_address: str | None = None
     processes: tuple[ProcessId, ...] = ()
 
     def to_json(self) -> str:
@@ -140,6 +144,17 @@ class PortState:
         """Remembers the processes of the run."""
         if self._record is not None:
             self.write(replace(self._record, processes=tuple(sorted(processes))))
+
+    def note_ray(self, gcs_address: str) -> None:
+        """Remembers where the run's Ray can be reached."""
+        if self._record is not None:
+            self.write(replace(self._record, gcs_address=gcs_address))
+
+    def write_config(self, text: str) -> None:
+        """Keeps the configuration that the run serves, for those who change its knobs while it runs."""
+        path = self.folder / "config.yaml"
+        path.write_text(text)
+        path.chmod(0o600)
 
     def forget(self) -> None:
         """The run has ended and left nothing."""

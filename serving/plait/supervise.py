@@ -25,9 +25,10 @@ from urllib.parse import urlsplit
 
 from plait import processes
 from plait.cluster import Cluster
-from plait.config import PlaitConfig
+from plait.config import PlaitConfig, dump_config
 from plait.console import Console
 from plait.errors import PlaitError, ServeError, StateError
+from plait.restarts import versions
 from plait.state import PortState, RunRecord, scratch_root, state_root
 from plait_serving.deployments.logs import LOG_PATH_VARIABLE
 
@@ -166,37 +167,27 @@ class _Run:
             )
         self._write_record()
         if self._ray_folder is not None:
-            self._cluster = self._start_ray(self._ray_folder, num_cpus)
+            self._cluster = start_ray(
+                self._config,
+                self._state,
+                run_id=self._run_id,
+                folder=self._ray_folder,
+                port=self._port,
+                num_cpus=num_cpus,
+                say=self._console.progress,
+            )
+            self._state.note_ray(self._cluster.gcs_address)
         else:
             self._cluster = Cluster.attach(self._config, port=self._port)
         self._signals.install()
         self._note_processes()
-        self._cluster.deploy(compose(self._config), name=self._app_name)
+        self._state.write_config(dump_config(self._config))
+        self._cluster.deploy(
+            compose(self._config), name=self._app_name, versions=versions(self._config, salt=self._run_id)
+        )
         self._signals.interrupts = False
         self._wait_until_healthy(self._cluster)
         self._serving = True
-
-    def _start_ray(self, folder: Path, num_cpus: int) -> Cluster:
-        """Ray gives its processes 30 s to find each other, which a busy machine may exceed: so it gets a second try."""
-        for last in (False, True):
-            folder.mkdir(mode=0o700)
-            try:
-                return Cluster.start_local(
-                    self._config,
-                    port=self._port,
-                    num_cpus=num_cpus,
-                    temp_folder=folder,
-                    token_path=self._state.token_path(),
-                )
-            except Exception:
-                if last:
-                    raise
-                _log.exception("Ray did not start; once more")
-                self._console.progress("plait: Ray did not start in time; trying once more")
-                Cluster.abandon()
-                processes.end(processes.members(self._run_id, os.getpid()))
-                _remove_ray_folder(folder, logs_to=None)
-        raise AssertionError("unreachable")
 
     def _wait_until_healthy(self, cluster: Cluster) -> None:
         until_s = time.monotonic() + self._config.server.ready_timeout_s
@@ -244,7 +235,7 @@ class _Run:
         if self._ray_folder is not None:
             known |= processes.members(self._run_id, os.getpid())
             left = processes.end(known, grace_s=0.0 if hurry() else 2.0)
-            _remove_ray_folder(self._ray_folder, logs_to=self._state.folder / "ray-logs" if keep_logs else None)
+            remove_ray_folder(self._ray_folder, logs_to=self._state.folder / "ray-logs" if keep_logs else None)
         if not left:
             self._state.forget()
         self._console.progress("plait: stopped")
@@ -286,7 +277,7 @@ def clean_up(state: PortState) -> tuple[processes.ProcessId, ...]:
         ended = tuple(left)
         if survivors := processes.end(left):
             raise ServeError(f"could not end process {survivors[0].pid} that an earlier run left behind")
-        _remove_ray_folder(Path(record.ray_folder), logs_to=None)
+        remove_ray_folder(Path(record.ray_folder), logs_to=None)
     state.forget()
     return ended
 
@@ -302,7 +293,38 @@ def clean_up_others(root: Path) -> None:
                 other.release()
 
 
-def _remove_ray_folder(folder: Path, *, logs_to: Path | None) -> None:
+def start_ray(
+    config: PlaitConfig,
+    state: PortState,
+    *,
+    run_id: str,
+    folder: Path,
+    port: int,
+    num_cpus: int,
+    say: Callable[[str], None],
+) -> Cluster:
+    """A Ray of our own with its files in ``folder``, which is made; our processes carry ``run_id`` by now.
+
+    Ray gives its processes 30 s to find each other, which a busy machine may exceed: so it gets a second try.
+    """
+    for last in (False, True):
+        folder.mkdir(mode=0o700)
+        try:
+            return Cluster.start_local(
+                config, port=port, num_cpus=num_cpus, temp_folder=folder, token_path=state.token_path()
+            )
+        except Exception:
+            if last:
+                raise
+            _log.exception("Ray did not start; once more")
+            say("plait: Ray did not start in time; trying once more")
+            Cluster.abandon()
+            processes.end(processes.members(run_id, os.getpid()))
+            remove_ray_folder(folder, logs_to=None)
+    raise AssertionError("unreachable")
+
+
+def remove_ray_folder(folder: Path, *, logs_to: Path | None) -> None:
     """Removes Ray's temporary folder, but only one of ours; its logs may be kept."""
     if folder.parent != scratch_root() or not folder.name.startswith("r-") or folder.is_symlink():
         return
@@ -351,11 +373,11 @@ def _listener(host: str, port: int) -> socket.socket:
 
 
 def health(url: str, *, timeout_s: float = 5.0) -> str | None:
-    """None if ``/health`` answers 200, else what is wrong."""
+    """None if ``/health`` below the URL answers 200, else what is wrong."""
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
     try:
-        connection.request("GET", "/health")
+        connection.request("GET", f"{parts.path}/health")
         answer = connection.getresponse()
         body = answer.read(10_000)
     except (OSError, http.client.HTTPException) as error:

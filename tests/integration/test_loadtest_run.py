@@ -192,6 +192,18 @@ def test_ctrl_c_keeps_what_there_is(server):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_a_run_without_hope_is_ended_early(server):
+    """Whoever watches may end it: the result says why, and what was done until then is kept."""
+    scenario = scenario_of(server.url, arrivals={"kind": "constant", "rate_per_s": 100}, duration_s=60)
+    started_s = time.monotonic()
+    result = go(scenario, stop_when=lambda told: "enough was seen" if told.done >= 50 else None)
+    assert time.monotonic() - started_s < 20
+    assert (result.interrupted, result.abandoned) == (True, "enough was seen")
+    kept = outcomes(result.records)
+    assert kept[Outcome.OK] >= 50
+    assert kept[Outcome.OK] + kept[Outcome.INTERRUPTED] == 6000
+
+
 def test_a_worker_that_dies_is_named(server):
     """The other worker's records are kept, its own read as interrupted, and the result says so."""
     scenario = scenario_of(server.url, arrivals={"kind": "constant", "rate_per_s": 100}, duration_s=2.0, processes=2)

@@ -56,7 +56,8 @@ class Deployed:
         """Status and JSON; a body makes it a POST."""
         data = None if body is None else json.dumps(body).encode()
         try:
-            with urllib.request.urlopen(urllib.request.Request(self.url + path, data=data), timeout=30) as answer:
+            request = urllib.request.Request(self.url + path, data=data, headers={"content-type": "application/json"})
+            with urllib.request.urlopen(request, timeout=60) as answer:
                 return answer.status, json.loads(answer.read() or "null")
         except urllib.error.HTTPError as error:
             with error:
@@ -145,9 +146,11 @@ async def test_a_refresh_reaches_all_workers_of_a_model(deployed: Deployed, tmp_
     body = {"parameters": {"update": str(update)}}
     loading = asyncio.create_task(asyncio.to_thread(deployed.get, "/v2/repository/models/parts/load", body))
     answers = []
-    while not loading.done() or answers[-1].version == "1":
+    while not loading.done():
         answers.append(await ranker.rank(refresh_kit.request(parts, 0)))
     assert loading.result() == (200, {"name": "parts", "version": "2"})
+    answers.append(await ranker.rank(refresh_kit.request(parts, 0)))
+    assert answers[-1].version == "2"
     twin = refresh_kit.twin(parts.folder, tmp_path / "twin")
     scores = {
         version: refresh_kit.scores(it, refresh_kit.request(it, 0)) for version, it in (("1", parts), ("2", twin))

@@ -48,7 +48,7 @@ class FakeSource:
         return FakeHosted(self.step_s)
 
 
-def main() -> int:
+def main(source: FakeSource = FakeSource()) -> int:
     """Serves until a signal."""
     from plait.config import PlaitConfig, load_config
     from plait.errors import PlaitError
@@ -57,7 +57,7 @@ def main() -> int:
     def compose_fake(config: PlaitConfig) -> Any:
         from plait.app import AppArgs, compose  # imports Ray, whose environment is set by then
 
-        return compose(AppArgs(server=config.server, images=config.images, recommend=config.recommend), FakeSource())
+        return compose(AppArgs(server=config.server, images=config.images, recommend=config.recommend), source)
 
     overrides = [f"server.port={sys.argv[1]}", "images.controlnets={}", "recommend=null", *sys.argv[2:]]
     config = load_config(overrides=overrides)

@@ -13,16 +13,13 @@ from plait.errors import PlaitError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)
 
-# As many as make a 20th and an 80th percentile mean something in a quarter of an hour on two cores.
-ROUNDS, QUICK_ROUNDS = 5, 3
-
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(help="which benchmark: images, loadtest, disagg")],
+    name: Annotated[str, typer.Argument(help="which benchmark: images, loadtest, disagg, fabric, autoconfig")],
     *,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help=f"{QUICK_ROUNDS} rounds instead of {ROUNDS}")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="fewer rounds, or seeds")] = False,
     out: Annotated[Path | None, typer.Option(help="write the document to this file too")] = None,
     record: Annotated[bool, typer.Option("--record", help="append the rows to the results file")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace recorded rows with the same key")] = False,
@@ -31,23 +28,29 @@ def bench(
     workload: Annotated[list[str] | None, typer.Option(help="only this workload; may be repeated")] = None,
     system: Annotated[list[str] | None, typer.Option(help="only this system; may be repeated")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="how often everything is measured")] = None,
+    data: Annotated[
+        Path | None, typer.Option(envvar="PLAIT_BENCH_DATA", help="autoconfig: the folder with published tables")
+    ] = None,
+    table: Annotated[list[Path] | None, typer.Option(help="autoconfig: a recorded table; may be repeated")] = None,
 ) -> None:
     """Measures plait and its peers in turn; data on stdout, progress on stderr."""
     from plait_bench.errors import BenchError
-    from plait_bench.job import NAMES, Job, measure, text_table
+    from plait_bench.job import NAMES, Job, measure, rounds_of, text_table
 
     if name not in NAMES:
         print(f"plait bench: there is no benchmark {name!r}; there is: {', '.join(NAMES)}", file=sys.stderr)
         raise typer.Exit(2)
     job = Job(
         name=name,
-        rounds=rounds or (QUICK_ROUNDS if quick else ROUNDS),
+        rounds=rounds or rounds_of(name, quick=quick),
         models=models,
         workloads=tuple(workload or ()),
         systems=tuple(system or ()),
         record=record,
         overwrite=overwrite,
         results=results,
+        data=data,
+        tables=tuple(table or ()),
     )
     try:
         document = measure(job, say=_say)

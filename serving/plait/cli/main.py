@@ -19,8 +19,10 @@ COMMANDS = {
     "recommend": "rank items without a server",
     "models": "list, verify and package models, ControlNets, LoRAs and recommenders",
     "deploy": "render manifests for Ray Serve",
+    "tune": "find the cheapest configuration that is fast enough, by measuring",
     "loadtest": "measure a server under load; compare two reports",
     "bench": "side-by-side benchmarks",
+    "links": "models of RDMA links: list, calibrate",
     "demo": "start, make pictures, show them, stop",
     "doctor": "check this machine and this installation",
 }

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from plait.cli.packaging import cut_model, package_model
+from plait.cli.refreshing import fold_model, make_update, refresh_model
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)
 
@@ -74,6 +75,9 @@ def verify_models(
 
 app.command("package")(package_model)
 app.command("cut")(cut_model)
+app.command("update")(make_update)
+app.command("refresh")(refresh_model)
+app.command("fold")(fold_model)
 
 
 def _say(made: int, asked: int) -> None:

@@ -61,7 +61,7 @@ def _serve(config: PlaitConfig) -> int:
 def _compose(config: PlaitConfig) -> Any:
     from plait.app import AppArgs, build  # imports Ray, whose environment is set by now
 
-    return build(AppArgs(server=config.server, images=config.images, recommend=config.recommend))
+    return build(AppArgs(server=config.server, images=config.images, recommend=config.recommend, tuning=config.tuning))
 
 
 def _yaml(value: str | int) -> str:

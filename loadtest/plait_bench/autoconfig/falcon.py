@@ -1,0 +1,68 @@
+"""The table of the Falcon paper (SoCC 2022): 30 models x 1,440 configurations, with Morphling's five knobs.
+
+Its structure must be known to read the results: all models share one surface, and what they differ by is noise without
+structure. So the mean of the sources, in a fixed order, is nearly as good as can be; learning from trials can not help.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+
+from plait_autoconfig.designers.protocols import Context
+from plait_autoconfig.knobs import ChoiceKnob, IntKnob
+from plait_autoconfig.objective import Objective, maximise
+from plait_autoconfig.space import Space
+from plait_autoconfig.values import Outcome, Value
+from plait_bench.autoconfig.tasks import Service, Suite, Task
+from plait_bench.errors import BenchError
+
+METRIC = "goodput_per_cost"
+_COLUMN = "norm.(rps/budget)"
+_READ: dict[str, Callable[[str], Value]] = {
+    "batchsize": int, "cpus": int, "gpumem": float, "gpupower": int, "gputype": str
+}  # fmt: skip
+SPACE = Space(
+    (
+        ChoiceKnob(name="batchsize", values=(4, 8, 16, 32, 64, 128), ordered=True),
+        IntKnob(name="cpus", low=1, high=5),
+        ChoiceKnob(name="gpumem", values=(0.8, 1.2, 1.6, 2.4), ordered=True, unit="GB"),
+        ChoiceKnob(name="gpupower", values=(50, 75, 100), ordered=True, unit="%"),
+        ChoiceKnob(name="gputype", values=("M60", "K80", "T4", "V100")),
+    )
+)
+
+
+def suite(folder: Path) -> Suite:
+    """The 12 targets, with the 18 sources as library. Raises `BenchError` if the files are not as published."""
+    library = tuple(service.as_run() for service in _services(folder / "sources"))
+    tasks = tuple(
+        Task(name=service.context.service, service=service, library=library)
+        for service in _services(folder / "targets")
+    )
+    return Suite(name="falcon", tasks=tasks, trials=30, marks=(1, 5, 10, 30), shared=True)
+
+
+def _services(folder: Path) -> list[Service]:
+    paths = sorted(folder.glob("reg-*.csv"))
+    if not paths:
+        raise BenchError(f"{folder} has no reg-*.csv")
+    return [_service(path) for path in paths]
+
+
+def _service(path: Path) -> Service:
+    found = {}
+    with path.open(encoding="utf-8", newline="") as lines:
+        for row in csv.DictReader(lines):
+            config = {name: read(row[name]) for name, read in _READ.items()}
+            found[SPACE.key(config)] = Outcome.measured(**{METRIC: float(row[_COLUMN])})
+    cells = [SPACE.key(cell) for cell in SPACE.cells()]
+    if set(found) != set(cells):
+        raise BenchError(f"{path} does not have each of the {len(cells)} configurations once")
+    return Service(
+        space=SPACE,
+        objective=Objective((maximise(METRIC),)),
+        truth=tuple(found[cell] for cell in cells),
+        context=Context(service=path.stem.removeprefix("reg-")),
+    )

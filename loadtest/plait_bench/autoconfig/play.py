@@ -1,0 +1,70 @@
+"""One search of one designer on one task, and what came of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from plait_autoconfig.designers.protocols import Designer
+from plait_autoconfig.errors import Exhausted
+from plait_autoconfig.values import Trial
+from plait_bench.autoconfig.tasks import Task
+
+Make = Callable[[Task, int], Designer]
+"""``(task, seed) -> a fresh designer``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """By trial: the true ``regrets`` of the configuration that would be applied then, and which trials were ``bad``.
+
+    A search that tried every cell ends early; its last regret holds from then on. ``ask_s``: time per proposal.
+    """
+
+    regrets: tuple[float, ...]
+    bad: tuple[bool, ...]
+    ask_s: tuple[float, ...]
+
+    def regret_at(self, trial: int) -> float:
+        """After so many trials."""
+        return self.regrets[min(trial, len(self.regrets)) - 1]
+
+    def trials_to(self, regret: float) -> int:
+        """The first trial with at most this regret; one more than there were, if none had."""
+        return next((n for n, each in enumerate(self.regrets, 1) if each <= regret + 1e-12), len(self.regrets) + 1)
+
+    def bad_between(self, first: int, last: int) -> int:
+        """Infeasible trials, both ends included."""
+        return sum(self.bad[first - 1 : last])
+
+
+def play(make: Make, task: Task, *, seed: int, trials: int) -> Curve:
+    """Asks, shows and tells ``trials`` times. What would be applied is the best of what was shown."""
+    service = task.service
+    designer = make(task, seed)
+    rng = np.random.default_rng([seed, 1])
+    told: list[Trial] = []
+    regrets, bad, ask_s = [], [], []
+    best_shown, best_regret = -np.inf, 1.0
+    goal = service.objective.require_one_goal()
+    for number in range(trials):
+        started_s = time.perf_counter()
+        try:
+            config = designer.ask()
+        except Exhausted:
+            break
+        ask_s.append(time.perf_counter() - started_s)
+        at = service.index[service.space.key(config)]
+        repeat = sum(each.config == config for each in told)
+        outcome = service.show(at, repeat, rng)
+        told.append(Trial(number=number, config=config, outcome=outcome, seed=seed, repeat=repeat))
+        designer.tell(told[-1])
+        feasible = service.objective.feasible(outcome)
+        bad.append(not feasible)
+        if feasible and -goal.loss(outcome.metrics) > best_shown:
+            best_shown, best_regret = -goal.loss(outcome.metrics), service.regret(at)
+        regrets.append(best_regret)
+    return Curve(regrets=tuple(regrets), bad=tuple(bad), ask_s=tuple(ask_s))

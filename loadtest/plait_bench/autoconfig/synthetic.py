@@ -1,0 +1,137 @@
+"""Families of made-up services with a known optimum, noise, and configurations that run out of memory.
+
+A service is a roofline: a batch costs a fixed time plus time per request, threads speed it up by Amdahl's law, replicas
+multiply it until they share too few cores, half precision speeds it up by a factor of its own. Goodput counts only what
+is in time. Memory grows with replicas, batch and precision; beyond the machine's memory a configuration fails. Services
+of a family differ in all these constants, so that no order of configurations fits all of them.
+
+`misleading` replaces the library by services of which only the worst configurations are good.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from plait_autoconfig.designers.protocols import Context
+from plait_autoconfig.knobs import ChoiceKnob, IntKnob
+from plait_autoconfig.library import LibraryRun
+from plait_autoconfig.objective import GOODPUT_PER_COST, Objective, maximise
+from plait_autoconfig.space import Space
+from plait_autoconfig.values import Config, FailureKind, Outcome
+from plait_bench.autoconfig.tasks import Service, Suite, Task
+
+NOISE = 0.03
+_CORES, _TASKS, _SOURCES = 8, 6, 8
+_REMEMBERED = 80  # cells of each past service
+_INFEASIBLE = 0.3  # of the cells of every service
+_TRIALS = 30
+
+SPACE = Space(
+    (
+        ChoiceKnob(name="batch", values=(1, 2, 4, 8, 16, 32, 64), ordered=True),
+        IntKnob(name="threads", low=1, high=8),
+        IntKnob(name="replicas", low=1, high=4),
+        ChoiceKnob(name="wait_ms", values=(0, 2, 5, 10, 20), ordered=True, unit="ms"),
+        ChoiceKnob(name="precision", values=("fp32", "bf16"), ordered=True),
+    ),
+    ("threads * replicas <= 16",),
+)
+OBJECTIVE = Objective((maximise(GOODPUT_PER_COST),))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Constants:
+    """Of one service. Times in ms for one request on one thread at fp32."""
+
+    fixed_ms: float
+    request_ms: float
+    parallel: float
+    bf16_gain: float
+    slo_ms: float
+    weights: float
+    activations: float
+    idle_cost: float
+
+    @classmethod
+    def drawn(cls, rng: np.random.Generator) -> _Constants:
+        def between(low: float, high: float) -> float:
+            return float(np.exp(rng.uniform(np.log(low), np.log(high))))
+
+        return cls(
+            fixed_ms=between(2.0, 40.0), request_ms=between(0.5, 10.0), parallel=float(rng.uniform(0.6, 0.97)),
+            bf16_gain=between(0.8, 2.0), slo_ms=between(60.0, 400.0), weights=between(0.5, 4.0),
+            activations=between(0.02, 0.3), idle_cost=between(0.5, 3.0),
+        )  # fmt: skip
+
+    def goodput_per_cost(self, config: Config) -> float:
+        """Of a configuration, if it fits."""
+        batch, threads, replicas = (float(config[name]) for name in ("batch", "threads", "replicas"))
+        speed = 1.0 / ((1.0 - self.parallel) + self.parallel / threads)
+        speed *= self.bf16_gain if config["precision"] == "bf16" else 1.0
+        speed *= min(1.0, _CORES / (threads * replicas)) ** 1.2  # oversubscribed cores also lose to switching
+        wait_ms = float(config["wait_ms"])
+        filled = 1.0 + (batch - 1.0) * (1.0 - np.exp(-(wait_ms + 3.0) / 6.0))
+        step_ms = (self.fixed_ms + filled * self.request_ms) / speed
+        in_time = 1.0 / (1.0 + (1.6 * (step_ms + wait_ms) / self.slo_ms) ** 6)
+        per_s = 1e3 * replicas * filled / step_ms * in_time
+        return float(per_s / (self.idle_cost + min(_CORES, threads * replicas) + 0.5 * replicas))
+
+    def memory(self, config: Config) -> float:
+        """In arbitrary units."""
+        each = self.weights + self.activations * float(config["batch"])
+        return float(config["replicas"]) * each * (0.6 if config["precision"] == "bf16" else 1.0)
+
+
+def services(count: int, rng: np.random.Generator) -> list[Service]:
+    """A family."""
+    return [_service(_Constants.drawn(rng), f"synthetic-{n}") for n in range(count)]
+
+
+def _service(constants: _Constants, name: str) -> Service:
+    cells = SPACE.cells()
+    memory = np.array([constants.memory(cell) for cell in cells])
+    limit = float(np.quantile(memory, 1.0 - _INFEASIBLE))
+    oom = Outcome.failed(FailureKind.OUT_OF_MEMORY, "more than the machine has")
+    truth = tuple(
+        oom if need > limit else Outcome.measured(**{GOODPUT_PER_COST: constants.goodput_per_cost(cell)})
+        for cell, need in zip(cells, memory, strict=True)
+    )
+    context = Context(service=name)
+    return Service(space=SPACE, objective=OBJECTIVE, truth=truth, context=context, noise=NOISE)
+
+
+def suites(*, seed: int = 0) -> tuple[Suite, Suite, Suite]:
+    """``synthetic`` (each service against a library of its family), the same without one, and with a misleading one."""
+    rng = np.random.default_rng(seed)
+    family = services(_TASKS + _SOURCES, rng)
+    new, old = family[:_TASKS], family[_TASKS:]
+    good = tuple(service.as_run(_tried(service, rng)) for service in old)
+    bad = tuple(turned.as_run(_tried(turned, rng)) for turned in map(_upside_down, old))
+
+    def suite(name: str, library: tuple[LibraryRun, ...]) -> Suite:
+        tasks = tuple(Task(name=each.context.service, service=each, library=library) for each in new)
+        return Suite(name=name, tasks=tasks, trials=_TRIALS, marks=(1, 5, 10, 30), shared=True)
+
+    return suite("synthetic", good), suite("synthetic-cold", ()), suite("synthetic-misled", bad)
+
+
+def _tried(service: Service, rng: np.random.Generator) -> list[int]:
+    """The cells that a past job tried: a part of them, and half of those good ones."""
+    best = np.argsort(-service.values, kind="stable")[: len(service.values) // 5]
+    some = [rng.permutation(best)[: _REMEMBERED // 2], rng.permutation(len(service.values))[: _REMEMBERED // 2]]
+    return sorted(set(np.concatenate(some).tolist()))
+
+
+def _upside_down(service: Service) -> Service:
+    """The same service, but what was good is bad. What failed fails."""
+    known = service.values[service.values > 0]
+    turn = float(known.min() * known.max())
+    truth = tuple(
+        each
+        if each.failure is not None
+        else Outcome.measured(**{GOODPUT_PER_COST: turn / each.metrics[GOODPUT_PER_COST]})
+        for each in service.truth
+    )
+    return replace(service, truth=truth)

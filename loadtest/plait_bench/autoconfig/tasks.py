@@ -1,0 +1,106 @@
+"""What a designer is judged on: a service whose every configuration is known, so that the optimum is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plait_autoconfig.designers.protocols import Context
+from plait_autoconfig.library import LibraryRun
+from plait_autoconfig.objective import Objective
+from plait_autoconfig.space import Space
+from plait_autoconfig.values import Config, Outcome, Trial
+
+
+@dataclass(frozen=True)
+class Service:
+    """One service of a table: the true outcome of every cell, in the order of ``space.cells()``.
+
+    ``shown``: what trials of a cell show, the n-th trial the n-th of them; empty: the truth with ``noise`` (standard
+    deviation of the logarithm of each metric).
+    """
+
+    space: Space
+    objective: Objective
+    truth: tuple[Outcome, ...]
+    context: Context
+    noise: float = 0.0
+    shown: Mapping[int, tuple[Outcome, ...]] = field(default_factory=dict)
+
+    @cached_property
+    def values(self) -> NDArray[np.float64]:
+        """(N,) of the goal, as a positive number that is better when higher; 0 for what is infeasible."""
+        goal = self.objective.require_one_goal()
+        found = np.zeros(len(self.truth))
+        for index, outcome in enumerate(self.truth):
+            if self.objective.feasible(outcome):
+                value = outcome.metrics[goal.metric]
+                found[index] = value if goal.direction == "max" else 1.0 / value
+        return found
+
+    @cached_property
+    def index(self) -> dict[object, int]:
+        """Of the cells, by key."""
+        return {self.space.key(cell): at for at, cell in enumerate(self.space.cells())}
+
+    def regret(self, at: int) -> float:
+        """1 - value / optimum of a cell; 1 if it is infeasible."""
+        return float(1.0 - self.values[at] / self.values.max())
+
+    def show(self, at: int, repeat: int, rng: np.random.Generator) -> Outcome:
+        """What a trial of the cell shows."""
+        if at in self.shown:
+            return self.shown[at][repeat % len(self.shown[at])]
+        truth = self.truth[at]
+        if truth.failure is not None or self.noise == 0.0:
+            return truth
+        factors = np.exp(self.noise * rng.standard_normal(len(truth.metrics)))
+        return Outcome(metrics={name: v * f for (name, v), f in zip(truth.metrics.items(), factors, strict=True)})
+
+    def as_run(self, cells: Sequence[int] | None = None) -> LibraryRun:
+        """What a library remembers of it: all cells once, or some."""
+        configs: Sequence[Config] = self.space.cells()
+        some = range(len(configs)) if cells is None else cells
+        return LibraryRun(
+            run_id=self.context.service,
+            service=self.context.service,
+            trials=tuple(Trial(number=n, config=configs[at], outcome=self.truth[at]) for n, at in enumerate(some)),
+            workload=self.context.workload,
+            hardware=self.context.hardware,
+        )
+
+
+@dataclass(frozen=True)
+class Task:
+    """A service to tune, and the past services that may be learned from. ``name``: of the service."""
+
+    name: str
+    service: Service
+    library: tuple[LibraryRun, ...]
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A workload of the benchmark. ``trials`` are allowed in each search; ``marks``: after which regret is reported.
+
+    ``shared``: all tasks have the same space and library, so that what is learned from it can be shared.
+    """
+
+    name: str
+    tasks: tuple[Task, ...]
+    trials: int
+    marks: tuple[int, ...]
+    shared: bool = False
+
+
+def leave_one_out(services: Mapping[str, Service]) -> tuple[Task, ...]:
+    """Each service once as the new one, and all others as the library."""
+    runs = {name: service.as_run() for name, service in services.items()}
+    return tuple(
+        Task(name=name, service=service, library=tuple(run for other, run in runs.items() if other != name))
+        for name, service in services.items()
+    )

@@ -1,0 +1,31 @@
+"""See the package."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from plait_bench.cells.run import measure
+from plait_bench.cells.workloads import WORKLOADS
+
+
+def main() -> None:
+    """Measures one workload."""
+    parser = argparse.ArgumentParser(prog="python -m plait_bench.cells")
+    parser.add_argument("workload", choices=sorted(WORKLOADS))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--sample", type=int)
+    parser.add_argument("--again", type=int, default=10)
+    given = parser.parse_args()
+    measure(
+        WORKLOADS[given.workload],
+        given.out,
+        sample=given.sample,
+        again=given.again,
+        say=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""The diffusion engine in this process, as the server builds it, under a closed loop of callers."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from plait_autoconfig.knobs import ChoiceKnob
+from plait_autoconfig.space import Space
+from plait_autoconfig.values import Config, Outcome
+from plait_bench.cells.values import CellWorkload, Subject, outcome_of
+from plait_bench.errors import SystemFailed
+from plait_bench.images.drawings import control_map
+from plait_bench.images.models import open_models
+from plait_bench.images.workloads import CONTROLNETS, LORA_SETS, PROMPTS, SCHEDULERS, Order
+from plait_serving.config import STARTER_FOLDER
+from plait_serving.diffusion.assemble import EngineSettings, build_engine
+from plait_serving.diffusion.engine import Engine
+from plait_serving.diffusion.knobs import Exact, Knobs, Placement
+from plait_serving.diffusion.lora.source import FolderSource
+from plait_serving.diffusion.values import ControlRef, Event, Failed, Finished, ImageRequest, LoraRef, Scheduler
+
+__all__ = ["EngineWorkload"]
+
+_TIMEOUT_S = 120.0
+
+_WAITS_MS = (0.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
+
+SPACE = Space(
+    (
+        ChoiceKnob(name="largest_batch", values=(1, 2, 3, 4, 6, 8, 12, 16), ordered=True, unit="images"),
+        ChoiceKnob(
+            name="batch_wait_ms", values=(0.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0), ordered=True, unit="ms"
+        ),
+        ChoiceKnob(name="threads", values=(1, 2), ordered=True, unit="cores"),
+        ChoiceKnob(name="exact", values=("alone", "never")),
+    )
+)
+"""224 cells."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineWorkload(CellWorkload):
+    """``callers`` ask for ``pictures`` in all. ``loras``: LoRA sets in the mix (0: none); ``controlled``: the share of
+    pictures with a ControlNet, in quarters."""
+
+    callers: int
+    pictures: int
+    steps: int
+    loras: int = 0
+    controlled: int = 0
+
+    @contextmanager
+    def open(self) -> Iterator[Subject]:
+        """See `CellWorkload`."""
+        names = frozenset(name for loras in LORA_SETS for name, _ in loras)
+        models = open_models(STARTER_FOLDER, controlnets=frozenset(CONTROLNETS), loras=names)
+        assembled = build_engine(
+            EngineSettings(
+                model=models.base,
+                dtype="float32",
+                device="cpu",
+                lora_source=FolderSource(next(iter(models.loras.values())).parent),
+                controlnets=models.controlnets,
+                knobs=Knobs(controlnet_placement=Placement.LOCAL),
+            )
+        )
+        try:
+            yield _EngineSubject(self, assembled.engine, assembled.bundle.width, assembled.bundle.height)
+        finally:
+            assembled.engine.stop(drain_s=0.0)
+
+    def orders(self, seed: int) -> list[Order]:
+        """The same pictures for every configuration; the steps vary around the mean as users' do."""
+        return [
+            Order(
+                prompt=PROMPTS[i % len(PROMPTS)],
+                seed=1000 * seed + i,
+                steps=self.steps + (-1, 0, 1, 0)[i % 4],
+                scheduler=SCHEDULERS[i % len(SCHEDULERS)],
+                loras=LORA_SETS[i % self.loras] if self.loras else (),
+                control=(CONTROLNETS[i % 2], i) if i % 4 < self.controlled else None,
+            )
+            for i in range(self.pictures)
+        ]
+
+
+class _EngineSubject:
+    def __init__(self, workload: EngineWorkload, engine: Engine, width: int, height: int) -> None:
+        self._workload = workload
+        self._engine = engine
+        self._size = width, height
+        self._numbers = count()
+
+    def measure(self, config: Config, *, seed: int) -> Outcome:
+        """See `Subject`. The first pictures warm up: a change of knobs may start threads, and merges LoRAs anew."""
+        given: dict[str, Any] = dict(config)
+        knobs = Knobs(controlnet_placement=Placement.LOCAL, **{**given, "exact": Exact(given["exact"])})
+        self._engine.reconfigure(knobs)
+        self._loop([self._request(order) for order in self._workload.orders(seed)[: self._workload.callers]])
+        requests = [self._request(order) for order in self._workload.orders(seed)]
+        started_s = time.monotonic()
+        latencies_ms = self._loop(requests)
+        wall_s = time.monotonic() - started_s
+        return outcome_of(latencies_ms, wall_s, slo_ms=self._workload.slo_ms, cores=float(given["threads"]))
+
+    def _loop(self, requests: Sequence[ImageRequest]) -> list[float]:
+        """Each caller asks for its next picture when it has one. Latencies in milliseconds."""
+        done: queue.SimpleQueue[tuple[float, Failed | Finished]] = queue.SimpleQueue()
+        waiting = list(reversed(requests))
+        latencies_ms: list[float] = []
+
+        def ask() -> None:
+            asked_s = time.monotonic()
+
+            def sink(event: Event) -> None:
+                if isinstance(event, Finished | Failed):
+                    done.put((time.monotonic() - asked_s, event))
+
+            self._engine.submit(waiting.pop(), sink)
+
+        for _ in range(min(self._workload.callers, len(requests))):
+            ask()
+        while len(latencies_ms) < len(requests):
+            taken_s, event = done.get(timeout=_TIMEOUT_S)
+            if isinstance(event, Failed):
+                raise SystemFailed(f"a picture failed: {event.error}") from event.error
+            latencies_ms.append(taken_s * 1e3)
+            if waiting:
+                ask()
+        return latencies_ms
+
+    def _request(self, order: Order) -> ImageRequest:
+        width, height = self._size
+        controls: tuple[ControlRef, ...] = ()
+        if order.control is not None:
+            name, drawing = order.control
+            controls = (ControlRef(name=name, image=control_map(name, drawing, width, height)),)
+        return ImageRequest(
+            request_id=f"cell-{next(self._numbers)}",
+            prompt=order.prompt,
+            width=width,
+            height=height,
+            steps=order.steps,
+            guidance_scale=order.guidance,
+            seed=order.seed,
+            scheduler=Scheduler(order.scheduler),
+            loras=tuple(LoraRef(name=name, scale=scale) for name, scale in order.loras),
+            controlnets=controls,
+        )

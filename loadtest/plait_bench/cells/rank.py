@@ -1,0 +1,117 @@
+"""A recommendation model cut in two, the CN in this process and the HN in another, under a closed loop of callers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from plait_autoconfig.knobs import ChoiceKnob
+from plait_autoconfig.space import Space
+from plait_autoconfig.values import Config, Outcome
+from plait_bench.cells.values import CellWorkload, Subject, outcome_of
+from plait_bench.disagg.ours import start_dense
+from plait_bench.disagg.packages import packaged
+from plait_disagg.models.configs import ids_per_bag
+from plait_disagg.models.requests import random_request
+from plait_disagg.package import Package, open_package
+from plait_disagg.workers.cn import CnCore
+from plait_disagg.workers.knobs import WorkerKnobs
+from plait_disagg.workers.ranker import CoreRanker
+from plait_disagg.workers.values import RankRequest
+
+__all__ = ["RankWorkload"]
+
+SPACE = Space(
+    (
+        ChoiceKnob(name="cn_threads", values=(1, 2), ordered=True, unit="cores"),
+        ChoiceKnob(name="hn_threads", values=(1, 2), ordered=True, unit="cores"),
+        ChoiceKnob(name="largest_batch_rows", values=(64, 256, 1024, 4096, 16384), ordered=True, unit="candidates"),
+        ChoiceKnob(name="window", values=(1, 2, 4, 8), ordered=True, unit="batches"),
+        ChoiceKnob(name="wire", values=("float32", "float16", "int8")),
+    )
+)
+"""240 cells."""
+
+_WARM_UP = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankWorkload(CellWorkload):
+    """``requests`` of ``candidates`` each by ``callers``, for a named configuration with ``scale`` of its rows."""
+
+    model: str
+    scale: float
+    candidates: int
+    callers: int
+    requests: int
+
+    @contextmanager
+    def open(self) -> Iterator[Subject]:
+        """See `CellWorkload`."""
+        package = open_package(packaged(self.model, self.scale, say=lambda _: None))
+        subject = _RankSubject(self, package)
+        try:
+            yield subject
+        finally:
+            subject.close()
+
+
+class _RankSubject:
+    """One CN for each number of HN threads, which is fixed when an HN starts; only one works at a time."""
+
+    def __init__(self, workload: RankWorkload, package: Package) -> None:
+        self._workload = workload
+        self._package = package
+        self._cores = {
+            threads: CnCore(package.card(), package.sparse(), start_dense(package, threads)) for threads in (1, 2)
+        }
+
+    def measure(self, config: Config, *, seed: int) -> Outcome:
+        """See `Subject`."""
+        given: dict[str, Any] = dict(config)
+        cn_threads, hn_threads = given.pop("cn_threads"), given.pop("hn_threads")
+        core = self._cores[hn_threads]
+        core.reconfigure(WorkerKnobs(threads=cn_threads, **given))
+        requests = self._requests(seed)
+        _run(core, requests[:_WARM_UP], self._workload.callers)
+        started_s = time.monotonic()
+        latencies_ms = _run(core, requests, self._workload.callers)
+        wall_s = time.monotonic() - started_s
+        cores = float(cn_threads + hn_threads)
+        return outcome_of(latencies_ms, wall_s, slo_ms=self._workload.slo_ms, cores=cores)
+
+    def close(self) -> None:
+        for core in self._cores.values():
+            core.stop(drain_s=0.0)
+
+    def _requests(self, seed: int) -> list[RankRequest]:
+        manifest, workload = self._package.manifest, self._workload
+        return [
+            random_request(
+                manifest.inputs, manifest.bounds, model="model", candidates=workload.candidates,
+                ids_per_bag=ids_per_bag(workload.model), seed=10_000 * seed + i,
+            )
+            for i in range(workload.requests)
+        ]  # fmt: skip
+
+
+def _run(core: CnCore, requests: Sequence[RankRequest], callers: int) -> list[float]:
+    """Each caller asks the next one when it has an answer. Latencies in milliseconds."""
+    ranker, left, latencies_ms = CoreRanker(core), list(reversed(requests)), list[float]()
+
+    async def call() -> None:
+        while left:
+            request = left.pop()
+            asked_s = time.monotonic()
+            await ranker.rank(request)
+            latencies_ms.append((time.monotonic() - asked_s) * 1e3)
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(call() for _ in range(callers)))
+
+    asyncio.run(all_of_them())
+    return latencies_ms

@@ -1,0 +1,89 @@
+"""Measures the cells of a workload into a file of the library's format; what is there already is not measured again."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from plait_autoconfig.library import LibraryRun
+from plait_autoconfig.objective import max_goodput_per_cost
+from plait_autoconfig.rows import load_lines, run_line, trial_line
+from plait_autoconfig.values import Config, Hardware, Trial
+from plait_bench.cells.values import CellWorkload
+from plait_bench.host import commit, cores, host_facts
+from plait_bench.tables import ROOT
+
+__all__ = ["measure"]
+
+OBJECTIVE = max_goodput_per_cost()
+AGAIN = 2
+"""More trials of each of the best cells, with other requests."""
+
+Say = Callable[[str], None]
+
+
+def measure(workload: CellWorkload, path: Path, *, sample: int | None, again: int, say: Say) -> None:
+    """Every cell, or ``sample`` of them; then the ``again`` best `AGAIN` times more, in turn."""
+    run = _begin(workload, path)
+    trials = list(run.trials)
+    with workload.open() as subject, path.open("a", encoding="utf-8") as file:
+
+        def take(config: Config, repeat: int) -> None:
+            began_s = time.monotonic()
+            outcome = subject.measure(config, seed=repeat)
+            trial = Trial(
+                number=len(trials), config=config, outcome=outcome, duration_s=time.monotonic() - began_s,
+                seed=repeat, repeat=repeat,
+            )  # fmt: skip
+            trials.append(trial)
+            file.write(trial_line(run.run_id, trial) + "\n")
+            file.flush()
+            say(f"{workload.name} {len(trials)}: {dict(config)} {outcome.metrics.get('goodput_per_cost', 0):.1f}")
+
+        done = {workload.space.key(trial.config) for trial in trials}
+        left = [config for config in _chosen(workload, sample) if workload.space.key(config) not in done]
+        for config in left:
+            take(config, 0)
+        for config, repeat in _best_again(trials, again):
+            take(config, repeat)
+
+
+def _begin(workload: CellWorkload, path: Path) -> LibraryRun:
+    """The run that the file holds, or a new one."""
+    if path.is_file():
+        return load_lines(path.read_text(encoding="utf-8").splitlines()).runs[0]
+    facts = host_facts()
+    memory_bytes = int(float(facts["ram_gib"]) * 2**30)
+    run = LibraryRun(
+        run_id=workload.name,
+        service=workload.service,
+        trials=(),
+        units={knob.name: knob.unit for knob in workload.space.knobs},
+        workload=workload.features,
+        hardware=Hardware(name=str(facts["cpu"]), cpus=cores(), memory_bytes=memory_bytes, price_per_hour=cores()),
+        versions={"plait": commit(ROOT), **{name: str(facts[name]) for name in ("torch", "diffusers", "python")}},
+        goals=(str(OBJECTIVE),),
+        started_at=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(run_line(run) + "\n", encoding="utf-8")
+    return run
+
+
+def _chosen(workload: CellWorkload, sample: int | None) -> list[Config]:
+    """In a random order that is always the same: what is left of a stopped run is a sample too."""
+    cells = list(workload.space.cells())
+    random.Random(workload.name).shuffle(cells)
+    return cells if sample is None else cells[:sample]
+
+
+def _best_again(trials: Sequence[Trial], count: int) -> list[tuple[Config, int]]:
+    """The best by their first trials, each `AGAIN` times, in turn so that a slow minute does not hit only one."""
+    firsts = [trial for trial in trials if trial.repeat == 0 and OBJECTIVE.loss(trial.outcome) is not None]
+    best = sorted(firsts, key=lambda trial: OBJECTIVE.loss(trial.outcome) or 0.0)[:count]
+    done = {(tuple(sorted(trial.config.items())), trial.repeat) for trial in trials}
+    wanted = [(trial.config, repeat) for repeat in range(1, AGAIN + 1) for trial in best]
+    return [each for each in wanted if (tuple(sorted(each[0].items())), each[1]) not in done]

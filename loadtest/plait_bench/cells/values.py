@@ -1,0 +1,53 @@
+"""A workload whose configurations are measured, and what is measured of one."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from plait_autoconfig.space import Space
+from plait_autoconfig.values import Config, Outcome
+
+__all__ = ["CellWorkload", "Subject", "outcome_of"]
+
+
+class Subject(Protocol):
+    """A running service whose knobs can be set."""
+
+    def measure(self, config: Config, *, seed: int) -> Outcome:
+        """One short trial: a closed loop of callers, the same requests for every configuration."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellWorkload:
+    """``slo_ms``: what counts as an answer in time. ``features`` describe the service and its load (`LibraryRun`)."""
+
+    name: str
+    service: str
+    space: Space
+    slo_ms: float
+    features: Mapping[str, float]
+
+    def open(self) -> AbstractContextManager[Subject]:
+        """The service, warm."""
+        raise NotImplementedError
+
+
+def outcome_of(latencies_ms: Sequence[float], wall_s: float, *, slo_ms: float, cores: float) -> Outcome:
+    """The metrics of a trial, under the names that a tuning job uses. A core costs 1 an hour.
+
+    The p99 of a few dozen requests is their largest but one or so: short trials are noisy, and say so by their repeats.
+    """
+    in_time = sum(latency <= slo_ms for latency in latencies_ms)
+    goodput_per_s = in_time / wall_s
+    return Outcome.measured(
+        goodput_per_s=goodput_per_s,
+        achieved_per_s=len(latencies_ms) / wall_s,
+        p50_ms=statistics.median(latencies_ms),
+        p99_ms=statistics.quantiles(latencies_ms, n=100, method="inclusive")[98],
+        cost_per_hour=cores,
+        goodput_per_cost=goodput_per_s / cores,
+    )

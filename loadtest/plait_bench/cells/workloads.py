@@ -1,0 +1,65 @@
+"""The workloads by name. Two of them are measured in full; of the others a sample makes the library."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from plait_bench.cells import engine, rank
+from plait_bench.cells.engine import EngineWorkload
+from plait_bench.cells.rank import RankWorkload
+from plait_bench.cells.values import CellWorkload
+
+__all__ = ["WORKLOADS"]
+
+
+def _images(
+    name: str, *, callers: int, pictures: int, steps: int, slo_ms: float, loras: int = 0, controlled: int = 0
+) -> EngineWorkload:
+    return EngineWorkload(
+        name=name,
+        service="images",
+        space=engine.SPACE,
+        slo_ms=slo_ms,
+        features={
+            "callers": callers, "steps": steps, "lora_sets": loras, "controlled_share": controlled / 4,
+            "slo_ms": slo_ms,
+        },
+        callers=callers,
+        pictures=pictures,
+        steps=steps,
+        loras=loras,
+        controlled=controlled,
+    )  # fmt: skip
+
+
+def _rank(
+    name: str, model: str, scale: float, *, candidates: int, callers: int, requests: int, slo_ms: float
+) -> RankWorkload:
+    return RankWorkload(
+        name=name,
+        service="recommend",
+        space=rank.SPACE,
+        slo_ms=slo_ms,
+        features={"callers": callers, "candidates": candidates, "slo_ms": slo_ms},
+        model=model,
+        scale=scale,
+        candidates=candidates,
+        callers=callers,
+        requests=requests,
+    )
+
+
+WORKLOADS: Mapping[str, CellWorkload] = {
+    workload.name: workload
+    for workload in (
+        _images("images-mixed", callers=6, pictures=24, steps=6, slo_ms=1500.0, loras=2, controlled=1),
+        _images("images-plain", callers=4, pictures=16, steps=8, slo_ms=1000.0),
+        _images("images-loras", callers=8, pictures=24, steps=4, slo_ms=1500.0, loras=4),
+        _images("images-controlled", callers=4, pictures=12, steps=6, slo_ms=1500.0, controlled=4),
+        _rank("rm1-64", "rm1", 0.125, candidates=64, callers=8, requests=240, slo_ms=20.0),
+        _rank("rm1-512", "rm1", 0.125, candidates=512, callers=4, requests=80, slo_ms=50.0),
+        _rank("criteo-64", "criteo-kaggle", 0.25, candidates=64, callers=8, requests=400, slo_ms=10.0),
+        _rank("rm2-64", "rm2", 0.125, candidates=64, callers=8, requests=120, slo_ms=50.0),
+    )
+}
+"""By name."""

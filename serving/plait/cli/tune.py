@@ -1,0 +1,168 @@
+"""``plait tune``: finds the configuration that does most for its money, measured. Data on stdout, progress on stderr.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage, 99 no configuration keeps the limits, 130 interrupted (run it again to go
+on).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from plait_autoconfig.jobs.state import JobState
+
+EXIT_FAILED, EXIT_NONE, EXIT_INTERRUPTED = 1, 99, 130
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)
+
+Job = Annotated[Path, typer.Argument(help="the job's folder, or its file if it ran into the usual folder")]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
+
+
+@app.callback()
+def tune() -> None:
+    """Finds the configuration that does most for its money, by measuring a clone of the service."""
+
+
+@app.command("run")
+def run_command(
+    job: Annotated[Path, typer.Argument(help="the job: a YAML file")],
+    out: Annotated[Path | None, typer.Option(help="folder of the job (default out/tune/NAME)")] = None,
+    *,
+    live: Annotated[
+        bool, typer.Option("--live", help="yes, tune the service that users are on (the job must say so too)")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Runs a job, or goes on with one that was stopped or killed; a second one beside it helps."""
+    from plait.tuning.work import run
+
+    state, folder = run(job, folder=out, live=live)
+    print(_document(state) if as_json else _answer(state))
+    print(f"report: {folder / 'report.html'}", file=sys.stderr)
+    raise typer.Exit(_exit_code(state))
+
+
+@app.command("status")
+def status_command(job: Job, *, as_json: AsJson = False) -> None:
+    """Says how far a job is: every measurement, the best so far, what is left."""
+    from plait.tuning.progress import headline, row_line
+    from plait.tuning.work import open_state
+
+    state, _ = open_state(job)
+    if as_json:
+        print(_document(state))
+        return
+    goals = tuple(goal.metric for goal in state.spec.goal.goals)
+    for row in state.rows:
+        print(row_line(row, goals))
+    print(f"{state.phase}{': ' + state.reason if state.reason else ''}; {headline(state)}")
+    for warning in state.warnings:
+        print(f"warning: {warning}")
+
+
+@app.command("best")
+def best_command(job: Job, *, as_json: AsJson = False) -> None:
+    """Prints the recommended knobs, or the best so far; exit code 99 if nothing keeps the limits."""
+    from plait.tuning.work import open_state
+
+    state, _ = open_state(job)
+    config = _best(state)
+    if config is None:
+        print(state.binding or "nothing was measured yet", file=sys.stderr)
+        raise typer.Exit(EXIT_NONE)
+    knobs = state.spec.settings(config)
+    answer = state.recommendation
+    print(answer.sentence if answer is not None else "the best so far; not confirmed", file=sys.stderr)
+    print(json.dumps(knobs, indent=1) if as_json else "\n".join(f"{name}: {value}" for name, value in knobs.items()))
+
+
+@app.command("apply")
+def apply_command(
+    job: Job,
+    config: Annotated[Path | None, typer.Argument(help="the plait.yaml to write into (default: the job's own)")] = None,
+    *,
+    port: Annotated[
+        int | None, typer.Option(help="change the server that runs on this port instead", min=1, max=65535)
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="show the difference and stop")] = False,
+    unconfirmed: Annotated[bool, typer.Option("--unconfirmed", help="the best so far will do")] = False,
+) -> None:
+    """Writes the recommended knobs into a plait.yaml, comments kept, or gives them to a running server."""
+    from plait.errors import PlaitError
+    from plait.tuning.applying import apply_to_file, apply_to_server
+    from plait.tuning.work import open_state
+
+    state, _ = open_state(job)
+    chosen = state.recommendation.config if state.recommendation is not None else None
+    if chosen is None and unconfirmed:
+        chosen = _best(state)
+    if chosen is None:
+        raise PlaitError(f"the job recommends nothing (yet): {state.binding or state.reason or state.phase}")
+    knobs = state.spec.settings(chosen)
+    if port is not None:
+        print(apply_to_server(knobs, port=port, dry_run=dry_run), end="")
+        return
+    own = state.spec.target.config
+    if config is None and own is None:
+        raise PlaitError("the job tunes plait's default configuration: name the plait.yaml to write into")
+    print(apply_to_file(knobs, config or Path(str(own)), dry_run=dry_run), end="")
+
+
+@app.command("report")
+def report_command(
+    job: Job, out: Annotated[Path | None, typer.Option(help="file (default: report.html in the job's folder)")] = None
+) -> None:
+    """Writes the report of a job, finished or not: one HTML file that opens offline. Prints its path."""
+    from plait.tuning.work import open_state, write_report
+
+    _, store = open_state(job)
+    path = out or store.folder / "report.html"
+    write_report(store, path)
+    print(path)
+
+
+@app.command("compare")
+def compare_command(
+    jobs: Annotated[list[Path], typer.Argument(help="two jobs or more: folders or files")], *, as_json: AsJson = False
+) -> None:
+    """Shows jobs side by side: what each found, how sure, for how many trials."""
+    from plait.tuning.work import open_state
+    from plait_autoconfig.report.compare import compare, comparison_text, comparison_to_json
+
+    if len(jobs) < 2:
+        raise typer.BadParameter("name two jobs or more", param_hint="JOBS")
+    found = compare([open_state(job)[0] for job in jobs])
+    print(json.dumps(comparison_to_json(found), indent=1) if as_json else comparison_text(found))
+
+
+def _best(state: JobState) -> Any:
+    if state.recommendation is not None:
+        return state.recommendation.config
+    return None if state.best is None else state.best.config
+
+
+def _answer(state: JobState) -> str:
+    """What a job ended with, in sentences."""
+    if state.answers:
+        return "\n".join(answer.sentence for answer in state.answers)
+    return state.binding or f"{state.phase}: {state.reason}"
+
+
+def _exit_code(state: JobState) -> int:
+    if state.phase in ("searching", "confirming", "cancelled"):
+        return EXIT_INTERRUPTED
+    if state.phase == "failed":
+        return EXIT_NONE if state.binding else EXIT_FAILED
+    return 0 if state.answers else EXIT_NONE
+
+
+def _document(state: JobState) -> str:
+    from plait_autoconfig.jobs.reporting import state_to_json
+
+    return json.dumps(state_to_json(state), indent=1)

@@ -1,0 +1,70 @@
+"""Updates of recommendation models: made from a retrained module, published to a running server, folded in."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from pathlib import Path
+from urllib.parse import quote, urlsplit
+
+from torch import nn
+
+from plait.errors import PlaitError
+from plait_disagg.graph.errors import GraphError
+from plait_disagg.package.errors import PackageError
+from plait_disagg.package.manifest import Manifest
+from plait_disagg.refresh.errors import RefreshError
+from plait_disagg.refresh.fold import fold_updates
+from plait_disagg.refresh.make import make_update
+from plait_disagg.refresh.update import UpdateManifest, write_update
+
+__all__ = ["fold", "publish_over_http", "update"]
+
+_TIMEOUT_S = 900.0
+"""Beyond the longest wait of the server itself for its workers."""
+
+
+def update(module: nn.Module, package: Path, out: Path, *, version: str) -> UpdateManifest:
+    """Writes the update from the newest version of a package to a retrained module. Raises `PlaitError`."""
+    if out.exists():
+        raise PlaitError(f"{out} exists already")
+    try:
+        return write_update(out, make_update(package, module, version=version))
+    except (RefreshError, GraphError, PackageError, ValueError) as error:
+        raise PlaitError(str(error)) from error
+    except OSError as error:
+        raise PlaitError(f"{error.filename or out}: {error.strerror}") from error
+
+
+def fold(package: Path, out: Path) -> Manifest:
+    """Writes a package with its updates inside. Raises `PlaitError`."""
+    try:
+        return fold_updates(package, out)
+    except PackageError as error:
+        raise PlaitError(str(error)) from error
+    except OSError as error:
+        raise PlaitError(f"{error.filename or out}: {error.strerror}") from error
+
+
+def publish_over_http(url: str, model: str, folder: Path, *, api_key: str | None) -> str:
+    """Has a running server publish an update, which its machine must see under the same path; the version that is
+    served then. Raises `PlaitError` with the server's own words."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise PlaitError(f"{url!r} is not http://HOST:PORT")
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {api_key}"} if api_key else {})
+    body = json.dumps({"parameters": {"update": str(folder.absolute())}})
+    connection = kind(parts.hostname, parts.port, timeout=_TIMEOUT_S)
+    path = f"{parts.path.rstrip('/')}/v2/repository/models/{quote(model, safe='')}/load"
+    try:
+        connection.request("POST", path, body, headers)
+        answer = connection.getresponse()
+        data = json.loads(answer.read())
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise PlaitError(f"{url}: {error}") from error
+    finally:
+        connection.close()
+    if answer.status != 200:
+        raise PlaitError(str(data.get("error", f"{url} answered {answer.status}")))
+    return str(data["version"])

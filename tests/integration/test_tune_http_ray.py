@@ -1,0 +1,95 @@
+"""Tuning jobs survive what happens to the processes around them: the desk's actor, the job's own process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+from starlette.testclient import TestClient
+
+from plait.config import TuningSection
+from plait.tuning.desk import DeskSettings
+from plait.tuning.desk_errors import NoSuchJob
+from plait.tuning.job_process import JobProcesses
+from plait_autoconfig.jobs.reporting import read_state
+from plait_autoconfig.jobs.store import JobStore
+from plait_serving.http.app import create_app
+from plait_serving.http.context import HttpSettings
+from support.tune_jobs import fake_source, job, job_text
+from support.tuning_desk import Threads
+
+TRIALS = {"budget": {"trials": 4}, "confirm": {"best": 1, "times": 1}}
+
+
+def until(condition, limit_s=60.0):
+    """Returns when the condition holds."""
+    end_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
+
+
+def finished(store):
+    """How many measurements are over."""
+    return [record.number for record in store.records() if record.status == "finished"]
+
+
+def test_a_job_process_ends_with_whoever_started_it_and_goes_on_later(tmp_path):
+    """When its standard input closes it stops in good order; the next one measures nothing again."""
+    store = JobStore.open_or_create(tmp_path, job(**TRIALS))
+    slow = JobProcesses(environ=os.environ, source=fake_source(seconds=0.5)).start(tmp_path, live=False)
+    until(lambda: finished(store))
+    slow.stop()
+    until(lambda: slow.wait(0.1) is not None)
+    before = finished(store)
+    assert read_state(store).phase == "searching"
+    assert (tmp_path / "progress.json").is_file()
+    quick = JobProcesses(environ=os.environ, source=fake_source()).start(tmp_path, live=False)
+    until(lambda: quick.wait(0.1) is not None)
+    assert quick.wait(0.0) == 0
+    state = read_state(store)
+    assert state.phase == "finished"
+    assert finished(store)[: len(before)] == before
+    assert (tmp_path / "report.html").stat().st_size > 10_000
+
+
+@pytest.mark.cluster
+async def test_the_actor_survives_its_clients_and_its_own_death(tmp_path, shared_serve):  # its Ray
+    """Another client finds the same desk; after kill -9 of the actor in the middle of a job the job is finished."""
+    import ray
+
+    from plait.tuning.actor import ActorTuningService
+
+    settings, runner = DeskSettings(folder=tmp_path / "jobs", config=""), Threads(seconds=0.2)
+    job_id = (await ActorTuningService(settings, runner=runner).submit(job_text(**TRIALS), "ops"))["id"]
+    service = ActorTuningService(settings, runner=runner)
+    while not (await service.since(job_id, 0))["measured"]:  # noqa: ASYNC110  # it is another process
+        await asyncio.sleep(0.1)
+    with pytest.raises(NoSuchJob):
+        await service.job("absent")
+    os.kill(await service._actor.__ray_call__.remote(_pid), signal.SIGKILL)
+    while (await service.job(job_id))["status"] != "finished":  # noqa: ASYNC110  # it is another process
+        await asyncio.sleep(0.1)
+    rows = (await service.job(job_id))["state"]["rows"]
+    assert [row["number"] for row in rows] == list(range(len(rows)))
+    assert sum(row["kind"] == "trial" and row["status"] == "finished" for row in rows) == 4
+    _check_routes(tmp_path / "jobs", job_id)
+    ray.kill(service._actor)
+
+
+def _check_routes(folder, job_id):
+    """What `plait serve` adds to its ingress reaches the same desk, and its errors come back as they are."""
+    from plait.app import AppArgs, tuning_routers
+
+    args = AppArgs(tuning=TuningSection(enabled=True, folder=folder))
+    client = TestClient(create_app(None, HttpSettings(), routers=tuning_routers(args)))
+    assert [each["id"] for each in client.get("/v1/tuning/jobs").json()["data"]] == [job_id]
+    answer = client.post("/v1/tuning/jobs", content="[]", headers={"content-type": "application/yaml"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_job")
+
+
+def _pid(_actor):
+    return os.getpid()

@@ -1,0 +1,151 @@
+"""Tuning for real: a clone on a Ray of its own, and a live server that is guarded and rolled back."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from plait import processes
+from plait.tuning import work
+from plait.tuning.live import left_notes, note_path
+from plait.tuning.recover import recover_all
+from plait_autoconfig.jobs.measurer import Kind
+from plait_autoconfig.values import FailureKind
+from support.live_app import COMPOSE, write_job
+from support.server import REPOSITORY, PlaitServer, free_port
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+ARGUMENTS = {"compose": COMPOSE}
+KNOBS = {
+    "batch": {"kind": "choice", "values": [8, 4], "sets": "engine.largest_batch"},
+    "wait": {"kind": "choice", "values": [0.0, 400.0], "sets": "engine.batch_wait_ms"},
+}
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The state folder, for this process and all that it starts."""
+    root = tmp_path_factory.mktemp("tune")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PLAIT_STATE_DIR", str(root / "state"))
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")]))
+        yield root
+
+
+@pytest.fixture(scope="module")
+def server(environment: Path) -> Iterator[PlaitServer]:
+    """A server that people might be on."""
+    port = free_port()
+    started = PlaitServer.launch(("support.live_app",), [str(port)], port=port, root=environment)
+    try:
+        yield started.wait_ready()
+    finally:
+        assert started.stop() == 0
+
+
+def knobs_in_force(server: PlaitServer) -> tuple[str, str]:
+    """Batch and wait that the engine was given last."""
+    found = re.findall(r"knobs: threads=\d+ batch=(\d+) wait=([\d.]+)", server.log())
+    return found[-1]
+
+
+def in_a_process(code: str) -> subprocess.CompletedProcess[str]:
+    """Runs it: a process can set the environment of Ray only once."""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.usefixtures("environment")
+def test_a_job_measures_a_clone_on_its_own_ray_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Knobs reach the running replicas without a restart, every trial has its metrics, and no process is left."""
+    monkeypatch.setenv("PLAIT_STATE_DIR", str(tmp_path / "state"))
+    state, folder = work.run(write_job(tmp_path), folder=tmp_path / "job", arguments=ARGUMENTS)
+    assert state.phase == "finished", state.reason
+    trials = [row for row in state.rows if row.kind is Kind.TRIAL]
+    assert len(trials) == 3
+    for row in trials:
+        assert row.restarted == ()
+        assert "engine reconfigured" in row.note
+        assert row.outcome is not None
+        assert row.outcome.failure is None
+        cores, cost = 1 + row.config["threads"], row.outcome.metrics["cost_per_hour"]
+        assert cost == pytest.approx(0.04 * cores + 0.005 * row.outcome.metrics["memory_gib"])
+        assert row.samples.memory_bytes > 50 << 20
+        assert (folder / "trials" / f"{row.number:04d}" / row.artefacts[0]).is_file()
+    assert (folder / "report.html").stat().st_size > 10_000
+    assert list((tmp_path / "state").glob("port-*/run.json")) == []
+
+
+def test_a_live_server_is_guarded_and_gets_its_own_configuration_back(server: PlaitServer, tmp_path: Path) -> None:
+    """A trial that hurts is broken off and rolled back, no replica is restarted, the original is there at the end."""
+    pids = server.replica_pids("engine")
+    live = {"guard": ["p95_ms <= 300", "error_rate <= 0.2"], "check_every_s": 0.25, "leave": "original"}
+    target = {"app": "images", "settings": {"server.port": server.port}, "live": live}
+    job = write_job(
+        tmp_path,
+        target=target,
+        knobs=KNOBS,
+        reference={"config": {"batch": 8, "wait": 0.0}, "every": 0},
+        budget={"trials": 3},
+        designer={"name": "grid"},
+    )
+    state, _ = work.run(job, folder=tmp_path / "job", live=True, arguments=ARGUMENTS)
+    outcomes = {(row.config["batch"], row.config["wait"]): row.outcome for row in state.rows}
+    hurt = [outcome for (_, wait), outcome in outcomes.items() if wait and outcome is not None]
+    assert hurt
+    assert {outcome.failure for outcome in hurt} == {FailureKind.TIME_OUT}
+    assert all("guard" in outcome.detail for outcome in hurt)
+    assert "wait=400.0" in server.log()
+    assert knobs_in_force(server) == ("16", "0.0")
+    assert server.replica_pids("engine") == pids
+    assert server.generate(prompt="x")[0] == 200
+
+
+def test_what_a_killed_tuner_left_is_rolled_back(server: PlaitServer, environment: Path) -> None:
+    """The original configuration is on disk before the first change, so the next tuner finds it and restores it."""
+    root = environment / "state"
+    code = (
+        "import os, signal; from pathlib import Path\n"
+        "from plait.tuning.knobs import apply_knobs; from plait.tuning.live import Live\n"
+        "from support.live_app import compose\n"
+        f"live = Live(compose, root=Path({str(root)!r}), port={server.port})\n"
+        "live.apply(apply_knobs(live.original, {'engine.largest_batch': 5}), limit_s=60)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = in_a_process(code)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert knobs_in_force(server) == ("5", "0.0")
+    assert left_notes(root) == [server.port]
+    said: list[str] = []
+    recover_all(root, say=said.append)
+    assert "has its own configuration again" in said[-1]
+    assert knobs_in_force(server) == ("16", "0.0")
+    assert not note_path(root, server.port).exists()
+    assert processes.is_running(server.record().command)
+
+
+def test_knobs_are_given_to_a_running_server(server: PlaitServer, environment: Path) -> None:
+    """They are told, take effect without a restart, and are from then on what the server's own configuration is."""
+    pids = server.replica_pids("engine")
+    code = (
+        "from plait.tuning.applying import apply_to_server\n"
+        f"for batch in (6, 16): print(apply_to_server({{'engine.largest_batch': batch}}, port={server.port}, "
+        "dry_run=False), end='')\n"
+    )
+    done = in_a_process(code)
+    assert done.stdout == "engine.largest_batch: 16 -> 6\nengine.largest_batch: 6 -> 16\n", done.stderr
+    assert [found[0] for found in re.findall(r"knobs: threads=\d+ batch=(\d+) (wait)", server.log())][-2:] == [
+        "6",
+        "16",
+    ]
+    assert server.replica_pids("engine") == pids
+    assert left_notes(environment / "state") == []

@@ -1,0 +1,96 @@
+"""The fake engine as an application that is tuned: its knobs have effects, and `compose` is what a measurer calls.
+
+Run as ``python -m support.live_app PORT [--set path=value ...]`` it is a server to tune live.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from plait.config import PlaitConfig
+from plait_serving.diffusion.knobs import Knobs
+from support.fake_serve import FakeHosted, FakeSource, main
+
+COMPOSE = "support.live_app:compose"
+CRASHING_BATCH, REFUSED_BATCH = 13, 14
+STEP_S = 0.01
+
+_log = logging.getLogger("plait_serving.fake")
+
+
+class KnobbedHosted(FakeHosted):
+    """A step takes ``batch_wait_ms`` longer; a batch of 13 kills at the first request, one of 14 is refused."""
+
+    def reconfigure(self, knobs: Knobs) -> None:
+        """Writes a line to the log."""
+        if knobs.largest_batch == REFUSED_BATCH:
+            raise ValueError("a batch of 14 is not to be had")
+        super().reconfigure(knobs)
+        self.service._step_s = STEP_S + knobs.batch_wait_ms / 1e3
+        if knobs.largest_batch == CRASHING_BATCH:
+            self.service.generate = lambda request: os._exit(1)  # type: ignore[method-assign]
+        _log.info("knobs: threads=%s batch=%s wait=%s", knobs.threads, knobs.largest_batch, knobs.batch_wait_ms)
+
+
+@dataclass(frozen=True)
+class KnobbedSource(FakeSource):
+    """The recipe."""
+
+    def open(self, controlnets: Mapping[str, Any]) -> KnobbedHosted:
+        """See EngineSource."""
+        return KnobbedHosted(STEP_S)
+
+
+def compose(config: PlaitConfig) -> Any:
+    """plait's application around the fake engine."""
+    from plait.app import AppArgs
+    from plait.app import compose as compose_app
+
+    return compose_app(AppArgs(server=config.server, images=config.images, recommend=None), KnobbedSource())
+
+
+def job_text(**changes: Any) -> str:
+    """A job of three trials with short loads. ``changes``: top-level settings over it."""
+    job: dict[str, Any] = {
+        "name": "fake",
+        "target": {"app": "images", "settings": {"images.controlnets": {}, "recommend": None}},
+        "knobs": {
+            "threads": {"kind": "choice", "values": [1, 2, 4], "ordered": True, "sets": "engine.threads"},
+            "batch": {"kind": "choice", "values": [4, 8], "sets": "engine.largest_batch"},
+        },
+        "scenarios": [
+            {
+                "target": {"api": "images"},
+                "arrivals": {"kind": "constant", "rate_per_s": 20},
+                "duration_s": 1.5,
+                "mix": [{"steps": {2: 1}}],
+                "slo": {"latency_ms": 1000},
+            }
+        ],
+        "limits": ["attainment >= 0.9"],
+        "budget": {"trials": 3},
+        "confirm": {"best": 0},
+        "reference": {"config": {"threads": 4, "batch": 8}, "every": 0},
+        "designer": {"name": "random"},
+        "trial_limit_s": 60,
+    }
+    return yaml.safe_dump(job | changes)
+
+
+def write_job(folder: Path, **changes: Any) -> Path:
+    """The job as a file."""
+    path = folder / "job.yaml"
+    path.write_text(job_text(**changes))
+    return path
+
+
+if __name__ == "__main__":
+    sys.exit(main(KnobbedSource()))

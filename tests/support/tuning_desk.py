@@ -1,0 +1,110 @@
+"""A desk for tuning jobs in this process: jobs are measured by the fake measurer, in a thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from plait.tuning.desk import DeskSettings, TuningDesk
+from plait.tuning.telling import note_progress
+from plait_autoconfig.errors import TunerError
+from plait_autoconfig.jobs.loop import run_job
+from plait_autoconfig.jobs.store import JobStore
+from plait_autoconfig.jobs.testing import fake_measurer
+from support.tune_jobs import DirectRunner, fake_source
+
+CONFIG = "images: {knobs: {threads: 1}}\n"
+
+
+class Thread:
+    """A job that is worked on; see `plait.tuning.desk.Work`."""
+
+    def __init__(self, folder: Path, arguments: Mapping[str, Any], dies: Callable[[], bool]) -> None:
+        self._folder, self._arguments, self._dies = folder, arguments, dies
+        self._stop, self._code = threading.Event(), 0
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout_s: float) -> int | None:
+        """See `Work.wait`."""
+        self._thread.join(timeout_s)
+        return None if self._thread.is_alive() else self._code
+
+    def stop(self) -> None:
+        """See `Work.stop`."""
+        self._stop.set()
+
+    def _run(self) -> None:
+        if self._dies():
+            self._code = -9
+            return
+        store = JobStore.open(self._folder)
+        runner = DirectRunner(fake_measurer(folder=self._folder, **self._arguments), store.spec)
+        try:
+            run_job(
+                store,
+                fake_source(),
+                runner=runner,
+                stop=self._stop.is_set,
+                on_event=lambda event: note_progress(self._folder, event),
+            )
+        except TunerError:
+            self._code = 1
+
+
+class Threads:
+    """Starts them. ``arguments``: the fake measurer's. ``deaths``: so many processes end before they did anything."""
+
+    def __init__(self, *, deaths: int = 0, **arguments: Any) -> None:
+        self.deaths, self.arguments = deaths, arguments
+        self.started: list[tuple[str, bool]] = []
+
+    def start(self, folder: Path, *, live: bool) -> Thread:
+        """See `RunsJobs.start`."""
+        self.started.append((folder.name, live))
+        return Thread(folder, self.arguments, lambda: len(self.started) <= self.deaths)
+
+
+class LocalTuningService:
+    """`TuningService` over a desk in this process."""
+
+    def __init__(self, desk: TuningDesk) -> None:
+        self.desk = desk
+        self._count = 0
+
+    async def submit(self, text: str, tenant: str) -> dict[str, Any]:
+        """See `TuningService`."""
+        self._count += 1
+        return self.desk.submit(text, tenant, f"{self._count:04}")
+
+    async def jobs(self) -> list[dict[str, Any]]:
+        """See `TuningService`."""
+        return self.desk.jobs()
+
+    async def job(self, job_id: str) -> dict[str, Any]:
+        """See `TuningService`."""
+        return self.desk.job(job_id)
+
+    async def cancel(self, job_id: str) -> dict[str, Any]:
+        """See `TuningService`."""
+        return self.desk.cancel(job_id)
+
+    async def since(self, job_id: str, known: int) -> dict[str, Any]:
+        """See `TuningService`."""
+        return self.desk.since(job_id, known)
+
+    async def report(self, job_id: str) -> str:
+        """See `TuningService`."""
+        return self.desk.report(job_id)
+
+
+def desk_in(folder: Path, runner: Threads, *, live: bool = False) -> TuningDesk:
+    """A desk that has not begun to work."""
+    return TuningDesk(DeskSettings(folder=folder, config=CONFIG, live=live), runner)
+
+
+def never() -> bool:
+    """Never stops."""
+    return False

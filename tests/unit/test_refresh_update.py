@@ -1,0 +1,212 @@
+"""An update is read whole or refused, and refused if it does not fit the package; the error names the field."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from plait_disagg.package import Package
+from plait_disagg.refresh.errors import BadUpdate
+from plait_disagg.refresh.live import checked
+from plait_disagg.refresh.update import Rows, Update, read_update, read_update_manifest, write_update
+from plait_disagg.tables.formats import encode_rows
+from support import refresh as kit
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    """Read only: nothing here changes it."""
+    return kit.packaged(tmp_path_factory.mktemp("refresh") / "parts")
+
+
+@pytest.fixture
+def made(package: Package) -> Update:
+    """An update that is fine."""
+    return kit.update(package, "1", "2", seed=1)
+
+
+def with_rows(made: Update, table: str, **changes: torch.Tensor) -> Update:
+    """The update with other ids or rows of a table."""
+    return dataclasses.replace(made, rows={**made.rows, table: dataclasses.replace(made.rows[table], **changes)})
+
+
+def with_constant(made: Update, name: str, tensor: torch.Tensor) -> Update:
+    """The update with another constant."""
+    return dataclasses.replace(made, constants={**made.constants, name: tensor})
+
+
+def spoilt(tensor: torch.Tensor, value: float) -> torch.Tensor:
+    """The tensor with one number replaced."""
+    other = tensor.clone()
+    other.view(-1)[-1] = value
+    return other
+
+
+def test_what_is_written_is_read(made, tmp_path):
+    """Names, versions and every bit."""
+    found = read_update(kit.written(tmp_path / "u", made))
+    assert (found.model, found.base, found.version) == ("parts", "1", "2")
+    assert all(torch.equal(found.rows[name].ids, rows.ids) for name, rows in made.rows.items())
+    assert all(torch.equal(found.rows[name].rows, rows.rows) for name, rows in made.rows.items())
+    assert found.constants.keys() == made.constants.keys()
+    assert all(torch.equal(found.constants[name], tensor) for name, tensor in made.constants.items())
+
+
+def test_a_part_can_be_read_alone(made, tmp_path):
+    """An HN need not read gigabytes of rows."""
+    folder = kit.written(tmp_path / "u", made)
+    (folder / "rows.safetensors").unlink()
+    found = read_update(folder, rows=False)
+    assert not found.rows
+    assert found.constants
+
+
+def cut_short(folder: Path) -> None:
+    """Half a file, as a copy that was interrupted leaves it."""
+    data = (folder / "rows.safetensors").read_bytes()
+    (folder / "rows.safetensors").write_bytes(data[: len(data) // 2])
+
+
+def rewritten(name: str, data: bytes) -> Callable[[Path], None]:
+    """Another file with its own check sum: whoever made it meant it."""
+
+    def spoil(folder: Path) -> None:
+        (folder / name).write_bytes(data)
+        change(folder, "files", {**manifest(folder)["files"], name: hashlib.sha256(data).hexdigest()})
+
+    return spoil
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    """update.json."""
+    found: dict[str, Any] = json.loads((folder / "update.json").read_text())
+    return found
+
+
+def change(folder: Path, key: str, value: Any) -> None:
+    """Another value in update.json."""
+    (folder / "update.json").write_text(json.dumps({**manifest(folder), key: value}))
+
+
+def changed(key: str, value: Any) -> Callable[[Path], None]:
+    """`change`, later."""
+    return lambda folder: change(folder, key, value)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "field"),
+    [
+        (lambda folder: (folder / "update.json").unlink(), "update.json"),
+        (lambda folder: (folder / "update.json").write_text("{"), "update.json"),
+        (lambda folder: (folder / "update.json").write_text("[]"), "update.json"),
+        (changed("surprise", 1), "update.json"),
+        (changed("format", 2), "update.json.format"),
+        (changed("format", True), "update.json.format"),
+        (changed("model", 7), "update.json.model"),
+        (changed("version", "../../etc"), "update.json.version"),
+        (changed("version", "1"), "update.json.version"),
+        (changed("base", ""), "update.json.base"),
+        (changed("rows", {"items": 1}), "update.json.rows"),
+        (changed("rows", ["items", "items"]), "update.json.rows"),
+        (changed("rows", ["items", "nobody"]), "rows.safetensors."),
+        (changed("constants", ["top.bias"]), "constants.safetensors."),
+        (changed("files", {}), "update.json.files"),
+        (changed("files", {"rows.safetensors": 1, "constants.safetensors": 2}), "update.json.files"),
+        (changed("files", {"rows.safetensors": "0", "constants.safetensors": "0"}), "update.json.files.rows"),
+        (cut_short, "update.json.files.rows.safetensors"),
+        (lambda folder: (folder / "constants.safetensors").unlink(), "constants.safetensors"),
+        (rewritten("constants.safetensors", b"\x00" * 40), "constants.safetensors"),
+        (rewritten("constants.safetensors", b""), "constants.safetensors"),
+        (rewritten("rows.safetensors", save({"x": torch.zeros(1)})), "rows.safetensors."),
+    ],
+)
+def test_a_spoilt_folder_is_refused(made, tmp_path, spoil, field):
+    """Whatever is wrong with it, by its field."""
+    folder = kit.written(tmp_path / "u", made)
+    spoil(folder)
+    with pytest.raises(BadUpdate) as refused:
+        read_update(folder)
+    assert refused.value.field.startswith(field)
+
+
+def test_an_update_that_changes_nothing_is_refused(tmp_path):
+    """It could only be a mistake."""
+    folder = kit.written(tmp_path / "u", Update(model="parts", base="1", version="2"))
+    with pytest.raises(BadUpdate, match="changes nothing"):
+        read_update_manifest(folder)
+
+
+def test_a_good_update_fits(package, made):
+    """Rows come out as the tables store them, in the order of their matrices."""
+    found = checked(package, made, "1")
+    assert {ids.numel() for ids, _ in found.values()} == {kit.LIKED // 3, kit.ITEMS // 3, kit.KINDS // 3}
+    assert all(bool((ids[1:] > ids[:-1]).all()) for ids, _ in found.values())
+
+
+def test_stored_rows_and_floats_mean_the_same(package, made):
+    """A trainer may quantise by itself."""
+    formats = {"liked": "int8", "items": "float32", "kinds": "float16"}
+    stored = dataclasses.replace(
+        made,
+        rows={name: Rows(ids=it.ids, rows=encode_rows(it.rows, formats[name])) for name, it in made.rows.items()},
+    )
+    one, other = checked(package, made, "1"), checked(package, stored, "1")
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[group][1], other[group][1]) for group in one)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "field"),
+    [
+        (lambda u: dataclasses.replace(u, model="other"), "update.json.model"),
+        (lambda u: dataclasses.replace(u, base="0"), "update.json.base"),
+        (lambda u: dataclasses.replace(u, rows={**u.rows, "nobody": u.rows["items"]}), "rows.nobody"),
+        (lambda u: with_rows(u, "items", ids=u.rows["items"].ids - 60), "rows.items.ids"),
+        (lambda u: with_rows(u, "items", ids=u.rows["items"].ids + kit.ITEMS), "rows.items.ids"),
+        (lambda u: with_rows(u, "items", ids=u.rows["items"].ids * 0), "rows.items.ids"),
+        (lambda u: with_rows(u, "items", ids=u.rows["items"].ids.int()), "rows.items.ids"),
+        (lambda u: with_rows(u, "items", ids=u.rows["items"].ids[:, None]), "rows.items.ids"),
+        (lambda u: with_rows(u, "items", ids=u.rows["items"].ids[:0]), "rows.items.ids"),
+        (lambda u: with_rows(u, "items", rows=u.rows["items"].rows[:, :-1]), "rows.items.rows"),
+        (lambda u: with_rows(u, "items", rows=u.rows["items"].rows[:-1]), "rows.items.rows"),
+        (lambda u: with_rows(u, "items", rows=u.rows["items"].rows.double()), "rows.items.rows"),
+        (lambda u: with_rows(u, "items", rows=spoilt(u.rows["items"].rows, float("nan"))), "rows.items.rows"),
+        (lambda u: with_rows(u, "liked", rows=spoilt(u.rows["liked"].rows, float("inf"))), "rows.liked.rows"),
+        (lambda u: with_rows(u, "kinds", rows=spoilt(u.rows["kinds"].rows, 1e6)), "rows.kinds.rows"),
+        (lambda u: with_rows(u, "kinds", rows=spoilt(u.rows["kinds"].rows.half(), float("nan"))), "rows.kinds.rows"),
+        (lambda u: with_rows(u, "liked", rows=torch.full((20, 16), 255, dtype=torch.uint8)), "rows.liked.rows"),
+        (lambda u: with_constant(u, "nobody", torch.zeros(1)), "constants.nobody"),
+        (lambda u: with_constant(u, "top.bias", torch.zeros(2)), "constants.top.bias"),
+        (lambda u: with_constant(u, "top.bias", torch.zeros(1, dtype=torch.float64)), "constants.top.bias"),
+        (lambda u: with_constant(u, "top.bias", torch.tensor([float("nan")])), "constants.top.bias"),
+        (lambda u: dataclasses.replace(u, constants={"top.weight": u.constants["top.weight"]}), "constants"),
+    ],
+)
+def test_an_update_that_does_not_fit_is_refused(package, made, tmp_path, spoil, field):
+    """Through the file, as it would come: by table and constant."""
+    bad = read_update(kit.written(tmp_path / "u", spoil(made)))
+    with pytest.raises(BadUpdate) as refused:
+        checked(package, bad, "1")
+    assert refused.value.field == field
+
+
+def test_the_error_travels_between_processes():
+    """Serve pickles what a replica answers."""
+    error = pickle.loads(pickle.dumps(BadUpdate("rows.items.ids", "id 9 is outside")))
+    assert (error.field, str(error)) == ("rows.items.ids", "rows.items.ids: id 9 is outside")
+
+
+def test_a_folder_is_not_overwritten(made, tmp_path):
+    """An update that is being published must not change under the reader."""
+    kit.written(tmp_path / "u", made)
+    with pytest.raises(FileExistsError):
+        write_update(tmp_path / "u", made)
