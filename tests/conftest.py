@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 
+import pytest
 import torch
 
 from support.cluster import shared_serve
@@ -29,3 +30,13 @@ torch.set_num_threads(1)
 
 # A shell starts its background jobs with Ctrl-C ignored, and Python keeps it so: tests that press it would wait.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """How `make test` shares the suite between two processes: a file's tests stay together, for its fixtures, and all
+    that start Ray are one group, so that there is one Ray at a time. That group takes longest and goes first."""
+    items.sort(key=lambda item: item.get_closest_marker("cluster") is None)
+    for item in items:
+        group = "cluster" if item.get_closest_marker("cluster") else item.nodeid.partition("::")[0]
+        item.add_marker(pytest.mark.xdist_group(group))
