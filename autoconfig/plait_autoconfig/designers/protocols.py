@@ -23,7 +23,7 @@ class Context:
     at: str = ""
     """The date, ISO 8601; empty: the age of library runs plays no role."""
     meanings: Mapping[str, str] = field(default_factory=dict)
-    """What knobs are, such as ``{"threads_per_replica": "threads"}`` (`analytic.Meaning`): theory then helps at first."""
+    """What knobs are, such as ``{"workers": "replicas"}`` (`analytic.Meaning`): theory then helps at first."""
 
 
 class Designer(Protocol):

@@ -1,0 +1,275 @@
+"""plait's own designer: what past services have in common, corrected by what this one shows.
+
+Before the first trial it proposes what the library's background says is best and probably feasible. Every trial then
+decides how far that background can be believed (`surrogate.posterior`), and the next proposal has the largest expected
+improvement times probability of being feasible. Without a library the background is an analytic one, if the context
+says what the knobs mean, or none. Everything is looked at on all cells: there is no inner search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import ClassVar
+
+import numpy as np
+
+from plait_autoconfig.analytic import analytic_losses
+from plait_autoconfig.designers.protocols import Context
+from plait_autoconfig.designers.sobol import SobolDesigner
+from plait_autoconfig.library import LibraryRun
+from plait_autoconfig.objective import Objective
+from plait_autoconfig.space import Space
+from plait_autoconfig.surrogate import acquisition, reading
+from plait_autoconfig.surrogate.background import (
+    Background,
+    Floats,
+    Indices,
+    margin_background,
+    no_background,
+)
+from plait_autoconfig.surrogate.pooling import pool
+from plait_autoconfig.surrogate.posterior import Data, Posterior, infer
+from plait_autoconfig.surrogate.threads import one_thread
+from plait_autoconfig.values import Cell, Config, Outcome
+
+_NOISE, _NOISE_TRIALS = 0.03, 2.0
+"""Relative noise of a trial before any cell is measured twice, and how many repeats that guess is worth."""
+_MARGIN_NOISE = 0.05
+_LIKELY = 0.6
+"""While there are open cells that are feasible with this chance, no other is proposed: where little is left to gain in
+what works, a long shot into what fails would otherwise look better."""
+_CAUTION = 2.0
+"""Power of the chance to be feasible: a failed trial costs more than a proposal that gains nothing."""
+_THEORY = 0.5
+"""Trust in the analytic background: a service is as likely to differ from the usual one as not."""
+_WEIGHTINGS = 5
+"""Of several goals. Each needs a background of its own, which is kept."""
+_FIRST = 4
+"""Trials that fill the space when nothing is known that could be improved on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beliefs:
+    """About all N cells: the ``loss``, in ``unit`` log units, and the chance that each is ``feasible`` (N,).
+
+    ``best`` (K,): the lowest loss known to be feasible, under each hypothesis; None if there is none.
+    """
+
+    loss: Posterior
+    unit: float
+    feasible: Floats
+    best: Floats | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pretrained:
+    """What a library says about the cells of a space: backgrounds of the loss and of the margin to the limits."""
+
+    loss: Background
+    margin: Background
+
+
+class PlaitDesigner(SobolDesigner):
+    """See the module docstring. ``pretrained``: of an earlier instance that had the same space, library and context."""
+
+    name: ClassVar[str] = "plait"
+
+    def __init__(
+        self,
+        space: Space,
+        objective: Objective,
+        *,
+        seed: int,
+        library: Sequence[LibraryRun] = (),
+        context: Context | None = None,
+        pretrained: Pretrained | None = None,
+    ) -> None:
+        super().__init__(space, objective, seed=seed, library=library, context=context)
+        self._seed = seed
+        self._strangers: list[Config] = []  # told, but not in the sample that stands for a large space
+        self._pooled: dict[tuple[float, ...], Pretrained] = {}
+        if pretrained is not None:
+            self._pooled[(0.0, 1.0)] = pretrained
+
+    @property
+    def pretrained(self) -> Pretrained:
+        """What the library says, before any trial; for objectives with one goal."""
+        self.objective.require_one_goal()
+        with one_thread():
+            return self._backgrounds(np.ones(1))
+
+    def beliefs(self) -> Beliefs:
+        """What the library and the trials so far say about every cell: a pure function of them and the seed."""
+        with one_thread():
+            return self._believed()
+
+    def _believed(self) -> Beliefs:
+        rng = np.random.default_rng([self._seed, len(self.trials)])
+        weights = self._goal_weights()
+        index, cells = self._seen()
+        outcomes = [cell.outcome for cell in cells]
+        back = self._backgrounds(weights)
+        values = self._losses(outcomes, weights)
+        ran = np.isfinite(values)
+        unit = _unit(back.loss, values[ran])
+        repeats = np.array([float(len(cell.trials)) for cell in cells])
+        data = Data(
+            index=index[ran], values=values[ran] / unit, repeats=repeats[ran], noise=self._noise(cells, weights) / unit
+        )
+        loss = self._infer_with_pending(back.loss, data, rng)
+        margins = Data(
+            index=index, values=reading.margins(self.objective, outcomes), repeats=repeats, noise=_MARGIN_NOISE
+        )
+        margin = infer(back.margin, margins, rng)
+        kept = index[np.array([self.objective.feasible(each) for each in outcomes], bool)]
+        return Beliefs(
+            loss=loss,
+            unit=unit,
+            feasible=acquisition.probability_above(margin, 0.0),
+            best=acquisition.best_known(loss, kept) if kept.size else None,
+        )
+
+    def expected_regret(self) -> float:
+        """How much worse the best known cell is expected to be than the best of all, as a share of its loss.
+
+        For stop rules: below 0.01, all that is left to gain is 1 %. Infinite while nothing feasible is known.
+        """
+        beliefs = self.beliefs()
+        if beliefs.best is None:
+            return float("inf")
+        rng = np.random.default_rng([self._seed, len(self.trials), 1])
+        gain = acquisition.expected_regret(beliefs.loss, beliefs.best, beliefs.feasible, rng)
+        return float(-np.expm1(-gain * beliefs.unit))
+
+    def _choose(self, open_cells: Indices) -> int:
+        beliefs = self.beliefs()
+        if beliefs.loss.trust == 0.0 and len(self._seen()[0]) < _FIRST:
+            return super()._choose(open_cells)
+        likely = open_cells[beliefs.feasible[open_cells] >= _LIKELY]
+        some = likely if likely.size else open_cells
+        return int(some[self._scores(beliefs)[some].argmax()])
+
+    def _scores(self, beliefs: Beliefs) -> Floats:
+        """How much is expected of each cell (N,)."""
+        if not self.trials:
+            mean = beliefs.loss.mean()
+            gain = np.maximum(np.median(mean) - mean, 1e-9)
+        else:
+            best = beliefs.best
+            if best is None:  # anything feasible is worth having; better than the usual loss even more
+                best = np.median(beliefs.loss.means, axis=1)
+            gain = acquisition.expected_improvement(beliefs.loss, best)
+        return gain * beliefs.feasible**_CAUTION
+
+    @cached_property
+    def _past(self) -> tuple[reading.PastService, ...]:
+        return reading.past_services(self.library, self.space, self.objective, self.context)
+
+    def _seen(self) -> tuple[Indices, tuple[Cell, ...]]:
+        """What was measured: indices into cells and strangers, and the cells."""
+        cells = self.observed()
+        index = []
+        for cell in cells:
+            known = self.index_of(cell.config)
+            if known is None:
+                if cell.config not in self._strangers:
+                    self._strangers.append(cell.config)
+                known = len(self.cells) + self._strangers.index(cell.config)
+            index.append(known)
+        return np.array(index, np.intp), cells
+
+    def _backgrounds(self, weights: Floats) -> Pretrained:
+        """Made once for each set of goal weights and strangers."""
+        key = (float(len(self._strangers)), *weights.tolist())
+        if key not in self._pooled:
+            self._pooled[key] = self._pool(weights)
+        return self._pooled[key]
+
+    def _pool(self, weights: Floats) -> Pretrained:
+        rng = np.random.default_rng(0)  # what is learned from a library depends on the library alone
+        features = np.concatenate([self.features, self.space.encode(self._strangers)])
+        if not self._past:
+            return Pretrained(loss=self._theory(features), margin=margin_background(features))
+        own = reading.features_of(self.context.workload, self.context.hardware)
+        names = reading.context_names(self._past, own)
+        context = reading.context_row(own, names)
+        losses, margins = [], []
+        for past in self._past:
+            outcomes = [cell.outcome for cell in past.cells]
+            losses.append(reading.source_of(past, self.space, names, self._losses(outcomes, weights)))
+            margins.append(reading.source_of(past, self.space, names, reading.margins(self.objective, outcomes)))
+        return Pretrained(
+            loss=pool(losses, features, context, rng), margin=pool(margins, features, context, rng, absolute=True)
+        )
+
+    def _theory(self, features: Floats) -> Background:
+        """The analytic background, or none."""
+        single = len(self.objective.goals) == 1
+        losses = (
+            analytic_losses(
+                (*self.cells, *self._strangers), self.objective, self.context.meanings, cpus=self.context.hardware.cpus
+            )
+            if single
+            else None
+        )
+        if losses is None or losses.std() == 0.0:
+            return no_background(features)
+        unit = float(losses.std())
+        return replace(no_background(features, mean=(losses - losses.mean()) / unit, trust=_THEORY), unit=unit)
+
+    def _goal_weights(self) -> Floats:
+        """One weight per goal; if there are several, a few weightings take turns (ParEGO, Knowles 2006)."""
+        count = len(self.objective.goals)
+        if count == 1:
+            return np.ones(1)
+        turn = len(self.trials) + len(self.pending())
+        return np.random.default_rng([self._seed, turn % _WEIGHTINGS]).dirichlet(np.ones(count))
+
+    def _losses(self, outcomes: Sequence[Outcome], weights: Floats) -> Floats:
+        """Log losses (n,); of several goals the largest weighted one, each on its own spread. NaN for failures."""
+        each = [reading.log_losses(goal, outcomes) for goal in self.objective.goals]
+        if len(each) == 1 or not outcomes:
+            return each[0]
+        scaled = np.array([_standardised(values) for values in each]) * weights[:, None]
+        return np.asarray(scaled.max(0) + 0.05 * scaled.sum(0))
+
+    def _noise(self, cells: Sequence[Cell], weights: Floats) -> float:
+        """Standard deviation of a trial about its cell, in log units, from the cells that were measured twice."""
+        squares, freedom = _NOISE_TRIALS * _NOISE**2, _NOISE_TRIALS
+        for cell in cells:
+            valid = [trial.outcome for trial in cell.trials if trial.outcome.failure is None]
+            if len(valid) > 1 and len(self.objective.goals) == 1:
+                values = self._losses(valid, weights)
+                squares += float(((values - values.mean()) ** 2).sum())
+                freedom += len(valid) - 1
+        return float(np.sqrt(squares / freedom))
+
+    def _infer_with_pending(self, background: Background, data: Data, rng: np.random.Generator) -> Posterior:
+        """What is under way counts as having shown what is expected of it (the kriging believer, Ginsbourger 2010)."""
+        posterior = infer(background, data, rng)
+        pending = np.array(self.pending(), np.intp)
+        if not pending.size:
+            return posterior
+        believed = replace(
+            data,
+            index=np.concatenate([data.index, pending]),
+            values=np.concatenate([data.values, posterior.mean()[pending]]),
+            repeats=np.concatenate([data.repeats, np.ones(len(pending))]),
+        )
+        return infer(background, believed, rng)
+
+
+def _unit(background: Background, values: Floats) -> float:
+    """Log units in one unit of the background; without one, the spread of what was seen."""
+    if background.trust > 0.0:
+        return background.unit
+    return float(values.std()) or 1.0 if len(values) > 1 else 1.0
+
+
+def _standardised(values: Floats) -> Floats:
+    known = values[np.isfinite(values)]
+    if not known.size:
+        return values
+    return np.asarray((values - known.mean()) / (known.std() or 1.0))

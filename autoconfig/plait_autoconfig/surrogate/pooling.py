@@ -1,0 +1,197 @@
+"""From past services to a `Background`: what they have in common, and how each of them differed.
+
+Every source is brought to one scale first (an offset and a spread of its own: services share shapes, not levels). Where
+a source did not measure a cell of the space, a forest over all sources stands in, with a Gaussian process over what
+this source showed beside it. If services come with features (`Source.context`), a forest may know better than the plain
+mean what a new one will be like; which of the two is used is decided by treating past services as if they were new.
+
+Symbols: N cells, D features of a cell, S sources, n trials of a source, F features of a service.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from sklearn.ensemble import ExtraTreesRegressor
+
+from plait_autoconfig.surrogate.background import (
+    FREE_OFFSET_SD,
+    Background,
+    Floats,
+    Scales,
+    no_background,
+    usual_scales,
+)
+from plait_autoconfig.surrogate.kernels import matern_between
+from plait_autoconfig.surrogate.posterior import Data, log_evidence
+
+_TREES, _LEAF = 60, 2
+_MOST_ROWS = 6_000  # that a forest learns from
+_MOST_OWN = 200  # of a source's trials, for its own Gaussian process
+_OWN_LENGTH, _OWN_SD, _OWN_NOISE = 0.5, 0.5, 0.2  # of that process: in cube diagonals / sqrt(6), and in units
+_HELD_OUT, _PROBES = 6, 40  # sources that are treated as new, and how many of their cells are looked at
+_CLOUD, _ROUNDS = 64, 3  # hypotheses about the scales in each round
+_LEVEL_SD = 0.5  # of a margin's level from service to service, where -1 is a failure and 1 is far from every limit
+_HELPS = 0.05  # share of a service's variance that a mean must explain to count as a help
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One past service: ``features`` (n, D) of its cells, their ``values`` (n,), its ``context`` (F,), its weight."""
+
+    features: Floats
+    values: Floats
+    context: Floats
+    weight: float = 1.0
+
+
+def pool(
+    sources: Sequence[Source], cells: Floats, context: Floats, rng: np.random.Generator, *, absolute: bool = False
+) -> Background:
+    """What the sources say about a service with this ``context`` (F,) on ``cells`` (N, D).
+
+    ``absolute``: levels and spreads carry over from service to service, as those of a margin to a limit do.
+    """
+    useful = [source for source in sources if len(source.values) >= 2]
+    if not useful:
+        return no_background(cells)
+    levels, spreads = _levels(useful, absolute=absolute)
+    shapes = _shapes(useful, levels, spreads, cells, rng)
+    if not absolute:
+        shapes -= shapes.mean(1, keepdims=True)
+    weights = np.array([source.weight for source in useful])
+    contexts = np.array([source.context for source in useful])
+    common = weights @ shapes / weights.sum()
+    mean, gain = common, _gain(shapes, weights)
+    if contexts.shape[1] and np.ptp(contexts, axis=0).any():
+        told = _ByContext(shapes, contexts, cells, rng)
+        if told.gain.mean() > gain.mean():
+            mean, gain = told.predict(context), told.gain
+    return Background(
+        cells=cells,
+        mean=mean if absolute else mean - mean.mean(),
+        deviations=shapes - common,
+        unit=1.0 if absolute else float(np.median(spreads)),
+        trust=min(0.95, float((np.sum(gain > _HELPS) + 1.0) / (len(gain) + 2.0))),
+        scales=_learn_scales(shapes, weights, cells, rng),
+        cold=usual_scales(cells.shape[1], smooth=1.0, own=0.1, spread=0.9),
+        offset_sd=_LEVEL_SD if absolute else FREE_OFFSET_SD,
+    )
+
+
+def _levels(sources: Sequence[Source], *, absolute: bool) -> tuple[Floats, Floats]:
+    """What to subtract from each source's values, and to divide them by (S,)."""
+    if absolute:
+        return np.zeros(len(sources)), np.ones(len(sources))
+    spreads = np.array([source.values.std() for source in sources])
+    unit = float(np.median(spreads)) or 1.0
+    return np.array([source.values.mean() for source in sources]), np.clip(spreads, unit / 3.0, unit * 3.0)
+
+
+def _shapes(
+    sources: Sequence[Source], levels: Floats, spreads: Floats, cells: Floats, rng: np.random.Generator
+) -> Floats:
+    """Every source's values on all cells (S, N), less its level, in its spreads."""
+    scaled = [(each.values - level) / spread for each, level, spread in zip(sources, levels, spreads, strict=True)]
+    place = {row.tobytes(): index for index, row in enumerate(np.round(cells, 9) + 0.0)}
+    found = [[place.get(row.tobytes(), -1) for row in np.round(each.features, 9) + 0.0] for each in sources]
+    shapes = np.full((len(sources), len(cells)), np.nan)
+    for shape, index, values in zip(shapes, found, scaled, strict=True):
+        known = np.array(index) >= 0
+        shape[np.array(index)[known]] = values[known]
+    if np.isnan(shapes).any():
+        shapes = np.where(np.isnan(shapes), _filled(sources, scaled, cells, rng), shapes)
+    return shapes
+
+
+def _filled(sources: Sequence[Source], scaled: Sequence[Floats], cells: Floats, rng: np.random.Generator) -> Floats:
+    """A forest over all sources, and over it what each of them showed (S, N)."""
+    rows = np.concatenate([_with(each.features, each.context) for each in sources])
+    values = np.concatenate(scaled)
+    owner = np.repeat(np.arange(len(sources)), [len(each) for each in scaled])
+    offsets = np.zeros(len(sources))
+    for _ in range(2):  # sources measured different cells: the second forest knows where each one's level is
+        forest = _forest(rows, values - offsets[owner], rng)
+        residual = values - forest.predict(rows)
+        offsets = np.array([residual[owner == s].mean() for s in range(len(sources))])
+    filled = []
+    for s, source in enumerate(sources):
+        own = rng.permutation(np.flatnonzero(owner == s))[:_MOST_OWN]
+        length = _OWN_LENGTH * np.sqrt(cells.shape[1])
+        seen = source.features[own - np.flatnonzero(owner == s)[0]]
+        matrix = _OWN_SD**2 * matern_between(seen / length, seen / length) + _OWN_NOISE**2 * np.eye(len(own))
+        cross = _OWN_SD**2 * matern_between(cells / length, seen / length)
+        pull = cross @ np.linalg.solve(matrix, residual[own] - offsets[s])
+        filled.append(forest.predict(_with(cells, source.context)) + offsets[s] + pull)
+    return np.array(filled)
+
+
+def _gain(shapes: Floats, weights: Floats) -> Floats:
+    """The share of each source's variance that the mean of the others explains (S,); 0 if there are no others."""
+    if len(shapes) < 2:
+        return np.zeros(len(shapes))
+    others = (weights @ shapes - weights[:, None] * shapes) / (weights.sum() - weights)[:, None]
+    return np.asarray(1.0 - (shapes - others).var(1) / np.maximum(shapes.var(1), 1e-12))
+
+
+class _ByContext:
+    """A forest from a cell and a service's features to the value. ``gain``: as `_gain`, for sources left out."""
+
+    def __init__(self, shapes: Floats, contexts: Floats, cells: Floats, rng: np.random.Generator) -> None:
+        self._cells, self._rng = cells, rng
+        self._forest = self._fit(shapes, contexts)
+        gains = []
+        for s in rng.permutation(len(shapes))[:_HELD_OUT]:
+            rest = np.arange(len(shapes)) != s
+            guess = self._fit(shapes[rest], contexts[rest]).predict(_with(cells, contexts[s]))
+            gains.append(1.0 - (shapes[s] - guess).var() / max(1e-12, shapes[s].var()))
+        self.gain = np.array(gains)
+
+    def predict(self, context: Floats) -> Floats:
+        """The mean for a service (N,)."""
+        return np.asarray(self._forest.predict(_with(self._cells, context)))
+
+    def _fit(self, shapes: Floats, contexts: Floats) -> ExtraTreesRegressor:
+        rows = np.concatenate([_with(self._cells, context) for context in contexts])
+        return _forest(rows, shapes.ravel(), self._rng)
+
+
+def _forest(rows: Floats, values: Floats, rng: np.random.Generator) -> ExtraTreesRegressor:
+    some = rng.permutation(len(rows))[:_MOST_ROWS]
+    seed = int(rng.integers(1 << 31))
+    forest = ExtraTreesRegressor(n_estimators=_TREES, min_samples_leaf=_LEAF, random_state=seed, n_jobs=1)
+    return forest.fit(rows[some], values[some])
+
+
+def _with(features: Floats, context: Floats) -> Floats:
+    return np.hstack([features, np.broadcast_to(context, (len(features), len(context)))])
+
+
+def _learn_scales(shapes: Floats, weights: Floats, cells: Floats, rng: np.random.Generator) -> Scales:
+    """The scales that explain best, all together, how past services differed from the mean of the others."""
+    start = usual_scales(cells.shape[1], smooth=0.3, own=0.2, spread=0.7)
+    if len(shapes) < 3:
+        return start
+    tasks = []
+    for s in rng.permutation(len(shapes))[:_HELD_OUT]:
+        rest = np.arange(len(shapes)) != s
+        mean = weights[rest] @ shapes[rest] / weights[rest].sum()
+        background = Background(
+            cells=cells, mean=mean, deviations=shapes[rest] - mean, unit=1.0, trust=1.0, scales=start, cold=start
+        )
+        probes = rng.permutation(len(cells))[:_PROBES]
+        data = Data(index=probes, values=shapes[s, probes], repeats=np.ones(len(probes)), noise=0.0)
+        tasks.append((background, data))
+    centre = start.vector()
+    theta, step = centre + rng.standard_normal((_CLOUD, len(centre))), 1.0
+    theta[0] = centre
+    for _ in range(_ROUNDS):
+        fit = sum(log_evidence(background, data, theta) for background, data in tasks)
+        fit = fit - 0.5 * ((theta - centre) ** 2).sum(1)
+        parents = theta[np.argsort(-fit, kind="stable")[:8]]
+        step *= 0.5
+        moved = parents[rng.integers(0, len(parents), _CLOUD - 8)]
+        theta = np.concatenate([parents, moved + step * rng.standard_normal(moved.shape)])
+    return Scales.from_vector(parents[0], spread=0.5)

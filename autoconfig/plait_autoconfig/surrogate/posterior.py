@@ -1,0 +1,204 @@
+"""What a few trials say on top of a `Background`: Gaussian processes, averaged over how large its parts might be.
+
+Instead of climbing to one best set of scales, a cloud of hypotheses is drawn around the usual ones, drawn again around
+those that explain the trials best, and the best few are averaged by how well they do. Each hypothesis is a Gaussian
+process, so everything below is matrix algebra over the whole cloud at once, without gradients.
+
+Half of the cloud believes the background, half does not. The marginal likelihood of the halves decides how much the
+background weighs: a misleading library loses its say after a few trials.
+
+Symbols: n trials, N cells, D features, P hypotheses, K of them kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.linalg import solve_triangular
+
+from plait_autoconfig.surrogate.background import Background, Floats, Indices, Scales
+from plait_autoconfig.surrogate.kernels import matern, matern_between
+
+_SLOPE_SD = 0.3  # spreads of services over the same space differ by about so much
+_JITTER = 1e-6
+_STEPS = (0.5, 0.25)  # of the second and third round, in units of the scales' spread
+_MANY = 40  # trials, from which on the cloud is thinner: they leave less to average over
+_PER_KEPT = 8  # hypotheses of a round, for each that is kept
+_LOST = 0.01  # a half with less weight than this is not looked at any closer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Data:
+    """Trials by cell: ``index`` (n,) of the cells, ``values`` (n,) means over ``repeats`` (n,) trials.
+
+    ``noise``: standard deviation of one trial about its cell's true value. Values and noise in the background's unit.
+    """
+
+    index: Indices
+    values: Floats
+    repeats: Floats
+    noise: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Posterior:
+    """``weights`` (K,) of the kept hypotheses; ``means`` and ``sds`` (K, N) of the true value of every cell.
+
+    ``trust``: how probable it is by now that the background helps.
+    """
+
+    weights: Floats
+    means: Floats
+    sds: Floats
+    trust: float
+
+    def mean(self) -> Floats:
+        """(N,) over all hypotheses."""
+        return self.weights @ self.means
+
+
+def infer(background: Background, data: Data, rng: np.random.Generator) -> Posterior:
+    """The posterior over all cells. ``data`` may be empty: then it is the background."""
+    parts = _Parts(background, data)
+    size = 48 if len(data.index) <= _MANY else 24  # hypotheses of each half in each round
+    halves = [(True, background.trust), (False, 1.0 - background.trust)]
+    firsts = [_Round.first(parts, background, believes, size, rng) for believes, odds in halves if odds > 0]
+    odds = np.array([share for _, share in halves if share > 0])
+    shares = _softmax(np.array([each.mean_evidence() for each in firsts]) + np.log(odds))
+    kept = [each.refined(rng) for each, share in zip(firsts, shares, strict=True) if share > _LOST]
+    weights = [share * _softmax(each.fit) for each, share in zip(kept, shares[shares > _LOST], strict=True)]
+    pairs = [parts.predict(each.believes, theta) for each in kept for theta in each.theta]
+    weight = np.concatenate(weights)
+    return Posterior(
+        weights=weight / weight.sum(),
+        means=np.array([mean for mean, _ in pairs]),
+        sds=np.array([sd for _, sd in pairs]),
+        trust=float(shares[0]) if background.trust > 0 else 0.0,
+    )
+
+
+def log_evidence(background: Background, data: Data, theta: Floats) -> Floats:
+    """Log marginal likelihood (P,) of the trials under hypotheses ``theta`` (P, 3 + D) that believe the background."""
+    return _Parts(background, data).log_evidence(True, theta)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Round:
+    """Hypotheses of one half: ``theta`` (P, 3 + D) as in `Scales.vector`, ``evidence`` and ``fit`` (P,).
+
+    ``fit`` is the evidence plus how usual the hypothesis is: the log posterior up to a constant.
+    """
+
+    parts: _Parts
+    scales: Scales
+    believes: bool
+    theta: Floats
+    evidence: Floats
+    fit: Floats
+
+    @classmethod
+    def first(
+        cls, parts: _Parts, background: Background, believes: bool, size: int, rng: np.random.Generator
+    ) -> _Round:
+        """Drawn from what is usual."""
+        scales = background.scales if believes else background.cold
+        noise = rng.standard_normal((size, 3 + background.cells.shape[1]))
+        noise[0] = 0.0
+        return cls.of(parts, scales, believes, scales.vector() + scales.spread * noise)
+
+    @classmethod
+    def of(cls, parts: _Parts, scales: Scales, believes: bool, theta: Floats) -> _Round:
+        evidence = parts.log_evidence(believes, theta)
+        fit = evidence - 0.5 * (((theta - scales.vector()) / scales.spread) ** 2).sum(1)
+        return cls(parts=parts, scales=scales, believes=believes, theta=theta, evidence=evidence, fit=fit)
+
+    def mean_evidence(self) -> float:
+        """Log marginal likelihood of this half: the mean over hypotheses that were drawn from the usual."""
+        return float(np.logaddexp.reduce(self.evidence) - np.log(len(self.evidence)))
+
+    def refined(self, rng: np.random.Generator) -> _Round:
+        """The best few after two more rounds around the best few."""
+        kept = max(1, len(self.theta) // _PER_KEPT)
+        best = self._best(kept)
+        for step in _STEPS:
+            parents = best.theta[rng.integers(0, len(best.theta), len(self.theta))]
+            moved = parents + step * self.scales.spread * rng.standard_normal(parents.shape)
+            best = best._joined(self.of(self.parts, self.scales, self.believes, moved))._best(kept)
+        return best
+
+    def _best(self, kept: int) -> _Round:
+        order = np.argsort(-self.fit, kind="stable")[:kept]
+        return self._with(self.theta[order], self.evidence[order], self.fit[order])
+
+    def _joined(self, other: _Round) -> _Round:
+        return self._with(
+            np.concatenate([self.theta, other.theta]),
+            np.concatenate([self.evidence, other.evidence]),
+            np.concatenate([self.fit, other.fit]),
+        )
+
+    def _with(self, theta: Floats, evidence: Floats, fit: Floats) -> _Round:
+        return _Round(
+            parts=self.parts, scales=self.scales, believes=self.believes, theta=theta, evidence=evidence, fit=fit
+        )
+
+
+class _Parts:
+    """The pieces of all covariance matrices that do not depend on the hypothesis."""
+
+    def __init__(self, background: Background, data: Data) -> None:
+        self._background, self._data = background, data
+        seen = background.cells[data.index]
+        self._pairs = np.triu_indices(len(seen), 1)  # covariances are symmetric: half of the work
+        self._squares = (seen[self._pairs[0]] - seen[self._pairs[1]]).T ** 2  # (D, n (n - 1) / 2)
+        self._mean = background.mean[data.index]
+        self._mixed = background.deviations[:, data.index] / np.sqrt(max(1, len(background.deviations)))
+
+    def log_evidence(self, believes: bool, theta: Floats) -> Floats:
+        """See `log_evidence`."""
+        lower = np.linalg.cholesky(self._covariance(believes, theta))
+        rest = np.broadcast_to(self._rest(believes)[None, :, None], (*lower.shape[:2], 1))
+        white = np.linalg.solve(lower, rest)[:, :, 0]
+        logdet = np.log(np.diagonal(lower, axis1=1, axis2=2)).sum(1)
+        return np.asarray(-0.5 * (white**2).sum(1) - logdet)
+
+    def predict(self, believes: bool, theta: Floats) -> tuple[Floats, Floats]:
+        """Mean and standard deviation (N,) of the true value of every cell under one hypothesis (3 + D,)."""
+        back, index = self._background, self._data.index
+        mix, smooth, own = np.exp(2.0 * theta[:3])
+        scaled = back.cells / np.exp(theta[3:])
+        cross = back.offset_sd**2 + smooth * matern_between(scaled, scaled[index])  # (N, n)
+        prior = np.full(len(back.mean), back.offset_sd**2 + smooth + own)
+        if believes:
+            deviations = back.deviations / np.sqrt(max(1, len(back.deviations)))
+            cross += _SLOPE_SD**2 * np.outer(back.mean, self._mean) + mix * (deviations.T @ self._mixed)
+            prior += _SLOPE_SD**2 * back.mean**2 + mix * (deviations**2).sum(0)
+        cross[index, np.arange(len(index))] += own
+        lower = np.linalg.cholesky(self._covariance(believes, theta[None])[0])
+        white = solve_triangular(lower, cross.T, lower=True, check_finite=False)  # (n, N)
+        mean = white.T @ solve_triangular(lower, self._rest(believes), lower=True, check_finite=False)
+        sd = np.sqrt(np.maximum(prior - (white**2).sum(0), 1e-10))
+        return (back.mean + mean if believes else mean), sd
+
+    def _rest(self, believes: bool) -> Floats:
+        return self._data.values - self._mean if believes else self._data.values
+
+    def _covariance(self, believes: bool, theta: Floats) -> Floats:
+        """Of the trials, (P, n, n)."""
+        count = len(self._data.index)
+        mix, smooth, own = np.exp(2.0 * theta[:, :3]).T[:, :, None]
+        matrix = np.zeros((len(theta), count, count))
+        matrix[:, *self._pairs] = smooth * matern(np.exp(-2.0 * theta[:, 3:]) @ self._squares)
+        matrix += matrix.transpose(0, 2, 1)
+        matrix += self._background.offset_sd**2
+        if believes:
+            matrix += _SLOPE_SD**2 * np.outer(self._mean, self._mean) + mix[:, :, None] * (self._mixed.T @ self._mixed)
+        noise = self._data.noise**2 / self._data.repeats + _JITTER
+        matrix[:, np.arange(count), np.arange(count)] += smooth + own + noise
+        return matrix
+
+
+def _softmax(logs: Floats) -> Floats:
+    shares = np.exp(logs - logs.max())
+    return np.asarray(shares / shares.sum())

@@ -1,0 +1,92 @@
+"""From trials to numbers: log losses and margins, of past services and of the one being tuned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from plait_autoconfig.designers.protocols import Context
+from plait_autoconfig.library import LibraryRun, usable_runs, weight_of
+from plait_autoconfig.objective import Goal, Objective
+from plait_autoconfig.space import Space
+from plait_autoconfig.surrogate.background import Floats
+from plait_autoconfig.surrogate.pooling import Source
+from plait_autoconfig.values import Cell, Hardware, Outcome, WorkloadFeatures, cells_of
+
+_FLOOR = 0.02
+"""Of the best value of a metric: what is 50 times worse is bad enough, and a goodput of 0 has no logarithm."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PastService:
+    """A library run as far as it can be read in this space; weight: how much it counts (0 to 1)."""
+
+    name: str
+    cells: tuple[Cell, ...]
+    features: dict[str, float]
+    weight: float
+
+
+def past_services(
+    library: Sequence[LibraryRun], space: Space, objective: Objective, context: Context
+) -> tuple[PastService, ...]:
+    """The runs with trials that are valid in the space and measured what the objective needs."""
+    return tuple(
+        PastService(
+            name=run.service,
+            cells=cells_of(run.trials),
+            features=features_of(run.workload, run.hardware),
+            weight=weight_of(run, versions=context.versions, hardware=context.hardware, at=context.at),
+        )
+        for run in usable_runs(library, space, objective)
+    )
+
+
+def features_of(workload: WorkloadFeatures, hardware: Hardware) -> dict[str, float]:
+    """What a model may learn from about a service as a whole."""
+    return {**workload, **hardware.features()}
+
+
+def context_names(services: Sequence[PastService], own: dict[str, float]) -> tuple[str, ...]:
+    """The features that this service and all past ones have, and that differ somewhere."""
+    names = sorted(name for name in own if all(name in each.features for each in services))
+    return tuple(name for name in names if len({each.features[name] for each in services} | {own[name]}) > 1)
+
+
+def context_row(features: dict[str, float], names: Sequence[str]) -> Floats:
+    """(F,)."""
+    return np.array([features[name] for name in names], np.float64)
+
+
+def log_losses(goal: Goal, outcomes: Sequence[Outcome]) -> Floats:
+    """One number per outcome of one service, lower is better: ratios become differences. Failures are NaN.
+
+    A metric with a negative value among the outcomes has no logarithm: then it is taken as it is.
+    """
+    raw = np.array([np.nan if each.failure is not None else each.metrics[goal.metric] for each in outcomes])
+    sign = 1.0 if goal.direction == "min" else -1.0
+    known = raw[np.isfinite(raw)]
+    if not known.size or known.min() < 0.0 or known.max() == 0.0:
+        return sign * raw
+    lowest = known[known > 0].min() if goal.direction == "min" else _FLOOR * known.max()
+    return np.asarray(sign * np.log(np.maximum(raw, lowest)))
+
+
+def margins(objective: Objective, outcomes: Sequence[Outcome]) -> Floats:
+    """How far inside all limits each outcome is: -1 (a failure, or half beyond one) to 1 (half of one is left)."""
+    excess = [
+        1.0 if each.failure is not None else max(objective.excesses(each).values(), default=-1.0) for each in outcomes
+    ]
+    return np.clip(-2.0 * np.array(excess, np.float64), -1.0, 1.0)
+
+
+def source_of(service: PastService, space: Space, names: Sequence[str], values: Floats) -> Source:
+    """A past service for `pool`; cells with NaN are left out."""
+    known = np.isfinite(values)
+    cells = [cell.config for cell, keep in zip(service.cells, known, strict=True) if keep]
+    return Source(
+        features=space.encode(cells), values=values[known], context=context_row(service.features, names),
+        weight=service.weight,
+    )  # fmt: skip

@@ -1,0 +1,28 @@
+"""Small matrices on one thread: more threads cost them more than they bring, and would take cores from the trials."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+from threadpoolctl import ThreadpoolController
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Limits numpy, scipy, scikit-learn and torch to one thread in this block, and puts back what was."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with _controller().limit(limits=1):
+            yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@cache
+def _controller() -> ThreadpoolController:
+    """Looking for the libraries takes milliseconds, so that is done once."""
+    return ThreadpoolController()

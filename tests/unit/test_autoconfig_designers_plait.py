@@ -1,0 +1,219 @@
+"""plait's designer and Morphling's on small spaces: what they learn from a library, from trials, and from failures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from plait_autoconfig.analytic import analytic_losses
+from plait_autoconfig.designers.morphling import MorphlingDesigner
+from plait_autoconfig.designers.plait_designer import PlaitDesigner
+from plait_autoconfig.designers.protocols import Context, Designer
+from plait_autoconfig.errors import DesignerError
+from plait_autoconfig.knobs import ChoiceKnob, IntKnob
+from plait_autoconfig.library import LibraryRun
+from plait_autoconfig.objective import Objective, at_most, max_goodput_per_cost, maximise, minimise
+from plait_autoconfig.space import Space
+from plait_autoconfig.values import Config, FailureKind, Outcome, Trial
+
+SPACE = Space(
+    (
+        ChoiceKnob(name="batch", values=(1, 2, 4, 8, 16), ordered=True),
+        IntKnob(name="threads", low=1, high=6),
+        ChoiceKnob(name="device", values=("a", "b", "c")),
+    )
+)
+"""90 cells."""
+OBJECTIVE = max_goodput_per_cost()
+
+Serve = Callable[[Config], Outcome]
+
+
+def goodput(config: Config, *, peak: float = 4.0, device: str = "b") -> float:
+    """Best at about ``peak`` threads on one device with large batches."""
+    batch, threads = float(config["batch"]), float(config["threads"])
+    return float(batch**0.4 * np.exp(-(((threads - peak) / 2.0) ** 2)) * (2.0 if config["device"] == device else 1.0))
+
+
+def serving(**options: float | str) -> Serve:
+    """A service that never fails."""
+    return lambda config: Outcome.measured(goodput_per_cost=goodput(config, **options))  # type: ignore[arg-type]
+
+
+def fails_beyond(most: float) -> Serve:
+    """A service that runs out of memory where batch times threads is more than this."""
+    return lambda config: (
+        Outcome.failed(FailureKind.OUT_OF_MEMORY)
+        if float(config["batch"]) * float(config["threads"]) > most
+        else serving()(config)
+    )
+
+
+def run_of(serve: Serve, name: str) -> LibraryRun:
+    """All cells, measured once."""
+    trials = tuple(Trial(number=n, config=cell, outcome=serve(cell)) for n, cell in enumerate(SPACE.cells()))
+    return LibraryRun(run_id=name, service=name, trials=trials)
+
+
+def search(designer: Designer, serve: Serve, count: int) -> list[Trial]:
+    """So many trials."""
+    told = []
+    for number in range(count):
+        config = designer.ask()
+        told.append(Trial(number=number, config=config, outcome=serve(config)))
+        designer.tell(told[-1])
+    return told
+
+
+def regret(trials: Sequence[Trial], serve: Serve) -> float:
+    """1 - best found / best there is."""
+    found = max(trial.outcome.metrics.get("goodput_per_cost", 0.0) for trial in trials)
+    return 1.0 - found / max(serve(cell).metrics.get("goodput_per_cost", 0.0) for cell in SPACE.cells())
+
+
+RELATIVES = [run_of(serving(peak=peak), f"peak {peak}") for peak in (3.5, 4.0, 4.5)]
+
+
+def plait(library: Sequence[LibraryRun] = (), *, seed: int = 0, context: Context | None = None) -> PlaitDesigner:
+    """On the space above."""
+    return PlaitDesigner(SPACE, OBJECTIVE, seed=seed, library=library, context=context)
+
+
+def test_the_first_trial_is_what_earlier_services_liked():
+    """With a library of relatives one trial is enough for a good configuration."""
+    assert regret(search(plait(RELATIVES), serving(), 1), serving()) < 0.05
+
+
+def test_without_a_library_it_learns_from_trials_alone():
+    """Cold, a sixth of the space is enough to come within 10 %."""
+    assert regret(search(plait(), serving(), 16), serving()) < 0.1
+
+
+def test_a_misleading_library_costs_little():
+    """Services with their optimum elsewhere: the search still arrives, and trusts them less than before."""
+    foreign = [run_of(serving(peak=peak, device="c"), f"{peak}") for peak in (0.5, 1.0, 1.5)]
+    new = serving(peak=6.0, device="a")
+    designer = plait(foreign)
+    believed = designer.beliefs().loss.trust
+    trials = search(designer, new, 18)
+    assert regret(trials, new) < 0.1
+    assert designer.beliefs().loss.trust < believed
+
+
+def test_failures_teach_where_not_to_go():
+    """Relatives ran out of memory at large batches on many threads: the new service is hardly sent there."""
+    relatives = [run_of(fails_beyond(most), f"{most}") for most in (16.0, 20.0, 24.0)]
+    failed = [trial for trial in search(plait(relatives), fails_beyond(20.0), 15) if trial.outcome.failure]
+    assert len(failed) <= 2
+
+
+def test_failures_are_learned_without_a_library_too():
+    """Later trials fail less often than the space does (a quarter of it)."""
+    trials = search(plait(), fails_beyond(20.0), 16)
+    assert sum(trial.outcome.failure is not None for trial in trials[8:]) <= 2
+
+
+def test_broken_limits_are_avoided_like_failures():
+    """A limit on threads in disguise: after some trials what is proposed keeps it."""
+    objective = Objective((maximise("goodput_per_cost"),), (at_most("p99_ms", 30.0),))
+
+    def serve(config: Config) -> Outcome:
+        return Outcome.measured(goodput_per_cost=goodput(config, peak=6.0), p99_ms=10.0 * float(config["threads"]))
+
+    designer = PlaitDesigner(SPACE, objective, seed=1)
+    trials = search(designer, serve, 16)
+    assert sum(not objective.feasible(trial.outcome) for trial in trials[8:]) <= 3
+    best = objective.best(trials)
+    assert best is not None
+    assert best.config["threads"] == 3
+
+
+def test_equal_seeds_search_alike():
+    """Proposals are a function of seed, library and trials."""
+    runs = [[trial.config for trial in search(plait(RELATIVES, seed=seed), serving(), 6)] for seed in (3, 3)]
+    assert runs[0] == runs[1]
+    cold = [[trial.config for trial in search(plait(seed=seed), serving(), 6)] for seed in (3, 3, 4)]
+    assert cold[0] == cold[1] != cold[2]
+
+
+def test_what_a_library_taught_can_be_handed_on():
+    """`pretrained` spares the next instance the learning, and changes nothing."""
+    first = plait(RELATIVES)
+    second = PlaitDesigner(SPACE, OBJECTIVE, seed=0, library=RELATIVES, pretrained=first.pretrained)
+    assert [t.config for t in search(first, serving(), 4)] == [t.config for t in search(second, serving(), 4)]
+
+
+def test_expected_regret_falls_as_the_search_goes_on():
+    """Infinite at first, small at the end: a stop rule can read it."""
+    designer = plait(RELATIVES)
+    assert designer.expected_regret() == float("inf")
+    search(designer, serving(), 2)
+    early = designer.expected_regret()
+    for number, cell in enumerate(SPACE.cells()):
+        designer.tell(Trial(number=number, config=cell, outcome=serving()(cell)))
+    assert designer.expected_regret() < min(early, 0.05)
+
+
+def test_proposals_under_way_are_not_proposed_again():
+    """Asked four times before the first answer, it names four cells that differ."""
+    designer = plait(RELATIVES)
+    search(designer, serving(), 2)
+    asked = [tuple(sorted(designer.ask().items())) for _ in range(4)]
+    assert len(set(asked)) == 4
+
+
+def test_several_goals_find_the_ends_of_the_front():
+    """Goodput and cost at once: the search sees cheap configurations and fast ones."""
+
+    def serve(config: Config) -> Outcome:
+        return Outcome.measured(goodput_per_s=10 * goodput(config, peak=6.0), cost_per_hour=float(config["threads"]))
+
+    objective = Objective((maximise("goodput_per_s"), minimise("cost_per_hour")))
+    designer = PlaitDesigner(SPACE, objective, seed=2)
+    trials = search(designer, serve, 16)
+    threads = {cell.config["threads"] for cell in objective.front(trials)}
+    assert {1, 6} <= threads | {2, 5}
+    assert len(threads) >= 3
+
+
+def test_a_configuration_outside_the_sample_is_learned_from():
+    """In a space too large to list, what users try themselves counts as well."""
+    large = Space(tuple(IntKnob(name=f"k{n}", low=0, high=20) for n in range(5)))
+    designer = PlaitDesigner(large, Objective((maximise("v"),)), seed=0)
+    inside = {tuple(cell.values()) for cell in designer.cells}
+    own = next(c for c in ({f"k{n}": v for n in range(5)} for v in range(20)) if tuple(c.values()) not in inside)
+    designer.tell(Trial(number=0, config=own, outcome=Outcome.measured(v=3.0)))
+    assert len(designer.beliefs().feasible) == len(designer.cells) + 1
+    assert designer.expected_regret() > 0.0
+
+
+def test_theory_stands_in_for_a_library():
+    """Told what its knobs mean, the first proposal has a large batch, and not all cores of a small machine."""
+    context = Context(meanings={"batch": "batch", "threads": "threads"})
+    first = plait(context=context).ask()
+    assert first["batch"] == 16
+    assert first["threads"] != 6
+    with pytest.raises(DesignerError, match="can not mean 'magic'"):
+        plait(context=replace(context, meanings={"batch": "magic"})).ask()
+
+
+def test_theory_is_silent_where_it_knows_nothing():
+    """No meanings, or a metric of one's own: no opinion."""
+    cells = SPACE.cells()
+    assert analytic_losses(cells, OBJECTIVE, {}) is None
+    assert analytic_losses(cells, Objective((maximise("pictures"),)), {"batch": "batch"}) is None
+    latency = analytic_losses(cells, Objective((minimise("p99_ms"),)), {"batch": "batch"})
+    assert latency is not None
+    assert cells[int(latency.argmin())]["batch"] == 1
+
+
+def test_morphling_begins_where_its_meta_model_points():
+    """With a library of relatives its first trials are good, and its network can be handed on."""
+    designer = MorphlingDesigner(SPACE, OBJECTIVE, seed=0, library=RELATIVES, meta_steps=60)
+    network = designer.meta_model
+    assert regret(search(designer, serving(), 6), serving()) < 0.2
+    again = MorphlingDesigner(SPACE, OBJECTIVE, seed=0, library=RELATIVES, network=network)
+    assert again.meta_model is network

@@ -1,0 +1,223 @@
+"""The tuner's benchmark: tables, protocols, tests and rows, on tiny data."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from plait_autoconfig.designers.random import RandomDesigner
+from plait_bench import autoconfig
+from plait_bench.autoconfig import falcon, judged, llm_pilot, synthetic
+from plait_bench.autoconfig.paired import p_better, p_not_worse, sign_flip_p
+from plait_bench.autoconfig.play import Curve, play
+from plait_bench.autoconfig.tables import table_workload
+from plait_bench.autoconfig.tasks import Task
+from plait_bench.errors import BenchError
+
+
+def table(**changes: Any) -> dict[str, Any]:
+    """Two services on eight cells, one of which crashes; every cell measured twice."""
+
+    def cells(factor: float) -> list[dict[str, Any]]:
+        made = []
+        for threads, batch in itertools.product(range(1, 5), (1, 4)):
+            value = factor * threads * batch**0.5
+            trials = [{"metrics": {"goodput_per_cost": value * off}} for off in (0.9, 1.1)]
+            crash = [{"failure": "crash", "detail": "too much"}]
+            made.append(
+                {"config": {"threads": threads, "batch": batch}, "trials": crash if threads * batch == 16 else trials}
+            )
+        return made
+
+    return {
+        "format": "plait-table",
+        "version": 1,
+        "name": "tiny",
+        "knobs": [
+            {"name": "threads", "kind": "int", "low": 1, "high": 4},
+            {"name": "batch", "kind": "choice", "values": [1, 4], "ordered": True},
+        ],
+        "constraints": [],
+        "objective": {"goal": "max goodput_per_cost"},
+        "services": [{"service": name, "cells": cells(factor)} for name, factor in (("one", 1.0), ("two", 3.0))],
+        **changes,
+    }
+
+
+def written(folder: Path, document: dict[str, Any]) -> Path:
+    """As a compressed file."""
+    path = folder / "tiny.json.gz"
+    path.write_bytes(gzip.compress(json.dumps(document).encode()))
+    return path
+
+
+def test_a_recorded_table_becomes_a_workload(tmp_path: Path):
+    """Each service against the other; trials show what was measured, in order; the truth is the mean."""
+    suite = table_workload(written(tmp_path, table()))
+    assert [task.name for task in suite.tasks] == ["one", "two"]
+    assert [run.service for run in suite.tasks[0].library] == ["two"]
+    service = suite.tasks[0].service
+    at = service.index[service.space.key({"threads": 3, "batch": 4})]
+    rng = np.random.default_rng(0)
+    shown = [service.show(at, repeat, rng).metrics["goodput_per_cost"] for repeat in (0, 1)]
+    assert shown == pytest.approx([5.4, 6.6])
+    assert service.regret(at) == pytest.approx(0.0)
+    assert service.regret(service.index[service.space.key({"threads": 4, "batch": 4})]) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"format": "cake"}, "it is cake version 1"),
+        ({"services": [{"service": "one", "cells": []}]}, "no valid trial"),
+        ({"knobs": [{"name": "threads", "kind": "colour"}]}, "colour"),
+        ({"objective": {"goal": "best"}}, "can not be read"),
+    ],
+)
+def test_a_file_that_is_no_table_is_refused(tmp_path: Path, changes: dict[str, Any], said: str):
+    """The message names the file and what is wrong."""
+    with pytest.raises(BenchError, match=said) as caught:
+        table_workload(written(tmp_path, table(**changes)))
+    assert "tiny.json.gz" in str(caught.value)
+
+
+def test_the_whole_benchmark_runs_on_a_table(tmp_path: Path):
+    """Rows for each designer and metric, ratios of ours to the others, and paired tests."""
+    found = list(
+        autoconfig.measure(
+            rounds=2, only=["tiny"], systems=["plait", "random", "portfolio"], data=None,
+            recorded=[written(tmp_path, table())], say=lambda _: None,
+        )
+    )  # fmt: skip
+    rows = {(row.system, row.metric): row for result in found for row in result.rows}
+    assert rows["plait", "regret_at_5"].value <= rows["random", "regret_at_1"].value
+    assert rows["plait", "trials_to_5pct"].n == 2
+    assert rows["plait", "pretrain_s"].value > 0
+    assert ("plait/random", "trials_to_5pct_p_better") in rows
+    assert set(found[0].ratios) == {"tiny:trials_to_5pct:plait/random", "tiny:trials_to_5pct:plait/portfolio"}
+
+
+def test_without_data_the_published_tables_are_left_out():
+    """With the reason; and a workload that does not exist is refused by name."""
+    (result,) = autoconfig.measure(rounds=1, only=["falcon"], systems=[], data=None, recorded=[], say=lambda _: None)
+    assert "--data" in result.left_out["falcon"]
+    with pytest.raises(BenchError, match="no workload 'cake'"):
+        list(autoconfig.measure(rounds=1, only=["cake"], systems=[], data=None, recorded=[], say=lambda _: None))
+    with pytest.raises(BenchError, match="no system 'cake'"):
+        list(autoconfig.measure(rounds=1, only=[], systems=["cake"], data=None, recorded=[], say=lambda _: None))
+
+
+def test_synthetic_services_are_what_they_say():
+    """Three cells in ten fail; a misleading library likes the worst; equal seeds make equal families."""
+    with_library, cold, misled = synthetic.suites(seed=0)
+    for task in with_library.tasks:
+        assert np.mean(task.service.values == 0.0) == pytest.approx(0.3, abs=0.02)
+    assert not cold.tasks[0].library
+    assert len(misled.tasks[0].library) == len(with_library.tasks[0].library) > 3
+    again = synthetic.suites(seed=0)[0].tasks[0].service
+    assert again.truth == with_library.tasks[0].service.truth
+
+
+def test_a_search_is_judged_on_the_truth():
+    """What is shown is noisy; regret is that of the configuration that would be applied, and never a lucky value."""
+    task = synthetic.suites(seed=0)[1].tasks[0]
+
+    def make(task: Task, seed: int) -> RandomDesigner:
+        return RandomDesigner(task.service.space, task.service.objective, seed=seed)
+
+    curve = play(make, task, seed=0, trials=12)
+    assert curve.regrets == play(make, task, seed=0, trials=12).regrets
+    assert len(curve.regrets) == 12
+    assert all(0.0 <= each <= 1.0 for each in curve.regrets)
+    assert curve.bad_between(1, 12) == sum(curve.bad)
+
+
+def test_trials_are_counted_to_the_first_good_one():
+    """And one more than there were if there was none; a search that ended early keeps its last regret."""
+    curve = Curve(regrets=(0.5, 0.2, 0.04), bad=(False, True, False), ask_s=(0.1, 0.1, 0.1))
+    assert (curve.trials_to(0.05), curve.trials_to(0.01), curve.regret_at(9)) == (3, 4, 0.04)
+
+
+def test_sign_flips_have_the_false_alarm_rate_that_they_claim():
+    """Of 400 comparisons of equals at most about 5 % are called better (6 standard errors: one failure in 10^9)."""
+    rng = np.random.default_rng(0)
+    alarms = sum(sign_flip_p(rng.standard_normal(8)) <= 0.05 for _ in range(400))
+    assert alarms / 400 <= 0.05 + 6 * (0.05 * 0.95 / 400) ** 0.5
+    assert sign_flip_p([-1.0] * 6) == pytest.approx(1 / 64)
+    assert p_better([1, 1, 1, 1, 1, 1], [2, 2, 2, 2, 2, 3]) < 0.05
+    assert p_not_worse([2.0] * 6, [2.0] * 6, 1.0) < 0.05
+    assert p_not_worse([3.0] * 6, [2.0] * 6, 1.0) == 1.0
+    assert sign_flip_p([]) == 1.0
+
+
+def test_extra_trials_are_taken_seed_by_seed():
+    """Misled minus cold."""
+    slow, fast = (Curve(regrets=(0.5,) * n + (0.0,), bad=(False,) * (n + 1), ask_s=(0.0,)) for n in (3, 1))
+    assert judged.extra_trials([[slow]], [[fast]], "w", "plait").value == 2.0
+
+
+PILOT = {
+    "expected_predictions_LLM-Pilot.csv": [
+        "model,gpu,num_users,median_nttft,median_itl",
+        *(f"{m},{g},{u},{u * a},{10 + u * b}" for m, g, a, b in (
+            ("small", "1 x T4", 1.0, 0.2), ("small", "1 x A100", 0.5, 0.1),
+            ("large", "1 x T4", 200.0, 9.0), ("large", "1 x A100", 2.0, 1.0),
+        ) for u in (1, 2, 4, 8, 16, 32, 64, 128)),
+    ],
+    "prices.csv": ["GPU,price", "1 x T4,1", "1 x A100,3", ","],
+    "llm_features.csv": [
+        "model,model_n_parameters,model_n_layers,model_n_heads,model_is_flash_attention,model_is_encoder_decoder,"
+        "model_torch_dtype", "small,1,12,8,TRUE,FALSE,float16", "large,9,48,32,FALSE,FALSE,float32",
+    ],
+    "gpu_features.csv": ["gpu,gpu_n_gpus", "1 x T4,1", "1 x A100,1"],
+}  # fmt: skip
+
+
+def pilot(folder: Path) -> llm_pilot.Data:
+    """Two models on two profiles, in the form of the publication."""
+    for name, lines in PILOT.items():
+        (folder / name).write_text("\n".join(lines) + "\n")
+    return llm_pilot.read(folder)
+
+
+def test_the_published_protocol_scores_recommendations(tmp_path: Path):
+    """Enough pods at the lowest price: 1. Too few: a failure. Too many: overspend."""
+    data = pilot(tmp_path)
+    users = {m: {g: llm_pilot.users_at_slo(points) for g, points in by.items()} for m, by in data.curves.items()}
+    assert users == {"small": {"1 x T4": 64, "1 x A100": 128}, "large": {"1 x T4": 0, "1 x A100": 32}}
+    right = {"small": llm_pilot.Advice(profile="1 x T4", pods=4), "large": llm_pilot.Advice(profile="1 x A100", pods=7)}
+    assert llm_pilot.so_score(data, right) == pytest.approx(1.0)
+    few = {**right, "large": llm_pilot.Advice(profile="1 x A100", pods=6)}
+    assert llm_pilot.so_score(data, few) == pytest.approx(2 * 0.5 / 1.5)
+    dear = {**right, "small": llm_pilot.Advice(profile="1 x A100", pods=2)}
+    assert llm_pilot.so_score(data, dear) == pytest.approx(2 * 0.75 / 1.75)
+    assert llm_pilot.so_score(data, dict.fromkeys(right)) == 0.0
+    assert llm_pilot.score_of_regrets([0.0, 1.0]) == pytest.approx(2 * 0.5 / 1.5)
+    assert llm_pilot.best_static(data, ["small", "large"]) >= 0.66
+
+
+def test_profiles_become_a_space_of_measured_ones(tmp_path: Path):
+    """Only what was measured is on offer, and what can not hold one user is infeasible."""
+    suite = llm_pilot.suite(pilot(tmp_path))
+    large = next(task.service for task in suite.tasks if task.name == "large")
+    offered = [f"{cell['count']} x {cell['accelerator']}" for cell in large.space.cells()]
+    assert offered == ["1 x T4", "1 x A100"]
+    assert large.values.tolist() == [0.0, pytest.approx(1 / 21)]
+
+
+def test_foreign_folders_are_refused(tmp_path: Path):
+    """With the folder's name."""
+    for read in (falcon.suite, llm_pilot.read):
+        with pytest.raises(BenchError, match=str(tmp_path)):
+            read(tmp_path)
+    (tmp_path / "sources").mkdir()
+    header = "batchsize,cpus,gpumem,gpupower,gputype,norm.(rps/budget)"
+    (tmp_path / "sources" / "reg-x.csv").write_text(f"{header}\n4,1,0.8,50,M60,0.2\n")
+    with pytest.raises(BenchError, match="1440 configurations"):
+        falcon.suite(tmp_path)
