@@ -1,0 +1,132 @@
+"""The measuring process: makes the measurer, then answers JSON lines on the socket that it inherited.
+
+A request is ``{"do": ...}``; the answer any number of ``{"say": text}`` and one ``{"ok": ...}`` or ``{"error": ...}``.
+When the job's process is gone (end of file), the measurer is interrupted, restores and closes; after `PARTING_S`, or
+when that is done, the whole process group ends. Nothing survives a `kill -9` of the job for longer than that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from plait_autoconfig.jobs.errors import JobError
+from plait_autoconfig.jobs.exits import speaks_of_memory
+from plait_autoconfig.jobs.measurer import Measurer, measured_to_json, subject_to_json, task_from_json
+from plait_autoconfig.jobs.spec import JobSpec
+
+PARTING_S = 30.0
+
+
+class Child:
+    """One measurer and the requests for it, in the main thread."""
+
+    def __init__(self, tell: Callable[[Mapping[str, Any]], None]) -> None:
+        self._tell = tell
+        self._measurer: Measurer | None = None
+
+    def answer(self, request: Mapping[str, Any]) -> None:
+        """Does what is asked and tells how it went."""
+        try:
+            done = self._do(request)
+        except (Exception, SystemExit) as error:
+            traceback.print_exc()
+            self._tell({"error": _described(error)})
+        else:
+            self._tell({"ok": done})
+
+    def part(self) -> None:
+        """Restores and closes, as far as that works."""
+        if self._measurer is None:
+            return
+        for act in (self._measurer.restore, self._measurer.close):
+            try:
+                act()
+            except Exception:
+                traceback.print_exc()
+
+    def _do(self, request: Mapping[str, Any]) -> Any:
+        what = request["do"]
+        if what == "make":
+            self._measurer = _made(request["factory"], Path(request["folder"]), request["arguments"])
+            return None
+        if self._measurer is None:
+            msg = f"{what} before make"
+            raise RuntimeError(msg)
+        if what == "check":
+            return subject_to_json(self._measurer.check(JobSpec.model_validate_json(json.dumps(request["spec"]))))
+        if what == "measure":
+            return measured_to_json(self._measurer.measure(task_from_json(request["task"]), self._say))
+        if what == "apply":
+            return self._measurer.apply(request["config"])
+        return {"restore": self._measurer.restore, "close": self._measurer.close}[what]()
+
+    def _say(self, text: str) -> None:
+        self._tell({"say": text})
+
+
+def _made(factory: str, folder: Path, arguments: Mapping[str, Any]) -> Measurer:
+    module, _, function = factory.partition(":")
+    made: Measurer = getattr(import_module(module), function)(folder=folder, **arguments)
+    return made
+
+
+def _described(error: BaseException) -> dict[str, Any]:
+    """``kind``: refused, memory or failed."""
+    text = str(error) or type(error).__name__
+    if isinstance(error, JobError):
+        return {"kind": "refused", "text": text}
+    memory = isinstance(error, MemoryError) or speaks_of_memory(f"{type(error).__name__}: {text}")
+    return {"kind": "memory" if memory else "failed", "text": f"{type(error).__name__}: {text}"}
+
+
+def _listen(connection: socket.socket, requests: queue.SimpleQueue[Any], main: int) -> None:
+    """Passes requests on; at the end of file the main thread is interrupted, and the group has `PARTING_S` left."""
+    with connection.makefile("r", encoding="utf-8") as lines:
+        try:
+            for line in lines:
+                requests.put(json.loads(line))
+        except OSError:
+            pass
+    threading.Timer(PARTING_S, os.killpg, (os.getpgid(0), signal.SIGKILL)).start()
+    signal.pthread_kill(main, signal.SIGINT)
+
+
+def main(descriptor: int) -> None:
+    """Answers requests until the other side of the socket ``descriptor`` is closed."""
+    connection = socket.socket(fileno=descriptor)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    writing = threading.Lock()
+
+    def tell(message: Mapping[str, Any]) -> None:
+        with writing:
+            connection.sendall(json.dumps(message).encode() + b"\n")
+
+    requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    child = Child(tell)
+    try:
+        listener = threading.Thread(target=_listen, args=(connection, requests, threading.get_ident()), daemon=True)
+        listener.start()
+        while True:
+            child.answer(requests.get())
+    except (KeyboardInterrupt, OSError):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        child.part()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.killpg(os.getpgid(0), signal.SIGKILL)  # threads and processes that the measurer left, and this one
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

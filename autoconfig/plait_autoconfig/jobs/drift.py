@@ -1,0 +1,73 @@
+"""How the host drifts, seen in the reference configuration, and what that does to a trial's metrics.
+
+Legend: x(t) a metric of the reference measured at t, x(0) its first value. The factor is x(t) / x(0) for the latest t.
+A trial's metric is divided by it. A factor within the noise is 1, so that noise of the reference is not added to every
+trial.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from plait_autoconfig.jobs.measurer import Kind
+from plait_autoconfig.jobs.records import Record
+from plait_autoconfig.values import Outcome
+
+
+class Tolerances(Protocol):
+    """How much change is noise, and how much is too much (`spec.Reference`)."""
+
+    @property
+    def noise(self) -> float:
+        """Relative."""
+
+    @property
+    def most_drift(self) -> float:
+        """Relative."""
+
+
+def reference_outcomes(records: Sequence[Record]) -> tuple[tuple[Record, Outcome], ...]:
+    """The reference measurements that ran, with their raw outcomes."""
+    found = [(each, each.raw) for each in records if each.kind is Kind.REFERENCE]
+    return tuple((record, raw) for record, raw in found if raw is not None and raw.failure is None)
+
+
+def ratios(first: Outcome, later: Outcome) -> dict[str, float]:
+    """By metric, later over first; metrics that are not positive in both have none."""
+    return {
+        name: later.metrics[name] / value
+        for name, value in first.metrics.items()
+        if value > 0.0 and later.metrics.get(name, 0.0) > 0.0
+    }
+
+
+def drift_factors(records: Sequence[Record], tolerances: Tolerances) -> dict[str, float]:
+    """By metric, what a trial that ends now is to be divided by; metrics without a drift beyond noise are left out."""
+    outcomes = [outcome for _, outcome in reference_outcomes(records)]
+    if not outcomes:
+        return {}
+    found = ratios(outcomes[0], outcomes[-1])
+    return {name: ratio for name, ratio in found.items() if _change(ratio) > tolerances.noise}
+
+
+def drift_warnings(records: Sequence[Record], metrics: Sequence[str], tolerances: Tolerances) -> tuple[str, ...]:
+    """A sentence for each of these metrics of the reference that once was further off than can be corrected."""
+    outcomes = reference_outcomes(records)
+    worst: dict[str, float] = {}
+    for _, outcome in outcomes[1:]:
+        for name, ratio in ratios(outcomes[0][1], outcome).items():
+            worst[name] = max(ratio, worst.get(name, 1.0), key=_change)
+    return tuple(_warning(name, worst) for name in metrics if _change(worst.get(name, 1.0)) > tolerances.most_drift)
+
+
+def _warning(name: str, worst: Mapping[str, float]) -> str:
+    return (
+        f"the host drifted: {name} of the reference changed to {worst[name]:.2f} times its first value; "
+        "corrected values are only a rough guide"
+    )
+
+
+def _change(ratio: float) -> float:
+    """How far from 1, alike in both directions: 0.25 for 1.25 and for 0.8."""
+    return max(ratio, 1.0 / ratio) - 1.0

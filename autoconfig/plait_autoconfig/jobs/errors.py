@@ -1,0 +1,28 @@
+"""What can go wrong with a job as a whole. A trial that fails is an `Outcome`, never an exception.
+
+* `TunerError`
+  * `JobError`: base of these.
+    * `JobRefused`: the job file, the target or the scenario is wrong; nothing was measured. The user must change it.
+    * `JobBroken`: nothing can be measured any more (the child does not start, the disk is full); resume when mended.
+    * `JobBusy`: another process holds what only one may hold: the live service of this job.
+"""
+
+from __future__ import annotations
+
+from plait_autoconfig.errors import TunerError
+
+
+class JobError(TunerError):
+    """Base of all; its text is one sentence for the person at the terminal."""
+
+
+class JobRefused(JobError):
+    """The job must be written differently."""
+
+
+class JobBroken(JobError):
+    """Whatever the message names must be repaired; then the job goes on where it stopped."""
+
+
+class JobBusy(JobError):
+    """Wait for the other process, or stop it."""

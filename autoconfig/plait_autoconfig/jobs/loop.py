@@ -1,0 +1,308 @@
+"""Runs a job: asks `plan` what comes next, claims it, has it measured, stores the end. Until nothing is left.
+
+Workers agree through the store alone. Deciding and claiming happen under its lock, so no two do the same; a claim whose
+worker is gone is declared lost by the next one that looks, and what it measured is proposed again.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+from plait_autoconfig.designers import make_designer
+from plait_autoconfig.designers.protocols import Context
+from plait_autoconfig.errors import TunerError
+from plait_autoconfig.jobs.child import PARTING_S
+from plait_autoconfig.jobs.drift import drift_factors
+from plait_autoconfig.jobs.errors import JobBroken
+from plait_autoconfig.jobs.live import held_alone
+from plait_autoconfig.jobs.measurer import Kind, MeasurerSource, Subject, Task
+from plait_autoconfig.jobs.plan import Done, Hopeless, Measure, Search, Step, next_step
+from plait_autoconfig.jobs.presence import Presence, is_present
+from plait_autoconfig.jobs.proposing import Proposals
+from plait_autoconfig.jobs.records import Claim, Record, config_key, lost_as_crash
+from plait_autoconfig.jobs.remembering import began_at, past_runs, remember
+from plait_autoconfig.jobs.reporting import outlook_of, read_state, used_seconds
+from plait_autoconfig.jobs.runner import ChildRunner, Runner
+from plait_autoconfig.jobs.state import JobState
+from plait_autoconfig.jobs.store import JobStore
+from plait_autoconfig.values import Config
+
+MOST_LOST = 2
+"""A configuration whose worker died more often than this is taken to be the reason."""
+
+_GONE = "its worker was gone"
+_WAIT_S = 0.2
+_CONFIRM_SEEDS = 1000  # the confirmation meets arrivals that the search did not
+
+EventKind: TypeAlias = Literal[
+    "started", "note", "trial_started", "trial_progress", "trial_finished", "trial_lost", "ended"
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobEvent:
+    """Something that happened, for those who watch. ``number``: of the measurement, if it is about one."""
+
+    kind: EventKind
+    at_s: float
+    text: str
+    number: int | None = None
+
+
+def run_job(
+    store: JobStore,
+    source: MeasurerSource,
+    *,
+    on_event: Callable[[JobEvent], None] = lambda _: None,
+    stop: Callable[[], bool] = lambda: False,
+    runner: Runner | None = None,
+    now: Callable[[], float] = time.time,
+    sleep: Callable[[float], None] = time.sleep,
+) -> JobState:
+    """Works on a job until it is done, ``stop`` says so, or somebody cancels it; then returns its state.
+
+    Call it again to resume, or in another process to help. ``now``: seconds since 1970. ``runner``: default is a
+    process of its own for the measurer of ``source``.
+    Raises `JobRefused` before anything is measured, `JobBroken` and `JobBusy`; the state then is "failed".
+    """
+    store.clear_signs()
+    try:
+        with ExitStack() as stack:
+            _work(store, source, stack, on_event=on_event, stop=stop, runner=runner, now=now, sleep=sleep)
+    except _Stopped:
+        pass
+    except TunerError as error:
+        store.set_failure(str(error))
+        raise
+    state = read_state(store, now_s=now())
+    on_event(JobEvent(kind="ended", at_s=now(), text=f"{state.phase}: {state.reason}" if state.reason else state.phase))
+    return state
+
+
+def _work(
+    store: JobStore,
+    source: MeasurerSource,
+    stack: ExitStack,
+    *,
+    on_event: Callable[[JobEvent], None],
+    stop: Callable[[], bool],
+    runner: Runner | None,
+    now: Callable[[], float],
+    sleep: Callable[[float], None],
+) -> None:
+    """One worker from its sign of presence to its end; what it opens is closed by ``stack``."""
+    name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    presence = stack.enter_context(Presence(store.workers_folder, name, now_s=now()))
+
+    def tick() -> None:
+        presence.renew(now_s=now())
+        if stop() or store.cancelled:
+            raise _Stopped
+
+    held: tuple[int, ...] = ()
+    if store.spec.target.live:
+        held = (stack.enter_context(held_alone(store.folder / "live.lock", wait_s=2.0 * PARTING_S, tick=tick)),)
+    log = store.folder / "logs" / f"{name}.log"
+    measuring = runner or ChildRunner(source, store.spec, folder=store.folder, log=log, held=held)
+    stack.callback(measuring.finish)
+    _Worker(store, measuring, name, on_event=on_event, tick=tick, now=now, sleep=sleep).run()
+
+
+class _Stopped(Exception):
+    """This worker is to end."""
+
+
+class _Worker:
+    """One worker's run."""
+
+    def __init__(
+        self,
+        store: JobStore,
+        runner: Runner,
+        name: str,
+        *,
+        on_event: Callable[[JobEvent], None],
+        tick: Callable[[], None],
+        now: Callable[[], float],
+        sleep: Callable[[float], None],
+    ) -> None:
+        self._store, self._runner, self._name = store, runner, name
+        self._on_event, self._tick, self._now, self._sleep = on_event, tick, now, sleep
+        self._spec = store.spec
+        self._began_s = now()
+        self._used_before_s = 0.0
+
+    def run(self) -> None:
+        """Until nothing is left to do."""
+        self._say("started", f"job {self._spec.name} in {self._store.folder}")
+        with self._store.exclusive():
+            self._store.mend()
+        self._used_before_s = used_seconds(
+            [each for each in self._store.records() if each.status == "finished"], now_s=self._now()
+        )
+        subject = self._runner.check(self._tick)
+        if self._store.subject() is None:
+            self._store.set_subject(subject)
+        self._proposals = self._designer(subject)
+        if self._store.exhausted:
+            self._store.set_exhausted("")  # the job may have changed since; if not, the designer says it again
+        while True:
+            self._tick()
+            step = self._claimed()
+            if isinstance(step, Record):
+                self._measure(step)
+            elif isinstance(step, Done | Hopeless):
+                break
+            else:
+                self._sleep(_WAIT_S)
+        if isinstance(step, Hopeless):
+            raise JobBroken(step.why)
+        self._conclude(subject, step.why)
+
+    # ---- deciding ----------------------------------------------------------------------------------------------------
+
+    def _designer(self, subject: Subject) -> Proposals:
+        records = self._store.records()
+        library, warnings = past_runs(self._spec, records)
+        self._store.warn(warnings)
+        for sentence in warnings:
+            self._say("note", sentence)
+        context = Context(
+            service=subject.service or self._spec.name,
+            workload=subject.workload,
+            hardware=subject.hardware,
+            versions=subject.versions,
+            at=began_at(records),
+        )
+        designer = make_designer(
+            self._spec.designer.name,
+            self._spec.space,
+            self._spec.goal,
+            seed=self._spec.seed,
+            library=library,
+            context=context,
+        )
+        return Proposals(designer, self._spec)
+
+    def _claimed(self) -> Record | Step:
+        """The measurement that is now ours, or why there is none. A designer thinks outside of the lock."""
+        proposal = None
+        if isinstance(self._planned(self._store.records()), Search):
+            proposal = self._proposal()
+            if proposal is None:
+                return self._planned(self._store.records())
+        with self._store.exclusive():
+            records = self._swept(self._store.records())
+            step = self._planned(records)
+            if isinstance(step, Measure):
+                return self._claim(step.kind, step.config, records)
+            if isinstance(step, Search) and proposal is not None and proposal == self._proposals.next(records):
+                return self._claim(Kind.TRIAL, proposal, records)
+            return step
+
+    def _proposal(self) -> Config | None:
+        proposal = self._proposals.next(self._store.records())
+        if self._proposals.exhausted != self._store.exhausted:
+            self._store.set_exhausted(self._proposals.exhausted)
+        return proposal
+
+    def _planned(self, records: Sequence[Record]) -> Step:
+        elapsed_s = self._now() - self._began_s
+        used_s = max(used_seconds(records, now_s=self._now()), self._used_before_s + elapsed_s)
+        return next_step(
+            self._spec, records, outlook_of(self._spec, records, used_s=used_s, exhausted=self._store.exhausted)
+        )
+
+    def _swept(self, records: Sequence[Record]) -> tuple[Record, ...]:
+        """The records, with claims of workers that are gone declared lost."""
+        orphans = [record for record in records if record.status == "running" and not self._has_worker(record)]
+        for record in orphans:
+            lost = replace(record, lost=_GONE, finished_at_s=self._now())
+            times = sum(each.lost == _GONE and each.key == record.key for each in records)
+            if self._store.end_held(lost_as_crash(lost) if times >= MOST_LOST else lost):
+                self._say("trial_lost", lost.lost, record.number)
+        return self._store.records() if orphans else tuple(records)
+
+    def _has_worker(self, record: Record) -> bool:
+        worker = record.claim.worker
+        return worker == self._name or is_present(self._store.workers_folder, worker, now_s=self._now())
+
+    def _claim(self, kind: Kind, config: Config, records: Sequence[Record]) -> Record:
+        claim = Claim(
+            kind=kind,
+            config=config,
+            seed=self._seed(kind, config, records),
+            worker=self._name,
+            nonce=uuid.uuid4().hex[:12],
+            at_s=self._now(),
+        )
+        return self._store.claim(claim)
+
+    def _seed(self, kind: Kind, config: Config, records: Sequence[Record]) -> int:
+        """Of the load: alike for the n-th measurement of every configuration, so that they meet the same arrivals.
+
+        The reference keeps one seed for good: what changes in it is the host.
+        """
+        before = sum(each.kind is kind and each.key == config_key(config) and each.status != "lost" for each in records)
+        first = self._spec.seed + (_CONFIRM_SEEDS if kind is Kind.CONFIRM else 0)
+        return first if kind is Kind.REFERENCE else first + before
+
+    # ---- doing -------------------------------------------------------------------------------------------------------
+
+    def _measure(self, record: Record) -> None:
+        shown = ", ".join(f"{name} = {value}" for name, value in record.config.items())
+        self._say("trial_started", f"{record.kind}: {shown}", record.number)
+        task = Task(
+            number=record.number,
+            kind=record.kind,
+            config=record.config,
+            seed=record.claim.seed,
+            limit_s=self._spec.trial_limit_s,
+            folder=self._store.artefacts(record.number),
+        )
+        try:
+            measured = self._runner.measure(
+                task, lambda text: self._say("trial_progress", text, record.number), self._tick
+            )
+            self._spec.goal.losses(measured.outcome)
+            self._spec.goal.excesses(measured.outcome)
+        except BaseException as error:
+            why = "it was given up" if isinstance(error, _Stopped) else str(error) or type(error).__name__
+            self._store.end(replace(record, lost=why, finished_at_s=self._now()))
+            self._say("trial_lost", why, record.number)
+            raise
+        ended = replace(record, measured=measured, finished_at_s=self._now())
+        if self._store.end(replace(ended, drift=self._drift(ended))):
+            failure = measured.outcome.failure
+            text = "measured" if failure is None else f"{failure.replace('_', ' ')}: {measured.outcome.detail}"
+            self._say("trial_finished", text, record.number)
+        else:
+            self._say("trial_lost", "another worker had declared it lost", record.number)
+
+    def _drift(self, record: Record) -> dict[str, float]:
+        """What to divide by. Confirmations are compared with references of the same minutes, as measured."""
+        if record.kind not in {Kind.TRIAL, Kind.REFERENCE}:
+            return {}
+        before = [each for each in self._store.records() if each.number != record.number]
+        return drift_factors([*before, record], self._spec.reference)
+
+    def _conclude(self, subject: Subject, why: str) -> None:
+        problem = remember(self._spec, subject, self._store.records())
+        if problem:
+            self._store.warn((problem,))
+            self._say("note", problem)
+        live = self._spec.target.live
+        recommendation = read_state(self._store, now_s=self._now()).recommendation
+        if live and live.leave == "best" and recommendation is not None:
+            self._runner.apply(recommendation.config)
+        self._say("note", why)
+
+    def _say(self, kind: EventKind, text: str, number: int | None = None) -> None:
+        self._on_event(JobEvent(kind=kind, at_s=self._now(), text=text, number=number))

@@ -1,0 +1,179 @@
+"""The seam between a job and what it tunes. A `Measurer` lives in a child process of its own (`child`, `runner`).
+
+A factory ``module:function`` makes it; everything that crosses is JSON. Whatever it does wrong (an exception, a hang,
+death by the kernel) becomes the outcome of one trial, and the next trial gets a fresh child.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+from plait_autoconfig.values import Config, FailureKind, Hardware, Outcome, WorkloadFeatures
+
+if TYPE_CHECKING:
+    from plait_autoconfig.jobs.spec import JobSpec
+
+Say: TypeAlias = Callable[[str], None]
+"""Tells whoever watches what happens inside a trial: ``load test, 12 of 30 s``."""
+
+
+class Kind(StrEnum):
+    """What a measurement is for."""
+
+    WARM_UP = "warm_up"  # its result is forgotten
+    TRIAL = "trial"  # proposed by the designer
+    REFERENCE = "reference"  # the default, again and again: shows how the host drifts
+    CONFIRM = "confirm"  # one of the best, or the default in turn with it, before one is recommended
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One measurement. ``folder``: exists, is its own, for artefacts. ``limit_s``: then the child is killed."""
+
+    number: int
+    kind: Kind
+    config: Config
+    seed: int
+    limit_s: float
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """What the application used while the load ran."""
+
+    cpu_cores: float = 0.0
+    memory_bytes: int = 0
+    gpu_share: float = 0.0
+    gpu_memory_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a task showed. ``restarted``: deployments that had to be started anew. ``artefacts``: files in the folder.
+
+    ``note``: a sentence for the table of trials, such as why the load test was broken off.
+    """
+
+    outcome: Outcome
+    duration_s: float = 0.0
+    samples: Samples = field(default_factory=Samples)
+    restarted: tuple[str, ...] = ()
+    artefacts: tuple[str, ...] = ()
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What is tuned, as the library remembers it and designers compare it."""
+
+    service: str = ""
+    workload: WorkloadFeatures = field(default_factory=dict)
+    hardware: Hardware = field(default_factory=Hardware)
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+class Measurer(Protocol):
+    """Applies configurations and measures them. Made by a factory in the child; used from one thread."""
+
+    def check(self, spec: JobSpec) -> Subject:
+        """Called first, once per process. Raises `JobRefused` for what can not be measured: a knob that the deployment
+        does not have (with those there are), a scenario that can not reach its rate.
+        """
+
+    def measure(self, task: Task, say: Say) -> Measured:
+        """Applies ``task.config``, warms up, measures. Failures that it understands are outcomes; what it raises
+        becomes one: MemoryError and CUDA's out of memory as such, all else as a crash.
+        """
+
+    def apply(self, config: Config) -> None:
+        """Leaves this configuration in the live application; only called for a live job, at its end.
+
+        It is the original from then on: `restore` changes nothing any more.
+        """
+
+    def restore(self) -> None:
+        """Puts the original configuration back where the live application was changed; nothing for a clone."""
+
+    def close(self) -> None:
+        """Removes the clone and whatever else is left."""
+
+
+class MakesMeasurer(Protocol):
+    """The factory. It must also clear away what an earlier process of the same job left when it was killed."""
+
+    def __call__(self, *, folder: Path, **arguments: Any) -> Measurer:
+        """``folder``: the job's. ``arguments``: JSON, as `MeasurerSource` has them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasurerSource:
+    """Where the measurer comes from: ``factory`` is ``module:function``."""
+
+    factory: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+# ---- JSON ------------------------------------------------------------------------------------------------------------
+
+
+def outcome_to_json(outcome: Outcome) -> dict[str, Any]:
+    """Plain JSON; `outcome_from_json` is the way back."""
+    if outcome.failure is None:
+        return {"metrics": dict(outcome.metrics)}
+    return {"failure": outcome.failure.value, "detail": outcome.detail}
+
+
+def outcome_from_json(raw: Mapping[str, Any]) -> Outcome:
+    """Raises `TunerError` or `ValueError` for what is no outcome."""
+    if "failure" in raw:
+        return Outcome.failed(FailureKind(raw["failure"]), str(raw.get("detail", "")))
+    return Outcome(metrics=raw.get("metrics", {}))
+
+
+def measured_to_json(measured: Measured) -> dict[str, Any]:
+    """Plain JSON; `measured_from_json` is the way back."""
+    return {
+        "outcome": outcome_to_json(measured.outcome),
+        "duration_s": measured.duration_s,
+        "samples": asdict(measured.samples),
+        "restarted": list(measured.restarted),
+        "artefacts": list(measured.artefacts),
+        "note": measured.note,
+    }
+
+
+def measured_from_json(raw: Mapping[str, Any]) -> Measured:
+    """Raises `TunerError`, `ValueError`, `TypeError` or `KeyError` for what is none."""
+    return Measured(
+        outcome=outcome_from_json(raw["outcome"]),
+        duration_s=float(raw["duration_s"]),
+        samples=Samples(**raw["samples"]),
+        restarted=tuple(raw["restarted"]),
+        artefacts=tuple(raw["artefacts"]),
+        note=str(raw["note"]),
+    )
+
+
+def task_to_json(task: Task) -> dict[str, Any]:
+    """Plain JSON; `task_from_json` is the way back."""
+    return asdict(task) | {"kind": task.kind.value, "folder": str(task.folder)}
+
+
+def task_from_json(raw: Mapping[str, Any]) -> Task:
+    """The task of `task_to_json`."""
+    return Task(**{**raw, "kind": Kind(raw["kind"]), "folder": Path(raw["folder"])})
+
+
+def subject_to_json(subject: Subject) -> dict[str, Any]:
+    """Plain JSON; `subject_from_json` is the way back."""
+    return asdict(subject)
+
+
+def subject_from_json(raw: Mapping[str, Any]) -> Subject:
+    """The subject of `subject_to_json`."""
+    return Subject(**{**raw, "hardware": Hardware(**raw["hardware"])})

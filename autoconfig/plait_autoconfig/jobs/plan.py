@@ -1,0 +1,224 @@
+"""What a job does next, as a pure function of the job and what was measured so far.
+
+Every worker asks it before every measurement, and so does one that resumes after a crash: there is no other memory of
+where a job stands. First the reference, then trials with the reference between them, then the confirmation.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from plait_autoconfig.jobs.measurer import Kind
+from plait_autoconfig.jobs.records import Record, config_key, trials_of
+from plait_autoconfig.jobs.spec import JobSpec
+from plait_autoconfig.values import Cell, Config, cells_of, pooled
+
+_MOST_INVALID = 2  # measurements more than wanted, for those whose load test was invalid
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """Measure this."""
+
+    kind: Kind
+    config: Config
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """Measure what the designer proposes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Another worker is measuring what the decision depends on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Nothing is left to do. ``why``: what ended the search."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Hopeless:
+    """The reference can not be measured, so nothing can be compared."""
+
+    why: str
+
+
+Step: TypeAlias = Measure | Search | Wait | Done | Hopeless
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook:
+    """What the records do not tell. ``left_s``: of the budget, None without a limit. ``stop``: why the stop rule or the
+    designer ends the search; empty if neither does.
+    """
+
+    left_s: float | None = None
+    stop: str = ""
+
+
+def next_step(spec: JobSpec, records: Sequence[Record], outlook: Outlook) -> Step:
+    """What to do next. ``records``: all of the job, in order."""
+    active = [record for record in records if record.status != "lost"]
+    first = _first_reference(spec, active)
+    if first is not None:
+        return first
+    over = why_over(spec, active, outlook)
+    if not over:
+        return _searching(spec, active)
+    running = [record.kind for record in active if record.status == "running"]
+    if Kind.TRIAL in running:
+        return Wait()
+    step = _confirming(spec, active, outlook)
+    if step is not None:
+        return step
+    return Wait() if running else Done(over)
+
+
+def why_over(spec: JobSpec, active: Sequence[Record], outlook: Outlook) -> str:
+    """Why no further configuration is to be proposed; empty if one is."""
+    made = sum(record.kind is Kind.TRIAL for record in active)
+    if made >= spec.budget.trials:
+        return f"the {spec.budget.trials} trials of the budget were made"
+    if outlook.left_s is not None and outlook.left_s < needed_s(spec, active):
+        return f"the {spec.budget.minutes:g} minutes of the budget are used up, but for the confirmation"
+    return outlook.stop
+
+
+def needed_s(spec: JobSpec, active: Sequence[Record]) -> float:
+    """Seconds for one more trial and the confirmation, from the mean of those made."""
+    durations = [record.measured.duration_s for record in active if record.measured is not None]
+    measurements = 1 + (1 + spec.confirm.best) * spec.confirm.times if spec.confirm.best else 1
+    return measurements * sum(durations) / len(durations) if durations else 0.0
+
+
+# ---- reference -------------------------------------------------------------------------------------------------------
+
+
+def _first_reference(spec: JobSpec, active: Sequence[Record]) -> Step | None:
+    """None once the reference was measured."""
+    own = [record for record in active if record.kind is Kind.REFERENCE]
+    raw = [record.raw for record in own if record.raw is not None]
+    if any(outcome.failure is None for outcome in raw):
+        return None
+    failed = [outcome for outcome in raw if not outcome.invalid]
+    if failed or len(raw) > _MOST_INVALID:
+        last = (failed or raw)[-1]
+        kind = str(last.failure).replace("_", " ")
+        return Hopeless(f"the reference configuration could not be measured: {kind}: {last.detail}")
+    warm_ups = [record for record in active if record.kind is Kind.WARM_UP]
+    if any(record.status == "running" for record in [*own, *warm_ups]):
+        return Wait()
+    kind = Kind.WARM_UP if spec.reference.warm_up and not warm_ups else Kind.REFERENCE
+    return Measure(kind, spec.default)
+
+
+def _is_reference_due(spec: JobSpec, active: Sequence[Record]) -> bool:
+    since = 0
+    for record in active:
+        if record.kind is Kind.REFERENCE:
+            since = 0
+        elif record.kind is Kind.TRIAL:
+            since += 1
+    return 0 < spec.reference.every <= since
+
+
+# ---- search ----------------------------------------------------------------------------------------------------------
+
+
+def _searching(spec: JobSpec, active: Sequence[Record]) -> Step:
+    if _is_reference_due(spec, active):
+        return Measure(Kind.REFERENCE, spec.default)
+    for group in _by_key(active, Kind.TRIAL).values():
+        wanted = _wanted(group, spec.repeats)
+        if wanted and any(record.valid for record in group):
+            return Measure(Kind.TRIAL, group[0].config)
+    return Search()
+
+
+def _wanted(group: Sequence[Record], times: int) -> bool:
+    """Whether a configuration is to be measured once more: fewer than ``times`` are valid or running, none failed."""
+    if any(record.valid and record.raw is not None and record.raw.failure is not None for record in group):
+        return False
+    counted = sum(record.valid or record.status == "running" for record in group)
+    return counted < times and len(group) < times + _MOST_INVALID
+
+
+def _by_key(records: Sequence[Record], kind: Kind) -> dict[Hashable, list[Record]]:
+    groups: dict[Hashable, list[Record]] = {}
+    for record in records:
+        if record.kind is kind:
+            groups.setdefault(record.key, []).append(record)
+    return groups
+
+
+# ---- confirmation ----------------------------------------------------------------------------------------------------
+
+
+def ranked_candidates(spec: JobSpec, records: Sequence[Record]) -> tuple[Cell, ...]:
+    """The feasible configurations of the search but the reference, the best first; with several goals the front, its
+    ends first. They follow from the trials alone, so the confirmation does not change them.
+    """
+    own = config_key(spec.default)
+    trials = [
+        trial
+        for trial in trials_of(record for record in records if record.kind is Kind.TRIAL)
+        if config_key(trial.config) != own
+    ]
+    goal = spec.goal
+    if len(goal.goals) > 1:
+        return _ends_first(goal.front(trials), goal.goals[0].metric)
+    feasible = [cell for cell in cells_of(trials) if goal.feasible(cell.outcome)]
+    return tuple(sorted(feasible, key=lambda cell: goal.losses(cell.outcome) or ()))
+
+
+def _ends_first(front: Sequence[Cell], metric: str) -> tuple[Cell, ...]:
+    """Both ends of the front, then the middle of the largest gap left, and so on."""
+    ordered = sorted(front, key=lambda cell: cell.outcome.metrics[metric])
+    if len(ordered) <= 2:
+        return tuple(ordered)
+    chosen = [0, len(ordered) - 1]
+    while len(chosen) < len(ordered):
+        places = sorted(chosen)
+        low, high = max(itertools.pairwise(places), key=lambda gap: gap[1] - gap[0])
+        chosen.append((low + high) // 2)
+    return tuple(ordered[place] for place in chosen)
+
+
+def _confirming(spec: JobSpec, active: Sequence[Record], outlook: Outlook) -> Step | None:
+    """None when the confirmation is complete, pointless, or out of time."""
+    size = spec.confirm.best
+    candidates = [cell.config for cell in ranked_candidates(spec, active)] if size else []
+    done = _by_key(active, Kind.CONFIRM)
+    for start in range(0, len(candidates), max(1, size)):
+        batch = candidates[start : start + size]
+        step = _next_of_batch([spec.default, *batch], done, spec.confirm.times)
+        if isinstance(step, Measure) and outlook.left_s is not None and outlook.left_s <= 0.0:
+            return None
+        if step is not None:
+            return step
+        if any(_is_confirmed(spec, done.get(config_key(config), [])) for config in batch):
+            return None
+    return None
+
+
+def _next_of_batch(configs: Sequence[Config], done: dict[Hashable, list[Record]], times: int) -> Step | None:
+    """The configuration measured least often so far: so they are measured in turn. None: all were."""
+    groups = [done.get(config_key(config), []) for config in configs]
+    wanted = [index for index, group in enumerate(groups) if _wanted(group, times)]
+    if wanted:
+        return Measure(Kind.CONFIRM, configs[min(wanted, key=lambda index: len(groups[index]))])
+    return Wait() if any(record.status == "running" for group in groups for record in group) else None
+
+
+def _is_confirmed(spec: JobSpec, group: Sequence[Record]) -> bool:
+    """It kept all limits again, on average."""
+    outcome = pooled(record.raw for record in group if record.raw is not None)
+    return outcome is not None and spec.goal.feasible(outcome)

@@ -1,0 +1,157 @@
+"""One measurement of a job as it is stored: claimed by a worker, then finished or lost. Frozen; JSON both ways."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias
+
+from plait_autoconfig.jobs.measurer import Kind, Measured, measured_from_json, measured_to_json
+from plait_autoconfig.values import Config, FailureKind, Outcome, Trial
+
+Status: TypeAlias = Literal["running", "finished", "lost"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """A measurement that a worker took on. ``nonce`` is its alone; times are seconds since 1970."""
+
+    kind: Kind
+    config: Config
+    seed: int
+    worker: str
+    nonce: str
+    at_s: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "config", dict(self.config))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """A claim and what became of it. ``number``: counts all measurements of the job, from 0.
+
+    ``measured`` has the raw outcome, ``drift`` the factors by which the host had drifted by then, by metric (1 if it is
+    not there); None while running or when lost. ``lost``: why nobody finished it.
+    """
+
+    number: int
+    claim: Claim
+    measured: Measured | None = None
+    drift: Mapping[str, float] = field(default_factory=dict)
+    finished_at_s: float | None = None
+    lost: str = ""
+
+    @property
+    def status(self) -> Status:
+        """Running, finished or lost."""
+        if self.measured is not None:
+            return "finished"
+        return "lost" if self.lost else "running"
+
+    @property
+    def kind(self) -> Kind:
+        """What it is for."""
+        return self.claim.kind
+
+    @property
+    def config(self) -> Config:
+        """What is measured."""
+        return self.claim.config
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for equal configurations."""
+        return config_key(self.claim.config)
+
+    @property
+    def raw(self) -> Outcome | None:
+        """As measured; None if it did not finish."""
+        return None if self.measured is None else self.measured.outcome
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """With the drift of the host divided out; None if it did not finish."""
+        if self.measured is None or self.measured.outcome.failure is not None or not self.drift:
+            return self.raw
+        metrics = self.measured.outcome.metrics
+        return Outcome(metrics={name: value / self.drift.get(name, 1.0) for name, value in metrics.items()})
+
+    @property
+    def valid(self) -> bool:
+        """It finished, and says something about the configuration."""
+        return self.measured is not None and not self.measured.outcome.invalid
+
+    def trial(self) -> Trial | None:
+        """As designers and the library know it, drift divided out; None if it did not finish."""
+        if self.measured is None or self.outcome is None:
+            return None
+        return Trial(
+            number=self.number,
+            config=self.config,
+            outcome=self.outcome,
+            duration_s=self.measured.duration_s,
+            seed=self.claim.seed,
+        )
+
+
+def config_key(config: Config) -> Hashable:
+    """Equal for equal configurations, whatever the order of their knobs."""
+    return tuple(sorted(config.items()))
+
+
+def trials_of(records: Iterable[Record]) -> tuple[Trial, ...]:
+    """The finished ones as trials (warm-ups left out), with ``repeat`` counted by configuration."""
+    seen: dict[Hashable, int] = {}
+    trials = []
+    for record in records:
+        trial = None if record.kind is Kind.WARM_UP else record.trial()
+        if trial is not None:
+            repeat = seen.get(record.key, 0)
+            seen[record.key] = repeat + 1
+            trials.append(replace(trial, repeat=repeat))
+    return tuple(trials)
+
+
+def lost_as_crash(record: Record) -> Record:
+    """A measurement whose worker died as one that crashed: for a configuration that took its worker down repeatedly."""
+    outcome = Outcome.failed(FailureKind.CRASH, f"the tuner itself died while measuring it: {record.lost}")
+    return replace(record, measured=Measured(outcome=outcome), lost="")
+
+
+# ---- JSON ------------------------------------------------------------------------------------------------------------
+
+
+def claim_to_json(claim: Claim) -> dict[str, Any]:
+    """Plain JSON; `claim_from_json` is the way back."""
+    return {
+        "kind": claim.kind.value,
+        "config": dict(claim.config),
+        "seed": claim.seed,
+        "worker": claim.worker,
+        "nonce": claim.nonce,
+        "at_s": claim.at_s,
+    }
+
+
+def claim_from_json(raw: Mapping[str, Any]) -> Claim:
+    """The claim of `claim_to_json`."""
+    return Claim(**{**raw, "kind": Kind(raw["kind"])})
+
+
+def end_to_json(record: Record) -> dict[str, Any]:
+    """How it ended; `with_end` is the way back."""
+    return {
+        "measured": None if record.measured is None else measured_to_json(record.measured),
+        "drift": dict(record.drift),
+        "finished_at_s": record.finished_at_s,
+        "lost": record.lost,
+    }
+
+
+def with_end(record: Record, raw: Mapping[str, Any]) -> Record:
+    """The record with the end of `end_to_json`."""
+    measured = None if raw["measured"] is None else measured_from_json(raw["measured"])
+    return replace(
+        record, measured=measured, drift=raw["drift"], finished_at_s=raw["finished_at_s"], lost=str(raw["lost"])
+    )

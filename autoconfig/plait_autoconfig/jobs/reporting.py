@@ -1,0 +1,264 @@
+"""What a job is at this moment, worked out from its records (`state.JobState`)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from plait_autoconfig.jobs.drift import drift_warnings, ratios, reference_outcomes
+from plait_autoconfig.jobs.measurer import Kind, Samples, Subject
+from plait_autoconfig.jobs.plan import Done, Hopeless, Outlook, next_step, why_over
+from plait_autoconfig.jobs.recommending import fresh_trials, gain_of, noise_of, recommendations
+from plait_autoconfig.jobs.records import Record, config_key, trials_of
+from plait_autoconfig.jobs.spec import JobSpec
+from plait_autoconfig.jobs.state import Best, DriftPoint, JobState, Phase, Remaining, Row
+from plait_autoconfig.jobs.stopping import NoImprovement
+from plait_autoconfig.jobs.store import JobStore
+from plait_autoconfig.objective import Goal
+from plait_autoconfig.values import Cell, Outcome, Trial, cells_of
+
+
+def read_state(store: JobStore, *, now_s: float | None = None) -> JobState:
+    """The state of a job, whoever works on it. ``now_s``: seconds since 1970. Raises `JobBroken`."""
+    now = time.time() if now_s is None else now_s
+    return state_of(
+        store.spec,
+        store.records(),
+        subject=store.subject(),
+        exhausted=store.exhausted,
+        failure=store.failure,
+        cancelled=store.cancelled,
+        warnings=store.warnings(),
+        workers=store.workers(now_s=now),
+        now_s=now,
+    )
+
+
+def state_of(
+    spec: JobSpec,
+    records: Sequence[Record],
+    *,
+    subject: Subject | None = None,
+    exhausted: str = "",
+    failure: str = "",
+    cancelled: bool = False,
+    warnings: tuple[str, ...] = (),
+    workers: tuple[str, ...] = (),
+    now_s: float = 0.0,
+) -> JobState:
+    """The state that follows from the records. ``exhausted``: see `JobStore.exhausted`."""
+    used_s = used_seconds(records, now_s=now_s)
+    outlook = outlook_of(spec, records, used_s=used_s, exhausted=exhausted)
+    phase, reason = _phase(spec, records, outlook, failure=failure, cancelled=cancelled)
+    trials = [*trials_of(record for record in records if record.kind in {Kind.TRIAL, Kind.REFERENCE})]
+    best, front = _bests(spec, records, trials)
+    cells = spec.space.cells()
+    return JobState(
+        spec=spec,
+        subject=subject,
+        phase=phase,
+        reason=reason,
+        rows=tuple(_row(spec, record, best, now_s) for record in records),
+        best=best,
+        front=front,
+        answers=recommendations(spec, records) if phase in {"finished", "cancelled"} else (),
+        binding=_binding(spec, records, trials),
+        remaining=_remaining(spec, records, used_s),
+        drift=_drift(records),
+        warnings=(*warnings, *drift_warnings(records, spec.goal.metrics, spec.reference)),
+        workers=workers,
+        cells=len(cells),
+        exhaustive=spec.space.exhaustive,
+        tried=len({config_key(trial.config) for trial in trials}),
+        best_so_far=_best_so_far(spec, trials),
+    )
+
+
+def used_seconds(records: Sequence[Record], *, now_s: float) -> float:
+    """Time spent on measurements, those that are running included."""
+    finished = sum(record.measured.duration_s for record in records if record.measured is not None)
+    return finished + sum(max(0.0, now_s - each.claim.at_s) for each in records if each.status == "running")
+
+
+def outlook_of(spec: JobSpec, records: Sequence[Record], *, used_s: float, exhausted: str) -> Outlook:
+    """What `next_step` must know besides the records."""
+    minutes = spec.budget.minutes
+    rule = NoImprovement(spec.stop.patience, spec.stop.least_gain)
+    trials = trials_of(record for record in records if record.kind is Kind.TRIAL)
+    return Outlook(
+        left_s=None if minutes is None else 60.0 * minutes - used_s,
+        stop=exhausted or rule.why_stop(spec.goal, trials),
+    )
+
+
+def state_to_json(state: JobState) -> dict[str, Any]:
+    """Plain JSON, for ``--json`` and HTTP."""
+    raw = {name: getattr(state, name) for name in state.__slots__ if name != "spec"}
+    plain: dict[str, Any] = _plain({**raw, "name": state.spec.name, "job": state.spec.model_dump(mode="json")})
+    return plain
+
+
+# ---- pieces ----------------------------------------------------------------------------------------------------------
+
+
+def _phase(
+    spec: JobSpec, records: Sequence[Record], outlook: Outlook, *, failure: str, cancelled: bool
+) -> tuple[Phase, str]:
+    step = next_step(spec, records, outlook)
+    if isinstance(step, Done):
+        return "finished", step.why
+    if isinstance(step, Hopeless):
+        return "failed", step.why
+    if cancelled:
+        return "cancelled", "it was cancelled"
+    if failure:
+        return "failed", failure
+    why = why_over(spec, [record for record in records if record.status != "lost"], outlook)
+    return ("confirming", why) if why else ("searching", "")
+
+
+def _binding(spec: JobSpec, records: Sequence[Record], trials: Sequence[Trial]) -> str:
+    """Why nothing is feasible: in the search, or when it was measured again."""
+    why = spec.goal.why_none(trials) if trials else ""
+    fresh = fresh_trials(records)
+    again = "" if why or not fresh else spec.goal.why_none(fresh)
+    return f"measured again, {again}" if again else why
+
+
+def _remaining(spec: JobSpec, records: Sequence[Record], used_s: float) -> Remaining:
+    made = sum(record.kind is Kind.TRIAL and record.status != "lost" for record in records)
+    minutes = spec.budget.minutes
+    return Remaining(
+        trials=max(0, spec.budget.trials - made),
+        seconds=None if minutes is None else max(0.0, 60.0 * minutes - used_s),
+        used_trials=made,
+        used_s=used_s,
+    )
+
+
+def _drift(records: Sequence[Record]) -> tuple[DriftPoint, ...]:
+    outcomes = reference_outcomes(records)
+    return tuple(
+        DriftPoint(number=record.number, at_s=record.claim.at_s, ratios=ratios(outcomes[0][1], raw))
+        for record, raw in outcomes
+    )
+
+
+def _bests(spec: JobSpec, records: Sequence[Record], trials: Sequence[Trial]) -> tuple[Best | None, tuple[Best, ...]]:
+    goal = spec.goal
+    groups = _raw_groups(records)
+    reference = next((cell for cell in cells_of(trials) if config_key(cell.config) == config_key(spec.default)), None)
+    if len(goal.goals) > 1:
+        return None, tuple(_best(spec, cell, reference, groups) for cell in goal.front(trials))
+    cell = goal.best(trials)
+    return (None if cell is None else _best(spec, cell, reference, groups)), ()
+
+
+def _raw_groups(records: Sequence[Record]) -> Mapping[Hashable, Sequence[Outcome]]:
+    """Outcomes as measured, by configuration: drift is in their scatter, so intervals are rather too wide."""
+    groups: dict[Hashable, list[Outcome]] = {}
+    for record in records:
+        if record.kind is not Kind.WARM_UP and record.valid and record.raw is not None:
+            groups.setdefault(record.key, []).append(record.raw)
+    return groups
+
+
+def _best(spec: JobSpec, cell: Cell, reference: Cell | None, groups: Mapping[Hashable, Sequence[Outcome]]) -> Best:
+    goals = {
+        goal.metric: noise_of(goal, groups, seed=spec.seed).mean(
+            [trial.outcome.metrics[goal.metric] for trial in cell.trials if trial.outcome.failure is None]
+        )
+        for goal in spec.goal.goals
+    }
+    known = {} if reference is None else reference.outcome.metrics
+    gains = {goal.metric: gain_of(goal, cell.outcome.metrics, known) for goal in spec.goal.goals}
+    return Best(
+        number=cell.trials[0].number,
+        config=cell.config,
+        metrics=cell.outcome.metrics,
+        count=len(cell.trials),
+        goals=goals,
+        gain={metric: gain for metric, gain in gains.items() if gain is not None},
+    )
+
+
+def _best_so_far(spec: JobSpec, trials: Sequence[Trial]) -> tuple[tuple[int, float], ...]:
+    """Whenever the best changed; by single trials, as they came."""
+    if len(spec.goal.goals) > 1:
+        return ()
+    goal, found = spec.goal.goals[0], []
+    best = float("inf")
+    for trial in trials:
+        if spec.goal.feasible(trial.outcome) and goal.loss(trial.outcome.metrics) < best:
+            best = goal.loss(trial.outcome.metrics)
+            found.append((trial.number, trial.outcome.metrics[goal.metric]))
+    return tuple(found)
+
+
+def _row(spec: JobSpec, record: Record, best: Best | None, now_s: float) -> Row:
+    outcome, measured = record.outcome, record.measured
+    feasible = outcome is not None and spec.goal.feasible(outcome)
+    duration_s = max(0.0, now_s - record.claim.at_s) if record.status == "running" else 0.0
+    return Row(
+        number=record.number,
+        kind=record.kind,
+        status=record.status,
+        config=record.config,
+        raw=record.raw,
+        outcome=outcome,
+        drift=record.drift,
+        feasible=feasible,
+        reason=why_rejected(spec, record, best),
+        note="" if measured is None else measured.note,
+        worker=record.claim.worker,
+        started_at_s=record.claim.at_s,
+        duration_s=duration_s if measured is None else measured.duration_s,
+        samples=Samples() if measured is None else measured.samples,
+        restarted=() if measured is None else measured.restarted,
+        artefacts=() if measured is None else measured.artefacts,
+    )
+
+
+def why_rejected(spec: JobSpec, record: Record, best: Best | None) -> str:
+    """In words: the failure, the limits missed and by how much, or how much worse than the best it is."""
+    outcome = record.outcome
+    if outcome is None:
+        return f"lost: {record.lost}" if record.lost else ""
+    if outcome.failure is not None:
+        kind = outcome.failure.replace("_", " ")
+        return f"{kind}: {outcome.detail}" if outcome.detail else kind
+    missed = [
+        f"{limit} missed by {100.0 * excess:.3g} % ({outcome.metrics[limit.metric]:.5g})"
+        if limit.value
+        else f"{limit} missed: {outcome.metrics[limit.metric]:.5g}"
+        for limit in spec.goal.limits
+        if (excess := limit.excess(outcome.metrics)) > 0.0
+    ]
+    if missed:
+        return "; ".join(missed)
+    if best is None or config_key(best.config) == record.key or record.kind is not Kind.TRIAL:
+        return ""
+    return _worse(spec.goal.goals[0], outcome, best)
+
+
+def _worse(goal: Goal, outcome: Outcome, best: Best) -> str:
+    ours, theirs = outcome.metrics[goal.metric], best.metrics[goal.metric]
+    if ours == theirs:
+        return f"as good as the best in {goal.metric}, but later"
+    if theirs == 0.0:
+        return f"{goal.metric} is {ours:.4g}, the best has 0"
+    change = 100.0 * (ours - theirs) / abs(theirs)
+    return f"{goal.metric} is {abs(change):.3g} % {'below' if change < 0 else 'above'} the best"
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it."""
+    if hasattr(value, "__dataclass_fields__"):
+        return _plain(asdict(value))
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value

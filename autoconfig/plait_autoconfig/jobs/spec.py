@@ -1,0 +1,272 @@
+"""A job as it is written: what is tuned, over which knobs, under which load, for what, and at what price.
+
+The edge of the package: YAML becomes one frozen `JobSpec` (`reading.read_job`). Unknown keys and wrong types are
+errors; nothing is changed later. What contradicts itself is refused here, before anything is measured.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Annotated, Literal, Self, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+
+from plait_autoconfig.errors import OutsideSpace, TunerError
+from plait_autoconfig.knobs import ChoiceKnob, FloatKnob, IntKnob, Knob
+from plait_autoconfig.objective import GOODPUT_PER_S, Limit, Objective, parse_objective
+from plait_autoconfig.space import Space
+from plait_autoconfig.values import Config, Value
+
+Name: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+
+KnobName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
+"""Letters, digits and _: constraints are written with these names."""
+
+_Values: TypeAlias = Annotated[tuple[Value, ...], Field(min_length=1)]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+# ---- what is tuned ---------------------------------------------------------------------------------------------------
+
+
+class Live(_Frozen):
+    """Leave to tune the application that serves users. ``guard``: limits (``p99_ms <= 200``); a breach rolls back."""
+
+    guard: Annotated[tuple[str, ...], Field(min_length=1)]
+    check_every_s: float = Field(default=1.0, gt=0, description="how often the guard looks")
+    leave: Literal["best", "original"] = Field(default="original", description="what the service is left with")
+
+
+class Target(_Frozen):
+    """The application. A clone of it is tuned, unless ``live`` says otherwise."""
+
+    config: str | None = Field(default=None, description="a plait.yaml; none: plait's default")
+    settings: dict[str, JsonValue] = Field(default_factory=dict, description="path: value, set over the config")
+    app: Literal["images", "recommend"] = "images"
+    deployments: tuple[str, ...] = Field(default=(), description="whose knobs are tuned; none: those that knobs name")
+    live: Literal[False] | Live = False
+
+
+# ---- the space -------------------------------------------------------------------------------------------------------
+
+
+class _Knob(_Frozen):
+    sets: str = Field(default="", description="what it sets: DEPLOYMENT.knob; none: its own name")
+    unit: str = ""
+    when: dict[str, _Values] = Field(default_factory=dict, description="active only while knob: one of the values")
+
+
+class IntRange(_Knob):
+    """Whole numbers from ``low`` to ``high``."""
+
+    kind: Literal["int"]
+    low: int
+    high: int
+    step: int = 1
+    log: bool = False
+
+    def knob(self, name: str) -> Knob:
+        """The knob of the space."""
+        return IntKnob(
+            name=name, low=self.low, high=self.high, step=self.step, log=self.log, unit=self.unit, when=self.when
+        )
+
+
+class FloatRange(_Knob):
+    """Numbers from ``low`` to ``high``, in steps if there is a ``step``."""
+
+    kind: Literal["float"]
+    low: float
+    high: float
+    step: float | None = None
+    log: bool = False
+
+    def knob(self, name: str) -> Knob:
+        """The knob of the space."""
+        return FloatKnob(
+            name=name, low=self.low, high=self.high, step=self.step, log=self.log, unit=self.unit, when=self.when
+        )
+
+
+class Choice(_Knob):
+    """One of ``values``; ``ordered``: they are a scale, such as powers of two."""
+
+    kind: Literal["choice"]
+    values: _Values
+    ordered: bool = False
+
+    def knob(self, name: str) -> Knob:
+        """The knob of the space."""
+        return ChoiceKnob(name=name, values=self.values, ordered=self.ordered, unit=self.unit, when=self.when)
+
+
+KnobSpec: TypeAlias = Annotated[IntRange | FloatRange | Choice, Field(discriminator="kind")]
+
+
+# ---- how it is searched ----------------------------------------------------------------------------------------------
+
+
+class Prices(_Frozen):
+    """Per hour, in any one currency. A configuration costs what it reserves."""
+
+    core: float = Field(default=0.04, ge=0)
+    gpu: float = Field(default=2.0, ge=0)
+    gib: float = Field(default=0.005, ge=0)
+
+
+class Budget(_Frozen):
+    """``trials``: measurements of proposed configurations; reference and confirmation come on top.
+
+    ``minutes``: of everything, without the time between a crash and the resumption. Time for the confirmation is kept
+    back. The measurement that runs when time is up is finished.
+    """
+
+    trials: int = Field(default=12, ge=1, le=10_000)
+    minutes: float | None = Field(default=None, gt=0)
+
+
+class Confirm(_Frozen):
+    """The ``best`` candidates are measured ``times`` more, in turn with the reference, before one is recommended."""
+
+    best: int = Field(default=2, ge=0, le=20)
+    times: int = Field(default=2, ge=1, le=50)
+
+
+class Reference(_Frozen):
+    """The configuration that all are compared with: what runs today, or a rule of thumb.
+
+    ``every``: measured again after so many trials (0: only at the beginning), so that a drifting host is seen. A change
+    of up to ``noise`` is taken for noise, a larger one is divided out of later trials; one of more than ``most_drift``
+    is said aloud, because then the correction is not to be trusted either.
+    """
+
+    config: dict[KnobName, Value]
+    why: str = Field(default="", description="where these values come from")
+    every: int = Field(default=5, ge=0)
+    noise: float = Field(default=0.1, ge=0)
+    most_drift: float = Field(default=0.3, gt=0)
+    warm_up: bool = Field(default=False, description="measure it once before, and forget the result")
+
+
+class DesignerChoice(_Frozen):
+    """Who proposes the next trial."""
+
+    name: str = "plait"
+
+
+class Stop(_Frozen):
+    """When to stop before the budget is spent. By default never.
+
+    ``patience``: the best did not improve by ``least_gain`` (relative) for so many trials. ``expected_gain``: the
+    designer, if it can tell, expects that less than this (relative) is left to gain, after ``least_trials``.
+    """
+
+    patience: int = Field(default=0, ge=0)
+    least_gain: float = Field(default=0.01, ge=0)
+    expected_gain: float = Field(default=0.0, ge=0, lt=1)
+    least_trials: int = Field(default=5, ge=1)
+
+
+class JobSpec(_Frozen):
+    """A whole job. Paths are absolute; see `reading.read_job`."""
+
+    name: Name
+    target: Target = Target()
+    knobs: Annotated[dict[KnobName, KnobSpec], Field(min_length=1)]
+    constraints: tuple[str, ...] = Field(default=(), description="between knobs: `cpus * replicas <= 2`")
+    scenarios: Annotated[tuple[str | dict[str, JsonValue], ...], Field(min_length=1)]
+    offered: Literal["given", "capacity"] = Field(
+        default="given", description="measure at the scenario's rate, or find the highest that holds the SLO"
+    )
+    objective: str = "max goodput_per_cost"
+    limits: tuple[str, ...] = Field(default=(), description="`p99_ms <= 50`")
+    rate_tolerance: float = Field(default=0.02, ge=0, lt=1, description="`at rate R` allows so much less goodput")
+    prices: Prices = Prices()
+    budget: Budget = Budget()
+    repeats: int = Field(default=1, ge=1, le=20, description="measurements of each proposed configuration")
+    confirm: Confirm = Confirm()
+    reference: Reference
+    designer: DesignerChoice = DesignerChoice()
+    stop: Stop = Stop()
+    seed: int = Field(default=0, ge=0)
+    library: str | None = Field(default=None, description="past runs to learn from; this one is added to it")
+    storage: str | None = Field(default=None, description="a database URL for the trials; none: a file in the folder")
+    trial_limit_s: float = Field(default=300.0, gt=0, description="a trial that takes longer is ended by force")
+    start_limit_s: float = Field(default=180.0, gt=0, description="how long the measuring process may take to start")
+
+    @cached_property
+    def space(self) -> Space:
+        """The knobs and constraints, as designers have them."""
+        return Space(tuple(each.knob(name) for name, each in self.knobs.items()), self.constraints)
+
+    @cached_property
+    def goal(self) -> Objective:
+        """The objective with its limits; ``at rate R`` means at least R less `rate_tolerance`."""
+        wanted = parse_objective(self.objective, self.limits)
+        own = len(self.limits)
+        at_rate = wanted.limits[: len(wanted.limits) - own]
+        relaxed = tuple(Limit(each.metric, each.bound, each.value * (1.0 - self.rate_tolerance)) for each in at_rate)
+        return Objective(wanted.goals, relaxed + wanted.limits[len(at_rate) :])
+
+    @property
+    def rate_per_s(self) -> float | None:
+        """The R of ``at rate R``: the rate that a measurer offers whatever the scenario says; None: the scenario's."""
+        at_rate = parse_objective(self.objective).limits
+        return max(each.value for each in at_rate) if at_rate else None
+
+    @property
+    def default(self) -> Config:
+        """The reference configuration. It may lie outside the space: then knobs are checked for their names only."""
+        try:
+            return self.space.check(self.reference.config)
+        except OutsideSpace:
+            return dict(self.reference.config)
+
+    def settings(self, config: Config) -> dict[str, Value]:
+        """A configuration by what its knobs set: ``{"engine.largest_batch": 4}``."""
+        return {self.knobs[name].sets or name: value for name, value in config.items()}
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> Self:
+        try:
+            self.space.cells()
+            goal = self.goal
+            if self.target.live:
+                guard_limits(self.target.live)
+        except TunerError as error:
+            raise ValueError(str(error)) from error
+        unknown = [name for name in self.reference.config if name not in self.knobs]
+        if unknown:
+            raise ValueError(f"reference.config sets {unknown[0]}, which is no knob; they are {', '.join(self.knobs)}")
+        missing = [name for name, each in self.knobs.items() if not each.when and name not in self.reference.config]
+        if missing:
+            raise ValueError(f"reference.config lacks {missing[0]}")
+        twice = _doubled([each.sets or name for name, each in self.knobs.items() if not each.when])
+        if twice:
+            raise ValueError(f"two knobs set {twice}")
+        rates = [limit for limit in goal.limits if limit.metric == GOODPUT_PER_S]
+        if self.offered == "capacity" and rates:
+            raise ValueError(f"`{rates[0]}` asks for a given rate: it can not be combined with offered: capacity")
+        return self
+
+
+def guard_limits(live: Live) -> tuple[Limit, ...]:
+    """The guard of a live service as limits on metrics. Raises `ObjectiveError`."""
+    return parse_objective("max goodput_per_s", live.guard).limits
+
+
+def changed_settings(before: JobSpec, after: JobSpec) -> tuple[str, ...]:
+    """What of a job may not change once something was measured, but did: names of fields.
+
+    Budget, confirmation, stop rule and time limits may: they say how far to go, not what is measured.
+    """
+    free = {"budget", "confirm", "stop", "trial_limit_s", "start_limit_s", "library"}
+    old, new = before.model_dump(), after.model_dump()
+    return tuple(name for name in old if name not in free and old[name] != new[name])
+
+
+def _doubled(names: list[str]) -> str:
+    return next((name for index, name in enumerate(names) if name in names[:index]), "")

@@ -1,0 +1,141 @@
+"""What a job is at a moment: for ``status``, the report, HTTP and the progress bar. Frozen.
+
+Everything here follows from the job and its records (`reporting.state_of`); nothing is remembered elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from plait_autoconfig.jobs.measurer import Kind, Samples, Subject
+from plait_autoconfig.jobs.records import Status
+from plait_autoconfig.jobs.spec import JobSpec
+from plait_autoconfig.values import Config, Outcome
+
+Phase: TypeAlias = Literal["searching", "confirming", "finished", "failed", "cancelled"]
+"""``searching`` and ``confirming``: something is left to do, whether or not a worker is at it (`JobState.workers`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One measurement. ``raw`` as measured, ``outcome`` with the drift of the host (``drift``, by metric) divided out.
+
+    ``feasible``: it ran and keeps every limit. ``reason``: why it was rejected: the failure, the limit and by how much,
+    or how much worse than the best it is; empty for the best, for references and for what is running.
+    """
+
+    number: int
+    kind: Kind
+    status: Status
+    config: Config
+    raw: Outcome | None
+    outcome: Outcome | None
+    drift: Mapping[str, float]
+    feasible: bool
+    reason: str
+    note: str
+    worker: str
+    started_at_s: float
+    duration_s: float
+    samples: Samples
+    restarted: tuple[str, ...]
+    artefacts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """A value and where it lies with 95 % confidence; without ``low`` and ``high`` nothing was measured twice."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Best:
+    """The best feasible configuration so far, by the mean of its ``count`` measurements. ``number``: the first of them.
+
+    ``goals``: by metric. ``gain``: how many times better than the reference (lower-is-better goals turned around), by
+    metric; empty if one of the two is not positive.
+    """
+
+    number: int
+    config: Config
+    metrics: Mapping[str, float]
+    count: int
+    goals: Mapping[str, Interval]
+    gain: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recommendation:
+    """The answer. ``gain``: times better than the reference, by goal, with its interval; ``chance``: of being better.
+
+    ``confirmed``: from measurements made for this purpose alone, ``rounds`` of each in turn with the reference.
+    ``sentence`` says it all. ``config`` may be the reference itself. ``changes``: knob: (reference, recommended).
+    """
+
+    config: Config
+    metrics: Mapping[str, float]
+    gain: Mapping[str, Interval]
+    chance: float | None
+    confirmed: bool
+    rounds: int
+    changes: Mapping[str, tuple[Any, Any]]
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remaining:
+    """What is left of the budget, and what was used. ``seconds``: None without a limit."""
+
+    trials: int
+    seconds: float | None
+    used_trials: int
+    used_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriftPoint:
+    """A reference measurement: by metric, its value over that of the first reference."""
+
+    number: int
+    at_s: float
+    ratios: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobState:
+    """A job at a moment. ``front``: for several goals (then ``best`` is None). ``answers``: the recommendation, or the
+    recommended front; empty before the end, or if nothing is feasible.
+
+    ``reason``: why the search stopped, or why the job failed. ``binding``: when nothing is feasible, which limit binds
+    and by how much. ``warnings``: sentences about drift, the library and the like. ``cells``: how many configurations
+    the space has (``exhaustive``: all of them are listed; else a sample), ``tried`` how many were measured.
+    """
+
+    spec: JobSpec
+    subject: Subject | None
+    phase: Phase
+    reason: str
+    rows: tuple[Row, ...]
+    best: Best | None
+    front: tuple[Best, ...]
+    answers: tuple[Recommendation, ...]
+    binding: str
+    remaining: Remaining
+    drift: tuple[DriftPoint, ...]
+    warnings: tuple[str, ...]
+    workers: tuple[str, ...]
+    cells: int
+    exhaustive: bool
+    tried: int
+    best_so_far: tuple[tuple[int, float], ...] = field(default=())
+    """(number, value of the goal) whenever the best changed; for one goal."""
+
+    @property
+    def recommendation(self) -> Recommendation | None:
+        """The answer of a job with one goal."""
+        return self.answers[0] if len(self.answers) == 1 else None

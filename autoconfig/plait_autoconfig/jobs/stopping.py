@@ -1,0 +1,66 @@
+"""When a search is over before its budget is spent. A rule is pure: trials in, a sentence out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from plait_autoconfig.objective import Objective
+from plait_autoconfig.values import Trial
+
+
+@runtime_checkable
+class Foresees(Protocol):
+    """A designer that can tell what is left to gain."""
+
+    def expected_regret(self) -> float:
+        """How much worse the best known cell is expected to be than the best of all, as a share of its loss."""
+
+
+class StopRule(Protocol):
+    """Looks at a search after each trial."""
+
+    def why_stop(self, objective: Objective, trials: Sequence[Trial]) -> str:
+        """A sentence that says why to stop; empty to go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class NoImprovement:
+    """Stops when the best of the last ``patience`` trials is not ``least_gain`` (relative) better than before them.
+
+    With several goals: when none of them is on the front. Never stops before something feasible was found.
+    """
+
+    patience: int
+    least_gain: float = 0.01
+
+    def why_stop(self, objective: Objective, trials: Sequence[Trial]) -> str:
+        """See `StopRule.why_stop`."""
+        before = trials[: -self.patience] if self.patience else ()
+        if not before or not self._has_stalled(objective, before, trials):
+            return ""
+        return f"the last {self.patience} trials brought no improvement of {100.0 * self.least_gain:g} %"
+
+    def _has_stalled(self, objective: Objective, before: Sequence[Trial], trials: Sequence[Trial]) -> bool:
+        if len(objective.goals) > 1:
+            old = {tuple(sorted(cell.config.items())) for cell in objective.front(before)}
+            new = {tuple(sorted(cell.config.items())) for cell in objective.front(trials)}
+            return bool(old) and new <= old
+        old_best, new_best = objective.best(before), objective.best(trials)
+        if old_best is None or new_best is None:
+            return False
+        old_loss, new_loss = objective.loss(old_best.outcome), objective.loss(new_best.outcome)
+        assert old_loss is not None
+        assert new_loss is not None
+        return old_loss - new_loss < self.least_gain * abs(old_loss)
+
+
+def why_nothing_is_left(designer: object, *, expected_gain: float) -> str:
+    """A sentence if the designer expects less than ``expected_gain`` to be left; empty if not, or if it can not say."""
+    if expected_gain <= 0.0 or not isinstance(designer, Foresees):
+        return ""
+    regret = designer.expected_regret()
+    if regret >= expected_gain:
+        return ""
+    return f"the designer expects no more than {100.0 * regret:.2g} % to be left to gain"

@@ -1,0 +1,86 @@
+"""How sure a mean, or a ratio of two means, is when each was measured only a few times.
+
+A residual bootstrap: the relative deviations of all repeated measurements from the mean of their own configuration are
+one pool (noise is taken to be alike, relative to the value, in all of them), each scaled by sqrt(n / (n - 1)) because a
+mean of n lies too close to its own measurements. Means of as many draws as there were measurements show how the mean
+scatters. With d = sum(n - 1) degrees of freedom the pool is widened by t(d) / z, Student's factor for a spread that was
+itself estimated from few values (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapters 9 and 11).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plait_autoconfig.jobs.state import Interval
+
+CONFIDENCE = 0.95
+_DRAWS = 4000
+
+_Floats = NDArray[np.float64]
+
+
+class Noise:
+    """The pool of deviations of one metric. ``groups``: the values of each configuration, all measurements of it."""
+
+    def __init__(self, groups: Iterable[Sequence[float]], *, seed: int) -> None:
+        self._pool, self._seed = _pool([np.asarray(group, np.float64) for group in groups]), seed
+
+    @property
+    def known(self) -> bool:
+        """Whether anything was measured twice."""
+        return bool(self._pool.size)
+
+    def mean(self, values: Sequence[float]) -> Interval:
+        """The mean of these measurements of one configuration."""
+        middle = float(np.mean(values))
+        if not self.known:
+            return Interval(value=middle)
+        return _interval(middle, middle * self._scatter(len(values), 0))
+
+    def ratio(self, over: Sequence[float], under: Sequence[float]) -> Interval:
+        """The mean of the one over the mean of the other, both positive."""
+        middle = float(np.mean(over) / np.mean(under))
+        return _interval(middle, middle * self._ratios(len(over), len(under))) if self.known else Interval(value=middle)
+
+    def chance_above(self, over: Sequence[float], under: Sequence[float]) -> float | None:
+        """How likely the one is really larger than the other; None if nothing was measured twice."""
+        if not self.known:
+            return None
+        middle = float(np.mean(over) / np.mean(under))
+        return float(np.mean(middle * self._ratios(len(over), len(under)) > 1.0))
+
+    def _ratios(self, over: int, under: int) -> _Floats:
+        """(draws,): what a ratio of 1 is measured as."""
+        return self._scatter(over, 1) / np.maximum(self._scatter(under, 2), 1e-9)
+
+    def _scatter(self, count: int, stream: int) -> _Floats:
+        """(draws,): what a mean of 1, of so many measurements, is measured as."""
+        rng = np.random.default_rng((self._seed, stream))
+        means: _Floats = rng.choice(self._pool, size=(_DRAWS, count)).mean(axis=1)
+        return 1.0 + means
+
+
+def _pool(groups: Sequence[_Floats]) -> _Floats:
+    """(N,) relative deviations, mean 0, widened for how few they are; empty if no group has two values."""
+    parts: list[_Floats] = []
+    freedom = 0
+    for group in groups:
+        mean = float(group.mean()) if group.size else 0.0
+        if group.size >= 2 and mean != 0.0:
+            parts.append((group / mean - 1.0) * np.sqrt(group.size / (group.size - 1)))
+            freedom += group.size - 1
+    if not parts:
+        return np.empty(0)
+    from scipy.special import ndtri, stdtrit  # scipy.stats takes a second to import
+
+    share = (1.0 + CONFIDENCE) / 2.0
+    return np.concatenate(parts) * float(stdtrit(freedom, share) / ndtri(share))
+
+
+def _interval(value: float, draws: _Floats) -> Interval:
+    tail = 50.0 * (1.0 - CONFIDENCE)
+    low, high = np.percentile(draws, [tail, 100.0 - tail])
+    return Interval(value=value, low=float(low), high=float(high))

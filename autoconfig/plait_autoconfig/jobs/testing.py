@@ -1,0 +1,151 @@
+"""A measurer for tests and demonstrations: a made-up service that answers at once, fails as told, and drifts.
+
+Its cost is the sum of all numeric knob values; its goodput grows with their product, up to ``saturation_per_s``.
+Everything is a function of the configuration, the seed and how often it measured.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import resource
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from plait_autoconfig.jobs.errors import JobRefused
+from plait_autoconfig.jobs.measurer import Kind, Measured, Samples, Say, Subject, Task
+from plait_autoconfig.jobs.spec import JobSpec
+from plait_autoconfig.values import Config, FailureKind, Hardware, Outcome, Value
+
+
+def service(config: Config, *, saturation_per_s: float = 40.0) -> dict[str, float]:
+    """What the made-up service shows without noise: goodput_per_s, p99_ms, cost_per_hour, goodput_per_cost."""
+    numbers = [float(value) for value in config.values() if isinstance(value, int | float)]
+    power = math.prod(max(number, 0.1) for number in numbers)
+    cost = 0.1 * sum(numbers)
+    goodput = saturation_per_s * (1.0 - math.exp(-4.0 * power / saturation_per_s))
+    return {
+        "goodput_per_s": goodput,
+        "p99_ms": 10.0 + 400.0 / (1.0 + power),
+        "cost_per_hour": cost,
+        "goodput_per_cost": goodput / cost,
+    }
+
+
+def fake_measurer(
+    *,
+    folder: Path,
+    seconds: float = 0.0,
+    noise: float = 0.0,
+    drift: float = 0.0,
+    fail: Mapping[str, str] | None = None,
+    knobs: list[str] | None = None,
+) -> FakeMeasurer:
+    """The factory. ``seconds``: per measurement. ``noise``: relative, one standard deviation. ``drift``: how much
+    slower the host gets with each measurement, relative. ``fail``: ``"knob=value"`` to what happens then: hang, memory,
+    kill, raise, refuse, invalid. ``knobs``: those that exist (any, if left out).
+    """
+    return FakeMeasurer(folder, seconds=seconds, noise=noise, drift=drift, fail=dict(fail or {}), knobs=knobs)
+
+
+class FakeMeasurer:
+    """See `fake_measurer`. It writes a line to ``measured.log`` in the job's folder before and after each task."""
+
+    def __init__(
+        self, folder: Path, *, seconds: float, noise: float, drift: float, fail: dict[str, str], knobs: list[str] | None
+    ) -> None:
+        self._folder, self._seconds, self._noise, self._drift = folder, seconds, noise, drift
+        self._fail, self._knobs = fail, knobs
+
+    def check(self, spec: JobSpec) -> Subject:
+        """See `Measurer.check`."""
+        for knob in spec.settings(spec.default):
+            if self._knobs is not None and knob not in self._knobs:
+                msg = f"there is no knob {knob}; there are {', '.join(self._knobs)}"
+                raise JobRefused(msg)
+        return Subject(service="fake", workload={"rate_per_s": 1.0}, hardware=Hardware(cpus=1), versions={"fake": "1"})
+
+    def measure(self, task: Task, say: Say) -> Measured:
+        """See `Measurer.measure`."""
+        say("applying")
+        self._note("begin", task)
+        for value in _settings(task.config):
+            if value in self._fail:
+                return self._failed(self._fail[value])
+        self._wait(say)
+        slower = (1.0 + self._drift) ** self._count("end")
+        rng = random.Random(f"{task.seed} {task.number}")
+        metrics = {name: value * rng.gauss(1.0, self._noise) for name, value in service(task.config).items()}
+        for name in ("goodput_per_s", "goodput_per_cost"):
+            metrics[name] /= slower
+        metrics["p99_ms"] *= slower
+        self._note("end", task)
+        (task.folder / "load.json").write_text("{}", encoding="utf-8")
+        return Measured(
+            outcome=Outcome(metrics=metrics),
+            samples=Samples(cpu_cores=1.0, memory_bytes=1 << 20),
+            artefacts=("load.json",),
+        )
+
+    def apply(self, config: Config) -> None:
+        """See `Measurer.apply`."""
+        self._write(f"apply {sorted(config.items())}")
+
+    def restore(self) -> None:
+        """See `Measurer.restore`."""
+        self._write("restore")
+
+    def close(self) -> None:
+        """See `Measurer.close`."""
+        self._write("close")
+
+    def _wait(self, say: Say) -> None:
+        until = time.monotonic() + self._seconds
+        while (left := until - time.monotonic()) > 0.0:
+            say(f"load test, {left:.1f} s left")
+            time.sleep(min(left, 0.2))
+
+    def _failed(self, how: str) -> Measured:
+        kinds = {"refuse": FailureKind.REFUSED_START, "invalid": FailureKind.INVALID}
+        if how in kinds:
+            return Measured(outcome=Outcome.failed(kinds[how], "as told"))
+        acts: dict[str, Any] = {
+            "hang": lambda: time.sleep(3600.0),
+            "memory": _run_out_of_memory,
+            "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+        }
+        acts.get(how, _raise)()
+        return Measured(outcome=Outcome.failed(FailureKind.CRASH, f"{how} did nothing"))
+
+    def _note(self, what: str, task: Task) -> None:
+        if task.kind is not Kind.WARM_UP:
+            self._write(f"{what} {task.number} {task.kind} {sorted(task.config.items())}")
+
+    def _write(self, line: str) -> None:
+        with (self._folder / "measured.log").open("a", encoding="utf-8") as log:
+            log.write(f"{line}\n")
+
+    def _count(self, what: str) -> int:
+        log = self._folder / "measured.log"
+        return sum(line.startswith(what) for line in log.read_text(encoding="utf-8").splitlines())
+
+
+def _settings(config: Config) -> list[str]:
+    def said(name: str, value: Value) -> str:
+        return f"{name}={value}"
+
+    return [said(name, value) for name, value in config.items()]
+
+
+def _run_out_of_memory() -> None:
+    limit = 4 << 30
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    bytearray(2 * limit)
+
+
+def _raise() -> None:
+    raise RuntimeError("as told")

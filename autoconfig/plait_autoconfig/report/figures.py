@@ -1,0 +1,170 @@
+"""From a job's state to the numbers that its charts show: which dots there are, what was best when, how sure it is."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+from plait_autoconfig.errors import OutsideSpace
+from plait_autoconfig.jobs.measurer import Kind
+from plait_autoconfig.jobs.records import config_key
+from plait_autoconfig.jobs.state import JobState, Row
+from plait_autoconfig.jobs.sureness import Noise
+from plait_autoconfig.objective import Goal, Objective
+from plait_autoconfig.report import charts
+from plait_autoconfig.report.charts import Dot, Step
+from plait_autoconfig.report.words import config_text, with_unit
+from plait_autoconfig.space import Space
+from plait_autoconfig.values import Cell, Config, Outcome, Trial, cells_of, pooled
+
+
+def finished(state: JobState) -> tuple[Row, ...]:
+    """The rows with an outcome, warm-ups left out, in order of their numbers."""
+    return tuple(row for row in state.rows if row.outcome is not None and row.kind is not Kind.WARM_UP)
+
+
+def trials(state: JobState) -> tuple[Trial, ...]:
+    """The same as trials, drift divided out."""
+    return tuple(
+        Trial(number=row.number, config=row.config, outcome=row.outcome, duration_s=row.duration_s)
+        for row in finished(state)
+        if row.outcome is not None
+    )
+
+
+def cells(state: JobState) -> tuple[Cell, ...]:
+    """What is known of each configuration of the space; a reference outside of it is left out."""
+    return tuple(cell for cell in cells_of(trials(state)) if _inside(state.spec.space, cell.config))
+
+
+def metrics_of(state: JobState, config: Config, *, confirmed: bool = False) -> Mapping[str, float]:
+    """The mean of each metric over the measurements of the configuration, or over the confirming ones alone; empty if
+    there are none."""
+    wanted = config_key(config)
+    rows = [row for row in finished(state) if row.kind is Kind.CONFIRM or not confirmed]
+    found = pooled(row.outcome for row in rows if config_key(row.config) == wanted and row.outcome is not None)
+    return {} if found is None else found.metrics
+
+
+def default_breaks(state: JobState, *, confirmed: bool) -> frozenset[str]:
+    """The metrics in which the default breaks a limit, by the mean of its measurements."""
+    metrics = metrics_of(state, state.spec.default, confirmed=confirmed)
+    limits = [limit for limit in state.spec.goal.limits if limit.metric in metrics]
+    return frozenset(limit.metric for limit in limits if limit.excess(metrics) > 0.0)
+
+
+def stairs(state: JobState, goal: Goal) -> tuple[Step, ...]:
+    """The best feasible configuration's mean after each measurement, whenever it changed, with its interval.
+
+    It can get worse: when the best is measured again and was luckier the first time.
+    """
+    objective, noise = Objective((goal,), state.spec.goal.limits), noise_of(state, goal)
+    seen: dict[Hashable, list[Outcome]] = {}
+    losses: dict[Hashable, float] = {}
+    steps: list[Step] = []
+    for row in finished(state):
+        key, outcome = config_key(row.config), row.outcome
+        if outcome is None or outcome.invalid:
+            continue
+        seen.setdefault(key, []).append(outcome)
+        mean = pooled(seen[key])
+        losses.pop(key, None)
+        if mean is not None and objective.feasible(mean):
+            losses[key] = goal.loss(mean.metrics)
+        if losses:
+            best = min(losses, key=losses.__getitem__)
+            steps.append(_step(row.number, [each.metrics[goal.metric] for each in seen[best]], noise))
+    return tuple(step for before, step in zip([None, *steps], steps, strict=False) if _differ(before, step))
+
+
+def noise_of(state: JobState, goal: Goal) -> Noise:
+    """How much measurements of one configuration differ, as measured: drift is in it, so it is rather too large."""
+    groups: dict[Hashable, list[float]] = {}
+    for row in finished(state):
+        if row.raw is not None and goal.metric in row.raw.metrics:
+            groups.setdefault(config_key(row.config), []).append(row.raw.metrics[goal.metric])
+    return Noise(groups.values(), seed=state.spec.seed)
+
+
+def _step(number: int, values: Sequence[float], noise: Noise) -> Step:
+    mean = noise.mean(values)
+    low, high = (mean.value if edge is None else edge for edge in (mean.low, mean.high))
+    return Step(x=number, y=mean.value, low=low, high=high)
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """Draws a job's rows as dots: it knows which configurations are the default and the recommended ones."""
+
+    default: Hashable
+    chosen: frozenset[Hashable]
+
+    @classmethod
+    def of(cls, state: JobState) -> Marker:
+        """For the rows of this job."""
+        return cls(config_key(state.spec.default), recommended_keys(state))
+
+    def dot(self, row: Row, *, x: float, metric: str) -> Dot:
+        """The row at ``x``; its height is ``metric``."""
+        y = None if row.outcome is None else row.outcome.metrics.get(metric)
+        chosen = config_key(row.config) in self.chosen
+        return Dot(x=x, y=y, kind=self._kind(row), text=dot_text(row, metric), chosen=chosen)
+
+    def _kind(self, row: Row) -> charts.Kind:
+        if row.outcome is None or row.outcome.failure is not None:
+            return "failed"
+        if config_key(row.config) == self.default:
+            return "reference"
+        if not row.feasible:
+            return "over"
+        return "confirm" if row.kind is Kind.CONFIRM else "ok"
+
+
+def dot_text(row: Row, metric: str) -> str:
+    """``trial 7: 12.3 /s; replicas=2; p99_ms <= 50 missed by 12 %``."""
+    outcome = row.outcome
+    value = outcome.metrics.get(metric) if outcome is not None else None
+    said = [] if value is None else [f"{metric} {with_unit(metric, value)}"]
+    return f"{row.number}: {'; '.join([*said, config_text(row.config), *([row.reason] if row.reason else [])])}"
+
+
+def recommended_keys(state: JobState) -> frozenset[Hashable]:
+    """The configurations that are recommended, or that are the best so far."""
+    chosen = [each.config for each in state.answers] or [each.config for each in state.front]
+    if not chosen and state.best is not None:
+        chosen = [state.best.config]
+    return frozenset(config_key(config) for config in chosen)
+
+
+def front_line(state: JobState, x: Goal, y: Goal) -> tuple[tuple[float, float], ...]:
+    """The recommended front (or the one so far), seen in two of its goals: the corners of a stair, in the order of the
+    first goal's metric."""
+    known = [each.metrics for each in state.answers or state.front]
+    points = sorted({(each[x.metric], each[y.metric]) for each in known if not _beaten(each, known, (x, y))})
+    corners: list[tuple[float, float]] = []
+    for point in points:
+        if corners:
+            before = corners[-1]
+            # What is between two points of a front is known to be reachable no better than the worse of both.
+            corners.append((point[0], before[1]) if x.direction == "min" else (before[0], point[1]))
+        corners.append(point)
+    return tuple(corners)
+
+
+def _beaten(metrics: Mapping[str, float], others: Sequence[Mapping[str, float]], goals: Sequence[Goal]) -> bool:
+    """Whether another one is at least as good in all of these goals and better in one."""
+    own = [goal.loss(metrics) for goal in goals]
+    losses = [[goal.loss(other) for goal in goals] for other in others]
+    return any(loss != own and all(a <= b for a, b in zip(loss, own, strict=True)) for loss in losses)
+
+
+def _inside(space: Space, config: Config) -> bool:
+    try:
+        space.check(config)
+    except OutsideSpace:
+        return False
+    return True
+
+
+def _differ(one: Step | None, other: Step) -> bool:
+    return one is None or (one.y, one.low, one.high) != (other.y, other.low, other.high)

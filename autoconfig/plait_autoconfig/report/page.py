@@ -1,0 +1,176 @@
+"""The report of a tuning job: one HTML page that opens offline, at any moment of the job.
+
+Styles and drawings are inside; the only script sorts the table of measurements, and the page's own policy
+(`POLICY`) forbids the browser to fetch or run anything else.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from html import escape
+
+from plait_autoconfig.jobs.state import Interval, JobState, Recommendation
+from plait_autoconfig.objective import Goal
+from plait_autoconfig.report import figures, sections, tables
+from plait_autoconfig.report.style import CSS, SCRIPT
+from plait_autoconfig.report.words import duration_text, gain_words, metric_unit, metric_words, sentence, with_unit
+from plait_loadtest.report.markup import html_page
+from plait_loadtest.report.table import number
+
+_ALIKE = 0.005  # would be told as 0 %
+
+_SCRIPT_SHA256 = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+POLICY = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{_SCRIPT_SHA256}'; base-uri 'none'"
+"""A Content-Security-Policy under which the page works; it is also in the page."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """What the state does not know: the command that runs the job again, its text as given, and who made the page."""
+
+    command: str
+    made_by: str = ""
+    job_text: str = ""
+
+
+def report_page(state: JobState, source: Source) -> str:
+    """The page. Without ``job_text`` the job is written out with all its defaults."""
+    several, answer = len(state.spec.goal.goals) > 1, state.recommendation
+    body = [
+        _head(state),
+        _tiles(state, answer),
+        tables.choices(state) if several else "",
+        tables.difference(state, answer) if answer is not None and not several else "",
+        tables.limits(state) if _nothing_kept(state) else "",
+        sections.progress(state),
+        sections.trade_offs(state),
+        sections.importance(state),
+        sections.slices(state),
+        sections.drift(state),
+        tables.all_trials(state) if state.rows else "",
+        sections.facts(state),
+        sections.reproduction(source.command, source.job_text or sections.job_text(state)),
+        _footer(source),
+        f"<script>{SCRIPT}</script>",
+    ]
+    policy = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
+    return html_page(f"{state.spec.name}: {_verdict(state)[1]}", "".join(body), style=CSS, head=policy)
+
+
+# ---- the verdict -----------------------------------------------------------------------------------------------------
+
+
+def verdict(state: JobState) -> str:
+    """The headline."""
+    return _verdict(state)[1]
+
+
+def _verdict(state: JobState) -> tuple[str, str]:
+    """CSS class and words."""
+    if state.phase == "failed":
+        return "none", "The job failed"
+    if state.phase == "finished" and _nothing_kept(state):
+        return "none", "Nothing keeps the limits"
+    if state.phase == "finished" and state.answers:
+        return _answered(state)
+    running = {"searching": "Searching", "confirming": "Confirming the best", "cancelled": "Cancelled"}
+    words = running.get(state.phase, "Nothing to recommend")
+    goal = state.spec.goal.goals[0]
+    gain = state.best.gain.get(goal.metric) if state.best is not None else None
+    return "unsure", f"{words}: {gain_words(goal, gain)} so far" if gain and gain > 1.0 else words
+
+
+def _answered(state: JobState) -> tuple[str, str]:
+    goals, answer = state.spec.goal.goals, state.recommendation
+    if len(goals) > 1 or answer is None:
+        count = len(state.answers)
+        words = f"{count} configurations to choose from"
+        return "met", "One configuration is best in every goal" if count == 1 else words
+    if not answer.changes:
+        return "", "The default stays"
+    if figures.default_breaks(state, confirmed=answer.confirmed):
+        return "met", "Keeps every limit; the default does not"
+    gain = answer.gain.get(goals[0].metric)
+    if gain is None:
+        return "met", "A better configuration"
+    if abs(gain.value - 1.0) < _ALIKE:
+        return "", "No better than the default"
+    sure = answer.confirmed and gain.low is not None and gain.low > 1.0
+    return "met" if sure else "unsure", gain_words(goals[0], gain.value).capitalize()
+
+
+def _nothing_kept(state: JobState) -> bool:
+    return bool(state.rows) and not state.answers and state.best is None and not state.front
+
+
+def _head(state: JobState) -> str:
+    kind, words = _verdict(state)
+    over = [f"tuning job “{state.spec.name}”", state.spec.target.app]
+    if state.rows:
+        over.append(f"{datetime.fromtimestamp(state.rows[0].started_at_s, tz=UTC):%Y-%m-%d %H:%M} UTC")
+    leads = "".join(f'<p class="lead">{escape(text)}</p>' for text in _leads(state))
+    warned = "".join(f"<li>{escape(text)}</li>" for text in state.warnings)
+    return (
+        f'<header><p class="over">{escape(" · ".join(over))}</p><h1 class="{kind}">{escape(words)}</h1>{leads}'
+        + (f'<ul class="reasons">{warned}</ul>' if warned else "")
+        + "</header>"
+    )
+
+
+def _leads(state: JobState) -> list[str]:
+    """The answer in a sentence, then why the search stopped."""
+    answers = [answer.sentence for answer in state.answers[:1]] if len(state.spec.goal.goals) == 1 else []
+    return [each[:1].upper() + sentence(each[1:]) for each in [*(answers or [state.binding]), state.reason] if each]
+
+
+# ---- tiles -----------------------------------------------------------------------------------------------------------
+
+
+def _tiles(state: JobState, answer: Recommendation | None) -> str:
+    goals, remaining = state.spec.goal.goals, state.remaining
+    tiles = []
+    metrics = answer.metrics if answer else state.best.metrics if state.best else {}
+    before = figures.metrics_of(state, state.spec.default, confirmed=answer is not None and answer.confirmed)
+    if len(goals) == 1:
+        for name in dict.fromkeys([goals[0].metric, *state.spec.goal.metrics]):
+            if name in metrics:
+                was = f"default {with_unit(name, before[name])}" if name in before else ""
+                tiles.append((metric_words(name), number(metrics[name]), metric_unit(name), was))
+    gain = answer.gain.get(goals[0].metric) if answer and answer.changes else None
+    if gain is not None and answer is not None:
+        tiles.append((_gain_name(goals[0]), _times(gain), "", _sure(gain, answer)))
+    measured = f"of {state.cells} configurations" if state.exhaustive else "configurations"
+    tiles.append(("tried", str(state.tried), "", measured))
+    tiles.append(("took", *_split(duration_text(remaining.used_s)), f"{len(state.rows)} measurements"))
+    cells = [
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(unit)}</small>"
+        f'<span class="was">{escape(below)}</span></dd></div>'
+        for name, value, unit, below in tiles
+    ]
+    return f'<dl class="tiles">{"".join(cells)}</dl>'
+
+
+def _gain_name(goal: Goal) -> str:
+    return "times better" if goal.direction == "max" else "times lower"
+
+
+def _times(gain: Interval) -> str:
+    return f"{gain.value:.2f}"
+
+
+def _sure(gain: Interval, answer: Recommendation) -> str:
+    if gain.low is None or gain.high is None:
+        return "measured once: no interval"
+    return f"{gain.low:.2f} to {gain.high:.2f}" + (f", {answer.rounds} rounds" if answer.confirmed else "")
+
+
+def _split(text: str) -> tuple[str, str]:
+    value, _, unit = text.partition(" ")
+    return value, unit
+
+
+def _footer(source: Source) -> str:
+    return f"<footer>{escape(source.made_by)}</footer>" if source.made_by else ""

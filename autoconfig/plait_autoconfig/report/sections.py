@@ -1,0 +1,232 @@
+"""The sections of the report that hold charts, and the facts at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from html import escape
+
+import yaml
+
+from plait_autoconfig.jobs.state import JobState, Row
+from plait_autoconfig.knobs import Knob
+from plait_autoconfig.objective import Goal, Limit
+from plait_autoconfig.report import charts, figures
+from plait_autoconfig.report.charts import Axes, Dot, Kind
+from plait_autoconfig.report.importance import FEWEST_CELLS, knob_importance
+from plait_autoconfig.report.words import (
+    duration_text,
+    facts_text,
+    metric_title,
+    metric_words,
+    signed_percent,
+    value_text,
+    with_unit,
+)
+from plait_autoconfig.values import Value
+from plait_loadtest.report.markup import section
+
+_LEGEND: dict[Kind, str] = {
+    "ok": "kept every limit",
+    "over": "broke a limit",
+    "failed": "gave no measurement",
+    "reference": "the default, measured",
+    "confirm": "measured again",
+}
+_MOST_NAMES = 12  # values of a knob that get a place each; more are drawn along a scale
+
+
+def progress(state: JobState) -> str:
+    """The best so far, one chart per goal."""
+    rows = figures.finished(state)
+    if not rows:
+        return ""
+    marker = figures.Marker.of(state)
+    drawn = []
+    for goal in state.spec.goal.goals:
+        dots = [marker.dot(row, x=row.number, metric=goal.metric) for row in rows]
+        steps = figures.stairs(state, goal)
+        default = figures.metrics_of(state, state.spec.default).get(goal.metric)
+        axes = Axes(
+            x="measurement", y=metric_title(goal.metric), label=f"{goal} of every measurement, and the best so far"
+        )
+        level = "" if default is None else f"the default, {with_unit(goal.metric, default)}"
+        drawn.append(_figure(partial(charts.best_so_far, dots, steps, axes, default=default), dots, level=level))
+    note = "The line is the mean of the best configuration so far. " + _band_words(state)
+    return section("Best so far", note, "".join(drawn))
+
+
+def trade_offs(state: JobState) -> str:
+    """Several goals: each against the first. One goal: the goal against the first limit."""
+    goals, limits = state.spec.goal.goals, state.spec.goal.limits
+    if len(goals) > 1:
+        drawn = [_pair(state, goals[0].metric, goal, front=goals[0]) for goal in goals[1:]]
+        note = "The line is the front: to get better in one goal, one must give up some of another."
+        return section("What is traded for what", note, "".join(drawn)) if any(drawn) else ""
+    limit = next((each for each in limits if each.metric != goals[0].metric), None)
+    if limit is None:
+        return ""
+    drawn = [_pair(state, limit.metric, goals[0], limit=limit)]
+    note = f"Configurations in the shaded part break the limit {limit}."
+    return section("The goal against the limit", note, "".join(drawn)) if any(drawn) else ""
+
+
+def drift(state: JobState) -> str:
+    """How the reference moved, and so the machine."""
+    metric = state.spec.goal.goals[0].metric
+    points = [(point.at_s, point.ratios[metric], point.number) for point in state.drift if metric in point.ratios]
+    if len(points) < 2:
+        return ""
+    first_s = points[0][0]
+    drawn = [((at_s - first_s) / 60.0, ratio, f"{number}: {signed_percent(ratio)}") for at_s, ratio, number in points]
+    bound = state.spec.reference.noise
+    axes = Axes(
+        x="minutes", y=f"change of {metric_words(metric)}", label="How the default's own result moved over time"
+    )
+    note = (
+        "The default was measured again and again: what moves here is the machine, not the configuration. Up to "
+        f"±{100 * bound:.0f} % is taken for noise; more is divided out of the trials."
+    )
+    figure = _figure(partial(charts.drift, drawn, axes, bound=bound))
+    return section("Drift of the machine", note, figure)
+
+
+def importance(state: JobState) -> str:
+    """What each knob mattered."""
+    cells = figures.cells(state)
+    found = knob_importance(state.spec.space, state.spec.goal, cells)
+    if found is None:
+        why = f"{len(cells)} configurations were measured; of fewer than {FEWEST_CELLS} nothing can be said."
+        if len(cells) >= FEWEST_CELLS:
+            why = "Nothing can be said: all configurations did equally well, or no knob varied."
+        return section("Which knobs mattered", why, "")
+    rows = "".join(
+        f'<span>{escape(name)}</span><i style="width:{100.0 * share / found.shares[0][1]:.1f}%"></i>'
+        f"<b>{100.0 * share:.0f} %</b>"
+        for name, share in found.shares
+    )
+    note = (
+        f"PED-ANOVA (Optuna): how differently the best {100.0 * found.best_share:.0f} % of the {found.cells} "
+        "configurations set each knob. From so few it is a hint, not a proof."
+    )
+    return section("Which knobs mattered", note, f'<div class="bars">{rows}</div>')
+
+
+def slices(state: JobState) -> str:
+    """The goal over each knob."""
+    rows, goal = figures.finished(state), state.spec.goal.goals[0]
+    if not any(row.outcome is not None and row.outcome.metrics for row in rows):
+        return ""
+    marker = figures.Marker.of(state)
+    drawn = "".join(f"<figure>{_slice(marker, knob, rows, goal)}</figure>" for knob in state.spec.space.knobs)
+    what = metric_title(goal.metric).capitalize()
+    note = f"{what} over one knob at a time; the others vary too, so a trend may belong to another knob."
+    return section("Knob by knob", note, f'<div class="slices">{drawn}</div>')
+
+
+def facts(state: JobState) -> str:
+    """On what it was measured, and how."""
+    spec, subject, left = state.spec, state.subject, state.remaining
+    space = f"of all {state.cells}" if state.exhaustive else "of more than can be listed"
+    said = {"objective": str(spec.goal), "space": f"{state.tried} configurations measured, {space}"}
+    if subject is not None:
+        own, accelerator = subject.hardware, subject.hardware.accelerator
+        machine = [own.name, f"{own.cpus} cores" if own.cpus else ""]
+        machine += [f"{own.memory_bytes / 2**30:.0f} GiB" if own.memory_bytes else ""]
+        machine += [f"{own.accelerators} x {accelerator}" if accelerator else ""]
+        said |= {"service": subject.service, "machine": ", ".join(filter(None, machine))}
+        said |= {"workload": facts_text(subject.workload), "versions": facts_text(subject.versions)}
+    said |= {
+        "load": ", ".join(each if isinstance(each, str) else "in the job" for each in spec.scenarios)
+        + (" at its own rate" if spec.offered == "given" else ", at the highest rate that holds"),
+        "prices": f"{spec.prices.core:g} per core, {spec.prices.gpu:g} per GPU, {spec.prices.gib:g} per GiB and hour",
+        "designer": f"{spec.designer.name}, seed {spec.seed}",
+        "budget": f"{left.used_trials} of {spec.budget.trials} trials, {duration_text(left.used_s)} used",
+    }
+    items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in said.items() if text)
+    return section("What was measured, and on what", "", f'<dl class="facts">{items}</dl>')
+
+
+def reproduction(command: str, job_text: str) -> str:
+    """The command and the job that it needs."""
+    return section(
+        "Run it again",
+        "With the job below in a file of that name.",
+        f'<pre class="command">{escape(command)}</pre>'
+        f"<details><summary>The job</summary><pre>{escape(job_text)}</pre></details>",
+    )
+
+
+def job_text(state: JobState) -> str:
+    """The job with every default written out, as YAML."""
+    return yaml.safe_dump(state.spec.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=110)
+
+
+# ---- pieces ----------------------------------------------------------------------------------------------------------
+
+
+def _band_words(state: JobState) -> str:
+    if not figures.noise_of(state, state.spec.goal.goals[0]).known:
+        return "Nothing was measured twice, so there is no interval."
+    return "The band is its 95 % interval, from how much repeated measurements of a configuration differ."
+
+
+def _pair(state: JobState, x: str, goal: Goal, *, front: Goal | None = None, limit: Limit | None = None) -> str:
+    """The goal over another metric, as a figure; empty if nothing was measured."""
+    marker = figures.Marker.of(state)
+    dots = [
+        marker.dot(row, x=row.outcome.metrics[x], metric=goal.metric)
+        for row in figures.finished(state)
+        if row.outcome is not None and x in row.outcome.metrics
+    ]
+    if not dots:
+        return ""
+    line = figures.front_line(state, front, goal) if front else ()
+    edge = None if limit is None else (str(limit), limit.value, limit.bound == "at_most")
+    axes = Axes(x=metric_title(x), y=metric_title(goal.metric), label=f"{goal.metric} against {x}")
+    return _figure(partial(charts.trade_off, dots, line, axes, limit=edge), dots)
+
+
+def _slice(marker: figures.Marker, knob: Knob, rows: Sequence[Row], goal: Goal) -> str:
+    used = [row for row in rows if knob.name in row.config]
+    values = _places(knob, [row.config[knob.name] for row in used])
+    dots = [
+        marker.dot(
+            row,
+            x=float(values.index(row.config[knob.name])) if values else float(row.config[knob.name]),
+            metric=goal.metric,
+        )
+        for row in used
+    ]
+    unit = f" ({knob.unit})" if knob.unit and knob.unit not in knob.name else ""
+    axes = Axes(x=f"{knob.name}{unit}", y="", label=f"{goal.metric} over {knob.name}")
+    return charts.knob_slice(dots, axes, names=[value_text(value) for value in values])
+
+
+def _places(knob: Knob, used: Sequence[Value]) -> list[Value]:
+    """The values in their order, if they are few enough to have a place each; else none."""
+    values = list(dict.fromkeys(used))
+    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+    if len(values) > _MOST_NAMES and numbers:
+        return []
+    own = [knob.value_at(index) for index in range(knob.count or 0)] if (knob.count or 99) <= _MOST_NAMES else []
+    missing = [value for value in values if value not in own]
+    return [*own, *missing] if own else sorted(values, key=lambda value: (isinstance(value, str), value))
+
+
+def _figure(draw: Callable[..., str], dots: Sequence[Dot] = (), *, level: str = "") -> str:
+    """A chart for wide screens and one for narrow ones, of which the page shows one, and what its marks mean."""
+    kinds = [kind for kind in _LEGEND if any(dot.kind == kind for dot in dots)]
+    keys = "".join(f"<span>{_key(kind)}{_LEGEND[kind]}</span>" for kind in kinds)
+    keys += f"<span>{_key('ok chosen')}recommended</span>" if any(dot.chosen for dot in dots) else ""
+    line = '<svg viewBox="0 0 14 14" aria-hidden="true"><line x1="0" x2="14" y1="7" y2="7"/></svg>'
+    keys += f"<span>{line}{escape(level)}</span>" if level else ""
+    legend = f'<p class="legend">{keys}</p>' if keys else ""
+    wide, narrow = draw(frame=charts.WIDE), draw(frame=charts.NARROW)
+    return f'<figure><div class="wide">{wide}</div><div class="narrow">{narrow}</div></figure>{legend}'
+
+
+def _key(kind: str) -> str:
+    shape = '<path class="dot failed" d="M3 3l8 8m0 -8l-8 8"/>' if kind == "failed" else ""
+    circle = f'<circle class="dot {kind}" cx="7" cy="7" r="4.5"/>'
+    return f'<svg viewBox="0 0 14 14" aria-hidden="true">{shape or circle}</svg>'

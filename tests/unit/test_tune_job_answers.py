@@ -1,0 +1,200 @@
+"""What is told about a job: drift, intervals, why trials were rejected, the recommendation."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from plait_autoconfig.jobs.drift import drift_factors, drift_warnings
+from plait_autoconfig.jobs.measurer import Kind
+from plait_autoconfig.jobs.recommending import recommendations
+from plait_autoconfig.jobs.reporting import state_of, state_to_json
+from plait_autoconfig.jobs.sureness import Noise
+from plait_autoconfig.values import FailureKind, Outcome
+from support.tune_jobs import job, record, run_directly
+
+DEFAULT = {"replicas": 1, "batch": 4}
+BETTER, WORSE = {"replicas": 2, "batch": 4}, {"replicas": 4, "batch": 1}
+ALONE = {"reference": {"config": DEFAULT, "every": 0}, "budget": {"trials": 2}}
+
+
+def reference(number, value, p99=20.0, kind=Kind.REFERENCE):
+    """A measurement of the reference."""
+    return record(number, DEFAULT, {"goodput_per_cost": value, "p99_ms": p99}, kind=kind)
+
+
+def trial(number, config, value, p99=20.0, kind=Kind.TRIAL):
+    """A measurement of another configuration."""
+    return record(number, config, {"goodput_per_cost": value, "p99_ms": p99}, kind=kind)
+
+
+def test_drift_is_the_latest_reference_over_the_first_unless_it_is_noise():
+    """A metric that moved less than the noise is left alone; one that is not positive has no ratio."""
+    spec = job()
+    records = [reference(0, 10.0), reference(1, 5.0), reference(2, 8.0, p99=21.0)]
+    assert drift_factors(records, spec.reference) == {"goodput_per_cost": pytest.approx(0.8)}
+    assert drift_factors(records[:1], spec.reference) == {}
+    assert drift_factors([], spec.reference) == {}
+
+
+def test_too_much_drift_is_said_aloud():
+    """Beyond `most_drift` a correction is a guess."""
+    records = [reference(0, 10.0), reference(1, 6.0), reference(2, 10.0)]
+    (warning,) = drift_warnings(records, ("goodput_per_cost", "p99_ms"), job().reference)
+    assert "goodput_per_cost of the reference changed to 0.60 times its first value" in warning
+
+
+def test_a_drifting_host_is_corrected_and_both_values_are_kept(tmp_path):
+    """The host slows down by 20 % with every measurement; corrected, equal configurations are about equal."""
+    spec = job(
+        knobs={"replicas": {"kind": "int", "low": 1, "high": 8}},
+        constraints=[],
+        reference={"config": {"replicas": 4}, "every": 1, "most_drift": 9.0},
+        budget={"trials": 7},
+        confirm={"best": 0},
+    )
+    state = run_directly(tmp_path, spec, drift=0.2)
+    still = run_directly(tmp_path / "still", spec)
+    true = {row.config["replicas"]: row.raw.metrics["goodput_per_cost"] for row in still.rows}
+    for row in state.rows[1:]:
+        if row.kind is Kind.TRIAL:
+            wanted = true[row.config["replicas"]]
+            assert row.outcome.metrics["goodput_per_cost"] == pytest.approx(wanted, rel=0.21)  # one step behind
+            assert row.raw.metrics["goodput_per_cost"] < 0.85 * wanted
+            assert row.raw.metrics["cost_per_hour"] == row.outcome.metrics["cost_per_hour"]
+    assert [point.ratios["goodput_per_cost"] for point in state.drift] == sorted(
+        [point.ratios["goodput_per_cost"] for point in state.drift], reverse=True
+    )
+
+
+def test_intervals_hold_what_they_say():
+    """Of 150 ratios of means of two, the 95 % interval misses the true one at most 18 times (P = 0.001)."""
+    missed = 0
+    for seed in range(150):
+        rng = np.random.default_rng(seed)
+        over, under = rng.normal(1.3, 0.13, 2), rng.normal(1.0, 0.1, 2)
+        interval = Noise([over, under], seed=seed).ratio(over, under)
+        missed += not interval.low <= 1.3 <= interval.high
+    assert missed <= 18
+
+
+def test_the_pool_is_widened_for_how_few_its_values_are():
+    """Two values 10 % off their mean: sqrt(2 / 1), and Student's factor for one degree of freedom, 12.706 / 1.960."""
+    widened = 0.1 * math.sqrt(2.0) * 12.706 / 1.960
+    interval = Noise([[0.9, 1.1]], seed=0).mean([2.0])
+    assert interval.high == pytest.approx(2.0 * (1.0 + widened), rel=1e-3)
+    assert interval.low == pytest.approx(2.0 * (1.0 - widened), rel=1e-3)
+
+
+def test_without_a_repeat_nothing_is_claimed_about_noise():
+    """One measurement has no spread."""
+    noise = Noise([[1.0], [2.0]], seed=0)
+    assert noise.mean([1.0]).low is None
+    assert noise.chance_above([2.0], [1.0]) is None
+
+
+def test_the_recommendation_counts_fresh_measurements_only():
+    """A lucky trial does not become the promise: the gain is that of the confirmation."""
+    records = [reference(0, 10.0), trial(1, BETTER, 30.0), trial(2, WORSE, 5.0)]
+    for rounds in range(2):
+        records.append(reference(3 + 2 * rounds, 10.0 + rounds, kind=Kind.CONFIRM))
+        records.append(trial(4 + 2 * rounds, BETTER, 13.0 + rounds, kind=Kind.CONFIRM))
+    (made,) = recommendations(job(**ALONE), records)
+    assert made.config == BETTER
+    assert made.confirmed
+    assert made.rounds == 2
+    assert made.gain["goodput_per_cost"].value == pytest.approx(13.5 / 10.5)
+    assert made.gain["goodput_per_cost"].low < 13.5 / 10.5 < made.gain["goodput_per_cost"].high
+    assert made.changes == {"replicas": (1, 2)}
+    assert made.sentence.startswith(
+        "replicas = 2: 1.29 times as good as the reference in goodput_per_cost (95 % sure: "
+    )
+    assert "From 2 fresh measurements of each, in turn, after the search." in made.sentence
+
+
+def test_the_reference_stays_when_no_candidate_holds_up():
+    """The best answer may be what runs already."""
+    records = [reference(0, 10.0), trial(1, BETTER, 12.0)]
+    records += [reference(2, 10.0, kind=Kind.CONFIRM), trial(3, BETTER, 9.0, kind=Kind.CONFIRM)]
+    (made,) = recommendations(job(**ALONE), records)
+    assert made.config == DEFAULT
+    assert made.changes == {}
+    assert made.sentence.startswith("Keep the reference: none of the candidates was better")
+
+
+def test_an_unconfirmed_answer_says_so():
+    """Without fresh measurements the sentence warns of the winner's luck."""
+    (made,) = recommendations(job(**ALONE), [reference(0, 10.0), trial(1, BETTER, 12.0)])
+    assert not made.confirmed
+    assert "not measured again" in made.sentence
+
+
+def test_a_reference_that_misses_a_limit_is_said():
+    """Better than a default that is not allowed is less than it seems."""
+    records = [reference(0, 10.0, p99=80.0), trial(1, BETTER, 12.0)]
+    (made,) = recommendations(job(**ALONE, limits=["p99_ms <= 50"]), records)
+    assert made.sentence.endswith("The reference itself misses p99_ms <= 50.")
+
+
+def test_every_rejected_trial_has_its_reason():
+    """The failure, the limit and by how much, or how much worse than the best."""
+    spec = job(limits=["p99_ms <= 50"])
+    failed = record(3, {"replicas": 4, "batch": 4}, outcome=Outcome.failed(FailureKind.OUT_OF_MEMORY, "CUDA"))
+    gone = replace(record(4, {"replicas": 3, "batch": 1}, running=True), lost="its worker was gone")
+    records = [reference(0, 10.0), trial(1, BETTER, 20.0), trial(2, WORSE, 40.0, p99=60.0), failed, gone]
+    records.append(trial(5, {"replicas": 1, "batch": 8}, 15.0))
+    state = state_of(spec, records)
+    assert [row.reason for row in state.rows] == [
+        "",
+        "",
+        "p99_ms <= 50 missed by 20 % (60)",
+        "out of memory: CUDA",
+        "lost: its worker was gone",
+        "goodput_per_cost is 25 % below the best",
+    ]
+    assert state.best.config == BETTER
+    assert state.best.gain == {"goodput_per_cost": pytest.approx(2.0)}
+    assert state.best_so_far == ((0, 10.0), (1, 20.0))
+
+
+def test_when_nothing_is_feasible_the_binding_limit_is_named(tmp_path):
+    """All trials run, none keeps the limit: the answer is which, and how far the nearest was from it."""
+    state = run_directly(tmp_path, job(limits=["p99_ms <= 12"]))
+    assert state.phase == "finished"
+    assert state.best is None
+    assert state.answers == ()
+    assert "p99_ms <= 12 was missed by all 7 that ran, the nearest had " in state.binding
+    assert all("p99_ms <= 12 missed by" in row.reason for row in state.rows)
+
+
+def test_candidates_that_miss_a_limit_when_measured_again_leave_no_answer_but_the_reason():
+    """What was feasible by luck is not recommended, and the limit is named."""
+    records = [reference(0, 10.0, p99=80.0), trial(1, BETTER, 20.0), trial(2, WORSE, 5.0, p99=70.0)]
+    records += [reference(3, 10.0, p99=80.0, kind=Kind.CONFIRM), trial(4, BETTER, 20.0, p99=55.0, kind=Kind.CONFIRM)]
+    spec = job(**ALONE, limits=["p99_ms <= 50"], confirm={"best": 1, "times": 1})
+    state = state_of(spec, records)
+    assert (state.phase, state.answers) == ("finished", ())
+    assert state.binding.startswith("measured again, none of 2 configurations is feasible: p99_ms <= 50 was missed")
+
+
+def test_several_goals_end_with_a_front(tmp_path):
+    """Each answer of a front is beaten by no other, and gains are told by goal."""
+    spec = job(objective="max goodput_per_s, min cost_per_hour", budget={"trials": 10}, confirm={"best": 3, "times": 1})
+    state = run_directly(tmp_path, spec)
+    assert state.best is None
+    assert len(state.front) >= 3
+    assert len(state.answers) >= 2
+    assert all(set(answer.gain) == {"goodput_per_s", "cost_per_hour"} for answer in state.answers)
+
+
+def test_a_state_is_plain_json(tmp_path):
+    """Programs read it: no number in it is made up, and it survives a round trip."""
+    plain = state_to_json(run_directly(tmp_path, job()))
+    assert json.loads(json.dumps(plain, allow_nan=False)) == plain
+    assert plain["phase"] == "finished"
+    assert plain["rows"][0]["kind"] == "reference"
+    assert plain["job"]["budget"] == {"trials": 6, "minutes": None}

@@ -1,0 +1,170 @@
+"""The designer of a job, its library, and what they make of records."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from plait_autoconfig.errors import Exhausted, ObjectiveError
+from plait_autoconfig.jobs.errors import JobRefused
+from plait_autoconfig.jobs.measurer import Kind
+from plait_autoconfig.jobs.proposing import Proposals
+from plait_autoconfig.jobs.reporting import read_state
+from plait_autoconfig.jobs.store import JobStore
+from plait_autoconfig.library import LibraryRun
+from plait_autoconfig.rows import run_line
+from plait_autoconfig.store import LibraryStore
+from plait_autoconfig.values import FailureKind, Outcome, Trial
+from support.tune_jobs import job, record, run_directly
+
+SMALL = {
+    "knobs": {"replicas": {"kind": "int", "low": 1, "high": 4}},
+    "constraints": [],
+    "reference": {"config": {"replicas": 1}},
+}
+
+
+class Scripted:
+    """A designer that proposes 1, 2, 3, 4 and remembers what it was told."""
+
+    name = "scripted"
+
+    def __init__(self, regret=1.0):
+        self.left, self.told, self.dropped, self.regret = [1, 2, 3, 4], [], [], regret
+
+    def ask(self):
+        if not self.left:
+            raise Exhausted("all were proposed")
+        return {"replicas": self.left.pop(0)}
+
+    def tell(self, trial):
+        self.told.append(trial.number)
+
+    def drop(self, config):
+        self.dropped.append(config["replicas"])
+
+    def expected_regret(self):
+        return self.regret
+
+
+def trial(number, replicas, **more):
+    """A measurement."""
+    return record(number, {"replicas": replicas}, {"goodput_per_cost": 1.0}, **more)
+
+
+def test_a_proposal_stays_until_it_is_claimed():
+    """What nobody took on is proposed again; what another worker measures is passed over."""
+    proposals = Proposals(Scripted(), job(**SMALL))
+    assert proposals.next([]) == {"replicas": 1}
+    assert proposals.next([]) == {"replicas": 1}
+    assert proposals.next([trial(0, 1, running=True), trial(1, 2, running=True)]) == {"replicas": 3}
+
+
+def test_everything_that_ended_is_told_once():
+    """Trials, references and confirmations alike; warm-ups and running ones are not."""
+    designer = Scripted()
+    proposals = Proposals(designer, job(**SMALL))
+    records = [trial(0, 1, kind=Kind.WARM_UP), trial(1, 1, kind=Kind.REFERENCE), trial(2, 2), trial(3, 3, running=True)]
+    proposals.follow(records)
+    proposals.follow([*records, trial(4, 2, kind=Kind.CONFIRM)])
+    assert designer.told == [1, 2, 4]
+
+
+def test_what_was_lost_goes_back_to_the_designer():
+    """Only what this worker's designer proposed is its to take back."""
+    designer = Scripted()
+    proposals = Proposals(designer, job(**SMALL))
+    proposals.next([])
+    lost = record(0, {"replicas": 1}, running=True)
+    proposals.follow([type(lost)(number=0, claim=lost.claim, lost="gone")])
+    assert designer.dropped == [1]
+
+
+def test_a_designer_that_expects_no_gain_ends_the_search():
+    """Only when the job asks for it, and after enough trials."""
+    spec = job(**SMALL, stop={"expected_gain": 0.05, "least_trials": 2})
+    records = [trial(0, 1), trial(1, 2)]
+    assert Proposals(Scripted(regret=0.01), spec).next(records[:1]) is not None
+    assert Proposals(Scripted(regret=0.06), spec).next(records) is not None
+    assert Proposals(Scripted(regret=0.01), job(**SMALL)).next(records) is not None
+    proposals = Proposals(Scripted(regret=0.01), spec)
+    assert proposals.next(records) is None
+    assert proposals.exhausted == "the designer expects no more than 1 % to be left to gain"
+
+
+@pytest.mark.parametrize("designer", ["plait", "grid", "sobol", "portfolio"])
+def test_every_designer_runs_a_job_and_tries_nothing_twice(tmp_path, designer):
+    """Failures on the way, the reference in the space: still one trial per configuration."""
+    spec = job(designer={"name": designer}, budget={"trials": 8}, confirm={"best": 1, "times": 1})
+    state = run_directly(tmp_path, spec, fail={"batch=8": "refuse"})
+    tried = [tuple(sorted(row.config.items())) for row in state.rows if row.kind is Kind.TRIAL]
+    assert len(set(tried)) == len(tried) == 8
+    assert tuple(sorted(spec.default.items())) not in tried
+    assert state.phase == "finished"
+
+
+def test_a_designer_for_one_goal_refuses_several_before_anything_is_measured(tmp_path):
+    """The message names the goals; no trial was made."""
+    spec = job(objective="max goodput_per_s, min cost_per_hour", designer={"name": "morphling"})
+    with pytest.raises(ObjectiveError, match="needs one goal, but the objective has 2"):
+        run_directly(tmp_path, spec)
+    assert read_state(JobStore.open(tmp_path)).rows == ()
+
+
+def test_a_job_adds_its_trials_to_the_library_and_does_not_learn_from_itself(tmp_path):
+    """All finished measurements with their failures; resumed with more budget, only the new ones are added."""
+    path = str(tmp_path / "past.journal")
+    run_directly(tmp_path / "job", job(library=path, budget={"trials": 3}), fail={"batch=8": "refuse"})
+    (run,) = LibraryStore.open(path).runs()
+    state = run_directly(tmp_path / "job", job(library=path, budget={"trials": 5}), fail={"batch=8": "refuse"})
+    (more,) = LibraryStore.open(path).runs()
+    assert (run.service, run.goals, run.versions) == ("fake", ("max goodput_per_cost",), {"fake": "1"})
+    assert more.run_id == run.run_id
+    assert len(more.trials) == len(state.rows) > len(run.trials)
+    assert state.warnings == ()
+
+
+def library_of(path, **changes):
+    """A library with one run of one trial."""
+    outcome = Outcome(metrics={"goodput_per_cost": 3.0})
+    config = {"replicas": 2, "batch": 4, **changes}
+    run = LibraryRun(run_id="old", service="old", trials=(Trial(number=0, config=config, outcome=outcome),))
+    LibraryStore.open(path).add(run)
+
+
+def test_a_library_of_another_space_is_told_and_not_used(tmp_path):
+    """A job learns nothing from trials with other knobs, and says which and why."""
+    library_of(tmp_path / "past.journal", window=3)
+    state = run_directly(tmp_path / "job", job(library=str(tmp_path / "past.journal")))
+    assert state.phase == "finished"
+    (warning,) = state.warnings
+    assert "old (old): 0 of 1 trials can be used" in warning
+    assert "window is no knob of this space" in warning
+
+
+def test_lines_of_a_later_version_are_kept_and_told(tmp_path):
+    """They were imported for a day when somebody can read them; this job can not."""
+    store = LibraryStore.open(tmp_path / "past.journal")
+    later = json.loads(run_line(LibraryRun(run_id="new", service="new", trials=()))) | {"plait_library": 99}
+    (tmp_path / "later.jsonl").write_text(json.dumps(later) + "\n")
+    store.import_file(tmp_path / "later.jsonl")
+    state = run_directly(tmp_path / "job", job(library=str(tmp_path / "past.journal")))
+    assert state.warnings == ("library: 1 entries are of a later version of plait and are not used",)
+
+
+def test_a_library_that_can_not_be_read_is_refused_before_anything_is_measured(tmp_path):
+    """Learning nothing in silence would waste trials."""
+    (tmp_path / "past.journal").write_text('{"not": "a journal"}\n')
+    with pytest.raises(JobRefused, match=r"the library .*past.journal can not be used"):
+        run_directly(tmp_path / "job", job(library=str(tmp_path / "past.journal")))
+    assert read_state(JobStore.open(tmp_path / "job")).rows == ()
+
+
+def test_failures_of_every_kind_are_told_to_the_designer_as_they_are(tmp_path):
+    """Out of memory, crashes and refusals are outcomes of their configuration; an invalid load test is not."""
+    state = run_directly(tmp_path, job(budget={"trials": 13}), fail={"replicas=3": "refuse", "replicas=4": "invalid"})
+    kinds = {row.config["replicas"]: row.outcome.failure for row in state.rows if row.outcome and row.outcome.failure}
+    assert kinds == {3: FailureKind.REFUSED_START, 4: FailureKind.INVALID}
+    again = [row for row in state.rows if row.config["replicas"] == 4]
+    assert len(again) > len({row.config["batch"] for row in again})

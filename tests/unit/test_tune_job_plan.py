@@ -1,0 +1,187 @@
+"""What a job does next, from its records alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from plait_autoconfig.jobs.measurer import Kind
+from plait_autoconfig.jobs.plan import Done, Hopeless, Measure, Outlook, Search, Wait, next_step, ranked_candidates
+from plait_autoconfig.jobs.stopping import NoImprovement
+from plait_autoconfig.objective import Objective, maximise, minimise
+from plait_autoconfig.values import FailureKind, Outcome, Trial
+from support.tune_jobs import job, record
+
+DEFAULT = {"replicas": 1, "batch": 4}
+CRASH = Outcome.failed(FailureKind.CRASH, "it died")
+INVALID = Outcome.failed(FailureKind.INVALID, "fell behind")
+
+
+def good(number, config, value, **more):
+    """A record of the default goal."""
+    return record(number, config, {"goodput_per_cost": value}, **more)
+
+
+def reference(number=0, **more):
+    """A measurement of the reference."""
+    return good(number, DEFAULT, 10.0, kind=Kind.REFERENCE, **more)
+
+
+def trials(count, first=1):
+    """Some trials of different configurations, each better than the one before."""
+    cells = [cell for cell in job().space.cells() if cell != DEFAULT]
+    return [good(first + index, cells[index], 11.0 + index) for index in range(count)]
+
+
+def step(spec, records, **outlook):
+    """The next step."""
+    return next_step(spec, records, Outlook(**outlook))
+
+
+def test_the_reference_comes_first_and_everybody_waits_for_it():
+    """Nothing is tried before there is something to compare with."""
+    spec = job()
+    assert step(spec, []) == Measure(Kind.REFERENCE, DEFAULT)
+    assert step(spec, [record(0, DEFAULT, kind=Kind.REFERENCE, running=True)]) == Wait()
+    assert step(spec, [reference()]) == Search()
+
+
+def test_a_warm_up_precedes_the_first_reference_when_asked_for():
+    """It is measured once; its result plays no role."""
+    spec = job(reference={"config": DEFAULT, "warm_up": True})
+    assert step(spec, []) == Measure(Kind.WARM_UP, DEFAULT)
+    assert step(spec, [record(0, DEFAULT, kind=Kind.WARM_UP, running=True)]) == Wait()
+    assert step(spec, [good(0, DEFAULT, 1.0, kind=Kind.WARM_UP)]) == Measure(Kind.REFERENCE, DEFAULT)
+
+
+def test_a_reference_that_fails_ends_the_job_with_its_reason():
+    """A broken set-up costs one measurement, not the budget."""
+    found = step(job(), [record(0, DEFAULT, outcome=CRASH, kind=Kind.REFERENCE)])
+    assert found == Hopeless("the reference configuration could not be measured: crash: it died")
+
+
+def test_an_invalid_load_test_of_the_reference_is_repeated_twice():
+    """The generator may have stumbled; three times in a row it has not."""
+    invalid = [record(number, DEFAULT, outcome=INVALID, kind=Kind.REFERENCE) for number in range(3)]
+    assert step(job(), invalid[:2]) == Measure(Kind.REFERENCE, DEFAULT)
+    assert isinstance(step(job(), invalid), Hopeless)
+
+
+def test_the_reference_returns_after_every_few_trials():
+    """`every: 3`: after the third trial since the last reference, running ones included."""
+    spec = job()
+    assert step(spec, [reference(), *trials(2)]) == Search()
+    assert step(spec, [reference(), *trials(3)]) == Measure(Kind.REFERENCE, DEFAULT)
+    assert step(spec, [reference(), *trials(3), reference(4)]) == Search()
+    assert step(job(reference={"config": DEFAULT, "every": 0}), [reference(), *trials(5)]) == Search()
+
+
+def test_repeats_follow_at_once_unless_the_configuration_failed():
+    """`repeats: 2` measures each proposal twice; a crash needs no second opinion, an invalid load test is none."""
+    spec, cell = job(repeats=2), {"replicas": 2, "batch": 2}
+    assert step(spec, [reference(), good(1, cell, 3.0)]) == Measure(Kind.TRIAL, cell)
+    assert step(spec, [reference(), good(1, cell, 3.0), good(2, cell, 3.1, running=True)]) == Search()
+    assert step(spec, [reference(), record(1, cell, outcome=CRASH)]) == Search()
+    assert step(spec, [reference(), record(1, cell, outcome=INVALID)]) == Search()
+
+
+def test_the_budget_counts_trials_and_the_time_for_the_confirmation_is_kept_back():
+    """Lost trials are free; of the minutes, what the confirmation takes is not spent on trials."""
+    alone, confirm = {"config": DEFAULT, "every": 0}, {"best": 2, "times": 2}
+    spec = job(reference=alone, confirm=confirm, budget={"trials": 6, "minutes": 1.0})
+    lost = replace(good(6, {"replicas": 4, "batch": 1}, 0.0, running=True), lost="its worker was gone")
+    assert step(spec, [reference(), *trials(5), lost]) == Search()
+    assert step(spec, [reference(), *trials(5)], left_s=7.5) == Search()  # a trial and 3 x 2 measurements of 1 s
+    assert isinstance(step(spec, [reference(), *trials(5)], left_s=6.5), Measure)
+    assert isinstance(step(spec, [reference(), *trials(6)]), Measure)
+
+
+def test_nothing_is_confirmed_while_a_trial_is_running():
+    """It may turn out to be the best."""
+    spec = job(reference={"config": DEFAULT, "every": 0})
+    running = record(6, {"replicas": 4, "batch": 4}, running=True)
+    assert step(spec, [reference(), *trials(5), running]) == Wait()
+
+
+def test_the_best_are_confirmed_in_turn_with_the_reference():
+    """Round by round: the reference, the best, the second best; then the job is done."""
+    spec = job(reference={"config": DEFAULT, "every": 0}, confirm={"best": 2, "times": 2})
+    records = [reference(), *trials(6)]
+    best = [dict(records[6].config), dict(records[5].config)]
+    order = []
+    while isinstance(found := step(spec, records), Measure):
+        assert found.kind is Kind.CONFIRM
+        order.append(dict(found.config))
+        records.append(good(len(records), found.config, 12.0, kind=Kind.CONFIRM))
+    assert order == [DEFAULT, *best] * 2
+    assert found == Done("the 6 trials of the budget were made")
+
+
+def test_candidates_that_fail_again_give_way_to_the_next_ones():
+    """A candidate that crashes is not measured again, and the third best gets its chance."""
+    spec = job(reference={"config": DEFAULT, "every": 0}, confirm={"best": 1, "times": 2})
+    records = [reference(), *trials(6)]
+    confirmed = []
+    while isinstance(found := step(spec, records), Measure):
+        confirmed.append(dict(found.config))
+        outcome = CRASH if found.config == records[6].config else Outcome(metrics={"goodput_per_cost": 9.0})
+        records.append(record(len(records), found.config, outcome=outcome, kind=Kind.CONFIRM))
+    best, second = dict(records[6].config), dict(records[5].config)
+    assert confirmed == [DEFAULT, best, DEFAULT, second, second]
+
+
+def test_out_of_time_or_without_candidates_there_is_no_confirmation():
+    """`best: 0` asks for none; nothing feasible leaves none; time that is up is up."""
+    alone = {"reference": {"config": DEFAULT, "every": 0}}
+    records = [reference(), *trials(6)]
+    assert isinstance(step(job(**alone, confirm={"best": 0}), records), Done)
+    assert isinstance(step(job(**alone, limits=["goodput_per_cost >= 99"]), records), Done)
+    assert isinstance(step(job(**alone, budget={"trials": 6, "minutes": 1.0}), records, left_s=-1.0), Done)
+
+
+def test_several_goals_confirm_the_ends_of_the_front_first():
+    """The extremes, then the middle: the front is known in its whole width soonest."""
+    spec = job(objective="max goodput_per_s, min cost_per_hour")
+    cells = [cell for cell in spec.space.cells() if cell != DEFAULT]
+    records = [
+        record(index, cells[index], {"goodput_per_s": float(index), "cost_per_hour": 2.0 * index})
+        for index in range(1, 6)
+    ]
+    ordered = [cell.outcome.metrics["goodput_per_s"] for cell in ranked_candidates(spec, records)]
+    assert ordered == [1.0, 5.0, 3.0, 2.0, 4.0]
+
+
+def test_the_reference_is_never_its_own_candidate():
+    """It is measured in the confirmation anyway."""
+    records = [good(1, DEFAULT, 99.0), good(2, {"replicas": 2, "batch": 2}, 5.0)]
+    assert [dict(cell.config) for cell in ranked_candidates(job(), records)] == [{"replicas": 2, "batch": 2}]
+
+
+def test_the_stop_rule_waits_for_something_feasible_and_then_for_progress():
+    """Patience counts trials without an improvement worth the name."""
+    objective = Objective((maximise("x"),))
+
+    def history(*values):
+        outcomes = [CRASH if value is None else Outcome(metrics={"x": value}) for value in values]
+        return [Trial(number=n, config={"k": n}, outcome=outcome) for n, outcome in enumerate(outcomes)]
+
+    rule = NoImprovement(patience=2, least_gain=0.05)
+    assert rule.why_stop(objective, history(1.0, 1.0)) == ""
+    assert rule.why_stop(objective, history(1.0, 1.0, 1.04)) == "the last 2 trials brought no improvement of 5 %"
+    assert rule.why_stop(objective, history(1.0, 1.0, 1.06)) == ""
+    assert rule.why_stop(objective, history(None, None, None, None)) == ""
+    assert NoImprovement(patience=0).why_stop(objective, history(*[1.0] * 20)) == ""
+
+
+def test_with_several_goals_the_front_must_move():
+    """A trial that joins the front is progress, a dominated one is not."""
+    objective = Objective((maximise("x"), minimise("y")))
+
+    def history(*points):
+        return [
+            Trial(number=n, config={"k": n}, outcome=Outcome(metrics={"x": x, "y": y}))
+            for n, (x, y) in enumerate(points)
+        ]
+
+    rule = NoImprovement(patience=1)
+    assert rule.why_stop(objective, history((1.0, 1.0), (2.0, 2.0))) == ""
+    assert rule.why_stop(objective, history((1.0, 1.0), (0.5, 2.0))) != ""

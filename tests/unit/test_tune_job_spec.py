@@ -1,0 +1,121 @@
+"""Job files: what is read, and how what is wrong is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from plait_autoconfig.jobs.errors import JobRefused
+from plait_autoconfig.jobs.reading import job_of, parse_job, read_job
+from plait_autoconfig.jobs.spec import changed_settings, guard_limits
+from support.tune_jobs import JOB, job, job_text
+
+
+def refused(text: str) -> str:
+    """What is said about a job file."""
+    with pytest.raises(JobRefused) as caught:
+        parse_job(text, folder=Path("/jobs"), source="job.yaml")
+    return str(caught.value)
+
+
+def test_a_job_becomes_a_space_an_objective_and_settings():
+    """Knobs go by short names in the space and by deployment and knob where they are set."""
+    spec = job(limits=["p99_ms <= 50"])
+    assert len(spec.space.cells()) == 14
+    assert str(spec.goal) == "max goodput_per_cost with p99_ms <= 50"
+    assert spec.settings({"replicas": 2, "batch": 8}) == {"engine.replicas": 2, "engine.largest_batch": 8}
+    assert spec.default == {"replicas": 1, "batch": 4}
+    assert spec.rate_per_s is None
+
+
+def test_a_given_rate_is_offered_and_may_be_missed_by_the_tolerance():
+    """`at rate R` offers R, and asks for a goodput of R less the tolerance, before the limits of the job."""
+    spec = job(objective="min cost at rate 20", limits=["p99_ms <= 50"], rate_tolerance=0.05)
+    assert spec.rate_per_s == 20.0
+    assert [str(limit) for limit in spec.goal.limits] == ["goodput_per_s >= 19", "p99_ms <= 50"]
+
+
+def test_paths_start_from_the_folder_of_the_file(tmp_path):
+    """A job means the same files wherever it is read from; names of built-in scenarios are no paths."""
+    (tmp_path / "load.yaml").write_text(yaml.safe_dump(JOB["scenarios"][0]))
+    (tmp_path / "job.yaml").write_text(
+        job_text(scenarios=["load.yaml"], target={"config": "plait.yaml"}, library="past.journal")
+    )
+    spec = read_job(tmp_path / "job.yaml")
+    assert spec.scenarios == (str(tmp_path / "load.yaml"),)
+    assert spec.target.config == str(tmp_path / "plait.yaml")
+    assert spec.library == str(tmp_path / "past.journal")
+    assert job_of({**JOB, "library": "sqlite:///x"}, folder=tmp_path).library == "sqlite:///x"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("low: 1", "lowest: 1", "line 5: knobs.replicas.lowest: there is no such setting"),
+        ("low: 1", "low: yes", "line 5: knobs.replicas.low: input should be a valid integer, not True"),
+        ("high: 4", "high: '4'", "line 6: knobs.replicas.high: input should be a valid integer, not '4'"),
+        ("kind: int", "kind: integer", "knobs.replicas: input tag 'integer'"),
+        ("every: 3", "evry: 3", "reference.evry: there is no such setting"),
+        ("name: demo", "name: demo\nname: twice", "line 2: 'name' is given twice"),
+        (
+            "replicas * batch <= 16",
+            "replicas * batch <= 0",
+            "of 16 configurations of its knobs, `replicas * batch <= 0`",
+        ),
+        ("replicas * batch <= 16", "replicas * cpus <= 2", "names cpus, which is no knob"),
+        ("batch: 4", "btch: 4", "reference.config sets btch, which is no knob; they are replicas, batch"),
+        ("name: random", "name: randm", "designer.name: there is no designer 'randm'; did you mean random?"),
+        ("kind: poisson", "kind: poison", "scenarios: arrivals.kind: one of"),
+        ("engine.largest_batch", "engine.replicas", "two knobs set engine.replicas"),
+        ("name: demo", "name: [", "line 3:"),
+        ("name: demo", "name: 2026-11-21", "quote dates"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_line_or_field(before, after, said):
+    """One sentence names the file, the line where there is one, and the field."""
+    text = job_text()
+    assert before in text
+    message = refused(text.replace(before, after, 1))
+    assert message.startswith("job.yaml")
+    assert said in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"limits": ["p99_ms < 50"]}, "the limit 'p99_ms < 50' can not be read"),
+        ({"limits": ["p99_ms <= 50", "p99_ms >= 60"]}, "contradict each other"),
+        ({"objective": "most goodput"}, "the goal 'most goodput' can not be read"),
+        ({"objective": "min cost at rate 5", "offered": "capacity"}, "can not be combined with offered: capacity"),
+        ({"reference": {"config": {"batch": 4}}}, "reference.config lacks replicas"),
+        ({"target": {"live": {"guard": ["p99 <="]}}}, "the limit 'p99 <=' can not be read"),
+        ({"target": {"live": True}}, "target.live"),
+        ({"knobs": {}}, "knobs"),
+        ({"scenarios": []}, "scenarios"),
+        ({"budget": {"trials": 0}}, "budget.trials"),
+    ],
+)
+def test_contradictions_are_refused_before_anything_runs(changes, said):
+    """What can not work is said when the file is read."""
+    assert said in refused(job_text(**changes))
+
+
+def test_only_what_says_how_far_to_go_may_change_in_a_job_that_began():
+    """More budget continues a job; another objective would make its trials incomparable."""
+    assert changed_settings(job(), job(budget={"trials": 9}, confirm={"best": 1})) == ()
+    assert changed_settings(job(), job(limits=["p99_ms <= 9"], seed=4)) == ("limits", "seed")
+
+
+def test_a_reference_may_lie_outside_of_the_space():
+    """What runs today need not be among what is tried."""
+    spec = job(reference={"config": {"replicas": 9, "batch": 3}})
+    assert spec.default == {"replicas": 9, "batch": 3}
+
+
+def test_a_guard_becomes_limits():
+    """The guard of a live service is written like limits."""
+    spec = job(target={"live": {"guard": ["p99_ms <= 200", "error_rate <= 0.01"]}})
+    assert spec.target.live
+    assert [str(limit) for limit in guard_limits(spec.target.live)] == ["p99_ms <= 200", "error_rate <= 0.01"]

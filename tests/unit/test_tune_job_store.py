@@ -1,0 +1,261 @@
+"""The folder of a job: claims, torn lines, workers that are gone, and what may change."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+
+from plait_autoconfig.jobs.errors import JobBroken, JobBusy, JobRefused
+from plait_autoconfig.jobs.live import held_alone
+from plait_autoconfig.jobs.loop import MOST_LOST, run_job
+from plait_autoconfig.jobs.measurer import Kind, Measured
+from plait_autoconfig.jobs.presence import LEASE_S, Presence, is_present, present_workers
+from plait_autoconfig.jobs.records import Claim
+from plait_autoconfig.jobs.reporting import read_state
+from plait_autoconfig.jobs.store import JobStore
+from plait_autoconfig.jobs.testing import fake_measurer
+from plait_autoconfig.values import FailureKind, Outcome
+from support.tune_jobs import DirectRunner, fake_source, job, run_directly
+
+CELL = {"replicas": 2, "batch": 4}
+
+
+def claim(store, *, worker="gone", config=CELL, kind=Kind.TRIAL):
+    """A claim of some worker."""
+    with store.exclusive():
+        return store.claim(Claim(kind=kind, config=config, seed=3, worker=worker, nonce="n", at_s=time.time()))
+
+
+def ended(record, **metrics):
+    """The record, measured."""
+    return replace(
+        record, measured=Measured(outcome=Outcome(metrics=metrics), duration_s=1.5, note="n"), drift={"x": 2.0}
+    )
+
+
+def test_records_come_back_as_they_were_stored(tmp_path):
+    """Another process reads the same records, finished, lost and running."""
+    store = JobStore.open_or_create(tmp_path, job())
+    first = ended(claim(store), goodput_per_cost=5.0, x=4.0)
+    second = replace(claim(store), lost="why", finished_at_s=1.0)
+    third = claim(store)
+    assert store.end(first)
+    assert store.end(second)
+    assert JobStore.open(tmp_path).records() == (first, second, third)
+    assert first.outcome.metrics == {"goodput_per_cost": 5.0, "x": 2.0}
+    assert first.raw.metrics["x"] == 4.0
+
+
+def test_a_measurement_that_was_declared_lost_can_not_end_any_more(tmp_path):
+    """A worker that slept through its lease finds its result refused, and nothing changes."""
+    store = JobStore.open_or_create(tmp_path, job())
+    record = claim(store)
+    assert store.end(replace(record, lost="gone"))
+    assert not store.end(ended(record, goodput_per_cost=5.0))
+    assert store.records()[0].status == "lost"
+
+
+@pytest.mark.parametrize("torn", [b'{"op_code": 4, "wor', b"\xff\xfe", b"{}"])
+def test_a_torn_last_line_loses_only_that_line(tmp_path, torn):
+    """A writer that was killed in the middle of a line does not make the journal unreadable for those who append."""
+    store = JobStore.open_or_create(tmp_path, job())
+    store.end(ended(claim(store), goodput_per_cost=5.0))
+    with (tmp_path / "study.journal").open("ab") as journal:
+        journal.write(torn)
+    again = JobStore.open(tmp_path)
+    assert [record.status for record in again.records()] == ["finished"]
+    claim(again)
+    assert [record.status for record in JobStore.open(tmp_path).records()] == ["finished", "running"]
+    assert [record.status for record in store.records()] == ["finished", "running"]
+
+
+def test_the_study_opens_in_optunas_own_tools(tmp_path):
+    """Values, parameters and constraints are those of the trials; failures are failures."""
+    spec = job(limits=["p99_ms <= 90"])
+    state = run_directly(tmp_path, spec, fail={"batch=8": "refuse"})
+    backend = optuna.storages.journal.JournalFileBackend(str(tmp_path / "study.journal"))
+    study = optuna.load_study(study_name="demo", storage=optuna.storages.JournalStorage(backend))
+    assert len(study.trials) == len(state.rows)
+    for trial, row in zip(study.trials, state.rows, strict=True):
+        assert trial.params == row.config
+        assert (trial.state == TrialState.FAIL) == (row.outcome.failure is not None)
+    assert study.best_trial.user_attrs["plait:claim"]["config"] == trial_of_best(state)
+
+
+def trial_of_best(state):
+    """The configuration of the best single feasible measurement."""
+    feasible = [row for row in state.rows if row.feasible]
+    return max(feasible, key=lambda row: row.outcome.metrics["goodput_per_cost"]).config
+
+
+def test_a_kill_between_the_end_and_its_copy_is_mended(tmp_path, monkeypatch):
+    """The end counts once it is stored; the copy for Optuna's tools is made by the next worker."""
+    store = JobStore.open_or_create(tmp_path, job())
+    record = claim(store)
+    monkeypatch.setattr(store, "_mirror", lambda _: None)
+    store.end(ended(record, goodput_per_cost=5.0))
+    again = JobStore.open(tmp_path)
+    assert again._storage.get_all_trials(again._study_id)[0].state == TrialState.RUNNING
+    with again.exclusive():
+        again.mend()
+    assert again._storage.get_all_trials(again._study_id)[0].state == TrialState.COMPLETE
+
+
+def test_only_one_decides_at_a_time(tmp_path):
+    """While one worker chooses and claims, another waits."""
+    store, entered = JobStore.open_or_create(tmp_path, job()), threading.Event()
+    other = JobStore.open(tmp_path)
+
+    def enter():
+        with other.exclusive():
+            entered.set()
+
+    thread = threading.Thread(target=enter)
+    with store.exclusive():
+        thread.start()
+        assert not entered.wait(0.1)
+    assert entered.wait(30.0)
+    thread.join()
+
+
+def test_another_job_is_not_mixed_into_the_folder(tmp_path):
+    """More budget resumes; another objective is refused by name; no job is said."""
+    JobStore.open_or_create(tmp_path, job())
+    assert JobStore.open_or_create(tmp_path, job(budget={"trials": 9})).spec.budget.trials == 9
+    assert JobStore.open(tmp_path).spec.budget.trials == 9
+    with pytest.raises(JobRefused, match="holds a job with other objective, limits"):
+        JobStore.open_or_create(tmp_path, job(objective="min cost", limits=["p99_ms <= 9"]))
+    with pytest.raises(JobRefused, match="there is no job in"):
+        JobStore.open(tmp_path / "nowhere")
+
+
+def test_a_database_holds_the_trials_as_well(tmp_path):
+    """`storage` moves the study to a database; the rest of the folder stays."""
+    store = JobStore.open_or_create(tmp_path / "job", job(storage=f"sqlite:///{tmp_path}/trials.db"))
+    finished, running = ended(claim(store), goodput_per_cost=5.0), claim(store)
+    assert store.end(finished)
+    assert not (tmp_path / "job" / "study.journal").exists()
+    assert JobStore.open(tmp_path / "job").records() == (finished, running)
+
+
+def test_a_worker_is_present_while_it_lives_and_touches_its_file(tmp_path):
+    """It is gone at once when it ends, and after the lease when it hangs."""
+    with Presence(tmp_path, "a", now_s=100.0) as own:
+        assert is_present(tmp_path, "a", now_s=100.0)
+        assert not is_present(tmp_path, "a", now_s=100.0 + LEASE_S)
+        own.renew(now_s=100.0 + LEASE_S)
+        assert is_present(tmp_path, "a", now_s=100.0 + LEASE_S)
+        assert present_workers(tmp_path, now_s=100.0) == ("a",)
+    assert not is_present(tmp_path, "a", now_s=100.0)
+    assert present_workers(tmp_path, now_s=100.0) == ()
+
+
+def test_the_claim_of_a_worker_that_is_gone_is_lost_and_proposed_again(tmp_path):
+    """Its trial does not count, and its configuration is measured by the next worker."""
+    spec = job()
+    store = JobStore.open_or_create(tmp_path, spec)
+    claim(store, kind=Kind.REFERENCE, config=dict(spec.default))
+    state = run_directly(tmp_path, spec)
+    assert [row.status for row in state.rows].count("lost") == 1
+    assert sum(row.kind is Kind.TRIAL for row in state.rows) == spec.budget.trials
+    assert state.phase == "finished"
+
+
+def test_a_configuration_that_takes_its_worker_down_again_and_again_is_a_crash(tmp_path):
+    """Otherwise a resumed job would die on it for ever."""
+    spec = job()
+    store = JobStore.open_or_create(tmp_path, spec)
+    for _ in range(MOST_LOST):
+        store.end(replace(claim(store), lost="its worker was gone"))
+    claim(store)
+    state = run_directly(tmp_path, spec)
+    row = state.rows[MOST_LOST]
+    assert row.outcome.failure is FailureKind.CRASH
+    assert "the tuner itself died while measuring it" in row.reason
+    assert all(other.config != CELL for other in state.rows[MOST_LOST + 1 :] if other.kind is Kind.TRIAL)
+
+
+def test_a_finished_job_has_nothing_left_to_do_until_it_gets_more_budget(tmp_path):
+    """Running it again measures nothing; a larger budget goes on with new configurations."""
+    state = run_directly(tmp_path, job())
+    assert run_directly(tmp_path, job()).rows == state.rows
+    more = run_directly(tmp_path, job(budget={"trials": 9}))
+    tried = [tuple(sorted(row.config.items())) for row in more.rows if row.kind is Kind.TRIAL]
+    assert len(tried) == len(set(tried)) == 9
+
+
+def test_a_space_smaller_than_the_budget_is_searched_whole(tmp_path):
+    """The designer runs out of cells: the search ends with that reason, and is not asked again."""
+    small = {"replicas": {"kind": "int", "low": 1, "high": 3}}
+    spec = job(knobs=small, constraints=[], reference={"config": {"replicas": 1}}, budget={"trials": 50})
+    state = run_directly(tmp_path, spec)
+    assert state.phase == "finished"
+    assert state.reason == "all 3 cells were proposed"
+    assert sum(row.kind is Kind.TRIAL for row in state.rows) == 2  # the reference is the third
+
+
+def test_cancelling_ends_the_worker_and_gives_its_trial_up(tmp_path):
+    """The state says cancelled; starting it again resumes."""
+    spec = job()
+    store = JobStore.open_or_create(tmp_path, spec)
+
+    def cancel_at_the_second(event):
+        if event.kind == "trial_progress" and event.number == 2:
+            store.cancel()
+
+    runner = DirectRunner(fake_measurer(folder=tmp_path, seconds=0.01), spec)
+    state = run_job(store, fake_source(), runner=runner, on_event=cancel_at_the_second)
+    assert state.phase == "cancelled"
+    assert runner.finished == 1
+    assert state.rows[2].reason == "lost: it was given up"
+    assert run_directly(tmp_path, spec).phase == "finished"
+
+
+def test_a_refusal_of_the_measurer_comes_before_any_trial(tmp_path):
+    """A knob that is not there is said with those that are, and nothing was measured."""
+    with pytest.raises(JobRefused, match=r"there is no knob engine.replicas; there are engine.window"):
+        run_directly(tmp_path, job(), knobs=["engine.window"])
+    state = read_state(JobStore.open(tmp_path))
+    assert state.rows == ()
+    assert state.phase == "failed"
+    assert "there is no knob engine.replicas" in state.reason
+
+
+def test_a_reference_that_can_not_be_measured_ends_the_job(tmp_path):
+    """One measurement, and the reason."""
+    with pytest.raises(JobBroken, match="reference configuration could not be measured: refused start: as told"):
+        run_directly(tmp_path, job(), fail={"batch=4": "refuse"})
+    assert len(read_state(JobStore.open(tmp_path)).rows) == 1
+
+
+def test_a_live_service_is_tuned_by_one_process_at_a_time(tmp_path):
+    """The second is told who holds it; afterwards it is free."""
+    with held_alone(tmp_path / "lock", wait_s=0.0, tick=lambda: None):
+        with pytest.raises(JobBusy, match="another process is tuning the live service"):
+            with held_alone(tmp_path / "lock", wait_s=0.0, tick=lambda: None):
+                pass
+    with held_alone(tmp_path / "lock", wait_s=0.0, tick=lambda: None) as descriptor:
+        assert descriptor > 0
+
+
+@pytest.mark.parametrize("leave", ["best", "original"])
+def test_a_live_service_is_left_as_the_job_says(tmp_path, leave):
+    """With the best configuration, or untouched."""
+    spec = job(target={"live": {"guard": ["p99_ms <= 900"], "leave": leave}})
+    state = run_directly(tmp_path, spec)
+    applied = [line for line in (tmp_path / "measured.log").read_text().splitlines() if line.startswith("apply")]
+    wanted = [f"apply {sorted(state.recommendation.config.items())}"] if leave == "best" else []
+    assert applied == wanted
+
+
+def test_the_overhead_of_a_trial_is_a_handful_of_lines(tmp_path):
+    """A trial writes at most 4 + limits lines of the journal: some 7 ms each, far below 3 % of a trial of seconds."""
+    spec = job(limits=["p99_ms <= 900"], budget={"trials": 10})
+    state = run_directly(tmp_path, spec)
+    lines = (tmp_path / "study.journal").read_text().count("\n")
+    assert lines <= 6 + len(state.rows) * (4 + len(spec.limits))

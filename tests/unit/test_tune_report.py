@@ -1,0 +1,316 @@
+"""The report of a tuning job: one page that opens offline and says the answer first, whatever the job is at."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+
+from plait_autoconfig.jobs.measurer import Kind
+from plait_autoconfig.jobs.state import Interval
+from plait_autoconfig.knobs import ChoiceKnob, IntKnob
+from plait_autoconfig.objective import Objective, at_most, maximise
+from plait_autoconfig.report import charts, figures
+from plait_autoconfig.report.compare import compare, comparison_text, comparison_to_json
+from plait_autoconfig.report.importance import knob_importance, ranks
+from plait_autoconfig.report.page import POLICY, Source, report_page
+from plait_autoconfig.report.words import change_text, gain_words, metric_title, with_unit
+from plait_autoconfig.space import Space
+from plait_autoconfig.values import FailureKind, Outcome, Trial, cells_of
+from support.tune_jobs import job
+from support.tuned import played
+
+SOURCE = Source(command="plait tune run demo.yaml", made_by="plait 0.1.0", job_text="name: demo  # <b>mine</b>\n")
+TRIALS = {"budget": {"trials": 12}}
+JOBS = {
+    "feasible": lambda: played(job(limits=["p99_ms <= 100"], **TRIALS)),
+    "infeasible": lambda: played(job(limits=["p99_ms <= 5", "cost_per_hour <= 9"], **TRIALS)),
+    "front": lambda: played(job(objective="max goodput_per_s, min cost_per_hour", **TRIALS)),
+    "cheapest": lambda: played(job(objective="min cost at rate 20", **TRIALS)),
+    "failures": lambda: played(job(**TRIALS), fail={"batch=8": "out_of_memory", "batch=2": "invalid"}),
+    "broken": lambda: played(fail={"replicas=1": "refused_start"}),
+    "nothing yet": lambda: played(most=0),
+    "running": lambda: played(job(limits=["p99_ms <= 100"], **TRIALS), most=9),
+}
+
+
+@pytest.fixture(scope="module")
+def states():
+    """A job of each kind."""
+    return {name: play() for name, play in JOBS.items()}
+
+
+class Balanced(HTMLParser):
+    """Fails on tags that are not closed in order; collects attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.attributes = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.attributes += attrs
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def headline(html):
+    """What the page says first."""
+    return re.search(r"<h1[^>]*>(.*?)</h1>", html)[1]
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_page_stands_alone(states, name):
+    """Well-formed, nothing fetched, one script of its own under a policy that allows no other, no NaN in a drawing."""
+    html = report_page(states[name], SOURCE)
+    parser = Balanced()
+    parser.feed(html)
+    assert parser.open == []
+    assert not {"src", "href", "srcset", "onload", "onclick"} & {key for key, _ in parser.attributes}
+    assert "http://" not in html.replace("http://127.0.0.1", "")
+    assert not {"url(", "@import"} & set(re.findall(r"url\(|@import", html))
+    assert html.count("<script>") == 1
+    assert POLICY in html
+    for drawing in re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL):
+        tree = ElementTree.fromstring(drawing)
+        assert tree.get("aria-label") or tree.get("aria-hidden")
+        assert not re.search(r'"-?(nan|inf)', drawing)
+
+
+def test_the_answer_comes_first(states):
+    """How much better, that nothing is feasible, that the default stays, a choice, how far a running job is."""
+    said = {name: headline(report_page(state, SOURCE)) for name, state in states.items()}
+    gain = states["feasible"].recommendation.gain["goodput_per_cost"].value
+    assert gain > 1.0
+    assert said["feasible"] == gain_words(states["feasible"].spec.goal.goals[0], gain).capitalize()
+    assert said["infeasible"] == "Nothing keeps the limits"
+    assert said["broken"] == "The job failed"
+    assert said["front"] == f"{len(states['front'].answers)} configurations to choose from"
+    assert said["running"].startswith("Searching")
+    assert said["nothing yet"] == "Searching"
+    assert said["cheapest"] == "Keeps every limit; the default does not"
+    alike = replace(states["feasible"].recommendation, gain={"goodput_per_cost": Interval(value=1.002)})
+    assert headline(report_page(replace(states["feasible"], answers=(alike,)), SOURCE)) == "No better than the default"
+
+
+def test_the_page_tells_why_nothing_is_feasible(states):
+    """The limit that binds, the nearest configuration and by how much it misses; the other limit is kept."""
+    state = states["infeasible"]
+    html = report_page(state, SOURCE)
+    nearest = min(row.outcome.metrics["p99_ms"] for row in figures.finished(state))
+    assert "p99_ms &lt;= 5 was missed by all" in html
+    row = re.search(r"<th scope=\"row\">p99_ms &lt;= 5</th>(.*?)</tr>", html)[1]
+    assert "0 of " in row
+    assert f"{100 * (nearest / 5 - 1):.0f} %" in row or "trial" in row
+    assert "kept" in re.search(r"<th scope=\"row\">cost_per_hour &lt;= 9</th>(.*?)</tr>", html)[1]
+
+
+def test_every_measurement_is_in_the_table_with_its_reason(states):
+    """One row each; a rejected one says why, in the words of the job's state."""
+    for state in states.values():
+        html = report_page(state, SOURCE)
+        for row in state.rows:
+            assert f'<tr><th scope="row">{row.number}</th>' in html
+            assert row.reason.replace("<", "&lt;").replace(">", "&gt;") in html
+
+
+def test_the_page_says_what_to_change_and_how_to_run_it_again(states):
+    """Old and new values of each changed knob, the command, the job as it was given, the machine."""
+    state = states["feasible"]
+    html = report_page(state, SOURCE)
+    for name, (before, after) in state.recommendation.changes.items():
+        assert re.search(rf'>{name}</th><td class="quiet">{before}</td><td class="changed">{after}<', html)
+    assert "plait tune run demo.yaml" in html
+    assert "name: demo  # &lt;b&gt;mine&lt;/b&gt;" in html
+    assert "a test&#x27;s machine, 2 cores, 8 GiB" in html
+
+
+def test_the_page_escapes_what_it_shows(states):
+    """Words from a job file, a machine or a failure can not put markup into the page."""
+    state = states["failures"]
+    evil = "<img src=x>"
+    rows = tuple(replace(row, reason=evil, note=evil) for row in state.rows)
+    html = report_page(replace(state, rows=rows, reason=evil, warnings=(evil,)), replace(SOURCE, command=evil))
+    assert "<img" not in html
+
+
+def test_several_goals_show_the_front(states):
+    """The front of the page is the front of the state, as a stair through its corners."""
+    state = states["front"]
+    goals = state.spec.goal.goals
+    line = figures.front_line(state, *goals)
+    points = {(each.metrics["goodput_per_s"], each.metrics["cost_per_hour"]) for each in state.answers}
+    assert len(points) > 1
+    assert points <= set(line)
+    assert [x for x, _ in line] == sorted(x for x, _ in line)
+    for (x0, y0), (x1, y1) in itertools.pairwise(line):
+        assert x0 == x1 or y0 == y1
+    assert "What is traded for what" in report_page(state, SOURCE)
+
+
+def test_the_stair_is_the_best_mean_so_far(states):
+    """Naively: after each measurement, the best mean of a feasible configuration; its interval holds it."""
+    state = states["feasible"]
+    goal = state.spec.goal.goals[0]
+    naive = {}
+    trials = []
+    for trial in figures.trials(state):
+        trials.append(trial)
+        best = state.spec.goal.best(trials)
+        if best is not None:
+            naive[trial.number] = best.outcome.metrics[goal.metric]
+    steps = figures.stairs(state, goal)
+    for number, value in naive.items():
+        assert [step.y for step in steps if step.x <= number][-1] == pytest.approx(value)
+    assert all(step.low < step.y < step.high for step in steps)
+
+
+def test_a_default_outside_the_space_is_no_cell(states):
+    """It is drawn as the default, but says nothing about which knob of the space matters."""
+    state = states["feasible"]
+    outside = {"replicas": 9, "batch": 4}
+    rows = tuple(replace(row, config=outside) if row.kind is Kind.REFERENCE else row for row in state.rows)
+    assert outside not in [cell.config for cell in figures.cells(replace(state, rows=rows))]
+
+
+# ---- charts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("frame", [charts.WIDE, charts.NARROW, charts.SMALL])
+@pytest.mark.parametrize("values", [[], [5.0], [0.0, 0.0], [1.0, 2.0, 900.0], [-3.0, 4.0], [1e-9, 1e9]])
+def test_drawings_stay_inside_their_frame(frame, values):
+    """Whatever the numbers: no dot outside, no division by nothing."""
+    dots = [charts.Dot(x=float(i), y=value, kind="ok", text="t") for i, value in enumerate(values)]
+    dots.append(charts.Dot(x=0.0, y=None, kind="failed", text="t"))
+    axes = charts.Axes(x="x", y="y", label="l")
+    steps = [charts.Step(x=0.0, y=value, low=value, high=value) for value in values[:1]]
+    for drawing in (
+        charts.best_so_far(dots, steps, axes, default=None, frame=frame),
+        charts.trade_off(dots, [], axes, limit=("p99", 3.0, True), frame=frame),
+        charts.knob_slice(dots, axes, frame=frame),
+        charts.drift([(0.0, 1.0, "t"), (2.0, 1.4, "t")], axes, bound=0.1, frame=frame),
+    ):
+        for circle in ElementTree.fromstring(drawing).iter("circle"):
+            assert frame.left <= float(circle.get("cx")) <= frame.width
+            assert 0.0 <= float(circle.get("cy")) <= frame.floor + 0.1
+
+
+def test_a_chart_is_drawn_for_both_widths(states):
+    """So that text has its size on a phone: the same number of dots in both."""
+    html = report_page(states["feasible"], SOURCE)
+    wide, narrow = (
+        [part.count("<circle") for part in re.findall(rf'<div class="{name}">(.*?)</div>', html, flags=re.DOTALL)]
+        for name in ("wide", "narrow")
+    )
+    assert wide == narrow
+    assert sum(wide) > 0
+
+
+# ---- importance ------------------------------------------------------------------------------------------------------
+
+SPACE = Space((
+    IntKnob(name="strong", low=1, high=6),
+    ChoiceKnob(name="idle", values=(1, 2, 4, 8), ordered=True),
+    ChoiceKnob(name="kind", values=("a", "b")),
+    IntKnob(name="inner", low=0, high=1, when={"kind": ("a",)}),
+))  # fmt: skip
+OBJECTIVE = Objective((maximise("good"),), (at_most("p99_ms", 100.0),))
+
+
+def measured(configs, outcome):
+    """Cells of these configurations."""
+    return cells_of(Trial(number=i, config=each, outcome=outcome(each)) for i, each in enumerate(configs))
+
+
+def test_the_knob_that_matters_is_named():
+    """Of all cells of a space, the one knob that the result depends on has most of the importance; all add up to 1."""
+    cells = measured(SPACE.cells(), lambda config: Outcome.measured(good=config["strong"], p99_ms=1.0))
+    found = knob_importance(SPACE, OBJECTIVE, cells)
+    assert found.shares[0][0] == "strong"
+    assert found.shares[0][1] > 0.9
+    assert sum(share for _, share in found.shares) == pytest.approx(1.0)
+    assert {name for name, _ in found.shares} == {"strong", "idle", "kind", "inner"}
+
+
+def test_importance_of_too_little_is_not_told():
+    """Few configurations, or all alike: nothing, instead of a number without meaning."""
+    cells = measured(SPACE.cells(), lambda config: Outcome.measured(good=config["strong"], p99_ms=1.0))
+    assert knob_importance(SPACE, OBJECTIVE, cells[:9]) is None
+    alike = measured(SPACE.cells(), lambda _: Outcome.measured(good=1.0, p99_ms=1.0))
+    assert knob_importance(SPACE, OBJECTIVE, alike) is None
+
+
+def test_places_need_no_score_for_failures():
+    """Feasible ones by the goal, then infeasible ones by how far, then failures, which are all equal."""
+    outcomes = {
+        1: Outcome.failed(FailureKind.CRASH), 2: Outcome.measured(good=9.0, p99_ms=300.0),
+        3: Outcome.measured(good=5.0, p99_ms=90.0), 4: Outcome.measured(good=6.0, p99_ms=90.0),
+        5: Outcome.measured(good=9.0, p99_ms=120.0), 6: Outcome.failed(FailureKind.TIME_OUT),
+    }  # fmt: skip
+    cells = measured([{"strong": i} for i in range(1, 7)], lambda config: outcomes[config["strong"]])
+    assert ranks(OBJECTIVE, cells) == [4, 3, 1, 0, 2, 4]
+    two = Objective((maximise("good"), maximise("p99_ms")))
+    pairs = measured([{"strong": i} for i in range(3)], lambda config: Outcome.measured(
+        good=[1.0, 2.0, 0.5][config["strong"]], p99_ms=[2.0, 1.0, 0.5][config["strong"]]))  # fmt: skip
+    assert ranks(two, pairs) == [0, 0, 1]
+
+
+# ---- words -----------------------------------------------------------------------------------------------------------
+
+
+def test_words():
+    """Metrics with their units, gains in both directions, changes."""
+    up, down = job(objective="max goodput_per_cost").goal.goals[0], job(objective="min p99").goal.goals[0]
+    assert gain_words(up, 1.34) == "34 % higher goodput per cost"
+    assert gain_words(up, 2.5) == "2.5 times the goodput per cost"
+    assert gain_words(down, 1.25) == "20 % lower p99"
+    assert gain_words(down, 0.8) == "25 % higher p99"
+    assert (metric_title("goodput_per_s"), metric_title("memory_gib")) == ("goodput (/s)", "memory (GiB)")
+    assert with_unit("p99_ms", 12.345) == "12.3 ms"
+    assert (change_text(2.0, 1.0), change_text(2.0, 2.001), change_text(0.0, 1.0)) == ("−50 %", "0", "-")
+
+
+# ---- comparison ------------------------------------------------------------------------------------------------------
+
+
+def with_gain(state, value, low, high):
+    """The state with another gain."""
+    answer = replace(state.recommendation, gain={"goodput_per_cost": Interval(value=value, low=low, high=high)})
+    return replace(state, answers=(answer,))
+
+
+def test_jobs_side_by_side(states):
+    """What each found, and a sentence that calls a difference one only if the intervals are apart."""
+    state = states["feasible"]
+    ahead = compare([with_gain(state, 1.2, 1.1, 1.3), with_gain(state, 1.6, 1.5, 1.7)])
+    assert ahead.sentence.startswith("demo (2) found more than demo (1), 1.60 (1.50 to 1.70) against 1.20")
+    same = compare([with_gain(state, 1.2, 1.1, 1.3), with_gain(state, 1.25, 1.15, 1.35)])
+    assert same.sentence.startswith("no difference beyond noise")
+    once = compare([with_gain(state, 1.2, None, None), with_gain(state, 1.6, None, None)])
+    assert "measured too seldom" in once.sentence
+    text = comparison_text(ahead)
+    assert ahead.findings[1].headline == "60 % higher goodput per cost"
+    assert ahead.findings[1].headline in text
+    assert all(len(line) < 200 for line in text.splitlines())
+
+
+def test_jobs_that_differ_in_what_they_ask_are_not_compared(states):
+    """The sentence names what differs; the columns are there all the same, also of a job that found nothing."""
+    found = compare([states["feasible"], states["infeasible"], states["nothing yet"]])
+    assert found.sentence == "the gains can not be compared: the jobs differ in limits"
+    assert [each.config is None for each in found.findings] == [False, True, True]
+    document = json.loads(json.dumps(comparison_to_json(found), allow_nan=False))
+    assert document["differences"] == ["budget"]
