@@ -135,6 +135,7 @@ def summarise(result: RunResult, scenario: Scenario, *, images: Ints | None = No
             interrupted=result.interrupted,
             judged=total.judged,
             problems=result.problems,
+            abandoned=result.abandoned,
         ),
         start_s=run.window.start_ns / 1e9,
         seconds=run.window.seconds,

@@ -32,13 +32,18 @@ class Session:
     verdicts: tuple[Verdict, ...]
 
 
-def run_scenario(scenario: Scenario, *, on_progress: Progress | None = None) -> Session:
-    """Runs a scenario. Raises `ScenarioError` before anything is sent if it can not be run."""
+def run_scenario(
+    scenario: Scenario, *, on_progress: Progress | None = None, stop_when: Callable[[Any], str | None] | None = None
+) -> Session:
+    """Runs a scenario. Raises `ScenarioError` before anything is sent if it can not be run.
+
+    ``stop_when`` is asked a few times a second how it goes; a text ends the run early, as a reason that it is invalid.
+    """
     from plait_loadtest.run.coordinator import run
 
     thresholds = parse_all(scenario.thresholds, kinds=[item.name for item in scenario.mix])
     plan = make_plan(scenario)
-    result = run(plan, scenario, on_progress=on_progress)
+    result = run(plan, scenario, on_progress=on_progress, stop_when=stop_when)
     summary = summarise(result, scenario, images=images_of(plan.mix, result, scenario))
     return Session(scenario=scenario, result=result, summary=summary, verdicts=check(thresholds, summary))
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Code = Literal["send_lag", "echo", "not_sent", "interrupted", "unfinished", "too_few", "generator"]
+Code = Literal["send_lag", "echo", "not_sent", "interrupted", "unfinished", "too_few", "generator", "abandoned"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +26,13 @@ def judge(
     interrupted: bool,
     judged: int,
     problems: Sequence[str] = (),
+    abandoned: str = "",
 ) -> tuple[Reason, ...]:
     """Why the run is invalid; empty: it is valid.
 
     ``lag_ms``, ``echo_ms``: p99s, nan where nothing was measured. ``errors`` by outcome name. ``judged``:
-    requests that count. ``problems``: what the runner says went wrong on its side.
+    requests that count. ``problems``: what the runner says went wrong on its side. ``abandoned``: why it
+    was ended early on purpose.
     """
     reasons: list[Reason] = []
 
@@ -39,7 +41,8 @@ def judge(
             reasons.append(Reason(code=code, text=text))
 
     not_sent, unfinished = errors.get("not_sent", 0), errors.get("interrupted", 0)
-    note("interrupted", "it was interrupted", when=interrupted)
+    note("interrupted", "it was interrupted", when=interrupted and not abandoned)
+    note("abandoned", f"it was ended early: {abandoned}", when=bool(abandoned))
     note(
         "send_lag",
         f"requests left late: p99 send lag {lag_ms:.3g} ms, limit {limit_ms:.3g} ms (more --processes may help)",

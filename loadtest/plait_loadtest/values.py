@@ -117,7 +117,8 @@ class Echo:
 class RunResult:
     """What a run left. ``started_unix_s``: the instant that all record times count from.
 
-    ``cpu_s``: processor time of the generator's processes. ``interrupted``: Ctrl-C ended it. ``reconnects``: requests
+    ``cpu_s``: processor time of the generator's processes. ``interrupted``: it ended early, by Ctrl-C or because it was
+    ``abandoned``, which says why. ``reconnects``: requests
     that were sent again because the server had just closed the kept-alive connection. ``problems``: what went wrong on
     the generator's side, one sentence each; a run with any is not valid.
     """
@@ -130,3 +131,4 @@ class RunResult:
     interrupted: bool
     reconnects: int = 0
     problems: tuple[str, ...] = ()
+    abandoned: str = ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ import yaml
 from plait_loadtest.judging import Judged, judge_records
 from plait_loadtest.measure import ClassSummary, Percentiles, Summary
 from plait_loadtest.report import charts
+from plait_loadtest.report.markup import cell, html_page, row_head, section, table
 from plait_loadtest.report.style import CSS
 from plait_loadtest.report.table import number
 from plait_loadtest.values import NO_ERROR, Outcome
@@ -38,12 +39,7 @@ def page(session: Session, report: Mapping[str, Any]) -> str:
         _generator(summary),
         _scenario(report),
     ]
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(name)}: {escape(_verdict(summary)[1])}</title>\n<style>{CSS}</style>\n</head>\n"
-        f"<body>\n<main>\n{''.join(body)}\n</main>\n</body>\n</html>\n"
-    )
+    return html_page(f"{name}: {_verdict(summary)[1]}", "".join(body), style=CSS)
 
 
 # ---- the verdict -----------------------------------------------------------------------------------------------------
@@ -126,7 +122,7 @@ def _short(milliseconds: float) -> tuple[str, str]:
 def _latency(summary: Summary, run: Judged) -> list[str]:
     records = run.records[run.answered]
     if not records.size:
-        return [_section("Latency", "No request got an answer.", "")]
+        return [section("Latency", "No request got an answer.", "")]
     at_s = (records["scheduled_ns"] - run.window.start_ns) / 1e9
     latency_ms = run.waited_ns[run.answered] / 1e6
     slos = sorted({each.slo.latency_ms for each in summary.classes if each.slo is not None})
@@ -136,12 +132,12 @@ def _latency(summary: Summary, run: Judged) -> list[str]:
     edges, counts = charts.log_bars(latency_ms)
     over_time = charts.latency_over_time(at_s, latency_ms, seconds=run.window.seconds, slo_ms=slo_ms)
     return [
-        _section(
+        section(
             "Latency over time",
             "Each dot is a request, from its scheduled time to its last byte; the band runs from the median to p95.",
             f"<figure>{over_time}</figure>",
         ),
-        _section(
+        section(
             "How latency is spread",
             "Logarithmic, so that the tail shows.",
             f"<figure>{charts.latency_histogram(edges, counts, marks=marks, slo_ms=slo_ms)}</figure>",
@@ -155,7 +151,7 @@ def _rates(run: Judged) -> str:
     offered = _per_part(run, records["scheduled_ns"][run.measured])
     achieved = _per_part(run, came)
     part_s = run.window.seconds / offered.size
-    return _section(
+    return section(
         "Offered and achieved",
         "What the schedule asked for, and the successes that came back.",
         f"<figure>{charts.rates_over_time(offered / part_s, achieved / part_s, seconds=run.window.seconds)}</figure>",
@@ -166,12 +162,12 @@ def _errors(run: Judged) -> str:
     records = run.records[run.measured]
     names = [kind for kind in Outcome if kind not in NO_ERROR and (records["outcome"] == kind).any()]
     if not names:
-        return _section("Errors", "None: every request that was judged succeeded.", "")
+        return section("Errors", "None: every request that was judged succeeded.", "")
     counts = {kind: _per_part(run, records["scheduled_ns"][records["outcome"] == kind]) for kind in names}
     by_size = sorted(counts, key=lambda kind: -counts[kind].sum())
     named = {kind.name.lower().replace("_", " "): counts[kind] for kind in by_size}
     chart = charts.errors_over_time(named, seconds=run.window.seconds)
-    return _section("Errors over time", "By the time the request was scheduled for.", f"<figure>{chart}</figure>")
+    return section("Errors over time", "By the time the request was scheduled for.", f"<figure>{chart}</figure>")
 
 
 def _per_part(run: Judged, instants_ns: Any) -> Any:
@@ -199,7 +195,7 @@ def _classes(summary: Summary) -> str:
     )
     several = len(summary.classes) > 1
     rows = [_class_row(each) for each in (*(summary.classes if several else ()), summary.total)]
-    return _section("By class of request", "", _table(columns, rows))
+    return section("By class of request", "", table(columns, rows))
 
 
 def _class_row(each: ClassSummary) -> list[str]:
@@ -210,7 +206,7 @@ def _class_row(each: ClassSummary) -> list[str]:
     ]
     in_time = "-" if each.attainment is None else f"{each.attainment:.1%}"
     cells = [f"{each.requests:,}", number(each.goodput_per_s), f"{each.error_rate:.2%}", *map(number, values), in_time]
-    return [f'<th scope="row">{escape(each.name)}</th>', *map(_cell, cells), _cell(words, kind)]
+    return [row_head(each.name), *map(cell, cells), cell(words, kind)]
 
 
 def _thresholds(verdicts: Sequence[Mapping[str, Any]]) -> str:
@@ -218,14 +214,14 @@ def _thresholds(verdicts: Sequence[Mapping[str, Any]]) -> str:
         return ""
     rows = [
         [
-            f'<th scope="row">{escape(each["threshold"])}</th>',
-            _cell("nothing" if each["value"] is None else number(each["value"])),
-            _cell("held" if each["held"] else "missed", "good" if each["held"] else "bad"),
-            _cell(each["why"], "text"),
+            row_head(each["threshold"]),
+            cell("nothing" if each["value"] is None else number(each["value"])),
+            cell("held" if each["held"] else "missed", "good" if each["held"] else "bad"),
+            cell(each["why"], "text"),
         ]
         for each in verdicts
     ]
-    return _section("Thresholds", "", _table(("", "measured", "verdict", "why"), rows))
+    return section("Thresholds", "", table(("", "measured", "verdict", "why"), rows))
 
 
 def _capacity(found: Mapping[str, Any] | None) -> str:
@@ -233,16 +229,16 @@ def _capacity(found: Mapping[str, Any] | None) -> str:
         return ""
     rows = [
         [
-            f'<th scope="row">{escape(trial["purpose"])}</th>',
-            _cell(number(trial["rate_per_s"])),
-            _cell(number(trial["duration_s"])),
-            _cell(trial["verdict"], "good" if trial["verdict"] == "held" else "bad"),
-            _cell(trial["why"], "text"),
+            row_head(trial["purpose"]),
+            cell(number(trial["rate_per_s"])),
+            cell(number(trial["duration_s"])),
+            cell(trial["verdict"], "good" if trial["verdict"] == "held" else "bad"),
+            cell(trial["why"], "text"),
         ]
         for trial in found["trials"]
     ]
     columns = ("trial", "rate /s", "seconds", "verdict", "why")
-    return _section("Capacity", found["statement"], _table(columns, rows))
+    return section("Capacity", found["statement"], table(columns, rows))
 
 
 def _generator(summary: Summary) -> str:
@@ -259,14 +255,14 @@ def _generator(summary: Summary) -> str:
     ]
     columns = ("", "p50 ms", "p99 ms", "max ms", "")
     note = "Whether the generator kept its schedule, and where the time went."
-    return _section("Behind the numbers", note, _table(columns, [row for row in rows if row]))
+    return section("Behind the numbers", note, table(columns, [row for row in rows if row]))
 
 
 def _spread(name: str, values: Percentiles, what: str) -> list[str]:
     if not values.n:
         return []
-    cells = map(_cell, map(number, (values.p50, values.p99, values.max)))
-    return [f'<th scope="row">{name}</th>', *cells, _cell(what, "text")]
+    cells = map(cell, map(number, (values.p50, values.p99, values.max)))
+    return [row_head(name), *cells, cell(what, "text")]
 
 
 def _scenario(report: Mapping[str, Any]) -> str:
@@ -282,21 +278,3 @@ def _scenario(report: Mapping[str, Any]) -> str:
         f"<pre>{escape(text)}</pre></details></section>"
         f"<footer>{escape(footer)}</footer>"
     )
-
-
-def _section(title: str, note: str, content: str) -> str:
-    return f"<section><h2>{escape(title)}</h2>{f'<p>{escape(note)}</p>' if note else ''}{content}</section>\n"
-
-
-def _table(columns: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
-    head = "".join(f'<th scope="col"{_text_class(name)}>{escape(name)}</th>' for name in columns)
-    body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _text_class(column: str) -> str:
-    return ' class="text"' if column == "why" else ""
-
-
-def _cell(text: str, kind: str = "") -> str:
-    return f'<td class="{kind}">{escape(text)}</td>' if kind else f"<td>{escape(text)}</td>"

@@ -49,14 +49,20 @@ class Progress:
 
 OnProgress = Callable[[Progress], None]
 
+StopWhen = Callable[[Progress], str | None]
+"""Asked a few times a second while load runs; a text ends the run early and says why."""
 
-def run(plan: Plan, scenario: Scenario, *, on_progress: OnProgress | None = None) -> RunResult:
+
+def run(
+    plan: Plan, scenario: Scenario, *, on_progress: OnProgress | None = None, stop_when: StopWhen | None = None
+) -> RunResult:
     """Runs the plan and returns its records, in order of index; all of the plan's requests are among them.
 
     Always in processes of its own, also if it is only one: whoever draws progress must not delay what is sent. So
     ``plan.mix`` must be picklable, and scripts need ``if __name__ == "__main__"``. Ctrl-C ends the run early and
     returns what there is. A worker that dies leaves its requests `INTERRUPTED`, and a word in ``problems``. Raises
-    `LoadtestError` if a request can not be built, or if no worker lives.
+    `LoadtestError` if a request can not be built, or if no worker lives. ``stop_when``: see `StopWhen`; the run then
+    counts as interrupted, and ``abandoned`` says why.
     """
     planned = None if plan.concurrency else len(plan.scheduled_ns)
     with ExitStack() as stack:
@@ -73,8 +79,11 @@ def run(plan: Plan, scenario: Scenario, *, on_progress: OnProgress | None = None
             crew.tell(start_ns)
             echo.start(start_ns)
             while not crew.wait(_LOOK_S):
+                told = crew.progress(planned, start_ns)
                 if on_progress is not None:
-                    on_progress(crew.progress(planned, start_ns))
+                    on_progress(told)
+                if stop_when is not None and not crew.is_stopped and (why := stop_when(told)):
+                    crew.abandon(why)
             wall_s = max(0.0, (time.perf_counter_ns() - start_ns) / 1e9)
             if on_progress is not None:
                 on_progress(crew.progress(planned, start_ns))
@@ -89,6 +98,7 @@ def run(plan: Plan, scenario: Scenario, *, on_progress: OnProgress | None = None
             interrupted=crew.is_stopped,
             reconnects=sum(left.reconnects for left in crew.left),
             problems=tuple(crew.problems),
+            abandoned=crew.abandoned,
         )
 
 
@@ -97,6 +107,7 @@ class _Crew:
 
     def __init__(self, given: Sequence[Share]) -> None:
         self.is_stopped = False
+        self.abandoned = ""
         self.problems: list[str] = []
         self._members = [_Member(share) for share in given]
 
@@ -116,9 +127,14 @@ class _Crew:
             member.tell(word)
 
     def stop(self) -> None:
-        """Ctrl-C."""
+        """Ends the load; workers leave what they have."""
         self.is_stopped = True
         self.tell(worker.STOP)
+
+    def abandon(self, why: str) -> None:
+        """There is no use in going on."""
+        self.abandoned = why
+        self.stop()
 
     def wait(self, timeout_s: float) -> bool:
         """Hears what workers say for at most so long; true if nobody will say more. Raises `LoadtestError`."""

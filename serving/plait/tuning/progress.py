@@ -1,0 +1,104 @@
+"""What people see of a job while it runs: a bar with the best so far and what is left of the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from plait_autoconfig.jobs.loop import JobEvent
+from plait_autoconfig.jobs.state import JobState, Row
+from plait_loadtest.report.table import number
+
+__all__ = ["headline", "row_line", "shown"]
+
+Show = Callable[[JobEvent], None]
+
+
+@contextmanager
+def shown(stream: TextIO, state: Callable[[], JobState]) -> Iterator[Show]:
+    """Gives the function that shows what happens for as long as the block runs: a bar on a terminal, else a line for
+    every measurement. ``state``: of the job now; cheap."""
+    if not stream.isatty():
+        yield lambda event: _print_line(stream, event, state)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[told]}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(file=stream), transient=True) as bar:
+        task = bar.add_task("starting", total=None, told="")
+
+        def show(event: JobEvent) -> None:
+            if event.kind == "trial_progress":
+                bar.update(task, description=_short(event))
+                return
+            now = state()
+            left = now.remaining
+            bar.update(
+                task,
+                description=_short(event),
+                total=left.trials + left.used_trials,
+                completed=left.used_trials,
+                told=headline(now),
+            )
+            if line := _line(event, now):
+                bar.console.print(line, markup=False, highlight=False)
+
+        yield show
+
+
+def headline(state: JobState) -> str:
+    """``best 812 (1.3 times the default), 5 of 12 trials, 3:20 left``."""
+    left = state.remaining
+    parts = [_best(state), f"{left.used_trials} of {left.trials + left.used_trials} trials"]
+    if left.seconds is not None:
+        parts.append(f"{int(left.seconds) // 60}:{int(left.seconds) % 60:02d} left")
+    return ", ".join(parts)
+
+
+def row_line(row: Row, goals: tuple[str, ...]) -> str:
+    """One measurement in a line: what it was, what it showed, why it is not the best."""
+    config = " ".join(f"{name}={value}" for name, value in row.config.items())
+    metrics = {} if row.outcome is None else row.outcome.metrics
+    told = [f"{name} {number(metrics[name])}" for name in goals if name in metrics]
+    kind = str(row.kind).replace("_", " ")
+    return "  ".join(
+        filter(None, [f"{row.number:>3} {kind:<9}", f"{row.duration_s:5.1f} s", *told, config, row.reason])
+    )
+
+
+def _best(state: JobState) -> str:
+    if state.front:
+        return f"{len(state.front)} on the front"
+    if state.best is None:
+        return "nothing feasible yet"
+    goal = state.spec.goal.goals[0].metric
+    gain = state.best.gain.get(goal)
+    times = "" if gain is None else f" ({gain:.2f} times the default)"
+    return f"best {number(state.best.goals[goal].value)}{times}"
+
+
+def _short(event: JobEvent) -> str:
+    return event.text.splitlines()[0][:60] if event.text else event.kind.replace("_", " ")
+
+
+def _line(event: JobEvent, state: JobState) -> str:
+    """What stays on the screen of an event; empty: nothing."""
+    if event.kind == "trial_finished":
+        row = next((each for each in state.rows if each.number == event.number), None)
+        return "" if row is None else row_line(row, tuple(goal.metric for goal in state.spec.goal.goals))
+    if event.kind == "trial_lost":
+        return f"{event.number:>3} lost: {event.text}"
+    return event.text if event.kind == "note" else ""
+
+
+def _print_line(stream: TextIO, event: JobEvent, state: Callable[[], JobState]) -> None:
+    if event.kind == "trial_progress":
+        return
+    now = state()
+    if line := _line(event, now):
+        stream.write(f"{line}\n")
+        if event.kind == "trial_finished":
+            stream.write(f"    {headline(now)}\n")
+        stream.flush()
