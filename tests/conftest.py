@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import signal
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
+from xdist.scheduler import LoadFileScheduling
 
-from support.cluster import shared_serve
+from support.cluster import TESTS, shared_serve
 from support.tiny import (
     tiny_models,
     tiny_sd_controlnets,
@@ -32,11 +35,26 @@ torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+class _Sharing(LoadFileScheduling):
     """How `make test` shares the suite between two processes: a file's tests stay together, for its fixtures, and all
-    that start Ray are one group, so that there is one Ray at a time. That group takes longest and goes first."""
+    files that start Ray are one group, so that there is one Ray at a time. (xdist's own groups do not work with
+    pytest 9.)"""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return _group(super()._split_scope(nodeid))
+
+
+@cache
+def _group(file: str) -> str:
+    cluster = "mark.cluster"
+    return cluster if cluster in (TESTS.parent / file).read_text(encoding="utf-8") else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
+    """See `_Sharing`."""
+    return _Sharing(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What starts Ray goes first: it takes longest."""
     items.sort(key=lambda item: item.get_closest_marker("cluster") is None)
-    for item in items:
-        group = "cluster" if item.get_closest_marker("cluster") else item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group(group))
