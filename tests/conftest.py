@@ -10,7 +10,7 @@ import pytest
 import torch
 from xdist.scheduler import LoadFileScheduling
 
-from support.cluster import TESTS, shared_serve
+from support.cluster import TESTS, shared_serve, stop_shared
 from support.tiny import (
     tiny_models,
     tiny_sd_controlnets,
@@ -58,3 +58,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What starts Ray goes first: it takes longest."""
     items.sort(key=lambda item: item.get_closest_marker("cluster") is None)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """The tests' own Ray ends with the last test that may use it."""
+    if item.get_closest_marker("cluster") and not (nextitem and nextitem.get_closest_marker("cluster")):
+        stop_shared()

@@ -21,7 +21,7 @@ from PIL import Image
 from support.server import plait_server
 
 pytestmark = pytest.mark.cluster
-__all__ = ["plait_server"]  # the session's fixture
+__all__ = ["plait_server"]  # the module's fixture
 
 SIZE = 32
 

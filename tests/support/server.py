@@ -212,9 +212,9 @@ def write_tiny_models(root: Path) -> Path:
     return path
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def plait_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlaitServer]:
-    """The session's one server: tiny models, ControlNets as services, and a home directory that does not exist."""
+    """A file's one server: tiny models, ControlNets as services, and a home directory that does not exist."""
     root = tmp_path_factory.mktemp("plait-server")
     config = write_tiny_models(root)
     port = free_port()
