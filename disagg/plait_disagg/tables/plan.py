@@ -15,8 +15,9 @@ everything for all shards is tried too, so that tables which fit in total are ne
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from plait_disagg.tables.values import RowFormat, Table, row_bytes
 
@@ -31,6 +32,9 @@ rows."""
 
 _NARROWEST = LINE_BYTES // 4
 """Columns of the narrowest column cut: a line of float32. Narrower ones would read the same lines on several shards."""
+
+_FEW = 64
+"""Placements of a cut up to which all are tried: three tables on two shards."""
 
 _EVEN_ENOUGH = 1.02
 """Stop when the fullest shard reads at most this times the average."""
@@ -148,7 +152,26 @@ class _Search:
         self._memory_bytes = memory_bytes
 
     def best(self) -> Plan | None:
-        """The most even plan that was found, or None."""
+        """The most even plan that was found, or None; of a few tables the most even that there is."""
+        if self._shards ** (self._shards * len(self._tables)) <= _FEW:
+            return min(self._all(), key=lambda plan: max(plan.read_bytes), default=None)
+        return self._found()
+
+    def _all(self) -> Iterator[Plan]:
+        """Every plan that fits: all numbers of equal cuts, all placements."""
+        for parts in product(range(1, self._shards + 1), repeat=len(self._tables)):
+            cuts = zip(self._tables.values(), parts, strict=True)
+            pieces = [costs for table, count in cuts for costs in self.costs(table, count)]
+            for places in product(range(self._shards), repeat=len(pieces)):
+                read, held = [0.0] * self._shards, [0] * self._shards
+                for shard, costs in zip(places, pieces, strict=True):
+                    read[shard] += costs.read_bytes
+                    held[shard] += costs.held_bytes
+                if max(held) <= self._memory_bytes:
+                    placed = {costs.piece: shard for shard, costs in zip(places, pieces, strict=True)}
+                    yield Plan(pieces=_settled(pieces, placed), read_bytes=tuple(read), held_bytes=tuple(held))
+
+    def _found(self) -> Plan | None:
         parts = dict.fromkeys(self._tables, 1)
         best: Plan | None = None
         in_vain = 0
