@@ -12,6 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from plait_loadtest import scenario as model
+from plait_loadtest import strict_yaml
 from plait_loadtest.errors import ScenarioError
 from plait_loadtest.scenario import Scenario
 from plait_loadtest.validate import validate
@@ -88,30 +89,11 @@ def _read(source: str | Path | Mapping[str, object]) -> tuple[str, Path, _Node]:
     return f"{path}: ", path.absolute().parent, {"name": path.stem} | _parse(text, str(path))
 
 
-class _Loader(yaml.SafeLoader):
-    """Refuses a key that is given twice, of which YAML would keep the last in silence."""
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
-                    raise yaml.MarkedYAMLError(problem=f"{key.value!r} is given twice", problem_mark=key.start_mark)
-                seen.add(key.value)
-        return node
-
-
 def _parse(text: str, source: str) -> _Node:
     try:
-        settings = yaml.load(text, Loader=_Loader)  # noqa: S506 - a safe loader
-    except yaml.MarkedYAMLError as error:
-        line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
-        raise ScenarioError(f"{source}{line}: {error.problem or error.context}") from error
-    except RecursionError as error:
-        raise ScenarioError(f"{source}: is nested too deeply") from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or a number that is none
-        raise ScenarioError(f"{source}: {error}") from error
+        settings = strict_yaml.parse(text, source)[1]
+    except strict_yaml.NotYaml as error:
+        raise ScenarioError(str(error)) from error
     if settings is not None and not isinstance(settings, dict):
         raise ScenarioError(f"{source}: a scenario is a mapping of settings")
     return dict(_plain(settings or {}))

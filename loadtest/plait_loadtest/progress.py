@@ -3,54 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from plait_loadtest.report.table import number
-
-
-class Told(Protocol):
-    """What the runner says a few times a second (`run.coordinator.Progress`)."""
-
-    @property
-    def elapsed_s(self) -> float:
-        """Negative while requests are being prepared."""
-
-    @property
-    def planned(self) -> int | None:
-        """Requests of the plan; None in a closed loop."""
-
-    @property
-    def done(self) -> int:
-        """Requests that ended."""
-
-    @property
-    def errors(self) -> int:
-        """How many of them failed."""
-
-    @property
-    def in_flight(self) -> int:
-        """Requests under way."""
-
-    @property
-    def waiting(self) -> int:
-        """Requests that are due and have no connection yet."""
-
-    @property
-    def recent_p50_ms(self) -> float | None:
-        """Of what ended since the last word."""
-
-    @property
-    def recent_p95_ms(self) -> float | None:
-        """The same."""
-
-
-Show = Callable[[Told], None]
+from plait_loadtest.values import OnProgress, Progress
 
 
 @contextmanager
-def live_line(total_s: float | None) -> Iterator[Show]:
+def live_line(total_s: float | None) -> Iterator[OnProgress]:
     """Gives the function that shows progress for as long as the block runs. ``total_s``: of the whole run, if known."""
     if not sys.stderr.isatty():
         yield lambda _: None
@@ -63,7 +24,7 @@ def live_line(total_s: float | None) -> Iterator[Show]:
         yield lambda told: live.update(Text(line(told, total_s), no_wrap=True, overflow="ellipsis"), refresh=True)
 
 
-def line(told: Told, total_s: float | None) -> str:
+def line(told: Progress, total_s: float | None) -> str:
     """One line: time, requests, errors, what is under way, recent latency."""
     if told.elapsed_s < 0:
         return "preparing requests"

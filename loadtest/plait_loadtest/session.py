@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -15,11 +14,9 @@ from plait_loadtest.measure import Summary, summarise
 from plait_loadtest.plan import make_plan
 from plait_loadtest.scenario import Constant, Gamma, Poisson, Scenario
 from plait_loadtest.thresholds import Verdict, check, parse_all
-from plait_loadtest.values import Mix, RunResult
+from plait_loadtest.values import Mix, OnProgress, RunResult, StopWhen
 
 _MOST_COUNTED = 200_000  # requests whose pictures are counted by asking the mix; more would take seconds
-
-Progress = Callable[[Any], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -33,7 +30,7 @@ class Session:
 
 
 def run_scenario(
-    scenario: Scenario, *, on_progress: Progress | None = None, stop_when: Callable[[Any], str | None] | None = None
+    scenario: Scenario, *, on_progress: OnProgress | None = None, stop_when: StopWhen | None = None
 ) -> Session:
     """Runs a scenario. Raises `ScenarioError` before anything is sent if it can not be run.
 
@@ -98,7 +95,7 @@ def search_of(scenario: Scenario, *, beyond: float | None = None) -> Search:
 
 
 def measure_at(
-    scenario: Scenario, *, on_progress: Progress | None = None, keep: Callable[[Session], None] = lambda _: None
+    scenario: Scenario, *, on_progress: OnProgress | None = None, keep: Callable[[Session], None] = lambda _: None
 ) -> Callable[[float, float], Observed]:
     """The `capacity.Measure` that really runs the load; each run's seed differs, and ``keep`` is told of each run."""
     runs = 0

@@ -5,6 +5,7 @@ Times are nanoseconds since the start of the run (an instant that all worker pro
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
@@ -132,3 +133,30 @@ class RunResult:
     reconnects: int = 0
     problems: tuple[str, ...] = ()
     abandoned: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a run is; told a few times a second.
+
+    ``planned``: requests of the plan, None in a closed loop. ``handed`` were due by now; ``waiting`` of them have no
+    connection yet. ``recent_p50_ms``, ``recent_p95_ms``: latencies of requests that ended since the last; None: none
+    did. ``elapsed_s`` is negative while requests are being prepared.
+    """
+
+    elapsed_s: float
+    planned: int | None
+    handed: int
+    done: int
+    ok: int
+    errors: int
+    in_flight: int
+    waiting: int
+    recent_p50_ms: float | None
+    recent_p95_ms: float | None
+
+
+OnProgress = Callable[[Progress], None]
+
+StopWhen = Callable[[Progress], str | None]
+"""Asked a few times a second while load runs; a text ends the run early and says why."""

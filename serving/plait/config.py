@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from plait.errors import ConfigError
+from plait_loadtest import strict_yaml
 from plait_serving.config import INGRESS_CPUS, FolderPath, ImagesSection
 from plait_serving.recommend_config import RecommenderSection, RecommendSection
 
@@ -182,11 +183,13 @@ def dump_config(config: PlaitConfig) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = strict_yaml.parse(path.read_text(encoding="utf-8"), str(path))[1]
     except OSError as error:
         raise ConfigError(str(path), [error.strerror or str(error)]) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(str(path), ["not YAML: " + " ".join(str(error).split())]) from error
+    except strict_yaml.NotYaml as error:
+        raise ConfigError(str(path), [f"not YAML: {error.where}"]) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(str(path), [f"not text: {error.reason}"]) from error
     if data is None:
         return {}
     if not isinstance(data, dict):

@@ -59,6 +59,7 @@ def test_defaults_serve_the_starter_on_loopback():
         ("recommend: {models: {a: {folder: x, hn: {knobs: {window: 1}}}}}", "hn.knobs.window: unknown key"),
         ("- 1", "top level must be a mapping"),
         ("a: [", "not YAML"),
+        ("server: {port: 1}\nserver: {port: 2}", "line 2: 'server' is given twice"),
     ],
 )
 def test_config_refusal_names_the_path(tmp_path, text, problem):

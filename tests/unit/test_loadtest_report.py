@@ -7,7 +7,7 @@ import csv
 import io
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import replace
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
@@ -26,7 +26,7 @@ from plait_loadtest.report.outputs import Outputs, report
 from plait_loadtest.report.scale import linear_ticks, log_ticks, span, time_text
 from plait_loadtest.report.table import number, print_table
 from plait_loadtest.scenario import Check, Closed, Gamma, ImageClass, Poisson, Ramp, RawClass, Target
-from plait_loadtest.values import RECORD, Outcome
+from plait_loadtest.values import RECORD, Outcome, Progress
 from support.loadtest_records import MS, queue, records, scenario, session
 
 EVERY_10_MS = np.arange(1000) / 100.0
@@ -273,32 +273,26 @@ def test_the_locustfile_asks_for_the_same(arrivals, wait):
 # ---- the live line ---------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Told:
-    elapsed_s: float = 3.2
-    planned: int | None = 100
-    done: int = 30
-    errors: int = 2
-    in_flight: int = 4
-    waiting: int = 0
-    recent_p50_ms: float | None = 12.3
-    recent_p95_ms: float | None = 45.6
+PROGRESS = Progress(
+    elapsed_s=3.2, planned=100, handed=34, done=30, ok=28, errors=2, in_flight=4, waiting=0,
+    recent_p50_ms=12.3, recent_p95_ms=45.6,
+)  # fmt: skip
 
 
 def test_the_live_line():
     """Time, requests, failures, what is under way, recent latency."""
-    assert line(Told(), 20.0) == "3 of 20 s · 30 of 100 done · 2 failed · 4 in flight · now p50 12.3 ms, p95 45.6 ms"
+    assert line(PROGRESS, 20.0) == "3 of 20 s · 30 of 100 done · 2 failed · 4 in flight · now p50 12.3 ms, p95 45.6 ms"
     assert (
-        line(Told(planned=None, errors=0, waiting=9, recent_p50_ms=None), None)
+        line(replace(PROGRESS, planned=None, errors=0, waiting=9, recent_p50_ms=None), None)
         == "3 s · 30 done · 4 in flight, 9 waiting"
     )
-    assert line(Told(elapsed_s=-0.2), 20.0) == "preparing requests"
+    assert line(replace(PROGRESS, elapsed_s=-0.2), 20.0) == "preparing requests"
 
 
 def test_no_live_line_without_a_terminal(capsys):
     """Nothing is written where nobody looks."""
     with live_line(10.0) as show:
-        show(Told())
+        show(PROGRESS)
     assert capsys.readouterr().err == ""
 
 

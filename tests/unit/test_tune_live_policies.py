@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
@@ -16,31 +15,33 @@ from plait.tuning.rates import Tried, search_rate
 from plait.tuning.trial import worst
 from plait.tuning.usage import _parse_gpu
 from plait_autoconfig.values import FailureKind
+from plait_loadtest.values import Progress
 
 NEEDS = Needs(slo_s=1.0, share=0.95, warm_up_s=0.0, duration_s=40.0)
 
 
-@dataclass
-class Told:
+def progress(
+    elapsed_s: float, handed: int, done: int, errors: int = 0,
+    *, recent_p95_ms: float | None = None, planned: int | None = 400,
+) -> Progress:  # fmt: skip
     """How far a load is."""
-
-    elapsed_s: float
-    handed: int
-    done: int
-    errors: int = 0
-    recent_p95_ms: float | None = None
-    planned: int | None = 400
+    return Progress(
+        elapsed_s=elapsed_s, planned=planned, handed=handed, done=done, ok=done - errors, errors=errors,
+        in_flight=handed - done, waiting=0, recent_p50_ms=recent_p95_ms, recent_p95_ms=recent_p95_ms,
+    )  # fmt: skip
 
 
-def load(rate_per_s: float, served_per_s: float, *, seconds: float = 40.0, error_share: float = 0.0) -> Iterator[Told]:
+def load(
+    rate_per_s: float, served_per_s: float, *, seconds: float = 40.0, error_share: float = 0.0
+) -> Iterator[Progress]:
     """A server that answers so many a second of those that were handed over, told four times a second."""
     for tick in range(1, int(4 * seconds)):
         now_s = tick / 4
         done = int(min(rate_per_s, served_per_s) * now_s)
-        yield Told(now_s, int(rate_per_s * now_s), done, int(done * error_share))
+        yield progress(now_s, int(rate_per_s * now_s), done, int(done * error_share))
 
 
-def first_word(policy: Hopeless | Guard, told: Iterator[Told]) -> tuple[float, str] | None:
+def first_word(policy: Hopeless | Guard, told: Iterator[Progress]) -> tuple[float, str] | None:
     """When it gave up, and why."""
     return next(((each.elapsed_s, why) for each in told if (why := policy(each))), None)
 
@@ -62,14 +63,14 @@ def test_a_load_that_may_still_hold_runs_to_its_end(served_per_s: float) -> None
 def test_a_pause_of_a_slow_server_is_no_sign() -> None:
     """At one request a second two seconds without an answer happen; the pace of ten answers decides."""
     done = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 12, 12, 15, 16, 17, 18, 19]
-    told = [Told(float(second), second, answered) for second, answered in enumerate(done, start=1)]
+    told = [progress(float(second), second, answered) for second, answered in enumerate(done, start=1)]
     assert first_word(Hopeless(Needs(slo_s=2.0, share=0.95, warm_up_s=0.0, duration_s=20.0)), iter(told)) is None
 
 
 def test_nothing_is_given_up_before_an_answer_was_possible() -> None:
     """A server whose answers take nearly the SLO has none at first: that is no sign."""
     slow = Needs(slo_s=5.0, share=0.95, warm_up_s=0.0, duration_s=16.0)
-    told = [Told(t / 4, int(2 * t / 4), max(0, int(2 * (t / 4 - 4.5)))) for t in range(1, 64)]
+    told = [progress(t / 4, int(2 * t / 4), max(0, int(2 * (t / 4 - 4.5)))) for t in range(1, 64)]
     assert first_word(Hopeless(slow), iter(told)) is None
 
 
@@ -82,14 +83,14 @@ def test_a_server_that_only_errs_is_given_up() -> None:
 
 def test_a_closed_loop_is_never_given_up() -> None:
     """Without a plan there is no backlog."""
-    assert Hopeless(NEEDS)(Told(20.0, 400, 0, planned=None)) is None
+    assert Hopeless(NEEDS)(progress(20.0, 400, 0, planned=None)) is None
 
 
 def test_a_guard_forgives_one_slow_look_and_no_two() -> None:
     """Latency over the limit twice in a row is a breach; with a good look between it is not."""
     guard = Guard(GuardLimits(p95_ms=100))
     looks = [50.0, 300.0, 50.0, 300.0, 300.0]
-    said = [guard(Told(index, 10 * index, 10 * index, recent_p95_ms=ms)) for index, ms in enumerate(looks, start=1)]
+    said = [guard(progress(index, 10 * index, 10 * index, recent_p95_ms=ms)) for index, ms in enumerate(looks, start=1)]
     assert [bool(why) for why in said] == [False, False, False, False, True]
     assert "100 ms" in str(said[-1])
 
@@ -97,24 +98,24 @@ def test_a_guard_forgives_one_slow_look_and_no_two() -> None:
 def test_a_guard_hears_silence_and_errors() -> None:
     """No answer at all is slower than a slow one, and errors count from five answers on."""
     silent = Guard(GuardLimits(p95_ms=100))
-    assert silent(Told(0.5, 5, 0)) is None
-    assert silent(Told(1.6, 16, 0)) is not None
+    assert silent(progress(0.5, 5, 0)) is None
+    assert silent(progress(1.6, 16, 0)) is not None
     wrong = Guard(GuardLimits(error_rate=0.1))
-    assert wrong(Told(0.5, 4, 4, errors=4)) is None
-    assert wrong(Told(1.0, 10, 10, errors=4)) is not None
+    assert wrong(progress(0.5, 4, 4, errors=4)) is None
+    assert wrong(progress(1.0, 10, 10, errors=4)) is not None
 
 
 def test_a_guard_looks_as_often_as_it_is_told() -> None:
     """What comes between two looks is not seen."""
     guard = Guard(GuardLimits(p95_ms=100, every_s=1.0))
     looks = [(0.25, 300.0), (0.5, 300.0), (1.25, 50.0), (1.5, 300.0), (2.25, 300.0), (3.25, 300.0)]
-    said = [bool(guard(Told(at_s, 10, 10, recent_p95_ms=ms))) for at_s, ms in looks]
+    said = [bool(guard(progress(at_s, 10, 10, recent_p95_ms=ms))) for at_s, ms in looks]
     assert said == [False, False, False, False, False, True]
 
 
 def test_a_guard_without_limits_says_nothing() -> None:
     """None is not watched."""
-    assert Guard(GuardLimits())(Told(100.0, 1000, 5, errors=5, recent_p95_ms=1e6)) is None
+    assert Guard(GuardLimits())(progress(100.0, 1000, 5, errors=5, recent_p95_ms=1e6)) is None
 
 
 @given(capacity=st.floats(0.5, 400.0), first=st.floats(1.0, 50.0))

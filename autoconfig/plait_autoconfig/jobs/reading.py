@@ -14,24 +14,11 @@ from plait_autoconfig.designers import maker_of
 from plait_autoconfig.errors import DesignerError
 from plait_autoconfig.jobs.errors import JobRefused
 from plait_autoconfig.jobs.spec import JobSpec
+from plait_loadtest import strict_yaml
 from plait_loadtest.errors import LoadtestError
 from plait_loadtest.load import builtin_names, load_scenario
 
 _Location = tuple[int | str, ...]
-
-
-class _Loader(yaml.SafeLoader):
-    """Refuses a key that is given twice, of which YAML would keep the last in silence."""
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
-                    raise yaml.MarkedYAMLError(problem=f"{key.value!r} is given twice", problem_mark=key.start_mark)
-                seen.add(key.value)
-        return node
 
 
 def read_job(path: Path) -> JobSpec:
@@ -47,15 +34,9 @@ def read_job(path: Path) -> JobSpec:
 def parse_job(text: str, *, folder: Path, source: str = "the job") -> JobSpec:
     """The job of a text; its relative paths start from ``folder``. Raises `JobRefused`."""
     try:
-        root = yaml.compose(text, _Loader)
-        settings = _Loader(text).get_single_data()
-    except yaml.MarkedYAMLError as error:
-        line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
-        msg = f"{source}{line}: {error.problem or error.context}"
-        raise JobRefused(msg) from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        msg = f"{source}: {error or 'is nested too deeply'}"
-        raise JobRefused(msg) from error
+        root, settings = strict_yaml.parse(text, source)
+    except strict_yaml.NotYaml as error:
+        raise JobRefused(str(error)) from error
     if not isinstance(settings, dict):
         msg = f"{source}: a job is a mapping of settings"
         raise JobRefused(msg)

@@ -15,15 +15,15 @@ from plait_autoconfig.space import Space
 from plait_autoconfig.values import Config, Outcome
 from plait_bench.cells.values import CellWorkload, Subject, outcome_of
 from plait_bench.errors import SystemFailed
-from plait_bench.images.drawings import control_map
 from plait_bench.images.models import open_models
+from plait_bench.images.requests import image_request
 from plait_bench.images.workloads import CONTROLNETS, LORA_SETS, PROMPTS, SCHEDULERS, Order
 from plait_serving.config import STARTER_FOLDER
 from plait_serving.diffusion.assemble import EngineSettings, build_engine
 from plait_serving.diffusion.engine import Engine
 from plait_serving.diffusion.knobs import Exact, Knobs, Placement
 from plait_serving.diffusion.lora.source import FolderSource
-from plait_serving.diffusion.values import ControlRef, Event, Failed, Finished, ImageRequest, LoraRef, Scheduler
+from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest
 
 __all__ = ["EngineWorkload"]
 
@@ -135,19 +135,4 @@ class _EngineSubject:
 
     def _request(self, order: Order) -> ImageRequest:
         width, height = self._size
-        controls: tuple[ControlRef, ...] = ()
-        if order.control is not None:
-            name, drawing = order.control
-            controls = (ControlRef(name=name, image=control_map(name, drawing, width, height)),)
-        return ImageRequest(
-            request_id=f"cell-{next(self._numbers)}",
-            prompt=order.prompt,
-            width=width,
-            height=height,
-            steps=order.steps,
-            guidance_scale=order.guidance,
-            seed=order.seed,
-            scheduler=Scheduler(order.scheduler),
-            loras=tuple(LoraRef(name=name, scale=scale) for name, scale in order.loras),
-            controlnets=controls,
-        )
+        return image_request(order, request_id=f"cell-{next(self._numbers)}", width=width, height=height)

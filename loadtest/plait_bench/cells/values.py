@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ class Subject(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CellWorkload:
+class CellWorkload(ABC):
     """``slo_ms``: what counts as an answer in time. ``features`` describe the service and its load (`LibraryRun`)."""
 
     name: str
@@ -31,9 +32,9 @@ class CellWorkload:
     slo_ms: float
     features: Mapping[str, float]
 
+    @abstractmethod
     def open(self) -> AbstractContextManager[Subject]:
         """The service, warm."""
-        raise NotImplementedError
 
 
 def outcome_of(latencies_ms: Sequence[float], wall_s: float, *, slo_ms: float, cores: float) -> Outcome:

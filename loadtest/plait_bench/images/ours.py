@@ -8,14 +8,14 @@ from collections.abc import Sequence
 
 from plait_bench.benchmark import Item, Outcome
 from plait_bench.errors import BenchError
-from plait_bench.images.drawings import control_map
 from plait_bench.images.models import ModelFolder
 from plait_bench.images.pixels import encode
+from plait_bench.images.requests import image_request
 from plait_bench.images.workloads import Order
 from plait_serving.diffusion.assemble import EngineSettings, build_engine
 from plait_serving.diffusion.knobs import Exact, Knobs
 from plait_serving.diffusion.lora.source import FolderSource
-from plait_serving.diffusion.values import ControlRef, Event, Failed, Finished, ImageRequest, LoraRef, Scheduler
+from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest
 
 # No picture of these workloads takes longer on anything that is worth a measurement.
 _TIMEOUT_S = 1800.0
@@ -69,24 +69,9 @@ class Ours:
         return [sink.outcome(keep) for sink in sinks]
 
     def _request(self, order: Order) -> ImageRequest:
-        width, height = self._assembled.bundle.width, self._assembled.bundle.height
         self._count += 1
-        controls: tuple[ControlRef, ...] = ()
-        if order.control is not None:
-            name, drawing = order.control
-            controls = (ControlRef(name=name, image=control_map(name, drawing, width, height)),)
-        return ImageRequest(
-            request_id=f"bench-{self._count}",
-            prompt=order.prompt,
-            width=width,
-            height=height,
-            steps=order.steps,
-            guidance_scale=order.guidance,
-            seed=order.seed,
-            scheduler=Scheduler(order.scheduler),
-            loras=tuple(LoraRef(name=name, scale=scale) for name, scale in order.loras),
-            controlnets=controls,
-        )
+        bundle = self._assembled.bundle
+        return image_request(order, request_id=f"bench-{self._count}", width=bundle.width, height=bundle.height)
 
 
 class _Sink:

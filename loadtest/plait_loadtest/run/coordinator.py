@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from multiprocessing.connection import Connection as Pipe
 from multiprocessing.connection import wait
 
@@ -18,39 +17,12 @@ from plait_loadtest.run.echo import EchoClock
 from plait_loadtest.run.processes import ctrl_c, start_deaf
 from plait_loadtest.run.share import Left, Share, Told, shares
 from plait_loadtest.scenario import Scenario
-from plait_loadtest.values import RECORD, Outcome, Plan, Records, RunResult
+from plait_loadtest.values import RECORD, OnProgress, Outcome, Plan, Progress, Records, RunResult, StopWhen
 
 # From "all are ready" to the common start: the word must have reached every worker.
 _HEAD_START_NS = 200_000_000
 _LOOK_S = 0.25
 _JOIN_S = 5.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """How far a run is; told a few times a second.
-
-    ``planned``: requests of the plan, None in a closed loop. ``handed`` were due by now; ``waiting`` of them have no
-    connection yet. ``recent_p50_ms``, ``recent_p95_ms``: latencies of requests that ended since the last; None: none
-    did. ``elapsed_s`` is negative while requests are being prepared.
-    """
-
-    elapsed_s: float
-    planned: int | None
-    handed: int
-    done: int
-    ok: int
-    errors: int
-    in_flight: int
-    waiting: int
-    recent_p50_ms: float | None
-    recent_p95_ms: float | None
-
-
-OnProgress = Callable[[Progress], None]
-
-StopWhen = Callable[[Progress], str | None]
-"""Asked a few times a second while load runs; a text ends the run early and says why."""
 
 
 def run(

@@ -9,22 +9,21 @@ early they are lower bounds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from plait.tuning.patience import Hopeless, Told, needs_of
+from plait.tuning.patience import Hopeless, needs_of
 from plait.tuning.rates import Tried, search_rate
 from plait_loadtest.histogram import of_ns
 from plait_loadtest.judging import judge_records
 from plait_loadtest.scenario import Scenario
 from plait_loadtest.session import Session, at_rate, run_scenario
+from plait_loadtest.values import OnProgress, Progress, StopWhen
 from plait_loadtest.values import Outcome as Ended
 
 __all__ = ["Loaded", "Watch", "metrics_of", "run_given", "run_search"]
-
-StopWhen = Callable[[Told], str | None]
 
 _OWN_FAULT = frozenset({"send_lag", "echo", "generator", "interrupted", "not_sent"})
 """Reasons for which the numbers speak of the load generator, not of the configuration."""
@@ -34,7 +33,7 @@ _OWN_FAULT = frozenset({"send_lag", "echo", "generator", "interrupted", "not_sen
 class Watch:
     """What goes on beside the load: ``show`` is told how far it is, ``stop`` may end it."""
 
-    show: Callable[[Told], None] = lambda _: None
+    show: OnProgress = lambda _: None
     stop: Sequence[StopWhen] = ()
     limit_s: float = float("inf")
 
@@ -60,7 +59,7 @@ def run_given(scenario: Scenario, watch: Watch) -> Loaded:
         stops.append(Hopeless(needs))
     hit_limit = False
 
-    def stop(told: Told) -> str | None:
+    def stop(told: Progress) -> str | None:
         nonlocal hit_limit
         if told.elapsed_s > watch.limit_s:
             hit_limit = True

@@ -1,6 +1,6 @@
 """When to end a load test early: it can not meet its SLO any more, or the users of a live service suffer. Pure policy.
 
-Both policies are asked a few times a second how the load goes (`plait_loadtest.run.coordinator.StopWhen`) and answer
+Both policies are asked a few times a second how the load goes (`plait_loadtest.values.StopWhen`) and answer
 with a reason, or None.
 """
 
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Protocol
 
 from plait_loadtest.judging import percentile_of, slo_of
 from plait_loadtest.scenario import Scenario
+from plait_loadtest.values import Progress
 
-__all__ = ["Guard", "GuardLimits", "Hopeless", "Needs", "Told", "needs_of"]
+__all__ = ["Guard", "GuardLimits", "Hopeless", "Needs", "needs_of"]
 
 _WINDOW_S = 2.0
 _WINDOW_ANSWERS = 10
@@ -21,34 +21,6 @@ _WINDOW_ANSWERS = 10
 
 _FEWEST = 20
 """Answers below which a share of errors says nothing."""
-
-
-class Told(Protocol):
-    """How far a load test is: `plait_loadtest.run.coordinator.Progress`."""
-
-    @property
-    def elapsed_s(self) -> float:
-        """Since the first scheduled instant."""
-
-    @property
-    def planned(self) -> int | None:
-        """Requests of the plan."""
-
-    @property
-    def handed(self) -> int:
-        """Requests that were due."""
-
-    @property
-    def done(self) -> int:
-        """Requests that ended, well or not."""
-
-    @property
-    def errors(self) -> int:
-        """How many of them failed."""
-
-    @property
-    def recent_p95_ms(self) -> float | None:
-        """Of what ended since the last word."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +59,7 @@ class Hopeless:
         self._needs = needs
         self._seen: deque[tuple[float, int]] = deque([(0.0, 0)])
 
-    def __call__(self, told: Told) -> str | None:
+    def __call__(self, told: Progress) -> str | None:
         """See the class."""
         needs = self._needs
         pace_per_s = self._pace_per_s(told)
@@ -106,7 +78,7 @@ class Hopeless:
             )
         return None
 
-    def _pace_per_s(self, told: Told) -> float:
+    def _pace_per_s(self, told: Progress) -> float:
         self._seen.append((told.elapsed_s, told.done))
         while len(self._seen) > 2 and self._is_enough(told, *self._seen[1]):
             self._seen.popleft()
@@ -114,7 +86,7 @@ class Hopeless:
         return (told.done - before) / max(told.elapsed_s - since_s, 1e-3)
 
     @staticmethod
-    def _is_enough(told: Told, since_s: float, done: int) -> bool:
+    def _is_enough(told: Progress, since_s: float, done: int) -> bool:
         return told.elapsed_s - since_s >= _WINDOW_S and told.done - done >= _WINDOW_ANSWERS
 
 
@@ -138,14 +110,14 @@ class Guard:
         self._answered_s = 0.0
         self._done = self._errors = 0
 
-    def __call__(self, told: Told) -> str | None:
+    def __call__(self, told: Progress) -> str | None:
         """See the class."""
         if told.elapsed_s - self._looked_s < self._limits.every_s:
             return None
         self._looked_s = told.elapsed_s
         return self._latency(told) or self._failures(told)
 
-    def _latency(self, told: Told) -> str | None:
+    def _latency(self, told: Progress) -> str | None:
         limit_ms = self._limits.p95_ms
         if limit_ms is None:
             return None
@@ -159,7 +131,7 @@ class Guard:
             return f"guard: no answer for {silent_s:.1f} s, the guard allows {limit_ms:g} ms"
         return None
 
-    def _failures(self, told: Told) -> str | None:
+    def _failures(self, told: Progress) -> str | None:
         limit = self._limits.error_rate
         done, errors = told.done - self._done, told.errors - self._errors
         if limit is None or done < 5:

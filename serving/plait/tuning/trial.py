@@ -11,8 +11,7 @@ from plait.config import PlaitConfig
 from plait.restarts import plans
 from plait.tuning.cost import cost_per_hour, reserved
 from plait.tuning.failures import Evidence, of_load
-from plait.tuning.load import Loaded, StopWhen, Watch, run_given, run_search
-from plait.tuning.patience import Told
+from plait.tuning.load import Loaded, Watch, run_given, run_search
 from plait.tuning.running import Running
 from plait.tuning.usage import Sampler, Used
 from plait_autoconfig.jobs.exits import count_oom_kills
@@ -22,6 +21,7 @@ from plait_autoconfig.values import Outcome
 from plait_loadtest.mix.images import DEFAULT_PATH
 from plait_loadtest.report.outputs import Outputs
 from plait_loadtest.scenario import Scenario
+from plait_loadtest.values import Progress, StopWhen
 
 __all__ = ["LoadPlan", "Shown", "aimed", "run_loads", "worst"]
 
@@ -152,7 +152,7 @@ def _written(loads: Sequence[Loaded], folder: Path) -> tuple[str, ...]:
 
 
 def _noted(guard: StopWhen, breached: list[str]) -> StopWhen:
-    def watched(told: Told) -> str | None:
+    def watched(told: Progress) -> str | None:
         why = guard(told)
         if why is not None:
             breached.append(why)
@@ -169,7 +169,7 @@ class _Shows:
         self._say = say
         self._told_s = -1.0
 
-    def __call__(self, told: Told) -> None:
+    def __call__(self, told: Progress) -> None:
         """See the class."""
         if told.elapsed_s - self._told_s >= 1.0:
             self._told_s = told.elapsed_s
