@@ -29,7 +29,7 @@ demo: setup
 	$(BIN)/plait demo --out out/demo
 
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: setup
 	$(BIN)/ruff check

@@ -36,7 +36,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class _Sharing(LoadFileScheduling):
-    """How `make test` shares the suite between two processes: a file's tests stay together, for its fixtures, and all
+    """How `make test` shares the suite between processes: a file's tests stay together, for its fixtures, and all
     files that start Ray are one group, so that there is one Ray at a time. (xdist's own groups do not work with
     pytest 9.)"""
 

@@ -137,7 +137,7 @@ class Cluster:
     def detach(self) -> None:
         """Lets go of a Ray that we attached to; whatever runs there goes on."""
         self._app_name = None
-        self.stop(hurry=lambda: False)
+        self.stop(hurry=False)
 
     def state(self) -> DeploymentState:
         """How far the application is."""
@@ -183,11 +183,16 @@ class Cluster:
         _in_thread(ask, "plait-drain", timeout_s=drain_s + 4 * _LAST_ANSWERS_S, hurry=hurry)
         return done.is_set()
 
-    def stop(self, *, hurry: Callable[[], bool]) -> None:
-        """Takes away what we brought: all of a local Ray; only our application (and a Serve we started) of another."""
+    def stop(self, *, hurry: bool) -> None:
+        """Takes away what we brought: all of a local Ray; only our application (and a Serve we started) of another.
+
+        In a hurry a local Ray is left to be killed: its own shutdown takes seconds, and must not be cut short, because
+        Ray ends the process that it runs in with exit code 1 when the raylet dies meanwhile.
+        """
+        if self.local and hurry:
+            return
         timeout_s = _STOP_TIMEOUT_S if self.local else 3 * _STOP_TIMEOUT_S
-        # Of somebody else's Ray we must take our part away ourselves, however much hurry there is.
-        _in_thread(self._stop, "plait-stop", timeout_s=timeout_s, hurry=hurry if self.local else lambda: False)
+        _in_thread(self._stop, "plait-stop", timeout_s=timeout_s)
 
     def _stop(self) -> None:
         import ray
@@ -219,7 +224,9 @@ def _pin(application: Any, versions: Mapping[str, str]) -> None:
             _pin(value, versions)
 
 
-def _in_thread(work: Callable[[], None], name: str, *, timeout_s: float, hurry: Callable[[], bool]) -> None:
+def _in_thread(
+    work: Callable[[], None], name: str, *, timeout_s: float, hurry: Callable[[], bool] = lambda: False
+) -> None:
     """Runs ``work`` until it is done, it takes too long, or hurry; then it is left to itself."""
     thread = threading.Thread(target=work, name=name, daemon=True)
     thread.start()

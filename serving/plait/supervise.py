@@ -16,11 +16,12 @@ import secrets
 import shutil
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 from plait import processes
@@ -89,12 +90,15 @@ def serve(
         console = Console.divert(state.log_path)
         run = _Run(config, state, console, port=port, drained=drained, app_name=app_name)
         try:
-            return run.go(compose, num_cpus, started_s)
+            code = run.go(compose, num_cpus, started_s)
         except PlaitError:
             console.restore()
             raise
     finally:
         state.release()
+    if run.killed_ray:
+        leave(code)
+    return code
 
 
 class _Run:
@@ -152,6 +156,11 @@ class _Run:
         if left:
             raise ServeError(f"{left} processes could not be ended; the next start tries again")
         return 0
+
+    @property
+    def killed_ray(self) -> bool:
+        """Whether a Ray that this process was part of was killed instead of shut down."""
+        return self._cluster is not None and self._cluster.local and self._signals.hurry()
 
     @property
     def _url(self) -> str:
@@ -230,7 +239,7 @@ class _Run:
                     f"plait: finishing what runs (at most {self._config.server.drain_s:g} s; again to stop at once)"
                 )
                 self._cluster.drain(self._drained, drain_s=self._config.server.drain_s, hurry=hurry)
-            self._cluster.stop(hurry=hurry)
+            self._cluster.stop(hurry=hurry())
         left: tuple[processes.ProcessId, ...] = ()
         if self._ray_folder is not None:
             known |= processes.members(self._run_id, os.getpid())
@@ -262,6 +271,15 @@ class _Run:
         found = processes.members(self._run_id, os.getpid())
         self._state.note_processes(found)
         return found
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process without what Ray does at exit: it would speak to its processes, and exit with 1 as they are
+    dead."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    logging.shutdown()
+    os._exit(code)
 
 
 def clean_up(state: PortState) -> tuple[processes.ProcessId, ...]:

@@ -103,7 +103,7 @@ class Clone:
         running, self._running = self._running, None
         known = self._note_processes()
         if running is not None:
-            running.cluster.stop(hurry=lambda: False)
+            running.cluster.stop(hurry=False)
         if self._ray_folder is None:
             return 0
         left = processes.end(known | processes.members(self._run_id, os.getpid()))
