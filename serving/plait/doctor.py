@@ -117,12 +117,12 @@ def check_home(environ: Mapping[str, str]) -> list[Finding]:
 
 def check_port(host: str, port: int) -> list[Finding]:
     """Whether the port is free, or a plait has it."""
-    from plait import supervise
+    from plait import ports
 
     try:
-        supervise.check_port(host, port)
+        ports.check_port(host, port)
     except PlaitError as error:
-        if supervise.health(f"http://{host}:{port}", timeout_s=1.0) is None:
+        if ports.health(f"http://{host}:{port}", timeout_s=1.0) is None:
             return [Finding("port", Verdict.OK, f"{port}: a server answers /health there")]
         return [Finding("port", Verdict.WARN, str(error))]
     return [Finding("port", Verdict.OK, f"{port} is free on {host}")]

@@ -6,29 +6,24 @@ dies: that is the first net under kill -9; the state folder is the second.
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import http.client
-import json
 import logging
 import os
 import secrets
-import shutil
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
-from urllib.parse import urlsplit
 
 from plait import processes
 from plait.cluster import Cluster
 from plait.config import PlaitConfig, dump_config
 from plait.console import Console
-from plait.errors import PlaitError, ServeError, StateError
+from plait.errors import PlaitError, ServeError
+from plait.leftovers import clean_up, clean_up_others, remove_ray_folder
+from plait.ports import check_port, free_port, health
 from plait.restarts import versions
 from plait.state import PortState, RunRecord, scratch_root, state_root
 from plait_serving.deployments.logs import LOG_PATH_VARIABLE
@@ -282,35 +277,6 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def clean_up(state: PortState) -> tuple[processes.ProcessId, ...]:
-    """Ends what an earlier run on this port left behind (it was killed). Returns what was ended."""
-    record = state.previous
-    if record is None:
-        return ()
-    ended: tuple[processes.ProcessId, ...] = ()
-    if record.ray_folder is not None:
-        left = set(processes.members(record.run_id))
-        if record.boot_id == processes.boot_id():
-            left |= {process for process in record.processes if processes.is_running(process)}
-        ended = tuple(left)
-        if survivors := processes.end(left):
-            raise ServeError(f"could not end process {survivors[0].pid} that an earlier run left behind")
-        remove_ray_folder(Path(record.ray_folder), logs_to=None)
-    state.forget()
-    return ended
-
-
-def clean_up_others(root: Path) -> None:
-    """The same for runs on other ports that are dead; those that live hold their lock and are left alone."""
-    for record in root.glob("port-*/run.json"):
-        with contextlib.suppress(StateError, ServeError, ValueError):
-            other = PortState.claim(root, int(record.parent.name.removeprefix("port-")))
-            try:
-                clean_up(other)
-            finally:
-                other.release()
-
-
 def start_ray(
     config: PlaitConfig,
     state: PortState,
@@ -340,70 +306,3 @@ def start_ray(
             processes.end(processes.members(run_id, os.getpid()))
             remove_ray_folder(folder, logs_to=None)
     raise AssertionError("unreachable")
-
-
-def remove_ray_folder(folder: Path, *, logs_to: Path | None) -> None:
-    """Removes Ray's temporary folder, but only one of ours; its logs may be kept."""
-    if folder.parent != scratch_root() or not folder.name.startswith("r-") or folder.is_symlink():
-        return
-    if logs_to is not None:
-        shutil.rmtree(logs_to, ignore_errors=True)
-        with contextlib.suppress(OSError, shutil.Error):
-            shutil.copytree(next(folder.glob("session_2*/logs"), folder), logs_to)
-    for _ in range(10):  # Ray's own threads in this process may still write a last line
-        shutil.rmtree(folder, ignore_errors=True)
-        if not folder.exists():
-            return
-        time.sleep(0.1)
-
-
-def free_port(host: str) -> int:
-    """A port that is free now."""
-    with _listener(host, 0) as listener:
-        return int(listener.getsockname()[1])
-
-
-def check_port(host: str, port: int) -> None:
-    """Raises `ServeError` with one sentence if the port can not be had."""
-    try:
-        _listener(host, port).close()
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise ServeError(
-                f"port {port} on {host} is in use by another program; choose another with --port"
-            ) from error
-        raise ServeError(f"can not listen on {host}:{port}: {error.strerror or error}") from error
-
-
-def _listener(host: str, port: int) -> socket.socket:
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(1)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
-
-
-def health(url: str, *, timeout_s: float = 5.0) -> str | None:
-    """None if ``/health`` below the URL answers 200, else what is wrong."""
-    parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
-    try:
-        connection.request("GET", f"{parts.path}/health")
-        answer = connection.getresponse()
-        body = answer.read(10_000)
-    except (OSError, http.client.HTTPException) as error:
-        return f"no answer ({error})"
-    finally:
-        connection.close()
-    if answer.status == 200:
-        return None
-    with contextlib.suppress(ValueError, AttributeError):
-        return str(json.loads(body).get("reason"))
-    return f"HTTP {answer.status}"

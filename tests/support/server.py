@@ -120,13 +120,13 @@ class PlaitServer:
 
     def kill_and_clean(self) -> None:
         """SIGKILL, and what the next start would do; for a test's own clean-up."""
-        from plait import supervise
+        from plait import leftovers
         from plait.state import PortState
 
         self.process.kill()
         self.wait()
         state = PortState.claim(self.state_folder.parent, self.port)
-        supervise.clean_up(state)
+        leftovers.clean_up(state)
         state.release()
 
     def get(self, path: str, *, timeout_s: float = 30) -> tuple[int, Any, Mapping[str, str]]:
@@ -177,7 +177,7 @@ def cpu_s(pid: int) -> float:
 
 def free_port() -> int:
     """A port that is free now."""
-    from plait.supervise import free_port as find
+    from plait.ports import free_port as find
 
     return find("127.0.0.1")
 

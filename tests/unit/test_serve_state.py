@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from plait import processes, supervise
+from plait import leftovers, ports, processes
 from plait.errors import ServeError, StateError
 from plait.processes import ProcessId
 from plait.state import PortState, RunRecord, scratch_root, state_root
@@ -115,7 +115,7 @@ def test_serve_clean_up_ends_the_dead_runs_processes_and_folder_only(tmp_path):
         state.write(record(run_id="dead-run", ray_folder=str(folder), processes=(reused,)))
         state.release()
         again = PortState.claim(tmp_path, 1)
-        ended = supervise.clean_up(again)
+        ended = leftovers.clean_up(again)
         assert {process.pid for process in ended} == {orphan.pid}
         assert orphan.wait(5) != 0
         assert bystander.poll() is None
@@ -139,7 +139,7 @@ def test_serve_clean_up_reaches_dead_runs_on_other_ports(tmp_path):
         if port == 1:
             state.release()  # dead: nobody holds its lock
     try:
-        supervise.clean_up_others(tmp_path)
+        leftovers.clean_up_others(tmp_path)
         assert orphans[1].wait(5) != 0
         assert orphans[2].poll() is None
         assert (state.folder / "run.json").exists()
@@ -156,7 +156,7 @@ def test_serve_clean_up_never_removes_a_folder_that_is_not_ours(tmp_path):
     precious.mkdir()
     state = PortState.claim(tmp_path / "s", 1)
     state.previous = record(ray_folder=str(precious))
-    supervise.clean_up(state)
+    leftovers.clean_up(state)
     assert precious.is_dir()
     state.release()
 
@@ -167,7 +167,7 @@ def test_serve_clean_up_of_an_attached_run_ends_nothing(tmp_path):
     try:
         state = PortState.claim(tmp_path, 1)
         state.previous = record(address="10.0.0.1:6379", processes=(processes.identify(sleep.pid),))
-        assert supervise.clean_up(state) == ()
+        assert leftovers.clean_up(state) == ()
         assert sleep.poll() is None
         state.release()
     finally:
@@ -182,11 +182,11 @@ def test_serve_busy_port_is_one_sentence():
         with pytest.raises(
             ServeError, match=rf"^port {port} on 127.0.0.1 is in use by another program; choose another"
         ):
-            supervise.check_port("127.0.0.1", port)
-    supervise.check_port("127.0.0.1", supervise.free_port("127.0.0.1"))
+            ports.check_port("127.0.0.1", port)
+    ports.check_port("127.0.0.1", ports.free_port("127.0.0.1"))
 
 
 def test_serve_a_host_that_is_not_ours_is_told():
     """An address of another machine can not be listened on."""
     with pytest.raises(ServeError, match=r"can not listen on 192\.0\.2\.1:0"):
-        supervise.check_port("192.0.2.1", 0)
+        ports.check_port("192.0.2.1", 0)

@@ -19,9 +19,11 @@ from plait import processes
 from plait.cluster import Cluster
 from plait.config import PlaitConfig
 from plait.errors import ServeError
+from plait.leftovers import clean_up_others, remove_ray_folder
+from plait.ports import free_port
 from plait.restarts import Effect
 from plait.state import PortState, RunRecord, scratch_root
-from plait.supervise import clean_up_others, free_port, remove_ray_folder, start_ray
+from plait.supervise import start_ray
 from plait.tuning.running import Compose, Running
 from plait_serving.deployments.logs import LOG_PATH_VARIABLE
 

@@ -13,8 +13,8 @@ from typing import Any
 from plait.cluster import Cluster
 from plait.config import PlaitConfig
 from plait.errors import PlaitError
+from plait.ports import health
 from plait.restarts import Effect, effects, plans, versions
-from plait.supervise import health
 from plait.tuning.usage import replica_pids
 
 __all__ = ["Compose", "NotReady", "RefusedStart", "Running"]
