@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
-import itertools
-import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,56 +10,54 @@ import numpy as np
 import pytest
 
 from plait_autoconfig.designers.random import RandomDesigner
+from plait_autoconfig.knobs import ChoiceKnob, IntKnob
+from plait_autoconfig.library import LibraryRun
+from plait_autoconfig.rows import dump_lines
+from plait_autoconfig.space import Space
+from plait_autoconfig.values import FailureKind, Outcome, Trial
 from plait_bench import autoconfig
 from plait_bench.autoconfig import falcon, judged, llm_pilot, synthetic
 from plait_bench.autoconfig.paired import p_better, p_not_worse, sign_flip_p
 from plait_bench.autoconfig.play import Curve, play
-from plait_bench.autoconfig.tables import table_workload
+from plait_bench.autoconfig.tables import recorded_suites
 from plait_bench.autoconfig.tasks import Task
 from plait_bench.errors import BenchError
 
-
-def table(**changes: Any) -> dict[str, Any]:
-    """Two services on eight cells, one of which crashes; every cell measured twice."""
-
-    def cells(factor: float) -> list[dict[str, Any]]:
-        made = []
-        for threads, batch in itertools.product(range(1, 5), (1, 4)):
-            value = factor * threads * batch**0.5
-            trials = [{"metrics": {"goodput_per_cost": value * off}} for off in (0.9, 1.1)]
-            crash = [{"failure": "crash", "detail": "too much"}]
-            made.append(
-                {"config": {"threads": threads, "batch": batch}, "trials": crash if threads * batch == 16 else trials}
-            )
-        return made
-
-    return {
-        "format": "plait-table",
-        "version": 1,
-        "name": "tiny",
-        "knobs": [
-            {"name": "threads", "kind": "int", "low": 1, "high": 4},
-            {"name": "batch", "kind": "choice", "values": [1, 4], "ordered": True},
-        ],
-        "constraints": [],
-        "objective": {"goal": "max goodput_per_cost"},
-        "services": [{"service": name, "cells": cells(factor)} for name, factor in (("one", 1.0), ("two", 3.0))],
-        **changes,
-    }
+SPACE = Space(
+    (
+        IntKnob(name="threads", low=1, high=4),
+        ChoiceKnob(name="batch", values=(1, 4), ordered=True),
+    )
+)
+SPACES = {"one": SPACE, "two": SPACE}
 
 
-def written(folder: Path, document: dict[str, Any]) -> Path:
-    """As a compressed file."""
-    path = folder / "tiny.json.gz"
-    path.write_bytes(gzip.compress(json.dumps(document).encode()))
+def recorded(folder: Path, *, leave_out: int = 0, **changes: Any) -> Path:
+    """Two runs on eight cells, one of which crashes; every cell measured twice. Of the last run some are left out."""
+    runs = []
+    for name, factor in (("one", 1.0), ("two", 3.0)):
+        trials = []
+        for repeat, off in enumerate((0.9, 1.1)):
+            for cell in SPACE.cells():
+                threads, batch = int(cell["threads"]), int(cell["batch"])
+                outcome = Outcome.measured(goodput_per_cost=factor * threads * batch**0.5 * off)
+                if threads * batch == 16:
+                    outcome = Outcome.failed(FailureKind.CRASH, "too much")
+                trials.append(Trial(number=len(trials), config=cell, outcome=outcome, repeat=repeat))
+        kept = tuple(trials[leave_out:8] if name == "two" and leave_out else trials)
+        run = LibraryRun(run_id=name, service="tiny", trials=kept, goals=("max goodput_per_cost",))
+        runs.append(replace(run, **changes))
+    path = folder / "tiny.jsonl"
+    path.write_text("\n".join(dump_lines(runs)))
     return path
 
 
-def test_a_recorded_table_becomes_a_workload(tmp_path: Path):
-    """Each service against the other; trials show what was measured, in order; the truth is the mean."""
-    suite = table_workload(written(tmp_path, table()))
+def test_recorded_runs_become_a_workload(tmp_path: Path):
+    """Each against the other; trials show what was measured, in order; the truth is the mean."""
+    (suite,) = recorded_suites([recorded(tmp_path)], SPACES)
+    assert suite.name == "own-tiny"
     assert [task.name for task in suite.tasks] == ["one", "two"]
-    assert [run.service for run in suite.tasks[0].library] == ["two"]
+    assert [run.run_id for run in suite.tasks[0].library] == ["two"]
     service = suite.tasks[0].service
     at = service.index[service.space.key({"threads": 3, "batch": 4})]
     rng = np.random.default_rng(0)
@@ -71,28 +67,45 @@ def test_a_recorded_table_becomes_a_workload(tmp_path: Path):
     assert service.regret(service.index[service.space.key({"threads": 4, "batch": 4})]) == 1.0
 
 
+def test_a_run_with_cells_missing_is_only_a_source(tmp_path: Path):
+    """Its optimum is not known."""
+    (suite,) = recorded_suites([recorded(tmp_path, leave_out=3)], SPACES)
+    (task,) = suite.tasks
+    assert task.name == "one"
+    assert [len(run.trials) for run in task.library] == [5]
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"format": "cake"}, "it is cake version 1"),
-        ({"services": [{"service": "one", "cells": []}]}, "no valid trial"),
-        ({"knobs": [{"name": "threads", "kind": "colour"}]}, "colour"),
-        ({"objective": {"goal": "best"}}, "can not be read"),
+        ({"goals": ("best",)}, "'one' can not be read: the goal 'best'"),
+        ({"goals": ()}, "'one' can not be read: the goal ''"),
+        ({"trials": (Trial(number=0, config={"threads": 9, "batch": 1}, outcome=Outcome.measured(x=1.0)),)}, "threads"),
     ],
 )
-def test_a_file_that_is_no_table_is_refused(tmp_path: Path, changes: dict[str, Any], said: str):
-    """The message names the file and what is wrong."""
-    with pytest.raises(BenchError, match=said) as caught:
-        table_workload(written(tmp_path, table(**changes)))
-    assert "tiny.json.gz" in str(caught.value)
+def test_recorded_runs_that_can_not_be_judged_are_refused(tmp_path: Path, changes: dict[str, Any], said: str):
+    """The message names the run and what is wrong."""
+    with pytest.raises(BenchError, match=said):
+        recorded_suites([recorded(tmp_path, **changes)], SPACES)
 
 
-def test_the_whole_benchmark_runs_on_a_table(tmp_path: Path):
+def test_a_file_that_is_no_library_is_refused_by_name(tmp_path: Path):
+    """And so is a run of a space that nobody knows."""
+    path = recorded(tmp_path)
+    with pytest.raises(BenchError, match="no space is known for the recorded run 'two'"):
+        recorded_suites([path], {"one": SPACE})
+    path.write_text("cake\nmore\n")
+    with pytest.raises(BenchError, match=r"tiny\.jsonl is no library"):
+        recorded_suites([path], SPACES)
+
+
+def test_the_whole_benchmark_runs_on_recorded_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Rows for each designer and metric, ratios of ours to the others, and paired tests."""
+    monkeypatch.setattr(autoconfig, "_spaces", lambda: SPACES)
     found = list(
         autoconfig.measure(
-            rounds=2, only=["tiny"], systems=["plait", "random", "portfolio"], data=None,
-            recorded=[written(tmp_path, table())], say=lambda _: None,
+            rounds=2, only=["own-tiny"], systems=["plait", "random", "portfolio"], data=None,
+            recorded=[recorded(tmp_path)], say=lambda _: None,
         )
     )  # fmt: skip
     rows = {(row.system, row.metric): row for result in found for row in result.rows}
@@ -100,7 +113,7 @@ def test_the_whole_benchmark_runs_on_a_table(tmp_path: Path):
     assert rows["plait", "trials_to_5pct"].n == 2
     assert rows["plait", "pretrain_s"].value > 0
     assert ("plait/random", "trials_to_5pct_p_better") in rows
-    assert set(found[0].ratios) == {"tiny:trials_to_5pct:plait/random", "tiny:trials_to_5pct:plait/portfolio"}
+    assert set(found[0].ratios) == {"own-tiny:trials_to_5pct:plait/random", "own-tiny:trials_to_5pct:plait/portfolio"}
 
 
 def test_without_data_the_published_tables_are_left_out():

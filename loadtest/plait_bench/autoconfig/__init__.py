@@ -2,7 +2,7 @@
 
 Workloads: ``falcon`` and ``llm-pilot`` (published tables, read from the folder with the data), ``synthetic`` (made-up
 services with noise and configurations that fail; also without a library and with a misleading one), and any number of
-recorded tables (`tables`). All designers have equal trials and the same seeds; every service is tuned with the others
+recorded runs (`tables`). All designers have equal trials and the same seeds; every service is tuned with the others
 as its library.
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
+from plait_autoconfig.space import Space
 from plait_bench.autoconfig import falcon, judged, llm_pilot, synthetic, tables, zero_shot
 from plait_bench.autoconfig.contenders import MOST_SEEDS, OURS, SYSTEMS, Maker
 from plait_bench.autoconfig.play import Curve, play
@@ -37,8 +38,8 @@ Say = Callable[[str], None]
 def measure(
     *, rounds: int, only: Sequence[str], systems: Sequence[str], data: Path | None, recorded: Sequence[Path], say: Say
 ) -> Iterator[Result]:
-    """Every workload in turn. ``rounds`` are seeds; ``recorded`` files of `tables`. Raises `BenchError`."""
-    suites = [tables.table_workload(path) for path in recorded]
+    """Every workload in turn. ``rounds`` are seeds; ``recorded``: see `tables`. Raises `BenchError`."""
+    suites = tables.recorded_suites(recorded, _spaces()) if recorded else []
     named = (*NAMES, *(suite.name for suite in suites))
     for wanted, there, what in ((only, named, "workload"), (systems, SYSTEMS, "system")):
         unknown = sorted(set(wanted) - set(there))
@@ -64,6 +65,12 @@ def measure(
             ratios=judged.ratios(suite, played, OURS),
             left_out={},
         )
+
+
+def _spaces() -> dict[str, Space]:
+    from plait_bench.cells.workloads import WORKLOADS  # with all of the engine
+
+    return {name: workload.space for name, workload in WORKLOADS.items()}
 
 
 def _folder(name: str, data: Path | None) -> Path:

@@ -1,94 +1,82 @@
-"""Recorded tables: every cell of a space measured on a real system, as a file that searches are replayed on.
+"""Our own measurements as workloads: searches are replayed on what ``python -m plait_bench.cells`` has recorded.
 
-JSON (``.json`` or ``.json.gz``)::
-
-    {"format": "plait-table", "version": 1, "name": "recommender",
-     "knobs": [{"name": "threads", "kind": "int", "low": 1, "high": 4, "step": 1, "log": false, "unit": ""},
-               {"name": "batch", "kind": "choice", "values": [1, 4, 16], "ordered": true, "when": {"threads": [1, 2]}}],
-     "constraints": ["threads * batch <= 32"],
-     "objective": {"goal": "max goodput_per_cost", "limits": ["p99_ms <= 50"]},
-     "services": [{"service": "rm1", "workload": {"candidates": 64}, "hardware": {"name": "...", "cpus": 2},
-                   "cells": [{"config": {"threads": 1, "batch": 4}, "trials": [{"metrics": {"goodput_per_cost": 3.1}}]},
-                             {"config": {"threads": 4, "batch": 4}, "trials": [{"failure": "crash", "detail": ""}]}]}]}
-
-A cell's ``trials`` are in the order of measurement: the n-th trial of a search shows the n-th; the truth, on which
-searches are judged, is their mean. Every cell of the space must be there, for every service.
+The files are lines of the tuner's library, one run each. A workload whose every cell was measured is a service to tune,
+with all others of its space as the library; of the others a sample is enough. A cell's first trial is what a search
+sees; the truth, on which searches are judged, is the mean of its trials (the best cells were measured several times).
 """
 
 from __future__ import annotations
 
-import gzip
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from plait_autoconfig.designers.protocols import Context
 from plait_autoconfig.errors import TunerError
-from plait_autoconfig.knobs import ChoiceKnob, FloatKnob, IntKnob, Knob
-from plait_autoconfig.objective import Objective, parse_objective
+from plait_autoconfig.library import LibraryRun
+from plait_autoconfig.objective import parse_objective
+from plait_autoconfig.rows import load_lines
 from plait_autoconfig.space import Space
-from plait_autoconfig.values import FailureKind, Hardware, Outcome, pooled
-from plait_bench.autoconfig.tasks import Service, Suite, leave_one_out
+from plait_autoconfig.values import cells_of, pooled
+from plait_bench.autoconfig.tasks import Service, Suite, Task
 from plait_bench.errors import BenchError
 
-FORMAT, VERSION = "plait-table", 1
-_KINDS: Mapping[str, type[IntKnob | FloatKnob | ChoiceKnob]] = {
-    "int": IntKnob, "float": FloatKnob, "choice": ChoiceKnob
-}  # fmt: skip
+__all__ = ["recorded_runs", "recorded_suites"]
+
+_TRIALS = 60
 
 
-def table_workload(path: Path) -> Suite:
-    """The file as a workload: each of its services against the others. Raises `BenchError` saying what is wrong."""
+def recorded_suites(paths: Sequence[Path], spaces: Mapping[str, Space]) -> list[Suite]:
+    """One workload, ``own-SERVICE``, for each service with a run that is complete. ``spaces``: by the runs' ids.
+
+    Raises `BenchError` saying what is wrong with which file.
+    """
+    runs = recorded_runs(paths)
+    unknown = sorted(runs.keys() - spaces.keys())
+    if unknown:
+        msg = f"no space is known for the recorded run {unknown[0]!r}; there are {', '.join(sorted(spaces))}"
+        raise BenchError(msg)
+    suites = []
+    for service in sorted({run.service for run in runs.values()}):
+        mine = {run_id: run for run_id, run in runs.items() if run.service == service}
+        tasks = []
+        for run_id, run in mine.items():
+            known = _service(run, spaces[run_id])
+            if known is not None:
+                library = tuple(other for other_id, other in mine.items() if other_id != run_id)
+                tasks.append(Task(name=run_id, service=known, library=library))
+        if tasks:
+            trials = min(_TRIALS, *(len(task.service.truth) for task in tasks))
+            marks = tuple(mark for mark in (1, 5, 10, 30) if mark <= trials)
+            suites.append(Suite(name=f"own-{service}", tasks=tuple(tasks), trials=trials, marks=marks))
+    return suites
+
+
+def recorded_runs(paths: Sequence[Path]) -> dict[str, LibraryRun]:
+    """The runs of the files by their ids. Raises `BenchError`."""
+    runs: dict[str, LibraryRun] = {}
+    for path in paths:
+        try:
+            loaded = load_lines(path.read_text(encoding="utf-8").splitlines()).runs
+        except (OSError, UnicodeDecodeError, TunerError) as error:
+            raise BenchError(f"{path} is no library of trials: {error}") from error
+        runs.update({run.run_id: run for run in loaded})
+    return runs
+
+
+def _service(run: LibraryRun, space: Space) -> Service | None:
+    """None unless every cell was measured. Raises `BenchError`."""
     try:
-        stored = path.read_bytes()
-        return suite_of(json.loads(gzip.decompress(stored) if path.suffix == ".gz" else stored))
-    except (OSError, EOFError, ValueError, KeyError, TypeError, TunerError) as error:
-        raise BenchError(f"{path} is no table of trials: {error!r}") from error
-
-
-def suite_of(document: Mapping[str, Any]) -> Suite:
-    """See `table_workload`; raises what Python raises."""
-    if (document["format"], document["version"]) != (FORMAT, VERSION):
-        msg = f"it is {document['format']} version {document['version']}, not {FORMAT} version {VERSION}"
-        raise ValueError(msg)
-    space = Space(tuple(map(_knob, document["knobs"])), tuple(document["constraints"]))
-    goal = document["objective"]
-    objective = parse_objective(goal["goal"], goal.get("limits", ()))
-    services = {each["service"]: _service(each, space, objective) for each in document["services"]}
-    trials = min(60, len(space.cells()))
-    marks = tuple(mark for mark in (1, 5, 10, 30) if mark <= trials)
-    return Suite(name=document["name"], tasks=leave_one_out(services), trials=trials, marks=marks)
-
-
-def _knob(fields: Mapping[str, Any]) -> Knob:
-    given = {name: value for name, value in fields.items() if name != "kind"}
-    if "when" in given:
-        given["when"] = {name: tuple(values) for name, values in given["when"].items()}
-    return _KINDS[fields["kind"]](**given)
-
-
-def _service(fields: Mapping[str, Any], space: Space, objective: Objective) -> Service:
-    found = {}
-    for cell in fields["cells"]:
-        key = space.key(space.check(cell["config"]))
-        found[key] = tuple(_outcome(trial) for trial in cell["trials"])
-    shown, truth = {}, []
-    for at, config in enumerate(space.cells()):
-        outcomes = found.get(space.key(config), ())
-        known = pooled(outcomes)
-        if known is None:
-            msg = f"{fields['service']} has no valid trial of {dict(config)}"
-            raise ValueError(msg)
-        shown[at] = outcomes
-        truth.append(known)
-    context = Context(
-        service=fields["service"], workload=fields.get("workload", {}), hardware=Hardware(**fields.get("hardware", {}))
-    )
+        objective = parse_objective(next(iter(run.goals), ""))
+        outcomes = {
+            space.key(space.check(cell.config)): tuple(trial.outcome for trial in cell.trials)
+            for cell in cells_of(run.trials)
+        }
+    except TunerError as error:
+        raise BenchError(f"the recorded run {run.run_id!r} can not be read: {error}") from error
+    keys = [space.key(cell) for cell in space.cells()]
+    shown = {at: outcomes[key] for at, key in enumerate(keys) if key in outcomes}
+    truth = [known for at in shown if (known := pooled(shown[at])) is not None]
+    if len(truth) < len(keys):
+        return None
+    context = Context(service=run.run_id, workload=run.workload, hardware=run.hardware, versions=run.versions)
     return Service(space=space, objective=objective, truth=tuple(truth), context=context, shown=shown)
-
-
-def _outcome(fields: Mapping[str, Any]) -> Outcome:
-    if "failure" in fields:
-        return Outcome.failed(FailureKind(fields["failure"]), fields.get("detail", ""))
-    return Outcome(metrics=fields["metrics"])

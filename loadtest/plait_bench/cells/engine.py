@@ -37,9 +37,10 @@ SPACE = Space(
         ChoiceKnob(name="batch_wait_ms", values=(0.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0), ordered=True, unit="ms"),
         ChoiceKnob(name="threads", values=(1, 2), ordered=True, unit="cores"),
         ChoiceKnob(name="exact", values=("alone", "never")),
+        ChoiceKnob(name="placement", values=("local",)),
     )
 )
-"""224 cells."""
+"""224 cells. Without Serve ControlNets have one place; it is said for services that have more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +99,8 @@ class _EngineSubject:
     def measure(self, config: Config, *, seed: int) -> Outcome:
         """See `Subject`. The first pictures warm up: a change of knobs may start threads, and merges LoRAs anew."""
         given: dict[str, Any] = dict(config)
-        knobs = Knobs(controlnet_placement=Placement.LOCAL, **{**given, "exact": Exact(given["exact"])})
+        placement = Placement(given.pop("placement"))
+        knobs = Knobs(controlnet_placement=placement, **{**given, "exact": Exact(given["exact"])})
         self._engine.reconfigure(knobs)
         self._loop([self._request(order) for order in self._workload.orders(seed)[: self._workload.callers]])
         requests = [self._request(order) for order in self._workload.orders(seed)]

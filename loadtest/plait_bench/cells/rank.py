@@ -32,9 +32,10 @@ SPACE = Space(
         ChoiceKnob(name="largest_batch_rows", values=(64, 256, 1024, 4096, 16384), ordered=True, unit="candidates"),
         ChoiceKnob(name="window", values=(1, 2, 4, 8), ordered=True, unit="batches"),
         ChoiceKnob(name="wire", values=("float32", "float16", "int8")),
+        ChoiceKnob(name="cns", values=(1,), unit="replicas"),
     )
 )
-"""240 cells."""
+"""240 cells. There is one CN; it is said for services that have more."""
 
 _WARM_UP = 16
 
@@ -74,6 +75,7 @@ class _RankSubject:
         """See `Subject`."""
         given: dict[str, Any] = dict(config)
         cn_threads, hn_threads = given.pop("cn_threads"), given.pop("hn_threads")
+        assert given.pop("cns") == 1
         core = self._cores[hn_threads]
         core.reconfigure(WorkerKnobs(threads=cn_threads, **given))
         requests = self._requests(seed)

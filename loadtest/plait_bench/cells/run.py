@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 
 from plait_autoconfig.library import LibraryRun
@@ -13,8 +14,7 @@ from plait_autoconfig.objective import max_goodput_per_cost
 from plait_autoconfig.rows import load_lines, run_line, trial_line
 from plait_autoconfig.values import Config, Hardware, Trial
 from plait_bench.cells.values import CellWorkload
-from plait_bench.host import commit, cores, host_facts
-from plait_bench.tables import ROOT
+from plait_bench.host import cores, host_facts
 
 __all__ = ["measure"]
 
@@ -64,7 +64,7 @@ def _begin(workload: CellWorkload, path: Path) -> LibraryRun:
         units={knob.name: knob.unit for knob in workload.space.knobs},
         workload=workload.features,
         hardware=Hardware(name=str(facts["cpu"]), cpus=cores(), memory_bytes=memory_bytes, price_per_hour=cores()),
-        versions={"plait": commit(ROOT), **{name: str(facts[name]) for name in ("torch", "diffusers", "python")}},
+        versions={name: version(name) for name in ("plait", "torch", "diffusers")},
         goals=(str(OBJECTIVE),),
         started_at=datetime.now(UTC).isoformat(timespec="seconds"),
     )

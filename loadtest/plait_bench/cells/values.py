@@ -46,6 +46,8 @@ def outcome_of(latencies_ms: Sequence[float], wall_s: float, *, slo_ms: float, c
     goodput_per_s = in_time / wall_s
     return Outcome.measured(
         goodput_per_s=goodput_per_s,
+        attainment=in_time / len(latencies_ms),
+        error_rate=0.0,  # a request that fails ends the measurement
         achieved_per_s=len(latencies_ms) / wall_s,
         p50_ms=statistics.median(latencies_ms),
         p99_ms=statistics.quantiles(latencies_ms, n=100, method="inclusive")[98],

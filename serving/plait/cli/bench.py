@@ -31,7 +31,7 @@ def bench(
     data: Annotated[
         Path | None, typer.Option(envvar="PLAIT_BENCH_DATA", help="autoconfig: the folder with published tables")
     ] = None,
-    table: Annotated[list[Path] | None, typer.Option(help="autoconfig: a recorded table; may be repeated")] = None,
+    table: Annotated[list[Path] | None, typer.Option(help="autoconfig: recorded runs; may be repeated")] = None,
 ) -> None:
     """Measures plait and its peers in turn; data on stdout, progress on stderr."""
     from plait_bench.errors import BenchError
