@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from plait_disagg.tables import storage
+from plait_disagg.tables import ahead, storage
 from plait_disagg.tables.errors import BadTableFile
 from plait_disagg.tables.fused import FusedTables
 from plait_disagg.tables.storage import ZeroRows, open_tables, pack_tables, write_tables
@@ -93,6 +94,25 @@ def test_a_small_file_is_read_ahead(path: Path):
     assert "rd" in mapping_flags(path)
     assert "rr" not in mapping_flags(path)
     assert tables.nbytes < path.stat().st_size
+
+
+def test_a_larger_file_is_brought_into_memory_if_it_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Without a single lookup; and not where it would take more than half of the memory that is available."""
+    file = tmp_path / "tables.safetensors"
+    write_tables(file, {"table": torch.ones(1 << 18, 64)})
+    with monkeypatch.context() as patched:
+        patched.setattr(ahead, "available_bytes", lambda: 100 << 20)
+        tables = open_tables(file, copy_on_write=True, ahead=True)
+        time.sleep(0.2)
+        assert mapped_bytes(os.getpid(), str(file))["Rss"] < 1 << 20
+    del tables
+    tables = open_tables(file, copy_on_write=True, ahead=True)
+    until_s = time.monotonic() + 30
+    while mapped_bytes(os.getpid(), str(file))["Rss"] < 64 << 20:
+        assert time.monotonic() < until_s, "it was not read ahead"
+        time.sleep(0.02)
+    assert mapped_bytes(os.getpid(), str(file))["Anonymous"] == 0
+    assert tables.is_writable
 
 
 def mapping_flags(path: Path) -> list[str]:

@@ -78,9 +78,12 @@ class Package:
 
     @cached_property
     def tables(self) -> TableSet:
-        """The tables, memory-mapped; a refresh writes to copies of their pages. Raises `PackageError`."""
+        """The tables, memory-mapped and read ahead if there is room; a refresh writes to copies of their pages.
+
+        Raises `PackageError`.
+        """
         try:
-            return open_tables(self.folder / TABLES, copy_on_write=True)
+            return open_tables(self.folder / TABLES, copy_on_write=True, ahead=True)
         except (BadTableFile, OSError) as error:
             raise PackageError(str(error)) from error
 

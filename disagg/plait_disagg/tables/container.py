@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from plait_disagg.tables.ahead import read_ahead
 from plait_disagg.tables.errors import BadTableFile
 
 __all__ = ["Container", "Entry", "map_container", "write_container"]
@@ -108,8 +109,8 @@ def write_container(
         partial.unlink(missing_ok=True)
 
 
-def map_container(path: Path, *, copy_on_write: bool = False) -> Container:
-    """Map the file, reading nothing but its header.
+def map_container(path: Path, *, copy_on_write: bool = False, ahead: bool = False) -> Container:
+    """Map the file, reading nothing but its header; ``ahead``: and the rest in the background, if it fits (`ahead.py`).
 
     While the tensors live the file must not be cut, and they must not be written to: the kernel ends the process then.
     ``copy_on_write``: they may be, where the system allows it (`Container.is_writable`); the file and other processes
@@ -124,6 +125,8 @@ def map_container(path: Path, *, copy_on_write: bool = False) -> Container:
         mapping, is_writable = _mapped(file, size, copy_on_write=copy_on_write)
     if size >= _READ_AHEAD_BELOW_BYTES:
         mapping.madvise(mmap.MADV_RANDOM)
+        if ahead:
+            read_ahead(path, mapping)
     tensors = {entry.name: _tensor(mapping, start, entry) for entry in entries}
     starts = {entry.name: start + entry.begin for entry in entries}
     return Container(tensors=tensors, starts=starts, metadata=metadata, is_writable=is_writable)

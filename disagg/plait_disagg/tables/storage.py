@@ -115,13 +115,13 @@ def pack_tables(
     return TableSet(tables=held, groups=groups, matrices=matrices, is_writable=True)
 
 
-def open_tables(path: Path, *, copy_on_write: bool = False) -> TableSet:
-    """Map a file of tables; nothing but its header is read. See `container.map_container` for ``copy_on_write`` and
-    for what must not be done to it.
+def open_tables(path: Path, *, copy_on_write: bool = False, ahead: bool = False) -> TableSet:
+    """Map a file of tables; nothing but its header is read. See `container.map_container` for ``copy_on_write``,
+    ``ahead`` and what must not be done to the file.
 
     Raises `BadTableFile`, FileNotFoundError.
     """
-    container = map_container(path, copy_on_write=copy_on_write)
+    container = map_container(path, copy_on_write=copy_on_write, ahead=ahead)
     try:
         tables, groups = _from_json(json.loads(container.metadata[_KEY]))
     except (KeyError, ValueError, TypeError, RecursionError) as error:

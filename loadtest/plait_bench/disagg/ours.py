@@ -16,6 +16,7 @@ from plait_bench.disagg.serving import announce
 from plait_disagg.fabric import connect, listen, new_secret
 from plait_disagg.package import Package, open_package
 from plait_disagg.replicas import Link
+from plait_disagg.threads import take_short_turns
 from plait_disagg.workers.cn import CnCore
 from plait_disagg.workers.hn import HnWorker
 from plait_disagg.workers.knobs import WorkerKnobs
@@ -74,6 +75,7 @@ def serve_dense(package: Package, threads: int, address: str) -> None:
 
 def main(folder: Path, threads: int, mode: str, *rest: str) -> None:
     """See the module docstring."""
+    take_short_turns()  # as the server's processes do
     package = open_package(folder)
     if mode == "dense":
         serve_dense(package, threads, *rest)

@@ -13,6 +13,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledE
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException, RequestCancelledError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from plait_disagg.threads import take_short_turns
 from plait_serving.deployments.logs import configure_logging
 from plait_serving.deployments.rank_source import RankSource
 from plait_serving.diffusion.errors import Cancelled, EngineError, EngineStopped, Overloaded
@@ -151,6 +152,7 @@ class Ingress:
         name; connecting to them goes on after this returned. ``hns``: handles of the HNs of models that have them.
         ``routers``: makes routes that others add to ours, in the replica."""
         configure_logging("ingress", os.environ)
+        take_short_turns()
         self._images = None if engine is None else HandleImageService(engine)
         self._settings = settings
         self._routers = routers

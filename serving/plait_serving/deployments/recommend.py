@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from plait_disagg.fabric import Listener, new_secret
 from plait_disagg.refresh.errors import NotPublished, RefreshError
 from plait_disagg.replicas import Replica
-from plait_disagg.threads import apart, set_threads
+from plait_disagg.threads import apart, set_threads, take_short_turns
 from plait_disagg.workers.cn import CnCore
 from plait_disagg.workers.front import Front
 from plait_disagg.workers.hn import HnWorker
@@ -66,6 +66,7 @@ class RankWorker:
         from ray import serve
 
         configure_logging(f"{role}-{name}", os.environ)
+        take_short_turns()
         self._name = str(serve.get_replica_context().replica_id.to_full_id_str())
         self._role: RankRole = role
         self._model = name

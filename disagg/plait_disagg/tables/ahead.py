@@ -1,0 +1,58 @@
+"""Reading a mapped file before its rows are asked for.
+
+Rows of a large mapping come in one page at a time (`container.py` says why), and a server that was just started would
+spend its first seconds under load on that: some 150,000 page faults for half a gigabyte, with a median latency of
+3.4 s instead of 10 ms where the disk had to be read too (RM2, 60 requests/s, 2 cores). What fits into memory is
+therefore read from end to end in the background.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from pathlib import Path
+
+__all__ = ["read_ahead"]
+
+_SHARE = 0.5
+"""Of the memory that is available: a larger file would drive out what others need."""
+
+_READ_BYTES = 8 << 20
+_MAP_BYTES = 1 << 20
+"""At once: Python holds its lock while the kernel maps pages, here for less than a tenth of a millisecond."""
+
+_MADV_POPULATE_READ = 22
+"""Linux 5.14, asm-generic/mman-common.h: as if each page had been read."""
+
+
+def read_ahead(path: Path, mapping: mmap.mmap) -> threading.Thread | None:
+    """Reads the file and maps its pages on a thread of its own, which is returned; None if it is too large for that."""
+    if len(mapping) > _SHARE * available_bytes():
+        return None
+    thread = threading.Thread(target=_read, args=(path, mapping), name=f"read ahead {path.name}", daemon=True)
+    thread.start()
+    return thread
+
+
+def available_bytes() -> int:
+    """Memory that can be had without swapping, by /proc/meminfo; 0 where there is none."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    found = dict(line.split(":", 1) for line in lines)
+    return 1024 * int(found.get("MemAvailable", "0 kB").split()[0])
+
+
+def _read(path: Path, mapping: mmap.mmap) -> None:
+    """Best effort: whatever goes wrong here, lookups read for themselves."""
+    room = memoryview(bytearray(_READ_BYTES))
+    try:
+        with path.open("rb", buffering=0) as file:
+            for start in range(0, len(mapping), _READ_BYTES):
+                os.preadv(file.fileno(), [room], start)
+                for part in range(start, min(start + _READ_BYTES, len(mapping)), _MAP_BYTES):
+                    mapping.madvise(_MADV_POPULATE_READ, part, min(_MAP_BYTES, len(mapping) - part))
+    except (OSError, ValueError):
+        return
