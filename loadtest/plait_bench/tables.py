@@ -1,7 +1,7 @@
 """README's tables, generated from ``loadtest/results``: ``python -m plait_bench.tables [--check] [README.md]``.
 
-A table stands between ``<!-- bench:NAME -->`` (or ``<!-- bench:NAME METRIC -->``) and ``<!-- /bench -->``; it shows the
-newest recorded run of NAME.
+A table stands between ``<!-- bench:NAME -->`` (or ``<!-- bench:NAME METRIC ... -->``) and ``<!-- /bench -->``; it shows
+every workload of NAME as it was recorded last.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "loadtest" / "results"
 
 _BLOCK = re.compile(
-    r"(?P<open><!-- bench:(?P<name>[a-z0-9_]+)(?: (?P<metric>[a-z0-9_]+))? -->\n).*?(?P<close><!-- /bench -->)",
+    r"(?P<open><!-- bench:(?P<name>[a-z0-9_]+)(?P<metrics>(?: [a-z0-9_]+)*) -->\n).*?(?P<close><!-- /bench -->)",
     re.DOTALL,
 )
 NOT_MEASURED = "Not measured yet.\n"
@@ -47,29 +47,34 @@ _SHOWN: Mapping[str, _Shown] = {
     "alpha_us": _Shown("us, alpha"),
 }
 _ALONE = frozenset({"crossing_bytes"})
-"""Metrics that have a table of their own: ``<!-- bench:NAME METRIC -->``."""
+"""Metrics that are counted, not measured."""
 _LIBRARIES: Mapping[str, tuple[str, ...]] = {
     "images": ("torch", "diffusers", "peft"),
     "loadtest": (),
     "disagg": ("torch",),
     "fabric": (),
+    "autoconfig": ("torch",),
 }
 
 
 def with_tables(text: str, results: Path) -> str:
     """``text`` with every block filled. Raises `BenchError` if it has none: then the markers were lost."""
-    filled, count = _BLOCK.subn(
-        lambda match: match["open"] + table(_newest(results, match), match["metric"]) + match["close"], text
-    )
+    filled, count = _BLOCK.subn(lambda match: match["open"] + _filled(results, match) + match["close"], text)
     if count == 0:
         raise BenchError("there is no <!-- bench:NAME --> block")
     return filled
 
 
-def table(run: Sequence[Mapping[str, Any]], metric: str | None = None) -> str:
+def _filled(results: Path, block: re.Match[str]) -> str:
+    metrics = block["metrics"].split()
+    wanted = metrics or [name for name in _SHOWN if name not in _ALONE]
+    return table(_newest(records.read(results / f"{block['name']}.jsonl"), wanted), wanted)
+
+
+def table(run: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> str:
     """Markdown for one run: a line for each workload (and metric, if several are shown), a column for each system, then
-    the ratios, then the machine. ``metric``: only that one."""
-    wanted = _wanted(metric)
+    the ratios, then the machine."""
+    wanted = frozenset(metrics)
     rows = [row for row in run if row["unit"] != "ratio" and row["metric"] in wanted]
     if not rows:
         return NOT_MEASURED
@@ -82,7 +87,8 @@ def table(run: Sequence[Mapping[str, Any]], metric: str | None = None) -> str:
         _line(["---", "---", *["---:"] * (len(systems) + len(compared))]),
     ]
     for workload, name in _lines(rows, run):
-        shown = _SHOWN[name]
+        unit = next(row["unit"] for row in rows if row["metric"] == name)
+        shown = _SHOWN.get(name, _Shown(unit))
         cells = [_value(values.get((workload, name, system))) for system in systems]
         cells += [_ratio(ratios.get((workload, shown.ratio_of or name, system))) for system in compared]
         table_lines.append(_line([f"`{workload}`", shown.unit, *cells]))
@@ -117,7 +123,10 @@ def _footer(run: Sequence[Mapping[str, Any]], wanted: Set[str]) -> str:
     libraries = ", ".join(f"{name} {host[name]}" for name in _LIBRARIES[run[0]["bench"]] if host.get(name))
     rounds = max((int(row["n"]) for row in run if row["metric"] in wanted), default=0)
     python = f"Python {host['python']}" + (f", {libraries}" if libraries else "")
-    where = f"{host['cpu']}, {host['cores']} cores, {host['ram_gib']:.0f} GiB; {python}; commit `{run[0]['commit']}`"
+    shown = [row for row in run if row["metric"] in wanted]
+    commits = list(dict.fromkeys(f"`{row['commit']}`" for row in shown))
+    made = f"{'commit' if len(commits) == 1 else 'commits'} {', '.join(commits)}"
+    where = f"{host['cpu']}, {host['cores']} cores, {host['ram_gib']:.0f} GiB; {python}; {made}"
     if wanted <= _ALONE:
         return f"Counted on {where}, {host['date'][:10]}."
     return (
@@ -126,17 +135,22 @@ def _footer(run: Sequence[Mapping[str, Any]], wanted: Set[str]) -> str:
     )
 
 
-def _wanted(metric: str | None) -> Set[str]:
-    """The metrics that a table shows."""
-    return _SHOWN.keys() - _ALONE if metric is None else {metric}
-
-
-def _newest(results: Path, block: re.Match[str]) -> list[dict[str, Any]]:
-    """The lines of the newest run, by date, that measured what a block shows."""
-    recorded = records.read(results / f"{block['name']}.jsonl")
-    wanted = _wanted(block["metric"])
-    newest = max((record["host"]["date"] for record in recorded if record["metric"] in wanted), default=None)
-    return [record for record in recorded if record["host"]["date"] == newest]
+def _newest(recorded: Sequence[dict[str, Any]], wanted: Sequence[str]) -> list[dict[str, Any]]:
+    """Of every workload the lines of the last run, by date, that measured one of these metrics; workloads in the order
+    in which they were first recorded."""
+    dates = {
+        workload: max(
+            (line["host"]["date"] for line in recorded if line["workload"] == workload and line["metric"] in wanted),
+            default=None,
+        )
+        for workload in dict.fromkeys(str(line["workload"]) for line in recorded)
+    }
+    return [
+        line
+        for workload, date in dates.items()
+        for line in recorded
+        if line["workload"] == workload and line["host"]["date"] == date
+    ]
 
 
 def _line(cells: Iterable[str]) -> str:

@@ -68,7 +68,9 @@ def test_a_job_measures_a_clone_on_its_own_ray_and_leaves_nothing(
 ) -> None:
     """Knobs reach the running replicas without a restart, every trial has its metrics, and no process is left."""
     monkeypatch.setenv("PLAIT_STATE_DIR", str(tmp_path / "state"))
-    state, folder = work.run(write_job(tmp_path), folder=tmp_path / "job", arguments=ARGUMENTS)
+    state, folder = work.run(
+        write_job(tmp_path, limits=["quality_drift <= 0.01"]), folder=tmp_path / "job", arguments=ARGUMENTS
+    )
     assert state.phase == "finished", state.reason
     trials = [row for row in state.rows if row.kind is Kind.TRIAL]
     assert len(trials) == 3
@@ -77,6 +79,7 @@ def test_a_job_measures_a_clone_on_its_own_ray_and_leaves_nothing(
         assert "engine reconfigured" in row.note
         assert row.outcome is not None
         assert row.outcome.failure is None
+        assert row.outcome.metrics["quality_drift"] == 0.0
         cores, cost = 1 + row.config["threads"], row.outcome.metrics["cost_per_hour"]
         assert cost == pytest.approx(0.04 * cores + 0.005 * row.outcome.metrics["memory_gib"])
         assert row.samples.memory_bytes > 50 << 20

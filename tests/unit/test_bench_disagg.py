@@ -67,16 +67,17 @@ def server(capacity_per_s: float):
 
 
 class TestGoodput:
+    @pytest.mark.parametrize("guessed", [False, True])
     @pytest.mark.parametrize("drift", [0.5, 0.95, 1.0, 1.2, 3.0])
-    def test_a_round_follows_a_machine_that_drifts(self, drift):
+    def test_a_round_follows_a_machine_that_drifts(self, drift, guessed):
         """Begun at the rate that was found before, it ends next to the capacity of now."""
-        found = around(server(100.0 * drift), 100.0, say=lambda _: None)
+        found = around(server(100.0 * drift), 100.0, guessed=guessed, say=lambda _: None)
         assert 100.0 * drift / 1.07 <= found.rate_per_s <= 100.0 * drift
 
     def test_a_server_that_never_holds_is_an_error(self):
         """And not a rate of zero."""
         with pytest.raises(SystemFailed):
-            around(lambda rate_per_s: trial(rate_per_s, 900.0), 8.0, say=lambda _: None)
+            around(lambda rate_per_s: trial(rate_per_s, 900.0), 8.0, guessed=False, say=lambda _: None)
 
     @pytest.mark.parametrize(
         ("one", "holds"),
@@ -98,7 +99,7 @@ class TestGoodput:
             seen.append(rate_per_s)
             return trial(rate_per_s, 900.0 if len(seen) == 1 or rate_per_s > 150 else 5.0)
 
-        assert around(disturbed, 100.0, say=lambda _: None).rate_per_s > 100.0
+        assert around(disturbed, 100.0, guessed=False, say=lambda _: None).rate_per_s > 100.0
 
 
 class TestDefinition:

@@ -59,8 +59,8 @@ def test_overload_is_compared_with_the_systems_own_peak() -> None:
 
     assert LOADS[-1] == 2.0
     found = ratios({"a": [phases(50.0, 80.0, 100.0, 95.0)], "b": [phases(50.0, 80.0, 90.0, 9.0)]})
-    assert found["overload:goodput_per_s:a_2x/a_peak"].value == pytest.approx(0.95)
-    assert found["overload:goodput_per_s:b_2x/b_peak"].value == pytest.approx(0.1)
+    assert found["overload:in_time_per_s:a_2x/a_peak"].value == pytest.approx(0.95)
+    assert found["overload:in_time_per_s:b_2x/b_peak"].value == pytest.approx(0.1)
 
 
 def test_what_is_compared_differs_in_what_tames_overload_only() -> None:

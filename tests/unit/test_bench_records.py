@@ -184,3 +184,22 @@ def test_a_block_can_show_one_metric(tmp_path):
     assert "mincut" not in rates
     assert "| `a-1` | bytes | 1,536 |" in counted
     assert "Counted on c" in counted
+
+
+def test_every_workload_is_shown_as_it_was_recorded_last(tmp_path):
+    """Workloads that are measured one after the other stand in one table, which says all of their commits."""
+    host = {"cpu": "c", "cores": 2, "ram_gib": 1.0, "python": "3.11", "date": "2026-01-01T00:00:00+00:00"}
+    common = {"bench": "disagg", "n": 3, "p20": 1.0, "p80": 1.0, "kind": "measured", "system": "plait", "layout": ""}
+    rate = {"metric": "goodput_per_s", "unit": "requests/s"}
+    lines = [
+        {**common, **rate, "commit": "old", "host": host, "workload": name, "value": value}
+        for name, value in (("a-1", 50.0), ("b-1", 60.0))
+    ]
+    later = {**lines[0], "commit": "new", "value": 70.0, "host": {**host, "date": "2026-01-02T00:00:00+00:00"}}
+    other = {**later, "metric": "latency_p50_ms", "unit": "ms", "value": 3.5}
+    (tmp_path / "disagg.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (*lines, later, other)))
+    text = tables.with_tables("<!-- bench:disagg -->\n<!-- /bench -->", tmp_path)
+    assert "| `a-1` | requests/s | 70 |\n| `b-1` | requests/s | 60 |" in text
+    assert "commits `new`, `old`" in text
+    both = tables.with_tables("<!-- bench:disagg goodput_per_s latency_p50_ms -->\n<!-- /bench -->", tmp_path)
+    assert "| `a-1` | ms | 3.5 |" in both

@@ -134,6 +134,17 @@ def test_another_job_is_not_mixed_into_the_folder(tmp_path):
         JobStore.open(tmp_path / "nowhere")
 
 
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b'{"name": 3}'])
+def test_a_damaged_folder_is_told_by_its_file(tmp_path, content):
+    """One sentence that names the file, whoever opens the folder."""
+    JobStore.open_or_create(tmp_path, job())
+    (tmp_path / "resolved.json").write_bytes(content)
+    with pytest.raises(JobBroken, match=r"resolved\.json is damaged"):
+        JobStore.open(tmp_path)
+    with pytest.raises(JobBroken, match=r"resolved\.json is damaged"):
+        JobStore.open_or_create(tmp_path, job())
+
+
 def test_a_database_holds_the_trials_as_well(tmp_path):
     """`storage` moves the study to a database; the rest of the folder stays."""
     store = JobStore.open_or_create(tmp_path / "job", job(storage=f"sqlite:///{tmp_path}/trials.db"))

@@ -27,6 +27,7 @@ from optuna.exceptions import DuplicatedStudyError, OptunaError
 from optuna.storages import BaseStorage
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
+from pydantic import ValidationError
 
 from plait_autoconfig.errors import OutsideSpace
 from plait_autoconfig.jobs.errors import JobBroken, JobRefused
@@ -266,7 +267,13 @@ def _record(trial: FrozenTrial) -> Record | None:
 
 
 def _read_spec(folder: Path) -> JobSpec:
-    return JobSpec.model_validate_json((folder / _RESOLVED).read_text(encoding="utf-8"))
+    """Raises `JobBroken` for a file that is not what we wrote."""
+    try:
+        return JobSpec.model_validate_json((folder / _RESOLVED).read_text(encoding="utf-8"))
+    except ValueError as error:  # pydantic's, and of bytes that are no text
+        where = f": {'.'.join(map(str, error.errors()[0]['loc']))}" if isinstance(error, ValidationError) else ""
+        msg = f"{folder / _RESOLVED} is damaged{where}; the job can not be resumed"
+        raise JobBroken(msg) from error
 
 
 def _write_whole(path: Path, text: str) -> None:

@@ -125,7 +125,7 @@ def _measure_workload(
         for round_number in range(1, rounds + 1):
             for name in systems:
                 run = partial(trials[name], seed=1000 * round_number)
-                trial = goodput.around(run, known[name], say=say)
+                trial = goodput.around(run, known[name], guessed=round_number == 1, say=say)
                 known[name] = trial.rate_per_s
                 taken[name].append(trial.goodput_per_s)
                 say(f"{workload.name}: round {round_number} of {rounds}: {name} {taken[name][-1]:.1f} requests/s")

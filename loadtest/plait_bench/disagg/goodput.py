@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,9 @@ LIMIT_MS = 50.0
 
 STEP = 1.06
 """A rate is found to 6 %."""
+
+_FIRST_STEP = STEP**4
+_EXACT = 1.0 + 1e-9
 
 CALLERS = 16
 
@@ -82,19 +86,21 @@ def _scenario(url: str, bodies: Sequence[Path], header_bytes: int, arrivals: Poi
     )
 
 
-def around(run: Callable[[float], Trial], known_per_s: float, *, say: Callable[[str], None]) -> Trial:
-    """The trial with the highest rate that holds, looked for in steps from a rate that should be about right.
+def around(run: Callable[[float], Trial], known_per_s: float, *, guessed: bool, say: Callable[[str], None]) -> Trial:
+    """The trial with the highest rate that holds, to `STEP`, looked for in steps from a rate that should be about
+    right. ``guessed``: it may be far off, so the steps begin large.
 
     Raises `SystemFailed` if far less does not hold.
     """
     low, high, best = 0.0, 0.0, None
-    rate_per_s = known_per_s
-    while not (low and high):
+    rate_per_s, step = known_per_s, _FIRST_STEP if guessed else STEP
+    while not (low and high) or high / low > STEP * _EXACT:
         trial = _twice(run, rate_per_s, say)
         if trial.holds:
-            low, best, rate_per_s = rate_per_s, trial, rate_per_s * STEP
+            low, best = rate_per_s, trial
         else:
-            high, rate_per_s = rate_per_s, rate_per_s / STEP
+            high = rate_per_s
+        rate_per_s = math.sqrt(low * high) if low and high else low * step if low else high / step
         if rate_per_s < known_per_s / 4:
             raise SystemFailed("not even a quarter of the expected rate is answered in time")
     assert best is not None

@@ -41,7 +41,7 @@ from plait_serving.deployments.reach import FABRIC
 __all__ = ["KNOBS", "LOADS", "NAME", "Phase", "open_loop", "ratios", "result"]
 
 NAME = "overload"
-METRIC, UNIT = "goodput_per_s", "requests/s"
+METRIC, UNIT = "in_time_per_s", "requests/s"
 
 KNOBS: Mapping[str, WorkerKnobs] = {
     "plait_split": WorkerKnobs(),

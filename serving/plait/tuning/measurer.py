@@ -1,7 +1,8 @@
 """The measurer of `plait_autoconfig.jobs` for plait's own applications: a clone, or the live service.
 
 Metrics of a trial: those of `load`, and ``cpu_cores`` (busy, mean), ``memory_gib`` (largest), ``cost_per_hour``
-(`cost`), ``goodput_per_cost`` (responses in time for one unit of money).
+(`cost`), ``goodput_per_cost`` (responses in time for one unit of money); if the job asks for it, ``quality_drift``
+(`drift`).
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from plait.state import state_root
 from plait.targets import load_target
 from plait.tuning.checks import Prepared, prepare, roomiest, target_config
 from plait.tuning.clone import Clone
+from plait.tuning.drift import QUALITY_DRIFT, NoAnswer, drift
 from plait.tuning.failures import of_start
 from plait.tuning.knobs import apply_knobs
 from plait.tuning.live import Live, LiveBusy
 from plait.tuning.patience import Guard
 from plait.tuning.running import Compose, NotReady, RefusedStart
-from plait.tuning.trial import LoadPlan, count_kills, run_loads
+from plait.tuning.trial import LoadPlan, aimed, count_kills, run_loads
 from plait_autoconfig.jobs.errors import JobBusy, JobRefused
 from plait_autoconfig.jobs.measurer import Measured, Say, Subject, Task
 from plait_autoconfig.jobs.spec import JobSpec
@@ -110,11 +112,17 @@ class PlaitMeasurer:
             self._after_failure()
             return Measured(outcome=outcome, duration_s=time.monotonic() - started_s, note="never ready")
         applied_s = time.monotonic() - started_s
+        try:
+            drifted = self._drifted(task, say)
+        except NoAnswer as error:
+            self._after_failure()
+            outcome = Outcome.failed(FailureKind.CRASH, str(error))
+            return Measured(outcome=outcome, duration_s=time.monotonic() - started_s, note="no answer to a probe")
         plan = LoadPlan(
             scenarios=prepared.scenarios,
             search=spec.offered == "capacity",
             seed=task.seed,
-            limit_s=task.limit_s - _SPARE_S - applied_s,
+            limit_s=task.limit_s - _SPARE_S - (time.monotonic() - started_s),
             guard=None if prepared.guard is None else partial(Guard, prepared.guard),
         )
         shown = run_loads(
@@ -125,6 +133,7 @@ class PlaitMeasurer:
             folder=task.folder,
             log_path=self._folder / "clone.log",
             say=say,
+            known=drifted,
         )
         if shown.guard_breached or (shown.outcome.failure is not None and not shown.outcome.invalid):
             self._after_failure()
@@ -153,6 +162,16 @@ class PlaitMeasurer:
         application, self._application = self._application, None
         if application is not None:
             application.close()
+
+    def _drifted(self, task: Task, say: Say) -> dict[str, float]:
+        """The metric of `drift`, if the job asks for it."""
+        spec, prepared, application = self._checked()
+        if QUALITY_DRIFT not in spec.goal.metrics:
+            return {}
+        say("asking the probes")
+        running = application.running
+        scenarios = [aimed(scenario, running.url, running.prefix) for scenario in prepared.scenarios]
+        return {QUALITY_DRIFT: drift(scenarios, self._folder, is_default=task.config == spec.default)}
 
     def _attach(self, config: PlaitConfig) -> Live:
         try:

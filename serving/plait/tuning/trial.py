@@ -60,8 +60,12 @@ def run_loads(
     folder: Path,
     log_path: Path | None,
     say: Callable[[str], None],
+    known: Mapping[str, float],
 ) -> Shown:
-    """Runs the load and judges it. ``log_path``: where the replicas write. Raises `ScenarioError`."""
+    """Runs the load and judges it. ``log_path``: where the replicas write; ``known``: metrics that are there by now.
+
+    Raises `ScenarioError`.
+    """
     assert running.config is not None, "a trial needs an application that runs"
     before, kills, said_bytes = running.pids(), count_kills(), _size(log_path)
     started_s = time.monotonic()
@@ -86,7 +90,7 @@ def run_loads(
         cpu_cores=used.cpu_s / seconds, memory_bytes=used.memory_bytes, gpu_memory_bytes=used.gpu_memory_bytes
     )
     failed = next((bad for load in loads if (bad := of_load(load, evidence, guard=bool(breached)))), None)
-    metrics = worst([load.metrics for load in loads]) | _costs(running.config, used, prices, machine_cores)
+    metrics = {**known, **worst([load.metrics for load in loads])} | _costs(running.config, used, prices, machine_cores)
     return Shown(
         outcome=failed or Outcome(metrics=_with_ratios(metrics, samples)),
         samples=samples,

@@ -1,0 +1,116 @@
+"""How far a configuration's answers are from the default's: ``quality_drift``, for jobs that limit it.
+
+The first requests of every scenario are asked one after the other before the load, the same for every configuration.
+The default's answers are kept in the job's folder; those of any other are compared with them: of pictures the mean
+difference of their channels (0: equal, 1: black against white), of scores the largest difference. What drifts most
+counts. Knobs that promise the same answers (replicas, threads, windows) show what chance and rounding do.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from plait.errors import PlaitError
+from plait_loadtest.plan import make_plan
+from plait_loadtest.scenario import Scenario
+from plait_loadtest.values import Prepared
+
+__all__ = ["QUALITY_DRIFT", "NoAnswer", "drift"]
+
+QUALITY_DRIFT = "quality_drift"
+"""The metric's name."""
+
+_PROBES = 4
+"""Requests of each scenario: a picture may take a second, and a trial that needs no restart should add two."""
+
+_TIMEOUT_S = 120.0
+_FILE = "default-answers.npz"
+_HEADER_LENGTH = "inference-header-content-length"
+
+Answers: TypeAlias = Mapping[str, npt.NDArray[np.float32]]
+
+
+class NoAnswer(PlaitError):
+    """A probe was not answered: the configuration does not work, or nobody has the default's answers."""
+
+
+def drift(scenarios: Sequence[Scenario], folder: Path, *, is_default: bool) -> float:
+    """The drift of what runs. ``scenarios``: with their address. The default's answers are kept in ``folder`` when they
+    come for the first time. Raises `NoAnswer`, `ScenarioError`."""
+    answers = {name: values for scenario in scenarios for name, values in _asked(scenario).items()}
+    path = folder / _FILE
+    if is_default and not path.exists():
+        with path.with_suffix(".partial").open("wb") as file:
+            np.savez(file, **answers)
+        path.with_suffix(".partial").rename(path)
+    if not path.exists():
+        raise NoAnswer("the default has not answered yet, so nothing can be compared with it")
+    with np.load(path, allow_pickle=False) as kept:
+        return max(_difference(name, kept, values) for name, values in answers.items())
+
+
+def _difference(name: str, kept: Mapping[str, Any], values: npt.NDArray[np.float32]) -> float:
+    if name not in kept or kept[name].shape != values.shape:
+        raise NoAnswer(f"{name}: the default's answer has another form")
+    away = np.abs(kept[name] - values)
+    return float(away.mean() if values.ndim == 3 else away.max(initial=0.0))
+
+
+def _asked(scenario: Scenario) -> Answers:
+    """The answers to the scenario's probes, by the name of each."""
+    mix, found = make_plan(scenario).mix, {}
+    for index in range(_PROBES):
+        head, body = _ask(scenario, mix.build(index))
+        parts = _pictures(body) if scenario.target.api == "images" else _scores(head, body)
+        found |= {f"{scenario.name}-{index}-{name}": values for name, values in parts.items()}
+    return found
+
+
+def _ask(scenario: Scenario, request: Prepared) -> tuple[Mapping[str, str], bytes]:
+    headers = {**scenario.target.headers, **dict(request.headers)}
+    url = f"{scenario.target.url}{request.path}"
+    asked = urllib.request.Request(url, data=request.body, headers=headers, method=request.method)  # noqa: S310 - ours
+    try:
+        with urllib.request.urlopen(asked, timeout=_TIMEOUT_S) as answer:  # noqa: S310
+            return {name.lower(): value for name, value in answer.headers.items()}, answer.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            told = error.read(300).decode(errors="replace")
+        raise NoAnswer(f"a probe was answered with {error.code}: {told}") from error
+    except OSError as error:
+        raise NoAnswer(f"a probe was not answered: {error}") from error
+
+
+def _pictures(body: bytes) -> dict[str, npt.NDArray[np.float32]]:
+    """Channels of each picture, 0 to 1: (height, width, 3)."""
+    from PIL import Image
+
+    pictures = [base64.b64decode(entry["b64_json"]) for entry in json.loads(body)["data"]]
+    return {
+        f"picture-{i}": np.asarray(Image.open(io.BytesIO(data)).convert("RGB"), np.float32) / 255.0
+        for i, data in enumerate(pictures)
+    }
+
+
+def _scores(head: Mapping[str, str], body: bytes) -> dict[str, npt.NDArray[np.float32]]:
+    """Each output, in one row. JSON, or binary tensors of FP32 behind it."""
+    end = int(head.get(_HEADER_LENGTH, len(body)))
+    found = {}
+    for output in json.loads(body[:end])["outputs"]:
+        nbytes = output.get("parameters", {}).get("binary_data_size")
+        if nbytes is None:
+            found[output["name"]] = np.asarray(output["data"], np.float32).reshape(-1)
+        else:
+            found[output["name"]] = np.frombuffer(body, np.float32, nbytes // 4, end)
+            end += nbytes
+    return found
