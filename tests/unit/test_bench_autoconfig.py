@@ -19,7 +19,7 @@ from plait_bench import autoconfig
 from plait_bench.autoconfig import falcon, judged, llm_pilot, synthetic
 from plait_bench.autoconfig.paired import p_better, p_not_worse, sign_flip_p
 from plait_bench.autoconfig.play import Curve, play
-from plait_bench.autoconfig.tables import recorded_runs, recorded_suites
+from plait_bench.autoconfig.tables import recorded_suites
 from plait_bench.autoconfig.tasks import Task
 from plait_bench.errors import BenchError
 
@@ -54,7 +54,7 @@ def recorded(folder: Path, *, leave_out: int = 0, **changes: Any) -> Path:
 
 def test_recorded_runs_become_a_workload(tmp_path: Path):
     """Each against the other; trials show what was measured, in order; the truth is the mean."""
-    (suite,) = recorded_suites(recorded_runs([recorded(tmp_path)]), SPACES)
+    (suite,) = recorded_suites([recorded(tmp_path)], SPACES)
     assert suite.name == "own-tiny"
     assert [task.name for task in suite.tasks] == ["one", "two"]
     assert [run.run_id for run in suite.tasks[0].library] == ["two"]
@@ -69,7 +69,7 @@ def test_recorded_runs_become_a_workload(tmp_path: Path):
 
 def test_a_run_with_cells_missing_is_only_a_source(tmp_path: Path):
     """Its optimum is not known."""
-    (suite,) = recorded_suites(recorded_runs([recorded(tmp_path, leave_out=3)]), SPACES)
+    (suite,) = recorded_suites([recorded(tmp_path, leave_out=3)], SPACES)
     (task,) = suite.tasks
     assert task.name == "one"
     assert [len(run.trials) for run in task.library] == [5]
@@ -86,17 +86,17 @@ def test_a_run_with_cells_missing_is_only_a_source(tmp_path: Path):
 def test_recorded_runs_that_can_not_be_judged_are_refused(tmp_path: Path, changes: dict[str, Any], said: str):
     """The message names the run and what is wrong."""
     with pytest.raises(BenchError, match=said):
-        recorded_suites(recorded_runs([recorded(tmp_path, **changes)]), SPACES)
+        recorded_suites([recorded(tmp_path, **changes)], SPACES)
 
 
 def test_a_file_that_is_no_library_is_refused_by_name(tmp_path: Path):
     """And so is a run of a space that nobody knows."""
     path = recorded(tmp_path)
     with pytest.raises(BenchError, match="no space is known for the recorded run 'two'"):
-        recorded_suites(recorded_runs([path]), {"one": SPACE})
+        recorded_suites([path], {"one": SPACE})
     path.write_text("cake\nmore\n")
     with pytest.raises(BenchError, match=r"tiny\.jsonl is no library"):
-        recorded_runs([path])
+        recorded_suites([path], SPACES)
 
 
 def test_the_whole_benchmark_runs_on_recorded_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

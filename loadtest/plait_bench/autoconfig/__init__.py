@@ -1,9 +1,9 @@
 """Designers on services whose every configuration is known: how many trials until a good one is found?
 
 Workloads: ``falcon`` and ``llm-pilot`` (published tables, read from the folder with the data), ``synthetic`` (made-up
-services with noise and configurations that fail; also without a library and with a misleading one), and our own engine
-and recommender as they were measured (``own-images``, ``own-recommend``: `tables`). All designers have equal trials and
-the same seeds; every service is tuned with the others as its library.
+services with noise and configurations that fail; also without a library and with a misleading one), and any number of
+recorded runs (`tables`). All designers have equal trials and the same seeds; every service is tuned with the others
+as its library.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from pathlib import Path
 from statistics import fmean
 
 from plait_autoconfig.space import Space
-from plait_autoconfig.starter_library import starter_runs
 from plait_bench.autoconfig import falcon, judged, llm_pilot, synthetic, tables, zero_shot
 from plait_bench.autoconfig.contenders import MOST_SEEDS, OURS, SYSTEMS, Maker
 from plait_bench.autoconfig.play import Curve, play
@@ -25,8 +24,7 @@ from plait_bench.runner import Result
 NAME = "autoconfig"
 SEEDS, QUICK_SEEDS = 20, 2
 COLD, MISLED = "synthetic-cold", "synthetic-misled"
-GIVEN, OWN = ("falcon", "llm-pilot", "synthetic", COLD, MISLED), ("own-images", "own-recommend")
-NAMES = (*GIVEN, *OWN)
+NAMES = ("falcon", "llm-pilot", "synthetic", COLD, MISLED)
 _ZERO_SHOT_SEEDS = 1  # a nested selection takes a minute or two
 _TAKING_PART: Mapping[str, frozenset[str]] = {
     COLD: frozenset({OURS, "random", "optuna-tpe", "optuna-gp"}),
@@ -40,14 +38,9 @@ Say = Callable[[str], None]
 def measure(
     *, rounds: int, only: Sequence[str], systems: Sequence[str], data: Path | None, recorded: Sequence[Path], say: Say
 ) -> Iterator[Result]:
-    """Every workload in turn. ``rounds`` are seeds; ``recorded``: files of runs in place of the starter library.
-
-    Raises `BenchError`.
-    """
-    own = recorded or not only or set(only) & set(OWN)
-    runs = tables.recorded_runs(recorded) if recorded else list(starter_runs()) if own else []
-    suites = tables.recorded_suites(runs, _spaces()) if own else []
-    named = (*GIVEN, *(suite.name for suite in suites))
+    """Every workload in turn. ``rounds`` are seeds; ``recorded``: see `tables`. Raises `BenchError`."""
+    suites = tables.recorded_suites(recorded, _spaces()) if recorded else []
+    named = (*NAMES, *(suite.name for suite in suites))
     for wanted, there, what in ((only, named, "workload"), (systems, SYSTEMS, "system")):
         unknown = sorted(set(wanted) - set(there))
         if unknown:

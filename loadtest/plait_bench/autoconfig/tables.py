@@ -1,9 +1,8 @@
 """Our own measurements as workloads: searches are replayed on what ``python -m plait_bench.cells`` has recorded.
 
-The runs are those of the starter library, or of files of the same form. A workload whose every cell was measured is a
-service to tune, with all others of its space as the library; of the others a sample is enough. A cell's first trial is
-what a search sees; the truth, on which searches are judged, is the mean of its trials (the best cells were measured
-several times).
+The files are lines of the tuner's library, one run each. A workload whose every cell was measured is a service to tune,
+with all others of its space as the library; of the others a sample is enough. A cell's first trial is what a search
+sees; the truth, on which searches are judged, is the mean of its trials (the best cells were measured several times).
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ __all__ = ["recorded_runs", "recorded_suites"]
 _TRIALS = 60
 
 
-def recorded_suites(recorded: Sequence[LibraryRun], spaces: Mapping[str, Space]) -> list[Suite]:
+def recorded_suites(paths: Sequence[Path], spaces: Mapping[str, Space]) -> list[Suite]:
     """One workload, ``own-SERVICE``, for each service with a run that is complete. ``spaces``: by the runs' ids.
 
-    Raises `BenchError` saying what is wrong with which run.
+    Raises `BenchError` saying what is wrong with which file.
     """
-    runs = {run.run_id: run for run in recorded}
+    runs = recorded_runs(paths)
     unknown = sorted(runs.keys() - spaces.keys())
     if unknown:
         msg = f"no space is known for the recorded run {unknown[0]!r}; there are {', '.join(sorted(spaces))}"
@@ -52,15 +51,15 @@ def recorded_suites(recorded: Sequence[LibraryRun], spaces: Mapping[str, Space])
     return suites
 
 
-def recorded_runs(paths: Sequence[Path]) -> list[LibraryRun]:
-    """The runs of the files. Raises `BenchError` naming the file."""
-    runs: list[LibraryRun] = []
+def recorded_runs(paths: Sequence[Path]) -> dict[str, LibraryRun]:
+    """The runs of the files by their ids. Raises `BenchError`."""
+    runs: dict[str, LibraryRun] = {}
     for path in paths:
         try:
             loaded = load_lines(path.read_text(encoding="utf-8").splitlines()).runs
         except (OSError, UnicodeDecodeError, TunerError) as error:
             raise BenchError(f"{path} is no library of trials: {error}") from error
-        runs += loaded
+        runs.update({run.run_id: run for run in loaded})
     return runs
 
 
