@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, Self, TypeAlias
+
+from plait_bench.summary import summarise
 
 Json: TypeAlias = Any
 """What ``json`` can write and read back unchanged."""
@@ -122,6 +124,18 @@ class Row:
     n: int
     layout: str = ""
     kind: str = "measured"
+
+    @classmethod
+    def of(
+        cls, values: Sequence[float], *, system: str, workload: str, metric: str, unit: str, layout: str = "",
+        kind: str = "measured",
+    ) -> Self:  # fmt: skip
+        """Of one value per round."""
+        summary = summarise(values)
+        return cls(
+            system=system, workload=workload, metric=metric, unit=unit, value=summary.value, p20=summary.p20,
+            p80=summary.p80, n=summary.n, layout=layout, kind=kind,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

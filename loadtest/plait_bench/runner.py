@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from plait_bench.benchmark import Benchmark, Fleet, Layout, Measure, Row, Sample, System, Workload
 from plait_bench.errors import Unavailable
-from plait_bench.summary import Summary, pairwise_ratio, summarise
+from plait_bench.summary import Summary, pairwise_ratio
 
 OpenFleet = Callable[[System, int], Fleet]
 """``(system, processes) -> its workers``."""
@@ -180,16 +180,13 @@ def _rounds(
 
 
 def _rows(system: str, workload: str, measured: Sequence[Mapping[str, Measure]], layout: Layout) -> list[Row]:
-    rows = []
-    for metric, first in measured[0].items():
-        summary = summarise([measures[metric].value for measures in measured])
-        rows.append(
-            Row(
-                system=system, workload=workload, metric=metric, unit=first.unit, value=summary.value,
-                p20=summary.p20, p80=summary.p80, n=summary.n, layout=str(layout),
-            )
-        )  # fmt: skip
-    return rows
+    return [
+        Row.of(
+            [measures[metric].value for measures in measured],
+            system=system, workload=workload, metric=metric, unit=first.unit, layout=str(layout),
+        )
+        for metric, first in measured[0].items()
+    ]  # fmt: skip
 
 
 def _ratios(ours: str, workload: str, measured: Mapping[str, Sequence[Mapping[str, Measure]]]) -> dict[str, Summary]:

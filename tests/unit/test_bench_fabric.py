@@ -63,5 +63,5 @@ def test_tables_label_what_a_model_says() -> None:
         row | {"system": "model", "value": 87.9, "kind": "modelled"},
         row | {"system": "plait/model", "unit": "ratio", "value": 1.007, "kind": "measured"},
     ]
-    shown = table(run)
+    shown = table(run, ["one_way_us"])
     assert "| `100g-1MiB` | us one way | 88.5 | 87.9 (modelled) | **1.01**" in shown

@@ -9,7 +9,7 @@ from plait_bench.autoconfig.paired import p_better, p_not_worse
 from plait_bench.autoconfig.play import Curve
 from plait_bench.autoconfig.tasks import Suite
 from plait_bench.benchmark import Row
-from plait_bench.summary import Summary, pairwise_ratio, summarise
+from plait_bench.summary import Summary, pairwise_ratio
 
 MARGIN_TRIALS = 1.0
 """Non-inferior: not later by so many trials."""
@@ -96,8 +96,4 @@ def _by_service(seeds: Sequence[Sequence[Curve]]) -> list[float]:
 
 def row(system: str, workload: str, metric: str, unit: str, values: Sequence[float]) -> Row:
     """Of one value per seed."""
-    summary = summarise(values)
-    return Row(
-        system=system, workload=workload, metric=metric, unit=unit, value=summary.value, p20=summary.p20,
-        p80=summary.p80, n=summary.n,
-    )  # fmt: skip
+    return Row.of(values, system=system, workload=workload, metric=metric, unit=unit)

@@ -22,7 +22,7 @@ from plait_bench.disagg.serving import Served, serving
 from plait_bench.errors import BenchError
 from plait_bench.host import cores
 from plait_bench.runner import Result
-from plait_bench.summary import Summary, pairwise_ratio, summarise
+from plait_bench.summary import Summary, pairwise_ratio
 
 NAME = "disagg"
 OURS = "plait"
@@ -95,7 +95,10 @@ def measure(*, rounds: int, only: Sequence[str], systems: Sequence[str], say: Sa
         if workload.name not in chosen:
             continue
         taken, layouts = _measure_workload(workload, [name for name in SYSTEMS if name in wanted], rounds, say)
-        rows = tuple(_row(workload.name, name, taken[name], layouts[name].name) for name in taken)
+        rows = tuple(
+            Row.of(values, system=name, workload=workload.name, metric=METRIC, unit=UNIT, layout=layouts[name].name)
+            for name, values in taken.items()
+        )
         yield Result(rows=rows, ratios=_ratios(workload.name, taken), left_out={})
 
 
@@ -163,14 +166,6 @@ def layouts_of(workload: Workload, name: str, package: Path) -> tuple[Layout, ..
 
 def _trial(server: Served, bodies: Sequence[Path], rate_per_s: float, *, seed: int) -> goodput.Trial:
     return goodput.attempt(server.url, bodies, HEADER_BYTES, rate_per_s, seed=seed + int(rate_per_s))
-
-
-def _row(workload: str, system: str, values: Sequence[float], layout: str) -> Row:
-    summary = summarise(values)
-    return Row(
-        system=system, workload=workload, metric=METRIC, unit=UNIT, value=summary.value,
-        p20=summary.p20, p80=summary.p80, n=summary.n, layout=layout,
-    )  # fmt: skip
 
 
 def _ratios(workload: str, taken: Mapping[str, Sequence[float]]) -> dict[str, Summary]:

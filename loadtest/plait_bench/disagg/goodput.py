@@ -19,7 +19,7 @@ LIMIT_MS = 50.0
 STEP = 1.06
 """A rate is found to 6 %."""
 
-_FIRST_STEP = STEP**4
+_FIRST_STEP, _GROWTH, _HOPELESS = STEP**4, 1.5, 50.0
 _EXACT = 1.0 + 1e-9
 
 CALLERS = 16
@@ -87,10 +87,10 @@ def _scenario(url: str, bodies: Sequence[Path], header_bytes: int, arrivals: Poi
 
 
 def around(run: Callable[[float], Trial], known_per_s: float, *, guessed: bool, say: Callable[[str], None]) -> Trial:
-    """The trial with the highest rate that holds, to `STEP`, looked for in steps from a rate that should be about
-    right. ``guessed``: it may be far off, so the steps begin large.
+    """The trial with the highest rate that holds, to `STEP`, looked for in growing steps from a rate that should be
+    about right. ``guessed``: it may be far off, so the steps begin large.
 
-    Raises `SystemFailed` if far less does not hold.
+    Raises `SystemFailed` if next to nothing holds.
     """
     low, high, best = 0.0, 0.0, None
     rate_per_s, step = known_per_s, _FIRST_STEP if guessed else STEP
@@ -101,8 +101,9 @@ def around(run: Callable[[float], Trial], known_per_s: float, *, guessed: bool, 
         else:
             high = rate_per_s
         rate_per_s = math.sqrt(low * high) if low and high else low * step if low else high / step
-        if rate_per_s < known_per_s / 4:
-            raise SystemFailed("not even a quarter of the expected rate is answered in time")
+        step **= _GROWTH
+        if rate_per_s < known_per_s / _HOPELESS:
+            raise SystemFailed(f"not even {1 / _HOPELESS:.0%} of the expected rate is answered in time")
     assert best is not None
     return best
 

@@ -19,7 +19,7 @@ from plait_bench.disagg.packages import packaged
 from plait_bench.disagg.scores import compare
 from plait_bench.disagg.serving import Served, serving
 from plait_bench.runner import Result
-from plait_bench.summary import pairwise_ratio, summarise
+from plait_bench.summary import pairwise_ratio
 
 __all__ = ["NAME", "result"]
 
@@ -63,17 +63,9 @@ def _result(taken: dict[str, list[tuple[float, float]]]) -> Result:
     rows, ratios = [], {}
     for i, metric in enumerate(("latency_p50_ms", "latency_p99_ms")):
         values = {name: [pair[i] for pair in pairs] for name, pairs in taken.items()}
-        rows += [_row(name, metric, values[name]) for name in taken]
+        rows += [Row.of(values[name], system=name, workload=NAME, metric=metric, unit="ms") for name in taken]
         ratios[f"{NAME}:{metric}:{OURS}/{PEER}"] = pairwise_ratio(values[OURS], values[PEER])
     return Result(rows=tuple(rows), ratios=ratios, left_out={})
-
-
-def _row(system: str, metric: str, values: Sequence[float]) -> Row:
-    summary = summarise(values)
-    return Row(
-        system=system, workload=NAME, metric=metric, unit="ms", value=summary.value,
-        p20=summary.p20, p80=summary.p80, n=summary.n,
-    )  # fmt: skip
 
 
 def _block(server: Served, contents: Sequence[bytes]) -> tuple[float, float]:

@@ -11,13 +11,10 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,19 +22,15 @@ from pathlib import Path
 import torch
 
 from plait_bench.benchmark import Row
+from plait_bench.disagg.asking import arrivals, closed_loop_per_s, requests_of
 from plait_bench.disagg.packages import packaged
-from plait_bench.errors import SystemFailed
+from plait_bench.disagg.served import served
 from plait_bench.runner import Result
-from plait_bench.summary import Summary, pairwise_ratio, percentile, summarise
-from plait_disagg.fabric import connect, new_secret
-from plait_disagg.models.configs import ids_per_bag
-from plait_disagg.models.requests import random_request
+from plait_bench.summary import Summary, pairwise_ratio, percentile
 from plait_disagg.package import Package, open_package
 from plait_disagg.refresh.live import Live
 from plait_disagg.refresh.publish import Fleet, publish
 from plait_disagg.refresh.update import Rows, Update, read_update, write_update
-from plait_disagg.replicas import Link
-from plait_disagg.workers.check import check_request
 from plait_disagg.workers.errors import RankError
 from plait_disagg.workers.remote import RemoteRanker
 from plait_disagg.workers.values import RankRequest
@@ -72,61 +65,6 @@ class Answer:
     scores: torch.Tensor | None = None
 
 
-class WorkerProcess:
-    """A worker of `refresh_worker`, and a `Fleet` of one."""
-
-    def __init__(self, folder: Path, role: str, secret: bytes, *addresses: str) -> None:
-        """Waits until it listens. Raises `SystemFailed`."""
-        command = [sys.executable, "-m", "plait_bench.disagg.refresh_worker", str(folder), role, *addresses]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._role = role
-        if self._told(secret.hex()) is not None:
-            raise SystemFailed(f"the {role} did not start")
-
-    def stage(self, folder: Path) -> Mapping[str, Exception | None]:
-        """See `Fleet`."""
-        return {self._role: self._told(f"stage {folder}")}
-
-    def switch(self, version: str) -> Mapping[str, Exception | None]:
-        """See `Fleet`."""
-        return {self._role: self._told(f"switch {version}")}
-
-    def end(self) -> None:
-        """Kills it."""
-        self._process.kill()
-        self._process.wait()
-
-    def _told(self, line: str) -> Exception | None:
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        stdin.write(line + "\n")
-        stdin.flush()
-        said = stdout.readline().strip()
-        return None if said == "ok" else SystemFailed(said or "the worker ended")
-
-
-@contextmanager
-def served(package: Package, mode: str) -> Iterator[tuple[RemoteRanker, Sequence[Fleet]]]:
-    """The workers of a model, and a client that is connected to them."""
-    secret = new_secret()
-    with tempfile.TemporaryDirectory(prefix="plait-bench-") as sockets, ExitStack() as stack:
-        front, hn = f"shm://{sockets}/front", f"shm://{sockets}/hn"
-        roles = [("whole", front)] if mode == "whole" else [("hn", hn), ("cn", front, hn)]
-        fleets = []
-        for role, *addresses in roles:
-            fleets.append(WorkerProcess(package.folder, role, secret, *addresses))
-            stack.callback(fleets[-1].end)
-        ranker = RemoteRanker(package.manifest.name, lambda _: Link(replica="w", channel=connect(front, secret=secret)))
-        stack.callback(ranker.core.stop, drain_s=0.0)
-        until_s = time.monotonic() + 30.0
-        while ranker.core.ready() is not None:
-            if time.monotonic() > until_s:
-                raise SystemFailed(f"no worker: {ranker.core.ready()}")
-            time.sleep(0.01)
-        yield ranker, fleets
-
-
 def result(*, rounds: int, say: Say) -> Result:
     """p99 of both kinds of phases, round by round, and their ratio; answers that were wrong or lost; what was
     refreshed."""
@@ -137,7 +75,7 @@ def result(*, rounds: int, say: Say) -> Result:
         with tempfile.TemporaryDirectory(dir=original.parent, prefix=".refresh-") as scratch:
             package = open_package(linked(original, Path(scratch) / "package"))
             updates = write_updates(package, Path(scratch), int(rounds * PHASE_S * UPDATES_PER_S), say=say)
-            requests = make_requests(package)
+            requests = requests_of(package, _MODEL, candidates=_CANDIDATES, count=_REQUESTS)
             with served(package, mode) as (ranker, fleets):
                 run = Run(ranker, requests, Publisher(package, updates, fleets))
                 asyncio.run(run.rounds(rounds, partial(_say, say, system)))
@@ -192,19 +130,6 @@ def make_update(package: Package, number: int, chance: torch.Generator) -> Updat
     )
 
 
-def make_requests(package: Package) -> list[RankRequest]:
-    """Different ones, with skewed ids."""
-    manifest = package.manifest
-    asked = [
-        random_request(
-            manifest.inputs, manifest.bounds, model=manifest.name, candidates=_CANDIDATES,
-            ids_per_bag=ids_per_bag(_MODEL), seed=seed,
-        )
-        for seed in range(_REQUESTS)
-    ]  # fmt: skip
-    return [check_request(package.card(), one.tensors, request_id=str(number)) for number, one in enumerate(asked)]
-
-
 class Publisher:
     """Publishes updates one after the other, `UPDATES_PER_S` or as many as can be."""
 
@@ -250,7 +175,9 @@ class Run:
 
     async def rounds(self, count: int, say: Say) -> None:
         """Phases in turn, the same arrivals in both of a round."""
-        rate_per_s = _LOAD * await closed_loop_per_s(self._ranker, self._requests, self._phase_s / 4)
+        rate_per_s = _LOAD * await closed_loop_per_s(
+            self._ranker, self._requests, callers=_CALLERS, seconds=self._phase_s / 4
+        )
         say(f"{rate_per_s:.0f} requests/s")
         for number in range(count):
             self.still.append(await self._phase(rate_per_s, number))
@@ -266,29 +193,11 @@ class Run:
         return await open_loop(self._ranker, self._requests, rate_per_s, self._phase_s, seed=seed)
 
 
-async def closed_loop_per_s(ranker: RemoteRanker, requests: Sequence[RankRequest], seconds: float) -> float:
-    """What some callers reach that always wait for their answer."""
-    until_s = time.monotonic() + seconds
-    done = 0
-
-    async def call(number: int) -> None:
-        nonlocal done
-        while time.monotonic() < until_s:
-            await ranker.rank(requests[number % len(requests)])
-            number += 1
-            done += 1
-
-    await asyncio.gather(*(call(number * 5) for number in range(_CALLERS)))
-    return done / seconds
-
-
 async def open_loop(
     ranker: RemoteRanker, requests: Sequence[RankRequest], rate_per_s: float, seconds: float, *, seed: int
 ) -> list[Answer]:
     """One phase. Latency counts from the moment at which a request was due."""
     chance = random.Random(seed)
-    begin_s, due_s = time.monotonic(), 0.0
-    asked: list[asyncio.Task[Answer]] = []
 
     async def ask(number: int, due_s: float) -> Answer:
         try:
@@ -299,9 +208,10 @@ async def open_loop(
         scores = next(iter(answer.outputs.values()))
         return Answer(request=number, latency_s=latency_s, version=answer.version, scores=scores)
 
-    while (due_s := due_s + chance.expovariate(rate_per_s)) < seconds:
-        await asyncio.sleep(max(0.0, begin_s + due_s - time.monotonic()))
-        asked.append(asyncio.create_task(ask(chance.randrange(len(requests)), begin_s + due_s)))
+    asked = [
+        asyncio.create_task(ask(chance.randrange(len(requests)), due_s))
+        async for due_s in arrivals(rate_per_s, seconds, chance)
+    ]
     return [await task for task in asked]
 
 
@@ -351,15 +261,10 @@ def _rows(system: str, run: Run, wrong: int, step: float) -> list[Row]:
     count = len(run.answers)
     lost = sum(answer.scores is None for answer in run.answers)
     updates_per_s = run.publisher.published / run.publisher.seconds
-    made = []
-    for name, values in zip(("still", "refreshed"), run.p99_ms, strict=True):
-        one = summarise(values)
-        made.append(
-            Row(
-                system=f"{system}_{name}", workload=WORKLOAD, metric=METRIC, unit="ms", value=one.value,
-                p20=one.p20, p80=one.p80, n=one.n,
-            )
-        )  # fmt: skip
+    made = [
+        Row.of(values, system=f"{system}_{name}", workload=WORKLOAD, metric=METRIC, unit="ms")
+        for name, values in zip(("still", "refreshed"), run.p99_ms, strict=True)
+    ]
     counted = [
         ("mixed_version_answers", "answers", float(wrong), count),
         ("lost_requests", "requests", float(lost), count),

@@ -12,14 +12,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from plait_bench.benchmark import Row
+from plait_bench.disagg.asking import requests_of, wait_until_ready
 from plait_bench.disagg.packages import packaged
-from plait_bench.errors import SystemFailed
 from plait_bench.runner import Result
-from plait_bench.summary import pairwise_ratio, summarise
-from plait_disagg.models.configs import ids_per_bag
-from plait_disagg.models.requests import random_request
+from plait_bench.summary import pairwise_ratio
 from plait_disagg.package import Package, open_package
-from plait_disagg.workers.check import check_request
 from plait_disagg.workers.cn import CnCore
 from plait_disagg.workers.protocols import Ranker
 from plait_disagg.workers.ranker import CoreRanker
@@ -34,7 +31,7 @@ WHOLE, SPLIT = "plait", "plait_split"
 CANDIDATES = (1, 64, 512)
 
 _MODEL, _SCALE = "rm1", 0.125
-_BLOCK, _REQUESTS, _START_S = 60, 24, 60.0
+_BLOCK, _REQUESTS = 60, 24
 
 Say = Callable[[str], None]
 
@@ -48,7 +45,7 @@ def result(*, rounds: int, say: Say) -> Result:
         workload = f"{NAME}-{candidates}"
         added = [theirs - ours for ours, theirs in zip(whole, split, strict=True)]
         for system, metric, values in ((WHOLE, METRIC, whole), (SPLIT, METRIC, split), (SPLIT, ADDED, added)):
-            rows.append(_row(workload, system, metric, values))
+            rows.append(Row.of(values, system=system, workload=workload, metric=metric, unit="us"))
         ratios[f"{workload}:{METRIC}:{SPLIT}/{WHOLE}"] = pairwise_ratio(split, whole)
     return Result(rows=tuple(rows), ratios=ratios, left_out={})
 
@@ -59,10 +56,10 @@ async def _measure(package: Package, rounds: int, say: Say) -> dict[int, tuple[l
     whole = WholeRanker(package.card(), package.sparse(), package.dense())
     split = CoreRanker(CnCore(package.card(mode="split"), package.sparse(), start_dense(package, 1)))
     try:
-        await _until_ready(split)
+        await asyncio.to_thread(wait_until_ready, split.core)
         taken: dict[int, tuple[list[float], list[float]]] = {}
         for candidates in CANDIDATES:
-            requests = _make_requests(package, candidates)
+            requests = requests_of(package, _MODEL, candidates=candidates, count=_REQUESTS)
             taken[candidates] = [], []
             for ranker in (whole, split):
                 await _block(ranker, requests)
@@ -77,26 +74,6 @@ async def _measure(package: Package, rounds: int, say: Say) -> dict[int, tuple[l
             await ranker.close(drain_s=1.0)
 
 
-async def _until_ready(ranker: Ranker) -> None:
-    until_s = time.monotonic() + _START_S
-    while (missing := await ranker.ready()) is not None:
-        if time.monotonic() > until_s:
-            raise SystemFailed(f"no HN: {missing}")
-        await asyncio.sleep(0.01)
-
-
-def _make_requests(package: Package, candidates: int) -> list[RankRequest]:
-    manifest = package.manifest
-    made = [
-        random_request(
-            manifest.inputs, manifest.bounds, model=manifest.name, candidates=candidates,
-            ids_per_bag=ids_per_bag(_MODEL), seed=seed,
-        )
-        for seed in range(_REQUESTS)
-    ]  # fmt: skip
-    return [check_request(package.card(), one.tensors, request_id=one.request_id) for one in made]
-
-
 async def _block(ranker: Ranker, requests: Sequence[RankRequest]) -> float:
     """Median in microseconds."""
     taken_us = []
@@ -105,11 +82,3 @@ async def _block(ranker: Ranker, requests: Sequence[RankRequest]) -> float:
         await ranker.rank(requests[number % len(requests)])
         taken_us.append((time.perf_counter() - started_s) * 1e6)
     return statistics.median(taken_us)
-
-
-def _row(workload: str, system: str, metric: str, values: Sequence[float]) -> Row:
-    summary = summarise(values)
-    return Row(
-        system=system, workload=workload, metric=metric, unit="us", value=summary.value,
-        p20=summary.p20, p80=summary.p80, n=summary.n,
-    )  # fmt: skip

@@ -14,7 +14,7 @@ from plait_bench.errors import BenchError
 from plait_bench.fabric import links, round_trips, throughput
 from plait_bench.fabric.values import Taken
 from plait_bench.runner import Result
-from plait_bench.summary import Summary, pairwise_ratio, summarise
+from plait_bench.summary import Summary, pairwise_ratio
 
 NAME = "fabric"
 OURS = "plait"
@@ -55,10 +55,11 @@ def measure(*, rounds: int, only: Sequence[str], say: Say) -> Result:
 
 
 def _row(values: Sequence[Taken]) -> Row:
-    one, summary = values[-1], summarise([one.value for one in values])
-    return Row(
-        system=one.system, workload=one.workload, metric=one.metric, unit=UNITS[one.metric],
-        value=summary.value, p20=summary.p20, p80=summary.p80, n=summary.n, layout=one.layout, kind=one.kind,
+    one = values[-1]
+    return Row.of(
+        [each.value for each in values],
+        system=one.system, workload=one.workload, metric=one.metric, unit=UNITS[one.metric], layout=one.layout,
+        kind=one.kind,
     )  # fmt: skip
 
 

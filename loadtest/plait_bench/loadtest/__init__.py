@@ -14,7 +14,7 @@ from plait_bench.errors import BenchError, Unavailable
 from plait_bench.loadtest import ours, peers
 from plait_bench.loadtest.window import NoopServer, Window, noop_server
 from plait_bench.runner import Result
-from plait_bench.summary import Summary, pairwise_ratio, summarise
+from plait_bench.summary import Summary, pairwise_ratio
 
 NAME = "loadtest"
 OURS = "plait"
@@ -61,24 +61,14 @@ def measure(*, rounds: int, systems: Sequence[str], say: Say) -> Result:
 
 def rows(taken: Mapping[str, Sequence[Window]], layouts: Mapping[str, str]) -> list[Row]:
     """One for each system and metric."""
-    result = []
-    for name, windows in taken.items():
-        for metric, (unit, value) in _METRICS.items():
-            summary = summarise([value(window) for window in windows])
-            result.append(
-                Row(
-                    system=name,
-                    workload=WORKLOAD,
-                    metric=metric,
-                    unit=unit,
-                    value=summary.value,
-                    p20=summary.p20,
-                    p80=summary.p80,
-                    n=summary.n,
-                    layout=layouts[name],
-                )
-            )
-    return result
+    return [
+        Row.of(
+            [value(window) for window in windows],
+            system=name, workload=WORKLOAD, metric=metric, unit=unit, layout=layouts[name],
+        )
+        for name, windows in taken.items()
+        for metric, (unit, value) in _METRICS.items()
+    ]  # fmt: skip
 
 
 def ratios(taken: Mapping[str, Sequence[Window]]) -> dict[str, Summary]:

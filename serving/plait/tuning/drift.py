@@ -37,7 +37,7 @@ _TIMEOUT_S = 120.0
 _FILE = "default-answers.npz"
 _HEADER_LENGTH = "inference-header-content-length"
 
-Answers: TypeAlias = Mapping[str, npt.NDArray[np.float32]]
+Answers: TypeAlias = dict[str, npt.NDArray[np.float32]]
 
 
 class NoAnswer(PlaitError):
@@ -51,7 +51,7 @@ def drift(scenarios: Sequence[Scenario], folder: Path, *, is_default: bool) -> f
     path = folder / _FILE
     if is_default and not path.exists():
         with path.with_suffix(".partial").open("wb") as file:
-            np.savez(file, **answers)
+            np.savez(file, allow_pickle=False, **answers)
         path.with_suffix(".partial").rename(path)
     if not path.exists():
         raise NoAnswer("the default has not answered yet, so nothing can be compared with it")
@@ -68,7 +68,8 @@ def _difference(name: str, kept: Mapping[str, Any], values: npt.NDArray[np.float
 
 def _asked(scenario: Scenario) -> Answers:
     """The answers to the scenario's probes, by the name of each."""
-    mix, found = make_plan(scenario).mix, {}
+    mix = make_plan(scenario).mix
+    found: dict[str, npt.NDArray[np.float32]] = {}
     for index in range(_PROBES):
         head, body = _ask(scenario, mix.build(index))
         parts = _pictures(body) if scenario.target.api == "images" else _scores(head, body)

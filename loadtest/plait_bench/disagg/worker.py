@@ -1,14 +1,16 @@
-"""A worker process that can be refreshed, as a deployment has one, told what to do over its standard input.
+"""A worker process that can be refreshed and reconfigured, as a deployment has one, told so over its standard input.
 
-``python -m plait_bench.disagg.refresh_worker FOLDER whole|cn|hn ADDRESS [HN_ADDRESS]``. The first line in is the
-secret; then ``stage FOLDER`` or ``switch VERSION``. One line out for each, and one when it listens: ``ok``, or what
-went wrong. It ends with its standard input.
+``python -m plait_bench.disagg.worker FOLDER whole|cn|hn ADDRESS [HN_ADDRESS]``. The first line in is the
+secret; then ``stage FOLDER``, ``switch VERSION`` or ``knobs JSON``. One line out for each, and one when it listens:
+``ok``, or what went wrong. It ends with its standard input.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
+from typing import TypeAlias
 
 from plait_disagg.fabric import connect, listen
 from plait_disagg.refresh.errors import RefreshError
@@ -18,37 +20,43 @@ from plait_disagg.threads import apart, set_threads
 from plait_disagg.workers.cn import CnCore
 from plait_disagg.workers.front import Front
 from plait_disagg.workers.hn import HnWorker
+from plait_disagg.workers.knobs import WorkerKnobs
 from plait_disagg.workers.refresher import Refresher
 from plait_disagg.workers.whole import WholeCore
+from plait_serving.deployments.reach import FABRIC
+
+Worker: TypeAlias = CnCore | WholeCore | HnWorker
 
 
-def worker(live: Live, role: str, secret: bytes, address: str, *hn: str) -> Refresher:
+def worker(live: Live, role: str, secret: bytes, address: str, *hn: str) -> Worker:
     """Starts a worker on one compute thread; it ends with the process."""
-    listener = listen(address, secret=secret)
+    listener = listen(address, secret=secret, options=FABRIC)
     dense = live.dense.get(live.dense_version)
     if role == "hn":
         assert dense is not None
-        return Refresher(live, HnWorker(live.card(), dense, [listener], dense_version=live.dense_version))
+        return HnWorker(live.card(), dense, [listener], dense_version=live.dense_version)
     assert live.sparse is not None
     if role == "cn":
         core: CnCore | WholeCore = CnCore(
             live.card(mode="split"),
             live.sparse,
-            lambda _: Link(replica="hn", channel=connect(hn[0], secret=secret)),
+            lambda _: Link(replica="hn", channel=connect(hn[0], secret=secret, options=FABRIC)),
             dense_version=live.dense_version,
         )
     else:
         assert dense is not None
         core = WholeCore(live.card(), live.sparse, dense)
     Front(core, [listener])
-    return Refresher(live, core)
+    return core
 
 
-def obey(refresher: Refresher, line: str) -> None:
+def obey(running: Worker, refresher: Refresher, line: str) -> None:
     """One command, on the calling thread."""
     set_threads(1)
     word, _, argument = line.strip().partition(" ")
-    if word == "stage":
+    if word == "knobs":
+        running.reconfigure(WorkerKnobs(**json.loads(argument)))
+    elif word == "stage":
         refresher.stage(Path(argument))
     else:
         refresher.switch(argument)
@@ -58,11 +66,12 @@ def main(folder: str, role: str, *addresses: str) -> None:
     """See the module docstring."""
     secret = bytes.fromhex(sys.stdin.readline().strip())
     live = open_live(Path(folder), sparse=role != "hn", dense=role != "cn")
-    refresher = worker(live, role, secret, *addresses)
+    running = worker(live, role, secret, *addresses)
+    refresher = Refresher(live, running)
     print("ok", flush=True)
     for line in sys.stdin:
         try:
-            apart(lambda line=line: obey(refresher, line))  # type: ignore[misc]
+            apart(lambda line=line: obey(running, refresher, line))  # type: ignore[misc]
         except RefreshError as error:
             print(error, flush=True)
         else:

@@ -1,0 +1,67 @@
+"""Asking a ranker without HTTP: requests, a closed loop, and the moments of an open one."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Sequence
+
+from plait_bench.errors import SystemFailed
+from plait_disagg.models.configs import ids_per_bag
+from plait_disagg.models.requests import random_request
+from plait_disagg.package import Package
+from plait_disagg.workers.check import check_request
+from plait_disagg.workers.jobs import Core
+from plait_disagg.workers.protocols import Ranker
+from plait_disagg.workers.values import RankRequest
+
+__all__ = ["arrivals", "closed_loop_per_s", "requests_of", "wait_until_ready"]
+
+_LOOK_S = 0.01
+
+
+def requests_of(package: Package, model: str, *, candidates: int, count: int, first_seed: int = 0) -> list[RankRequest]:
+    """Different ones with skewed ids, of the configuration ``model``, checked as a server would."""
+    manifest = package.manifest
+    made = [
+        random_request(
+            manifest.inputs, manifest.bounds, model=manifest.name, candidates=candidates,
+            ids_per_bag=ids_per_bag(model), seed=first_seed + number,
+        )
+        for number in range(count)
+    ]  # fmt: skip
+    return [check_request(package.card(), one.tensors, request_id=str(number)) for number, one in enumerate(made)]
+
+
+async def closed_loop_per_s(ranker: Ranker, requests: Sequence[RankRequest], *, callers: int, seconds: float) -> float:
+    """What some callers reach that always wait for their answer, and give it all the time it needs."""
+    until_s = time.monotonic() + seconds
+    done = 0
+
+    async def call(number: int) -> None:
+        nonlocal done
+        while time.monotonic() < until_s:
+            await ranker.rank(requests[number % len(requests)])
+            number += 1
+            done += 1
+
+    await asyncio.gather(*(call(number * 3) for number in range(callers)))
+    return done / seconds
+
+
+async def arrivals(rate_per_s: float, seconds: float, chance: random.Random) -> AsyncIterator[float]:
+    """Yields the moments (of ``time.monotonic``) of a Poisson process, each when it has come."""
+    begin_s, due_s = time.monotonic(), 0.0
+    while (due_s := due_s + chance.expovariate(rate_per_s)) < seconds:
+        await asyncio.sleep(max(0.0, begin_s + due_s - time.monotonic()))
+        yield begin_s + due_s
+
+
+def wait_until_ready(core: Core, *, limit_s: float = 60.0) -> None:
+    """Raises `SystemFailed`."""
+    until_s = time.monotonic() + limit_s
+    while (missing := core.ready()) is not None:
+        if time.monotonic() > until_s:
+            raise SystemFailed(f"not ready: {missing}")
+        time.sleep(_LOOK_S)
