@@ -10,7 +10,7 @@ import pytest
 
 from plait_bench.disagg import overload, split_cost
 from plait_bench.disagg.goodput import LIMIT_MS
-from plait_bench.disagg.overload import LOADS, Phase, open_loop, ratios
+from plait_bench.disagg.overload import LOADS, Phase, kept, open_loop
 from plait_disagg.workers.errors import Busy, DeadlinePassed
 from plait_disagg.workers.values import RankRequest
 from support import ranking as kit
@@ -58,9 +58,9 @@ def test_overload_is_compared_with_the_systems_own_peak() -> None:
         return [Phase(offered_per_s=1.0, goodput_per_s=it, refused=0, late=0) for it in goodputs]
 
     assert LOADS[-1] == 2.0
-    found = ratios({"a": [phases(50.0, 80.0, 100.0, 95.0)], "b": [phases(50.0, 80.0, 90.0, 9.0)]})
-    assert found["overload:in_time_per_s:a_2x/a_peak"].value == pytest.approx(0.95)
-    assert found["overload:in_time_per_s:b_2x/b_peak"].value == pytest.approx(0.1)
+    found = kept({"a": [phases(50.0, 80.0, 100.0, 95.0)], "b": [phases(50.0, 80.0, 90.0, 9.0)]})
+    assert {row.system: row.value for row in found} == {"a": pytest.approx(0.95), "b": pytest.approx(0.1)}
+    assert {(row.workload, row.metric) for row in found} == {("overload-2x", "share_of_peak")}
 
 
 def test_what_is_compared_differs_in_what_tames_overload_only() -> None:

@@ -14,7 +14,8 @@ from plait_loadtest.session import run_scenario
 __all__ = ["LIMIT_MS", "STEP", "Trial", "around", "attempt", "throughput_per_s"]
 
 LIMIT_MS = 50.0
-"""The p99 that a server must keep: production asks for tens of milliseconds (Prism), MLPerf's DLRM for 60."""
+"""The p99 that a server must keep, if nothing else is said: production asks for tens of milliseconds (Prism), MLPerf's
+DLRM for 60."""
 
 STEP = 1.06
 """A rate is found to 6 %."""
@@ -36,36 +37,48 @@ class Trial:
     goodput_per_s: float
     p99_ms: float
     failed: int
+    limit_ms: float = LIMIT_MS
 
     @property
     def holds(self) -> bool:
         """Everything answered, and the p99 within the limit."""
-        return self.failed == 0 and self.p99_ms <= LIMIT_MS
+        return self.failed == 0 and self.p99_ms <= self.limit_ms
 
     def __str__(self) -> str:
         verdict = "holds" if self.holds else "misses"
         return f"{self.rate_per_s:.0f}/s: p99 {self.p99_ms:.1f} ms, {self.failed} failed: {verdict}"
 
 
-def attempt(url: str, bodies: Sequence[Path], header_bytes: int, rate_per_s: float, *, seed: int) -> Trial:
+def attempt(
+    url: str, bodies: Sequence[Path], header_bytes: int, rate_per_s: float, *, seed: int, limit_ms: float = LIMIT_MS
+) -> Trial:
     """One run; every body is as likely as every other. All have a JSON header of ``header_bytes``."""
-    scenario = _scenario(url, bodies, header_bytes, Poisson(rate_per_s=rate_per_s), seed)
+    scenario = _scenario(url, bodies, header_bytes, Poisson(rate_per_s=rate_per_s), seed=seed, limit_ms=limit_ms)
     total = run_scenario(scenario).summary.total
     return Trial(
         rate_per_s=rate_per_s,
         goodput_per_s=total.goodput_per_s,
         p99_ms=total.latency_ms.p99,
         failed=total.requests - total.succeeded,
+        limit_ms=limit_ms,
     )
 
 
 def throughput_per_s(url: str, bodies: Sequence[Path], header_bytes: int) -> float:
     """What a closed loop of `CALLERS` callers reaches: to choose between thread layouts, and to know where to begin."""
-    scenario = _scenario(url, bodies, header_bytes, Closed(concurrency=CALLERS), 0)
+    scenario = _scenario(url, bodies, header_bytes, Closed(concurrency=CALLERS), seed=0)
     return run_scenario(scenario).summary.total.achieved_per_s
 
 
-def _scenario(url: str, bodies: Sequence[Path], header_bytes: int, arrivals: Poisson | Closed, seed: int) -> Scenario:
+def _scenario(
+    url: str,
+    bodies: Sequence[Path],
+    header_bytes: int,
+    arrivals: Poisson | Closed,
+    *,
+    seed: int,
+    limit_ms: float = LIMIT_MS,
+) -> Scenario:
     headers = {"inference-header-content-length": str(header_bytes)}
     mix = tuple(
         RawClass(
@@ -81,7 +94,7 @@ def _scenario(url: str, bodies: Sequence[Path], header_bytes: int, arrivals: Poi
         duration_s=_SECONDS,
         warm_up_s=_WARM_UP_S,
         seed=seed,
-        slo=Slo(latency_ms=LIMIT_MS, percentile=99.0),
+        slo=Slo(latency_ms=limit_ms, percentile=99.0),
         limits=Limits(drain_s=3.0),
     )
 

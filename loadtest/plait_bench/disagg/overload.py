@@ -20,17 +20,16 @@ from plait_bench.disagg.goodput import LIMIT_MS
 from plait_bench.disagg.packages import packaged
 from plait_bench.disagg.served import WorkerProcess, served
 from plait_bench.runner import Result
-from plait_bench.summary import Summary, pairwise_ratio
 from plait_disagg.package import open_package
 from plait_disagg.workers.errors import Busy, RankError
 from plait_disagg.workers.knobs import WorkerKnobs
 from plait_disagg.workers.remote import RemoteRanker
 from plait_disagg.workers.values import RankRequest
 
-__all__ = ["KNOBS", "LOADS", "NAME", "Phase", "open_loop", "ratios", "result"]
+__all__ = ["KNOBS", "LOADS", "NAME", "Phase", "kept", "open_loop", "result"]
 
 NAME = "overload"
-METRIC, UNIT = "in_time_per_s", "requests/s"
+METRIC, UNIT, SHARE = "in_time_per_s", "requests/s", "share_of_peak"
 
 KNOBS: Mapping[str, WorkerKnobs] = {
     "plait_split": WorkerKnobs(),
@@ -79,16 +78,18 @@ def result(*, rounds: int, say: Say) -> Result:
         for system, by_round in taken.items()
         for i, load in enumerate(LOADS)
     ]  # fmt: skip
-    return Result(rows=tuple(rows), ratios=ratios(taken), left_out={})
+    return Result(rows=(*rows, *kept(taken)), ratios={}, left_out={})
 
 
-def ratios(taken: Mapping[str, Sequence[Sequence[Phase]]]) -> dict[str, Summary]:
-    """Goodput in overload by its peak, of every system."""
-    found = {}
+def kept(taken: Mapping[str, Sequence[Sequence[Phase]]]) -> list[Row]:
+    """Goodput in overload by its peak, of every system and round by round."""
+    found = []
     for system, by_round in taken.items():
         over = [phases[-1].goodput_per_s for phases in by_round]
         peak = [max(phase.goodput_per_s for phase in phases) for phases in by_round]
-        found[f"{NAME}:{METRIC}:{system}_{LOADS[-1]:g}x/{system}_peak"] = pairwise_ratio(over, peak)
+        shares = [one / most for one, most in zip(over, peak, strict=True)]
+        workload = f"{NAME}-{LOADS[-1]:g}x"
+        found.append(Row.of(shares, system=system, workload=workload, metric=SHARE, unit="of its peak"))
     return found
 
 

@@ -2,7 +2,7 @@
 
 Metrics of a trial: those of `load`, and ``cpu_cores`` (busy, mean), ``memory_gib`` (largest), ``cost_per_hour``
 (`cost`), ``goodput_per_cost`` (responses in time for one unit of money); if the job asks for it, ``quality_drift``
-(`drift`).
+(`quality`).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from plait.state import state_root
 from plait.targets import load_target
 from plait.tuning.checks import Prepared, prepare, roomiest, target_config
 from plait.tuning.clone import Clone
-from plait.tuning.drift import QUALITY_DRIFT, NoAnswer, drift
 from plait.tuning.failures import of_start
 from plait.tuning.knobs import apply_knobs
 from plait.tuning.live import Live, LiveBusy
 from plait.tuning.patience import Guard
+from plait.tuning.quality import QUALITY_DRIFT, NoAnswer, quality_drift
 from plait.tuning.running import Compose, NotReady, RefusedStart
 from plait.tuning.trial import LoadPlan, aimed, count_kills, run_loads
 from plait_autoconfig.jobs.errors import JobBusy, JobRefused
@@ -164,14 +164,14 @@ class PlaitMeasurer:
             application.close()
 
     def _drifted(self, task: Task, say: Say) -> dict[str, float]:
-        """The metric of `drift`, if the job asks for it."""
+        """The metric of `quality`, if the job asks for it."""
         spec, prepared, application = self._checked()
         if QUALITY_DRIFT not in spec.goal.metrics:
             return {}
         say("asking the probes")
         running = application.running
         scenarios = [aimed(scenario, running.url, running.prefix) for scenario in prepared.scenarios]
-        return {QUALITY_DRIFT: drift(scenarios, self._folder, is_default=task.config == spec.default)}
+        return {QUALITY_DRIFT: quality_drift(scenarios, self._folder, is_default=task.config == spec.default)}
 
     def _attach(self, config: PlaitConfig) -> Live:
         try:

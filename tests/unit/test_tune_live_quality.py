@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from plait.tuning.drift import NoAnswer, drift
+from plait.tuning.quality import NoAnswer, quality_drift
 from plait_loadtest.load import load_scenario
 from plait_loadtest.scenario import Scenario
 
@@ -86,10 +86,10 @@ def scores(offset: float, *, binary: bool = False) -> Answer:
 def test_scores_drift_by_their_largest_difference(server: Server, tmp_path: Path, binary: bool):
     """The default's first answers count; the same scores again are no drift, in whatever form they come."""
     server.answer = scores(0.0)
-    assert drift([ranking(server)], tmp_path, is_default=True) == 0.0
+    assert quality_drift([ranking(server)], tmp_path, is_default=True) == 0.0
     server.answer = scores(0.25, binary=binary)
-    assert drift([ranking(server)], tmp_path, is_default=False) == pytest.approx(0.25, abs=1e-6)
-    assert drift([ranking(server)], tmp_path, is_default=True) == pytest.approx(0.25, abs=1e-6)
+    assert quality_drift([ranking(server)], tmp_path, is_default=False) == pytest.approx(0.25, abs=1e-6)
+    assert quality_drift([ranking(server)], tmp_path, is_default=True) == pytest.approx(0.25, abs=1e-6)
 
 
 def test_pictures_drift_by_their_mean_difference(server: Server, tmp_path: Path):
@@ -103,9 +103,9 @@ def test_pictures_drift_by_their_mean_difference(server: Server, tmp_path: Path)
         return {}, json.dumps({"data": [{"b64_json": base64.b64encode(file.getvalue()).decode()}]}).encode()
 
     server.answer = answer
-    assert drift([pictures(server)], tmp_path, is_default=True) == 0.0
+    assert quality_drift([pictures(server)], tmp_path, is_default=True) == 0.0
     shade = 51
-    assert drift([pictures(server)], tmp_path, is_default=False) == pytest.approx(51 / 255 / 3, rel=1e-4)
+    assert quality_drift([pictures(server)], tmp_path, is_default=False) == pytest.approx(51 / 255 / 3, rel=1e-4)
     assert asked[:4] == asked[4:]
     assert len(set(asked)) == 4
 
@@ -114,15 +114,15 @@ def test_what_can_not_be_compared_is_a_failure(server: Server, tmp_path: Path):
     """No default yet, an error, another form, nobody there."""
     server.answer = scores(0.0)
     with pytest.raises(NoAnswer, match="the default has not answered"):
-        drift([ranking(server)], tmp_path, is_default=False)
-    drift([ranking(server)], tmp_path, is_default=True)
+        quality_drift([ranking(server)], tmp_path, is_default=False)
+    quality_drift([ranking(server)], tmp_path, is_default=True)
     server.answer = lambda _: ({}, json.dumps({"outputs": [{"name": "score", "data": [1.0]}]}).encode())
     with pytest.raises(NoAnswer, match="another form"):
-        drift([ranking(server)], tmp_path, is_default=False)
+        quality_drift([ranking(server)], tmp_path, is_default=False)
     server.status, server.answer = 503, lambda _: ({}, b"busy")
     with pytest.raises(NoAnswer, match="503: busy"):
-        drift([ranking(server)], tmp_path, is_default=False)
+        quality_drift([ranking(server)], tmp_path, is_default=False)
     gone = ranking(server)
     server.close()
     with pytest.raises(NoAnswer, match="not answered"):
-        drift([gone], tmp_path, is_default=False)
+        quality_drift([gone], tmp_path, is_default=False)

@@ -25,7 +25,7 @@ from plait_loadtest.plan import make_plan
 from plait_loadtest.scenario import Scenario
 from plait_loadtest.values import Prepared
 
-__all__ = ["QUALITY_DRIFT", "NoAnswer", "drift"]
+__all__ = ["QUALITY_DRIFT", "NoAnswer", "quality_drift"]
 
 QUALITY_DRIFT = "quality_drift"
 """The metric's name."""
@@ -44,7 +44,7 @@ class NoAnswer(PlaitError):
     """A probe was not answered: the configuration does not work, or nobody has the default's answers."""
 
 
-def drift(scenarios: Sequence[Scenario], folder: Path, *, is_default: bool) -> float:
+def quality_drift(scenarios: Sequence[Scenario], folder: Path, *, is_default: bool) -> float:
     """The drift of what runs. ``scenarios``: with their address. The default's answers are kept in ``folder`` when they
     come for the first time. Raises `NoAnswer`, `ScenarioError`."""
     answers = {name: values for scenario in scenarios for name, values in _asked(scenario).items()}
