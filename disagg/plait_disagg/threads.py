@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -22,19 +21,6 @@ import torch
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
-
-
-_TURN_S = 5e-4
-
-
-def take_short_turns() -> None:
-    """Lets this process's threads wait for Python's lock for half a millisecond at most, not for 5 (Python's default).
-
-    For processes in which an event loop and a compute thread share the lock: a lookup of 50 us releases it, and would
-    have to wait for the loop to read half a megabyte before the next one. On 2 cores the p99 of RM2's requests went
-    from 54 to 31 ms at 60 a second.
-    """
-    sys.setswitchinterval(_TURN_S)
 
 
 def set_threads(threads: int) -> None:

@@ -74,6 +74,8 @@ def test_a_large_body_gets_its_413(server):
     """The answer reaches a client whose upload is refused, and the server goes on."""
     with connect(server, {"prompt": "x" * 200_000}) as client:
         answer = client.recv(65_536)
+        while b"body_too_large" not in answer and (more := client.recv(65_536)):  # the head may come first
+            answer += more
     assert answer.startswith(b"HTTP/1.1 413")
     assert b"body_too_large" in answer
     api = openai.OpenAI(api_key="x", base_url=f"http://127.0.0.1:{server.port}/v1", max_retries=0)

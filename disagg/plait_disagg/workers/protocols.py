@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
-
-import torch
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from plait_disagg.tables.values import Table
 from plait_disagg.workers.values import ModelCard, RankAnswer, RankRequest
+
+if TYPE_CHECKING:
+    import torch  # see `values`
 
 __all__ = ["DenseHalf", "ItemStore", "Ranker", "RowSource", "SparseHalf"]
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-
-import torch
+from typing import TYPE_CHECKING
 
 from plait_disagg.graph.inputs import Input, tensor_names
+
+if TYPE_CHECKING:
+    import torch  # takes two seconds, and who only passes requests on needs none of it
 
 __all__ = ["ModelCard", "RankAnswer", "RankRequest", "RankTimings"]
 

@@ -16,7 +16,7 @@ from plait_bench.disagg.serving import announce
 from plait_disagg.fabric import connect, listen, new_secret
 from plait_disagg.package import Package, open_package
 from plait_disagg.replicas import Link
-from plait_disagg.threads import take_short_turns
+from plait_disagg.turns import take_short_turns
 from plait_disagg.workers.cn import CnCore
 from plait_disagg.workers.hn import HnWorker
 from plait_disagg.workers.knobs import WorkerKnobs

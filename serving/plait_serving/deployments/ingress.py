@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledE
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException, RequestCancelledError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from plait_disagg.threads import take_short_turns
+from plait_disagg.turns import take_short_turns
 from plait_serving.deployments.logs import configure_logging
 from plait_serving.deployments.rank_source import RankSource
 from plait_serving.diffusion.errors import Cancelled, EngineError, EngineStopped, Overloaded

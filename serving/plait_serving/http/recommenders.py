@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from plait_disagg.graph.inputs import Input, Side
 from plait_disagg.workers.errors import RankError, UnknownModel
 from plait_disagg.workers.protocols import ItemStore, Ranker
 from plait_disagg.workers.values import ModelCard
-from plait_serving.http.v2_inputs import Binder
+
+if TYPE_CHECKING:
+    from plait_serving.http.v2_inputs import Binder
 
 __all__ = ["Bound", "Recommender", "Recommenders", "Refreshes"]
 
@@ -119,6 +121,8 @@ async def why_not_ready(ranker: Ranker) -> str | None:
 
 
 def _bind(name: str, model: Recommender, card: ModelCard) -> Bound:
+    from plait_serving.http.v2_inputs import Binder  # brings torch, which a server that ranks nothing can do without
+
     def binder(*sides: Side) -> Binder:
         inputs = [item for item in card.inputs if item.side in sides]
         return Binder(inputs, largest_candidates=card.largest_candidates)
