@@ -178,10 +178,11 @@ def layouts_of(workload: Workload, name: str, package: Path) -> tuple[Layout, ..
             for count in threads
             for where in ("inline", "worker")
         )
-    mode = "split" if name == "plait_split" else "whole"
+    modes = {"": "split"} if name == "plait_split" else {"": "whole", ", model apart": "apart"}
     return tuple(
-        Layout(name=f"{count} threads", arguments=("plait_bench.disagg.ours", str(package), str(count), mode))
+        Layout(name=f"{count} threads{where}", arguments=("plait_bench.disagg.ours", str(package), str(count), mode))
         for count in threads
+        for where, mode in modes.items()
     )
 
 

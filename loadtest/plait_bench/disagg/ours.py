@@ -1,7 +1,9 @@
 """plait without Ray: the packaged model behind plait's own application.
 
-``python -m plait_bench.disagg.ours FOLDER THREADS whole|split`` prints its port. ``whole`` runs both halves in
-this process; with ``split`` the dense half runs in a process of its own (``dense``), over shared memory.
+``python -m plait_bench.disagg.ours FOLDER THREADS whole|apart|split`` prints its port. ``whole`` runs both halves in
+this process; ``apart`` runs them in another one, as `plait serve` does, so that HTTP and the model do not share
+Python's lock; with ``split`` the dense half runs in a process of its own (``dense``). Processes speak over shared
+memory.
 """
 
 from __future__ import annotations
@@ -9,9 +11,11 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from plait_bench.disagg.served import served
 from plait_bench.disagg.serving import announce
 from plait_disagg.fabric import connect, listen, new_secret
 from plait_disagg.package import Package, open_package
@@ -32,6 +36,15 @@ from plait_serving.http.recommenders import Recommender
 def whole(package: Package, threads: int) -> Ranker:
     """Both halves here."""
     return WholeRanker(package.card(), package.sparse(), package.dense(), knobs=WorkerKnobs(threads=threads))
+
+
+@contextmanager
+def apart(package: Package, threads: int) -> Iterator[Ranker]:
+    """Both halves in one child."""
+    with served(package, "whole") as (ranker, processes):
+        for process in processes:
+            process.configure(WorkerKnobs(threads=threads))
+        yield ranker
 
 
 def split(package: Package, threads: int) -> Ranker:
@@ -80,9 +93,13 @@ def main(folder: Path, threads: int, mode: str, *rest: str) -> None:
     if mode == "dense":
         serve_dense(package, threads, *rest)
         return
-    ranker = split(package, threads) if mode == "split" else whole(package, threads)
-    recommender = Recommender(ranker=ranker, items=package.items)
-    announce(create_app(None, HttpSettings(), recommenders={package.manifest.name: recommender}))
+    with ExitStack() as stack:
+        if mode == "apart":
+            ranker: Ranker = stack.enter_context(apart(package, threads))
+        else:
+            ranker = split(package, threads) if mode == "split" else whole(package, threads)
+        recommender = Recommender(ranker=ranker, items=package.items)
+        announce(create_app(None, HttpSettings(), recommenders={package.manifest.name: recommender}))
 
 
 if __name__ == "__main__":
