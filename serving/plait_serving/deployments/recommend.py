@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 from plait_disagg.fabric import Listener, new_secret
 from plait_disagg.refresh.errors import NotPublished, RefreshError
 from plait_disagg.replicas import Replica
-from plait_disagg.threads import apart, set_threads, take_short_turns
+from plait_disagg.threads import apart, set_threads
+from plait_disagg.turns import take_short_turns
 from plait_disagg.workers.cn import CnCore
 from plait_disagg.workers.front import Front
 from plait_disagg.workers.hn import HnWorker
