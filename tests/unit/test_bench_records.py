@@ -16,7 +16,7 @@ from plait_bench.summary import Summary
 
 HOST = {
     "cpu": "Some CPU", "cores": 2, "ram_gib": 15.6, "os": "Linux 6", "python": "3.11.7", "torch": "2.13.0",
-    "diffusers": "0.42.1", "transformers": "5.23.0", "peft": None, "ray": "2.60.0", "loadavg_1m": 0.1,
+    "diffusers": "0.42.1", "transformers": "5.23.0", "peft": None, "ray": "2.60.0", "loadavg_1m": 0.1, "wake_us": 15.0,
     "date": "2026-11-21T10:00:00+00:00",
 }  # fmt: skip
 
@@ -74,6 +74,7 @@ def test_host_facts_name_the_machine_but_nobody():
     assert facts["cpu"]
     assert facts["cores"] >= 1
     assert facts["torch"]
+    assert 1.0 < facts["wake_us"] < 100_000.0
 
 
 def test_a_folder_that_is_no_checkout_has_no_commit(tmp_path):
