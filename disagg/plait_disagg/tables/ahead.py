@@ -1,9 +1,9 @@
 """Reading a mapped file before its rows are asked for.
 
 Rows of a large mapping come in one page at a time (`container.py` says why), and a server that was just started would
-spend its first seconds under load on that: some 150,000 page faults for half a gigabyte, with a median latency of
-3.4 s instead of 10 ms where the disk had to be read too (RM2, 60 requests/s, 2 cores). What fits into memory is
-therefore read from end to end in the background.
+spend its first seconds under load on that: some 80,000 page faults for half a gigabyte of RM2. Where the file was not
+in the page cache either, the first three seconds at 60 requests/s had a median latency of 3.4 s (one run, 2 cores);
+later ones had 10 ms. What fits into memory is therefore read from end to end in the background.
 """
 
 from __future__ import annotations

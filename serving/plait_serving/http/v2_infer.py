@@ -29,8 +29,8 @@ from plait_serving.http.v2_wire import BINARY_OUTPUT, HEADER_LENGTH, InferBody, 
 __all__ = ["Infer"]
 
 _INLINE_JSON_BYTES = 256 << 10
-"""JSON of this size takes about 2 ms on the event loop. The way to a thread and back takes 0.1 ms when the process is
-idle, and more than a millisecond while others compute: three threads then take turns for Python's lock."""
+"""JSON of this size takes about 2 ms on the event loop; the way to a thread and back takes some 0.1 ms, and one more
+thread that takes turns for Python's lock."""
 
 _INLINE_BYTES = 8 << 20
 """Binary tensors are copied once, at some gigabytes a second."""
