@@ -28,8 +28,8 @@ def cores() -> int:
 
 def host_facts(*, now: datetime | None = None) -> Mapping[str, Any]:
     """See the module docstring. ``loadavg_1m`` says whether the machine was busy with something else before,
-    ``wake_us`` how long it takes to wake another process and be woken by it: on a virtual machine whose host is busy
-    ten times as long as on an idle one, while the load average shows nothing."""
+    ``wake_us`` how long it takes to wake another process and be woken by it, which on a virtual machine can be long
+    while the load average shows nothing."""
     return {
         **facts(),
         "ram_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),

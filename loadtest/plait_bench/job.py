@@ -22,7 +22,7 @@ ROUNDS, QUICK_ROUNDS = 5, 3
 # Half a core of other work is what two systems that run in turn can share fairly.
 _BUSY_SHARE = 0.25
 _SLOW_WAKE_US = 60.0
-"""Ten to twenty are usual; 100 to 240 were measured while the host of a virtual machine was busy."""
+"""On one virtual machine 110 to 240 were seen while nothing else ran on it."""
 
 
 NAMES = (images.NAME, loadtest.NAME, disagg.NAME, fabric.NAME, autoconfig.NAME)
@@ -67,7 +67,7 @@ def measure(job: Job, *, say: Say) -> dict[str, Any]:
         records.check_new(records.read(path), bench=job.name, commit=at, host=host, workloads=workloads)
     say(f"{job.name} at {at} on {host['cpu']}, {host['cores']} cores; load average {host['loadavg_1m']}")
     if host["wake_us"] > _SLOW_WAKE_US:
-        say(f"waking a process takes {host['wake_us']:.0f} us here, so this (virtual) machine's host is busy")
+        say(f"waking a process takes {host['wake_us']:.0f} us here: all that crosses processes will be slow")
     if host["loadavg_1m"] > _BUSY_SHARE * host["cores"]:
         say("something else keeps this machine busy: the layouts and ratios found now will not hold on an idle one")
     parts = []
