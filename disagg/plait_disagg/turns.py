@@ -13,7 +13,6 @@ def take_short_turns() -> None:
     """Lets this process's threads wait for Python's lock for half a millisecond at most, not for 5 (Python's default).
 
     For processes in which an event loop and a compute thread share the lock: a lookup of 50 us releases it, and would
-    have to wait for the loop to read half a megabyte before the next one. Measured on a machine too noisy to say by how
-    much: in four of six pairs of runs of RM2 the p99 was lower with it.
+    have to wait for the loop to read half a megabyte before the next one. What it gains no benchmark shows yet.
     """
     sys.setswitchinterval(_TURN_S)

@@ -22,7 +22,7 @@ ROUNDS, QUICK_ROUNDS = 5, 3
 # Half a core of other work is what two systems that run in turn can share fairly.
 _BUSY_SHARE = 0.25
 _SLOW_WAKE_US = 60.0
-"""On one virtual machine 110 to 240 were seen while nothing else ran on it."""
+"""Several times what a machine with nothing to do needs."""
 
 
 NAMES = (images.NAME, loadtest.NAME, disagg.NAME, fabric.NAME, autoconfig.NAME)

@@ -136,22 +136,28 @@ class RunResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """How far a run is; told a few times a second.
+class Counts:
+    """Requests by now: ``handed`` were due, ``done`` ended, as ``ok`` or ``errors``; ``in_flight`` are under way,
+    ``waiting`` are due and have no connection yet."""
 
-    ``planned``: requests of the plan, None in a closed loop. ``handed`` were due by now; ``waiting`` of them have no
-    connection yet. ``recent_p50_ms``, ``recent_p95_ms``: latencies of requests that ended since the last; None: none
-    did. ``elapsed_s`` is negative while requests are being prepared.
-    """
-
-    elapsed_s: float
-    planned: int | None
     handed: int
     done: int
     ok: int
     errors: int
     in_flight: int
     waiting: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress(Counts):
+    """How far a run is; told a few times a second.
+
+    ``planned``: requests of the plan, None in a closed loop. ``recent_p50_ms``, ``recent_p95_ms``: latencies of
+    requests that ended since the last; None: none did. ``elapsed_s`` is negative while requests are being prepared.
+    """
+
+    elapsed_s: float
+    planned: int | None
     recent_p50_ms: float | None
     recent_p95_ms: float | None
 

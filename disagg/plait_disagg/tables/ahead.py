@@ -1,9 +1,8 @@
 """Reading a mapped file before its rows are asked for.
 
-Rows of a large mapping come in one page at a time (`container.py` says why), and a server that was just started would
-spend its first seconds under load on that: some 80,000 page faults for half a gigabyte of RM2. Where the file was not
-in the page cache either, the first three seconds at 60 requests/s had a median latency of 3.4 s (one run, 2 cores);
-later ones had 10 ms. What fits into memory is therefore read from end to end in the background.
+Rows of a large mapping come in one page at a time (`container.py` says why): a server that was just started would
+spend its first seconds under load on page faults, and on the disk where the file is not in the page cache. What fits
+into memory is therefore read from end to end in the background.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _SHARE = 0.5
 
 _READ_BYTES = 8 << 20
 _MAP_BYTES = 1 << 20
-"""At once: Python holds its lock while the kernel maps pages, here for less than a tenth of a millisecond."""
+"""At once: Python holds its lock while the kernel maps pages, so they are few."""
 
 _MADV_POPULATE_READ = 22
 """Linux 5.14, asm-generic/mman-common.h: as if each page had been read."""

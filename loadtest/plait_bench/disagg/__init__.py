@@ -58,7 +58,7 @@ SCALES: Mapping[str, float] = {"rm1": 0.125, "rm2": 0.125, "criteo-kaggle": 0.25
 """Half a gigabyte of tables each: far beyond every cache, and four of them fit a small machine."""
 
 _LIMITS_MS: Mapping[str, float] = {"rm2-512": 100.0}
-"""Plain PyTorch answers this one in 50 ms at no rate."""
+"""One request of this takes plain PyTorch tens of milliseconds on two cores: 50 would leave it no rate at all."""
 
 WORKLOADS = tuple(
     Workload(

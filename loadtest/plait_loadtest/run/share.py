@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from plait_loadtest.scenario import Scenario
-from plait_loadtest.values import Mix, Plan
+from plait_loadtest.values import Counts, Mix, Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -35,15 +35,9 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class Told(Counts):
     """How far a worker is. ``recent_ns``: latencies of requests that ended last."""
 
-    handed: int
-    done: int
-    ok: int
-    errors: int
-    in_flight: int
-    waiting: int
     recent_ns: tuple[int, ...]
 
 
