@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from functools import cache
 from typing import Any
@@ -35,6 +36,10 @@ torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+_GIVE_WAY = 3
+"""Niceness: about half of the other's share of a core that both want."""
+
+
 class _Sharing(LoadFileScheduling):
     """How `make test` shares the suite between processes: a file's tests stay together, for its fixtures, and all
     files that start Ray are one group, so that there is one Ray at a time. (xdist's own groups do not work with
@@ -58,6 +63,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What starts Ray goes first: it takes longest."""
     items.sort(key=lambda item: item.get_closest_marker("cluster") is None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Of several processes, those without Ray give way to the one that has it: its tests come one after the other, so
+    they decide how long all take."""
+    if os.environ.get("PYTEST_XDIST_WORKER") and not item.get_closest_marker("cluster"):
+        os.nice(max(0, _GIVE_WAY - os.nice(0)))
 
 
 @pytest.hookimpl(trylast=True)

@@ -14,7 +14,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import openai
 import pytest
 from PIL import Image
 
@@ -64,6 +63,8 @@ def metric(server, name):
 
 def test_serve_openai_client_makes_a_picture(plait_server):
     """The openai client works unchanged: a PNG of the model's size, the same one again for the same seed."""
+    import openai
+
     client = openai.OpenAI(base_url=plait_server.url + "/v1", api_key="none", max_retries=0)
     assert [model.id for model in client.models.list()] == ["tiny"]
     extra = {"seed": 7, "num_inference_steps": 4}
@@ -156,7 +157,9 @@ def test_serve_answers_twenty_mixed_requests_at_once(plait_server):
 
 def test_serve_streams_partial_images(plait_server):
     """Server-sent events: the partial images in order, then the picture that the plain call makes."""
-    client = openai.OpenAI(base_url=plait_server.url + "/v1", api_key="none", max_retries=0)
+    from openai import OpenAI
+
+    client = OpenAI(base_url=plait_server.url + "/v1", api_key="none", max_retries=0)
     extra = {"seed": 5, "num_inference_steps": 6}
     events = list(client.images.generate(model="tiny", prompt="cat", stream=True, partial_images=2, extra_body=extra))
     assert [event.type for event in events] == ["image_generation.partial_image"] * 2 + ["image_generation.completed"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,8 +42,8 @@ def updates(package: Package, tmp_path: Path) -> list[Path]:
 def test_a_refresh_under_load_loses_nothing_and_mixes_nothing(package, updates):
     """A CN and an HN in processes of their own; requests arrive while updates are published."""
     requests = [kit.request(package, seed) for seed in range(8)]
-    with served(package, "split") as (ranker, fleets):
-        run = Run(ranker, requests, Publisher(package, updates, fleets), phase_s=1.5)
+    with served(package, "split") as (ranker, workers), closing(Publisher(package, updates, workers)) as publisher:
+        run = Run(ranker, requests, publisher, phase_s=1.5)
         asyncio.run(run.rounds(1, lambda _: None))
     assert run.publisher.published >= 1
     assert all(answer.scores is not None for answer in run.answers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from functools import cache
 
 import pytest
 from hypothesis import given, settings
@@ -52,15 +53,25 @@ def places(data, path=()):
         yield from places(value, (*path, key))
 
 
-DATA = program_to_json(tile(model("small")[1].program))
-PLACES = [path for path in places(DATA) if path]
+@cache
+def _original():
+    return program_to_json(tile(model("small")[1].program))
+
+
+def small_program():
+    """One's own copy."""
+    return copy.deepcopy(_original())
+
+
+# Deferred: a capture takes a second that those who only collect tests need not wait.
+some_place = st.deferred(lambda: st.sampled_from([path for path in places(_original()) if path]))
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.sampled_from(PLACES), json_values)
+@given(some_place, json_values)
 def test_a_damaged_program_is_refused_or_still_a_program(path, value):
     """One place replaced by anything: `BadProgram`, or a program in which every node reads what stands before it."""
-    data = copy.deepcopy(DATA)
+    data = small_program()
     holder = data
     for key in path[:-1]:
         holder = holder[key]
@@ -104,7 +115,7 @@ def test_garbage_is_refused(value):
 )
 def test_what_is_wrong_with_a_node_is_said(change, text):
     """The message names the node's fault."""
-    data = copy.deepcopy(DATA)
+    data = small_program()
     change(next(node for node in data["nodes"] if node["op"] == "aten.linear.default"))
     with pytest.raises(BadProgram, match=text):
         program_from_json(data)
@@ -114,7 +125,7 @@ def test_deep_nesting_and_huge_numbers_are_refused():
     """Neither recursion nor a size beyond any memory gets through."""
     with pytest.raises(BadProgram):
         load_program("[" * 100_000)
-    data = copy.deepcopy(DATA)
+    data = small_program()
     data["constants"][0]["shape"] = [2**60]
     with pytest.raises(BadProgram, match="shape"):
         program_from_json(data)

@@ -144,11 +144,12 @@ def _implied_small(base: Link, large: Mapping[str, Any]) -> dict[str, float]:
     """What large messages say of small ones: what is further for one is further for the other, and no byte is faster
     than the line."""
     further_s = large.get("alpha_s", base.alpha_s) - base.alpha_s
-    s_per_byte = 1 / large.get("bytes_per_s", base.bytes_per_s)
-    least_s = max(large.get("gap_s", base.gap_s), base.inline_bytes * s_per_byte)
+    bytes_per_s = large.get("bytes_per_s", base.bytes_per_s)
+    # Divided as `Link` divides: times the reciprocal can come out one rounding earlier than what it allows.
+    least_s = max(large.get("gap_s", base.gap_s), large.get("inline_bytes", base.inline_bytes) / bytes_per_s)
     implied = {
         "wire_s": max(base.wire_s + further_s, least_s),
-        "small_s_per_byte": max(base.small_s_per_byte, s_per_byte),
+        "small_s_per_byte": max(base.small_s_per_byte, 1 / bytes_per_s),
     }
     return {name: value for name, value in implied.items() if value != getattr(base, name)}
 

@@ -169,7 +169,8 @@ def _best(workload: Workload, name: str, package: Path, bodies: Sequence[Path], 
 
 
 def layouts_of(workload: Workload, name: str, package: Path) -> tuple[Layout, ...]:
-    """The thread layouts that are tried, on as many threads as there are cores and on one."""
+    """The layouts that are tried: on as many threads as there are cores and on one, HTTP in the model's process or in
+    one of its own; for the split also one thread for the CN and all cores for the HN."""
     threads = tuple(dict.fromkeys([1, cores()]))
     if name == "pytorch":
         whole = ("plait_bench.disagg.baseline", workload.model, str(workload.scale))
@@ -178,11 +179,13 @@ def layouts_of(workload: Workload, name: str, package: Path) -> tuple[Layout, ..
             for count in threads
             for where in ("inline", "worker")
         )
-    modes = {"": "split"} if name == "plait_split" else {"": "whole", ", model apart": "apart"}
+    is_split = name == "plait_split"
+    counts = list(map(str, threads)) + [f"{threads[0]}+{each}" for each in threads[1:] if is_split]
+    ours = "plait_bench.disagg.ours", str(package)
     return tuple(
-        Layout(name=f"{count} threads{where}", arguments=("plait_bench.disagg.ours", str(package), str(count), mode))
-        for count in threads
-        for where, mode in modes.items()
+        Layout(name=f"{count} threads{where}", arguments=(*ours, count, "split" if is_split else "whole", *rest))
+        for count in counts
+        for where, rest in (("", ()), (", model apart", ("apart",)))
     )
 
 

@@ -1,9 +1,9 @@
 """plait without Ray: the packaged model behind plait's own application.
 
-``python -m plait_bench.disagg.ours FOLDER THREADS whole|apart|split`` prints its port. ``whole`` runs both halves in
-this process; ``apart`` runs them in another one, as `plait serve` does, so that HTTP and the model do not share
-Python's lock; with ``split`` the dense half runs in a process of its own (``dense``). Processes speak over shared
-memory.
+``python -m plait_bench.disagg.ours FOLDER THREADS whole|split [apart]`` prints its port. ``whole`` runs both halves in
+this process; with ``split`` the dense half runs in a process of its own (``dense``). ``apart``: this process only
+speaks HTTP, as the ingress of `plait serve` does, so that HTTP and the model do not share Python's lock. THREADS are
+those of each process, or, for ``split``, ``CN+HN``. Processes speak over shared memory.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ def whole(package: Package, threads: int) -> Ranker:
 
 
 @contextmanager
-def apart(package: Package, threads: int) -> Iterator[Ranker]:
-    """Both halves in one child."""
-    with served(package, "whole") as (ranker, processes):
+def apart(package: Package, mode: str, threads: int, hn_threads: int) -> Iterator[Ranker]:
+    """Both halves in one child, or each in one."""
+    with served(package, mode) as (ranker, processes):
         for process in processes:
-            process.configure(WorkerKnobs(threads=threads))
+            process.configure(WorkerKnobs(threads=hn_threads if process.role == "hn" else threads))
         yield ranker
 
 
-def split(package: Package, threads: int) -> Ranker:
+def split(package: Package, threads: int, hn_threads: int) -> Ranker:
     """The sparse half here, the dense half in a child."""
-    connect_to = start_dense(package, threads)
+    connect_to = start_dense(package, hn_threads)
     return CoreRanker(CnCore(package.card(), package.sparse(), connect_to, knobs=WorkerKnobs(threads=threads)))
 
 
@@ -86,21 +86,23 @@ def serve_dense(package: Package, threads: int, address: str) -> None:
     worker.stop(drain_s=0)
 
 
-def main(folder: Path, threads: int, mode: str, *rest: str) -> None:
+def main(folder: Path, threads: str, mode: str, *rest: str) -> None:
     """See the module docstring."""
     take_short_turns()  # as the server's processes do
     package = open_package(folder)
+    own, _, hn = threads.partition("+")
+    counts = int(own), int(hn or own)
     if mode == "dense":
-        serve_dense(package, threads, *rest)
+        serve_dense(package, counts[1], *rest)
         return
     with ExitStack() as stack:
-        if mode == "apart":
-            ranker: Ranker = stack.enter_context(apart(package, threads))
+        if rest:
+            ranker: Ranker = stack.enter_context(apart(package, mode, *counts))
         else:
-            ranker = split(package, threads) if mode == "split" else whole(package, threads)
+            ranker = split(package, *counts) if mode == "split" else whole(package, counts[0])
         recommender = Recommender(ranker=ranker, items=package.items)
         announce(create_app(None, HttpSettings(), recommenders={package.manifest.name: recommender}))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
+    main(Path(sys.argv[1]), *sys.argv[2:])

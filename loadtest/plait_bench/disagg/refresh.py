@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,12 +25,13 @@ import torch
 from plait_bench.benchmark import Row
 from plait_bench.disagg.asking import arrivals, closed_loop_per_s, requests_of
 from plait_bench.disagg.packages import packaged
-from plait_bench.disagg.served import served
+from plait_bench.disagg.served import WorkerProcess, served
+from plait_bench.disagg.told import ToldProcess
+from plait_bench.errors import SystemFailed
 from plait_bench.runner import Result
 from plait_bench.summary import Summary, pairwise_ratio, percentile
 from plait_disagg.package import Package, open_package
 from plait_disagg.refresh.live import Live
-from plait_disagg.refresh.publish import Fleet, publish
 from plait_disagg.refresh.update import Rows, Update, read_update, write_update
 from plait_disagg.workers.errors import RankError
 from plait_disagg.workers.remote import RemoteRanker
@@ -76,8 +78,8 @@ def result(*, rounds: int, say: Say) -> Result:
             package = open_package(linked(original, Path(scratch) / "package"))
             updates = write_updates(package, Path(scratch), int(rounds * PHASE_S * UPDATES_PER_S), say=say)
             requests = requests_of(package, _MODEL, candidates=_CANDIDATES, count=_REQUESTS)
-            with served(package, mode) as (ranker, fleets):
-                run = Run(ranker, requests, Publisher(package, updates, fleets))
+            with served(package, mode) as (ranker, workers), closing(Publisher(package, updates, workers)) as publisher:
+                run = Run(ranker, requests, publisher)
                 asyncio.run(run.rounds(rounds, partial(_say, say, system)))
             say(f"{system}: comparing {len(run.answers)} answers")
             wrong, step = wrong_answers(package, updates, requests, run.answers)
@@ -131,20 +133,35 @@ def make_update(package: Package, number: int, chance: torch.Generator) -> Updat
 
 
 class Publisher:
-    """Publishes updates one after the other, `UPDATES_PER_S` or as many as can be."""
+    """Publishes updates one after the other, `UPDATES_PER_S` or as many as can be, from a process of its own."""
 
-    def __init__(self, package: Package, updates: Sequence[Path], fleets: Sequence[Fleet]) -> None:
-        self._package, self._left, self._fleets = package, list(updates), fleets
+    def __init__(self, package: Package, updates: Sequence[Path], workers: Sequence[WorkerProcess]) -> None:
+        """Waits until it has opened the package. Raises `SystemFailed`."""
+        pipes = [(worker.role, *worker.pipes) for worker in workers]
+        self._process = ToldProcess(
+            "publisher",
+            "plait_bench.disagg.publisher",
+            *(f"{role}:{hears}:{says}" for role, hears, says in pipes),
+            pass_fds=[pipe for _, *both in pipes for pipe in both],
+        )
+        if self._process.tell(str(package.folder)) is not None:
+            raise SystemFailed("the publisher did not start")
+        self._left = list(updates)
         self.published, self.seconds = 0, 0.0
 
     def until(self, stop: threading.Event) -> None:
-        """Goes on where it stopped last."""
+        """Goes on where it stopped last. Raises `SystemFailed`."""
         began_s = due_s = time.monotonic()
         while self._left and not stop.wait(max(0.0, due_s - time.monotonic())):
-            publish(self._package, self._left.pop(0), self._fleets)
+            if (failed := self._process.tell(str(self._left.pop(0)))) is not None:
+                raise failed
             self.published += 1
             due_s += 1.0 / UPDATES_PER_S
         self.seconds += time.monotonic() - began_s
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._process.end()
 
 
 class Run:

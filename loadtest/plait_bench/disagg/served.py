@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
 from plait_bench.disagg.asking import wait_until_ready
+from plait_bench.disagg.told import ToldProcess
 from plait_bench.errors import SystemFailed
 from plait_disagg.fabric import connect, new_secret
 from plait_disagg.package import Package
@@ -23,43 +22,19 @@ from plait_serving.deployments.reach import FABRIC
 __all__ = ["WorkerProcess", "served"]
 
 
-class WorkerProcess:
-    """A process of `worker`, and a `Fleet` of one."""
+class WorkerProcess(ToldProcess):
+    """A process of `worker`."""
 
     def __init__(self, folder: Path, role: str, secret: bytes, *addresses: str) -> None:
         """Waits until it listens. Raises `SystemFailed`."""
-        command = [sys.executable, "-m", "plait_bench.disagg.worker", str(folder), role, *addresses]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._role = role
-        if self._told(secret.hex()) is not None:
+        super().__init__(role, "plait_bench.disagg.worker", str(folder), role, *addresses)
+        if self.tell(secret.hex()) is not None:
             raise SystemFailed(f"the {role} did not start")
-
-    def stage(self, folder: Path) -> Mapping[str, Exception | None]:
-        """See `Fleet`."""
-        return {self._role: self._told(f"stage {folder}")}
-
-    def switch(self, version: str) -> Mapping[str, Exception | None]:
-        """See `Fleet`."""
-        return {self._role: self._told(f"switch {version}")}
 
     def configure(self, knobs: WorkerKnobs) -> None:
         """Raises `SystemFailed`."""
-        if (failed := self._told(f"knobs {json.dumps(asdict(knobs))}")) is not None:
+        if (failed := self.tell(f"knobs {json.dumps(asdict(knobs))}")) is not None:
             raise failed
-
-    def end(self) -> None:
-        """Kills it."""
-        self._process.kill()
-        self._process.wait()
-
-    def _told(self, line: str) -> SystemFailed | None:
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        stdin.write(line + "\n")
-        stdin.flush()
-        said = stdout.readline().strip()
-        return None if said == "ok" else SystemFailed(said or "the worker ended")
 
 
 @contextmanager

@@ -16,13 +16,12 @@ from starlette.responses import Response
 
 from plait_disagg.workers.errors import RankError
 from plait_serving.diffusion.errors import EngineError
-from plait_serving.http import health, images, metrics, models, recommend, v2
+from plait_serving.http import health, images, metrics, models
 from plait_serving.http.auth import AuthMiddleware
 from plait_serving.http.body_limit import BodyLimitMiddleware, BodyTooLarge
 from plait_serving.http.context import Context, HttpSettings, installed_version
 from plait_serving.http.errors import ApiError, ClientGone, wire_error
 from plait_serving.http.hosts import HostMiddleware
-from plait_serving.http.recommend_values import RecommendBody
 from plait_serving.http.recommenders import Recommender, Recommenders
 from plait_serving.http.request_id import RequestIdMiddleware
 from plait_serving.http.schemas import GenerationBody
@@ -58,7 +57,9 @@ class _App(FastAPI):
         """The schema; made once."""
         schema = super().openapi()
         if self.state.context.recommenders:
-            schema["paths"].update(v2.INFER_DOCUMENTATION)
+            from plait_serving.http.v2 import INFER_DOCUMENTATION
+
+            schema["paths"].update(INFER_DOCUMENTATION)
         return schema
 
 
@@ -111,8 +112,11 @@ def app_from_context(
 
 
 def _add_routes(app: FastAPI, context: Context) -> None:
-    """Routes are tried one after the other: the hot one comes first."""
+    """Routes are tried one after the other: the hot one comes first. Those that rank need torch, which takes two
+    seconds: a server of pictures alone does without."""
     if context.recommenders:
+        from plait_serving.http import recommend, v2
+
         app.router.routes[:0] = v2.infer_routes(context)
         for router in (v2.router, recommend.router):
             app.include_router(router)
@@ -149,8 +153,18 @@ async def _http_error(request: Request, error: Exception) -> Response:
 async def _invalid_body(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     path = request.url.path
-    known = RecommendBody.model_fields if path == recommend.PATH else GenerationBody.model_fields
-    return wire_error(validation_error(error.errors(), known=list(known))).response(path)
+    known = _fields_of(path, request.app.state.context)
+    return wire_error(validation_error(error.errors(), known=known)).response(path)
+
+
+def _fields_of(path: str, context: Context) -> list[str]:
+    if context.recommenders:
+        from plait_serving.http.recommend import PATH
+        from plait_serving.http.recommend_values import RecommendBody
+
+        if path == PATH:
+            return list(RecommendBody.model_fields)
+    return list(GenerationBody.model_fields)
 
 
 def validation_error(errors: Sequence[Any], *, known: Sequence[str] = tuple(GenerationBody.model_fields)) -> ApiError:

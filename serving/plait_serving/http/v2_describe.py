@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import zlib
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from plait_disagg.graph.inputs import OFFSETS, Bag, Dense, Ids, Input, tensor_names
 from plait_disagg.workers.protocols import ItemStore
 from plait_disagg.workers.values import ModelCard
+
+if TYPE_CHECKING:
+    import torch  # takes two seconds, and the lists of models need none of it
 
 __all__ = ["LARGEST_EXAMPLE", "example", "metadata"]
 
@@ -55,7 +58,7 @@ def example(card: ModelCard, candidates: int, items: ItemStore | None = None) ->
     The same model and number of candidates always give the same one.
     """
     rng = np.random.default_rng([zlib.crc32(card.name.encode()), candidates])
-    known = {} if items is None else items.gather(torch.from_numpy(rng.integers(0, len(items), candidates)))
+    known = {} if items is None else _some_items(items, rng, candidates)
     tensors: list[dict[str, Any]] = []
     for item in card.inputs:
         if item.name not in known:
@@ -64,6 +67,12 @@ def example(card: ModelCard, candidates: int, items: ItemStore | None = None) ->
         datatype = "FP32" if isinstance(item, Dense) else "INT64"
         tensors += [_filled(name, datatype, known[name].numpy()) for name in tensor_names((item,))]
     return {"id": "example", "inputs": tensors}
+
+
+def _some_items(items: ItemStore, rng: np.random.Generator, count: int) -> Mapping[str, torch.Tensor]:
+    import torch
+
+    return items.gather(torch.from_numpy(rng.integers(0, len(items), count)))
 
 
 def _example_of(item: Input, card: ModelCard, candidates: int, rng: np.random.Generator) -> list[dict[str, Any]]:

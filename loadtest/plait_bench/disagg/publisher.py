@@ -1,0 +1,42 @@
+"""Publishes updates from a process of its own, as `plait models refresh` does, beside the workers and who asks them.
+
+``python -m plait_bench.disagg.publisher [ROLE:IN:OUT...]``: the pipes of the workers, HNs first. The first line in is
+the package's folder, each other one an update to publish. One line out for each: ``ok``, or what went wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from plait_bench.disagg.told import Told
+from plait_disagg.package import open_package
+from plait_disagg.refresh.errors import RefreshError
+from plait_disagg.refresh.publish import publish
+from plait_disagg.threads import set_threads
+
+__all__ = ["main"]
+
+
+def main(*workers: str) -> None:
+    """See the module docstring."""
+    set_threads(1)
+    fleets = [_told(*worker.split(":")) for worker in workers]
+    package = open_package(Path(sys.stdin.readline().strip()))
+    print("ok", flush=True)
+    for line in sys.stdin:
+        try:
+            publish(package, Path(line.strip()), fleets)
+        except RefreshError as error:
+            print(error, flush=True)
+        else:
+            print("ok", flush=True)
+
+
+def _told(role: str, hears: str, says: str) -> Told:
+    return Told(role, os.fdopen(int(hears), "w"), os.fdopen(int(says)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,58 @@
+"""A process that is told one line at a time and says one line to each: ``ok``, or what went wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import IO
+
+from plait_bench.errors import SystemFailed
+
+__all__ = ["Told", "ToldProcess"]
+
+
+class Told:
+    """Its two pipes; a `Fleet` of one, if it is a worker. One thread at a time tells."""
+
+    def __init__(self, role: str, stdin: IO[str], stdout: IO[str]) -> None:
+        self.role = role
+        self._stdin, self._stdout = stdin, stdout
+
+    @property
+    def pipes(self) -> tuple[int, int]:
+        """What it hears, and what it says."""
+        return self._stdin.fileno(), self._stdout.fileno()
+
+    def tell(self, line: str) -> SystemFailed | None:
+        """What went wrong, if anything."""
+        self._stdin.write(line + "\n")
+        self._stdin.flush()
+        said = self._stdout.readline().strip()
+        return None if said == "ok" else SystemFailed(said or f"the {self.role} ended")
+
+    def stage(self, folder: object) -> Mapping[str, Exception | None]:
+        """See `Fleet`."""
+        return {self.role: self.tell(f"stage {folder}")}
+
+    def switch(self, version: str) -> Mapping[str, Exception | None]:
+        """See `Fleet`."""
+        return {self.role: self.tell(f"switch {version}")}
+
+
+class ToldProcess(Told):
+    """A child of this process: ``python -m MODULE ARGUMENTS...``."""
+
+    def __init__(self, role: str, module: str, *arguments: str, pass_fds: Sequence[int] = ()) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=pass_fds,
+        )  # fmt: skip
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        super().__init__(role, self._process.stdin, self._process.stdout)
+
+    def end(self) -> None:
+        """Kills it."""
+        self._process.kill()
+        self._process.wait()
