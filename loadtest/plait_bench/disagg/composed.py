@@ -88,4 +88,7 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    # Replicas import the classes of a module; those of __main__ are sent, without what only their annotations name.
+    from plait_bench.disagg import composed
+
+    composed.main(sys.argv[1])
