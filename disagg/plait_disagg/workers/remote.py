@@ -8,12 +8,13 @@ from dataclasses import replace
 
 from plait_disagg.fabric import Message
 from plait_disagg.workers.counting import added_up
+from plait_disagg.workers.delay import Delay
 from plait_disagg.workers.errors import BadInput, Busy, DeadlinePassed, RankError, Unavailable
 from plait_disagg.workers.jobs import Job, Outcome, settle
 from plait_disagg.workers.layout import Layout, layout_of_inputs
 from plait_disagg.workers.lines import Backoff, Connect, Line, Lines
 from plait_disagg.workers.ranker import CoreRanker
-from plait_disagg.workers.values import ModelCard
+from plait_disagg.workers.values import ModelCard, RankAnswer
 from plait_disagg.workers.wire import (
     WireError,
     cancel_header,
@@ -26,6 +27,9 @@ from plait_disagg.workers.wire import (
 __all__ = ["RemoteCore", "RemoteRanker"]
 
 _LOOK_S = 0.02
+
+_MOST_WAY = 0.5
+"""Of what is left until a deadline: a way that once was long must be gone again to show that it is not."""
 
 
 class RemoteCore:
@@ -49,6 +53,7 @@ class RemoteCore:
         self._card: ModelCard | None = None
         self._worker_metrics: dict[Line[Job], Mapping[str, float]] = {}
         self._layouts: dict[Line[Job], Layout] = {}
+        self._way = Delay()
         self._stopping = False
         self._requests = self._lost = 0
         self._lines: Lines[Job] = Lines(
@@ -91,9 +96,17 @@ class RemoteCore:
                 raise Busy(f"{self._window} requests are at the model's worker already")
             raise Unavailable(f"model {self._model}: {self._lines.why_down}")
         try:
-            line.ask(job, lambda number, pool: rank_message(number, job.request, self._layouts[line], pool))
+            request = replace(job.request, deadline_s=self._due_there_s(job))
+            line.ask(job, lambda number, pool: rank_message(number, request, self._layouts[line], pool))
         except (KeyError, ValueError) as error:  # it was checked against the card of another version
             raise BadInput(f"the request does not fit model {self._model}: {error}") from error
+
+    def _due_there_s(self, job: Job) -> float | None:
+        """When the worker must be done for the answer to be here in time. The worker does not see what goes by in
+        channels, and on busy cores that is milliseconds; here it is what an answer took beyond the worker's timings."""
+        if job.due_s is None:
+            return None
+        return job.due_s - min(self._way.likely_s, _MOST_WAY * max(0.0, job.due_s - time.monotonic()))
 
     def cancel(self, job: Job) -> None:
         """See `Core.cancel`."""
@@ -155,6 +168,8 @@ class RemoteCore:
                 self._ask_another(job, outcome)
             else:
                 outcomes.append((job, outcome))
+            if isinstance(outcome, RankAnswer) and not job.tries:
+                self._way.saw(time.monotonic() - job.came_s - outcome.timings.total_s)
         settle(outcomes)
 
     def _now_at(self, version: str) -> None:

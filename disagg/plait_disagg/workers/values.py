@@ -64,6 +64,11 @@ class RankTimings:
     wire_ms: float = 0.0
     dense_ms: float = 0.0
 
+    @property
+    def total_s(self) -> float:
+        """From the moment at which the worker had the request, in seconds."""
+        return (self.queued_ms + self.lookup_ms + self.wire_ms + self.dense_ms) / 1e3
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankAnswer:

@@ -17,6 +17,7 @@ from plait_disagg.refresh.errors import RefreshError
 from plait_disagg.refresh.live import Live, open_live
 from plait_disagg.replicas import Link
 from plait_disagg.threads import apart, set_threads
+from plait_disagg.turns import take_short_turns
 from plait_disagg.workers.cn import CnCore
 from plait_disagg.workers.front import Front
 from plait_disagg.workers.hn import HnWorker
@@ -64,6 +65,7 @@ def obey(running: Worker, refresher: Refresher, line: str) -> None:
 
 def main(folder: str, role: str, *addresses: str) -> None:
     """See the module docstring."""
+    take_short_turns()  # as the deployments do
     secret = bytes.fromhex(sys.stdin.readline().strip())
     live = open_live(Path(folder), sparse=role != "hn", dense=role != "cn")
     running = worker(live, role, secret, *addresses)

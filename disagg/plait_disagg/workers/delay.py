@@ -1,0 +1,30 @@
+"""A delay that varies, followed as TCP follows its round trips: by its mean and its mean deviation (RFC 6298, 2)."""
+
+from __future__ import annotations
+
+__all__ = ["Delay"]
+
+_MEAN, _DEVIATION = 1 / 8, 1 / 4
+"""Shares of the newest observation (RFC 6298, 2.3)."""
+
+
+class Delay:
+    """Not locked: one thread tells, any may ask."""
+
+    def __init__(self) -> None:
+        self._mean_s: float | None = None
+        self._deviation_s = 0.0
+
+    @property
+    def likely_s(self) -> float:
+        """The mean and one deviation: what most do not exceed; 0 before anything is known."""
+        return 0.0 if self._mean_s is None else self._mean_s + self._deviation_s
+
+    def saw(self, seconds: float) -> None:
+        """Once more."""
+        seconds = max(0.0, seconds)
+        if self._mean_s is None:
+            self._mean_s, self._deviation_s = seconds, seconds / 2
+            return
+        self._deviation_s += _DEVIATION * (abs(seconds - self._mean_s) - self._deviation_s)
+        self._mean_s += _MEAN * (seconds - self._mean_s)

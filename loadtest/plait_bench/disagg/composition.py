@@ -1,0 +1,57 @@
+"""The deployments of `composed`. In a module of their own, so that replicas import them: what is defined in `__main__`
+is sent to them, without what only its annotations name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from fastapi import FastAPI, Request, Response
+from ray import serve
+
+from plait_bench.disagg.baseline import answer, parse
+from plait_disagg.package import open_package
+from plait_disagg.workers.check import check_request
+
+__all__ = ["Dense", "Sparse"]
+
+_HEADER_BYTES = "inference-header-content-length"
+_APP = FastAPI()
+
+
+class Dense:
+    """The dense half."""
+
+    def __init__(self, folder: str) -> None:
+        torch.set_num_threads(1)
+        self._half = open_package(Path(folder)).dense()
+
+    async def __call__(self, crossing: Mapping[str, torch.Tensor], candidates: Sequence[int]) -> torch.Tensor:
+        """The scores of a batch."""
+        with torch.inference_mode():
+            outputs = self._half.run(crossing, candidates)
+        return next(iter(outputs.values()))
+
+
+@serve.ingress(_APP)
+class Sparse:
+    """The sparse half, and what HTTP clients ask."""
+
+    def __init__(self, folder: str, dense: Any) -> None:
+        torch.set_num_threads(1)
+        package = open_package(Path(folder))
+        self._card, self._half = package.card(), package.sparse()
+        self._dense = dense
+
+    @_APP.post("/v2/models/model/infer")
+    async def infer(self, request: Request) -> Response:
+        """One request; the dense half gets what crosses."""
+        body = await request.body()
+        tensors = parse(body, int(request.headers[_HEADER_BYTES]))
+        checked = check_request(self._card, tensors, request_id="")
+        with torch.inference_mode():
+            crossing = self._half.run([checked])
+        return answer(await self._dense.remote(dict(crossing), [checked.candidates]))

@@ -1,0 +1,64 @@
+"""How long requests are on the way, and what a worker is told of their deadlines for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from unittest.mock import patch
+
+import pytest
+
+from plait_disagg.workers.delay import Delay
+from plait_disagg.workers.errors import DeadlinePassed
+from plait_disagg.workers.jobs import Job
+from support import ranking as kit
+from support.rank_fabric import Rig
+
+SLOW_S = 0.05
+
+
+def test_a_delay_follows_what_it_saw() -> None:
+    """Nothing is 0; a steady delay is itself; a varying one is above its mean."""
+    steady, varying = Delay(), Delay()
+    assert steady.likely_s == 0.0
+    for number in range(100):
+        steady.saw(0.01)
+        varying.saw(0.01 + (0.005 if number % 2 else -0.005))
+    assert steady.likely_s == pytest.approx(0.01, rel=1e-3)
+    assert 0.012 < varying.likely_s < 0.018
+
+
+async def test_a_worker_is_told_an_earlier_deadline_by_what_the_way_takes() -> None:
+    """A way of 50 ms that the worker does not see; and never more than half of what is left."""
+    told: list[float] = []
+    with Rig() as rig:
+        core = rig.whole()
+        submit = core.submit
+
+        def late(job: Job) -> None:
+            assert job.due_s is not None
+            told.append(job.due_s)
+            threading.Timer(SLOW_S, lambda: answered_later(submit, job)).start()
+
+        with patch.object(core, "submit", late):
+            rig.front(core)
+            ranker = await rig.ranker()
+            early = []
+            for left_s in (10.0, 10.0, 0.08):
+                due_s = time.monotonic() + left_s
+                with suppress(DeadlinePassed):  # the last one
+                    await ranker.rank(dataclasses.replace(kit.request(3), deadline_s=due_s))
+                early.append(due_s - told[-1])
+    assert early[0] < SLOW_S / 2
+    assert SLOW_S < early[1] < 10 * SLOW_S
+    assert SLOW_S / 2 < early[2] <= 0.04 + SLOW_S / 10
+
+
+def answered_later(submit: Callable[[Job], None], job: Job) -> None:
+    """As if what went before had been in the channel."""
+    job.came_s = time.monotonic()
+    with suppress(DeadlinePassed):
+        submit(job)
