@@ -58,7 +58,10 @@ class Pace:
 
     def saw_answer(self, seconds: float) -> None:
         """After a batch had left this worker it took ``seconds`` until its answer was there (a CN's HN)."""
-        self.after_s += (seconds - self.after_s) / 8 if self.after_s else seconds
+        if self.after_s:
+            self.after_s += (min(seconds, _SURPRISE * self.after_s) - self.after_s) / 8
+        else:
+            self.after_s = seconds
 
     def _fit(self) -> None:
         mean_rows, mean_s = self._rows / self._weight, self._seconds / self._weight

@@ -28,7 +28,7 @@ __all__ = ["RemoteCore", "RemoteRanker"]
 
 _LOOK_S = 0.02
 
-_MOST_WAY = 0.5
+_MOST_WAY = 0.25
 """Of what is left until a deadline: a way that once was long must be gone again to show that it is not."""
 
 
