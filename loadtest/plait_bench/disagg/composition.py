@@ -1,8 +1,6 @@
 """The deployments of `composed`. In a module of their own, so that replicas import them: what is defined in `__main__`
-is sent to them, without what only its annotations name.
+is sent to them. Its annotations are no strings: the app is sent too, and with it only what its code names.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

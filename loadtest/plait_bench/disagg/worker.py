@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import TypeAlias
 
+from plait_bench.disagg.asking import wait_until_ready
 from plait_disagg.fabric import connect, listen
 from plait_disagg.refresh.errors import RefreshError
 from plait_disagg.refresh.live import Live, open_live
@@ -48,6 +49,7 @@ def worker(live: Live, role: str, secret: bytes, address: str, *hn: str) -> Work
         assert dense is not None
         core = WholeCore(live.card(), live.sparse, dense)
     Front(core, [listener])
+    wait_until_ready(core)  # its HN
     return core
 
 
