@@ -21,6 +21,10 @@ _ROUND_TRIPS = 301
 LIBRARIES = ("torch", "diffusers", "transformers", "peft", "ray")
 
 
+SLOW_WAKE_US = 60.0
+"""Several times what a machine with nothing to do needs."""
+
+
 def cores() -> int:
     """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0))

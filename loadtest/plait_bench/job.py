@@ -11,7 +11,7 @@ from typing import Any
 from plait_bench import autoconfig, disagg, fabric, images, loadtest, records
 from plait_bench.document import document
 from plait_bench.errors import BenchError
-from plait_bench.host import commit, cores, host_facts
+from plait_bench.host import SLOW_WAKE_US, commit, cores, host_facts
 from plait_bench.runner import Plan, Result, joined, run
 from plait_bench.tables import RESULTS, ROOT
 from plait_bench.workers import WorkerFleet
@@ -21,8 +21,6 @@ ROUNDS, QUICK_ROUNDS = 5, 3
 
 # Half a core of other work is what two systems that run in turn can share fairly.
 _BUSY_SHARE = 0.25
-_SLOW_WAKE_US = 60.0
-"""Several times what a machine with nothing to do needs."""
 
 
 NAMES = (images.NAME, loadtest.NAME, disagg.NAME, fabric.NAME, autoconfig.NAME)
@@ -66,7 +64,7 @@ def measure(job: Job, *, say: Say) -> dict[str, Any]:
     if job.record and not job.overwrite:
         records.check_new(records.read(path), bench=job.name, commit=at, host=host, workloads=workloads)
     say(f"{job.name} at {at} on {host['cpu']}, {host['cores']} cores; load average {host['loadavg_1m']}")
-    if host["wake_us"] > _SLOW_WAKE_US:
+    if host["wake_us"] > SLOW_WAKE_US:
         say(f"waking a process takes {host['wake_us']:.0f} us here: all that crosses processes will be slow")
     if host["loadavg_1m"] > _BUSY_SHARE * host["cores"]:
         say("something else keeps this machine busy: the layouts and ratios found now will not hold on an idle one")

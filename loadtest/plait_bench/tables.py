@@ -15,6 +15,7 @@ from typing import Any
 
 from plait_bench import records
 from plait_bench.errors import BenchError
+from plait_bench.host import SLOW_WAKE_US
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "loadtest" / "results"
@@ -45,8 +46,18 @@ _SHOWN: Mapping[str, _Shown] = {
     "round_trip_us": _Shown("us"),
     "one_way_us": _Shown("us one way"),
     "alpha_us": _Shown("us, alpha"),
+    "latency_p50_us": _Shown("us, median"),
+    "added_p50_us": _Shown("us more than whole"),
+    "latency_p50_ms": _Shown("ms, median"),
+    "latency_p99_ms": _Shown("ms, p99"),
+    "in_time_per_s": _Shown("in time/s"),
+    "share_of_peak": _Shown("of its peak"),
+    "p99_ms": _Shown("ms, p99"),
+    "mixed_version_answers": _Shown("wrong answers"),
+    "lost_requests": _Shown("lost requests"),
+    "rows_refreshed_per_s": _Shown("of all rows/s"),
 }
-_ALONE = frozenset({"crossing_bytes"})
+_ALONE = frozenset({"crossing_bytes", "mixed_version_answers", "lost_requests", "rows_refreshed_per_s"})
 """Metrics that are counted, not measured."""
 _LIBRARIES: Mapping[str, tuple[str, ...]] = {
     "images": ("torch", "diffusers", "peft"),
@@ -132,7 +143,16 @@ def _footer(run: Sequence[Mapping[str, Any]], wanted: Set[str]) -> str:
     return (
         f"Measured on {where}, {host['date'][:10]}. Medians of {rounds} rounds taken in turn; in parentheses the "
         f"layout that was best for that system. Ratios are taken pair by pair, with their 20th and 80th percentiles."
+        + _busy_host(shown)
     )
+
+
+def _busy_host(shown: Sequence[Mapping[str, Any]]) -> str:
+    """A warning, if messages between processes were slow there."""
+    wake_us = max((row["host"].get("wake_us", 0.0) for row in shown), default=0.0)
+    if wake_us <= SLOW_WAKE_US:
+        return ""
+    return f" The host was busy: a byte to another process and back took up to {wake_us:.0f} us."
 
 
 def _newest(recorded: Sequence[dict[str, Any]], wanted: Sequence[str]) -> list[dict[str, Any]]:

@@ -36,7 +36,7 @@ def row(system, workload, metric, value):
     )
 
 
-def written(at="abc123", date=HOST["date"], speed=2.0):
+def written(at="abc123", date=HOST["date"], speed=2.0, **host):
     """A document with one workload of each sort."""
     rows = [
         row("plait", "single", "seconds_per_image", 1 / 3),
@@ -52,7 +52,7 @@ def written(at="abc123", date=HOST["date"], speed=2.0):
         "single:seconds_per_image:plait/peer": Summary(value=0.67, p20=0.6, p80=0.7, n=5),
     }
     result = Result(rows=tuple(rows), ratios=ratios, left_out={"third": "needs PEFT"})
-    return document("images", at, {**HOST, "date": date}, result)
+    return document("images", at, {**HOST, "date": date, **host}, result)
 
 
 def test_the_document_has_the_fields_that_programs_read():
@@ -135,6 +135,16 @@ def test_the_table_shows_the_newest_run(tmp_path):
     assert "stale" not in text
     assert text.endswith("<!-- /bench -->\nafter\n")
     assert tables.with_tables(text, tmp_path) == text
+
+
+def test_the_table_says_when_the_host_was_busy(tmp_path):
+    """The slowest of what is shown counts; a quiet host is not mentioned."""
+    path, block = tmp_path / "images.jsonl", "<!-- bench:images -->\n<!-- /bench -->\n"
+    records.append(path, records.records_of(written()), overwrite=False)
+    assert "busy" not in tables.with_tables(block, tmp_path)
+    later = records.records_of(written(date="2026-11-22T00:00:00+00:00", wake_us=312.4))
+    records.append(path, later, overwrite=False)
+    assert "a byte to another process and back took up to 312 us" in tables.with_tables(block, tmp_path)
 
 
 def test_lost_markers_are_an_error_and_no_results_are_said(tmp_path):
