@@ -46,6 +46,8 @@ _SHOWN: Mapping[str, _Shown] = {
     "round_trip_us": _Shown("us"),
     "one_way_us": _Shown("us one way"),
     "alpha_us": _Shown("us, alpha"),
+}
+_ASKED_FOR: Mapping[str, _Shown] = {
     "latency_p50_us": _Shown("us, median"),
     "added_p50_us": _Shown("us more than whole"),
     "latency_p50_ms": _Shown("ms, median"),
@@ -57,6 +59,8 @@ _SHOWN: Mapping[str, _Shown] = {
     "lost_requests": _Shown("lost requests"),
     "rows_refreshed_per_s": _Shown("of all rows/s"),
 }
+"""The same of metrics that only a block which names them shows."""
+
 _ALONE = frozenset({"crossing_bytes", "mixed_version_answers", "lost_requests", "rows_refreshed_per_s"})
 """Metrics that are counted, not measured."""
 _LIBRARIES: Mapping[str, tuple[str, ...]] = {
@@ -99,7 +103,7 @@ def table(run: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> str:
     ]
     for workload, name in _lines(rows, run):
         unit = next(row["unit"] for row in rows if row["metric"] == name)
-        shown = _SHOWN.get(name, _Shown(unit))
+        shown = _SHOWN.get(name) or _ASKED_FOR.get(name) or _Shown(unit)
         cells = [_value(values.get((workload, name, system))) for system in systems]
         cells += [_ratio(ratios.get((workload, shown.ratio_of or name, system))) for system in compared]
         table_lines.append(_line([f"`{workload}`", shown.unit, *cells]))

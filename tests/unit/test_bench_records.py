@@ -142,7 +142,7 @@ def test_the_table_says_when_the_host_was_busy(tmp_path):
     path, block = tmp_path / "images.jsonl", "<!-- bench:images -->\n<!-- /bench -->\n"
     records.append(path, records.records_of(written()), overwrite=False)
     assert "busy" not in tables.with_tables(block, tmp_path)
-    later = records.records_of(written(date="2026-11-22T00:00:00+00:00", wake_us=312.4))
+    later = records.records_of(written(at="new", date="2026-11-22T00:00:00+00:00", wake_us=312.4))
     records.append(path, later, overwrite=False)
     assert "a byte to another process and back took up to 312 us" in tables.with_tables(block, tmp_path)
 
