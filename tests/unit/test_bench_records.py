@@ -213,4 +213,4 @@ def test_every_workload_is_shown_as_it_was_recorded_last(tmp_path):
     assert "| `a-1` | requests/s | 70 |\n| `b-1` | requests/s | 60 |" in text
     assert "commits `new`, `old`" in text
     both = tables.with_tables("<!-- bench:disagg goodput_per_s latency_p50_ms -->\n<!-- /bench -->", tmp_path)
-    assert "| `a-1` | ms | 3.5 |" in both
+    assert "| `a-1` | ms, median | 3.5 |" in both
