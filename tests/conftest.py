@@ -36,14 +36,16 @@ torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+_OWN_RAYS, _SHARED_RAY = "Rays of their own", "the session's Ray"
+
 _GIVE_WAY = 3
 """Niceness: about half of the other's share of a core that both want."""
 
 
 class _Sharing(LoadFileScheduling):
-    """How `make test` shares the suite between processes: a file's tests stay together, for its fixtures, and all
-    files that start Ray are one group, so that there is one Ray at a time. (xdist's own groups do not work with
-    pytest 9.)"""
+    """How `make test` shares the suite between processes: a file's tests stay together, for its fixtures. Files that
+    use the session's Ray are one group, those that start servers with Rays of their own another: two Rays at a time are
+    as many as two cores bear. (xdist's own groups do not work with pytest 9.)"""
 
     def _split_scope(self, nodeid: str) -> str:
         return _group(super()._split_scope(nodeid))
@@ -51,8 +53,10 @@ class _Sharing(LoadFileScheduling):
 
 @cache
 def _group(file: str) -> str:
-    cluster = "mark.cluster"
-    return cluster if cluster in (TESTS.parent / file).read_text(encoding="utf-8") else file
+    text = (TESTS.parent / file).read_text(encoding="utf-8")
+    if "mark.cluster" not in text:
+        return file
+    return _SHARED_RAY if shared_serve.__name__ in text else _OWN_RAYS
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
@@ -61,8 +65,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What starts Ray goes first: it takes longest."""
-    items.sort(key=lambda item: item.get_closest_marker("cluster") is None)
+    """What starts Ray goes first, and before the rest of that the servers of their own: they take longest."""
+    items.sort(key=lambda item: (item.get_closest_marker("cluster") is None, "shared_serve" in item.fixturenames))
 
 
 @pytest.hookimpl(tryfirst=True)

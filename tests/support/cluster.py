@@ -44,6 +44,7 @@ def stop_shared() -> None:
 @contextmanager
 def _local_serve(http_port: int, num_cpus: int = 4) -> Iterator[Any]:
     """Serve on a Ray of our own, gone afterwards. Replicas can import what tests can."""
+    os.environ.setdefault("RAY_worker_niceness", "0")  # as `plait serve` does: other tests keep the cores busy
     import ray
     from ray import serve
 
