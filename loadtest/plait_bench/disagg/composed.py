@@ -6,20 +6,23 @@ compared is how they are joined.
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import sys
 import tempfile
 from functools import partial
 
-from ray import serve
-
-from plait_bench.disagg.composition import Dense, Sparse
-
 
 def main(folder: str) -> None:
     """See the module docstring. Ends with SIGTERM."""
+    os.environ.setdefault(
+        "RAY_worker_niceness", "0"
+    )  # as `plait serve` does; Ray's 15 is for machines that people work at
     import ray
+    from ray import serve
+
+    from plait_bench.disagg.composition import Dense, Sparse
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with socket.socket() as free:
