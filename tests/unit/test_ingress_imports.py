@@ -17,6 +17,6 @@ app = Ingress(Mock(), lambda: plait.app.http_settings(ServerSection())).__serve_
 
 
 def test_an_ingress_of_pictures_alone_needs_no_torch() -> None:
-    """It takes two seconds and 200 MB; only those who rank hold tensors."""
+    """It takes long to load and much memory; only those who rank hold tensors."""
     done = subprocess.run([sys.executable, "-c", PICTURES_ALONE], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

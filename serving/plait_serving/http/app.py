@@ -112,8 +112,8 @@ def app_from_context(
 
 
 def _add_routes(app: FastAPI, context: Context) -> None:
-    """Routes are tried one after the other: the hot one comes first. Those that rank need torch, which takes two
-    seconds: a server of pictures alone does without."""
+    """Routes are tried one after the other: the hot one comes first. Those that rank need torch, which
+    takes long to load: a server of pictures alone does without."""
     if context.recommenders:
         from plait_serving.http import recommend, v2
 
