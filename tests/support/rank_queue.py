@@ -59,9 +59,11 @@ def run_queue(
     rows: int = 1,
     seconds: float = 4.0,
     noise: float = 0.0,
+    later_s: float = 0.0,
     seed: int = 0,
 ) -> Run:
-    """Serves ``seconds`` of arrivals; a batch takes ``fixed_s + rows * row_s``, times 1 to 1 + ``noise``."""
+    """Serves ``seconds`` of arrivals; a batch takes ``fixed_s + rows * row_s``, times 1 to 1 + ``noise``. Answers
+    are there up to ``later_s`` after it, which nobody forecasts."""
     chance = random.Random(seed)
     pace = Pace()
     waiting: Waiting[Piece] = Waiting(knobs, pace)
@@ -87,7 +89,9 @@ def run_queue(
             now_s = ends_s
             pace.saw_batch(sum(it.rows for it in batch), now_s - began_s)
             for it in batch:
-                it.done_s = now_s
+                it.done_s = now_s + later_s * chance.random()
+                if it.due_s is not None:
+                    pace.saw_end(in_time=it.done_s <= it.due_s)
             batch, waiting.busy_until_s = [], 0.0
             continue
         if nxt is None:

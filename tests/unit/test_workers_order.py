@@ -7,7 +7,7 @@ import pytest
 from plait_disagg.workers.errors import Busy, DeadlinePassed
 from plait_disagg.workers.knobs import WorkerKnobs
 from plait_disagg.workers.order import PATIENCE_S, Waiting, too_late
-from plait_disagg.workers.pace import Pace
+from plait_disagg.workers.pace import LEAST_MARGIN, Pace
 from support.rank_queue import Piece, run_queue
 
 OFF = WorkerKnobs(order="arrival", refuse_late=False, largest_batch_rows=512)
@@ -175,6 +175,26 @@ def test_goodput_holds_in_overload_and_collapses_without(row_s: float, rows: int
     assert peak > 0.75 * capacity_per_s
     assert min(goodput(ON, load) for load in (2.0, 4.0)) > 0.9 * peak
     assert goodput(OFF, 2.0) < 0.3 * peak
+
+
+def test_goodput_holds_where_answers_are_later_than_any_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to 30 of the 50 ms pass where the worker can not see it. Those who came late make it more careful; with a
+    fixed margin a quarter of the goodput is lost."""
+
+    def goodputs() -> list[float]:
+        return [
+            run_queue(
+                ON, rate_per_s=load * 120, deadline_s=0.05, fixed_s=5e-4, row_s=1.2e-5, rows=512, seconds=10.0,
+                noise=0.5, later_s=0.03,
+            ).goodput_per_s
+            for load in (0.8, 1.0, 2.0, 4.0)
+        ]  # fmt: skip
+
+    learned = goodputs()
+    assert min(learned[2:]) > 0.9 * max(learned)
+    monkeypatch.setattr("plait_disagg.workers.pace._MOST_MARGIN", LEAST_MARGIN)
+    fixed = goodputs()
+    assert max(fixed[2:]) < 0.75 * max(fixed)
 
 
 def test_hardly_anybody_is_refused_below_capacity() -> None:

@@ -300,6 +300,7 @@ class CnCore:
         lookup_ms = (batch.looked_up_s - batch.began_s) * 1e3
         at_hn_s = self._clock() - batch.looked_up_s
         self._loop.pace.saw_answer(at_hn_s)
+        self._loop.saw_ends(jobs)
         wire_ms = at_hn_s * 1e3 - dense_ms
         settle(
             (

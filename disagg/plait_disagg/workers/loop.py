@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
@@ -41,6 +41,7 @@ class Inbox(Generic[T]):
         elsewhere: Callable[[], int] = lambda: 0,
     ) -> None:
         """See `ComputeLoop`."""
+        self._pace = pace
         self._waiting: Waiting[T] = Waiting(knobs, pace, refuses=refuses)
         self._clock = clock
         self._elsewhere = elsewhere
@@ -109,6 +110,8 @@ class Inbox(Generic[T]):
         if taken is None:
             return None
         for item in taken.late:
+            if not item.gone:
+                self._pace.saw_end(in_time=False)
             item.fail(too_late(item, self._clock()))
         return taken.batch
 
@@ -205,6 +208,14 @@ class ComputeLoop(Generic[T]):
             return True
         finally:
             self._turn.release()
+
+    def saw_ends(self, items: Iterable[T]) -> None:
+        """These were worked on, here and wherever they went then. Those whose deadline has passed, or who gave up by
+        then, make `Waiting` more careful; the others less."""
+        now_s = self._clock()
+        for item in items:
+            if item.due_s is not None and (now_s > item.due_s or not item.gone):
+                self.pace.saw_end(in_time=now_s <= item.due_s)
 
     def put_again(self, item: T) -> None:
         """See `Inbox.put_again`; fails the item if nobody would take it."""

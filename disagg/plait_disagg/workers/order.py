@@ -26,10 +26,6 @@ PATIENCE_S = 1.0
 _SHARE = 0.25
 """Of its most urgent request's whole time: how long a batch may take, so that one can run while another one gathers."""
 
-_MARGIN = 1.25
-"""How much longer than forecast an answer may take. In simulated overload (`tests/support/rank_queue.py`: up to four
-times the capacity, batch times that vary by half) goodput keeps 90 % of its peak from 1.2 on; 1.0 loses a third."""
-
 
 class Item(Protocol):
     """What a batch is made of. Moments are of the clock that the worker runs by."""
@@ -131,7 +127,7 @@ class Waiting(Generic[T]):
         if item.due_s is None or not self._judges or (self.idle and not elsewhere):
             return
         wait_s = max(0.0, self.busy_until_s - now_s) + self._queue_s(item, item.due_s) + self._pace.after_s
-        late_s = now_s + wait_s * _MARGIN - item.due_s
+        late_s = now_s + wait_s * self._pace.margin - item.due_s
         if late_s > 0:
             raise Busy(
                 f"the answer would take {wait_s * 1e3:.0f} ms, which is {late_s * 1e3:.0f} ms after the deadline; "

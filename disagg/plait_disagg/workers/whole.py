@@ -114,6 +114,7 @@ class WholeCore:
         outputs = self._dense.run(crossing, candidates)
         ended_s = clock()
         self._busy_s += ended_s - began_s
+        self._loop.saw_ends(jobs)
         settle(
             (
                 job,
