@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 
 from plait_bench.errors import SystemFailed
 from plait_disagg.models.configs import ids_per_bag
@@ -16,7 +18,7 @@ from plait_disagg.workers.jobs import Core
 from plait_disagg.workers.protocols import Ranker
 from plait_disagg.workers.values import RankRequest
 
-__all__ = ["arrivals", "closed_loop_per_s", "requests_of", "wait_until_ready"]
+__all__ = ["arrivals", "closed_loop_per_s", "requests_of", "wait_until_ready", "without_pauses"]
 
 _LOOK_S = 0.01
 
@@ -56,6 +58,18 @@ async def arrivals(rate_per_s: float, seconds: float, chance: random.Random) -> 
     while (due_s := due_s + chance.expovariate(rate_per_s)) < seconds:
         await asyncio.sleep(max(0.0, begin_s + due_s - time.monotonic()))
         yield begin_s + due_s
+
+
+@contextmanager
+def without_pauses() -> Iterator[None]:
+    """Python collects no garbage inside, but before: thousands of answers are kept to be compared, and looking through
+    them takes Python a tenth of a second, which would count as the server's."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def wait_until_ready(core: Core, *, limit_s: float = 60.0) -> None:

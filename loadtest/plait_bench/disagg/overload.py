@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from plait_bench.benchmark import Row
-from plait_bench.disagg.asking import arrivals, closed_loop_per_s, requests_of
+from plait_bench.disagg.asking import arrivals, closed_loop_per_s, requests_of, without_pauses
 from plait_bench.disagg.goodput import LIMIT_MS
 from plait_bench.disagg.packages import packaged
 from plait_bench.disagg.served import WorkerProcess, served
@@ -110,7 +110,8 @@ async def _rounds(
             phases = []
             for load in LOADS:
                 rate_per_s = load * capacity_per_s
-                phases.append(await open_loop(ranker, requests, rate_per_s, seconds=_PHASE_S, seed=number))
+                with without_pauses():
+                    phases.append(await open_loop(ranker, requests, rate_per_s, seconds=_PHASE_S, seed=number))
                 say(f"{NAME}: round {number + 1} of {rounds}: {system} {load:g}x: {phases[-1]}")
             taken[system].append(phases)
     return taken

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from plait_bench.benchmark import Row
-from plait_bench.disagg.asking import arrivals, closed_loop_per_s, requests_of
+from plait_bench.disagg.asking import arrivals, closed_loop_per_s, requests_of, without_pauses
 from plait_bench.disagg.packages import packaged
 from plait_bench.disagg.served import WorkerProcess, served
 from plait_bench.disagg.told import ToldProcess
@@ -207,7 +207,8 @@ class Run:
             say(f"round {number + 1} of {count}: p99 {still[-1]:.2f} ms still, {refreshed[-1]:.2f} ms refreshed")
 
     async def _phase(self, rate_per_s: float, seed: int) -> list[Answer]:
-        return await open_loop(self._ranker, self._requests, rate_per_s, self._phase_s, seed=seed)
+        with without_pauses():
+            return await open_loop(self._ranker, self._requests, rate_per_s, self._phase_s, seed=seed)
 
 
 async def open_loop(
