@@ -71,8 +71,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Of several processes, those without Ray give way to the one that has it: its tests come one after the other, so
-    they decide how long all take."""
+    """Of several processes, those without Ray give way to those with it, whose tests come one after the other and so
+    decide how long all take."""
     if os.environ.get("PYTEST_XDIST_WORKER") and not item.get_closest_marker("cluster"):
         os.nice(max(0, _GIVE_WAY - os.nice(0)))
 

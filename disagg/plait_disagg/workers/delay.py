@@ -7,7 +7,6 @@ __all__ = ["Delay"]
 _MEAN, _DEVIATION = 1 / 8, 1 / 4
 """Shares of the newest observation (RFC 6298, 2.3)."""
 
-
 _SURPRISE = 4.0
 """An observation counts as at most so many times what was likely: one stall of the machine must not refuse a second of
 requests. If the delay really grew, each observation says so again."""

@@ -210,8 +210,8 @@ class ComputeLoop(Generic[T]):
             self._turn.release()
 
     def saw_ends(self, items: Iterable[T]) -> None:
-        """These were worked on, here and wherever they went then. Those whose deadline has passed, or who gave up by
-        then, make `Waiting` more careful; the others less."""
+        """These were worked on, here and wherever they went then. Those whose deadline has passed make `Waiting` more
+        careful, those that are in time less; who left before its deadline says nothing of either."""
         now_s = self._clock()
         for item in items:
             if item.due_s is not None and (now_s > item.due_s or not item.gone):

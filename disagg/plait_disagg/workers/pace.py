@@ -24,7 +24,7 @@ LEAST_MARGIN, _MOST_MARGIN = 1.25, 3.0
 times the capacity, batch times that vary by half) goodput keeps 90 % of its peak from 1.2 on; 1.0 loses a third."""
 
 _LATE, _IN_TIME = 1.1, 0.99
-"""What the end of a request does to the margin. One late answer in eleven leaves it where it is: where the times vary
+"""What the end of a request does to the margin. About one late answer in ten leaves it as it is: where times vary
 more than in the simulation, as on cores that others use too, work on what comes too late anyway is soon refused."""
 
 _MOST_ROWS = 1 << 31

@@ -16,9 +16,8 @@ from functools import partial
 
 def main(folder: str) -> None:
     """See the module docstring. Ends with SIGTERM."""
-    os.environ.setdefault(
-        "RAY_worker_niceness", "0"
-    )  # as `plait serve` does; Ray's 15 is for machines that people work at
+    # As `plait serve` does: Ray's 15 is for machines that people work at.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     import ray
     from ray import serve
 
