@@ -22,6 +22,9 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
+_GIVES_WAY = 10
+"""Nice value: a tenth of an ordinary thread's share where they compete."""
+
 
 def set_threads(threads: int) -> None:
     """Sets the calling thread's share of cores; 0: all of them.
@@ -31,6 +34,12 @@ def set_threads(threads: int) -> None:
     """
     torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
     torch.get_num_threads()
+
+
+def give_way() -> None:
+    """From now on the calling thread runs where others leave a core. It can not go back: use a thread that ends."""
+    thread = threading.get_native_id()
+    os.setpriority(os.PRIO_PROCESS, thread, max(_GIVES_WAY, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
 def bind_to(cores: Sequence[int]) -> None:

@@ -19,7 +19,7 @@ from plait_disagg.workers.hn import HnWorker
 from plait_disagg.workers.knobs import WorkerKnobs
 from plait_disagg.workers.protocols import Ranker
 from plait_disagg.workers.scale import Gauge, Scaling, State, decide, hn_pressure
-from plait_disagg.workers.wire import done_message, parse_dense, welcome_header
+from plait_disagg.workers.wire import done_message, failed_header, parse_dense, welcome_header
 from support import ranking as kit
 from support.rank_fabric import Rig, until
 
@@ -110,6 +110,52 @@ async def test_an_answer_after_the_deadline_reaches_nobody(rig: Rig) -> None:
     dense.gate.set()
     await _right(ranker, 2)
     await until(lambda: cn.metrics()["at_hns"] == 0)
+
+
+async def test_hns_that_are_idle_share_what_waits(rig: Rig) -> None:
+    """Requests that come together go to both HNs, half each, and not all to one while the other looks on."""
+    halves = kit.FakeDense(slow_s=0.1), kit.FakeDense(slow_s=0.1)
+    for name, dense in zip(("first", "second"), halves, strict=True):
+        rig.hn(dense, name=name)
+    cn = rig.cn(None, "first", "second", knobs=WorkerKnobs(batch_wait_ms=50.0))
+    await until(lambda: cn.metrics()["hns"] == 2)
+    ranker = rig.local(cn)
+    await _right(ranker)  # since then the CN knows that there is time to share
+    answers = await asyncio.gather(*(ranker.rank(kit.request(seed)) for seed in range(8)))
+    for seed, answer in enumerate(answers):
+        torch.testing.assert_close(answer.outputs["score"], kit.expected(kit.request(seed))["score"])
+    requests = [sum(len(batch) for batch in dense.batches) for dense in halves]
+    assert sum(requests) == 9
+    assert min(requests) >= 2
+
+
+async def test_what_an_hn_gives_up_as_too_late_makes_the_cn_more_careful(rig: Rig) -> None:
+    """The lookups were for nothing, so the CN refuses earlier from now on; answers that come in time undo it."""
+    is_full = threading.Event()
+    is_full.set()
+
+    def late(channel: Channel, number: int, outputs: dict[str, torch.Tensor]) -> None:
+        if is_full.is_set():
+            channel.send(failed_header(number, DeadlinePassed("too late")))
+        else:
+            _send(channel, number, outputs)
+
+    _bad_hn(rig, late)
+    cn = rig.cn()
+    await until(lambda: cn.ready() is None)
+    ranker, margins = rig.local(cn), [cn._loop.pace.margin]
+
+    async def ask() -> None:
+        await ranker.rank(dataclasses.replace(kit.request(1), deadline_s=time.monotonic() + 30.0))
+        margins.append(cn._loop.pace.margin)
+
+    for _ in range(2):
+        with pytest.raises(DeadlinePassed):
+            await ask()
+        margins.append(cn._loop.pace.margin)
+    is_full.clear()
+    await ask()
+    assert margins[0] < margins[1] < margins[2] > margins[3]
 
 
 async def test_after_its_deadline_a_lost_request_is_not_asked_again(rig: Rig) -> None:

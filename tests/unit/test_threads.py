@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,25 @@ def test_apart_raises_what_the_function_raises() -> None:
 
 
 @linux
+@linux
+def test_a_thread_that_gives_way_does_so_alone() -> None:
+    """Its own niceness rises, and once only; that of its process and of threads after it does not."""
+    from plait_disagg.threads import apart, give_way
+
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    def given_way() -> int:
+        give_way()
+        give_way()
+        return niceness()
+
+    before = niceness()
+    assert apart(given_way) == max(10, before)
+    assert niceness() == before
+    assert apart(niceness) == before
+
+
 def test_building_an_engine_leaves_its_compute_thread_alone_with_workers(tiny_sd_folder: Path) -> None:
     """After building and a picture there is one team: the compute thread and one worker."""
     built, ran = _run(

@@ -6,7 +6,7 @@ import pytest
 
 from plait_disagg.workers.errors import Busy, DeadlinePassed
 from plait_disagg.workers.knobs import WorkerKnobs
-from plait_disagg.workers.order import PATIENCE_S, Waiting, too_late
+from plait_disagg.workers.order import PATIENCE_S, Elsewhere, Waiting, too_late
 from plait_disagg.workers.pace import LEAST_MARGIN, Pace
 from support.rank_queue import Piece, run_queue
 
@@ -23,6 +23,52 @@ def _pace(batch_s: float) -> Pace:
     pace = Pace()
     pace.saw_batch(1, batch_s)
     return pace
+
+
+def test_what_waits_is_shared_out_among_those_who_could_work() -> None:
+    """Half each for two, in order; a request is never cut, and more workers than requests get one each. Nothing is
+    shared while it is not known what it brings, while all are busy, or if handing out takes as long as the work."""
+    pieces = [Piece(came_s=0.1 * n, rows=10) for n in range(5)]
+    for idle, after_s, sizes in (
+        (0, 1.0, [5]), (1, 1.0, [5]), (2, 1.0, [2, 1, 1, 1]), (9, 1.0, [1, 1, 1, 1, 1]), (9, 0.0, [5]),
+        (9, 0.0015, [5]),
+    ):  # fmt: skip
+        waiting = _waiting(_pace(0.001))
+        waiting._pace.after_s = after_s
+        for piece in pieces:
+            waiting.add(piece)
+        batches = []
+        while len(waiting):
+            batches.append(waiting.take(1.0, Elsewhere(idle=idle, room=4 * idle)).batch)
+        assert [len(batch) for batch in batches] == sizes
+        assert [piece for batch in batches for piece in batch] == pieces
+
+
+@pytest.mark.parametrize(
+    ("own_s", "after_s", "threads", "room", "sizes"),
+    [
+        (0.01, 0.01, 1, 4, [3, 3]),
+        (0.01, 0.001, 1, 4, [6]),
+        (0.001, 0.01, 1, 4, [6]),
+        (0.0, 0.01, 1, 4, [6]),
+        (0.01, 0.01, 2, 4, [6]),
+        (0.01, 0.01, 1, 1, [6]),
+    ],
+    ids=["both-long", "short-there", "short-here", "unknown", "threads", "window"],
+)
+def test_one_batch_is_made_ready_while_the_other_is_worked_on(
+    own_s: float, after_s: float, threads: int, room: int, sizes: list[int]
+) -> None:
+    """Two halves for the only idle worker, if both sides have enough to do; what waits while it is busy goes whole."""
+    pace = _pace(own_s) if own_s else Pace()
+    pace.after_s = after_s
+    waiting = _waiting(pace, threads=threads)
+    for n in range(6):
+        waiting.add(Piece(came_s=0.1 * n, rows=10))
+    batches = [waiting.take(1.0, Elsewhere(idle=1, room=room)).batch]
+    while len(waiting):
+        batches.append(waiting.take(1.0, Elsewhere(open=1, room=room - 1)).batch)
+    assert [len(batch) for batch in batches] == sizes
 
 
 def test_the_most_urgent_go_first_and_arrival_decides_among_equals() -> None:

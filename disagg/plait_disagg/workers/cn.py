@@ -108,7 +108,7 @@ class CnCore:
             knobs=self._knobs,
             clock=clock,
             wait_for_room=self._wait_for_room,
-            elsewhere=lambda: self._lines.open_questions,
+            elsewhere=lambda: self._lines.elsewhere,
         )
 
     @property
@@ -213,7 +213,14 @@ class CnCore:
             raise Unavailable(f"no HN: {self._lines.why_down}")
         knobs = self._knobs
         batch = _Batch(jobs=jobs, began_s=self._clock(), wire=knobs.wire, version=self._card.version)
-        requests = [job.request for job in jobs]
+        try:
+            self._send(line, batch, knobs)
+        except Unavailable as error:  # the line was lost since it was chosen
+            line.rest()
+            self._ask_another(batch, error)
+
+    def _send(self, line: Line[_Batch], batch: _Batch, knobs: WorkerKnobs) -> None:
+        requests = [job.request for job in batch.jobs]
         if self._source is None or not knobs.cache_rows:
             crossing = self._sparse.run(requests)
             line.ask(batch, partial(self._pack, line, batch, lambda _: (crossing, None)))
@@ -326,6 +333,8 @@ class CnCore:
             line.rest()
             self._ask_another(batch, error)
             return
+        if isinstance(error, DeadlinePassed):
+            self._loop.saw_given_up(batch.jobs)
         if len(batch.jobs) == 1 or isinstance(error, DeadlinePassed):
             settle((job, error) for job in batch.jobs)
             return

@@ -19,6 +19,7 @@ from plait_disagg.fabric import Buffer, Channel, FabricError, FabricTimeout, Mes
 from plait_disagg.replicas import Link, NoReplica
 from plait_disagg.threads import set_threads
 from plait_disagg.workers.errors import RankError, Unavailable
+from plait_disagg.workers.order import Elsewhere
 from plait_disagg.workers.server import GREET_S
 from plait_disagg.workers.values import ModelCard
 from plait_disagg.workers.wire import SEND_S, Role, WireError, hello_header, parse_welcome
@@ -308,6 +309,16 @@ class Lines(Generic[T]):
     def open_questions(self) -> int:
         """Of all lines."""
         return sum(line.open_questions for line in self.all)
+
+    @property
+    def elsewhere(self) -> Elsewhere:
+        """What the lines that can be asked now bear; open questions of all."""
+        up = [(line.open_questions, line.window) for line in self.all if line.up]
+        return Elsewhere(
+            open=self.open_questions,
+            idle=sum(not asked for asked, _ in up),
+            room=sum(max(0, window - asked) for asked, window in up),
+        )
 
     @property
     def why_down(self) -> str:

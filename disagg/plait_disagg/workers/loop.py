@@ -18,7 +18,7 @@ from plait_disagg.threads import bind_to, set_threads
 from plait_disagg.workers.errors import Busy, RankError, Unavailable
 from plait_disagg.workers.jobs import as_rank_error
 from plait_disagg.workers.knobs import WorkerKnobs
-from plait_disagg.workers.order import Item, Waiting, too_late
+from plait_disagg.workers.order import Elsewhere, Item, Waiting, too_late
 from plait_disagg.workers.pace import Pace
 
 __all__ = ["ComputeLoop", "Inbox", "Item"]
@@ -38,7 +38,7 @@ class Inbox(Generic[T]):
         clock: Callable[[], float],
         *,
         refuses: bool = True,
-        elsewhere: Callable[[], int] = lambda: 0,
+        elsewhere: Callable[[], Elsewhere] = Elsewhere,
     ) -> None:
         """See `ComputeLoop`."""
         self._pace = pace
@@ -57,7 +57,7 @@ class Inbox(Generic[T]):
         """Raises `Busy` when too many wait or it would be answered too late, `Unavailable` after `close`."""
         with self._lock:
             self._raise_if_closed()
-            self._waiting.check(item, self._clock(), elsewhere=bool(self._elsewhere()))
+            self._waiting.check(item, self._clock(), elsewhere=bool(self._elsewhere().open))
             self._waiting.add(item)
             self._ring()
 
@@ -100,7 +100,7 @@ class Inbox(Generic[T]):
             with self._lock:
                 wait_s = self._wait_s()
                 if wait_s == 0:
-                    taken = self._waiting.take(self._clock()) if len(self._waiting) else None
+                    taken = self._waiting.take(self._clock(), self._elsewhere()) if len(self._waiting) else None
                     break
                 self._asleep = True
             try:
@@ -141,7 +141,7 @@ class ComputeLoop(Generic[T]):
     """One thread at a time runs ``work`` on batches. ``work`` tells the outcomes itself, or raises before it told any.
 
     ``wait_for_room`` is called before each batch is taken and may wait: what arrives meanwhile joins the batch.
-    ``elsewhere`` counts batches that left here and are not answered yet. ``refuses``: see `Waiting`.
+    ``elsewhere`` looks at where batches go from here. ``refuses``: see `Waiting`.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class ComputeLoop(Generic[T]):
         knobs: WorkerKnobs,
         clock: Callable[[], float],
         wait_for_room: Callable[[], None] | None = None,
-        elsewhere: Callable[[], int] = lambda: 0,
+        elsewhere: Callable[[], Elsewhere] = Elsewhere,
         refuses: bool = True,
     ) -> None:
         """Starts at once."""
@@ -216,6 +216,12 @@ class ComputeLoop(Generic[T]):
         for item in items:
             if item.due_s is not None and (now_s > item.due_s or not item.gone):
                 self.pace.saw_end(in_time=now_s <= item.due_s)
+
+    def saw_given_up(self, items: Iterable[T]) -> None:
+        """The work on these was for nothing: where they went then they were too late."""
+        for item in items:
+            if not item.gone:
+                self.pace.saw_end(in_time=False)
 
     def put_again(self, item: T) -> None:
         """See `Inbox.put_again`; fails the item if nobody would take it."""

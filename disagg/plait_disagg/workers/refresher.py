@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from plait_disagg.refresh.change import Change, Changing
@@ -12,6 +13,7 @@ from plait_disagg.refresh.errors import NotPublished, RefreshError
 from plait_disagg.refresh.journal import Journal
 from plait_disagg.refresh.live import Live
 from plait_disagg.refresh.update import read_update_manifest
+from plait_disagg.threads import apart, give_way, set_threads
 
 __all__ = ["Refresher"]
 
@@ -44,7 +46,7 @@ class Refresher:
                 return
             if manifest.base != self._live.version:
                 self._follow()
-            self._staged = self._prepared(folder)
+            self._staged = apart(partial(self._prepared_quietly, folder))
 
     def switch(self, version: str) -> None:
         """Serves the version that was staged, or, after a restart or a publisher's death, is in the journal. Raises
@@ -82,6 +84,12 @@ class Refresher:
         self._staged = None
         for folder in self._journal.after(self._live.version):
             self._take_on(self._prepared(folder))
+
+    def _prepared_quietly(self, folder: Path) -> Change:
+        """Nobody waits for it, and requests want the cores."""
+        set_threads(1)
+        give_way()
+        return self._prepared(folder)
 
     def _prepared(self, folder: Path) -> Change:
         change = self._live.stage(self._live.read(folder))
