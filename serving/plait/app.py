@@ -15,6 +15,7 @@ from ray import serve
 
 from plait.config import CONTROLNET_PREFIX, ENGINE, INGRESS, Served, ServerSection, worker_name
 from plait_serving.config import INGRESS_CPUS, MODEL_CPUS, ControlNetSection, ImagesSection
+from plait_serving.deployments.direct import Direct
 from plait_serving.deployments.engine import MAX_ONGOING_REQUESTS, EngineReplica, EngineSource
 from plait_serving.deployments.ingress import Ingress, RankModel
 from plait_serving.deployments.lazy import LazyControlNet, LazyRankWorker
@@ -76,7 +77,8 @@ def compose(
         **_COMMON,
     )
     routers = partial(tuning_routers, args) if args.tuning.enabled else tuple
-    return ingress.bind(engine, partial(http_settings, server), rankers, models, hns, routers=routers)
+    direct = server.direct_port and Direct(host=server.host, port=server.direct_port, drain_s=server.drain_s)
+    return ingress.bind(engine, partial(http_settings, server), rankers, models, hns, routers=routers, direct=direct)
 
 
 _COMMON: dict[str, Any] = {
@@ -93,13 +95,22 @@ def http_settings(server: ServerSection) -> "HttpSettings":
     """The HTTP side's settings; called in the ingress replica, where its imports belong."""
     from plait_serving.http.auth import ApiKey, Principal, Role
     from plait_serving.http.context import HttpSettings
+    from plait_serving.http.hosts import LOOPBACK_HOSTS
     from plait_serving.starter.preprocess import PREPROCESSORS
 
     keys = tuple(
         ApiKey(sha256=key.sha256, principal=Principal(tenant=key.tenant, role=Role(key.role)))
         for key in server.api_keys
     )
-    return HttpSettings(api_keys=keys, max_body_bytes=server.largest_body_bytes, preprocessors=PREPROCESSORS)
+    hosts = server.allowed_hosts
+    if hosts is None and server.is_loopback and not keys:
+        hosts = (*LOOPBACK_HOSTS, server.host)
+    return HttpSettings(
+        api_keys=keys,
+        allowed_hosts=hosts or (),
+        max_body_bytes=server.largest_body_bytes,
+        preprocessors=PREPROCESSORS,
+    )
 
 
 def tuning_routers(args: AppArgs) -> "tuple[APIRouter, ...]":

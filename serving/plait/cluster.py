@@ -23,6 +23,8 @@ _log = logging.getLogger(__name__)
 _STOP_TIMEOUT_S = 10.0
 """Ray's own shutdown may hang when a part of it is dead already; what is left after this time is killed by identity."""
 
+_PROXY_POLL_S = 0.2
+
 _LAST_ANSWERS_S = 2.0
 """When the last picture is made, its answer still has to be encoded and sent."""
 
@@ -91,19 +93,36 @@ class Cluster:
             raise ServeError(f"no Ray answers at {config.ray.address}: {' '.join(str(error).split())[:200]}") from error
         existing = bool(serve.status().proxies)
         if not existing:
-            cls._start_serve(config, port)
+            try:
+                cls._start_serve(config, port)
+            except BaseException:
+                _in_thread(serve.shutdown, "plait-stop", timeout_s=3 * _STOP_TIMEOUT_S)
+                raise
         http = serve.context._get_global_client().http_config
         return cls(local=False, started_serve=not existing, url=_url(http.host or config.server.host, http.port))
 
     @staticmethod
     def _start_serve(config: PlaitConfig, port: int) -> None:
-        from ray import serve
+        """Returns when the HTTP proxy is ready. Serve ends a proxy that is not after 15 s, as on a busy machine, and
+        starts another, but tells who waits for the first that it died; so this waits for the next. Raises `ServeError`.
+        """
+        from ray import exceptions, serve
 
-        serve.start(
-            proxy_location="HeadOnly",
-            http_options={"host": config.server.host, "port": port, "request_timeout_s": None},
-            logging_config={"enable_access_log": False},
-        )
+        until_s = time.monotonic() + config.server.ready_timeout_s
+        try:
+            serve.start(
+                proxy_location="HeadOnly",
+                http_options={"host": config.server.host, "port": port, "request_timeout_s": None},
+                logging_config={"enable_access_log": False},
+            )
+        except (exceptions.RayActorError, TimeoutError) as error:
+            _log.warning("Serve's HTTP proxy did not start in time; waiting for the next: %s", error)
+            while not any(status == "HEALTHY" for status in serve.status().proxies.values()):
+                if time.monotonic() > until_s:
+                    raise ServeError(
+                        f"Serve's HTTP proxy was not ready after {config.server.ready_timeout_s:g} s"
+                    ) from error
+                time.sleep(_PROXY_POLL_S)
 
     @property
     def gcs_address(self) -> str:
@@ -248,6 +267,8 @@ def prepare_environment(token_path: Path) -> None:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     # Ray runs workers at nice 15, for machines that people work at; ours are the server.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # Serve ends a proxy that fails three checks of 5 s, and starts another: a busy machine may need longer for one.
+    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
     os.environ.pop("RAY_ADDRESS", None)
 
 

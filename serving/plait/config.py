@@ -43,10 +43,24 @@ class ServerSection(Section):
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535, description="0: any free port")] = 8000
+    direct_port: Annotated[
+        int | None,
+        Field(ge=1, le=65535, description="the ingress answers there too, without Serve's proxy before it"),
+    ] = None
+    allowed_hosts: Annotated[
+        tuple[Annotated[str, Field(min_length=1)], ...] | None,
+        Field(description="the names in requests' Host header; unset: any, but without keys on loopback only its own"),
+    ] = None
     api_keys: tuple[ApiKey, ...] = ()
     largest_body_bytes: Annotated[int, Field(ge=1024)] = 64 << 20
     drain_s: Annotated[float, Field(ge=0, le=3600, description="how long a stop waits for what runs")] = 20.0
     ready_timeout_s: Annotated[float, Field(gt=0, le=86400, description="how long a start may take")] = 600.0
+
+    @model_validator(mode="after")
+    def _ports_differ(self) -> Self:
+        if self.direct_port == self.port:
+            raise ValueError(f"direct_port is port ({self.port}), where Serve's proxy listens")
+        return self
 
     @property
     def is_loopback(self) -> bool:

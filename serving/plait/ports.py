@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from plait.errors import ServeError
 
-__all__ = ["check_port", "free_port", "health"]
+__all__ = ["check_port", "free_port", "health", "hold_port", "with_port"]
 
 
 def free_port(host: str) -> int:
@@ -20,31 +20,55 @@ def free_port(host: str) -> int:
         return int(listener.getsockname()[1])
 
 
-def check_port(host: str, port: int) -> None:
-    """Raises `ServeError` with one sentence if the port can not be had."""
+def check_port(host: str, port: int, *, option: str = "--port") -> None:
+    """Raises `ServeError` with one sentence, which names the option to change, if the port can not be had."""
     try:
         _listener(host, port).close()
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise ServeError(
-                f"port {port} on {host} is in use by another program; choose another with --port"
+                f"port {port} on {host} is in use by another program; choose another with {option}"
             ) from error
         raise ServeError(f"can not listen on {host}:{port}: {error.strerror or error}") from error
 
 
 def _listener(host: str, port: int) -> socket.socket:
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    listener = socket.socket(family, kind, protocol)
+    listener = _bound(host, port)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
         listener.listen(1)
     except BaseException:
         listener.close()
         raise
     return listener
+
+
+def _bound(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    bound = socket.socket(family, kind, protocol)
+    try:
+        # Where nobody listens yet, SO_REUSEADDR would share the port with all who have it.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT if shared else socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except BaseException:
+        bound.close()
+        raise
+    return bound
+
+
+def hold_port(host: str, port: int) -> socket.socket:
+    """Keeps the port (0: any free one) for processes of this user that share it, until the socket is closed.
+
+    Ray takes ports by the dozen from the range that free ones come from. Nobody is answered: the socket does not
+    listen. Raises OSError.
+    """
+    return _bound(host, port, shared=True)
+
+
+def with_port(url: str, port: int) -> str:
+    """The same host, another port."""
+    return f"{url.rpartition(':')[0]}:{port}"
 
 
 def health(url: str, *, timeout_s: float = 5.0) -> str | None:

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -23,7 +24,7 @@ from plait.config import PlaitConfig, dump_config
 from plait.console import Console
 from plait.errors import PlaitError, ServeError
 from plait.leftovers import clean_up, clean_up_others, remove_ray_folder
-from plait.ports import check_port, free_port, health
+from plait.ports import check_port, free_port, health, hold_port, with_port
 from plait.restarts import versions
 from plait.state import PortState, RunRecord, scratch_root, state_root
 from plait_serving.deployments.logs import LOG_PATH_VARIABLE
@@ -78,10 +79,14 @@ def serve(
     port = free_port(config.server.host) if config.server.port == 0 else config.server.port
     root = state_root(environ)
     state = PortState.claim(root, port)
+    held = ExitStack()
     try:
         clean_up(state)
         clean_up_others(root)
         check_port(config.server.host, port)
+        if (direct_port := config.server.direct_port) is not None:
+            check_port(config.server.host, direct_port, option="server.direct_port")
+            held.enter_context(hold_port(config.server.host, direct_port))
         console = Console.divert(state.log_path)
         run = _Run(config, state, console, port=port, drained=drained, app_name=app_name)
         try:
@@ -90,6 +95,7 @@ def serve(
             console.restore()
             raise
     finally:
+        held.close()
         state.release()
     if run.killed_ray:
         leave(code)
@@ -134,6 +140,8 @@ class _Run:
             self._console.progress(
                 f"plait serves {', '.join(self._config.public_names)} at {self._url} (ready after {seconds:.0f} s)"
             )
+            if (port := self._config.server.direct_port) is not None:
+                self._console.progress(f"plait: without Serve's proxy at {with_port(self._url, port)}")
             self._watch()
         except _Interrupted:
             self._console.progress("plait: stopped while starting")

@@ -79,7 +79,8 @@ def steps_so_far(server):
 
 
 def test_serve_survives_kill_minus_9_and_drains_on_a_signal(launch, tmp_path):
-    """Answers; refuses a second plait; is cleaned up after kill -9; on Ctrl-C finishes what runs and leaves nothing."""
+    """Answers, without the proxy too; refuses a second plait; is cleaned up after kill -9; on Ctrl-C finishes what runs
+    and leaves nothing."""
     port = free_port()
     home = {"HOME": str(tmp_path / "no-home")}
     first = launch(port, **home).wait_ready()
@@ -88,6 +89,7 @@ def test_serve_survives_kill_minus_9_and_drains_on_a_signal(launch, tmp_path):
     assert body["data"]
     assert [value for name, value in headers.items() if name.lower() == "x-request-id"] == ["abc"]
     assert first.generate(prompt="nan")[0] == 500
+    assert first.generate(prompt="x", headers={"host": "evil.example"})[0] == 403
     assert first.generate(prompt="x", loras=[{"name": "nobody"}])[0] == 404
 
     second = launch(port, name="run", **home)
@@ -98,12 +100,17 @@ def test_serve_survives_kill_minus_9_and_drains_on_a_signal(launch, tmp_path):
     assert len(old) > 5
     first.process.kill()
     first.wait()
-    again = launch(port, **home).wait_ready()
+    direct = f"http://127.0.0.1:{(direct_port := free_port())}"
+    again = launch(port, f"server.direct_port={direct_port}", **home).wait_ready()
     assert processes.wait_until_gone(old, timeout_s=0) == []
     assert again.generate(prompt="x")[0] == 200
+    assert direct in again.errors()
+    status, _, headers = again.generate(prompt="x", headers={"x-request-id": "abc"}, url=direct)
+    assert status == 200
+    assert [value for name, value in headers.items() if name.lower() == "x-request-id"] == ["abc"]
 
     left, ray_folder = again.members(), Path(again.record().ray_folder)
-    asking, answers = in_background(again, **SLOW)
+    asking, answers = in_background(again, url=direct, **SLOW)
     wait_for_steps(again)
     os.killpg(again.process.pid, signal.SIGINT)  # as a terminal does: Ray's processes get it too
     time.sleep(0.5)
@@ -115,7 +122,8 @@ def test_serve_survives_kill_minus_9_and_drains_on_a_signal(launch, tmp_path):
     assert processes.wait_until_gone(left, timeout_s=0) == []
     assert not (again.state_folder / "run.json").exists()
     assert not ray_folder.exists()
-    socket.create_server(("127.0.0.1", port)).close()
+    for freed in (port, direct_port):
+        socket.create_server(("127.0.0.1", freed)).close()
     assert not (tmp_path / "no-home").exists()
 
 
@@ -167,6 +175,9 @@ def test_serve_busy_port_is_one_sentence_and_exit_1(launch):
 HOST_RAY = """
 import os, sys
 os.environ["RAY_AUTH_MODE"] = "disabled"
+# Serve ends a proxy that is not ready after three checks, and starts another: on a busy machine, and here.
+os.environ["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"] = "0.2"
+os.environ["RAY_SERVE_PROXY_GRACEFUL_SHUTDOWN_TIMEOUT_S"] = "0.1"
 import ray
 context = ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False,
                    object_store_memory=100 << 20, _temp_dir=sys.argv[1], _node_ip_address="127.0.0.1")

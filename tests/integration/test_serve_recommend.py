@@ -19,6 +19,9 @@ import pytest
 import torch
 
 from plait.app import AppArgs, compose
+from plait.config import INGRESS, ServerSection
+from plait.ports import hold_port
+from plait.tuning.usage import replica_pids
 from plait_disagg.package import Package
 from plait_disagg.replicas import Replica
 from plait_disagg.workers.errors import Unavailable
@@ -39,24 +42,30 @@ PATIENCE_S = 120.0
 class Deployed:
     """The running application: one model cut in two, one whole, no pictures."""
 
-    def __init__(self, serve: Any, port: int, parts: Package) -> None:
+    def __init__(self, serve: Any, port: int, parts: Package, *, direct_port: int) -> None:
         self.serve = serve
         self.parts = parts
         self.url = f"http://127.0.0.1:{port}"
+        self.direct_url = f"http://127.0.0.1:{direct_port}"
 
     def replicas(self, deployment: str) -> list[Replica]:
         """The replicas that answer now."""
         return ServeReplicas(deployment, self.serve.get_deployment_handle(deployment, "rank")).replicas()
 
+    def ingress_pids(self) -> list[int]:
+        """The processes of the ingress's replicas."""
+        return [pid for pid, name in replica_pids("rank", run_id=None).items() if name == INGRESS]
+
     def ranker(self, model: str = "tiny", role: str = "cn") -> RemoteRanker:
         """As the ingress has one."""
         return remote_ranker(model, self.serve.get_deployment_handle(f"{role}-{model}", "rank"), replicas=1)
 
-    def get(self, path: str, body: Any = None) -> tuple[int, Any]:
-        """Status and JSON; a body makes it a POST."""
+    def get(self, path: str, body: Any = None, *, direct: bool = False) -> tuple[int, Any]:
+        """Status and JSON; a body makes it a POST. ``direct``: without Serve's proxy."""
         data = None if body is None else json.dumps(body).encode()
         try:
-            request = urllib.request.Request(self.url + path, data=data, headers={"content-type": "application/json"})
+            url = (self.direct_url if direct else self.url) + path
+            request = urllib.request.Request(url, data=data, headers={"content-type": "application/json"})
             with urllib.request.urlopen(request, timeout=60) as answer:
                 return answer.status, json.loads(answer.read() or "null")
         except urllib.error.HTTPError as error:
@@ -74,13 +83,17 @@ def deployed(tmp_path_factory: pytest.TempPathFactory, shared_serve: SharedServe
         "small": RecommenderSection(folder=folder, mode="whole"),
         "parts": RecommenderSection(folder=parts.folder),
     }
-    args = AppArgs(images=None, recommend=RecommendSection(models=models))
+    held = hold_port("127.0.0.1", 0)
+    server = ServerSection(direct_port=held.getsockname()[1], drain_s=2)
+    args = AppArgs(images=None, recommend=RecommendSection(models=models), server=server)
     sources = {"tiny": TinySource(slow_s=0.02), "small": TinySource()}
     shared_serve.serve.run(compose(args, None, rank_sources=sources), name="rank", route_prefix="/")
-    made = Deployed(shared_serve.serve, shared_serve.port, parts)
+    assert server.direct_port is not None
+    made = Deployed(shared_serve.serve, shared_serve.port, parts, direct_port=server.direct_port)
     _wait_until(lambda: made.get("/health")[0] == 200)
     yield made
     shared_serve.serve.delete("rank")
+    held.close()
 
 
 async def test_both_ways_to_serve_rank_alike(deployed: Deployed) -> None:
@@ -106,6 +119,8 @@ async def test_both_ways_to_serve_rank_alike(deployed: Deployed) -> None:
         assert status == 200, answer
         scores = next(output["data"] for output in answer["outputs"] if output["name"] == "score")
         torch.testing.assert_close(torch.tensor(scores), expected)
+        directly = await asyncio.to_thread(deployed.get, f"/v2/models/{model}/infer", {"inputs": inputs}, direct=True)
+        assert (directly[0], directly[1]["outputs"]) == (200, answer["outputs"])
     assert deployed.get("/v1/images/generations", {"prompt": "x"})[0] == 404
 
 
@@ -134,6 +149,15 @@ async def test_kill_nine_costs_at_most_what_was_under_way(deployed: Deployed, ro
     torch.testing.assert_close(answer.outputs["score"], kit.expected(kit.request(7))["score"])
     await ranker.close(drain_s=1)
     await _until(lambda: deployed.get("/health")[0] == 200)
+
+
+def test_an_ingress_that_dies_answers_directly_again(deployed: Deployed) -> None:
+    """The next replica takes the same port, without the proxy."""
+    (old,) = deployed.ingress_pids()
+    os.kill(old, signal.SIGKILL)
+    _wait_until(lambda: deployed.ingress_pids() not in ([], [old]))
+    _wait_until(lambda: _status(deployed, "/health") == 200)
+    assert deployed.get("/v2/models/tiny", direct=True) == deployed.get("/v2/models/tiny")
 
 
 async def test_a_refresh_reaches_all_workers_of_a_model(deployed: Deployed, tmp_path: Path) -> None:
@@ -182,6 +206,14 @@ def test_sockets_of_living_workers_are_there(deployed: Deployed) -> None:
         shm, tcp = replica.addresses
         assert Path(shm.removeprefix("shm://")).exists()
         assert tcp.startswith("tcp://")
+
+
+def _status(deployed: Deployed, path: str) -> int:
+    """Of the ingress's own listener; 0: nobody listens."""
+    try:
+        return deployed.get(path, direct=True)[0]
+    except OSError:
+        return 0
 
 
 def _new_pid(deployed: Deployed, deployment: str, old: int) -> bool:

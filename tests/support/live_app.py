@@ -20,6 +20,7 @@ from plait_serving.diffusion.knobs import Knobs
 from support.fake_serve import FakeHosted, FakeSource, main
 
 COMPOSE = "support.live_app:compose"
+TARGET = {"app": "images", "settings": {"images.controlnets": {}, "recommend": None}}
 CRASHING_BATCH, REFUSED_BATCH = 13, 14
 STEP_S = 0.01
 
@@ -61,7 +62,7 @@ def job_text(**changes: Any) -> str:
     """A job of three trials with short loads. ``changes``: top-level settings over it."""
     job: dict[str, Any] = {
         "name": "fake",
-        "target": {"app": "images", "settings": {"images.controlnets": {}, "recommend": None}},
+        "target": TARGET,
         "knobs": {
             "threads": {"kind": "choice", "values": [1, 2, 4], "ordered": True, "sets": "engine.threads"},
             "batch": {"kind": "choice", "values": [4, 8], "sets": "engine.largest_batch"},

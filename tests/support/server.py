@@ -134,11 +134,11 @@ class PlaitServer:
         return self._ask(urllib.request.Request(self.url + path), timeout_s)
 
     def generate(
-        self, timeout_s: float = 120, headers: Mapping[str, str] | None = None, **body: Any
+        self, timeout_s: float = 120, headers: Mapping[str, str] | None = None, url: str | None = None, **body: Any
     ) -> tuple[int, Any, Mapping[str, str]]:
         """POST /v1/images/generations: status, JSON body, headers."""
         request = urllib.request.Request(
-            self.url + "/v1/images/generations",
+            (url or self.url) + "/v1/images/generations",
             data=json.dumps(body).encode(),
             headers={"content-type": "application/json", **(headers or {})},
         )

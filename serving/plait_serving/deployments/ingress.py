@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from plait_disagg.turns import take_short_turns
+from plait_serving.deployments.direct import Direct, DirectListener
 from plait_serving.deployments.logs import configure_logging
 from plait_serving.deployments.rank_source import RankSource
 from plait_serving.diffusion.errors import Cancelled, EngineError, EngineStopped, Overloaded
@@ -22,7 +24,7 @@ from plait_serving.http.context import HttpSettings
 from plait_serving.http.service import Catalog, Health
 
 if TYPE_CHECKING:
-    from fastapi import APIRouter
+    from fastapi import APIRouter, FastAPI
 
     from plait_serving.http.recommenders import Recommender
 
@@ -147,10 +149,12 @@ class Ingress:
         hns: Mapping[str, Any] | None = None,
         *,
         routers: Callable[[], Sequence[APIRouter]] = tuple,
+        direct: Direct | None = None,
     ) -> None:
         """``engine``: the base model's handle, or None. ``rankers``: handles of the recommendation models' workers by
         name; connecting to them goes on after this returned. ``hns``: handles of the HNs of models that have them.
-        ``routers``: makes routes that others add to ours, in the replica."""
+        ``routers``: makes routes that others add to ours, in the replica. ``direct``: where it listens itself, beside
+        Serve's proxy."""
         configure_logging("ingress", os.environ)
         take_short_turns()
         self._images = None if engine is None else HandleImageService(engine)
@@ -158,17 +162,36 @@ class Ingress:
         self._routers = routers
         self._recommenders = _recommenders(rankers or {}, rank_models or {}, hns or {})
         self._answers = OpenAnswers()
+        self._direct = None if direct is None else DirectListener(direct)
+
+    def check_health(self) -> None:
+        """Serve asks; a replica that raises is started anew."""
+        if self._direct is not None and (failure := self._direct.failure) is not None:
+            raise RuntimeError(failure)
 
     async def drain(self, drain_s: float) -> bool:
-        """Waits until no request is open, at most ``drain_s``; whether that was reached. Refuses nothing by itself."""
+        """Waits until no request is open, at most ``drain_s``; whether that was reached. Refuses none that comes
+        through Serve's proxy."""
+        if self._direct is not None:
+            self._direct.refuse_new()
         return await self._answers.wait_until_none(drain_s)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:  # Serve's name for it
         """Serve calls it after the constructor."""
         from plait_serving.http.app import create_app
 
-        app = create_app(self._images, self._settings(), recommenders=self._recommenders, routers=self._routers())
+        app = create_app(
+            self._images,
+            self._settings(),
+            recommenders=self._recommenders,
+            routers=self._routers(),
+            lifespan=None if self._direct is None else self._answer_directly,
+        )
         return self._answers.count(without_request_id(app))
+
+    def _answer_directly(self, app: FastAPI) -> AbstractAsyncContextManager[None]:
+        assert self._direct is not None
+        return self._direct.answering(self._answers.count(app))
 
 
 def _recommenders(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from plait_disagg.package.errors import PackageError
 from plait_disagg.package.read import Package
 from plait_disagg.refresh.errors import NotPublished
 from plait_disagg.refresh.publish import publish
+from plait_disagg.threads import apart, give_way, set_threads
 from plait_serving.deployments.rank_source import RankSource
 
 __all__ = ["ServeFleet", "ServeRefresh"]
@@ -65,9 +66,11 @@ class ServeRefresh:
 
     async def refresh(self, update: Path) -> str:
         """See `Refreshes`."""
-        return await asyncio.to_thread(self._publish, update)
+        return await asyncio.to_thread(apart, partial(self._publish, update))
 
     def _publish(self, update: Path) -> str:
+        set_threads(1)
+        give_way()  # requests want the cores
         try:
             return publish(self._package, update, self._fleets)
         except PackageError as error:

@@ -38,6 +38,6 @@ class HostMiddleware:
         if scope["type"] == "http" and self._hosts:
             name = host_name(Headers(scope=scope).get("host", ""))
             if name not in self._hosts:
-                message = "this server does not answer to that host name"
+                message = "this server does not answer to that host name: it is not among server.allowed_hosts"
                 raise ApiError(403, message, code="host_not_allowed", kind="permission_error")
         await self._app(scope, receive, send)

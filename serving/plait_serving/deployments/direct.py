@@ -1,0 +1,98 @@
+"""A listener of the ingress's own, beside Serve's proxy, which takes most of the time of a small request.
+
+What the proxy does and this does not: hold requests while the ingress's replica is started again (here connections are
+refused meanwhile), and find the replica wherever it runs (this listens on the machine of the replica).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import uvicorn
+from starlette.types import ASGIApp
+
+__all__ = ["Direct", "DirectListener"]
+
+_log = logging.getLogger(__name__)
+
+_KEEP_ALIVE_S = 75
+"""An idle connection is kept about as long as clients' pools and load balancers keep theirs (60 s is common)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Direct:
+    """Where to listen. ``drain_s``: how long the end waits for answers under way."""
+
+    host: str
+    port: int
+    drain_s: float
+
+
+class DirectListener:
+    """Has the port from the constructor on, answers while `answering` is entered."""
+
+    def __init__(self, where: Direct) -> None:
+        """Raises OSError, which names the address, if it can not be had."""
+        self._where = where
+        self._socket = _listen(where.host, where.port)
+        self._server: uvicorn.Server | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def failure(self) -> str | None:
+        """Why it answers no more, though it should."""
+        if self._server is None or self._server.should_exit or self._task is None or not self._task.done():
+            return None
+        return f"the listener on port {self._where.port} ended: {self._task.exception()!r}"
+
+    @asynccontextmanager
+    async def answering(self, app: ASGIApp) -> AsyncIterator[None]:
+        """The application, whose lifespan is somebody else's, answers here; at the end as `refuse_new`."""
+        config = uvicorn.Config(
+            app,
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=max(1, round(self._where.drain_s)),
+        )
+        self._server = uvicorn.Server(config)
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        _log.info("answering on %s:%d too", self._where.host, self._socket.getsockname()[1])
+        try:
+            yield
+        finally:
+            self.refuse_new()
+            await asyncio.wait([self._task])
+
+    def refuse_new(self) -> None:
+        """No new connections from a tenth of a second on, and none is kept; what was asked is answered."""
+        if self._server is not None:
+            self._server.should_exit = True
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """When Serve replaces the replica, both the old and the new one listen for a while: hence SO_REUSEPORT."""
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise OSError(error.errno, f"server.direct_port: can not listen on {host}:{port}: {error.strerror}") from error
+    except BaseException:
+        listener.close()
+        raise
+    return listener

@@ -1,0 +1,32 @@
+"""Which names a server of a configuration answers to."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+
+from plait.app import http_settings
+from plait.config import ApiKey, ServerSection
+
+KEY = ApiKey(sha256=hashlib.sha256(b"secret").hexdigest())
+
+
+@pytest.mark.parametrize(
+    ("section", "answered", "refused"),
+    [
+        (ServerSection(), {"127.0.0.1", "localhost", "[::1]"}, True),
+        (ServerSection(host="127.0.0.2"), {"127.0.0.1", "localhost", "[::1]", "127.0.0.2"}, True),
+        (ServerSection(host="0.0.0.0"), set(), False),
+        (ServerSection(api_keys=(KEY,)), set(), False),
+        (ServerSection(allowed_hosts=("plait.example",), api_keys=(KEY,)), {"plait.example"}, True),
+        (ServerSection(allowed_hosts=()), set(), False),
+    ],
+    ids=["loopback", "another-loopback", "reachable", "keys", "named", "any"],
+)
+def test_a_web_page_can_not_ask_under_its_own_name(section: ServerSection, answered: set[str], refused: bool) -> None:
+    """On loopback without keys a page's domain that points here would else read the answers (DNS rebinding)."""
+    hosts = http_settings(section).allowed_hosts
+    assert answered <= set(hosts)
+    assert bool(hosts) == refused
+    assert "evil.example" not in hosts
