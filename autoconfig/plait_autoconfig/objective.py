@@ -21,6 +21,8 @@ GOODPUT_PER_COST = "goodput_per_cost"
 GOODPUT_PER_S = "goodput_per_s"
 COST_PER_HOUR = "cost_per_hour"
 P99_MS = "p99_ms"
+ATTAINMENT = "attainment"
+"""Share of the responses that are inside the SLO."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,8 @@ def test_what_the_measurer_refuses_is_said_before_anything_is_measured(tmp_path)
     runner = runner_for(tmp_path, fake_source(knobs=["engine.window"]))
     with pytest.raises(JobRefused, match=r"there is no knob engine.replicas; there are engine.window"):
         runner.check(lambda: None)
-    assert "begin" not in (tmp_path / "measured.log").read_text()
+    log = tmp_path / "measured.log"  # the process may be ended before it writes its parting line
+    assert not log.exists() or "begin" not in log.read_text()
 
 
 def test_a_measurer_that_can_not_be_made_is_no_trial(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from plait.tuning.live import left_notes, note_path
 from plait.tuning.recover import recover_all
 from plait_autoconfig.jobs.measurer import Kind
 from plait_autoconfig.values import FailureKind
-from support.live_app import COMPOSE, write_job
+from support.live_app import COMPOSE, TARGET, write_job
 from support.server import REPOSITORY, PlaitServer, free_port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -66,11 +67,14 @@ def in_a_process(code: str) -> subprocess.CompletedProcess[str]:
 def test_a_job_measures_a_clone_on_its_own_ray_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Knobs reach the running replicas without a restart, every trial has its metrics, and no process is left."""
+    """Knobs reach the running replicas without a restart, every trial has its metrics, and no process is left. Where
+    users go past Serve's proxy trials do too, at a port of the clone's own."""
     monkeypatch.setenv("PLAIT_STATE_DIR", str(tmp_path / "state"))
-    state, folder = work.run(
-        write_job(tmp_path, limits=["quality_drift <= 0.01"]), folder=tmp_path / "job", arguments=ARGUMENTS
-    )
+    with socket.create_server(("127.0.0.1", 0)) as theirs:
+        taken = theirs.getsockname()[1]
+        target = {"app": "images", "settings": {**TARGET["settings"], "server.direct_port": taken}}
+        job = write_job(tmp_path, limits=["quality_drift <= 0.01"], target=target)
+        state, folder = work.run(job, folder=tmp_path / "job", arguments=ARGUMENTS)
     assert state.phase == "finished", state.reason
     trials = [row for row in state.rows if row.kind is Kind.TRIAL]
     assert len(trials) == 3
@@ -83,7 +87,9 @@ def test_a_job_measures_a_clone_on_its_own_ray_and_leaves_nothing(
         cores, cost = 1 + row.config["threads"], row.outcome.metrics["cost_per_hour"]
         assert cost == pytest.approx(0.04 * cores + 0.005 * row.outcome.metrics["memory_gib"])
         assert row.samples.memory_bytes > 50 << 20
-        assert (folder / "trials" / f"{row.number:04d}" / row.artefacts[0]).is_file()
+        assert (port := re.search(r"answering on (127\.0\.0\.1:\d+)", (folder / "clone.log").read_text()))
+        assert f"http://{port[1]}" in (folder / "trials" / f"{row.number:04d}" / row.artefacts[0]).read_text()
+        assert not port[1].endswith(f":{taken}")
     assert (folder / "report.html").stat().st_size > 10_000
     assert list((tmp_path / "state").glob("port-*/run.json")) == []
 

@@ -15,7 +15,7 @@ from plait_autoconfig.designers.protocols import Context, Designer
 from plait_autoconfig.errors import DesignerError
 from plait_autoconfig.knobs import ChoiceKnob, IntKnob
 from plait_autoconfig.library import LibraryRun
-from plait_autoconfig.objective import Objective, at_most, max_goodput_per_cost, maximise, minimise
+from plait_autoconfig.objective import Objective, at_least, at_most, max_goodput_per_cost, maximise, minimise
 from plait_autoconfig.space import Space
 from plait_autoconfig.values import Config, FailureKind, Outcome, Trial
 
@@ -163,6 +163,49 @@ def test_proposals_under_way_are_not_proposed_again():
     search(designer, serving(), 2)
     asked = [tuple(sorted(designer.ask().items())) for _ in range(4)]
     assert len(set(asked)) == 4
+
+
+def frugal(config: Config) -> Outcome:
+    """40/s at one thread already, so only the threads' cost tells configurations apart; small batches are too slow."""
+    cost = float(config["threads"])
+    enough = float(config["batch"]) >= 4
+    return Outcome.measured(
+        goodput_per_s=40.0 if enough else 20.0,
+        attainment=1.0 if enough else 0.5,
+        cost_per_hour=cost,
+        goodput_per_cost=(40.0 if enough else 20.0) / cost,
+    )
+
+
+def test_a_known_cost_need_not_be_searched_for():
+    """After the default, the cheapest that works is found at once: what all cost is known, and that one was enough."""
+    objective = max_goodput_per_cost(at_least("attainment", 0.95))
+    context = Context(costs=tuple(float(cell["threads"]) for cell in SPACE.cells()))
+    for seed in range(4):
+        designer = PlaitDesigner(SPACE, objective, seed=seed, context=context)
+        default: Config = {"batch": 8, "threads": 6, "device": "a"}
+        designer.tell(Trial(number=0, config=default, outcome=frugal(default)))
+        best = objective.best(search(designer, frugal, 4))
+        assert best is not None
+        assert best.config["threads"] == 1
+
+
+def test_costs_of_a_library_run_that_measured_none_are_no_obstacle():
+    """It then says nothing about goodput, and is no reason to fail."""
+    context = Context(costs=tuple(float(cell["threads"]) for cell in SPACE.cells()))
+    trials = search(plait(RELATIVES, context=context), frugal, 6)
+    assert len({tuple(trial.config.values()) for trial in trials}) == 6
+
+
+def test_the_level_of_a_service_is_no_feature_of_its_cells():
+    """The same service in other units is searched in the same way."""
+
+    def scaled(factor: float) -> Serve:
+        return lambda config: Outcome.measured(goodput_per_cost=factor * goodput(config))
+
+    for library in ((), RELATIVES):
+        searches = [[trial.config for trial in search(plait(library), scaled(by), 10)] for by in (1.0, 1e6)]
+        assert searches[0] == searches[1]
 
 
 def test_several_goals_find_the_ends_of_the_front():

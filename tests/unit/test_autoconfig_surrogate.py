@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 from scipy.stats import multivariate_normal
 
+from plait_autoconfig.objective import Objective, at_least, at_most, maximise
 from plait_autoconfig.surrogate import acquisition, posterior
 from plait_autoconfig.surrogate.background import Background, margin_background, no_background, usual_scales
 from plait_autoconfig.surrogate.kernels import matern_between
 from plait_autoconfig.surrogate.maml import fresh_network, meta_trained
 from plait_autoconfig.surrogate.pooling import Source, pool
 from plait_autoconfig.surrogate.posterior import Data, Posterior, infer, log_evidence
+from plait_autoconfig.surrogate.reading import margins
+from plait_autoconfig.values import FailureKind, Outcome
 
 CELLS = np.stack(np.meshgrid(np.linspace(0, 1, 6), np.linspace(0, 1, 5), indexing="ij"), -1).reshape(-1, 2)
 SURFACE = np.sin(3.0 * CELLS[:, 0]) + CELLS[:, 1] ** 2
@@ -83,6 +86,17 @@ def test_levels_of_margins_carry_over():
     chance = acquisition.probability_above(infer(pooled, nothing, np.random.default_rng(0)), 0.0)
     assert chance[CELLS[:, 0] > 0.7].max() < 0.2
     assert chance[CELLS[:, 0] < 0.7].min() > 0.8
+
+
+def test_attainment_is_judged_by_what_is_missing():
+    """0.97 is far from 0.99 though the numbers are close, and nothing missed is as good as can be."""
+    objective = Objective((maximise("goodput_per_s"),), (at_least("attainment", 0.99), at_most("p99_ms", 100.0)))
+    shown = [
+        Outcome.measured(goodput_per_s=1.0, attainment=attainment, p99_ms=p99_ms)
+        for attainment, p99_ms in ((1.0, 50.0), (0.99, 50.0), (0.97, 50.0), (0.0, 50.0), (1.0, 110.0))
+    ]
+    found = margins(objective, [*shown, Outcome.failed(FailureKind.CRASH)])
+    assert found == pytest.approx([1.0, 0.0, -0.5, -99 / 101, -0.2, -1.0])
 
 
 def test_evidence_is_that_of_a_gaussian():

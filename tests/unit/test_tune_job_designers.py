@@ -10,10 +10,12 @@ from plait_autoconfig.errors import Exhausted, ObjectiveError
 from plait_autoconfig.jobs.errors import JobRefused
 from plait_autoconfig.jobs.measurer import Kind
 from plait_autoconfig.jobs.proposing import Proposals
+from plait_autoconfig.jobs.remembering import past_runs
 from plait_autoconfig.jobs.reporting import read_state
 from plait_autoconfig.jobs.store import JobStore
 from plait_autoconfig.library import LibraryRun
 from plait_autoconfig.rows import run_line
+from plait_autoconfig.starter_library import starter_runs
 from plait_autoconfig.store import LibraryStore
 from plait_autoconfig.values import FailureKind, Outcome, Trial
 from support.tune_jobs import job, record, run_directly
@@ -123,6 +125,38 @@ def test_a_job_adds_its_trials_to_the_library_and_does_not_learn_from_itself(tmp
     assert more.run_id == run.run_id
     assert len(more.trials) == len(state.rows) > len(run.trials)
     assert state.warnings == ()
+
+
+def test_jobs_learn_from_the_starter_library_where_it_fits():
+    """Its runs are used as far as the job's knobs and metrics are theirs; unless the job says no."""
+    space = {
+        "cn_threads": {"kind": "choice", "values": [1, 2], "ordered": True, "unit": "cores"},
+        "hn_threads": {"kind": "choice", "values": [1, 2], "ordered": True, "unit": "cores"},
+        "largest_batch_rows": {"kind": "choice", "values": [256, 4096], "ordered": True, "unit": "candidates"},
+        "window": {"kind": "choice", "values": [1, 4], "ordered": True, "unit": "batches"},
+        "wire": {"kind": "choice", "values": ["float32", "float16"]},
+        "cns": {"kind": "int", "low": 1, "high": 2, "unit": "replicas"},
+    }
+    config = {"cn_threads": 1, "hn_threads": 2, "largest_batch_rows": 4096, "window": 4, "wire": "float32", "cns": 1}
+    changes = {"knobs": space, "constraints": [], "limits": ["attainment >= 0.9"], "reference": {"config": config}}
+    runs, said = past_runs(job(**changes), ())
+    assert {run.service for run in runs} == {"recommend"}
+    assert all(trial.config["cns"] == 1 for run in runs for trial in run.trials)
+    assert said == ()
+    assert past_runs(job(**changes, starter_library=False), ()) == ((), ())
+    assert past_runs(job(), ()) == ((), ())
+
+
+def test_the_starter_library_is_what_it_should_be():
+    """At least six loads, on the real engine and the real recommender; every run says where it is from."""
+    runs = starter_runs()
+    assert len(runs) >= 6
+    assert {run.service for run in runs} == {"images", "recommend"}
+    for run in runs:
+        assert len(run.trials) >= 40
+        assert run.versions["torch"]
+        assert run.hardware.cpus >= 1
+        assert run.goals == ("max goodput_per_cost",)
 
 
 def library_of(path, **changes):

@@ -9,8 +9,9 @@ import pytest
 from plait.config import PlaitConfig, load_config, parse_config
 from plait.errors import PlaitError
 from plait.restarts import Effect, effects, versions
-from plait.tuning.cost import Reserved, cost_per_hour, reserved
+from plait.tuning.cost import Reserved, cost_per_hour, known_costs, reserved
 from plait.tuning.knobs import apply_knobs, check_names, check_values, knob_places, settings_of
+from support.tune_jobs import job
 
 
 @pytest.fixture
@@ -116,6 +117,17 @@ def test_a_configuration_costs_what_it_reserves(config: PlaitConfig) -> None:
     what = reserved(apply_knobs(config, knobs), machine_cores=8)
     assert what == Reserved(cores=1 + 8 + 1 + 3 + 2, gpus=0.5)
     assert cost_per_hour(what, memory_gib=2.0, core_hour=0.1, gpu_hour=4.0, gib_hour=0.01) == pytest.approx(3.52)
+
+
+def test_the_cost_of_every_cell_is_known_beforehand(config: PlaitConfig) -> None:
+    """In the order of the cells, without their memory; nothing where memory is all that is paid for."""
+    costs = known_costs(job(prices={"core": 0.1, "gib": 0.01}), config, machine_cores=8)
+    cells = job().space.cells()
+    alone = costs[cells.index({"replicas": 1, "batch": 1})]
+    assert len(costs) == len(cells)
+    assert costs[cells.index({"replicas": 3, "batch": 4})] - alone == pytest.approx(2 * 0.1 * 8)
+    assert costs[cells.index({"replicas": 1, "batch": 8})] == alone
+    assert known_costs(job(prices={"core": 0.0, "gpu": 0.0}), config, machine_cores=8) == ()
 
 
 def test_settings_name_the_models_that_a_file_leaves_out() -> None:

@@ -3,7 +3,8 @@
 Before the first trial it proposes what the library's background says is best and probably feasible. Every trial then
 decides how far that background can be believed (`surrogate.posterior`), and the next proposal has the largest expected
 improvement times probability of being feasible. Without a library the background is an analytic one, if the context
-says what the knobs mean, or none. Everything is looked at on all cells: there is no inner search.
+says what the knobs mean, or none. What a cell costs is often known before it runs: then only the rest of the goal, the
+goodput, is learned. Everything is looked at on all cells: there is no inner search.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from plait_autoconfig.analytic import analytic_losses
 from plait_autoconfig.designers.protocols import Context
 from plait_autoconfig.designers.sobol import SobolDesigner
 from plait_autoconfig.library import LibraryRun
-from plait_autoconfig.objective import Objective
+from plait_autoconfig.objective import GOODPUT_PER_S, Objective, maximise
 from plait_autoconfig.space import Space
 from plait_autoconfig.surrogate import acquisition, reading
 from plait_autoconfig.surrogate.background import (
@@ -46,13 +47,16 @@ _THEORY = 0.5
 """Trust in the analytic background: a service is as likely to differ from the usual one as not."""
 _WEIGHTINGS = 5
 """Of several goals. Each needs a background of its own, which is kept."""
+_COSTED_UNIT = 0.3
+"""Log units: what is not known is assumed to vary so much if the cost is, until two cells were measured."""
 _FIRST = 4
 """Trials that fill the space when nothing is known that could be improved on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beliefs:
-    """About all N cells: the ``loss``, in ``unit`` log units, and the chance that each is ``feasible`` (N,).
+    """About all N cells: the ``loss``, in ``unit`` log units and up to a constant, and the chance that each is
+    ``feasible`` (N,).
 
     ``best`` (K,): the lowest loss known to be feasible, under each hypothesis; None if there is none.
     """
@@ -113,12 +117,14 @@ class PlaitDesigner(SobolDesigner):
         back = self._backgrounds(weights)
         values = self._losses(outcomes, weights)
         ran = np.isfinite(values)
-        unit = _unit(back.loss, values[ran])
+        noise = self._noise(cells, weights)
+        unit = _unit(back.loss, values[ran], noise, first=_COSTED_UNIT if self._costed else 1.0)
         repeats = np.array([float(len(cell.trials)) for cell in cells])
-        data = Data(
-            index=index[ran], values=values[ran] / unit, repeats=repeats[ran], noise=self._noise(cells, weights) / unit
-        )
+        shown = _levelled(values[ran] / unit, back.loss.mean[index[ran]])
+        data = Data(index=index[ran], values=shown, repeats=repeats[ran], noise=noise / unit)
         loss = self._infer_with_pending(back.loss, data, rng)
+        if self._costed:
+            loss = replace(loss, means=loss.means + self._log_costs(cells) / unit)
         margins = Data(
             index=index, values=reading.margins(self.objective, outcomes), repeats=repeats, noise=_MARGIN_NOISE
         )
@@ -145,7 +151,7 @@ class PlaitDesigner(SobolDesigner):
 
     def _choose(self, open_cells: Indices) -> int:
         beliefs = self.beliefs()
-        if beliefs.loss.trust == 0.0 and len(self._seen()[0]) < _FIRST:
+        if beliefs.loss.trust == 0.0 and not self._costed and len(self._seen()[0]) < _FIRST:
             return super()._choose(open_cells)
         likely = open_cells[beliefs.feasible[open_cells] >= _LIKELY]
         some = likely if likely.size else open_cells
@@ -162,6 +168,18 @@ class PlaitDesigner(SobolDesigner):
                 best = np.median(beliefs.loss.means, axis=1)
             gain = acquisition.expected_improvement(beliefs.loss, best)
         return gain * beliefs.feasible**_CAUTION
+
+    @property
+    def _costed(self) -> bool:
+        """Whether the cost of the cells is known and a part of the goal."""
+        return bool(self.context.costs) and len(self.objective.goals) == 1 and reading.has_cost(self.objective.goals[0])
+
+    def _log_costs(self, observed: Sequence[Cell]) -> Floats:
+        """Of cells and strangers; of these as measured."""
+        known = np.log(self.context.costs)
+        measured = {self.space.key(cell.config): cell.outcome for cell in observed}
+        own = reading.log_costs([measured[self.space.key(config)] for config in self._strangers])
+        return np.asarray(np.concatenate([known, np.where(np.isfinite(own), own, known.max())]) - known.mean())
 
     @cached_property
     def _past(self) -> tuple[reading.PastService, ...]:
@@ -206,13 +224,11 @@ class PlaitDesigner(SobolDesigner):
 
     def _theory(self, features: Floats) -> Background:
         """The analytic background, or none."""
+        cells = (*self.cells, *self._strangers)
         single = len(self.objective.goals) == 1
+        sought = replace(self.objective, goals=(maximise(GOODPUT_PER_S),)) if self._costed else self.objective
         losses = (
-            analytic_losses(
-                (*self.cells, *self._strangers), self.objective, self.context.meanings, cpus=self.context.hardware.cpus
-            )
-            if single
-            else None
+            analytic_losses(cells, sought, self.context.meanings, cpus=self.context.hardware.cpus) if single else None
         )
         if losses is None or losses.std() == 0.0:
             return no_background(features)
@@ -228,8 +244,12 @@ class PlaitDesigner(SobolDesigner):
         return np.random.default_rng([self._seed, turn % _WEIGHTINGS]).dirichlet(np.ones(count))
 
     def _losses(self, outcomes: Sequence[Outcome], weights: Floats) -> Floats:
-        """Log losses (n,); of several goals the largest weighted one, each on its own spread. NaN for failures."""
+        """Log losses (n,), less the cost if that is known; of several goals the largest weighted one, each on its own
+        spread. NaN for failures.
+        """
         each = [reading.log_losses(goal, outcomes) for goal in self.objective.goals]
+        if self._costed:
+            return each[0] - reading.log_costs(outcomes)
         if len(each) == 1 or not outcomes:
             return each[0]
         scaled = np.array([_standardised(values) for values in each]) * weights[:, None]
@@ -261,11 +281,18 @@ class PlaitDesigner(SobolDesigner):
         return infer(background, believed, rng)
 
 
-def _unit(background: Background, values: Floats) -> float:
-    """Log units in one unit of the background; without one, the spread of what was seen."""
+def _unit(background: Background, values: Floats, noise: float, *, first: float) -> float:
+    """Log units in one unit of the background; without one, the spread of what was seen, if it is more than noise, and
+    ``first`` until there are two."""
     if background.trust > 0.0:
         return background.unit
-    return float(values.std()) or 1.0 if len(values) > 1 else 1.0
+    return max(float(values.std()), noise) if len(values) > 1 else first
+
+
+def _levelled(values: Floats, mean: Floats) -> Floats:
+    """The values (n,), moved to the level of the background's mean (n,) there: a service's own level says nothing, but
+    one that lies many units away would be taken for a feature of the cells that were measured."""
+    return values - (values - mean).mean() if values.size else values
 
 
 def _standardised(values: Floats) -> Floats:

@@ -126,7 +126,3 @@ def main(descriptor: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os.killpg(os.getpgid(0), signal.SIGKILL)  # threads and processes that the measurer left, and this one
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

@@ -180,6 +180,7 @@ class _Worker:
             hardware=subject.hardware,
             versions=subject.versions,
             at=began_at(records),
+            costs=subject.costs,
         )
         designer = make_designer(
             self._spec.designer.name,

@@ -75,6 +75,8 @@ class Subject:
     workload: WorkloadFeatures = field(default_factory=dict)
     hardware: Hardware = field(default_factory=Hardware)
     versions: Mapping[str, str] = field(default_factory=dict)
+    costs: tuple[float, ...] = ()
+    """What each cell of the job's space costs an hour, as far as that is known beforehand (`Context.costs`)."""
 
 
 class Measurer(Protocol):
@@ -176,4 +178,4 @@ def subject_to_json(subject: Subject) -> dict[str, Any]:
 
 def subject_from_json(raw: Mapping[str, Any]) -> Subject:
     """The subject of `subject_to_json`."""
-    return Subject(**{**raw, "hardware": Hardware(**raw["hardware"])})
+    return Subject(**{**raw, "hardware": Hardware(**raw["hardware"]), "costs": tuple(raw.get("costs", ()))})

@@ -10,16 +10,19 @@ from plait_autoconfig.jobs.errors import JobRefused
 from plait_autoconfig.jobs.measurer import Subject
 from plait_autoconfig.jobs.records import Record, trials_of
 from plait_autoconfig.jobs.spec import JobSpec
-from plait_autoconfig.library import LibraryRun, usable_for
+from plait_autoconfig.library import LibraryRun, usable_for, usable_runs
+from plait_autoconfig.starter_library import starter_runs
 
 
 def past_runs(spec: JobSpec, records: Sequence[Record]) -> tuple[tuple[LibraryRun, ...], tuple[str, ...]]:
-    """The runs of the library but this job's own, and a sentence about each that can not be used, or only in part.
+    """The runs of the library but this job's own, and a sentence about each that can not be used, or only in part;
+    behind them those of the starter library that can be used.
 
     Raises `JobRefused` for a library that can not be read: learning nothing in silence would waste trials.
     """
+    starter = usable_runs(starter_runs(), spec.space, spec.goal) if spec.starter_library else ()
     if spec.library is None:
-        return (), ()
+        return starter, ()
     from plait_autoconfig.store import LibraryStore
 
     try:
@@ -33,7 +36,7 @@ def past_runs(spec: JobSpec, records: Sequence[Record]) -> tuple[tuple[LibraryRu
     said = [f"library: {each}" for each in usable if each.unusable]
     if foreign:
         said.append(f"library: {len(foreign)} entries are of a later version of plait and are not used")
-    return others, tuple(said)
+    return (*others, *starter), tuple(said)
 
 
 def remember(spec: JobSpec, subject: Subject, records: Sequence[Record]) -> str:

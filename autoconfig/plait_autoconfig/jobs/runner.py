@@ -139,7 +139,7 @@ class ChildRunner:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with theirs, self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "plait_autoconfig.jobs.child", str(theirs.fileno())],
+                [sys.executable, "-m", "plait_autoconfig.jobs", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

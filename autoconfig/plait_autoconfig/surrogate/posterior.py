@@ -22,7 +22,9 @@ from plait_autoconfig.surrogate.kernels import matern, matern_between
 
 _SLOPE_SD = 0.3  # spreads of services over the same space differ by about so much
 _JITTER = 1e-6
+_BORDER = 1e100  # more than any squared norm, so that a bordered covariance is positive definite
 _STEPS = (0.5, 0.25)  # of the second and third round, in units of the scales' spread
+_SIZE, _LEAST_SIZE = 48, 16  # hypotheses of each half in each round
 _MANY = 40  # trials, from which on the cloud is thinner: they leave less to average over
 _PER_KEPT = 8  # hypotheses of a round, for each that is kept
 _LOST = 0.01  # a half with less weight than this is not looked at any closer
@@ -61,7 +63,7 @@ class Posterior:
 def infer(background: Background, data: Data, rng: np.random.Generator) -> Posterior:
     """The posterior over all cells. ``data`` may be empty: then it is the background."""
     parts = _Parts(background, data)
-    size = 48 if len(data.index) <= _MANY else 24  # hypotheses of each half in each round
+    size = max(_LEAST_SIZE, int(_SIZE * min(1.0, _MANY / max(1, len(data.index)))))
     halves = [(True, background.trust), (False, 1.0 - background.trust)]
     firsts = [_Round.first(parts, background, believes, size, rng) for believes, odds in halves if odds > 0]
     odds = np.array([share for _, share in halves if share > 0])
@@ -150,17 +152,24 @@ class _Parts:
     def __init__(self, background: Background, data: Data) -> None:
         self._background, self._data = background, data
         seen = background.cells[data.index]
-        self._pairs = np.triu_indices(len(seen), 1)  # covariances are symmetric: half of the work
-        self._squares = (seen[self._pairs[0]] - seen[self._pairs[1]]).T ** 2  # (D, n (n - 1) / 2)
+        rows, columns = np.tril_indices(len(seen), -1)  # of covariances only the lower triangle is looked at
+        self._pairs = rows * len(seen) + columns
+        self._squares = (seen[rows] - seen[columns]).T ** 2  # (D, n (n - 1) / 2)
         self._mean = background.mean[data.index]
         self._mixed = background.deviations[:, data.index] / np.sqrt(max(1, len(background.deviations)))
+        self._sloped = _SLOPE_SD**2 * np.outer(self._mean, self._mean)
+        self._mixes = self._mixed.T @ self._mixed
 
     def log_evidence(self, believes: bool, theta: Floats) -> Floats:
         """See `log_evidence`."""
-        lower = np.linalg.cholesky(self._covariance(believes, theta))
-        rest = np.broadcast_to(self._rest(believes)[None, :, None], (*lower.shape[:2], 1))
-        white = np.linalg.solve(lower, rest)[:, :, 0]
-        logdet = np.log(np.diagonal(lower, axis1=1, axis2=2)).sum(1)
+        count = len(self._data.index)
+        bordered = np.empty((len(theta), count + 1, count + 1))  # the last row of its factor is the whitened rest
+        bordered[:, :count, :count] = self._covariance(believes, theta)
+        bordered[:, count, :count] = self._rest(believes)
+        bordered[:, count, count] = _BORDER
+        lower = np.linalg.cholesky(bordered)
+        white = lower[:, count, :count]
+        logdet = np.log(np.diagonal(lower, axis1=1, axis2=2)[:, :count]).sum(1)
         return np.asarray(-0.5 * (white**2).sum(1) - logdet)
 
     def predict(self, believes: bool, theta: Floats) -> tuple[Floats, Floats]:
@@ -185,15 +194,14 @@ class _Parts:
         return self._data.values - self._mean if believes else self._data.values
 
     def _covariance(self, believes: bool, theta: Floats) -> Floats:
-        """Of the trials, (P, n, n)."""
+        """Of the trials, (P, n, n): diagonal and lower triangle."""
         count = len(self._data.index)
         mix, smooth, own = np.exp(2.0 * theta[:, :3]).T[:, :, None]
         matrix = np.zeros((len(theta), count, count))
-        matrix[:, *self._pairs] = smooth * matern(np.exp(-2.0 * theta[:, 3:]) @ self._squares)
-        matrix += matrix.transpose(0, 2, 1)
+        matrix.reshape(len(theta), -1)[:, self._pairs] = smooth * matern(np.exp(-2.0 * theta[:, 3:]) @ self._squares)
         matrix += self._background.offset_sd**2
         if believes:
-            matrix += _SLOPE_SD**2 * np.outer(self._mean, self._mean) + mix[:, :, None] * (self._mixed.T @ self._mixed)
+            matrix += self._sloped + mix[:, :, None] * self._mixes
         noise = self._data.noise**2 / self._data.repeats + _JITTER
         matrix[:, np.arange(count), np.arange(count)] += smooth + own + noise
         return matrix

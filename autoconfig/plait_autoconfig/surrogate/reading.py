@@ -9,7 +9,7 @@ import numpy as np
 
 from plait_autoconfig.designers.protocols import Context
 from plait_autoconfig.library import LibraryRun, usable_runs, weight_of
-from plait_autoconfig.objective import Goal, Objective
+from plait_autoconfig.objective import ATTAINMENT, COST_PER_HOUR, GOODPUT_PER_COST, Goal, Limit, Objective
 from plait_autoconfig.space import Space
 from plait_autoconfig.surrogate.background import Floats
 from plait_autoconfig.surrogate.pooling import Source
@@ -74,12 +74,34 @@ def log_losses(goal: Goal, outcomes: Sequence[Outcome]) -> Floats:
     return np.asarray(sign * np.log(np.maximum(raw, lowest)))
 
 
+def has_cost(goal: Goal) -> bool:
+    """Whether the goal is made of the cost: then its log loss is the log cost and something that is not known."""
+    return (goal.metric, goal.direction) in {(GOODPUT_PER_COST, "max"), (COST_PER_HOUR, "min")}
+
+
+def log_costs(outcomes: Sequence[Outcome]) -> Floats:
+    """Logarithms of what the outcomes cost an hour; NaN where that was not measured."""
+    costs = np.array([each.metrics.get(COST_PER_HOUR, np.nan) for each in outcomes], np.float64)
+    return np.log(np.where(costs > 0.0, costs, np.nan))
+
+
 def margins(objective: Objective, outcomes: Sequence[Outcome]) -> Floats:
     """How far inside all limits each outcome is: -1 (a failure, or half beyond one) to 1 (half of one is left)."""
-    excess = [
-        1.0 if each.failure is not None else max(objective.excesses(each).values(), default=-1.0) for each in outcomes
-    ]
-    return np.clip(-2.0 * np.array(excess, np.float64), -1.0, 1.0)
+    return np.array(
+        [
+            -1.0 if each.failure is not None else min((_margin(limit, each) for limit in objective.limits), default=1.0)
+            for each in outcomes
+        ],
+        np.float64,
+    )
+
+
+def _margin(limit: Limit, outcome: Outcome) -> float:
+    if limit.metric == ATTAINMENT and limit.bound == "at_least" and 0.0 < limit.value < 1.0:
+        # It is what is missing that tells configurations apart: 0.97 is three times too bad for 0.99, and not 2 %.
+        missed, allowed = 1.0 - outcome.metrics[ATTAINMENT], 1.0 - limit.value
+        return (allowed - missed) / (allowed + missed)
+    return float(np.clip(-2.0 * limit.excess(outcome.metrics), -1.0, 1.0))
 
 
 def source_of(service: PastService, space: Space, names: Sequence[str], values: Floats) -> Source:

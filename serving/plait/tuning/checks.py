@@ -70,7 +70,12 @@ def target_config(target: Target, *, live: bool) -> PlaitConfig:
         raise JobRefused("target.app: the configuration has no recommendation model")
     if live:
         return config
-    server = ServerSection(port=0, largest_body_bytes=config.server.largest_body_bytes, drain_s=2.0)
+    server = ServerSection(
+        port=0,
+        direct_port=config.server.direct_port,  # the clone takes another
+        largest_body_bytes=config.server.largest_body_bytes,
+        drain_s=2.0,
+    )
     other = "recommend" if target.app == "images" else "images"
     return config.model_copy(update={"server": server, other: None, "tuning": TuningSection()})
 

@@ -11,6 +11,7 @@ import json
 import os
 import secrets
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from plait.cluster import Cluster
 from plait.config import PlaitConfig
 from plait.errors import ServeError
 from plait.leftovers import clean_up_others, remove_ray_folder
-from plait.ports import free_port
+from plait.ports import free_port, hold_port
 from plait.restarts import Effect
 from plait.state import PortState, RunRecord, scratch_root
 from plait.supervise import start_ray
@@ -45,6 +46,7 @@ class Clone:
         self._run_id = secrets.token_hex(8)
         self._num_cpus = 1
         self._port = 0
+        self._direct: socket.socket | None = None
         self._running: Running | None = None
         self._state: PortState | None = None
         self._ray_folder: Path | None = None
@@ -61,6 +63,8 @@ class Clone:
         """Brings Ray up; the application comes with the first `apply`. ``num_cpus``: logical ones, enough for all
         configurations to come. Raises `ServeError`."""
         self._num_cpus = num_cpus
+        if config.server.direct_port is not None and config.ray.is_local and self._direct is None:
+            self._direct = hold_port(_HOST, 0)
         os.environ[processes.RUN_ID_VARIABLE] = self._run_id
         os.environ[LOG_PATH_VARIABLE] = str(self._log_path)
         if config.ray.is_local:
@@ -84,14 +88,18 @@ class Clone:
             self.start(config, num_cpus=self._num_cpus)
         elif self.running.config is None:
             self.running.cluster.delete()
+        direct_port = None if self._direct is None else self._direct.getsockname()[1]
+        server = config.server.model_copy(update={"direct_port": direct_port})
         try:
-            return self.running.apply(config, limit_s=limit_s)
+            return self.running.apply(config.model_copy(update={"server": server}), limit_s=limit_s)
         finally:
             self._note_processes()
 
     def close(self) -> None:
         """Takes everything away that `start` brought. Idempotent."""
         left = self._stop_ray()
+        if self._direct is not None:
+            self._direct.close()
         if self._note is not None:
             self._note.unlink(missing_ok=True)
         state, self._state = self._state, None

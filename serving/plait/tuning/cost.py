@@ -12,10 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from plait.config import INGRESS, Served
+from plait.config import INGRESS, PlaitConfig, Served
 from plait.restarts import plans
+from plait.tuning.knobs import apply_knobs
+from plait_autoconfig.jobs.spec import JobSpec
 
-__all__ = ["Reserved", "cost_per_hour", "reserved"]
+__all__ = ["Reserved", "cost_per_hour", "known_costs", "reserved"]
 
 _INGRESS_CORES = 1.0
 
@@ -49,3 +51,12 @@ def cost_per_hour(
 ) -> float:
     """In the currency of the prices."""
     return what.cores * core_hour + what.gpus * gpu_hour + memory_gib * gib_hour
+
+
+def known_costs(spec: JobSpec, config: PlaitConfig, *, machine_cores: int) -> tuple[float, ...]:
+    """Of all cells of the space but for their memory, which only a trial shows; empty if that is all they cost."""
+    cells = [apply_knobs(config, spec.settings(cell)) for cell in spec.space.cells()]
+    reserve = [reserved(cell, machine_cores=machine_cores) for cell in cells]
+    prices = spec.prices
+    costs = [cost_per_hour(what, memory_gib=0.0, core_hour=prices.core, gpu_hour=prices.gpu) for what in reserve]
+    return tuple(costs) if all(cost > 0.0 for cost in costs) else ()

@@ -24,6 +24,7 @@ from plait.state import state_root
 from plait.targets import load_target
 from plait.tuning.checks import Prepared, prepare, roomiest, target_config
 from plait.tuning.clone import Clone
+from plait.tuning.cost import known_costs
 from plait.tuning.failures import of_start
 from plait.tuning.knobs import apply_knobs
 from plait.tuning.live import Live, LiveBusy
@@ -215,6 +216,7 @@ def _subject(spec: JobSpec, prepared: Prepared) -> Subject:
         workload=workload,
         hardware=hardware,
         versions=versions | {"python": platform.python_version()},
+        costs=known_costs(spec, config, machine_cores=_cores()),
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from plait.cluster import Cluster
 from plait.config import PlaitConfig
 from plait.errors import PlaitError
-from plait.ports import health
+from plait.ports import health, with_port
 from plait.restarts import Effect, effects, plans, versions
 from plait.tuning.usage import replica_pids
 
@@ -57,8 +57,9 @@ class Running:
 
     @property
     def url(self) -> str:
-        """Scheme, host, port."""
-        return self.cluster.url
+        """Scheme, host, port; of the ingress itself if it listens, as users then go there."""
+        direct_port = None if self.config is None or self.prefix else self.config.server.direct_port
+        return self.cluster.url if direct_port is None else with_port(self.cluster.url, direct_port)
 
     def apply(self, config: PlaitConfig, *, limit_s: float) -> dict[str, Effect]:
         """Changes the application and waits until all of it runs; returns what happened to which deployment.

@@ -1,0 +1,23 @@
+"""The runs that come with plait: its own engine and recommender under eight loads, on a small machine.
+
+``starter_library.jsonl.gz`` holds them as lines of the library; ``python -m plait_bench.cells WORKLOAD --out FILE``
+measured each.
+"""
+
+from __future__ import annotations
+
+import gzip
+from functools import cache
+from importlib import resources
+
+from plait_autoconfig.library import LibraryRun
+from plait_autoconfig.rows import load_lines
+
+__all__ = ["starter_runs"]
+
+
+@cache
+def starter_runs() -> tuple[LibraryRun, ...]:
+    """All of them."""
+    stored = resources.files("plait_autoconfig").joinpath("starter_library.jsonl.gz").read_bytes()
+    return load_lines(gzip.decompress(stored).decode().splitlines()).runs
