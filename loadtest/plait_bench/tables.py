@@ -49,6 +49,7 @@ _SHOWN: Mapping[str, _Shown] = {
 }
 _ASKED_FOR: Mapping[str, _Shown] = {
     "latency_p50_us": _Shown("us, median"),
+    "in_process_per_s": _Shown("requests/s"),
     "added_p50_us": _Shown("us more than whole"),
     "latency_p50_ms": _Shown("ms, median"),
     "latency_p99_ms": _Shown("ms, p99"),
@@ -58,9 +59,22 @@ _ASKED_FOR: Mapping[str, _Shown] = {
     "mixed_version_answers": _Shown("wrong answers"),
     "lost_requests": _Shown("lost requests"),
     "rows_refreshed_per_s": _Shown("of all rows/s"),
+    "regret_at_1": _Shown("regret at trial 1"),
+    "regret_at_5": _Shown("regret at trial 5"),
+    "regret_at_30": _Shown("regret at trial 30"),
+    "trials_to_5pct_median": _Shown("trials to 5 %, median"),
+    "trials_to_3pct_median": _Shown("trials to 3 %, median"),
+    "extra_trials_to_5pct": _Shown("more trials than cold"),
+    "infeasible_6_to_15": _Shown("infeasible of trials 6 to 15"),
+    "ask_ms_after_100": _Shown("ms per proposal after 100 trials"),
+    "pretrain_s": _Shown("s to learn from the library"),
+    "so_score_3_trials": _Shown("S/O score at trial 3"),
+    "so_score_zero_shot": _Shown("S/O score, no trial"),
 }
 """The same of metrics that only a block which names them shows."""
 
+_SEARCHES = "autoconfig"
+"""The benchmark whose rounds are seeds."""
 _ALONE = frozenset({"crossing_bytes", "mixed_version_answers", "lost_requests", "rows_refreshed_per_s"})
 """Metrics that are counted, not measured."""
 _LIBRARIES: Mapping[str, tuple[str, ...]] = {
@@ -144,6 +158,11 @@ def _footer(run: Sequence[Mapping[str, Any]], wanted: Set[str]) -> str:
     where = f"{host['cpu']}, {host['cores']} cores, {host['ram_gib']:.0f} GiB; {python}; {made}"
     if wanted <= _ALONE:
         return f"Counted on {where}, {host['date'][:10]}."
+    if run[0]["bench"] == _SEARCHES:
+        return (
+            f"Searched on {where}, {host['date'][:10]}. The mean over the services of a workload, then the median of "
+            f"{rounds} seeds (slow designers had fewer)."
+        )
     return (
         f"Measured on {where}, {host['date'][:10]}. Medians of {rounds} rounds taken in turn; in parentheses the "
         f"layout that was best for that system. Ratios are taken pair by pair, with their 20th and 80th percentiles."

@@ -19,7 +19,7 @@ from plait_bench import autoconfig
 from plait_bench.autoconfig import falcon, judged, llm_pilot, synthetic
 from plait_bench.autoconfig.paired import p_better, p_not_worse, sign_flip_p
 from plait_bench.autoconfig.play import Curve, play
-from plait_bench.autoconfig.tables import recorded_suites
+from plait_bench.autoconfig.tables import recorded_runs, recorded_suites
 from plait_bench.autoconfig.tasks import Task
 from plait_bench.errors import BenchError
 
@@ -33,11 +33,11 @@ SPACES = {"one": SPACE, "two": SPACE}
 
 
 def recorded(folder: Path, *, leave_out: int = 0, **changes: Any) -> Path:
-    """Two runs on eight cells, one of which crashes; every cell measured twice. Of the last run some are left out."""
+    """Two runs on eight cells, one of which crashes; every cell three times. Of the last run some are left out."""
     runs = []
     for name, factor in (("one", 1.0), ("two", 3.0)):
         trials = []
-        for repeat, off in enumerate((0.9, 1.1)):
+        for repeat, off in enumerate((0.9, 1.2, 1.0)):
             for cell in SPACE.cells():
                 threads, batch = int(cell["threads"]), int(cell["batch"])
                 outcome = Outcome.measured(goodput_per_cost=factor * threads * batch**0.5 * off)
@@ -54,22 +54,23 @@ def recorded(folder: Path, *, leave_out: int = 0, **changes: Any) -> Path:
 
 def test_recorded_runs_become_a_workload(tmp_path: Path):
     """Each against the other; trials show what was measured, in order; the truth is the mean."""
-    (suite,) = recorded_suites([recorded(tmp_path)], SPACES)
+    (suite,) = recorded_suites(recorded_runs([recorded(tmp_path)]), SPACES)
     assert suite.name == "own-tiny"
     assert [task.name for task in suite.tasks] == ["one", "two"]
     assert [run.run_id for run in suite.tasks[0].library] == ["two"]
     service = suite.tasks[0].service
     at = service.index[service.space.key({"threads": 3, "batch": 4})]
     rng = np.random.default_rng(0)
-    shown = [service.show(at, repeat, rng).metrics["goodput_per_cost"] for repeat in (0, 1)]
-    assert shown == pytest.approx([5.4, 6.6])
+    shown = [service.show(at, repeat, rng).metrics["goodput_per_cost"] for repeat in (0, 1, 2)]
+    assert shown == pytest.approx([5.4, 7.2, 6.0])
+    assert service.truth[at].metrics["goodput_per_cost"] == pytest.approx(6.2)
     assert service.regret(at) == pytest.approx(0.0)
     assert service.regret(service.index[service.space.key({"threads": 4, "batch": 4})]) == 1.0
 
 
 def test_a_run_with_cells_missing_is_only_a_source(tmp_path: Path):
     """Its optimum is not known."""
-    (suite,) = recorded_suites([recorded(tmp_path, leave_out=3)], SPACES)
+    (suite,) = recorded_suites(recorded_runs([recorded(tmp_path, leave_out=3)]), SPACES)
     (task,) = suite.tasks
     assert task.name == "one"
     assert [len(run.trials) for run in task.library] == [5]
@@ -86,17 +87,17 @@ def test_a_run_with_cells_missing_is_only_a_source(tmp_path: Path):
 def test_recorded_runs_that_can_not_be_judged_are_refused(tmp_path: Path, changes: dict[str, Any], said: str):
     """The message names the run and what is wrong."""
     with pytest.raises(BenchError, match=said):
-        recorded_suites([recorded(tmp_path, **changes)], SPACES)
+        recorded_suites(recorded_runs([recorded(tmp_path, **changes)]), SPACES)
 
 
 def test_a_file_that_is_no_library_is_refused_by_name(tmp_path: Path):
     """And so is a run of a space that nobody knows."""
     path = recorded(tmp_path)
     with pytest.raises(BenchError, match="no space is known for the recorded run 'two'"):
-        recorded_suites([path], {"one": SPACE})
+        recorded_suites(recorded_runs([path]), {"one": SPACE})
     path.write_text("cake\nmore\n")
     with pytest.raises(BenchError, match=r"tiny\.jsonl is no library"):
-        recorded_suites([path], SPACES)
+        recorded_runs([path])
 
 
 def test_the_whole_benchmark_runs_on_recorded_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

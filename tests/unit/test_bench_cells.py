@@ -40,8 +40,8 @@ def toy() -> Toy:
 def test_what_was_measured_is_not_measured_again(tmp_path: Path):
     """A sample first, then the rest, and the best twice more, in turn."""
     path, first, rest = tmp_path / "toy.jsonl", toy(), toy()
-    measure(first, path, sample=2, again=0, say=lambda _: None)
-    measure(rest, path, sample=None, again=2, say=lambda _: None)
+    measure(first, path, sample=2, again=0, times=0, say=lambda _: None)
+    measure(rest, path, sample=None, again=2, times=2, say=lambda _: None)
     assert sorted([*first.asked, *rest.asked[:4]]) == [(batch, 0) for batch in range(1, 7)]
     assert rest.asked[4:] == [(6, 1), (5, 1), (6, 2), (5, 2)]
     (run,) = load_lines(path.read_text().splitlines()).runs

@@ -1,9 +1,9 @@
 """Designers on services whose every configuration is known: how many trials until a good one is found?
 
 Workloads: ``falcon`` and ``llm-pilot`` (published tables, read from the folder with the data), ``synthetic`` (made-up
-services with noise and configurations that fail; also without a library and with a misleading one), and any number of
-recorded runs (`tables`). All designers have equal trials and the same seeds; every service is tuned with the others
-as its library.
+services with noise and configurations that fail; also without a library and with a misleading one), and our own engine
+and recommender as they were measured (``own-images``, ``own-recommend``: `tables`). All designers have equal trials and
+the same seeds; every service is tuned with the others as its library.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from pathlib import Path
 from statistics import fmean
 
 from plait_autoconfig.space import Space
+from plait_autoconfig.starter_library import starter_runs
 from plait_bench.autoconfig import falcon, judged, llm_pilot, synthetic, tables, zero_shot
 from plait_bench.autoconfig.contenders import MOST_SEEDS, OURS, SYSTEMS, Maker
-from plait_bench.autoconfig.play import Curve, play
+from plait_bench.autoconfig.play import Curve, ask_after_s, play
 from plait_bench.autoconfig.tasks import Suite
 from plait_bench.benchmark import Row
 from plait_bench.errors import BenchError
@@ -24,7 +25,9 @@ from plait_bench.runner import Result
 NAME = "autoconfig"
 SEEDS, QUICK_SEEDS = 20, 2
 COLD, MISLED = "synthetic-cold", "synthetic-misled"
-NAMES = ("falcon", "llm-pilot", "synthetic", COLD, MISLED)
+GIVEN, OWN = ("falcon", "llm-pilot", "synthetic", COLD, MISLED), ("own-images", "own-recommend")
+NAMES = (*GIVEN, *OWN)
+_MANY_TRIALS, _MANY_SEEDS = 100, 3
 _ZERO_SHOT_SEEDS = 1  # a nested selection takes a minute or two
 _TAKING_PART: Mapping[str, frozenset[str]] = {
     COLD: frozenset({OURS, "random", "optuna-tpe", "optuna-gp"}),
@@ -38,9 +41,14 @@ Say = Callable[[str], None]
 def measure(
     *, rounds: int, only: Sequence[str], systems: Sequence[str], data: Path | None, recorded: Sequence[Path], say: Say
 ) -> Iterator[Result]:
-    """Every workload in turn. ``rounds`` are seeds; ``recorded``: see `tables`. Raises `BenchError`."""
-    suites = tables.recorded_suites(recorded, _spaces()) if recorded else []
-    named = (*NAMES, *(suite.name for suite in suites))
+    """Every workload in turn. ``rounds`` are seeds; ``recorded``: files of runs in place of the starter library.
+
+    Raises `BenchError`.
+    """
+    own = recorded or not only or set(only) & set(OWN)
+    runs = tables.recorded_runs(recorded) if recorded else list(starter_runs()) if own else []
+    suites = tables.recorded_suites(runs, _spaces()) if own else []
+    named = (*GIVEN, *(suite.name for suite in suites))
     for wanted, there, what in ((only, named, "workload"), (systems, SYSTEMS, "system")):
         unknown = sorted(set(wanted) - set(there))
         if unknown:
@@ -58,6 +66,8 @@ def measure(
             cold = played.get(OURS, ())
         if name == MISLED and cold and OURS in played:
             found.append(judged.extra_trials(played[OURS], cold, MISLED, OURS))
+        if name == "falcon":
+            found += _ask_after_many(suite, played)
         if name == "llm-pilot":
             found += _scores(llm_pilot.read(_folder(name, data)), suite, played, say)
         yield Result(
@@ -123,6 +133,18 @@ def _play_all(
         if times
     ]  # fmt: skip
     return took, played
+
+
+def _ask_after_many(suite: Suite, played: Mapping[str, Sequence[Sequence[Curve]]]) -> list[Row]:
+    """How long a proposal takes when there is much to think about."""
+    found = []
+    for name in played:
+        maker = Maker(name=name, shared=suite.shared)
+        taken_ms = [
+            1e3 * ask_after_s(maker, suite.tasks[0], seed=seed, trials=_MANY_TRIALS) for seed in range(_MANY_SEEDS)
+        ]
+        found.append(judged.row(name, suite.name, "ask_ms_after_100", "ms", taken_ms))
+    return found
 
 
 def _scores(data: llm_pilot.Data, suite: Suite, played: Mapping[str, Sequence[Sequence[Curve]]], say: Say) -> list[Row]:

@@ -41,6 +41,19 @@ class Curve:
         return sum(self.bad[first - 1 : last])
 
 
+def ask_after_s(make: Make, task: Task, *, seed: int, trials: int) -> float:
+    """Seconds that the next proposal takes after ``trials`` of random cells."""
+    service = task.service
+    designer = make(task, seed)
+    rng = np.random.default_rng([seed, 2])
+    cells = service.space.cells()
+    for number, at in enumerate(rng.permutation(len(cells))[:trials].tolist()):
+        designer.tell(Trial(number=number, config=cells[at], outcome=service.show(at, 0, rng)))
+    started_s = time.perf_counter()
+    designer.ask()
+    return time.perf_counter() - started_s
+
+
 def play(make: Make, task: Task, *, seed: int, trials: int) -> Curve:
     """Asks, shows and tells ``trials`` times. What would be applied is the best of what was shown."""
     service = task.service

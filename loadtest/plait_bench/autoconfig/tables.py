@@ -1,8 +1,9 @@
 """Our own measurements as workloads: searches are replayed on what ``python -m plait_bench.cells`` has recorded.
 
-The files are lines of the tuner's library, one run each. A workload whose every cell was measured is a service to tune,
-with all others of its space as the library; of the others a sample is enough. A cell's first trial is what a search
-sees; the truth, on which searches are judged, is the mean of its trials (the best cells were measured several times).
+The runs are those of the starter library, or of files of the same form. A workload whose every cell was measured is a
+service to tune, with all others of its space as the library; of the others a sample is enough. A cell's first trial is
+what a search sees; the truth, on which searches are judged, is the mean of its trials (the best cells were measured
+several times).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from plait_autoconfig.designers.protocols import Context
 from plait_autoconfig.errors import TunerError
 from plait_autoconfig.library import LibraryRun
-from plait_autoconfig.objective import parse_objective
+from plait_autoconfig.objective import COST_PER_HOUR, parse_objective
 from plait_autoconfig.rows import load_lines
 from plait_autoconfig.space import Space
 from plait_autoconfig.values import cells_of, pooled
@@ -25,12 +26,12 @@ __all__ = ["recorded_runs", "recorded_suites"]
 _TRIALS = 60
 
 
-def recorded_suites(paths: Sequence[Path], spaces: Mapping[str, Space]) -> list[Suite]:
+def recorded_suites(recorded: Sequence[LibraryRun], spaces: Mapping[str, Space]) -> list[Suite]:
     """One workload, ``own-SERVICE``, for each service with a run that is complete. ``spaces``: by the runs' ids.
 
-    Raises `BenchError` saying what is wrong with which file.
+    Raises `BenchError` saying what is wrong with which run.
     """
-    runs = recorded_runs(paths)
+    runs = {run.run_id: run for run in recorded}
     unknown = sorted(runs.keys() - spaces.keys())
     if unknown:
         msg = f"no space is known for the recorded run {unknown[0]!r}; there are {', '.join(sorted(spaces))}"
@@ -51,15 +52,15 @@ def recorded_suites(paths: Sequence[Path], spaces: Mapping[str, Space]) -> list[
     return suites
 
 
-def recorded_runs(paths: Sequence[Path]) -> dict[str, LibraryRun]:
-    """The runs of the files by their ids. Raises `BenchError`."""
-    runs: dict[str, LibraryRun] = {}
+def recorded_runs(paths: Sequence[Path]) -> list[LibraryRun]:
+    """The runs of the files. Raises `BenchError` naming the file."""
+    runs: list[LibraryRun] = []
     for path in paths:
         try:
             loaded = load_lines(path.read_text(encoding="utf-8").splitlines()).runs
         except (OSError, UnicodeDecodeError, TunerError) as error:
             raise BenchError(f"{path} is no library of trials: {error}") from error
-        runs.update({run.run_id: run for run in loaded})
+        runs += loaded
     return runs
 
 
@@ -78,5 +79,9 @@ def _service(run: LibraryRun, space: Space) -> Service | None:
     truth = [known for at in shown if (known := pooled(shown[at])) is not None]
     if len(truth) < len(keys):
         return None
-    context = Context(service=run.run_id, workload=run.workload, hardware=run.hardware, versions=run.versions)
+    costs = [outcome.metrics.get(COST_PER_HOUR, 0.0) for outcome in truth]
+    context = Context(
+        service=run.run_id, workload=run.workload, hardware=run.hardware, versions=run.versions,
+        costs=tuple(costs) if all(costs) else (),  # what is reserved is known before it runs, as in a job
+    )  # fmt: skip
     return Service(space=space, objective=objective, truth=tuple(truth), context=context, shown=shown)

@@ -19,14 +19,11 @@ from plait_bench.host import cores, host_facts
 __all__ = ["measure"]
 
 OBJECTIVE = max_goodput_per_cost()
-AGAIN = 2
-"""More trials of each of the best cells, with other requests."""
-
 Say = Callable[[str], None]
 
 
-def measure(workload: CellWorkload, path: Path, *, sample: int | None, again: int, say: Say) -> None:
-    """Every cell, or ``sample`` of them; then the ``again`` best `AGAIN` times more, in turn."""
+def measure(workload: CellWorkload, path: Path, *, sample: int | None, again: int, times: int, say: Say) -> None:
+    """Every cell, or ``sample`` of them; then the ``again`` best ``times`` more, with other requests, in turn."""
     run = _begin(workload, path)
     trials = list(run.trials)
     with workload.open() as subject, path.open("a", encoding="utf-8") as file:
@@ -47,7 +44,7 @@ def measure(workload: CellWorkload, path: Path, *, sample: int | None, again: in
         left = [config for config in _chosen(workload, sample) if workload.space.key(config) not in done]
         for config in left:
             take(config, 0)
-        for config, repeat in _best_again(trials, again):
+        for config, repeat in _best_again(trials, again, times):
             take(config, repeat)
 
 
@@ -80,10 +77,10 @@ def _chosen(workload: CellWorkload, sample: int | None) -> list[Config]:
     return cells if sample is None else cells[:sample]
 
 
-def _best_again(trials: Sequence[Trial], count: int) -> list[tuple[Config, int]]:
-    """The best by their first trials, each `AGAIN` times, in turn so that a slow minute does not hit only one."""
+def _best_again(trials: Sequence[Trial], count: int, times: int) -> list[tuple[Config, int]]:
+    """The best by their first trials, each so many times, in turn so that a slow minute does not hit only one."""
     firsts = [trial for trial in trials if trial.repeat == 0 and OBJECTIVE.loss(trial.outcome) is not None]
     best = sorted(firsts, key=lambda trial: OBJECTIVE.loss(trial.outcome) or 0.0)[:count]
     done = {(tuple(sorted(trial.config.items())), trial.repeat) for trial in trials}
-    wanted = [(trial.config, repeat) for repeat in range(1, AGAIN + 1) for trial in best]
+    wanted = [(trial.config, repeat) for repeat in range(1, times + 1) for trial in best]
     return [each for each in wanted if (tuple(sorted(each[0].items())), each[1]) not in done]

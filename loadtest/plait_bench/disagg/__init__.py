@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from plait_bench.benchmark import Row
-from plait_bench.disagg import big_table, crossing, goodput, one_by_one, overload, refresh, split_cost
+from plait_bench.disagg import big_table, crossing, goodput, in_process, one_by_one, overload, refresh, split_cost
 from plait_bench.disagg.bodies import HEADER_BYTES, write_bodies
 from plait_bench.disagg.packages import packaged
 from plait_bench.disagg.scores import compare
@@ -83,6 +83,7 @@ COUNTED: Mapping[str, Callable[..., list[Row]]] = {"crossing": crossing.rows, "t
 
 COMPARED: Mapping[str, Callable[..., Result]] = {
     one_by_one.NAME: one_by_one.result,
+    in_process.NAME: partial(in_process.result, scales=SCALES),
     overload.NAME: overload.result,
     split_cost.NAME: split_cost.result,
     refresh.WORKLOAD: refresh.result,
@@ -170,7 +171,7 @@ def _best(workload: Workload, name: str, package: Path, bodies: Sequence[Path], 
 
 def layouts_of(workload: Workload, name: str, package: Path) -> tuple[Layout, ...]:
     """The layouts that are tried: on as many threads as there are cores and on one, HTTP in the model's process or in
-    one of its own; for the split also one thread for the CN and all cores for the HN."""
+    one of its own; for the split also one thread for the CN and all cores for the HN, or an HN on each."""
     threads = tuple(dict.fromkeys([1, cores()]))
     if name == "pytorch":
         whole = ("plait_bench.disagg.baseline", workload.model, str(workload.scale))
@@ -182,11 +183,16 @@ def layouts_of(workload: Workload, name: str, package: Path) -> tuple[Layout, ..
     is_split = name == "plait_split"
     counts = list(map(str, threads)) + [f"{threads[0]}+{each}" for each in threads[1:] if is_split]
     ours = "plait_bench.disagg.ours", str(package)
-    return tuple(
-        Layout(name=f"{count} threads{where}", arguments=(*ours, count, "split" if is_split else "whole", *rest))
+    mode = "split" if is_split else "whole"
+    found = [
+        Layout(name=f"{count} threads{where}", arguments=(*ours, count, mode, *rest))
         for count in counts
         for where, rest in (("", ()), (", model apart", ("apart",)))
-    )
+    ]
+    if is_split and cores() > 1:
+        each = "+".join(["1"] * (1 + cores()))
+        found.append(Layout(name=f"{each} threads", arguments=(*ours, each, mode)))
+    return tuple(found)
 
 
 def _trial(server: Served, bodies: Sequence[Path], limit_ms: float, rate_per_s: float, *, seed: int) -> goodput.Trial:

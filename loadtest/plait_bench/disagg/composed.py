@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import tempfile
 from functools import partial
@@ -22,11 +21,10 @@ def main(folder: str) -> None:
     from ray import serve
 
     from plait_bench.disagg.composition import Dense, Sparse
+    from plait_bench.disagg.serving import free_port
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as scratch:
         ray.init(
             address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20,

@@ -1,7 +1,7 @@
 """One request after the other through Ray Serve's proxy: plait cut in two, and Serve's own composition of the halves.
 
-Both servers run the whole time; they are asked in turn, a block of requests each, so that what disturbs one disturbs
-the other.
+Beside them, the same plait without the proxy, at its ``server.direct_port``. All servers run the whole time; they are
+asked in turn, a block of requests each, so that what disturbs one disturbs the others.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
+
+import httpx2
 
 from plait_bench.benchmark import Row
 from plait_bench.disagg.bodies import write_bodies
 from plait_bench.disagg.packages import packaged
 from plait_bench.disagg.scores import compare
-from plait_bench.disagg.serving import Served, serving
+from plait_bench.disagg.serving import Served, free_port, serving
 from plait_bench.runner import Result
 from plait_bench.summary import pairwise_ratio
 
@@ -26,12 +29,13 @@ __all__ = ["NAME", "result"]
 NAME = "serve-one-by-one"
 """The workload."""
 
-OURS, PEER = "plait_split", "serve_composition"
+OURS, PEER, DIRECT = "plait_split", "serve_composition", "plait_split_direct"
 _MODEL, _SCALE = "rm1", 0.125
 _BLOCK = 100
 """Requests; their p99 is the second largest."""
 
 _CONFIG = """
+server: {{direct_port: {direct_port}}}
 images: null
 recommend: {{models: {{model: {{folder: {folder}, mode: split}}}}}}
 """
@@ -45,7 +49,7 @@ def result(*, rounds: int, say: Callable[[str], None]) -> Result:
         contents = [path.read_bytes() for path in bodies]
         servers = {
             PEER: stack.enter_context(_composed(package, contents[0])),
-            OURS: stack.enter_context(_plait(Path(scratch), package, contents[0])),
+            **stack.enter_context(_plait(Path(scratch), package, contents[0])),
         }
         compare(servers, bodies)
         taken: dict[str, list[tuple[float, float]]] = {name: [] for name in servers}
@@ -64,7 +68,8 @@ def _result(taken: dict[str, list[tuple[float, float]]]) -> Result:
     for i, metric in enumerate(("latency_p50_ms", "latency_p99_ms")):
         values = {name: [pair[i] for pair in pairs] for name, pairs in taken.items()}
         rows += [Row.of(values[name], system=name, workload=NAME, metric=metric, unit="ms") for name in taken]
-        ratios[f"{NAME}:{metric}:{OURS}/{PEER}"] = pairwise_ratio(values[OURS], values[PEER])
+        for name in (OURS, DIRECT):
+            ratios[f"{NAME}:{metric}:{name}/{PEER}"] = pairwise_ratio(values[name], values[PEER])
     return Result(rows=tuple(rows), ratios=ratios, left_out={})
 
 
@@ -83,11 +88,11 @@ def _composed(package: Path, body: bytes) -> AbstractContextManager[Served]:
 
 
 @contextmanager
-def _plait(folder: Path, package: Path, body: bytes) -> Iterator[Served]:
-    """``plait serve`` with the package cut in two."""
-    config = folder / "plait.yaml"
-    config.write_text(_CONFIG.format(folder=package), encoding="utf-8")
+def _plait(folder: Path, package: Path, body: bytes) -> Iterator[dict[str, Served]]:
+    """``plait serve`` with the package cut in two, at both of its doors."""
+    config, direct_port = folder / "plait.yaml", free_port()
+    config.write_text(_CONFIG.format(folder=package, direct_port=direct_port), encoding="utf-8")
     command = ("plait.cli.main", "serve", str(config), "--port", "0")
     environ = {"PLAIT_STATE_DIR": str(folder / "state")}
-    with serving(command, body, environ=environ, has_children=True) as server:
-        yield server
+    with serving(command, body, environ=environ, has_children=True) as server, httpx2.Client() as client:
+        yield {OURS: server, DIRECT: replace(server, url=f"http://127.0.0.1:{direct_port}", client=client)}

@@ -1,9 +1,10 @@
 """plait without Ray: the packaged model behind plait's own application.
 
 ``python -m plait_bench.disagg.ours FOLDER THREADS whole|split [apart]`` prints its port. ``whole`` runs both halves in
-this process; with ``split`` the dense half runs in a process of its own (``dense``). ``apart``: this process only
-speaks HTTP, as the ingress of `plait serve` does, so that HTTP and the model do not share Python's lock. THREADS are
-those of each process, or, for ``split``, ``CN+HN``. Processes speak over shared memory.
+this process; with ``split`` the dense half runs in a process of its own (``dense``), or in several. ``apart``: this
+process only speaks HTTP, as the ingress of `plait serve` does, so that HTTP and the model do not share Python's lock.
+THREADS are those of each process, or, for ``split``, ``CN+HN``, or, without ``apart``, ``CN+HN+HN`` and so on.
+Processes speak over shared memory.
 """
 
 from __future__ import annotations
@@ -11,15 +12,18 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from plait_bench.disagg.served import served
 from plait_bench.disagg.serving import announce
+from plait_bench.errors import SystemFailed
 from plait_disagg.fabric import connect, listen, new_secret
 from plait_disagg.package import Package, open_package
-from plait_disagg.replicas import Link
+from plait_disagg.replicas import Link, NoReplica
 from plait_disagg.turns import take_short_turns
 from plait_disagg.workers.cn import CnCore
 from plait_disagg.workers.hn import HnWorker
@@ -47,10 +51,25 @@ def apart(package: Package, mode: str, threads: int, hn_threads: int) -> Iterato
         yield ranker
 
 
-def split(package: Package, threads: int, hn_threads: int) -> Ranker:
-    """The sparse half here, the dense half in a child."""
-    connect_to = start_dense(package, hn_threads)
-    return CoreRanker(CnCore(package.card(), package.sparse(), connect_to, knobs=WorkerKnobs(threads=threads)))
+def split(package: Package, threads: int, hns: Sequence[int]) -> Ranker:
+    """The sparse half here, the dense half in a child for each of ``hns``, their threads; all of them are connected.
+    Raises `SystemFailed`."""
+    dials = {f"hn-{number}": start_dense(package, count) for number, count in enumerate(hns)}
+
+    def connect_to_one(left_out: frozenset[str]) -> Link:
+        for name, dial in dials.items():
+            if name not in left_out:
+                return replace(dial(left_out), replica=name)
+        raise NoReplica("there is no other")
+
+    knobs = WorkerKnobs(threads=threads)
+    core = CnCore(package.card(mode="split"), package.sparse(), connect_to_one, hns=len(hns), knobs=knobs)
+    until_s = time.monotonic() + _PATIENCE_S
+    while core.metrics()["hns"] < len(hns):
+        if time.monotonic() > until_s:
+            raise SystemFailed(f"not all of {len(hns)} HNs can be reached")
+        time.sleep(_LOOK_S)
+    return CoreRanker(core)
 
 
 def start_dense(package: Package, threads: int) -> Callable[[frozenset[str]], Link]:
@@ -67,6 +86,8 @@ def start_dense(package: Package, threads: int) -> Callable[[frozenset[str]], Li
     _CHILDREN.append(child)
     return lambda _: Link(replica="hn", channel=connect(address, secret=secret, options=FABRIC))
 
+
+_LOOK_S, _PATIENCE_S = 0.02, 60.0
 
 _CHILDREN: list[subprocess.Popen[bytes]] = []
 """Kept, because a child ends when its standard input is closed."""
@@ -90,16 +111,16 @@ def main(folder: Path, threads: str, mode: str, *rest: str) -> None:
     """See the module docstring."""
     take_short_turns()  # as the server's processes do
     package = open_package(folder)
-    own, _, hn = threads.partition("+")
-    counts = int(own), int(hn or own)
+    own, *hns = map(int, threads.split("+"))
+    hns = hns or [own]
     if mode == "dense":
-        serve_dense(package, counts[1], *rest)
+        serve_dense(package, own, *rest)
         return
     with ExitStack() as stack:
         if rest:
-            ranker: Ranker = stack.enter_context(apart(package, mode, *counts))
+            ranker: Ranker = stack.enter_context(apart(package, mode, own, hns[0]))
         else:
-            ranker = split(package, *counts) if mode == "split" else whole(package, counts[0])
+            ranker = split(package, own, hns) if mode == "split" else whole(package, own)
         recommender = Recommender(ranker=ranker, items=package.items)
         announce(create_app(None, HttpSettings(), recommenders={package.manifest.name: recommender}))
 

@@ -1,4 +1,4 @@
-"""Publishes updates from a process of its own, as `plait models refresh` does, beside the workers and who asks them.
+"""Publishes updates from a process of its own, as the ingress does, beside the workers and who asks them.
 
 ``python -m plait_bench.disagg.publisher [ROLE:IN:OUT...]``: the pipes of the workers, HNs first. The first line in is
 the package's folder, each other one an update to publish. One line out for each: ``ok``, or what went wrong.
@@ -14,7 +14,7 @@ from plait_bench.disagg.told import Told
 from plait_disagg.package import open_package
 from plait_disagg.refresh.errors import RefreshError
 from plait_disagg.refresh.publish import publish
-from plait_disagg.threads import set_threads
+from plait_disagg.threads import give_way, set_threads
 
 __all__ = ["main"]
 
@@ -22,6 +22,7 @@ __all__ = ["main"]
 def main(*workers: str) -> None:
     """See the module docstring."""
     set_threads(1)
+    give_way()
     fleets = [_told(*worker.split(":")) for worker in workers]
     package = open_package(Path(sys.stdin.readline().strip()))
     print("ok", flush=True)

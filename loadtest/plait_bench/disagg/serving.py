@@ -41,6 +41,13 @@ def announce(app: Any) -> None:
     uvloop.run(run())
 
 
+def free_port() -> int:
+    """A port of the loopback interface that is free now."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 _END_S = 60.0
 
 HEADERS = {"inference-header-content-length": str(HEADER_BYTES), "content-type": "application/octet-stream"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -14,7 +13,7 @@ import numpy as np
 from plait_loadtest.errors import LoadtestError
 from plait_loadtest.run import worker
 from plait_loadtest.run.echo import EchoClock
-from plait_loadtest.run.processes import ctrl_c, start_deaf
+from plait_loadtest.run.processes import ctrl_c, fresh_processes, start_deaf
 from plait_loadtest.run.share import Left, Share, Told, shares
 from plait_loadtest.scenario import Scenario
 from plait_loadtest.values import RECORD, OnProgress, Outcome, Plan, Progress, Records, RunResult, StopWhen
@@ -166,7 +165,7 @@ class _Member:
         self.left: Left | None = None
         self.is_preparing = True
         self.is_alive = True
-        context = multiprocessing.get_context("spawn")
+        context = fresh_processes()
         self.pipe: Pipe
         self.pipe, theirs = context.Pipe()
         self._process = context.Process(

@@ -6,14 +6,13 @@ than usual, this host adds to every latency of the run.
 
 from __future__ import annotations
 
-import multiprocessing
 from multiprocessing.connection import Connection as Pipe
 from types import TracebackType
 
 import numpy as np
 
 from plait_loadtest.run import echo_process
-from plait_loadtest.run.processes import start_deaf
+from plait_loadtest.run.processes import fresh_processes, start_deaf
 from plait_loadtest.values import Echo
 
 RATE_PER_S = 20.0
@@ -26,7 +25,7 @@ class EchoClock:
     """The echo process; a context manager. It is a witness, not a part: if it dies, the run goes on without it."""
 
     def __init__(self, *, rate_per_s: float = RATE_PER_S) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = fresh_processes()
         self._pipe: Pipe
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
