@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -75,6 +76,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     decide how long all take."""
     if os.environ.get("PYTEST_XDIST_WORKER") and not item.get_closest_marker("cluster"):
         os.nice(max(0, _GIVE_WAY - os.nice(0)))
+
+
+@pytest.fixture(autouse=True)
+def _ctrl_c_is_as_it_was() -> Iterator[None]:
+    """Whoever leaves another handler behind fails here, not the next test that presses Ctrl-C."""
+    yield
+    left = signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert left is signal.default_int_handler
 
 
 @pytest.hookimpl(trylast=True)

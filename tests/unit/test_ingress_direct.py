@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -73,7 +74,8 @@ async def test_an_answer_that_never_comes_does_not_hold_the_end() -> None:
 
 
 async def test_the_next_replica_takes_over_without_a_gap() -> None:
-    """Old and new listen together while Serve replaces one by the other."""
+    """Old and new listen together while Serve replaces one by the other. Signals stay the process's own."""
+    on_ctrl_c = signal.getsignal(signal.SIGINT)
     port = free_port("127.0.0.1")
     where = Direct(host="127.0.0.1", port=port, drain_s=1)
     async with client() as asking:
@@ -85,6 +87,8 @@ async def test_the_next_replica_takes_over_without_a_gap() -> None:
                 old.refuse_new()
                 await asyncio.sleep(0.3)
                 assert {await _ask(asking, port) for _ in range(5)} == {"new"}
+                assert signal.getsignal(signal.SIGINT) is on_ctrl_c
+    assert signal.getsignal(signal.SIGINT) is on_ctrl_c
 
 
 async def test_a_listener_that_ended_by_itself_says_so() -> None:

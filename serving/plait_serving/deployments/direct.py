@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 import uvicorn
@@ -33,6 +33,16 @@ class Direct:
     drain_s: float
 
 
+class _Server(uvicorn.Server):
+    """Leaves signals to whoever runs the process. uvicorn's own puts back what it found: of two that take turns, as old
+    and new listener do, the first to end would be found by the process's Ctrl-C ever after."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Takes none."""
+        yield
+
+
 class DirectListener:
     """Has the port from the constructor on, answers while `answering` is entered."""
 
@@ -40,7 +50,7 @@ class DirectListener:
         """Raises OSError, which names the address, if it can not be had."""
         self._where = where
         self._socket = _listen(where.host, where.port)
-        self._server: uvicorn.Server | None = None
+        self._server: _Server | None = None
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -64,7 +74,7 @@ class DirectListener:
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=max(1, round(self._where.drain_s)),
         )
-        self._server = uvicorn.Server(config)
+        self._server = _Server(config)
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         _log.info("answering on %s:%d too", self._where.host, self._socket.getsockname()[1])
         try:
