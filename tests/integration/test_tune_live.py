@@ -76,6 +76,7 @@ def test_a_job_measures_a_clone_on_its_own_ray_and_leaves_nothing(
         job = write_job(tmp_path, limits=["quality_drift <= 0.01"], target=target)
         state, folder = work.run(job, folder=tmp_path / "job", arguments=ARGUMENTS)
     assert state.phase == "finished", state.reason
+    assert 1.4 * len(state.rows) < state.remaining.load_s < state.remaining.used_s  # loads of 1.5 s
     trials = [row for row in state.rows if row.kind is Kind.TRIAL]
     assert len(trials) == 3
     for row in trials:

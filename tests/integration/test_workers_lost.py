@@ -151,6 +151,7 @@ async def test_the_window_bounds_what_is_at_an_hn(rig: Rig) -> None:
         asked.append(asyncio.ensure_future(ranker.rank(kit.request(seed))))
         await until(lambda: cn.metrics()["at_hns"] == len(asked))
     asked += [asyncio.ensure_future(ranker.rank(kit.request(seed))) for seed in range(2, 10)]
+    await until(lambda: cn.metrics()["waiting"] == 8)
     await asyncio.sleep(0.1)
     assert cn.metrics()["at_hns"] == 2
     dense.gate.set()

@@ -105,7 +105,7 @@ class AsgiCall:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Returns as soon as ``condition`` holds; raises TimeoutError after 5 s."""
-    async with asyncio.timeout(5):
+    """Returns as soon as ``condition`` holds; raises TimeoutError after 20 s."""
+    async with asyncio.timeout(20):
         while not condition():  # noqa: ASYNC110  # the fakes are counters, not events
             await asyncio.sleep(0.002)

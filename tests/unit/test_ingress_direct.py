@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import socket
 from collections.abc import AsyncIterator
@@ -16,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from plait.config import ServerSection
 from plait.ports import check_port, free_port, hold_port, with_port
 from plait_serving.deployments.direct import Direct, DirectListener
+from support.http_app import until
 
 
 class App:
@@ -45,6 +47,17 @@ async def _ask(asking: httpx2.AsyncClient, port: int) -> str:
     return (await asking.get(f"http://127.0.0.1:{port}/")).text
 
 
+async def _refused(asking: httpx2.AsyncClient, port: int) -> None:
+    """Waits until nobody listens there."""
+    async with asyncio.timeout(20):
+        with contextlib.suppress(ConnectionRefusedError):
+            while True:
+                socket.create_connection(("127.0.0.1", port)).close()
+                await asyncio.sleep(0.02)
+    with pytest.raises(httpx2.ConnectError):
+        await _ask(asking, port)
+
+
 async def test_what_runs_is_answered_and_what_comes_later_refused() -> None:
     """`refuse_new` closes the door; the answer under way is sent."""
     port, app = free_port("127.0.0.1"), App("a")
@@ -54,9 +67,7 @@ async def test_what_runs_is_answered_and_what_comes_later_refused() -> None:
         running = asyncio.create_task(_ask(asking, port))
         await app.asked.wait()
         listener.refuse_new()
-        await asyncio.sleep(0.3)
-        with pytest.raises(httpx2.ConnectError):
-            await _ask(asking, port)
+        await _refused(asking, port)
         app.may_answer.set()
         assert await running == "a"
         assert listener.failure is None
@@ -85,7 +96,8 @@ async def test_the_next_replica_takes_over_without_a_gap() -> None:
             new = DirectListener(where)
             async with new.answering(App("new")):
                 old.refuse_new()
-                await asyncio.sleep(0.3)
+                assert old._task is not None
+                await asyncio.wait([old._task])
                 assert {await _ask(asking, port) for _ in range(5)} == {"new"}
                 assert signal.getsignal(signal.SIGINT) is on_ctrl_c
     assert signal.getsignal(signal.SIGINT) is on_ctrl_c
@@ -98,7 +110,7 @@ async def test_a_listener_that_ended_by_itself_says_so() -> None:
     listener._socket.close()
     with pytest.raises(OSError):
         async with listener.answering(App("a")):
-            await asyncio.sleep(0.2)
+            await until(lambda: listener.failure is not None)
             assert f"port {port}" in str(listener.failure)
             raise OSError("seen")
 

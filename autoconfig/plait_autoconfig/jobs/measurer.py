@@ -56,11 +56,13 @@ class Samples:
 class Measured:
     """What a task showed. ``restarted``: deployments that had to be started anew. ``artefacts``: files in the folder.
 
-    ``note``: a sentence for the table of trials, such as why the load test was broken off.
+    ``load_s``: of ``duration_s``, what load tests took, warm-up included. ``note``: a sentence for the table of trials,
+    such as why the load test was broken off.
     """
 
     outcome: Outcome
     duration_s: float = 0.0
+    load_s: float = 0.0
     samples: Samples = field(default_factory=Samples)
     restarted: tuple[str, ...] = ()
     artefacts: tuple[str, ...] = ()
@@ -142,6 +144,7 @@ def measured_to_json(measured: Measured) -> dict[str, Any]:
     return {
         "outcome": outcome_to_json(measured.outcome),
         "duration_s": measured.duration_s,
+        "load_s": measured.load_s,
         "samples": asdict(measured.samples),
         "restarted": list(measured.restarted),
         "artefacts": list(measured.artefacts),
@@ -154,6 +157,7 @@ def measured_from_json(raw: Mapping[str, Any]) -> Measured:
     return Measured(
         outcome=outcome_from_json(raw["outcome"]),
         duration_s=float(raw["duration_s"]),
+        load_s=float(raw.get("load_s", 0.0)),  # jobs of earlier versions do not say
         samples=Samples(**raw["samples"]),
         restarted=tuple(raw["restarted"]),
         artefacts=tuple(raw["artefacts"]),

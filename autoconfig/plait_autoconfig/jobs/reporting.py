@@ -135,6 +135,7 @@ def _remaining(spec: JobSpec, records: Sequence[Record], used_s: float) -> Remai
         seconds=None if minutes is None else max(0.0, 60.0 * minutes - used_s),
         used_trials=made,
         used_s=used_s,
+        load_s=sum(record.measured.load_s for record in records if record.measured is not None),
     )
 
 

@@ -89,12 +89,14 @@ class Recommendation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remaining:
-    """What is left of the budget, and what was used. ``seconds``: None without a limit."""
+    """What is left of the budget, and what was used. ``seconds``: None without a limit. ``load_s``: of ``used_s``, what
+    load tests took; 0 if nobody said."""
 
     trials: int
     seconds: float | None
     used_trials: int
     used_s: float
+    load_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -141,7 +141,8 @@ def facts(state: JobState) -> str:
         + (" at its own rate" if spec.offered == "given" else ", at the highest rate that holds"),
         "prices": f"{spec.prices.core:g} per core, {spec.prices.gpu:g} per GPU, {spec.prices.gib:g} per GiB and hour",
         "designer": f"{spec.designer.name}, seed {spec.seed}",
-        "budget": f"{left.used_trials} of {spec.budget.trials} trials, {duration_text(left.used_s)} used",
+        "budget": f"{left.used_trials} of {spec.budget.trials} trials, {duration_text(left.used_s)} used"
+        + (f", of which load tests took {left.load_s / left.used_s:.1%}" if left.load_s else ""),
     }
     items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in said.items() if text)
     return section("What was measured, and on what", "", f'<dl class="facts">{items}</dl>')

@@ -185,8 +185,8 @@ class SocketListener:
     def _drop(self, arrival: Arrival, why: str) -> None:
         self._forget(arrival)
         arrival.abandon()
-        self._rejected += 1
         log.warning("fabric: %s dropped a connection: %s", self._address, why)
+        self._rejected += 1  # last: what is counted has been told
 
     def _tidy(self) -> None:
         for arrival in list(self._pending):

@@ -141,6 +141,7 @@ class PlaitMeasurer:
         return Measured(
             outcome=shown.outcome,
             duration_s=time.monotonic() - started_s,
+            load_s=shown.load_s,
             samples=shown.samples,
             restarted=tuple(name for name, effect in effects.items() if effect in _RESTARTS),
             artefacts=shown.artefacts,

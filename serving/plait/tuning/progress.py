@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from typing import TextIO
 
 from plait_autoconfig.jobs.loop import JobEvent
-from plait_autoconfig.jobs.state import JobState, Row
+from plait_autoconfig.jobs.state import JobState, Remaining, Row
 from plait_loadtest.report.table import number
 
-__all__ = ["headline", "row_line", "shown"]
+__all__ = ["headline", "row_line", "shown", "spent"]
 
 Show = Callable[[JobEvent], None]
 
@@ -55,6 +55,17 @@ def headline(state: JobState) -> str:
     if left.seconds is not None:
         parts.append(f"{int(left.seconds) // 60}:{int(left.seconds) % 60:02d} left")
     return ", ".join(parts)
+
+
+def spent(before: Remaining, after: Remaining, wall_s: float) -> str:
+    """Where the ``wall_s`` seconds between two moments of a job went; all there is to say if a second worker helped."""
+    load_s, measured_s = after.load_s - before.load_s, after.used_s - before.used_s
+    if not load_s or measured_s > wall_s:
+        return f"took {wall_s:.1f} s"
+    return (
+        f"took {wall_s:.1f} s: load tests {load_s:.1f} s, the rest of the measurements {measured_s - load_s:.1f} s, "
+        f"start, end and in between {wall_s - measured_s:.1f} s ({1.0 - load_s / wall_s:.1%} was not load)"
+    )
 
 
 def row_line(row: Row, goals: tuple[str, ...]) -> str:

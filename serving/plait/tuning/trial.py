@@ -42,9 +42,10 @@ class LoadPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """What a trial showed."""
+    """What a trial showed. ``load_s``: how long requests were sent and awaited."""
 
     outcome: Outcome
+    load_s: float
     samples: Samples
     notes: tuple[str, ...]
     artefacts: tuple[str, ...]
@@ -93,6 +94,7 @@ def run_loads(
     metrics = {**known, **worst([load.metrics for load in loads])} | _costs(running.config, used, prices, machine_cores)
     return Shown(
         outcome=failed or Outcome(metrics=_with_ratios(metrics, samples)),
+        load_s=sum(session.result.wall_s for load in loads for session in load.sessions),
         samples=samples,
         notes=tuple(note for load in loads for note in load.notes),
         artefacts=_written(loads, folder),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, TextIO
 
 from plait.errors import PlaitError
 from plait.state import state_root
-from plait.tuning.progress import shown
+from plait.tuning.progress import shown, spent
 from plait.tuning.recover import recover_all
 from plait_autoconfig.errors import TunerError
 from plait_autoconfig.jobs.loop import run_job
@@ -48,11 +49,13 @@ def run(
         spec = parse_job(text, folder=job.absolute().parent, source=str(job))
         store = JobStore.open_or_create(folder or DEFAULT_OUT / spec.name, spec, text)
         recover_all(state_root(os.environ), say=lambda line: print(line, file=stream, flush=True))
-        state = read_state(store)
-        if state.phase != "finished":  # else there is nothing to start a clone for
+        began_s, before = time.monotonic(), read_state(store)
+        state = before
+        if before.phase != "finished":  # else there is nothing to start a clone for
             source = MeasurerSource(factory=FACTORY, arguments={"live": live, **(arguments or {})})
             with shown(stream, lambda: read_state(store)) as show, _stopped_by_signal() as stop:
                 state = run_job(store, source, on_event=show, stop=stop)
+            print(spent(before.remaining, state.remaining, time.monotonic() - began_s), file=stream, flush=True)
         write_report(store, store.folder / "report.html")
         return state, store.folder
 
