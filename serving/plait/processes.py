@@ -71,15 +71,15 @@ def members(run_id: str, root: int | None = None) -> frozenset[ProcessId]:
 
 
 def end(processes: Iterable[ProcessId], *, grace_s: float = 2.0, kill_wait_s: float = 5.0) -> tuple[ProcessId, ...]:
-    """SIGTERM, then SIGKILL after ``grace_s``. Returns those that survived even that (normally none)."""
+    """SIGTERM, then SIGKILL after ``grace_s``; SIGKILL at once for those that ignore SIGTERM, as Python's trackers of
+    shared memory do. Returns those that survived even that (normally none)."""
     left = [process for process in processes if is_running(process)]
-    for signum, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, kill_wait_s)):
-        for process in left:
-            _send(process, signum)
-        left = wait_until_gone(left, timeout_s=wait_s)
-        if not left:
-            break
-    return tuple(left)
+    for process in left:
+        _send(process, signal.SIGKILL if _ignores(process, signal.SIGTERM) else signal.SIGTERM)
+    left = wait_until_gone(left, timeout_s=grace_s)
+    for process in left:
+        _send(process, signal.SIGKILL)
+    return tuple(wait_until_gone(left, timeout_s=kill_wait_s))
 
 
 def wait_until_gone(processes: Iterable[ProcessId], *, timeout_s: float) -> list[ProcessId]:
@@ -110,6 +110,16 @@ def _send(process: ProcessId, signum: signal.Signals) -> None:
         return
     finally:
         os.close(handle)
+
+
+def _ignores(process: ProcessId, signum: signal.Signals) -> bool:
+    """Whether it set the signal's action to nothing (``SigIgn`` of /proc/PID/status: a bit for each, the first is 1)."""
+    try:
+        lines = (_PROC / str(process.pid) / "status").read_text(errors="replace").splitlines()
+    except OSError:
+        return False
+    mask = next((int(line.split()[1], 16) for line in lines if line.startswith("SigIgn:")), 0)
+    return bool(mask >> (signum - 1) & 1)
 
 
 def _own_stats() -> list[_Stat]:

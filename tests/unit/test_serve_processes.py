@@ -13,11 +13,9 @@ from plait import processes
 from plait.processes import ProcessId
 
 SLEEP = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(100)"]
-STUBBORN = [
-    sys.executable,
-    "-c",
-    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(100)",
-]
+SIGTERM_IS = "import signal, time; signal.signal(signal.SIGTERM, {}); print('up', flush=True); time.sleep(100)"
+IGNORING = [sys.executable, "-c", SIGTERM_IS.format("signal.SIG_IGN")]
+STUBBORN = [sys.executable, "-c", SIGTERM_IS.format("lambda *_: None")]
 # A child whose parent ends at once: only the inherited variable still tells whose it is.
 ORPHAN = [
     sys.executable,
@@ -52,8 +50,15 @@ def test_serve_end_terminates_and_reports_nothing_left(spawn):
     assert not processes.is_running(process)
 
 
-def test_serve_end_kills_what_ignores_sigterm(spawn):
-    """A process that ignores SIGTERM is killed after the grace period."""
+def test_serve_end_kills_what_ignores_sigterm_at_once(spawn):
+    """There is nothing to wait for."""
+    child = spawn(IGNORING)
+    assert processes.end([processes.identify(child.pid)], grace_s=1e9) == ()
+    assert child.wait() == -signal.SIGKILL
+
+
+def test_serve_end_kills_what_does_not_end_in_time(spawn):
+    """SIGTERM was handled, but not by an end: after the grace period there is no other way."""
     child = spawn(STUBBORN)
     assert processes.end([processes.identify(child.pid)], grace_s=0.2) == ()
     assert child.wait() == -signal.SIGKILL

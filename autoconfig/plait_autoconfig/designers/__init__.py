@@ -35,14 +35,19 @@ DESIGNERS = tuple(_MAKERS)
 
 
 def maker_of(name: str) -> MakesDesigner:
-    """The constructor of a designer. Raises `DesignerError` for an unknown name."""
+    """The constructor of a designer; takes seconds where its modules are not imported yet. Raises as `check_name`."""
+    check_name(name)
+    module, _, attribute = _MAKERS[name].partition(":")
+    return cast("MakesDesigner", getattr(import_module(f"{__name__}.{module}"), attribute))
+
+
+def check_name(name: str) -> None:
+    """Raises `DesignerError` for an unknown name."""
     if name not in _MAKERS:
         close = difflib.get_close_matches(name, _MAKERS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"they are {', '.join(_MAKERS)}"
         msg = f"there is no designer {name!r}; {hint}"
         raise DesignerError(msg)
-    module, _, attribute = _MAKERS[name].partition(":")
-    return cast("MakesDesigner", getattr(import_module(f"{__name__}.{module}"), attribute))
 
 
 def make_designer(

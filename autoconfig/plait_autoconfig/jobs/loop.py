@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from plait_autoconfig.designers import make_designer
+from plait_autoconfig.designers import make_designer, maker_of
 from plait_autoconfig.designers.protocols import Context
 from plait_autoconfig.errors import TunerError
 from plait_autoconfig.jobs.child import PARTING_S
@@ -147,6 +148,8 @@ class _Worker:
         self._used_before_s = used_seconds(
             [each for each in self._store.records() if each.status == "finished"], now_s=self._now()
         )
+        # While the measurer starts, and not when the first trial is due: the modules of a designer take a second or two.
+        threading.Thread(target=maker_of, args=(self._spec.designer.name,), daemon=True).start()
         subject = self._runner.check(self._tick)
         if self._store.subject() is None:
             self._store.set_subject(subject)

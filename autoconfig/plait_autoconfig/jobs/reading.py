@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from plait_autoconfig.designers import maker_of
+from plait_autoconfig.designers import check_name
 from plait_autoconfig.errors import DesignerError
 from plait_autoconfig.jobs.errors import JobRefused
 from plait_autoconfig.jobs.spec import JobSpec
@@ -62,7 +62,7 @@ def job_of(settings: Mapping[str, Any], *, folder: Path) -> JobSpec:
         raise JobRefused(msg) from error
     spec = JobSpec.model_validate_json(text)
     try:
-        maker_of(spec.designer.name)
+        check_name(spec.designer.name)
     except DesignerError as error:
         msg = f"designer.name: {error}"
         raise JobRefused(msg) from error
