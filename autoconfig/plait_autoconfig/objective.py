@@ -37,6 +37,11 @@ class Goal:
         value = _metric(metrics, self.metric)
         return value if self.direction == "min" else -value
 
+    @property
+    def has_cost(self) -> bool:
+        """Whether it is made of the cost: then its log loss is the log cost and something that is not known."""
+        return (self.metric, self.direction) in {(GOODPUT_PER_COST, "max"), (COST_PER_HOUR, "min")}
+
     def __str__(self) -> str:
         return f"{self.direction} {self.metric}"
 

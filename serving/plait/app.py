@@ -103,8 +103,8 @@ def http_settings(server: ServerSection) -> "HttpSettings":
         for key in server.api_keys
     )
     hosts = server.allowed_hosts
-    if hosts is None and server.is_loopback and not keys:
-        hosts = (*LOOPBACK_HOSTS, server.host)
+    if hosts or (hosts is None and server.is_loopback and not keys):
+        hosts = (*LOOPBACK_HOSTS, server.host, *(hosts or ()))  # its own as well: plait asks it how it is
     return HttpSettings(
         api_keys=keys,
         allowed_hosts=hosts or (),

@@ -39,11 +39,13 @@ class DeploymentState:
 
 
 class Cluster:
-    """A Ray that carries the application. ``local``: we started it and stop all of it."""
+    """A Ray that carries the application. ``local``: we started it and stop all of it. ``host``: where HTTP listens,
+    which may be a wildcard; ``url``: how this machine reaches it."""
 
-    def __init__(self, *, local: bool, started_serve: bool, url: str) -> None:
+    def __init__(self, *, local: bool, started_serve: bool, host: str, port: int) -> None:
         self.local = local
-        self.url = url
+        self.host = host
+        self.url = _url(host, port)
         self._started_serve = started_serve
         self._app_name: str | None = None
 
@@ -68,7 +70,7 @@ class Cluster:
             _node_ip_address="127.0.0.1",
         )
         cls._start_serve(config, port)
-        return cls(local=True, started_serve=True, url=_url(config.server.host, port))
+        return cls(local=True, started_serve=True, host=config.server.host, port=port)
 
     @staticmethod
     def abandon() -> None:
@@ -99,7 +101,7 @@ class Cluster:
                 _in_thread(serve.shutdown, "plait-stop", timeout_s=3 * _STOP_TIMEOUT_S)
                 raise
         http = serve.context._get_global_client().http_config
-        return cls(local=False, started_serve=not existing, url=_url(http.host or config.server.host, http.port))
+        return cls(local=False, started_serve=not existing, host=http.host or config.server.host, port=http.port)
 
     @staticmethod
     def _start_serve(config: PlaitConfig, port: int) -> None:
@@ -117,11 +119,10 @@ class Cluster:
             )
         except (exceptions.RayActorError, TimeoutError) as error:
             _log.warning("Serve's HTTP proxy did not start in time; waiting for the next: %s", error)
-            while not any(status == "HEALTHY" for status in serve.status().proxies.values()):
+            while "HEALTHY" not in (states := [str(state) for state in serve.status().proxies.values()]):
                 if time.monotonic() > until_s:
-                    raise ServeError(
-                        f"Serve's HTTP proxy was not ready after {config.server.ready_timeout_s:g} s"
-                    ) from error
+                    told = f"Serve's HTTP proxy was not ready after {config.server.ready_timeout_s:g} s"
+                    raise ServeError(f"{told} ({', '.join(states).lower() or 'none there'})") from error
                 time.sleep(_PROXY_POLL_S)
 
     @property

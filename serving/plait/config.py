@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from plait.errors import ConfigError
 from plait_loadtest import strict_yaml
@@ -38,6 +38,13 @@ class ApiKey(Section):
     role: Literal["user", "admin"] = "user"
 
 
+def _host_name(text: str) -> str:
+    """Raises ValueError for a name with a port, which would never be met."""
+    if text.count(":") == 1 or (text.startswith("[") and not text.endswith("]")):
+        raise ValueError(f"{text} has a port; a name is meant")
+    return text
+
+
 class ServerSection(Section):
     """Where HTTP listens and who may ask. Without keys everybody who reaches the port may."""
 
@@ -48,8 +55,11 @@ class ServerSection(Section):
         Field(ge=1, le=65535, description="the ingress answers there too, without Serve's proxy before it"),
     ] = None
     allowed_hosts: Annotated[
-        tuple[Annotated[str, Field(min_length=1)], ...] | None,
-        Field(description="the names in requests' Host header; unset: any, but without keys on loopback only its own"),
+        tuple[Annotated[str, Field(min_length=1), AfterValidator(_host_name)], ...] | None,
+        Field(
+            description="names in requests' Host header, without ports, beside the server's own; empty: any; "
+            "unset: any, but without keys on loopback only its own"
+        ),
     ] = None
     api_keys: tuple[ApiKey, ...] = ()
     largest_body_bytes: Annotated[int, Field(ge=1024)] = 64 << 20
@@ -61,6 +71,12 @@ class ServerSection(Section):
         if self.direct_port == self.port:
             raise ValueError(f"direct_port is port ({self.port}), where Serve's proxy listens")
         return self
+
+    def behind(self, host: str) -> Self:
+        """For a Serve that listens there. Where it is not on loopback, its names are not ours to know."""
+        if self.allowed_hosts is not None or self.model_copy(update={"host": host}).is_loopback:
+            return self
+        return self.model_copy(update={"allowed_hosts": ()})
 
     @property
     def is_loopback(self) -> bool:

@@ -25,11 +25,13 @@ def check_port(host: str, port: int, *, option: str = "--port") -> None:
     try:
         _listener(host, port).close()
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise ServeError(
-                f"port {port} on {host} is in use by another program; choose another with {option}"
-            ) from error
-        raise ServeError(f"can not listen on {host}:{port}: {error.strerror or error}") from error
+        raise _not_to_be_had(host, port, option, error) from error
+
+
+def _not_to_be_had(host: str, port: int, option: str, error: OSError) -> ServeError:
+    if error.errno == errno.EADDRINUSE:
+        return ServeError(f"port {port} on {host} is in use by another program; choose another with {option}")
+    return ServeError(f"can not listen on {host}:{port}: {error.strerror or error}")
 
 
 def _listener(host: str, port: int) -> socket.socket:
@@ -57,13 +59,16 @@ def _bound(host: str, port: int, *, shared: bool = False) -> socket.socket:
     return bound
 
 
-def hold_port(host: str, port: int) -> socket.socket:
+def hold_port(host: str, port: int, *, option: str = "server.direct_port") -> socket.socket:
     """Keeps the port (0: any free one) for processes of this user that share it, until the socket is closed.
 
     Ray takes ports by the dozen from the range that free ones come from. Nobody is answered: the socket does not
-    listen. Raises OSError.
+    listen. Raises `ServeError`, also where connections of a program that did not share it ended a moment ago.
     """
-    return _bound(host, port, shared=True)
+    try:
+        return _bound(host, port, shared=True)
+    except OSError as error:
+        raise _not_to_be_had(host, port, option, error) from error
 
 
 def with_port(url: str, port: int) -> str:

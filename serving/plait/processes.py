@@ -113,7 +113,7 @@ def _send(process: ProcessId, signum: signal.Signals) -> None:
 
 
 def _ignores(process: ProcessId, signum: signal.Signals) -> bool:
-    """Whether it set the signal's action to nothing (``SigIgn`` of /proc/PID/status: a bit for each, the first is 1)."""
+    """Whether it set the signal's action to nothing (``SigIgn`` of /proc/PID/status, bit 0 is signal 1)."""
     try:
         lines = (_PROC / str(process.pid) / "status").read_text(errors="replace").splitlines()
     except OSError:

@@ -84,7 +84,7 @@ def serve(
         clean_up(state)
         clean_up_others(root)
         check_port(config.server.host, port)
-        if (direct_port := config.server.direct_port) is not None:
+        if (direct_port := config.server.direct_port) is not None and config.ray.is_local:  # else it is elsewhere
             check_port(config.server.host, direct_port, option="server.direct_port")
             held.enter_context(hold_port(config.server.host, direct_port))
         console = Console.divert(state.log_path)
@@ -194,8 +194,11 @@ class _Run:
         self._signals.install()
         self._note_processes()
         self._state.write_config(dump_config(self._config))
+        server = self._config.server.behind(self._cluster.host)
         self._cluster.deploy(
-            compose(self._config), name=self._app_name, versions=versions(self._config, salt=self._run_id)
+            compose(self._config.model_copy(update={"server": server})),
+            name=self._app_name,
+            versions=versions(self._config, salt=self._run_id),
         )
         self._signals.interrupts = False
         self._wait_until_healthy(self._cluster)

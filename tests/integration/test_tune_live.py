@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -70,12 +71,17 @@ def test_a_job_measures_a_clone_on_its_own_ray_and_leaves_nothing(
     """Knobs reach the running replicas without a restart, every trial has its metrics, and no process is left. Where
     users go past Serve's proxy trials do too, at a port of the clone's own."""
     monkeypatch.setenv("PLAIT_STATE_DIR", str(tmp_path / "state"))
+    temporary = Path(tempfile.mkdtemp(dir="/tmp"))  # a short name, as the sockets in it need
+    monkeypatch.setenv("TMPDIR", str(temporary))
     with socket.create_server(("127.0.0.1", 0)) as theirs:
         taken = theirs.getsockname()[1]
         target = {"app": "images", "settings": {**TARGET["settings"], "server.direct_port": taken}}
         job = write_job(tmp_path, limits=["quality_drift <= 0.01"], target=target)
         state, folder = work.run(job, folder=tmp_path / "job", arguments=ARGUMENTS)
     assert state.phase == "finished", state.reason
+    assert state.subject is not None
+    assert state.subject.costs == ()
+    assert list(temporary.iterdir()) == []
     assert 1.4 * len(state.rows) < state.remaining.load_s < state.remaining.used_s  # loads of 1.5 s
     trials = [row for row in state.rows if row.kind is Kind.TRIAL]
     assert len(trials) == 3

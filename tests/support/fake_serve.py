@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from plait_serving.diffusion.errors import NumericalError
@@ -49,7 +49,8 @@ class FakeSource:
 
 
 def main(source: FakeSource = FakeSource()) -> int:
-    """Serves until a signal."""
+    """Serves until a signal. ``FAKE_STEP_S`` of the environment is for those who need longer steps."""
+    source = replace(source, step_s=float(os.environ.get("FAKE_STEP_S", source.step_s)))
     from plait.config import PlaitConfig, load_config
     from plait.errors import PlaitError
     from plait.supervise import serve

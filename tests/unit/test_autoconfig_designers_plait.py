@@ -190,6 +190,22 @@ def test_a_known_cost_need_not_be_searched_for():
         assert best.config["threads"] == 1
 
 
+def test_what_memory_costs_is_learned():
+    """The cores of a cell are known beforehand, its memory is not: it shows in trials, and is no secret then."""
+    space = Space(tuple(IntKnob(name=name, low=1, high=6) for name in ("replicas", "gib")))
+
+    def measure(config: Config) -> Outcome:
+        cost = 0.04 * float(config["replicas"]) * (1.0 + 2.0 * float(config["gib"]))
+        goodput = 10.0 * float(config["replicas"]) * (1.0 + 0.1 * float(config["gib"]))
+        return Outcome.measured(goodput_per_s=goodput, cost_per_hour=cost, goodput_per_cost=goodput / cost)
+
+    context = Context(costs=tuple(0.04 * float(cell["replicas"]) for cell in space.cells()))
+    for seed in range(3):
+        designer = PlaitDesigner(space, max_goodput_per_cost(), seed=seed, context=context)
+        trials = search(designer, measure, 10)
+        assert sum(trial.config["gib"] == 1 for trial in trials) == 6, seed  # all that there are
+
+
 def test_costs_of_a_library_run_that_measured_none_are_no_obstacle():
     """It then says nothing about goodput, and is no reason to fail."""
     context = Context(costs=tuple(float(cell["threads"]) for cell in SPACE.cells()))

@@ -317,6 +317,12 @@ def test_a_loopback_server_answers_to_its_own_names_only(host, status):
         assert answer.json()["error"]["code"] == "host_not_allowed"
 
 
+def test_an_ipv6_address_is_met_with_its_brackets():
+    """A configuration has none, a header has them."""
+    client = make_client(FakeImageService(), HttpSettings(allowed_hosts=("FE80::1",)))
+    assert client.get("/v1/models", headers={"host": "[fe80::1]:8000"}).status_code == 200
+
+
 def test_a_lying_length_does_not_help():
     """A declared length that is no number, or huge, is not trusted."""
     client = make_client(FakeImageService(), HttpSettings(max_body_bytes=2000))

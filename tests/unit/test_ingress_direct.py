@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from starlette.types import Receive, Scope, Send
 
 from plait.config import ServerSection
+from plait.errors import ServeError
 from plait.ports import check_port, free_port, hold_port, with_port
 from plait_serving.deployments.direct import Direct, DirectListener
 from support.http_app import until
@@ -123,6 +124,8 @@ def test_a_port_of_another_program_is_named() -> None:
             DirectListener(Direct(host="127.0.0.1", port=port, drain_s=1))
         with pytest.raises(Exception, match=r"in use by another program; choose another with server\.direct_port"):
             check_port("127.0.0.1", port, option="server.direct_port")
+        with pytest.raises(ServeError, match=r"in use by another program; choose another with server\.direct_port"):
+            hold_port("127.0.0.1", port)
 
 
 async def test_a_port_that_is_held_is_for_the_ingress_alone() -> None:

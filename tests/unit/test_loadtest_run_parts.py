@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import time
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ import uvloop
 from plait_loadtest.run.clock import Alarm
 from plait_loadtest.run.ledger import Ledger
 from plait_loadtest.run.pace import first_connections, quantum_ns
+from plait_loadtest.run.processes import fresh_processes
 from plait_loadtest.run.requests import Requests
 from plait_loadtest.run.share import part, shares
 from plait_loadtest.scenario import Closed, Limits, Scenario, Target
@@ -172,6 +174,13 @@ def test_connections_are_opened_ahead_for_the_rate():
     assert first_connections([]) == 1
     assert first_connections([0, 10**9]) == 1
     assert first_connections([i * 100_000 for i in range(100)]) == 51
+
+
+def test_a_long_temporary_folder_is_no_obstacle(monkeypatch):
+    """The server that processes are forked from has its socket there, whose address may not be long."""
+    assert fresh_processes().get_start_method() == "forkserver"
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + 80 * "x")
+    assert fresh_processes().get_start_method() == "spawn"
 
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 
 import pytest
+from pydantic import ValidationError
 
 from plait.app import http_settings
 from plait.config import ApiKey, ServerSection
@@ -19,10 +20,25 @@ KEY = ApiKey(sha256=hashlib.sha256(b"secret").hexdigest())
         (ServerSection(host="127.0.0.2"), {"127.0.0.1", "localhost", "[::1]", "127.0.0.2"}, True),
         (ServerSection(host="0.0.0.0"), set(), False),
         (ServerSection(api_keys=(KEY,)), set(), False),
-        (ServerSection(allowed_hosts=("plait.example",), api_keys=(KEY,)), {"plait.example"}, True),
+        (ServerSection(allowed_hosts=("plait.example",), api_keys=(KEY,)), {"plait.example", "127.0.0.1"}, True),
+        (ServerSection(host="10.1.2.3", allowed_hosts=("plait.example",)), {"plait.example", "10.1.2.3"}, True),
+        (ServerSection().behind("0.0.0.0"), set(), False),
+        (ServerSection().behind("127.0.0.1"), {"127.0.0.1"}, True),
+        (ServerSection(allowed_hosts=("plait.example",)).behind("0.0.0.0"), {"plait.example"}, True),
         (ServerSection(allowed_hosts=()), set(), False),
     ],
-    ids=["loopback", "another-loopback", "reachable", "keys", "named", "any"],
+    ids=[
+        "loopback",
+        "another-loopback",
+        "reachable",
+        "keys",
+        "named",
+        "named-and-its-own",
+        "elsewhere",
+        "here",
+        "named-elsewhere",
+        "any",
+    ],
 )
 def test_a_web_page_can_not_ask_under_its_own_name(section: ServerSection, answered: set[str], refused: bool) -> None:
     """On loopback without keys a page's domain that points here would else read the answers (DNS rebinding)."""
@@ -30,3 +46,11 @@ def test_a_web_page_can_not_ask_under_its_own_name(section: ServerSection, answe
     assert answered <= set(hosts)
     assert bool(hosts) == refused
     assert "evil.example" not in hosts
+
+
+@pytest.mark.parametrize("name", ["plait.example:8000", "[::1]:8000"])
+def test_a_name_has_no_port(name: str) -> None:
+    """It would never be met: the port of a Host header is cut off."""
+    with pytest.raises(ValidationError, match="has a port; a name is meant"):
+        ServerSection(allowed_hosts=(name,))
+    assert ServerSection(allowed_hosts=("plait.example", "::1", "[::1]")).allowed_hosts

@@ -130,6 +130,18 @@ def test_the_cost_of_every_cell_is_known_beforehand(config: PlaitConfig) -> None
     assert known_costs(job(prices={"core": 0.0, "gpu": 0.0}), config, machine_cores=8) == ()
 
 
+def test_costs_that_do_not_matter_are_not_counted(config: PlaitConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the goal has none; and a cell that is no configuration is a matter of its trial."""
+    assert known_costs(job(objective="min p99_ms"), config, machine_cores=8) == ()
+    assert known_costs(job(objective="min cost_per_hour"), config, machine_cores=8)
+
+    def refuse(*_: object) -> None:
+        raise PlaitError("no such configuration")
+
+    monkeypatch.setattr("plait.tuning.cost.apply_knobs", refuse)
+    assert known_costs(job(), config, machine_cores=8) == ()
+
+
 def test_settings_name_the_models_that_a_file_leaves_out() -> None:
     """A knob of the starter's recommender can not stand in a file without its folder."""
     config = load_config()

@@ -4,7 +4,7 @@ Before the first trial it proposes what the library's background says is best an
 decides how far that background can be believed (`surrogate.posterior`), and the next proposal has the largest expected
 improvement times probability of being feasible. Without a library the background is an analytic one, if the context
 says what the knobs mean, or none. What a cell costs is often known before it runs: then only the rest of the goal, the
-goodput, is learned. Everything is looked at on all cells: there is no inner search.
+goodput and what memory adds, is learned. Everything is looked at on all cells: there is no inner search.
 """
 
 from __future__ import annotations
@@ -116,6 +116,9 @@ class PlaitDesigner(SobolDesigner):
         outcomes = [cell.outcome for cell in cells]
         back = self._backgrounds(weights)
         values = self._losses(outcomes, weights)
+        if self._costed:
+            log_costs = self._log_costs(cells)
+            values = values + reading.log_costs(outcomes) - log_costs[index]  # what is paid for memory stays in
         ran = np.isfinite(values)
         noise = self._noise(cells, weights)
         unit = _unit(back.loss, values[ran], noise, first=_COSTED_UNIT if self._costed else 1.0)
@@ -124,7 +127,7 @@ class PlaitDesigner(SobolDesigner):
         data = Data(index=index[ran], values=shown, repeats=repeats[ran], noise=noise / unit)
         loss = self._infer_with_pending(back.loss, data, rng)
         if self._costed:
-            loss = replace(loss, means=loss.means + self._log_costs(cells) / unit)
+            loss = replace(loss, means=loss.means + log_costs / unit)
         margins = Data(
             index=index, values=reading.margins(self.objective, outcomes), repeats=repeats, noise=_MARGIN_NOISE
         )
@@ -172,7 +175,7 @@ class PlaitDesigner(SobolDesigner):
     @property
     def _costed(self) -> bool:
         """Whether the cost of the cells is known and a part of the goal."""
-        return bool(self.context.costs) and len(self.objective.goals) == 1 and reading.has_cost(self.objective.goals[0])
+        return bool(self.context.costs) and len(self.objective.goals) == 1 and self.objective.goals[0].has_cost
 
     def _log_costs(self, observed: Sequence[Cell]) -> Floats:
         """Of cells and strangers; of these as measured."""

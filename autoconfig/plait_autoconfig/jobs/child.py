@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import shutil
 import signal
 import socket
 import sys
@@ -17,6 +18,7 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +125,7 @@ def main(descriptor: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         child.part()
     finally:
+        shutil.rmtree(get_temp_dir(), ignore_errors=True)  # multiprocessing's sockets, which its own exit would remove
         sys.stdout.flush()
         sys.stderr.flush()
         os.killpg(os.getpgid(0), signal.SIGKILL)  # threads and processes that the measurer left, and this one

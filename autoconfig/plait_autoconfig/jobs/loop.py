@@ -148,11 +148,11 @@ class _Worker:
         self._used_before_s = used_seconds(
             [each for each in self._store.records() if each.status == "finished"], now_s=self._now()
         )
-        # While the measurer starts, and not when the first trial is due: the modules of a designer take a second or two.
+        # While the measurer starts, not when the first trial is due: the modules of a designer take a second or two.
         threading.Thread(target=maker_of, args=(self._spec.designer.name,), daemon=True).start()
         subject = self._runner.check(self._tick)
         if self._store.subject() is None:
-            self._store.set_subject(subject)
+            self._store.set_subject(replace(subject, costs=()))  # thousands of numbers, which the job itself says
         self._proposals = self._designer(subject)
         if self._store.exhausted:
             self._store.set_exhausted("")  # the job may have changed since; if not, the designer says it again

@@ -9,7 +9,7 @@ import numpy as np
 
 from plait_autoconfig.designers.protocols import Context
 from plait_autoconfig.library import LibraryRun, usable_runs, weight_of
-from plait_autoconfig.objective import ATTAINMENT, COST_PER_HOUR, GOODPUT_PER_COST, Goal, Limit, Objective
+from plait_autoconfig.objective import ATTAINMENT, COST_PER_HOUR, Goal, Limit, Objective
 from plait_autoconfig.space import Space
 from plait_autoconfig.surrogate.background import Floats
 from plait_autoconfig.surrogate.pooling import Source
@@ -72,11 +72,6 @@ def log_losses(goal: Goal, outcomes: Sequence[Outcome]) -> Floats:
         return sign * raw
     lowest = known[known > 0].min() if goal.direction == "min" else _FLOOR * known.max()
     return np.asarray(sign * np.log(np.maximum(raw, lowest)))
-
-
-def has_cost(goal: Goal) -> bool:
-    """Whether the goal is made of the cost: then its log loss is the log cost and something that is not known."""
-    return (goal.metric, goal.direction) in {(GOODPUT_PER_COST, "max"), (COST_PER_HOUR, "min")}
 
 
 def log_costs(outcomes: Sequence[Outcome]) -> Floats:

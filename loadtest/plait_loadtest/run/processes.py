@@ -6,18 +6,26 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 
 _IMPORTED = ["plait_loadtest.run.worker", "plait_loadtest.run.echo_process"]
 
 
-def fresh_processes() -> ForkServerContext:
+_LONGEST_FOLDER = 70
+"""Bytes. The address of a Unix socket has 108, of which multiprocessing's own names take 33."""
+
+
+def fresh_processes() -> ForkServerContext | SpawnContext:
     """Processes that share nothing with this one, forked from one that has imported what they need and runs nothing:
-    whoever makes many short runs, as the tuner does, waits half a second for the first only."""
+    whoever makes many short runs, as the tuner does, waits half a second for the first only. Where the temporary folder
+    has too long a name for that one's socket, each is started for itself."""
+    if len(tempfile.gettempdir().encode()) > _LONGEST_FOLDER:
+        return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
     return context

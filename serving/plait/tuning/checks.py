@@ -73,6 +73,7 @@ def target_config(target: Target, *, live: bool) -> PlaitConfig:
     server = ServerSection(
         port=0,
         direct_port=config.server.direct_port,  # the clone takes another
+        allowed_hosts=None if config.ray.is_local else (),  # that Ray's Serve has an address of its own
         largest_body_bytes=config.server.largest_body_bytes,
         drain_s=2.0,
     )

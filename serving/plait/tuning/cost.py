@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from plait.config import INGRESS, PlaitConfig, Served
+from plait.errors import PlaitError
 from plait.restarts import plans
 from plait.tuning.knobs import apply_knobs
 from plait_autoconfig.jobs.spec import JobSpec
@@ -54,9 +55,16 @@ def cost_per_hour(
 
 
 def known_costs(spec: JobSpec, config: PlaitConfig, *, machine_cores: int) -> tuple[float, ...]:
-    """Of all cells of the space but for their memory, which only a trial shows; empty if that is all they cost."""
-    cells = [apply_knobs(config, spec.settings(cell)) for cell in spec.space.cells()]
-    reserve = [reserved(cell, machine_cores=machine_cores) for cell in cells]
+    """Of all cells of the space but for their memory, which only a trial shows; empty if that is all they cost, if the
+    goal is not made of the cost, or if some cell is no configuration, as its trial will say."""
     prices = spec.prices
-    costs = [cost_per_hour(what, memory_gib=0.0, core_hour=prices.core, gpu_hour=prices.gpu) for what in reserve]
+    if len(spec.goal.goals) > 1 or not spec.goal.goals[0].has_cost:
+        return ()
+    costs: list[float] = []
+    for cell in spec.space.cells():
+        try:
+            what = reserved(apply_knobs(config, spec.settings(cell)), machine_cores=machine_cores)
+        except PlaitError:
+            return ()
+        costs.append(cost_per_hour(what, memory_gib=0.0, core_hour=prices.core, gpu_hour=prices.gpu))
     return tuple(costs) if all(cost > 0.0 for cost in costs) else ()

@@ -26,12 +26,17 @@ def host_name(header: str) -> str:
     return header.partition(":")[0]
 
 
+def _as_in_a_header(host: str) -> str:
+    """An IPv6 address has brackets there."""
+    return f"[{host}]".lower() if ":" in host and not host.startswith("[") else host.lower()
+
+
 class HostMiddleware:
     """Refuses requests for other names with 403; no ``hosts`` means that any name will do."""
 
     def __init__(self, app: ASGIApp, *, hosts: Sequence[str]) -> None:
         self._app = app
-        self._hosts = frozenset(host.lower() for host in hosts)
+        self._hosts = frozenset(map(_as_in_a_header, hosts))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI call. Raises a 403 ApiError."""
