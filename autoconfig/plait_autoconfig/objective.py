@@ -223,7 +223,11 @@ def parse_objective(text: str, limits: Sequence[str] = ()) -> Objective:
             raise ObjectiveError(msg)
         goals.append(Goal(short.get(match[2], match[2]), "max" if match[1] == "max" else "min"))
         if match[3]:
-            found.append(at_least(GOODPUT_PER_S, _number(match[3])))
+            rate_per_s = _number(match[3])
+            if not 0.0 < rate_per_s < float("inf"):
+                msg = f"the goal {part.strip()!r} needs a rate above 0"
+                raise ObjectiveError(msg)
+            found.append(at_least(GOODPUT_PER_S, rate_per_s))
     for each in limits:
         match = _LIMIT.fullmatch(each.strip())
         if match is None:

@@ -204,6 +204,20 @@ class TestMaking:
         with pytest.raises(BadUpdate, match="not the model"):
             make_update(package.folder, Other().eval(), version="2")
 
+    def test_what_could_not_be_published_is_not_made(self, package):
+        """More rows than the package has, a number that is none, the version that is served: each named."""
+        grown = kit.module(6)
+        grown.items = torch.nn.Embedding(grown.items.num_embeddings + 3, grown.items.embedding_dim)
+        with pytest.raises(BadUpdate, match=r"table items: is \(\d+, \d+\), the package's .*package the model anew"):
+            make_update(package.folder, grown, version="2")
+        spoilt = kit.module(6)
+        with torch.no_grad():
+            spoilt.items.weight[7] = torch.nan
+        with pytest.raises(BadUpdate, match=r"items.*NaN"):
+            make_update(package.folder, spoilt, version="2")
+        with pytest.raises(BadUpdate, match="version: 1 is what is served"):
+            make_update(package.folder, kit.module(6), version="1")
+
 
 class TestFolding:
     def test_folding_without_updates_is_a_copy(self, package, tmp_path):
@@ -212,6 +226,17 @@ class TestFolding:
         one, other = package.folder / "tables.safetensors", tmp_path / "out" / "tables.safetensors"
         assert one.read_bytes() == other.read_bytes()
         assert open_package(tmp_path / "out").manifest.version == "1"
+
+    def test_a_damaged_package_is_not_copied(self, package, tmp_path):
+        """Its hashes would be told anew, and nobody would notice any more."""
+        with (package.folder / "tables.safetensors").open("r+b") as file:
+            file.seek(-3, 2)
+            file.write(b"!")
+        with pytest.raises(PackageError, match=r"tables\.safetensors is not what was packaged"):
+            fold_updates(package.folder, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+        with pytest.raises(PackageError, match="lies in the package"):
+            fold_updates(package.folder, package.folder / "out")
 
     def test_a_journal_that_can_not_be_read_leaves_nothing(self, package, tmp_path):
         """The folder appears whole or not at all; and a worker does not start with a part of the updates."""

@@ -125,13 +125,44 @@ def test_only_one_decides_at_a_time(tmp_path):
 
 def test_another_job_is_not_mixed_into_the_folder(tmp_path):
     """More budget resumes; another objective is refused by name; no job is said."""
-    JobStore.open_or_create(tmp_path, job())
+    claim(JobStore.open_or_create(tmp_path, job()))
     assert JobStore.open_or_create(tmp_path, job(budget={"trials": 9})).spec.budget.trials == 9
     assert JobStore.open(tmp_path).spec.budget.trials == 9
     with pytest.raises(JobRefused, match="holds a job with other objective, limits"):
         JobStore.open_or_create(tmp_path, job(objective="min cost", limits=["p99_ms <= 9"]))
     with pytest.raises(JobRefused, match="there is no job in"):
         JobStore.open(tmp_path / "nowhere")
+
+
+def test_a_job_that_measured_nothing_gives_way_to_another(tmp_path):
+    """As one does that was refused for a typing error. What a worker that is gone had only claimed is nothing."""
+    store = JobStore.open_or_create(tmp_path, job(objective="max nosuch"))
+    record = claim(store)
+    with store.exclusive():
+        store.end_held(replace(record, lost="it was given up"))
+    again = JobStore.open_or_create(tmp_path, job(objective="min cost"))
+    assert again.records() == ()
+    assert str(JobStore.open(tmp_path).spec.goal) == "min cost_per_hour"
+    claim(again)
+    with pytest.raises(JobRefused, match="holds a job with other objective"):
+        JobStore.open_or_create(tmp_path, job(objective="max nosuch"))
+
+
+@pytest.mark.parametrize("storage", ["nosuch://x", "sqlite:////nosuch/folder/x.db"])
+def test_a_database_that_is_not_to_be_had_is_one_sentence(tmp_path, storage):
+    """Whoever is asked for it: SQLAlchemy, a driver that is not installed, the file system."""
+    with pytest.raises(JobBroken, match=r"can not be read or written: [^\n]+$"):
+        JobStore.open_or_create(tmp_path, job(storage=storage))
+
+
+@pytest.mark.parametrize("line", [b"null", b"{}", b"\xff\xfe\x00", b"[1]"])
+def test_a_damaged_journal_is_told_by_its_folder(tmp_path, line):
+    """Not by a traceback."""
+    claim(JobStore.open_or_create(tmp_path, job()))
+    with (tmp_path / "study.journal").open("ab") as file:
+        file.write(line + b"\n")
+    with pytest.raises(JobBroken, match="can not be read or written"):
+        JobStore.open(tmp_path).records()
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b'{"name": 3}'])

@@ -46,6 +46,8 @@ def test_a_sound_job_is_accepted() -> None:
     [
         ({"knobs": {"wheels": {"kind": "int", "low": 1, "high": 4, "sets": "engine.wheels"}}}, "no knob 'wheels'"),
         ({"knobs": {"threads": {"kind": "int", "low": 1, "high": 4}}}, "no deployment"),
+        ({"objective": "max nosuch"}, "no metric nosuch; there are attainment, cost_per_hour"),
+        ({"limits": ["attanment >= 0.9"]}, "no metric attanment; did you mean attainment?"),
         (
             {"knobs": {"batch": {"kind": "int", "low": 1, "high": 400, "sets": "engine.largest_batch"}}},
             "engine.largest_batch can not be 400",

@@ -15,7 +15,6 @@ attributes counts; Optuna's own state of a trial is a copy of it for Optuna's to
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,15 +55,17 @@ class JobStore:
     def open_or_create(cls, folder: Path, spec: JobSpec, text: str = "") -> Self:
         """Resumes the job in the folder, or makes it. ``text``: the job file, kept for people.
 
-        Budget, confirmation and limits of time may have changed since (`changed_settings`); then the new ones count.
+        Budget, confirmation and limits of time may have changed since (`changed_settings`); then the new ones count;
+        and anything may while nothing was measured, as in a job that was refused for a typing error.
         Raises `JobRefused` if anything else did, `JobBroken` if the folder can not be used.
         """
         with _translated(folder):
             folder.mkdir(parents=True, exist_ok=True)
             with _locked(folder):
                 if (folder / _RESOLVED).exists():
-                    changed = changed_settings(_read_spec(folder), spec)
-                    if changed:
+                    before = _read_spec(folder)
+                    changed = changed_settings(before, spec)
+                    if changed and not cls._opened(folder, before)._forget():
                         msg = f"{folder} holds a job with other {', '.join(changed)}; choose another folder or name"
                         raise JobRefused(msg)
                 _write_whole(folder / "job.yaml", text or spec.model_dump_json(indent=2))
@@ -94,6 +95,13 @@ class JobStore:
             except DuplicatedStudyError:
                 study_id = storage.get_study_id_from_name(name)
         return cls(folder, spec, storage, study_id)
+
+    def _forget(self) -> bool:
+        """Makes room for another job, if nothing was measured and nobody measures; whether it did."""
+        if any(record.status != "lost" for record in self.records()):
+            return False
+        self._storage.delete_study(self._study_id)
+        return True
 
     # ---- measurements ------------------------------------------------------------------------------------------------
 
@@ -295,9 +303,19 @@ def _locked(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _translated(folder: Path) -> Iterator[None]:
-    """Errors of Optuna, its database and the file system as `JobBroken`."""
+    """Errors of Optuna, its database (or that there is none) and the file system as `JobBroken`; also of a journal that
+    is not what we wrote."""
     try:
         yield
-    except (OptunaError, OSError, json.JSONDecodeError) as error:
-        msg = f"the job in {folder} can not be read or written: {error}"
-        raise JobBroken(msg) from error
+    except (OptunaError, OSError, ImportError, ValueError, LookupError, TypeError) as error:
+        raise _broken(folder, error) from error
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] != "sqlalchemy":  # whose import takes long, and few need it
+            raise
+        raise _broken(folder, error) from error
+
+
+def _broken(folder: Path, error: Exception) -> JobBroken:
+    told = (str(error).splitlines() or [""])[0]
+    kind = "" if isinstance(error, OSError | OptunaError) else f"{type(error).__name__}: "
+    return JobBroken(f"the job in {folder} can not be read or written: {kind}{told}")

@@ -80,6 +80,8 @@ def write_package(
     options = options or Options()
     if not NAME.fullmatch(name):
         raise PackageError(f"the name {name!r} must match {NAME.pattern}")
+    if not NAME.fullmatch(options.version):
+        raise PackageError(f"the version {options.version!r} must match {NAME.pattern}")
     if options.cutter not in CUTTERS:
         raise PackageError(f"there is no cutter {options.cutter!r}; there are {', '.join(CUTTERS)}")
     if folder.exists():

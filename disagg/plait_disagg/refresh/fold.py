@@ -32,6 +32,8 @@ def fold_updates(folder: Path, out: Path) -> Manifest:
     or not at all; its version is that of the last one. Raises `PackageError`, OSError."""
     if out.exists():
         raise PackageError(f"{out} exists already")
+    if out.resolve().is_relative_to(folder.resolve()):
+        raise PackageError(f"{out} lies in the package that is folded")
     out.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
     try:
@@ -48,6 +50,8 @@ def fold_updates(folder: Path, out: Path) -> Manifest:
 def _write(package: Package, draft: Path) -> Manifest:
     for name in package.manifest.files:
         shutil.copyfile(package.folder / name, draft / name)
+        if sha256_of(draft / name) != package.manifest.files[name]:
+            raise PackageError(f"{package.folder / name} is not what was packaged: its hash differs")
     version, constants = package.manifest.version, dict(package.constants)
     for path in Journal(package.folder).after(version):
         update = read_update(path)

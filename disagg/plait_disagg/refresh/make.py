@@ -15,7 +15,7 @@ from plait_disagg.package.manifest import NAME
 from plait_disagg.package.read import Package
 from plait_disagg.refresh.errors import BadUpdate
 from plait_disagg.refresh.journal import Journal
-from plait_disagg.refresh.live import open_live
+from plait_disagg.refresh.live import checked, open_live
 from plait_disagg.refresh.update import Rows, Update, read_update
 from plait_disagg.tables.formats import encode_rows
 
@@ -53,6 +53,9 @@ def make_update(folder: Path, module: nn.Module, *, version: str) -> Update:
     )
     if not update.rows and not update.constants:
         raise BadUpdate("module", f"has the weights of version {live.version}")
+    if version == live.version:
+        raise BadUpdate("version", f"{version} is what is served; choose another")
+    checked(package, update, live.version)
     return update
 
 
@@ -70,7 +73,11 @@ def _changed_rows(package: Package, weights: Mapping[str, torch.Tensor]) -> dict
     for group in package.tables.groups:
         matrix = package.tables.matrices[group.name]
         for part in group.slices:
-            stored = encode_rows(weights[part.table], group.format)
+            weight = weights[part.table]
+            if tuple(weight.shape) != (part.rows, group.dim):
+                told = f"is {tuple(weight.shape)}, the package's {(part.rows, group.dim)}; package the model anew"
+                raise BadUpdate(f"table {part.table}", told)
+            stored = encode_rows(weight, group.format)
             ids = (stored != matrix[part.first : part.first + part.rows]).any(dim=1).nonzero().flatten()
             if ids.numel():
                 changed[part.table] = Rows(ids=ids, rows=stored[ids])

@@ -12,7 +12,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 @app.command()
 def doctor(
-    port: Annotated[int, typer.Option(help="the port that the server would take")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="the port that the server would take")] = 8000,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON list")] = False,
 ) -> None:
     """Checks versions, memory, cores, home, port and the starter's files. Exit code 1 if something will not work."""

@@ -69,7 +69,10 @@ def calibrate_link(
     if out is None:
         print(text, end="")
     else:
-        out.write_text(text, encoding="utf-8")
+        try:
+            out.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise PlaitError(f"{out} can not be written: {error.strerror or error}") from error
 
 
 def _read(reader: Callable[[Path], T], path: Path) -> T:

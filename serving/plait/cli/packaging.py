@@ -45,7 +45,7 @@ def package_model(
     ] = None,
     version: Annotated[str, typer.Option(help="the model's version")] = "1",
     row_format: Annotated[RowFormat, typer.Option(help="how rows of tables are stored")] = RowFormat.FLOAT32,
-    candidates: Annotated[int, typer.Option(min=1, help="the request that the cut is made for")] = 64,
+    candidates: Annotated[int, typer.Option(min=1, max=10_000, help="the request that the cut is made for")] = 64,
     cutter: Annotated[Cutter, typer.Option(help="the exact minimum, or Prism's colouring")] = Cutter.MINCUT,
     bag: Bags = None,
     tile: Annotated[bool, typer.Option("--tile/--no-tile", help="compute the user's side once per request")] = True,
@@ -81,7 +81,7 @@ def cut_model(
     ],
     *,
     cutter: Annotated[Cutter | None, typer.Option(help="cut it again; as it was packaged if left out")] = None,
-    candidates: Annotated[int, typer.Option(min=1, help="the request that the cut is made for")] = 64,
+    candidates: Annotated[int, typer.Option(min=1, max=10_000, help="the request that the cut is made for")] = 64,
     bag: Bags = None,
     svg: Annotated[Path | None, typer.Option(help="draw it into this file")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
@@ -98,12 +98,21 @@ def cut_model(
     )
     cut = look(question)
     if svg is not None:
-        svg.write_text(cut_svg(cut.report, title=cut.title, candidates=SHOWN), encoding="utf-8")
+        _write(svg, cut_svg(cut.report, title=cut.title, candidates=SHOWN))
         print(f"drawn into {svg}", file=sys.stderr)
     if as_json:
         print(json.dumps({"title": cut.title, **cut.report.to_json()}, indent=1))
     else:
         print(cut.title, cut.report.to_text(), sep="\n", end="")
+
+
+def _write(path: Path, text: str) -> None:
+    from plait.errors import PlaitError
+
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PlaitError(f"{path} can not be written: {error.strerror or error}") from error
 
 
 def _bags(texts: list[str] | None) -> dict[str, int]:

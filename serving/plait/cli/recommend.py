@@ -51,8 +51,12 @@ def _candidates(text: str) -> Any:
     return _json(text if text.lstrip().startswith("[") else f"[{text}]", "--candidates")
 
 
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is no number of JSON")
+
+
 def _json(text: str, option: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise typer.BadParameter(f"not JSON: {error}", param_hint=option) from error

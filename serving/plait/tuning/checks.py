@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 from collections.abc import Iterable
@@ -26,6 +27,13 @@ from plait_loadtest.session import at_rate
 __all__ = ["Prepared", "guard_of", "prepare", "roomiest", "scenario_of", "target_config"]
 
 _GUARDED = ("p50_ms", "p95_ms", "p99_ms", "error_rate")
+METRICS = frozenset(
+    {
+        "attainment", "cost_per_hour", "cpu_cores", "error_rate", "goodput_per_cost", "goodput_per_s", "memory_gib",
+        "offered_per_s", "p50_ms", "p99_ms", "quality_drift",
+    }
+)  # fmt: skip
+"""What a trial of plait's own measurer shows (`plait.tuning.measurer`)."""
 _API = {"images": "images", "recommend": "infer"}
 
 
@@ -40,6 +48,7 @@ class Prepared:
 
 def prepare(spec: JobSpec, config: PlaitConfig) -> Prepared:
     """Checks knobs, scenarios and guard against the configuration. Raises `JobRefused`."""
+    _check_metrics(spec)
     sets = {name: knob.sets or name for name, knob in spec.knobs.items()}
     _check_deployments(spec.target, sets.values())
     try:
@@ -131,6 +140,14 @@ def roomiest(spec: JobSpec, config: PlaitConfig) -> PlaitConfig:
         if (knob.sets or name).endswith(".replicas")
     }
     return apply_knobs(config, most)
+
+
+def _check_metrics(spec: JobSpec) -> None:
+    for name in spec.goal.metrics:
+        if name not in METRICS:
+            near = difflib.get_close_matches(name, METRICS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(METRICS))}"
+            raise JobRefused(f"objective and limits: there is no metric {name}; {hint}")
 
 
 def _check_deployments(target: Target, sets: Iterable[str]) -> None:
