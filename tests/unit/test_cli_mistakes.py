@@ -8,6 +8,8 @@ import pytest
 
 from plait.cli.main import main
 
+FEWER = "'--candidates': Input should be less than or equal to 10000"
+
 
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
@@ -18,13 +20,13 @@ from plait.cli.main import main
         (
             ["models", "cut", "rm1", "--candidates", "1000000000"],
             2,
-            "'--candidates': Input should be less than or equal to 10000",
+            FEWER,
         ),
         (["models", "cut", "rm1", "--svg", "/nosuch/x.svg"], 1, "/nosuch/x.svg can not be written"),
         (
             ["models", "package", "x:y", "-o", "out", "--candidates", "1000000000"],
             2,
-            "'--candidates': Input should be less than or equal to 10000",
+            FEWER,
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
