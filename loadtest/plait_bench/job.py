@@ -81,6 +81,8 @@ def measure(job: Job, *, say: Say) -> dict[str, Any]:
 def _definition(job: Job) -> tuple[list[str], Take]:
     """Names of the workloads, and what measures them all. Raises `BenchError`."""
     if job.name == loadtest.NAME:
+        if unknown := set(job.workloads) - {loadtest.WORKLOAD}:
+            raise BenchError(f"there is no workload {min(unknown)!r}; there is {loadtest.WORKLOAD}")
         taken = partial(loadtest.measure, rounds=job.rounds, systems=job.systems)
         return [loadtest.WORKLOAD], lambda say: iter([taken(say=say)])
     if job.name == fabric.NAME:

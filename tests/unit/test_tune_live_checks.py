@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import plait.tuning
 from plait.tuning.checks import guard_of, prepare, roomiest, target_config
@@ -130,3 +132,23 @@ def test_the_examples_are_sound_jobs(name: str) -> None:
     assert spec.reference.why
     assert spec.budget.trials <= 12
     assert spec.default in spec.space.cells()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda job: job["scenarios"][0]["target"].update(model="nosuch"), "the model 'nosuch'; the .* has picks"),
+        (lambda job: job["scenarios"][0]["mix"][0]["inputs"][0].update(name="agebnd"), "an input 'agebnd'; picks has"),
+        (lambda job: job["scenarios"][0]["mix"][0]["inputs"].pop(), "lacks the input 'popularity' of picks"),
+        (lambda job: job["scenarios"][0]["mix"][0].update(outputs=["nosuch"]), "an output 'nosuch'; picks has score"),
+        (lambda job: job["scenarios"][0]["mix"][0].pop("inputs"), "an input 'dense'; picks has"),
+        (lambda job: job.update(trial_limit_s=18), "trial_limit_s: 18 s end before the loads, which take 18 s"),
+    ],
+    ids=["model", "input", "missing", "output", "no-inputs", "limit"],
+)
+def test_a_load_that_the_model_would_refuse_is_refused(change: Callable[[dict[str, Any]], Any], says: str) -> None:
+    """Before Ray is started for it: every request of every trial would fail."""
+    spec = yaml.safe_load((EXAMPLES / "picks.yaml").read_text())
+    change(spec)
+    with pytest.raises(JobRefused, match=says):
+        check(parse_job(yaml.safe_dump(spec), folder=EXAMPLES))

@@ -57,6 +57,8 @@ def bench(
     except BenchError as error:
         raise PlaitError(str(error)) from error
     text = json.dumps(document, indent=1)
+    if document["left_out"] and not document["rows"]:
+        raise PlaitError("nothing was measured: " + "; ".join(document["left_out"].values()))
     if out is not None:
         out.write_text(text + "\n", encoding="utf-8")
     print(text if as_json else text_table(document))

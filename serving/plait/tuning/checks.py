@@ -17,11 +17,13 @@ from plait.tuning.patience import GuardLimits
 from plait_autoconfig.jobs.errors import JobRefused
 from plait_autoconfig.jobs.spec import Choice, JobSpec, KnobSpec, Target, guard_limits
 from plait_autoconfig.values import Value
+from plait_disagg.package.errors import PackageError
+from plait_disagg.package.manifest import read_manifest
 from plait_loadtest.errors import LoadtestError
 from plait_loadtest.judging import percentile_of, slo_of
 from plait_loadtest.load import load_scenario
 from plait_loadtest.measure import least_requests
-from plait_loadtest.scenario import Scenario
+from plait_loadtest.scenario import InferClass, Scenario
 from plait_loadtest.session import at_rate
 
 __all__ = ["Prepared", "guard_of", "prepare", "roomiest", "scenario_of", "target_config"]
@@ -60,6 +62,11 @@ def prepare(spec: JobSpec, config: PlaitConfig) -> Prepared:
     except PlaitError as error:
         raise JobRefused(str(error)) from error
     scenarios = tuple(scenario_of(spec, source) for source in spec.scenarios)
+    for scenario in scenarios:
+        _check_model(scenario, config)
+    loads_s = sum(scenario.warm_up_s + scenario.duration_s for scenario in scenarios)
+    if spec.trial_limit_s <= loads_s:
+        raise JobRefused(f"trial_limit_s: {spec.trial_limit_s:g} s end before the loads, which take {loads_s:g} s")
     return Prepared(config=config, scenarios=scenarios, guard=guard_of(spec))
 
 
@@ -148,6 +155,31 @@ def _check_metrics(spec: JobSpec) -> None:
             near = difflib.get_close_matches(name, METRICS, n=1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(METRICS))}"
             raise JobRefused(f"objective and limits: there is no metric {name}; {hint}")
+
+
+def _check_model(scenario: Scenario, config: PlaitConfig) -> None:
+    """Names of models, inputs and outputs, which else every request would be refused for."""
+    for item in scenario.mix:
+        if not isinstance(item, InferClass):
+            continue
+        name, where = scenario.target.model, f"scenarios: {scenario.name}: {item.name}"
+        if name not in config.recommenders:
+            there = ", ".join(config.recommenders)
+            raise JobRefused(f"{where} asks for the model {name!r}; the configuration has {there}")
+        try:
+            manifest = read_manifest(config.recommenders[name].folder)
+        except PackageError as error:
+            raise JobRefused(str(error)) from error
+        inputs = {each.name for each in item.inputs} or {item.dense_name, item.ids_name}
+        for given, known, what in (
+            (inputs, {each.name for each in manifest.inputs}, "input"),
+            (set(item.outputs), set(manifest.outputs), "output"),
+        ):
+            if given - known:
+                told = f"{what} {min(given - known)!r}; {name} has {', '.join(sorted(known))}"
+                raise JobRefused(f"{where} has an {told}")
+        if lacking := {each.name for each in manifest.inputs} - inputs:
+            raise JobRefused(f"{where} lacks the input {min(lacking)!r} of {name}")
 
 
 def _check_deployments(target: Target, sets: Iterable[str]) -> None:
