@@ -141,6 +141,25 @@ class TestRefusals:
         with pytest.raises(PackageError, match="must match"):
             write_package(tmp_path / "p", model(), INPUTS, name=name)
 
+    def test_what_could_not_be_served_is_not_packaged(self, tmp_path):
+        """A number that is none is named by its tensor, an output without a name is told, and so is a version."""
+        spoilt = model()
+        with torch.no_grad():
+            spoilt.items.weight[3] = torch.nan
+        with pytest.raises(PackageError, match=r"items has a number that is NaN"):
+            write_package(tmp_path / "a", spoilt, INPUTS, name="a")
+
+        class Nameless(Model):
+            def forward(self, age, liked, liked_offsets, item, genres, genres_offsets, year):
+                found = super().forward(age, liked, liked_offsets, item, genres, genres_offsets, year)
+                return {"": found["scores"]}
+
+        with pytest.raises(PackageError, match="outputs: '' is not a name"):
+            write_package(tmp_path / "a", Nameless().eval(), INPUTS, name="a")
+        with pytest.raises(PackageError, match=r"the version '../x' must match"):
+            write_package(tmp_path / "a", model(), INPUTS, name="a", options=Options(version="../x"))
+        assert list(tmp_path.iterdir()) == []
+
     def test_an_unknown_cutter_is_named(self, tmp_path):
         """With those that there are."""
         with pytest.raises(PackageError, match="no cutter 'best'; there are mincut, prism"):

@@ -8,15 +8,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
 from torch import nn
 
 from plait_disagg.graph.capture import Captured, capture
 from plait_disagg.graph.cutters import CUTTERS
+from plait_disagg.graph.errors import BadProgram
 from plait_disagg.graph.inputs import Input
 from plait_disagg.graph.program import LOOKUP, Ref
 from plait_disagg.graph.split import Halves, split
-from plait_disagg.graph.store import dump_program
+from plait_disagg.graph.store import dump_program, load_program
 from plait_disagg.graph.tile import keeps_bits
 from plait_disagg.graph.verify import verify_halves
 from plait_disagg.package.costing import Cuttable, cut_problem, cuttable
@@ -102,6 +104,7 @@ def _write(
     folder: Path, module: nn.Module, inputs: Sequence[Input], *, name: str, items: Items | None, options: Options
 ) -> Manifest:
     captured = capture(module, inputs)
+    _check_numbers({**captured.tables, **captured.constants})
     write_tables(folder / TABLES, captured.tables, formats=options.row_format, out_of_range=options.out_of_range)
     ready = cuttable(
         captured.program, captured.constants, captured.inputs, table_rows=_rows(captured), exact=not options.tile
@@ -111,7 +114,7 @@ def _write(
     halves = split(ready.program, CUTTERS[options.cutter].cut(problem))
     _verify(module, captured, halves, ready, options)
     for file, program in ((WHOLE, captured.program), (CN, halves.cn), (HN, halves.hn)):
-        (folder / file).write_text(dump_program(program), encoding="utf-8")
+        (folder / file).write_text(_readable(dump_program(program)), encoding="utf-8")
     held = {**captured.constants, **ready.constants}
     save_file({key: tensor.detach().contiguous().clone() for key, tensor in held.items()}, folder / CONSTANTS)
     count = None if items is None else write_items(folder, ITEMS, ITEM_NAMES, items, captured.inputs)
@@ -129,6 +132,22 @@ def _write(
     manifest = replace(manifest, files=files)
     write_manifest(folder, manifest)
     return manifest
+
+
+def _check_numbers(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Infinite ones may be meant, as in masks."""
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and bool(tensor.isnan().any()):
+            raise PackageError(f"{name} has a number that is NaN")
+
+
+def _readable(text: str) -> str:
+    """What could not be served is not packaged, such as an output without a name."""
+    try:
+        load_program(text)
+    except BadProgram as error:
+        raise PackageError(f"the model can not be stored: {error}") from error
+    return text
 
 
 def _verify(module: nn.Module, captured: Captured, halves: Halves, ready: Cuttable, options: Options) -> None:
