@@ -96,7 +96,7 @@ def test_every_class_of_error_is_counted(server):
         server.url,
         arrivals={"kind": "constant", "rate_per_s": 100},
         duration_s=1.0,
-        target={"timeout_s": 0.3, "check": {"contains": "not ok"}},
+        target={"timeout_s": 2.0, "check": {"contains": "not ok"}},
         mix=[{"api": "raw", "name": name, "path": f"/{name}"} for name in wrong],
     )
     plan = make_plan(scenario)

@@ -156,17 +156,20 @@ class ChildRunner:
         try:
             self._send(request)
             until = time.monotonic() + limit_s
+            next_tick = time.monotonic() + _TICK_S
             while True:
-                message = self._message(min(_TICK_S, until - time.monotonic()))
-                if message is None:
-                    if time.monotonic() >= until:
-                        self._end(grace_s=0.0)
-                        raise _TooLate(f"no answer within {limit_s:g} s")
-                    tick()
-                elif "say" in message:
-                    say(str(message["say"]))
-                else:
+                message = self._message(min(next_tick, until) - time.monotonic())
+                if message is not None and "say" not in message:
                     return _answer(message)
+                if message is not None:
+                    say(str(message["say"]))
+                # However much the process has to say.
+                if (now := time.monotonic()) >= until:
+                    self._end(grace_s=0.0)
+                    raise _TooLate(f"no answer within {limit_s:g} s")
+                if now >= next_tick:
+                    tick()
+                    next_tick = now + _TICK_S
         except (_TooLate, _Failed, _Gone, JobRefused):
             raise
         except BaseException:

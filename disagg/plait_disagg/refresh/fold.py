@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from plait_disagg.package.errors import PackageError
-from plait_disagg.package.manifest import CONSTANTS, TABLES, Manifest, sha256_of, write_manifest
+from plait_disagg.package.manifest import CONSTANTS, MANIFEST, TABLES, Manifest, sha256_of, write_manifest
 from plait_disagg.package.read import Package, open_package
 from plait_disagg.refresh.errors import BadUpdate
 from plait_disagg.refresh.journal import Journal
@@ -32,7 +32,7 @@ def fold_updates(folder: Path, out: Path) -> Manifest:
     or not at all; its version is that of the last one. Raises `PackageError`, OSError."""
     if out.exists():
         raise PackageError(f"{out} exists already")
-    if out.resolve().is_relative_to(folder.resolve()):
+    if (folder / MANIFEST).is_file() and out.resolve().is_relative_to(folder.resolve()):
         raise PackageError(f"{out} lies in the package that is folded")
     out.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
