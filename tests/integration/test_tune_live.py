@@ -64,14 +64,20 @@ def in_a_process(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
 
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A temporary folder with a short name, as the sockets in it need."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
 @pytest.mark.usefixtures("environment")
 def test_a_job_measures_a_clone_on_its_own_ray_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Knobs reach the running replicas without a restart, every trial has its metrics, and no process is left. Where
     users go past Serve's proxy trials do too, at a port of the clone's own."""
     monkeypatch.setenv("PLAIT_STATE_DIR", str(tmp_path / "state"))
-    temporary = Path(tempfile.mkdtemp(dir="/tmp"))  # a short name, as the sockets in it need
     monkeypatch.setenv("TMPDIR", str(temporary))
     with socket.create_server(("127.0.0.1", 0)) as theirs:
         taken = theirs.getsockname()[1]
