@@ -25,6 +25,11 @@ _STOP_TIMEOUT_S = 10.0
 
 _PROXY_POLL_S = 0.2
 
+_STATE_PERIODS_S = (0.05, 1.0)
+_STATE_SHARE = 0.1
+"""Serve's answer about its deployments costs processor time here and in its controller (it pickles the request router
+of each), and models that load need the processors more. So who waits asks at first often, later ever less."""
+
 _LAST_ANSWERS_S = 2.0
 """When the last picture is made, its answer still has to be encoded and sent."""
 
@@ -172,6 +177,16 @@ class Cluster:
             failed = app.status == "DEPLOY_FAILED"
             return DeploymentState(running=False, waiting_for=waiting, failure=_reason(messages[0]) if failed else None)
         return DeploymentState(running=app.status == "RUNNING", waiting_for=waiting)
+
+    def states(self, limit_s: float, *, give_up: Callable[[], bool] = lambda: False) -> Iterator[DeploymentState]:
+        """`state` until ``limit_s`` passed or ``give_up`` says so; late by a tenth of the time waited, 1 s at most."""
+        started_s = time.monotonic()
+        while not give_up() and (waited_s := time.monotonic() - started_s) < limit_s:
+            yield self.state()
+            shortest_s, longest_s = _STATE_PERIODS_S
+            next_s = time.monotonic() + min(max(_STATE_SHARE * waited_s, shortest_s), longest_s)
+            while not give_up() and time.monotonic() < next_s:
+                time.sleep(shortest_s)
 
     def lost(self) -> str | None:
         """Why Ray itself is gone, or None while it is there."""

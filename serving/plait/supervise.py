@@ -205,12 +205,9 @@ class _Run:
         self._serving = True
 
     def _wait_until_healthy(self, cluster: Cluster) -> None:
-        until_s = time.monotonic() + self._config.server.ready_timeout_s
+        limit_s = self._config.server.ready_timeout_s
         told: tuple[str, ...] = ()
-        while time.monotonic() < until_s:
-            if self._signals.count:
-                raise _Interrupted
-            state = cluster.state()
+        for state in cluster.states(limit_s, give_up=lambda: self._signals.count > 0):
             if state.failure is not None:
                 raise ServeError(state.failure)
             if state.waiting_for and state.waiting_for != told:
@@ -220,8 +217,9 @@ class _Run:
             if state.running and health(cluster.url) is None:
                 self._note_processes()
                 return
-            time.sleep(_POLL_PERIOD_S)
-        raise ServeError(f"not ready after {self._config.server.ready_timeout_s:g} s: {health(cluster.url)}")
+        if self._signals.count:
+            raise _Interrupted
+        raise ServeError(f"not ready after {limit_s:g} s: {health(cluster.url)}")
 
     def _watch(self) -> None:
         """Until a signal. Keeps the list of processes fresh; raises `ServeError` if Ray dies."""

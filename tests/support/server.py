@@ -32,8 +32,6 @@ class PlaitServer:
         self.port = port
         self.state_folder = state_folder
         self.url = ""
-        self.ready_s = 0.0
-        self.ready_cpu_s = 0.0
 
     @classmethod
     def launch(
@@ -69,9 +67,8 @@ class PlaitServer:
         assert self.process.stdout is not None
         self.url = self.process.stdout.readline().strip()
         watchdog.cancel()
-        self.ready_s = time.monotonic() - started_s
-        assert self.url, f"not ready after {self.ready_s:.0f} s:\n{self.errors()}\n{self.log()[-3000:]}"
-        self.ready_cpu_s = sum(cpu_s(pid) for pid in (self.process.pid, *(member.pid for member in self.members())))
+        waited_s = time.monotonic() - started_s
+        assert self.url, f"not ready after {waited_s:.0f} s:\n{self.errors()}\n{self.log()[-3000:]}"
         return self
 
     def errors(self) -> str:
@@ -167,12 +164,6 @@ class _KillAfter:
     def cancel(self) -> None:
         """It was quick enough."""
         self._timer.cancel()
-
-
-def cpu_s(pid: int) -> float:
-    """Processor seconds that a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def free_port() -> int:

@@ -1,7 +1,8 @@
-"""Starting Serve where its HTTP proxy takes longer than Serve waits, as on a busy machine."""
+"""Waiting for Serve: for an HTTP proxy that takes longer than Serve waits for it, and for the application."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from ray import exceptions, serve
 
 from plait import cluster
-from plait.cluster import Cluster
+from plait.cluster import Cluster, DeploymentState
 from plait.config import PlaitConfig, ServerSection
 from plait.errors import ServeError
 
@@ -46,3 +47,50 @@ def test_a_proxy_that_never_comes_is_told_with_its_state(monkeypatch: pytest.Mon
     config = PlaitConfig(server=ServerSection(ready_timeout_s=0.05))
     with pytest.raises(ServeError, match=r"HTTP proxy was not ready after 0\.05 s \(starting\)"):
         Cluster._start_serve(config, 8123)
+
+
+class Clock:
+    """Time that passes only while one sleeps, and as long as an answer takes."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def asking(monkeypatch: pytest.MonkeyPatch, *, answer_s: float = 0.02) -> tuple[Clock, list[float], Cluster]:
+    """A cluster whose state takes that long, and when it was asked for."""
+    clock, asked_s = Clock(), []
+    monkeypatch.setattr(cluster, "time", clock)
+
+    def state(self: Cluster) -> DeploymentState:
+        asked_s.append(clock.now_s - 100.0)
+        clock.sleep(answer_s)
+        return DeploymentState(running=False)
+
+    monkeypatch.setattr(Cluster, "state", state)
+    return clock, asked_s, Cluster(local=True, started_serve=True, host="127.0.0.1", port=1)
+
+
+def test_who_waits_long_asks_seldom_and_hears_soon_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New knobs take a tenth of a second and models most of a minute: neither should be told late."""
+    _, asked_s, waiting = asking(monkeypatch)
+    assert len(list(waiting.states(60.0))) == len(asked_s)
+    assert asked_s[-1] < 60.0
+    gaps = [(before, after - before) for before, after in itertools.pairwise(asked_s)]
+    assert all(gap <= max(0.15, 0.1 * waited + 0.1) and gap <= 1.1 for waited, gap in gaps)
+    assert sum(at <= 1.0 for at in asked_s) >= 8
+    assert len(asked_s) < 90  # at the first pace: 850
+
+
+def test_who_gives_up_waits_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also between two questions."""
+    clock, asked_s, waiting = asking(monkeypatch)
+    for _ in waiting.states(60.0, give_up=lambda: clock.now_s >= 130.5):
+        pass
+    assert 29.0 <= asked_s[-1] <= 30.5
+    assert clock.now_s <= 130.6

@@ -6,7 +6,6 @@ A change goes to Serve as the whole application again; replicas whose version st
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,8 +20,6 @@ __all__ = ["Compose", "NotReady", "RefusedStart", "Running"]
 
 Compose = Callable[[PlaitConfig], Any]
 """Makes the Serve application of a configuration; called when Ray's environment is set."""
-
-_POLL_S = 0.05
 
 
 class RefusedStart(PlaitError):
@@ -80,14 +77,12 @@ class Running:
         return replica_pids(self.app, run_id=self._run_id)
 
     def _wait(self, limit_s: float) -> None:
-        until_s = time.monotonic() + limit_s
-        state = self.cluster.state()
-        while time.monotonic() < until_s:
+        waiting_for: tuple[str, ...] = ()
+        for state in self.cluster.states(limit_s):
             if state.failure is not None:
                 raise RefusedStart(state.failure)
             if state.running and health(self.url + self.prefix) is None:
                 return
-            time.sleep(_POLL_S)
-            state = self.cluster.state()
-        missing = ", ".join(state.waiting_for) or health(self.url + self.prefix)
+            waiting_for = state.waiting_for
+        missing = ", ".join(waiting_for) or health(self.url + self.prefix)
         raise NotReady(f"not ready after {limit_s:.0f} s: {missing}")
