@@ -218,16 +218,18 @@ class Cluster:
         _in_thread(ask, "plait-drain", timeout_s=drain_s + 4 * _LAST_ANSWERS_S, hurry=hurry)
         return done.is_set()
 
-    def stop(self, *, hurry: bool) -> None:
+    def stop(self, *, hurry: bool, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Takes away what we brought: all of a local Ray; only our application (and a Serve we started) of another.
 
+        ``meanwhile`` is called again and again, in this thread: Ray's shutdown begins by giving SIGTERM back its
+        default action, so who has a handler must take it again or the next one kills the process half way.
         In a hurry a local Ray is left to be killed: its own shutdown takes seconds, and must not be cut short, because
         Ray ends the process that it runs in with exit code 1 when the raylet dies meanwhile.
         """
         if self.local and hurry:
             return
         timeout_s = _STOP_TIMEOUT_S if self.local else 3 * _STOP_TIMEOUT_S
-        _in_thread(self._stop, "plait-stop", timeout_s=timeout_s)
+        _in_thread(self._stop, "plait-stop", timeout_s=timeout_s, meanwhile=meanwhile)
 
     def _stop(self) -> None:
         import ray
@@ -260,14 +262,20 @@ def _pin(application: Any, versions: Mapping[str, str]) -> None:
 
 
 def _in_thread(
-    work: Callable[[], None], name: str, *, timeout_s: float, hurry: Callable[[], bool] = lambda: False
+    work: Callable[[], None],
+    name: str,
+    *,
+    timeout_s: float,
+    hurry: Callable[[], bool] = lambda: False,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> None:
     """Runs ``work`` until it is done, it takes too long, or hurry; then it is left to itself."""
     thread = threading.Thread(target=work, name=name, daemon=True)
     thread.start()
     until_s = time.monotonic() + timeout_s
     while thread.is_alive() and time.monotonic() < until_s and not hurry():
-        thread.join(0.05)
+        thread.join(0.01)
+        meanwhile()
 
 
 def prepare_environment(token_path: Path) -> None:

@@ -47,7 +47,7 @@ class _Signals:
         self.interrupts = True
 
     def install(self) -> None:
-        """Takes the handlers (again: Ray replaces SIGTERM's when it starts)."""
+        """Takes the handlers (again: Ray replaces SIGTERM's when it starts and when it ends)."""
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(signum, self._on_signal)
 
@@ -243,7 +243,7 @@ class _Run:
                     f"plait: finishing what runs (at most {self._config.server.drain_s:g} s; again to stop at once)"
                 )
                 self._cluster.drain(self._drained, drain_s=self._config.server.drain_s, hurry=hurry)
-            self._cluster.stop(hurry=hurry())
+            self._cluster.stop(hurry=hurry(), meanwhile=self._signals.install)
         left: tuple[processes.ProcessId, ...] = ()
         if self._ray_folder is not None:
             known |= processes.members(self._run_id, os.getpid())

@@ -25,7 +25,7 @@ from support.tables import make_ask, make_weights
 
 WEIGHTS = make_weights()
 ASKS = [make_ask("t0", "sum", [[1, 2], [], [6]], weighted=True), make_ask("t3", "rows", [[5, 60]])]
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def _worker(**options: Any) -> ShardWorker:

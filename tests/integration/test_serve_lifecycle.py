@@ -66,7 +66,7 @@ def wait_for_steps(server, timeout_s=60):
     raise AssertionError("no step was made")
 
 
-def late(server, timeout_s=20):
+def late(server, timeout_s=60):
     """What a request gets that comes when the server has begun to drain; those before are answered."""
     until_s = time.monotonic() + timeout_s
     while True:
@@ -76,11 +76,11 @@ def late(server, timeout_s=20):
         time.sleep(0.05)
 
 
-def steps_when_still(server, timeout_s=20):
-    """How many steps there are when none has been made for half a second."""
+def steps_when_still(server, timeout_s=60):
+    """How many steps there are when none has been made for two seconds."""
     until_s, steps = time.monotonic() + timeout_s, steps_so_far(server)
     while time.monotonic() < until_s:
-        time.sleep(0.5)
+        time.sleep(2.0)
         before, steps = steps, steps_so_far(server)
         if steps == before:
             return steps
@@ -151,7 +151,7 @@ def test_serve_survives_kill_minus_9_and_drains_on_a_signal(launch, tmp_path):
 
 def test_serve_disconnect_cancels_and_a_second_signal_hurries(launch):
     """A client that hangs up stops its request within a step or two; a second SIGTERM does not wait for anybody."""
-    server = launch(free_port(), **SLOWLY).wait_ready()
+    server = launch(free_port(), FAKE_STEP_S="0.5").wait_ready()
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
     body = json.dumps({"prompt": "slow", "num_inference_steps": 50})
     connection.request("POST", "/v1/images/generations", body, {"content-type": "application/json"})
@@ -170,8 +170,8 @@ def test_serve_disconnect_cancels_and_a_second_signal_hurries(launch):
     time.sleep(0.2)
     server.signal(signal.SIGTERM)
     assert server.wait() == 0
-    assert time.monotonic() - started_s < 10
-    asking.join(10)
+    assert time.monotonic() - started_s < 18  # without hurry it waits for 20
+    asking.join(60)
     assert answers, "the client was told nothing"
     assert processes.wait_until_gone(left, timeout_s=0) == []
 

@@ -61,7 +61,7 @@ def _bad_hn(rig: Rig, answer: Callable[[Channel, int, dict[str, torch.Tensor]], 
 
     thread = threading.Thread(target=accept, daemon=True)
     thread.start()
-    rig.at_end(lambda: thread.join(10))
+    rig.at_end(lambda: thread.join(60))
     rig.at_end(listener.close)
 
 

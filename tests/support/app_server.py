@@ -23,11 +23,11 @@ class AppServer:
     def stop(self) -> None:
         """Waits until its thread has ended."""
         self._uvicorn.should_exit = True
-        self._thread.join(10)
+        self._thread.join(60)
         assert not self._thread.is_alive()
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Returns as soon as ``condition`` holds."""
     until_s = time.monotonic() + timeout_s
     while not condition():

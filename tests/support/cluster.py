@@ -51,17 +51,24 @@ def _local_serve(http_port: int, num_cpus: int = 4) -> Iterator[Any]:
     os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")  # for busy machines; Serve's default is 5
     path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
-        ray.init(
-            address="local",
-            num_cpus=num_cpus,
-            include_dashboard=False,
-            log_to_driver=False,
-            object_store_memory=100 << 20,
-            runtime_env={"env_vars": {"PYTHONPATH": path}},
-            _temp_dir=folder,
-            _node_ip_address="127.0.0.1",
-        )
-        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": http_port})
+        for last in (False, True):
+            try:
+                ray.init(
+                    address="local",
+                    num_cpus=num_cpus,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    object_store_memory=100 << 20,
+                    runtime_env={"env_vars": {"PYTHONPATH": path}},
+                    _temp_dir=f"{folder}/{2 if last else 1}",
+                    _node_ip_address="127.0.0.1",
+                )
+                serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": http_port})
+                break
+            except Exception:  # Ray gives its processes 30 s to find each other: not enough on a very busy machine
+                ray.shutdown()
+                if last:
+                    raise
         try:
             yield serve
         finally:

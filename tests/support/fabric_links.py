@@ -14,7 +14,12 @@ def shipped(name: str = "100g-same-switch") -> SourcedLink:
 def slow_link(*, alpha_s: float = 2e-3, bytes_per_s: float = 1e9) -> Link:
     """A link that every host outruns."""
     return shipped().link.with_values(
-        "slow", alpha_s=alpha_s, bytes_per_s=bytes_per_s, small_bytes=0, inline_bytes=0, small_s_per_byte=1e-8
+        "slow",
+        alpha_s=alpha_s,
+        bytes_per_s=bytes_per_s,
+        small_bytes=0,
+        inline_bytes=0,
+        small_s_per_byte=1 / bytes_per_s,
     )
 
 

@@ -101,7 +101,7 @@ class AsgiCall:
 
     async def done(self) -> None:
         """Returns when the app has finished with the request."""
-        await asyncio.wait_for(self.task, 5)
+        await asyncio.wait_for(self.task, 60)
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -29,7 +29,7 @@ from support import ranking as kit
 Scheme = Literal["inproc", "shm", "tcp"]
 
 QUICK = Backoff(first_s=0.01, most_s=0.05)
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 _numbers = itertools.count()
 

@@ -78,6 +78,6 @@ class GatedDense:
 
     def run(self, crossing: Mapping[str, torch.Tensor], candidates: Sequence[int]) -> Mapping[str, torch.Tensor]:
         """See `DenseHalf`."""
-        self.gate.wait(30)
+        self.gate.wait(60)
         self.batches.append(tuple(candidates))
         return self.inner.run(crossing, candidates)

@@ -53,7 +53,7 @@ class FakeSparse:
     def run(self, requests: Sequence[RankRequest]) -> Mapping[str, torch.Tensor]:
         """See SparseHalf."""
         self.entered += 1
-        self.gate.wait(30)
+        self.gate.wait(60)
         time.sleep(self.slow_s)
         self.batches.append(len(requests))
         batch = join(INPUTS, requests).tensors
@@ -80,7 +80,7 @@ class FakeDense:
 
     def run(self, crossing: Mapping[str, torch.Tensor], candidates: Sequence[int]) -> Mapping[str, torch.Tensor]:
         """See DenseHalf."""
-        self.gate.wait(30)
+        self.gate.wait(60)
         time.sleep(self.slow_s)
         self.batches.append(tuple(candidates))
         if self.poison is not None and bool((crossing["price"] == self.poison).any()):

@@ -87,7 +87,7 @@ def server_process(module: str, *arguments: object) -> Iterator[tuple[subprocess
         yield process, process.stdout.readline().strip()
     finally:
         process.stdin.close()
-        process.wait(10)
+        process.wait(60)
         process.stdout.close()
 
 

@@ -27,7 +27,7 @@ class Asked:
         self.bodies = []
         self.at_once = 0
         self.most_at_once = 0
-        self.together = threading.Barrier(len(demo.TOGETHER), timeout=10)
+        self.together = threading.Barrier(len(demo.TOGETHER), timeout=60)
 
     def __call__(self, body):
         self.bodies.append(body)

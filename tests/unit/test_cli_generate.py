@@ -173,7 +173,7 @@ def test_ctrl_c_cancels_and_is_exit_code_130(service, tmp_path):
     interrupter = threading.Thread(target=interrupt_when_it_runs, daemon=True)
     interrupter.start()
     assert run("x", "-o", tmp_path / "a.png") == 130
-    interrupter.join(5)
+    interrupter.join(60)
     assert len(service.cancelled) == 1
     assert service.closed == 1
     assert list(tmp_path.iterdir()) == []

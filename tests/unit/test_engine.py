@@ -36,7 +36,7 @@ from plait_serving.diffusion.values import (
     Scheduler,
 )
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Gate:

@@ -135,7 +135,7 @@ def test_waiting_acquire_gets_what_is_released() -> None:
         while not pool.statistics().waits:
             time.sleep(0.001)
         first.release()
-        waiting.result(20.0).release()
+        waiting.result(60.0).release()
     assert pool.statistics().waits == 1
 
 

@@ -291,17 +291,17 @@ def test_closing_ends_a_running_download(store, monkeypatch):
 
     def slow(self, file):
         began.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
         return real(self, file)
 
     monkeypatch.setattr(remote.RemoteSource, "_next", slow)
     with ThreadPoolExecutor(1) as pool:
         fetch = pool.submit(source.fetch, "a")
-        assert began.wait(10)
+        assert began.wait(60)
         source.close()
         go_on.set()
         with pytest.raises(EngineStopped):
-            fetch.result(10)
+            fetch.result(60)
     assert store.left_over() == []
 
 
@@ -347,7 +347,7 @@ def test_held_fetches_wait_until_let_go(tmp_path):
         source.fetch("b")
         assert not held.done()
         source.let_go("a")
-        assert held.result(10).name == "a.safetensors"
+        assert held.result(60).name == "a.safetensors"
     assert source.fetched == ["a", "b"]
     with pytest.raises(TimeoutError):
         source.wait_fetching(3, timeout_s=0.01)
@@ -362,4 +362,4 @@ def test_closing_ends_held_fetches(tmp_path):
         source.wait_fetching(1)
         source.close()
         with pytest.raises(EngineStopped):
-            fetch.result(10)
+            fetch.result(60)

@@ -65,7 +65,7 @@ def answered(answer: RankAnswer) -> torch.Tensor:
 
 async def patiently(served: kit.Served, seed: int) -> RankAnswer:
     """The answer, as soon as the CN has found its HN again; nothing but `Unavailable` before."""
-    until_s = time.monotonic() + 20.0
+    until_s = time.monotonic() + 60.0
     while True:
         try:
             return await served.rank(seed)
@@ -344,7 +344,7 @@ class TestPublishing:
             def run(self, requests):
                 crossing = {name: tensor.clone() for name, tensor in inner.run(requests).items()}
                 entered.set()
-                gate.wait(20)
+                gate.wait(60)
                 return crossing
 
         whole.core._sparse = Held()

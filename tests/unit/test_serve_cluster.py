@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import os
+import signal
+import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,3 +99,35 @@ def test_who_gives_up_waits_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
     assert 29.0 <= asked_s[-1] <= 30.5
     assert clock.now_s <= 130.6
+
+
+def test_a_signal_handler_outlives_rays_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its C++ half gives SIGTERM the default action when it ends, and goes on for seconds: one more would kill us."""
+    heard: list[int] = []
+    found: list[bool] = []
+
+    def install() -> None:
+        signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+
+    def is_caught() -> bool:
+        (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("SigCgt"))
+        return bool(int(line.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+    def shut_down(_: Cluster) -> None:
+        ctypes.CDLL(None).signal(int(signal.SIGTERM), None)
+        until_s = time.monotonic() + 30
+        while not is_caught() and time.monotonic() < until_s:
+            time.sleep(0.001)
+        found.append(is_caught())
+
+    monkeypatch.setattr(Cluster, "_stop", shut_down)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        install()
+        ending = Cluster(local=True, started_serve=True, host="127.0.0.1", port=1)
+        ending.stop(hurry=False, meanwhile=install)
+        assert found == [True]
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -107,7 +107,7 @@ def test_a_larger_file_is_brought_into_memory_if_it_fits(tmp_path: Path, monkeyp
         assert mapped_bytes(os.getpid(), str(file))["Rss"] < 1 << 20
     del tables
     tables = open_tables(file, copy_on_write=True, ahead=True)
-    until_s = time.monotonic() + 30
+    until_s = time.monotonic() + 60
     while mapped_bytes(os.getpid(), str(file))["Rss"] < 64 << 20:
         assert time.monotonic() < until_s, "it was not read ahead"
         time.sleep(0.02)

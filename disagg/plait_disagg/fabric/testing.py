@@ -41,7 +41,7 @@ from plait_disagg.fabric.values import FabricOptions, Limits
 __all__ = ["SECRET", "SMALL", "WAIT_S", "ChannelConformance", "eventually"]
 
 SECRET = b"a secret for tests only"
-WAIT_S = 20.0
+WAIT_S = 60.0
 """Longer than anything here takes, also on a loaded machine."""
 SOON_S = 0.05
 SMALL = FabricOptions(
