@@ -9,6 +9,8 @@ Each trial is long enough for its requests to show the SLO with `SPARE_LATE` lat
 build up: a rate slightly above capacity only shows after several SLOs' time. The rate that the search ends with is run
 again, twice as long; only this fresh run carries the confidence statement, because picking the best of several runs
 favours the lucky ones. If it fails, the search goes on below.
+
+Where not one request succeeds, for reasons that no lower rate removes (`MISTAKES`), the search ends at once.
 """
 
 from __future__ import annotations
@@ -18,13 +20,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from plait_loadtest.confidence import CONFIDENCE, is_refuted, is_shown, requests_needed
-from plait_loadtest.measure import Summary
+from plait_loadtest.measure import ClassSummary, Summary
 
 SPARE_LATE = 2
 QUEUE_SLOS = 10.0  # a trial lasts at least so many SLO latencies: 10 % above capacity then misses by a whole SLO
 RETRIED = frozenset(
     {"send_lag", "echo", "generator"}
 )  # reasons that say something about this machine, not about the server
+MISTAKES = frozenset({"connect", "dns", "garbled", "http_4xx", "http_other", "check"})
+"""Errors of a wrong address, key or body, if every request has one: an overloaded server answers some."""
 _REPEATS = 2
 
 Verdict = Literal["held", "missed", "unproven", "invalid"]
@@ -44,12 +48,13 @@ class ClassCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """What a run at a rate showed. ``invalid``: codes and texts of the reasons."""
+    """What a run at a rate showed. ``invalid``: codes and texts of the reasons. ``hopeless``: why no rate can hold."""
 
     classes: tuple[ClassCount, ...]
     achieved_per_s: float
     goodput_per_s: float
     invalid: tuple[tuple[str, str], ...] = ()
+    hopeless: str = ""
 
     @property
     def interrupted(self) -> bool:
@@ -161,10 +166,18 @@ def observe(summary: Summary) -> Observed:
         achieved_per_s=summary.total.achieved_per_s,
         goodput_per_s=summary.total.goodput_per_s,
         invalid=tuple((reason.code, reason.text) for reason in summary.reasons if reason.code != "too_few"),
+        hopeless=_hopeless(summary.total),
     )  # fmt: skip
 
 
-class _Interrupted(Exception):
+def _hopeless(total: ClassSummary) -> str:
+    if total.succeeded or not total.errors or not total.errors.keys() <= MISTAKES:
+        return ""
+    errors = ", ".join(f"{count} {name}" for name, count in total.errors.items())
+    return f"not one request succeeded ({errors}), and no lower rate would change that"
+
+
+class _Ended(Exception):
     """Ends the search."""
 
 
@@ -186,7 +199,7 @@ class _Searching:
                 confirmed = self._confirm()
             if confirmed and self._search.beyond is not None:
                 self._try(self._held[-1] * self._search.beyond, "beyond", times=2.0)
-        except _Interrupted:
+        except _Ended:
             pass
         return self._result(confirmed=confirmed)
 
@@ -244,8 +257,8 @@ class _Searching:
         )
         self._trials.append(trial)
         self._say(f"{purpose}: {rate:.4g}/s {verdict}{': ' + why if why else ''}")
-        if observed.interrupted:
-            raise _Interrupted
+        if observed.interrupted or observed.hopeless:
+            raise _Ended
         return trial
 
     def _result(self, *, confirmed: bool) -> Capacity:
@@ -267,7 +280,8 @@ def _statement(
 ) -> str:
     """The result as a sentence or two."""
     if rate is None:
-        return "no rate was found that holds the SLO"
+        hopeless = trials[-1].observed.hopeless if trials else ""
+        return "no rate was found that holds the SLO" + (f": {hopeless}" if hopeless else "")
     if not confirmed:
         return f"{rate:.4g}/s held, but the search ended before a longer run confirmed it"
     last = next(trial for trial in reversed(trials) if trial.purpose == "confirm" and trial.verdict == "held")

@@ -94,9 +94,11 @@ def _parse(text: str, source: str) -> _Node:
         settings = strict_yaml.parse(text, source)[1]
     except strict_yaml.NotYaml as error:
         raise ScenarioError(str(error)) from error
-    if settings is not None and not isinstance(settings, dict):
+    if settings is None:
+        raise ScenarioError(f"{source}: it is empty")
+    if not isinstance(settings, dict):
         raise ScenarioError(f"{source}: a scenario is a mapping of settings")
-    return dict(_plain(settings or {}))
+    return dict(_plain(settings))
 
 
 def _plain(value: Any) -> Any:

@@ -11,6 +11,7 @@ from plait_loadtest.capacity import ClassCount, Need, Observed, Search, find_cap
 from plait_loadtest.confidence import doubt, is_refuted, is_shown, requests_needed
 from plait_loadtest.measure import summarise
 from plait_loadtest.scenario import Slo
+from plait_loadtest.values import Outcome
 from support.loadtest_records import queue, result, scenario
 
 
@@ -173,3 +174,35 @@ def test_beyond_is_tried_after_the_confirmation():
     assert found.trials[-1].rate_per_s == pytest.approx(1.3 * found.rate_per_s)
     assert found.trials[-1].verdict == "missed"
     assert np.isfinite(found.rate_per_s)
+
+
+def failing(outcome, *, but=0):
+    """Every request of a run ends so, but the first few."""
+
+    def measure(rate_per_s, duration_s):
+        rows = queue(rate_per_s, duration_s, mean_service_ms=1.0, seed=1)
+        rows["outcome"][but:] = outcome
+        tried.append(rate_per_s)
+        return observe(summarise(result(rows), scenario(duration_s=duration_s, slo=Slo(latency_ms=100.0))))
+
+    tried: list[float] = []
+    return measure, tried
+
+
+@pytest.mark.parametrize("outcome", [Outcome.CONNECT, Outcome.HTTP_4XX])
+def test_a_search_against_nobody_ends_at_once(outcome):
+    """Halving the rate down to one in a thousand seconds would take hours, and say no more."""
+    measure, tried = failing(outcome)
+    found = find_capacity(measure, search())
+    assert (len(tried), found.rate_per_s, found.confirmed) == (1, None, False)
+    assert f"not one request succeeded ({found.trials[0].observed.classes[0].judged} {outcome.name.lower()})" in (
+        found.statement
+    )
+
+
+@pytest.mark.parametrize(("outcome", "but"), [(Outcome.TIMEOUT, 0), (Outcome.HTTP_5XX, 0), (Outcome.CONNECT, 3)])
+def test_an_overloaded_server_is_tried_with_less(outcome, but):
+    """It may answer nothing in time, or refuse most: a lower rate may hold."""
+    measure, tried = failing(outcome, but=but)
+    find_capacity(measure, search(most_trials=4))
+    assert tried[:2] == [10.0, 5.0]

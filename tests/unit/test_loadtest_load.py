@@ -203,6 +203,7 @@ def test_a_body_and_a_body_file_exclude_each_other(tmp_path):
         ("a: [", "line 1: "),
         ("seed: 1\nseed: 2\n", "line 2: 'seed' is given twice"),
         ("- 1\n", "a scenario is a mapping of settings"),
+        ("# nothing yet\n", "it is empty"),
         ("seed: !!python/object:os.system {}\n", "line 1: could not determine a constructor"),
         ("needs: [a.b]\n", "a.b must be given"),
         ("1: 2\n", "1: "),
