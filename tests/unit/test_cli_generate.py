@@ -188,10 +188,14 @@ def test_fields_map_back_to_options():
     assert option_of(None) == "the request"
 
 
-def test_orders_are_checked_before_anything_is_loaded(tmp_path):
+@pytest.mark.parametrize(
+    ("field", "bad", "says"),
+    [("guidance_scale", -1.0, "--guidance"), ("num_inference_steps", 1001, "--steps: at most 1000 steps")],
+)
+def test_orders_are_checked_before_anything_is_loaded(tmp_path, field, bad, says):
     """A typing error does not cost the time of loading a model."""
-    with pytest.raises(OrderError, match="--guidance"):
-        parse_order({"prompt": "x", "guidance_scale": -1.0}, output=tmp_path / "a.png")
+    with pytest.raises(OrderError, match=says):
+        parse_order({"prompt": "x", field: bad}, output=tmp_path / "a.png")
 
 
 def test_help_is_quick_and_imports_nothing_heavy():
