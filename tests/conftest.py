@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
 from support.cluster import TESTS, shared_serve, stop_shared
@@ -35,6 +36,13 @@ torch.set_num_threads(1)
 
 # A shell starts its background jobs with Ctrl-C ignored, and Python keeps it so: tests that press it would wait.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# A machine that stops for a second is no failure, and what passes today passes tomorrow. "explore" looks for what no
+# run has tried yet (CONTRIBUTING.md).
+settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("suite", settings.get_profile("explore"), derandomize=True)
+settings.load_profile("suite")
 
 
 _OWN_RAYS, _SHARED_RAY = "Rays of their own", "the session's Ray"

@@ -6,7 +6,9 @@ import contextlib
 import errno
 import http.client
 import json
+import random
 import socket
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from plait.errors import ServeError
@@ -15,9 +17,31 @@ __all__ = ["check_port", "free_port", "health", "hold_port", "with_port"]
 
 
 def free_port(host: str) -> int:
-    """A port that is free now."""
-    with _listener(host, 0) as listener:
-        return int(listener.getsockname()[1])
+    """A port that is free now, and below those that the kernel gives to connections: who binds it seconds later, as
+    Ray Serve does, would else find it taken now and then. Raises `ServeError`."""
+    first, below = _QUIET_PORTS.start, min(_QUIET_PORTS.stop, _first_given())
+    for port in random.SystemRandom().sample(range(first, below), k=_TRIES) if below - first >= _TRIES else ():
+        with contextlib.suppress(OSError), _listener(host, port):
+            return port
+    try:
+        with _listener(host, 0) as listener:
+            return int(listener.getsockname()[1])
+    except OSError as error:
+        raise _not_to_be_had(host, 0, "--port", error) from error
+
+
+_QUIET_PORTS = range(20_000, 32_768)
+"""Above those of Ray's workers (to 19,999), below Linux's own default for connections."""
+
+_TRIES = 50
+
+
+def _first_given() -> int:
+    """The first port that the kernel gives to connections."""
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return _QUIET_PORTS.stop
 
 
 def check_port(host: str, port: int, *, option: str = "--port") -> None:

@@ -32,7 +32,7 @@ EXACT = {"separate", "fused", "mapped", "sharded whole", "remote"}
 """Row cuts add in another order."""
 
 WEIGHTS = make_weights()
-SETTINGS = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SETTINGS = settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 @pytest.fixture(params=BUILDS)

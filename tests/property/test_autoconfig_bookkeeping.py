@@ -72,4 +72,4 @@ class Bookkeeping(RuleBasedStateMachine):
 
 
 TestBookkeeping = Bookkeeping.TestCase
-TestBookkeeping.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+TestBookkeeping.settings = settings(max_examples=30, stateful_step_count=30)

@@ -30,7 +30,7 @@ RUN = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(runs=st.lists(RUN, max_size=3, unique_by=lambda run: run.run_id), cut=st.integers(1, 200))
 def test_lines_hold_every_library(runs, cut):
     """Whatever the texts and numbers are, reading gives what was written; torn, it gives the lines before."""

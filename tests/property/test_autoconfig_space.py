@@ -57,7 +57,7 @@ def naive_cells(some: tuple[Knob, ...], constraints: tuple[str, ...]) -> set[tup
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(some=knobs(), constraints=st.lists(st.sampled_from(sorted(TESTS)), max_size=3, unique=True).map(tuple))
 def test_cells_are_those_of_the_naive_product(some, constraints):
     """The pruned search finds exactly the valid combinations, each once; if there is none, the space is refused."""
@@ -77,7 +77,7 @@ def test_cells_are_those_of_the_naive_product(some, constraints):
     assert len({tuple(row) for row in numbers.tolist()}) == len(cells)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(some=knobs(), point=st.tuples(*[st.floats(0.0, 1.0, exclude_max=True)] * 3))
 def test_every_point_is_a_configuration(some, point):
     """Wherever a point of the cube lies, it stands for a configuration of the space."""

@@ -11,7 +11,7 @@ from plait_disagg.graph.split import split
 from support.graph import cheapest_s, cut_problems
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(cut_problems())
 def test_the_exact_cutter_finds_the_cheapest_cut(problem):
     """No allowed set of CN nodes costs less than the one that `MinCut` chooses."""
@@ -19,7 +19,7 @@ def test_the_exact_cutter_finds_the_cheapest_cut(problem):
     assert cost.total_s == pytest.approx(cheapest_s(problem), abs=1e-10)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cut_problems())
 def test_colouring_gives_a_cut_that_is_allowed_and_repeatable(problem):
     """Prism's cut never sends a value back, keeps lookups on the CN, and is the same the second time."""
@@ -28,7 +28,7 @@ def test_colouring_gives_a_cut_that_is_allowed_and_repeatable(problem):
     assert chosen == CUTTERS["prism"].cut(problem)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cut_problems())
 def test_halves_hold_every_needed_node_once_and_cross_what_was_paid_for(problem):
     """The two programs share no operator, lose none that an output needs, and their seam is what the cost counted."""

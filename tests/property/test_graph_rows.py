@@ -91,7 +91,7 @@ def accepted(op, arguments, shapes):
 
 
 @pytest.mark.parametrize("op", sorted(CALLS))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_what_a_rule_lets_in_keeps_rows_apart(op, data):
     """Another order of the rows gives the same rows in that order, for every call that a rule accepts."""

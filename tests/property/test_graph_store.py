@@ -67,7 +67,7 @@ def small_program():
 some_place = st.deferred(lambda: st.sampled_from([path for path in places(_original()) if path]))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(some_place, json_values)
 def test_a_damaged_program_is_refused_or_still_a_program(path, value):
     """One place replaced by anything: `BadProgram`, or a program in which every node reads what stands before it."""
@@ -87,7 +87,7 @@ def test_a_damaged_program_is_refused_or_still_a_program(path, value):
         known.add(node.name)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(json_values | st.text(max_size=40))
 def test_garbage_is_refused(value):
     """What is not a program at all raises `BadProgram` and nothing else."""
@@ -140,7 +140,7 @@ def test_every_word_of_the_vocabulary_exists_and_changes_nothing_in_place():
         overload("aten.add_.Tensor")
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(cut_problems())
 def test_random_programs_keep_their_order_through_json(problem):
     """A round trip keeps nodes, order and outputs of any program."""

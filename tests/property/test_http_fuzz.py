@@ -94,28 +94,28 @@ def _check(content: bytes) -> int:
     return answer.status_code
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 @given(bodies)
 def test_any_fields_with_any_values(body):
     """Known fields with values of any type: 200 or a 4xx that names the trouble."""
     _check(json.dumps(body).encode())
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 @given(likely)
 def test_mostly_valid_bodies(body):
     """Combinations of valid values, many of which are served."""
     _check(json.dumps(body).encode())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(anything)
 def test_any_json(value):
     """JSON of any shape."""
     _check(json.dumps(value).encode())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.binary(max_size=300))
 def test_any_bytes(content):
     """Bytes that are no JSON at all."""

@@ -65,7 +65,7 @@ def _check(content: bytes, headers: dict[str, str]) -> None:
     assert _ranker.ranked == []
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow])
 @given(bodies, st.binary(max_size=40), st.booleans())
 def test_any_body(body, rest, binary):
     """Any values in any place, with or without bytes behind them."""
@@ -73,14 +73,14 @@ def test_any_body(body, rest, binary):
     _check(text + rest * binary, {HEADER: str(len(text))} if binary else {})
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.binary(max_size=200), st.none() | st.integers(-1, 220))
 def test_any_bytes(content, length):
     """Bytes that are nothing at all, and a header that says anything of them."""
     _check(content, {} if length is None else {HEADER: str(length)})
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(sorted(arrays())), st.integers(1, 4), st.data())
 def test_a_good_request_with_one_bad_tensor(name, candidates, data):
     """Everything right but one tensor, which is anything of the right or of another type: served or refused by name."""
@@ -91,7 +91,7 @@ def test_a_good_request_with_one_bad_tensor(name, candidates, data):
     _check(body, headers)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_cut_off_anywhere(data):
     """A binary body that ends too early, or of which some bytes are wrong, hurts nobody."""
@@ -112,7 +112,7 @@ numbers = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(numbers, st.booleans(), st.integers(0, 8))
 def test_json_and_binary_are_the_same_numbers(array, nested, pad):
     """Bit for bit, for every datatype and shape, flat or nested, wherever the tensor begins."""
@@ -125,7 +125,7 @@ def test_json_and_binary_are_the_same_numbers(array, nested, pad):
     assert plain.tobytes() == binary.tobytes() == array.tobytes()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 70), st.integers(0, 2**32), st.booleans(), st.booleans())
 def test_json_and_binary_requests_get_the_same_answers(candidates, seed, binary_in, binary_out):
     """Over the whole route, in all four combinations of forms."""
@@ -143,7 +143,7 @@ def test_json_and_binary_requests_get_the_same_answers(candidates, seed, binary_
         assert values.shape == (candidates, *FAKE_CARD.outputs[name])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=8), st.integers(0, 64))
 def test_nothing_is_allocated_by_what_a_shape_says(shape, sent):
     """A shape is believed only if as many values were really sent."""

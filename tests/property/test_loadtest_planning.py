@@ -33,7 +33,7 @@ arrivals = st.one_of(
 run_lengths = st.floats(0.01, 10)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(arrivals, run_lengths, st.just(0.0) | run_lengths, st.none() | st.integers(1, 400), st.integers(0, 2**64))
 def test_a_schedule_keeps_its_promises(arrivals, duration_s, warm_up_s, count, seed):
     """Ascending from 0; warm-up strictly before its end and the rest not; ended by the count or by the duration."""
@@ -48,7 +48,7 @@ def test_a_schedule_keeps_its_promises(arrivals, duration_s, warm_up_s, count, s
         assert times.size - warm_up == count
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(arrivals, run_lengths, st.just(0.0) | run_lengths, st.lists(st.floats(0, 1), min_size=1))
 def test_the_inverse_of_the_expected_count_is_its_inverse(arrivals, duration_s, warm_up_s, fractions):
     """Back and forth through the cumulative rate, on any profile, also over parts where the rate is 0."""
@@ -111,7 +111,7 @@ keys = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.dictionaries(keys, values, max_size=4))
 def test_nonsense_is_refused_with_a_sentence(overrides):
     """Any settings make a scenario, or one error of ours; what is made can be shown and loaded again."""
@@ -120,7 +120,7 @@ def test_nonsense_is_refused_with_a_sentence(overrides):
         assert load_scenario(yaml.safe_load(as_yaml(scenario)), {}) == scenario
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.text(alphabet="ab01:-[]{}&*!?,'\"#|>%@` \n\t\u00e9\x00<.", max_size=40))
 def test_a_file_of_garbage_is_refused_with_a_sentence(text):
     """Whatever a file holds: a scenario, or one error of ours."""

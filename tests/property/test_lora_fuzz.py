@@ -19,7 +19,7 @@ torch.set_num_threads(1)
 
 TARGETS = LoraTargets.of({"unet": TwoLayers()})
 MADE = factors(shapes_of(TwoLayers()))
-QUICK = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 def check(folder: Path, content: bytes) -> bool:

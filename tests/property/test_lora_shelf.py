@@ -136,7 +136,7 @@ class ShelfMachine(RuleBasedStateMachine):
 
 
 TestShelf = ShelfMachine.TestCase
-TestShelf.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestShelf.settings = settings(max_examples=60, stateful_step_count=40)
 
 A, B, C, D = (Key(name, "0") for name in "abcd")
 

@@ -52,7 +52,7 @@ def simulate(arrivals, limits):
         assert tick < 10_000, "the policy does not finish its work"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(units, min_size=1, max_size=14), st.integers(0, 8), st.integers(1, 8))
 def test_nobody_is_overtaken_more_often_than_the_limit(arrivals, overtake_limit, largest_batch):
     """However requests arrive, a request never sees more than ``overtake_limit`` steps of later ones go first."""
@@ -61,7 +61,7 @@ def test_nobody_is_overtaken_more_often_than_the_limit(arrivals, overtake_limit,
         assert all(unit.overtaken <= overtake_limit for unit in candidates)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(units, min_size=1, max_size=14), st.integers(0, 8), st.integers(1, 8))
 def test_batches_share_a_group_and_fit(arrivals, overtake_limit, largest_batch):
     """Every step runs at least one unit; its batch shares one key and fits unless it is one unit alone."""

@@ -36,7 +36,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Package:
     return kit.packaged(tmp_path_factory.mktemp("refresh") / "parts")
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @pytest.mark.parametrize("shape", ["whole", "split"])
 @given(steps=STEPS)
 def test_every_answer_is_one_versions_exactly(

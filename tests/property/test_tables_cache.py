@@ -132,7 +132,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert counters.hits + counters.repeats <= counters.ids
 
 
-CacheMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
+CacheMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=25)
 TestCache = CacheMachine.TestCase
 
 

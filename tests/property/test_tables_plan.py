@@ -42,7 +42,7 @@ def assert_covers(plan: Plan, tables: Sequence[Table]) -> None:
         assert bool((counts == 1).all())
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(problem=problems(), shards=st.integers(1, 4), spare=st.floats(1.0, 3.0))
 def test_plans_cover_and_fit(problem: tuple[list[Table], dict[str, float]], shards: int, spare: float):
     """Every value lies on one shard, and no shard holds more than it may, or the refusal was due to rounding."""
@@ -78,7 +78,7 @@ def all_plans(tables: Sequence[Table], lookups: dict[str, float], shards: int, m
                 yield max(read)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(problem=problems(most=3), spare=st.floats(1.1, 3.0))
 def test_plans_come_near_the_best(problem: tuple[list[Table], dict[str, float]], spare: float):
     """On two shards the fullest one reads at most 4/3 of what the best of all plans would have it read."""
@@ -129,7 +129,7 @@ def test_plans_do_not_depend_on_chance():
     assert plans[0] == plans[1]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data(), shards=st.integers(1, 4))
 def test_a_plan_answers_as_the_tables_do(data: st.DataObject, shards: int):
     """Tables spread by a plan give the naive twin's answers."""

@@ -56,7 +56,7 @@ def played(draw, spec, workers):
     raise AssertionError("the job does not end")
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_every_history_ends_within_the_budget(data):
     """Trials are exactly the budget, confirmations at most those asked for, and no claim is left behind."""

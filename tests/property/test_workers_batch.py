@@ -16,7 +16,7 @@ from support import ranking as kit
 REQUESTS = st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 9)), min_size=1, max_size=6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(REQUESTS)
 def test_a_batch_is_its_requests_one_by_one(asked: list[tuple[int, int]]) -> None:
     """Joined, computed and cut apart, every request has the answer that it has alone."""
@@ -28,7 +28,7 @@ def test_a_batch_is_its_requests_one_by_one(asked: list[tuple[int, int]]) -> Non
             torch.testing.assert_close(mine[name], value)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(REQUESTS)
 def test_user_of_says_whose_each_candidate_is(asked: list[tuple[int, int]]) -> None:
     """As the definition says: candidate by candidate, request by request."""
@@ -37,7 +37,7 @@ def test_user_of_says_whose_each_candidate_is(asked: list[tuple[int, int]]) -> N
     assert batch.user_of.dtype == user_of(batch.candidates).dtype == torch.int64
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 1000), st.integers(1, 2000), st.integers(0, 20))
 def test_a_request_arrives_as_it_left(seed: int, candidates: int, longest_bag: int) -> None:
     """Bit for bit, small ones and those that need a lease; no lease is left behind."""
@@ -58,7 +58,7 @@ TOLERANCE = {"float32": 0.0, "float16": 2.0**-11, "int8": 0.5 / 255}
 """Of a number's size (float16: half a unit in the last place) or of its row's range (int8: half a step)."""
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(1, 5), min_size=1, max_size=5),
     st.sampled_from([1, 3, 15, 16, 64]),

@@ -38,7 +38,7 @@ def _crossed(
     return parse_dense(header, views), sum(view.nbytes for view in views)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     batches=st.lists(
         st.lists(st.tuples(st.integers(0, 50), st.sampled_from([1, 2, 7, 64])), min_size=1, max_size=3), max_size=6

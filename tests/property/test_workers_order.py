@@ -21,7 +21,7 @@ PIECES = st.builds(
 KNOBS = st.builds(WorkerKnobs, largest_batch_rows=st.integers(1, 100), refuse_late=st.booleans())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(knobs=KNOBS, pieces=st.lists(PIECES, max_size=30), steps_s=st.lists(st.floats(0.0, 2.0), max_size=30))
 def test_everyone_is_taken_once_in_order_and_in_bounds(
     knobs: WorkerKnobs, pieces: list[Piece], steps_s: list[float]

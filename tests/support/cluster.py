@@ -28,8 +28,7 @@ class SharedServe:
 @pytest.fixture(scope="session")
 def shared_serve() -> Iterator[SharedServe]:
     """The session's one Ray in the tests' own process. Starting it takes ten seconds."""
-    port = free_port()
-    yield SharedServe(_STARTED.enter_context(_local_serve(port)), port)
+    yield _STARTED.enter_context(_local_serve())
     stop_shared()
 
 
@@ -42,7 +41,7 @@ def stop_shared() -> None:
 
 
 @contextmanager
-def _local_serve(http_port: int, num_cpus: int = 4) -> Iterator[Any]:
+def _local_serve(num_cpus: int = 4) -> Iterator[SharedServe]:
     """Serve on a Ray of our own, gone afterwards. Replicas can import what tests can."""
     os.environ.setdefault("RAY_worker_niceness", "0")  # as `plait serve` does: other tests keep the cores busy
     import ray
@@ -52,6 +51,7 @@ def _local_serve(http_port: int, num_cpus: int = 4) -> Iterator[Any]:
     path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
         for last in (False, True):
+            port = free_port()
             try:
                 ray.init(
                     address="local",
@@ -63,14 +63,14 @@ def _local_serve(http_port: int, num_cpus: int = 4) -> Iterator[Any]:
                     _temp_dir=f"{folder}/{2 if last else 1}",
                     _node_ip_address="127.0.0.1",
                 )
-                serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": http_port})
+                serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
                 break
             except Exception:  # Ray gives its processes 30 s to find each other: not enough on a very busy machine
                 ray.shutdown()
                 if last:
                     raise
         try:
-            yield serve
+            yield SharedServe(serve, port)
         finally:
             serve.shutdown()
             ray.shutdown()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from plait_disagg.fabric.calibrate import BadMeasurement, Measurements, Sample, calibrate, parse_measurements
@@ -29,7 +29,6 @@ def test_a_links_own_measurement_gives_it_back(name: str) -> None:
     assert found.inline_bytes == link.inline_bytes
 
 
-@settings(deadline=None)
 @given(st.floats(1e-6, 1e-4), st.floats(1e9, 1e11))
 @example(1e-6, 1367731261.7109375)  # 188 bytes at its reciprocal round to less than 188 bytes divided by it
 def test_alpha_and_beta_come_from_latencies_alone(alpha_s: float, bytes_per_s: float) -> None:

@@ -122,7 +122,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.acquire_nowait(self.pool.capacity_bytes).release()
 
 
-PoolMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
 TestPoolMachine = PoolMachine.TestCase
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 
 from plait_disagg.fabric import (
     AddressInUse,
@@ -214,7 +214,6 @@ def test_a_stream_cut_anywhere_gives_the_same_messages(
 
 
 @given(messages, st.data())
-@settings(deadline=None)
 def test_a_damaged_stream_is_never_a_crash(
     sent: list[tuple[dict[str, object], list[bytes]]], data: st.DataObject
 ) -> None:

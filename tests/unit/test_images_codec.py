@@ -219,7 +219,7 @@ def test_resizing_equals_pillows_lanczos_and_keeps_equal_sizes():
     assert resize(image, width=11, height=9) is image
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.sampled_from(["PNG", "JPEG", "WEBP"]), st.data())
 def test_a_damaged_file_is_refused_or_decoded_but_never_crashes(kind, data):
     """Whatever bytes are cut or changed, the outcome is a picture or a RequestError."""
@@ -233,7 +233,7 @@ def test_a_damaged_file_is_refused_or_decoded_but_never_crashes(kind, data):
         assert image.shape[2] == 3
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.binary(max_size=200))
 def test_any_bytes_are_refused_as_a_picture(raw):
     """Random bytes are a RequestError, nothing else."""

@@ -75,7 +75,7 @@ def wanted(*requests, candidates):
 
 
 class TestRoundTrip:
-    @settings(max_examples=15, deadline=None)
+    @settings(max_examples=15)
     @given(sizes=st.lists(st.sampled_from([1, 2, 7, 64]), min_size=1, max_size=3), seed=st.integers(0, 1000))
     def test_the_halves_give_the_modules_scores(self, folder, sizes, seed):
         """Whatever the candidates, the empty bags and the company."""
@@ -224,7 +224,7 @@ def features(count=5, seed=0):
 
 
 class TestItems:
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=30)
     @given(ids=st.lists(st.integers(0, 4), min_size=1, max_size=20))
     def test_bags_are_gathered_item_by_item(self, ids):
         """As a loop over the items would do it, repeated and empty ones too."""

@@ -24,7 +24,7 @@ def make_rows(shape: tuple[int, int, int, float, float]) -> torch.Tensor:
     return (noise + centre) * 2.0**exponent
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(shape=ROWS)
 def test_int8_rows_come_back_within_the_bound(shape: tuple[int, int, int, float, float]):
     """At every magnitude, width and centre a value is off by at most the stated bound."""
@@ -42,7 +42,7 @@ def test_the_int8_bound_is_not_loose():
     assert float((error / half_a_step).max()) > 0.95
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(shape=ROWS)
 def test_float16_rows_come_back_rounded(shape: tuple[int, int, int, float, float]):
     """A value is off by at most 2^-11 of itself, or 2^-25 near zero; one beyond 65504 is refused."""
@@ -89,7 +89,7 @@ def test_lookups_pool_in_float32(row_format: RowFormat, mode: str):
 WEIGHTS = make_weights()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data(), row_format=st.sampled_from(("float16", "int8")))
 def test_any_lookups_equal_those_of_the_decoded_rows(data: st.DataObject, row_format: RowFormat):
     """Any mix of lookups over stored rows, empty ones included, is what the naive twin gives for the decoded rows."""

@@ -266,7 +266,7 @@ def test_a_file_cut_short_is_refused(kept: int, path: Path):
         open_tables(path)
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_damaged_files_never_crash(data: st.DataObject, path: Path):
     """Changed bytes anywhere in the header either leave a readable file or are refused as `BadTableFile`."""

@@ -167,7 +167,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_no_header_gets_past_the_parsers(data: st.DataObject) -> None:
     """A right message with some fields replaced by anything is right still, or a `WireError`; nothing else happens."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -42,10 +43,13 @@ def announce(app: Any) -> None:
 
 
 def free_port() -> int:
-    """A port of the loopback interface that is free now."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+    """A port of the loopback interface that is free now, and not one of those that connections are given: who needs it
+    listens seconds later."""
+    for port in random.SystemRandom().sample(range(20_000, 32_768), k=50):
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+    raise SystemFailed("no port between 20,000 and 32,767 is free")
 
 
 _END_S = 60.0
