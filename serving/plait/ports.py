@@ -21,8 +21,12 @@ def free_port(host: str) -> int:
     Ray Serve does, would else find it taken now and then. Raises `ServeError`."""
     first, below = _QUIET_PORTS.start, min(_QUIET_PORTS.stop, _first_given())
     for port in random.SystemRandom().sample(range(first, below), k=_TRIES) if below - first >= _TRIES else ():
-        with contextlib.suppress(OSError), _listener(host, port):
+        try:
+            _listener(host, port).close()
             return port
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                break  # the host is to blame, not the port
     try:
         with _listener(host, 0) as listener:
             return int(listener.getsockname()[1])
