@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from plait_disagg.fabric import Closed, PeerLost, recv_tensors, send_tensors
+from plait_fabric import Closed, PeerLost, recv_tensors, send_tensors
 from plait_serving.diffusion.controlnet.local import LocalControlNetClient
 from plait_serving.diffusion.controlnet.model import load_controlnet
 from plait_serving.diffusion.controlnet.placed import PlacedControlNetClient

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from plait_disagg import fabric
-from plait_disagg.fabric import (
+import plait_fabric as fabric
+from plait_fabric import (
     BadAddress,
     Channel,
     FabricOptions,
@@ -28,13 +28,13 @@ from plait_disagg.fabric import (
     RecvTimeout,
     connect,
     listen,
-    measure,
 )
-from plait_disagg.fabric.frames import Kind, pack_head, pack_lengths
-from plait_disagg.fabric.segment import Segment
-from plait_disagg.fabric.testing import SECRET, WAIT_S, ChannelConformance
-from plait_disagg.fabric.testing_listener import ListenerConformance, ProcessConformance
-from plait_disagg.fabric.testing_tensors import TensorConformance
+from plait_fabric.memory.segment import Segment
+from plait_fabric.testing import round_trips as measure
+from plait_fabric.testing.channel import SECRET, WAIT_S, ChannelConformance
+from plait_fabric.testing.listener import ListenerConformance, ProcessConformance
+from plait_fabric.testing.tensors import TensorConformance
+from plait_fabric.transport.frames import Kind, pack_head, pack_lengths
 
 _numbers = itertools.count()
 
@@ -195,7 +195,7 @@ def test_every_public_name_exists() -> None:
 
 def test_bytes_need_no_torch() -> None:
     """A process that moves bytes starts without importing torch or ray."""
-    code = "import sys, plait_disagg.fabric; sys.exit(bool({'torch', 'ray', 'pytest'} & set(sys.modules)))"
+    code = "import sys, plait_fabric; sys.exit(bool({'torch', 'ray', 'pytest'} & set(sys.modules)))"
     source = Path(fabric.__file__).parents[2]
     assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(source)}, check=False).returncode == 0
 

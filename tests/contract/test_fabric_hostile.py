@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from plait_disagg.fabric import (
+from plait_fabric import (
     AuthFailed,
     Channel,
     FabricOptions,
@@ -21,9 +21,9 @@ from plait_disagg.fabric import (
     connect,
     listen,
 )
-from plait_disagg.fabric.frames import Kind, pack_head, pack_lengths
-from plait_disagg.fabric.testing import SECRET, WAIT_S, eventually
-from plait_disagg.fabric.values import Address
+from plait_fabric.testing.channel import SECRET, WAIT_S, eventually
+from plait_fabric.transport.frames import Kind, pack_head, pack_lengths
+from plait_fabric.values import Address
 
 STALL_S = 0.8  # a busy machine may stop a thread for a fraction of that
 FRAME = pack_head(Kind.MESSAGE, b'{"n":1}', pack_lengths([9]), buffers=1, payload_bytes=9) + b"the bytes"

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from plait_disagg.fabric import PeerLost, connect
-from plait_disagg.fabric.testing import eventually
 from plait_disagg.tables.errors import MixedVersions, ShardLost, ShardRefused
 from plait_disagg.tables.fused import FusedTables
 from plait_disagg.tables.protocols import Ask, Tables
 from plait_disagg.tables.reference import SeparateTables
 from plait_disagg.tables.storage import pack_tables
 from plait_disagg.workers.shard import ShardWorker
+from plait_fabric import PeerLost, connect
+from plait_fabric.testing.channel import eventually
 from support.fabric_rows import SECRET, merged, pieces_of, reach, records, shard
 from support.tables import make_ask, make_weights
 

@@ -15,7 +15,7 @@ LOST_WITHIN_S = 1.0 + 10.0
 
 SHARD = """
 import sys
-from plait_disagg.fabric import listen
+from plait_fabric import listen
 from plait_disagg.workers.shard import ShardWorker
 from support.fabric_rows import SECRET, pieces_of
 number, address, secret = int(sys.argv[1]), sys.argv[2], bytes.fromhex(sys.argv[3])
@@ -29,7 +29,7 @@ ASKER = """
 import json, sys, time
 from functools import partial
 import torch
-from plait_disagg.fabric import FabricOptions, connect
+from plait_fabric import FabricOptions, connect
 from plait_disagg.tables.errors import ShardLost
 from plait_disagg.tables.reference import SeparateTables
 from plait_disagg.tables.remote import RemoteTables

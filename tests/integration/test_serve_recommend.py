@@ -23,9 +23,9 @@ from plait.config import INGRESS, ServerSection
 from plait.ports import hold_port
 from plait.tuning.usage import replica_pids
 from plait_disagg.package import Package
-from plait_disagg.replicas import Replica
 from plait_disagg.workers.errors import Unavailable
 from plait_disagg.workers.remote import RemoteRanker
+from plait_fabric.rpc.replicas import Replica
 from plait_serving.deployments.reach import ServeReplicas
 from plait_serving.deployments.recommend import remote_ranker
 from plait_serving.recommend_config import RecommenderSection, RecommendSection

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from plait_disagg.fabric import connect
 from plait_disagg.models.configs import build
 from plait_disagg.package import Options, Package, open_package, write_package
 from plait_disagg.workers.cn import CnCore
@@ -18,6 +17,7 @@ from plait_disagg.workers.knobs import WorkerKnobs
 from plait_disagg.workers.ranker import CoreRanker
 from plait_disagg.workers.values import RankAnswer
 from plait_disagg.workers.wire import hello_header
+from plait_fabric import connect
 from support import rank_rows as kit
 from support.rank_fabric import QUICK, Rig, until
 

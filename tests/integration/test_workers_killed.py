@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from plait_disagg.fabric import Unreachable, connect, new_secret
-from plait_disagg.replicas import Link, NoReplica
 from plait_disagg.workers.errors import RankError
 from plait_disagg.workers.remote import RemoteRanker
+from plait_fabric import Unreachable, connect, new_secret
+from plait_fabric.rpc.replicas import Link, NoReplica
 from support import ranking as kit
 from support.rank_fabric import QUICK, until
 

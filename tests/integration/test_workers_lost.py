@@ -15,10 +15,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from plait_disagg.fabric import connect
 from plait_disagg.workers.errors import RankError, Unavailable
 from plait_disagg.workers.knobs import WorkerKnobs
 from plait_disagg.workers.wire import hello_header
+from plait_fabric import connect
 from support import ranking as kit
 from support.rank_fabric import Rig, until
 
@@ -242,7 +242,7 @@ async def test_a_request_of_another_version_is_bad_input(rig: Rig) -> None:
 WORKER = textwrap.dedent(
     """
     import sys, threading
-    from plait_disagg.fabric import listen
+    from plait_fabric import listen
     from plait_disagg.workers.front import Front
     from plait_disagg.workers.whole import WholeCore
     from support import ranking as kit

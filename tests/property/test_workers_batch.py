@@ -6,11 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait_disagg.fabric.inproc import pair
 from plait_disagg.workers.batch import cut, join, user_of
 from plait_disagg.workers.knobs import WireFormat
 from plait_disagg.workers.layout import decode, describe, encode, layout_of_inputs, parse_layout
 from plait_disagg.workers.wire import parse_rank, rank_message
+from plait_fabric.transport.inproc import pair
 from support import ranking as kit
 
 REQUESTS = st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 9)), min_size=1, max_size=6)

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait_disagg.fabric.pool import Lease, Pool
 from plait_disagg.package import Package
 from plait_disagg.workers.hot_rows import HotRows, RowReceiver, RowSavings, RowSender
 from plait_disagg.workers.knobs import CachePolicy, WireFormat, WorkerKnobs
 from plait_disagg.workers.wire import DenseAsk, dense_message, parse_dense
+from plait_fabric.memory.pool import Lease, Pool
 from support import rank_rows as kit
 
 POOL = Pool.anonymous(1 << 24)

@@ -17,7 +17,7 @@ import torch
 from diffusers import ControlNetModel
 from PIL import Image
 
-from plait_disagg.fabric import Listener, PeerLost, connect, listen
+from plait_fabric import Listener, PeerLost, connect, listen
 from plait_serving.diffusion.controlnet.model import ControlNetModelRunner, Rows
 from plait_serving.diffusion.controlnet.remote import Link
 from plait_serving.diffusion.controlnet.replicas import Replica, connect_to_one
@@ -225,7 +225,7 @@ from pathlib import Path
 sys.path[:0] = {paths!r}
 import torch
 torch.set_num_threads(1)
-from plait_disagg.fabric import listen
+from plait_fabric import listen
 from plait_serving.diffusion.controlnet.model import load_controlnet
 from plait_serving.diffusion.controlnet.service import ControlNetService
 runner = load_controlnet(Path(sys.argv[2]), dtype=torch.float32)
@@ -237,7 +237,7 @@ sys.stdin.read()
 _HANGING = """
 import sys
 sys.path[:0] = {paths!r}
-from plait_disagg.fabric import listen
+from plait_fabric import listen
 listener = listen(sys.argv[1], secret=bytes.fromhex(sys.stdin.readline()))
 print(listener.address, flush=True)
 channel = listener.accept()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from plait_disagg.fabric.link import Link
-from plait_disagg.fabric.link_files import LINKS, SourcedLink, read_links
+from plait_fabric.link.link import Link
+from plait_fabric.link.link_files import LINKS, SourcedLink, read_links
 
 
 def shipped(name: str = "100g-same-switch") -> SourcedLink:

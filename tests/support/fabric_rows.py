@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from plait_disagg.fabric import connect, listen, new_secret
 from plait_disagg.tables.fused import FusedTables
 from plait_disagg.tables.protocols import Tables
 from plait_disagg.tables.remote import RemoteTables
@@ -15,6 +14,7 @@ from plait_disagg.tables.sharded import ShardedTables
 from plait_disagg.tables.storage import pack_tables
 from plait_disagg.tables.values import OutOfRange, Table
 from plait_disagg.workers.shard import ShardWorker
+from plait_fabric import connect, listen, new_secret
 from support.tables import Weights, deal, make_weights, shard_tables
 
 SECRET = new_secret()

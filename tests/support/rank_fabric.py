@@ -12,8 +12,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from plait_disagg.fabric import Listener, Unreachable, connect, listen, new_secret
-from plait_disagg.replicas import Link, NoReplica
 from plait_disagg.workers.cn import CnCore
 from plait_disagg.workers.front import Front
 from plait_disagg.workers.hn import HnWorker
@@ -24,6 +22,8 @@ from plait_disagg.workers.ranker import CoreRanker
 from plait_disagg.workers.remote import RemoteRanker
 from plait_disagg.workers.values import ModelCard
 from plait_disagg.workers.whole import WholeCore
+from plait_fabric import Listener, Unreachable, connect, listen, new_secret
+from plait_fabric.rpc.replicas import Link, NoReplica
 from support import ranking as kit
 
 Scheme = Literal["inproc", "shm", "tcp"]

@@ -8,12 +8,12 @@ from __future__ import annotations
 import sys
 import threading
 
-from plait_disagg.fabric import Unreachable, connect, listen
-from plait_disagg.replicas import Link, NoReplica
 from plait_disagg.workers.cn import CnCore
 from plait_disagg.workers.front import Front
 from plait_disagg.workers.hn import HnWorker
 from plait_disagg.workers.lines import Backoff
+from plait_fabric import Unreachable, connect, listen
+from plait_fabric.rpc.replicas import Link, NoReplica
 from support import ranking as kit
 
 _QUICK = Backoff(first_s=0.05, most_s=0.2)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from plait_disagg.fabric import Unreachable
+from plait_fabric import Unreachable
 from plait_serving.diffusion.controlnet.model import Constants
 from plait_serving.diffusion.controlnet.placed import PlacedControlNetClient
 from plait_serving.diffusion.controlnet.placement import StepTimes, choose_placement, measure

@@ -84,8 +84,8 @@ def test_long_error_messages_are_cut() -> None:
 
 def test_a_step_with_the_most_calls_fits_one_message() -> None:
     """32 calls of 13 residual tensors stay within the fabric's default limits."""
-    from plait_disagg.fabric import Limits
-    from plait_disagg.fabric.frames import encode_header
+    from plait_fabric import Limits
+    from plait_fabric.transport.frames import encode_header
 
     residuals = Residuals(down=(SAMPLE,) * 12, mid=SAMPLE)
     header, tensors = wire.reply_message(Reply(seq=2**53 - 1, answers=(residuals,) * wire.LARGEST_CALLS))

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from plait_disagg.fabric.calibrate import BadMeasurement, Measurements, Sample, calibrate, parse_measurements
-from plait_disagg.fabric.link import BadLink, Link
-from plait_disagg.fabric.link_files import links_document, parse_links
+from plait_fabric.link.calibrate import BadMeasurement, Measurements, Sample, calibrate, parse_measurements
+from plait_fabric.link.link import BadLink, Link
+from plait_fabric.link.link_files import links_document, parse_links
 from support.fabric_links import send_lat, shipped, write_bw
 
 BASE = shipped()

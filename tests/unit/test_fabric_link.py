@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait_disagg.fabric.link import PARAMETERS, BadLink
-from plait_disagg.fabric.link_files import LINKS, BadLinkFile, links_document, parse_links, read_links
-from plait_disagg.fabric.nic import Nic, QueuePair
+from plait_fabric.link.link import PARAMETERS, BadLink
+from plait_fabric.link.link_files import LINKS, BadLinkFile, links_document, parse_links, read_links
+from plait_fabric.link.nic import Nic, QueuePair
 from support.fabric_links import shipped
 
 LINK = shipped().link

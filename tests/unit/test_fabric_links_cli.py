@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from plait.cli.main import main
-from plait_disagg.fabric.link_files import read_links
+from plait_fabric.link.link_files import read_links
 from support.fabric_links import send_lat, shipped, write_bw
 
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from plait_disagg.fabric import Lease, LeaseMisuse, PeerLost, Pool, PoolExhausted
-from plait_disagg.fabric.extents import ALIGNMENT_BYTES, Extents, size_class
+from plait_fabric import Lease, LeaseMisuse, PeerLost, Pool, PoolExhausted
+from plait_fabric.memory.extents import ALIGNMENT_BYTES, Extents, size_class
 
 CAPACITY_BYTES = 1 << 16
 

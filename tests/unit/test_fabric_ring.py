@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait_disagg.fabric import FabricOptions, connect, listen, shm
-from plait_disagg.fabric.errors import ProtocolViolation
-from plait_disagg.fabric.ring import Reader, Writer, ring_bytes
-from plait_disagg.fabric.testing import SECRET, WAIT_S
+from plait_fabric import FabricOptions, connect, listen
+from plait_fabric.errors import ProtocolViolation
+from plait_fabric.memory.ring import Reader, Writer, ring_bytes
+from plait_fabric.testing.channel import SECRET, WAIT_S
+from plait_fabric.transport import shm
 
 PAGE, SIZE = 4096, 512
 WORDS = {"written": 0, "taken": 8, "sleeping": 16, "goodbye": 24, "size": 32}

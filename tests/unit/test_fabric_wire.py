@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
 
-from plait_disagg.fabric import (
+from plait_fabric import (
     AddressInUse,
     AuthFailed,
     BadAddress,
@@ -26,8 +26,9 @@ from plait_disagg.fabric import (
     WeakSecret,
     listen,
 )
-from plait_disagg.fabric.auth import REFUSED, ClientHandshake, ServerHandshake
-from plait_disagg.fabric.frames import (
+from plait_fabric.memory.pool import Lease, Pool
+from plait_fabric.transport.auth import REFUSED, ClientHandshake, ServerHandshake
+from plait_fabric.transport.frames import (
     PREFIX_BYTES,
     Kind,
     decode_header,
@@ -41,9 +42,8 @@ from plait_disagg.fabric.frames import (
     unpack_places,
     unpack_prefix,
 )
-from plait_disagg.fabric.pool import Lease, Pool
-from plait_disagg.fabric.tcp import FrameReader
-from plait_disagg.fabric.values import Address, Message
+from plait_fabric.transport.tcp import FrameReader
+from plait_fabric.values import Address, Message
 
 LIMITS = Limits(header_bytes=2_000, buffers=8, message_bytes=10_000)
 SECRET = b"0123456789abcdef"

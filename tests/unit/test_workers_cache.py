@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from plait_disagg.fabric.pool import Pool
 from plait_disagg.graph.program import LOOKUP, Node, Port, Program, Ref
 from plait_disagg.package import Package
 from plait_disagg.package.cached import CachedPort, without_rows
@@ -22,6 +21,7 @@ from plait_disagg.workers.hot_rows import HotRows, RowReceiver, RowSavings, RowS
 from plait_disagg.workers.knobs import WorkerKnobs
 from plait_disagg.workers.protocols import RowSource
 from plait_disagg.workers.wire import WireError, dense_message, parse_dense
+from plait_fabric.memory.pool import Pool
 from support import rank_rows as kit
 from support.ranking import FakeSparse
 

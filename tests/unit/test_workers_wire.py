@@ -10,8 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait_disagg.fabric.inproc import pair
-from plait_disagg.fabric.pool import Pool
 from plait_disagg.workers.batch import cut
 from plait_disagg.workers.cards import card_from_json, card_to_json
 from plait_disagg.workers.counting import NowAndThen, added_up
@@ -37,6 +35,8 @@ from plait_disagg.workers.wire import (
     version_header,
     welcome_header,
 )
+from plait_fabric.memory.pool import Pool
+from plait_fabric.transport.inproc import pair
 from support import ranking as kit
 
 POOL = Pool.anonymous(1 << 22)

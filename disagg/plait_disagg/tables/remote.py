@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from plait_disagg.fabric import Channel, FabricError, FabricTimeout
 from plait_disagg.tables.errors import ShardLost, ShardRefused
 from plait_disagg.tables.protocols import Ask, Found
 from plait_disagg.tables.rows_wire import Failed, RowsWireError, pack_asks, parse_answer
+from plait_fabric import Channel, FabricError, FabricTimeout
 
 __all__ = ["RemoteTables"]
 

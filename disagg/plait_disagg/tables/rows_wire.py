@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
-from plait_disagg.fabric import Lease, Message, Pool
-from plait_disagg.fabric.pool import release_all
 from plait_disagg.tables.protocols import Ask, BadId
 from plait_disagg.tables.values import Lookup, Mode
+from plait_fabric import Lease, Message, Pool
+from plait_fabric.memory.pool import release_all
 
 __all__ = [
     "Failed",

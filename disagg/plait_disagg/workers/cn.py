@@ -16,7 +16,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-from plait_disagg.fabric import Buffer, Message, Pool
 from plait_disagg.refresh.change import Change
 from plait_disagg.workers.batch import cut
 from plait_disagg.workers.between import Between
@@ -32,6 +31,7 @@ from plait_disagg.workers.protocols import RowSource, SparseHalf
 from plait_disagg.workers.values import ModelCard, RankAnswer, RankTimings
 from plait_disagg.workers.window import Window
 from plait_disagg.workers.wire import WireError, dense_message, parse_done, parse_metrics
+from plait_fabric import Buffer, Message, Pool
 
 __all__ = ["CnCore"]
 

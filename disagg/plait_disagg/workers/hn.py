@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from plait_disagg.fabric import FabricError, Listener, Message
 from plait_disagg.refresh.change import KEPT, Change
 from plait_disagg.tables.cache import OutOfStep
 from plait_disagg.workers.errors import RankError, Unavailable
@@ -26,6 +25,7 @@ from plait_disagg.workers.protocols import DenseHalf
 from plait_disagg.workers.server import Peer, Server
 from plait_disagg.workers.values import ModelCard
 from plait_disagg.workers.wire import DenseAsk, WireError, done_message, failed_header, parse_dense
+from plait_fabric import FabricError, Listener, Message
 
 __all__ = ["HnWorker"]
 

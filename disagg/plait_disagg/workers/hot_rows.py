@@ -29,7 +29,7 @@ __all__ = ["LARGEST_BYTES", "HotRows", "RowReceiver", "RowSavings", "RowSender",
 
 LARGEST_BYTES = 1 << 30
 """Of the slots of one channel, and of the rows that one batch stands for: as large as a message of the fabric can be
-(`plait_disagg.fabric.values.Limits`)."""
+(`plait_fabric.values.Limits`)."""
 
 _MOST_SLOTS = 1 << 31
 

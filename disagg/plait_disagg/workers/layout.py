@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from plait_disagg.fabric import Buffer, Lease, Pool
 from plait_disagg.graph.inputs import OFFSETS, Bag, Dense, Input
 from plait_disagg.workers.knobs import WireFormat
+from plait_fabric import Buffer, Lease, Pool
 
 __all__ = [
     "Counts",

@@ -14,12 +14,12 @@ from typing import Generic, TypeVar
 
 import torch
 
-from plait_disagg.threads import bind_to, set_threads
 from plait_disagg.workers.errors import Busy, RankError, Unavailable
 from plait_disagg.workers.jobs import as_rank_error
 from plait_disagg.workers.knobs import WorkerKnobs
 from plait_disagg.workers.order import Elsewhere, Item, Waiting, too_late
 from plait_disagg.workers.pace import Pace
+from plait_fabric.threads import bind_to, set_threads
 
 __all__ = ["ComputeLoop", "Inbox", "Item"]
 

@@ -13,7 +13,7 @@ from plait_disagg.refresh.errors import NotPublished, RefreshError
 from plait_disagg.refresh.journal import Journal
 from plait_disagg.refresh.live import Live
 from plait_disagg.refresh.update import read_update_manifest
-from plait_disagg.threads import apart, give_way, set_threads
+from plait_fabric.threads import apart, give_way, set_threads
 
 __all__ = ["Refresher"]
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
-from plait_disagg.fabric import Message
 from plait_disagg.workers.counting import added_up
 from plait_disagg.workers.delay import Delay
 from plait_disagg.workers.errors import BadInput, Busy, DeadlinePassed, RankError, Unavailable
@@ -23,6 +22,7 @@ from plait_disagg.workers.wire import (
     parse_version,
     rank_message,
 )
+from plait_fabric import Message
 
 __all__ = ["RemoteCore", "RemoteRanker"]
 

@@ -12,11 +12,11 @@ from typing import get_args
 
 import torch
 
-from plait_disagg.fabric import Channel, Closed, FabricError, Listener, Message, PeerLost
 from plait_disagg.tables.protocols import Ask, BadId, Tables
 from plait_disagg.tables.rows_wire import RowsWireError, failed_header, pack_found, parse_asks
 from plait_disagg.tables.values import Lookup, Mode, Table
-from plait_disagg.threads import set_threads
+from plait_fabric import Channel, Closed, FabricError, Listener, Message, PeerLost
+from plait_fabric.threads import set_threads
 
 __all__ = ["ShardWorker"]
 

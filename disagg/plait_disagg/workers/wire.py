@@ -22,7 +22,6 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from plait_disagg.fabric import Buffer, Pool
 from plait_disagg.workers.batch import cut
 from plait_disagg.workers.cards import card_from_json, card_to_json
 from plait_disagg.workers.errors import BadInput, Busy, DeadlinePassed, RankError, Unavailable, UnknownModel
@@ -31,6 +30,7 @@ from plait_disagg.workers.hot_rows import HotRows, can_merge
 from plait_disagg.workers.knobs import WireFormat
 from plait_disagg.workers.layout import Counts, Layout, LayoutError, decode, describe, encode, parse_layout
 from plait_disagg.workers.values import ModelCard, RankAnswer, RankRequest, RankTimings
+from plait_fabric import Buffer, Pool
 
 __all__ = [
     "VERSION",

@@ -21,16 +21,16 @@ from pathlib import Path
 from plait_bench.disagg.served import served
 from plait_bench.disagg.serving import announce
 from plait_bench.errors import SystemFailed
-from plait_disagg.fabric import connect, listen, new_secret
 from plait_disagg.package import Package, open_package
-from plait_disagg.replicas import Link, NoReplica
-from plait_disagg.turns import take_short_turns
 from plait_disagg.workers.cn import CnCore
 from plait_disagg.workers.hn import HnWorker
 from plait_disagg.workers.knobs import WorkerKnobs
 from plait_disagg.workers.protocols import Ranker
 from plait_disagg.workers.ranker import CoreRanker
 from plait_disagg.workers.whole import WholeRanker
+from plait_fabric import connect, listen, new_secret
+from plait_fabric.rpc.replicas import Link, NoReplica
+from plait_fabric.turns import take_short_turns
 from plait_serving.deployments.reach import FABRIC
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings

@@ -14,7 +14,7 @@ from plait_bench.disagg.told import Told
 from plait_disagg.package import open_package
 from plait_disagg.refresh.errors import RefreshError
 from plait_disagg.refresh.publish import publish
-from plait_disagg.threads import give_way, set_threads
+from plait_fabric.threads import give_way, set_threads
 
 __all__ = ["main"]
 

@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import TypeAlias
 
 from plait_bench.disagg.asking import wait_until_ready
-from plait_disagg.fabric import connect, listen
 from plait_disagg.refresh.errors import RefreshError
 from plait_disagg.refresh.live import Live, open_live
-from plait_disagg.replicas import Link
-from plait_disagg.threads import apart, set_threads
-from plait_disagg.turns import take_short_turns
 from plait_disagg.workers.cn import CnCore
 from plait_disagg.workers.front import Front
 from plait_disagg.workers.hn import HnWorker
 from plait_disagg.workers.knobs import WorkerKnobs
 from plait_disagg.workers.refresher import Refresher
 from plait_disagg.workers.whole import WholeCore
+from plait_fabric import connect, listen
+from plait_fabric.rpc.replicas import Link
+from plait_fabric.threads import apart, set_threads
+from plait_fabric.turns import take_short_turns
 from plait_serving.deployments.reach import FABRIC
 
 Worker: TypeAlias = CnCore | WholeCore | HnWorker

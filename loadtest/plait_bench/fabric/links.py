@@ -18,11 +18,11 @@ import numpy as np
 
 from plait_bench.fabric.values import PEER_START_S, WAIT_S, Taken
 from plait_bench.summary import percentile
-from plait_disagg.fabric import Channel, listen, new_secret
-from plait_disagg.fabric.link import PARAMETERS
-from plait_disagg.fabric.link_files import LINKS, SourcedLink, links_document, read_links
-from plait_disagg.fabric.modelled import modelled
-from plait_disagg.fabric.testing_peer import spawned_peer
+from plait_fabric import Channel, listen, new_secret
+from plait_fabric.link.link import PARAMETERS
+from plait_fabric.link.link_files import LINKS, SourcedLink, links_document, read_links
+from plait_fabric.link.modelled import modelled
+from plait_fabric.testing.peer import spawned_peer
 
 __all__ = ["FAR", "SIZES_BYTES", "WORKLOAD", "take"]
 

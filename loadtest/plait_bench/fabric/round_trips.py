@@ -9,9 +9,9 @@ import tempfile
 
 from plait_bench.fabric.values import PEER_START_S, Taken
 from plait_bench.summary import percentile
-from plait_disagg.fabric import FabricOptions, listen, new_secret
-from plait_disagg.fabric.measure import round_trips_us
-from plait_disagg.fabric.testing_peer import spawned_peer
+from plait_fabric import FabricOptions, listen, new_secret
+from plait_fabric.testing.peer import spawned_peer
+from plait_fabric.testing.round_trips import round_trips_us
 
 __all__ = ["WORKLOAD", "take"]
 

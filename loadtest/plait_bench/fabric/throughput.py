@@ -13,9 +13,9 @@ import numpy as np
 
 from plait_bench.errors import BenchError
 from plait_bench.fabric.values import PEER_START_S, WAIT_S, Taken, apart_from
-from plait_disagg.fabric import Channel, listen, new_secret
-from plait_disagg.fabric.pool import copy_bytes
-from plait_disagg.fabric.testing_peer import spawned_peer
+from plait_fabric import Channel, listen, new_secret
+from plait_fabric.memory.pool import copy_bytes
+from plait_fabric.testing.peer import spawned_peer
 
 __all__ = ["MESSAGE_BYTES", "SOURCE_BYTES", "WORKLOAD", "take"]
 

@@ -27,7 +27,7 @@ def list_links(
 ) -> None:
     """Shows each link's one-way times."""
     from plait.cli.models import table
-    from plait_disagg.fabric.link_files import LINKS, read_links
+    from plait_fabric.link.link_files import LINKS, read_links
 
     sizes = {"32 B": 32, "4 KiB": 4_096, "64 KiB": 65_536, "1 MiB": 1 << 20}
     rows = [("link", *(f"{name}, us" for name in sizes), "GB/s")]
@@ -50,8 +50,8 @@ def calibrate_link(
     out: Annotated[Path | None, typer.Option("-o", "--out", help="the file to write; stdout if left out")] = None,
 ) -> None:
     """Fits a link to measurements of one kind of link, and writes a file of links with it."""
-    from plait_disagg.fabric.calibrate import calibrate, fit_error, parse_measurements
-    from plait_disagg.fabric.link_files import LINKS, links_document, read_links
+    from plait_fabric.link.calibrate import calibrate, fit_error, parse_measurements
+    from plait_fabric.link.link_files import LINKS, links_document, read_links
 
     known = read_links(LINKS)
     if like not in known:

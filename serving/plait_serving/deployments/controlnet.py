@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from plait_disagg.fabric import new_secret
-from plait_disagg.replicas import Link, NoReplica, Replica
-from plait_disagg.threads import apart
+from plait_fabric import new_secret
+from plait_fabric.rpc.replicas import Link, NoReplica, Replica
+from plait_fabric.threads import apart
 from plait_serving.deployments.logs import configure_logging
 from plait_serving.deployments.reach import ServeReplicas, cpu_threads, host_id, open_listeners, socket_folder
 from plait_serving.diffusion.controlnet.model import load_controlnet

@@ -14,7 +14,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledE
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException, RequestCancelledError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from plait_disagg.turns import take_short_turns
+from plait_fabric.turns import take_short_turns
 from plait_serving.deployments.direct import Direct, DirectListener
 from plait_serving.deployments.logs import configure_logging
 from plait_serving.deployments.rank_source import RankSource

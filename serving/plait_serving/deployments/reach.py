@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from plait_disagg.fabric import Channel, FabricError, FabricOptions, Limits, Listener, connect, listen
-from plait_disagg.replicas import Link, NoReplica, Replica, connect_to_one
+from plait_fabric import Channel, FabricError, FabricOptions, Limits, Listener, connect, listen
+from plait_fabric.rpc.replicas import Link, NoReplica, Replica, connect_to_one
 
 __all__ = ["FABRIC", "ServeReplicas", "cpu_threads", "dial", "host_id", "open_listeners", "socket_folder", "sweep"]
 

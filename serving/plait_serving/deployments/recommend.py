@@ -15,11 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from plait_disagg.fabric import Listener, new_secret
 from plait_disagg.refresh.errors import NotPublished, RefreshError
-from plait_disagg.replicas import Replica
-from plait_disagg.threads import apart, set_threads
-from plait_disagg.turns import take_short_turns
 from plait_disagg.workers.cn import CnCore
 from plait_disagg.workers.front import Front
 from plait_disagg.workers.hn import HnWorker
@@ -29,6 +25,10 @@ from plait_disagg.workers.remote import RemoteRanker
 from plait_disagg.workers.scale import Gauge, cn_pressure, hn_pressure
 from plait_disagg.workers.values import ModelCard
 from plait_disagg.workers.whole import WholeCore
+from plait_fabric import Listener, new_secret
+from plait_fabric.rpc.replicas import Replica
+from plait_fabric.threads import apart, set_threads
+from plait_fabric.turns import take_short_turns
 from plait_serving.deployments.logs import configure_logging
 from plait_serving.deployments.rank_source import Opened, RankSource
 from plait_serving.deployments.reach import ServeReplicas, cpu_threads, host_id, open_listeners, socket_folder

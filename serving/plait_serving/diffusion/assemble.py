@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from plait_disagg.threads import apart
+from plait_fabric.threads import apart
 from plait_serving.diffusion.admission import RequestLimits
 from plait_serving.diffusion.bundle import Bundle, load_bundle
 from plait_serving.diffusion.bundle import load_controlnet as check_and_load_controlnet

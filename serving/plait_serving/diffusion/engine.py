@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from plait_disagg.threads import set_threads
+from plait_fabric.threads import set_threads
 from plait_serving.diffusion.admission import RequestLimits, check_request
 from plait_serving.diffusion.costs import StepCosts
 from plait_serving.diffusion.decoding import Decoder

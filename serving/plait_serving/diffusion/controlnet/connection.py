@@ -10,8 +10,8 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from plait_disagg.fabric import FabricError, FabricTimeout, recv_tensors, send_tensors
-from plait_disagg.replicas import Link
+from plait_fabric import FabricError, FabricTimeout, recv_tensors, send_tensors
+from plait_fabric.rpc.replicas import Link
 from plait_serving.diffusion.controlnet.wire import (
     Call,
     Header,

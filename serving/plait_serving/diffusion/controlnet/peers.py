@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 
-from plait_disagg.fabric import Channel, Closed, FabricError, PeerLost, recv_tensors, send_tensors
+from plait_fabric import Channel, Closed, FabricError, PeerLost, recv_tensors, send_tensors
 from plait_serving.diffusion.controlnet.wire import (
     VERSION,
     Call,

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import torch
 
-from plait_disagg.fabric import FabricError
+from plait_fabric import FabricError
 from plait_serving.diffusion.controlnet.connection import Answer, Connection, ConnectionLost, Link
 from plait_serving.diffusion.controlnet.model import check_image
 from plait_serving.diffusion.controlnet.wire import LARGEST_CALLS, UNKNOWN_SESSION, Call, error_of

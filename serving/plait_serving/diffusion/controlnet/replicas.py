@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from plait_disagg import replicas as fabric_replicas
-from plait_disagg.fabric import Channel
-from plait_disagg.replicas import Link, NoReplica, Replica, in_order
+from plait_fabric import Channel
+from plait_fabric.rpc import replicas as fabric_replicas
+from plait_fabric.rpc.replicas import Link, NoReplica, Replica, in_order
 from plait_serving.diffusion.errors import ControlNetUnavailable
 
 __all__ = ["Link", "Replica", "connect_to_one", "in_order", "worth_moving"]
@@ -21,7 +21,7 @@ def connect_to_one(
     chance: random.Random,
     dial: Callable[[str, bytes], Channel],
 ) -> Link:
-    """As `plait_disagg.replicas.connect_to_one`, but raises `ControlNetUnavailable`."""
+    """As `plait_fabric.rpc.replicas.connect_to_one`, but raises `ControlNetUnavailable`."""
     try:
         return fabric_replicas.connect_to_one(replicas, left_out, host=host, chance=chance, dial=dial)
     except NoReplica as error:

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from plait_disagg.fabric import Channel, FabricError, Listener
-from plait_disagg.threads import set_threads
+from plait_fabric import Channel, FabricError, Listener
+from plait_fabric.threads import set_threads
 from plait_serving.diffusion.controlnet.model import ControlNetModelRunner, Rows
 from plait_serving.diffusion.controlnet.peers import Peer
 from plait_serving.diffusion.controlnet.sessions import SessionTable

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from plait_disagg.threads import set_threads
+from plait_fabric.threads import set_threads
 from plait_serving.diffusion.errors import EngineError, EngineStopped, LoraError
 from plait_serving.diffusion.lora.formats import LoadedLora
 from plait_serving.diffusion.lora.shelf import Admission, Key, Shelf, State

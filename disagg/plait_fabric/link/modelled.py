@@ -1,0 +1,254 @@
+"""A link in slow motion: any channel, with messages held back until an RDMA link would have delivered them.
+
+The sender stamps a message with the moments at which it was posted and at which its port took it (`nic`); the receiver
+works out when its own port would have delivered it and holds it until then. What the inner channel takes by itself runs
+inside of that time, so it does not show as long as it is less. Where it is more, the message is late and says so:
+`Message.delivery` and `LinkStatistics`. Nothing is sped up.
+
+Both ends are wrapped, with the same link and clocks of the same epoch (on one host), each process with one `Nic` for
+all channels that share a port. The credit window of the inner channel stands for the depth of the queue pair. What this
+process spends inside of the wrapper between a delivery and the next send (waking up late, giving memory back) is taken
+off the next post, at most `_MOST_OWED_S`: an RDMA host does not spend it.
+
+In virtual time (`clocks.VirtualClock`) a message costs exactly what `link` says, whatever the host takes.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Self
+
+from plait_fabric.errors import BadHeader, Closed, FabricError, ProtocolViolation, RecvTimeout
+from plait_fabric.link.clocks import Clock, MonotonicClock
+from plait_fabric.link.link import Link
+from plait_fabric.link.nic import Nic
+from plait_fabric.memory.pool import Lease, Pool, release_all
+from plait_fabric.protocols import Buffer, Channel, Header
+from plait_fabric.transport.base import Deadline
+from plait_fabric.values import ChannelStatistics, Delivery, Message
+
+__all__ = ["LinkStatistics", "ModelledChannel", "Port", "modelled"]
+
+KEY = "_link"
+
+_MOST_OWED_S = 1e-3
+"""More than that is not the wrapper's own time but a machine that does other things."""
+
+
+class Port:
+    """A `Nic` that threads share: one for each port that a process has."""
+
+    def __init__(self) -> None:
+        self._nic = Nic()
+        self._lock = threading.Lock()
+
+    def send(self, at_s: float, busy_s: float) -> float:
+        """See `Nic.send`."""
+        with self._lock:
+            return self._nic.send(at_s, busy_s)
+
+    def receive(self, at_s: float, busy_s: float) -> float:
+        """See `Nic.receive`."""
+        with self._lock:
+            return self._nic.receive(at_s, busy_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkStatistics:
+    """What a modelled channel received so far: messages, those that the host delivered after their modelled moment
+    although somebody waited for them, and by how much in all."""
+
+    messages: int = 0
+    host_slower: int = 0
+    late_s: float = 0.0
+
+
+class _Held(NamedTuple):
+    message: Message
+    header: Mapping[str, Any]
+    posted_s: float
+    due_s: float
+    late_s: float
+
+
+def modelled(channel: Channel, link: Link, *, clock: Clock | None = None, port: Port | None = None) -> ModelledChannel:
+    """The channel as if it ran over ``link``; in real time and with a port of its own unless told otherwise."""
+    return ModelledChannel(channel, link, clock or MonotonicClock(), port or Port())
+
+
+class ModelledChannel:
+    """Implements `Channel`; owns the inner one."""
+
+    def __init__(self, inner: Channel, link: Link, clock: Clock, port: Port) -> None:
+        self._inner = inner
+        self._link = link
+        self._clock = clock
+        self._port = port
+        self._token = f"{zlib.crc32(repr((clock.epoch, link)).encode()):08x}"
+        self._stamping = threading.Lock()
+        self._receiving = threading.Lock()
+        self._closing = threading.Event()
+        self._held: _Held | None = None
+        self._failure: FabricError | None = None
+        self._owed_s = 0.0
+        self._posted_s = float("-inf")
+        self._counts = LinkStatistics()
+
+    @property
+    def pool(self) -> Pool:
+        """See `Channel.pool`."""
+        return self._inner.pool
+
+    @property
+    def peer(self) -> str:
+        """See `Channel.peer`."""
+        return self._inner.peer
+
+    @property
+    def closed(self) -> bool:
+        """See `Channel.closed`."""
+        return self._failure is not None or self._inner.closed
+
+    def link_statistics(self) -> LinkStatistics:
+        """A snapshot; see `LinkStatistics`."""
+        return self._counts
+
+    def send(self, header: Header, buffers: Sequence[Buffer] = (), *, timeout_s: float | None = None) -> None:
+        """See `Channel.send`."""
+        if not isinstance(header, Mapping):
+            self._inner.send(header, buffers, timeout_s=timeout_s)  # it knows what to say
+            return
+        if KEY in header:
+            release_all([buffer for buffer in buffers if isinstance(buffer, Lease)])
+            raise BadHeader(f"the header key {KEY!r} belongs to the fabric")
+        with self._stamping:
+            stamp = self._stamp(sum(map(_payload_bytes, buffers)))
+            self._inner.send({**header, KEY: stamp}, buffers, timeout_s=timeout_s)
+
+    def _stamp(self, nbytes: int) -> list[Any]:
+        owed_s, self._owed_s = min(self._owed_s, _MOST_OWED_S), 0.0
+        self._posted_s = posted_s = max(self._posted_s, self._clock.now_s() - owed_s)
+        leaves_s = self._port.send(posted_s + self._link.sender_s, self._link.busy_s(nbytes))
+        return [self._token, posted_s, leaves_s]
+
+    def recv(self, timeout_s: float | None = None) -> Message:
+        """See `Channel.recv`. The time-out runs on the real clock until a message is there, then on the link's."""
+        deadline = Deadline(timeout_s)
+        with self._receiving:
+            began_s = self._clock.now_s()
+            if self._held is None:
+                if self._failure is not None:
+                    raise type(self._failure)(str(self._failure))
+                self._held = self._fetch(self._inner.recv(timeout_s), began_s)
+            held = self._held
+            left_s = deadline.left_s()
+            give_up_s = math.inf if left_s is None else self._clock.now_s() + left_s
+            if held.due_s > give_up_s:
+                self._clock.wait_until(give_up_s, self._closing)
+                self._raise_if_closing()
+                raise RecvTimeout(f"no message within {timeout_s} s")
+            waits = held.due_s > self._clock.now_s()
+            self._clock.wait_until(held.due_s, self._closing)
+            self._raise_if_closing()
+            self._held = None
+            message = self._deliver(held)
+            # The wake-up's lateness; what comes after this line is the caller's own time.
+            self._owed_s = max(0.0, self._clock.now_s() - held.due_s) if waits else 0.0
+            return message
+
+    def _fetch(self, message: Message, began_s: float) -> _Held:
+        """When a message that has just come in would have been delivered."""
+        header = dict(message.header)
+        nbytes = sum(buffer.nbytes for buffer in message.buffers)
+        ready_s = self._clock.now_s()
+        try:
+            posted_s, leaves_s = self._read_stamp(header.pop(KEY, None), ready_s)
+        except ProtocolViolation as error:
+            message.release()
+            self._failure = error
+            self._inner.close()
+            raise
+        link = self._link
+        begins_s = self._port.receive(leaves_s + link.flight_s(nbytes), link.busy_s(nbytes))
+        due_s = begins_s + link.busy_s(nbytes) + link.completion_s
+        late_s = max(0.0, ready_s - due_s) if began_s < due_s else 0.0
+        return _Held(message, header, posted_s, due_s, late_s)
+
+    def _read_stamp(self, stamp: object, now_s: float) -> tuple[float, float]:
+        if not isinstance(stamp, list) or len(stamp) != 3:
+            raise ProtocolViolation("the peer does not model its link")
+        token, posted_s, leaves_s = stamp
+        if token != self._token:
+            raise ProtocolViolation("the peer models another link, or has another host's clock")
+        if not all(isinstance(moment, float) and math.isfinite(moment) for moment in (posted_s, leaves_s)):
+            raise ProtocolViolation("the peer's stamp is no pair of moments")
+        if not posted_s <= min(leaves_s, now_s):
+            raise ProtocolViolation("the peer's clock is ahead of ours, or jumped")
+        return posted_s, leaves_s
+
+    def _deliver(self, held: _Held) -> Message:
+        counts = self._counts
+        self._counts = LinkStatistics(
+            messages=counts.messages + 1,
+            host_slower=counts.host_slower + (held.late_s > 0),
+            late_s=counts.late_s + held.late_s,
+        )
+        delivery = Delivery(
+            kind="modelled", link=self._link.name, modelled_s=held.due_s - held.posted_s, late_s=held.late_s
+        )
+        return Message(held.header, held.message.buffers, self._releaser(held.message), delivery=delivery)
+
+    def _releaser(self, message: Message) -> Callable[[], None]:
+        def release() -> None:
+            began_s = self._clock.now_s()
+            message.release()
+            self._owed_s += self._clock.now_s() - began_s
+
+        return release
+
+    def _raise_if_closing(self) -> None:
+        if self._closing.is_set():
+            self._drop_held()
+            raise Closed("this side of the channel was closed")
+
+    def _drop_held(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            held.message.release()
+
+    def close(self) -> None:
+        """See `Channel.close`."""
+        self._closing.set()
+        self._inner.close()
+        with self._receiving:
+            self._drop_held()
+
+    def statistics(self) -> ChannelStatistics:
+        """See `Channel.statistics`. A message that is held back has not been received."""
+        counted = self._inner.statistics()
+        held = self._held
+        if held is None:
+            return counted
+        return replace(
+            counted,
+            messages_received=counted.messages_received - 1,
+            bytes_received=counted.bytes_received - sum(buffer.nbytes for buffer in held.message.buffers),
+            open_messages=counted.open_messages - 1,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def _payload_bytes(buffer: object) -> int:
+    """Of a buffer of any kind; 0 for what is none, which the inner channel refuses."""
+    if isinstance(buffer, bytes | bytearray):
+        return len(buffer)
+    return buffer.nbytes if isinstance(buffer, Lease | memoryview) else 0

@@ -1,0 +1,1 @@
+"""Where messages lie: pools of leases, shared-memory segments, rings."""

@@ -1,0 +1,265 @@
+"""A registered buffer pool: leases of one bounded arena, the same for all channels.
+
+The arena is anonymous memory (inproc, tcp) or a shared segment (shm). `acquire_nowait` refuses,
+`acquire` waits: the policy is in the name. A lease is released exactly once, or handed over by
+sending it; a second release raises. What was leased and never given back shows in `statistics()`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import NoReturn, Protocol, Self
+
+import numpy as np
+
+from plait_fabric.errors import FabricError, LeaseMisuse, PoolExhausted
+from plait_fabric.memory.extents import Extents
+from plait_fabric.values import PoolStatistics
+
+__all__ = ["ConditionGate", "Gate", "Lease", "Pool", "copy_bytes", "release_all"]
+
+_NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
+"""MAP_NORESERVE (asm-generic/mman.h; `mmap` of 3.11 lacks it): address space that is not used is not accounted."""
+_NUMPY_FROM_BYTES = 16_384
+"""Above this numpy copies: it drops the interpreter lock, which a memoryview assignment does not."""
+
+
+def copy_bytes(target: memoryview, source: memoryview | bytes | bytearray) -> None:
+    """Copy `source` over `target` (equal lengths, both flat bytes)."""
+    if len(target) < _NUMPY_FROM_BYTES:
+        target[:] = source
+    else:
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+class Gate(Protocol):
+    """How a pool waits for room. `ticket` is taken before looking, so that no wake-up is lost."""
+
+    def ticket(self) -> int:
+        """The number of openings so far."""
+
+    def wait(self, ticket: int, timeout_s: float | None) -> bool:
+        """Wait until the gate opened after `ticket` was drawn; False on time-out. May raise `FabricError`."""
+
+    def open(self) -> None:
+        """Something was given back: wake whoever waits."""
+
+    def reap(self) -> None:
+        """Collect, without waiting, what a peer gave back meanwhile. Never raises."""
+
+
+class ConditionGate:
+    """A gate between threads of one process."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._openings = 0
+
+    def ticket(self) -> int:
+        """See `Gate.ticket`."""
+        return self._openings
+
+    def wait(self, ticket: int, timeout_s: float | None) -> bool:
+        """See `Gate.wait`."""
+        with self._condition:
+            return self._condition.wait_for(lambda: self._openings != ticket, timeout_s)
+
+    def open(self) -> None:
+        """See `Gate.open`."""
+        with self._condition:
+            self._openings += 1
+            self._condition.notify_all()
+
+    def reap(self) -> None:
+        """See `Gate.reap`."""
+
+
+class Lease:
+    """`nbytes` of a pool, writable through `memory` until released or sent."""
+
+    __slots__ = ("_live", "memory", "nbytes", "offset", "pool")
+
+    def __init__(self, pool: Pool, offset: int, nbytes: int, memory: memoryview) -> None:
+        self.pool = pool
+        self.offset = offset
+        self.nbytes = nbytes
+        self.memory = memory
+        self._live = True
+
+    @property
+    def live(self) -> bool:
+        """True while the holder of this object owns the memory."""
+        return self._live
+
+    def write(self, source: memoryview | bytes | bytearray, at: int = 0) -> None:
+        """Copy bytes in at offset `at`, and count the copy."""
+        if not self._live:
+            raise LeaseMisuse("the lease was released or sent; it cannot be written")
+        copy_bytes(self.memory[at : at + len(source)], source)
+        self.pool.count_copy(len(source))
+
+    def release(self) -> None:
+        """Give the memory back; raises `LeaseMisuse` if it is not the caller's any more."""
+        self.pool.give_back(self)
+
+    def hand_over(self) -> Lease:
+        """Move ownership into a new object (what a channel does when it sends the lease)."""
+        return self.pool.transfer(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live:
+            self.release()
+
+
+class Pool:
+    """Leases of one arena. All methods are thread-safe."""
+
+    def __init__(self, arena: memoryview, *, gate: Gate | None = None) -> None:
+        """Lease out `arena` (flat, writable). `gate` decides how `acquire` waits for room."""
+        self._arena = arena
+        self._extents = Extents(len(arena))
+        self._gate: Gate = gate if gate is not None else ConditionGate()
+        self._lock = threading.Lock()
+        self._leases = 0
+        self._leased_bytes = 0
+        self._peak_bytes = 0
+        self._acquired = 0
+        self._waits = 0
+        self._refusals = 0
+        self._copies = 0
+        self._copied_bytes = 0
+        self._shut: FabricError | None = None
+
+    @classmethod
+    def anonymous(cls, capacity_bytes: int) -> Pool:
+        """A pool in this process's own memory; pages are taken as they are first used."""
+        rounded = -(-capacity_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        return cls(memoryview(mmap.mmap(-1, rounded, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)))
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The largest lease that can ever be had."""
+        return self._extents.capacity_bytes
+
+    def can_ever_lease(self, nbytes: int) -> bool:
+        """Whether an empty pool would have room for `nbytes`."""
+        return self._extents.occupied_by(nbytes) <= self.capacity_bytes
+
+    def acquire_nowait(self, nbytes: int) -> Lease:
+        """Lease `nbytes` (0 is allowed) now, or raise `PoolExhausted`."""
+        lease = self._try(nbytes)
+        if lease is None:
+            self._refuse(nbytes, "now")
+        return lease
+
+    def acquire(self, nbytes: int, timeout_s: float | None = None) -> Lease:
+        """Lease `nbytes`, waiting at most `timeout_s` seconds (None: for ever) for others to give back.
+
+        Raises `PoolExhausted` on time-out, and at once when the pool could never have the room;
+        `Closed` or `PeerLost` when the channel that it belongs to ends while waiting.
+        """
+        ticket = self._gate.ticket()
+        lease = self._try(nbytes)
+        if lease is not None:
+            return lease
+        if not self.can_ever_lease(nbytes):
+            self._refuse(nbytes, "ever")
+        with self._lock:
+            self._waits += 1
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left_s = None if deadline_s is None else deadline_s - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                self._refuse(nbytes, f"within {timeout_s} s")
+            if self._shut is not None:
+                raise type(self._shut)(str(self._shut))
+            self._gate.wait(ticket, left_s)
+            ticket = self._gate.ticket()
+            lease = self._try(nbytes)
+            if lease is not None:
+                return lease
+
+    def shut(self, reason: FabricError) -> None:
+        """From now on nobody waits: `acquire` raises `reason` where it would have waited."""
+        self._shut = reason
+        self._gate.open()
+
+    def _try(self, nbytes: int) -> Lease | None:
+        if nbytes < 0:
+            raise ValueError(f"a lease of {nbytes} bytes makes no sense")
+        self._gate.reap()  # first, so that warm pages are used again before fresh ones
+        with self._lock:
+            offset = self._extents.take(nbytes)
+            if offset is None:
+                return None
+            self._leases += 1
+            self._acquired += 1
+            self._leased_bytes += self._extents.occupied_by(nbytes)
+            self._peak_bytes = max(self._peak_bytes, self._leased_bytes)
+        return Lease(self, offset, nbytes, self._arena[offset : offset + nbytes])
+
+    def _refuse(self, nbytes: int, when: str) -> NoReturn:
+        with self._lock:
+            self._refusals += 1
+            held, leases = self._leased_bytes, self._leases
+        raise PoolExhausted(
+            f"no room for {nbytes} bytes {when}: {leases} leases hold {held} of {self.capacity_bytes} bytes"
+        )
+
+    def give_back(self, lease: Lease) -> None:
+        """Take a lease back; raises `LeaseMisuse` on the second time or after a hand-over."""
+        with self._lock:
+            if lease.pool is not self or not lease._live:
+                raise LeaseMisuse("the lease was already released or sent")
+            lease._live = False
+            self._extents.give(lease.offset, lease.nbytes)
+            self._leases -= 1
+            self._leased_bytes -= self._extents.occupied_by(lease.nbytes)
+        self._gate.open()
+
+    def transfer(self, lease: Lease) -> Lease:
+        """Move a lease into a new object; the old one becomes unusable. Raises `LeaseMisuse`."""
+        with self._lock:
+            if lease.pool is not self or not lease._live:
+                raise LeaseMisuse("the lease was already released or sent")
+            lease._live = False
+        return Lease(self, lease.offset, lease.nbytes, lease.memory)
+
+    def count_copy(self, nbytes: int) -> None:
+        """Record one payload copy into this pool (the hook behind `ChannelStatistics.copies`)."""
+        with self._lock:
+            self._copies += 1
+            self._copied_bytes += nbytes
+
+    def statistics(self) -> PoolStatistics:
+        """A consistent snapshot."""
+        self._gate.reap()
+        with self._lock:
+            return PoolStatistics(
+                capacity_bytes=self.capacity_bytes,
+                leased_bytes=self._leased_bytes,
+                leases=self._leases,
+                peak_leased_bytes=self._peak_bytes,
+                acquired=self._acquired,
+                waits=self._waits,
+                refusals=self._refusals,
+                copies=self._copies,
+                copied_bytes=self._copied_bytes,
+            )
+
+
+def release_all(leases: Sequence[Lease]) -> None:
+    """Release every lease that is still its holder's."""
+    for lease in leases:
+        if lease.live:
+            lease.release()

@@ -1,0 +1,161 @@
+"""A ring of packets in shared memory: one process writes, another reads, and neither asks the kernel.
+
+It lies at the beginning of the writer's segment: a page of control words, each on a cache line of its own, then the
+packets. A packet is its length (u64) and its bytes, padded to words; one that would not fit before the end of the ring
+leaves a mark there and starts over. ``written`` and ``taken`` count bytes since the beginning and never go back.
+
+The reader raises ``sleeping`` before it waits for the kernel to wake it, and looks once more; the writer publishes its
+packet and then looks at ``sleeping``. One of the two sees the other (Dekker 1965), given that a store is not overtaken
+by the load after it: `_Fence`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import platform
+import threading
+from collections.abc import Sequence
+
+from plait_fabric.errors import ProtocolViolation
+
+__all__ = ["Reader", "Writer", "ring_bytes"]
+
+_PAGE = mmap.PAGESIZE
+_WRITTEN, _TAKEN, _SLEEPING, _GOODBYE, _SIZE = 0, 8, 16, 24, 32
+"""The control words, in words of 8 bytes: 8 of them to a cache line."""
+_START_OVER = 2**64 - 1
+_LEAST_BYTES = 1 << 18
+
+_IS_STRONG = platform.machine() in ("x86_64", "AMD64", "i686")
+"""Whether stores become visible in their order by themselves."""
+
+
+class _Fence:
+    """No load or store of ours moves past it: taking a lock is an atomic operation. Where loads and stores move freely,
+    a second time orders what came before the first release. Each end has a lock of its own, which nobody waits for."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __call__(self) -> None:
+        with self.lock:
+            pass
+        if not _IS_STRONG:
+            with self.lock:
+                pass
+
+
+def ring_bytes(largest_packet: int) -> int:
+    """Bytes that a ring for packets of that size takes, whole pages."""
+    return _PAGE + max(_LEAST_BYTES, -(-2 * (largest_packet + 8) // _PAGE) * _PAGE)
+
+
+class Writer:
+    """The writing end. One thread at a time."""
+
+    def __init__(self, memory: memoryview) -> None:
+        """Begins an empty ring over all of ``memory``, whose size is that of `ring_bytes`."""
+        self._words = memory[:_PAGE].cast("Q")
+        self._data = memory[_PAGE:]
+        self._lengths = self._data.cast("Q")
+        self._size = len(self._data)
+        self._written = 0
+        self._fence = _Fence()
+        self._words[_SIZE] = self._size
+
+    def put(self, head: bytes, payload: Sequence[memoryview] = ()) -> bool:
+        """Adds a packet, which is the head and the flat bytes of the payload; False if there is no room for it now."""
+        nbytes = len(head)
+        for piece in payload:
+            nbytes += len(piece)
+        written = self._written
+        at = written % self._size
+        need = 8 + (nbytes + 7 & -8)
+        if at + need > self._size:
+            if written + self._size - at + need - self._words[_TAKEN] > self._size:
+                return False
+            self._lengths[at >> 3] = _START_OVER
+            written += self._size - at
+            at = 0
+        elif written + need - self._words[_TAKEN] > self._size:
+            return False
+        self._lengths[at >> 3] = nbytes
+        at += 8
+        self._data[at : at + len(head)] = head
+        at += len(head)
+        for piece in payload:
+            self._data[at : at + len(piece)] = piece
+            at += len(piece)
+        if not _IS_STRONG:
+            self._fence()
+        self._written = self._words[_WRITTEN] = written + need
+        return True
+
+    def must_wake(self) -> bool:
+        """Whether the reader sleeps; says so once for each sleep. Call after `put`."""
+        with self._fence.lock:  # for a strong machine all that a fence is, without the call
+            pass
+        if not _IS_STRONG:
+            self._fence()
+        if not self._words[_SLEEPING]:
+            return False
+        self._words[_SLEEPING] = 0
+        return True
+
+    def say_goodbye(self) -> None:
+        """Leaves word that we go in good order. Any thread."""
+        self._words[_GOODBYE] = 1
+
+
+class Reader:
+    """The reading end. One thread at a time. Trusts nothing that it reads: raises `ProtocolViolation`."""
+
+    def __init__(self, memory: memoryview) -> None:
+        """``memory`` begins with the peer's ring; ``nbytes`` of it are the ring's."""
+        if len(memory) < _PAGE:
+            raise ProtocolViolation("the peer's segment has no ring")
+        self._words = memory[:_PAGE].cast("Q")
+        size = self._words[_SIZE]
+        if not 0 < size <= len(memory) - _PAGE or size % 8:
+            raise ProtocolViolation("the peer's segment has no ring")
+        self.nbytes = _PAGE + size
+        self._data = memory[_PAGE : self.nbytes]
+        self._lengths = self._data.cast("Q")
+        self._size = size
+        self._taken = 0
+        self._fence = _Fence()
+
+    def ready(self) -> bool:
+        """Whether there is a packet."""
+        return self._words[_WRITTEN] != self._taken
+
+    def take(self) -> bytes | None:
+        """The next packet, copied out; None if there is none."""
+        taken = self._taken
+        there = self._words[_WRITTEN] - taken
+        if not there:
+            return None
+        if not _IS_STRONG:
+            self._fence()
+        at = taken % self._size
+        nbytes = self._lengths[at >> 3]
+        if nbytes == _START_OVER:
+            taken += self._size - at
+            there -= self._size - at
+            at = 0
+            nbytes = self._lengths[0]
+        need = 8 + (nbytes + 7 & -8)
+        if not need <= there <= self._size or at + need > self._size:
+            raise ProtocolViolation("the peer's ring makes no sense")
+        packet = bytes(self._data[at + 8 : at + 8 + nbytes])
+        self._taken = self._words[_TAKEN] = taken + need
+        return packet
+
+    def sleeps(self, asleep: bool) -> None:
+        """Says that we are about to wait to be woken, or awake again. Look for a packet in between."""
+        self._words[_SLEEPING] = asleep
+        self._fence()
+
+    def said_goodbye(self) -> bool:
+        """Whether the peer went in good order."""
+        return bool(self._words[_GOODBYE])

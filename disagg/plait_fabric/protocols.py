@@ -1,0 +1,99 @@
+"""The contracts of the fabric. Everything else in this package implements or wraps them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, Self
+
+from plait_fabric.memory.pool import Lease, Pool
+from plait_fabric.values import ChannelStatistics, Message
+
+__all__ = ["Buffer", "Channel", "Header", "Listener"]
+
+Header = Mapping[str, Any]
+"""A small JSON object. Keys that begin with an underscore belong to the fabric."""
+
+Buffer = Lease | memoryview | bytes | bytearray
+"""One piece of payload: a lease of the channel's pool (handed over), or any contiguous bytes (copied)."""
+
+
+class Channel(Protocol):
+    """A two-way, ordered, message-oriented connection to one authenticated peer.
+
+    Threads: one thread may send while another receives; `close` and `Message.release` may come
+    from any thread. A send may wait until the peer receives, so two peers that each send
+    something large before either receives can wait for each other: receive in another thread,
+    or take turns. Delivery is at most once and in order. A channel is not inherited by a fork.
+    """
+
+    @property
+    def pool(self) -> Pool:
+        """The pool whose leases this channel sends without copying. Write a lease, then send it."""
+
+    @property
+    def peer(self) -> str:
+        """Who is at the other end, for logs."""
+
+    @property
+    def closed(self) -> bool:
+        """True once this side was closed, the peer was lost or the peer broke the protocol."""
+
+    def send(self, header: Header, buffers: Sequence[Buffer] = (), *, timeout_s: float | None = None) -> None:
+        """Send one message.
+
+        A `Lease` is handed over: after the call, also after one that raises, it is no longer the
+        caller's. Bytes are copied (shm, inproc) or written to the socket (tcp) before the call
+        returns, so the caller may change them at once. Waits for credit, at most `timeout_s`
+        seconds (None: for ever).
+
+        Raises `BadHeader`, `FrameTooLarge`, `PoolExhausted` (the message can never fit),
+        `SendTimeout`, `Closed`, `PeerLost`.
+        """
+
+    def recv(self, timeout_s: float | None = None) -> Message:
+        """Wait at most `timeout_s` seconds (None: for ever; 0: only look) for the next message.
+
+        The caller owns the message until `Message.release()`. Whoever holds all the memory of a
+        channel and then waits without a time-out for another message waits for ever: release first.
+        Raises `RecvTimeout` (the channel stays usable and nothing is lost), `PoolExhausted` (as
+        usable: release messages, then call again), `ProtocolViolation`, `FrameTooLarge`, `Closed`,
+        `PeerLost` (at once, also while waiting; messages that had arrived come first).
+        """
+
+    def close(self) -> None:
+        """Hang up. Idempotent; wakes a `recv` or `send` that waits on either side.
+
+        What was sent and not yet received may be lost. Buffers of messages that were not released
+        stay readable.
+        """
+
+    def statistics(self) -> ChannelStatistics:
+        """A consistent snapshot of the counters; works after `close`."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Close."""
+
+
+class Listener(Protocol):
+    """Accepts authenticated peers at one address. A peer that does not authenticate is never seen."""
+
+    @property
+    def address(self) -> str:
+        """The address to connect to, with the port filled in if it was asked for as 0."""
+
+    @property
+    def rejected(self) -> int:
+        """Connections dropped so far because they failed, or did not finish, the handshake."""
+
+    def accept(self, timeout_s: float | None = None) -> Channel:
+        """Wait for the next authenticated peer; raises `AcceptTimeout`, `Closed`."""
+
+    def close(self) -> None:
+        """Stop listening and wake `accept`. Channels that were accepted live on. Idempotent."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Close."""

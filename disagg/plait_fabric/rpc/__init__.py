@@ -1,0 +1,1 @@
+"""Request and reply over channels: one client, one server."""

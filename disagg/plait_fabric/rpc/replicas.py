@@ -1,0 +1,71 @@
+"""Which replica of a service a client connects to, and by which of its addresses. Pure but for the dialling."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from plait_fabric import Channel, FabricError
+
+__all__ = ["Link", "NoReplica", "Replica", "connect_to_one", "in_order"]
+
+
+class NoReplica(Exception):
+    """No replica can be reached; the message says why for each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replica:
+    """Where one replica listens and the secret it wants. ``host`` names its machine; it has ``channels`` clients."""
+
+    name: str
+    host: str
+    addresses: tuple[str, ...]
+    secret: bytes = field(repr=False)
+    channels: int = 0
+    pid: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Link:
+    """A fresh channel to a replica, and the name by which that replica can be left out next time."""
+
+    replica: str
+    channel: Channel
+
+
+def in_order(
+    replicas: Sequence[Replica], left_out: frozenset[str], *, host: str, chance: random.Random
+) -> list[tuple[Replica, str]]:
+    """What to try, best first: fewest clients, then the same machine, then by lot. Shared memory needs one machine."""
+    candidates = [replica for replica in replicas if replica.name not in left_out]
+    chance.shuffle(candidates)
+    candidates.sort(key=lambda replica: (replica.channels, replica.host != host))
+    return [
+        (replica, address)
+        for replica in candidates
+        for address in sorted(replica.addresses, key=lambda address: not address.startswith("shm:"))
+        if replica.host == host or not address.startswith("shm:")
+    ]
+
+
+def connect_to_one(
+    replicas: Sequence[Replica],
+    left_out: frozenset[str],
+    *,
+    host: str,
+    chance: random.Random,
+    dial: Callable[[str, bytes], Channel],
+) -> Link:
+    """A channel to the best replica that can be reached.
+
+    ``dial`` connects to an address with a secret, or raises `FabricError`. Raises `NoReplica`.
+    """
+    reasons: list[str] = []
+    for replica, address in in_order(replicas, left_out, host=host, chance=chance):
+        try:
+            return Link(replica=replica.name, channel=dial(address, replica.secret))
+        except FabricError as error:
+            reasons.append(f"{replica.name} at {address}: {error}")
+    raise NoReplica("; ".join(reasons) or "there is no other replica")

@@ -1,0 +1,1 @@
+"""Conformance suites and peers for channels."""

@@ -1,0 +1,128 @@
+"""A peer in a process of its own, for tests and measurements.
+
+`python -m plait_fabric.testing.peer MODE ADDRESS [SETTINGS]`; the secret comes on stdin in hex,
+one line. It leaves when the channel ends, or when stdin does.
+
+Modes: `echo` sends every message back; `bounce` sends a lease of as many bytes back without writing
+to it, and whether the message was late; `drain` reads all bytes of all messages, and answers one
+whose header says `end` with what it read; `hold` connects, says `{"ready": true}` and never
+receives; `flood` sends messages of 1 MiB until it is killed. SETTINGS is a JSON object: `spin_s`,
+and `links` (a file) with `link` (a name in it) to model.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from plait_fabric.endpoints import connect
+from plait_fabric.errors import PeerLost
+from plait_fabric.link.link_files import read_links
+from plait_fabric.link.modelled import modelled
+from plait_fabric.protocols import Channel
+from plait_fabric.values import FabricOptions
+
+__all__ = ["bounce", "drain", "echo", "main", "spawned_peer"]
+
+_FLOOD_BYTES = 1 << 20
+
+
+def echo(channel: Channel) -> None:
+    """Send every message back until the peer leaves."""
+    while True:
+        try:
+            with channel.recv() as message:
+                channel.send(message.header, message.buffers)
+        except PeerLost:
+            return
+
+
+def bounce(channel: Channel) -> None:
+    """Send a lease of the same size back until the peer leaves."""
+    lease = channel.pool.acquire(0)
+    while True:
+        try:
+            with channel.recv() as message:
+                nbytes, late = sum(buffer.nbytes for buffer in message.buffers), message.delivery.host_slower
+            if nbytes != lease.nbytes:
+                lease.release()
+                lease = channel.pool.acquire(nbytes)
+            channel.send({"late": late}, [lease])
+            lease = channel.pool.acquire(nbytes)  # for the next one, while nobody waits
+        except PeerLost:
+            return
+
+
+def drain(channel: Channel) -> None:
+    """Read every byte of every message until the peer leaves."""
+    read_bytes, total = 0, 0
+    while True:
+        try:
+            with channel.recv() as message:
+                for buffer in message.buffers:
+                    total += int(np.frombuffer(buffer, np.uint64).sum())
+                    read_bytes += buffer.nbytes
+                if message.header.get("end"):
+                    channel.send({"bytes": read_bytes, "sum": total % 2**64})
+                    read_bytes, total = 0, 0
+        except PeerLost:
+            return
+
+
+def _flood(channel: Channel) -> None:
+    payload = bytes(_FLOOD_BYTES)
+    for number in count():
+        channel.send({"number": number}, [payload])
+
+
+def main(arguments: list[str]) -> int:
+    """Run the peer; see the module's docstring."""
+    mode, address, *rest = arguments
+    settings: dict[str, Any] = json.loads(rest[0]) if rest else {}
+    secret = bytes.fromhex(sys.stdin.readline().strip())
+    options = FabricOptions(spin_s=settings.get("spin_s", 0.0))
+    with connect(address, secret=secret, options=options) as plain:
+        channel: Channel = plain
+        if "link" in settings:
+            channel = modelled(plain, read_links(Path(settings["links"]))[settings["link"]].link)
+        if mode in _LOOPS:
+            _LOOPS[mode](channel)
+        else:
+            channel.send({"ready": True})
+            sys.stdin.read()
+    return 0
+
+
+_LOOPS = {"echo": echo, "bounce": bounce, "drain": drain, "flood": _flood}
+
+
+@contextmanager
+def spawned_peer(
+    mode: str, address: str, secret: bytes, settings: Mapping[str, Any] | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """Start the peer and kill it (-9) at the end of the block, if it still runs then."""
+    source = str(Path(__file__).resolve().parents[2])
+    code = f"import sys; sys.path.insert(0, {source!r}); from {__name__} import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, mode, address, json.dumps(dict(settings or {}))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as process:
+        if process.stdin is None:
+            raise RuntimeError("the peer has no stdin")
+        process.stdin.write(secret.hex() + "\n")
+        process.stdin.flush()
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""How messages travel: in process, shared memory, TCP; handshake, framing, credit."""

@@ -1,0 +1,171 @@
+"""The way back of an shm channel: acknowledgements return leases to the sender's pool.
+
+A second socket pair carries nothing but message ids (u64; 0 says goodbye), so the sending thread
+reads it while the receiving thread reads the data socket, and neither waits for the other. There
+is at most one unread packet a message in flight, so an acknowledgement never blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable, Sequence
+
+from plait_fabric.errors import FabricError, PeerClosed, PeerLost, ProtocolViolation
+from plait_fabric.memory.pool import Lease, release_all
+from plait_fabric.transport.base import Deadline
+from plait_fabric.transport.waiting import POLL_IN, Waiter
+
+__all__ = ["CreditLine"]
+
+_GOODBYE = 0
+_ID = struct.Struct("!Q")
+
+
+def _nobody_asks(failure: FabricError) -> FabricError:
+    return failure
+
+
+class CreditLine:
+    """Both ends of the way back: `acknowledge` for what we received, a `Gate` for what we sent."""
+
+    def __init__(self, sock: socket.socket, fail: Callable[[FabricError], FabricError]) -> None:
+        """Own `sock` (seqpacket, non-blocking). `fail` is told why the channel ended."""
+        self._sock = sock
+        self._fail = fail
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._waiter = Waiter(sock.fileno(), self._wake, events=POLL_IN)
+        self._reading = threading.Lock()
+        self._writing = threading.Lock()
+        self._outstanding: dict[int, Sequence[Lease]] = {}
+        self._last_id = _GOODBYE
+        self._openings = 0
+        self._sleeping = False
+        self._closed = False
+
+    @property
+    def in_flight(self) -> int:
+        """Messages sent and not yet acknowledged, as far as we have read."""
+        return len(self._outstanding)
+
+    def charge(self, leases: Sequence[Lease]) -> int:
+        """Book a message that is about to leave; returns its id."""
+        self._last_id += 1
+        self._outstanding[self._last_id] = leases
+        return self._last_id
+
+    def refund(self, message_id: int) -> Sequence[Lease]:
+        """Unbook a message that could not be sent; its leases are the caller's again."""
+        return self._outstanding.pop(message_id)
+
+    def acknowledge(self, message_id: int) -> None:
+        """Tell the peer that its message was released. A peer that is gone needs no telling."""
+        with self._writing:
+            if not self._closed:
+                self._send(message_id)
+
+    def _send(self, message_id: int) -> None:
+        try:
+            self._sock.send(_ID.pack(message_id))
+        except BlockingIOError:
+            self._fail(ProtocolViolation("the peer leaves its acknowledgements unread"))
+        except OSError:
+            return
+
+    def ticket(self) -> int:
+        """See `pool.Gate`."""
+        return self._openings
+
+    def open(self) -> None:
+        """See `pool.Gate`."""
+        self._openings += 1
+        if self._sleeping:
+            with self._writing:
+                if not self._closed:
+                    os.eventfd_write(self._wake, 1)
+
+    def reap(self) -> None:
+        """See `pool.Gate`."""
+        if self._reading.acquire(blocking=False):
+            try:
+                self._read()
+            except FabricError:
+                return
+            finally:
+                self._reading.release()
+
+    def wait(self, ticket: int, timeout_s: float | None) -> bool:
+        """See `pool.Gate`; raises `PeerLost` at once when the peer goes."""
+        deadline = Deadline(timeout_s)
+        if not self._reading.acquire(timeout=-1 if timeout_s is None else timeout_s):
+            return False
+        try:
+            self._read()
+            while self._openings == ticket:
+                self._sleeping = True
+                if self._openings == ticket and not self._waiter.wait(deadline.left_s()):
+                    return False
+                self._sleeping = False
+                self._read()
+        finally:
+            self._sleeping = False
+            self._reading.release()
+        return True
+
+    def _read(self) -> None:
+        """Take in every acknowledgement that has arrived. Call with `_reading` held."""
+        if self._closed:
+            return
+        while True:
+            try:
+                packet = self._sock.recv(_ID.size + 1)
+            except BlockingIOError:
+                break
+            except ConnectionResetError:
+                continue
+            if not packet:
+                raise self._fail(PeerLost("the peer hung up"))
+            self._take(packet)
+        try:
+            os.eventfd_read(self._wake)
+        except BlockingIOError:
+            return
+
+    def _take(self, packet: bytes) -> None:
+        if len(packet) != _ID.size:
+            raise self._fail(ProtocolViolation("the peer sent a malformed acknowledgement"))
+        (message_id,) = _ID.unpack(packet)
+        if message_id == _GOODBYE:
+            raise self._fail(PeerClosed("the peer closed the channel"))
+        leases = self._outstanding.pop(message_id, None)
+        if leases is None:
+            raise self._fail(ProtocolViolation("the peer acknowledged a message that is not its"))
+        release_all(leases)
+        self._openings += 1
+
+    def hang_up(self, *, goodbye: bool) -> None:
+        """End both directions and wake whoever waits; the descriptors live until `close`."""
+        with self._writing:
+            if self._closed:
+                return
+            if goodbye:
+                self._send(_GOODBYE)
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+            self._openings += 1
+            os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        """Close the descriptors once nobody waits on them. Call after `hang_up`."""
+        with self._reading, self._writing:
+            if not self._closed:
+                self._closed = True
+                self._sock.close()
+                os.close(self._wake)
+                # No cycle may keep the segments mapped: `_fail` refers to the channel, a lease to its
+                # pool. The leases are not given back: the peer may still read them.
+                self._fail = _nobody_asks
+                self._outstanding.clear()

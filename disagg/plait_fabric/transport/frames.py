@@ -1,0 +1,193 @@
+"""The bytes on the wire. Pure: bytes in, records out; nothing is allocated before it was checked.
+
+A frame is `prefix | header | table | payload`, all integers big-endian.
+
+- prefix (24 bytes): magic `PLT1`, kind u8, flags u8 (0), buffer count u16, header bytes u32,
+  zero u32, payload bytes u64.
+- header: a JSON object in UTF-8, strict (no NaN), at most `Limits.header_bytes`. One that begins with
+  a space holds what orjson can not say or keep (integers beyond 64 bits, lone surrogates).
+- table: MESSAGE: one u64 length a buffer. SHARED: the message id, then (offset, length) a buffer.
+- payload: the buffers end to end (MESSAGE), or nothing (SHARED: it lies in the sender's segment).
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple, NoReturn
+
+import orjson
+
+from plait_fabric.errors import BadHeader, FrameTooLarge, ProtocolViolation
+from plait_fabric.values import Limits
+
+__all__ = [
+    "PREFIX_BYTES",
+    "Kind",
+    "Prefix",
+    "decode_header",
+    "encode_header",
+    "pack_head",
+    "pack_lengths",
+    "pack_one",
+    "pack_places",
+    "unpack_lengths",
+    "unpack_one",
+    "unpack_places",
+    "unpack_prefix",
+]
+
+_MAGIC = b"PLT1"
+_PREFIX = struct.Struct("!4sBBHIIQ")
+PREFIX_BYTES = _PREFIX.size
+_U64 = struct.Struct("!Q")
+
+
+class Kind(IntEnum):
+    """What a frame is."""
+
+    MESSAGE = 1
+    SHARED = 2
+    GOODBYE = 3
+
+
+_KINDS = {int(kind): kind for kind in Kind}
+
+
+class Prefix(NamedTuple):
+    """The fixed-size start of a frame."""
+
+    kind: Kind
+    buffers: int
+    header_bytes: int
+    payload_bytes: int
+
+    @property
+    def table_bytes(self) -> int:
+        """Length of the table that follows the header."""
+        if self.kind is Kind.SHARED:
+            return _U64.size * (1 + 2 * self.buffers)
+        return _U64.size * self.buffers
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+_FAST = orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME | orjson.OPT_PASSTHROUGH_SUBCLASS
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+
+
+def encode_header(header: Mapping[str, Any]) -> bytes:
+    """Serialise a header; raises `BadHeader` when it is not a JSON object with string keys."""
+    if type(header) is dict:
+        try:
+            encoded = orjson.dumps(header, option=_FAST)
+        except TypeError:
+            return _encode_slowly(header)
+        if b"null" not in encoded:  # which may stand for a NaN
+            return encoded
+    return _encode_slowly(header)
+
+
+def _encode_slowly(header: Mapping[str, Any]) -> bytes:
+    if type(header) is not dict and not isinstance(header, Mapping):
+        raise BadHeader(f"the header must be a mapping, got {type(header).__name__}")
+    for key in header:
+        if not isinstance(key, str):
+            raise BadHeader(f"header keys must be strings, got {key!r}")
+    try:
+        return b" " + _ENCODER.encode(dict(header)).encode("ascii")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadHeader(f"the header is not JSON: {error}") from error
+
+
+def decode_header(data: bytes) -> dict[str, Any]:
+    """Parse a received header; raises `ProtocolViolation`."""
+    try:
+        header = orjson.loads(data) if data[:1] == b"{" else _DECODER.decode(data.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ProtocolViolation(f"the peer's header is not JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise ProtocolViolation(f"the peer's header is a JSON {type(header).__name__}, not an object")
+    return header
+
+
+def pack_head(kind: Kind, header: bytes, table: bytes, *, buffers: int, payload_bytes: int) -> bytes:
+    """Everything of a frame but the payload."""
+    return _PREFIX.pack(_MAGIC, kind, 0, buffers, len(header), 0, payload_bytes) + header + table
+
+
+def pack_one(header: bytes, nbytes: int) -> bytes:
+    """Everything of a MESSAGE of one buffer but its payload; as `pack_head` and `pack_lengths`, and faster."""
+    return _PREFIX.pack(_MAGIC, 1, 0, 1, len(header), 0, nbytes) + header + _U64.pack(nbytes)
+
+
+def unpack_one(packet: bytes, limits: Limits) -> tuple[dict[str, Any], bytearray] | None:
+    """Header and payload of a packet that begins as `pack_one` has it; None for any other, be it right or wrong. Raises
+    `ProtocolViolation`."""
+    if len(packet) < PREFIX_BYTES:
+        return None
+    magic, kind, flags, buffers, header_bytes, zero, payload_bytes = _PREFIX.unpack_from(packet)
+    table_at = PREFIX_BYTES + header_bytes
+    if magic != _MAGIC or kind != 1 or flags or zero or buffers != 1 or header_bytes > limits.header_bytes:
+        return None
+    if payload_bytes > limits.message_bytes or len(packet) != table_at + _U64.size + payload_bytes:
+        return None
+    if _U64.unpack_from(packet, table_at)[0] != payload_bytes:
+        return None
+    return decode_header(packet[PREFIX_BYTES:table_at]), bytearray(packet[table_at + _U64.size :])
+
+
+def unpack_prefix(data: bytes | bytearray | memoryview, limits: Limits) -> Prefix:
+    """Read and check a prefix; raises `ProtocolViolation`, `FrameTooLarge` (both end the channel)."""
+    magic, kind_code, flags, buffers, header_bytes, zero, payload_bytes = _PREFIX.unpack_from(data)
+    if magic != _MAGIC or flags or zero:
+        raise ProtocolViolation("the peer sent something that is not a fabric frame")
+    kind = _KINDS.get(kind_code)
+    if kind is None:
+        raise ProtocolViolation(f"the peer sent a frame of unknown kind {kind_code}")
+    if not limits.hold(header_bytes, buffers, payload_bytes):
+        try:
+            limits.check(header_bytes=header_bytes, buffers=buffers, message_bytes=payload_bytes)
+        except FrameTooLarge as error:
+            raise FrameTooLarge(f"the peer announced too much: {error}", channel_usable=False) from None
+    if kind is Kind.GOODBYE and (buffers or header_bytes or payload_bytes):
+        raise ProtocolViolation("the peer's goodbye carries a payload")
+    return Prefix(kind, buffers, header_bytes, payload_bytes)
+
+
+def pack_lengths(lengths: Sequence[int]) -> bytes:
+    """The table of a MESSAGE."""
+    return struct.pack(f"!{len(lengths)}Q", *lengths)
+
+
+def unpack_lengths(data: bytes | bytearray | memoryview, prefix: Prefix) -> tuple[int, ...]:
+    """Read the table of a MESSAGE; raises `ProtocolViolation` unless it adds up to the payload."""
+    lengths: tuple[int, ...] = struct.unpack(f"!{prefix.buffers}Q", data)
+    if sum(lengths) != prefix.payload_bytes:
+        raise ProtocolViolation("the peer's buffer lengths do not add up to its payload")
+    return lengths
+
+
+def pack_places(message_id: int, places: Sequence[tuple[int, int]]) -> bytes:
+    """The table of a SHARED frame: the id to acknowledge, then where each buffer lies."""
+    flat = [number for place in places for number in place]
+    return struct.pack(f"!{1 + len(flat)}Q", message_id, *flat)
+
+
+def unpack_places(
+    data: bytes | bytearray | memoryview, prefix: Prefix, segment_bytes: int
+) -> tuple[int, list[tuple[int, int]]]:
+    """Read the table of a SHARED frame; raises `ProtocolViolation` if a buffer leaves the segment."""
+    message_id, *flat = struct.unpack(f"!{1 + 2 * prefix.buffers}Q", data)
+    places = list(zip(flat[::2], flat[1::2], strict=True))
+    for offset, nbytes in places:
+        if offset + nbytes > segment_bytes:
+            raise ProtocolViolation("the peer's buffer lies outside of its segment")
+    if sum(nbytes for _, nbytes in places) != prefix.payload_bytes:
+        raise ProtocolViolation("the peer's buffer lengths do not add up to its payload")
+    return message_id, places

@@ -1,0 +1,325 @@
+"""Channels between processes of one host: control packets and payload in shared memory, a socket to wake the peer.
+
+Each side owns one sealed segment (`segment.py`), registered with the peer once, when the channel
+is made. Sending writes the payload into a lease of it (the one copy) and puts a packet that says
+where into a ring at the segment's beginning (`ring.py`); the receiver reads the payload in place and
+acknowledges on release, which returns the lease (`credit.py`). Payloads up to `inline_bytes` ride in
+the packet itself. A packet is there whole or not at all, so a time-out never tears a frame.
+
+The socket carries one byte to a peer that sleeps, and nothing while it is awake. When a process dies
+the kernel closes its sockets and the peer sees it at once, wherever it waits; what the dead had put
+into the ring is still there and comes first.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Sequence
+
+from plait_fabric.errors import (
+    Closed,
+    FabricError,
+    PeerClosed,
+    PeerLost,
+    ProtocolViolation,
+    RecvTimeout,
+    SendTimeout,
+)
+from plait_fabric.memory.pool import Lease, Pool
+from plait_fabric.memory.ring import Reader, Writer, ring_bytes
+from plait_fabric.memory.segment import Segment
+from plait_fabric.transport.base import ChannelBase, Deadline
+from plait_fabric.transport.credit import CreditLine
+from plait_fabric.transport.frames import (
+    PREFIX_BYTES,
+    Kind,
+    decode_header,
+    pack_head,
+    pack_lengths,
+    pack_one,
+    pack_places,
+    unpack_lengths,
+    unpack_one,
+    unpack_places,
+    unpack_prefix,
+)
+from plait_fabric.transport.staging import Part, align, leases_of, part_view, stage
+from plait_fabric.transport.waiting import POLL_IN, Waiter
+from plait_fabric.values import MAX_INLINE_BYTES, FabricOptions, Limits, Message
+
+__all__ = ["ShmChannel", "create_segment"]
+
+_SOCKET_BUFFER_BYTES = 1 << 20
+_WAKE = b"!"
+_LOOK_S = 1.0
+"""Who sleeps looks this often by itself. It is woken whenever there is something; this is for the unforeseen."""
+_ROOM_S = 2e-4
+"""How often a sender looks for room in the ring, which is rare: the ring holds more packets than the credit window."""
+_LOOKS = 16
+"""How often to look before other threads get a chance: they wait for less than two microseconds."""
+_TRUSTED_SENDS = 32
+"""After so many packets to a peer that did not sleep, see whether it still lives."""
+
+
+def create_segment(options: FabricOptions) -> tuple[Segment, int]:
+    """A segment with an empty ring, ready for the peer, and its descriptor to pass (the caller closes it)."""
+    room = ring_bytes(_largest_packet(options.limits))
+    segment, descriptor = Segment.create(room + options.pool_bytes)
+    Writer(segment.memory[:room])
+    return segment, descriptor
+
+
+def _largest_packet(limits: Limits) -> int:
+    return PREFIX_BYTES + limits.header_bytes + 8 * (1 + 2 * limits.buffers) + MAX_INLINE_BYTES
+
+
+class ShmChannel(ChannelBase):
+    """One connected, authenticated pair of segments."""
+
+    def __init__(
+        self,
+        *,
+        control: socket.socket,
+        credit: socket.socket,
+        outgoing: Segment,
+        incoming: Segment,
+        peer: str,
+        options: FabricOptions,
+    ) -> None:
+        """Own both sockets; `outgoing` is ours to write (the ring, then the pool), `incoming` is the peer's.
+
+        Raises `ProtocolViolation` when the peer's segment has no ring.
+        """
+        for sock in (control, credit):
+            sock.setblocking(False)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER_BYTES)
+        ours = ring_bytes(_largest_packet(options.limits))
+        self._reader = Reader(incoming.memory)
+        self._writer = Writer(outgoing.memory[:ours])
+        self._arrivals = incoming.memory[self._reader.nbytes :]
+        self._credit = CreditLine(credit, self._fail)
+        super().__init__(pool=Pool(outgoing.memory[ours:], gate=self._credit), peer=peer, limits=options.limits)
+        self._control = control
+        self._inline_bytes = options.inline_bytes
+        self._in_flight_messages = options.in_flight_messages
+        self._spin_s = options.spin_s
+        self._largest_packet = _largest_packet(options.limits)
+        self._trusted = 0
+        self._readable = Waiter(control.fileno(), events=POLL_IN)
+        self._broken = Waiter(control.fileno(), events=0)
+
+    def _deliver(self, header: bytes, parts: list[Part], deadline: Deadline) -> None:
+        if len(parts) == 1 and isinstance(parts[0], memoryview) and parts[0].nbytes <= self._inline_bytes:
+            self._write(pack_one(header, parts[0].nbytes), deadline, parts)
+            return
+        nbytes = 0
+        ours = False
+        for part in parts:
+            nbytes += part.nbytes
+            ours = ours or (type(part) is Lease and part.pool is self._pool)
+        if ours or nbytes > self._inline_bytes:
+            self._send_shared(header, parts, nbytes, deadline)
+        else:
+            self._send_inline(header, parts, nbytes, deadline)
+
+    def _send_inline(self, header: bytes, parts: list[Part], nbytes: int, deadline: Deadline) -> None:
+        lengths = [part.nbytes for part in parts]
+        head = pack_head(Kind.MESSAGE, header, pack_lengths(lengths), buffers=len(lengths), payload_bytes=nbytes)
+        self._write(head, deadline, parts)
+        for lease in leases_of(parts):
+            lease.release()
+
+    def _send_shared(self, header: bytes, parts: list[Part], nbytes: int, deadline: Deadline) -> None:
+        self._wait_for_credit(deadline)
+        staged = stage(self._pool, parts, deadline.left_s(), self._is_ours)
+        message_id = self._credit.charge(staged.leases)
+        places = [(lease.offset + start, length) for lease, start, length in staged.places]
+        table = pack_places(message_id, places)
+        try:
+            self._write(pack_head(Kind.SHARED, header, table, buffers=len(places), payload_bytes=nbytes), deadline)
+        except BaseException:
+            for lease in self._credit.refund(message_id):
+                lease.release()
+            raise
+
+    def _is_ours(self, lease: Lease) -> bool:
+        return lease.pool is self._pool
+
+    def _wait_for_credit(self, deadline: Deadline) -> None:
+        if self._credit.in_flight < self._in_flight_messages:
+            return
+        self._credit.reap()
+        if self._credit.in_flight < self._in_flight_messages:
+            return
+        self._count_send_wait()
+        while True:
+            ticket = self._credit.ticket()
+            self._raise_if_unusable()
+            if self._credit.in_flight < self._in_flight_messages:
+                return
+            if deadline.passed or not self._credit.wait(ticket, deadline.left_s()):
+                raise SendTimeout(f"the peer released no message within {deadline.timeout_s} s")
+
+    def _write(self, head: bytes, deadline: Deadline, parts: Sequence[Part] = ()) -> None:
+        """Put a packet into the ring: the one copy of a payload that travels in it."""
+        payload = [part_view(part) for part in parts]
+        if not self._writer.put(head, payload):
+            self._wait_for_room(head, payload, deadline)
+        if payload:
+            self._count_copy(sum(map(len, payload)))
+        if self._writer.must_wake():
+            self._wake()
+        else:
+            self._trusted += 1
+            if self._trusted % _TRUSTED_SENDS == 0 and self._broken.wait(0.0):
+                raise self._lost("hung up")
+
+    def _wait_for_room(self, head: bytes, payload: Sequence[memoryview], deadline: Deadline) -> None:
+        self._count_send_wait()
+        while not self._writer.put(head, payload):
+            self._raise_if_unusable()
+            if deadline.passed:
+                raise SendTimeout(f"the peer took no message for {deadline.timeout_s} s")
+            if self._broken.wait(0.0):
+                raise self._lost("hung up")
+            time.sleep(_ROOM_S)
+
+    def _wake(self) -> None:
+        try:
+            self._control.send(_WAKE)
+        except BlockingIOError:
+            return  # it has more than one of these to read
+        except OSError as error:
+            self._raise_if_unusable()
+            raise self._lost(f"was lost while we sent: {error}") from error
+
+    def _collect(self, deadline: Deadline) -> tuple[Message, int]:
+        if not isinstance(self._failure, PeerLost):
+            self._raise_if_unusable()
+        try:
+            return self._parse(self._read_packet(deadline))
+        except FabricError as error:
+            if not error.channel_usable and not isinstance(error, PeerLost | Closed):
+                self._fail(error)
+                self._hang_up(goodbye=False)
+            raise
+
+    def _read_packet(self, deadline: Deadline) -> bytes:
+        packet = self._reader.take() or self._spin(deadline)
+        if packet is not None:
+            return packet
+        waited = gone = False
+        while True:
+            self._reader.sleeps(True)
+            try:
+                packet = self._reader.take()
+                if packet is not None:
+                    return packet
+                if gone:
+                    raise self._gone()
+                if not waited:
+                    self._count_recv_wait()
+                    waited = True
+                left_s = deadline.left_s()
+                if self._readable.wait(_LOOK_S if left_s is None else min(left_s, _LOOK_S)):
+                    gone = self._hear()  # and look once more: what was put before the end comes first
+                elif deadline.passed:
+                    raise RecvTimeout(f"no message within {deadline.timeout_s} s")
+            finally:
+                self._reader.sleeps(False)
+
+    def _spin(self, deadline: Deadline) -> bytes | None:
+        """Looks for a packet for `spin_s`."""
+        if not self._spin_s:
+            return None
+        until_s = time.monotonic() + self._spin_s
+        ready = self._reader.ready
+        while self._failure is None and time.monotonic() < until_s and not deadline.passed:
+            for _ in range(_LOOKS):
+                if ready():
+                    return self._reader.take()
+            if self._readable.wait(0.0):  # we are woken, or the peer is gone; and other threads had a chance to run
+                return None
+        return None
+
+    def _hear(self) -> bool:
+        """Takes what woke us from the socket; True if the peer is gone."""
+        try:
+            woken = self._control.recv(len(_WAKE) + 1)
+        except (BlockingIOError, ConnectionResetError):
+            return False  # the latter is reported once, ahead of what the peer had sent before it went
+        except OSError as error:
+            self._raise_if_unusable()
+            raise self._lost(f"was lost: {error}") from error
+        if woken not in (_WAKE, b""):
+            raise ProtocolViolation("the peer sent something that is not a fabric packet")
+        return not woken
+
+    def _gone(self) -> FabricError:
+        self._raise_if_unusable()
+        if self._reader.said_goodbye():
+            return self._fail(PeerClosed(f"the peer {self._peer} closed the channel"))
+        return self._lost("hung up")
+
+    def _parse(self, packet: bytes) -> tuple[Message, int]:
+        one = unpack_one(packet, self._limits)
+        if one is not None:
+            return Message(one[0], (memoryview(one[1]),), self._count_release), len(one[1])
+        if not PREFIX_BYTES <= len(packet) <= self._largest_packet:
+            raise ProtocolViolation("the peer sent a packet of impossible size")
+        prefix = unpack_prefix(packet, self._limits)
+        if prefix.kind is Kind.GOODBYE:
+            raise self._fail(PeerClosed(f"the peer {self._peer} closed the channel"))
+        table_at = PREFIX_BYTES + prefix.header_bytes
+        payload_at = table_at + prefix.table_bytes
+        inline_bytes = prefix.payload_bytes if prefix.kind is Kind.MESSAGE else 0
+        if len(packet) != payload_at + inline_bytes:
+            raise ProtocolViolation("the peer's packet does not have the length that it announces")
+        header = decode_header(packet[PREFIX_BYTES:table_at])
+        table = packet[table_at:payload_at]
+        if prefix.kind is Kind.MESSAGE:
+            views = _unpack_inline(packet[payload_at:], unpack_lengths(table, prefix))
+            return Message(header, views, self._count_release), prefix.payload_bytes
+        message_id, places = unpack_places(table, prefix, len(self._arrivals))
+        views = [self._arrivals[offset : offset + nbytes] for offset, nbytes in places]
+        return Message(header, views, self._releaser(message_id)), prefix.payload_bytes
+
+    def _releaser(self, message_id: int) -> Callable[[], None]:
+        def release() -> None:
+            self._count_release()
+            self._credit.acknowledge(message_id)
+
+        return release
+
+    def _hang_up(self, *, goodbye: bool) -> None:
+        try:
+            if goodbye:
+                self._writer.say_goodbye()
+            self._control.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        self._credit.hang_up(goodbye=goodbye)
+
+    def close(self) -> None:
+        """See `Channel.close`."""
+        if not self._close_once():
+            return
+        self._pool.shut(Closed("this side of the channel was closed"))
+        self._hang_up(goodbye=True)
+        with self._sending, self._receiving:
+            self._control.close()
+            self._credit.close()
+
+
+def _unpack_inline(payload: bytes, lengths: tuple[int, ...]) -> list[memoryview]:
+    """Move an inline payload out of the packet, each buffer on its alignment."""
+    room = memoryview(bytearray(sum(map(align, lengths))))
+    views: list[memoryview] = []
+    start = taken = 0
+    for nbytes in lengths:
+        room[start : start + nbytes] = payload[taken : taken + nbytes]
+        views.append(room[start : start + nbytes])
+        start += align(nbytes)
+        taken += nbytes
+    return views

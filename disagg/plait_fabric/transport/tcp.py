@@ -1,0 +1,383 @@
+"""Channels over TCP: frames gathered from the caller's memory, received straight into pooled leases.
+
+Sending copies nothing in this process (`sendmsg` reads the caller's memory); receiving reads into
+the lease that the message lends. A peer that dies closes its socket and we see it at once; a host
+that is cut off without a word is noticed after about 5 + 3 x 2 s: by keepalive while idle, and by
+the acknowledgements that do not come while data is in flight (TCP_USER_TIMEOUT, RFC 5482). A peer
+that stops in the middle of a frame is cut off after `stall_timeout_s`.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from plait_fabric.errors import (
+    AddressInUse,
+    AuthFailed,
+    BadAddress,
+    Closed,
+    ConnectTimeout,
+    FabricError,
+    FrameTooLarge,
+    PeerClosed,
+    PeerLost,
+    ProtocolViolation,
+    RecvTimeout,
+    SendTimeout,
+    Unreachable,
+)
+from plait_fabric.memory.pool import Lease, Pool
+from plait_fabric.protocols import Channel
+from plait_fabric.transport.acceptor import SocketListener
+from plait_fabric.transport.auth import (
+    CHALLENGE_BYTES,
+    PROOF_BYTES,
+    REFUSED,
+    RESPONSE_BYTES,
+    ClientHandshake,
+    ServerHandshake,
+)
+from plait_fabric.transport.base import ChannelBase, Deadline
+from plait_fabric.transport.frames import (
+    PREFIX_BYTES,
+    Kind,
+    Prefix,
+    decode_header,
+    pack_head,
+    pack_lengths,
+    unpack_lengths,
+    unpack_prefix,
+)
+from plait_fabric.transport.staging import Part, align, leases_of, part_view
+from plait_fabric.transport.waiting import POLL_IN, POLL_OUT, Waiter, finish_connect, recv_exactly
+from plait_fabric.values import Address, FabricOptions, Limits, Message
+
+__all__ = ["TcpChannel", "connect", "listen"]
+
+_GATHER = 512
+"""Buffers a `sendmsg`; IOV_MAX is 1024 on Linux."""
+_KEEPALIVE_PROBES = 3
+
+
+class _Frame(NamedTuple):
+    kind: Kind
+    header: bytes
+    views: list[memoryview]
+    lease: Lease | None
+
+
+class FrameReader:
+    """Cuts a byte stream into frames. Sans-io and resumable: fill `wanted`, then call `step`."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._begin()
+
+    def _begin(self) -> None:
+        self._prefix: Prefix | None = None
+        self._laid_out = False
+        self._lease: Lease | None = None
+        self._views: list[memoryview] = []
+        self._unfilled: list[memoryview] = []
+        self._bytes = bytearray(PREFIX_BYTES)
+        self.wanted = memoryview(self._bytes)
+
+    @property
+    def lease(self) -> Lease | None:
+        """The lease of a message that has arrived in part."""
+        return self._lease
+
+    @property
+    def begun(self) -> bool:
+        """Whether part of a frame has arrived."""
+        return self._prefix is not None or len(self.wanted) < PREFIX_BYTES
+
+    def filled(self, nbytes: int) -> None:
+        """The first `nbytes` of `wanted` have arrived."""
+        self.wanted = self.wanted[nbytes:]
+
+    def step(self, acquire: Callable[[int], Lease]) -> _Frame | None:
+        """Call when `wanted` is empty; sets the next `wanted`, or returns a whole frame.
+
+        Raises what `acquire` raises (call again later, nothing is lost), `ProtocolViolation`, `FrameTooLarge`.
+        """
+        if self._prefix is None:
+            self._prefix = unpack_prefix(self._bytes, self._limits)
+            if self._prefix.kind is Kind.SHARED:
+                raise ProtocolViolation("the peer announced shared memory on a stream")
+            self._bytes = bytearray(self._prefix.header_bytes + self._prefix.table_bytes)
+            self.wanted = memoryview(self._bytes)
+            if self.wanted:
+                return None
+        if not self._laid_out:
+            self._lay_out(self._prefix, acquire)
+        if self._unfilled:
+            self.wanted = self._unfilled.pop()
+            return None
+        frame = _Frame(self._prefix.kind, bytes(self._bytes[: self._prefix.header_bytes]), self._views, self._lease)
+        self._begin()
+        return frame
+
+    def _lay_out(self, prefix: Prefix, acquire: Callable[[int], Lease]) -> None:
+        lengths = unpack_lengths(memoryview(self._bytes)[prefix.header_bytes :], prefix)
+        if prefix.payload_bytes:
+            self._lease = acquire(sum(map(align, lengths)))
+        start = 0
+        for nbytes in lengths:
+            memory = self._lease.memory if self._lease else memoryview(bytearray(0))
+            self._views.append(memory[start : start + nbytes])
+            start += align(nbytes)
+        self._unfilled = [view for view in reversed(self._views) if view.nbytes]
+        self._laid_out = True
+
+
+class TcpChannel(ChannelBase):
+    """One connected, authenticated stream."""
+
+    def __init__(self, sock: socket.socket, peer: str, options: FabricOptions) -> None:
+        super().__init__(pool=Pool.anonymous(options.pool_bytes), peer=peer, limits=options.limits)
+        self._sock = sock
+        self._inbound_pool = Pool.anonymous(options.pool_bytes)
+        self._reader = FrameReader(options.limits)
+        self._stall_timeout_s = options.stall_timeout_s
+        self._spin_s = options.spin_s
+        self._heard_s = time.monotonic()
+        _tune(sock, options)
+        self._writable = Waiter(sock.fileno(), events=POLL_OUT)
+        self._readable = Waiter(sock.fileno(), events=POLL_IN)
+
+    def _deliver(self, header: bytes, parts: list[Part], deadline: Deadline) -> None:
+        views = [part_view(part) for part in parts]
+        lengths = [view.nbytes for view in views]
+        head = pack_head(Kind.MESSAGE, header, pack_lengths(lengths), buffers=len(lengths), payload_bytes=sum(lengths))
+        self._write([memoryview(head), *(view for view in views if view.nbytes)], deadline)
+        for lease in leases_of(parts):
+            lease.release()
+
+    def _write(self, views: list[memoryview], deadline: Deadline) -> None:
+        whole = views
+        try:
+            while views:
+                views = self._write_some(views, deadline)
+        except BaseException as error:
+            if views is whole or isinstance(error, PeerLost | Closed):
+                raise
+            # Part of a frame has left, so whatever comes next could not be understood.
+            torn = error if isinstance(error, SendTimeout) else ProtocolViolation("a send was interrupted in mid-frame")
+            self._fail(torn)
+            self._hang_up()
+            if torn is error:
+                raise SendTimeout(f"{error}; a frame is half sent", channel_usable=False) from None
+            raise
+
+    def _write_some(self, views: list[memoryview], deadline: Deadline) -> list[memoryview]:
+        waited = False
+        while True:
+            try:
+                return _advance(views, self._sock.sendmsg(views[:_GATHER]))
+            except BlockingIOError:
+                if not waited:
+                    self._count_send_wait()
+                    waited = True
+                if not self._writable.wait(deadline.left_s()):
+                    raise SendTimeout(f"the peer {self._peer} took no data for {deadline.timeout_s} s") from None
+            except OSError as error:
+                self._raise_if_unusable()
+                raise self._lost(f"was lost while we sent: {error}") from error
+
+    def _collect(self, deadline: Deadline) -> tuple[Message, int]:
+        if not isinstance(self._failure, PeerLost):
+            self._raise_if_unusable()
+        try:
+            frame = self._read_frame(deadline)
+            if frame.kind is Kind.GOODBYE:
+                raise self._fail(PeerClosed(f"the peer {self._peer} closed the channel"))
+            header = decode_header(frame.header)
+        except FabricError as error:
+            if not error.channel_usable and not isinstance(error, PeerLost | Closed):
+                self._fail(error)
+                self._hang_up()
+            raise
+        nbytes = sum(view.nbytes for view in frame.views)
+        return Message(header, frame.views, self._releaser(frame.lease)), nbytes
+
+    def _read_frame(self, deadline: Deadline) -> _Frame:
+        reader = self._reader
+        waited = False
+        while True:
+            if not reader.wanted:
+                frame = reader.step(lambda nbytes: self._room(nbytes, deadline))
+                if frame is not None:
+                    return frame
+                continue
+            try:
+                received = self._sock.recv_into(reader.wanted)
+            except BlockingIOError:
+                if not waited:
+                    self._count_recv_wait()
+                    waited = True
+                self._wait_for_bytes(deadline)
+                continue
+            except OSError as error:
+                self._raise_if_unusable()
+                raise self._lost(f"was lost: {error}") from error
+            if not received:
+                self._raise_if_unusable()
+                raise self._lost("hung up")
+            self._heard_s = time.monotonic()
+            reader.filled(received)
+
+    def _wait_for_bytes(self, deadline: Deadline) -> None:
+        """Waits until something can be read, or until it is time to look again."""
+        left_s = deadline.left_s()
+        if self._reader.begun:
+            patience_s = self._heard_s + self._stall_timeout_s - time.monotonic()
+            if patience_s <= 0:
+                raise ProtocolViolation(f"the peer sent part of a frame, then nothing for {self._stall_timeout_s} s")
+            left_s = patience_s if left_s is None else min(left_s, patience_s)
+        if not self._readable.wait(left_s, spin_s=self._spin_s) and deadline.passed:
+            raise RecvTimeout(f"no message within {deadline.timeout_s} s")
+
+    def _room(self, nbytes: int, deadline: Deadline) -> Lease:
+        if not self._inbound_pool.can_ever_lease(nbytes):
+            raise FrameTooLarge(f"the peer sends {nbytes} bytes; our pool has {self._inbound_pool.capacity_bytes}")
+        return self._inbound_pool.acquire(nbytes, deadline.left_s())
+
+    def _releaser(self, lease: Lease | None) -> Callable[[], None]:
+        def release() -> None:
+            self._count_release()
+            if lease is not None:
+                lease.release()
+
+        return release
+
+    def _hang_up(self) -> None:
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return
+
+    def close(self) -> None:
+        """See `Channel.close`."""
+        if not self._close_once():
+            return
+        if self._sending.acquire(blocking=False):
+            try:
+                self._sock.send(pack_head(Kind.GOODBYE, b"", b"", buffers=0, payload_bytes=0))
+            except OSError:
+                pass
+            finally:
+                self._sending.release()
+        self._hang_up()
+        ended = Closed("this side of the channel was closed")
+        self._pool.shut(ended)
+        self._inbound_pool.shut(ended)
+        with self._sending, self._receiving:
+            self._sock.close()
+            if self._reader.lease is not None and self._reader.lease.live:
+                self._reader.lease.release()
+
+
+def _advance(views: list[memoryview], sent: int) -> list[memoryview]:
+    """What is left to send after `sent` bytes."""
+    for index, view in enumerate(views):
+        if sent < view.nbytes:
+            return [view[sent:], *views[index + 1 :]]
+        sent -= view.nbytes
+    return []
+
+
+def _tune(sock: socket.socket, options: FabricOptions) -> None:
+    sock.setblocking(False)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    idle_s = options.tcp_keepalive_idle_s
+    interval_s = max(1, idle_s // 2)
+    for name, value in (
+        ("TCP_KEEPIDLE", idle_s),
+        ("TCP_KEEPINTVL", interval_s),
+        ("TCP_KEEPCNT", _KEEPALIVE_PROBES),
+        ("TCP_USER_TIMEOUT", 1000 * (idle_s + _KEEPALIVE_PROBES * interval_s)),
+    ):
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def connect(address: Address, secret: bytes, options: FabricOptions, deadline: Deadline) -> TcpChannel:
+    """Connect and authenticate; see `endpoints.connect`."""
+    handshake = ClientHandshake(secret, "tcp")
+    try:
+        sock = socket.create_connection((address.target, address.port), timeout=deadline.left_s())
+    except TimeoutError as error:
+        raise ConnectTimeout(f"{address} did not answer within {deadline.timeout_s} s") from error
+    except OSError as error:
+        raise Unreachable(f"nobody listens at {address}: {error}") from error
+    try:
+        response = handshake.respond(recv_exactly(sock, CHALLENGE_BYTES, deadline))
+        finish_connect(sock, deadline, lambda: sock.sendall(response))
+        handshake.verify(recv_exactly(sock, PROOF_BYTES, deadline))
+        return TcpChannel(sock, str(address), options)
+    except BaseException:
+        sock.close()
+        raise
+
+
+class _TcpArrival:
+    """See `acceptor.Arrival`."""
+
+    def __init__(self, sock: socket.socket, secret: bytes, options: FabricOptions) -> None:
+        self.sock = sock
+        self._handshake = ServerHandshake(secret, "tcp")
+        self._options = options
+        self._response = b""
+
+    def start(self) -> None:
+        self.sock.send(self._handshake.challenge)
+
+    def advance(self) -> Channel | None:
+        data = self.sock.recv(RESPONSE_BYTES - len(self._response))
+        if not data:
+            raise PeerLost("it hung up during the handshake")
+        self._response += data
+        if len(self._response) < RESPONSE_BYTES:
+            return None
+        try:
+            proof = self._handshake.prove(self._response)
+        except AuthFailed:
+            self.sock.send(REFUSED)
+            raise
+        self.sock.send(proof)
+        host, port, *_ = self.sock.getpeername()
+        return TcpChannel(self.sock, str(Address(scheme="tcp", target=host, port=port)), self._options)
+
+    def abandon(self) -> None:
+        self.sock.close()
+
+
+def listen(address: Address, secret: bytes, options: FabricOptions) -> SocketListener:
+    """Listen; see `endpoints.listen`. The port 0 takes a free one."""
+    family = socket.AF_INET6 if ":" in address.target else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((address.target, address.port))
+        sock.listen(128)
+    except socket.gaierror as error:
+        sock.close()
+        raise BadAddress(f"cannot resolve {address}: {error}") from error
+    except OSError as error:
+        sock.close()
+        kind = AddressInUse if error.errno == errno.EADDRINUSE else BadAddress
+        raise kind(f"cannot listen at {address}: {error.strerror}") from error
+    host, port, *_ = sock.getsockname()
+    return SocketListener(
+        sock,
+        address=str(Address(scheme="tcp", target=host, port=port)),
+        options=options,
+        arrive=lambda peer: _TcpArrival(peer, secret, options),
+        on_close=lambda: None,
+    )

@@ -1,0 +1,252 @@
+"""The records of the fabric: addresses, limits, options, messages and statistics. No input or output here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from plait_fabric.errors import BadAddress, FrameTooLarge, LeaseMisuse, WeakSecret
+
+__all__ = [
+    "MEASURED",
+    "Address",
+    "ChannelStatistics",
+    "Delivery",
+    "FabricOptions",
+    "Limits",
+    "Message",
+    "PoolStatistics",
+    "Scheme",
+    "check_secret",
+]
+
+Scheme = Literal["inproc", "shm", "tcp"]
+
+MIN_SECRET_BYTES = 16
+MAX_INLINE_BYTES = 32_768
+"""The most payload a control packet may carry; fixed, so that both sides size their packets alike."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Address:
+    """Where a listener is. `target` is a name (inproc), a socket path (shm) or a host (tcp)."""
+
+    scheme: Scheme
+    target: str
+    port: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """Read `inproc://name`, `shm:///path/of/socket` or `tcp://host:port`; raises `BadAddress`."""
+        scheme, separator, target = text.partition("://")
+        if not separator or not target:
+            raise BadAddress(f"{text!r} is not an address; use inproc://name, shm:///path or tcp://host:port")
+        if scheme == "inproc":
+            return cls(scheme="inproc", target=target)
+        if scheme == "shm":
+            return cls(scheme="shm", target=target)
+        if scheme == "tcp":
+            host, port = _split_host_port(text, target)
+            return cls(scheme="tcp", target=host, port=port)
+        raise BadAddress(f"{text!r} has the unknown scheme {scheme!r}; use inproc, shm or tcp")
+
+    def __str__(self) -> str:
+        if self.scheme != "tcp":
+            return f"{self.scheme}://{self.target}"
+        host = f"[{self.target}]" if ":" in self.target else self.target
+        return f"tcp://{host}:{self.port}"
+
+
+def _split_host_port(text: str, target: str) -> tuple[str, int]:
+    host, separator, port_text = target.rpartition(":")
+    if not separator or not host or not (port_text.isascii() and port_text.isdigit()):
+        raise BadAddress(f"{text!r} needs a host and a port, for example tcp://127.0.0.1:9000")
+    port = int(port_text)
+    if port > 65535:
+        raise BadAddress(f"{text!r} has the port {port}; the largest is 65535")
+    return host.removeprefix("[").removesuffix("]"), port
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What one message may hold. Both sides check before they allocate."""
+
+    header_bytes: int = 65_536
+    buffers: int = 1_024
+    message_bytes: int = 1 << 30
+
+    def hold(self, header_bytes: int, buffers: int, message_bytes: int) -> bool:
+        """Whether nothing is over."""
+        return header_bytes <= self.header_bytes and buffers <= self.buffers and message_bytes <= self.message_bytes
+
+    def check(self, *, header_bytes: int, buffers: int, message_bytes: int) -> None:
+        """Raise `FrameTooLarge` (marked usable: nothing was sent or allocated) if anything is over."""
+        if header_bytes > self.header_bytes:
+            raise _too_large("header bytes", header_bytes, self.header_bytes)
+        if buffers > self.buffers:
+            raise _too_large("buffers", buffers, self.buffers)
+        if message_bytes > self.message_bytes:
+            raise _too_large("message bytes", message_bytes, self.message_bytes)
+
+
+def _too_large(name: str, value: int, ceiling: int) -> FrameTooLarge:
+    return FrameTooLarge(f"{value} {name} are over the limit of {ceiling}", channel_usable=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FabricOptions:
+    """How a channel is built. Each side chooses its own, but `limits` should agree.
+
+    `pool_bytes` bounds the payload that waits in one direction, and so the largest message. It is
+    address space: memory is taken page by page as it is first used, and kept until the channel
+    closes. The default holds one message of the largest size (SDXL's residuals at 1024x1024 in fp16
+    are 53 MB a row). `in_flight_messages` is the credit window: messages
+    sent and not yet released by the receiver (shm and inproc; on tcp the kernel's socket buffers
+    and the receiver's pool are the bound). Payloads up to `inline_bytes` travel in the control
+    packet (shm), which is faster for small ones than a slot and its acknowledgement. A peer that sends part of a frame
+    and then nothing for `stall_timeout_s` is cut off; a host that answers nothing for `tcp_keepalive_idle_s` and
+    three probes is lost (tcp). A `recv` that finds nothing looks again and again for `spin_s` before
+    it sleeps (shm and tcp): waking up costs more than a small message, but a core that looks does nothing else.
+    """
+
+    limits: Limits = field(default_factory=Limits)
+    pool_bytes: int = 1 << 30
+    in_flight_messages: int = 128
+    inline_bytes: int = 8_192
+    handshake_timeout_s: float = 2.0
+    pending_handshakes: int = 64
+    stall_timeout_s: float = 10.0
+    spin_s: float = 0.0
+    tcp_keepalive_idle_s: int = 5
+
+    def __post_init__(self) -> None:
+        for name in ("pool_bytes", "in_flight_messages", "pending_handshakes", "tcp_keepalive_idle_s"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.in_flight_messages > 256:
+            raise ValueError(f"in_flight_messages must be at most 256, got {self.in_flight_messages}")
+        if not 0 <= self.inline_bytes <= MAX_INLINE_BYTES:
+            raise ValueError(f"inline_bytes must be between 0 and {MAX_INLINE_BYTES}, got {self.inline_bytes}")
+        if not 0 <= self.spin_s <= 1:
+            raise ValueError(f"spin_s must be between 0 and 1, got {self.spin_s}")
+        for name in ("handshake_timeout_s", "stall_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+
+
+def check_secret(secret: bytes) -> bytes:
+    """Return the secret, or raise `WeakSecret` when it is too short to authenticate anybody."""
+    if len(secret) < MIN_SECRET_BYTES:
+        raise WeakSecret(f"the fabric secret has {len(secret)} bytes; at least {MIN_SECRET_BYTES} are needed")
+    return bytes(secret)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """How a message came: over what is there (measured), or at the pace of a model of a link.
+
+    Modelled: ``modelled_s`` from the post to the delivery as the link has it; ``late_s`` by how much the host was
+    slower than that although somebody waited for the message.
+    """
+
+    kind: Literal["measured", "modelled"] = "measured"
+    link: str = ""
+    modelled_s: float = 0.0
+    late_s: float = 0.0
+
+    @property
+    def host_slower(self) -> bool:
+        """Whether the model's time is not what the receiver saw."""
+        return self.late_s > 0
+
+
+MEASURED = Delivery()
+
+
+class Message:
+    """A received message. Its buffers are lent: they are yours, writable, until `release()`.
+
+    The buffers view the fabric's own memory (no copy was made for you). After `release()` that
+    memory carries other messages: read nothing through a view or a tensor that you kept. Such a
+    view never crashes the process (it keeps the mapping alive), but its contents change.
+    Use the message as a context manager, or call `release()` once, from any thread.
+    """
+
+    __slots__ = ("_buffers", "_releases", "delivery", "header")
+
+    def __init__(
+        self,
+        header: Mapping[str, Any],
+        buffers: Sequence[memoryview],
+        on_release: Callable[[], None],
+        *,
+        delivery: Delivery = MEASURED,
+    ) -> None:
+        self.header = header
+        self.delivery = delivery
+        self._buffers: tuple[memoryview, ...] | None = tuple(buffers)
+        self._releases = [on_release]  # popped once: that is atomic, and cheaper than a lock for every message
+
+    @property
+    def buffers(self) -> tuple[memoryview, ...]:
+        """The payload, one writable view of bytes per sent buffer; raises `LeaseMisuse` after release."""
+        if self._buffers is None:
+            raise LeaseMisuse("the message was released; its buffers belong to the channel again")
+        return self._buffers
+
+    def release(self) -> None:
+        """Give the memory back to the sender; raises `LeaseMisuse` on the second call."""
+        try:
+            on_release = self._releases.pop()
+        except IndexError:
+            raise LeaseMisuse("the message was released twice") from None
+        self._buffers = None
+        on_release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._buffers is not None:
+            self.release()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolStatistics:
+    """A snapshot of a pool. `leases` that stays above zero at rest is a leak."""
+
+    capacity_bytes: int
+    leased_bytes: int
+    leases: int
+    peak_leased_bytes: int
+    acquired: int
+    waits: int
+    refusals: int
+    copies: int
+    copied_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChannelStatistics:
+    """A snapshot of a channel, counted since it was made.
+
+    `copies` and `copied_bytes` count payload copies that this process made while sending; receiving
+    makes none (but for payloads of at most `inline_bytes`, which are moved out of the packet).
+    `send_waits` counts sends that had to wait for the peer (credit, room in the pool or in the
+    socket); `recv_waits` counts receives that found nothing ready.
+    `open_messages` counts received messages that were not released yet.
+    """
+
+    messages_sent: int
+    messages_received: int
+    bytes_sent: int
+    bytes_received: int
+    copies: int
+    copied_bytes: int
+    send_waits: int
+    recv_waits: int
+    open_messages: int
