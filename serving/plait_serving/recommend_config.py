@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from plait_disagg.workers.knobs import CachePolicy, Order, WireFormat, WorkerKnobs
+from plait_disagg.queue.knobs import CachePolicy, Order, WireFormat, WorkerKnobs
 from plait_serving.config import FolderPath, Name
 from plait_serving.starter.manifest import WEIGHTS
 
@@ -76,7 +76,7 @@ class CnKnobs(Knobs):
 
 
 class Replicas(_Section):
-    """A number of replicas that follows the load; `plait_disagg.workers.scale` says how."""
+    """A number of replicas that follows the load; `plait_disagg.queue.scale` says how."""
 
     min: Annotated[int, Field(ge=1, le=64)] = 1
     max: Annotated[int, Field(ge=1, le=64)]

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from plait_disagg.workers.errors import BadInput, Busy, DeadlinePassed, RankError, Unavailable
-from plait_disagg.workers.jobs import Core
-from plait_disagg.workers.knobs import WorkerKnobs
-from plait_disagg.workers.protocols import Ranker
-from plait_disagg.workers.values import RankAnswer
+from plait_disagg.errors import BadInput, Busy, DeadlinePassed, RankError, Unavailable
+from plait_disagg.protocols import Ranker
+from plait_disagg.queue.jobs import Core
+from plait_disagg.queue.knobs import WorkerKnobs
+from plait_disagg.values import RankAnswer
 from support import ranking as kit
 from support.rank_fabric import Rig, until
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from plait_disagg.workers.errors import Busy
+from plait_disagg.errors import Busy
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.testing_rank import FakeRanker, fake_outputs, fake_recommenders

@@ -22,8 +22,8 @@ from plait.app import AppArgs, compose
 from plait.config import INGRESS, ServerSection
 from plait.ports import hold_port
 from plait.tuning.usage import replica_pids
+from plait_disagg.errors import Unavailable
 from plait_disagg.package import Package
-from plait_disagg.workers.errors import Unavailable
 from plait_disagg.workers.remote import RemoteRanker
 from plait_fabric.rpc.replicas import Replica
 from plait_serving.deployments.reach import ServeReplicas

@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from plait_disagg.errors import BadInput
+from plait_disagg.messages.wire import hello_header
 from plait_disagg.models.configs import build
 from plait_disagg.package import Options, Package, open_package, write_package
+from plait_disagg.queue.knobs import WorkerKnobs
+from plait_disagg.values import RankAnswer
 from plait_disagg.workers.cn import CnCore
-from plait_disagg.workers.errors import BadInput
 from plait_disagg.workers.hn import HnWorker
-from plait_disagg.workers.knobs import WorkerKnobs
 from plait_disagg.workers.ranker import CoreRanker
-from plait_disagg.workers.values import RankAnswer
-from plait_disagg.workers.wire import hello_header
 from plait_fabric import connect
 from support import rank_rows as kit
 from support.rank_fabric import QUICK, Rig, until

@@ -12,13 +12,13 @@ from contextlib import suppress
 import pytest
 import torch
 
+from plait_disagg.errors import DeadlinePassed, Unavailable
+from plait_disagg.messages.wire import done_message, failed_header, parse_dense, welcome_header
+from plait_disagg.protocols import Ranker
+from plait_disagg.queue.knobs import WorkerKnobs
+from plait_disagg.queue.scale import Gauge, Scaling, State, decide, hn_pressure
 from plait_disagg.workers.cn import CnCore
-from plait_disagg.workers.errors import DeadlinePassed, Unavailable
 from plait_disagg.workers.hn import HnWorker
-from plait_disagg.workers.knobs import WorkerKnobs
-from plait_disagg.workers.protocols import Ranker
-from plait_disagg.workers.scale import Gauge, Scaling, State, decide, hn_pressure
-from plait_disagg.workers.wire import done_message, failed_header, parse_dense, welcome_header
 from plait_fabric import Channel, FabricError
 from support import ranking as kit
 from support.rank_fabric import Rig, until

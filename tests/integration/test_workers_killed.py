@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from plait_disagg.workers.errors import RankError
+from plait_disagg.errors import RankError
 from plait_disagg.workers.remote import RemoteRanker
 from plait_fabric import Unreachable, connect, new_secret
 from plait_fabric.rpc.replicas import Link, NoReplica

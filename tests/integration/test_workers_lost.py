@@ -15,9 +15,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from plait_disagg.workers.errors import RankError, Unavailable
-from plait_disagg.workers.knobs import WorkerKnobs
-from plait_disagg.workers.wire import hello_header
+from plait_disagg.errors import RankError, Unavailable
+from plait_disagg.messages.wire import hello_header
+from plait_disagg.queue.knobs import WorkerKnobs
 from plait_fabric import connect
 from support import ranking as kit
 from support.rank_fabric import Rig, until

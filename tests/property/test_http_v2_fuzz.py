@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from plait_disagg.workers.errors import BadInput
+from plait_disagg.errors import BadInput
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.testing_rank import FAKE_CARD, FakeRanker
 from plait_serving.http.v2_wire import DTYPES, parse_infer

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from plait_disagg.package import Package
-from plait_disagg.workers.values import RankAnswer
+from plait_disagg.values import RankAnswer
 from support import refresh as kit
 from support.rank_fabric import Rig
 

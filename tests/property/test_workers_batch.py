@@ -6,10 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait_disagg.workers.batch import cut, join, user_of
-from plait_disagg.workers.knobs import WireFormat
-from plait_disagg.workers.layout import decode, describe, encode, layout_of_inputs, parse_layout
-from plait_disagg.workers.wire import parse_rank, rank_message
+from plait_disagg.messages.layout import decode, describe, encode, layout_of_inputs, parse_layout
+from plait_disagg.messages.wire import parse_rank, rank_message
+from plait_disagg.queue.batch import cut, join, user_of
+from plait_disagg.queue.knobs import WireFormat
 from plait_fabric.transport.inproc import pair
 from support import ranking as kit
 

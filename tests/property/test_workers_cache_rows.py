@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plait_disagg.messages.hot_rows import HotRows, RowReceiver, RowSavings, RowSender
+from plait_disagg.messages.wire import DenseAsk, dense_message, parse_dense
 from plait_disagg.package import Package
-from plait_disagg.workers.hot_rows import HotRows, RowReceiver, RowSavings, RowSender
-from plait_disagg.workers.knobs import CachePolicy, WireFormat, WorkerKnobs
-from plait_disagg.workers.wire import DenseAsk, dense_message, parse_dense
+from plait_disagg.queue.knobs import CachePolicy, WireFormat, WorkerKnobs
 from plait_fabric.memory.pool import Lease, Pool
 from support import rank_rows as kit
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait_disagg.workers.knobs import WorkerKnobs
-from plait_disagg.workers.order import PATIENCE_S, Waiting
-from plait_disagg.workers.pace import Pace
+from plait_disagg.queue.knobs import WorkerKnobs
+from plait_disagg.queue.order import PATIENCE_S, Waiting
+from plait_disagg.queue.pace import Pace
 from support.rank_queue import Piece
 
 PIECES = st.builds(

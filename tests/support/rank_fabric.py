@@ -12,15 +12,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from plait_disagg.queue.jobs import Core
+from plait_disagg.queue.knobs import WorkerKnobs
+from plait_disagg.values import ModelCard
 from plait_disagg.workers.cn import CnCore
 from plait_disagg.workers.front import Front
 from plait_disagg.workers.hn import HnWorker
-from plait_disagg.workers.jobs import Core
-from plait_disagg.workers.knobs import WorkerKnobs
 from plait_disagg.workers.lines import Backoff, Connect
 from plait_disagg.workers.ranker import CoreRanker
 from plait_disagg.workers.remote import RemoteRanker
-from plait_disagg.workers.values import ModelCard
 from plait_disagg.workers.whole import WholeCore
 from plait_fabric import Listener, Unreachable, connect, listen, new_secret
 from plait_fabric.rpc.replicas import Link, NoReplica

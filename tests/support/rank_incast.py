@@ -7,7 +7,7 @@ import itertools
 import random
 from dataclasses import dataclass
 
-from plait_disagg.workers.window import Window
+from plait_disagg.queue.window import Window
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from plait_disagg.workers.errors import Busy, RankError
-from plait_disagg.workers.knobs import WorkerKnobs
-from plait_disagg.workers.order import Waiting
-from plait_disagg.workers.pace import Pace
+from plait_disagg.errors import Busy, RankError
+from plait_disagg.queue.knobs import WorkerKnobs
+from plait_disagg.queue.order import Waiting
+from plait_disagg.queue.pace import Pace
 
 
 @dataclass(eq=False, kw_only=True)

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from plait_disagg.graph.inputs import Ids, Input
+from plait_disagg.messages.check import check_request
 from plait_disagg.models.requests import random_request
 from plait_disagg.package import Options, Package, open_package, write_package
 from plait_disagg.package.halves import CompiledDense
 from plait_disagg.tables.values import OutOfRange
-from plait_disagg.workers.check import check_request
-from plait_disagg.workers.values import RankRequest
+from plait_disagg.values import RankRequest
 
 ITEMS, KINDS, DIM = 300, 20, 16
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from plait_disagg.package import Package
-from plait_disagg.workers.protocols import ItemStore
+from plait_disagg.protocols import ItemStore
 from plait_serving.deployments.rank_source import Opened
 from plait_serving.recommend_config import RankRole
 from support import ranking as kit

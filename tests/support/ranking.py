@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from plait_disagg.graph.inputs import Bag, Dense, Ids, Input
-from plait_disagg.workers.batch import join
-from plait_disagg.workers.check import check_request
-from plait_disagg.workers.values import ModelCard, RankRequest
+from plait_disagg.messages.check import check_request
+from plait_disagg.queue.batch import join
+from plait_disagg.values import ModelCard, RankRequest
 
 ROWS, DIM = 1000, 16
 

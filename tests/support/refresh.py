@@ -17,19 +17,19 @@ from plait_disagg.graph.edit import reads
 from plait_disagg.graph.inputs import Bag, Dense, Ids, Input
 from plait_disagg.graph.operators import SIZE
 from plait_disagg.graph.program import LOOKUP
+from plait_disagg.messages.check import check_request
 from plait_disagg.package import Options, Package, open_package, write
+from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.refresh.fold import fold_updates
 from plait_disagg.refresh.journal import UPDATES, Journal
 from plait_disagg.refresh.live import open_live
 from plait_disagg.refresh.publish import publish
 from plait_disagg.refresh.update import Rows, Update, write_update
-from plait_disagg.workers.check import check_request
+from plait_disagg.values import RankAnswer, RankRequest
 from plait_disagg.workers.cn import CnCore
 from plait_disagg.workers.hn import HnWorker
-from plait_disagg.workers.knobs import WorkerKnobs
 from plait_disagg.workers.ranker import CoreRanker
 from plait_disagg.workers.refresher import Refresher
-from plait_disagg.workers.values import RankAnswer, RankRequest
 from plait_disagg.workers.whole import WholeCore
 from support.rank_fabric import QUICK, Rig, until
 

@@ -18,7 +18,7 @@ from plait_bench.job import Job, measure
 from plait_bench.records import read
 from plait_disagg.graph.feed import for_module, sample, together
 from plait_disagg.graph.inputs import Bag, Dense, Ids
-from plait_disagg.workers.values import RankRequest
+from plait_disagg.values import RankRequest
 
 INPUTS = (Dense("age", "user", (3,)), Bag("liked", "user"), Ids("item", "item"), Bag("tags", "item"))
 

@@ -11,8 +11,8 @@ import pytest
 from plait_bench.disagg import overload, split_cost
 from plait_bench.disagg.goodput import LIMIT_MS
 from plait_bench.disagg.overload import LOADS, Phase, kept, open_loop
-from plait_disagg.workers.errors import Busy, DeadlinePassed
-from plait_disagg.workers.values import RankRequest
+from plait_disagg.errors import Busy, DeadlinePassed
+from plait_disagg.values import RankRequest
 from support import ranking as kit
 
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from plait.config import PlaitConfig, dump_config, load_config, parse_config
 from plait.errors import ConfigError
-from plait_disagg.workers.knobs import WorkerKnobs
+from plait_disagg.queue.knobs import WorkerKnobs
 from plait_serving.config import ControlNetSection
 from plait_serving.recommend_config import CnSection, HnSection, RecommenderSection, RecommendSection, WholeSection
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from starlette.testclient import TestClient
 
+from plait_disagg.errors import Unavailable
 from plait_disagg.graph.inputs import Dense, Ids
-from plait_disagg.workers.errors import Unavailable
-from plait_disagg.workers.values import ModelCard, RankAnswer
+from plait_disagg.values import ModelCard, RankAnswer
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.recommend_values import ranking

@@ -13,8 +13,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
-from plait_disagg.workers import errors as rank_errors
-from plait_disagg.workers.errors import Busy, DeadlinePassed, RankError, Unavailable
+from plait_disagg import errors as rank_errors
+from plait_disagg.errors import Busy, DeadlinePassed, RankError, Unavailable
 from plait_serving.http.app import create_app
 from plait_serving.http.auth import ApiKey, Role
 from plait_serving.http.context import HttpSettings

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from plait_disagg.errors import BadInput
 from plait_disagg.graph.inputs import Bag, Dense, Ids, tensor_names
-from plait_disagg.workers.errors import BadInput
 from plait_serving.http.testing_rank import FAKE_CARD
 from plait_serving.http.v2_inputs import Binder
 from support.http_rank import arrays

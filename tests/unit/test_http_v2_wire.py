@@ -8,7 +8,7 @@ import numpy as np
 import orjson
 import pytest
 
-from plait_disagg.workers.errors import BadInput
+from plait_disagg.errors import BadInput
 from plait_serving.http.v2_wire import DTYPES, TooLarge, encode_answer, parse_infer
 from support.http_rank import arrays, as_binary, as_json
 

@@ -14,8 +14,8 @@ from torch import nn
 from plait_disagg.graph.errors import Refused
 from plait_disagg.graph.feed import for_module, sample, together
 from plait_disagg.graph.inputs import Bag, Dense, Ids
+from plait_disagg.messages.check import check_request
 from plait_disagg.package import Items, Options, PackageError, StoredItems, open_package, write_package
-from plait_disagg.workers.check import check_request
 
 INPUTS = (Dense("age", "user"), Bag("liked", "user"), Ids("item", "item"), Bag("genres", "item"), Dense("year", "item"))
 ITEMS, GENRES = 40, 12

@@ -11,7 +11,7 @@ from ray.serve._private.autoscaling_state import _resolve_policy_callable
 from ray.serve.autoscaling_policy import _apply_autoscaling_config
 from ray.serve.config import AutoscalingConfig
 
-from plait_disagg.workers.knobs import WorkerKnobs
+from plait_disagg.queue.knobs import WorkerKnobs
 from plait_serving.deployments.scaling import PRESSURE, autoscaling
 from plait_serving.deployments.threads import choose_omp_wait
 from plait_serving.recommend_config import CnKnobs, HnSection, Knobs, RecommenderSection, RecommendSection, Replicas

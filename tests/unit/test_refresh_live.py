@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from plait_disagg.errors import Unavailable
 from plait_disagg.package import Package, PackageError, open_package
+from plait_disagg.queue.between import Between
 from plait_disagg.refresh.errors import BadUpdate, NotPublished
 from plait_disagg.refresh.fold import fold_updates
 from plait_disagg.refresh.journal import Journal
@@ -23,10 +25,8 @@ from plait_disagg.refresh.publish import publish
 from plait_disagg.refresh.update import Update
 from plait_disagg.tables.storage import open_tables, write_tables
 from plait_disagg.tables.writing import touch_pages, write_rows
-from plait_disagg.workers.between import Between
-from plait_disagg.workers.errors import Unavailable
+from plait_disagg.values import RankAnswer
 from plait_disagg.workers.remote import RemoteRanker
-from plait_disagg.workers.values import RankAnswer
 from support import refresh as kit
 from support.rank_fabric import QUICK, Rig, until
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from plait_disagg.graph.inputs import Bag, check_inputs, tensor_names
 from plait_disagg.package import open_package
-from plait_disagg.workers.values import RankRequest
+from plait_disagg.values import RankRequest
 from plait_serving.starter.manifest import manifest_problems
 from plait_serving.starter.recommend import build, item_names, items
 from plait_serving.starter.recommend.auc import auc

@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from plait_disagg.errors import RankError
 from plait_disagg.graph.program import LOOKUP, Node, Port, Program, Ref
+from plait_disagg.messages import hot_rows
+from plait_disagg.messages.check import check_request
+from plait_disagg.messages.hot_rows import HotRows, RowReceiver, RowSavings, RowSender
+from plait_disagg.messages.wire import WireError, dense_message, parse_dense
 from plait_disagg.package import Package
 from plait_disagg.package.cached import CachedPort, without_rows
+from plait_disagg.protocols import RowSource
+from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.tables.cache import OutOfStep
 from plait_disagg.tables.protocols import BadId
 from plait_disagg.tables.values import OutOfRange, Table
-from plait_disagg.workers import hot_rows
-from plait_disagg.workers.check import check_request
-from plait_disagg.workers.errors import RankError
-from plait_disagg.workers.hot_rows import HotRows, RowReceiver, RowSavings, RowSender
-from plait_disagg.workers.knobs import WorkerKnobs
-from plait_disagg.workers.protocols import RowSource
-from plait_disagg.workers.wire import WireError, dense_message, parse_dense
 from plait_fabric.memory.pool import Pool
 from support import rank_rows as kit
 from support.ranking import FakeSparse

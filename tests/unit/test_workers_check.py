@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from plait_disagg.errors import BadInput
 from plait_disagg.graph.inputs import Dense, Ids
-from plait_disagg.workers.check import check_request
-from plait_disagg.workers.errors import BadInput
-from plait_disagg.workers.values import ModelCard
+from plait_disagg.messages.check import check_request
+from plait_disagg.values import ModelCard
 from support import ranking as kit
 
 

@@ -11,9 +11,9 @@ from unittest.mock import patch
 
 import pytest
 
-from plait_disagg.workers.delay import Delay
-from plait_disagg.workers.errors import DeadlinePassed
-from plait_disagg.workers.jobs import Job
+from plait_disagg.errors import DeadlinePassed
+from plait_disagg.queue.delay import Delay
+from plait_disagg.queue.jobs import Job
 from support import ranking as kit
 from support.rank_fabric import Rig
 

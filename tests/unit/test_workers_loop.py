@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from plait_disagg.workers.errors import Busy, RankError, Unavailable
-from plait_disagg.workers.knobs import WorkerKnobs
-from plait_disagg.workers.loop import ComputeLoop, Inbox
-from plait_disagg.workers.pace import Pace
+from plait_disagg.errors import Busy, RankError, Unavailable
+from plait_disagg.queue.knobs import WorkerKnobs
+from plait_disagg.queue.loop import ComputeLoop, Inbox
+from plait_disagg.queue.pace import Pace
 from support import rank_queue
 
 

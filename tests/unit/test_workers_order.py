@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from plait_disagg.workers.errors import Busy, DeadlinePassed
-from plait_disagg.workers.knobs import WorkerKnobs
-from plait_disagg.workers.order import PATIENCE_S, Elsewhere, Waiting, too_late
-from plait_disagg.workers.pace import LEAST_MARGIN, Pace
+from plait_disagg.errors import Busy, DeadlinePassed
+from plait_disagg.queue.knobs import WorkerKnobs
+from plait_disagg.queue.order import PATIENCE_S, Elsewhere, Waiting, too_late
+from plait_disagg.queue.pace import LEAST_MARGIN, Pace
 from support.rank_queue import Piece, run_queue
 
 OFF = WorkerKnobs(order="arrival", refuse_late=False, largest_batch_rows=512)
@@ -238,7 +238,7 @@ def test_goodput_holds_where_answers_are_later_than_any_forecast(monkeypatch: py
 
     learned = goodputs()
     assert min(learned[2:]) > 0.9 * max(learned)
-    monkeypatch.setattr("plait_disagg.workers.pace._MOST_MARGIN", LEAST_MARGIN)
+    monkeypatch.setattr("plait_disagg.queue.pace._MOST_MARGIN", LEAST_MARGIN)
     fixed = goodputs()
     assert max(fixed[2:]) < 0.75 * max(fixed)
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from plait_disagg.workers.scale import Gauge, Scaling, State, cn_pressure, decide, hn_pressure
+from plait_disagg.queue.scale import Gauge, Scaling, State, cn_pressure, decide, hn_pressure
 
 SCALING = Scaling(least=1, most=6, up_after_s=2.0, down_after_s=20.0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from plait_disagg.workers.window import Window
+from plait_disagg.queue.window import Window
 from support.rank_incast import run_incast
 
 

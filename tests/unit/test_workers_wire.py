@@ -10,13 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait_disagg.workers.batch import cut
-from plait_disagg.workers.cards import card_from_json, card_to_json
-from plait_disagg.workers.counting import NowAndThen, added_up
-from plait_disagg.workers.errors import BadInput, Busy, DeadlinePassed, RankError, Unavailable, UnknownModel
-from plait_disagg.workers.layout import Counts, LayoutError, decode, describe, encode, layout_of_inputs, parse_layout
-from plait_disagg.workers.values import RankAnswer, RankTimings
-from plait_disagg.workers.wire import (
+from plait_disagg.errors import BadInput, Busy, DeadlinePassed, RankError, Unavailable, UnknownModel
+from plait_disagg.messages.cards import card_from_json, card_to_json
+from plait_disagg.messages.layout import Counts, LayoutError, decode, describe, encode, layout_of_inputs, parse_layout
+from plait_disagg.messages.wire import (
     WireError,
     answers_message,
     dense_message,
@@ -35,6 +32,9 @@ from plait_disagg.workers.wire import (
     version_header,
     welcome_header,
 )
+from plait_disagg.queue.batch import cut
+from plait_disagg.queue.counting import NowAndThen, added_up
+from plait_disagg.values import RankAnswer, RankTimings
 from plait_fabric.memory.pool import Pool
 from plait_fabric.transport.inproc import pair
 from support import ranking as kit

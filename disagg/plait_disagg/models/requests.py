@@ -9,7 +9,7 @@ import torch
 
 from plait_disagg.graph.feed import Draw, sample
 from plait_disagg.graph.inputs import Input
-from plait_disagg.workers.values import RankRequest
+from plait_disagg.values import RankRequest
 
 __all__ = ["random_request", "zipf"]
 

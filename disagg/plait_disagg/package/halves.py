@@ -11,11 +11,11 @@ import torch
 from plait_disagg.graph.execute import Compiled
 from plait_disagg.graph.inputs import Input
 from plait_disagg.graph.program import USER_OF
+from plait_disagg.queue.batch import join, user_of
 from plait_disagg.tables.ids import settle_ids
 from plait_disagg.tables.protocols import Ask, Tables
 from plait_disagg.tables.values import Lookup, Table
-from plait_disagg.workers.batch import join, user_of
-from plait_disagg.workers.values import RankRequest
+from plait_disagg.values import RankRequest
 
 __all__ = ["BareRows", "CompiledDense", "CompiledSparse"]
 

@@ -34,7 +34,7 @@ from plait_disagg.tables.errors import BadTableFile
 from plait_disagg.tables.fused import FusedTables
 from plait_disagg.tables.protocols import Tables
 from plait_disagg.tables.storage import TableSet, open_tables
-from plait_disagg.workers.values import ModelCard
+from plait_disagg.values import ModelCard
 
 __all__ = ["Package", "open_package"]
 

@@ -8,8 +8,8 @@ from typing import Protocol
 
 import torch
 
+from plait_disagg.protocols import DenseHalf, SparseHalf
 from plait_disagg.tables.writing import touch_pages, write_rows
-from plait_disagg.workers.protocols import DenseHalf, SparseHalf
 
 __all__ = ["KEPT", "Change", "Changing", "Write"]
 

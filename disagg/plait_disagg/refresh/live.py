@@ -15,7 +15,7 @@ from plait_disagg.refresh.check import RowWrites, check_constants, check_names, 
 from plait_disagg.refresh.errors import BadUpdate
 from plait_disagg.refresh.journal import Journal
 from plait_disagg.refresh.update import Update, read_update
-from plait_disagg.workers.values import ModelCard
+from plait_disagg.values import ModelCard
 
 __all__ = ["Live", "checked", "open_live"]
 

@@ -16,21 +16,21 @@ from typing import Any, TypeAlias
 
 import torch
 
+from plait_disagg.errors import Busy, DeadlinePassed, RankError, Unavailable
+from plait_disagg.messages.flow import Flow, due_of, flow_field, parse_queued_s
+from plait_disagg.messages.hot_rows import HotRows, RowSavings, RowSender
+from plait_disagg.messages.wire import WireError, dense_message, parse_done, parse_metrics
+from plait_disagg.protocols import RowSource, SparseHalf
+from plait_disagg.queue.batch import cut
+from plait_disagg.queue.between import Between
+from plait_disagg.queue.counting import added_up
+from plait_disagg.queue.jobs import Job, settle
+from plait_disagg.queue.knobs import WireFormat, WorkerKnobs
+from plait_disagg.queue.loop import ComputeLoop
+from plait_disagg.queue.window import Window
 from plait_disagg.refresh.change import Change
-from plait_disagg.workers.batch import cut
-from plait_disagg.workers.between import Between
-from plait_disagg.workers.counting import added_up
-from plait_disagg.workers.errors import Busy, DeadlinePassed, RankError, Unavailable
-from plait_disagg.workers.flow import Flow, due_of, flow_field, parse_queued_s
-from plait_disagg.workers.hot_rows import HotRows, RowSavings, RowSender
-from plait_disagg.workers.jobs import Job, settle
-from plait_disagg.workers.knobs import WireFormat, WorkerKnobs
+from plait_disagg.values import ModelCard, RankAnswer, RankTimings
 from plait_disagg.workers.lines import Backoff, Connect, Line, Lines
-from plait_disagg.workers.loop import ComputeLoop
-from plait_disagg.workers.protocols import RowSource, SparseHalf
-from plait_disagg.workers.values import ModelCard, RankAnswer, RankTimings
-from plait_disagg.workers.window import Window
-from plait_disagg.workers.wire import WireError, dense_message, parse_done, parse_metrics
 from plait_fabric import Buffer, Message, Pool
 
 __all__ = ["CnCore"]

@@ -7,11 +7,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from plait_disagg.workers.errors import BadInput, RankError
-from plait_disagg.workers.jobs import Core, Job, Outcome
-from plait_disagg.workers.layout import layout_of_inputs
+from plait_disagg.errors import BadInput, RankError
+from plait_disagg.messages.layout import layout_of_inputs
+from plait_disagg.messages.wire import WireError, answers_message, own_buffers, parse_number, parse_rank
+from plait_disagg.queue.jobs import Core, Job, Outcome
 from plait_disagg.workers.server import Peer, Server
-from plait_disagg.workers.wire import WireError, answers_message, own_buffers, parse_number, parse_rank
 from plait_fabric import Listener, Message
 
 __all__ = ["Front"]

@@ -13,18 +13,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from plait_disagg.errors import RankError, Unavailable
+from plait_disagg.messages.flow import Flow, parse_flow
+from plait_disagg.messages.hot_rows import RowReceiver
+from plait_disagg.messages.wire import DenseAsk, WireError, done_message, failed_header, parse_dense
+from plait_disagg.protocols import DenseHalf
+from plait_disagg.queue.jobs import as_rank_error
+from plait_disagg.queue.knobs import WorkerKnobs
+from plait_disagg.queue.loop import ComputeLoop
 from plait_disagg.refresh.change import KEPT, Change
 from plait_disagg.tables.cache import OutOfStep
-from plait_disagg.workers.errors import RankError, Unavailable
-from plait_disagg.workers.flow import Flow, parse_flow
-from plait_disagg.workers.hot_rows import RowReceiver
-from plait_disagg.workers.jobs import as_rank_error
-from plait_disagg.workers.knobs import WorkerKnobs
-from plait_disagg.workers.loop import ComputeLoop
-from plait_disagg.workers.protocols import DenseHalf
+from plait_disagg.values import ModelCard
 from plait_disagg.workers.server import Peer, Server
-from plait_disagg.workers.values import ModelCard
-from plait_disagg.workers.wire import DenseAsk, WireError, done_message, failed_header, parse_dense
 from plait_fabric import FabricError, Listener, Message
 
 __all__ = ["HnWorker"]

@@ -15,11 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from plait_disagg.workers.errors import RankError, Unavailable
-from plait_disagg.workers.order import Elsewhere
+from plait_disagg.errors import RankError, Unavailable
+from plait_disagg.messages.wire import SEND_S, Role, WireError, hello_header, parse_welcome
+from plait_disagg.queue.order import Elsewhere
+from plait_disagg.values import ModelCard
 from plait_disagg.workers.server import GREET_S
-from plait_disagg.workers.values import ModelCard
-from plait_disagg.workers.wire import SEND_S, Role, WireError, hello_header, parse_welcome
 from plait_fabric import Buffer, Channel, FabricError, FabricTimeout, Message, Pool, RecvTimeout
 from plait_fabric.rpc.replicas import Link, NoReplica
 from plait_fabric.threads import set_threads

@@ -7,9 +7,9 @@ import contextlib
 import time
 from collections.abc import Mapping, Sequence
 
-from plait_disagg.workers.errors import DeadlinePassed, RankError
-from plait_disagg.workers.jobs import Core, Job, Outcome
-from plait_disagg.workers.values import ModelCard, RankAnswer, RankRequest
+from plait_disagg.errors import DeadlinePassed, RankError
+from plait_disagg.queue.jobs import Core, Job, Outcome
+from plait_disagg.values import ModelCard, RankAnswer, RankRequest
 
 __all__ = ["CoreRanker"]
 

@@ -6,15 +6,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
-from plait_disagg.workers.counting import added_up
-from plait_disagg.workers.delay import Delay
-from plait_disagg.workers.errors import BadInput, Busy, DeadlinePassed, RankError, Unavailable
-from plait_disagg.workers.jobs import Job, Outcome, settle
-from plait_disagg.workers.layout import Layout, layout_of_inputs
-from plait_disagg.workers.lines import Backoff, Connect, Line, Lines
-from plait_disagg.workers.ranker import CoreRanker
-from plait_disagg.workers.values import ModelCard, RankAnswer
-from plait_disagg.workers.wire import (
+from plait_disagg.errors import BadInput, Busy, DeadlinePassed, RankError, Unavailable
+from plait_disagg.messages.layout import Layout, layout_of_inputs
+from plait_disagg.messages.wire import (
     WireError,
     cancel_header,
     parse_answers,
@@ -22,6 +16,12 @@ from plait_disagg.workers.wire import (
     parse_version,
     rank_message,
 )
+from plait_disagg.queue.counting import added_up
+from plait_disagg.queue.delay import Delay
+from plait_disagg.queue.jobs import Job, Outcome, settle
+from plait_disagg.values import ModelCard, RankAnswer
+from plait_disagg.workers.lines import Backoff, Connect, Line, Lines
+from plait_disagg.workers.ranker import CoreRanker
 from plait_fabric import Message
 
 __all__ = ["RemoteCore", "RemoteRanker"]

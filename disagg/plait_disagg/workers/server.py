@@ -12,9 +12,9 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from plait_disagg.workers.counting import NowAndThen
-from plait_disagg.workers.values import ModelCard
-from plait_disagg.workers.wire import SEND_S, Role, WireError, parse_hello, version_header, welcome_header
+from plait_disagg.messages.wire import SEND_S, Role, WireError, parse_hello, version_header, welcome_header
+from plait_disagg.queue.counting import NowAndThen
+from plait_disagg.values import ModelCard
 from plait_fabric import Buffer, Channel, Closed, FabricError, Listener, Message, PeerLost, Pool
 from plait_fabric.threads import set_threads
 

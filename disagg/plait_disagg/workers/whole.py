@@ -6,16 +6,16 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from plait_disagg.errors import Unavailable
+from plait_disagg.protocols import DenseHalf, SparseHalf
+from plait_disagg.queue.batch import cut
+from plait_disagg.queue.between import Between
+from plait_disagg.queue.jobs import Job, settle
+from plait_disagg.queue.knobs import WorkerKnobs
+from plait_disagg.queue.loop import ComputeLoop
 from plait_disagg.refresh.change import Change
-from plait_disagg.workers.batch import cut
-from plait_disagg.workers.between import Between
-from plait_disagg.workers.errors import Unavailable
-from plait_disagg.workers.jobs import Job, settle
-from plait_disagg.workers.knobs import WorkerKnobs
-from plait_disagg.workers.loop import ComputeLoop
-from plait_disagg.workers.protocols import DenseHalf, SparseHalf
+from plait_disagg.values import ModelCard, RankAnswer, RankTimings
 from plait_disagg.workers.ranker import CoreRanker
-from plait_disagg.workers.values import ModelCard, RankAnswer, RankTimings
 
 __all__ = ["WholeCore", "WholeRanker"]
 

@@ -18,10 +18,10 @@ from plait_bench.disagg.packages import packaged
 from plait_disagg.models.configs import ids_per_bag
 from plait_disagg.models.requests import random_request
 from plait_disagg.package import Package, open_package
+from plait_disagg.queue.knobs import WorkerKnobs
+from plait_disagg.values import RankRequest
 from plait_disagg.workers.cn import CnCore
-from plait_disagg.workers.knobs import WorkerKnobs
 from plait_disagg.workers.ranker import CoreRanker
-from plait_disagg.workers.values import RankRequest
 
 __all__ = ["RankWorkload"]
 

@@ -10,13 +10,13 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 
 from plait_bench.errors import SystemFailed
+from plait_disagg.messages.check import check_request
 from plait_disagg.models.configs import ids_per_bag
 from plait_disagg.models.requests import random_request
 from plait_disagg.package import Package
-from plait_disagg.workers.check import check_request
-from plait_disagg.workers.jobs import Core
-from plait_disagg.workers.protocols import Ranker
-from plait_disagg.workers.values import RankRequest
+from plait_disagg.protocols import Ranker
+from plait_disagg.queue.jobs import Core
+from plait_disagg.values import RankRequest
 
 __all__ = ["arrivals", "closed_loop_per_s", "requests_of", "wait_until_ready", "without_pauses"]
 

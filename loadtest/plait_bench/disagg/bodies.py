@@ -10,7 +10,7 @@ import torch
 from plait_disagg.models.configs import ids_per_bag
 from plait_disagg.models.requests import random_request
 from plait_disagg.package import read_manifest
-from plait_disagg.workers.values import RankRequest
+from plait_disagg.values import RankRequest
 
 __all__ = ["HEADER_BYTES", "body", "write_bodies"]
 

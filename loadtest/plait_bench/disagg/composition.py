@@ -11,8 +11,8 @@ from fastapi import FastAPI, Request, Response
 from ray import serve
 
 from plait_bench.disagg.baseline import answer, parse
+from plait_disagg.messages.check import check_request
 from plait_disagg.package import open_package
-from plait_disagg.workers.check import check_request
 
 __all__ = ["Dense", "Sparse"]
 

@@ -18,8 +18,8 @@ from plait_bench.host import cores
 from plait_bench.runner import Result
 from plait_bench.summary import Summary, pairwise_ratio
 from plait_disagg.package import Package, open_package
-from plait_disagg.workers.protocols import Ranker
-from plait_disagg.workers.values import RankRequest
+from plait_disagg.protocols import Ranker
+from plait_disagg.values import RankRequest
 
 __all__ = ["CANDIDATES", "NAME", "result"]
 

@@ -22,10 +22,10 @@ from plait_bench.disagg.served import served
 from plait_bench.disagg.serving import announce
 from plait_bench.errors import SystemFailed
 from plait_disagg.package import Package, open_package
+from plait_disagg.protocols import Ranker
+from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.workers.cn import CnCore
 from plait_disagg.workers.hn import HnWorker
-from plait_disagg.workers.knobs import WorkerKnobs
-from plait_disagg.workers.protocols import Ranker
 from plait_disagg.workers.ranker import CoreRanker
 from plait_disagg.workers.whole import WholeRanker
 from plait_fabric import connect, listen, new_secret

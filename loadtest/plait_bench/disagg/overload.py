@@ -20,11 +20,11 @@ from plait_bench.disagg.goodput import LIMIT_MS
 from plait_bench.disagg.packages import packaged
 from plait_bench.disagg.served import WorkerProcess, served
 from plait_bench.runner import Result
+from plait_disagg.errors import Busy, RankError
 from plait_disagg.package import open_package
-from plait_disagg.workers.errors import Busy, RankError
-from plait_disagg.workers.knobs import WorkerKnobs
+from plait_disagg.queue.knobs import WorkerKnobs
+from plait_disagg.values import RankRequest
 from plait_disagg.workers.remote import RemoteRanker
-from plait_disagg.workers.values import RankRequest
 
 __all__ = ["KNOBS", "LOADS", "NAME", "Phase", "kept", "open_loop", "result"]
 

@@ -30,12 +30,12 @@ from plait_bench.disagg.told import ToldProcess
 from plait_bench.errors import SystemFailed
 from plait_bench.runner import Result
 from plait_bench.summary import Summary, pairwise_ratio, percentile
+from plait_disagg.errors import RankError
 from plait_disagg.package import Package, open_package
 from plait_disagg.refresh.live import Live
 from plait_disagg.refresh.update import Rows, Update, read_update, write_update
-from plait_disagg.workers.errors import RankError
+from plait_disagg.values import RankRequest
 from plait_disagg.workers.remote import RemoteRanker
-from plait_disagg.workers.values import RankRequest
 
 __all__ = ["WORKLOAD", "result"]
 

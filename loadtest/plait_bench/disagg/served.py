@@ -13,7 +13,7 @@ from plait_bench.disagg.asking import wait_until_ready
 from plait_bench.disagg.told import ToldProcess
 from plait_bench.errors import SystemFailed
 from plait_disagg.package import Package
-from plait_disagg.workers.knobs import WorkerKnobs
+from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.workers.remote import RemoteRanker
 from plait_fabric import connect, new_secret
 from plait_fabric.rpc.replicas import Link

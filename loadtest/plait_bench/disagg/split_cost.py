@@ -17,10 +17,10 @@ from plait_bench.disagg.packages import packaged
 from plait_bench.runner import Result
 from plait_bench.summary import pairwise_ratio
 from plait_disagg.package import Package, open_package
+from plait_disagg.protocols import Ranker
+from plait_disagg.values import RankRequest
 from plait_disagg.workers.cn import CnCore
-from plait_disagg.workers.protocols import Ranker
 from plait_disagg.workers.ranker import CoreRanker
-from plait_disagg.workers.values import RankRequest
 from plait_disagg.workers.whole import WholeRanker
 
 __all__ = ["CANDIDATES", "NAME", "result"]

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TypeAlias
 
 from plait_bench.disagg.asking import wait_until_ready
+from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.refresh.errors import RefreshError
 from plait_disagg.refresh.live import Live, open_live
 from plait_disagg.workers.cn import CnCore
 from plait_disagg.workers.front import Front
 from plait_disagg.workers.hn import HnWorker
-from plait_disagg.workers.knobs import WorkerKnobs
 from plait_disagg.workers.refresher import Refresher
 from plait_disagg.workers.whole import WholeCore
 from plait_fabric import connect, listen

@@ -11,9 +11,9 @@ from plait_serving.recommend_config import RankRole
 
 if TYPE_CHECKING:
     from plait_disagg.package.read import Package
+    from plait_disagg.protocols import DenseHalf, ItemStore, SparseHalf
     from plait_disagg.refresh.live import Live
-    from plait_disagg.workers.protocols import DenseHalf, ItemStore, SparseHalf
-    from plait_disagg.workers.values import ModelCard
+    from plait_disagg.values import ModelCard
 
 __all__ = ["Opened", "PackageSource", "RankSource"]
 

@@ -15,15 +15,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from plait_disagg.queue.knobs import WorkerKnobs
+from plait_disagg.queue.scale import Gauge, cn_pressure, hn_pressure
 from plait_disagg.refresh.errors import NotPublished, RefreshError
+from plait_disagg.values import ModelCard
 from plait_disagg.workers.cn import CnCore
 from plait_disagg.workers.front import Front
 from plait_disagg.workers.hn import HnWorker
-from plait_disagg.workers.knobs import WorkerKnobs
 from plait_disagg.workers.refresher import Refresher
 from plait_disagg.workers.remote import RemoteRanker
-from plait_disagg.workers.scale import Gauge, cn_pressure, hn_pressure
-from plait_disagg.workers.values import ModelCard
 from plait_disagg.workers.whole import WholeCore
 from plait_fabric import Listener, new_secret
 from plait_fabric.rpc.replicas import Replica

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from plait_disagg.workers.scale import Scaling, State, decide
+from plait_disagg.queue.scale import Scaling, State, decide
 
 if TYPE_CHECKING:
     from plait_serving.recommend_config import Replicas

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from plait_disagg.workers.errors import RankError
+from plait_disagg.errors import RankError
 from plait_serving.diffusion.errors import EngineError
 from plait_serving.http import health, images, metrics, models
 from plait_serving.http.auth import AuthMiddleware

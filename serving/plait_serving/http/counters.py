@@ -9,7 +9,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.types import Scope
 
-from plait_disagg.workers.values import RankAnswer
+from plait_disagg.values import RankAnswer
 from plait_serving.diffusion.errors import Cancelled, EngineError, Refused
 from plait_serving.diffusion.values import Timings
 

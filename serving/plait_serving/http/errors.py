@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from starlette.responses import Response
 
-from plait_disagg.workers import errors as rank
+from plait_disagg import errors as rank
 from plait_serving.diffusion import errors as engine
 from plait_serving.http.v2_wire import TooLarge
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 
-from plait_disagg.workers.errors import BadInput
+from plait_disagg.errors import BadInput
 from plait_serving.http.v2_wire import TooLarge
 
 __all__ = ["inflate"]

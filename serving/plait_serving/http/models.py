@@ -11,8 +11,8 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from plait_disagg.workers.errors import RankError
-from plait_disagg.workers.values import ModelCard as RankCard
+from plait_disagg.errors import RankError
+from plait_disagg.values import ModelCard as RankCard
 from plait_serving.diffusion.errors import NotFound
 from plait_serving.diffusion.values import Scheduler
 from plait_serving.http.context import Context, ContextDep

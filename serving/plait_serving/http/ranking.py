@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from plait_disagg.workers.errors import BadInput, DeadlinePassed
-from plait_disagg.workers.values import RankAnswer, RankRequest
+from plait_disagg.errors import BadInput, DeadlinePassed
+from plait_disagg.values import RankAnswer, RankRequest
 from plait_serving.http.context import Context
 from plait_serving.http.recommenders import Bound
 from plait_serving.http.schemas import MAX_DEADLINE_MS

@@ -16,10 +16,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from plait_disagg.errors import BadInput
 from plait_disagg.graph.inputs import Side, tensor_names
-from plait_disagg.workers.check import check_request
-from plait_disagg.workers.errors import BadInput
-from plait_disagg.workers.values import RankAnswer, RankRequest
+from plait_disagg.messages.check import check_request
+from plait_disagg.values import RankAnswer, RankRequest
 from plait_serving.http.context import Context, ContextDep
 from plait_serving.http.ranking import rank, unique_id
 from plait_serving.http.recommend_values import ALL, RecommendBody, RecommendResponse, arrays_of, item_ids, ranking

@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
+from plait_disagg.errors import BadInput
 from plait_disagg.graph.inputs import Bag, Dense, Input
-from plait_disagg.workers.errors import BadInput
 from plait_serving.http.schemas import MAX_DEADLINE_MS
 from plait_serving.http.v2_inputs import LENGTHS
 from plait_serving.http.v2_wire import Array, array_of, hint

@@ -1,6 +1,6 @@
 """The recommendation models of a server: found by name and version, each with what its requests need.
 
-The seam between the routers and whatever ranks: `plait_disagg.workers.protocols.Ranker`, in this process or beyond a
+The seam between the routers and whatever ranks: `plait_disagg.protocols.Ranker`, in this process or beyond a
 fabric. `plait_serving.http.testing_rank` has a fake one.
 """
 
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from plait_disagg.errors import RankError, UnknownModel
 from plait_disagg.graph.inputs import Input, Side
-from plait_disagg.workers.errors import RankError, UnknownModel
-from plait_disagg.workers.protocols import ItemStore, Ranker
-from plait_disagg.workers.values import ModelCard
+from plait_disagg.protocols import ItemStore, Ranker
+from plait_disagg.values import ModelCard
 
 if TYPE_CHECKING:
     from plait_serving.http.v2_inputs import Binder

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from plait_disagg.errors import Busy, DeadlinePassed, RankError
 from plait_disagg.graph.inputs import OFFSETS, Bag, Dense, Ids
-from plait_disagg.workers.errors import Busy, DeadlinePassed, RankError
-from plait_disagg.workers.values import ModelCard, RankAnswer, RankRequest, RankTimings
+from plait_disagg.values import ModelCard, RankAnswer, RankRequest, RankTimings
 from plait_serving.http.recommenders import Recommender
 
 FAKE_CARD = ModelCard(

@@ -15,8 +15,8 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from plait_disagg.errors import BadInput, Unavailable
 from plait_disagg.refresh.errors import BadUpdate, NotPublished
-from plait_disagg.workers.errors import BadInput, Unavailable
 from plait_serving.http.auth import require_admin
 from plait_serving.http.context import Context, ContextDep, installed_version
 from plait_serving.http.health import missing

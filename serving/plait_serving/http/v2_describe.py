@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from plait_disagg.graph.inputs import OFFSETS, Bag, Dense, Ids, Input, tensor_names
-from plait_disagg.workers.protocols import ItemStore
-from plait_disagg.workers.values import ModelCard
+from plait_disagg.protocols import ItemStore
+from plait_disagg.values import ModelCard
 
 if TYPE_CHECKING:
     import torch  # takes two seconds, and the lists of models need none of it

@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 from starlette.types import Receive, Scope, Send
 
-from plait_disagg.workers.check import check_request
-from plait_disagg.workers.errors import BadInput, UnknownModel
-from plait_disagg.workers.values import RankAnswer, RankRequest
+from plait_disagg.errors import BadInput, UnknownModel
+from plait_disagg.messages.check import check_request
+from plait_disagg.values import RankAnswer, RankRequest
 from plait_serving.http.context import Context
 from plait_serving.http.errors import ClientGone
 from plait_serving.http.inflate import inflate

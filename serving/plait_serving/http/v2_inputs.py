@@ -7,7 +7,7 @@ What is accepted for an input, N being the candidates (one row where the input i
     Bag    NAME (nnz,) and either NAME_offsets (N + 1,) or NAME_lengths (N,), all of them integers as for Ids
 
 Sizes of 1 behind the rows may be left out or added: (N,) and (N, 1) are the same. What values may be (finite, ids
-inside their tables, offsets that add up) is `plait_disagg.workers.check`'s business.
+inside their tables, offsets that add up) is `plait_disagg.messages.check`'s business.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from plait_disagg.errors import BadInput
 from plait_disagg.graph.inputs import OFFSETS, Bag, Dense, Ids, Input, tensor_names
-from plait_disagg.workers.errors import BadInput
 from plait_serving.http.v2_wire import Array, hint
 
 __all__ = ["LENGTHS", "Binder"]

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from plait_disagg.workers.errors import BadInput
+from plait_disagg.errors import BadInput
 
 __all__ = [
     "DTYPES",

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from plait_disagg.graph.inputs import Bag, Dense, Ids, Input
 from plait_disagg.package import Options, open_package, write_package
 from plait_disagg.package.items import Items
-from plait_disagg.workers.values import RankRequest
+from plait_disagg.values import RankRequest
 from plait_serving.starter.recommend.auc import auc
 from plait_serving.starter.recommend.match import Match
 from plait_serving.starter.recommend.movielens_data import AGES, BadArchive, MovieLens, Session, read_movielens

@@ -22,14 +22,14 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from plait_disagg.workers.batch import cut
-from plait_disagg.workers.cards import card_from_json, card_to_json
-from plait_disagg.workers.errors import BadInput, Busy, DeadlinePassed, RankError, Unavailable, UnknownModel
-from plait_disagg.workers.fields import Header, WireError, entries, integer, integers, text
-from plait_disagg.workers.hot_rows import HotRows, can_merge
-from plait_disagg.workers.knobs import WireFormat
-from plait_disagg.workers.layout import Counts, Layout, LayoutError, decode, describe, encode, parse_layout
-from plait_disagg.workers.values import ModelCard, RankAnswer, RankRequest, RankTimings
+from plait_disagg.errors import BadInput, Busy, DeadlinePassed, RankError, Unavailable, UnknownModel
+from plait_disagg.messages.cards import card_from_json, card_to_json
+from plait_disagg.messages.fields import Header, WireError, entries, integer, integers, text
+from plait_disagg.messages.hot_rows import HotRows, can_merge
+from plait_disagg.messages.layout import Counts, Layout, LayoutError, decode, describe, encode, parse_layout
+from plait_disagg.queue.batch import cut
+from plait_disagg.queue.knobs import WireFormat
+from plait_disagg.values import ModelCard, RankAnswer, RankRequest, RankTimings
 from plait_fabric import Buffer, Pool
 
 __all__ = [

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from plait_disagg.errors import BadInput
 from plait_disagg.graph.inputs import OFFSETS, Bag, Dense, tensor_names
-from plait_disagg.workers.errors import BadInput
-from plait_disagg.workers.values import ModelCard, RankRequest
+from plait_disagg.values import ModelCard, RankRequest
 
 __all__ = ["check_request"]
 

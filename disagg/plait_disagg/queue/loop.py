@@ -14,11 +14,11 @@ from typing import Generic, TypeVar
 
 import torch
 
-from plait_disagg.workers.errors import Busy, RankError, Unavailable
-from plait_disagg.workers.jobs import as_rank_error
-from plait_disagg.workers.knobs import WorkerKnobs
-from plait_disagg.workers.order import Elsewhere, Item, Waiting, too_late
-from plait_disagg.workers.pace import Pace
+from plait_disagg.errors import Busy, RankError, Unavailable
+from plait_disagg.queue.jobs import as_rank_error
+from plait_disagg.queue.knobs import WorkerKnobs
+from plait_disagg.queue.order import Elsewhere, Item, Waiting, too_late
+from plait_disagg.queue.pace import Pace
 from plait_fabric.threads import bind_to, set_threads
 
 __all__ = ["ComputeLoop", "Inbox", "Item"]

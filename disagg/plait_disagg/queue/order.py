@@ -11,9 +11,9 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from plait_disagg.workers.errors import Busy, DeadlinePassed, RankError
-from plait_disagg.workers.knobs import WorkerKnobs
-from plait_disagg.workers.pace import Pace
+from plait_disagg.errors import Busy, DeadlinePassed, RankError
+from plait_disagg.queue.knobs import WorkerKnobs
+from plait_disagg.queue.pace import Pace
 
 __all__ = ["MOST_ITEMS", "PATIENCE_S", "Elsewhere", "Item", "Taken", "Waiting", "too_late"]
 

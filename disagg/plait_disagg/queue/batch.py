@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from plait_disagg.graph.inputs import OFFSETS, Bag, Input
-from plait_disagg.workers.values import RankRequest
+from plait_disagg.values import RankRequest
 
 __all__ = ["Batch", "cut", "join", "user_of"]
 

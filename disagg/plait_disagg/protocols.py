@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from plait_disagg.tables.values import Table
-from plait_disagg.workers.values import ModelCard, RankAnswer, RankRequest
+from plait_disagg.values import ModelCard, RankAnswer, RankRequest
 
 if TYPE_CHECKING:
     import torch  # see `values`

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from plait_disagg.graph.inputs import check_inputs, input_from_json, input_to_json
-from plait_disagg.workers.values import ModelCard
+from plait_disagg.values import ModelCard
 
 __all__ = ["card_from_json", "card_to_json"]
 

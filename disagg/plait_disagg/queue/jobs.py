@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
+from plait_disagg.errors import BadInput, RankError
 from plait_disagg.tables.protocols import BadId
-from plait_disagg.workers.errors import BadInput, RankError
-from plait_disagg.workers.values import ModelCard, RankAnswer, RankRequest
+from plait_disagg.values import ModelCard, RankAnswer, RankRequest
 
 __all__ = ["Core", "Job", "Outcome", "Sink", "as_rank_error", "settle"]
 

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from plait_disagg.graph.inputs import OFFSETS, Bag, Dense, Input
-from plait_disagg.workers.knobs import WireFormat
+from plait_disagg.queue.knobs import WireFormat
 from plait_fabric import Buffer, Lease, Pool
 
 __all__ = [

@@ -18,12 +18,12 @@ from typing import Any, Self
 
 import torch
 
+from plait_disagg.errors import RankError
+from plait_disagg.messages.layout import Layout
+from plait_disagg.protocols import RowSource
+from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.tables.cache import CacheCounters, CachedRows, ReceiverCache, SenderCache
 from plait_disagg.tables.values import Table, row_bytes
-from plait_disagg.workers.errors import RankError
-from plait_disagg.workers.knobs import WorkerKnobs
-from plait_disagg.workers.layout import Layout
-from plait_disagg.workers.protocols import RowSource
 
 __all__ = ["LARGEST_BYTES", "HotRows", "RowReceiver", "RowSavings", "RowSender", "can_merge"]
 
