@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 from ray import serve
 
 from plait.config import CONTROLNET_PREFIX, ENGINE, INGRESS, Served, ServerSection, worker_name
-from plait_serving.config import INGRESS_CPUS, MODEL_CPUS, ControlNetSection, ImagesSection
 from plait_serving.deployments.direct import Direct
 from plait_serving.deployments.engine import MAX_ONGOING_REQUESTS, EngineReplica, EngineSource
 from plait_serving.deployments.ingress import Ingress, RankModel
 from plait_serving.deployments.lazy import LazyControlNet, LazyRankWorker
-from plait_serving.deployments.rank_source import PackageSource, RankSource
+from plait_serving.deployments.ranking_source import PackageSource, RankSource
 from plait_serving.deployments.scaling import autoscaling
-from plait_serving.recommend_config import (
+from plait_serving.images.config import INGRESS_CPUS, MODEL_CPUS, ControlNetSection, ImagesSection
+from plait_serving.ranking.config import (
     WORKER_CPUS,
     CnSection,
     HnSection,
@@ -93,9 +93,9 @@ _COMMON: dict[str, Any] = {
 
 def http_settings(server: ServerSection) -> "HttpSettings":
     """The HTTP side's settings; called in the ingress replica, where its imports belong."""
-    from plait_serving.http.auth import ApiKey, Principal, Role
     from plait_serving.http.context import HttpSettings
-    from plait_serving.http.hosts import LOOPBACK_HOSTS
+    from plait_serving.http.edge.auth import ApiKey, Principal, Role
+    from plait_serving.http.edge.hosts import LOOPBACK_HOSTS
     from plait_serving.starter.preprocess import PREPROCESSORS
 
     keys = tuple(

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from plait.errors import PlaitError
-from plait_serving.config import STARTER_FOLDER, ImagesSection
 from plait_serving.diffusion.lora.source import FolderSource
-from plait_serving.recommend_config import RecommenderSection
+from plait_serving.images.config import STARTER_FOLDER, ImagesSection
+from plait_serving.ranking.config import RecommenderSection
 
 # The header of a LoRA with a few thousand tensors is some 300 KB; anything near this is no LoRA.
 HEADER_MAX_BYTES = 100 * 2**20

@@ -18,16 +18,16 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from plait_serving.config import ImagesSection
 from plait_serving.diffusion.admission import RequestLimits
 from plait_serving.diffusion.errors import EngineStopped, RequestError
 from plait_serving.diffusion.knobs import Placement
 from plait_serving.diffusion.values import Failed, Finished, ImageRequest, ImageResult, Preview
-from plait_serving.http.resolve import RANDOM_SEED_END, Preprocessors, resolve
-from plait_serving.http.schemas import GenerationBody
-from plait_serving.http.service import ImageService
-from plait_serving.images import DecodeLimits, OutputFormat, encode_image
-from plait_serving.infotext import infotext
+from plait_serving.http.images.resolve import RANDOM_SEED_END, Preprocessors, resolve
+from plait_serving.http.images.schemas import GenerationBody
+from plait_serving.images.codec import DecodeLimits, OutputFormat, encode_image
+from plait_serving.images.config import ImagesSection
+from plait_serving.images.infotext import infotext
+from plait_serving.images.service import ImageService
 
 SUFFIXES: Mapping[str, OutputFormat] = {
     ".png": OutputFormat.PNG,

@@ -13,7 +13,7 @@ from plait_disagg.refresh.live import Live, open_live
 from plait_disagg.workers.whole import WholeRanker
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
-from plait_serving.http.recommenders import Recommender
+from plait_serving.ranking.service import Recommender
 
 __all__ = ["recommend"]
 

@@ -16,8 +16,8 @@ from enum import StrEnum
 from typing import Any
 
 from plait.config import CONTROLNET_PREFIX, ENGINE, INGRESS, Served, worker_name
-from plait_serving.config import ImagesSection
-from plait_serving.recommend_config import RecommenderSection
+from plait_serving.images.config import ImagesSection
+from plait_serving.ranking.config import RecommenderSection
 
 __all__ = ["Effect", "Plan", "effects", "plans", "versions"]
 

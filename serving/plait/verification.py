@@ -8,10 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from plait.errors import PlaitError
-from plait_serving.config import STARTER_GUIDANCE, ControlNetSection, DefaultsSection, ImagesSection, LorasSection
 from plait_serving.diffusion.errors import EngineError
 from plait_serving.diffusion.values import ControlRef, Failed, Finished, ImageRequest, LoraRef, RgbImage
-from plait_serving.http.service import Catalog, ImageService
+from plait_serving.images.config import (
+    STARTER_GUIDANCE,
+    ControlNetSection,
+    DefaultsSection,
+    ImagesSection,
+    LorasSection,
+)
+from plait_serving.images.service import Catalog, ImageService
 from plait_serving.starter.manifest import manifest_problems
 from plait_serving.starter.references import load_references
 from plait_serving.starter.verify import PARTS, Ask, verify

@@ -14,7 +14,7 @@ from typing import Any
 
 from plait_serving.diffusion.errors import NumericalError
 from plait_serving.diffusion.knobs import Knobs
-from plait_serving.http.testing import FakeImageService
+from plait_serving.images.testing import FakeImageService
 
 
 class FakeHosted:

@@ -10,7 +10,7 @@ import threading
 from PIL import Image
 
 from plait import demo
-from plait_serving.http.schemas import GenerationBody
+from plait_serving.http.images.schemas import GenerationBody
 from support import loadtest_records
 
 

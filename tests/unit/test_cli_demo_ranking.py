@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from plait import demo_ranking
-from plait_serving.http.recommend_values import RecommendBody, arrays_of
-from plait_serving.http.v2_inputs import Binder
+from plait_serving.http.ranking.recommend_schemas import RecommendBody, arrays_of
+from plait_serving.ranking.inputs import Binder
 from plait_serving.starter.recommend.picks import INPUTS
 
 TIMINGS = {"queued_ms": 0.1, "lookup_ms": 0.25, "wire_ms": 0.0, "dense_ms": 1.5, "total_ms": 2.0}

@@ -21,8 +21,8 @@ from plait.cli.main import main
 from plait.pictures import OrderError, option_of, parse_order
 from plait_serving.diffusion.errors import EngineStopped, NumericalError
 from plait_serving.diffusion.values import LoraRef, Scheduler
-from plait_serving.http.testing import FakeImageService, fake_picture
-from plait_serving.images import DecodeLimits, decode_image, read_parameters
+from plait_serving.images.codec import DecodeLimits, decode_image, read_parameters
+from plait_serving.images.testing import FakeImageService, fake_picture
 from support.http_app import png
 
 

@@ -13,7 +13,7 @@ from plait import pictures, verification
 from plait.cli.main import main
 from plait_serving.diffusion.errors import EngineStopped
 from plait_serving.diffusion.values import Failed, Finished
-from plait_serving.http.testing import FAKE_CATALOG, fake_result
+from plait_serving.images.testing import FAKE_CATALOG, fake_result
 from plait_serving.starter.manifest import write_manifest
 from plait_serving.starter.references import make_references, save_references
 from plait_serving.starter.verify import Ask

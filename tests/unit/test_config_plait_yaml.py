@@ -11,8 +11,8 @@ from pydantic import ValidationError
 from plait.config import PlaitConfig, dump_config, load_config, parse_config
 from plait.errors import ConfigError
 from plait_disagg.queue.knobs import WorkerKnobs
-from plait_serving.config import ControlNetSection
-from plait_serving.recommend_config import CnSection, HnSection, RecommenderSection, RecommendSection, WholeSection
+from plait_serving.images.config import ControlNetSection
+from plait_serving.ranking.config import CnSection, HnSection, RecommenderSection, RecommendSection, WholeSection
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from plait_serving.diffusion import errors as engine
 from plait_serving.http.app import validation_error
-from plait_serving.http.errors import ANSWERS, PARAM_MAX_CHARS, ApiError, wire_error
+from plait_serving.http.edge.errors import ANSWERS, PARAM_MAX_CHARS, ApiError, wire_error
 
 CASES = [
     (engine.RequestError("m", param="size"), 400, "size", "invalid_value", {}),

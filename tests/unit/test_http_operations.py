@@ -11,12 +11,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.requests import Request
 
 from plait_serving.diffusion.errors import NumericalError, Overloaded
-from plait_serving.http.auth import ANYONE, ApiKey, Principal, Role, authenticate, require_admin
 from plait_serving.http.context import HttpSettings
-from plait_serving.http.errors import ApiError
-from plait_serving.http.hosts import LOOPBACK_HOSTS
-from plait_serving.http.service import Health
-from plait_serving.http.testing import FakeImageService
+from plait_serving.http.edge.auth import ANYONE, ApiKey, Principal, Role, authenticate, require_admin
+from plait_serving.http.edge.errors import ApiError
+from plait_serving.http.edge.hosts import LOOPBACK_HOSTS
+from plait_serving.images.service import Health
+from plait_serving.images.testing import FakeImageService
 from support.http_app import AsgiCall, b64, make_app, make_client, png, until
 
 URL = "/v1/images/generations"
@@ -56,7 +56,7 @@ def test_new_loras_are_seen_without_a_restart():
     assert client.post(URL, json=body).status_code == 404
     from dataclasses import replace
 
-    from plait_serving.http.service import LoraCard
+    from plait_serving.images.service import LoraCard
 
     service._catalog = replace(service._catalog, loras=(LoraCard(name="fresh", family="sd1", format="peft"),))
     assert client.post(URL, json=body).status_code == 200

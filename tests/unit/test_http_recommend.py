@@ -13,9 +13,9 @@ from plait_disagg.graph.inputs import Dense, Ids
 from plait_disagg.values import ModelCard, RankAnswer
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
-from plait_serving.http.recommend_values import ranking
-from plait_serving.http.recommenders import Recommender
-from plait_serving.http.testing_rank import FakeItems, FakeRanker, fake_outputs
+from plait_serving.http.ranking.recommend_schemas import ranking
+from plait_serving.ranking.service import Recommender
+from plait_serving.ranking.testing import FakeItems, FakeRanker, fake_outputs
 from support.http_rank import make_client
 
 URL = "/v1/recommend"

@@ -11,12 +11,12 @@ import pytest
 
 from plait_serving.diffusion.errors import NumericalError, Overloaded
 from plait_serving.diffusion.values import Failed, Progress
-from plait_serving.http import sse
 from plait_serving.http.context import HttpSettings
-from plait_serving.http.feed import EventFeed
-from plait_serving.http.testing import FakeImageService, fake_picture
-from plait_serving.images import OutputFormat, encode_image
-from plait_serving.infotext import infotext
+from plait_serving.http.edge import sse
+from plait_serving.http.edge.feed import EventFeed
+from plait_serving.images.codec import OutputFormat, encode_image
+from plait_serving.images.infotext import infotext
+from plait_serving.images.testing import FakeImageService, fake_picture
 from support.http_app import AsgiCall, make_app, make_client, pixels, until
 
 URL = "/v1/images/generations"

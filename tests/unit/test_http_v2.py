@@ -16,12 +16,12 @@ from starlette.testclient import TestClient
 from plait_disagg import errors as rank_errors
 from plait_disagg.errors import Busy, DeadlinePassed, RankError, Unavailable
 from plait_serving.http.app import create_app
-from plait_serving.http.auth import ApiKey, Role
 from plait_serving.http.context import HttpSettings
-from plait_serving.http.errors import RANK_ANSWERS
-from plait_serving.http.service import Health
-from plait_serving.http.testing import FakeImageService
-from plait_serving.http.testing_rank import FAKE_CARD, FakeRanker, fake_outputs, fake_recommenders
+from plait_serving.http.edge.auth import ApiKey, Role
+from plait_serving.http.edge.errors import RANK_ANSWERS
+from plait_serving.images.service import Health
+from plait_serving.images.testing import FakeImageService
+from plait_serving.ranking.testing import FAKE_CARD, FakeRanker, fake_outputs, fake_recommenders
 from support.http_app import AsgiCall
 from support.http_rank import HEADER, INFER, arrays, as_binary, as_json, make_client, outputs_of
 

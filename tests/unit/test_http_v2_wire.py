@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from plait_disagg.errors import BadInput
-from plait_serving.http.v2_wire import DTYPES, TooLarge, encode_answer, parse_infer
+from plait_serving.ranking.codec import DTYPES, TooLarge, encode_answer, parse_infer
 from support.http_rank import arrays, as_binary, as_json
 
 MIB = 1 << 20

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from plait_serving.diffusion.errors import RequestError
-from plait_serving.images import (
+from plait_serving.images.codec import (
     DecodeLimits,
     OutputFormat,
     decode_base64,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait_serving.diffusion.values import ControlRef, ImageRequest, LoraPolicy, LoraRef, Scheduler
-from plait_serving.infotext import SAMPLER_NAMES, infotext
+from plait_serving.images.infotext import SAMPLER_NAMES, infotext
 
 # stable-diffusion-webui, modules/infotext_utils.py: how it takes the last line apart.
 PAIR = re.compile(r'\s*(\w[\w \-/]+):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)')

@@ -22,7 +22,7 @@ from plait_loadtest.errors import ScenarioError
 from plait_loadtest.load import load_scenario
 from plait_loadtest.mix import build_mix
 from plait_loadtest.mix.pictures import control_picture
-from plait_serving.http.schemas import GenerationBody
+from plait_serving.http.images.schemas import GenerationBody
 
 STYLED = {
     "name": "styled",

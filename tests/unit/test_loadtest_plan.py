@@ -16,7 +16,7 @@ from plait_loadtest.load import builtin_names, load_scenario
 from plait_loadtest.mix import RequestMix
 from plait_loadtest.plan import make_plan, plan_mix_summary
 from plait_loadtest.scenario import RawClass, Scenario
-from plait_serving.http.schemas import GenerationBody
+from plait_serving.http.images.schemas import GenerationBody
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import openai
 import pytest
 
 from plait_serving.diffusion import errors as engine
-from plait_serving.http.auth import ApiKey, Role
 from plait_serving.http.context import HttpSettings
-from plait_serving.http.testing import FakeImageService, fake_picture
+from plait_serving.http.edge.auth import ApiKey, Role
+from plait_serving.images.testing import FakeImageService, fake_picture
 from support.http_app import b64, make_client, pixels, png
 
 

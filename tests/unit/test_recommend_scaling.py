@@ -14,7 +14,7 @@ from ray.serve.config import AutoscalingConfig
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_serving.deployments.scaling import PRESSURE, autoscaling
 from plait_serving.deployments.threads import choose_omp_wait
-from plait_serving.recommend_config import CnKnobs, HnSection, Knobs, RecommenderSection, RecommendSection, Replicas
+from plait_serving.ranking.config import CnKnobs, HnSection, Knobs, RecommenderSection, RecommendSection, Replicas
 
 
 def test_a_number_or_a_range() -> None:

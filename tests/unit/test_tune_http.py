@@ -20,8 +20,8 @@ from plait_autoconfig.jobs.store import JobStore
 from plait_autoconfig.report.page import POLICY
 from plait_serving.deployments.ingress import Ingress
 from plait_serving.http.app import create_app
-from plait_serving.http.auth import ApiKey, Role
 from plait_serving.http.context import HttpSettings
+from plait_serving.http.edge.auth import ApiKey, Role
 from support.tune_jobs import job_text
 from support.tuning_desk import CONFIG, LocalTuningService, Threads, desk_in, never
 

@@ -36,7 +36,7 @@ def recommend(
 
 
 def _starter() -> Path:
-    from plait_serving.recommend_config import STARTER_RECOMMENDER_FOLDER
+    from plait_serving.ranking.config import STARTER_RECOMMENDER_FOLDER
 
     return STARTER_RECOMMENDER_FOLDER
 

@@ -21,7 +21,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from plait.tuning.desk import DeskSettings, RunsJobs, TuningDesk
 from plait.tuning.desk_errors import DeskError
 from plait.tuning.job_process import JobProcesses
-from plait_serving.http.errors import ApiError
+from plait_serving.http.edge.errors import ApiError
 
 __all__ = ["ActorTuningService", "TuningActor"]
 

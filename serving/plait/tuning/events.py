@@ -11,8 +11,8 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any
 
-from plait_serving.http import sse
-from plait_serving.http.errors import wire_error
+from plait_serving.http.edge import sse
+from plait_serving.http.edge.errors import wire_error
 
 __all__ = ["ENDED", "OVER", "Since", "job_events"]
 

@@ -17,11 +17,11 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from plait.tuning.desk_errors import Conflict, DeskError, NoSuchJob, Refused, TooMany, Unreadable
 from plait.tuning.events import job_events
 from plait_autoconfig.report.page import POLICY
-from plait_serving.http.auth import Principal, require_admin
 from plait_serving.http.context import ContextDep
-from plait_serving.http.errors import ApiError
-from plait_serving.http.schemas import ErrorBody
-from plait_serving.http.sse import EventStream
+from plait_serving.http.edge.auth import Principal, require_admin
+from plait_serving.http.edge.errors import ApiError
+from plait_serving.http.edge.sse import EventStream
+from plait_serving.http.images.schemas import ErrorBody
 
 __all__ = ["TuningService", "tuning_router"]
 

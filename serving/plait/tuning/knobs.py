@@ -16,8 +16,8 @@ from pydantic import BaseModel
 
 from plait.config import CONTROLNET_PREFIX, ENGINE, PlaitConfig, parse_config, worker_name
 from plait.errors import ConfigError, PlaitError
-from plait_serving.config import ImagesSection
-from plait_serving.recommend_config import RecommenderSection
+from plait_serving.images.config import ImagesSection
+from plait_serving.ranking.config import RecommenderSection
 
 __all__ = ["KnobPlace", "apply_knobs", "check_names", "check_values", "knob_places", "known_values", "settings_of"]
 

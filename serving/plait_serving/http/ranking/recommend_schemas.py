@@ -13,9 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from plait_disagg.errors import BadInput
 from plait_disagg.graph.inputs import Bag, Dense, Input
-from plait_serving.http.schemas import MAX_DEADLINE_MS
-from plait_serving.http.v2_inputs import LENGTHS
-from plait_serving.http.v2_wire import Array, array_of, hint
+from plait_serving.http.images.schemas import MAX_DEADLINE_MS
+from plait_serving.ranking.codec import Array, array_of, hint
+from plait_serving.ranking.inputs import LENGTHS
 
 __all__ = ["ALL", "RecommendBody", "RecommendResponse", "arrays_of", "item_ids", "ranking"]
 

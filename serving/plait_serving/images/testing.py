@@ -19,7 +19,7 @@ from plait_serving.diffusion.values import (
     RgbImage,
     Timings,
 )
-from plait_serving.http.service import Catalog, ControlNetCard, Health, Limits, LoraCard, ModelCard
+from plait_serving.images.service import Catalog, ControlNetCard, Health, Limits, LoraCard, ModelCard
 
 FAKE_CATALOG = Catalog(
     model=ModelCard(

@@ -21,7 +21,7 @@ import torch
 
 from plait_disagg.errors import BadInput
 from plait_disagg.graph.inputs import OFFSETS, Bag, Dense, Ids, Input, tensor_names
-from plait_serving.http.v2_wire import Array, hint
+from plait_serving.ranking.codec import Array, hint
 
 __all__ = ["LENGTHS", "Binder"]
 

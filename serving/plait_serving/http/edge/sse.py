@@ -15,8 +15,8 @@ from collections.abc import AsyncGenerator, Mapping
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from plait_serving.http.errors import ClientGone
-from plait_serving.http.feed import until_disconnect
+from plait_serving.http.edge.errors import ClientGone
+from plait_serving.http.edge.feed import until_disconnect
 
 PARTIAL = "image_generation.partial_image"
 COMPLETED = "image_generation.completed"

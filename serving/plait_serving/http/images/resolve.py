@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 
 from plait_serving.diffusion.errors import NotFound, RequestError
 from plait_serving.diffusion.values import ControlRef, ImageRequest, LoraPolicy, LoraRef, LoraSet, RgbImage, Scheduler
-from plait_serving.http.schemas import MAX_SEED, ControlNetBody, GenerationBody
-from plait_serving.http.service import Catalog, ModelCard
-from plait_serving.images import DecodeLimits, decode_base64, decode_image, resize
+from plait_serving.http.images.schemas import MAX_SEED, ControlNetBody, GenerationBody
+from plait_serving.images.codec import DecodeLimits, decode_base64, decode_image, resize
+from plait_serving.images.service import Catalog, ModelCard
 
 Preprocessors = Mapping[str, Callable[[RgbImage], RgbImage]]
 

@@ -14,7 +14,7 @@ from starlette.types import Receive
 
 from plait_serving.diffusion.errors import EngineStopped
 from plait_serving.diffusion.values import Event, Failed
-from plait_serving.http.errors import ClientGone
+from plait_serving.http.edge.errors import ClientGone
 
 T = TypeVar("T")
 

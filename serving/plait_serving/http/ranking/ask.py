@@ -9,8 +9,8 @@ from typing import Any
 from plait_disagg.errors import BadInput, DeadlinePassed
 from plait_disagg.values import RankAnswer, RankRequest
 from plait_serving.http.context import Context
-from plait_serving.http.recommenders import Bound
-from plait_serving.http.schemas import MAX_DEADLINE_MS
+from plait_serving.http.images.schemas import MAX_DEADLINE_MS
+from plait_serving.ranking.service import Bound
 
 __all__ = ["deadline", "rank", "unique_id"]
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from plait_disagg.queue.knobs import CachePolicy, Order, WireFormat, WorkerKnobs
-from plait_serving.config import FolderPath, Name
+from plait_serving.images.config import FolderPath, Name
 from plait_serving.starter.manifest import WEIGHTS
 
 __all__ = [

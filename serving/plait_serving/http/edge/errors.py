@@ -25,7 +25,7 @@ from starlette.responses import Response
 
 from plait_disagg import errors as rank
 from plait_serving.diffusion import errors as engine
-from plait_serving.http.v2_wire import TooLarge
+from plait_serving.ranking.codec import TooLarge
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 
 from plait_disagg.errors import BadInput
-from plait_serving.http.v2_wire import TooLarge
+from plait_serving.ranking.codec import TooLarge
 
 __all__ = ["inflate"]
 

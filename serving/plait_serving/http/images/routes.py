@@ -24,14 +24,14 @@ from plait_serving.diffusion.values import (
     Progress,
     RgbImage,
 )
-from plait_serving.http import sse
 from plait_serving.http.context import Context, ContextDep
-from plait_serving.http.errors import ClientGone, wire_error
-from plait_serving.http.feed import EventFeed, until_disconnect
-from plait_serving.http.resolve import resolve
-from plait_serving.http.schemas import ErrorBody, GenerationBody, GenerationResponse
-from plait_serving.images import encode_image
-from plait_serving.infotext import infotext
+from plait_serving.http.edge import sse
+from plait_serving.http.edge.errors import ClientGone, wire_error
+from plait_serving.http.edge.feed import EventFeed, until_disconnect
+from plait_serving.http.images.resolve import resolve
+from plait_serving.http.images.schemas import ErrorBody, GenerationBody, GenerationResponse
+from plait_serving.images.codec import encode_image
+from plait_serving.images.infotext import infotext
 
 T = TypeVar("T")
 

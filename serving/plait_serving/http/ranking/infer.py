@@ -20,11 +20,11 @@ from plait_disagg.errors import BadInput, UnknownModel
 from plait_disagg.messages.check import check_request
 from plait_disagg.values import RankAnswer, RankRequest
 from plait_serving.http.context import Context
-from plait_serving.http.errors import ClientGone
-from plait_serving.http.inflate import inflate
-from plait_serving.http.ranking import deadline, rank, unique_id
-from plait_serving.http.recommenders import Bound
-from plait_serving.http.v2_wire import BINARY_OUTPUT, HEADER_LENGTH, InferBody, encode_answer, hint, parse_infer
+from plait_serving.http.edge.errors import ClientGone
+from plait_serving.http.ranking.ask import deadline, rank, unique_id
+from plait_serving.http.ranking.inflate import inflate
+from plait_serving.ranking.codec import BINARY_OUTPUT, HEADER_LENGTH, InferBody, encode_answer, hint, parse_infer
+from plait_serving.ranking.service import Bound
 
 __all__ = ["Infer"]
 

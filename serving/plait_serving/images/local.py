@@ -9,7 +9,7 @@ from typing import Protocol
 from plait_serving.diffusion.admission import RequestLimits
 from plait_serving.diffusion.errors import EngineError
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest
-from plait_serving.http.service import Catalog, Health, Limits
+from plait_serving.images.service import Catalog, Health, Limits
 
 
 class Ticket(Protocol):

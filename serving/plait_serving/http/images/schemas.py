@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from plait_serving.diffusion.values import NAME_PATTERN, LoraPolicy, Scheduler
-from plait_serving.images import OutputFormat
+from plait_serving.images.codec import OutputFormat
 
 MAX_PROMPT_CHARS = 32_000  # OpenAI's limit
 MAX_IMAGES = 10  # OpenAI's limit

@@ -30,10 +30,10 @@ from plait_fabric.rpc.replicas import Replica
 from plait_fabric.threads import apart, set_threads
 from plait_fabric.turns import take_short_turns
 from plait_serving.deployments.logs import configure_logging
-from plait_serving.deployments.rank_source import Opened, RankSource
+from plait_serving.deployments.ranking_source import Opened, RankSource
 from plait_serving.deployments.reach import ServeReplicas, cpu_threads, host_id, open_listeners, socket_folder
 from plait_serving.deployments.scaling import PRESSURE
-from plait_serving.recommend_config import CnKnobs, Knobs, RankRole
+from plait_serving.ranking.config import CnKnobs, Knobs, RankRole
 
 __all__ = ["RankWorker", "remote_ranker"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from plait_serving.recommend_config import RankRole
+from plait_serving.ranking.config import RankRole
 
 if TYPE_CHECKING:
     from plait_disagg.package.read import Package

@@ -16,7 +16,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from plait_serving.http.errors import ApiError
+from plait_serving.http.edge.errors import ApiError
 
 
 class Role(StrEnum):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from plait_serving.http.errors import wire_error
+from plait_serving.http.edge.errors import wire_error
 
 access_log = logging.getLogger("plait.http.access")
 

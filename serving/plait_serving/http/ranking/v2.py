@@ -17,12 +17,12 @@ from starlette.types import Receive, Scope, Send
 
 from plait_disagg.errors import BadInput, Unavailable
 from plait_disagg.refresh.errors import BadUpdate, NotPublished
-from plait_serving.http.auth import require_admin
 from plait_serving.http.context import Context, ContextDep, installed_version
+from plait_serving.http.edge.auth import require_admin
 from plait_serving.http.health import missing
-from plait_serving.http.recommenders import why_not_ready
-from plait_serving.http.v2_describe import LARGEST_EXAMPLE, example, metadata
-from plait_serving.http.v2_infer import Infer
+from plait_serving.http.ranking.describe import LARGEST_EXAMPLE, example, metadata
+from plait_serving.http.ranking.infer import Infer
+from plait_serving.ranking.service import why_not_ready
 
 __all__ = ["EXTENSIONS", "INFER_DOCUMENTATION", "infer_routes", "router"]
 

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from plait_serving.diffusion.errors import Overloaded
-from plait_serving.http.errors import ApiError
+from plait_serving.http.edge.errors import ApiError
 
 
 class BodyTooLarge(HTTPException):

@@ -21,10 +21,17 @@ from plait_disagg.graph.inputs import Side, tensor_names
 from plait_disagg.messages.check import check_request
 from plait_disagg.values import RankAnswer, RankRequest
 from plait_serving.http.context import Context, ContextDep
-from plait_serving.http.ranking import rank, unique_id
-from plait_serving.http.recommend_values import ALL, RecommendBody, RecommendResponse, arrays_of, item_ids, ranking
-from plait_serving.http.recommenders import Bound, Recommenders
-from plait_serving.http.schemas import ErrorBody
+from plait_serving.http.images.schemas import ErrorBody
+from plait_serving.http.ranking.ask import rank, unique_id
+from plait_serving.http.ranking.recommend_schemas import (
+    ALL,
+    RecommendBody,
+    RecommendResponse,
+    arrays_of,
+    item_ids,
+    ranking,
+)
+from plait_serving.ranking.service import Bound, Recommenders
 
 PATH = "/v1/recommend"
 

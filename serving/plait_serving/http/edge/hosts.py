@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from plait_serving.http.errors import ApiError
+from plait_serving.http.edge.errors import ApiError
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 """What a server that listens on loopback only is called."""

@@ -1,7 +1,7 @@
 """The recommendation models of a server: found by name and version, each with what its requests need.
 
 The seam between the routers and whatever ranks: `plait_disagg.protocols.Ranker`, in this process or beyond a
-fabric. `plait_serving.http.testing_rank` has a fake one.
+fabric. `plait_serving.ranking.testing` has a fake one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from plait_disagg.protocols import ItemStore, Ranker
 from plait_disagg.values import ModelCard
 
 if TYPE_CHECKING:
-    from plait_serving.http.v2_inputs import Binder
+    from plait_serving.ranking.inputs import Binder
 
 __all__ = ["Bound", "Recommender", "Recommenders", "Refreshes"]
 
@@ -121,7 +121,7 @@ async def why_not_ready(ranker: Ranker) -> str | None:
 
 
 def _bind(name: str, model: Recommender, card: ModelCard) -> Bound:
-    from plait_serving.http.v2_inputs import Binder  # brings torch, which a server that ranks nothing can do without
+    from plait_serving.ranking.inputs import Binder  # brings torch, which a server that ranks nothing can do without
 
     def binder(*sides: Side) -> Binder:
         inputs = [item for item in card.inputs if item.side in sides]
