@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray import serve
 
-from plait.config import CONTROLNET_PREFIX, ENGINE, INGRESS, Served, ServerSection, worker_name
+from plait.config import CONTROLNET_PREFIX, ENGINE, INGRESS, PlaitConfig, Served, ServerSection, worker_name
 from plait_serving.deployments.direct import Direct
 from plait_serving.deployments.engine import MAX_ONGOING_REQUESTS, EngineReplica, EngineSource
 from plait_serving.deployments.ingress import Ingress, RankModel
@@ -50,6 +50,11 @@ def build(args: AppArgs) -> serve.Application:
     from plait_serving.deployments.images_source import ImagesSource
 
     return compose(args, None if args.images is None else ImagesSource(args.images))
+
+
+def application(config: PlaitConfig) -> serve.Application:
+    """The application of a whole plait.yaml."""
+    return build(AppArgs(server=config.server, images=config.images, recommend=config.recommend, tuning=config.tuning))
 
 
 def compose(
@@ -117,10 +122,10 @@ def tuning_routers(args: AppArgs) -> "tuple[APIRouter, ...]":
     """The routes of tuning jobs; called in the ingress replica."""
     import yaml
 
-    from plait.state import state_root
-    from plait.tuning.actor import ActorTuningService
-    from plait.tuning.desk import DeskSettings
-    from plait.tuning.http import tuning_router
+    from plait.server.state import state_root
+    from plait.tuning.service.actor import ActorTuningService
+    from plait.tuning.service.desk import DeskSettings
+    from plait.tuning.service.http import tuning_router
 
     config = yaml.safe_dump(args.model_dump(mode="json", exclude={"tuning"}))
     folder = args.tuning.folder or state_root(os.environ) / "tuning"

@@ -20,8 +20,8 @@ import torch
 
 from plait.app import AppArgs, compose
 from plait.config import INGRESS, ServerSection
-from plait.ports import hold_port
-from plait.tuning.usage import replica_pids
+from plait.server.ports import hold_port
+from plait.tuning.measure.usage import replica_pids
 from plait_disagg.errors import Unavailable
 from plait_disagg.package import Package
 from plait_disagg.workers.remote import RemoteRanker

@@ -9,7 +9,7 @@ import threading
 
 from PIL import Image
 
-from plait import demo
+from plait.demo import run as demo
 from plait_serving.http.images.schemas import GenerationBody
 from support import loadtest_records
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from plait import demo_ranking
+from plait.demo import ranking as demo_ranking
 from plait_serving.http.ranking.recommend_schemas import RecommendBody, arrays_of
 from plait_serving.ranking.inputs import Binder
 from plait_serving.starter.recommend.picks import INPUTS

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from plait import demo_tuning
+from plait.demo import tuning as demo_tuning
 from plait_autoconfig.jobs.reading import read_job
 from plait_autoconfig.jobs.reporting import state_of
 from plait_autoconfig.jobs.spec import JobSpec

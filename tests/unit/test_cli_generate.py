@@ -18,7 +18,7 @@ import pytest
 
 from plait.cli import generate as command
 from plait.cli.main import main
-from plait.pictures import OrderError, option_of, parse_order
+from plait.offline.images import OrderError, option_of, parse_order
 from plait_serving.diffusion.errors import EngineStopped, NumericalError
 from plait_serving.diffusion.values import LoraRef, Scheduler
 from plait_serving.images.codec import DecodeLimits, decode_image, read_parameters

@@ -10,7 +10,7 @@ import yaml
 
 from plait.cli.main import main
 from plait.cli.models import table
-from plait.inventory import lora_format, safetensors_header
+from plait.offline.inventory import lora_format, safetensors_header
 
 
 def write_safetensors(path, names):
@@ -142,7 +142,7 @@ def test_a_table_lines_its_columns_up():
 
 def test_families_are_told_as_the_engine_tells_them():
     """The list's own rule, which needs no torch, agrees with the engine's."""
-    from plait.inventory import _family
+    from plait.offline.inventory import _family
     from plait_serving.diffusion.bundle import family_of
 
     for config in (

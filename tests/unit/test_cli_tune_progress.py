@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.tuning.progress import headline, shown, spent
+from plait.tuning.job.progress import headline, shown, spent
 from plait_autoconfig.jobs.loop import JobEvent
 from plait_autoconfig.jobs.measurer import Kind, Measured, measured_from_json, measured_to_json
 from plait_autoconfig.jobs.reading import parse_job

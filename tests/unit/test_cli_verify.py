@@ -9,8 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from plait import pictures, verification
 from plait.cli.main import main
+from plait.offline import images as pictures
+from plait.offline import verification
 from plait_serving.diffusion.errors import EngineStopped
 from plait_serving.diffusion.values import Failed, Finished
 from plait_serving.images.testing import FAKE_CATALOG, fake_result

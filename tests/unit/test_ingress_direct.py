@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from plait.config import ServerSection
 from plait.errors import ServeError
-from plait.ports import check_port, free_port, hold_port, with_port
+from plait.server.ports import check_port, free_port, hold_port, with_port
 from plait_serving.deployments.direct import Direct, DirectListener
 from support.http_app import until
 

@@ -9,7 +9,7 @@ PICTURES_ALONE = """
 import sys
 sys.modules["torch"] = None  # whoever imports it fails
 from unittest.mock import Mock
-import plait.app, plait.tuning.actor, plait.tuning.http
+import plait.app, plait.tuning.service.actor, plait.tuning.service.http
 from plait.config import ServerSection
 from plait_serving.deployments.ingress import Ingress
 app = Ingress(Mock(), lambda: plait.app.http_settings(ServerSection())).__serve_build_asgi_app__()

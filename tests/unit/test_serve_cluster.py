@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from ray import exceptions, serve
 
-from plait import cluster
-from plait.cluster import Cluster, DeploymentState
 from plait.config import PlaitConfig, ServerSection
 from plait.errors import ServeError
+from plait.server import cluster
+from plait.server.cluster import Cluster, DeploymentState
 
 
 def proxies(monkeypatch: pytest.MonkeyPatch, states: Iterator[Mapping[str, str]]) -> list[Mapping[str, Any]]:

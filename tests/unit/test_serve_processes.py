@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from plait import processes
-from plait.processes import ProcessId
+from plait.server import processes
+from plait.server.processes import ProcessId
 
 SLEEP = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(100)"]
 SIGTERM_IS = "import signal, time; signal.signal(signal.SIGTERM, {}); print('up', flush=True); time.sleep(100)"
@@ -99,7 +99,7 @@ def test_serve_a_zombie_does_not_count_as_running(spawn):
 PARENT = [
     sys.executable,
     "-c",
-    "import subprocess, sys, time; from plait.processes import end_with_parent;"
+    "import subprocess, sys, time; from plait.server.processes import end_with_parent;"
     "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)'], preexec_fn=end_with_parent);"
     "print(child.pid, flush=True); time.sleep(100)",
 ]

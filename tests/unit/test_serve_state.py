@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from plait import leftovers, ports, processes
 from plait.errors import ServeError, StateError
-from plait.processes import ProcessId
-from plait.state import PortState, RunRecord, scratch_root, state_root
+from plait.server import leftovers, ports, processes
+from plait.server.processes import ProcessId
+from plait.server.state import PortState, RunRecord, scratch_root, state_root
 
 
 def record(**changes):

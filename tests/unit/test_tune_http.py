@@ -14,8 +14,8 @@ from pydantic import ValidationError
 from starlette.testclient import TestClient
 
 from plait.config import Served, ServerSection, TuningSection
-from plait.tuning.desk import MOST_DEATHS
-from plait.tuning.http import LARGEST_JOB_BYTES, tuning_router
+from plait.tuning.service.desk import MOST_DEATHS
+from plait.tuning.service.http import LARGEST_JOB_BYTES, tuning_router
 from plait_autoconfig.jobs.store import JobStore
 from plait_autoconfig.report.page import POLICY
 from plait_serving.deployments.ingress import Ingress
@@ -300,7 +300,7 @@ def test_bodies_of_other_kinds_are_refused(client):
 
 def test_a_queue_has_an_end(client, monkeypatch):
     """429 with a time to come back."""
-    monkeypatch.setattr("plait.tuning.desk.MOST_WAITING", 2)
+    monkeypatch.setattr("plait.tuning.service.desk.MOST_WAITING", 2)
     for _ in range(2):
         started(client)
     answer = posted(client)

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 import plait.tuning
-from plait.tuning.checks import guard_of, prepare, roomiest, target_config
-from plait.tuning.measurer import PlaitMeasurer
-from plait.tuning.patience import GuardLimits
+from plait.tuning.measure.checks import guard_of, prepare, roomiest, target_config
+from plait.tuning.measure.measurer import PlaitMeasurer
+from plait.tuning.measure.patience import GuardLimits
 from plait_autoconfig.jobs.errors import JobRefused
 from plait_autoconfig.jobs.reading import parse_job, read_job
 from plait_autoconfig.jobs.spec import JobSpec

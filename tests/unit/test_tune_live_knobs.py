@@ -8,9 +8,9 @@ import pytest
 
 from plait.config import PlaitConfig, load_config, parse_config
 from plait.errors import PlaitError
-from plait.restarts import Effect, effects, versions
-from plait.tuning.cost import Reserved, cost_per_hour, known_costs, reserved
-from plait.tuning.knobs import apply_knobs, check_names, check_values, knob_places, settings_of
+from plait.server.restarts import Effect, effects, versions
+from plait.tuning.measure.cost import Reserved, cost_per_hour, known_costs, reserved
+from plait.tuning.measure.knobs import apply_knobs, check_names, check_values, knob_places, settings_of
 from support.tune_jobs import job
 
 
@@ -138,7 +138,7 @@ def test_costs_that_do_not_matter_are_not_counted(config: PlaitConfig, monkeypat
     def refuse(*_: object) -> None:
         raise PlaitError("no such configuration")
 
-    monkeypatch.setattr("plait.tuning.cost.apply_knobs", refuse)
+    monkeypatch.setattr("plait.tuning.measure.cost.apply_knobs", refuse)
     assert known_costs(job(), config, machine_cores=8) == ()
 
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from plait import processes
-from plait.cluster import Cluster
 from plait.config import PlaitConfig, dump_config, load_config
-from plait.processes import ProcessId
-from plait.state import RunRecord
-from plait.tuning import recover
-from plait.tuning.clone import Clone
-from plait.tuning.live import Live, LiveBusy, Note, left_notes, note_path, running_config
+from plait.server import processes
+from plait.server.cluster import Cluster
+from plait.server.processes import ProcessId
+from plait.server.state import RunRecord
+from plait.tuning.job import recover
+from plait.tuning.measure.clone import Clone
+from plait.tuning.measure.live import Live, LiveBusy, Note, left_notes, note_path, running_config
 from support.live_app import compose
 
 GONE = ProcessId(pid=2**22 - 1, start_ticks=1)

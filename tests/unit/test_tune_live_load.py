@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from plait.tuning.load import Watch, metrics_of, run_given, run_search
-from plait.tuning.trial import aimed
+from plait.tuning.measure.load import Watch, metrics_of, run_given, run_search
+from plait.tuning.measure.trial import aimed
 from plait_loadtest.load import load_scenario
 from plait_loadtest.measure import summarise
 from plait_loadtest.scenario import Scenario

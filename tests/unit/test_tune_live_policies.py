@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.tuning.failures import Evidence, of_load, of_start
-from plait.tuning.load import Loaded
-from plait.tuning.patience import Guard, GuardLimits, Hopeless, Needs
-from plait.tuning.rates import Tried, search_rate
-from plait.tuning.trial import worst
-from plait.tuning.usage import _parse_gpu
+from plait.tuning.measure.failures import Evidence, of_load, of_start
+from plait.tuning.measure.load import Loaded
+from plait.tuning.measure.patience import Guard, GuardLimits, Hopeless, Needs
+from plait.tuning.measure.rates import Tried, search_rate
+from plait.tuning.measure.trial import worst
+from plait.tuning.measure.usage import _parse_gpu
 from plait_autoconfig.values import FailureKind
 from plait_loadtest.values import Progress
 

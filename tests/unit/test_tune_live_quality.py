@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from plait.tuning.quality import NoAnswer, quality_drift
+from plait.tuning.measure.quality import NoAnswer, quality_drift
 from plait_loadtest.load import load_scenario
 from plait_loadtest.scenario import Scenario
 

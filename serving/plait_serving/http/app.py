@@ -117,6 +117,7 @@ def _add_routes(app: FastAPI, context: Context) -> None:
     takes long to load: a server of pictures alone does without."""
     if context.recommenders:
         from plait_serving.http.ranking import recommend, v2
+
         app.router.routes[:0] = v2.infer_routes(context)
         for router in (v2.router, recommend.router):
             app.include_router(router)

@@ -1,25 +1,40 @@
 """An application that runs and whose configuration can be changed: what a clone and a live service have in common.
 
 A change goes to Serve as the whole application again; replicas whose version stays are only given their new knobs
-(`plait.restarts`).
+(`plait.server.restarts`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from importlib import import_module
+from typing import Any, cast
 
-from plait.cluster import Cluster
 from plait.config import PlaitConfig
 from plait.errors import PlaitError
-from plait.ports import health, with_port
-from plait.restarts import Effect, effects, plans, versions
-from plait.tuning.usage import replica_pids
+from plait.server.cluster import Cluster
+from plait.server.ports import health, with_port
+from plait.server.restarts import Effect, effects, plans, versions
+from plait.targets import load_target
+from plait.tuning.measure.usage import replica_pids
 
-__all__ = ["Compose", "NotReady", "RefusedStart", "Running"]
+__all__ = ["Compose", "NotReady", "RefusedStart", "Running", "compose_of"]
 
 Compose = Callable[[PlaitConfig], Any]
 """Makes the Serve application of a configuration; called when Ray's environment is set."""
+
+_APPLICATION = ("plait.app", "application")
+"""plait's own. Named, as Serve names applications, not imported: the application has the routes of tuning jobs."""
+
+
+def compose_of(target: str = "") -> Compose:
+    """What makes the application: ``module:function``, or nothing for plait's own. Raises `PlaitError`."""
+    return cast("Compose", load_target(target)) if target else _compose_plait
+
+
+def _compose_plait(config: PlaitConfig) -> Any:
+    module, function = _APPLICATION
+    return getattr(import_module(module), function)(config)  # imports Ray, whose environment is set by now
 
 
 class RefusedStart(PlaitError):

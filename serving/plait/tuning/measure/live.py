@@ -16,13 +16,13 @@ from typing import Any
 
 import yaml
 
-from plait import processes
-from plait.cluster import Cluster, prepare_environment
 from plait.config import PlaitConfig, dump_config, parse_config
 from plait.errors import PlaitError, StateError
-from plait.restarts import Effect
-from plait.state import RunRecord
-from plait.tuning.running import Compose, Running
+from plait.server import processes
+from plait.server.cluster import Cluster, prepare_environment
+from plait.server.restarts import Effect
+from plait.server.state import RunRecord
+from plait.tuning.measure.running import Compose, Running
 
 __all__ = ["Live", "LiveBusy", "Note", "left_notes", "note_path", "running_config"]
 

@@ -18,9 +18,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from plait.tuning.desk import DeskSettings, RunsJobs, TuningDesk
-from plait.tuning.desk_errors import DeskError
-from plait.tuning.job_process import JobProcesses
+from plait.tuning.service.desk import DeskSettings, RunsJobs, TuningDesk
+from plait.tuning.service.errors import DeskError
+from plait.tuning.service.job_process import JobProcesses
 from plait_serving.http.edge.errors import ApiError
 
 __all__ = ["ActorTuningService", "TuningActor"]

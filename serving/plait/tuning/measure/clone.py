@@ -16,16 +16,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from plait import processes
-from plait.cluster import Cluster
 from plait.config import PlaitConfig
 from plait.errors import ServeError
-from plait.leftovers import clean_up_others, remove_ray_folder
-from plait.ports import free_port, hold_port
-from plait.restarts import Effect
-from plait.state import PortState, RunRecord, scratch_root
-from plait.supervise import start_ray
-from plait.tuning.running import Compose, Running
+from plait.server import processes
+from plait.server.cluster import Cluster
+from plait.server.leftovers import clean_up_others, remove_ray_folder
+from plait.server.ports import free_port, hold_port
+from plait.server.restarts import Effect
+from plait.server.state import PortState, RunRecord, scratch_root
+from plait.server.supervise import start_ray
+from plait.tuning.measure.running import Compose, Running
 from plait_serving.deployments.logs import LOG_PATH_VARIABLE
 
 __all__ = ["Clone"]

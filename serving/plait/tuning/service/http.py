@@ -14,8 +14,8 @@ from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
-from plait.tuning.desk_errors import Conflict, DeskError, NoSuchJob, Refused, TooMany, Unreadable
-from plait.tuning.events import job_events
+from plait.tuning.service.errors import Conflict, DeskError, NoSuchJob, Refused, TooMany, Unreadable
+from plait.tuning.service.events import job_events
 from plait_autoconfig.report.page import POLICY
 from plait_serving.http.context import ContextDep
 from plait_serving.http.edge.auth import Principal, require_admin

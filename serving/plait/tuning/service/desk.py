@@ -19,9 +19,9 @@ from typing import Any, Protocol
 
 import yaml
 
-from plait.tuning.desk_errors import Conflict, NoSuchJob, Refused, TooMany, Unreadable
-from plait.tuning.foreign import check_foreign
-from plait.tuning.telling import job_summary, progress_of, unreadable_summary
+from plait.tuning.service.errors import Conflict, NoSuchJob, Refused, TooMany, Unreadable
+from plait.tuning.service.foreign import check_foreign
+from plait.tuning.service.telling import job_summary, progress_of, unreadable_summary
 from plait_autoconfig.errors import TunerError
 from plait_autoconfig.jobs.errors import JobRefused
 from plait_autoconfig.jobs.reading import parse_job
@@ -151,7 +151,7 @@ class TuningDesk:
 
     def report(self, job_id: str) -> str:
         """The report as HTML, also of a job that is not over. Raises `NoSuchJob`."""
-        from plait.tuning.work import report_of
+        from plait.tuning.job.work import report_of
 
         self._ticket(job_id)
         with _readable(job_id):

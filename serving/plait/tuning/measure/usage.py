@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from plait import processes
+from plait.server import processes
 
 __all__ = ["Sampler", "Used", "gpu_memory_bytes", "replica_pids"]
 

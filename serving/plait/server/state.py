@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from plait.errors import StateError
-from plait.processes import ProcessId
+from plait.server.processes import ProcessId
 
 # Ray puts unix sockets under its temporary folder: 107 characters at most, of which it uses 65 itself.
 _LONGEST_TEMP_FOLDER = 40

@@ -5,10 +5,10 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from plait.tuning.work import run
+from plait.tuning.job.work import run
 from plait_autoconfig.jobs.state import JobState
 
-JOB = Path(__file__).parent / "tuning" / "examples" / "demo.yaml"
+JOB = Path(__file__).parents[1] / "tuning" / "examples" / "demo.yaml"
 
 
 def tune_recommender(folder: Path) -> str:

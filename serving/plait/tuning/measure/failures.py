@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from plait.tuning.load import Loaded
+from plait.tuning.measure.load import Loaded
 from plait_autoconfig.jobs.exits import speaks_of_memory
 from plait_autoconfig.values import FailureKind, Outcome
 

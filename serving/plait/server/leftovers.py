@@ -7,9 +7,9 @@ import shutil
 import time
 from pathlib import Path
 
-from plait import processes
 from plait.errors import ServeError, StateError
-from plait.state import PortState, scratch_root
+from plait.server import processes
+from plait.server.state import PortState, scratch_root
 
 __all__ = ["clean_up", "clean_up_others", "remove_ray_folder"]
 

@@ -15,29 +15,27 @@ from collections.abc import Mapping
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, cast
 
 from plait.config import PlaitConfig
 from plait.errors import PlaitError, StateError
-from plait.restarts import Effect
-from plait.state import state_root
-from plait.targets import load_target
-from plait.tuning.checks import Prepared, prepare, roomiest, target_config
-from plait.tuning.clone import Clone
-from plait.tuning.cost import known_costs
-from plait.tuning.failures import of_start
-from plait.tuning.knobs import apply_knobs
-from plait.tuning.live import Live, LiveBusy
-from plait.tuning.patience import Guard
-from plait.tuning.quality import QUALITY_DRIFT, NoAnswer, quality_drift
-from plait.tuning.running import Compose, NotReady, RefusedStart
-from plait.tuning.trial import LoadPlan, aimed, count_kills, run_loads
+from plait.server.restarts import Effect
+from plait.server.state import state_root
+from plait.tuning.measure.checks import Prepared, prepare, roomiest, target_config
+from plait.tuning.measure.clone import Clone
+from plait.tuning.measure.cost import known_costs
+from plait.tuning.measure.failures import of_start
+from plait.tuning.measure.knobs import apply_knobs
+from plait.tuning.measure.live import Live, LiveBusy
+from plait.tuning.measure.patience import Guard
+from plait.tuning.measure.quality import QUALITY_DRIFT, NoAnswer, quality_drift
+from plait.tuning.measure.running import Compose, NotReady, RefusedStart, compose_of
+from plait.tuning.measure.trial import LoadPlan, aimed, count_kills, run_loads
 from plait_autoconfig.jobs.errors import JobBusy, JobRefused
 from plait_autoconfig.jobs.measurer import Measured, Say, Subject, Task
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.values import Config, FailureKind, Hardware, Outcome
 
-__all__ = ["PlaitMeasurer", "compose_of", "compose_plait", "open_measurer"]
+__all__ = ["PlaitMeasurer", "open_measurer"]
 
 _log = logging.getLogger(__name__)
 
@@ -52,18 +50,6 @@ def open_measurer(*, folder: Path, live: bool = False, compose: str = "") -> Pla
     of a configuration, in place of plait's own."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     return PlaitMeasurer(folder=folder, root=state_root(os.environ), compose=compose_of(compose), may_be_live=live)
-
-
-def compose_of(text: str) -> Compose:
-    """What makes the application: ``module:function``, or nothing for plait's own. Raises `PlaitError`."""
-    return cast("Compose", load_target(text)) if text else compose_plait
-
-
-def compose_plait(config: PlaitConfig) -> Any:
-    """plait's application."""
-    from plait.app import AppArgs, build  # imports Ray, whose environment is set by now
-
-    return build(AppArgs(server=config.server, images=config.images, recommend=config.recommend, tuning=config.tuning))
 
 
 class PlaitMeasurer:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plait.config import PlaitConfig
-from plait.restarts import plans
-from plait.tuning.cost import cost_per_hour, reserved
-from plait.tuning.failures import Evidence, of_load
-from plait.tuning.load import Loaded, Watch, run_given, run_search
-from plait.tuning.running import Running
-from plait.tuning.usage import Sampler, Used
+from plait.server.restarts import plans
+from plait.tuning.measure.cost import cost_per_hour, reserved
+from plait.tuning.measure.failures import Evidence, of_load
+from plait.tuning.measure.load import Loaded, Watch, run_given, run_search
+from plait.tuning.measure.running import Running
+from plait.tuning.measure.usage import Sampler, Used
 from plait_autoconfig.jobs.exits import count_oom_kills
 from plait_autoconfig.jobs.measurer import Samples
 from plait_autoconfig.jobs.spec import Prices

@@ -13,9 +13,9 @@ from types import FrameType
 from typing import Any, TextIO
 
 from plait.errors import PlaitError
-from plait.state import state_root
-from plait.tuning.progress import shown, spent
-from plait.tuning.recover import recover_all
+from plait.server.state import state_root
+from plait.tuning.job.progress import shown, spent
+from plait.tuning.job.recover import recover_all
 from plait_autoconfig.errors import TunerError
 from plait_autoconfig.jobs.loop import run_job
 from plait_autoconfig.jobs.measurer import MeasurerSource
@@ -29,7 +29,7 @@ from plait_loadtest.host import tool_version
 __all__ = ["DEFAULT_OUT", "open_state", "report_of", "run", "told_as_sentences", "write_report"]
 
 DEFAULT_OUT = Path("out/tune")
-FACTORY = "plait.tuning.measurer:open_measurer"
+FACTORY = "plait.tuning.measure.measurer:open_measurer"
 
 
 def run(

@@ -18,15 +18,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from plait import processes
-from plait.cluster import Cluster
 from plait.config import PlaitConfig, dump_config
-from plait.console import Console
 from plait.errors import PlaitError, ServeError
-from plait.leftovers import clean_up, clean_up_others, remove_ray_folder
-from plait.ports import check_port, free_port, health, hold_port, with_port
-from plait.restarts import versions
-from plait.state import PortState, RunRecord, scratch_root, state_root
+from plait.server import processes
+from plait.server.cluster import Cluster
+from plait.server.console import Console
+from plait.server.leftovers import clean_up, clean_up_others, remove_ray_folder
+from plait.server.ports import check_port, free_port, health, hold_port, with_port
+from plait.server.restarts import versions
+from plait.server.state import PortState, RunRecord, scratch_root, state_root
 from plait_serving.deployments.logs import LOG_PATH_VARIABLE
 
 _log = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from typing import Any
 
 from plait.config import PlaitConfig, ServerSection, TuningSection, load_config
 from plait.errors import PlaitError
-from plait.tuning.knobs import apply_knobs, check_names, check_values
-from plait.tuning.patience import GuardLimits
+from plait.tuning.measure.knobs import apply_knobs, check_names, check_values
+from plait.tuning.measure.patience import GuardLimits
 from plait_autoconfig.jobs.errors import JobRefused
 from plait_autoconfig.jobs.spec import Choice, JobSpec, KnobSpec, Target, guard_limits
 from plait_autoconfig.values import Value
@@ -35,7 +35,7 @@ METRICS = frozenset(
         "offered_per_s", "p50_ms", "p99_ms", "quality_drift",
     }
 )  # fmt: skip
-"""What a trial of plait's own measurer shows (`plait.tuning.measurer`)."""
+"""What a trial of plait's own measurer shows (`plait.tuning.measure.measurer`)."""
 _API = {"images": "images", "recommend": "infer"}
 
 

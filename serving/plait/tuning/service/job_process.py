@@ -1,4 +1,4 @@
-"""``python -m plait.tuning.job_process FOLDER``: works on the job in a folder until it is over, for `desk`.
+"""``python -m plait.tuning.service.job_process FOLDER``: works on the job in a folder until it is over, for `desk`.
 
 Its standard input is held open by whoever started it; when that ends, however it ends, the job is stopped in good order
 (and goes on when somebody starts it again).
@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from plait.tuning.telling import note_progress
+from plait.tuning.service.telling import note_progress
 from plait_autoconfig.jobs.measurer import MeasurerSource
 
 __all__ = ["JobProcesses", "main"]
@@ -73,9 +73,9 @@ class JobProcess:
 
 def main(arguments: list[str]) -> int:
     """``FOLDER FACTORY ARGUMENTS``: where the job is, and what measures it (`MeasurerSource`)."""
-    from plait.state import state_root
-    from plait.tuning.recover import recover_all
-    from plait.tuning.work import write_report
+    from plait.server.state import state_root
+    from plait.tuning.job.recover import recover_all
+    from plait.tuning.job.work import write_report
     from plait_autoconfig.errors import TunerError
     from plait_autoconfig.jobs.loop import run_job
     from plait_autoconfig.jobs.store import JobStore
@@ -95,7 +95,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _own_source(live: bool) -> MeasurerSource:
-    from plait.tuning.work import FACTORY
+    from plait.tuning.job.work import FACTORY
 
     return MeasurerSource(factory=FACTORY, arguments={"live": live})
 

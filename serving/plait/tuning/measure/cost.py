@@ -14,8 +14,8 @@ from typing import Any
 
 from plait.config import INGRESS, PlaitConfig, Served
 from plait.errors import PlaitError
-from plait.restarts import plans
-from plait.tuning.knobs import apply_knobs
+from plait.server.restarts import plans
+from plait.tuning.measure.knobs import apply_knobs
 from plait_autoconfig.jobs.spec import JobSpec
 
 __all__ = ["Reserved", "cost_per_hour", "known_costs", "reserved"]

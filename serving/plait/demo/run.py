@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from plait import processes
-from plait.demo_ranking import offers_ranking, post_rank, rank_for_everybody
+from plait.demo.ranking import offers_ranking, post_rank, rank_for_everybody
 from plait.errors import ServeError
+from plait.server import processes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -88,7 +88,7 @@ def run(out: Path, *, say: Callable[[str], None]) -> Path:
         say(smoke(url, out / "load.html"))
     say("server stopped")
     if ranks:
-        from plait.demo_tuning import tune_recommender
+        from plait.demo.tuning import tune_recommender
 
         say(tune_recommender(out / "tune"))
     sheet = out / "contact-sheet.png"

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from plait.tuning.patience import Hopeless, needs_of
-from plait.tuning.rates import Tried, search_rate
+from plait.tuning.measure.patience import Hopeless, needs_of
+from plait.tuning.measure.rates import Tried, search_rate
 from plait_loadtest.histogram import of_ns
 from plait_loadtest.judging import judge_records
 from plait_loadtest.scenario import Scenario

@@ -1,5 +1,5 @@
-"""Rolls a live service back whose tuner was killed: ``python -m plait.tuning.recover PORT``, in a process of its own,
-because a process can attach to one Ray only."""
+"""Roll a live service back whose tuner was killed: ``python -m plait.tuning.job.recover PORT``, in a process of
+its own, because a process can attach to one Ray only."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from plait.errors import PlaitError, StateError
-from plait.state import state_root
-from plait.tuning.live import Live, left_notes, note_path
-from plait.tuning.measurer import compose_of
+from plait.server.state import state_root
+from plait.tuning.measure.live import Live, left_notes, note_path
+from plait.tuning.measure.running import compose_of
 
 __all__ = ["main", "recover_all"]
 
@@ -23,7 +23,7 @@ def recover_all(root: Path, *, say: Callable[[str], None]) -> None:
     """Every service on this machine that a killed tuner has left with a configuration that is not its own."""
     for port in left_notes(root):
         say(f"a tuner was killed while it tuned the server on port {port}; rolling back")
-        command = [sys.executable, "-m", "plait.tuning.recover", str(port)]
+        command = [sys.executable, "-m", "plait.tuning.job.recover", str(port)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
             problem = "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no reason was given"])[-1]
@@ -37,7 +37,7 @@ def recover_all(root: Path, *, say: Callable[[str], None]) -> None:
 def main(arguments: list[str]) -> int:
     """``PORT [module:function]``: the second names what makes the application, if it is not plait's own."""
     root, port = state_root(os.environ), int(arguments[0])
-    compose = compose_of(arguments[1] if len(arguments) > 1 else "")
+    compose = compose_of(*arguments[1:])
     try:
         Live(compose, root=root, port=port).close()
     except StateError:

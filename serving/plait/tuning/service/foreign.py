@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from plait.tuning.desk_errors import Refused
+from plait.tuning.service.errors import Refused
 from plait_loadtest.load import builtin_names
 
 __all__ = ["check_foreign"]
