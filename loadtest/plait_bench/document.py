@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -13,7 +13,8 @@ _DIGITS = 6
 
 
 def document(bench: str, commit: str, host: Mapping[str, Any], result: Result) -> dict[str, Any]:
-    """``ratios`` are medians of pairwise ratios, their 20th and 80th percentiles are in ``ratio_spreads``."""
+    """``ratios`` are medians of pairwise ratios, their 20th and 80th percentiles are in ``ratio_spreads``, those of
+    each round in ``ratio_rounds``. ``layouts``: which was chosen for each system, and what all its trials read."""
     return {
         "bench": bench,
         "commit": commit,
@@ -23,9 +24,18 @@ def document(bench: str, commit: str, host: Mapping[str, Any], result: Result) -
         "ratio_spreads": {
             key: _rounded({"p20": ratio.p20, "p80": ratio.p80, "n": ratio.n}) for key, ratio in result.ratios.items()
         },
+        "ratio_rounds": {key: _rounded(ratio.rounds) for key, ratio in result.ratios.items()},
+        "layouts": [_rounded(asdict(choice)) for choice in result.choices],
         "left_out": dict(result.left_out),
     }
 
 
-def _rounded(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: round(value, _DIGITS) if isinstance(value, float) else value for key, value in fields.items()}
+def _rounded(value: Any) -> Any:
+    """The same with all its floats rounded; tuples become lists."""
+    if isinstance(value, float):
+        return round(value, _DIGITS)
+    if isinstance(value, Mapping):
+        return {key: _rounded(each) for key, each in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_rounded(each) for each in value]
+    return value

@@ -3,8 +3,8 @@
 BenchError
 ├── Unavailable   a system can not run here (a library or model is missing); the other systems go on
 ├── SystemFailed  a system failed or its process died; the run ends
-├── Disagreement  two systems made different pictures of the same request: nothing they take may be compared
-└── RecordError   the results file already has rows with the same key, or can not be read
+├── Disagreement  two systems made different results of the same request: nothing they take may be compared
+└── RecordError   the checkout is not clean, or the results file can not be read
 """
 
 from __future__ import annotations
@@ -27,4 +27,4 @@ class Disagreement(BenchError):
 
 
 class RecordError(BenchError):
-    """The results file has rows with the same key, or can not be read."""
+    """The checkout is not clean, or the results file can not be read."""

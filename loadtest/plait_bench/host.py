@@ -8,21 +8,46 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from plait_bench.errors import BenchError
 from plait_loadtest.host import facts, git_says
 
 _ECHO = "import os\nwhile os.read(0, 1): os.write(1, b'x')"
 _ROUND_TRIPS = 301
+_GIT_S = 30
 
 LIBRARIES = ("torch", "diffusers", "transformers", "peft", "ray")
 
 
 SLOW_WAKE_US = 60.0
-"""Several times what a machine with nothing to do needs."""
+"""Several times what a machine with nothing to do needs to wake another process and be woken by it."""
+
+BUSY_LOAD = 0.5
+"""The load average of the last minute, before a benchmark begins, above which the host has other work to do. Half a
+core of it is more than two systems that run in turn can share fairly."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conditions:
+    """What the host does at a moment: the load average of the last minute, and how long a wake-up takes."""
+
+    load: float
+    wake_us: float
+
+
+def conditions() -> Conditions:
+    """Look at the host. From the second round on, ``load`` contains the benchmark's own work."""
+    return Conditions(load=round(os.getloadavg()[0], 2), wake_us=round(wake_us(), 1))
+
+
+def is_busy(seen: Conditions) -> bool:
+    """Whether the host had other work to do."""
+    return seen.load > BUSY_LOAD or seen.wake_us > SLOW_WAKE_US
 
 
 def cores() -> int:
@@ -31,7 +56,7 @@ def cores() -> int:
 
 
 def host_facts(*, now: datetime | None = None) -> Mapping[str, Any]:
-    """See the module docstring. ``loadavg_1m`` says whether the machine was busy with something else before,
+    """Describe this machine. ``loadavg_1m`` says whether the machine was busy with something else before,
     ``wake_us`` how long it takes to wake another process and be woken by it, which on a virtual machine can be long
     while the load average shows nothing."""
     return {
@@ -59,16 +84,48 @@ def wake_us() -> float:
     return statistics.median(taken_us[1:])  # the first one waits for Python to start
 
 
-def commit(root: Path) -> str:
-    """The checkout's commit, with ``+changes`` if files differ from it; ``unknown`` outside a checkout.
+UNKNOWN = "unknown"
+"""The commit outside a checkout."""
 
-    What the benchmarks themselves recorded does not count as a change.
-    """
+PACKAGE_FOLDERS = ("autoconfig", "deploy", "disagg", "kernels", "loadtest", "serving")
+"""Where a file that git does not know could be imported by a benchmark."""
+
+_RESULTS = "loadtest/results/"
+
+
+def commit(root: Path) -> str:
+    """The checkout's commit, with ``+changes`` if it is dirty (`changes`); `UNKNOWN` outside a checkout."""
     head = git_says(root, "rev-parse", "--short=12", "HEAD")
     if not head:
-        return "unknown"
-    changes = git_says(root, "status", "--porcelain", "--", ".", ":!loadtest/results", ":!README.md")
-    return head + ("+changes" if changes else "")
+        return UNKNOWN
+    return head + ("+changes" if changes(root) else "")
+
+
+def changes(root: Path) -> list[str]:
+    """The paths that make a checkout dirty: tracked files that differ, and untracked ones in package folders.
+
+    What the benchmarks themselves record does not count.
+    """
+    status = git_says(root, "-c", "core.quotePath=off", "status", "--porcelain", "--untracked-files=all")
+    found = []
+    for line in status.splitlines():
+        # The first line has lost its leading blank with the output's.
+        kind, _, path = line.strip().partition(" ")
+        path = path.strip().rpartition(" -> ")[2]
+        if path.startswith(_RESULTS) or (kind == "??" and path.split("/")[0] not in PACKAGE_FOLDERS):
+            continue
+        found.append(path)
+    return found
+
+
+def is_in_history(root: Path, at: str) -> bool:
+    """Whether a commit is HEAD or one of its ancestors. Raises `BenchError` outside a checkout."""
+    command = ["git", "merge-base", "--is-ancestor", at, "HEAD"]
+    try:
+        done = subprocess.run(command, cwd=root, capture_output=True, check=False, timeout=_GIT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BenchError(f"git does not answer: {error}") from error
+    return done.returncode == 0
 
 
 def _version(library: str) -> str | None:

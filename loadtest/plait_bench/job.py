@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from plait_bench import autoconfig, disagg, fabric, images, loadtest, records
+from plait_bench.benchmark import Benchmark
 from plait_bench.document import document
-from plait_bench.errors import BenchError
-from plait_bench.host import SLOW_WAKE_US, commit, cores, host_facts
-from plait_bench.runner import Plan, Result, joined, run
+from plait_bench.errors import RecordError
+from plait_bench.fleet.workers import WorkerFleet
+from plait_bench.fleet.workload import on_fleets
+from plait_bench.host import BUSY_LOAD, SLOW_WAKE_US, commit, cores, host_facts
+from plait_bench.runner import TRIALS, Plan, joined, run
 from plait_bench.tables import RESULTS, ROOT
-from plait_bench.workers import WorkerFleet
 
 # As many as make a 20th and an 80th percentile mean something in a quarter of an hour on two cores.
 ROUNDS, QUICK_ROUNDS = 5, 3
 
-# Half a core of other work is what two systems that run in turn can share fairly.
-_BUSY_SHARE = 0.25
-
-
-NAMES = (images.NAME, loadtest.NAME, disagg.NAME, fabric.NAME, autoconfig.NAME)
-
 Say = Callable[[str], None]
-Take = Callable[[Say], Iterator[Result]]
-"""Measures, and gives what it has as soon as it is whole: a long run that is stopped keeps that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +35,28 @@ class Job:
     models: Path | None = None
     workloads: tuple[str, ...] = ()
     systems: tuple[str, ...] = ()
+    trials: int = TRIALS
     record: bool = False
     overwrite: bool = False
     results: Path | None = None
     data: Path | None = None
     tables: tuple[Path, ...] = ()
+
+
+def _images(job: Job) -> Benchmark:
+    definition = images.definition(job.models or _starter(), only=job.workloads, systems=job.systems)
+    return on_fleets(definition, cores=cores(), open_fleet=WorkerFleet)
+
+
+BENCHMARKS: Mapping[str, Callable[[Job], Benchmark]] = {
+    images.NAME: _images,
+    loadtest.NAME: lambda job: loadtest.benchmark(only=job.workloads),
+    disagg.NAME: lambda job: disagg.benchmark(only=job.workloads),
+    fabric.NAME: lambda job: fabric.benchmark(only=job.workloads),
+    autoconfig.NAME: lambda job: autoconfig.benchmark(only=job.workloads, data=job.data, recorded=job.tables),
+}
+
+NAMES = tuple(BENCHMARKS)
 
 
 def rounds_of(name: str, *, quick: bool) -> int:
@@ -57,57 +67,45 @@ def rounds_of(name: str, *, quick: bool) -> int:
 
 
 def measure(job: Job, *, say: Say) -> dict[str, Any]:
-    """Runs the benchmark and returns its document; records each part when it is there. Raises `BenchError`."""
+    """Run the benchmark and return its document; records each part when it is there. Raises `BenchError`."""
+    if job.overwrite:
+        raise RecordError("results are append-only: --overwrite is gone; a second run is recorded beside the first")
+    if job.record:
+        records.require_clean(ROOT)
+    benchmark = BENCHMARKS[job.name](job)
     host, at = host_facts(), commit(ROOT)
-    workloads, take = _definition(job)
     path = job.results or RESULTS / f"{job.name}.jsonl"
-    if job.record and not job.overwrite:
-        records.check_new(records.read(path), bench=job.name, commit=at, host=host, workloads=workloads)
     say(f"{job.name} at {at} on {host['cpu']}, {host['cores']} cores; load average {host['loadavg_1m']}")
-    if host["wake_us"] > SLOW_WAKE_US:
-        say(f"waking a process takes {host['wake_us']:.0f} us here: all that crosses processes will be slow")
-    if host["loadavg_1m"] > _BUSY_SHARE * host["cores"]:
-        say("something else keeps this machine busy: the layouts and ratios found now will not hold on an idle one")
+    _warn(host, say)
     parts = []
-    for part in take(say):
+    plan = Plan(rounds=job.rounds, trials=job.trials, systems=job.systems)
+    for part in run(benchmark, plan, say=say):
         parts.append(part)
         if job.record:
-            written = document(job.name, at, host, part)
-            records.append(path, records.records_of(written), overwrite=job.overwrite)
+            records.require_clean(ROOT)  # nobody changed it meanwhile
+            if commit(ROOT) != at:
+                raise RecordError(f"the checkout left commit {at} while it was measured: nothing more is recorded")
+            records.append(path, records.records_of(document(job.name, at, host, part)))
             say(f"recorded in {path}")
     return document(job.name, at, host, joined(parts))
 
 
-def _definition(job: Job) -> tuple[list[str], Take]:
-    """Names of the workloads, and what measures them all. Raises `BenchError`."""
-    if job.name == loadtest.NAME:
-        if unknown := set(job.workloads) - {loadtest.WORKLOAD}:
-            raise BenchError(f"there is no workload {min(unknown)!r}; there is {loadtest.WORKLOAD}")
-        taken = partial(loadtest.measure, rounds=job.rounds, systems=job.systems)
-        return [loadtest.WORKLOAD], lambda say: iter([taken(say=say)])
-    if job.name == fabric.NAME:
-        names = list(job.workloads or fabric.NAMES)
-        measured = partial(fabric.measure, rounds=job.rounds, only=job.workloads)
-        return names, lambda say: iter([measured(say=say)])
-    if job.name == disagg.NAME:
-        names = list(job.workloads or disagg.NAMES)
-        return names, lambda say: disagg.measure(rounds=job.rounds, only=job.workloads, systems=job.systems, say=say)
-    if job.name == autoconfig.NAME:
-        names = list(job.workloads or autoconfig.NAMES)
-        return names, lambda say: autoconfig.measure(
-            rounds=job.rounds, only=job.workloads, systems=job.systems, data=job.data, recorded=job.tables, say=say
+def _warn(host: Mapping[str, Any], say: Say) -> None:
+    """Say why the rows will be marked as taken on a busy host, if they will."""
+    if host["wake_us"] > SLOW_WAKE_US:
+        say(
+            f"warning: waking a process takes {host['wake_us']:.0f} us here, more than {SLOW_WAKE_US:.0f}: all that "
+            f"crosses processes will be slow, and every row is marked busy"
         )
-    try:
-        benchmark = images.definition(job.models or _starter(), only=job.workloads, systems=job.systems)
-    except KeyError as error:
-        raise BenchError(f"there is no workload or system {error}") from error
-    plan = Plan(rounds=job.rounds, cores=cores())
-    names = [workload.name for workload in benchmark.workloads]
-    return names, lambda say: iter([run(benchmark, plan, open_fleet=WorkerFleet, say=say)])
+    if host["loadavg_1m"] > BUSY_LOAD:
+        say(
+            f"warning: the load average is {host['loadavg_1m']}, more than {BUSY_LOAD}: the layouts and ratios found "
+            f"now will not hold on an idle machine, and every row is marked busy"
+        )
 
 
 def text_table(written: Mapping[str, Any]) -> str:
-    """The document for people: rows, then ratios."""
+    """Lay the document out for people: rows, then ratios."""
     lines = [
         f"{row['workload']:<11} {row['system']:<18} {row['metric']:<25} {row['value']:>9.4g} {row['unit']:<14} "
         f"({row['p20']:.4g} to {row['p80']:.4g}, n {row['n']}) {row['layout']}".rstrip()

@@ -1,84 +1,75 @@
 """The results files: one JSON line for each row of each recorded run, append-only.
 
-A row's key is (bench, commit, cpu, cores, system, workload, metric); a ratio is a row whose system is ``ours/theirs``
-and whose unit is ``ratio``. A key that is there already is refused unless the caller asks to replace it.
+A ratio is a row whose system is ``ours/theirs`` and whose unit is ``ratio``. Each row carries its commit, date, load,
+rounds and spread, and whether the host was busy. A row recorded in several runs stands there several times.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from plait_bench.errors import RecordError
+from plait_bench.host import UNKNOWN, changes, commit
 
 Record = Mapping[str, Any]
 
+_NAMED = 3
+_NEEDED = ("bench", "commit", "host", "system", "workload", "metric", "unit", "value", "p20", "p80", "n")
+_MARKS = ("load", "wake_us", "busy")
+
+
+def require_clean(root: Path) -> None:
+    """Raise `RecordError` unless the checkout is exactly its commit: what is recorded can then be run again."""
+    at = commit(root)
+    if at == UNKNOWN:
+        raise RecordError(f"--record needs a git checkout, and {root} is none: a recorded row names its commit")
+    if found := changes(root):
+        more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+        names = ", ".join(found[:_NAMED]) + more
+        raise RecordError(f"--record needs a clean checkout; commit, stash or remove first: {names}")
+
 
 def records_of(document: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The lines of a document: its rows, then its ratios; each carries the run's bench, commit and host."""
-    run = {"bench": document["bench"], "commit": document["commit"]}
-    ratios = [
-        {
-            "system": key.rpartition(":")[2],
-            "workload": key.split(":")[0],
-            "metric": key.split(":")[1],
-            "unit": "ratio",
-            "value": value,
-            **document["ratio_spreads"][key],
-            "layout": "",
-            "kind": "measured",
-        }
-        for key, value in document["ratios"].items()
-    ]
-    return [{**run, **row, "host": document["host"]} for row in (*document["rows"], *ratios)]
+    """Make the lines of a document: its rows, then its ratios; each carries the run's bench, commit, date and host."""
+    host = document["host"]
+    run = {"bench": document["bench"], "commit": document["commit"], "date": host.get("date", "")}
+    marks = {
+        (row["workload"], row["metric"], row["system"]): {name: row[name] for name in _MARKS}
+        for row in document["rows"]
+    }
+    ratios = []
+    for key, value in document["ratios"].items():
+        workload, metric, pair = key.split(":", 2)
+        ratio = {"system": pair, "workload": workload, "metric": metric, "unit": "ratio", "value": value}
+        ratio |= {**document["ratio_spreads"][key], "rounds": document["ratio_rounds"][key]}
+        ratio |= {"layout": "", "kind": "measured", **marks.get((workload, metric, pair.partition("/")[0]), {})}
+        ratios.append(ratio)
+    return [{**run, **row, "host": host} for row in (*document["rows"], *ratios)]
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """All lines, oldest first; none if there is no file. Raises `RecordError`."""
+    """Read all lines, oldest first; none if there is no file. Raises `RecordError`."""
     if not path.is_file():
         return []
     records = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
             record = json.loads(line)
-            key_of(record)
-        except (ValueError, KeyError, TypeError) as error:
+            missing = [name for name in _NEEDED if name not in record]
+        except (ValueError, TypeError) as error:
             raise RecordError(f"{path}, line {number}: not a row of results ({error!r})") from error
+        if missing:
+            raise RecordError(f"{path}, line {number}: not a row of results (no {missing[0]})")
         records.append(record)
     return records
 
 
-def key_of(record: Record) -> tuple[Any, ...]:
-    """See the module docstring."""
-    host = record["host"]
-    return (
-        record["bench"], record["commit"], host["cpu"], host["cores"],
-        record["system"], record["workload"], record["metric"],
-    )  # fmt: skip
-
-
-def check_new(
-    records: Iterable[Record], *, bench: str, commit: str, host: Mapping[str, Any], workloads: Sequence[str]
-) -> None:
-    """Raises `RecordError` if a run of these workloads was recorded: ask before measuring, not after."""
-    run = (bench, commit, host["cpu"], host["cores"])
-    there = sorted({r["workload"] for r in records if key_of(r)[:4] == run and r["workload"] in workloads})
-    if there:
-        what = f"{bench} {', '.join(there)} of commit {commit}"
-        raise RecordError(f"{what} is recorded for this kind of machine; --overwrite replaces it")
-
-
-def append(path: Path, new: Sequence[Record], *, overwrite: bool) -> None:
-    """Adds the lines. Equal keys are refused with `RecordError`, or replaced if ``overwrite``; then nothing is lost."""
-    old = read(path)
-    keys = {key_of(record) for record in new}
-    clash = [record for record in old if key_of(record) in keys]
-    if clash and not overwrite:
-        raise RecordError(f"{path}: {len(clash)} of these rows are recorded already; --overwrite replaces them")
-    kept = [record for record in old if key_of(record) not in keys]
+def append(path: Path, new: Sequence[Record]) -> None:
+    """Add the lines; what is there stays as it is. Raises `RecordError` if what is there can not be read."""
+    read(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".tmp")
-    draft.write_text("".join(json.dumps(record, sort_keys=True) + "\n" for record in (*kept, *new)), encoding="utf-8")
-    draft.replace(path)
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(record, sort_keys=True) + "\n" for record in new)

@@ -1,203 +1,244 @@
-"""The shared runner: finds each system's best layout, warms up, checks agreement, and takes the rounds in turn.
+"""The runner: chooses each system's layout, warms up, checks agreement, takes the rounds in turn, and pairs them.
 
-Fairness: every system gets the layout that is best for it on each workload; a round runs all systems one after the
-other (A B C, A B C, ...), and ratios are taken inside rounds, so that a machine that slows down slows all of them.
+Fairness. Every layout of every system gets the same number of trials, which count for nothing else; the best by the
+workload's deciding metric is kept. A round measures all systems one after the other (A B C, A B C, ...), and ratios
+are taken inside rounds, so that a machine that slows down slows all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from statistics import median
 
-from plait_bench.benchmark import Benchmark, Fleet, Layout, Measure, Row, Sample, System, Workload
-from plait_bench.errors import Unavailable
+from plait_bench.benchmark import Benchmark, Reading, Row, Say, Subject, Workload, chosen
+from plait_bench.errors import BenchError, Unavailable
+from plait_bench.host import Conditions, conditions, is_busy
 from plait_bench.summary import Summary, pairwise_ratio
 
-OpenFleet = Callable[[System, int], Fleet]
-"""``(system, processes) -> its workers``."""
+TRIALS = 2
+"""Of each layout; with ``--quick`` one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """``rounds`` are measured on ``cores`` cores; a layout is tried ``trials`` times while the best is looked for."""
+    """``rounds`` count; before them every layout has ``trials``. ``systems``: only these, if any are named."""
 
     rounds: int
-    cores: int
-    trials: int = 1
+    trials: int = TRIALS
+    systems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A system's layout for a workload: what was tried, what each trial read, and which layout was best."""
+
+    workload: str
+    system: str
+    layout: str
+    metric: str
+    trials: Mapping[str, tuple[float, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """``ratios``: ``workload:metric:ours/theirs``. ``left_out``: why a system took no part."""
+    """``ratios``: by ``workload:metric:system/system``. ``left_out``: why a system, or a workload, took no part."""
 
     rows: tuple[Row, ...]
     ratios: Mapping[str, Summary]
     left_out: Mapping[str, str]
+    choices: tuple[Choice, ...] = ()
 
 
 def joined(parts: Sequence[Result]) -> Result:
-    """All parts' rows, ratios and reasons as one."""
+    """Put all parts together."""
     return Result(
         rows=tuple(row for part in parts for row in part.rows),
         ratios={key: ratio for part in parts for key, ratio in part.ratios.items()},
         left_out={name: why for part in parts for name, why in part.left_out.items()},
+        choices=tuple(choice for part in parts for choice in part.choices),
     )
 
 
-def layouts(cores: int) -> tuple[Layout, ...]:
-    """Processes x threads worth trying: one core, and the whole machine as 1, 2 or 4 processes."""
-    wide = [Layout(processes=n, threads=cores // n) for n in (1, 2, 4) if n <= cores]
-    return tuple(dict.fromkeys([Layout(processes=1, threads=1), *wide]))
+def run(benchmark: Benchmark, plan: Plan, *, say: Say, look: Callable[[], Conditions] = conditions) -> Iterator[Result]:
+    """Measure every workload in turn and yield each as soon as it is whole. Raises `BenchError`.
 
-
-def layouts_for(workload: Workload, cores: int) -> tuple[Layout, ...]:
-    """Those of `layouts` in which every process has something to do."""
-    useful = 1 if workload.one_by_one else len(workload.items)
-    return tuple(layout for layout in layouts(cores) if layout.processes <= useful)
-
-
-def run(benchmark: Benchmark, plan: Plan, *, open_fleet: OpenFleet, say: Callable[[str], None]) -> Result:
-    """Runs the whole benchmark. Raises `BenchError`; progress goes to ``say``."""
-    rows: list[Row] = []
-    ratios: dict[str, Summary] = {}
-    with ExitStack() as stack:
-        fleets = _Fleets(benchmark, plan.cores, open_fleet, stack, say)
+    ``look`` says what the host is doing, before each round.
+    """
+    there = dict.fromkeys(system for workload in benchmark.workloads for system in workload.systems)
+    chosen(plan.systems, tuple(there), "system")
+    began = look()
+    with benchmark.session(say):
         for workload in benchmark.workloads:
-            present = fleets.of(workload)
-            best: dict[str, Layout] = {}
-            for name, fleet in present.items():
-                best[name], tried = find_best_layout(fleet, fleets.system(name).variants(workload), workload, plan)
-                say(f"{workload.name}: {name} {_times(tried)} -> {best[name]}")
-            rows += _check(benchmark, workload, present)
-            taken = _rounds(present, workload, plan, say)
-            measured = {
-                name: [benchmark.measures(workload, sample) for sample in samples] for name, samples in taken.items()
-            }
-            rows += [row for name in measured for row in _rows(name, workload.name, measured[name], best[name])]
-            new = _ratios(benchmark.ours, workload.name, measured)
-            for key, ratio in new.items():
-                say(f"{key} {ratio.value:.2f} (p20 {ratio.p20:.2f}, p80 {ratio.p80:.2f})")
-            ratios |= new
-        return Result(rows=tuple(rows), ratios=ratios, left_out=dict(fleets.left_out))
+            if any(_wanted(plan, system) for system in workload.systems):
+                yield _Measuring(workload, plan, say, look, began).result()
 
 
-class _Fleets:
-    """Workers by system, started when a workload first needs them and kept until the end."""
+def choose_layout(workload: Workload, system: str, plan: Plan, say: Say) -> Choice:
+    """Try each layout that the system offers ``plan.trials`` times; the best median wins. One layout is no choice."""
+    offered = workload.layouts(system)
+    tried: dict[str, tuple[float, ...]] = {}
+    for layout in offered if len(offered) > 1 else ():
+        with workload.open(system, layout) as subject:
+            subject.warm_up()
+            values = [_deciding(workload, system, subject, number) for number in range(1, plan.trials + 1)]
+        tried[layout] = tuple(values)
+        said = ", ".join(f"{value:.4g}" for value in values)
+        say(f"{workload.name}: {system}, {layout}: {said} {workload.metrics[workload.deciding].unit}")
+    best = offered[0] if len(offered) == 1 else _best(workload, tried)
+    return Choice(workload=workload.name, system=system, layout=best, metric=workload.deciding, trials=tried)
+
+
+def _deciding(workload: Workload, system: str, subject: Subject, number: int) -> float:
+    """The deciding metric of one trial."""
+    for reading in subject.measure(number, trial=True):
+        if reading.metric == workload.deciding:
+            return reading.value
+    raise BenchError(f"{workload.name}: a trial of {system} did not measure {workload.deciding}")
+
+
+def _best(workload: Workload, tried: Mapping[str, Sequence[float]]) -> str:
+    sign = -1.0 if workload.metrics[workload.deciding].better == "lower" else 1.0
+    return max(tried, key=lambda layout: sign * median(tried[layout]))
+
+
+def _wanted(plan: Plan, system: str) -> bool:
+    return not plan.systems or system in plan.systems
+
+
+@dataclass(kw_only=True)
+class _Taken:
+    """The readings of one row, by round."""
+
+    last: Reading
+    values: dict[int, float] = field(default_factory=dict)
+
+
+class _Measuring:
+    """One workload under way."""
 
     def __init__(
-        self, benchmark: Benchmark, cores: int, open_fleet: OpenFleet, stack: ExitStack, say: Callable[[str], None]
+        self, workload: Workload, plan: Plan, say: Say, look: Callable[[], Conditions], began: Conditions
     ) -> None:
-        self._benchmark = benchmark
-        self._open_fleet = open_fleet
-        self._cores = cores
-        self._stack = stack
-        self._say = say
-        self._open: dict[str, Fleet] = {}
-        self.left_out: dict[str, str] = {}
+        self._workload, self._plan, self._say, self._look = workload, plan, say, look
+        self._began = began
+        self._left_out: dict[str, str] = {}
+        self._choices: dict[str, Choice] = {}
+        self._taken: dict[tuple[str, str, str], _Taken] = {}
+        self._seen: dict[int, Conditions] = {}
 
-    def system(self, name: str) -> System:
-        return next(system for system in self._benchmark.systems if system.name == name)
-
-    def of(self, workload: Workload) -> dict[str, Fleet]:
-        """The fleets that take part, in the benchmark's order."""
-        wanted = [
-            system for system in self._benchmark.systems if workload.systems is None or system.name in workload.systems
-        ]
-        for system in wanted:
-            if system.name not in self._open and system.name not in self.left_out:
-                self._start(system)
-        return {system.name: self._open[system.name] for system in wanted if system.name in self._open}
-
-    def _start(self, system: System) -> None:
-        processes = max(
-            layout.processes
-            for workload in self._benchmark.workloads
-            if workload.systems is None or system.name in workload.systems
-            for layout in layouts_for(workload, self._cores)
+    def result(self) -> Result:
+        """Measure it. Raises `BenchError`."""
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(self._workload.session(self._say))
+            except Unavailable as error:
+                self._leave_out(self._workload.name, error)
+                return Result(rows=(), ratios={}, left_out=self._left_out)
+            subjects = self._open(stack)
+            for subject in subjects.values():
+                subject.warm_up()
+            others = list(self._workload.check(subjects))
+            for number in range(1, self._plan.rounds + 1):
+                self._round(number, subjects)
+            others += self._workload.conclude()
+        ratios = self._ratios()
+        for key, ratio in ratios.items():
+            self._say(f"{key} {ratio.value:.2f} (p20 {ratio.p20:.2f}, p80 {ratio.p80:.2f})")
+        return Result(
+            rows=tuple(self._marked([*self._rows(), *others])),
+            ratios=ratios,
+            left_out=self._left_out,
+            choices=tuple(self._choices.values()),
         )
-        self._say(f"starting {system.name} in {processes} process(es)")
-        try:
-            fleet = self._open_fleet(system, processes)
-        except Unavailable as error:
-            if system.name == self._benchmark.ours:
-                raise
-            self.left_out[system.name] = str(error)
-            self._say(f"left out: {error}")
+
+    def _open(self, stack: ExitStack) -> dict[str, Subject]:
+        """The systems that take part, each in its best layout."""
+        for system in filter(lambda name: _wanted(self._plan, name), self._workload.systems):
+            try:
+                self._choices[system] = choose_layout(self._workload, system, self._plan, self._say)
+            except Unavailable as error:
+                self._leave_out(system, error)
+        subjects = {}
+        for system, choice in self._choices.items():
+            try:
+                subjects[system] = stack.enter_context(self._workload.open(system, choice.layout))
+            except Unavailable as error:
+                self._leave_out(system, error)
+        self._choices = {system: self._choices[system] for system in subjects}
+        return subjects
+
+    def _leave_out(self, name: str, error: Unavailable) -> None:
+        if name == self._workload.ours:
+            raise error
+        self._left_out[name] = str(error)
+        self._say(f"left out: {error}")
+
+    def _round(self, number: int, subjects: Mapping[str, Subject]) -> None:
+        self._seen[number] = self._look()
+        readings: dict[str, Sequence[Reading]] = {}
+        for system, subject in subjects.items():
+            if number <= self._workload.rounds.get(system, number):
+                readings[system] = subject.measure(number)
+        if not readings:
             return
-        self._stack.callback(fleet.close)
-        self._open[system.name] = fleet
+        for system, found in readings.items():
+            self._note(number, system, found)
+        self._note(number, "", self._workload.derive(readings))
+        said = "; ".join(f"{system} {_said(found)}" for system, found in readings.items())
+        self._say(f"{self._workload.name}: round {number} of {self._plan.rounds}: {said}")
+
+    def _note(self, number: int, system: str, readings: Sequence[Reading]) -> None:
+        for reading in readings:
+            of = reading.system or system
+            whole = replace(
+                reading,
+                system=of,
+                workload=reading.workload or self._workload.name,
+                layout=reading.layout or (self._choices[of].layout if of in self._choices else ""),
+            )
+            taken = self._taken.setdefault((whole.workload, whole.system, whole.metric), _Taken(last=whole))
+            taken.last = whole
+            taken.values[number] = whole.value
+
+    def _rows(self) -> list[Row]:
+        return [
+            Row.of(
+                list(taken.values.values()),
+                system=system, workload=workload, metric=metric, unit=self._workload.metrics[metric].unit,
+                layout=taken.last.layout, kind=taken.last.kind,
+            )
+            for (workload, system, metric), taken in self._taken.items()
+        ]  # fmt: skip
+
+    def _marked(self, rows: Sequence[Row]) -> list[Row]:
+        """Each row with what the host did in its rounds."""
+        seen = list(self._seen.values())
+        wake_us = max((each.wake_us for each in seen), default=0.0)
+        busy = is_busy(self._began) or any(is_busy(replace(each, load=0.0)) for each in seen)
+        return [
+            replace(row, load=tuple(each.load for each in seen[: max(1, len(row.rounds))]), wake_us=wake_us, busy=busy)
+            for row in rows
+        ]
+
+    def _ratios(self) -> dict[str, Summary]:
+        """Pair by pair, of the rounds that both had."""
+        found = {}
+        for one, other in self._workload.pairs:
+            for (workload, system, metric), mine in self._taken.items():
+                theirs = self._taken.get((workload, other, metric))
+                compared = self._workload.compared
+                if system != one or theirs is None or (compared is not None and metric not in compared):
+                    continue
+                both = [number for number in mine.values if number in theirs.values]
+                found[f"{workload}:{metric}:{one}/{other}"] = pairwise_ratio(
+                    [mine.values[number] for number in both], [theirs.values[number] for number in both]
+                )
+        return found
 
 
-def find_best_layout(
-    fleet: Fleet, variants: Sequence[str], workload: Workload, plan: Plan
-) -> tuple[Layout, dict[Layout, float]]:
-    """The fastest of a few trials, and the seconds of all: first processes x threads, then the variants.
-
-    The fleet is left in the best.
-    """
-    tried: dict[Layout, float] = {}
-    for layout in layouts_for(workload, plan.cores):
-        _try(fleet, replace(layout, variant=variants[0]), workload, plan, tried)
-    shape = min(tried, key=lambda layout: tried[layout])
-    for variant in variants[1:]:
-        _try(fleet, replace(shape, variant=variant), workload, plan, tried)
-    best = min(tried, key=lambda layout: tried[layout])
-    fleet.configure(best)
-    return best, tried
-
-
-def _try(fleet: Fleet, layout: Layout, workload: Workload, plan: Plan, tried: dict[Layout, float]) -> None:
-    """Notes the seconds of the fastest of ``plan.trials`` runs after a warm-up."""
-    fleet.configure(layout)
-    fleet.run(workload.warm_up, one_by_one=workload.one_by_one)
-    tried[layout] = min(fleet.run(workload.items, one_by_one=workload.one_by_one).wall_s for _ in range(plan.trials))
-
-
-def _times(tried: Mapping[Layout, float]) -> str:
-    return ", ".join(f"{layout} {seconds:.2f} s" for layout, seconds in tried.items())
-
-
-def _check(benchmark: Benchmark, workload: Workload, fleets: Mapping[str, Fleet]) -> list[Row]:
-    """Every system's results in its best layout, compared; also the last warm-up before the rounds."""
-    results = {
-        name: fleet.run(workload.items, one_by_one=workload.one_by_one, keep=True).results
-        for name, fleet in fleets.items()
-    }
-    return benchmark.check(workload, results)
-
-
-def _rounds(
-    fleets: Mapping[str, Fleet], workload: Workload, plan: Plan, say: Callable[[str], None]
-) -> dict[str, list[Sample]]:
-    samples: dict[str, list[Sample]] = {name: [] for name in fleets}
-    for i in range(plan.rounds):
-        for name, fleet in fleets.items():
-            samples[name].append(fleet.run(workload.items, one_by_one=workload.one_by_one))
-        walls = ", ".join(f"{name} {taken[-1].wall_s:.2f} s" for name, taken in samples.items())
-        say(f"{workload.name}: round {i + 1} of {plan.rounds}: {walls}")
-    return samples
-
-
-def _rows(system: str, workload: str, measured: Sequence[Mapping[str, Measure]], layout: Layout) -> list[Row]:
-    return [
-        Row.of(
-            [measures[metric].value for measures in measured],
-            system=system, workload=workload, metric=metric, unit=first.unit, layout=str(layout),
-        )
-        for metric, first in measured[0].items()
-    ]  # fmt: skip
-
-
-def _ratios(ours: str, workload: str, measured: Mapping[str, Sequence[Mapping[str, Measure]]]) -> dict[str, Summary]:
-    if ours not in measured:
-        return {}
-    return {
-        f"{workload}:{metric}:{ours}/{theirs}": pairwise_ratio(
-            [measures[metric].value for measures in measured[ours]],
-            [measures[metric].value for measures in measured[theirs]],
-        )
-        for theirs in measured
-        if theirs != ours
-        for metric in measured[ours][0]
-    }
+def _said(readings: Sequence[Reading]) -> str:
+    """The first few of a round's readings, for progress."""
+    shown = ", ".join(f"{reading.metric} {reading.value:.4g}" for reading in readings[:4])
+    return shown + (", ..." if len(readings) > 4 else "")

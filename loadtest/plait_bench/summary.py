@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Median, 20th and 80th percentile of ``n`` values, in the values' unit."""
+    """Median, 20th and 80th percentile of ``n`` values, in the values' unit, and the values by round."""
 
     value: float
     p20: float
     p80: float
     n: int
+    rounds: tuple[float, ...] = ()
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -31,9 +32,9 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def summarise(values: Sequence[float]) -> Summary:
-    """See `Summary`. Raises ValueError if ``values`` is empty."""
+    """Summarise values. Raises ValueError if there are none."""
     p20, p50, p80 = (percentile(values, share) for share in (0.2, 0.5, 0.8))
-    return Summary(value=p50, p20=p20, p80=p80, n=len(values))
+    return Summary(value=p50, p20=p20, p80=p80, n=len(values), rounds=tuple(values))
 
 
 def pairwise_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Summary:

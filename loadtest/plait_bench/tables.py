@@ -1,220 +1,122 @@
-"""README's tables, generated from ``loadtest/results``: ``python -m plait_bench.tables [--check] [README.md]``.
+"""The tables of README files, from ``loadtest/results``: ``python -m plait_bench.tables [--check] [FILE...]``.
 
-A table stands between ``<!-- bench:NAME -->`` (or ``<!-- bench:NAME METRIC ... -->``) and ``<!-- /bench -->``; it shows
-every workload of NAME as it was recorded last.
+A table stands between ``<!-- table: NAME -->`` and ``<!-- /table -->``; NAME is one of `TABLES`. Without FILE,
+README.md and that of every top-level folder is filled. Only rows whose commit is in the history of HEAD are shown.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+import textwrap
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from plait_bench import records
 from plait_bench.errors import BenchError
-from plait_bench.host import SLOW_WAKE_US
+from plait_bench.host import PACKAGE_FOLDERS, is_in_history
+from plait_bench.table_specs import TABLES, Table
+from plait_bench.tabulated import Line, lines_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "loadtest" / "results"
 
-_BLOCK = re.compile(
-    r"(?P<open><!-- bench:(?P<name>[a-z0-9_]+)(?P<metrics>(?: [a-z0-9_]+)*) -->\n).*?(?P<close><!-- /bench -->)",
-    re.DOTALL,
-)
+_BLOCK = re.compile(r"(?P<open><!-- table: (?P<name>[a-z0-9-]+) -->\n).*?(?P<close><!-- /table -->)", re.DOTALL)
 NOT_MEASURED = "Not measured yet.\n"
+_WIDTH = 120
 
 
-@dataclass(frozen=True, slots=True)
-class _Shown:
-    """A metric that tables show: its unit, and the metric whose ratio stands beside it (None: its own)."""
-
-    unit: str
-    ratio_of: str | None = None
+def files(root: Path) -> list[Path]:
+    """List the files that may hold tables, of those that are there."""
+    wanted = [root / "README.md", *(root / folder / "README.md" for folder in PACKAGE_FOLDERS)]
+    return [path for path in wanted if path.is_file()]
 
 
-_SHOWN: Mapping[str, _Shown] = {
-    "images_per_s": _Shown("images/s"),
-    "seconds_per_image": _Shown("s per image", ratio_of="images_per_s"),
-    "requests_per_s": _Shown("requests/s"),
-    "cpu_s_per_1000": _Shown("CPU s per 1,000"),
-    "goodput_per_s": _Shown("requests/s"),
-    "crossing_bytes": _Shown("bytes"),
-    "gb_per_s": _Shown("GB/s"),
-    "round_trip_us": _Shown("us"),
-    "one_way_us": _Shown("us one way"),
-    "alpha_us": _Shown("us, alpha"),
-}
-_ASKED_FOR: Mapping[str, _Shown] = {
-    "latency_p50_us": _Shown("us, median"),
-    "in_process_per_s": _Shown("requests/s"),
-    "added_p50_us": _Shown("us more than whole"),
-    "latency_p50_ms": _Shown("ms, median"),
-    "latency_p99_ms": _Shown("ms, p99"),
-    "in_time_per_s": _Shown("in time/s"),
-    "share_of_peak": _Shown("of its peak"),
-    "p99_ms": _Shown("ms, p99"),
-    "mixed_version_answers": _Shown("wrong answers"),
-    "lost_requests": _Shown("lost requests"),
-    "rows_refreshed_per_s": _Shown("of all rows/s"),
-    "regret_at_1": _Shown("regret at trial 1"),
-    "regret_at_5": _Shown("regret at trial 5"),
-    "regret_at_30": _Shown("regret at trial 30"),
-    "trials_to_5pct_median": _Shown("trials to 5 %, median"),
-    "trials_to_3pct_median": _Shown("trials to 3 %, median"),
-    "extra_trials_to_5pct": _Shown("more trials than cold"),
-    "infeasible_6_to_15": _Shown("infeasible of trials 6 to 15"),
-    "ask_ms_after_100": _Shown("ms per proposal after 100 trials"),
-    "pretrain_s": _Shown("s to learn from the library"),
-    "so_score_3_trials": _Shown("S/O score at trial 3"),
-    "so_score_zero_shot": _Shown("S/O score, no trial"),
-}
-"""The same of metrics that only a block which names them shows."""
-
-_SEARCHES = "autoconfig"
-"""The benchmark whose rounds are seeds."""
-_ALONE = frozenset({"crossing_bytes", "mixed_version_answers", "lost_requests", "rows_refreshed_per_s"})
-"""Metrics that are counted, not measured."""
-_LIBRARIES: Mapping[str, tuple[str, ...]] = {
-    "images": ("torch", "diffusers", "peft"),
-    "loadtest": (),
-    "disagg": ("torch",),
-    "fabric": (),
-    "autoconfig": ("torch",),
-}
+def with_tables(text: str, results: Path, root: Path = ROOT) -> str:
+    """Fill every block of ``text``. Raises `BenchError` for a name that is no table's, or without git."""
+    return _BLOCK.sub(lambda match: match["open"] + _filled(match["name"], results, root) + match["close"], text)
 
 
-def with_tables(text: str, results: Path) -> str:
-    """``text`` with every block filled. Raises `BenchError` if it has none: then the markers were lost."""
-    filled, count = _BLOCK.subn(lambda match: match["open"] + _filled(results, match) + match["close"], text)
-    if count == 0:
-        raise BenchError("there is no <!-- bench:NAME --> block")
-    return filled
+def _filled(name: str, results: Path, root: Path) -> str:
+    if name not in TABLES:
+        raise BenchError(f"there is no table {name!r}; there are {', '.join(sorted(TABLES))}")
+    spec = TABLES[name]
+    return render(spec, records.read(results / f"{spec.bench}.jsonl"), root)
 
 
-def _filled(results: Path, block: re.Match[str]) -> str:
-    metrics = block["metrics"].split()
-    wanted = metrics or [name for name in _SHOWN if name not in _ALONE]
-    return table(_newest(records.read(results / f"{block['name']}.jsonl"), wanted), wanted)
+def render(spec: Table, recorded: Sequence[Mapping[str, Any]], root: Path) -> str:
+    """Render a table of the rows that it shows, and say how many may not be shown."""
+    mine = [row for row in recorded if spec.shows(row)]
+    shown = [row for row in mine if _may_be_shown(str(row["commit"]), root)]
+    left_out = len(mine) - len(shown)
+    lines = lines_of(spec, shown)
+    note = f"{left_out} recorded rows are left out: their commit is not in this history.\n" if left_out else ""
+    if not lines:
+        return NOT_MEASURED + note
+    compared = any(line.ratio for line in lines)
+    head = ["workload", "system", *spec.columns, *([spec.ratio_title] if compared else []), spec.counted, *_RUN]
+    right = len(head) - 3 - len(_RUN)
+    table = [_line(head), _line(["---", "---", *["---:"] * (right + 2), "---", "---"])]
+    before = ""
+    for line in lines:
+        workload = "" if line.workload == before else f"`{line.workload}`"
+        before = line.workload
+        ratio = [line.ratio] if compared else []
+        table.append(_line([workload, line.system, *line.cells, *ratio, *_run(line)]))
+    return "\n".join([*table, "", _footer(spec, shown), note.rstrip("\n")]).rstrip("\n") + "\n"
 
 
-def table(run: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> str:
-    """Markdown for one run: a line for each workload (and metric, if several are shown), a column for each system, then
-    the ratios, then the machine."""
-    wanted = frozenset(metrics)
-    rows = [row for row in run if row["unit"] != "ratio" and row["metric"] in wanted]
-    if not rows:
-        return NOT_MEASURED
-    systems = list(dict.fromkeys(row["system"] for row in rows))
-    values = {(row["workload"], row["metric"], row["system"]): row for row in rows}
-    ratios = {(row["workload"], row["metric"], row["system"]): row for row in run if row["unit"] == "ratio"}
-    compared = list(dict.fromkeys(system for _, name, system in ratios if name in wanted))
-    table_lines = [
-        _line(["workload", "unit", *systems, *(name.replace("/", " / ") for name in compared)]),
-        _line(["---", "---", *["---:"] * (len(systems) + len(compared))]),
-    ]
-    for workload, name in _lines(rows, run):
-        unit = next(row["unit"] for row in rows if row["metric"] == name)
-        shown = _SHOWN.get(name) or _ASKED_FOR.get(name) or _Shown(unit)
-        cells = [_value(values.get((workload, name, system))) for system in systems]
-        cells += [_ratio(ratios.get((workload, shown.ratio_of or name, system))) for system in compared]
-        table_lines.append(_line([f"`{workload}`", shown.unit, *cells]))
-    return "\n".join([*table_lines, "", _footer(run, wanted), ""])
+_RUN = ("load", "commit", "date")
 
 
-def _lines(rows: Sequence[Mapping[str, Any]], run: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """The (workload, metric) pairs to show. Pictures that are asked for at once (only those have a mean latency) show
-    throughput, those made one by one seconds per image; other benchmarks show all their metrics."""
-    pairs = list(dict.fromkeys((row["workload"], row["metric"]) for row in rows))
-    at_once = {row["workload"] for row in run if row["metric"] == "mean_latency_s"}
-    hidden = {False: "images_per_s", True: "seconds_per_image"}
-    return [(workload, metric) for workload, metric in pairs if metric != hidden[workload in at_once]]
+def _run(line: Line) -> list[str]:
+    rounds = f"{line.runs} x {line.rounds}" if line.runs > 1 else str(line.rounds)
+    return [rounds, f"{line.load:.2f}" + (" busy" if line.busy else ""), f"`{line.commit[:7]}`", line.date[:10]]
 
 
-def _value(row: Mapping[str, Any] | None) -> str:
-    """Median, the layout it was taken in, and whether it is a model's."""
-    if row is None:
-        return ""
-    number = f"{row['value']:,.0f}" if row["value"] >= 1000 else f"{row['value']:.3g}"
-    remarks = [row["layout"]] if row["layout"] else []
-    remarks += ["modelled"] if row.get("kind") == "modelled" else []
-    return f"{number} ({', '.join(remarks)})" if remarks else number
+def _may_be_shown(commit: str, root: Path) -> bool:
+    return re.fullmatch(r"[0-9a-f]{7,40}", commit) is not None and _is_in_history(root, commit)
 
 
-def _ratio(row: Mapping[str, Any] | None) -> str:
-    return "" if row is None else f"**{row['value']:.2f}** ({row['p20']:.2f} to {row['p80']:.2f})"
+_is_in_history = cache(is_in_history)
 
 
-def _footer(run: Sequence[Mapping[str, Any]], wanted: Set[str]) -> str:
-    host = run[0]["host"]
-    libraries = ", ".join(f"{name} {host[name]}" for name in _LIBRARIES[run[0]["bench"]] if host.get(name))
-    rounds = max((int(row["n"]) for row in run if row["metric"] in wanted), default=0)
-    python = f"Python {host['python']}" + (f", {libraries}" if libraries else "")
-    shown = [row for row in run if row["metric"] in wanted]
-    commits = list(dict.fromkeys(f"`{row['commit']}`" for row in shown))
-    made = f"{'commit' if len(commits) == 1 else 'commits'} {', '.join(commits)}"
-    where = f"{host['cpu']}, {host['cores']} cores, {host['ram_gib']:.0f} GiB; {python}; {made}"
-    if wanted <= _ALONE:
-        return f"Counted on {where}, {host['date'][:10]}."
-    if run[0]["bench"] == _SEARCHES:
-        return (
-            f"Searched on {where}, {host['date'][:10]}. The mean over the services of a workload, then the median of "
-            f"{rounds} seeds (slow designers had fewer)."
-        )
-    return (
-        f"Measured on {where}, {host['date'][:10]}. Medians of {rounds} rounds taken in turn; in parentheses the "
-        f"layout that was best for that system. Ratios are taken pair by pair, with their 20th and 80th percentiles."
-        + _busy_host(shown)
-    )
+def _footer(spec: Table, shown: Sequence[Mapping[str, Any]]) -> str:
+    """What holds for all lines: the machine and what the numbers are."""
+    hosts = dict.fromkeys(_host(row["host"]) for row in shown)
+    where = " and ".join(hosts)
+    return textwrap.fill(f"{spec.verb} on {where}. {spec.says}", width=_WIDTH)
 
 
-def _busy_host(shown: Sequence[Mapping[str, Any]]) -> str:
-    """A warning, if messages between processes were slow there."""
-    wake_us = max((row["host"].get("wake_us", 0.0) for row in shown), default=0.0)
-    if wake_us <= SLOW_WAKE_US:
-        return ""
-    return f" The host was busy: a byte to another process and back took up to {wake_us:.0f} us."
+def _host(host: Mapping[str, Any]) -> str:
+    return f"{host['cpu']}, {host['cores']} cores, {host['ram_gib']:.0f} GiB, Python {host['python']}"
 
 
-def _newest(recorded: Sequence[dict[str, Any]], wanted: Sequence[str]) -> list[dict[str, Any]]:
-    """Of every workload the lines of the last run, by date, that measured one of these metrics; workloads in the order
-    in which they were first recorded."""
-    dates = {
-        workload: max(
-            (line["host"]["date"] for line in recorded if line["workload"] == workload and line["metric"] in wanted),
-            default=None,
-        )
-        for workload in dict.fromkeys(str(line["workload"]) for line in recorded)
-    }
-    return [
-        line
-        for workload, date in dates.items()
-        for line in recorded
-        if line["workload"] == workload and line["host"]["date"] == date
-    ]
-
-
-def _line(cells: Iterable[str]) -> str:
+def _line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Rewrites the file, or with ``--check`` only says (exit code 1) whether it is up to date."""
-    paths = [Path(argument) for argument in arguments if not argument.startswith("-")]
-    path = paths[0] if paths else ROOT / "README.md"
-    old = path.read_text(encoding="utf-8")
-    try:
-        new = with_tables(old, RESULTS)
-    except BenchError as error:
-        print(f"{path}: {error}", file=sys.stderr)
-        return 1
-    if "--check" in arguments:
-        return int(new != old)
-    if new != old:
-        path.write_text(new, encoding="utf-8")
-    return 0
+    """Rewrite the files, or with ``--check`` only say (exit code 1) which are stale."""
+    paths = [Path(argument) for argument in arguments if not argument.startswith("-")] or files(ROOT)
+    stale = 0
+    for path in paths:
+        old = path.read_text(encoding="utf-8")
+        try:
+            new = with_tables(old, RESULTS)
+        except BenchError as error:
+            print(f"{path}: {error}", file=sys.stderr)
+            return 1
+        if new == old:
+            continue
+        if "--check" in arguments:
+            print(f"{path}: its tables are stale; python -m plait_bench.tables fills them", file=sys.stderr)
+            stale = 1
+        else:
+            path.write_text(new, encoding="utf-8")
+    return stale
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import json
 import os
 import socket
 import subprocess
@@ -30,7 +29,6 @@ from plait_fabric import (
     listen,
 )
 from plait_fabric.memory.segment import Segment
-from plait_fabric.testing import round_trips as measure
 from plait_fabric.testing.channel import SECRET, WAIT_S, ChannelConformance
 from plait_fabric.testing.listener import ListenerConformance, ProcessConformance
 from plait_fabric.testing.tensors import TensorConformance
@@ -198,12 +196,3 @@ def test_bytes_need_no_torch() -> None:
     code = "import sys, plait_fabric; sys.exit(bool({'torch', 'ray', 'pytest'} & set(sys.modules)))"
     source = Path(fabric.__file__).parents[2]
     assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(source)}, check=False).returncode == 0
-
-
-def test_measure_prints_a_document(capsys: pytest.CaptureFixture[str]) -> None:
-    """The micro benchmark prints rows that say they were measured."""
-    assert measure.main(["inproc", "--seconds", "0.001"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert document["kind"] == "measured"
-    assert {row["kind"] for row in document["rows"]} == {"measured"}
-    assert {row["workload"] for row in document["rows"]} == set(measure.SIZES_BYTES)

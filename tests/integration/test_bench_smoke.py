@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from plait_bench.benchmark import Workload
 from plait_bench.document import document
+from plait_bench.fleet.values import Items
 from plait_bench.host import host_facts
 from plait_bench.images import SYSTEMS, definition
-from plait_bench.runner import Plan, run
-from support.bench import InProcessFleet, tiny_model_folder
+from plait_bench.runner import Plan
+from support.bench import InProcessFleet, run_on_fleets, tiny_model_folder
 
 # mixed16 has plain orders and orders with each ControlNet: `single` and `controlnet` would show nothing more.
 WORKLOADS = ("lora", "same16", "mixed16")
@@ -25,17 +25,16 @@ def measured(tmp_path_factory):
     benchmark = definition(tiny_model_folder(tmp_path_factory.mktemp("bench")), only=WORKLOADS)
     short = tuple(_shortened(workload) for workload in benchmark.workloads)
     threads = torch.get_num_threads()
-    said: list[str] = []
     try:
-        result = run(
-            replace(benchmark, workloads=short), Plan(rounds=1, cores=1), open_fleet=InProcessFleet, say=said.append
+        result = run_on_fleets(
+            replace(benchmark, workloads=short), Plan(rounds=1, trials=1), cores=1, open_fleet=InProcessFleet
         )
     finally:
         torch.set_num_threads(threads)
     return document("images", "abc123", host_facts(), result)
 
 
-def _shortened(workload: Workload) -> Workload:
+def _shortened(workload: Items) -> Items:
     """Three orders of few steps; of the mixed ones one with each ControlNet, and one without.
 
     The stock pipeline loads a LoRA for seconds: it proves its agreement where that is the point, with two.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from plait_bench.disagg.refresh import Answer, Publisher, Run, served, wrong_answers
+from plait_bench.disagg.systems.served import served
+from plait_bench.disagg.workloads.refresh import Answer, Publisher, Run, wrong_answers
 from plait_disagg.package import Package, open_package
 from support import refresh as kit
 
@@ -42,9 +42,14 @@ def updates(package: Package, tmp_path: Path) -> list[Path]:
 def test_a_refresh_under_load_loses_nothing_and_mixes_nothing(package, updates):
     """A CN and an HN in processes of their own; requests arrive while updates are published."""
     requests = [kit.request(package, seed) for seed in range(8)]
-    with served(package, "split") as (ranker, workers), closing(Publisher(package, updates, workers)) as publisher:
-        run = Run(ranker, requests, publisher, phase_s=1.5)
-        asyncio.run(run.rounds(1, lambda _: None))
+    with (
+        served(package, "split") as (ranker, workers),
+        closing(Publisher(package, updates, workers)) as publisher,
+        closing(Run(ranker, requests, publisher, phase_s=1.5)) as run,
+    ):
+        assert run.find_rate() > 0
+        for refreshed in (False, True):
+            run.phase(1, refreshed=refreshed)
     assert run.publisher.published >= 1
     assert all(answer.scores is not None for answer in run.answers)
     assert {answer.version for phase in run.still for answer in phase} == {"1"}

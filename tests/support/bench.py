@@ -6,21 +6,23 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from plait_bench.benchmark import (
-    Benchmark,
+from plait_bench.benchmark import Metric, Row
+from plait_bench.errors import Disagreement, Unavailable
+from plait_bench.fleet.values import (
+    Definition,
     Fleet,
     Item,
+    Items,
     Layout,
-    Measure,
     Outcome,
-    Row,
     Sample,
-    Subject,
     System,
-    Workload,
+    Worker,
 )
-from plait_bench.errors import Disagreement, Unavailable
-from plait_bench.workers import sample
+from plait_bench.fleet.workers import sample
+from plait_bench.fleet.workload import OpenFleet, on_fleets
+from plait_bench.host import Conditions
+from plait_bench.runner import Plan, Result, joined, run
 
 
 class FakeFleet:
@@ -49,15 +51,28 @@ class FakeFleet:
         self.closed = True
 
 
-def fake_benchmark(*names: str, workloads: Sequence[Workload]) -> Benchmark:
+def calm() -> Conditions:
+    """A host with nothing else to do."""
+    return Conditions(load=0.1, wake_us=10.0)
+
+
+def run_on_fleets(
+    definition: Definition, plan: Plan, *, cores: int, open_fleet: OpenFleet, look: Callable[[], Conditions] = calm
+) -> Result:
+    """The whole benchmark, in silence."""
+    benchmark = on_fleets(definition, cores=cores, open_fleet=open_fleet)
+    return joined(list(run(benchmark, plan, say=lambda _: None, look=look)))
+
+
+def fake_benchmark(*names: str, workloads: Sequence[Items]) -> Definition:
     """Systems called ``names``, the first ours; results must be equal."""
 
-    def check(workload: Workload, results: Mapping[str, Sequence[object]]) -> list[Row]:
+    def check(workload: Items, results: Mapping[str, Sequence[object]]) -> list[Row]:
         if len({tuple(values) for values in results.values()}) > 1:
             raise Disagreement("results differ")
         return []
 
-    return Benchmark(
+    return Definition(
         name="fake",
         ours=names[0],
         systems=tuple(
@@ -65,15 +80,16 @@ def fake_benchmark(*names: str, workloads: Sequence[Workload]) -> Benchmark:
             for name in names
         ),
         workloads=tuple(workloads),
-        measures=lambda workload, sample: {"per_s": Measure(unit="1/s", value=len(workload.items) / sample.wall_s)},
+        metrics={"per_s": Metric(unit="1/s", better="higher")},
+        measures=lambda workload, sample: {"per_s": len(workload.items) / sample.wall_s},
         check=check,
     )
 
 
-def fake_workload(name: str = "work", items: int = 4, **more: object) -> Workload:
+def fake_workload(name: str = "work", items: int = 4, **more: object) -> Items:
     """``items`` items at once, and a warm-up of one."""
     item = {"picture": 1}
-    return Workload(name=name, items=(item,) * items, warm_up=(item,), **{"one_by_one": False, **more})
+    return Items(name=name, items=(item,) * items, warm_up=(item,), **{"one_by_one": False, **more})
 
 
 # ---- systems that worker processes build ----------------------------------------------------------------------------
@@ -104,12 +120,12 @@ class Echo:
         """Nothing to release."""
 
 
-def echo(greeting: str) -> Subject:
+def echo(greeting: str) -> Worker:
     """A factory that works."""
     return Echo(greeting)
 
 
-def absent(greeting: str) -> Subject:
+def absent(greeting: str) -> Worker:
     """A factory whose library is missing."""
     raise Unavailable(f"{greeting} needs a library")
 
@@ -123,20 +139,20 @@ class InProcessFleet:
     def __init__(self, system: System, processes: int) -> None:
         assert processes == 1
         module, _, name = system.factory.partition(":")
-        self._subject: Subject = getattr(__import__(module, fromlist=[name]), name)(**system.settings)
+        self._worker: Worker = getattr(__import__(module, fromlist=[name]), name)(**system.settings)
 
     def configure(self, layout: Layout) -> None:
-        self._subject.configure(threads=layout.threads, variant=layout.variant)
+        self._worker.configure(threads=layout.threads, variant=layout.variant)
 
     def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool = False) -> Sample:
         started_s = time.monotonic()
-        outcomes = self._subject.run(items, one_by_one=one_by_one, keep=keep)
+        outcomes = self._worker.run(items, one_by_one=one_by_one, keep=keep)
         return sample(
             started_s, [{"finished_s": o.finished_s, "result": o.result} for o in outcomes], one_by_one=one_by_one
         )
 
     def close(self) -> None:
-        self._subject.close()
+        self._worker.close()
 
 
 def tiny_model_folder(root: Path) -> Path:

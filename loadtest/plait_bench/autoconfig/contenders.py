@@ -19,7 +19,7 @@ from plait_bench.autoconfig.tasks import Task
 
 OURS = "plait"
 SYSTEMS = ("plait", "random", "grid", "sobol", "optuna-tpe", "optuna-gp", "portfolio", "morphling", "rgpe")
-MOST_SEEDS: Mapping[str, int] = {"optuna-gp": 2, "rgpe": 5, "morphling": 5, "grid": 1}
+MAX_SEEDS: Mapping[str, int] = {"optuna-gp": 2, "rgpe": 5, "morphling": 5, "grid": 1}
 """Of designers that are slow, or always do the same; a row's ``n`` says how many there were."""
 
 

@@ -1,21 +1,20 @@
-"""From searches to rows: one number per seed (over the services of a suite), then median and percentiles over seeds."""
+"""What is said of searches: one number per seed (over the services of a suite), and paired tests over services."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, median
 
-from plait_bench.autoconfig.paired import p_better, p_not_worse
 from plait_bench.autoconfig.play import Curve
 from plait_bench.autoconfig.tasks import Suite
-from plait_bench.benchmark import Row
-from plait_bench.summary import Summary, pairwise_ratio
+from plait_bench.benchmark import Metric, Row
+from plait_bench.paired import p_better, p_not_worse
 
 MARGIN_TRIALS = 1.0
 """Non-inferior: not later by so many trials."""
 
-Played = Mapping[str, Sequence[Sequence[Curve]]]
-"""By designer: by seed, by task."""
+Played = Mapping[str, Mapping[int, Sequence[Curve]]]
+"""By designer, by seed: a curve for each task."""
 
 _Number = Callable[[Curve], float]
 
@@ -34,27 +33,11 @@ def metrics_of(suite: Suite) -> dict[str, tuple[str, Callable[[Sequence[float]],
     return found
 
 
-def rows(suite: Suite, played: Played) -> list[Row]:
-    """One per designer and metric."""
-    return [
-        row(system, suite.name, metric, unit, [together([number(curve) for curve in seed]) for seed in seeds])
-        for system, seeds in played.items()
-        for metric, (unit, together, number) in metrics_of(suite).items()
-    ]
-
-
-def ratios(suite: Suite, played: Played, ours: str) -> dict[str, Summary]:
-    """Ours to each of the others in trials to 5 %, seed by seed."""
-    _, together, number = metrics_of(suite)["trials_to_5pct"]
-    by_system = {
-        system: [together([number(curve) for curve in seed]) for seed in seeds] for system, seeds in played.items()
-    }
-    found = {}
-    for system, theirs in by_system.items():
-        if system != ours and ours in by_system:
-            both = min(len(theirs), len(by_system[ours]))
-            key = f"{suite.name}:trials_to_5pct:{ours}/{system}"
-            found[key] = pairwise_ratio(by_system[ours][:both], theirs[:both])
+def units(suite: Suite) -> dict[str, Metric]:
+    """By metric of a round; the less of each the better, but for scores."""
+    found = {metric: Metric(unit=unit, better="lower") for metric, (unit, _, _) in metrics_of(suite).items()}
+    found["extra_trials_to_5pct"] = Metric(unit="trials", better="lower")
+    found["so_score_3_trials"] = Metric(unit="score", better="higher")
     return found
 
 
@@ -66,8 +49,8 @@ def tests(suite: Suite, played: Played, ours: str) -> list[Row]:
     for system, seeds in played.items():
         if system == ours:
             continue
-        both = min(len(seeds), len(played[ours]))
-        mine, theirs = (_by_service(played[name][:both]) for name in (ours, system))
+        both = [seed for seed in played[ours] if seed in seeds]
+        mine, theirs = (_by_service([played[name][seed] for seed in both]) for name in (ours, system))
         for metric, p in (
             ("trials_to_5pct_p_better", p_better(mine, theirs)),
             ("trials_to_5pct_p_not_1_worse", p_not_worse(mine, theirs, MARGIN_TRIALS)),
@@ -79,15 +62,6 @@ def tests(suite: Suite, played: Played, ours: str) -> list[Row]:
                 )
             )  # fmt: skip
     return found
-
-
-def extra_trials(misled: Sequence[Sequence[Curve]], cold: Sequence[Sequence[Curve]], workload: str, system: str) -> Row:
-    """How many trials to 5 % a misleading library costs against none, seed by seed."""
-    differences = [
-        fmean(curve.trials_to(0.05) for curve in with_it) - fmean(curve.trials_to(0.05) for curve in without)
-        for with_it, without in zip(misled, cold, strict=True)
-    ]
-    return row(system, workload, "extra_trials_to_5pct", "trials", differences)
 
 
 def _by_service(seeds: Sequence[Sequence[Curve]]) -> list[float]:

@@ -13,8 +13,8 @@ from plait_autoconfig.knobs import ChoiceKnob
 from plait_autoconfig.space import Space
 from plait_autoconfig.values import Config, Outcome
 from plait_bench.cells.values import CellWorkload, Subject, outcome_of
-from plait_bench.disagg.ours import start_dense
-from plait_bench.disagg.packages import packaged
+from plait_bench.disagg.load.packages import packaged
+from plait_bench.disagg.systems.ours import start_dense
 from plait_disagg.models.configs import ids_per_bag
 from plait_disagg.models.requests import random_request
 from plait_disagg.package import Package, open_package

@@ -10,50 +10,80 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
-from plait_bench.fabric.values import PEER_START_S, WAIT_S, Taken
+from plait_bench.benchmark import Metric, Reading, Subject, Workload, pairs_of
+from plait_bench.fabric.values import PEER_START_S, WAIT_S, Taking
 from plait_bench.summary import percentile
 from plait_fabric import Channel, listen, new_secret
-from plait_fabric.link.link import PARAMETERS
+from plait_fabric.link.link import PARAMETERS, Link
 from plait_fabric.link.link_files import LINKS, SourcedLink, links_document, read_links
 from plait_fabric.link.modelled import modelled
 from plait_fabric.testing.peer import spawned_peer
 
-__all__ = ["FAR", "SIZES_BYTES", "WORKLOAD", "take"]
+__all__ = ["FAR", "SIZES_BYTES", "WORKLOAD", "ModelledLinks"]
 
 WORKLOAD = "modelled-links"
 SIZES_BYTES = {"64B": 64, "1MiB": 1 << 20, "4MiB": 1 << 22, "16MiB": 1 << 24, "64MiB": 1 << 26}
 FAR = "10g-far"
 """A link that nobody ships: 10 Gb/s and 1 ms away, so that alpha is more than what a host takes."""
 _LINKS = ("100g-same-switch", "100g-cross-pod", FAR)
-_SECONDS, _LEAST, _MOST = 0.4, 11, 400
+_SECONDS, _MIN_TRIPS, _MAX_TRIPS = 0.4, 11, 400
 
 
-def take() -> list[Taken]:
-    """Every link and size once: the median of a run, what the model says, and alpha and beta through all sizes."""
-    links = known_links()
-    with tempfile.TemporaryDirectory(prefix="plait-bench-") as folder:
-        file = Path(folder) / "links.json"
-        file.write_text(links_document(links), encoding="utf-8")
-        return [one for name in _LINKS for one in _take_link(name, links[name], file)]
+class ModelledLinks(Workload):
+    """Every link and size: the median of a run, what the model says, and alpha and beta through all sizes."""
+
+    name = WORKLOAD
+    systems = ("plait", "model")
+    ours = "plait"
+    pairs = pairs_of("plait", systems)
+    metrics: Mapping[str, Metric] = {
+        "one_way_us": Metric(unit="us", better="lower"),
+        "gb_per_s": Metric(unit="GB/s", better="higher"),
+        "alpha_us": Metric(unit="us", better="lower"),
+    }
+
+    @contextmanager
+    def open(self, system: str, layout: str) -> Iterator[Subject]:
+        """Open the links for each round, or their formulas."""
+        links = known_links()
+        if system == "model":
+            yield Taking(lambda: [each for name in _LINKS for each in _modelled(name, links[name].link)])
+            return
+        with tempfile.TemporaryDirectory(prefix="plait-bench-") as folder:
+            file = Path(folder) / "links.json"
+            file.write_text(links_document(links), encoding="utf-8")
+            yield Taking(lambda: [each for name in _LINKS for each in _measured(name, links[name].link, file)])
 
 
 def known_links() -> dict[str, SourcedLink]:
-    """Those that ship, and `FAR`."""
+    """Read those that ship, and add `FAR`."""
     links = read_links(LINKS)
     near = links["100g-same-switch"].link
     far = near.with_values(FAR, alpha_s=1e-3, wire_s=1e-3, bytes_per_s=1.22e9, small_s_per_byte=1 / 1.22e9)
     return links | {FAR: SourcedLink(link=far, sources=dict.fromkeys(PARAMETERS, "made for this benchmark"))}
 
 
-def _take_link(name: str, sourced: SourcedLink, file: Path) -> list[Taken]:
-    link = sourced.link
-    found: list[Taken] = []
+def _modelled(name: str, link: Link) -> list[Reading]:
+    """What the link's formula says."""
+    values = [(f"{name}-{size}", "one_way_us", link.one_way_s(nbytes) * 1e6) for size, nbytes in SIZES_BYTES.items()]
+    values.append((name, "gb_per_s", link.bytes_per_s / 1e9))
+    if name == FAR:
+        values.append((name, "alpha_us", link.alpha_s * 1e6))
+    return [
+        Reading(workload=workload, metric=metric, value=value, kind="modelled") for workload, metric, value in values
+    ]
+
+
+def _measured(name: str, link: Link, file: Path) -> list[Reading]:
+    """What a channel over the link takes; alpha and beta if enough sizes were in time."""
+    found: list[Reading] = []
     in_time: dict[int, float] = {}
     secret = new_secret()
     with (
@@ -67,21 +97,15 @@ def _take_link(name: str, sourced: SourcedLink, file: Path) -> list[Taken]:
             if late < 0.5:
                 in_time[nbytes] = one_way_s
             remark = f"host slower in {late:.0%}" if late else ""
-            found += _both(f"{name}-{size}", "one_way_us", one_way_s * 1e6, link.one_way_s(nbytes) * 1e6, remark)
+            workload = f"{name}-{size}"
+            found.append(Reading(workload=workload, metric="one_way_us", value=one_way_s * 1e6, layout=remark))
     large = {nbytes: one_way_s for nbytes, one_way_s in in_time.items() if nbytes > link.small_bytes}
     if len(large) > 1:
         alpha_s, bytes_per_s = _line(large)
-        found += _both(name, "gb_per_s", bytes_per_s / 1e9, link.bytes_per_s / 1e9, "")
+        found.append(Reading(workload=name, metric="gb_per_s", value=bytes_per_s / 1e9))
         if name == FAR:
-            found += _both(name, "alpha_us", alpha_s * 1e6, link.alpha_s * 1e6, "")
+            found.append(Reading(workload=name, metric="alpha_us", value=alpha_s * 1e6))
     return found
-
-
-def _both(workload: str, metric: str, ours: float, model: float, remark: str) -> list[Taken]:
-    return [
-        Taken(workload=workload, system="plait", metric=metric, value=ours, layout=remark),
-        Taken(workload=workload, system="model", metric=metric, value=model, kind="modelled"),
-    ]
 
 
 def _one_way_s(channel: Channel, nbytes: int) -> tuple[float, float]:
@@ -94,7 +118,7 @@ def _one_way_s(channel: Channel, nbytes: int) -> tuple[float, float]:
     late = 0
     lease = channel.pool.acquire(nbytes)
     until_s = time.perf_counter() + _SECONDS
-    while len(delivered_s) < _LEAST or (len(delivered_s) < _MOST and time.perf_counter() < until_s):
+    while len(delivered_s) < _MIN_TRIPS or (len(delivered_s) < _MAX_TRIPS and time.perf_counter() < until_s):
         channel.send({}, [lease])
         lease = channel.pool.acquire(nbytes)  # for the next one, while this one is under way
         answer = channel.recv(WAIT_S)

@@ -5,28 +5,52 @@ Where they run is left to the scheduler: pinned to a core each, sleepers pay for
 
 from __future__ import annotations
 
+import os
 import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
-from plait_bench.fabric.values import PEER_START_S, Taken
+from plait_bench.benchmark import Metric, Reading, Subject, Workload
+from plait_bench.fabric.values import PEER_START_S, WAIT_S, Taking
 from plait_bench.summary import percentile
-from plait_fabric import FabricOptions, listen, new_secret
+from plait_fabric import Channel, FabricOptions, listen, new_secret
 from plait_fabric.testing.peer import spawned_peer
-from plait_fabric.testing.round_trips import round_trips_us
 
-__all__ = ["WORKLOAD", "take"]
+__all__ = ["WORKLOAD", "RoundTrips", "round_trips_us"]
 
 WORKLOAD = "round-trip-64b"
-_BYTES, _REPEATS = 64, 10_000
-_SPIN_S = 0.2
-"""Longer than any answer takes, so that nobody ever sleeps."""
+_BYTES, _REPEATS, _WARM_UP = 64, 10_000, 500
+_SPIN_S: Mapping[str, float] = {"spinning": 0.2, "blocking": 0.0}
+"""By system: spinning is longer than any answer takes, so that nobody ever sleeps."""
 
 
-def take() -> list[Taken]:
-    """The median of one run of each."""
-    return [_taken(system, spin_s) for system, spin_s in (("spinning", _SPIN_S), ("blocking", 0.0))]
+class RoundTrips(Workload):
+    """The median of a run of messages."""
+
+    name = WORKLOAD
+    systems = tuple(_SPIN_S)
+    metrics: Mapping[str, Metric] = {"round_trip_us": Metric(unit="us", better="lower")}
+
+    @contextmanager
+    def open(self, system: str, layout: str) -> Iterator[Subject]:
+        """Open a channel for each round."""
+        yield Taking(lambda: [Reading(metric="round_trip_us", value=_median_us(_SPIN_S[system]))])
 
 
-def _taken(system: str, spin_s: float) -> Taken:
+def round_trips_us(channel: Channel, nbytes: int, repeats: int) -> list[float]:
+    """Time ``repeats`` messages with one buffer over a channel whose peer echoes: send, receive, release."""
+    payload = memoryview(os.urandom(nbytes))
+    times_us: list[float] = []
+    for _ in range(repeats):
+        began_ns = time.perf_counter_ns()
+        channel.send({"n": 0}, [payload])
+        channel.recv(WAIT_S).release()
+        times_us.append((time.perf_counter_ns() - began_ns) / 1e3)
+    return times_us
+
+
+def _median_us(spin_s: float) -> float:
     secret = new_secret()
     options = FabricOptions(spin_s=spin_s)
     with (
@@ -35,6 +59,5 @@ def _taken(system: str, spin_s: float) -> Taken:
         spawned_peer("echo", listener.address, secret, {"spin_s": spin_s}),
         listener.accept(PEER_START_S) as channel,
     ):
-        round_trips_us(channel, _BYTES, min(500, _REPEATS))
-        median_us = percentile(round_trips_us(channel, _BYTES, _REPEATS), 0.5)
-    return Taken(workload=WORKLOAD, system=system, metric="round_trip_us", value=median_us)
+        round_trips_us(channel, _BYTES, min(_WARM_UP, _REPEATS))
+        return percentile(round_trips_us(channel, _BYTES, _REPEATS), 0.5)

@@ -8,40 +8,63 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import numpy as np
 
+from plait_bench.benchmark import Metric, Reading, Say, Subject, Workload, pairs_of
 from plait_bench.errors import BenchError
-from plait_bench.fabric.values import PEER_START_S, WAIT_S, Taken, apart_from
+from plait_bench.fabric.values import PEER_START_S, WAIT_S, Taking, apart_from
 from plait_fabric import Channel, listen, new_secret
 from plait_fabric.memory.pool import copy_bytes
 from plait_fabric.testing.peer import spawned_peer
 
-__all__ = ["MESSAGE_BYTES", "SOURCE_BYTES", "WORKLOAD", "take"]
+__all__ = ["MESSAGE_BYTES", "SOURCE_BYTES", "WORKLOAD", "Throughput"]
 
 WORKLOAD = "shm-1mib"
 MESSAGE_BYTES, SOURCE_BYTES = 1 << 20, 64 << 20
 _PASSES = 12
 
 
-def take() -> list[Taken]:
-    """One round: memcpy, the fabric, memcpy again; memcpy's value is that of both."""
-    source = np.random.default_rng(1).integers(0, 2**63, SOURCE_BYTES // 8, dtype=np.uint64)
-    view = memoryview(source.data).cast("B")
-    pieces = [view[start : start + MESSAGE_BYTES] for start in range(0, SOURCE_BYTES, MESSAGE_BYTES)]
-    target = memoryview(bytearray(SOURCE_BYTES))
-    before_s = _copy_s(pieces, target)
-    sent_s, layout = _sent_s(pieces, int(source.sum(dtype=np.uint64)))
-    copied_s = (before_s + _copy_s(pieces, target)) / 2
-    nbytes = _PASSES * SOURCE_BYTES
-    return [
-        Taken(workload=WORKLOAD, system="plait", metric="gb_per_s", value=nbytes / sent_s / 1e9, layout=layout),
-        Taken(workload=WORKLOAD, system="memcpy", metric="gb_per_s", value=nbytes / copied_s / 1e9),
-    ]
+class Throughput(Workload):
+    """All passes over the source."""
+
+    name = WORKLOAD
+    systems = ("plait", "memcpy")
+    ours = "plait"
+    pairs = pairs_of("plait", systems)
+    metrics: Mapping[str, Metric] = {"gb_per_s": Metric(unit="GB/s", better="higher")}
+
+    @contextmanager
+    def session(self, say: Say) -> Iterator[None]:
+        """Hold the source, and as much memory again."""
+        source = np.random.default_rng(1).integers(0, 2**63, SOURCE_BYTES // 8, dtype=np.uint64)
+        view = memoryview(source.data).cast("B")
+        self._checksum = int(source.sum(dtype=np.uint64))
+        self._pieces = [view[start : start + MESSAGE_BYTES] for start in range(0, SOURCE_BYTES, MESSAGE_BYTES)]
+        self._target = memoryview(bytearray(SOURCE_BYTES))
+        yield
+
+    @contextmanager
+    def open(self, system: str, layout: str) -> Iterator[Subject]:
+        """Open the fabric, or memcpy."""
+        yield Taking(self._sent if system == "plait" else self._copied)
+
+    def _sent(self) -> list[Reading]:
+        seconds, layout = _sent_s(self._pieces, self._checksum)
+        return [Reading(metric="gb_per_s", value=_gb_per_s(seconds), layout=layout)]
+
+    def _copied(self) -> list[Reading]:
+        return [Reading(metric="gb_per_s", value=_gb_per_s(_copy_s(self._pieces, self._target)))]
+
+
+def _gb_per_s(seconds: float) -> float:
+    return _PASSES * SOURCE_BYTES / seconds / 1e9
 
 
 def _copy_s(pieces: list[memoryview], target: memoryview) -> float:
-    """Seconds for all passes after one that touches the pages."""
+    """Time all passes after one that touches the pages."""
     started_s = 0.0
     for number in range(_PASSES + 1):
         if number == 1:
@@ -52,7 +75,7 @@ def _copy_s(pieces: list[memoryview], target: memoryview) -> float:
 
 
 def _sent_s(pieces: list[memoryview], checksum: int) -> tuple[float, str]:
-    """Seconds for all passes after one that touches the pages, and on which cores."""
+    """Time all passes after one that touches the pages, and on which cores."""
     secret = new_secret()
     with (
         tempfile.TemporaryDirectory(prefix="plait-bench-") as folder,

@@ -1,13 +1,15 @@
-"""What a round of the fabric's benchmark takes."""
+"""What the workloads of the fabric's benchmark share."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-__all__ = ["PEER_START_S", "WAIT_S", "Taken", "apart_from"]
+from plait_bench.benchmark import Reading
+
+__all__ = ["PEER_START_S", "WAIT_S", "Taking", "apart_from"]
 
 PEER_START_S = 60.0
 """How long a peer's process may take to come up on a busy machine."""
@@ -15,22 +17,24 @@ WAIT_S = 60.0
 """How long an answer may take before the run is given up."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
-    """One value of one round. ``layout``: a remark that goes with it."""
+@dataclass(frozen=True)
+class Taking:
+    """Implements `Subject`: each round is one call, which warms up by itself."""
 
-    workload: str
-    system: str
-    metric: str
-    value: float
-    layout: str = ""
-    kind: str = "measured"
+    take: Callable[[], Sequence[Reading]]
+
+    def warm_up(self) -> None:
+        """Nothing: every call has a peer of its own."""
+
+    def measure(self, number: int, *, trial: bool = False) -> Sequence[Reading]:
+        """Make the call."""
+        return self.take()
 
 
 @contextmanager
 def apart_from(pid: int) -> Iterator[str]:
-    """This process on one core and that one on another, if there are two; says so. A scheduler that puts both on one
-    makes them take turns, which says nothing about the fabric."""
+    """Pin this process to one core and that one to another, if there are two; yields a remark that says so. A scheduler
+    that puts both on one makes them take turns, which says nothing about the fabric."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         yield "on one core"

@@ -7,51 +7,59 @@ from functools import partial
 from pathlib import Path
 from statistics import mean
 
-from plait_bench.benchmark import Benchmark, Measure, Sample, System, Workload
+from plait_bench.benchmark import Metric, chosen
+from plait_bench.fleet.sharing import by_group, evenly, in_runs
+from plait_bench.fleet.values import Definition, Items, Sample, System
 from plait_bench.images import pixels
 from plait_bench.images.models import open_models
-from plait_bench.images.workloads import cost, lora_set, workloads
-from plait_bench.sharing import by_group, evenly, in_runs
+from plait_bench.images.workloads import NAMES, cost, lora_set, workloads
 
 NAME = "images"
 OURS = "plait"
 SYSTEMS = ("plait", "diffusers_fair", "diffusers", "diffusers_batched")
 
 
-def definition(root: Path, *, only: Sequence[str] | None = None, systems: Sequence[str] | None = None) -> Benchmark:
-    """The benchmark over the models in ``root``; all workloads and systems, or those named.
+METRICS: Mapping[str, Metric] = {
+    "images_per_s": Metric(unit="images/s", better="higher"),
+    "seconds_per_image": Metric(unit="s", better="lower"),
+    "mean_latency_s": Metric(unit="s", better="lower"),
+    "largest_pixel_difference": Metric(unit="levels of 255"),
+}
 
-    Raises `BenchError` if models are missing, KeyError for an unknown name.
+
+def definition(root: Path, *, only: Sequence[str] = (), systems: Sequence[str] = ()) -> Definition:
+    """Define the benchmark over the models in ``root``; all workloads and systems, or those named.
+
+    Raises `BenchError` if models are missing, or a name is unknown.
     """
-    chosen = workloads(only)
-    items = [item for workload in chosen for item in workload.items]
+    wanted = workloads(chosen(only, NAMES, "workload"))
+    taking_part = chosen(systems, SYSTEMS, "system")
+    items = [item for workload in wanted for item in workload.items]
     controlnets = frozenset(item["control"][0] for item in items if item["control"])
     loras = frozenset(name for item in items for name, _ in item["loras"])
     models = open_models(root, controlnets=controlnets, loras=loras)
     known = _systems({"root": str(models.root.resolve()), "controlnets": sorted(controlnets), "loras": sorted(loras)})
-    return Benchmark(
+    return Definition(
         name=NAME,
         ours=OURS,
-        systems=tuple(known[name] for name in (systems or SYSTEMS)),
-        workloads=chosen,
+        systems=tuple(known[name] for name in taking_part),
+        workloads=wanted,
+        metrics=METRICS,
         measures=measures,
         check=pixels.check,
     )
 
 
-def measures(workload: Workload, sample: Sample) -> Mapping[str, Measure]:
-    """Throughput of the whole workload, and latency: of a picture that runs alone, or the mean of those at once."""
+def measures(workload: Items, sample: Sample) -> Mapping[str, float]:
+    """Compute the throughput of the whole workload, and latency: of an image alone, or the mean of those at once."""
     per_s = len(workload.items) / sample.wall_s
-    result = {
-        "images_per_s": Measure(unit="images/s", value=per_s),
-        "seconds_per_image": Measure(unit="s", value=1 / per_s),
-    }
+    result = {"images_per_s": per_s, "seconds_per_image": 1 / per_s}
     if not workload.one_by_one:
-        result["mean_latency_s"] = Measure(unit="s", value=mean(sample.latencies_s))
+        result["mean_latency_s"] = mean(sample.latencies_s)
     return result
 
 
-def _knobs(workload: Workload) -> tuple[str, ...]:
+def _knobs(workload: Items) -> tuple[str, ...]:
     """The knob of our engine that matters: the bits of a request alone, or the most images in one denoiser call.
 
     The peers may choose their memory format, which changes the last bits as well.

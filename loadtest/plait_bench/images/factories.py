@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from plait_bench.benchmark import Subject
 from plait_bench.errors import BenchError
+from plait_bench.fleet.values import Worker
 from plait_bench.images.models import ModelFolder, open_models
 
 
-def plait(root: str, controlnets: list[str], loras: list[str]) -> Subject:
+def plait(root: str, controlnets: list[str], loras: list[str]) -> Worker:
     """Our engine, in process."""
     from plait_bench.images.ours import Ours
 
     return Ours(_models(root, controlnets, loras))
 
 
-def diffusers(root: str, controlnets: list[str], loras: list[str], way: str) -> Subject:
+def diffusers(root: str, controlnets: list[str], loras: list[str], way: str) -> Worker:
     """A peer; ``way`` is stock, fair or batched."""
     from plait_bench.images import peers
 

@@ -6,8 +6,8 @@ import threading
 import time
 from collections.abc import Sequence
 
-from plait_bench.benchmark import Item, Outcome
 from plait_bench.errors import BenchError
+from plait_bench.fleet.values import Item, Outcome
 from plait_bench.images.models import ModelFolder
 from plait_bench.images.pixels import encode
 from plait_bench.images.requests import image_request
@@ -29,7 +29,7 @@ _VARIANTS: dict[str, dict[str, object]] = {
 
 
 class Ours:
-    """Implements `Subject`. A variant names knobs (`_VARIANTS`)."""
+    """Implements `Worker`. A variant names knobs (`_VARIANTS`)."""
 
     def __init__(self, models: ModelFolder) -> None:
         folders = {path.parent for path in models.loras.values()} or {models.root / "loras"}
@@ -48,18 +48,18 @@ class Ours:
         self._count = 0
 
     def configure(self, *, threads: int, variant: str) -> None:
-        """See `Subject.configure`."""
+        """Set the knobs of a variant."""
         self._knobs = self._knobs.model_copy(update={"threads": threads, **_VARIANTS[variant]})
         self._assembled.engine.reconfigure(self._knobs)
 
     def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool) -> list[Outcome]:
-        """See `Subject.run`."""
+        """Submit all at once, or one after the other."""
         requests = [self._request(Order.from_json(item)) for item in items]
         waves = [[request] for request in requests] if one_by_one else [requests]
         return [outcome for wave in waves for outcome in self._run_wave(wave, keep)]
 
     def close(self) -> None:
-        """See `Subject.close`."""
+        """Stop the engine."""
         self._assembled.engine.stop(drain_s=0.0)
 
     def _run_wave(self, requests: Sequence[ImageRequest], keep: bool) -> list[Outcome]:

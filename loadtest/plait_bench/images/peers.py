@@ -27,8 +27,8 @@ from diffusers import (
 from diffusers.utils import logging
 from PIL import Image
 
-from plait_bench.benchmark import Item, Outcome
 from plait_bench.errors import BenchError, Unavailable
+from plait_bench.fleet.values import Item, Outcome
 from plait_bench.images.drawings import control_map
 from plait_bench.images.merging import MergedLoras, read_factors
 from plait_bench.images.models import ModelFolder
@@ -92,7 +92,7 @@ class Pipelines:
 
 
 class Peer:
-    """Implements `Subject`: orders are cut into calls, each call runs inside ``with_loras``."""
+    """Implements `Worker`: orders are cut into calls, each call runs inside ``with_loras``."""
 
     def __init__(
         self, pipelines: Pipelines, with_loras: Callable[[Order], Any], calls: Callable[[list[Order]], list[list[int]]]
@@ -102,13 +102,13 @@ class Peer:
         self._calls = calls
 
     def configure(self, *, threads: int, variant: str) -> None:
-        """See `Subject.configure`; the variant is a memory format."""
+        """Set threads and the memory format, which is the variant."""
         torch.set_num_threads(threads)
         formats = {"": torch.contiguous_format, "channels_last": torch.channels_last}
         self._pipelines.set_memory_format(formats[variant])
 
     def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool) -> list[Outcome]:
-        """See `Subject.run`. One by one, every order is a call of its own."""
+        """Make the calls; one by one, every order is a call of its own."""
         orders = [Order.from_json(item) for item in items]
         calls = [[i] for i in range(len(orders))] if one_by_one else self._calls(orders)
         outcomes: dict[int, Outcome] = {}

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from plait_bench.benchmark import Json, Row, Workload
+from plait_bench.benchmark import Row
 from plait_bench.errors import Disagreement
+from plait_bench.fleet.values import Items, Json
 from plait_bench.summary import summarise
 
 # In fp32 the systems differ by rounding (batching, merged weights instead of a LoRA branch), which a picture shows as
@@ -31,7 +32,7 @@ def decode(value: Mapping[str, Any]) -> npt.NDArray[np.uint8]:
 
 
 def check(
-    workload: Workload, results: Mapping[str, Sequence[Json]], *, largest: int = LARGEST_DIFFERENCE_LEVELS
+    workload: Items, results: Mapping[str, Sequence[Json]], *, largest: int = LARGEST_DIFFERENCE_LEVELS
 ) -> list[Row]:
     """Each system's largest difference to `diffusers` (or the last system) by picture, in levels of 255.
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
-from plait_bench.benchmark import Item, Workload
+from plait_bench.fleet.values import Item, Items
 
 STEPS = 20
 GUIDANCE = 3.0
@@ -68,13 +68,17 @@ def lora_set(item: Item) -> str:
     return repr([list(lora) for lora in item["loras"]])
 
 
-def workloads(names: Sequence[str] | None = None) -> tuple[Workload, ...]:
-    """All workloads, or those named, in the order of the table. Raises KeyError for an unknown name."""
+NAMES = ("single", "controlnet", "lora", "same16", "mixed16")
+"""Of the workloads, in the order of the table."""
+
+
+def workloads(names: Sequence[str] | None = None) -> tuple[Items, ...]:
+    """All workloads, or those named. Raises KeyError for an unknown name."""
     known = {workload.name: workload for workload in _all()}
-    return tuple(known[name] for name in (names or known))
+    return tuple(known[name] for name in (names or NAMES))
 
 
-def _all() -> list[Workload]:
+def _all() -> list[Items]:
     same16 = _workload("same16", _same16(), one_by_one=False)
     return [
         _workload("single", [Order(prompt=PROMPTS[i], seed=i) for i in range(3)]),
@@ -85,10 +89,10 @@ def _all() -> list[Workload]:
     ]
 
 
-def _workload(name: str, orders: Sequence[Order], *, one_by_one: bool = True) -> Workload:
+def _workload(name: str, orders: Sequence[Order], *, one_by_one: bool = True) -> Items:
     # One call for a whole list is possible only where all orders agree: the batched peer runs same16 alone.
     everyone = None if name == "same16" else frozenset({"plait", "diffusers_fair", "diffusers"})
-    return Workload(
+    return Items(
         name=name,
         items=tuple(order.to_json() for order in orders),
         warm_up=tuple(replace(order, steps=_WARM_UP_STEPS).to_json() for order in orders),

@@ -6,113 +6,120 @@ as fast as they get replies, which is the easier thing to do. All share the mach
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
-from plait_bench.benchmark import Row
-from plait_bench.errors import BenchError, Unavailable
+from plait_bench.benchmark import Benchmark, Metric, Reading, Say, Subject, Workload, chosen, pairs_of
 from plait_bench.loadtest import ours, peers
 from plait_bench.loadtest.window import NoopServer, Window, noop_server
-from plait_bench.runner import Result
-from plait_bench.summary import Summary, pairwise_ratio
 
 NAME = "loadtest"
 OURS = "plait"
 SYSTEMS = ("plait", "locust", "wrk")
 WORKLOAD = "noop"
 _TRIAL_S, _ROUND_S = 3.0, 8.0
-_METRICS: Mapping[str, tuple[str, Callable[[Window], float]]] = {
-    "requests_per_s": ("requests/s", lambda window: window.per_s),
-    "cpu_s_per_1000": ("s/1000", lambda window: window.cpu_s_per_1000),
-}
-
-Say = Callable[[str], None]
-Contender = tuple[str, Callable[[], Window]]
-"""What its rows say of its settings, and one measured run."""
 
 
-def measure(*, rounds: int, systems: Sequence[str], say: Say) -> Result:
-    """Finds each system's best, then runs all in turn, ``rounds`` times. Raises `BenchError`."""
-    unknown = sorted(set(systems) - set(SYSTEMS))
-    if unknown:
-        raise BenchError(f"there is no system {unknown[0]!r}; there are {', '.join(SYSTEMS)}")
-    wanted = [name for name in SYSTEMS if not systems or name in systems]
-    left_out: dict[str, str] = {}
-    with noop_server() as server:
-        contenders: dict[str, Contender] = {}
-        for name in wanted:
-            try:
-                contenders[name] = _PREPARE[name](server, say)
-            except Unavailable as reason:
-                left_out[name] = str(reason)
-                say(f"left out: {reason}")
-        taken: dict[str, list[Window]] = {name: [] for name in contenders}
-        for round_number in range(1, rounds + 1):
-            for name, (_, take) in contenders.items():
-                taken[name].append(take())
-                window = taken[name][-1]
-                say(
-                    f"round {round_number} of {rounds}: {name} {window.per_s:.0f} requests/s, "
-                    f"{window.cpu_s_per_1000:.4f} CPU s per 1,000"
-                )
-    layouts = {name: layout for name, (layout, _) in contenders.items()}
-    return Result(rows=tuple(rows(taken, layouts)), ratios=ratios(taken), left_out=left_out)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """A generator: ``take(layout, seconds)`` is one run. ``prepare``: once before that."""
+
+    layouts: tuple[str, ...]
+    take: Callable[[str, float], Window]
+    prepare: Callable[[], None] = lambda: None
 
 
-def rows(taken: Mapping[str, Sequence[Window]], layouts: Mapping[str, str]) -> list[Row]:
-    """One for each system and metric."""
-    return [
-        Row.of(
-            [value(window) for window in windows],
-            system=name, workload=WORKLOAD, metric=metric, unit=unit, layout=layouts[name],
-        )
-        for name, windows in taken.items()
-        for metric, (unit, value) in _METRICS.items()
-    ]  # fmt: skip
+def benchmark(*, only: Sequence[str] = ()) -> Benchmark:
+    """Make the benchmark. Raises `BenchError` for an unknown name."""
+    chosen(only, (WORKLOAD,), "workload")
+    return Benchmark(name=NAME, workloads=(Noop(),))
 
 
-def ratios(taken: Mapping[str, Sequence[Window]]) -> dict[str, Summary]:
-    """Ours to each of the others, round by round."""
-    return {
-        f"{WORKLOAD}:{metric}:{OURS}/{name}": pairwise_ratio(
-            [value(window) for window in taken[OURS]], [value(window) for window in windows]
-        )
-        for name, windows in taken.items()
-        if name != OURS and OURS in taken
-        for metric, (_, value) in _METRICS.items()
+class Noop(Workload):
+    """Requests to a server that does nothing, for as many seconds as a round has."""
+
+    name = WORKLOAD
+    systems = SYSTEMS
+    ours = OURS
+    pairs = pairs_of(OURS, SYSTEMS)
+    deciding = "requests_per_s"
+    metrics: Mapping[str, Metric] = {
+        "requests_per_s": Metric(unit="requests/s", better="higher"),
+        "cpu_s_per_1000": Metric(unit="s/1000", better="lower"),
     }
 
+    def __init__(self) -> None:
+        self._made: dict[str, Contender] = {}
 
-def _prepare_ours(server: NoopServer, say: Say) -> Contender:
-    rate_per_s = ours.highest_rate(partial(ours.try_rate, server, seconds=_TRIAL_S), say=say)
-    attempt = partial(ours.try_rate, server, seconds=_ROUND_S)
-    return f"{ours.PROCESSES} processes, open loop", lambda: ours.hold(attempt, rate_per_s, say=say).window
+    @contextmanager
+    def session(self, say: Say) -> Iterator[None]:
+        """Run the server."""
+        with noop_server() as self._server:
+            self._say = say
+            yield
+
+    def layouts(self, system: str) -> Sequence[str]:
+        """Name the numbers of callers. Raises `Unavailable` if the generator is not there."""
+        if system not in self._made:
+            self._made[system] = CONTENDERS[system](self._server, self._say)
+        return self._made[system].layouts
+
+    @contextmanager
+    def open(self, system: str, layout: str) -> Iterator[Subject]:
+        """Open the generator with so many callers."""
+        yield _Loading(self._made[system], layout)
 
 
-def _prepare_locust(server: NoopServer, say: Say) -> Contender:
+@dataclass(frozen=True)
+class _Loading:
+    """Implements `Subject`."""
+
+    contender: Contender
+    layout: str
+
+    def warm_up(self) -> None:
+        self.contender.prepare()
+
+    def measure(self, number: int, *, trial: bool = False) -> list[Reading]:
+        window = self.contender.take(self.layout, _TRIAL_S if trial else _ROUND_S)
+        return [
+            Reading(metric="requests_per_s", value=window.per_s),
+            Reading(metric="cpu_s_per_1000", value=window.cpu_s_per_1000),
+        ]
+
+
+def _ours(server: NoopServer, say: Say) -> Contender:
+    known: list[float] = []
+
+    def prepare() -> None:
+        if not known:
+            known.append(ours.highest_rate(partial(ours.try_rate, server, seconds=_TRIAL_S), say=say))
+
+    def take(_: str, seconds: float) -> Window:
+        return ours.hold(partial(ours.try_rate, server, seconds=seconds), known[0], say=say).window
+
+    return Contender(layouts=(f"{ours.PROCESSES} processes, open loop",), take=take, prepare=prepare)
+
+
+def _locust(server: NoopServer, say: Say) -> Contender:
     folder = peers.cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
     say(f"installing {peers.LOCUST} into {folder} (once)")
     take = partial(peers.locust, peers.install_locust(folder), server)
-    users = _best(take, "locust", say)
-    return f"{peers.PROCESSES} processes, {users} users", partial(take, users, seconds=_ROUND_S)
+    return _closed_loop(take, f"{peers.PROCESSES} processes, {{}} users")
 
 
-def _prepare_wrk(server: NoopServer, say: Say) -> Contender:
-    take = partial(peers.wrk, peers.find_wrk(), server)
-    connections = _best(take, "wrk", say)
-    return f"{peers.PROCESSES} threads, {connections} connections", partial(take, connections, seconds=_ROUND_S)
+def _wrk(server: NoopServer, _: Say) -> Contender:
+    return _closed_loop(partial(peers.wrk, peers.find_wrk(), server), f"{peers.PROCESSES} threads, {{}} connections")
 
 
-def _best(take: Callable[..., Window], name: str, say: Say) -> int:
-    """The number of callers with which a closed loop is fastest."""
-    tried = {callers: take(callers, seconds=_TRIAL_S).per_s for callers in peers.USERS}
-    say(f"{name}: " + ", ".join(f"{callers} callers {per_s:.0f}/s" for callers, per_s in tried.items()))
-    return max(tried, key=lambda callers: tried[callers])
+def _closed_loop(take: Callable[..., Window], name: str) -> Contender:
+    """A generator that offers a choice of callers."""
+    callers = {name.format(count): count for count in peers.USERS}
+    return Contender(layouts=tuple(callers), take=lambda layout, seconds: take(callers[layout], seconds=seconds))
 
 
-_PREPARE: Mapping[str, Callable[[NoopServer, Say], Contender]] = {
-    "plait": _prepare_ours,
-    "locust": _prepare_locust,
-    "wrk": _prepare_wrk,
-}
+CONTENDERS: Mapping[str, Callable[[NoopServer, Say], Contender]] = {"plait": _ours, "locust": _locust, "wrk": _wrk}
+"""What makes each system's generator. Raises `Unavailable`."""

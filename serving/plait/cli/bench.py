@@ -19,10 +19,10 @@ def bench(
     name: Annotated[str, typer.Argument(help="which benchmark: images, loadtest, disagg, fabric, autoconfig")],
     *,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="fewer rounds, or seeds")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="fewer rounds, or seeds, and trials")] = False,
     out: Annotated[Path | None, typer.Option(help="write the document to this file too")] = None,
     record: Annotated[bool, typer.Option("--record", help="append the rows to the results file")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace recorded rows with the same key")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", hidden=True)] = False,
     results: Annotated[Path | None, typer.Option(help="the results file; the checkout's own if left out")] = None,
     models: Annotated[Path | None, typer.Option(help="a folder laid out like the starter models")] = None,
     workload: Annotated[list[str] | None, typer.Option(help="only this workload; may be repeated")] = None,
@@ -36,6 +36,7 @@ def bench(
     """Measures plait and its peers in turn; data on stdout, progress on stderr."""
     from plait_bench.errors import BenchError
     from plait_bench.job import NAMES, Job, measure, rounds_of, text_table
+    from plait_bench.runner import TRIALS
 
     if name not in NAMES:
         print(f"plait bench: there is no benchmark {name!r}; there is: {', '.join(NAMES)}", file=sys.stderr)
@@ -43,6 +44,7 @@ def bench(
     job = Job(
         name=name,
         rounds=rounds or rounds_of(name, quick=quick),
+        trials=1 if quick else TRIALS,
         models=models,
         workloads=tuple(workload or ()),
         systems=tuple(system or ()),

@@ -45,7 +45,7 @@ def test_json_is_alone_on_stdout_and_in_the_file(measured, capsys, tmp_path):
     assert json.loads(stdout) == json.loads(out.read_text())
     assert json.loads(stdout)["ratios"] == {"single:images_per_s:plait/diffusers": 2.0}
     assert stderr == "round 1\n"
-    assert measured[0].rounds == 3
+    assert (measured[0].rounds, measured[0].trials) == (3, 1)
 
 
 def test_options_reach_the_job(measured, capsys, tmp_path):
@@ -54,6 +54,7 @@ def test_options_reach_the_job(measured, capsys, tmp_path):
     assert code == 0
     assert "plait/diffusers" in stdout
     assert (measured[0].rounds, measured[0].workloads, measured[0].record) == (5, ("same16",), False)
+    assert measured[0].trials == 2
     run(capsys, "images", "--record", "--rounds", "7", "--system", "plait")
     assert (measured[1].rounds, measured[1].systems, measured[1].record) == (7, ("plait",), True)
 
@@ -82,7 +83,7 @@ def test_missing_models_and_unknown_names_are_sentences(capsys, tmp_path):
     assert "lacks emoji/model_index.json" in stderr
     code, _, stderr = run(capsys, "images", "--workload", "triple", "--models", str(tmp_path))
     assert code == 1
-    assert "there is no workload or system 'triple'" in stderr
+    assert "there is no workload 'triple'; there are single, controlnet" in stderr
 
 
 def test_help_needs_no_torch(monkeypatch, capsys):

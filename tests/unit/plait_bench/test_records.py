@@ -1,17 +1,19 @@
-"""The document, the results file and README's table."""
+"""The document, the results file, and what may be recorded."""
 
 from __future__ import annotations
 
 import json
+import subprocess
 
 import pytest
 
-from plait_bench import records, tables
+from plait_bench import job, records
 from plait_bench.benchmark import Row
 from plait_bench.document import document
-from plait_bench.errors import BenchError, RecordError
-from plait_bench.host import commit, host_facts
-from plait_bench.runner import Result
+from plait_bench.errors import RecordError
+from plait_bench.host import changes, commit, host_facts, is_in_history
+from plait_bench.job import Job
+from plait_bench.runner import Choice, Result
 from plait_bench.summary import Summary
 
 HOST = {
@@ -19,6 +21,14 @@ HOST = {
     "diffusers": "0.42.1", "transformers": "5.23.0", "peft": None, "ray": "2.60.0", "loadavg_1m": 0.1, "wake_us": 15.0,
     "date": "2026-11-21T10:00:00+00:00",
 }  # fmt: skip
+
+CHOICE = Choice(
+    workload="single",
+    system="plait",
+    layout="2x1",
+    metric="images_per_s",
+    trials={"1x1": (1.0, 1.2), "2x1": (3.0, 3.3)},
+)
 
 
 def row(system, workload, metric, value):
@@ -33,6 +43,9 @@ def row(system, workload, metric, value):
         p80=1.1 * value,
         n=5,
         layout="2x1",
+        rounds=(0.9 * value, 0.9 * value, value, 1.1 * value, 1.1 * value),
+        load=(0.1, 0.4, 0.6, 0.7, 0.8),
+        wake_us=15.0,
     )
 
 
@@ -48,10 +61,12 @@ def written(at="abc123", date=HOST["date"], speed=2.0, **host):
         row("plait", "same16", "largest_pixel_difference", 1.0),
     ]
     ratios = {
-        "single:images_per_s:plait/peer": Summary(value=1.5, p20=1.4, p80=1.6, n=5),
-        "single:seconds_per_image:plait/peer": Summary(value=0.67, p20=0.6, p80=0.7, n=5),
+        "single:images_per_s:plait/peer": Summary(value=1.5, p20=1.4, p80=1.6, n=5, rounds=(1.4, 1.4, 1.5, 1.6, 1.6)),
+        "single:seconds_per_image:plait/peer": Summary(
+            value=0.67, p20=0.6, p80=0.7, n=5, rounds=(0.6, 0.6, 0.67, 0.7, 0.7)
+        ),
     }
-    result = Result(rows=tuple(rows), ratios=ratios, left_out={"third": "needs PEFT"})
+    result = Result(rows=tuple(rows), ratios=ratios, left_out={"third": "needs PEFT"}, choices=(CHOICE,))
     return document("images", at, {**HOST, "date": date, **host}, result)
 
 
@@ -63,6 +78,8 @@ def test_the_document_has_the_fields_that_programs_read():
     assert {entry["kind"] for entry in doc["rows"]} == {"measured"}
     assert doc["ratios"]["single:images_per_s:plait/peer"] == 1.5
     assert doc["ratio_spreads"]["single:images_per_s:plait/peer"] == {"p20": 1.4, "p80": 1.6, "n": 5}
+    assert doc["ratio_rounds"]["single:images_per_s:plait/peer"] == [1.4, 1.4, 1.5, 1.6, 1.6]
+    assert doc["layouts"][0]["trials"] == {"1x1": [1.0, 1.2], "2x1": [3.0, 3.3]}
     assert doc["left_out"] == {"third": "needs PEFT"}
     assert doc["rows"][0]["value"] == 0.333333
 
@@ -82,135 +99,113 @@ def test_a_folder_that_is_no_checkout_has_no_commit(tmp_path):
     assert commit(tmp_path) == "unknown"
 
 
-def test_rows_are_appended_and_never_overwritten_silently(tmp_path):
-    """The same key is refused and changes nothing; another commit is added; --overwrite replaces its own rows only."""
+def test_every_record_carries_what_an_audit_asks_for():
+    """Commit, date, load before each round, each round's value and the spread; ratios too, and whether it was busy."""
+    lines = records.records_of(json.loads(json.dumps(written())))
+    assert len(lines) == 7 + 2
+    for line in lines:
+        assert (line["commit"], line["date"]) == ("abc123", HOST["date"])
+        assert len(line["rounds"]) == line["n"] == 5
+        assert line["p20"] <= line["value"] <= line["p80"]
+        assert (line["load"], line["wake_us"], line["busy"]) == ([0.1, 0.4, 0.6, 0.7, 0.8], 15.0, False)
+
+
+def test_runs_are_appended_and_nothing_is_replaced(tmp_path):
+    """What is there stays byte for byte; the same row of the same commit may stand there twice."""
     path = tmp_path / "sub" / "images.jsonl"
     first = records.records_of(written())
-    records.append(path, first, overwrite=False)
+    records.append(path, first)
     before = path.read_bytes()
-    with pytest.raises(RecordError, match="--overwrite"):
-        records.append(path, records.records_of(written(speed=9.0)), overwrite=False)
-    assert path.read_bytes() == before
-    records.append(path, records.records_of(written(at="def456")), overwrite=False)
+    records.append(path, records.records_of(written(speed=9.0)))
     assert path.read_bytes().startswith(before)
-    records.append(path, records.records_of(written(speed=9.0)), overwrite=True)
-    found = records.read(path)
-    assert len(found) == 2 * len(first)
-    speeds = {r["commit"]: r["value"] for r in found if (r["workload"], r["metric"]) == ("same16", "images_per_s")}
-    assert speeds == {"abc123": 9.0, "def456": 2.0}
+    assert len(records.read(path)) == 2 * len(first)
 
 
-def test_a_recorded_run_is_refused_before_it_is_measured_again(tmp_path):
-    """The question costs nothing; another machine or commit is not refused."""
-    there = records.records_of(written())
-    run = {"bench": "images", "commit": "abc123", "host": HOST}
-    with pytest.raises(RecordError, match="single of commit abc123"):
-        records.check_new(there, **run, workloads=["single"])
-    records.check_new(there, **run, workloads=["mixed16"])
-    records.check_new(there, **{**run, "commit": "def456"}, workloads=["single"])
-    records.check_new(there, **{**run, "host": {**HOST, "cores": 64}}, workloads=["single"])
+def test_overwriting_is_refused_in_one_sentence():
+    """Before anything is measured."""
+    with pytest.raises(RecordError, match="append-only"):
+        job.measure(Job(name="images", rounds=1, overwrite=True), say=lambda _: None)
 
 
 def test_a_broken_results_file_names_its_line(tmp_path):
-    """A line that is no row is an error, not a row less."""
+    """A line that is no row is an error, not a row less, and nothing is added to it."""
     path = tmp_path / "images.jsonl"
     path.write_text(json.dumps(records.records_of(written())[0]) + "\n{}\n")
     with pytest.raises(RecordError, match="line 2"):
         records.read(path)
+    before = path.read_bytes()
+    with pytest.raises(RecordError, match="line 2"):
+        records.append(path, records.records_of(written()))
+    assert path.read_bytes() == before
 
 
-def test_the_table_shows_the_newest_run(tmp_path):
-    """Seconds where requests come one by one, rates where they come at once; ratios with their spread; the machine."""
-    path = tmp_path / "images.jsonl"
-    records.append(
-        path, records.records_of(written(at="old", date="2026-11-20T23:00:00+00:00", speed=1.0)), overwrite=False
-    )
-    records.append(path, records.records_of(written(speed=7.0)), overwrite=False)
-    text = tables.with_tables("before\n<!-- bench:images -->\nstale\n<!-- /bench -->\nafter\n", tmp_path)
-    assert text.startswith("before\n<!-- bench:images -->\n| workload | unit | plait | peer | plait / peer |\n")
-    assert "| `single` | s per image | 0.333 (2x1) | 0.5 (2x1) | **1.50** (1.40 to 1.60) |" in text
-    assert "| `same16` | images/s | 7 (2x1) |  |  |" in text
-    assert "Some CPU, 2 cores" in text
-    assert "`abc123`" in text
-    assert "stale" not in text
-    assert text.endswith("<!-- /bench -->\nafter\n")
-    assert tables.with_tables(text, tmp_path) == text
+# ---- a clean checkout -----------------------------------------------------------------------------------------------
 
 
-def test_the_table_says_when_the_host_was_busy(tmp_path):
-    """The slowest of what is shown counts; a quiet host is not mentioned."""
-    path, block = tmp_path / "images.jsonl", "<!-- bench:images -->\n<!-- /bench -->\n"
-    records.append(path, records.records_of(written()), overwrite=False)
-    assert "busy" not in tables.with_tables(block, tmp_path)
-    later = records.records_of(written(at="new", date="2026-11-22T00:00:00+00:00", wake_us=312.4))
-    records.append(path, later, overwrite=False)
-    assert "a byte to another process and back took up to 312 us" in tables.with_tables(block, tmp_path)
+def git(folder, *arguments):
+    """Run git in a folder, whoever is at the keyboard."""
+    who = ["-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "init.defaultBranch=main"]
+    done = subprocess.run(["git", *who, *arguments], cwd=folder, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
 
 
-def test_lost_markers_are_an_error_and_no_results_are_said(tmp_path):
-    """A README without a block would never be updated; a block without results says so."""
-    with pytest.raises(BenchError, match="no <!-- bench"):
-        tables.with_tables("# plait\n", tmp_path)
-    assert tables.NOT_MEASURED in tables.with_tables("<!-- bench:images -->\n<!-- /bench -->", tmp_path)
+@pytest.fixture
+def checkout(tmp_path):
+    """A repository with a package file, a README and recorded rows."""
+    git(tmp_path, "init")
+    for name in ("disagg/a.py", "README.md", "loadtest/results/images.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("one\n")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-m", "one")
+    return tmp_path
 
 
-def test_the_generator_rewrites_or_only_checks(tmp_path, monkeypatch):
-    """``--check`` is 1 and writes nothing while the file is stale, 0 after the table was written."""
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    readme = tmp_path / "README.md"
-    readme.write_text("<!-- bench:images -->\n<!-- /bench -->\n")
-    assert tables.main(["--check", str(readme)]) == 1
-    assert "Not measured" not in readme.read_text()
-    assert tables.main([str(readme)]) == 0
-    assert tables.main(["--check", str(readme)]) == 0
-    assert tables.NOT_MEASURED in readme.read_text()
-    readme.write_text("no block")
-    assert tables.main([str(readme)]) == 1
+def test_a_clean_checkout_may_be_recorded(checkout):
+    """Also with rows that were recorded a moment ago, and with files outside of the packages."""
+    records.require_clean(checkout)
+    (checkout / "loadtest/results/images.jsonl").write_text("two\n")
+    (checkout / "loadtest/results/fabric.jsonl").write_text("new\n")
+    (checkout / "notes.txt").write_text("mine\n")
+    records.require_clean(checkout)
+    assert commit(checkout) == git(checkout, "rev-parse", "--short=12", "HEAD")
 
 
-def test_readme_shows_the_recorded_results():
-    """README's tables are what the generator makes of ``loadtest/results`` today."""
-    readme = (tables.ROOT / "README.md").read_text(encoding="utf-8")
-    assert tables.with_tables(readme, tables.RESULTS) == readme
+@pytest.mark.parametrize("name", ["disagg/a.py", "README.md", "loadtest/plait_bench/new.py", "disagg/deep/er/new.py"])
+def test_a_dirty_checkout_is_refused(checkout, name):
+    """A tracked file that differs, staged or not, and an untracked one in a package folder."""
+    (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+    (checkout / name).write_text("two\n")
+    assert changes(checkout) == [name]
+    with pytest.raises(RecordError, match=f"--record needs a clean checkout; commit, stash or remove first: {name}$"):
+        records.require_clean(checkout)
+    assert commit(checkout).endswith("+changes")
+    git(checkout, "add", ".")
+    assert changes(checkout) == [name]
 
 
-def test_a_block_can_show_one_metric(tmp_path):
-    """Bytes have a table of their own, and stay out of the one of rates; a value without a layout has no brackets."""
-    host = {"cpu": "c", "cores": 2, "ram_gib": 1.0, "python": "3.11", "date": "2026-01-01T00:00:00+00:00"}
-    common = {"bench": "disagg", "commit": "abc", "host": host, "n": 3, "p20": 1.0, "p80": 1.0, "kind": "measured"}
-    lines = [
-        {**common, "system": "plait", "workload": "a-1", "metric": "goodput_per_s", "unit": "requests/s", "value": 50.0,
-         "layout": "1 threads"},
-        {**common, "system": "mincut", "workload": "a-1", "metric": "crossing_bytes", "unit": "bytes", "value": 1536.0,
-         "layout": ""},
-    ]  # fmt: skip
-    (tmp_path / "disagg.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    blocks = ["<!-- bench:disagg -->\n<!-- /bench -->", "<!-- bench:disagg crossing_bytes -->\n<!-- /bench -->"]
-    rates, counted = (tables.with_tables(block, tmp_path) for block in blocks)
-    assert "| `a-1` | requests/s | 50 (1 threads) |" in rates
-    later = {**lines[1], "value": 1600.0, "host": {**host, "date": "2026-01-02T00:00:00+00:00"}}
-    (tmp_path / "disagg.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (*lines, later)))
-    assert "1,600" in tables.with_tables(blocks[1], tmp_path)
-    assert tables.with_tables(blocks[0], tmp_path) == rates  # its own newest run, not the other's
-    assert "mincut" not in rates
-    assert "| `a-1` | bytes | 1,536 |" in counted
-    assert "Counted on c" in counted
+def test_many_changes_are_counted(checkout):
+    """The sentence stays one that can be read."""
+    for number in range(5):
+        (checkout / "disagg" / f"new{number}.py").write_text("")
+    with pytest.raises(RecordError, match=r"new0\.py, disagg/new1\.py, disagg/new2\.py and 2 more$"):
+        records.require_clean(checkout)
 
 
-def test_every_workload_is_shown_as_it_was_recorded_last(tmp_path):
-    """Workloads that are measured one after the other stand in one table, which says all of their commits."""
-    host = {"cpu": "c", "cores": 2, "ram_gib": 1.0, "python": "3.11", "date": "2026-01-01T00:00:00+00:00"}
-    common = {"bench": "disagg", "n": 3, "p20": 1.0, "p80": 1.0, "kind": "measured", "system": "plait", "layout": ""}
-    rate = {"metric": "goodput_per_s", "unit": "requests/s"}
-    lines = [
-        {**common, **rate, "commit": "old", "host": host, "workload": name, "value": value}
-        for name, value in (("a-1", 50.0), ("b-1", 60.0))
-    ]
-    later = {**lines[0], "commit": "new", "value": 70.0, "host": {**host, "date": "2026-01-02T00:00:00+00:00"}}
-    other = {**later, "metric": "latency_p50_ms", "unit": "ms", "value": 3.5}
-    (tmp_path / "disagg.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (*lines, later, other)))
-    text = tables.with_tables("<!-- bench:disagg -->\n<!-- /bench -->", tmp_path)
-    assert "| `a-1` | requests/s | 70 |\n| `b-1` | requests/s | 60 |" in text
-    assert "commits `new`, `old`" in text
-    both = tables.with_tables("<!-- bench:disagg goodput_per_s latency_p50_ms -->\n<!-- /bench -->", tmp_path)
-    assert "| `a-1` | ms, median | 3.5 |" in both
+def test_a_folder_that_is_no_checkout_can_not_be_recorded(tmp_path):
+    """Nothing says which commit it would be."""
+    with pytest.raises(RecordError, match="is none"):
+        records.require_clean(tmp_path)
+
+
+def test_a_commit_is_in_history_or_not(checkout):
+    """Itself and what came before; not what is on another branch, and not what nobody knows."""
+    first = git(checkout, "rev-parse", "HEAD")
+    git(checkout, "checkout", "-b", "other")
+    git(checkout, "commit", "--allow-empty", "-m", "two")
+    other = git(checkout, "rev-parse", "HEAD")
+    assert is_in_history(checkout, first)
+    assert is_in_history(checkout, other[:12])
+    git(checkout, "checkout", "main")
+    assert not is_in_history(checkout, other)
+    assert not is_in_history(checkout, "0" * 40)

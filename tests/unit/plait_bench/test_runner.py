@@ -6,14 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from plait_bench.benchmark import Layout, System
 from plait_bench.errors import Disagreement, Unavailable
-from plait_bench.runner import Plan, find_best_layout, layouts, layouts_for, run
-from support.bench import FakeFleet, fake_benchmark, fake_workload
-
-
-def quiet(_: str) -> None:
-    """Progress that nobody reads."""
+from plait_bench.fleet.values import System
+from plait_bench.fleet.workload import layouts, layouts_for
+from plait_bench.host import Conditions
+from plait_bench.runner import Plan
+from support.bench import FakeFleet, fake_benchmark, fake_workload, run_on_fleets
 
 
 def fleets(log, **seconds):
@@ -43,49 +41,73 @@ def test_a_layout_without_work_for_every_process_is_not_tried():
     assert [str(layout) for layout in layouts_for(fake_workload(items=1), 2)] == ["1x1", "1x2"]
 
 
-def test_the_fastest_layout_is_found_then_the_fastest_variant():
-    """Variants are tried in the best shape only, and the fleet is left in the winner."""
+def chosen(seconds, *, cores=2, trials=1, variants=("",), **workload):
+    """The choice of a layout for one system, and what its fleet was asked."""
     log: list[str] = []
-    cost = {"1x1": 5.0, "1x2": 3.0, "2x1": 4.0, "1x2 wide": 2.0, "1x2 slow": 9.0}
-    fleet = FakeFleet("a", lambda layout, _: cost[str(layout)], log)
-    best, tried = find_best_layout(fleet, ("", "wide", "slow"), fake_workload(), Plan(rounds=1, cores=2))
-    assert best == Layout(processes=1, threads=2, variant="wide")
-    assert {str(layout): seconds for layout, seconds in tried.items()} == cost
-    assert fleet.run((), one_by_one=False).wall_s == 2.0
+    open_fleet, _ = fleets(log, a=seconds)
+    benchmark = fake_benchmark("a", workloads=[fake_workload(**workload)])
+    systems = tuple(replace(system, variants=lambda _: variants) for system in benchmark.systems)
+    plan = Plan(rounds=1, trials=trials)
+    result = run_on_fleets(replace(benchmark, systems=systems), plan, cores=cores, open_fleet=open_fleet)
+    return result, log
+
+
+def test_every_layout_and_variant_has_equal_trials_and_the_best_is_kept():
+    """Also one that is best only in a shape that is not; what was tried is said."""
+    cost = {"1x1": 5.0, "1x2": 3.0, "2x1": 4.0, "1x1 wide": 9.0, "1x2 wide": 4.0, "2x1 wide": 2.0}
+    result, log = chosen(lambda layout, _: cost[str(layout)], variants=("", "wide"), trials=2)
+    (choice,) = result.choices
+    assert (choice.layout, choice.metric) == ("2x1 wide", "per_s")
+    assert choice.trials == {layout: (4 / seconds,) * 2 for layout, seconds in cost.items()}
+    assert result.rows[0].layout == "2x1 wide"
+    assert log.count("a 4") == 6 * 2 + 1  # trials, and one round that counts
+
+
+def test_a_lucky_trial_does_not_decide():
+    """The median of a layout's trials does, and trials do not count as rounds."""
+    taken = {"1x1": iter([9.0, 0.1, 9.0, 9.0]), "1x2": iter([9.0, 3.0, 3.0, 3.0, 9.0, 9.0, 3.0])}
+    result, _ = chosen(lambda layout, _: next(taken[str(layout)]), trials=3, one_by_one=True)
+    assert result.choices[0].layout == "1x2"
+    assert result.rows[0].n == 1
 
 
 def test_every_layout_is_warmed_up_before_it_is_timed():
     """The first run of a layout is the warm-up's, and its time does not count."""
-    log: list[str] = []
-    fleet = FakeFleet("a", lambda _, n: 100.0 if n % 2 == 0 else 1.0, log)
-    _, tried = find_best_layout(fleet, ("",), fake_workload(items=4), Plan(rounds=1, cores=2))
-    assert log == ["a 1", "a 4"] * 3
-    assert set(tried.values()) == {1.0}
+    result, log = chosen(lambda _, n: 100.0 if n % 2 == 0 else 1.0)
+    assert log == ["a 1", "a 4"] * 3 + ["a 1", "a keep", "a 4"]
+    assert list(result.choices[0].trials.values()) == [(4.0,)] * 3
+
+
+def test_one_layout_is_no_choice():
+    """Nothing is tried where nothing can be chosen."""
+    result, log = chosen(lambda *_: 1.0, cores=1)
+    assert log == ["a 1", "a keep", "a 4"]
+    assert (result.choices[0].layout, result.choices[0].trials) == ("1x1", {})
 
 
 def test_rounds_take_the_systems_in_turn_after_the_check():
     """A B A B, never A A B B, and agreement is checked before anything is timed."""
     log: list[str] = []
     open_fleet, _ = fleets(log, ours=lambda *_: 1.0, theirs=lambda *_: 2.0)
-    run(
+    run_on_fleets(
         fake_benchmark("ours", "theirs", workloads=[fake_workload()]),
-        Plan(rounds=3, cores=1),
+        Plan(rounds=3),
+        cores=1,
         open_fleet=open_fleet,
-        say=quiet,
     )
-    assert log == ["ours 1", "ours 4", "theirs 1", "theirs 4", "ours keep", "theirs keep", *["ours 4", "theirs 4"] * 3]
+    assert log == ["ours 1", "theirs 1", "ours keep", "theirs keep", *["ours 4", "theirs 4"] * 3]
 
 
 def test_ratios_are_taken_inside_rounds():
     """A machine that gets ten times slower from round to round changes no ratio: ours is always twice as fast."""
     log: list[str] = []
-    slow = [0.1, 0.1, 0.1, 1.0, 10.0, 100.0]
+    slow = [0.1, 0.1, 1.0, 10.0, 100.0]
     open_fleet, _ = fleets(log, ours=lambda _, n: slow[n], theirs=lambda _, n: 2 * slow[n])
-    result = run(
+    result = run_on_fleets(
         fake_benchmark("ours", "theirs", workloads=[fake_workload()]),
-        Plan(rounds=3, cores=1),
+        Plan(rounds=3),
+        cores=1,
         open_fleet=open_fleet,
-        say=quiet,
     )
     ratio = result.ratios["work:per_s:ours/theirs"]
     assert (ratio.value, ratio.p20, ratio.p80, ratio.n) == pytest.approx((2.0, 2.0, 2.0, 3))
@@ -93,6 +115,8 @@ def test_ratios_are_taken_inside_rounds():
     assert rows["ours"].value == pytest.approx(4 / 10.0)
     assert rows["ours"].layout == "1x1"
     assert rows["ours"].kind == "measured"
+    assert rows["ours"].rounds == pytest.approx((4.0, 0.4, 0.04))
+    assert ratio.rounds == pytest.approx((2.0, 2.0, 2.0))
 
 
 def test_a_system_that_can_not_run_is_left_out_with_its_reason():
@@ -100,13 +124,13 @@ def test_a_system_that_can_not_run_is_left_out_with_its_reason():
     workload = fake_workload()
     benchmark = fake_benchmark("ours", "theirs", "third", workloads=[workload, replace(workload, name="more")])
     open_fleet, made = fleets([], ours=lambda *_: 1.0, theirs=Unavailable("theirs needs PEFT"), third=lambda *_: 4.0)
-    result = run(benchmark, Plan(rounds=1, cores=1), open_fleet=open_fleet, say=quiet)
+    result = run_on_fleets(benchmark, Plan(rounds=1), cores=1, open_fleet=open_fleet)
     assert result.left_out == {"theirs": "theirs needs PEFT"}
     assert list(result.ratios) == ["work:per_s:ours/third", "more:per_s:ours/third"]
     assert all(fleet.closed for fleet in made.values())
     open_fleet, _ = fleets([], ours=Unavailable("no engine"), theirs=lambda *_: 1.0, third=lambda *_: 1.0)
     with pytest.raises(Unavailable, match="no engine"):
-        run(benchmark, Plan(rounds=1, cores=1), open_fleet=open_fleet, say=quiet)
+        run_on_fleets(benchmark, Plan(rounds=1), cores=1, open_fleet=open_fleet)
 
 
 def test_a_workload_runs_only_its_systems():
@@ -114,8 +138,8 @@ def test_a_workload_runs_only_its_systems():
     log: list[str] = []
     open_fleet, made = fleets(log, ours=lambda *_: 1.0, theirs=lambda *_: 1.0)
     only = fake_workload(systems=frozenset({"ours"}))
-    result = run(
-        fake_benchmark("ours", "theirs", workloads=[only]), Plan(rounds=1, cores=1), open_fleet=open_fleet, say=quiet
+    result = run_on_fleets(
+        fake_benchmark("ours", "theirs", workloads=[only]), Plan(rounds=1), cores=1, open_fleet=open_fleet
     )
     assert set(made) == {"ours"}
     assert result.ratios == {}
@@ -127,10 +151,28 @@ def test_different_results_stop_the_run_and_the_processes():
     benchmark = replace(fake_benchmark("ours", workloads=[fake_workload()]), check=_disagree)
     open_fleet, made = fleets(log, ours=lambda *_: 1.0)
     with pytest.raises(Disagreement):
-        run(benchmark, Plan(rounds=9, cores=1), open_fleet=open_fleet, say=quiet)
-    assert log == ["ours 1", "ours 4", "ours keep"]
+        run_on_fleets(benchmark, Plan(rounds=9), cores=1, open_fleet=open_fleet)
+    assert log == ["ours 1", "ours keep"]
     assert made["ours"].closed
 
 
 def _disagree(*_):
     raise Disagreement("they differ")
+
+
+@pytest.mark.parametrize(
+    ("seen", "busy"),
+    [
+        ([(0.2, 20.0), (0.2, 20.0), (1.9, 25.0)], False),
+        ([(0.6, 20.0), (0.2, 20.0), (0.2, 25.0)], True),
+        ([(0.2, 20.0), (0.2, 20.0), (0.2, 61.0)], True),
+    ],
+)
+def test_rows_say_what_else_the_host_did(seen, busy):
+    """The load before the benchmark's own work counts, and the wake-up before each round; each round's load is kept."""
+    looks = iter([Conditions(load=load, wake_us=wake_us) for load, wake_us in seen])
+    open_fleet, _ = fleets([], a=lambda *_: 1.0)
+    benchmark = fake_benchmark("a", workloads=[fake_workload()])
+    result = run_on_fleets(benchmark, Plan(rounds=2), cores=1, open_fleet=open_fleet, look=lambda: next(looks))
+    (row,) = result.rows
+    assert (row.busy, row.wake_us, row.load) == (busy, max(us for _, us in seen[1:]), tuple(at for at, _ in seen[1:]))

@@ -16,12 +16,15 @@ from plait_autoconfig.rows import dump_lines
 from plait_autoconfig.space import Space
 from plait_autoconfig.values import FailureKind, Outcome, Trial
 from plait_bench import autoconfig
-from plait_bench.autoconfig import falcon, judged, llm_pilot, synthetic
-from plait_bench.autoconfig.paired import p_better, p_not_worse, sign_flip_p
+from plait_bench.autoconfig import falcon, llm_pilot, synthetic
 from plait_bench.autoconfig.play import Curve, play
+from plait_bench.autoconfig.searching import Searching
 from plait_bench.autoconfig.tables import recorded_runs, recorded_suites
 from plait_bench.autoconfig.tasks import Task
 from plait_bench.errors import BenchError
+from plait_bench.paired import p_better, p_not_worse, sign_flip_p
+from plait_bench.runner import Plan, run
+from support.bench import calm
 
 SPACE = Space(
     (
@@ -103,28 +106,25 @@ def test_a_file_that_is_no_library_is_refused_by_name(tmp_path: Path):
 def test_the_whole_benchmark_runs_on_recorded_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Rows for each designer and metric, ratios of ours to the others, and paired tests."""
     monkeypatch.setattr(autoconfig, "_spaces", lambda: SPACES)
-    found = list(
-        autoconfig.measure(
-            rounds=2, only=["own-tiny"], systems=["plait", "random", "portfolio"], data=None,
-            recorded=[recorded(tmp_path)], say=lambda _: None,
-        )
-    )  # fmt: skip
-    rows = {(row.system, row.metric): row for result in found for row in result.rows}
+    benchmark = autoconfig.benchmark(only=["own-tiny"], recorded=[recorded(tmp_path)])
+    plan = Plan(rounds=2, systems=("plait", "random", "portfolio"))
+    (result,) = run(benchmark, plan, say=lambda _: None, look=calm)
+    rows = {(row.system, row.metric): row for row in result.rows}
     assert rows["plait", "regret_at_5"].value <= rows["random", "regret_at_1"].value
     assert rows["plait", "trials_to_5pct"].n == 2
     assert rows["plait", "pretrain_s"].value > 0
     assert ("plait/random", "trials_to_5pct_p_better") in rows
-    assert set(found[0].ratios) == {"own-tiny:trials_to_5pct:plait/random", "own-tiny:trials_to_5pct:plait/portfolio"}
+    assert set(result.ratios) == {"own-tiny:trials_to_5pct:plait/random", "own-tiny:trials_to_5pct:plait/portfolio"}
 
 
 def test_without_data_the_published_tables_are_left_out():
     """With the reason; and a workload that does not exist is refused by name."""
-    (result,) = autoconfig.measure(rounds=1, only=["falcon"], systems=[], data=None, recorded=[], say=lambda _: None)
+    (result,) = run(autoconfig.benchmark(only=["falcon"]), Plan(rounds=1), say=lambda _: None, look=calm)
     assert "--data" in result.left_out["falcon"]
     with pytest.raises(BenchError, match="no workload 'cake'"):
-        list(autoconfig.measure(rounds=1, only=["cake"], systems=[], data=None, recorded=[], say=lambda _: None))
+        autoconfig.benchmark(only=["cake"])
     with pytest.raises(BenchError, match="no system 'cake'"):
-        list(autoconfig.measure(rounds=1, only=[], systems=["cake"], data=None, recorded=[], say=lambda _: None))
+        list(run(autoconfig.benchmark(only=["synthetic"]), Plan(rounds=1, systems=("cake",)), say=lambda _: None))
 
 
 def test_synthetic_services_are_what_they_say():
@@ -171,9 +171,16 @@ def test_sign_flips_have_the_false_alarm_rate_that_they_claim():
 
 
 def test_extra_trials_are_taken_seed_by_seed():
-    """Misled minus cold."""
+    """Misled minus cold, of the same seed; without that seed there is nothing to say."""
     slow, fast = (Curve(regrets=(0.5,) * n + (0.0,), bad=(False,) * (n + 1), ask_s=(0.0,)) for n in (3, 1))
-    assert judged.extra_trials([[slow]], [[fast]], "w", "plait").value == 2.0
+    cold = Searching("synthetic-cold", lambda: synthetic.suites()[1])
+    misled = Searching("synthetic-misled", lambda: synthetic.suites()[2], cold=cold)
+    with misled.session(lambda _: None):
+        cold.played["plait"] = {4: [fast]}
+        found = {reading.metric: reading.value for reading in misled.readings("plait", 4, [slow])}
+        assert found["extra_trials_to_5pct"] == 2.0
+        assert "extra_trials_to_5pct" in misled.metrics
+        assert "extra_trials_to_5pct" not in {reading.metric for reading in misled.readings("plait", 5, [slow])}
 
 
 PILOT = {

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from plait_bench import disagg
-from plait_bench.benchmark import Row
-from plait_bench.disagg import SYSTEMS, WORKLOADS, baseline, layouts_of
-from plait_bench.disagg.bodies import HEADER_BYTES, body
-from plait_bench.disagg.crossing import rows as crossing_rows
-from plait_bench.disagg.goodput import LIMIT_MS, Trial, around
+from plait_bench import disagg, records
+from plait_bench.benchmark import Benchmark, Metric, Reading, Workload
+from plait_bench.disagg import WORKLOADS
+from plait_bench.disagg.load import goodput
+from plait_bench.disagg.load.bodies import HEADER_BYTES, body
+from plait_bench.disagg.load.goodput import LIMIT_MS, MAX_LOAD_S, observed, search_goodput
+from plait_bench.disagg.systems import baseline
+from plait_bench.disagg.workloads.crossing import Crossing
+from plait_bench.disagg.workloads.goodput import GOODPUTS, SYSTEMS, layouts_of
 from plait_bench.errors import BenchError, SystemFailed
+from plait_bench.fabric.values import Taking
 from plait_bench.job import Job, measure
-from plait_bench.records import read
+from plait_bench.runner import Plan, run
 from plait_disagg.graph.feed import for_module, sample, together
 from plait_disagg.graph.inputs import Bag, Dense, Ids
 from plait_disagg.values import RankRequest
+from plait_loadtest.capacity import ClassCount, Observed
+from plait_loadtest.confidence import requests_needed
+from plait_loadtest.validity import Reason
+from support.bench import calm
 
 INPUTS = (Dense("age", "user", (3,)), Bag("liked", "user"), Ids("item", "item"), Bag("tags", "item"))
 
@@ -56,56 +67,86 @@ class TestBodies:
             body(RankRequest(request_id="r", model="m", candidates=1, tensors=tensors))
 
 
-def trial(rate_per_s: float, p99_ms: float, *, failed: int = 0) -> Trial:
-    """A trial that served what was offered."""
-    return Trial(rate_per_s=rate_per_s, goodput_per_s=rate_per_s, p99_ms=p99_ms, failed=failed)
+def server(capacity_per_s: float, asked: list[tuple[float, float]]):
+    """A server that is in time below its capacity, and late with half of all above; notes what it was asked."""
+
+    def load(rate_per_s: float, duration_s: float) -> Observed:
+        asked.append((rate_per_s, duration_s))
+        judged = int(rate_per_s * duration_s)
+        good = judged if rate_per_s <= capacity_per_s else judged // 2
+        count = ClassCount(name="all", percentile=99.0, latency_ms=LIMIT_MS, judged=judged, good=good)
+        return Observed(classes=(count,), achieved_per_s=rate_per_s, goodput_per_s=good / duration_s)
+
+    return load
 
 
-def server(capacity_per_s: float):
-    """A server whose p99 is fine below its capacity and hopeless above."""
-    return lambda rate_per_s: trial(rate_per_s, 5.0 if rate_per_s <= capacity_per_s else 900.0)
+def searched(capacity_per_s: float, first_per_s: float = 100.0, *, trial: bool = False):
+    """What was found, and the loads that it took."""
+    asked: list[tuple[float, float]] = []
+    load = server(capacity_per_s, asked)
+    held = search_goodput(load, first_per_s=first_per_s, limit_ms=LIMIT_MS, trial=trial, say=lambda _: None)
+    return held, asked
 
 
 class TestGoodput:
-    @pytest.mark.parametrize("guessed", [False, True])
-    @pytest.mark.parametrize("drift", [0.5, 0.95, 1.0, 1.2, 3.0])
-    def test_a_round_follows_a_machine_that_drifts(self, drift, guessed):
-        """Begun at the rate that was found before, it ends next to the capacity of now."""
-        found = around(server(100.0 * drift), 100.0, guessed=guessed, say=lambda _: None)
-        assert 100.0 * drift / 1.07 <= found.rate_per_s <= 100.0 * drift
+    @pytest.mark.parametrize(("trial", "within"), [(False, 1.06), (True, 1.21)])
+    @pytest.mark.parametrize("drift", [0.1, 0.5, 0.95, 1.0, 1.2, 3.0])
+    def test_a_round_follows_a_machine_that_drifts(self, drift, trial, within):
+        """Begun at the rate that was found before, it ends next to the capacity of now, and is confirmed."""
+        held, _ = searched(100.0 * drift, trial=trial)
+        assert 100.0 * drift / within <= held.rate_per_s <= 100.0 * drift
+        assert held.confirmed
+
+    @pytest.mark.parametrize("trial", [False, True])
+    @pytest.mark.parametrize("capacity_per_s", [10.0, 100.0, 1000.0])
+    def test_every_judged_load_can_show_a_p99(self, capacity_per_s, trial):
+        """459 requests or more; trials of layouts too."""
+        _, asked = searched(capacity_per_s, first_per_s=capacity_per_s, trial=trial)
+        assert all(rate_per_s * duration_s >= requests_needed(0.99) == 459 for rate_per_s, duration_s in asked)
+
+    def test_a_rate_that_misses_is_not_tried_again(self):
+        """No second chance."""
+        _, asked = searched(100.0, first_per_s=150.0)
+        missed = [rate_per_s for rate_per_s, _ in asked if rate_per_s > 100.0]
+        assert len(missed) == len(set(missed)) >= 2
 
     def test_a_server_that_never_holds_is_an_error(self):
         """And not a rate of zero."""
-        with pytest.raises(SystemFailed):
-            around(lambda rate_per_s: trial(rate_per_s, 900.0), 8.0, guessed=False, say=lambda _: None)
+        with pytest.raises(SystemFailed, match="p99 within 50 ms"):
+            searched(0.1, first_per_s=8.0)
 
-    @pytest.mark.parametrize(
-        ("one", "holds"),
-        [
-            (trial(10, LIMIT_MS), True),
-            (trial(10, LIMIT_MS + 0.1), False),
-            (trial(10, 1.0, failed=1), False),
-        ],
-    )
-    def test_what_holds(self, one, holds):
-        """In time, and nothing failed."""
-        assert one.holds is holds
+    def test_all_bodies_are_judged_together(self):
+        """They are classes of the load only because each is a file; a lag of the generator counts as the server's."""
+        total = SimpleNamespace(judged=500, good=497, achieved_per_s=50.0, goodput_per_s=49.7)
+        reasons = [Reason(code=code, text=code) for code in ("send_lag", "too_few", "interrupted")]
+        summary: Any = SimpleNamespace(total=total, reasons=reasons)
+        seen = observed(summary, 20.0)
+        assert [(each.judged, each.good, each.latency_ms, each.percentile) for each in seen.classes] == [
+            (500, 497, 20.0, 99.0)
+        ]
+        assert seen.invalid == (("interrupted", "interrupted"),)
 
-    def test_one_disturbance_does_not_decide(self):
-        """A rate is tried again before it counts as too high."""
-        seen: list[float] = []
+    def test_a_load_is_capped_in_time(self, monkeypatch, tmp_path):
+        """However slow a server is, nobody waits longer; what it then shows is too little."""
+        durations = []
 
-        def disturbed(rate_per_s: float) -> Trial:
-            seen.append(rate_per_s)
-            return trial(rate_per_s, 900.0 if len(seen) == 1 or rate_per_s > 150 else 5.0)
+        def run(scenario):
+            durations.append((scenario.duration_s, scenario.arrivals.rate_per_s, scenario.seed))
+            total = SimpleNamespace(judged=1, good=1, achieved_per_s=1.0, goodput_per_s=1.0)
+            return SimpleNamespace(summary=SimpleNamespace(total=total, reasons=[]))
 
-        assert around(disturbed, 100.0, guessed=False, say=lambda _: None).rate_per_s > 100.0
+        monkeypatch.setattr(goodput, "run_scenario", run)
+        (tmp_path / "a.bin").write_bytes(b"x")
+        load = goodput.load_on("http://127.0.0.1:1", [tmp_path / "a.bin"], 1, limit_ms=50.0, seed=1000)
+        load(2.0, 10_000.0)
+        load(2.0, 10.0)
+        assert durations == [(MAX_LOAD_S, 2.0, 1001), (10.0, 2.0, 1002)]
 
 
 class TestDefinition:
     def test_every_system_has_layouts_for_every_workload(self, tmp_path):
         """One thread and all cores; the peer also with and without a thread of its own."""
-        for workload in WORKLOADS:
+        for workload in GOODPUTS.values():
             for system in SYSTEMS:
                 layouts = layouts_of(workload, system, tmp_path)
                 assert len({layout.name for layout in layouts}) == len(layouts) >= 1
@@ -115,27 +156,47 @@ class TestDefinition:
         with pytest.raises(BenchError, match=r"no workload 'rm9-1'; there are crossing, table-20gb, .*rm1-1"):
             measure(Job(name="disagg", rounds=1, workloads=("rm9-1",)), say=lambda _: None)
 
+    def test_every_workload_knows_its_metrics_and_its_own(self):
+        """A layout is chosen by a metric that has a direction, and every pair is of systems that take part."""
+        for make in WORKLOADS.values():
+            for workload in make():
+                assert not workload.deciding or workload.metrics[workload.deciding].better
+                assert {system for pair in workload.pairs for system in pair} <= set(workload.systems)
+                assert set(workload.rounds) <= set(workload.systems)
+
     def test_a_run_that_is_stopped_keeps_what_it_had(self, tmp_path, monkeypatch):
         """Each workload is recorded when it is measured; what fails later takes nothing away."""
-        row = Row(system="plait", workload="crossing", metric="m", unit="B", value=1.0, p20=1.0, p80=1.0, n=1)
 
-        def fail(**_):
-            raise SystemFailed("no room")
+        class Counted(Workload):
+            name, systems = "crossing", ("plait",)
+            metrics: ClassVar[dict[str, Metric]] = {"m": Metric(unit="B")}
 
-        monkeypatch.setattr(disagg, "COUNTED", {"crossing": lambda say: [row], "table-20gb": fail})
+            @contextmanager
+            def open(self, system, layout):
+                yield Taking(lambda: [Reading(metric="m", value=1.0)])
+
+        class Failing(Counted):
+            name = "table-20gb"
+
+            def open(self, system, layout):
+                raise SystemFailed("no room")
+
+        made = Benchmark(name="disagg", workloads=(Counted(), Failing()))
+        monkeypatch.setattr(disagg, "benchmark", lambda only: made)
+        monkeypatch.setattr(records, "require_clean", lambda _: None)
         job = Job(name="disagg", rounds=1, record=True, results=tmp_path / "rows.jsonl")
         with pytest.raises(SystemFailed, match="no room"):
             measure(job, say=lambda _: None)
-        assert [found["workload"] for found in read(tmp_path / "rows.jsonl")] == ["crossing"]
+        assert [found["workload"] for found in records.read(tmp_path / "rows.jsonl")] == ["crossing"]
 
 
 def test_bytes_follow_the_arithmetic():
     """RM1, 64 candidates: 6 user tables and 128 numbers once, 2 item tables per candidate; untiled all 64 times."""
-    found = {
-        (row.workload, row.system): row.value
-        for row in crossing_rows(say=lambda _: None, models=["rm1"])
-        if row.metric == "crossing_bytes"
-    }
+    benchmark = Benchmark(name="disagg", workloads=(Crossing(["rm1"]),))
+    (result,) = run(benchmark, Plan(rounds=2), say=lambda _: None, look=calm)
+    assert {row.n for row in result.rows} == {1}  # counted once
+    assert {row.kind for row in result.rows if row.metric == "request_s"} == {"modelled"}
+    found = {(row.workload, row.system): row.value for row in result.rows if row.metric == "crossing_bytes"}
     assert found["rm1-64", "mincut"] == 4 * (128 + 6 * 32 + 64 * 2 * 32)
     assert found["rm1-64", "mincut_untiled"] == 4 * 64 * (128 + 8 * 32)
     assert found["rm1-1", "mincut"] == found["rm1-1", "mincut_untiled"]

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from plait_bench.disagg import overload, split_cost
-from plait_bench.disagg.goodput import LIMIT_MS
-from plait_bench.disagg.overload import LOADS, Phase, kept, open_loop
+from plait_bench.disagg.load.goodput import LIMIT_MS
+from plait_bench.disagg.workloads import one_by_one, overload
+from plait_bench.disagg.workloads.overload import LOADS, Phase, open_loop, share_of_peak
 from plait_disagg.errors import Busy, DeadlinePassed
 from plait_disagg.values import RankRequest
 from support import ranking as kit
@@ -58,9 +58,8 @@ def test_overload_is_compared_with_the_systems_own_peak() -> None:
         return [Phase(offered_per_s=1.0, goodput_per_s=it, refused=0, late=0) for it in goodputs]
 
     assert LOADS[-1] == 2.0
-    found = kept({"a": [phases(50.0, 80.0, 100.0, 95.0)], "b": [phases(50.0, 80.0, 90.0, 9.0)]})
-    assert {row.system: row.value for row in found} == {"a": pytest.approx(0.95), "b": pytest.approx(0.1)}
-    assert {(row.workload, row.metric) for row in found} == {("overload-2x", "share_of_peak")}
+    assert share_of_peak(phases(50.0, 80.0, 100.0, 95.0)) == pytest.approx(0.95)
+    assert share_of_peak(phases(50.0, 80.0, 90.0, 9.0)) == pytest.approx(0.1)
 
 
 def test_what_is_compared_differs_in_what_tames_overload_only() -> None:
@@ -84,5 +83,5 @@ def test_a_block_is_the_median_of_sequential_requests() -> None:
             await asyncio.sleep(0.05 if self.asked == 3 else 0.0)
 
     once: Any = Once()
-    assert asyncio.run(split_cost._block(once, [kit.request(1)])) < 20_000.0
-    assert once.asked == split_cost._BLOCK
+    assert asyncio.run(one_by_one.block_us(once, [kit.request(1)])) < 20_000.0
+    assert once.asked == one_by_one._BLOCK

@@ -2,39 +2,61 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import ClassVar
+
 import pytest
 
 from plait_bench import fabric
+from plait_bench.benchmark import Benchmark, Metric, Reading, Workload
 from plait_bench.errors import BenchError
 from plait_bench.fabric import links, round_trips, throughput
-from plait_bench.fabric.values import Taken
-from plait_bench.tables import table
+from plait_bench.fabric.values import Taking
+from plait_bench.runner import Plan, Result, joined, run
+from plait_fabric import connect, listen, new_secret
+from plait_fabric.testing.peer import echo
+from support.bench import calm
 
 
-def test_rounds_become_rows_and_ratios(monkeypatch: pytest.MonkeyPatch) -> None:
+def measured(workload: Workload, rounds: int = 1) -> Result:
+    """All of one workload."""
+    benchmark = Benchmark(name="fabric", workloads=(workload,))
+    return joined(list(run(benchmark, Plan(rounds=rounds), say=lambda _: None, look=calm)))
+
+
+class TwoRounds(Workload):
+    """What was measured is 1 and 3, what the model says 2; rows have a name of their own."""
+
+    name = "modelled-links"
+    systems = ("plait", "model")
+    pairs = (("plait", "model"),)
+    metrics: ClassVar[dict[str, Metric]] = {"one_way_us": Metric(unit="us", better="lower")}
+
+    @contextmanager
+    def open(self, system: str, layout: str) -> Iterator[Taking]:
+        values = iter([1.0, 3.0])
+        if system == "plait":
+            yield Taking(lambda: [Reading(workload="w", metric="one_way_us", value=next(values))])
+        else:
+            yield Taking(lambda: [Reading(workload="w", metric="one_way_us", value=2.0, kind="modelled")])
+
+
+def test_rounds_become_rows_and_ratios() -> None:
     """Values of all rounds are one row; ratios are taken round by round; what a model says stays labelled."""
-    values = iter([1.0, 3.0])
-
-    def take() -> list[Taken]:
-        value = next(values)
-        return [
-            Taken(workload="w", system="plait", metric="one_way_us", value=value),
-            Taken(workload="w", system="model", metric="one_way_us", value=2.0, kind="modelled"),
-        ]
-
-    monkeypatch.setattr(fabric, "WORKLOADS", {"modelled-links": take})
-    result = fabric.measure(rounds=2, only=["modelled-links"], say=lambda _: None)
-    assert [(row.system, row.value, row.n, row.kind) for row in result.rows] == [
-        ("plait", 2.0, 2, "measured"),
-        ("model", 2.0, 2, "modelled"),
+    result = measured(TwoRounds(), rounds=2)
+    assert [(row.workload, row.system, row.value, row.rounds, row.kind) for row in result.rows] == [
+        ("w", "plait", 2.0, (1.0, 3.0), "measured"),
+        ("w", "model", 2.0, (2.0, 2.0), "modelled"),
     ]
-    assert result.ratios["w:one_way_us:plait/model"].value == 1.0
+    assert result.ratios["w:one_way_us:plait/model"].rounds == (0.5, 1.5)
 
 
 def test_unknown_workloads_are_named() -> None:
     """A workload that is not there is refused with those that are."""
     with pytest.raises(BenchError, match=r"'infiniband'.*shm-1mib"):
-        fabric.measure(rounds=1, only=["infiniband"], say=lambda _: None)
+        fabric.benchmark(only=["infiniband"])
 
 
 def test_small_runs_of_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,23 +67,27 @@ def test_small_runs_of_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "_SECONDS", 0.05)
     monkeypatch.setattr(links, "_LINKS", (links.FAR,))
     monkeypatch.setattr(links, "SIZES_BYTES", {"64B": 64, "4MiB": 1 << 22})
-    taken = [*throughput.take(), *round_trips.take(), *links.take()]
-    assert {one.system for one in taken} == {"plait", "memcpy", "spinning", "blocking", "model"}
-    assert {one.kind for one in taken if one.system == "model"} == {"modelled"}
-    assert all(one.value > 0 for one in taken)
-    far = {one.system: one.value for one in taken if one.workload == f"{links.FAR}-64B"}
+    results = [measured(workload()) for workload in fabric.WORKLOADS.values()]
+    rows = [row for result in results for row in result.rows]
+    assert {row.system for row in rows} == {"plait", "memcpy", "spinning", "blocking", "model"}
+    assert {row.kind for row in rows if row.system == "model"} == {"modelled"}
+    assert {row.kind for row in rows if row.system != "model"} == {"measured"}
+    assert all(row.value > 0 for row in rows)
+    far = {row.system: row.value for row in rows if row.workload == f"{links.FAR}-64B"}
     assert far["plait"] >= 0.9 * far["model"]
+    ratios = {key for result in results for key in result.ratios}
+    assert {"shm-1mib:gb_per_s:plait/memcpy", f"{links.FAR}-64B:one_way_us:plait/model"} <= ratios
 
 
-def test_tables_label_what_a_model_says() -> None:
-    """README's table of a run shows ours beside the model, which is labelled modelled."""
-    host = {"date": "2026-11-21T10:00:00+00:00", "cpu": "c", "cores": 2, "ram_gib": 4.0, "python": "3.11"}
-    row = {"bench": "fabric", "commit": "abc", "host": host, "workload": "100g-1MiB", "metric": "one_way_us"}
-    row |= {"unit": "us", "layout": "", "n": 1, "p20": 1.0, "p80": 1.0}
-    run = [
-        row | {"system": "plait", "value": 88.5, "kind": "measured"},
-        row | {"system": "model", "value": 87.9, "kind": "modelled"},
-        row | {"system": "plait/model", "unit": "ratio", "value": 1.007, "kind": "measured"},
-    ]
-    shown = table(run, ["one_way_us"])
-    assert "| `100g-1MiB` | us one way | 88.5 | 87.9 (modelled) | **1.01**" in shown
+def test_round_trips_are_timed_one_by_one() -> None:
+    """A time in microseconds for each message that comes back, also over a channel in this process."""
+    secret = new_secret()
+    with listen("inproc://round-trips", secret=secret) as listener:
+        channel = connect(listener.address, secret=secret)
+        peer = threading.Thread(target=echo, args=(listener.accept(30.0),))
+        peer.start()
+        with channel:
+            times_us = round_trips.round_trips_us(channel, 64, 5)
+        peer.join()
+    assert len(times_us) == 5
+    assert all(time_us > 0 for time_us in times_us)

@@ -71,12 +71,17 @@ def test_the_document_has_rows_and_ratios(monkeypatch):
     rates = {"plait": iter([30_000.0, 20_000.0, 24_000.0]), "locust": iter([15_000.0, 16_000.0, 10_000.0])}
 
     def prepare(name):
-        return lambda *_: ("2 processes", lambda: window(next(rates[name])))
+        def take(*_):
+            return window(next(rates[name]))
+
+        return lambda *_: loadtest.Contender(layouts=("2 processes",), take=take)
 
     def missing(*_):
         raise Unavailable("wrk is not on PATH")
 
-    monkeypatch.setattr(loadtest, "_PREPARE", {"plait": prepare("plait"), "locust": prepare("locust"), "wrk": missing})
+    monkeypatch.setattr(
+        loadtest, "CONTENDERS", {"plait": prepare("plait"), "locust": prepare("locust"), "wrk": missing}
+    )
     written = job.measure(Job(name="loadtest", rounds=3), say=lambda _: None)
     assert written["bench"] == "loadtest"
     assert written["left_out"] == {"wrk": "wrk is not on PATH"}
@@ -90,7 +95,24 @@ def test_the_document_has_rows_and_ratios(monkeypatch):
 def test_unknown_systems_are_refused():
     """In one sentence, before anything starts."""
     with pytest.raises(BenchError, match="no system 'abacus'"):
-        loadtest.measure(rounds=1, systems=["abacus"], say=lambda _: None)
+        job.measure(Job(name="loadtest", rounds=1, systems=("abacus",)), say=lambda _: None)
+
+
+def test_the_best_number_of_callers_is_found_by_the_runner(monkeypatch):
+    """Each number has equal trials, shorter than a round; the round that counts is with the fastest."""
+    asked = []
+
+    def take(layout, seconds):
+        asked.append((layout, seconds))
+        return window({"16": 100.0, "64": 300.0, "256": 200.0}[layout])
+
+    contender = loadtest.Contender(layouts=("16", "64", "256"), take=take)
+    monkeypatch.setattr(loadtest, "CONTENDERS", dict.fromkeys(loadtest.SYSTEMS, lambda *_: contender))
+    written = job.measure(Job(name="loadtest", rounds=1, systems=("locust",)), say=lambda _: None)
+    assert [layout for layout, seconds in asked] == ["16", "16", "64", "64", "256", "256", "64"]
+    assert asked[0][1] < asked[-1][1]
+    assert written["layouts"][0]["layout"] == "64"
+    assert written["layouts"][0]["trials"] == {"16": [100.0] * 2, "64": [300.0] * 2, "256": [200.0] * 2}
 
 
 def test_locust_that_can_not_be_installed_is_left_out(monkeypatch, tmp_path):

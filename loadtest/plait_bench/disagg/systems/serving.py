@@ -17,7 +17,7 @@ from typing import Any
 import httpx2
 import uvicorn
 
-from plait_bench.disagg.bodies import HEADER_BYTES
+from plait_bench.disagg.load.bodies import HEADER_BYTES
 from plait_bench.errors import SystemFailed
 
 _START_S = 180.0

@@ -1,10 +1,10 @@
 """plait without Ray: the packaged model behind plait's own application.
 
-``python -m plait_bench.disagg.ours FOLDER THREADS whole|split [apart]`` prints its port. ``whole`` runs both halves in
-this process; with ``split`` the dense half runs in a process of its own (``dense``), or in several. ``apart``: this
-process only speaks HTTP, as the ingress of `plait serve` does, so that HTTP and the model do not share Python's lock.
-THREADS are those of each process, or, for ``split``, ``CN+HN``, or, without ``apart``, ``CN+HN+HN`` and so on.
-Processes speak over shared memory.
+``python -m plait_bench.disagg.systems.ours FOLDER THREADS whole|split [apart]`` prints its port. ``whole`` runs both
+halves in this process; with ``split`` the dense half runs in a process of its own (``dense``), or in several.
+``apart``: this process only speaks HTTP, as the ingress of `plait serve` does, so that HTTP and the model do not share
+Python's lock. THREADS are those of each process, or, for ``split``, ``CN+HN``, or, without ``apart``, ``CN+HN+HN`` and
+so on. Processes speak over shared memory.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from plait_bench.disagg.served import served
-from plait_bench.disagg.serving import announce
+from plait_bench.disagg.systems.served import served
+from plait_bench.disagg.systems.serving import announce
 from plait_bench.errors import SystemFailed
 from plait_disagg.package import Package, open_package
 from plait_disagg.protocols import Ranker
@@ -76,7 +76,15 @@ def start_dense(package: Package, threads: int) -> Callable[[frozenset[str]], Li
     """A child with the dense half, which ends with this process; what is returned reaches it over shared memory."""
     address = f"shm://{tempfile.mkdtemp(prefix='plait-bench-')}/hn"
     secret = new_secret()
-    command = [sys.executable, "-m", "plait_bench.disagg.ours", str(package.folder), str(threads), "dense", address]
+    command = [
+        sys.executable,
+        "-m",
+        "plait_bench.disagg.systems.ours",
+        str(package.folder),
+        str(threads),
+        "dense",
+        address,
+    ]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdin is not None
     assert child.stdout is not None

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from plait_bench.disagg.serving import Served
+from plait_bench.disagg.systems.serving import Served
 from plait_bench.errors import Disagreement
 
 __all__ = ["compare", "scores_of"]

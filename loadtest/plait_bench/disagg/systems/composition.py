@@ -10,7 +10,7 @@ import torch
 from fastapi import FastAPI, Request, Response
 from ray import serve
 
-from plait_bench.disagg.baseline import answer, parse
+from plait_bench.disagg.systems.baseline import answer, parse
 from plait_disagg.messages.check import check_request
 from plait_disagg.package import open_package
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from plait_bench.fleet.sharing import by_group, evenly, in_runs
 from plait_bench.images.workloads import cost, lora_set, workloads
-from plait_bench.sharing import by_group, evenly, in_runs
 
 items = st.lists(st.fixed_dictionaries({"cost": st.integers(1, 30), "set": st.integers(0, 4)}), min_size=1, max_size=24)
 

@@ -1,8 +1,9 @@
 """The peer: the model itself in plain PyTorch behind FastAPI, in one process, as one would write it by hand.
 
-``python -m plait_bench.disagg.baseline MODEL SCALE THREADS inline|worker`` prints its port. It speaks the same protocol
-with the same binary tensors; user-side inputs are repeated over the candidates, because that is what the model's
-``forward`` takes. ``inline`` computes on the event loop's thread, ``worker`` on another, so that the loop reads on.
+``python -m plait_bench.disagg.systems.baseline MODEL SCALE THREADS inline|worker`` prints its port. It speaks the same
+protocol with the same binary tensors; user-side inputs are repeated over the candidates, because that is what the
+model's ``forward`` takes. ``inline`` computes on the event loop's thread, ``worker`` on another, so that the loop reads
+on.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import torch
 from fastapi import FastAPI, Request, Response
 from torch import nn
 
-from plait_bench.disagg.packages import SEED
-from plait_bench.disagg.serving import announce
+from plait_bench.disagg.load.packages import SEED
+from plait_bench.disagg.systems.serving import announce
 from plait_disagg.graph.inputs import OFFSETS, Bag, Input
 from plait_disagg.models.configs import build
 

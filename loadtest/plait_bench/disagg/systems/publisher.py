@@ -1,7 +1,7 @@
 """Publishes updates from a process of its own, as the ingress does, beside the workers and who asks them.
 
-``python -m plait_bench.disagg.publisher [ROLE:IN:OUT...]``: the pipes of the workers, HNs first. The first line in is
-the package's folder, each other one an update to publish. One line out for each: ``ok``, or what went wrong.
+``python -m plait_bench.disagg.systems.publisher [ROLE:IN:OUT...]``: the pipes of the workers, HNs first. The first line
+in is the package's folder, each other one an update to publish. One line out for each: ``ok``, or what went wrong.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from plait_bench.disagg.told import Told
+from plait_bench.disagg.systems.told import Told
 from plait_disagg.package import open_package
 from plait_disagg.refresh.errors import RefreshError
 from plait_disagg.refresh.publish import publish

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from plait_bench.benchmark import Layout, System
 from plait_bench.errors import SystemFailed, Unavailable
-from plait_bench.sharing import evenly
-from plait_bench.workers import WorkerFleet, sample
+from plait_bench.fleet.sharing import evenly
+from plait_bench.fleet.values import Layout, System
+from plait_bench.fleet.workers import WorkerFleet, sample
 
 
 def system(factory: str = "support.bench:echo") -> System:

@@ -9,8 +9,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from plait_bench.disagg.asking import wait_until_ready
-from plait_bench.disagg.told import ToldProcess
+from plait_bench.disagg.load.asking import wait_until_ready
+from plait_bench.disagg.systems.told import ToldProcess
 from plait_bench.errors import SystemFailed
 from plait_disagg.package import Package
 from plait_disagg.queue.knobs import WorkerKnobs
@@ -27,7 +27,7 @@ class WorkerProcess(ToldProcess):
 
     def __init__(self, folder: Path, role: str, secret: bytes, *addresses: str) -> None:
         """Waits until it listens. Raises `SystemFailed`."""
-        super().__init__(role, "plait_bench.disagg.worker", str(folder), role, *addresses)
+        super().__init__(role, "plait_bench.disagg.systems.worker", str(folder), role, *addresses)
         if self.tell(secret.hex()) is not None:
             raise SystemFailed(f"the {role} did not start")
 

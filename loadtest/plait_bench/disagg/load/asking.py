@@ -6,8 +6,9 @@ import asyncio
 import gc
 import random
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from plait_bench.errors import SystemFailed
 from plait_disagg.messages.check import check_request
@@ -18,7 +19,7 @@ from plait_disagg.protocols import Ranker
 from plait_disagg.queue.jobs import Core
 from plait_disagg.values import RankRequest
 
-__all__ = ["arrivals", "closed_loop_per_s", "requests_of", "wait_until_ready", "without_pauses"]
+__all__ = ["Asked", "arrivals", "asked", "closed_loop_per_s", "requests_of", "wait_until_ready", "without_pauses"]
 
 _LOOK_S = 0.01
 
@@ -34,6 +35,29 @@ def requests_of(package: Package, model: str, *, candidates: int, count: int, fi
         for number in range(count)
     ]  # fmt: skip
     return [check_request(package.card(), one.tensors, request_id=str(number)) for number, one in enumerate(made)]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A ranker, and the event loop on which it is asked."""
+
+    runner: asyncio.Runner
+    ranker: Ranker
+
+
+@contextmanager
+def asked(open_ranker: Callable[[], Ranker]) -> Iterator[Asked]:
+    """Open a ranker on an event loop of its own, which runs only while it is asked; closed at the end."""
+
+    async def opened() -> Ranker:
+        return open_ranker()
+
+    with asyncio.Runner() as runner:
+        ranker = runner.run(opened())
+        try:
+            yield Asked(runner, ranker)
+        finally:
+            runner.run(ranker.close(drain_s=1.0))
 
 
 async def closed_loop_per_s(ranker: Ranker, requests: Sequence[RankRequest], *, callers: int, seconds: float) -> float:

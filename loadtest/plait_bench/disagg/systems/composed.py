@@ -1,7 +1,7 @@
 """The peer that Ray Serve offers by itself: two deployments, the halves of the model, one calling the other's handle.
 
-``python -m plait_bench.disagg.composed FOLDER`` prints its port. The halves are ours, and so is the protocol: what is
-compared is how they are joined.
+``python -m plait_bench.disagg.systems.composed FOLDER`` prints its port. The halves are ours, and so is the
+protocol: what is compared is how they are joined.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def main(folder: str) -> None:
     import ray
     from ray import serve
 
-    from plait_bench.disagg.composition import Dense, Sparse
-    from plait_bench.disagg.serving import free_port
+    from plait_bench.disagg.systems.composition import Dense, Sparse
+    from plait_bench.disagg.systems.serving import free_port
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     port = free_port()

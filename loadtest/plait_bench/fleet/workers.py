@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from plait_bench.benchmark import Item, Json, Layout, Outcome, Sample, Subject, System
 from plait_bench.errors import BenchError, SystemFailed, Unavailable
+from plait_bench.fleet.values import Item, Json, Layout, Outcome, Sample, System, Worker
 
 # Loading a model may take minutes on a slow disk, a round of a slow system on a slow machine too.
 ANSWER_TIMEOUT_S = 1800.0
@@ -41,9 +41,9 @@ class WorkerFleet:
         """Starts the processes side by side and waits. Raises `Unavailable` or `SystemFailed`; then none is left."""
         self._system = system
         self._layout = Layout(processes=1, threads=1)
-        self._workers = [_Worker(system) for _ in range(processes)]
+        self._processes = [_Process(system) for _ in range(processes)]
         try:
-            for worker in self._workers:
+            for worker in self._processes:
                 worker.answer()
         except BaseException:
             self.close()
@@ -51,7 +51,7 @@ class WorkerFleet:
 
     def configure(self, layout: Layout) -> None:
         """See `Fleet.configure`."""
-        active = self._workers[: layout.processes]
+        active = self._processes[: layout.processes]
         if len(active) < layout.processes:
             raise ValueError(f"{self._system.name} has {len(active)} processes, not {layout.processes}")
         for worker in active:
@@ -63,7 +63,7 @@ class WorkerFleet:
     def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool = False) -> Sample:
         """See `Fleet.run`."""
         shares = self._system.share(items, self._layout.processes)
-        busy = [(worker, share) for worker, share in zip(self._workers, shares, strict=False) if share]
+        busy = [(worker, share) for worker, share in zip(self._processes, shares, strict=False) if share]
         started_s = time.monotonic()
         for worker, share in busy:
             worker.ask({"op": "run", "items": [items[i] for i in share], "one_by_one": one_by_one, "keep": keep})
@@ -74,7 +74,7 @@ class WorkerFleet:
 
     def close(self) -> None:
         """See `Fleet.close`."""
-        for worker in self._workers:
+        for worker in self._processes:
             worker.stop()
 
 
@@ -89,7 +89,7 @@ def sample(started_s: float, outcomes: Sequence[Mapping[str, Json]], *, one_by_o
     )
 
 
-class _Worker:
+class _Process:
     """One process and the pipe to it. Every question has one answer."""
 
     def __init__(self, system: System) -> None:
@@ -143,16 +143,16 @@ def _serve(pipe: Connection, factory: str, settings: Mapping[str, Json]) -> None
     os.dup2(2, 1)  # stdout carries the runner's document
     os.environ.update(_QUIET)
     warnings.simplefilter("ignore")  # libraries' advice to their callers; our tests make warnings errors
-    subject: Subject | None = None
+    worker: Worker | None = None
     try:
-        subject = _build(factory, settings)
+        worker = _build(factory, settings)
         _reply(pipe, {"answer": None})
         while True:
             try:
                 question = json.loads(pipe.recv_bytes())
             except (EOFError, ConnectionError):
                 return
-            _reply(pipe, {"answer": _answer(subject, question)})
+            _reply(pipe, {"answer": _answer(worker, question)})
     except Unavailable as error:
         _reply(pipe, {"unavailable": str(error)})
     except Exception as error:
@@ -160,21 +160,21 @@ def _serve(pipe: Connection, factory: str, settings: Mapping[str, Json]) -> None
         if not isinstance(error, BenchError):
             sys.excepthook(type(error), error, error.__traceback__)
     finally:
-        if subject is not None:
-            subject.close()
+        if worker is not None:
+            worker.close()
 
 
-def _build(factory: str, settings: Mapping[str, Json]) -> Subject:
+def _build(factory: str, settings: Mapping[str, Json]) -> Worker:
     module, _, name = factory.partition(":")
-    built: Subject = getattr(importlib.import_module(module), name)(**settings)
+    built: Worker = getattr(importlib.import_module(module), name)(**settings)
     return built
 
 
-def _answer(subject: Subject, question: Mapping[str, Json]) -> Json:
+def _answer(worker: Worker, question: Mapping[str, Json]) -> Json:
     if question["op"] == "configure":
-        subject.configure(threads=question["threads"], variant=question["variant"])
+        worker.configure(threads=question["threads"], variant=question["variant"])
         return None
-    outcomes: list[Outcome] = subject.run(question["items"], one_by_one=question["one_by_one"], keep=question["keep"])
+    outcomes: list[Outcome] = worker.run(question["items"], one_by_one=question["one_by_one"], keep=question["keep"])
     return [{"finished_s": outcome.finished_s, "result": outcome.result} for outcome in outcomes]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 
-from plait_bench.benchmark import Item
+from plait_bench.fleet.values import Item
 
 Cost = Callable[[Item], float]
 Group = Callable[[Item], Hashable]

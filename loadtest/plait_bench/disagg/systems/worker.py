@@ -1,6 +1,6 @@
 """A worker process that can be refreshed and reconfigured, as a deployment has one, told so over its standard input.
 
-``python -m plait_bench.disagg.worker FOLDER whole|cn|hn ADDRESS [HN_ADDRESS]``. The first line in is the
+``python -m plait_bench.disagg.systems.worker FOLDER whole|cn|hn ADDRESS [HN_ADDRESS]``. The first line in is the
 secret; then ``stage FOLDER``, ``switch VERSION`` or ``knobs JSON``. One line out for each, and one when it listens:
 ``ok``, or what went wrong. It ends with its standard input.
 """
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TypeAlias
 
-from plait_bench.disagg.asking import wait_until_ready
+from plait_bench.disagg.load.asking import wait_until_ready
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.refresh.errors import RefreshError
 from plait_disagg.refresh.live import Live, open_live

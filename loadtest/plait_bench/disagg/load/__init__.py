@@ -1,0 +1,1 @@
+"""What the systems are asked: packages, bodies, open and closed loops, and the search for goodput."""

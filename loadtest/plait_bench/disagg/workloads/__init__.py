@@ -1,0 +1,1 @@
+"""The workloads of the benchmark, each a `plait_bench.benchmark.Workload`."""

@@ -1,0 +1,109 @@
+"""How many requests a second whole and split answer without HTTP: callers in this process, on the same cores.
+
+As in `one_by_one` the split's dense half is in a child process, over shared memory. A round is a block of requests, and
+its value the block's throughput with `CALLERS` requests under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from plait_bench.benchmark import Metric, Reading, Say, Subject, Workload
+from plait_bench.disagg.load.asking import Asked, asked, requests_of
+from plait_bench.disagg.load.packages import packaged
+from plait_bench.host import cores
+from plait_disagg.package import Package, open_package
+from plait_disagg.protocols import Ranker
+from plait_disagg.values import RankRequest
+
+__all__ = ["InProcess"]
+
+METRIC = "in_process_per_s"
+WHOLE, SPLIT = "plait", "plait_split"
+CALLERS = 8
+_BLOCK_S = 2.0
+_REQUESTS = 24
+
+
+class InProcess(Workload):
+    """Requests of so many candidates for a model with so large a part of its rows."""
+
+    systems = (WHOLE, SPLIT)
+    ours = WHOLE
+    pairs = ((SPLIT, WHOLE),)
+    deciding = METRIC
+    metrics: Mapping[str, Metric] = {METRIC: Metric(unit="requests/s", better="higher")}
+
+    def __init__(self, model: str, scale: float, candidates: int) -> None:
+        self.name = f"in-process-{model}-{candidates}"
+        self._model, self._scale, self._candidates = model, scale, candidates
+
+    @contextmanager
+    def session(self, say: Say) -> Iterator[None]:
+        """Package the model, once."""
+        self._package = open_package(packaged(self._model, self._scale, say=say))
+        self._requests = requests_of(self._package, self._model, candidates=self._candidates, count=_REQUESTS)
+        yield
+
+    def layouts(self, system: str) -> Sequence[str]:
+        """Name the numbers of threads."""
+        return list(_layouts(system))
+
+    @contextmanager
+    def open(self, system: str, layout: str) -> Iterator[Subject]:
+        """Open the model here, with its dense half in children for the split."""
+        threads, hns = _layouts(system)[layout]
+        with asked(lambda: _open(self._package, threads, hns)) as ranker:
+            yield _Block(ranker, self._requests)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Implements `Subject`."""
+
+    asked: Asked
+    requests: Sequence[RankRequest]
+
+    def warm_up(self) -> None:
+        self.measure(0)
+
+    def measure(self, number: int, *, trial: bool = False) -> list[Reading]:
+        per_s = self.asked.runner.run(_throughput_per_s(self.asked.ranker, self.requests))
+        return [Reading(metric=METRIC, value=per_s)]
+
+
+def _layouts(system: str) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """Threads here and of each HN: one, all cores, or, for the split, one here and an HN with all cores or on each."""
+    counts = tuple(dict.fromkeys([1, cores()]))
+    if system == WHOLE:
+        found: list[tuple[int, tuple[int, ...]]] = [(count, ()) for count in counts]
+    else:
+        found = [*((count, (count,)) for count in counts), *((1, (each,)) for each in counts[1:]), (1, (1,) * cores())]
+    return {f"{'+'.join(map(str, (own, *hns)))} threads": (own, hns) for own, hns in found}
+
+
+def _open(package: Package, threads: int, hns: Sequence[int]) -> Ranker:
+    """Open the model whole without HNs, else cut."""
+    from plait_bench.disagg.systems.ours import split, whole  # the child is that module, which must not be loaded twice
+
+    return split(package, threads, hns) if hns else whole(package, threads)
+
+
+async def _throughput_per_s(ranker: Ranker, requests: Sequence[RankRequest]) -> float:
+    """Count answers per second with `CALLERS` requests under way, for `_BLOCK_S`."""
+    began_s = time.perf_counter()
+    answered = 0
+
+    async def ask(number: int) -> None:
+        nonlocal answered
+        while time.perf_counter() - began_s < _BLOCK_S:
+            await ranker.rank(requests[number % len(requests)])
+            number += CALLERS
+            answered += 1
+
+    await asyncio.gather(*(ask(caller) for caller in range(CALLERS)))
+    return answered / (time.perf_counter() - began_s)

@@ -1,0 +1,119 @@
+"""What a benchmark over worker processes defines. Contracts only.
+
+An item is one unit of work as a JSON object; only the benchmark and its systems know what is in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from plait_bench.benchmark import Metric, Row
+
+Json: TypeAlias = Any
+"""What ``json`` can write and read back unchanged."""
+
+Item: TypeAlias = Mapping[str, Json]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Items:
+    """A workload: ``items`` in arrival order, all at once, or ``one_by_one`` (the next when the last is done).
+
+    ``warm_up`` are items that touch all that ``items`` touch, only shorter. ``systems``: who takes part; None: all.
+    """
+
+    name: str
+    items: tuple[Item, ...]
+    warm_up: tuple[Item, ...]
+    one_by_one: bool
+    systems: frozenset[str] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """``processes`` workers with ``threads`` compute threads each; ``variant`` is a choice that the system offers."""
+
+    processes: int
+    threads: int
+    variant: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.processes}x{self.threads}" + (f" {self.variant}" if self.variant else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class System:
+    """One of the things compared. ``factory`` is ``module:function``; it is called with ``settings`` in each worker.
+
+    ``share(items, n)`` cuts the items' indices into n lists, one for each process, in the order they are to be run.
+    ``variants``: other choices than threads and processes (a memory format, a batch size) that make a difference to a
+    workload; the best is found.
+    """
+
+    name: str
+    factory: str
+    settings: Mapping[str, Json]
+    share: Callable[[Sequence[Item], int], list[list[int]]]
+    variants: Callable[[Items], tuple[str, ...]] = lambda _: ("",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """An item's end: ``finished_s`` on CLOCK_MONOTONIC, which all processes of a machine share; ``result`` if kept."""
+
+    finished_s: float
+    result: Json = None
+
+
+class Worker(Protocol):
+    """A system inside a worker process."""
+
+    def configure(self, *, threads: int, variant: str) -> None:
+        """Apply a layout's share of one process."""
+
+    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool) -> list[Outcome]:
+        """Do all items; outcomes in item order. ``keep`` asks for results."""
+
+    def close(self) -> None:
+        """Release threads. Idempotent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One run of a workload: seconds until the last item was done, latencies and (if kept) results in item order."""
+
+    wall_s: float
+    latencies_s: tuple[float, ...]
+    results: tuple[Json, ...] = ()
+
+
+class Fleet(Protocol):
+    """A system's worker processes."""
+
+    def configure(self, layout: Layout) -> None:
+        """Set what the next runs use; at most as many processes as the fleet has."""
+
+    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool = False) -> Sample:
+        """Run the items in the configured layout. Raises `SystemFailed`."""
+
+    def close(self) -> None:
+        """Stop the processes. Idempotent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Definition:
+    """A benchmark over worker processes. ``ours`` is the system whose ratios to the others are taken.
+
+    ``measures``: the metrics of one run, which are ``metrics``, the first of them decides between layouts. ``check``
+    gets each system's results for one workload and returns rows about their agreement, or raises `Disagreement`.
+    """
+
+    name: str
+    ours: str
+    systems: tuple[System, ...]
+    workloads: tuple[Items, ...]
+    metrics: Mapping[str, Metric]
+    measures: Callable[[Items, Sample], Mapping[str, float]]
+    check: Callable[[Items, Mapping[str, Sequence[Json]]], list[Row]]

@@ -1,0 +1,114 @@
+"""The tables that README files may show, by name: which rows, and which metrics stand side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["TABLES", "Table"]
+
+_MEDIANS = (
+    "Medians of rounds taken in turn; in parentheses the 20th and 80th percentile, or the lowest and highest median "
+    "where there are several runs. Ratios are taken round by round."
+)
+_SEEDS = "The mean over the services of a workload, then the median of seeds (slow designers had fewer), with spread."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """``metrics``: each a column by its title or, if ``long``, a line of its own. ``ratio``: whose ratio is shown.
+
+    ``workloads``: only those that begin so. ``counted``: what a row's ``n`` counts, if not rounds.
+    """
+
+    bench: str
+    metrics: Mapping[str, str]
+    long: bool = False
+    ratio: str = ""
+    ratio_title: str = "ratio"
+    workloads: tuple[str, ...] = ("",)
+    counted: str = "rounds"
+    verb: str = "Measured"
+    says: str = _MEDIANS
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Titles of the cells with values."""
+        return ("value",) if self.long else tuple(self.metrics.values())
+
+    def shows(self, row: Mapping[str, Any]) -> bool:
+        """Whether a record is part of it."""
+        metrics = {self.ratio} if row["unit"] == "ratio" and self.ratio != "*" else self.metrics
+        return row["metric"] in metrics and row["workload"].startswith(self.workloads)
+
+
+_OURS = "plait's ratio to it"
+
+TABLES: Mapping[str, Table] = {
+    "images": Table(bench="images", metrics={"images_per_s": "images/s"}, ratio="images_per_s", ratio_title=_OURS),
+    "loadtest": Table(
+        bench="loadtest",
+        metrics={"requests_per_s": "requests/s", "cpu_s_per_1000": "CPU s per 1,000"},
+        ratio="requests_per_s",
+        ratio_title=_OURS,
+    ),
+    "disagg": Table(bench="disagg", metrics={"goodput_per_s": "in time/s"}, ratio="goodput_per_s", ratio_title=_OURS),
+    "in-process": Table(
+        bench="disagg",
+        metrics={"in_process_per_s": "requests/s"},
+        ratio="in_process_per_s",
+        ratio_title="split by whole",
+    ),
+    "one-by-one": Table(
+        bench="disagg",
+        metrics={"latency_p50_us": "us, median", "added_p50_us": "us more than whole"},
+        ratio="latency_p50_us",
+        ratio_title="split by whole",
+    ),
+    "serve-one-by-one": Table(
+        bench="disagg",
+        metrics={"latency_p50_ms": "ms, median", "latency_p99_ms": "ms, p99"},
+        ratio="latency_p50_ms",
+        ratio_title="median by Serve's",
+    ),
+    "overload": Table(bench="disagg", metrics={"in_time_per_s": "in time/s", "share_of_peak": "of its peak"}),
+    "refresh": Table(bench="disagg", metrics={"p99_ms": "ms, p99"}, ratio="p99_ms", ratio_title="refreshed by still"),
+    "refresh-counts": Table(
+        bench="disagg",
+        metrics={
+            "mixed_version_answers": "wrong answers",
+            "lost_requests": "lost requests",
+            "rows_refreshed_per_s": "of all rows/s",
+        },
+        counted="answers",
+        verb="Counted",
+        says="",
+    ),
+    "fabric": Table(
+        bench="fabric",
+        metrics={
+            "gb_per_s": "GB/s",
+            "round_trip_us": "us there and back",
+            "one_way_us": "us one way",
+            "alpha_us": "us, alpha",
+        },
+        long=True,
+        ratio="*",
+        ratio_title=_OURS,
+    ),
+    "autoconfig": Table(
+        bench="autoconfig",
+        metrics={
+            "regret_at_5": "regret at trial 5",
+            "trials_to_5pct_median": "trials to 5 %",
+            "extra_trials_to_5pct": "more than cold",
+        },
+        ratio="trials_to_5pct",
+        ratio_title="plait's trials by its",
+        verb="Searched",
+        says=_SEEDS,
+    ),
+    "crossing": Table(bench="disagg", metrics={"crossing_bytes": "bytes"}, verb="Counted", says=""),
+}
+"""By the name that stands in a marker."""

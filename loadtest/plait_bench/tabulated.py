@@ -1,0 +1,124 @@
+"""From recorded rows to the lines of a table: what was recorded last of each row, and its spread over runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from plait_bench.host import BUSY_LOAD, SLOW_WAKE_US
+from plait_bench.summary import percentile
+from plait_bench.table_specs import Table
+
+__all__ = ["Line", "lines_of"]
+
+Record = Mapping[str, Any]
+_Key = tuple[str, str, str]
+"""Workload, system, metric."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One line: a system's values, the ratio to it, and the run (or ``runs``) that they come from."""
+
+    workload: str
+    system: str
+    cells: tuple[str, ...]
+    ratio: str
+    rounds: int
+    runs: int
+    load: float
+    busy: bool
+    commit: str
+    date: str
+
+
+def lines_of(table: Table, shown: Sequence[Record]) -> list[Line]:
+    """Make the lines, workload by workload, in the order in which rows were first recorded."""
+    groups = _groups(shown)
+    found = []
+    for workload, system in dict.fromkeys((key[0], key[1]) for key in groups if "/" not in key[1]):
+        there = [metric for metric in table.metrics if (workload, system, metric) in groups]
+        mine = {metric: groups[workload, system, metric] for metric in there}
+        for metrics in [[metric] for metric in mine] if table.long else [list(table.metrics)]:
+            cells = tuple(_cell(mine.get(metric, []), table, metric) for metric in metrics)
+            ratio = _ratio(groups, workload, system, metrics[0] if table.ratio == "*" else table.ratio)
+            runs = next(mine[metric] for metric in metrics if metric in mine)
+            found.append(_line(workload, system, cells, ratio, runs))
+    order = list(dict.fromkeys(line.workload for line in found))
+    return sorted(found, key=lambda line: order.index(line.workload))
+
+
+def _groups(shown: Sequence[Record]) -> dict[_Key, list[Record]]:
+    """By row: the runs of the commit that it was recorded at last, oldest first."""
+    by_key: dict[_Key, list[Record]] = {}
+    for row in shown:
+        by_key.setdefault((row["workload"], row["system"], row["metric"]), []).append(row)
+    found = {}
+    for key, rows in by_key.items():
+        newest = max(rows, key=date_of)
+        found[key] = sorted((row for row in rows if row["commit"] == newest["commit"]), key=date_of)
+    return found
+
+
+def date_of(row: Record) -> str:
+    """When a row was recorded; rows of the first format have it in their host."""
+    return str(row.get("date") or row["host"].get("date", ""))
+
+
+def _line(workload: str, system: str, cells: tuple[str, ...], ratio: str, runs: Sequence[Record]) -> Line:
+    return Line(
+        workload=workload,
+        system=system,
+        cells=cells,
+        ratio=ratio,
+        rounds=max(int(row["n"]) for row in runs),
+        runs=len(runs),
+        load=max(_load(row) for row in runs),
+        busy=any(_is_busy(row) for row in runs),
+        commit=str(runs[-1]["commit"]),
+        date=date_of(runs[-1]),
+    )
+
+
+def _load(row: Record) -> float:
+    """Before the run began."""
+    return float(row["host"].get("loadavg_1m", 0.0))
+
+
+def _is_busy(row: Record) -> bool:
+    return bool(row.get("busy")) or _load(row) > BUSY_LOAD or row["host"].get("wake_us", 0.0) > SLOW_WAKE_US
+
+
+def _ratio(groups: Mapping[_Key, Sequence[Record]], workload: str, system: str, metric: str) -> str:
+    """Of the pair whose second is the system."""
+    for (where, pair, what), runs in groups.items():
+        if where == workload and what == metric and pair.endswith(f"/{system}") and runs[-1]["unit"] == "ratio":
+            value, low, high = _spread(runs)
+            return f"**{value:.2f}** ({low:.2f} to {high:.2f})"
+    return ""
+
+
+def _cell(runs: Sequence[Record], table: Table, metric: str) -> str:
+    """Value, spread and, where lines have different ones, the unit."""
+    if not runs:
+        return ""
+    value, low, high = _spread(runs)
+    text = _number(value)
+    if low != high:
+        text += f" ({_number(low)} to {_number(high)})"
+    if table.long:
+        text += f" {table.metrics[metric]}"
+    return text + (" modelled" if runs[-1].get("kind") == "modelled" else "")
+
+
+def _spread(runs: Sequence[Record]) -> tuple[float, float, float]:
+    """Value, low and high: of one run its median, p20 and p80; of several the median, lowest and highest median."""
+    if len(runs) == 1:
+        return float(runs[0]["value"]), float(runs[0]["p20"]), float(runs[0]["p80"])
+    values = [float(row["value"]) for row in runs]
+    return percentile(values, 0.5), min(values), max(values)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
