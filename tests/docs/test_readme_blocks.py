@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ import pytest
 
 from plait.app import AppArgs, build
 from plait.config import ServerSection, load_config
-from plait_autoconfig.jobs.reading import read_job
+from plait_autoconfig.jobs.reading import parse_job
 from plait_serving.diffusion.knobs import Knobs, Placement
 from plait_serving.images.config import ImagesSection
 from plait_serving.ranking.config import STARTER_RECOMMENDER_FOLDER, RecommenderSection, RecommendSection
@@ -24,7 +25,7 @@ from support.readme_commands import USUAL_URL, Shell, run_python
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 APP = "documents"
-CONFIGS = {"plait.yaml": load_config, "job.yaml": read_job}
+CONFIGS = {"plait.yaml": load_config, "job.yaml": lambda file: parse_job(file.read_text(encoding="utf-8"), folder=file.parent)}
 """Who reads a yaml block that begins with the name."""
 
 
@@ -79,7 +80,9 @@ def test_the_blocks_of_a_document_run(document: str, server: Server, tmp_path: P
         for number, block in enumerate(blocks):
             if _asks_a_server(block):
                 shell.url = server.start(sorted(path.parent for path in tmp_path.glob("models/*/package.json")))
+            began_s = time.monotonic()
             _run(block, shell, blocks[number + 1 :])
+            print(f"{block.place}: {time.monotonic() - began_s:.1f} s")
     finally:
         shell.close()
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.cli.main import main
-from plait_autoconfig.jobs.reading import read_job
+from plait_autoconfig.jobs.reading import parse_job
 from support.documents import ROOT
 from support.tune_jobs import job, run_directly
 
@@ -49,13 +49,12 @@ class Shell:
         self.url = USUAL_URL
         self._bin = folder / ".bin"
         self._bin.mkdir()
+        address = f"\0plait-documents-{os.getpid()}-{folder.name}"  # abstract: a path may have 107 bytes only
         self._listener = socket.socket(socket.AF_UNIX)
-        address = os.path.relpath(self._bin / "plait.sock")  # a socket's path has at most 107 bytes
-        address = min(address, str(self._bin / "plait.sock"), key=len)
         self._listener.bind(address)
         self._listener.listen()
         self._listener.settimeout(0.1)
-        self._write("plait", _CLIENT.format(python=sys.executable, address=str((self._bin / "plait.sock").resolve())))
+        self._write("plait", _CLIENT.format(python=sys.executable, address=address))
         self._write("python", f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
         make = shutil.which("make") or "make"
         self._write("make", f'#!/bin/sh\nexec {make} --dry-run --directory {shlex.quote(str(ROOT))} "$@"\n')
@@ -114,14 +113,17 @@ class Shell:
         options = dict(itertools.pairwise(arguments))
         match arguments[:2]:
             case ["tune", "run"]:
-                read_job(_in_checkout(arguments[2]))
+                job_file = _in_checkout(arguments[2])
+                parse_job(job_file.read_text(encoding="utf-8"), folder=job_file.parent)
                 run_directly(Path(options["--out"]), job(name=Path(arguments[2]).stem))
                 return 0
             case ["models", "refresh"]:
                 return main([*arguments, "--url", self.url])
             case ["loadtest", "run"] if "--show-config" not in arguments:
-                code = main([*arguments, "--duration", _LOAD_S])
-                return 0 if code == 99 else code  # a busy machine's run is invalid, and misses thresholds
+                return _any_verdict(main([*arguments, "--duration", _LOAD_S]))
+            case ["loadtest", "compare"]:
+                reports = [json.loads(Path(name).read_text(encoding="utf-8")) for name in arguments[2:4]]
+                return _any_verdict(main(arguments)) if all(report["valid"] for report in reports) else 0
             case ["generate", _]:
                 return main([*arguments, "--steps", "3"])
         return main(arguments)
@@ -130,6 +132,11 @@ class Shell:
         path = self._bin / name
         path.write_text(text)
         path.chmod(0o755)
+
+
+def _any_verdict(code: int) -> int:
+    """A threshold that was missed is no fault of the document: on a busy machine runs are invalid or differ."""
+    return 0 if code == 99 else code
 
 
 def _in_checkout(path: str) -> Path:
