@@ -25,7 +25,10 @@ from support.readme_commands import USUAL_URL, Shell, run_python
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 APP = "documents"
-CONFIGS = {"plait.yaml": load_config, "job.yaml": lambda file: parse_job(file.read_text(encoding="utf-8"), folder=file.parent)}
+CONFIGS = {
+    "plait.yaml": load_config,
+    "job.yaml": lambda file: parse_job(file.read_text(encoding="utf-8"), folder=file.parent),
+}
 """Who reads a yaml block that begins with the name."""
 
 
