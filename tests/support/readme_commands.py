@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from plait.cli.main import main
-from plait_autoconfig.jobs.reading import parse_job
+from plait_autoconfig.jobs.job_file import parse_job
 from support.documents import ROOT
 from support.tune_jobs import job, run_directly
 
 USUAL_URL = "http://127.0.0.1:8000"
 BLOCK_TIMEOUT_S = 240.0
-_LOAD_S = "4"
+_LOAD_S = "3"
 
 _CLIENT = """#!{python} -SE
 import json, os, socket, sys
@@ -41,7 +41,7 @@ sys.exit(code)
 """
 
 
-class Shell:
+class DocumentShell:
     """Runs the blocks of one document in a folder. ``url``: of the server that stands for the usual address."""
 
     def __init__(self, folder: Path) -> None:
@@ -56,6 +56,7 @@ class Shell:
         self._listener.settimeout(0.1)
         self._write("plait", _CLIENT.format(python=sys.executable, address=address))
         self._write("python", f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+        self._write("generate.yaml", "images: {knobs: {threads: 1}}")  # two teams of threads on two cores spin
         make = shutil.which("make") or "make"
         self._write("make", f'#!/bin/sh\nexec {make} --dry-run --directory {shlex.quote(str(ROOT))} "$@"\n')
 
@@ -125,7 +126,7 @@ class Shell:
                 reports = [json.loads(Path(name).read_text(encoding="utf-8")) for name in arguments[2:4]]
                 return _any_verdict(main(arguments)) if all(report["valid"] for report in reports) else 0
             case ["generate", _]:
-                return main([*arguments, "--steps", "3"])
+                return main([*arguments, "--steps", "3", "--config", str(self._bin / "generate.yaml")])
         return main(arguments)
 
     def _write(self, name: str, text: str) -> None:

@@ -185,7 +185,7 @@ def test_a_block_can_show_one_metric(tmp_path):
          "layout": ""},
     ]  # fmt: skip
     (tmp_path / "disagg.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    blocks = ["<!-- table: disagg -->\n<!-- /table -->", "<!-- table: disagg crossing_bytes -->\n<!-- /table -->"]
+    blocks = ["<!-- table: disagg -->\n<!-- /table -->", "<!-- table: crossing -->\n<!-- /table -->"]
     rates, counted = (tables.with_tables(block, tmp_path) for block in blocks)
     assert "| `a-1` | requests/s | 50 (1 threads) |" in rates
     later = {**lines[1], "value": 1600.0, "host": {**host, "date": "2026-01-02T00:00:00+00:00"}}
