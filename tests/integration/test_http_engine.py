@@ -14,7 +14,7 @@ import torch
 from plait_serving.diffusion.admission import RequestLimits
 from plait_serving.diffusion.decoding import Decoder
 from plait_serving.diffusion.engine import Engine
-from plait_serving.diffusion.knobs import Knobs
+from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.stepper import Stepper
 from plait_serving.diffusion.testing import FakeDenoiser, FakeMerger, FakeProvider, fake_samplers
 from plait_serving.images.local import LocalImageService, limits_of
@@ -32,7 +32,7 @@ class Rig:
         self.merger = FakeMerger(broken=frozenset({"broken"}))
         self.denoiser = FakeDenoiser(self.merger, lambda: time.sleep(STEP_S))
         self.provider = provider or FakeProvider(["noto", "sketch"])
-        limits = RequestLimits(largest_pixels=64 * 64, largest_steps=500)
+        limits = RequestLimits(max_pixels=64 * 64, max_steps=500)
         stepper = Stepper(
             denoiser=self.denoiser, merger=self.merger, sampler_factory=fake_samplers, controlnets={},
             clock=time.monotonic,
@@ -44,7 +44,7 @@ class Rig:
             controlnets={},
             switch_cost_s=lambda loras: 0.0,
             limits=limits,
-            knobs=Knobs(threads=1, **knobs),
+            knobs=EngineKnobs(threads=1, **knobs),
             clock=time.monotonic,
         )
         self.engine.start()

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from plait_serving.deployments.engine import HostedEngine
-from plait_serving.diffusion.knobs import Knobs
+from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.images.config import STARTER_FOLDER, ImagesSection
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class HostedImages:
         _log.info("%s is warm after %.1f s", self._images.public_name, seconds)
         self._service.warmed_up(seconds)
 
-    def reconfigure(self, knobs: Knobs) -> None:
+    def reconfigure(self, knobs: EngineKnobs) -> None:
         """Applies new knobs; running requests go on."""
         self._assembled.engine.reconfigure(knobs)
         _log.info("knobs: %s", knobs)
@@ -105,12 +105,12 @@ class HostedImages:
         self._assembled.engine.stop(drain_s=drain_s)
 
     def _catalog(self) -> Catalog:
-        from plait_serving.images.service import Catalog, ControlNetCard, Limits, ModelCard
+        from plait_serving.images.service import BaseModelCard, Catalog, ControlNetCard, Limits
         from plait_serving.starter.preprocess import PREPROCESSORS
 
         bundle, limits = self._assembled.bundle, self._assembled.engine.limits
         family = str(bundle.family)
-        model = ModelCard(
+        model = BaseModelCard(
             name=self._images.public_name,
             family=family,
             default_width=bundle.width,
@@ -120,11 +120,11 @@ class HostedImages:
             default_scheduler=self._images.defaults.scheduler,
             limits=Limits(
                 size_multiple=limits.size_multiple,
-                min_edge_px=limits.smallest_side,
-                max_pixels=limits.largest_pixels,
-                max_steps=limits.largest_steps,
-                max_loras=limits.most_loras,
-                max_controlnets=limits.most_controlnets,
+                min_edge_px=limits.min_side,
+                max_pixels=limits.max_pixels,
+                max_steps=limits.max_steps,
+                max_loras=limits.max_loras,
+                max_controlnets=limits.max_controlnets,
             ),
         )
         controlnets = tuple(
@@ -157,13 +157,13 @@ class LoraCards:
         """Of a file in a folder; a store's entry is not downloaded for a listing."""
         from plait_serving.diffusion.errors import EngineError
         from plait_serving.diffusion.lora.container import inspect
-        from plait_serving.diffusion.lora.formats import LARGEST_FILE_BYTES
+        from plait_serving.diffusion.lora.formats import MAX_FILE_BYTES
         from plait_serving.diffusion.lora.source import FolderSource
 
         if not isinstance(self._source, FolderSource):
             return "unknown"
         try:
-            keys = inspect(self._source.fetch(name), largest_bytes=LARGEST_FILE_BYTES).tensors
+            keys = inspect(self._source.fetch(name), max_bytes=MAX_FILE_BYTES).tensors
         except EngineError:
             return "unreadable"
         return "kohya" if any(key.startswith(("lora_unet_", "lora_te")) for key in keys) else "peft"

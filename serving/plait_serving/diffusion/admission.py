@@ -15,14 +15,14 @@ class RequestLimits:
     """Bounds of one engine. ``size_multiple`` pixels: the VAE's factor times what the family's UNet needs."""
 
     size_multiple: int = 8
-    smallest_side: int = 8
-    largest_pixels: int = 2048 * 2048
-    largest_n: int = 10
-    largest_steps: int = 1000
-    largest_guidance: float = 100.0
-    largest_lora_scale: float = 100.0
-    most_loras: int = 16
-    most_controlnets: int = 8
+    min_side: int = 8
+    max_pixels: int = 2048 * 2048
+    max_n: int = 10
+    max_steps: int = 1000
+    max_guidance: float = 100.0
+    max_lora_scale: float = 100.0
+    max_loras: int = 16
+    max_controlnets: int = 8
 
 
 def check_request(
@@ -31,16 +31,16 @@ def check_request(
     """Raises `RequestError` or `NotFound` naming the field; returns silently if the request can run."""
     _check_numbers(request, limits)
     _check_policy(request)
-    if len(request.loras) > limits.most_loras:
-        raise RequestError(f"at most {limits.most_loras} LoRAs", param="loras")
+    if len(request.loras) > limits.max_loras:
+        raise RequestError(f"at most {limits.max_loras} LoRAs", param="loras")
     for i, lora in enumerate(request.loras):
         _check_name(lora.name, f"loras.{i}.name", "LoRA", loras)
-        if not math.isfinite(lora.scale) or abs(lora.scale) > limits.largest_lora_scale:
+        if not math.isfinite(lora.scale) or abs(lora.scale) > limits.max_lora_scale:
             raise RequestError("scale must be a finite number", param=f"loras.{i}.scale")
     if len({lora.name for lora in request.loras}) < len(request.loras):
         raise RequestError("a LoRA may appear only once in a set", param="loras")
-    if len(request.controlnets) > limits.most_controlnets:
-        raise RequestError(f"at most {limits.most_controlnets} ControlNets", param="controlnets")
+    if len(request.controlnets) > limits.max_controlnets:
+        raise RequestError(f"at most {limits.max_controlnets} ControlNets", param="controlnets")
     for i, control in enumerate(request.controlnets):
         _check_name(control.name, f"controlnets.{i}.name", "ControlNet", controlnets)
         if not math.isfinite(control.scale):
@@ -58,16 +58,16 @@ def _check_name(name: str, param: str, kind: str, known: Container[str]) -> None
 
 def _check_numbers(request: ImageRequest, limits: RequestLimits) -> None:
     for param, side in (("width", request.width), ("height", request.height)):
-        if side < limits.smallest_side or side % limits.size_multiple:
+        if side < limits.min_side or side % limits.size_multiple:
             raise RequestError(f"{param} must be a multiple of {limits.size_multiple} pixels, not {side}", param="size")
-    if request.width * request.height > limits.largest_pixels:
-        raise RequestError(f"size may have at most {limits.largest_pixels} pixels", param="size")
-    if not 1 <= request.n <= limits.largest_n:
-        raise RequestError(f"n must be 1..{limits.largest_n}", param="n")
-    if not 1 <= request.steps <= limits.largest_steps:
-        raise RequestError(f"num_inference_steps must be 1..{limits.largest_steps}", param="num_inference_steps")
-    if not math.isfinite(request.guidance_scale) or not 0 <= request.guidance_scale <= limits.largest_guidance:
-        raise RequestError(f"guidance_scale must be 0..{limits.largest_guidance}", param="guidance_scale")
+    if request.width * request.height > limits.max_pixels:
+        raise RequestError(f"size may have at most {limits.max_pixels} pixels", param="size")
+    if not 1 <= request.n <= limits.max_n:
+        raise RequestError(f"n must be 1..{limits.max_n}", param="n")
+    if not 1 <= request.steps <= limits.max_steps:
+        raise RequestError(f"num_inference_steps must be 1..{limits.max_steps}", param="num_inference_steps")
+    if not math.isfinite(request.guidance_scale) or not 0 <= request.guidance_scale <= limits.max_guidance:
+        raise RequestError(f"guidance_scale must be 0..{limits.max_guidance}", param="guidance_scale")
     if request.seed < 0 or request.seed + request.n > 2**63:
         raise RequestError("seed must be 0..2**63-n", param="seed")
     if request.deadline_s is not None and not request.deadline_s > 0:

@@ -18,7 +18,7 @@ from plait_serving.http.edge.counters import HttpMetrics
 from plait_serving.http.images.resolve import RANDOM_SEED_END, Preprocessors
 from plait_serving.images.codec import DecodeLimits
 from plait_serving.images.service import ImageService
-from plait_serving.ranking.service import Recommenders
+from plait_serving.ranking.service import ServedRankers
 
 
 def installed_version() -> str:
@@ -54,7 +54,7 @@ class HttpSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Context:
+class RouteContext:
     """The services, the settings and the few impure things that routes use, so that tests can fix them.
 
     ``images`` is None on a server that only ranks; one that makes pictures only has no ``recommenders``.
@@ -62,7 +62,7 @@ class Context:
 
     images: ImageService | None
     settings: HttpSettings
-    recommenders: Recommenders = field(default_factory=lambda: Recommenders({}))
+    recommenders: ServedRankers = field(default_factory=lambda: ServedRankers({}))
     metrics: HttpMetrics = field(default_factory=HttpMetrics)
     now_s: Callable[[], float] = time.time
     monotonic_s: Callable[[], float] = time.monotonic
@@ -79,11 +79,11 @@ class Context:
         return self.images
 
 
-def get_context(request: Request) -> Context:
+def get_context(request: Request) -> RouteContext:
     """FastAPI dependency."""
     context = request.app.state.context
-    assert isinstance(context, Context)
+    assert isinstance(context, RouteContext)
     return context
 
 
-ContextDep = Annotated[Context, Depends(get_context)]
+ContextDep = Annotated[RouteContext, Depends(get_context)]

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import JSONResponse
 
-from plait_serving.http.context import Context, ContextDep, installed_version
+from plait_serving.http.context import ContextDep, RouteContext, installed_version
 from plait_serving.images.service import Health
 
 router = APIRouter(tags=["operations"])
@@ -28,13 +28,13 @@ async def version() -> dict[str, Any]:
     return {"name": "plait", "version": installed_version()}
 
 
-async def missing(context: Context) -> str | None:
+async def missing(context: RouteContext) -> str | None:
     """None if everything that the server offers works now; else what does not."""
     state = await _state(context)
     return None if state.ready else state.reason or "not ready"
 
 
-async def _state(context: Context) -> Health:
+async def _state(context: RouteContext) -> Health:
     """The image service's health first: its warm-up takes longest."""
     state = Health(ready=True) if context.images is None else await context.images.health()
     reason = await context.recommenders.missing() if state.ready else None

@@ -15,9 +15,9 @@ from plait_disagg.errors import RankError
 from plait_disagg.values import ModelCard as RankCard
 from plait_serving.diffusion.errors import NotFound
 from plait_serving.diffusion.values import Scheduler
-from plait_serving.http.context import Context, ContextDep
+from plait_serving.http.context import ContextDep, RouteContext
 from plait_serving.http.ranking.describe import metadata
-from plait_serving.images.service import ModelCard
+from plait_serving.images.service import BaseModelCard
 
 router = APIRouter(prefix="/v1", tags=["models"])
 image_router = APIRouter(prefix="/v1", tags=["models"])
@@ -36,7 +36,7 @@ def _item(kind: str, name: str, family: str) -> dict[str, Any]:
     return {"id": name, "object": kind, "created": CREATED_S, "owned_by": "plait", "family": family}
 
 
-def _model(card: ModelCard) -> dict[str, Any]:
+def _model(card: BaseModelCard) -> dict[str, Any]:
     return {
         **_item("model", card.name, card.family),
         "kind": "base",
@@ -61,7 +61,7 @@ def _recommender(name: str, card: RankCard) -> dict[str, Any]:
     }
 
 
-async def _models(context: Context) -> dict[str, dict[str, Any]]:
+async def _models(context: RouteContext) -> dict[str, dict[str, Any]]:
     """By name; a recommender whose workers are not there yet is left out until they are."""
     found: dict[str, dict[str, Any]] = {}
     if context.images is not None:

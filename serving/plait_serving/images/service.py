@@ -26,7 +26,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelCard:
+class BaseModelCard:
     """A base model and what a request gets when it leaves a field out."""
 
     name: str
@@ -61,7 +61,7 @@ class ControlNetCard:
 class Catalog:
     """What can be asked for at this moment; LoRAs may come and go while the server runs."""
 
-    model: ModelCard
+    model: BaseModelCard
     loras: tuple[LoraCard, ...] = ()
     controlnets: tuple[ControlNetCard, ...] = ()
     preprocessors: tuple[str, ...] = ()

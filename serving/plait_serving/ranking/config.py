@@ -18,12 +18,12 @@ __all__ = [
     "WORKER_CPUS",
     "CnKnobs",
     "CnSection",
+    "HnKnobs",
     "HnSection",
-    "Knobs",
     "OmpWait",
+    "RankModelSection",
     "RankRole",
-    "RecommendSection",
-    "RecommenderSection",
+    "RankingSection",
     "Replicas",
     "WholeSection",
 ]
@@ -45,7 +45,7 @@ class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Knobs(_Section):
+class HnKnobs(_Section):
     """What can change on a running HN or whole worker; `WorkerKnobs` explains the fields."""
 
     threads: Annotated[int, Field(ge=0, le=1024, description="CPU threads of a batch; 0: all cores")] = 1
@@ -65,7 +65,7 @@ class Knobs(_Section):
         return WorkerKnobs(**self.model_dump())
 
 
-class CnKnobs(Knobs):
+class CnKnobs(HnKnobs):
     """What can change on a running CN."""
 
     window: Annotated[int, Field(ge=1, le=64, description="batches at an HN at once, at most")] = 4
@@ -117,17 +117,17 @@ class HnSection(_WorkerSection):
     """The dense half."""
 
     num_gpus: Annotated[float, Field(ge=0, description="GPUs of a replica")] = 0.0
-    knobs: Knobs = Knobs()
+    knobs: HnKnobs = HnKnobs()
 
 
 class WholeSection(_WorkerSection):
     """Both halves in one process."""
 
     num_gpus: Annotated[float, Field(ge=0, description="GPUs of a replica")] = 0.0
-    knobs: Knobs = Knobs()
+    knobs: HnKnobs = HnKnobs()
 
 
-class RecommenderSection(_Section):
+class RankModelSection(_Section):
     """One packaged model: a folder that ``plait models package`` made. ``mode`` says which of its parts run."""
 
     folder: FolderPath
@@ -147,20 +147,20 @@ class RecommenderSection(_Section):
         return "whole" if self.mode == "whole" else "cn"
 
 
-class RecommendSection(_Section):
+class RankingSection(_Section):
     """The recommendation models by the names that requests call them."""
 
     models: Annotated[
-        dict[Name, RecommenderSection] | None, Field(description="unset: the starter model, if it is there")
+        dict[Name, RankModelSection] | None, Field(description="unset: the starter model, if it is there")
     ] = None
 
-    def resolved_models(self) -> dict[str, RecommenderSection]:
+    def resolved_models(self) -> dict[str, RankModelSection]:
         """The models by name; looks into the starter's folder if none are given."""
         if self.models is not None:
             return dict(self.models)
         if not (STARTER_RECOMMENDER_FOLDER / "package.json").is_file():
             return {}
-        return {STARTER_RECOMMENDER: RecommenderSection(folder=STARTER_RECOMMENDER_FOLDER)}
+        return {STARTER_RECOMMENDER: RankModelSection(folder=STARTER_RECOMMENDER_FOLDER)}
 
     @property
     def logical_cpus(self) -> float:

@@ -19,7 +19,7 @@ from plait_disagg.values import ModelCard
 if TYPE_CHECKING:
     from plait_serving.ranking.inputs import Binder
 
-__all__ = ["Bound", "Recommender", "Recommenders", "Refreshes"]
+__all__ = ["BoundModel", "Refreshes", "ServedRanker", "ServedRankers"]
 
 
 class Refreshes(Protocol):
@@ -31,7 +31,7 @@ class Refreshes(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recommender:
+class ServedRanker:
     """A model that is served. ``items``: the items it knows by id, None if it knows none. ``refreshes``: None if the
     model stays as it is."""
 
@@ -41,7 +41,7 @@ class Recommender:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bound:
+class BoundModel:
     """A model with its card of this moment, and what turns arrays into its tensors: all of them, or one side's.
 
     ``name`` is what requests call it; the card says what it was packaged as.
@@ -60,15 +60,15 @@ class Bound:
         return tuple(item for item in self.card.inputs if item.side == side)
 
 
-class Recommenders:
+class ServedRankers:
     """The models by name. The mapping may change while it is used.
 
     Cheap to ask: what hangs on a card is made again only when the card is another one.
     """
 
-    def __init__(self, models: Mapping[str, Recommender]) -> None:
+    def __init__(self, models: Mapping[str, ServedRanker]) -> None:
         self._models = models
-        self._bound: dict[str, Bound] = {}
+        self._bound: dict[str, BoundModel] = {}
 
     def __bool__(self) -> bool:
         return bool(self._models)
@@ -80,14 +80,14 @@ class Recommenders:
         """What refreshes the model, if it can be. Raises `UnknownModel`."""
         return self._named(name).refreshes
 
-    def _named(self, name: str) -> Recommender:
+    def _named(self, name: str) -> ServedRanker:
         model = self._models.get(name)
         if model is None:
             known = ", ".join(self._models) or "none"
             raise UnknownModel(f"there is no model {name[:100]!r} that ranks; there is: {known}", param="model")
         return model
 
-    def get(self, name: str, version: str | None = None) -> Bound:
+    def get(self, name: str, version: str | None = None) -> BoundModel:
         """Raises `UnknownModel`, and whatever the ranker says if it has no card yet."""
         model = self._named(name)
         card = model.ranker.card
@@ -120,14 +120,14 @@ async def why_not_ready(ranker: Ranker) -> str | None:
         return error.message
 
 
-def _bind(name: str, model: Recommender, card: ModelCard) -> Bound:
+def _bind(name: str, model: ServedRanker, card: ModelCard) -> BoundModel:
     from plait_serving.ranking.inputs import Binder  # brings torch, which a server that ranks nothing can do without
 
     def binder(*sides: Side) -> Binder:
         inputs = [item for item in card.inputs if item.side in sides]
         return Binder(inputs, largest_candidates=card.largest_candidates)
 
-    return Bound(
+    return BoundModel(
         name=name,
         ranker=model.ranker,
         items=model.items,
