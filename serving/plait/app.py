@@ -20,7 +20,7 @@ from plait_serving.deployments.ingress import Ingress, RankModel
 from plait_serving.deployments.lazy import LazyControlNet, LazyRankWorker
 from plait_serving.deployments.ranking_source import PackageSource, RankSource
 from plait_serving.deployments.scaling import autoscaling
-from plait_serving.images.config import INGRESS_CPUS, MODEL_CPUS, ControlNetSection, ImagesSection
+from plait_serving.images.config import MODEL_CPUS, ControlNetSection, ImagesSection
 from plait_serving.ranking.config import (
     WORKER_CPUS,
     CnSection,
@@ -30,6 +30,7 @@ from plait_serving.ranking.config import (
     Replicas,
     WholeSection,
 )
+from plait_serving.sections import INGRESS_CPUS
 
 if TYPE_CHECKING:
     from fastapi import APIRouter

@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from plait_serving.diffusion.admission import RequestLimits
+from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.errors import EngineStopped, RequestError
 from plait_serving.diffusion.knobs import Placement
 from plait_serving.diffusion.values import Failed, Finished, ImageRequest, ImageResult, Preview
@@ -116,7 +116,7 @@ def parse_order(
     except ValidationError as error:
         first = error.errors()[0]
         raise OrderError(f"{option_of('.'.join(map(str, first['loc'])))}: {first['msg']}") from error
-    most_steps = RequestLimits().largest_steps
+    most_steps = ImageLimits().max_steps
     if (checked.num_inference_steps or 1) > most_steps:
         raise OrderError(f"--steps: at most {most_steps} steps")
     return Order(body=checked, output=output, output_format=output_format)

@@ -105,12 +105,12 @@ class HostedImages:
         self._assembled.engine.stop(drain_s=drain_s)
 
     def _catalog(self) -> Catalog:
-        from plait_serving.images.service import Catalog, ControlNetCard, Limits, ModelCard
+        from plait_serving.images.service import Catalog, ControlNetCard, ImageModelCard
         from plait_serving.starter.preprocess import PREPROCESSORS
 
-        bundle, limits = self._assembled.bundle, self._assembled.engine.limits
+        bundle = self._assembled.bundle
         family = str(bundle.family)
-        model = ModelCard(
+        model = ImageModelCard(
             name=self._images.public_name,
             family=family,
             default_width=bundle.width,
@@ -118,14 +118,7 @@ class HostedImages:
             default_steps=self._images.defaults.steps,
             default_guidance_scale=self._images.default_guidance_scale,
             default_scheduler=self._images.defaults.scheduler,
-            limits=Limits(
-                size_multiple=limits.size_multiple,
-                min_edge_px=limits.smallest_side,
-                max_pixels=limits.largest_pixels,
-                max_steps=limits.largest_steps,
-                max_loras=limits.most_loras,
-                max_controlnets=limits.most_controlnets,
-            ),
+            limits=self._assembled.engine.limits,
         )
         controlnets = tuple(
             ControlNetCard(name=name, family=family, preprocessor=section.preprocessor)

@@ -12,12 +12,12 @@ from typing import Any
 from fastapi import APIRouter
 
 from plait_disagg.errors import RankError
-from plait_disagg.values import ModelCard as RankCard
+from plait_disagg.values import ModelCard
 from plait_serving.diffusion.errors import NotFound
 from plait_serving.diffusion.values import Scheduler
 from plait_serving.http.context import Context, ContextDep
 from plait_serving.http.ranking.describe import metadata
-from plait_serving.images.service import ModelCard
+from plait_serving.images.service import ImageModelCard
 
 router = APIRouter(prefix="/v1", tags=["models"])
 image_router = APIRouter(prefix="/v1", tags=["models"])
@@ -36,7 +36,7 @@ def _item(kind: str, name: str, family: str) -> dict[str, Any]:
     return {"id": name, "object": kind, "created": CREATED_S, "owned_by": "plait", "family": family}
 
 
-def _model(card: ModelCard) -> dict[str, Any]:
+def _model(card: ImageModelCard) -> dict[str, Any]:
     return {
         **_item("model", card.name, card.family),
         "kind": "base",
@@ -49,7 +49,7 @@ def _model(card: ModelCard) -> dict[str, Any]:
     }
 
 
-def _recommender(name: str, card: RankCard) -> dict[str, Any]:
+def _recommender(name: str, card: ModelCard) -> dict[str, Any]:
     about = metadata(name, card)
     return {
         **_item("model", name, "recommender"),

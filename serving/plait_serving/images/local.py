@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from typing import Protocol
 
-from plait_serving.diffusion.admission import RequestLimits
 from plait_serving.diffusion.errors import EngineError
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest
-from plait_serving.images.service import Catalog, Health, Limits
+from plait_serving.images.service import Catalog, Health
 
 
 class Ticket(Protocol):
@@ -28,19 +27,6 @@ class Engine(Protocol):
 
     def submit(self, request: ImageRequest, sink: Callable[[Event], None]) -> Ticket:
         """Accepts a request; ``sink`` is called from engine threads, last with Finished or Failed."""
-
-
-def limits_of(limits: RequestLimits) -> Limits:
-    """What an engine accepts, in the words of the catalog; so HTTP refuses first and names the same bounds."""
-    return Limits(
-        size_multiple=limits.size_multiple,
-        min_edge_px=limits.smallest_side,
-        max_edge_px=limits.largest_pixels // limits.smallest_side,
-        max_pixels=limits.largest_pixels,
-        max_steps=limits.largest_steps,
-        max_loras=limits.most_loras,
-        max_controlnets=limits.most_controlnets,
-    )
 
 
 class LocalImageService:

@@ -9,24 +9,12 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.values import Event, ImageRequest, Scheduler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """The largest request that is accepted. Edges are multiples of ``size_multiple`` pixels."""
-
-    size_multiple: int = 8
-    min_edge_px: int = 8
-    max_edge_px: int = 4096
-    max_pixels: int = 4 * 2**20
-    max_steps: int = 200
-    max_loras: int = 8
-    max_controlnets: int = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelCard:
+class ImageModelCard:
     """A base model and what a request gets when it leaves a field out."""
 
     name: str
@@ -36,7 +24,7 @@ class ModelCard:
     default_steps: int = 20
     default_guidance_scale: float = 7.5
     default_scheduler: Scheduler = Scheduler.EULER
-    limits: Limits = field(default_factory=Limits)
+    limits: ImageLimits = field(default_factory=ImageLimits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +49,7 @@ class ControlNetCard:
 class Catalog:
     """What can be asked for at this moment; LoRAs may come and go while the server runs."""
 
-    model: ModelCard
+    model: ImageModelCard
     loras: tuple[LoraCard, ...] = ()
     controlnets: tuple[ControlNetCard, ...] = ()
     preprocessors: tuple[str, ...] = ()

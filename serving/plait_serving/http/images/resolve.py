@@ -9,10 +9,19 @@ import re
 from collections.abc import Callable, Mapping
 
 from plait_serving.diffusion.errors import NotFound, RequestError
-from plait_serving.diffusion.values import ControlRef, ImageRequest, LoraPolicy, LoraRef, LoraSet, RgbImage, Scheduler
-from plait_serving.http.images.schemas import MAX_SEED, ControlNetBody, GenerationBody
+from plait_serving.diffusion.values import (
+    MAX_SEED,
+    ControlRef,
+    ImageRequest,
+    LoraPolicy,
+    LoraRef,
+    LoraSet,
+    RgbImage,
+    Scheduler,
+)
+from plait_serving.http.images.schemas import ControlNetBody, GenerationBody
 from plait_serving.images.codec import DecodeLimits, decode_base64, decode_image, resize
-from plait_serving.images.service import Catalog, ModelCard
+from plait_serving.images.service import Catalog, ImageModelCard
 
 Preprocessors = Mapping[str, Callable[[RgbImage], RgbImage]]
 
@@ -69,7 +78,7 @@ def resolve(
     )
 
 
-def _size(text: str | None, model: ModelCard) -> tuple[int, int]:
+def _size(text: str | None, model: ImageModelCard) -> tuple[int, int]:
     if text is None or text == "auto":
         return model.default_width, model.default_height
     match = _SIZE.fullmatch(text)
@@ -86,7 +95,7 @@ def _size(text: str | None, model: ModelCard) -> tuple[int, int]:
     return width, height
 
 
-def _steps(body: GenerationBody, model: ModelCard) -> int:
+def _steps(body: GenerationBody, model: ImageModelCard) -> int:
     steps = model.default_steps if body.num_inference_steps is None else body.num_inference_steps
     if steps > model.limits.max_steps:
         raise RequestError(f"at most {model.limits.max_steps} steps", param="num_inference_steps")

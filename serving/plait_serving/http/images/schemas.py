@@ -13,13 +13,10 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from plait_serving.diffusion.values import NAME_PATTERN, LoraPolicy, Scheduler
+from plait_serving.diffusion.values import MAX_IMAGES, MAX_SCALE, MAX_SEED, NAME_PATTERN, LoraPolicy, Scheduler
 from plait_serving.images.codec import OutputFormat
 
 MAX_PROMPT_CHARS = 32_000  # OpenAI's limit
-MAX_IMAGES = 10  # OpenAI's limit
-MAX_SEED = 2**63 - 1
-MAX_SCALE = 100.0  # far beyond any use; keeps products finite in fp16
 MAX_LIST = 64  # a guard against parsing a million entries; the model's own limits are lower
 MAX_DEADLINE_MS = 24 * 3_600_000
 
