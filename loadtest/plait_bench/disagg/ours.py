@@ -34,7 +34,8 @@ from plait_fabric.turns import take_short_turns
 from plait_serving.deployments.reach import FABRIC
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
-from plait_serving.ranking.service import Recommender
+from plait_serving.ranking.local import LocalRankingService
+from plait_serving.ranking.service import RankingModel
 
 
 def whole(package: Package, threads: int) -> Ranker:
@@ -121,8 +122,8 @@ def main(folder: Path, threads: str, mode: str, *rest: str) -> None:
             ranker: Ranker = stack.enter_context(apart(package, mode, own, hns[0]))
         else:
             ranker = split(package, own, hns) if mode == "split" else whole(package, own)
-        recommender = Recommender(ranker=ranker, items=package.items)
-        announce(create_app(None, HttpSettings(), recommenders={package.manifest.name: recommender}))
+        model = RankingModel(ranker=ranker, items=package.items)
+        announce(create_app(None, HttpSettings(), ranking=LocalRankingService({package.manifest.name: model})))
 
 
 if __name__ == "__main__":

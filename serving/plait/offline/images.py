@@ -22,12 +22,12 @@ from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.errors import EngineStopped, RequestError
 from plait_serving.diffusion.knobs import Placement
 from plait_serving.diffusion.values import Failed, Finished, ImageRequest, ImageResult, Preview
-from plait_serving.http.images.resolve import RANDOM_SEED_END, Preprocessors, resolve
+from plait_serving.http.images.resolve import resolve
 from plait_serving.http.images.schemas import GenerationBody
 from plait_serving.images.codec import DecodeLimits, OutputFormat, encode_image
 from plait_serving.images.config import ImagesSection
 from plait_serving.images.infotext import infotext
-from plait_serving.images.service import ImageService
+from plait_serving.images.service import ImageService, Preprocessors, random_seed
 
 SUFFIXES: Mapping[str, OutputFormat] = {
     ".png": OutputFormat.PNG,
@@ -171,7 +171,7 @@ async def make_pictures(order: Order, service: ImageService, *, preprocessors: P
         order.body,
         catalog,
         request_id=f"cli_{secrets.token_hex(4)}",
-        random_seed=secrets.randbelow(RANDOM_SEED_END),
+        random_seed=random_seed(),
         preprocessors=preprocessors,
         decode_limits=DecodeLimits(),
     )

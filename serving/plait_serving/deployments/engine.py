@@ -17,7 +17,8 @@ from plait_serving.deployments.threads import take_threads_back
 from plait_serving.diffusion.errors import EngineError, EngineStopped
 from plait_serving.diffusion.knobs import Knobs
 from plait_serving.diffusion.values import Event, Failed, ImageRequest, Progress
-from plait_serving.images.service import Catalog, Health, ImageService
+from plait_serving.health import Health
+from plait_serving.images.service import Catalog, ImageService
 
 _log = logging.getLogger(__name__)
 

@@ -20,13 +20,14 @@ from plait_serving.deployments.logs import configure_logging
 from plait_serving.deployments.ranking_source import RankSource
 from plait_serving.diffusion.errors import Cancelled, EngineError, EngineStopped, Overloaded
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest, Preview
+from plait_serving.health import Health
 from plait_serving.http.context import HttpSettings
-from plait_serving.images.service import Catalog, Health
+from plait_serving.images.service import Catalog
 
 if TYPE_CHECKING:
     from fastapi import APIRouter, FastAPI
 
-    from plait_serving.ranking.service import Recommender
+    from plait_serving.ranking.service import RankingService
 
 _log = logging.getLogger(__name__)
 
@@ -160,7 +161,7 @@ class Ingress:
         self._images = None if engine is None else HandleImageService(engine)
         self._settings = settings
         self._routers = routers
-        self._recommenders = _recommenders(rankers or {}, rank_models or {}, hns or {})
+        self._ranking = _ranking_service(rankers or {}, rank_models or {}, hns or {})
         self._answers = OpenAnswers()
         self._direct = None if direct is None else DirectListener(direct)
 
@@ -183,7 +184,7 @@ class Ingress:
         app = create_app(
             self._images,
             self._settings(),
-            recommenders=self._recommenders,
+            ranking=self._ranking,
             routers=self._routers(),
             lifespan=None if self._direct is None else self._answer_directly,
         )
@@ -194,17 +195,18 @@ class Ingress:
         return self._direct.answering(self._answers.count(app))
 
 
-def _recommenders(
+def _ranking_service(
     rankers: Mapping[str, Any], models: Mapping[str, RankModel], hns: Mapping[str, Any]
-) -> dict[str, Recommender]:
+) -> RankingService | None:
     if not rankers:
-        return {}
+        return None
     from plait_serving.deployments.ranking import remote_ranker
     from plait_serving.deployments.refreshing import ServeRefresh
-    from plait_serving.ranking.service import Recommender
+    from plait_serving.ranking.local import LocalRankingService
+    from plait_serving.ranking.service import RankingModel
 
-    return {
-        name: Recommender(
+    served = {
+        name: RankingModel(
             ranker=remote_ranker(
                 name, handle, replicas=models[name].replicas, most_replicas=models[name].most_replicas
             ),
@@ -213,6 +215,7 @@ def _recommenders(
         )
         for name, handle in rankers.items()
     }
+    return LocalRankingService(served)
 
 
 class OpenAnswers:

@@ -8,7 +8,8 @@ from typing import Protocol
 
 from plait_serving.diffusion.errors import EngineError
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest
-from plait_serving.images.service import Catalog, Health
+from plait_serving.health import Health
+from plait_serving.images.service import Catalog
 
 
 class Ticket(Protocol):

@@ -20,7 +20,8 @@ from plait_serving.diffusion.values import (
     RgbImage,
     Timings,
 )
-from plait_serving.images.service import Catalog, ControlNetCard, Health, ImageModelCard, LoraCard
+from plait_serving.health import Health
+from plait_serving.images.service import Catalog, ControlNetCard, ImageModelCard, LoraCard
 
 FAKE_CATALOG = Catalog(
     model=ImageModelCard(

@@ -9,8 +9,8 @@ from typing import Any
 from plait_disagg.errors import BadInput, DeadlinePassed
 from plait_disagg.values import RankAnswer, RankRequest
 from plait_serving.http.context import Context
-from plait_serving.http.images.schemas import MAX_DEADLINE_MS
-from plait_serving.ranking.service import Bound
+from plait_serving.http.edge.schemas import MAX_DEADLINE_MS
+from plait_serving.ranking.service import BoundModel
 
 __all__ = ["deadline", "rank", "unique_id"]
 
@@ -32,7 +32,7 @@ def deadline(parameters: Mapping[str, Any], now_s: float) -> float | None:
     return now_s + float(wait_ms) / 1e3
 
 
-async def rank(context: Context, bound: Bound, request: RankRequest) -> RankAnswer:
+async def rank(context: Context, bound: BoundModel, request: RankRequest) -> RankAnswer:
     """Raises `RankError`; never later than the deadline, whatever the ranker does."""
     start_s = context.monotonic_s()
     if request.deadline_s is None:

@@ -24,7 +24,7 @@ from plait_serving.http.edge.errors import ClientGone
 from plait_serving.http.ranking.ask import deadline, rank, unique_id
 from plait_serving.http.ranking.inflate import inflate
 from plait_serving.ranking.codec import BINARY_OUTPUT, HEADER_LENGTH, InferBody, encode_answer, hint, parse_infer
-from plait_serving.ranking.service import Bound
+from plait_serving.ranking.service import BoundModel
 
 __all__ = ["Infer"]
 
@@ -70,7 +70,7 @@ class Infer:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI call. Raises `RankError`, `ClientGone`, and what the middlewares raise from ``receive``."""
         path = scope["path_params"]
-        bound = self._context.recommenders.get(path["model"], path.get("version"))
+        bound = self._context.ranking_service.get(path["model"], path.get("version"))
         headers = _Headers.of(scope)
         raw = await _read(receive)
         read = partial(self._request, scope["state"], bound, headers)
@@ -90,7 +90,7 @@ class Infer:
             return await asyncio.to_thread(work)
 
     def _request(
-        self, state: dict[str, Any], bound: Bound, headers: _Headers, raw: bytes
+        self, state: dict[str, Any], bound: BoundModel, headers: _Headers, raw: bytes
     ) -> tuple[InferBody, RankRequest]:
         """From bytes to a checked request. Raises `BadInput`."""
         settings = self._context.settings
@@ -109,7 +109,7 @@ class Infer:
         return body, request
 
 
-def _encode(bound: Bound, body: InferBody, answer: RankAnswer) -> tuple[bytes, int | None]:
+def _encode(bound: BoundModel, body: InferBody, answer: RankAnswer) -> tuple[bytes, int | None]:
     head: dict[str, Any] = {"model_name": bound.name, "model_version": _version(bound, answer)}
     if body.id is not None:
         head["id"] = body.id
@@ -121,12 +121,12 @@ def _encode(bound: Bound, body: InferBody, answer: RankAnswer) -> tuple[bytes, i
     return encode_answer(head, outputs)
 
 
-def _version(bound: Bound, answer: RankAnswer) -> str:
+def _version(bound: BoundModel, answer: RankAnswer) -> str:
     """The one that made the answer: the model may have been refreshed since the request came."""
     return answer.version or bound.card.version
 
 
-def _check_version(bound: Bound, asked: str | None, answer: RankAnswer) -> None:
+def _check_version(bound: BoundModel, asked: str | None, answer: RankAnswer) -> None:
     if asked is not None and _version(bound, answer) != asked:
         told = f"model {bound.name!r} is being refreshed: the answer was of version {answer.version!r}, not {asked!r}"
         raise UnknownModel(told, param="model")

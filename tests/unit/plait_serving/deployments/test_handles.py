@@ -23,7 +23,7 @@ from plait_serving.diffusion.errors import (
 )
 from plait_serving.diffusion.knobs import Knobs
 from plait_serving.diffusion.values import Failed, Finished, ImageRequest, Preview, Progress, Scheduler
-from plait_serving.images.service import Health
+from plait_serving.health import Health
 from plait_serving.images.testing import FakeImageService, fake_result
 from support.fake_serve import FakeHosted
 

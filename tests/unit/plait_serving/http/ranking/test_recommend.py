@@ -14,7 +14,8 @@ from plait_disagg.values import ModelCard, RankAnswer
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.ranking.recommend_schemas import ranking
-from plait_serving.ranking.service import Recommender
+from plait_serving.ranking.local import LocalRankingService
+from plait_serving.ranking.service import RankingModel
 from plait_serving.ranking.testing import FakeItems, FakeRanker, fake_outputs
 from support.http_rank import make_client
 
@@ -176,8 +177,8 @@ def test_without_a_store_ids_mean_nothing():
 def test_items_without_names_have_none():
     """A store may know features only."""
     ranker = FakeRanker()
-    models = {"picks": Recommender(ranker=ranker, items=FakeItems(named=False))}
-    client = TestClient(create_app(None, HttpSettings(), recommenders=models))
+    models = {"picks": RankingModel(ranker=ranker, items=FakeItems(named=False))}
+    client = TestClient(create_app(None, HttpSettings(), ranking=LocalRankingService(models)))
     assert all(set(item) == {"id", "score"} for item in ask(client).json()["items"])
 
 
@@ -200,8 +201,8 @@ class Column:
 
 def test_with_several_models_one_must_be_named():
     """The message lists them; an unknown one is a 404 with the code that OpenAI's client knows."""
-    models = {"picks": Recommender(ranker=FakeRanker()), "column": Recommender(ranker=Column())}
-    client = TestClient(create_app(None, HttpSettings(), recommenders=models))
+    models = {"picks": RankingModel(ranker=FakeRanker()), "column": RankingModel(ranker=Column())}
+    client = TestClient(create_app(None, HttpSettings(), ranking=LocalRankingService(models)))
     error = ask(client).json()["error"]
     assert (error["param"], "picks, column" in error["message"]) == ("model", True)
     answer = ask(client, model="nope")
