@@ -17,7 +17,7 @@ from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
 from plait_serving.ranking.config import STARTER_RECOMMENDER, STARTER_RECOMMENDER_FOLDER
 from plait_serving.ranking.local import LocalRankingService
-from plait_serving.ranking.service import RankingModel
+from plait_serving.ranking.service import ServedRanker
 from support.app_server import AppServer
 from support.http_rank import outputs_of
 
@@ -32,7 +32,7 @@ def app():
     yield create_app(
         None,
         HttpSettings(),
-        ranking=LocalRankingService({STARTER_RECOMMENDER: RankingModel(ranker=ranker, items=package.items)}),
+        ranking=LocalRankingService({STARTER_RECOMMENDER: ServedRanker(ranker=ranker, items=package.items)}),
     )
     asyncio.run(ranker.close(drain_s=1.0))
 

@@ -21,7 +21,7 @@ from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.edge.auth import ApiKey, Role
 from plait_serving.ranking.local import LocalRankingService
-from plait_serving.ranking.service import RankingModel
+from plait_serving.ranking.service import ServedRanker
 from support import refresh as kit
 from support.app_server import AppServer
 from support.rank_fabric import Rig
@@ -51,8 +51,8 @@ class Server:
         self.whole = kit.Whole(rig, folder)
         self.refreshes = Local(self.whole.package, self.whole.workers)
         models = {
-            "parts": RankingModel(ranker=self.whole.ranker, refreshes=self.refreshes),
-            "still": RankingModel(ranker=self.whole.ranker),
+            "parts": ServedRanker(ranker=self.whole.ranker, refreshes=self.refreshes),
+            "still": ServedRanker(ranker=self.whole.ranker),
         }
         self.http = AppServer(create_app(None, HttpSettings(api_keys=KEYS), ranking=LocalRankingService(models)))
         self.url = f"http://127.0.0.1:{self.http.port}"

@@ -35,7 +35,7 @@ from plait_serving.deployments.reach import FABRIC
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
 from plait_serving.ranking.local import LocalRankingService
-from plait_serving.ranking.service import RankingModel
+from plait_serving.ranking.service import ServedRanker
 
 
 def whole(package: Package, threads: int) -> Ranker:
@@ -122,7 +122,7 @@ def main(folder: Path, threads: str, mode: str, *rest: str) -> None:
             ranker: Ranker = stack.enter_context(apart(package, mode, own, hns[0]))
         else:
             ranker = split(package, own, hns) if mode == "split" else whole(package, own)
-        model = RankingModel(ranker=ranker, items=package.items)
+        model = ServedRanker(ranker=ranker, items=package.items)
         announce(create_app(None, HttpSettings(), ranking=LocalRankingService({package.manifest.name: model})))
 
 

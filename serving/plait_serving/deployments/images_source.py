@@ -105,12 +105,12 @@ class HostedImages:
         self._assembled.engine.stop(drain_s=drain_s)
 
     def _catalog(self) -> Catalog:
-        from plait_serving.images.service import Catalog, ControlNetCard, ImageModelCard
+        from plait_serving.images.service import BaseModelCard, Catalog, ControlNetCard
         from plait_serving.starter.preprocess import PREPROCESSORS
 
         bundle = self._assembled.bundle
         family = str(bundle.family)
-        model = ImageModelCard(
+        model = BaseModelCard(
             name=self._images.public_name,
             family=family,
             default_width=bundle.width,

@@ -203,10 +203,10 @@ def _ranking_service(
     from plait_serving.deployments.ranking import remote_ranker
     from plait_serving.deployments.refreshing import ServeRefresh
     from plait_serving.ranking.local import LocalRankingService
-    from plait_serving.ranking.service import RankingModel
+    from plait_serving.ranking.service import ServedRanker
 
     served = {
-        name: RankingModel(
+        name: ServedRanker(
             ranker=remote_ranker(
                 name, handle, replicas=models[name].replicas, most_replicas=models[name].most_replicas
             ),

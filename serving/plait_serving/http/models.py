@@ -17,7 +17,7 @@ from plait_serving.diffusion.errors import NotFound
 from plait_serving.diffusion.values import Scheduler
 from plait_serving.http.context import Context, ContextDep
 from plait_serving.http.ranking.describe import metadata
-from plait_serving.images.service import ImageModelCard
+from plait_serving.images.service import BaseModelCard
 
 router = APIRouter(prefix="/v1", tags=["models"])
 image_router = APIRouter(prefix="/v1", tags=["models"])
@@ -36,7 +36,7 @@ def _item(kind: str, name: str, family: str) -> dict[str, Any]:
     return {"id": name, "object": kind, "created": CREATED_S, "owned_by": "plait", "family": family}
 
 
-def _model(card: ImageModelCard) -> dict[str, Any]:
+def _model(card: BaseModelCard) -> dict[str, Any]:
     return {
         **_item("model", card.name, card.family),
         "kind": "base",

@@ -16,7 +16,7 @@ from plait_serving.health import Health
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImageModelCard:
+class BaseModelCard:
     """A base model and what a request gets when it leaves a field out."""
 
     name: str
@@ -51,7 +51,7 @@ class ControlNetCard:
 class Catalog:
     """What can be asked for at this moment; LoRAs may come and go while the server runs."""
 
-    model: ImageModelCard
+    model: BaseModelCard
     loras: tuple[LoraCard, ...] = ()
     controlnets: tuple[ControlNetCard, ...] = ()
     preprocessors: tuple[str, ...] = ()

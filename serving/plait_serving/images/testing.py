@@ -21,10 +21,10 @@ from plait_serving.diffusion.values import (
     Timings,
 )
 from plait_serving.health import Health
-from plait_serving.images.service import Catalog, ControlNetCard, ImageModelCard, LoraCard
+from plait_serving.images.service import BaseModelCard, Catalog, ControlNetCard, LoraCard
 
 FAKE_CATALOG = Catalog(
-    model=ImageModelCard(
+    model=BaseModelCard(
         name="emoji",
         family="sd1",
         default_width=16,

@@ -11,7 +11,7 @@ from plait_disagg.graph.inputs import Side
 from plait_disagg.values import ModelCard
 from plait_serving.health import Health
 from plait_serving.ranking.inputs import Binder
-from plait_serving.ranking.service import BoundModel, RankingModel, Refreshes, why_not_ready
+from plait_serving.ranking.service import BoundModel, Refreshes, ServedRanker, why_not_ready
 
 __all__ = ["LocalRankingService"]
 
@@ -24,7 +24,7 @@ class LocalRankingService:
     Cheap to ask: what hangs on a card is made again only when the card is another one.
     """
 
-    def __init__(self, models: Mapping[str, RankingModel]) -> None:
+    def __init__(self, models: Mapping[str, ServedRanker]) -> None:
         self._models = models
         self._bound: dict[str, BoundModel] = {}
 
@@ -60,7 +60,7 @@ class LocalRankingService:
         """One untyped metric ``plait_ranker_NAME`` for each thing that the rankers count."""
         return "".join(_metrics({name: model.ranker.metrics() for name, model in tuple(self._models.items())}))
 
-    def _named(self, name: str) -> RankingModel:
+    def _named(self, name: str) -> ServedRanker:
         model = self._models.get(name)
         if model is None:
             known = ", ".join(self._models) or "none"
@@ -68,7 +68,7 @@ class LocalRankingService:
         return model
 
 
-def _bind(name: str, model: RankingModel, card: ModelCard) -> BoundModel:
+def _bind(name: str, model: ServedRanker, card: ModelCard) -> BoundModel:
     def binder(*sides: Side) -> Binder:
         inputs = [item for item in card.inputs if item.side in sides]
         return Binder(inputs, largest_candidates=card.largest_candidates)

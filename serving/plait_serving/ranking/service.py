@@ -18,7 +18,7 @@ from plait_serving.health import Health
 if TYPE_CHECKING:
     from plait_serving.ranking.inputs import Binder  # holds tensors
 
-__all__ = ["BoundModel", "RankingModel", "RankingService", "Refreshes", "why_not_ready"]
+__all__ = ["BoundModel", "RankingService", "Refreshes", "ServedRanker", "why_not_ready"]
 
 
 class Refreshes(Protocol):
@@ -30,7 +30,7 @@ class Refreshes(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankingModel:
+class ServedRanker:
     """A model that is served. ``items``: the items it knows by id, None if it knows none. ``refreshes``: None if the
     model stays as it is."""
 

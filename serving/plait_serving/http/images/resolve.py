@@ -19,7 +19,7 @@ from plait_serving.diffusion.values import (
 )
 from plait_serving.http.images.schemas import ControlNetBody, GenerationBody
 from plait_serving.images.codec import DecodeLimits, decode_base64, decode_image, resize
-from plait_serving.images.service import Catalog, ImageModelCard, Preprocessors
+from plait_serving.images.service import BaseModelCard, Catalog, Preprocessors
 
 # The share of steps that bounded_async may run without its LoRAs if the request gives no k. SwiftDiffusion
 # (ATC'25) lets about the first 10 of 50 steps run without them.
@@ -71,7 +71,7 @@ def resolve(
     )
 
 
-def _size(text: str | None, model: ImageModelCard) -> tuple[int, int]:
+def _size(text: str | None, model: BaseModelCard) -> tuple[int, int]:
     if text is None or text == "auto":
         return model.default_width, model.default_height
     match = _SIZE.fullmatch(text)
@@ -88,7 +88,7 @@ def _size(text: str | None, model: ImageModelCard) -> tuple[int, int]:
     return width, height
 
 
-def _steps(body: GenerationBody, model: ImageModelCard) -> int:
+def _steps(body: GenerationBody, model: BaseModelCard) -> int:
     steps = model.default_steps if body.num_inference_steps is None else body.num_inference_steps
     if steps > model.limits.max_steps:
         raise RequestError(f"at most {model.limits.max_steps} steps", param="num_inference_steps")
