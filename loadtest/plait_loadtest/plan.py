@@ -9,15 +9,15 @@ import numpy as np
 
 from plait_loadtest.arrivals import schedule
 from plait_loadtest.mix import RequestMix, build_mix
-from plait_loadtest.scenario import Closed, Scenario
-from plait_loadtest.seeds import Stream, generator
+from plait_loadtest.scenario import ClosedLoopCallers, Scenario
+from plait_loadtest.seeds import Stream, make_rng
 from plait_loadtest.validate import validate
-from plait_loadtest.values import Plan
+from plait_loadtest.values import RequestPlan
 
 _SAMPLE = 2000  # requests whose details a summary reads
 
 
-def make_plan(scenario: Scenario) -> Plan:
+def make_plan(scenario: Scenario) -> RequestPlan:
     """Draws the whole run. Raises `ScenarioError` if the scenario, or a file that it names, can not be used.
 
     ``duration_s`` of the plan is that of the scenario: the length of the measured part, unless ``count`` ends it.
@@ -25,7 +25,7 @@ def make_plan(scenario: Scenario) -> Plan:
     validate(scenario)
     mix = build_mix(scenario)
     limits = scenario.limits
-    if isinstance(scenario.arrivals, Closed):
+    if isinstance(scenario.arrivals, ClosedLoopCallers):
         times, warm_up, concurrency = np.empty(0, dtype=np.int64), 0, scenario.arrivals.concurrency
     else:
         concurrency = 0
@@ -36,8 +36,8 @@ def make_plan(scenario: Scenario) -> Plan:
             count=scenario.count,
             seed=scenario.seed,
         )
-    cancelled = generator(scenario.seed, Stream.CANCELLATIONS).random(times.size) < limits.cancel_rate
-    return Plan(
+    cancelled = make_rng(scenario.seed, Stream.CANCELLATIONS).random(times.size) < limits.cancel_rate
+    return RequestPlan(
         scheduled_ns=times,
         warm_up=warm_up,
         duration_s=scenario.duration_s,
@@ -49,7 +49,7 @@ def make_plan(scenario: Scenario) -> Plan:
     )
 
 
-def plan_mix_summary(plan: Plan) -> dict[str, object]:
+def plan_mix_summary(plan: RequestPlan) -> dict[str, object]:
     """What was drawn, for a person who checks a mix; plain values, ready for JSON.
 
     ``requests``, ``warm_up`` and ``cancelled`` count the whole plan (a closed loop has none), and so do ``share`` and

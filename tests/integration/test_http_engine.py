@@ -14,7 +14,7 @@ import torch
 from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.decoding import Decoder
 from plait_serving.diffusion.engine import Engine
-from plait_serving.diffusion.knobs import Knobs
+from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.stepper import Stepper
 from plait_serving.diffusion.testing import FakeDenoiser, FakeMerger, FakeProvider, fake_samplers
 from plait_serving.images.local import LocalImageService
@@ -44,7 +44,7 @@ class Rig:
             controlnets={},
             switch_cost_s=lambda loras: 0.0,
             limits=limits,
-            knobs=Knobs(threads=1, **knobs),
+            knobs=EngineKnobs(threads=1, **knobs),
             clock=time.monotonic,
         )
         self.engine.start()

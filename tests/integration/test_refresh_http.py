@@ -33,7 +33,7 @@ KEYS = (ApiKey.from_secret("boss", tenant="t", role=Role.ADMIN), ApiKey.from_sec
 class Local:
     """A `Refreshes` whose workers are in this process."""
 
-    def __init__(self, package: Package, workers: kit.Workers) -> None:
+    def __init__(self, package: Package, workers: kit.RoleWorkersInProcess) -> None:
         self._package, self._workers = package, workers
         self.error: Exception | None = None
 

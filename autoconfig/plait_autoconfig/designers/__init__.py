@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 from plait_autoconfig.errors import DesignerError
 
 if TYPE_CHECKING:
-    from plait_autoconfig.designers.protocols import Context, Designer, MakesDesigner
+    from plait_autoconfig.designers.protocols import Designer, MakesDesigner, ServiceContext
     from plait_autoconfig.library import LibraryRun
     from plait_autoconfig.objective import Objective
     from plait_autoconfig.space import Space
@@ -57,7 +57,7 @@ def make_designer(
     *,
     seed: int,
     library: Sequence[LibraryRun] = (),
-    context: Context | None = None,
+    context: ServiceContext | None = None,
 ) -> Designer:
     """A fresh search by the designer of this name; see `MakesDesigner`."""
     return maker_of(name)(space, objective, seed=seed, library=library, context=context)

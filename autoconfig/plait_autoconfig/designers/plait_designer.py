@@ -17,7 +17,7 @@ from typing import ClassVar
 import numpy as np
 
 from plait_autoconfig.analytic import analytic_losses
-from plait_autoconfig.designers.protocols import Context
+from plait_autoconfig.designers.protocols import ServiceContext
 from plait_autoconfig.designers.sobol import SobolDesigner
 from plait_autoconfig.library import LibraryRun
 from plait_autoconfig.objective import GOODPUT_PER_S, Objective, maximise
@@ -31,9 +31,9 @@ from plait_autoconfig.surrogate.background import (
     no_background,
 )
 from plait_autoconfig.surrogate.pooling import pool
-from plait_autoconfig.surrogate.posterior import Data, Posterior, infer
+from plait_autoconfig.surrogate.posterior import Posterior, TrialData, infer
 from plait_autoconfig.surrogate.threads import one_thread
-from plait_autoconfig.values import Cell, Config, Outcome
+from plait_autoconfig.values import Cell, Config, TrialOutcome
 
 _NOISE, _NOISE_TRIALS = 0.03, 2.0
 """Relative noise of a trial before any cell is measured twice, and how many repeats that guess is worth."""
@@ -87,7 +87,7 @@ class PlaitDesigner(SobolDesigner):
         *,
         seed: int,
         library: Sequence[LibraryRun] = (),
-        context: Context | None = None,
+        context: ServiceContext | None = None,
         pretrained: Pretrained | None = None,
     ) -> None:
         super().__init__(space, objective, seed=seed, library=library, context=context)
@@ -124,11 +124,11 @@ class PlaitDesigner(SobolDesigner):
         unit = _unit(back.loss, values[ran], noise, first=_COSTED_UNIT if self._costed else 1.0)
         repeats = np.array([float(len(cell.trials)) for cell in cells])
         shown = _levelled(values[ran] / unit, back.loss.mean[index[ran]])
-        data = Data(index=index[ran], values=shown, repeats=repeats[ran], noise=noise / unit)
+        data = TrialData(index=index[ran], values=shown, repeats=repeats[ran], noise=noise / unit)
         loss = self._infer_with_pending(back.loss, data, rng)
         if self._costed:
             loss = replace(loss, means=loss.means + log_costs / unit)
-        margins = Data(
+        margins = TrialData(
             index=index, values=reading.margins(self.objective, outcomes), repeats=repeats, noise=_MARGIN_NOISE
         )
         margin = infer(back.margin, margins, rng)
@@ -246,7 +246,7 @@ class PlaitDesigner(SobolDesigner):
         turn = len(self.trials) + len(self.pending())
         return np.random.default_rng([self._seed, turn % _WEIGHTINGS]).dirichlet(np.ones(count))
 
-    def _losses(self, outcomes: Sequence[Outcome], weights: Floats) -> Floats:
+    def _losses(self, outcomes: Sequence[TrialOutcome], weights: Floats) -> Floats:
         """Log losses (n,), less the cost if that is known; of several goals the largest weighted one, each on its own
         spread. NaN for failures.
         """
@@ -269,7 +269,7 @@ class PlaitDesigner(SobolDesigner):
                 freedom += len(valid) - 1
         return float(np.sqrt(squares / freedom))
 
-    def _infer_with_pending(self, background: Background, data: Data, rng: np.random.Generator) -> Posterior:
+    def _infer_with_pending(self, background: Background, data: TrialData, rng: np.random.Generator) -> Posterior:
         """What is under way counts as having shown what is expected of it (the kriging believer, Ginsbourger 2010)."""
         posterior = infer(background, data, rng)
         pending = np.array(self.pending(), np.intp)

@@ -13,7 +13,7 @@ from plait_autoconfig.values import Config, Hardware, Trial, WorkloadFeatures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Context:
+class ServiceContext:
     """What is known of the service before its first trial."""
 
     service: str = ""
@@ -64,6 +64,6 @@ class MakesDesigner(Protocol):
         *,
         seed: int,
         library: Sequence[LibraryRun] = (),
-        context: Context | None = None,
+        context: ServiceContext | None = None,
     ) -> Designer:
         """A fresh search. ``library``: past runs of other services, usable or not (`usable_for`)."""

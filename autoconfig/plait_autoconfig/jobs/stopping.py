@@ -11,7 +11,7 @@ from plait_autoconfig.values import Trial
 
 
 @runtime_checkable
-class Foresees(Protocol):
+class PredictsRegret(Protocol):
     """A designer that can tell what is left to gain."""
 
     def expected_regret(self) -> float:
@@ -58,7 +58,7 @@ class NoImprovement:
 
 def why_nothing_is_left(designer: object, *, expected_gain: float) -> str:
     """A sentence if the designer expects less than ``expected_gain`` to be left; empty if not, or if it can not say."""
-    if expected_gain <= 0.0 or not isinstance(designer, Foresees):
+    if expected_gain <= 0.0 or not isinstance(designer, PredictsRegret):
         return ""
     regret = designer.expected_regret()
     if regret >= expected_gain:

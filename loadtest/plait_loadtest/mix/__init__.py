@@ -13,17 +13,17 @@ from plait_loadtest.mix.chunks import CHUNK, Chunks
 from plait_loadtest.mix.images import ImageRequests
 from plait_loadtest.mix.infer import InferRequests
 from plait_loadtest.mix.raw import RawRequests
-from plait_loadtest.scenario import ImageClass, InferClass, MixClass, Scenario, Target
+from plait_loadtest.scenario import ImageClass, InferClass, LoadTarget, MixClass, Scenario
 from plait_loadtest.seeds import Numbered, Stream
-from plait_loadtest.values import Mix, Prepared
+from plait_loadtest.values import Mix, PreparedRequest
 
 __all__ = ["RequestMix", "build_mix"]
 
 
-class Requests(Protocol):
+class ClassRequests(Protocol):
     """The requests of one class."""
 
-    def build(self, index: int) -> Prepared:
+    def build(self, index: int) -> PreparedRequest:
         """The request itself."""
 
     def facts(self, index: int) -> Mapping[str, float]:
@@ -63,7 +63,7 @@ class RequestMix(Mix):
         chunks = [np.array(self._kinds[chunk], dtype=np.uint16) for chunk in range(-(-count // CHUNK))]
         return np.concatenate([*chunks, np.empty(0, dtype=np.uint16)])[:count]
 
-    def build(self, index: int) -> Prepared:
+    def build(self, index: int) -> PreparedRequest:
         """The request itself."""
         return self._requests[self.kind(index)].build(index)
 
@@ -79,7 +79,7 @@ class RequestMix(Mix):
         return [int(kind) for kind in np.searchsorted(self._sums, uniforms[:, 0], side="right").tolist()]
 
 
-def _requests(spec: MixClass, target: Target, seed: int, position: int) -> Requests:
+def _requests(spec: MixClass, target: LoadTarget, seed: int, position: int) -> ClassRequests:
     """Streams go by the class's position, so that classes draw independently of each other."""
     details = Numbered(seed, Stream.MIX, position, 0)
     if isinstance(spec, ImageClass):

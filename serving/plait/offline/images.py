@@ -62,7 +62,7 @@ class OrderError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class ImageOrder:
     """What to make and where to put it."""
 
     body: GenerationBody
@@ -71,7 +71,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class WrittenFiles:
     """The files, in order of their seeds, and what the engine told."""
 
     files: tuple[Path, ...]
@@ -82,13 +82,13 @@ class Written:
     def as_json(self) -> str:
         """One JSON object for programs."""
         timings = {key.removesuffix("_s"): round(seconds, 6) for key, seconds in asdict(self.result.timings).items()}
-        pictures = [
+        images = [
             {"file": str(path), "seed": seed, "flagged": flagged}
             for path, seed, flagged in zip(self.files, self.result.seeds, self.result.flagged, strict=True)
         ]
         size = f"{self.request.width}x{self.request.height}"
         facts = {"model": self.model, "size": size, "num_inference_steps": self.request.steps, "timings": timings}
-        return json.dumps({"pictures": pictures, **facts}, indent=1)
+        return json.dumps({"pictures": images, **facts}, indent=1)
 
 
 def parse_order(
@@ -98,7 +98,7 @@ def parse_order(
     loras: Sequence[str] = (),
     controlnets: Sequence[str] = (),
     preprocess: bool = False,
-) -> Order:
+) -> ImageOrder:
     """Checks everything that can be checked before a model is loaded. Reads the control pictures. Raises OrderError."""
     output_format = SUFFIXES.get(output.suffix.lower())
     if output_format is None:
@@ -119,7 +119,7 @@ def parse_order(
     most_steps = ImageLimits().max_steps
     if (checked.num_inference_steps or 1) > most_steps:
         raise OrderError(f"--steps: at most {most_steps} steps")
-    return Order(body=checked, output=output, output_format=output_format)
+    return ImageOrder(body=checked, output=output, output_format=output_format)
 
 
 def option_of(param: str | None) -> str:
@@ -161,7 +161,9 @@ def _number(text: str, option: str, whole: str) -> float:
     return value
 
 
-async def make_pictures(order: Order, service: ImageService, *, preprocessors: Preprocessors, say: Say) -> Written:
+async def make_images(
+    order: ImageOrder, service: ImageService, *, preprocessors: Preprocessors, say: Say
+) -> WrittenFiles:
     """Runs the order and writes its files. Raises RequestError and other errors of the engine, and OSError.
 
     If the task is cancelled (Ctrl-C), the work ends at the next step and no file is written.
@@ -180,7 +182,7 @@ async def make_pictures(order: Order, service: ImageService, *, preprocessors: P
     for index, (path, image) in enumerate(zip(files, result.images, strict=True)):
         text = infotext(request, model=catalog.model.name, index=index)
         path.write_bytes(encode_image(image, order.output_format, parameters=text))
-    return Written(files=files, request=request, result=result, model=catalog.model.name)
+    return WrittenFiles(files=files, request=request, result=result, model=catalog.model.name)
 
 
 async def _run(request: ImageRequest, service: ImageService, say: Say) -> ImageResult:
@@ -202,10 +204,10 @@ def _file(output: Path, index: int, count: int) -> Path:
     return output if count == 1 else output.with_name(f"{output.stem}-{index + 1}{output.suffix}")
 
 
-def run_order(order: Order, service: ImageService, *, preprocessors: Preprocessors, say: Say) -> Written:
-    """`make_pictures` for commands. Raises OrderError where the request is at fault."""
+def run_order(order: ImageOrder, service: ImageService, *, preprocessors: Preprocessors, say: Say) -> WrittenFiles:
+    """`make_images` for commands. Raises OrderError where the request is at fault."""
     try:
-        return asyncio.run(make_pictures(order, service, preprocessors=preprocessors, say=say))
+        return asyncio.run(make_images(order, service, preprocessors=preprocessors, say=say))
     except RequestError as error:
         raise OrderError(f"{option_of(error.param)}: {error.message}") from error
     except OSError as error:

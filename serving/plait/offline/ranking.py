@@ -9,7 +9,7 @@ from typing import Any
 
 from plait.errors import PlaitError
 from plait_disagg.package.errors import PackageError
-from plait_disagg.refresh.live import Live, open_live
+from plait_disagg.refresh.live_package import LivePackage, open_live
 from plait_disagg.workers.whole import WholeRanker
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
@@ -28,7 +28,7 @@ def recommend(folder: Path, body: Mapping[str, Any]) -> Mapping[str, Any]:
         raise PlaitError(str(error)) from error
 
 
-async def _ask(live: Live, body: Mapping[str, Any]) -> Mapping[str, Any]:
+async def _ask(live: LivePackage, body: Mapping[str, Any]) -> Mapping[str, Any]:
     import httpx2
 
     assert live.sparse is not None

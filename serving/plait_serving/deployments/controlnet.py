@@ -30,9 +30,15 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from plait_fabric import new_secret
 from plait_fabric.rpc.replicas import Link, NoReplica, Replica
-from plait_fabric.threads import apart
+from plait_fabric.threads import run_on_own_thread
+from plait_serving.deployments.fabric_endpoints import (
+    ServeReplicas,
+    cpu_threads,
+    host_id,
+    open_listeners,
+    socket_folder,
+)
 from plait_serving.deployments.logs import configure_logging
-from plait_serving.deployments.reach import ServeReplicas, cpu_threads, host_id, open_listeners, socket_folder
 from plait_serving.diffusion.controlnet.model import load_controlnet
 from plait_serving.diffusion.controlnet.replicas import worth_moving
 from plait_serving.diffusion.controlnet.service import ControlNetService, ServiceLimits
@@ -81,7 +87,7 @@ class ControlNetDeployment:
         self._secret = new_secret()
         place = device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
         auto = torch.float16 if place.startswith("cuda") else torch.float32
-        runner = apart(lambda: load_controlnet(Path(folder), dtype=_DTYPES.get(dtype, auto), device=place))
+        runner = run_on_own_thread(lambda: load_controlnet(Path(folder), dtype=_DTYPES.get(dtype, auto), device=place))
         self._service = ControlNetService(
             name,
             runner,

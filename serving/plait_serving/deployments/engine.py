@@ -13,9 +13,9 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any, Protocol
 
 from plait_serving.deployments.logs import configure_logging
-from plait_serving.deployments.threads import take_threads_back
+from plait_serving.deployments.threads import unset_ray_threads
 from plait_serving.diffusion.errors import EngineError, EngineStopped
-from plait_serving.diffusion.knobs import Knobs
+from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.values import Event, Failed, ImageRequest, Progress
 from plait_serving.health import Health
 from plait_serving.images.service import Catalog, ImageService
@@ -41,7 +41,7 @@ class HostedEngine(Protocol):
     def alive(self) -> bool:
         """Whether the compute thread runs."""
 
-    def reconfigure(self, knobs: Knobs) -> None:
+    def reconfigure(self, knobs: EngineKnobs) -> None:
         """Applies new knobs; running requests go on."""
 
     def stop(self, *, drain_s: float) -> None:
@@ -60,7 +60,7 @@ class EngineReplica:
 
     def __init__(self, source: EngineSource, controlnets: Mapping[str, Any]) -> None:
         configure_logging("engine", os.environ)
-        take_threads_back(os.environ)
+        unset_ray_threads(os.environ)
         self._stopping = False
         self._hosted = source.open(controlnets)
 
@@ -102,7 +102,7 @@ class EngineReplica:
 
     def reconfigure(self, user_config: Mapping[str, Any]) -> None:
         """Serve calls it after the constructor and whenever ``user_config`` changes. Raises on a bad knob."""
-        self._hosted.reconfigure(Knobs.model_validate(dict(user_config)))
+        self._hosted.reconfigure(EngineKnobs.model_validate(dict(user_config)))
 
     def check_health(self) -> None:
         """Serve calls it every few seconds and replaces the replica when it keeps raising."""

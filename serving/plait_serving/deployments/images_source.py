@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from plait_serving.deployments.engine import HostedEngine
-from plait_serving.diffusion.knobs import Knobs
+from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.images.config import STARTER_FOLDER, ImagesSection
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class HostedImages:
         _log.info("%s is warm after %.1f s", self._images.public_name, seconds)
         self._service.warmed_up(seconds)
 
-    def reconfigure(self, knobs: Knobs) -> None:
+    def reconfigure(self, knobs: EngineKnobs) -> None:
         """Applies new knobs; running requests go on."""
         self._assembled.engine.reconfigure(knobs)
         _log.info("knobs: %s", knobs)
@@ -150,13 +150,13 @@ class LoraCards:
         """Of a file in a folder; a store's entry is not downloaded for a listing."""
         from plait_serving.diffusion.errors import EngineError
         from plait_serving.diffusion.lora.container import inspect
-        from plait_serving.diffusion.lora.formats import LARGEST_FILE_BYTES
+        from plait_serving.diffusion.lora.formats import MAX_FILE_BYTES
         from plait_serving.diffusion.lora.source import FolderSource
 
         if not isinstance(self._source, FolderSource):
             return "unknown"
         try:
-            keys = inspect(self._source.fetch(name), largest_bytes=LARGEST_FILE_BYTES).tensors
+            keys = inspect(self._source.fetch(name), max_bytes=MAX_FILE_BYTES).tensors
         except EngineError:
             return "unreadable"
         return "kohya" if any(key.startswith(("lora_unet_", "lora_te")) for key in keys) else "peft"

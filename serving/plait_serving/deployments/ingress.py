@@ -14,7 +14,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledE
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException, RequestCancelledError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from plait_fabric.turns import take_short_turns
+from plait_fabric.gil import shorten_gil_interval
 from plait_serving.deployments.direct import Direct, DirectListener
 from plait_serving.deployments.logs import configure_logging
 from plait_serving.deployments.ranking_source import RankSource
@@ -131,11 +131,11 @@ def translate(error: Exception) -> EngineError:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankModel:
     """What the ingress must know of a recommendation model besides its workers' handle: there are ``replicas`` or more,
-    up to ``most_replicas``."""
+    up to ``max_replicas``."""
 
     source: RankSource
     replicas: int
-    most_replicas: int
+    max_replicas: int
 
 
 class Ingress:
@@ -157,12 +157,12 @@ class Ingress:
         ``routers``: makes routes that others add to ours, in the replica. ``direct``: where it listens itself, beside
         Serve's proxy."""
         configure_logging("ingress", os.environ)
-        take_short_turns()
+        shorten_gil_interval()
         self._images = None if engine is None else HandleImageService(engine)
         self._settings = settings
         self._routers = routers
         self._ranking = _ranking_service(rankers or {}, rank_models or {}, hns or {})
-        self._answers = OpenAnswers()
+        self._answers = OpenResponses()
         self._direct = None if direct is None else DirectListener(direct)
 
     def check_health(self) -> None:
@@ -207,9 +207,7 @@ def _ranking_service(
 
     served = {
         name: ServedRanker(
-            ranker=remote_ranker(
-                name, handle, replicas=models[name].replicas, most_replicas=models[name].most_replicas
-            ),
+            ranker=remote_ranker(name, handle, replicas=models[name].replicas, max_replicas=models[name].max_replicas),
             items=models[name].source.items(),
             refreshes=ServeRefresh(name, models[name].source, handle, hns.get(name)),
         )
@@ -218,7 +216,7 @@ def _ranking_service(
     return LocalRankingService(served)
 
 
-class OpenAnswers:
+class OpenResponses:
     """Counts the requests whose answer is not sent yet."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, ClassVar
 
-from plait_serving.deployments.threads import choose_omp_wait, take_threads_back
+from plait_serving.deployments.threads import choose_omp_wait, unset_ray_threads
 from plait_serving.ranking.config import OmpWait
 
 
@@ -21,7 +21,7 @@ class _Lazy:
     _path: ClassVar[str]
 
     def __init__(self, **arguments: Any) -> None:
-        take_threads_back(os.environ)
+        unset_ray_threads(os.environ)
         module, _, name = self._path.partition(":")
         self._inner = getattr(import_module(module), name)(**arguments)
 

@@ -20,20 +20,26 @@ from plait_disagg.queue.scale import Gauge, cn_pressure, hn_pressure
 from plait_disagg.refresh.errors import NotPublished, RefreshError
 from plait_disagg.values import ModelCard
 from plait_disagg.workers.cn import CnCore
-from plait_disagg.workers.front import Front
+from plait_disagg.workers.core_server import CoreServer
 from plait_disagg.workers.hn import HnWorker
 from plait_disagg.workers.refresher import Refresher
 from plait_disagg.workers.remote import RemoteRanker
 from plait_disagg.workers.whole import WholeCore
 from plait_fabric import Listener, new_secret
+from plait_fabric.gil import shorten_gil_interval
 from plait_fabric.rpc.replicas import Replica
-from plait_fabric.threads import apart, set_threads
-from plait_fabric.turns import take_short_turns
+from plait_fabric.threads import run_on_own_thread, set_threads
+from plait_serving.deployments.fabric_endpoints import (
+    ServeReplicas,
+    cpu_threads,
+    host_id,
+    open_listeners,
+    socket_folder,
+)
 from plait_serving.deployments.logs import configure_logging
-from plait_serving.deployments.ranking_source import Opened, RankSource
-from plait_serving.deployments.reach import ServeReplicas, cpu_threads, host_id, open_listeners, socket_folder
+from plait_serving.deployments.ranking_source import OpenedPackage, RankSource
 from plait_serving.deployments.scaling import PRESSURE
-from plait_serving.ranking.config import CnKnobs, Knobs, RankRole
+from plait_serving.ranking.config import CnKnobs, HnKnobs, RankRole
 
 __all__ = ["RankWorker", "remote_ranker"]
 
@@ -56,10 +62,10 @@ class RankWorker:
         knobs: Mapping[str, Any],
         hns: Any = None,
         hn_count: int = 1,
-        most_hns: int | None = None,
+        max_hns: int | None = None,
     ) -> None:
         """Loads its half and listens. ``hns``: Serve's handle of the model's HN deployment, for a CN; it has
-        ``hn_count`` replicas, or as many as are found up to ``most_hns``.
+        ``hn_count`` replicas, or as many as are found up to ``max_hns``.
 
         ``knobs`` hold until Serve's ``user_config`` says otherwise. Raises what the source raises.
         """
@@ -67,13 +73,13 @@ class RankWorker:
         from ray import serve
 
         configure_logging(f"{role}-{name}", os.environ)
-        take_short_turns()
+        shorten_gil_interval()
         self._name = str(serve.get_replica_context().replica_id.to_full_id_str())
         self._role: RankRole = role
         self._model = name
         self._secret = new_secret()
         self._stopped = False
-        opened = apart(lambda: source.open(role))
+        opened = run_on_own_thread(lambda: source.open(role))
         card = replace(opened.card, name=name)  # what requests call it, not what its maker did
         plain = self._plain(knobs)
         listeners = open_listeners(
@@ -81,7 +87,7 @@ class RankWorker:
         )
         self._refresher: Refresher | None = None
         self._core: CnCore | WholeCore | HnWorker
-        self._worker: Front | HnWorker
+        self._worker: CoreServer | HnWorker
         if role == "hn":
             self._core = self._worker = self._hn(card, opened, listeners, plain)
         elif role == "cn":
@@ -91,21 +97,23 @@ class RankWorker:
                 _there(opened.sparse),
                 connect,
                 hns=hn_count,
-                most_hns=most_hns,
+                max_hns=max_hns,
                 dense_version=opened.dense_version,
                 knobs=plain,
             )
-            self._worker = Front(self._core, listeners)
+            self._worker = CoreServer(self._core, listeners)
         else:
             self._core = WholeCore(card, _there(opened.sparse), _there(opened.dense), knobs=plain)
-            self._worker = Front(self._core, listeners)
+            self._worker = CoreServer(self._core, listeners)
         self._plain_knobs = plain
         self._gauge = Gauge(self._core.metrics, self._pressure)
         if opened.live is not None:
             self._refresher = Refresher(opened.live, self._core, on_version=self._announce)
         _log.info("%s of %s listens at %s", role, name, ", ".join(self._worker.addresses))
 
-    def _hn(self, card: ModelCard, opened: Opened, listeners: Sequence[Listener], knobs: WorkerKnobs) -> HnWorker:
+    def _hn(
+        self, card: ModelCard, opened: OpenedPackage, listeners: Sequence[Listener], knobs: WorkerKnobs
+    ) -> HnWorker:
         dense = _there(opened.dense)
         earlier = {version: half for version, half in opened.dense_versions.items() if half is not dense}
         return HnWorker(
@@ -119,7 +127,7 @@ class RankWorker:
         )
 
     def _plain(self, knobs: Mapping[str, Any]) -> WorkerKnobs:
-        model = (CnKnobs if self._role == "cn" else Knobs).model_validate(dict(knobs))
+        model = (CnKnobs if self._role == "cn" else HnKnobs).model_validate(dict(knobs))
         plain = model.plain()
         return replace(plain, threads=cpu_threads(plain.threads))
 
@@ -165,7 +173,7 @@ class RankWorker:
             step(refresher)
 
         try:
-            apart(alone)
+            run_on_own_thread(alone)
         except RefreshError as error:
             return error
         return None
@@ -175,7 +183,7 @@ class RankWorker:
             self._refresher.catch_up()
 
     def _announce(self, version: str) -> None:
-        if isinstance(self._worker, Front):
+        if isinstance(self._worker, CoreServer):
             self._worker.announce()
         _log.info("%s of %s is at version %s", self._role, self._model, version)
 
@@ -203,10 +211,10 @@ class RankWorker:
             self._worker.stop(drain_s=_DRAIN_S)
 
 
-def remote_ranker(name: str, handle: Any, *, replicas: int, most_replicas: int | None = None) -> RemoteRanker:
+def remote_ranker(name: str, handle: Any, *, replicas: int, max_replicas: int | None = None) -> RemoteRanker:
     """A ranker of the model whose CNs or whole workers are that deployment. Starts to connect at once."""
     connect = ServeReplicas(f"model {name}", handle).connect
-    return RemoteRanker(name, connect, replicas=replicas, most_replicas=most_replicas)
+    return RemoteRanker(name, connect, replicas=replicas, max_replicas=max_replicas)
 
 
 def _there(half: T | None) -> T:

@@ -12,20 +12,20 @@ from plait_serving.ranking.config import RankRole
 if TYPE_CHECKING:
     from plait_disagg.package.read import Package
     from plait_disagg.protocols import DenseHalf, ItemStore, SparseHalf
-    from plait_disagg.refresh.live import Live
+    from plait_disagg.refresh.live_package import LivePackage
     from plait_disagg.values import ModelCard
 
-__all__ = ["Opened", "PackageSource", "RankSource"]
+__all__ = ["OpenedPackage", "PackageSource", "RankSource"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
+class OpenedPackage:
     """A model's card and the halves that a role needs. ``live``: where they come from, if they can be refreshed."""
 
     card: ModelCard
     sparse: SparseHalf | None = None
     dense: DenseHalf | None = None
-    live: Live | None = None
+    live: LivePackage | None = None
 
     @property
     def dense_version(self) -> str:
@@ -41,7 +41,7 @@ class Opened:
 class RankSource(Protocol):
     """A picklable recipe of a model; it travels to the replicas and is opened there."""
 
-    def open(self, role: RankRole) -> Opened:
+    def open(self, role: RankRole) -> OpenedPackage:
         """Loads what the role needs, and nothing else."""
 
     def items(self) -> ItemStore | None:
@@ -58,15 +58,15 @@ class PackageSource:
     folder: Path
     device: str = "auto"
 
-    def open(self, role: RankRole) -> Opened:
+    def open(self, role: RankRole) -> OpenedPackage:
         """See RankSource; with the updates that the package has had. Raises `PackageError`."""
         import torch
 
-        from plait_disagg.refresh.live import open_live
+        from plait_disagg.refresh.live_package import open_live
 
         device = self.device if self.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
         live = open_live(self.folder, sparse=role != "hn", dense=role != "cn", device=device)
-        return Opened(
+        return OpenedPackage(
             card=live.card(mode="whole" if role == "whole" else "split"),
             sparse=live.sparse,
             dense=live.dense.get(live.dense_version),

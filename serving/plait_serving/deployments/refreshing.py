@@ -13,7 +13,7 @@ from plait_disagg.package.errors import PackageError
 from plait_disagg.package.read import Package
 from plait_disagg.refresh.errors import NotPublished
 from plait_disagg.refresh.publish import publish
-from plait_fabric.threads import apart, give_way, set_threads
+from plait_fabric.threads import lower_priority, run_on_own_thread, set_threads
 from plait_serving.deployments.ranking_source import RankSource
 
 __all__ = ["ServeFleet", "ServeRefresh"]
@@ -66,11 +66,11 @@ class ServeRefresh:
 
     async def refresh(self, update: Path) -> str:
         """See `Refreshes`."""
-        return await asyncio.to_thread(apart, partial(self._publish, update))
+        return await asyncio.to_thread(run_on_own_thread, partial(self._publish, update))
 
     def _publish(self, update: Path) -> str:
         set_threads(1)
-        give_way()  # requests want the cores
+        lower_priority()  # requests want the cores
         try:
             return publish(self._package, update, self._fleets)
         except PackageError as error:

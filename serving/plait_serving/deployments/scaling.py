@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from plait_disagg.queue.scale import Scaling, State, decide
+from plait_disagg.queue.scale import ScaleState, Scaling, decide
 
 if TYPE_CHECKING:
     from plait_serving.ranking.config import Replicas
@@ -37,7 +37,7 @@ class ScaleByPressure:
             list(said.get(PRESSURE, {}).values()),
             replicas=context.target_num_replicas,
             scaling=self._scaling,
-            state=State(**context.policy_state.get("plait", {})),
+            state=ScaleState(**context.policy_state.get("plait", {})),
             now_s=context.current_time,
         )
         return wanted, {"plait": asdict(state)}

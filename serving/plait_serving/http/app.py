@@ -17,10 +17,10 @@ from starlette.responses import Response
 from plait_disagg.errors import RankError
 from plait_serving.diffusion.errors import EngineError
 from plait_serving.http import health, metrics, models
-from plait_serving.http.context import Context, HttpSettings, installed_version
+from plait_serving.http.context import HttpSettings, RouteContext, installed_version
 from plait_serving.http.edge.auth import AuthMiddleware
 from plait_serving.http.edge.body_limit import BodyLimitMiddleware, BodyTooLarge
-from plait_serving.http.edge.errors import ApiError, ClientGone, wire_error
+from plait_serving.http.edge.errors import ApiError, ClientDisconnected, wire_error
 from plait_serving.http.edge.hosts import HostMiddleware
 from plait_serving.http.edge.request_id import RequestIdMiddleware
 from plait_serving.http.images import routes as images
@@ -74,12 +74,12 @@ def create_app(
 ) -> FastAPI:
     """The application; only the routes of what is there, and ``routers`` of others. The interactive documentation pages
     are off: they load scripts from a CDN."""
-    context = Context(images=images, settings=settings, ranking=ranking)
+    context = RouteContext(images=images, settings=settings, ranking=ranking)
     return app_from_context(context, routers=routers, lifespan=lifespan)
 
 
 def app_from_context(
-    context: Context, *, routers: Sequence[APIRouter] = (), lifespan: Lifespan | None = None
+    context: RouteContext, *, routers: Sequence[APIRouter] = (), lifespan: Lifespan | None = None
 ) -> FastAPI:
     """As `create_app`, for tests that fix the clock or the seeds."""
     app = _App(
@@ -108,11 +108,11 @@ def app_from_context(
         app.add_exception_handler(kind, _known_error)
     app.add_exception_handler(RequestValidationError, _invalid_body)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(ClientGone, _client_gone)
+    app.add_exception_handler(ClientDisconnected, _client_gone)
     return app
 
 
-def _add_routes(app: FastAPI, context: Context) -> None:
+def _add_routes(app: FastAPI, context: RouteContext) -> None:
     """Routes are tried one after the other: the hot one comes first. Those that rank need torch, which
     takes long to load: a server of pictures alone does without."""
     if context.ranking is not None:
@@ -158,10 +158,10 @@ async def _invalid_body(request: Request, error: Exception) -> Response:
     return wire_error(validation_error(error.errors(), known=known)).response(path)
 
 
-def _fields_of(path: str, context: Context) -> list[str]:
+def _fields_of(path: str, context: RouteContext) -> list[str]:
     if context.ranking is not None:
         from plait_serving.http.ranking.recommend import PATH
-        from plait_serving.http.ranking.recommend_schemas import RecommendBody
+        from plait_serving.http.ranking.recommend_body import RecommendBody
 
         if path == PATH:
             return list(RecommendBody.model_fields)

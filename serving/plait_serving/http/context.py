@@ -48,7 +48,7 @@ class HttpSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Context:
+class RouteContext:
     """The services, the settings and the few impure things that routes use, so that tests can fix them.
 
     ``images`` is None on a server that only ranks; one that makes pictures only has no ``ranking``.
@@ -87,11 +87,11 @@ class Context:
         return state if ranking.ready else Health(ready=False, reason=ranking.reason, warmup_s=state.warmup_s)
 
 
-def get_context(request: Request) -> Context:
+def get_context(request: Request) -> RouteContext:
     """FastAPI dependency."""
     context = request.app.state.context
-    assert isinstance(context, Context)
+    assert isinstance(context, RouteContext)
     return context
 
 
-ContextDep = Annotated[Context, Depends(get_context)]
+ContextDep = Annotated[RouteContext, Depends(get_context)]

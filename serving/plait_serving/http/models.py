@@ -15,7 +15,7 @@ from plait_disagg.errors import RankError
 from plait_disagg.values import ModelCard
 from plait_serving.diffusion.errors import NotFound
 from plait_serving.diffusion.values import Scheduler
-from plait_serving.http.context import Context, ContextDep
+from plait_serving.http.context import ContextDep, RouteContext
 from plait_serving.http.ranking.describe import metadata
 from plait_serving.images.service import BaseModelCard
 
@@ -61,7 +61,7 @@ def _recommender(name: str, card: ModelCard) -> dict[str, Any]:
     }
 
 
-async def _models(context: Context) -> dict[str, dict[str, Any]]:
+async def _models(context: RouteContext) -> dict[str, dict[str, Any]]:
     """By name; a recommender whose workers are not there yet is left out until they are."""
     found: dict[str, dict[str, Any]] = {}
     if context.images is not None:

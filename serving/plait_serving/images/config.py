@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from plait_serving.diffusion.knobs import Knobs, Placement
+from plait_serving.diffusion.knobs import EngineKnobs, Placement
 from plait_serving.diffusion.values import Scheduler
 from plait_serving.sections import FolderPath, Name, Section
 from plait_serving.starter.manifest import WEIGHTS
@@ -111,7 +111,7 @@ class ImagesSection(Section):
     defaults: DefaultsSection = DefaultsSection()
     replicas: Annotated[int, Field(ge=1, le=1024)] = 1
     num_gpus: Annotated[float, Field(ge=0, description="GPUs of a base replica")] = 0.0
-    knobs: Knobs = Knobs()
+    knobs: EngineKnobs = EngineKnobs()
 
     @model_validator(mode="before")
     @classmethod

@@ -12,21 +12,21 @@ from plait_serving.health import Health
 from plait_serving.images.service import Catalog
 
 
-class Ticket(Protocol):
+class RequestTicket(Protocol):
     """A hold on an accepted request."""
 
     def cancel(self) -> None:
         """Gives the request up at the next step boundary. Idempotent."""
 
 
-class Engine(Protocol):
-    """What the adapter needs of `plait_serving.diffusion.engine.Engine`."""
+class ImageEngine(Protocol):
+    """What the adapter needs of `plait_serving.diffusion.engine.ImageEngine`."""
 
     @property
     def alive(self) -> bool:
         """Whether it takes requests."""
 
-    def submit(self, request: ImageRequest, sink: Callable[[Event], None]) -> Ticket:
+    def submit(self, request: ImageRequest, sink: Callable[[Event], None]) -> RequestTicket:
         """Accepts a request; ``sink`` is called from engine threads, last with Finished or Failed."""
 
 
@@ -38,7 +38,7 @@ class LocalImageService:
     """
 
     def __init__(
-        self, *, engine: Engine, catalog: Callable[[], Catalog], metrics_text: Callable[[], str] = str
+        self, *, engine: ImageEngine, catalog: Callable[[], Catalog], metrics_text: Callable[[], str] = str
     ) -> None:
         self._engine = engine
         self._catalog = catalog
@@ -104,6 +104,6 @@ class LocalImageService:
                 ticket.cancel()
 
 
-def _cancel_ticket(submitting: asyncio.Future[Ticket]) -> None:
+def _cancel_ticket(submitting: asyncio.Future[RequestTicket]) -> None:
     if not submitting.cancelled() and submitting.exception() is None:
         submitting.result().cancel()

@@ -18,12 +18,12 @@ __all__ = [
     "WORKER_CPUS",
     "CnKnobs",
     "CnSection",
+    "HnKnobs",
     "HnSection",
-    "Knobs",
     "OmpWait",
+    "RankModelSection",
     "RankRole",
-    "RecommendSection",
-    "RecommenderSection",
+    "RankingSection",
     "Replicas",
     "WholeSection",
 ]
@@ -41,7 +41,7 @@ RankRole = Literal["whole", "cn", "hn"]
 OmpWait = Literal["default", "active", "passive"]
 
 
-class Knobs(Section):
+class HnKnobs(Section):
     """What can change on a running HN or whole worker; `WorkerKnobs` explains the fields."""
 
     threads: Annotated[int, Field(ge=0, le=1024, description="CPU threads of a batch; 0: all cores")] = 1
@@ -61,7 +61,7 @@ class Knobs(Section):
         return WorkerKnobs(**self.model_dump())
 
 
-class CnKnobs(Knobs):
+class CnKnobs(HnKnobs):
     """What can change on a running CN."""
 
     window: Annotated[int, Field(ge=1, le=64, description="batches at an HN at once, at most")] = 4
@@ -113,17 +113,17 @@ class HnSection(_WorkerSection):
     """The dense half."""
 
     num_gpus: Annotated[float, Field(ge=0, description="GPUs of a replica")] = 0.0
-    knobs: Knobs = Knobs()
+    knobs: HnKnobs = HnKnobs()
 
 
 class WholeSection(_WorkerSection):
     """Both halves in one process."""
 
     num_gpus: Annotated[float, Field(ge=0, description="GPUs of a replica")] = 0.0
-    knobs: Knobs = Knobs()
+    knobs: HnKnobs = HnKnobs()
 
 
-class RecommenderSection(Section):
+class RankModelSection(Section):
     """One packaged model: a folder that ``plait models package`` made. ``mode`` says which of its parts run."""
 
     folder: FolderPath
@@ -143,20 +143,20 @@ class RecommenderSection(Section):
         return "whole" if self.mode == "whole" else "cn"
 
 
-class RecommendSection(Section):
+class RankingSection(Section):
     """The recommendation models by the names that requests call them."""
 
     models: Annotated[
-        dict[Name, RecommenderSection] | None, Field(description="unset: the starter model, if it is there")
+        dict[Name, RankModelSection] | None, Field(description="unset: the starter model, if it is there")
     ] = None
 
-    def resolved_models(self) -> dict[str, RecommenderSection]:
+    def resolved_models(self) -> dict[str, RankModelSection]:
         """The models by name; looks into the starter's folder if none are given."""
         if self.models is not None:
             return dict(self.models)
         if not (STARTER_RECOMMENDER_FOLDER / "package.json").is_file():
             return {}
-        return {STARTER_RECOMMENDER: RecommenderSection(folder=STARTER_RECOMMENDER_FOLDER)}
+        return {STARTER_RECOMMENDER: RankModelSection(folder=STARTER_RECOMMENDER_FOLDER)}
 
     @property
     def logical_cpus(self) -> float:

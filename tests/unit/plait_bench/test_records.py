@@ -7,12 +7,12 @@ import json
 import pytest
 
 from plait_bench import records, tables
-from plait_bench.benchmark import Row
+from plait_bench.benchmark import ResultRow
 from plait_bench.document import document
 from plait_bench.errors import BenchError, RecordError
 from plait_bench.host import commit, host_facts
 from plait_bench.runner import Result
-from plait_bench.summary import Summary
+from plait_bench.summary import ValueSummary
 
 HOST = {
     "cpu": "Some CPU", "cores": 2, "ram_gib": 15.6, "os": "Linux 6", "python": "3.11.7", "torch": "2.13.0",
@@ -23,7 +23,7 @@ HOST = {
 
 def row(system, workload, metric, value):
     """A row whose spread is 10 %."""
-    return Row(
+    return ResultRow(
         system=system,
         workload=workload,
         metric=metric,
@@ -48,8 +48,8 @@ def written(at="abc123", date=HOST["date"], speed=2.0, **host):
         row("plait", "same16", "largest_pixel_difference", 1.0),
     ]
     ratios = {
-        "single:images_per_s:plait/peer": Summary(value=1.5, p20=1.4, p80=1.6, n=5),
-        "single:seconds_per_image:plait/peer": Summary(value=0.67, p20=0.6, p80=0.7, n=5),
+        "single:images_per_s:plait/peer": ValueSummary(value=1.5, p20=1.4, p80=1.6, n=5),
+        "single:seconds_per_image:plait/peer": ValueSummary(value=0.67, p20=0.6, p80=0.7, n=5),
     }
     result = Result(rows=tuple(rows), ratios=ratios, left_out={"third": "needs PEFT"})
     return document("images", at, {**HOST, "date": date, **host}, result)

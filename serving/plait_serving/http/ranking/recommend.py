@@ -20,10 +20,9 @@ from plait_disagg.errors import BadInput
 from plait_disagg.graph.inputs import Side, tensor_names
 from plait_disagg.messages.check import check_request
 from plait_disagg.values import RankAnswer, RankRequest
-from plait_serving.http.context import Context, ContextDep
+from plait_serving.http.context import ContextDep, RouteContext
 from plait_serving.http.edge.schemas import ErrorBody
-from plait_serving.http.ranking.ask import rank, unique_id
-from plait_serving.http.ranking.recommend_schemas import (
+from plait_serving.http.ranking.recommend_body import (
     ALL,
     RecommendBody,
     RecommendResponse,
@@ -31,6 +30,7 @@ from plait_serving.http.ranking.recommend_schemas import (
     item_ids,
     ranking,
 )
+from plait_serving.http.ranking.submit import rank, unique_id
 from plait_serving.ranking.service import BoundModel, RankingService
 
 PATH = "/v1/recommend"
@@ -77,7 +77,7 @@ async def recommend(body: RecommendBody, request: Request, context: ContextDep) 
     return Response(orjson.dumps(content), media_type="application/json")
 
 
-async def _on_thread(context: Context, work: Any) -> Any:
+async def _on_thread(context: RouteContext, work: Any) -> Any:
     async with context.codec_slots:
         return await asyncio.to_thread(work)
 

@@ -15,12 +15,12 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from plait_disagg.errors import BadInput, Unavailable
+from plait_disagg.errors import BadInput, WorkerUnavailable
 from plait_disagg.refresh.errors import BadUpdate, NotPublished
-from plait_serving.http.context import Context, ContextDep, installed_version
+from plait_serving.http.context import ContextDep, RouteContext, installed_version
 from plait_serving.http.edge.auth import require_admin
 from plait_serving.http.edge.schemas import StrictBody
-from plait_serving.http.ranking.describe import LARGEST_EXAMPLE, example, metadata
+from plait_serving.http.ranking.describe import MAX_EXAMPLE, example, metadata
 from plait_serving.http.ranking.infer import Infer
 from plait_serving.ranking.service import why_not_ready
 
@@ -34,7 +34,7 @@ ADMIN = Depends(require_admin)
 _NO_STORE = {"cache-control": "no-store"}
 
 
-def infer_routes(context: Context) -> list[Route]:
+def infer_routes(context: RouteContext) -> list[Route]:
     """The hot path's routes; FastAPI's own would validate what `Infer` reads itself."""
     infer = Infer(context)
     return [_HotRoute(path, endpoint=infer, methods=["POST"]) for path in INFER_PATHS]
@@ -111,7 +111,7 @@ async def model_example(
     """A body for ``infer``: always the same for the same number of candidates."""
     bound = context.ranking_service.get(model, version)
     card = bound.card
-    largest = min(LARGEST_EXAMPLE, card.largest_candidates)
+    largest = min(MAX_EXAMPLE, card.largest_candidates)
     wanted = min(64, largest) if candidates is None else candidates
     if not 1 <= wanted <= largest:
         raise BadInput(f"candidates: must be 1 to {largest}", param="candidates")
@@ -149,7 +149,7 @@ async def load(context: ContextDep, model: str, body: LoadBody) -> dict[str, Any
     except BadUpdate as error:
         raise BadInput(f"the update is refused: {error}", param="parameters.update") from error
     except NotPublished as error:
-        raise Unavailable(f"the update is not published: {error}") from error
+        raise WorkerUnavailable(f"the update is not published: {error}") from error
     return {"name": model, "version": version}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from plait.demo import tuning as demo_tuning
-from plait_autoconfig.jobs.reading import read_job
+from plait_autoconfig.jobs.job_file import read_job
 from plait_autoconfig.jobs.reporting import state_of
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.jobs.state import JobState
@@ -24,7 +24,7 @@ def test_cli_demo_tunes_three_trials_anew(tmp_path: Path, monkeypatch: pytest.Mo
         return state_of(ran[0], []), folder
 
     monkeypatch.setattr(demo_tuning, "run", run)
-    told = demo_tuning.tune_recommender(tmp_path)
+    told = demo_tuning.tune_ranking(tmp_path)
     assert ran[0].budget.trials == 3
     assert str(tmp_path / "report.html") in told
 
@@ -34,5 +34,5 @@ def test_cli_demo_keeps_its_hands_off_other_folders(tmp_path: Path, monkeypatch:
     (tmp_path / "mine.txt").write_text("x")
     spec = read_job(demo_tuning.JOB)
     monkeypatch.setattr(demo_tuning, "run", lambda job, folder: (state_of(spec, []), folder))
-    demo_tuning.tune_recommender(tmp_path)
+    demo_tuning.tune_ranking(tmp_path)
     assert (tmp_path / "mine.txt").exists()

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from plait_fabric import connect, listen, new_secret
 from plait_serving.deployments.controlnet import ControlNetKnobs, ServeConnect
-from plait_serving.deployments.reach import host_id, open_listeners, sweep
+from plait_serving.deployments.fabric_endpoints import host_id, open_listeners, remove_stale_sockets
 from plait_serving.diffusion.controlnet.replicas import Replica
 from plait_serving.diffusion.errors import ControlNetUnavailable
 
@@ -44,7 +44,7 @@ def test_sockets_of_killed_replicas_are_swept(tmp_path: Path) -> None:
     own, foreign = tmp_path / f"controlnet-{os.getpid()}-abc123", tmp_path / "controlnet-notes"
     for path in (left, own, foreign):
         path.touch()
-    sweep(tmp_path)
+    remove_stale_sockets(tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted([own, foreign])
 
 

@@ -12,7 +12,7 @@ from ray.exceptions import ActorDiedError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from plait_serving.deployments.engine import EngineReplica, portable
-from plait_serving.deployments.ingress import HandleImageService, OpenAnswers, translate, without_request_id
+from plait_serving.deployments.ingress import HandleImageService, OpenResponses, translate, without_request_id
 from plait_serving.diffusion.errors import (
     Cancelled,
     EngineError,
@@ -21,7 +21,7 @@ from plait_serving.diffusion.errors import (
     NumericalError,
     Overloaded,
 )
-from plait_serving.diffusion.knobs import Knobs
+from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.values import Failed, Finished, ImageRequest, Preview, Progress, Scheduler
 from plait_serving.health import Health
 from plait_serving.images.testing import FakeImageService, fake_result
@@ -214,7 +214,7 @@ async def test_serve_replica_streams_reconfigures_and_drains():
     events = [event async for event in replica.generate(REQUEST)]
     assert isinstance(events[-1], Finished)
     replica.reconfigure({"largest_batch": 3})
-    assert hosted.knobs == [Knobs(largest_batch=3)]
+    assert hosted.knobs == [EngineKnobs(largest_batch=3)]
     with pytest.raises(ValueError, match="largest_batch"):
         replica.reconfigure({"largest_batch": 0})
     assert (await replica.health()).ready
@@ -300,7 +300,7 @@ async def test_serve_ingress_counts_open_answers():
         await release.wait()
         raise RuntimeError
 
-    answers = OpenAnswers()
+    answers = OpenResponses()
     assert await answers.wait_until_none(0.01)
     task = asyncio.ensure_future(answer_of(answers.count(app)))
     await asyncio.sleep(0)

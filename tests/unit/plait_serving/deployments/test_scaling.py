@@ -14,17 +14,17 @@ from ray.serve.config import AutoscalingConfig
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_serving.deployments.scaling import PRESSURE, autoscaling
 from plait_serving.deployments.threads import choose_omp_wait
-from plait_serving.ranking.config import CnKnobs, HnSection, Knobs, RecommenderSection, RecommendSection, Replicas
+from plait_serving.ranking.config import CnKnobs, HnKnobs, HnSection, RankingSection, RankModelSection, Replicas
 
 
 def test_a_number_or_a_range() -> None:
     """Both kinds of workers have their own; Ray must have room for the most."""
-    model = RecommenderSection.model_validate(
+    model = RankModelSection.model_validate(
         {"folder": "/x", "cn": {"replicas": {"min": 2, "max": 5}}, "hn": {"replicas": 3}}
     )
     assert (model.cn.least, model.cn.most) == (2, 5)
     assert (model.hn.least, model.hn.most) == (3, 3)
-    assert RecommendSection(models={"m": model}).logical_cpus == pytest.approx(0.2 * 8)
+    assert RankingSection(models={"m": model}).logical_cpus == pytest.approx(0.2 * 8)
     for bad in ({"min": 3, "max": 2}, {"min": 0, "max": 2}, {"max": 65}, {"min": 1}, 0, "many"):
         with pytest.raises(ValidationError):
             HnSection.model_validate({"replicas": bad})
@@ -56,11 +56,11 @@ def test_serve_follows_the_pressure_of_its_replicas() -> None:
 def test_every_knob_of_a_worker_can_be_configured() -> None:
     """The pydantic twins have the same fields and defaults, so a reconfigure says what it means."""
     assert CnKnobs().plain() == WorkerKnobs()
-    assert Knobs().plain() == WorkerKnobs()
+    assert HnKnobs().plain() == WorkerKnobs()
     knobs = CnKnobs.model_validate({"cores": [0, 1], "order": "arrival", "refuse_late": False, "batch_wait_ms": 2})
     assert knobs.plain() == WorkerKnobs(cores=(0, 1), order="arrival", refuse_late=False, batch_wait_ms=2.0)
     assert CnKnobs.model_validate(knobs.model_dump(mode="json")) == knobs
-    assert RecommenderSection(folder=Path("/x")).cn.omp_wait == "default"
+    assert RankModelSection(folder=Path("/x")).cn.omp_wait == "default"
 
 
 def test_openmp_is_told_before_it_starts() -> None:

@@ -88,8 +88,8 @@ def test_a_folder_without_a_manifest_is_a_problem(tmp_path):
 
 def test_references_survive_saving(tmp_path):
     """What is written is read back: maps bit for bit, enlarged colour maps with the right means."""
-    pictures = np.random.default_rng(4).integers(0, 256, (3, 64, 64, 3), dtype=np.uint8)
-    made = make_references(("a", "b", "c"), pictures, pictures[::-1])
+    images = np.random.default_rng(4).integers(0, 256, (3, 64, 64, 3), dtype=np.uint8)
+    made = make_references(("a", "b", "c"), images, images[::-1])
     save_references(made, tmp_path)
     read = load_references(tmp_path)
     assert read.names == made.names

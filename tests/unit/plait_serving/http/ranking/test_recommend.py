@@ -8,12 +8,12 @@ import pytest
 import torch
 from starlette.testclient import TestClient
 
-from plait_disagg.errors import Unavailable
+from plait_disagg.errors import WorkerUnavailable
 from plait_disagg.graph.inputs import Dense, Ids
 from plait_disagg.values import ModelCard, RankAnswer
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
-from plait_serving.http.ranking.recommend_schemas import ranking
+from plait_serving.http.ranking.recommend_body import ranking
 from plait_serving.ranking.local import LocalRankingService
 from plait_serving.ranking.service import ServedRanker
 from plait_serving.ranking.testing import FakeItems, FakeRanker, fake_outputs
@@ -218,7 +218,7 @@ def test_with_several_models_one_must_be_named():
 def test_a_lost_worker_is_a_503_to_come_back_for():
     """In the form of the rest of /v1."""
     ranker = FakeRanker()
-    ranker.error = Unavailable("the CN worker is starting again")
+    ranker.error = WorkerUnavailable("the CN worker is starting again")
     answer = ask(make_client(ranker))
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
     assert answer.json()["error"]["code"] == "worker_unavailable"

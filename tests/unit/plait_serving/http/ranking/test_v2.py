@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from plait_disagg import errors as rank_errors
-from plait_disagg.errors import Busy, DeadlinePassed, RankError, Unavailable
+from plait_disagg.errors import Busy, DeadlinePassed, RankError, WorkerUnavailable
 from plait_serving.health import Health
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
@@ -305,7 +305,7 @@ def test_a_large_body_is_answered_too():
     ("error", "status", "header"),
     [
         (Busy("full"), 429, ("retry-after", "1")),
-        (Unavailable("the worker is gone"), 503, ("retry-after", "1")),
+        (WorkerUnavailable("the worker is gone"), 503, ("retry-after", "1")),
         (DeadlinePassed("late"), 504, ("x-should-retry", "false")),
         (RankError("a bug"), 500, ("x-should-retry", "false")),
         (RuntimeError("unexpected"), 500, ("x-should-retry", "false")),
