@@ -2,8 +2,8 @@
 
 A line has ``plait_library`` (the version of this format, 1), ``kind`` (``run`` or ``trial``) and the fields of
 `LibraryRun` or `Trial`; a trial names its run. A last line that breaks off is dropped: a writer died. Lines of a later
-version are kept as they are (`UnreadableLine`), marked, and written back by `dump_lines`. Anything else that is wrong is a
-`LibraryError` with the number of the line.
+version are kept as they are (`UnreadableLine`), marked, and written back by `dump_lines`. Anything else that is wrong
+is a `LibraryError` with the number of the line.
 """
 
 from __future__ import annotations

@@ -38,7 +38,8 @@ class WorkerFleet:
     """Implements `Fleet` over processes."""
 
     def __init__(self, system: System, processes: int) -> None:
-        """Starts the processes side by side and waits. Raises `SystemUnavailable` or `SystemFailed`; then none is left."""
+        """Starts the processes side by side and waits. Raises `SystemUnavailable` or `SystemFailed`; then none is
+        left."""
         self._system = system
         self._layout = ProcessLayout(processes=1, threads=1)
         self._workers = [_PipedWorker(system) for _ in range(processes)]
@@ -79,7 +80,8 @@ class WorkerFleet:
 
 
 def sample(started_s: float, outcomes: Sequence[Mapping[str, Json]], *, one_by_one: bool) -> RunSample:
-    """A run's `RunSample`. One by one, an item begins when the one before it is done; else all begin at ``started_s``."""
+    """A run's `RunSample`. One by one, an item begins when the one before it is done; else all begin at
+    ``started_s``."""
     ends_s = [float(outcome["finished_s"]) for outcome in outcomes]
     begins_s = [started_s, *ends_s[:-1]] if one_by_one else [started_s] * len(ends_s)
     return RunSample(

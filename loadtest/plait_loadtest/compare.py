@@ -158,8 +158,8 @@ def _changes(
         low, high = _interval(spread, level)
         sign = 1.0 if more_is_better else -1.0
         verdict = _verdict(change, low, high, least_change, sign)
-        return MetricChange(kind=kind, metric=metric, before=float(x), after=float(y), change=change, low=low, high=high,
-                      verdict=verdict)  # fmt: skip
+        return MetricChange(kind=kind, metric=metric, before=float(x), after=float(y), change=change, low=low,
+                      high=high, verdict=verdict)  # fmt: skip
 
     changes = [
         ratio(f"p{percent:g}_ms", lambda parts, w, p=percent: _percentile_ms(parts, w, p), more_is_better=False)  # type: ignore[misc]

@@ -2,8 +2,9 @@
 
 Every source is brought to one scale first (an offset and a spread of its own: services share shapes, not levels). Where
 a source did not measure a cell of the space, a forest over all sources stands in, with a Gaussian process over what
-this source showed beside it. If services come with features (`PastSource.context`), a forest may know better than the plain
-mean what a new one will be like; which of the two is used is decided by treating past services as if they were new.
+this source showed beside it. If services come with features (`PastSource.context`), a forest may know better than the
+plain mean what a new one will be like; which of the two is used is decided by treating past services as if they were
+new.
 
 Symbols: N cells, D features of a cell, S sources, n trials of a source, F features of a service.
 """

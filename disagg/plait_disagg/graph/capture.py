@@ -46,8 +46,8 @@ class Captured:
 def capture(module: nn.Module, inputs: Sequence[Input]) -> Captured:
     """The module's ``forward`` (in evaluation mode, called with the tensors of ``inputs`` by name) as a program.
 
-    Every input has as many rows as there are candidates, and all outputs have too. Raises `UnsupportedOperator`, or ValueError for
-    a wrong declaration. The module is not changed.
+    Every input has as many rows as there are candidates, and all outputs have too. Raises `UnsupportedOperator`, or
+    ValueError for a wrong declaration. The module is not changed.
     """
     check_inputs(inputs)
     if module.training:

@@ -83,7 +83,8 @@ class Exported:
         self._counts: set[str] = set()
 
     def check_rows(self, inputs: Sequence[Input]) -> None:
-        """Raises `UnsupportedOperator` if the trace holds for one number of rows only; learns which symbols count what."""
+        """Raises `UnsupportedOperator` if the trace holds for one number of rows only; learns which symbols count
+        what."""
         for name, front in self._fronts.items():
             if not isinstance(front, torch.SymInt):
                 raise UnsupportedOperator("forward", f"it works only with {front} in the first dimension of {name}")
@@ -95,7 +96,8 @@ class Exported:
                 self._row_counts.add(str(self._fronts[item.name]))
 
     def live_nodes(self) -> Iterator[fx.Node]:
-        """What the outputs need, in order. Raises `UnsupportedOperator` for a change in place that somebody else can see."""
+        """What the outputs need, in order. Raises `UnsupportedOperator` for a change in place that somebody else can
+        see."""
         nodes = list(self._program.graph.nodes)
         live: set[fx.Node] = {node for node in nodes if node.op in ("output", "placeholder")}
         for node in reversed(nodes):

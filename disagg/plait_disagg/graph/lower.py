@@ -113,7 +113,8 @@ def functional_name(node: fx.Node) -> str:
 
 
 def lower_part(parent: fx.Node, index: int, arguments: Mapping[str, Any], where: str) -> Lowered:
-    """Part ``index`` of what an operator with several results makes. Raises `UnsupportedOperator` if it is not a plain part."""
+    """Part ``index`` of what an operator with several results makes. Raises `UnsupportedOperator` if it is not a plain
+    part."""
     name = str(parent.target)
     if name in ("aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default", "aten.split.sizes"):
         source, dim = arguments["self"], arguments["dim"]

@@ -1,7 +1,7 @@
 """Tables on several shards, asked as one.
 
-Each shard implements `Tables` and calls its pieces as `TablePiece.name` says. A lookup asks every shard once; those that
-are elsewhere (`AsyncTables`) work at the same time, and must answer from one version of their rows. Pieces cut by
+Each shard implements `Tables` and calls its pieces as `TablePiece.name` says. A lookup asks every shard once; those
+that are elsewhere (`AsyncTables`) work at the same time, and must answer from one version of their rows. Pieces cut by
 columns are laid side by side; pieces cut by rows get the ids that are theirs and are merged by mode: sums are added
 (and divided by the bag's size for means), maxima compared, rows put where their ids were.
 """

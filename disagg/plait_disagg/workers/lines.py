@@ -111,7 +111,8 @@ class Line(Generic[T]):
         return len(self._open)
 
     def ask(self, item: T, pack: Pack) -> int:
-        """Sends a question and returns its number. Raises `WorkerUnavailable` (it was not taken), or what ``pack`` raises.
+        """Sends a question and returns its number. Raises `WorkerUnavailable` (it was not taken), or what ``pack``
+        raises.
 
         Once this returned, the owner hears of the item exactly once: by an answer that it `take`s, or by ``on_lost``.
         """

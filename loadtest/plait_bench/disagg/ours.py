@@ -1,10 +1,10 @@
 """plait without Ray: the packaged model behind plait's own application.
 
 ``python -m plait_bench.disagg.ours FOLDER THREADS whole|split [apart]`` prints its port. ``whole`` runs both halves in
-this process; with ``split`` the dense half runs in a process of its own (``dense``), or in several. ``in_children``: this
-process only speaks HTTP, as the ingress of `plait serve` does, so that HTTP and the model do not share Python's lock.
-THREADS are those of each process, or, for ``split``, ``CN+HN``, or, without ``in_children``, ``CN+HN+HN`` and so on.
-Processes speak over shared memory.
+this process; with ``split`` the dense half runs in a process of its own (``dense``), or in several. ``in_children``:
+this process only speaks HTTP, as the ingress of `plait serve` does, so that HTTP and the model do not share Python's
+lock. THREADS are those of each process, or, for ``split``, ``CN+HN``, or, without ``in_children``, ``CN+HN+HN`` and so
+on. Processes speak over shared memory.
 """
 
 from __future__ import annotations

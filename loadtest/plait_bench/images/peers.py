@@ -150,7 +150,8 @@ def stock(models: ModelFolder) -> DiffusersSubject:
 
 
 def fair(models: ModelFolder) -> DiffusersSubject:
-    """See the module docstring. Raises `SystemUnavailable` without PEFT, which reads the LoRA files once, at the start."""
+    """See the module docstring. Raises `SystemUnavailable` without PEFT, which reads the LoRA files once, at the
+    start."""
     _need_peft("diffusers_fair")
     return _merging(models, _arrival)
 

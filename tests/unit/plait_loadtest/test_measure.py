@@ -71,9 +71,9 @@ def test_the_warm_up_is_not_measured():
     [
         (RequestOutcome.OK, True, False), (RequestOutcome.NOT_SENT, False, True), (RequestOutcome.CONNECT, False, True),
         (RequestOutcome.DNS, False, True), (RequestOutcome.TIMEOUT, True, True), (RequestOutcome.RESET, False, True),
-        (RequestOutcome.TRUNCATED, True, True), (RequestOutcome.GARBLED, True, True), (RequestOutcome.HTTP_4XX, True, True),
-        (RequestOutcome.HTTP_5XX, True, True), (RequestOutcome.HTTP_OTHER, True, True), (RequestOutcome.CHECK, True, True),
-        (RequestOutcome.CANCELLED, False, False),
+        (RequestOutcome.TRUNCATED, True, True), (RequestOutcome.GARBLED, True, True), (RequestOutcome.HTTP_4XX, True,
+        True), (RequestOutcome.HTTP_5XX, True, True), (RequestOutcome.HTTP_OTHER, True, True), (RequestOutcome.CHECK,
+        True, True), (RequestOutcome.CANCELLED, False, False),
     ],
 )  # fmt: skip
 def test_what_each_outcome_counts_as(outcome, has_latency, is_error):

@@ -78,7 +78,8 @@ class Clone:
         )
 
     def apply(self, config: PlaitConfig, *, limit_s: float) -> dict[str, Effect]:
-        """See `RunningApplication.apply`. What an earlier configuration broke is taken away first, all of Ray if need be.
+        """See `RunningApplication.apply`. What an earlier configuration broke is taken away first, all of Ray if need
+        be.
 
         Raises `ServeError` if a Ray that is not ours is gone.
         """

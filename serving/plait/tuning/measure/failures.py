@@ -1,4 +1,5 @@
-"""What went wrong in a trial, as the kind that a designer learns from. Pure: texts and counts in, `TrialOutcome` out."""
+"""What went wrong in a trial, as the kind that a designer learns from. Pure: texts and counts in, `TrialOutcome`
+out."""
 
 from __future__ import annotations
 

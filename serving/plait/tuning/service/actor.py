@@ -113,7 +113,8 @@ class ActorTuningService:
         return actor
 
     async def _call(self, method: str, *arguments: Any) -> Any:
-        """Waits while Ray starts the actor again; starts another if it had ended. Raises `JobQueueError`, `ApiError`."""
+        """Waits while Ray starts the actor again; starts another if it had ended. Raises `JobQueueError`,
+        `ApiError`."""
         for _ in range(2):
             try:
                 return await asyncio.wait_for(self._answer(method, *arguments), _LONGEST_CALL_S)

@@ -41,8 +41,8 @@ Admin = Annotated[Principal, Depends(require_admin)]
 
 
 class TuningService(Protocol):
-    """What does the work: see `TuningDesk`, whose methods these are. Raises `JobQueueError`, or an `ApiError` if it can not
-    be reached."""
+    """What does the work: see `TuningDesk`, whose methods these are. Raises `JobQueueError`, or an `ApiError` if it can
+    not be reached."""
 
     async def submit(self, text: str, tenant: str) -> dict[str, Any]:
         """Takes a job."""

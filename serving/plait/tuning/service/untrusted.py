@@ -26,8 +26,8 @@ def check_untrusted(text: str) -> None:
 
 
 def _check_tokens(text: str) -> None:
-    """Raises `InvalidJob` for YAML whose reading could take for ever: an alias repeats what it names, so that a few lines
-    stand for gigabytes, and nesting costs the square of its depth."""
+    """Raises `InvalidJob` for YAML whose reading could take for ever: an alias repeats what it names, so that a few
+    lines stand for gigabytes, and nesting costs the square of its depth."""
     depth = 0
     for token in yaml.scan(text):
         if isinstance(token, yaml.AliasToken | yaml.AnchorToken):

@@ -260,9 +260,9 @@ def test_numbers_have_three_digits(value, text):
 
 @pytest.mark.parametrize(
     ("arrivals", "wait"),
-    [(PoissonArrivals(rate_per_s=20.0), "poisson(0.2)"), (GammaArrivals(rate_per_s=50.0, burstiness=0.5), "poisson(0.5)"),
-     (RampArrivals(rate_per_s=10.0, to_rate_per_s=30.0), "poisson(0.2"), (ClosedLoopCallers(concurrency=7), "constant(0)")],
-)  # fmt: skip
+    [(PoissonArrivals(rate_per_s=20.0), "poisson(0.2)"), (GammaArrivals(rate_per_s=50.0, burstiness=0.5),
+     "poisson(0.5)"), (RampArrivals(rate_per_s=10.0, to_rate_per_s=30.0), "poisson(0.2"),
+(ClosedLoopCallers(concurrency=7), "constant(0)")], )  # fmt: skip
 def test_the_locustfile_asks_for_the_same(arrivals, wait):
     """It is Python, waits so that all users together have the rate, and carries the plan's own bodies."""
     target = LoadTarget(api="raw", headers={"x-api-key": "sesame"}, check=ResponseCheck(contains="it's"))
