@@ -15,11 +15,11 @@ from ray import serve
 
 from plait.config import CONTROLNET_PREFIX, ENGINE, INGRESS, PlaitConfig, ServedConfig, ServerSection, worker_name
 from plait_serving.deployments.direct import Direct
-from plait_serving.deployments.engine import MAX_ONGOING_REQUESTS, EngineReplica, EngineSource
+from plait_serving.deployments.images.engine import MAX_ONGOING_REQUESTS, EngineReplica, EngineSource
 from plait_serving.deployments.ingress import Ingress, RankModel
 from plait_serving.deployments.lazy import LazyControlNet, LazyRankWorker
-from plait_serving.deployments.ranking_source import PackageSource, RankSource
-from plait_serving.deployments.scaling import autoscaling
+from plait_serving.deployments.ranking.scaling import autoscaling
+from plait_serving.deployments.ranking.source import PackageSource, RankSource
 from plait_serving.images.config import MODEL_CPUS, ControlNetSection, ImagesSection
 from plait_serving.ranking.config import (
     WORKER_CPUS,
@@ -48,7 +48,7 @@ class AppArgs(ServedConfig):
 
 def build(args: AppArgs) -> serve.Application:
     """The application of a configuration. Builds nothing heavy: models are loaded in the replicas."""
-    from plait_serving.deployments.images_source import ImagesSource
+    from plait_serving.deployments.images.source import ImagesSource
 
     return compose(args, None if args.images is None else ImagesSource(args.images))
 

@@ -47,7 +47,7 @@ def open_local(images: ImagesSection) -> Iterator[ImageService]:
 
     ControlNets run here too, whatever the configuration says of a server's: there is nobody else.
     """
-    from plait_serving.deployments.images_source import ImagesSource  # torch comes with it
+    from plait_serving.deployments.images.source import ImagesSource  # torch comes with it
 
     knobs = images.knobs.model_copy(update={"controlnet_placement": Placement.LOCAL})
     hosted = ImagesSource(images.model_copy(update={"knobs": knobs})).open({})

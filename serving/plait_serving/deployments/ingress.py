@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from plait_fabric.gil import shorten_gil_interval
 from plait_serving.deployments.direct import Direct, DirectListener
 from plait_serving.deployments.logs import configure_logging
-from plait_serving.deployments.ranking_source import RankSource
+from plait_serving.deployments.ranking.source import RankSource
 from plait_serving.diffusion.errors import Cancelled, EngineError, EngineStopped, Overloaded
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest, Preview
 from plait_serving.health import Health
@@ -200,8 +200,8 @@ def _ranking_service(
 ) -> RankingService | None:
     if not rankers:
         return None
-    from plait_serving.deployments.ranking import remote_ranker
-    from plait_serving.deployments.refreshing import ServeRefresh
+    from plait_serving.deployments.ranking.refresh import ServeRefresh
+    from plait_serving.deployments.ranking.worker import remote_ranker
     from plait_serving.ranking.local import LocalRankingService
     from plait_serving.ranking.service import ServedRanker
 

@@ -43,9 +43,9 @@ class _Lazy:
 
 
 class LazyControlNet(_Lazy):
-    """`plait_serving.deployments.controlnet.ControlNetDeployment`, which see, imported in its replica."""
+    """`plait_serving.deployments.images.controlnet.ControlNetDeployment`, which see, imported in its replica."""
 
-    _path = "plait_serving.deployments.controlnet:ControlNetDeployment"
+    _path = "plait_serving.deployments.images.controlnet:ControlNetDeployment"
 
     async def statistics(self) -> Mapping[str, float]:
         """Its numbers."""
@@ -54,9 +54,9 @@ class LazyControlNet(_Lazy):
 
 
 class LazyRankWorker(_Lazy):
-    """`plait_serving.deployments.ranking.RankWorker`, which see, imported in its replica."""
+    """`plait_serving.deployments.ranking.worker.RankWorker`, which see, imported in its replica."""
 
-    _path = "plait_serving.deployments.ranking:RankWorker"
+    _path = "plait_serving.deployments.ranking.worker:RankWorker"
 
     def __init__(self, *, omp_wait: OmpWait, **arguments: Any) -> None:
         choose_omp_wait(os.environ, omp_wait)

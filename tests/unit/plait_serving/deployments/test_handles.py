@@ -11,7 +11,7 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
-from plait_serving.deployments.engine import EngineReplica, portable
+from plait_serving.deployments.images.engine import EngineReplica, portable
 from plait_serving.deployments.ingress import HandleImageService, OpenResponses, translate, without_request_id
 from plait_serving.diffusion.errors import (
     Cancelled,

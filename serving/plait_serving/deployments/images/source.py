@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from plait_serving.deployments.engine import HostedEngine
+from plait_serving.deployments.images.engine import HostedEngine
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.images.config import STARTER_FOLDER, ImagesSection
 
 if TYPE_CHECKING:
-    from plait_serving.deployments.controlnet import ServeConnect
+    from plait_serving.deployments.images.controlnet import ServeConnect
     from plait_serving.diffusion.assemble import Assembled
     from plait_serving.diffusion.lora.source import LoraSource
     from plait_serving.images.service import Catalog, ImageService, LoraCard
@@ -210,7 +210,7 @@ def metrics_text(assembled: Assembled) -> str:
 
 def _services(handles: Mapping[str, Any]) -> dict[str, ServeConnect]:
     """How to reach each ControlNet that is a deployment."""
-    from plait_serving.deployments.controlnet import ServeConnect
+    from plait_serving.deployments.images.controlnet import ServeConnect
 
     return {name: ServeConnect(name, handle) for name, handle in handles.items()}
 
