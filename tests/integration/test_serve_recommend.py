@@ -191,7 +191,8 @@ async def test_a_refresh_reaches_all_workers_of_a_model(deployed: Deployed, tmp_
 def test_workers_import_nothing_that_makes_pictures() -> None:
     """Their start is torch's, Serve's and no more: diffusers and its kin cost many seconds."""
     code = (
-        "import sys, plait_disagg.package.read, plait_serving.deployments.lazy, plait_serving.deployments.ranking.worker\n"
+        "import sys, plait_disagg.package.read\n"
+        "import plait_serving.deployments.lazy, plait_serving.deployments.ranking.worker\n"
         "print(*{'diffusers', 'transformers', 'peft', 'accelerate'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

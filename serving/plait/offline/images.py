@@ -18,6 +18,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from plait_serving.deployments.images.source import ImagesSource
 from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.errors import EngineStopped, RequestError
 from plait_serving.diffusion.knobs import Placement
@@ -47,8 +48,6 @@ def open_local(images: ImagesSection) -> Iterator[ImageService]:
 
     ControlNets run here too, whatever the configuration says of a server's: there is nobody else.
     """
-    from plait_serving.deployments.images.source import ImagesSource  # torch comes with it
-
     knobs = images.knobs.model_copy(update={"controlnet_placement": Placement.LOCAL})
     hosted = ImagesSource(images.model_copy(update={"knobs": knobs})).open({})
     try:
