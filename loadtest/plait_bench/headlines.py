@@ -96,7 +96,7 @@ def with_headlines(
 def _lines(read: Callable[[str], Sequence[Mapping[str, Any]]], is_known: Callable[[str], bool]) -> Iterator[str]:
     yield "| ratio | of what | recorded |"
     yield "| ---: | --- | --- |"
-    hosts = {}
+    hosts: dict[str, None] = {}
     for headline in HEADLINES:
         found = [row for row in read(headline.bench) if headline.is_row(row)]
         if not found:
