@@ -108,7 +108,8 @@ def with_headlines(
 def _lines(read: Callable[[str], Sequence[Mapping[str, Any]]], is_known: Callable[[str], bool]) -> Iterator[str]:
     yield "| ratio | of what | recorded |"
     yield "| ---: | --- | --- |"
-    hosts, missing = {}, []
+    hosts: dict[str, None] = {}
+    missing: list[Headline] = []
     for headline in HEADLINES:
         found = [row for row in read(headline.bench) if headline.is_row(row) and is_known(str(row["commit"]))]
         if not found:

@@ -16,7 +16,7 @@ from plait.config import ServerSection, load_config
 from plait_autoconfig.jobs.job_file import parse_job
 from plait_serving.diffusion.knobs import EngineKnobs, Placement
 from plait_serving.images.config import ImagesSection
-from plait_serving.ranking.config import STARTER_RECOMMENDER_FOLDER, RankModelSection, RankingSection
+from plait_serving.ranking.config import STARTER_RECOMMENDER_FOLDER, RankingSection, RankModelSection
 from support.app_server import wait_for
 from support.cluster import SharedServe
 from support.documents import GUIDES, CodeBlock, blocks_of, read

@@ -212,5 +212,5 @@ def test_every_workload_is_shown_as_it_was_recorded_last(tmp_path):
     text = tables.with_tables("<!-- table: disagg -->\n<!-- /table -->", tmp_path)
     assert "| `a-1` | requests/s | 70 |\n| `b-1` | requests/s | 60 |" in text
     assert "commits `new`, `old`" in text
-    both = tables.with_tables("<!-- table: disagg goodput_per_s latency_p50_ms -->\n<!-- /table -->", tmp_path)
+    both = tables.with_tables("<!-- table: serve-one-by-one -->\n<!-- /table -->", tmp_path)
     assert "| `a-1` | ms, median | 3.5 |" in both
