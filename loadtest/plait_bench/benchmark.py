@@ -47,7 +47,7 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ResultRow:
     """A line of the document: median, 20th and 80th percentile over ``n`` rounds, and the ``rounds`` themselves.
 
     ``load``: the load average of the last minute before each round; ``wake_us``: the slowest wake-up of another process
@@ -110,7 +110,7 @@ class Workload(ABC):
     rounds: ClassVar[Mapping[str, int]] = {}
 
     def session(self, say: Say) -> AbstractContextManager[None]:
-        """Hold what all systems share: a package, a server. Raises `Unavailable` if the workload can not run here."""
+        """Hold what all systems share: a package, a server. Raises `SystemUnavailable` if it can not be had here."""
         return nullcontext()
 
     def layouts(self, system: str) -> Sequence[str]:
@@ -119,9 +119,9 @@ class Workload(ABC):
 
     @abstractmethod
     def open(self, system: str, layout: str) -> AbstractContextManager[Subject]:
-        """Open a system. Raises `Unavailable` if it can not run here, else `BenchError`."""
+        """Open a system. Raises `SystemUnavailable` if it can not run here, else `BenchError`."""
 
-    def check(self, subjects: Mapping[str, Subject]) -> Sequence[Row]:
+    def check(self, subjects: Mapping[str, Subject]) -> Sequence[ResultRow]:
         """Compare what the systems answer, before anything counts. Raises `Disagreement`."""
         return ()
 
@@ -129,7 +129,7 @@ class Workload(ABC):
         """Read what follows from all systems' readings of one round; each reading names its system."""
         return ()
 
-    def conclude(self) -> Sequence[Row]:
+    def conclude(self) -> Sequence[ResultRow]:
         """Return what is known only after the last round."""
         return ()
 

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from plait_bench.runner import Result
+from plait_bench.runner import BenchResult
 
 # Rates and ratios are good to three figures at best; six keep rounding out of the way of whoever computes with them.
 _DIGITS = 6
 
 
-def document(bench: str, commit: str, host: Mapping[str, Any], result: Result) -> dict[str, Any]:
+def document(bench: str, commit: str, host: Mapping[str, Any], result: BenchResult) -> dict[str, Any]:
     """``ratios`` are medians of pairwise ratios, their 20th and 80th percentiles are in ``ratio_spreads``, those of
     each round in ``ratio_rounds``. ``layouts``: which was chosen for each system, and what all its trials read."""
     return {

@@ -1,10 +1,10 @@
 """Errors of the benchmarks.
 
 BenchError
-├── Unavailable   a system can not run here (a library or model is missing); the other systems go on
-├── SystemFailed  a system failed or its process died; the run ends
-├── Disagreement  two systems made different results of the same request: nothing they take may be compared
-└── RecordError   the checkout is not clean, or the results file can not be read
+├── SystemUnavailable  a system can not run here (a library or model is missing); the other systems go on
+├── SystemFailed       a system failed or its process died; the run ends
+├── Disagreement       two systems made different results of the same request: nothing they take may be compared
+└── RecordError        the checkout is not clean, or the results file can not be read
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class BenchError(Exception):
     """Base; the message is one sentence for the person at the terminal."""
 
 
-class Unavailable(BenchError):
+class SystemUnavailable(BenchError):
     """A system can not run here; the other systems go on."""
 
 

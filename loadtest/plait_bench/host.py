@@ -33,19 +33,19 @@ core of it is more than two systems that run in turn can share fairly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Conditions:
+class HostConditions:
     """What the host does at a moment: the load average of the last minute, and how long a wake-up takes."""
 
     load: float
     wake_us: float
 
 
-def conditions() -> Conditions:
+def conditions() -> HostConditions:
     """Look at the host. From the second round on, ``load`` contains the benchmark's own work."""
-    return Conditions(load=round(os.getloadavg()[0], 2), wake_us=round(wake_us(), 1))
+    return HostConditions(load=round(os.getloadavg()[0], 2), wake_us=round(wake_us(), 1))
 
 
-def is_busy(seen: Conditions) -> bool:
+def is_busy(seen: HostConditions) -> bool:
     """Whether the host had other work to do."""
     return seen.load > BUSY_LOAD or seen.wake_us > SLOW_WAKE_US
 

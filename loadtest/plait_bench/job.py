@@ -14,7 +14,7 @@ from plait_bench.errors import RecordError
 from plait_bench.fleet.workers import WorkerFleet
 from plait_bench.fleet.workload import on_fleets
 from plait_bench.host import BUSY_LOAD, SLOW_WAKE_US, commit, cores, host_facts
-from plait_bench.runner import TRIALS, Plan, joined, run
+from plait_bench.runner import TRIALS, RunPlan, joined, run
 from plait_bench.tables import RESULTS, ROOT
 
 # As many as make a 20th and an 80th percentile mean something in a quarter of an hour on two cores.
@@ -24,7 +24,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class BenchJob:
     """What the command line asked for. ``models`` None: the starter's; empty ``workloads``/``systems``: all.
 
     ``data``: the folder with published tables; ``tables``: recorded ones. Both are for the tuner's benchmark.
@@ -43,12 +43,12 @@ class Job:
     tables: tuple[Path, ...] = ()
 
 
-def _images(job: Job) -> Benchmark:
+def _images(job: BenchJob) -> Benchmark:
     definition = images.definition(job.models or _starter(), only=job.workloads, systems=job.systems)
     return on_fleets(definition, cores=cores(), open_fleet=WorkerFleet)
 
 
-BENCHMARKS: Mapping[str, Callable[[Job], Benchmark]] = {
+BENCHMARKS: Mapping[str, Callable[[BenchJob], Benchmark]] = {
     images.NAME: _images,
     loadtest.NAME: lambda job: loadtest.benchmark(only=job.workloads),
     disagg.NAME: lambda job: disagg.benchmark(only=job.workloads),
@@ -66,7 +66,7 @@ def rounds_of(name: str, *, quick: bool) -> int:
     return QUICK_ROUNDS if quick else ROUNDS
 
 
-def measure(job: Job, *, say: Say) -> dict[str, Any]:
+def measure(job: BenchJob, *, say: Say) -> dict[str, Any]:
     """Run the benchmark and return its document; records each part when it is there. Raises `BenchError`."""
     if job.overwrite:
         raise RecordError("results are append-only: --overwrite is gone; a second run is recorded beside the first")
@@ -78,7 +78,7 @@ def measure(job: Job, *, say: Say) -> dict[str, Any]:
     say(f"{job.name} at {at} on {host['cpu']}, {host['cores']} cores; load average {host['loadavg_1m']}")
     _warn(host, say)
     parts = []
-    plan = Plan(rounds=job.rounds, trials=job.trials, systems=job.systems)
+    plan = RunPlan(rounds=job.rounds, trials=job.trials, systems=job.systems)
     for part in run(benchmark, plan, say=say):
         parts.append(part)
         if job.record:

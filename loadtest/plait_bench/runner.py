@@ -12,17 +12,17 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from plait_bench.benchmark import Benchmark, Reading, Row, Say, Subject, Workload, chosen
-from plait_bench.errors import BenchError, Unavailable
-from plait_bench.host import Conditions, conditions, is_busy
-from plait_bench.summary import Summary, pairwise_ratio
+from plait_bench.benchmark import Benchmark, Reading, ResultRow, Say, Subject, Workload, chosen
+from plait_bench.errors import BenchError, SystemUnavailable
+from plait_bench.host import HostConditions, conditions, is_busy
+from plait_bench.summary import ValueSummary, pairwise_ratio
 
 TRIALS = 2
 """Of each layout; with ``--quick`` one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class RunPlan:
     """``rounds`` count; before them every layout has ``trials``. ``systems``: only these, if any are named."""
 
     rounds: int
@@ -31,7 +31,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class LayoutChoice:
     """A system's layout for a workload: what was tried, what each trial read, and which layout was best."""
 
     workload: str
@@ -42,18 +42,18 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class BenchResult:
     """``ratios``: by ``workload:metric:system/system``. ``left_out``: why a system, or a workload, took no part."""
 
-    rows: tuple[Row, ...]
-    ratios: Mapping[str, Summary]
+    rows: tuple[ResultRow, ...]
+    ratios: Mapping[str, ValueSummary]
     left_out: Mapping[str, str]
-    choices: tuple[Choice, ...] = ()
+    choices: tuple[LayoutChoice, ...] = ()
 
 
-def joined(parts: Sequence[Result]) -> Result:
+def joined(parts: Sequence[BenchResult]) -> BenchResult:
     """Put all parts together."""
-    return Result(
+    return BenchResult(
         rows=tuple(row for part in parts for row in part.rows),
         ratios={key: ratio for part in parts for key, ratio in part.ratios.items()},
         left_out={name: why for part in parts for name, why in part.left_out.items()},
@@ -61,7 +61,9 @@ def joined(parts: Sequence[Result]) -> Result:
     )
 
 
-def run(benchmark: Benchmark, plan: Plan, *, say: Say, look: Callable[[], Conditions] = conditions) -> Iterator[Result]:
+def run(
+    benchmark: Benchmark, plan: RunPlan, *, say: Say, look: Callable[[], HostConditions] = conditions
+) -> Iterator[BenchResult]:
     """Measure every workload in turn and yield each as soon as it is whole. Raises `BenchError`.
 
     ``look`` says what the host is doing, before each round.
@@ -75,7 +77,7 @@ def run(benchmark: Benchmark, plan: Plan, *, say: Say, look: Callable[[], Condit
                 yield _Measuring(workload, plan, say, look, began).result()
 
 
-def choose_layout(workload: Workload, system: str, plan: Plan, say: Say) -> Choice:
+def choose_layout(workload: Workload, system: str, plan: RunPlan, say: Say) -> LayoutChoice:
     """Try each layout that the system offers ``plan.trials`` times; the best median wins. One layout is no choice."""
     offered = workload.layouts(system)
     tried: dict[str, tuple[float, ...]] = {}
@@ -87,7 +89,7 @@ def choose_layout(workload: Workload, system: str, plan: Plan, say: Say) -> Choi
         said = ", ".join(f"{value:.4g}" for value in values)
         say(f"{workload.name}: {system}, {layout}: {said} {workload.metrics[workload.deciding].unit}")
     best = offered[0] if len(offered) == 1 else _best(workload, tried)
-    return Choice(workload=workload.name, system=system, layout=best, metric=workload.deciding, trials=tried)
+    return LayoutChoice(workload=workload.name, system=system, layout=best, metric=workload.deciding, trials=tried)
 
 
 def _deciding(workload: Workload, system: str, subject: Subject, number: int) -> float:
@@ -103,7 +105,7 @@ def _best(workload: Workload, tried: Mapping[str, Sequence[float]]) -> str:
     return max(tried, key=lambda layout: sign * median(tried[layout]))
 
 
-def _wanted(plan: Plan, system: str) -> bool:
+def _wanted(plan: RunPlan, system: str) -> bool:
     return not plan.systems or system in plan.systems
 
 
@@ -119,23 +121,23 @@ class _Measuring:
     """One workload under way."""
 
     def __init__(
-        self, workload: Workload, plan: Plan, say: Say, look: Callable[[], Conditions], began: Conditions
+        self, workload: Workload, plan: RunPlan, say: Say, look: Callable[[], HostConditions], began: HostConditions
     ) -> None:
         self._workload, self._plan, self._say, self._look = workload, plan, say, look
         self._began = began
         self._left_out: dict[str, str] = {}
-        self._choices: dict[str, Choice] = {}
+        self._choices: dict[str, LayoutChoice] = {}
         self._taken: dict[tuple[str, str, str], _Taken] = {}
-        self._seen: dict[int, Conditions] = {}
+        self._seen: dict[int, HostConditions] = {}
 
-    def result(self) -> Result:
+    def result(self) -> BenchResult:
         """Measure it. Raises `BenchError`."""
         with ExitStack() as stack:
             try:
                 stack.enter_context(self._workload.session(self._say))
-            except Unavailable as error:
+            except SystemUnavailable as error:
                 self._leave_out(self._workload.name, error)
-                return Result(rows=(), ratios={}, left_out=self._left_out)
+                return BenchResult(rows=(), ratios={}, left_out=self._left_out)
             subjects = self._open(stack)
             for subject in subjects.values():
                 subject.warm_up()
@@ -146,7 +148,7 @@ class _Measuring:
         ratios = self._ratios()
         for key, ratio in ratios.items():
             self._say(f"{key} {ratio.value:.2f} (p20 {ratio.p20:.2f}, p80 {ratio.p80:.2f})")
-        return Result(
+        return BenchResult(
             rows=tuple(self._marked([*self._rows(), *others])),
             ratios=ratios,
             left_out=self._left_out,
@@ -158,18 +160,18 @@ class _Measuring:
         for system in filter(lambda name: _wanted(self._plan, name), self._workload.systems):
             try:
                 self._choices[system] = choose_layout(self._workload, system, self._plan, self._say)
-            except Unavailable as error:
+            except SystemUnavailable as error:
                 self._leave_out(system, error)
         subjects = {}
         for system, choice in self._choices.items():
             try:
                 subjects[system] = stack.enter_context(self._workload.open(system, choice.layout))
-            except Unavailable as error:
+            except SystemUnavailable as error:
                 self._leave_out(system, error)
         self._choices = {system: self._choices[system] for system in subjects}
         return subjects
 
-    def _leave_out(self, name: str, error: Unavailable) -> None:
+    def _leave_out(self, name: str, error: SystemUnavailable) -> None:
         if name == self._workload.ours:
             raise error
         self._left_out[name] = str(error)
@@ -202,9 +204,9 @@ class _Measuring:
             taken.last = whole
             taken.values[number] = whole.value
 
-    def _rows(self) -> list[Row]:
+    def _rows(self) -> list[ResultRow]:
         return [
-            Row.of(
+            ResultRow.of(
                 list(taken.values.values()),
                 system=system, workload=workload, metric=metric, unit=self._workload.metrics[metric].unit,
                 layout=taken.last.layout, kind=taken.last.kind,
@@ -212,7 +214,7 @@ class _Measuring:
             for (workload, system, metric), taken in self._taken.items()
         ]  # fmt: skip
 
-    def _marked(self, rows: Sequence[Row]) -> list[Row]:
+    def _marked(self, rows: Sequence[ResultRow]) -> list[ResultRow]:
         """Each row with what the host did in its rounds."""
         seen = list(self._seen.values())
         wake_us = max((each.wake_us for each in seen), default=0.0)
@@ -222,7 +224,7 @@ class _Measuring:
             for row in rows
         ]
 
-    def _ratios(self) -> dict[str, Summary]:
+    def _ratios(self) -> dict[str, ValueSummary]:
         """Pair by pair, of the rounds that both had."""
         found = {}
         for one, other in self._workload.pairs:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["TABLES", "Table"]
+__all__ = ["TABLES", "TableSpec"]
 
 _MEDIANS = (
     "Medians of rounds taken in turn; in parentheses the 20th and 80th percentile, or the lowest and highest median "
@@ -16,7 +16,7 @@ _SEEDS = "The mean over the services of a workload, then the median of seeds (sl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class TableSpec:
     """``metrics``: each a column by its title or, if ``long``, a line of its own. ``ratio``: whose ratio is shown.
 
     ``workloads``: only those that begin so. ``counted``: what a row's ``n`` counts, if not rounds.
@@ -45,36 +45,40 @@ class Table:
 
 _OURS = "plait's ratio to it"
 
-TABLES: Mapping[str, Table] = {
-    "images": Table(bench="images", metrics={"images_per_s": "images/s"}, ratio="images_per_s", ratio_title=_OURS),
-    "loadtest": Table(
+TABLES: Mapping[str, TableSpec] = {
+    "images": TableSpec(bench="images", metrics={"images_per_s": "images/s"}, ratio="images_per_s", ratio_title=_OURS),
+    "loadtest": TableSpec(
         bench="loadtest",
         metrics={"requests_per_s": "requests/s", "cpu_s_per_1000": "CPU s per 1,000"},
         ratio="requests_per_s",
         ratio_title=_OURS,
     ),
-    "disagg": Table(bench="disagg", metrics={"goodput_per_s": "in time/s"}, ratio="goodput_per_s", ratio_title=_OURS),
-    "in-process": Table(
+    "disagg": TableSpec(
+        bench="disagg", metrics={"goodput_per_s": "in time/s"}, ratio="goodput_per_s", ratio_title=_OURS
+    ),
+    "in-process": TableSpec(
         bench="disagg",
         metrics={"in_process_per_s": "requests/s"},
         ratio="in_process_per_s",
         ratio_title="split by whole",
     ),
-    "one-by-one": Table(
+    "one-by-one": TableSpec(
         bench="disagg",
         metrics={"latency_p50_us": "us, median", "added_p50_us": "us more than whole"},
         ratio="latency_p50_us",
         ratio_title="split by whole",
     ),
-    "serve-one-by-one": Table(
+    "serve-one-by-one": TableSpec(
         bench="disagg",
         metrics={"latency_p50_ms": "ms, median", "latency_p99_ms": "ms, p99"},
         ratio="latency_p50_ms",
         ratio_title="median by Serve's",
     ),
-    "overload": Table(bench="disagg", metrics={"in_time_per_s": "in time/s", "share_of_peak": "of its peak"}),
-    "refresh": Table(bench="disagg", metrics={"p99_ms": "ms, p99"}, ratio="p99_ms", ratio_title="refreshed by still"),
-    "refresh-counts": Table(
+    "overload": TableSpec(bench="disagg", metrics={"in_time_per_s": "in time/s", "share_of_peak": "of its peak"}),
+    "refresh": TableSpec(
+        bench="disagg", metrics={"p99_ms": "ms, p99"}, ratio="p99_ms", ratio_title="refreshed by still"
+    ),
+    "refresh-counts": TableSpec(
         bench="disagg",
         metrics={
             "mixed_version_answers": "wrong answers",
@@ -85,7 +89,7 @@ TABLES: Mapping[str, Table] = {
         verb="Counted",
         says="",
     ),
-    "fabric": Table(
+    "fabric": TableSpec(
         bench="fabric",
         metrics={
             "gb_per_s": "GB/s",
@@ -97,7 +101,7 @@ TABLES: Mapping[str, Table] = {
         ratio="*",
         ratio_title=_OURS,
     ),
-    "autoconfig": Table(
+    "autoconfig": TableSpec(
         bench="autoconfig",
         metrics={
             "regret_at_5": "regret at trial 5",
@@ -109,6 +113,6 @@ TABLES: Mapping[str, Table] = {
         verb="Searched",
         says=_SEEDS,
     ),
-    "crossing": Table(bench="disagg", metrics={"crossing_bytes": "bytes"}, verb="Counted", says=""),
+    "crossing": TableSpec(bench="disagg", metrics={"crossing_bytes": "bytes"}, verb="Counted", says=""),
 }
 """By the name that stands in a marker."""

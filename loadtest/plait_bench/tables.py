@@ -17,8 +17,8 @@ from typing import Any
 from plait_bench import records
 from plait_bench.errors import BenchError
 from plait_bench.host import PACKAGE_FOLDERS, is_in_history
-from plait_bench.table_specs import TABLES, Table
-from plait_bench.tabulated import Line, lines_of
+from plait_bench.table_specs import TABLES, TableSpec
+from plait_bench.tabulated import TableLine, lines_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "loadtest" / "results"
@@ -46,7 +46,7 @@ def _filled(name: str, results: Path, root: Path) -> str:
     return render(spec, records.read(results / f"{spec.bench}.jsonl"), root)
 
 
-def render(spec: Table, recorded: Sequence[Mapping[str, Any]], root: Path) -> str:
+def render(spec: TableSpec, recorded: Sequence[Mapping[str, Any]], root: Path) -> str:
     """Render a table of the rows that it shows, and say how many may not be shown."""
     mine = [row for row in recorded if spec.shows(row)]
     shown = [row for row in mine if _may_be_shown(str(row["commit"]), root)]
@@ -71,7 +71,7 @@ def render(spec: Table, recorded: Sequence[Mapping[str, Any]], root: Path) -> st
 _RUN = ("load", "commit", "date")
 
 
-def _run(line: Line) -> list[str]:
+def _run(line: TableLine) -> list[str]:
     rounds = f"{line.runs} x {line.rounds}" if line.runs > 1 else str(line.rounds)
     return [rounds, f"{line.load:.2f}" + (" busy" if line.busy else ""), f"`{line.commit[:7]}`", line.date[:10]]
 
@@ -83,7 +83,7 @@ def _may_be_shown(commit: str, root: Path) -> bool:
 _is_in_history = cache(is_in_history)
 
 
-def _footer(spec: Table, shown: Sequence[Mapping[str, Any]]) -> str:
+def _footer(spec: TableSpec, shown: Sequence[Mapping[str, Any]]) -> str:
     """What holds for all lines: the machine and what the numbers are."""
     hosts = dict.fromkeys(_host(row["host"]) for row in shown)
     where = " and ".join(hosts)

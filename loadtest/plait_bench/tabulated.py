@@ -8,9 +8,9 @@ from typing import Any
 
 from plait_bench.host import BUSY_LOAD, SLOW_WAKE_US
 from plait_bench.summary import percentile
-from plait_bench.table_specs import Table
+from plait_bench.table_specs import TableSpec
 
-__all__ = ["Line", "lines_of"]
+__all__ = ["TableLine", "lines_of"]
 
 Record = Mapping[str, Any]
 _Key = tuple[str, str, str]
@@ -18,7 +18,7 @@ _Key = tuple[str, str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class TableLine:
     """One line: a system's values, the ratio to it, and the run (or ``runs``) that they come from."""
 
     workload: str
@@ -33,7 +33,7 @@ class Line:
     date: str
 
 
-def lines_of(table: Table, shown: Sequence[Record]) -> list[Line]:
+def lines_of(table: TableSpec, shown: Sequence[Record]) -> list[TableLine]:
     """Make the lines, workload by workload, in the order in which rows were first recorded."""
     groups = _groups(shown)
     found = []
@@ -66,8 +66,8 @@ def date_of(row: Record) -> str:
     return str(row.get("date") or row["host"].get("date", ""))
 
 
-def _line(workload: str, system: str, cells: tuple[str, ...], ratio: str, runs: Sequence[Record]) -> Line:
-    return Line(
+def _line(workload: str, system: str, cells: tuple[str, ...], ratio: str, runs: Sequence[Record]) -> TableLine:
+    return TableLine(
         workload=workload,
         system=system,
         cells=cells,
@@ -99,7 +99,7 @@ def _ratio(groups: Mapping[_Key, Sequence[Record]], workload: str, system: str, 
     return ""
 
 
-def _cell(runs: Sequence[Record], table: Table, metric: str) -> str:
+def _cell(runs: Sequence[Record], table: TableSpec, metric: str) -> str:
     """Value, spread and, where lines have different ones, the unit."""
     if not runs:
         return ""

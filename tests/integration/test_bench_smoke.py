@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from plait_bench.document import document
-from plait_bench.fleet.values import Items
+from plait_bench.fleet.values import ItemList
 from plait_bench.host import host_facts
 from plait_bench.images import SYSTEMS, definition
-from plait_bench.runner import Plan
+from plait_bench.runner import RunPlan
 from support.bench import InProcessFleet, run_on_fleets, tiny_model_folder
 
 # mixed16 has plain orders and orders with each ControlNet: `single` and `controlnet` would show nothing more.
@@ -27,14 +27,14 @@ def measured(tmp_path_factory):
     threads = torch.get_num_threads()
     try:
         result = run_on_fleets(
-            replace(benchmark, workloads=short), Plan(rounds=1, trials=1), cores=1, open_fleet=InProcessFleet
+            replace(benchmark, workloads=short), RunPlan(rounds=1, trials=1), cores=1, open_fleet=InProcessFleet
         )
     finally:
         torch.set_num_threads(threads)
     return document("images", "abc123", host_facts(), result)
 
 
-def _shortened(workload: Items) -> Items:
+def _shortened(workload: ItemList) -> ItemList:
     """Three orders of few steps; of the mixed ones one with each ControlNet, and one without.
 
     The stock pipeline loads a LoRA for seconds: it proves its agreement where that is the point, with two.

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from plait_bench.disagg.systems.served import served
-from plait_bench.disagg.workloads.refresh import Answer, Publisher, Run, wrong_answers
+from plait_bench.disagg.workloads.refresh import LoadAnswer, Publisher, RefreshRun, wrong_answers
 from plait_disagg.package import Package, open_package
 from support import refresh as kit
 
@@ -45,7 +45,7 @@ def test_a_refresh_under_load_loses_nothing_and_mixes_nothing(package, updates):
     with (
         served(package, "split") as (ranker, workers),
         closing(Publisher(package, updates, workers)) as publisher,
-        closing(Run(ranker, requests, publisher, phase_s=1.5)) as run,
+        closing(RefreshRun(ranker, requests, publisher, phase_s=1.5)) as run,
     ):
         assert run.find_rate() > 0
         for refreshed in (False, True):
@@ -63,10 +63,12 @@ def test_a_wrong_answer_is_found(package, updates):
     """One of another version, one of a version that there never was, one that is off by a little; a lost one is
     counted elsewhere."""
     requests = [kit.request(package, seed) for seed in range(3)]
-    right = [Answer(request=n, latency_s=0.0, version="1", scores=kit.scores(package, requests[n])) for n in range(3)]
+    right = [
+        LoadAnswer(request=n, latency_s=0.0, version="1", scores=kit.scores(package, requests[n])) for n in range(3)
+    ]
     wrong = [replace(right[0], version="2"), replace(right[1], version="99")]
     off = replace(right[2], scores=right[2].scores + 1e-2)
-    lost = Answer(request=0, latency_s=1.0)
+    lost = LoadAnswer(request=0, latency_s=1.0)
     assert wrong_answers(package, updates, requests, [*right, lost])[0] == 0
     fresh = open_package(package.folder)
     assert wrong_answers(fresh, updates, requests, [*right, *wrong, off, lost])[0] == 3

@@ -6,44 +6,44 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from plait_bench.benchmark import Metric, Row
-from plait_bench.errors import Disagreement, Unavailable
+from plait_bench.benchmark import Metric, ResultRow
+from plait_bench.errors import Disagreement, SystemUnavailable
 from plait_bench.fleet.values import (
-    Definition,
     Fleet,
+    FleetDefinition,
+    FleetWorker,
     Item,
-    Items,
-    Layout,
-    Outcome,
-    Sample,
+    ItemList,
+    ItemOutcome,
+    ProcessLayout,
+    RunSample,
     System,
-    Worker,
 )
 from plait_bench.fleet.workers import sample
 from plait_bench.fleet.workload import OpenFleet, on_fleets
-from plait_bench.host import Conditions
-from plait_bench.runner import Plan, Result, joined, run
+from plait_bench.host import HostConditions
+from plait_bench.runner import BenchResult, RunPlan, joined, run
 
 
 class FakeFleet:
     """Takes ``seconds(layout, run number)`` of virtual time; notes in ``log`` what it was asked."""
 
-    def __init__(self, name: str, seconds: Callable[[Layout, int], float], log: list[str]) -> None:
+    def __init__(self, name: str, seconds: Callable[[ProcessLayout, int], float], log: list[str]) -> None:
         self._name = name
         self._seconds = seconds
         self._log = log
-        self._layout = Layout(processes=1, threads=1)
+        self._layout = ProcessLayout(processes=1, threads=1)
         self._runs = 0
         self.closed = False
 
-    def configure(self, layout: Layout) -> None:
+    def configure(self, layout: ProcessLayout) -> None:
         self._layout = layout
 
-    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool = False) -> Sample:
+    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool = False) -> RunSample:
         self._log.append(f"{self._name} {'keep' if keep else len(items)}")
         seconds = self._seconds(self._layout, self._runs)
         self._runs += 1
-        return Sample(
+        return RunSample(
             wall_s=seconds, latencies_s=(seconds,) * len(items), results=tuple(item["picture"] for item in items)
         )
 
@@ -51,28 +51,33 @@ class FakeFleet:
         self.closed = True
 
 
-def calm() -> Conditions:
+def calm() -> HostConditions:
     """A host with nothing else to do."""
-    return Conditions(load=0.1, wake_us=10.0)
+    return HostConditions(load=0.1, wake_us=10.0)
 
 
 def run_on_fleets(
-    definition: Definition, plan: Plan, *, cores: int, open_fleet: OpenFleet, look: Callable[[], Conditions] = calm
-) -> Result:
+    definition: FleetDefinition,
+    plan: RunPlan,
+    *,
+    cores: int,
+    open_fleet: OpenFleet,
+    look: Callable[[], HostConditions] = calm,
+) -> BenchResult:
     """The whole benchmark, in silence."""
     benchmark = on_fleets(definition, cores=cores, open_fleet=open_fleet)
     return joined(list(run(benchmark, plan, say=lambda _: None, look=look)))
 
 
-def fake_benchmark(*names: str, workloads: Sequence[Items]) -> Definition:
+def fake_benchmark(*names: str, workloads: Sequence[ItemList]) -> FleetDefinition:
     """Systems called ``names``, the first ours; results must be equal."""
 
-    def check(workload: Items, results: Mapping[str, Sequence[object]]) -> list[Row]:
+    def check(workload: ItemList, results: Mapping[str, Sequence[object]]) -> list[ResultRow]:
         if len({tuple(values) for values in results.values()}) > 1:
             raise Disagreement("results differ")
         return []
 
-    return Definition(
+    return FleetDefinition(
         name="fake",
         ours=names[0],
         systems=tuple(
@@ -86,16 +91,16 @@ def fake_benchmark(*names: str, workloads: Sequence[Items]) -> Definition:
     )
 
 
-def fake_workload(name: str = "work", items: int = 4, **more: object) -> Items:
+def fake_workload(name: str = "work", items: int = 4, **more: object) -> ItemList:
     """``items`` items at once, and a warm-up of one."""
     item = {"picture": 1}
-    return Items(name=name, items=(item,) * items, warm_up=(item,), **{"one_by_one": False, **more})
+    return ItemList(name=name, items=(item,) * items, warm_up=(item,), **{"one_by_one": False, **more})
 
 
 # ---- systems that worker processes build ----------------------------------------------------------------------------
 
 
-class Echo:
+class EchoSubject:
     """Returns each item with the layout it was given; fails, dies or chats when an item says so."""
 
     def __init__(self, greeting: str) -> None:
@@ -104,7 +109,7 @@ class Echo:
     def configure(self, *, threads: int, variant: str) -> None:
         self._told |= {"threads": threads, "variant": variant}
 
-    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool) -> list[Outcome]:
+    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool) -> list[ItemOutcome]:
         outcomes = []
         for item in items:
             if item.get("die"):
@@ -113,21 +118,21 @@ class Echo:
                 raise ValueError("no such thing")
             print("libraries print to stdout")
             result = {**item, **self._told, "one_by_one": one_by_one} if keep else None
-            outcomes.append(Outcome(finished_s=time.monotonic(), result=result))
+            outcomes.append(ItemOutcome(finished_s=time.monotonic(), result=result))
         return outcomes
 
     def close(self) -> None:
         """Nothing to release."""
 
 
-def echo(greeting: str) -> Worker:
+def echo(greeting: str) -> FleetWorker:
     """A factory that works."""
-    return Echo(greeting)
+    return EchoSubject(greeting)
 
 
-def absent(greeting: str) -> Worker:
+def absent(greeting: str) -> FleetWorker:
     """A factory whose library is missing."""
-    raise Unavailable(f"{greeting} needs a library")
+    raise SystemUnavailable(f"{greeting} needs a library")
 
 
 # ---- the image benchmark without processes --------------------------------------------------------------------------
@@ -139,12 +144,12 @@ class InProcessFleet:
     def __init__(self, system: System, processes: int) -> None:
         assert processes == 1
         module, _, name = system.factory.partition(":")
-        self._worker: Worker = getattr(__import__(module, fromlist=[name]), name)(**system.settings)
+        self._worker: FleetWorker = getattr(__import__(module, fromlist=[name]), name)(**system.settings)
 
-    def configure(self, layout: Layout) -> None:
+    def configure(self, layout: ProcessLayout) -> None:
         self._worker.configure(threads=layout.threads, variant=layout.variant)
 
-    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool = False) -> Sample:
+    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool = False) -> RunSample:
         started_s = time.monotonic()
         outcomes = self._worker.run(items, one_by_one=one_by_one, keep=keep)
         return sample(

@@ -9,7 +9,7 @@ __all__ = ["Header", "WireError", "entries", "integer", "integers", "text"]
 
 Header: TypeAlias = Mapping[str, Any]
 
-_MOST = 4_096
+_MAX = 4_096
 
 
 class WireError(Exception):
@@ -27,7 +27,7 @@ def integer(header: Header, key: str, end: int) -> int:
 def entries(header: Header, key: str) -> list[Any]:
     """A list of anything, not too long; empty if there is none. Raises `WireError`."""
     value = header.get(key, [])
-    if not isinstance(value, list) or len(value) > _MOST:
+    if not isinstance(value, list) or len(value) > _MAX:
         raise WireError(f"{key} is no list")
     return value
 

@@ -22,11 +22,11 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from plait_disagg.errors import BadInput, Busy, DeadlinePassed, RankError, Unavailable, UnknownModel
+from plait_disagg.errors import BadInput, Busy, DeadlinePassed, RankError, UnknownModel, WorkerUnavailable
 from plait_disagg.messages.cards import card_from_json, card_to_json
 from plait_disagg.messages.fields import Header, WireError, entries, integer, integers, text
 from plait_disagg.messages.hot_rows import HotRows, can_merge
-from plait_disagg.messages.layout import Counts, Layout, LayoutError, decode, describe, encode, parse_layout
+from plait_disagg.messages.layout import LayoutError, MessageLayout, RowCounts, decode, describe, encode, parse_layout
 from plait_disagg.queue.batch import cut
 from plait_disagg.queue.knobs import WireFormat
 from plait_disagg.values import ModelCard, RankAnswer, RankRequest, RankTimings
@@ -76,7 +76,7 @@ _ERRORS: dict[str, type[RankError]] = {
     "unknown_model": UnknownModel,
     "busy": Busy,
     "deadline": DeadlinePassed,
-    "unavailable": Unavailable,
+    "unavailable": WorkerUnavailable,
     "internal": RankError,
 }
 _CODES = {kind: code for code, kind in _ERRORS.items()}
@@ -98,7 +98,7 @@ class DenseAsk:
     number: int
     candidates: tuple[int, ...]
     crossing: Mapping[str, torch.Tensor]
-    layout: Layout
+    layout: MessageLayout
     mergeable: bool
     hot: HotRows | None = None
     dense_version: str = ""
@@ -130,7 +130,9 @@ def parse_welcome(header: Header) -> Welcome:
         raise WireError(str(error)) from error
 
 
-def rank_message(number: int, request: RankRequest, layout: Layout, pool: Pool) -> tuple[dict[str, Any], list[Buffer]]:
+def rank_message(
+    number: int, request: RankRequest, layout: MessageLayout, pool: Pool
+) -> tuple[dict[str, Any], list[Buffer]]:
     """A request. ``layout``: `layout_of_inputs` of the server's card. A deadline travels as what is left of it."""
     header: dict[str, Any] = {
         "kind": "rank",
@@ -144,10 +146,10 @@ def rank_message(number: int, request: RankRequest, layout: Layout, pool: Pool) 
     return header, encode(layout, request.tensors, pool, timeout_s=SEND_S)
 
 
-def parse_rank(header: Header, buffers: Sequence[memoryview], card: ModelCard, layout: Layout) -> RankRequest:
+def parse_rank(header: Header, buffers: Sequence[memoryview], card: ModelCard, layout: MessageLayout) -> RankRequest:
     """The request; its tensors view ``buffers``. What the numbers say was checked by the ingress, and table
     lookups check ids again. Raises `WireError`."""
-    counts = Counts(users=1, items=integer(header, "n", _ROWS), flat=integers(header, "flat", _ROWS))
+    counts = RowCounts(users=1, items=integer(header, "n", _ROWS), flat=integers(header, "flat", _ROWS))
     left_s = header.get("left_s")
     if left_s is not None and not isinstance(left_s, int | float):
         raise WireError("left_s is no number")
@@ -230,7 +232,7 @@ def parse_answers(header: Header, buffers: Sequence[memoryview]) -> list[tuple[i
         raise WireError("versions are no texts")
     if not len(numbers) == len(rows) == len(times) == len(crossed) == len(versions):
         raise WireError("an answer's lists differ in length")
-    counts = Counts(users=sum(rows), items=sum(rows), flat=integers(header, "flat", _ROWS))
+    counts = RowCounts(users=sum(rows), items=sum(rows), flat=integers(header, "flat", _ROWS))
     outputs = _decode(_layout(header), own_buffers(buffers), counts)
     if any(output.shape[0] != counts.items for output in outputs.values()):
         raise WireError("an answer has other rows than it says")
@@ -281,7 +283,7 @@ def parse_dense(header: Header, buffers: Sequence[memoryview]) -> DenseAsk:
     if not candidates:
         raise WireError("a batch without requests")
     layout = _layout(header)
-    counts = Counts(users=len(candidates), items=sum(candidates), flat=integers(header, "flat", _ROWS))
+    counts = RowCounts(users=len(candidates), items=sum(candidates), flat=integers(header, "flat", _ROWS))
     hot = _hot(header)
     return DenseAsk(
         number=parse_number(header),
@@ -329,7 +331,7 @@ def parse_done(
     if error is not None:
         return number, _parse_error([number, *error, None] if isinstance(error, list) else error)[1]
     items = integer(header, "n", _ROWS)
-    counts = Counts(users=items, items=items, flat=integers(header, "flat", _ROWS))
+    counts = RowCounts(users=items, items=items, flat=integers(header, "flat", _ROWS))
     ms = header.get("ms")
     if not isinstance(ms, int | float):
         raise WireError("ms is no number")
@@ -353,14 +355,14 @@ def own_buffers(buffers: Sequence[memoryview]) -> list[memoryview]:
     return [memoryview(bytearray(buffer)) for buffer in buffers]
 
 
-def _decode(layout: Layout, buffers: Sequence[memoryview], counts: Counts) -> dict[str, torch.Tensor]:
+def _decode(layout: MessageLayout, buffers: Sequence[memoryview], counts: RowCounts) -> dict[str, torch.Tensor]:
     try:
         return decode(layout, buffers, counts)
     except LayoutError as error:
         raise WireError(str(error)) from error
 
 
-def _layout(header: Header) -> Layout:
+def _layout(header: Header) -> MessageLayout:
     text = header.get("layout")
     if not isinstance(text, str):
         raise WireError("layout is no text")

@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from plait_disagg.errors import RankError, Unavailable
+from plait_disagg.errors import RankError, WorkerUnavailable
 from plait_disagg.messages.wire import SEND_S, Role, WireError, hello_header, parse_welcome
-from plait_disagg.queue.order import Elsewhere
+from plait_disagg.queue.order import Downstream
 from plait_disagg.values import ModelCard
 from plait_disagg.workers.server import GREET_S
 from plait_fabric import Buffer, Channel, FabricError, FabricTimeout, Message, Pool, RecvTimeout
@@ -111,14 +111,15 @@ class Line(Generic[T]):
         return len(self._open)
 
     def ask(self, item: T, pack: Pack) -> int:
-        """Sends a question and returns its number. Raises `Unavailable` (it was not taken), or what ``pack`` raises.
+        """Sends a question and returns its number. Raises `WorkerUnavailable` (it was not taken), or what ``pack``
+        raises.
 
         Once this returned, the owner hears of the item exactly once: by an answer that it `take`s, or by ``on_lost``.
         """
         with self._lock:
             channel = self._channel
             if channel is None:
-                raise Unavailable(self.why_down)
+                raise WorkerUnavailable(self.why_down)
             number = self._next_number
             self._next_number += 1
             self._open[number] = (item, time.monotonic())
@@ -131,7 +132,7 @@ class Line(Generic[T]):
                 raise RankError(f"the request does not fit the fabric: {error}") from error
             channel.close()
             if mine:  # else on_lost was faster and has it
-                raise Unavailable(f"the worker was lost: {error}") from error
+                raise WorkerUnavailable(f"the worker was lost: {error}") from error
         except BaseException:
             self.take(number)
             raise
@@ -311,10 +312,10 @@ class Lines(Generic[T]):
         return sum(line.open_questions for line in self.all)
 
     @property
-    def elsewhere(self) -> Elsewhere:
+    def elsewhere(self) -> Downstream:
         """What the lines that can be asked now bear; open questions of all."""
         up = [(line.open_questions, line.window) for line in self.all if line.up]
-        return Elsewhere(
+        return Downstream(
             open=self.open_questions,
             idle=sum(not asked for asked, _ in up),
             room=sum(max(0, window - asked) for asked, window in up),

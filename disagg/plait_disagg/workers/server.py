@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from plait_disagg.messages.wire import SEND_S, Role, WireError, parse_hello, version_header, welcome_header
-from plait_disagg.queue.counting import NowAndThen
+from plait_disagg.queue.metrics_throttle import MetricsThrottle
 from plait_disagg.values import ModelCard
-from plait_fabric import Buffer, Channel, Closed, FabricError, Listener, Message, PeerLost, Pool
+from plait_fabric import Buffer, Channel, ChannelClosed, FabricError, Listener, Message, PeerLost, Pool
 from plait_fabric.threads import set_threads
 
 __all__ = ["GREET_S", "Peer", "Server"]
@@ -25,13 +25,13 @@ _log = logging.getLogger(__name__)
 GREET_S = 10.0
 """How long a client may take to say hello, or a server to answer it."""
 
-_MOST_CHANNELS = 128
+_MAX_CHANNELS = 128
 
 
 class Peer:
     """A connected client."""
 
-    def __init__(self, number: int, channel: Channel, metrics: NowAndThen) -> None:
+    def __init__(self, number: int, channel: Channel, metrics: MetricsThrottle) -> None:
         self.number = number
         self.channel = channel
         self.metrics = metrics
@@ -53,7 +53,7 @@ class Peer:
 
     def drop(self, error: Exception) -> None:
         """Hangs up because of ``error``."""
-        if not isinstance(error, PeerLost | Closed):
+        if not isinstance(error, PeerLost | ChannelClosed):
             _log.warning("dropping client %s: %s", self.channel.peer, error)
         self.channel.close()
 
@@ -142,12 +142,12 @@ class Server:
 
     def _admit(self, channel: Channel) -> None:
         with self._lock:
-            if self._stopped or len(self._peers) >= _MOST_CHANNELS:
+            if self._stopped or len(self._peers) >= _MAX_CHANNELS:
                 _log.warning("too many channels; %s is refused", channel.peer)
                 channel.close()
                 return
             self._numbers += 1
-            peer = Peer(self._numbers, channel, NowAndThen(self._metrics))
+            peer = Peer(self._numbers, channel, MetricsThrottle(self._metrics))
             self._peers[peer.number] = peer
         threading.Thread(target=self._receive, args=(peer,), name=f"{self._role} {peer.number}", daemon=True).start()
 
@@ -163,7 +163,7 @@ class Server:
                 peer.send(version_header(self._card.version))
             while True:
                 self._on_message(peer, peer.channel.recv())
-        except (PeerLost, Closed) as error:
+        except (PeerLost, ChannelClosed) as error:
             _log.info("client %s left: %s", peer.channel.peer, error)
         except (FabricError, WireError) as error:
             peer.drop(error)

@@ -18,7 +18,7 @@ from plait_bench.autoconfig import falcon, llm_pilot, synthetic, tables
 from plait_bench.autoconfig.searching import Falcon, LlmPilot, Searching
 from plait_bench.autoconfig.tasks import Suite
 from plait_bench.benchmark import Benchmark, chosen
-from plait_bench.errors import Unavailable
+from plait_bench.errors import SystemUnavailable
 
 NAME = "autoconfig"
 SEEDS, QUICK_SEEDS = 20, 2
@@ -58,9 +58,9 @@ def _spaces() -> dict[str, Space]:
 
 
 def _folder(name: str, data: Path | None) -> Path:
-    """Where the published table lies. Raises `Unavailable`."""
+    """Where the published table lies. Raises `SystemUnavailable`."""
     if data is None:
-        raise Unavailable(f"{name} needs the folder with the published tables (--data)")
+        raise SystemUnavailable(f"{name} needs the folder with the published tables (--data)")
     if not (data / name).is_dir():
-        raise Unavailable(f"{name}: {data} has no folder of that name")
+        raise SystemUnavailable(f"{name}: {data} has no folder of that name")
     return data / name

@@ -7,7 +7,7 @@ from statistics import fmean, median
 
 from plait_bench.autoconfig.play import Curve
 from plait_bench.autoconfig.tasks import Suite
-from plait_bench.benchmark import Metric, Row
+from plait_bench.benchmark import Metric, ResultRow
 from plait_bench.paired import p_better, p_not_worse
 
 MARGIN_TRIALS = 1.0
@@ -41,7 +41,7 @@ def units(suite: Suite) -> dict[str, Metric]:
     return found
 
 
-def tests(suite: Suite, played: Played, ours: str) -> list[Row]:
+def tests(suite: Suite, played: Played, ours: str) -> list[ResultRow]:
     """Two paired tests against each of the others, on trials to 5 %, service by service (`paired`)."""
     found = []
     if ours not in played:
@@ -56,7 +56,7 @@ def tests(suite: Suite, played: Played, ours: str) -> list[Row]:
             ("trials_to_5pct_p_not_1_worse", p_not_worse(mine, theirs, MARGIN_TRIALS)),
         ):
             found.append(
-                Row(
+                ResultRow(
                     system=f"{ours}/{system}", workload=suite.name, metric=metric, unit="p", value=p, p20=p, p80=p,
                     n=len(mine), layout="sign flips over services; false alarms <= 5 % at p <= 0.05",
                 )
@@ -68,6 +68,6 @@ def _by_service(seeds: Sequence[Sequence[Curve]]) -> list[float]:
     return [fmean(seed[at].trials_to(0.05) for seed in seeds) for at in range(len(seeds[0]))]
 
 
-def row(system: str, workload: str, metric: str, unit: str, values: Sequence[float]) -> Row:
+def row(system: str, workload: str, metric: str, unit: str, values: Sequence[float]) -> ResultRow:
     """Of one value per seed."""
-    return Row.of(values, system=system, workload=workload, metric=metric, unit=unit)
+    return ResultRow.of(values, system=system, workload=workload, metric=metric, unit=unit)

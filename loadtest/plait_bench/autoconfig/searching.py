@@ -12,7 +12,7 @@ from plait_bench.autoconfig import judged, llm_pilot, zero_shot
 from plait_bench.autoconfig.contenders import MAX_SEEDS, OURS, SYSTEMS, Maker
 from plait_bench.autoconfig.play import Curve, ask_after_s, play
 from plait_bench.autoconfig.tasks import Suite
-from plait_bench.benchmark import Reading, Row, Say, Subject, Workload, pairs_of
+from plait_bench.benchmark import Reading, ResultRow, Say, Subject, Workload, pairs_of
 
 __all__ = ["Falcon", "LlmPilot", "Searching"]
 
@@ -44,7 +44,7 @@ class Searching(Workload):
 
     @contextmanager
     def session(self, say: Say) -> Iterator[None]:
-        """Load the suite. Raises `Unavailable` without its data."""
+        """Load the suite. Raises `SystemUnavailable` without its data."""
         self._say = say
         self.suite = self._load()
         self.metrics = judged.units(self.suite)
@@ -68,10 +68,10 @@ class Searching(Workload):
             found.append(Reading(metric="extra_trials_to_5pct", value=extra))
         return found
 
-    def conclude(self) -> Sequence[Row]:
+    def conclude(self) -> Sequence[ResultRow]:
         """Compare the designers over services, and say what learning from the library took."""
         took = [
-            Row(
+            ResultRow(
                 system=name, workload=self.name, metric="pretrain_s", unit="s", value=max(times), p20=min(times),
                 p80=max(times), n=len(times), rounds=tuple(times),
             )
@@ -84,7 +84,7 @@ class Searching(Workload):
 class Falcon(Searching):
     """Also: how long a proposal takes when there is much to think about."""
 
-    def conclude(self) -> Sequence[Row]:
+    def conclude(self) -> Sequence[ResultRow]:
         """Time proposals after many trials."""
         found = []
         for name in self.played:
@@ -100,13 +100,13 @@ class Falcon(Searching):
 class LlmPilot(Searching):
     """Also: S/O scores of the publication, after three measured cells of each model, and with none."""
 
-    def __init__(self, name: str, read: Callable[[], llm_pilot.Data]) -> None:
+    def __init__(self, name: str, read: Callable[[], llm_pilot.PilotData]) -> None:
         super().__init__(name, lambda: llm_pilot.suite(self._data))
         self._read = read
 
     @contextmanager
     def session(self, say: Say) -> Iterator[None]:
-        """Read the published data. Raises `Unavailable` without it."""
+        """Read the published data. Raises `SystemUnavailable` without it."""
         self._data = self._read()
         with super().session(say):
             yield
@@ -116,7 +116,7 @@ class LlmPilot(Searching):
         score = llm_pilot.score_of_regrets([curve.regret_at(min(3, self.suite.trials)) for curve in curves])
         return [*super().readings(system, seed, curves), Reading(metric="so_score_3_trials", value=score)]
 
-    def conclude(self) -> Sequence[Row]:
+    def conclude(self) -> Sequence[ResultRow]:
         """Score recommendations without any trial."""
         found = list(super().conclude())
         if OURS in self.played:

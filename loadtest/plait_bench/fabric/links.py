@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from plait_bench.benchmark import Metric, Reading, Subject, Workload, pairs_of
-from plait_bench.fabric.values import PEER_START_S, WAIT_S, Taking
+from plait_bench.fabric.values import PEER_START_S, WAIT_S, CallSubject
 from plait_bench.summary import percentile
 from plait_fabric import Channel, listen, new_secret
 from plait_fabric.link.link import PARAMETERS, Link
@@ -54,12 +54,12 @@ class ModelledLinks(Workload):
         """Open the links for each round, or their formulas."""
         links = known_links()
         if system == "model":
-            yield Taking(lambda: [each for name in _LINKS for each in _modelled(name, links[name].link)])
+            yield CallSubject(lambda: [each for name in _LINKS for each in _modelled(name, links[name].link)])
             return
         with tempfile.TemporaryDirectory(prefix="plait-bench-") as folder:
             file = Path(folder) / "links.json"
             file.write_text(links_document(links), encoding="utf-8")
-            yield Taking(lambda: [each for name in _LINKS for each in _measured(name, links[name].link, file)])
+            yield CallSubject(lambda: [each for name in _LINKS for each in _measured(name, links[name].link, file)])
 
 
 def known_links() -> dict[str, SourcedLink]:

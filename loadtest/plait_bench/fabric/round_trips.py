@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from plait_bench.benchmark import Metric, Reading, Subject, Workload
-from plait_bench.fabric.values import PEER_START_S, WAIT_S, Taking
+from plait_bench.fabric.values import PEER_START_S, WAIT_S, CallSubject
 from plait_bench.summary import percentile
 from plait_fabric import Channel, FabricOptions, listen, new_secret
 from plait_fabric.testing.peer import spawned_peer
@@ -35,7 +35,7 @@ class RoundTrips(Workload):
     @contextmanager
     def open(self, system: str, layout: str) -> Iterator[Subject]:
         """Open a channel for each round."""
-        yield Taking(lambda: [Reading(metric="round_trip_us", value=_median_us(_SPIN_S[system]))])
+        yield CallSubject(lambda: [Reading(metric="round_trip_us", value=_median_us(_SPIN_S[system]))])
 
 
 def round_trips_us(channel: Channel, nbytes: int, repeats: int) -> list[float]:

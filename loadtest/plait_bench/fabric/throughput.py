@@ -15,7 +15,7 @@ import numpy as np
 
 from plait_bench.benchmark import Metric, Reading, Say, Subject, Workload, pairs_of
 from plait_bench.errors import BenchError
-from plait_bench.fabric.values import PEER_START_S, WAIT_S, Taking, apart_from
+from plait_bench.fabric.values import PEER_START_S, WAIT_S, CallSubject, pinned_apart
 from plait_fabric import Channel, listen, new_secret
 from plait_fabric.memory.pool import copy_bytes
 from plait_fabric.testing.peer import spawned_peer
@@ -49,7 +49,7 @@ class Throughput(Workload):
     @contextmanager
     def open(self, system: str, layout: str) -> Iterator[Subject]:
         """Open the fabric, or memcpy."""
-        yield Taking(self._sent if system == "plait" else self._copied)
+        yield CallSubject(self._sent if system == "plait" else self._copied)
 
     def _sent(self) -> list[Reading]:
         seconds, layout = _sent_s(self._pieces, self._checksum)
@@ -82,7 +82,7 @@ def _sent_s(pieces: list[memoryview], checksum: int) -> tuple[float, str]:
         listen(f"shm://{folder}/socket", secret=secret) as listener,
         spawned_peer("drain", listener.address, secret) as peer,
         listener.accept(PEER_START_S) as channel,
-        apart_from(peer.pid) as layout,
+        pinned_apart(peer.pid) as layout,
     ):
         _send_all(channel, pieces, 1, checksum)
         started_s = time.perf_counter()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from plait_bench.benchmark import Reading
 
-__all__ = ["PEER_START_S", "WAIT_S", "Taking", "apart_from"]
+__all__ = ["PEER_START_S", "WAIT_S", "CallSubject", "pinned_apart"]
 
 PEER_START_S = 60.0
 """How long a peer's process may take to come up on a busy machine."""
@@ -18,7 +18,7 @@ WAIT_S = 60.0
 
 
 @dataclass(frozen=True)
-class Taking:
+class CallSubject:
     """Implements `Subject`: each round is one call, which warms up by itself."""
 
     take: Callable[[], Sequence[Reading]]
@@ -32,7 +32,7 @@ class Taking:
 
 
 @contextmanager
-def apart_from(pid: int) -> Iterator[str]:
+def pinned_apart(pid: int) -> Iterator[str]:
     """Pin this process to one core and that one to another, if there are two; yields a remark that says so. A scheduler
     that puts both on one makes them take turns, which says nothing about the fabric."""
     cores = sorted(os.sched_getaffinity(0))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
-from plait_bench.benchmark import Metric, Row
+from plait_bench.benchmark import Metric, ResultRow
 
 Json: TypeAlias = Any
 """What ``json`` can write and read back unchanged."""
@@ -18,7 +18,7 @@ Item: TypeAlias = Mapping[str, Json]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Items:
+class ItemList:
     """A workload: ``items`` in arrival order, all at once, or ``one_by_one`` (the next when the last is done).
 
     ``warm_up`` are items that touch all that ``items`` touch, only shorter. ``systems``: who takes part; None: all.
@@ -32,7 +32,7 @@ class Items:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class ProcessLayout:
     """``processes`` workers with ``threads`` compute threads each; ``variant`` is a choice that the system offers."""
 
     processes: int
@@ -56,24 +56,24 @@ class System:
     factory: str
     settings: Mapping[str, Json]
     share: Callable[[Sequence[Item], int], list[list[int]]]
-    variants: Callable[[Items], tuple[str, ...]] = lambda _: ("",)
+    variants: Callable[[ItemList], tuple[str, ...]] = lambda _: ("",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class ItemOutcome:
     """An item's end: ``finished_s`` on CLOCK_MONOTONIC, which all processes of a machine share; ``result`` if kept."""
 
     finished_s: float
     result: Json = None
 
 
-class Worker(Protocol):
+class FleetWorker(Protocol):
     """A system inside a worker process."""
 
     def configure(self, *, threads: int, variant: str) -> None:
         """Apply a layout's share of one process."""
 
-    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool) -> list[Outcome]:
+    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool) -> list[ItemOutcome]:
         """Do all items; outcomes in item order. ``keep`` asks for results."""
 
     def close(self) -> None:
@@ -81,7 +81,7 @@ class Worker(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class RunSample:
     """One run of a workload: seconds until the last item was done, latencies and (if kept) results in item order."""
 
     wall_s: float
@@ -92,10 +92,10 @@ class Sample:
 class Fleet(Protocol):
     """A system's worker processes."""
 
-    def configure(self, layout: Layout) -> None:
+    def configure(self, layout: ProcessLayout) -> None:
         """Set what the next runs use; at most as many processes as the fleet has."""
 
-    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool = False) -> Sample:
+    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool = False) -> RunSample:
         """Run the items in the configured layout. Raises `SystemFailed`."""
 
     def close(self) -> None:
@@ -103,7 +103,7 @@ class Fleet(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Definition:
+class FleetDefinition:
     """A benchmark over worker processes. ``ours`` is the system whose ratios to the others are taken.
 
     ``measures``: the metrics of one run, which are ``metrics``, the first of them decides between layouts. ``check``
@@ -113,7 +113,7 @@ class Definition:
     name: str
     ours: str
     systems: tuple[System, ...]
-    workloads: tuple[Items, ...]
+    workloads: tuple[ItemList, ...]
     metrics: Mapping[str, Metric]
-    measures: Callable[[Items, Sample], Mapping[str, float]]
-    check: Callable[[Items, Mapping[str, Sequence[Json]]], list[Row]]
+    measures: Callable[[ItemList, RunSample], Mapping[str, float]]
+    check: Callable[[ItemList, Mapping[str, Sequence[Json]]], list[ResultRow]]

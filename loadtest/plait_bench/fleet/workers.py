@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from plait_bench.errors import BenchError, SystemFailed, Unavailable
-from plait_bench.fleet.values import Item, Json, Layout, Outcome, Sample, System, Worker
+from plait_bench.errors import BenchError, SystemFailed, SystemUnavailable
+from plait_bench.fleet.values import FleetWorker, Item, ItemOutcome, Json, ProcessLayout, RunSample, System
 
 # Loading a model may take minutes on a slow disk, a round of a slow system on a slow machine too.
 ANSWER_TIMEOUT_S = 1800.0
@@ -38,9 +38,9 @@ class WorkerFleet:
     """Implements `Fleet` over processes."""
 
     def __init__(self, system: System, processes: int) -> None:
-        """Starts the processes side by side and waits. Raises `Unavailable` or `SystemFailed`; then none is left."""
+        """Start the processes side by side and wait. Raises `SystemUnavailable` or `SystemFailed`, and leaves none."""
         self._system = system
-        self._layout = Layout(processes=1, threads=1)
+        self._layout = ProcessLayout(processes=1, threads=1)
         self._processes = [_Process(system) for _ in range(processes)]
         try:
             for worker in self._processes:
@@ -49,7 +49,7 @@ class WorkerFleet:
             self.close()
             raise
 
-    def configure(self, layout: Layout) -> None:
+    def configure(self, layout: ProcessLayout) -> None:
         """See `Fleet.configure`."""
         active = self._processes[: layout.processes]
         if len(active) < layout.processes:
@@ -60,7 +60,7 @@ class WorkerFleet:
             worker.answer()
         self._layout = layout
 
-    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool = False) -> Sample:
+    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool = False) -> RunSample:
         """See `Fleet.run`."""
         shares = self._system.share(items, self._layout.processes)
         busy = [(worker, share) for worker, share in zip(self._processes, shares, strict=False) if share]
@@ -78,11 +78,11 @@ class WorkerFleet:
             worker.stop()
 
 
-def sample(started_s: float, outcomes: Sequence[Mapping[str, Json]], *, one_by_one: bool) -> Sample:
-    """A run's `Sample`. One by one, an item begins when the one before it is done; else all begin at ``started_s``."""
+def sample(started_s: float, outcomes: Sequence[Mapping[str, Json]], *, one_by_one: bool) -> RunSample:
+    """Make a run's sample. One by one, an item begins when the one before it is done; else all begin together."""
     ends_s = [float(outcome["finished_s"]) for outcome in outcomes]
     begins_s = [started_s, *ends_s[:-1]] if one_by_one else [started_s] * len(ends_s)
-    return Sample(
+    return RunSample(
         wall_s=max(ends_s) - started_s,
         latencies_s=tuple(end_s - begin_s for begin_s, end_s in zip(begins_s, ends_s, strict=True)),
         results=tuple(outcome["result"] for outcome in outcomes),
@@ -120,7 +120,7 @@ class _Process:
             self._process.join(_STOP_TIMEOUT_S)
             raise SystemFailed(f"{self._name}: its process died (exit code {self._process.exitcode})") from error
         if "unavailable" in reply:
-            raise Unavailable(reply["unavailable"])
+            raise SystemUnavailable(reply["unavailable"])
         if "error" in reply:
             raise SystemFailed(f"{self._name}: {reply['error']}")
         return reply["answer"]
@@ -143,7 +143,7 @@ def _serve(pipe: Connection, factory: str, settings: Mapping[str, Json]) -> None
     os.dup2(2, 1)  # stdout carries the runner's document
     os.environ.update(_QUIET)
     warnings.simplefilter("ignore")  # libraries' advice to their callers; our tests make warnings errors
-    worker: Worker | None = None
+    worker: FleetWorker | None = None
     try:
         worker = _build(factory, settings)
         _reply(pipe, {"answer": None})
@@ -153,7 +153,7 @@ def _serve(pipe: Connection, factory: str, settings: Mapping[str, Json]) -> None
             except (EOFError, ConnectionError):
                 return
             _reply(pipe, {"answer": _answer(worker, question)})
-    except Unavailable as error:
+    except SystemUnavailable as error:
         _reply(pipe, {"unavailable": str(error)})
     except Exception as error:
         _reply(pipe, {"error": _sentence(error)})
@@ -164,17 +164,19 @@ def _serve(pipe: Connection, factory: str, settings: Mapping[str, Json]) -> None
             worker.close()
 
 
-def _build(factory: str, settings: Mapping[str, Json]) -> Worker:
+def _build(factory: str, settings: Mapping[str, Json]) -> FleetWorker:
     module, _, name = factory.partition(":")
-    built: Worker = getattr(importlib.import_module(module), name)(**settings)
+    built: FleetWorker = getattr(importlib.import_module(module), name)(**settings)
     return built
 
 
-def _answer(worker: Worker, question: Mapping[str, Json]) -> Json:
+def _answer(worker: FleetWorker, question: Mapping[str, Json]) -> Json:
     if question["op"] == "configure":
         worker.configure(threads=question["threads"], variant=question["variant"])
         return None
-    outcomes: list[Outcome] = worker.run(question["items"], one_by_one=question["one_by_one"], keep=question["keep"])
+    outcomes: list[ItemOutcome] = worker.run(
+        question["items"], one_by_one=question["one_by_one"], keep=question["keep"]
+    )
     return [{"finished_s": outcome.finished_s, "result": outcome.result} for outcome in outcomes]
 
 

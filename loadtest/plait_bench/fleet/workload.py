@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from plait_bench.benchmark import Benchmark, Reading, Row, Say, Subject, Workload, pairs_of
-from plait_bench.errors import Unavailable
-from plait_bench.fleet.values import Definition, Fleet, Items, Layout, System
+from plait_bench.benchmark import Benchmark, Reading, ResultRow, Say, Subject, Workload, pairs_of
+from plait_bench.errors import SystemUnavailable
+from plait_bench.fleet.values import Fleet, FleetDefinition, ItemList, ProcessLayout, System
 
 __all__ = ["OpenFleet", "layouts", "layouts_for", "on_fleets"]
 
@@ -16,7 +16,7 @@ OpenFleet = Callable[[System, int], Fleet]
 """``(system, processes) -> its workers``."""
 
 
-def on_fleets(definition: Definition, *, cores: int, open_fleet: OpenFleet) -> Benchmark:
+def on_fleets(definition: FleetDefinition, *, cores: int, open_fleet: OpenFleet) -> Benchmark:
     """Make a benchmark of a definition, on so many cores."""
     pool = _Pool(definition, cores, open_fleet)
     return Benchmark(
@@ -26,13 +26,13 @@ def on_fleets(definition: Definition, *, cores: int, open_fleet: OpenFleet) -> B
     )
 
 
-def layouts(cores: int) -> tuple[Layout, ...]:
+def layouts(cores: int) -> tuple[ProcessLayout, ...]:
     """List processes x threads worth trying: one core, and the whole machine as 1, 2 or 4 processes."""
-    wide = [Layout(processes=n, threads=cores // n) for n in (1, 2, 4) if n <= cores]
-    return tuple(dict.fromkeys([Layout(processes=1, threads=1), *wide]))
+    wide = [ProcessLayout(processes=n, threads=cores // n) for n in (1, 2, 4) if n <= cores]
+    return tuple(dict.fromkeys([ProcessLayout(processes=1, threads=1), *wide]))
 
 
-def layouts_for(items: Items, cores: int) -> tuple[Layout, ...]:
+def layouts_for(items: ItemList, cores: int) -> tuple[ProcessLayout, ...]:
     """List those of `layouts` in which every process has something to do."""
     useful = 1 if items.one_by_one else len(items.items)
     return tuple(layout for layout in layouts(cores) if layout.processes <= useful)
@@ -41,11 +41,11 @@ def layouts_for(items: Items, cores: int) -> tuple[Layout, ...]:
 class _Pool:
     """The worker processes by system."""
 
-    def __init__(self, definition: Definition, cores: int, open_fleet: OpenFleet) -> None:
+    def __init__(self, definition: FleetDefinition, cores: int, open_fleet: OpenFleet) -> None:
         self.cores = cores
         self._definition, self._open_fleet = definition, open_fleet
         self._open: dict[str, Fleet] = {}
-        self._missing: dict[str, Unavailable] = {}
+        self._missing: dict[str, SystemUnavailable] = {}
         self._say: Say = lambda _: None
 
     @contextmanager
@@ -63,7 +63,7 @@ class _Pool:
         return next(system for system in self._definition.systems if system.name == name)
 
     def fleet(self, name: str) -> Fleet:
-        """A system's workers, enough for its widest layout. Raises `Unavailable`."""
+        """A system's workers, enough for its widest layout. Raises `SystemUnavailable`."""
         if name in self._missing:
             raise self._missing[name]
         if name not in self._open:
@@ -76,7 +76,7 @@ class _Pool:
             self._say(f"starting {name} in {processes} process(es)")
             try:
                 self._open[name] = self._open_fleet(self.system(name), processes)
-            except Unavailable as error:
+            except SystemUnavailable as error:
                 self._missing[name] = error
                 raise
         return self._open[name]
@@ -85,7 +85,7 @@ class _Pool:
 class _OnFleets(Workload):
     """One list of items."""
 
-    def __init__(self, definition: Definition, items: Items, pool: _Pool) -> None:
+    def __init__(self, definition: FleetDefinition, items: ItemList, pool: _Pool) -> None:
         self._definition, self._items, self._pool = definition, items, pool
         self.name, self.ours = items.name, definition.ours
         self.systems = tuple(
@@ -98,7 +98,7 @@ class _OnFleets(Workload):
     def layouts(self, system: str) -> Sequence[str]:
         return [str(layout) for layout in self._layouts(system)]
 
-    def _layouts(self, system: str) -> list[Layout]:
+    def _layouts(self, system: str) -> list[ProcessLayout]:
         variants = self._pool.system(system).variants(self._items)
         return [
             replace(layout, variant=variant)
@@ -112,7 +112,7 @@ class _OnFleets(Workload):
         fleet.configure(next(each for each in self._layouts(system) if str(each) == layout))
         yield _OnFleet(self._definition, self._items, fleet)
 
-    def check(self, subjects: Mapping[str, Subject]) -> Sequence[Row]:
+    def check(self, subjects: Mapping[str, Subject]) -> Sequence[ResultRow]:
         results = {
             system: self._pool.fleet(system)
             .run(self._items.items, one_by_one=self._items.one_by_one, keep=True)
@@ -126,8 +126,8 @@ class _OnFleets(Workload):
 class _OnFleet:
     """Implements `Subject`."""
 
-    definition: Definition
-    items: Items
+    definition: FleetDefinition
+    items: ItemList
     fleet: Fleet
 
     def warm_up(self) -> None:

@@ -9,7 +9,7 @@ from statistics import mean
 
 from plait_bench.benchmark import Metric, chosen
 from plait_bench.fleet.sharing import by_group, evenly, in_runs
-from plait_bench.fleet.values import Definition, Items, Sample, System
+from plait_bench.fleet.values import FleetDefinition, ItemList, RunSample, System
 from plait_bench.images import pixels
 from plait_bench.images.models import open_models
 from plait_bench.images.workloads import NAMES, cost, lora_set, workloads
@@ -27,7 +27,7 @@ METRICS: Mapping[str, Metric] = {
 }
 
 
-def definition(root: Path, *, only: Sequence[str] = (), systems: Sequence[str] = ()) -> Definition:
+def definition(root: Path, *, only: Sequence[str] = (), systems: Sequence[str] = ()) -> FleetDefinition:
     """Define the benchmark over the models in ``root``; all workloads and systems, or those named.
 
     Raises `BenchError` if models are missing, or a name is unknown.
@@ -39,7 +39,7 @@ def definition(root: Path, *, only: Sequence[str] = (), systems: Sequence[str] =
     loras = frozenset(name for item in items for name, _ in item["loras"])
     models = open_models(root, controlnets=controlnets, loras=loras)
     known = _systems({"root": str(models.root.resolve()), "controlnets": sorted(controlnets), "loras": sorted(loras)})
-    return Definition(
+    return FleetDefinition(
         name=NAME,
         ours=OURS,
         systems=tuple(known[name] for name in taking_part),
@@ -50,7 +50,7 @@ def definition(root: Path, *, only: Sequence[str] = (), systems: Sequence[str] =
     )
 
 
-def measures(workload: Items, sample: Sample) -> Mapping[str, float]:
+def measures(workload: ItemList, sample: RunSample) -> Mapping[str, float]:
     """Compute the throughput of the whole workload, and latency: of an image alone, or the mean of those at once."""
     per_s = len(workload.items) / sample.wall_s
     result = {"images_per_s": per_s, "seconds_per_image": 1 / per_s}
@@ -59,7 +59,7 @@ def measures(workload: Items, sample: Sample) -> Mapping[str, float]:
     return result
 
 
-def _knobs(workload: Items) -> tuple[str, ...]:
+def _knobs(workload: ItemList) -> tuple[str, ...]:
     """The knob of our engine that matters: the bits of a request alone, or the most images in one denoiser call.
 
     The peers may choose their memory format, which changes the last bits as well.

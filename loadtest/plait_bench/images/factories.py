@@ -5,18 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from plait_bench.errors import BenchError
-from plait_bench.fleet.values import Worker
+from plait_bench.fleet.values import FleetWorker
 from plait_bench.images.models import ModelFolder, open_models
 
 
-def plait(root: str, controlnets: list[str], loras: list[str]) -> Worker:
+def plait(root: str, controlnets: list[str], loras: list[str]) -> FleetWorker:
     """Our engine, in process."""
     from plait_bench.images.ours import Ours
 
     return Ours(_models(root, controlnets, loras))
 
 
-def diffusers(root: str, controlnets: list[str], loras: list[str], way: str) -> Worker:
+def diffusers(root: str, controlnets: list[str], loras: list[str], way: str) -> FleetWorker:
     """A peer; ``way`` is stock, fair or batched."""
     from plait_bench.images import peers
 

@@ -13,7 +13,7 @@ from functools import partial
 
 from plait_bench.benchmark import Benchmark, Metric, Reading, Say, Subject, Workload, chosen, pairs_of
 from plait_bench.loadtest import ours, peers
-from plait_bench.loadtest.window import NoopServer, Window, noop_server
+from plait_bench.loadtest.window import NoopServer, ThroughputWindow, noop_server
 
 NAME = "loadtest"
 OURS = "plait"
@@ -23,11 +23,11 @@ _TRIAL_S, _ROUND_S = 3.0, 8.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contender:
+class LoadContender:
     """A generator: ``take(layout, seconds)`` is one run. ``prepare``: once before that."""
 
     layouts: tuple[str, ...]
-    take: Callable[[str, float], Window]
+    take: Callable[[str, float], ThroughputWindow]
     prepare: Callable[[], None] = lambda: None
 
 
@@ -51,7 +51,7 @@ class Noop(Workload):
     }
 
     def __init__(self) -> None:
-        self._made: dict[str, Contender] = {}
+        self._made: dict[str, LoadContender] = {}
 
     @contextmanager
     def session(self, say: Say) -> Iterator[None]:
@@ -61,7 +61,7 @@ class Noop(Workload):
             yield
 
     def layouts(self, system: str) -> Sequence[str]:
-        """Name the numbers of callers. Raises `Unavailable` if the generator is not there."""
+        """Name the numbers of callers. Raises `SystemUnavailable` if the generator is not there."""
         if system not in self._made:
             self._made[system] = CONTENDERS[system](self._server, self._say)
         return self._made[system].layouts
@@ -76,7 +76,7 @@ class Noop(Workload):
 class _Loading:
     """Implements `Subject`."""
 
-    contender: Contender
+    contender: LoadContender
     layout: str
 
     def warm_up(self) -> None:
@@ -90,20 +90,20 @@ class _Loading:
         ]
 
 
-def _ours(server: NoopServer, say: Say) -> Contender:
+def _ours(server: NoopServer, say: Say) -> LoadContender:
     known: list[float] = []
 
     def prepare() -> None:
         if not known:
             known.append(ours.highest_rate(partial(ours.try_rate, server, seconds=_TRIAL_S), say=say))
 
-    def take(_: str, seconds: float) -> Window:
+    def take(_: str, seconds: float) -> ThroughputWindow:
         return ours.hold(partial(ours.try_rate, server, seconds=seconds), known[0], say=say).window
 
-    return Contender(layouts=(f"{ours.PROCESSES} processes, open loop",), take=take, prepare=prepare)
+    return LoadContender(layouts=(f"{ours.PROCESSES} processes, open loop",), take=take, prepare=prepare)
 
 
-def _locust(server: NoopServer, say: Say) -> Contender:
+def _locust(server: NoopServer, say: Say) -> LoadContender:
     folder = peers.cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
     say(f"installing {peers.LOCUST} into {folder} (once)")
@@ -111,15 +111,15 @@ def _locust(server: NoopServer, say: Say) -> Contender:
     return _closed_loop(take, f"{peers.PROCESSES} processes, {{}} users")
 
 
-def _wrk(server: NoopServer, _: Say) -> Contender:
+def _wrk(server: NoopServer, _: Say) -> LoadContender:
     return _closed_loop(partial(peers.wrk, peers.find_wrk(), server), f"{peers.PROCESSES} threads, {{}} connections")
 
 
-def _closed_loop(take: Callable[..., Window], name: str) -> Contender:
+def _closed_loop(take: Callable[..., ThroughputWindow], name: str) -> LoadContender:
     """A generator that offers a choice of callers."""
     callers = {name.format(count): count for count in peers.USERS}
-    return Contender(layouts=tuple(callers), take=lambda layout, seconds: take(callers[layout], seconds=seconds))
+    return LoadContender(layouts=tuple(callers), take=lambda layout, seconds: take(callers[layout], seconds=seconds))
 
 
-CONTENDERS: Mapping[str, Callable[[NoopServer, Say], Contender]] = {"plait": _ours, "locust": _locust, "wrk": _wrk}
-"""What makes each system's generator. Raises `Unavailable`."""
+CONTENDERS: Mapping[str, Callable[[NoopServer, Say], LoadContender]] = {"plait": _ours, "locust": _locust, "wrk": _wrk}
+"""What makes each system's generator. Raises `SystemUnavailable`."""

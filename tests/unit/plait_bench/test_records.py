@@ -8,13 +8,13 @@ import subprocess
 import pytest
 
 from plait_bench import job, records
-from plait_bench.benchmark import Row
+from plait_bench.benchmark import ResultRow
 from plait_bench.document import document
 from plait_bench.errors import RecordError
 from plait_bench.host import changes, commit, host_facts, is_in_history
-from plait_bench.job import Job
-from plait_bench.runner import Choice, Result
-from plait_bench.summary import Summary
+from plait_bench.job import BenchJob
+from plait_bench.runner import BenchResult, LayoutChoice
+from plait_bench.summary import ValueSummary
 
 HOST = {
     "cpu": "Some CPU", "cores": 2, "ram_gib": 15.6, "os": "Linux 6", "python": "3.11.7", "torch": "2.13.0",
@@ -22,7 +22,7 @@ HOST = {
     "date": "2026-11-21T10:00:00+00:00",
 }  # fmt: skip
 
-CHOICE = Choice(
+CHOICE = LayoutChoice(
     workload="single",
     system="plait",
     layout="2x1",
@@ -33,7 +33,7 @@ CHOICE = Choice(
 
 def row(system, workload, metric, value):
     """A row whose spread is 10 %."""
-    return Row(
+    return ResultRow(
         system=system,
         workload=workload,
         metric=metric,
@@ -61,12 +61,14 @@ def written(at="abc123", date=HOST["date"], speed=2.0, **host):
         row("plait", "same16", "largest_pixel_difference", 1.0),
     ]
     ratios = {
-        "single:images_per_s:plait/peer": Summary(value=1.5, p20=1.4, p80=1.6, n=5, rounds=(1.4, 1.4, 1.5, 1.6, 1.6)),
-        "single:seconds_per_image:plait/peer": Summary(
+        "single:images_per_s:plait/peer": ValueSummary(
+            value=1.5, p20=1.4, p80=1.6, n=5, rounds=(1.4, 1.4, 1.5, 1.6, 1.6)
+        ),
+        "single:seconds_per_image:plait/peer": ValueSummary(
             value=0.67, p20=0.6, p80=0.7, n=5, rounds=(0.6, 0.6, 0.67, 0.7, 0.7)
         ),
     }
-    result = Result(rows=tuple(rows), ratios=ratios, left_out={"third": "needs PEFT"}, choices=(CHOICE,))
+    result = BenchResult(rows=tuple(rows), ratios=ratios, left_out={"third": "needs PEFT"}, choices=(CHOICE,))
     return document("images", at, {**HOST, "date": date, **host}, result)
 
 
@@ -124,7 +126,7 @@ def test_runs_are_appended_and_nothing_is_replaced(tmp_path):
 def test_overwriting_is_refused_in_one_sentence():
     """Before anything is measured."""
     with pytest.raises(RecordError, match="append-only"):
-        job.measure(Job(name="images", rounds=1, overwrite=True), say=lambda _: None)
+        job.measure(BenchJob(name="images", rounds=1, overwrite=True), say=lambda _: None)
 
 
 def test_a_broken_results_file_names_its_line(tmp_path):

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from plait_bench.errors import Disagreement, Unavailable
+from plait_bench.errors import Disagreement, SystemUnavailable
 from plait_bench.fleet.values import System
 from plait_bench.fleet.workload import layouts, layouts_for
-from plait_bench.host import Conditions
-from plait_bench.runner import Plan
+from plait_bench.host import HostConditions
+from plait_bench.runner import RunPlan
 from support.bench import FakeFleet, fake_benchmark, fake_workload, run_on_fleets
 
 
@@ -47,7 +47,7 @@ def chosen(seconds, *, cores=2, trials=1, variants=("",), **workload):
     open_fleet, _ = fleets(log, a=seconds)
     benchmark = fake_benchmark("a", workloads=[fake_workload(**workload)])
     systems = tuple(replace(system, variants=lambda _: variants) for system in benchmark.systems)
-    plan = Plan(rounds=1, trials=trials)
+    plan = RunPlan(rounds=1, trials=trials)
     result = run_on_fleets(replace(benchmark, systems=systems), plan, cores=cores, open_fleet=open_fleet)
     return result, log
 
@@ -91,7 +91,7 @@ def test_rounds_take_the_systems_in_turn_after_the_check():
     open_fleet, _ = fleets(log, ours=lambda *_: 1.0, theirs=lambda *_: 2.0)
     run_on_fleets(
         fake_benchmark("ours", "theirs", workloads=[fake_workload()]),
-        Plan(rounds=3),
+        RunPlan(rounds=3),
         cores=1,
         open_fleet=open_fleet,
     )
@@ -105,7 +105,7 @@ def test_ratios_are_taken_inside_rounds():
     open_fleet, _ = fleets(log, ours=lambda _, n: slow[n], theirs=lambda _, n: 2 * slow[n])
     result = run_on_fleets(
         fake_benchmark("ours", "theirs", workloads=[fake_workload()]),
-        Plan(rounds=3),
+        RunPlan(rounds=3),
         cores=1,
         open_fleet=open_fleet,
     )
@@ -123,14 +123,16 @@ def test_a_system_that_can_not_run_is_left_out_with_its_reason():
     """The others go on; ours must be there."""
     workload = fake_workload()
     benchmark = fake_benchmark("ours", "theirs", "third", workloads=[workload, replace(workload, name="more")])
-    open_fleet, made = fleets([], ours=lambda *_: 1.0, theirs=Unavailable("theirs needs PEFT"), third=lambda *_: 4.0)
-    result = run_on_fleets(benchmark, Plan(rounds=1), cores=1, open_fleet=open_fleet)
+    open_fleet, made = fleets(
+        [], ours=lambda *_: 1.0, theirs=SystemUnavailable("theirs needs PEFT"), third=lambda *_: 4.0
+    )
+    result = run_on_fleets(benchmark, RunPlan(rounds=1), cores=1, open_fleet=open_fleet)
     assert result.left_out == {"theirs": "theirs needs PEFT"}
     assert list(result.ratios) == ["work:per_s:ours/third", "more:per_s:ours/third"]
     assert all(fleet.closed for fleet in made.values())
-    open_fleet, _ = fleets([], ours=Unavailable("no engine"), theirs=lambda *_: 1.0, third=lambda *_: 1.0)
-    with pytest.raises(Unavailable, match="no engine"):
-        run_on_fleets(benchmark, Plan(rounds=1), cores=1, open_fleet=open_fleet)
+    open_fleet, _ = fleets([], ours=SystemUnavailable("no engine"), theirs=lambda *_: 1.0, third=lambda *_: 1.0)
+    with pytest.raises(SystemUnavailable, match="no engine"):
+        run_on_fleets(benchmark, RunPlan(rounds=1), cores=1, open_fleet=open_fleet)
 
 
 def test_a_workload_runs_only_its_systems():
@@ -139,7 +141,7 @@ def test_a_workload_runs_only_its_systems():
     open_fleet, made = fleets(log, ours=lambda *_: 1.0, theirs=lambda *_: 1.0)
     only = fake_workload(systems=frozenset({"ours"}))
     result = run_on_fleets(
-        fake_benchmark("ours", "theirs", workloads=[only]), Plan(rounds=1), cores=1, open_fleet=open_fleet
+        fake_benchmark("ours", "theirs", workloads=[only]), RunPlan(rounds=1), cores=1, open_fleet=open_fleet
     )
     assert set(made) == {"ours"}
     assert result.ratios == {}
@@ -151,7 +153,7 @@ def test_different_results_stop_the_run_and_the_processes():
     benchmark = replace(fake_benchmark("ours", workloads=[fake_workload()]), check=_disagree)
     open_fleet, made = fleets(log, ours=lambda *_: 1.0)
     with pytest.raises(Disagreement):
-        run_on_fleets(benchmark, Plan(rounds=9), cores=1, open_fleet=open_fleet)
+        run_on_fleets(benchmark, RunPlan(rounds=9), cores=1, open_fleet=open_fleet)
     assert log == ["ours 1", "ours keep"]
     assert made["ours"].closed
 
@@ -170,9 +172,9 @@ def _disagree(*_):
 )
 def test_rows_say_what_else_the_host_did(seen, busy):
     """The load before the benchmark's own work counts, and the wake-up before each round; each round's load is kept."""
-    looks = iter([Conditions(load=load, wake_us=wake_us) for load, wake_us in seen])
+    looks = iter([HostConditions(load=load, wake_us=wake_us) for load, wake_us in seen])
     open_fleet, _ = fleets([], a=lambda *_: 1.0)
     benchmark = fake_benchmark("a", workloads=[fake_workload()])
-    result = run_on_fleets(benchmark, Plan(rounds=2), cores=1, open_fleet=open_fleet, look=lambda: next(looks))
+    result = run_on_fleets(benchmark, RunPlan(rounds=2), cores=1, open_fleet=open_fleet, look=lambda: next(looks))
     (row,) = result.rows
     assert (row.busy, row.wake_us, row.load) == (busy, max(us for _, us in seen[1:]), tuple(at for at, _ in seen[1:]))

@@ -13,12 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plait_bench.errors import SystemFailed
-from plait_loadtest.capacity import RETRIED, ClassCount, Measure, Need, Observed, Search, find_capacity
-from plait_loadtest.measure import Summary
-from plait_loadtest.scenario import Closed, Limits, Poisson, RawClass, Scenario, Slo, Target
+from plait_loadtest.capacity import RETRIED, CapacitySearch, ClassCount, ClassTarget, Measure, Observed, find_capacity
+from plait_loadtest.measure import RunSummary
+from plait_loadtest.scenario import (
+    ClosedLoopCallers,
+    GeneratorLimits,
+    LoadTarget,
+    PoissonArrivals,
+    RawClass,
+    Scenario,
+    Slo,
+)
 from plait_loadtest.session import at_rate, run_scenario
 
-__all__ = ["CALLERS", "LIMIT_MS", "MAX_LOAD_S", "Held", "load_on", "search_goodput", "throughput_per_s"]
+__all__ = ["CALLERS", "LIMIT_MS", "MAX_LOAD_S", "HeldRate", "load_on", "search_goodput", "throughput_per_s"]
 
 LIMIT_MS = 50.0
 """The p99 that a server must keep, if nothing else is said: production asks for tens of milliseconds (Prism), MLPerf's
@@ -35,7 +43,7 @@ _CLOSED_S, _WARM_UP_S = 3.0, 0.3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class HeldRate:
     """The highest rate that held, and the answers in time per second there. ``confirmed``: by a second, longer run."""
 
     rate_per_s: float
@@ -45,24 +53,26 @@ class Held:
 
 def search_goodput(
     load: Measure, *, first_per_s: float, limit_ms: float, trial: bool, say: Callable[[str], None]
-) -> Held:
+) -> HeldRate:
     """Search from a rate that should be about right. A trial of a layout is coarser, by the same rule.
 
     Raises `SystemFailed` if next to nothing holds.
     """
-    search = Search(
-        needs=(Need(percentile=_PERCENTILE, latency_ms=limit_ms, share=1.0),),
+    search = CapacitySearch(
+        needs=(ClassTarget(percentile=_PERCENTILE, latency_ms=limit_ms, share=1.0),),
         first_per_s=first_per_s,
-        least_per_s=first_per_s / _HOPELESS,
-        least_trial_s=2.0 if trial else 5.0,
+        min_per_s=first_per_s / _HOPELESS,
+        min_trial_s=2.0 if trial else 5.0,
         tolerance=0.2 if trial else 0.05,
-        most_trials=10 if trial else 24,
+        max_trials=10 if trial else 24,
     )
     found = find_capacity(load, search, say=lambda line: say(f"  {line}"))
     if found.rate_per_s is None:
         raise SystemFailed(f"{found.statement}: p99 within {limit_ms:g} ms, from {first_per_s:.4g}/s down")
     held = [each for each in found.trials if each.rate_per_s == found.rate_per_s and each.verdict == "held"]
-    return Held(rate_per_s=found.rate_per_s, goodput_per_s=held[-1].observed.goodput_per_s, confirmed=found.confirmed)
+    return HeldRate(
+        rate_per_s=found.rate_per_s, goodput_per_s=held[-1].observed.goodput_per_s, confirmed=found.confirmed
+    )
 
 
 def load_on(url: str, bodies: Sequence[Path], header_bytes: int, *, limit_ms: float, seed: int) -> Measure:
@@ -71,7 +81,7 @@ def load_on(url: str, bodies: Sequence[Path], header_bytes: int, *, limit_ms: fl
     Latency counts from the scheduled time, so what the generator does late, on cores that it shares with the server,
     counts too: alike for all systems.
     """
-    scenario = _scenario(url, bodies, header_bytes, Poisson(rate_per_s=1.0), limit_ms=limit_ms)
+    scenario = _scenario(url, bodies, header_bytes, PoissonArrivals(rate_per_s=1.0), limit_ms=limit_ms)
     runs = 0
 
     def load(rate_per_s: float, duration_s: float) -> Observed:
@@ -83,7 +93,7 @@ def load_on(url: str, bodies: Sequence[Path], header_bytes: int, *, limit_ms: fl
     return load
 
 
-def observed(summary: Summary, limit_ms: float) -> Observed:
+def observed(summary: RunSummary, limit_ms: float) -> Observed:
     """Judge all requests together: the bodies are classes only because each is a file of its own."""
     total = summary.total
     everything = ClassCount(
@@ -101,12 +111,17 @@ def observed(summary: Summary, limit_ms: float) -> Observed:
 
 def throughput_per_s(url: str, bodies: Sequence[Path], header_bytes: int) -> float:
     """Measure what a closed loop of `CALLERS` callers reaches: warms a server up, and tells where to begin."""
-    scenario = _scenario(url, bodies, header_bytes, Closed(concurrency=CALLERS), limit_ms=LIMIT_MS)
+    scenario = _scenario(url, bodies, header_bytes, ClosedLoopCallers(concurrency=CALLERS), limit_ms=LIMIT_MS)
     return run_scenario(scenario).summary.total.achieved_per_s
 
 
 def _scenario(
-    url: str, bodies: Sequence[Path], header_bytes: int, arrivals: Poisson | Closed, *, limit_ms: float
+    url: str,
+    bodies: Sequence[Path],
+    header_bytes: int,
+    arrivals: PoissonArrivals | ClosedLoopCallers,
+    *,
+    limit_ms: float,
 ) -> Scenario:
     headers = {"inference-header-content-length": str(header_bytes)}
     mix = tuple(
@@ -117,12 +132,12 @@ def _scenario(
     )
     return Scenario(
         name="bench",
-        target=Target(url=url, api="raw", path="/v2/models/model/infer"),
+        target=LoadTarget(url=url, api="raw", path="/v2/models/model/infer"),
         mix=mix,
         arrivals=arrivals,
         duration_s=_CLOSED_S,
         warm_up_s=_WARM_UP_S,
         seed=0,
         slo=Slo(latency_ms=limit_ms, percentile=_PERCENTILE),
-        limits=Limits(drain_s=3.0),
+        limits=GeneratorLimits(drain_s=3.0),
     )

@@ -22,7 +22,7 @@ from plait_bench.disagg.systems.serving import serving
 from plait_disagg.graph.capture import capture
 from plait_disagg.models.configs import build, ids_per_bag
 from plait_disagg.models.requests import random_request
-from plait_disagg.package import Options, write_package
+from plait_disagg.package import PackageOptions, write_package
 from plait_disagg.package.manifest import TABLES
 from plait_disagg.tables.storage import ZeroRows, write_tables
 
@@ -112,7 +112,7 @@ def _package(folder: Path) -> tuple[Path, int]:
     dims = sum(int(weight.shape[1]) for weight in tables.values())
     count = int(_BYTES / (4 * dims))
     # With clip the package keeps no bounds: the tables that it gets have far more rows than those it was made with.
-    options = Options(ids_per_bag=ids_per_bag(_MODEL), out_of_range="clip")
+    options = PackageOptions(ids_per_bag=ids_per_bag(_MODEL), out_of_range="clip")
     write_package(folder, module, inputs, name="model", options=options)
     (folder / TABLES).unlink()
     write_tables(folder / TABLES, {name: ZeroRows(rows=count, dim=int(w.shape[1])) for name, w in tables.items()})

@@ -8,16 +8,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from plait_bench.benchmark import Metric, Reading, Row, Say, Subject, Workload, pairs_of
+from plait_bench.benchmark import Metric, Reading, ResultRow, Say, Subject, Workload, pairs_of
 from plait_bench.disagg.load.bodies import HEADER_BYTES, write_bodies
 from plait_bench.disagg.load.goodput import LIMIT_MS, load_on, search_goodput, throughput_per_s
 from plait_bench.disagg.load.packages import packaged
 from plait_bench.disagg.load.scores import compare
-from plait_bench.disagg.systems.serving import Served, serving
+from plait_bench.disagg.systems.serving import BenchServer, serving
 from plait_bench.errors import SystemFailed
 from plait_bench.host import cores
 
-__all__ = ["GOODPUTS", "SCALES", "SYSTEMS", "Goodput", "Layout", "Load", "layouts_of"]
+__all__ = ["GOODPUTS", "SCALES", "SYSTEMS", "DisaggLoad", "Goodput", "ServerLayout", "layouts_of"]
 
 OURS = "plait"
 SYSTEMS = ("pytorch", "plait", "plait_split")
@@ -34,7 +34,7 @@ _LIMITS_MS: Mapping[str, float] = {"rm2-512": 100.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class DisaggLoad:
     """Requests of ``candidates`` for a configuration whose tables have ``scale`` of their published rows. ``limit_ms``:
     the p99 to keep."""
 
@@ -49,8 +49,8 @@ class Load:
         return f"{self.model}-{self.candidates}"
 
 
-GOODPUTS: Mapping[str, Load] = {
-    f"{model}-{candidates}": Load(
+GOODPUTS: Mapping[str, DisaggLoad] = {
+    f"{model}-{candidates}": DisaggLoad(
         model=model, scale=scale, candidates=candidates, limit_ms=_LIMITS_MS.get(f"{model}-{candidates}", LIMIT_MS)
     )
     for model, scale in SCALES.items()
@@ -59,7 +59,7 @@ GOODPUTS: Mapping[str, Load] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class ServerLayout:
     """One way to run a system: its name in the table, and the arguments of its server."""
 
     name: str
@@ -75,7 +75,7 @@ class Goodput(Workload):
     deciding = METRIC
     metrics: Mapping[str, Metric] = {METRIC: Metric(unit="requests/s", better="higher")}
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: DisaggLoad) -> None:
         self.name, self.load = load.name, load
         self.known_per_s: dict[tuple[str, str], float] = {}
         """What a system kept in a layout the last time: where the next search begins."""
@@ -100,7 +100,7 @@ class Goodput(Workload):
         with serving(offered[layout].arguments, self.bodies[0].read_bytes()) as server:
             yield _Loaded(self, (system, layout), server)
 
-    def check(self, subjects: Mapping[str, Subject]) -> Sequence[Row]:
+    def check(self, subjects: Mapping[str, Subject]) -> Sequence[ResultRow]:
         """Compare the scores of the first bodies."""
         compare({name: each.server for name, each in subjects.items() if isinstance(each, _Loaded)}, self.bodies)
         return ()
@@ -112,7 +112,7 @@ class _Loaded:
 
     workload: Goodput
     key: tuple[str, str]
-    server: Served
+    server: BenchServer
 
     def warm_up(self) -> None:
         closed_per_s = throughput_per_s(self.server.url, self.workload.bodies, HEADER_BYTES)
@@ -135,14 +135,14 @@ class _Loaded:
         return [Reading(metric=METRIC, value=held.goodput_per_s, layout=remark)]
 
 
-def layouts_of(load: Load, system: str, package: Path) -> tuple[Layout, ...]:
+def layouts_of(load: DisaggLoad, system: str, package: Path) -> tuple[ServerLayout, ...]:
     """List the layouts that are tried: on as many threads as there are cores and on one, HTTP in the model's process or
     in one of its own; for the split also one thread for the CN and all cores for the HN, or an HN on each."""
     threads = tuple(dict.fromkeys([1, cores()]))
     if system == "pytorch":
         whole = ("plait_bench.disagg.systems.baseline", load.model, str(load.scale))
         return tuple(
-            Layout(name=f"{count} threads, {where}", arguments=(*whole, str(count), where))
+            ServerLayout(name=f"{count} threads, {where}", arguments=(*whole, str(count), where))
             for count in threads
             for where in ("inline", "worker")
         )
@@ -151,11 +151,11 @@ def layouts_of(load: Load, system: str, package: Path) -> tuple[Layout, ...]:
     ours = "plait_bench.disagg.systems.ours", str(package)
     mode = "split" if is_split else "whole"
     found = [
-        Layout(name=f"{count} threads{where}", arguments=(*ours, count, mode, *rest))
+        ServerLayout(name=f"{count} threads{where}", arguments=(*ours, count, mode, *rest))
         for count in counts
-        for where, rest in (("", ()), (", model apart", ("apart",)))
+        for where, rest in (("", ()), (", model apart", ("in_children",)))
     ]
     if is_split and cores() > 1:
         each = "+".join(["1"] * (1 + cores()))
-        found.append(Layout(name=f"{each} threads", arguments=(*ours, each, mode)))
+        found.append(ServerLayout(name=f"{each} threads", arguments=(*ours, each, mode)))
     return tuple(found)

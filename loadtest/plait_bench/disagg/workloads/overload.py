@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from plait_bench.benchmark import Metric, Reading, Say, Subject, Workload
-from plait_bench.disagg.load.asking import arrivals, closed_loop_per_s, requests_of, without_pauses
+from plait_bench.disagg.load.asking import arrivals, closed_loop_per_s, gc_paused, requests_of
 from plait_bench.disagg.load.goodput import LIMIT_MS
 from plait_bench.disagg.load.packages import packaged
 from plait_bench.disagg.systems.served import served
@@ -26,7 +26,7 @@ from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.values import RankRequest
 from plait_disagg.workers.remote import RemoteRanker
 
-__all__ = ["KNOBS", "LOADS", "Overload", "Phase", "open_loop", "share_of_peak"]
+__all__ = ["KNOBS", "LOADS", "LoadPhase", "Overload", "open_loop", "share_of_peak"]
 
 NAME = "overload"
 METRIC, SHARE = "in_time_per_s", "share_of_peak"
@@ -49,7 +49,7 @@ _PHASE_S, _CLOSED_S = 4.0, 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Phase:
+class LoadPhase:
     """What came of one rate."""
 
     offered_per_s: float
@@ -110,7 +110,7 @@ class _Phases:
             asking = open_loop(
                 workload.ranker, workload.requests, load * workload.capacity_per_s, seconds=_PHASE_S, seed=number
             )
-            with without_pauses():
+            with gc_paused():
                 phases.append(workload.runner.run(asking))
             workload.say(f"{NAME}: {self.system} {load:g}x: {phases[-1]}")
         names = [f"{NAME}-{load:g}x" for load in LOADS]
@@ -121,14 +121,14 @@ class _Phases:
         return [*found, Reading(workload=names[-1], metric=SHARE, value=share_of_peak(phases))]
 
 
-def share_of_peak(phases: Sequence[Phase]) -> float:
+def share_of_peak(phases: Sequence[LoadPhase]) -> float:
     """Goodput in the last phase, the overload, by the best of all phases of the round."""
     return phases[-1].goodput_per_s / max(phase.goodput_per_s for phase in phases)
 
 
 async def open_loop(
     ranker: RemoteRanker, requests: Sequence[RankRequest], rate_per_s: float, *, seconds: float, seed: int
-) -> Phase:
+) -> LoadPhase:
     """Run one phase; the deadline of a request counts from the moment at which it was due to be sent."""
     chance = random.Random(seed)
 
@@ -146,7 +146,7 @@ async def open_loop(
         async for due_s in arrivals(rate_per_s, seconds, chance)
     ]
     outcomes = [await task for task in asked]
-    return Phase(
+    return LoadPhase(
         offered_per_s=rate_per_s,
         goodput_per_s=outcomes.count(True) / seconds,
         refused=outcomes.count(None),

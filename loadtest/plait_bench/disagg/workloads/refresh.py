@@ -22,21 +22,21 @@ from typing import Any
 
 import torch
 
-from plait_bench.benchmark import Metric, Reading, Row, Say, Subject, Workload
-from plait_bench.disagg.load.asking import arrivals, closed_loop_per_s, requests_of, without_pauses
+from plait_bench.benchmark import Metric, Reading, ResultRow, Say, Subject, Workload
+from plait_bench.disagg.load.asking import arrivals, closed_loop_per_s, gc_paused, requests_of
 from plait_bench.disagg.load.packages import packaged
 from plait_bench.disagg.systems.served import WorkerProcess, served
-from plait_bench.disagg.systems.told import ToldProcess
+from plait_bench.disagg.systems.told import PipedProcess
 from plait_bench.errors import SystemFailed
 from plait_bench.summary import percentile
 from plait_disagg.errors import RankError
 from plait_disagg.package import Package, open_package
-from plait_disagg.refresh.live import Live
-from plait_disagg.refresh.update import Rows, Update, read_update, write_update
+from plait_disagg.refresh.live_package import LivePackage
+from plait_disagg.refresh.update import Update, UpdatedRows, read_update, write_update
 from plait_disagg.values import RankRequest
 from plait_disagg.workers.remote import RemoteRanker
 
-__all__ = ["Answer", "Publisher", "Refresh", "Run", "wrong_answers"]
+__all__ = ["LoadAnswer", "Publisher", "Refresh", "RefreshRun", "wrong_answers"]
 
 WORKLOAD, METRIC = "refresh", "p99_ms"
 ROWS_SHARE_PER_S = 0.01
@@ -74,13 +74,13 @@ class Refresh(Workload):
         original = packaged(_MODEL, _SCALE, say=say)
         with tempfile.TemporaryDirectory(dir=original.parent, prefix=".refresh-") as scratch:
             self._scratch = Path(scratch)
-            self._package = open_package(linked(original, self._scratch / "package"))
+            self._package = open_package(linked_copy(original, self._scratch / "package"))
             self._updates = make_updates(self._package)
             self._requests = requests_of(self._package, _MODEL, candidates=_CANDIDATES, count=_REQUESTS)
             with (
                 served(self._package, self._mode) as (ranker, workers),
                 closing(Publisher(self._package, [], workers)) as publisher,
-                closing(Run(ranker, self._requests, publisher)) as self._run,
+                closing(RefreshRun(ranker, self._requests, publisher)) as self._run,
             ):
                 say(f"{self._system}: {self._run.find_rate():.0f} requests/s")
                 yield
@@ -105,7 +105,7 @@ class Refresh(Workload):
             write_update(found[-1], update)
         return found
 
-    def conclude(self) -> Sequence[Row]:
+    def conclude(self) -> Sequence[ResultRow]:
         """Count the answers that were wrong or lost, and what was refreshed."""
         answers, publisher = self._run.answers, self._run.publisher
         self._say(f"{self._system}: comparing {len(answers)} answers")
@@ -119,7 +119,7 @@ class Refresh(Workload):
             ("rows_refreshed_per_s", "share of all rows/s", refreshed_per_s, 1),
         ]
         return [
-            Row(
+            ResultRow(
                 system=self.systems[1], workload=WORKLOAD, metric=metric, unit=unit, value=value,
                 p20=value, p80=value, n=n,
             )
@@ -142,7 +142,7 @@ class _Phase:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class LoadAnswer:
     """What came of one request; ``scores`` None: it was lost."""
 
     request: int
@@ -151,7 +151,7 @@ class Answer:
     scores: torch.Tensor | None = None
 
 
-def linked(original: Path, folder: Path) -> Path:
+def linked_copy(original: Path, folder: Path) -> Path:
     """Make a package of one's own that shares the files, which nobody writes: updates go into its journal."""
     folder.mkdir()
     for path in original.iterdir():
@@ -176,7 +176,7 @@ def make_update(package: Package, number: int, rng: torch.Generator) -> Update:
     new_rows = {}
     for table in package.tables.tables:
         ids = torch.unique(torch.randint(0, table.rows, (max(1, round(share * table.rows)),), generator=rng))
-        new_rows[table.name] = Rows(ids=ids, rows=torch.randn(len(ids), table.dim, generator=rng))
+        new_rows[table.name] = UpdatedRows(ids=ids, rows=torch.randn(len(ids), table.dim, generator=rng))
     weights = {}
     if number % _WEIGHTS_EVERY == _WEIGHTS_EVERY - 1:
         weights = {
@@ -193,7 +193,7 @@ class Publisher:
     def __init__(self, package: Package, updates: Sequence[Path], workers: Sequence[WorkerProcess]) -> None:
         """Waits until it has opened the package. Raises `SystemFailed`."""
         pipes = [(worker.role, *worker.pipes) for worker in workers]
-        self._process = ToldProcess(
+        self._process = PipedProcess(
             "publisher",
             "plait_bench.disagg.systems.publisher",
             *(f"{role}:{hears}:{says}" for role, hears, says in pipes),
@@ -226,7 +226,7 @@ class Publisher:
         self._process.end()
 
 
-class Run:
+class RefreshRun:
     """One system under load: the answers of every phase, without updates and with."""
 
     def __init__(
@@ -239,8 +239,8 @@ class Run:
     ) -> None:
         self._ranker, self._requests, self._phase_s = ranker, requests, phase_s
         self.publisher = publisher
-        self.still: list[list[Answer]] = []
-        self.refreshed: list[list[Answer]] = []
+        self.still: list[list[LoadAnswer]] = []
+        self.refreshed: list[list[LoadAnswer]] = []
         self._runner = asyncio.Runner()
         self._rate_per_s = 0.0
 
@@ -249,7 +249,7 @@ class Run:
         self._runner.close()
 
     @property
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[LoadAnswer]:
         """Of all phases."""
         return [answer for phase in (*self.still, *self.refreshed) for answer in phase]
 
@@ -259,15 +259,15 @@ class Run:
         self._rate_per_s = _LOAD * self._runner.run(closed)
         return self._rate_per_s
 
-    def phase(self, seed: int, *, refreshed: bool) -> list[Answer]:
+    def phase(self, seed: int, *, refreshed: bool) -> list[LoadAnswer]:
         """Run one phase; equal seeds are equal arrivals."""
         asking = open_loop(self._ranker, self._requests, self._rate_per_s, self._phase_s, seed=seed)
-        with without_pauses():
+        with gc_paused():
             answers = self._runner.run(self._with_updates(asking) if refreshed else asking)
         (self.refreshed if refreshed else self.still).append(answers)
         return answers
 
-    async def _with_updates(self, asking: Coroutine[Any, Any, list[Answer]]) -> list[Answer]:
+    async def _with_updates(self, asking: Coroutine[Any, Any, list[LoadAnswer]]) -> list[LoadAnswer]:
         stop = threading.Event()
         publishing = asyncio.create_task(asyncio.to_thread(self.publisher.until, stop))
         try:
@@ -279,18 +279,18 @@ class Run:
 
 async def open_loop(
     ranker: RemoteRanker, requests: Sequence[RankRequest], rate_per_s: float, seconds: float, *, seed: int
-) -> list[Answer]:
+) -> list[LoadAnswer]:
     """Run one phase. Latency counts from the moment at which a request was due."""
     rng = random.Random(seed)
 
-    async def ask(number: int, due_s: float) -> Answer:
+    async def ask(number: int, due_s: float) -> LoadAnswer:
         try:
             answer = await ranker.rank(requests[number])
         except RankError:
-            return Answer(request=number, latency_s=time.monotonic() - due_s)
+            return LoadAnswer(request=number, latency_s=time.monotonic() - due_s)
         latency_s = time.monotonic() - due_s
         scores = next(iter(answer.outputs.values()))
-        return Answer(request=number, latency_s=latency_s, version=answer.version, scores=scores)
+        return LoadAnswer(request=number, latency_s=latency_s, version=answer.version, scores=scores)
 
     asked = [
         asyncio.create_task(ask(rng.randrange(len(requests)), due_s))
@@ -300,15 +300,15 @@ async def open_loop(
 
 
 def wrong_answers(
-    package: Package, updates: Sequence[Path], requests: Sequence[RankRequest], answers: Sequence[Answer]
+    package: Package, updates: Sequence[Path], requests: Sequence[RankRequest], answers: Sequence[LoadAnswer]
 ) -> tuple[int, float]:
     """Count the answers that are not the scores of the version that they name; and by how much a request's scores
     change from one version to the next (the largest change; median), which says whether a wrong one would be seen.
 
     Goes through the versions again, from the packaged one, with the updates themselves and no journal.
     """
-    live = Live(package, sparse=True, dense=True)
-    by_version: dict[str, list[Answer]] = {}
+    live = LivePackage(package, sparse=True, dense=True)
+    by_version: dict[str, list[LoadAnswer]] = {}
     for answer in answers:
         if answer.scores is not None:
             by_version.setdefault(answer.version, []).append(answer)
@@ -330,12 +330,12 @@ def wrong_answers(
     return wrong, percentile(steps, 0.5) if steps else 0.0
 
 
-def _scores(live: Live, request: RankRequest) -> torch.Tensor:
+def _scores(live: LivePackage, request: RankRequest) -> torch.Tensor:
     assert live.sparse is not None
     outputs = live.dense[live.dense_version].run(live.sparse.run([request]), [request.candidates])
     return next(iter(outputs.values())).clone()
 
 
-def p99_ms(phase: Sequence[Answer]) -> float:
+def p99_ms(phase: Sequence[LoadAnswer]) -> float:
     """Compute the p99 of one phase."""
     return 1e3 * percentile([answer.latency_s for answer in phase], 0.99)

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import httpx2
 
-from plait_bench.benchmark import Metric, Reading, Row, Say, Subject, Workload
+from plait_bench.benchmark import Metric, Reading, ResultRow, Say, Subject, Workload
 from plait_bench.disagg.load.bodies import write_bodies
 from plait_bench.disagg.load.packages import packaged
 from plait_bench.disagg.load.scores import compare
-from plait_bench.disagg.systems.serving import Served, free_port, serving
+from plait_bench.disagg.systems.serving import BenchServer, free_port, serving
 
 __all__ = ["ServeOneByOne"]
 
@@ -53,7 +53,7 @@ class ServeOneByOne(Workload):
     def session(self, say: Say) -> Iterator[None]:
         """Package the model, once; servers that were started end with the session."""
         self._package = packaged(_MODEL, _SCALE, say=say)
-        self._servers: dict[str, Served] = {}
+        self._servers: dict[str, BenchServer] = {}
         with tempfile.TemporaryDirectory(prefix="plait-bench-") as scratch, ExitStack() as self._stack:
             self._scratch = Path(scratch)
             self._bodies = write_bodies(self._scratch, self._package, _MODEL, 1, seed=1)
@@ -71,7 +71,7 @@ class ServeOneByOne(Workload):
                 self._servers |= self._stack.enter_context(both)
         yield _Block(self._servers[system], self.contents)
 
-    def check(self, subjects: Mapping[str, Subject]) -> Sequence[Row]:
+    def check(self, subjects: Mapping[str, Subject]) -> Sequence[ResultRow]:
         """Compare the scores of the first bodies."""
         compare({name: self._servers[name] for name in subjects}, self._bodies)
         return ()
@@ -81,7 +81,7 @@ class ServeOneByOne(Workload):
 class _Block:
     """Implements `Subject`."""
 
-    server: Served
+    server: BenchServer
     contents: Sequence[bytes]
 
     def warm_up(self) -> None:
@@ -100,12 +100,12 @@ class _Block:
         ]
 
 
-def _composed(package: Path, body: bytes) -> AbstractContextManager[Served]:
+def _composed(package: Path, body: bytes) -> AbstractContextManager[BenchServer]:
     return serving(("plait_bench.disagg.systems.composed", str(package)), body, has_children=True)
 
 
 @contextmanager
-def _plait(folder: Path, package: Path, body: bytes) -> Iterator[dict[str, Served]]:
+def _plait(folder: Path, package: Path, body: bytes) -> Iterator[dict[str, BenchServer]]:
     """``plait serve`` with the package cut in two, at both of its doors."""
     config, direct_port = folder / "plait.yaml", free_port()
     config.write_text(_CONFIG.format(folder=package, direct_port=direct_port), encoding="utf-8")

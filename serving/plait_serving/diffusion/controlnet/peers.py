@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 
-from plait_fabric import Channel, Closed, FabricError, PeerLost, recv_tensors, send_tensors
+from plait_fabric import Channel, ChannelClosed, FabricError, PeerLost, recv_tensors, send_tensors
 from plait_serving.diffusion.controlnet.wire import (
     VERSION,
     Call,
@@ -28,7 +28,7 @@ __all__ = ["Peer"]
 
 _log = logging.getLogger(__name__)
 
-_LARGEST_BACKLOG = 64
+_MAX_BACKLOG = 64
 """Messages of one client that wait to be worked on, or whose answer waits to be sent; then its channel pushes back.
 
 A correct client has a handful.
@@ -54,7 +54,7 @@ class Peer:
         self._send_timeout_s = send_timeout_s
         self._on_request = on_request
         self._on_lost = on_lost
-        self._room = threading.Semaphore(_LARGEST_BACKLOG)
+        self._room = threading.Semaphore(_MAX_BACKLOG)
         self._outgoing: queue.SimpleQueue[Reply | None] = queue.SimpleQueue()
         self._receiver = threading.Thread(target=self._receive, name=f"controlnet peer {number} in", daemon=True)
         self._sender = threading.Thread(target=self._send, name=f"controlnet peer {number} out", daemon=True)
@@ -90,7 +90,7 @@ class Peer:
                 request = self._next_request()
                 self._room.acquire()
                 self._on_request(self, request)
-        except (PeerLost, Closed) as error:
+        except (PeerLost, ChannelClosed) as error:
             _log.info("ControlNet %s: client %s left: %s", self._controlnet, self._channel.peer, error)
         except (FabricError, WireError) as error:
             _log.warning("ControlNet %s: dropping client %s: %s", self._controlnet, self._channel.peer, error)
@@ -115,7 +115,7 @@ class Peer:
             try:
                 send_tensors(self._channel, header, tensors, timeout_s=self._send_timeout_s)
             except FabricError as error:
-                if not isinstance(error, PeerLost | Closed):
+                if not isinstance(error, PeerLost | ChannelClosed):
                     _log.warning("ControlNet %s: client %s: %s", self._controlnet, self._channel.peer, error)
                 self._channel.close()
                 return

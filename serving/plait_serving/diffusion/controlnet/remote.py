@@ -17,7 +17,7 @@ import torch
 from plait_fabric import FabricError
 from plait_serving.diffusion.controlnet.connection import Answer, Connection, ConnectionLost, Link
 from plait_serving.diffusion.controlnet.model import check_image
-from plait_serving.diffusion.controlnet.wire import LARGEST_CALLS, UNKNOWN_SESSION, Call, error_of
+from plait_serving.diffusion.controlnet.wire import MAX_CALLS, UNKNOWN_SESSION, Call, error_of
 from plait_serving.diffusion.errors import ControlNetUnavailable, EngineError
 from plait_serving.diffusion.protocols import (
     Conditioning,
@@ -39,7 +39,7 @@ Connect: TypeAlias = Callable[[frozenset[str]], Link]
 _MOVE_EVERY_S = 30.0
 """How often a client asks whether another replica has fewer clients: after one was added, or came back."""
 
-_LARGEST_TRIES = 3
+_MAX_TRIES = 3
 """Replicas that one step is tried on; a step that kills whoever computes it must not kill them all."""
 
 
@@ -204,7 +204,7 @@ class RemoteControlNetClient(ControlNetClient):
             return current
         if self._clock() < self._closed_until_s:
             raise ControlNetUnavailable(f"no replica of ControlNet {self._name} answered a moment ago")
-        while losses.count < _LARGEST_TRIES:
+        while losses.count < _MAX_TRIES:
             try:
                 link = self._link(losses)
                 self._connection = Connection(link, controlnet=self._name, timeout_s=self._answer_timeout_s)
@@ -346,7 +346,7 @@ def _messages(calls: Sequence[ControlCall], indices: Sequence[int]) -> list[list
     for i in indices:
         sample = calls[i].sample
         groups.setdefault((sample.shape[1:], sample.dtype), []).append(i)
-    return [group[at : at + LARGEST_CALLS] for group in groups.values() for at in range(0, len(group), LARGEST_CALLS)]
+    return [group[at : at + MAX_CALLS] for group in groups.values() for at in range(0, len(group), MAX_CALLS)]
 
 
 def _wire_call(call: ControlCall) -> Call:

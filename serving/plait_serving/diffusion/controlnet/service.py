@@ -17,7 +17,7 @@ import torch
 
 from plait_fabric import Channel, FabricError, Listener
 from plait_fabric.threads import set_threads
-from plait_serving.diffusion.controlnet.model import ControlNetModelRunner, Rows
+from plait_serving.diffusion.controlnet.model import ControlNetModelRunner, ControlRows
 from plait_serving.diffusion.controlnet.peers import Peer
 from plait_serving.diffusion.controlnet.sessions import SessionTable
 from plait_serving.diffusion.controlnet.wire import UNKNOWN_SESSION, Call, Close, Open, Reply, Request, Step
@@ -76,7 +76,7 @@ class _Job:
     peer: Peer
     seq: int
     answers: list[Residuals | tuple[str, str] | None]
-    blocks: dict[int, Rows]
+    blocks: dict[int, ControlRows]
 
     @property
     def keys(self) -> frozenset[Hashable]:
@@ -310,22 +310,22 @@ class ControlNetService:
     def _queue(self, peer: Peer, step: Step) -> None:
         """Resolves the sessions now, so that a close that follows the step does not take them away."""
         answers: list[Residuals | tuple[str, str] | None] = []
-        blocks: dict[int, Rows] = {}
+        blocks: dict[int, ControlRows] = {}
         for i, call in enumerate(step.calls):
             found = self._rows(peer, call)
-            answers.append(None if isinstance(found, Rows) else found)
-            if isinstance(found, Rows):
+            answers.append(None if isinstance(found, ControlRows) else found)
+            if isinstance(found, ControlRows):
                 blocks[i] = found
         self._jobs.append(_Job(peer=peer, seq=step.seq, answers=answers, blocks=blocks))
 
-    def _rows(self, peer: Peer, call: Call) -> Rows | tuple[str, str]:
+    def _rows(self, peer: Peer, call: Call) -> ControlRows | tuple[str, str]:
         held = self._sessions.get(peer.number, call.session)
         if held is None:
             return UNKNOWN_SESSION, f"session {call.session} is not known"
         if isinstance(held, EngineError):
             return held.code, held.message
         timestep = torch.tensor(call.timestep, dtype=torch.float32)
-        return Rows(constants=held, sample=call.sample, timestep=timestep, scale=call.scale, exact=call.exact)
+        return ControlRows(constants=held, sample=call.sample, timestep=timestep, scale=call.scale, exact=call.exact)
 
     def _run_batch(self) -> None:
         """One forward pass for the oldest step and all that wait and fit it."""

@@ -29,7 +29,7 @@ from plait_serving.diffusion.protocols import Conditioning, Residuals
 from plait_serving.diffusion.values import RgbImage
 
 __all__ = [
-    "LARGEST_CALLS",
+    "MAX_CALLS",
     "UNKNOWN_SESSION",
     "VERSION",
     "Call",
@@ -61,12 +61,12 @@ UNKNOWN_SESSION = "unknown_session"
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
 Header: TypeAlias = dict[str, Any]
 
-_LARGEST_ID = 2**53 - 1  # integers that every JSON reader keeps exact
-_LARGEST_SIDE = 16_384  # pixels; far above any model's native size, far below what exhausts a process
-_LARGEST_IMAGES = 1_024  # per request
-LARGEST_CALLS = 32
+_MAX_ID = 2**53 - 1  # integers that every JSON reader keeps exact
+_MAX_SIDE = 16_384  # pixels; far above any model's native size, far below what exhausts a process
+_MAX_IMAGES = 1_024  # per request
+MAX_CALLS = 32
 """Calls in one step message: 32 x 13 residual tensors stay far below the fabric's 1,024 buffers and 64 KiB header."""
-_LARGEST_MESSAGE_CHARS = 2_000
+_MAX_MESSAGE_CHARS = 2_000
 _KINDS: dict[str, type[EngineError]] = {kind.code: kind for kind in (ModelError, NotFound, OutOfMemory, RequestError)}
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -181,7 +181,7 @@ def reply_message(reply: Reply) -> tuple[Header, Tensors]:
             tensors.update({f"{i}.{j}": tensor for j, tensor in enumerate(answer.down)})
             tensors[f"{i}.mid"] = answer.mid
         else:
-            listed.append([answer[0], answer[1][:_LARGEST_MESSAGE_CHARS]])
+            listed.append([answer[0], answer[1][:_MAX_MESSAGE_CHARS]])
     return {"op": "residuals", "seq": reply.seq, "errors": listed}, tensors
 
 
@@ -217,7 +217,7 @@ def parse_reply(header: Mapping[str, Any], tensors: Tensors) -> Reply:
     if header.get("op") != "residuals" or set(header) != {"op", "seq", "errors"}:
         raise WireError("the service sent something that is not an answer")
     listed = header["errors"]
-    if not isinstance(listed, list) or not 1 <= len(listed) <= LARGEST_CALLS:
+    if not isinstance(listed, list) or not 1 <= len(listed) <= MAX_CALLS:
         raise WireError("errors must be a short list")
     parts: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
     for name, tensor in tensors.items():
@@ -246,7 +246,7 @@ def _parse_open(header: Mapping[str, Any], tensors: Tensors) -> Open:
         raise WireError("cfg must be true or false")
     branches = 2 if header["cfg"] else 1
     image, text = tensors["image"], tensors["text"]
-    if image.dtype != torch.uint8 or image.dim() != 3 or image.shape[2] != 3 or max(image.shape) > _LARGEST_SIDE:
+    if image.dtype != torch.uint8 or image.dim() != 3 or image.shape[2] != 3 or max(image.shape) > _MAX_SIDE:
         raise WireError(f"image must be uint8 (H, W, 3), not {image.dtype} {tuple(image.shape)}")
     if text.dtype not in _FLOATS or text.dim() != 3 or text.shape[0] != branches:
         raise WireError(f"text must be float ({branches}, L, C), not {text.dtype} {tuple(text.shape)}")
@@ -257,16 +257,16 @@ def _parse_open(header: Mapping[str, Any], tensors: Tensors) -> Open:
         session=_integer(header, "session"),
         image=image.numpy(),
         conditioning=Conditioning(
-            text=text, added=added, n=_integer(header, "n", 1, _LARGEST_IMAGES), uses_cfg=header["cfg"]
+            text=text, added=added, n=_integer(header, "n", 1, _MAX_IMAGES), uses_cfg=header["cfg"]
         ),
-        width=_integer(header, "width", 8, _LARGEST_SIDE),
-        height=_integer(header, "height", 8, _LARGEST_SIDE),
+        width=_integer(header, "width", 8, _MAX_SIDE),
+        height=_integer(header, "height", 8, _MAX_SIDE),
     )
 
 
 def _parse_step(header: Mapping[str, Any], tensors: Tensors) -> Step:
     entries = header.get("calls")
-    if not isinstance(entries, list) or not 1 <= len(entries) <= LARGEST_CALLS:
+    if not isinstance(entries, list) or not 1 <= len(entries) <= MAX_CALLS:
         raise WireError("calls must be a list that is neither empty nor endless")
     _expect(header, {"op", "seq", "calls"}, tensors, {f"sample.{i}" for i in range(len(entries))})
     calls = tuple(_parse_call(entry, tensors[f"sample.{i}"]) for i, entry in enumerate(entries))
@@ -282,7 +282,7 @@ def _parse_call(entry: object, sample: torch.Tensor) -> Call:
     if sample.dtype not in _FLOATS or sample.dim() != 4 or 0 in sample.shape:
         raise WireError(f"a sample must be float (R, c, h, w), not {sample.dtype} {tuple(sample.shape)}")
     session, timestep, scale, exact = entry
-    if type(session) is not int or not 0 <= session <= _LARGEST_ID:
+    if type(session) is not int or not 0 <= session <= _MAX_ID:
         raise WireError("a session must be a number that was given to open")
     if not _is_finite(timestep) or not _is_finite(scale):
         raise WireError("timestep and scale must be finite numbers")
@@ -310,7 +310,7 @@ def _is_finite(value: object) -> bool:
     return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
 
 
-def _integer(header: Mapping[str, Any], field: str, least: int = 0, most: int = _LARGEST_ID) -> int:
+def _integer(header: Mapping[str, Any], field: str, least: int = 0, most: int = _MAX_ID) -> int:
     value = header.get(field)
     if type(value) is not int or not least <= value <= most:
         raise WireError(f"{field} must be an integer in [{least}, {most}]")

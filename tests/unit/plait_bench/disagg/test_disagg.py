@@ -20,10 +20,10 @@ from plait_bench.disagg.systems import baseline
 from plait_bench.disagg.workloads.crossing import Crossing
 from plait_bench.disagg.workloads.goodput import GOODPUTS, SYSTEMS, layouts_of
 from plait_bench.errors import BenchError, SystemFailed
-from plait_bench.fabric.values import Taking
-from plait_bench.job import Job, measure
-from plait_bench.runner import Plan, run
-from plait_disagg.graph.feed import for_module, sample, together
+from plait_bench.fabric.values import CallSubject
+from plait_bench.job import BenchJob, measure
+from plait_bench.runner import RunPlan, run
+from plait_disagg.graph.sample_inputs import collate, for_module, sample
 from plait_disagg.graph.inputs import Bag, Dense, Ids
 from plait_disagg.values import RankRequest
 from plait_loadtest.capacity import ClassCount, Observed
@@ -56,7 +56,7 @@ class TestBodies:
         """The naive twin in `graph.feed` says how."""
         asked = request(candidates, seed=candidates)
         found = baseline.repeat_user(INPUTS, dict(asked.tensors))
-        wanted = for_module(INPUTS, together(INPUTS, [asked.tensors], [candidates]))
+        wanted = for_module(INPUTS, collate(INPUTS, [asked.tensors], [candidates]))
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
@@ -154,7 +154,7 @@ class TestDefinition:
     def test_an_unknown_workload_is_named(self):
         """Before anything is started."""
         with pytest.raises(BenchError, match=r"no workload 'rm9-1'; there are crossing, table-20gb, .*rm1-1"):
-            measure(Job(name="disagg", rounds=1, workloads=("rm9-1",)), say=lambda _: None)
+            measure(BenchJob(name="disagg", rounds=1, workloads=("rm9-1",)), say=lambda _: None)
 
     def test_every_workload_knows_its_metrics_and_its_own(self):
         """A layout is chosen by a metric that has a direction, and every pair is of systems that take part."""
@@ -173,7 +173,7 @@ class TestDefinition:
 
             @contextmanager
             def open(self, system, layout):
-                yield Taking(lambda: [Reading(metric="m", value=1.0)])
+                yield CallSubject(lambda: [Reading(metric="m", value=1.0)])
 
         class Failing(Counted):
             name = "table-20gb"
@@ -184,7 +184,7 @@ class TestDefinition:
         made = Benchmark(name="disagg", workloads=(Counted(), Failing()))
         monkeypatch.setattr(disagg, "benchmark", lambda only: made)
         monkeypatch.setattr(records, "require_clean", lambda _: None)
-        job = Job(name="disagg", rounds=1, record=True, results=tmp_path / "rows.jsonl")
+        job = BenchJob(name="disagg", rounds=1, record=True, results=tmp_path / "rows.jsonl")
         with pytest.raises(SystemFailed, match="no room"):
             measure(job, say=lambda _: None)
         assert [found["workload"] for found in records.read(tmp_path / "rows.jsonl")] == ["crossing"]
@@ -193,7 +193,7 @@ class TestDefinition:
 def test_bytes_follow_the_arithmetic():
     """RM1, 64 candidates: 6 user tables and 128 numbers once, 2 item tables per candidate; untiled all 64 times."""
     benchmark = Benchmark(name="disagg", workloads=(Crossing(["rm1"]),))
-    (result,) = run(benchmark, Plan(rounds=2), say=lambda _: None, look=calm)
+    (result,) = run(benchmark, RunPlan(rounds=2), say=lambda _: None, look=calm)
     assert {row.n for row in result.rows} == {1}  # counted once
     assert {row.kind for row in result.rows if row.metric == "request_s"} == {"modelled"}
     found = {(row.workload, row.system): row.value for row in result.rows if row.metric == "crossing_bytes"}

@@ -10,7 +10,7 @@ import pytest
 
 from plait_bench.disagg.load.goodput import LIMIT_MS
 from plait_bench.disagg.workloads import one_by_one, overload
-from plait_bench.disagg.workloads.overload import LOADS, Phase, open_loop, share_of_peak
+from plait_bench.disagg.workloads.overload import LOADS, LoadPhase, open_loop, share_of_peak
 from plait_disagg.errors import Busy, DeadlinePassed
 from plait_disagg.values import RankRequest
 from support import ranking as kit
@@ -54,8 +54,8 @@ def test_the_same_seed_offers_the_same_load() -> None:
 def test_overload_is_compared_with_the_systems_own_peak() -> None:
     """The peak is the best of all loads of a round; the last load is the overload."""
 
-    def phases(*goodputs: float) -> list[Phase]:
-        return [Phase(offered_per_s=1.0, goodput_per_s=it, refused=0, late=0) for it in goodputs]
+    def phases(*goodputs: float) -> list[LoadPhase]:
+        return [LoadPhase(offered_per_s=1.0, goodput_per_s=it, refused=0, late=0) for it in goodputs]
 
     assert LOADS[-1] == 2.0
     assert share_of_peak(phases(50.0, 80.0, 100.0, 95.0)) == pytest.approx(0.95)

@@ -13,17 +13,17 @@ from plait_bench import fabric
 from plait_bench.benchmark import Benchmark, Metric, Reading, Workload
 from plait_bench.errors import BenchError
 from plait_bench.fabric import links, round_trips, throughput
-from plait_bench.fabric.values import Taking
-from plait_bench.runner import Plan, Result, joined, run
+from plait_bench.fabric.values import CallSubject
+from plait_bench.runner import BenchResult, RunPlan, joined, run
 from plait_fabric import connect, listen, new_secret
 from plait_fabric.testing.peer import echo
 from support.bench import calm
 
 
-def measured(workload: Workload, rounds: int = 1) -> Result:
+def measured(workload: Workload, rounds: int = 1) -> BenchResult:
     """All of one workload."""
     benchmark = Benchmark(name="fabric", workloads=(workload,))
-    return joined(list(run(benchmark, Plan(rounds=rounds), say=lambda _: None, look=calm)))
+    return joined(list(run(benchmark, RunPlan(rounds=rounds), say=lambda _: None, look=calm)))
 
 
 class TwoRounds(Workload):
@@ -35,12 +35,12 @@ class TwoRounds(Workload):
     metrics: ClassVar[dict[str, Metric]] = {"one_way_us": Metric(unit="us", better="lower")}
 
     @contextmanager
-    def open(self, system: str, layout: str) -> Iterator[Taking]:
+    def open(self, system: str, layout: str) -> Iterator[CallSubject]:
         values = iter([1.0, 3.0])
         if system == "plait":
-            yield Taking(lambda: [Reading(workload="w", metric="one_way_us", value=next(values))])
+            yield CallSubject(lambda: [Reading(workload="w", metric="one_way_us", value=next(values))])
         else:
-            yield Taking(lambda: [Reading(workload="w", metric="one_way_us", value=2.0, kind="modelled")])
+            yield CallSubject(lambda: [Reading(workload="w", metric="one_way_us", value=2.0, kind="modelled")])
 
 
 def test_rounds_become_rows_and_ratios() -> None:
