@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
     from plait_serving.http.context import HttpSettings
 
-APP_NAME = "plait"
 _START_TRIES = 2
 """A folder that does not load now will not load the 20th time either (Serve's default)."""
 
