@@ -1,7 +1,7 @@
-"""README's tables, generated from ``loadtest/results``: ``python -m plait_bench.tables [--check] [README.md]``.
+"""The guides' tables, generated from ``loadtest/results``: ``python -m plait_bench.tables [--check] [FILE ...]``.
 
-A table stands between ``<!-- bench:NAME -->`` (or ``<!-- bench:NAME METRIC ... -->``) and ``<!-- /bench -->``; it shows
-every workload of NAME as it was recorded last.
+A table stands between ``<!-- table: NAME -->`` (or ``<!-- table: NAME METRIC ... -->``) and ``<!-- /table -->``; it
+shows every workload of NAME as it was recorded last. Without a FILE: README.md of every top-level folder with a table.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "loadtest" / "results"
 
 _BLOCK = re.compile(
-    r"(?P<open><!-- bench:(?P<name>[a-z0-9_]+)(?P<metrics>(?: [a-z0-9_]+)*) -->\n).*?(?P<close><!-- /bench -->)",
+    r"(?P<open><!-- table: (?P<name>[a-z0-9_]+)(?P<metrics>(?: [a-z0-9_]+)*) -->\n).*?(?P<close><!-- /table -->)",
     re.DOTALL,
 )
 NOT_MEASURED = "Not measured yet.\n"
@@ -90,7 +90,7 @@ def with_tables(text: str, results: Path) -> str:
     """``text`` with every block filled. Raises `BenchError` if it has none: then the markers were lost."""
     filled, count = _BLOCK.subn(lambda match: match["open"] + _filled(results, match) + match["close"], text)
     if count == 0:
-        raise BenchError("there is no <!-- bench:NAME --> block")
+        raise BenchError("there is no <!-- table: NAME --> block")
     return filled
 
 
@@ -200,17 +200,26 @@ def _line(cells: Iterable[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+def guides() -> list[Path]:
+    """The documents that hold tables: README.md of the checkout and of its folders."""
+    found = (ROOT / "README.md", *sorted(ROOT.glob("[a-z]*/README.md")))
+    return [path for path in found if _BLOCK.search(path.read_text(encoding="utf-8"))]
+
+
 def main(arguments: Sequence[str]) -> int:
-    """Rewrites the file, or with ``--check`` only says (exit code 1) whether it is up to date."""
-    paths = [Path(argument) for argument in arguments if not argument.startswith("-")]
-    path = paths[0] if paths else ROOT / "README.md"
+    """Rewrites the files, or with ``--check`` only says (exit code 1) whether they are up to date."""
+    paths = [Path(argument) for argument in arguments if not argument.startswith("-")] or guides()
+    return max([_refresh(path, only_check="--check" in arguments) for path in paths], default=1)
+
+
+def _refresh(path: Path, *, only_check: bool) -> int:
     old = path.read_text(encoding="utf-8")
     try:
         new = with_tables(old, RESULTS)
     except BenchError as error:
         print(f"{path}: {error}", file=sys.stderr)
         return 1
-    if "--check" in arguments:
+    if only_check:
         return int(new != old)
     if new != old:
         path.write_text(new, encoding="utf-8")

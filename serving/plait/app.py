@@ -15,12 +15,12 @@ from ray import serve
 
 from plait.config import CONTROLNET_PREFIX, ENGINE, INGRESS, PlaitConfig, ServedConfig, ServerSection, worker_name
 from plait_serving.deployments.direct import Direct
-from plait_serving.deployments.engine import MAX_ONGOING_REQUESTS, EngineReplica, EngineSource
-from plait_serving.deployments.ingress import Ingress, RankModel
-from plait_serving.deployments.lazy import LazyControlNet, LazyRankWorker
-from plait_serving.deployments.ranking_source import PackageSource, RankSource
-from plait_serving.deployments.scaling import autoscaling
-from plait_serving.images.config import INGRESS_CPUS, MODEL_CPUS, ControlNetSection, ImagesSection
+from plait_serving.deployments.images.source import EngineSource, ImagesSource
+from plait_serving.deployments.ingress import Ingress
+from plait_serving.deployments.lazy import LazyControlNet, LazyEngine, LazyRankWorker
+from plait_serving.deployments.ranking.scaling import autoscaling
+from plait_serving.deployments.ranking.source import PackageSource, RankModel, RankSource
+from plait_serving.images.config import MODEL_CPUS, ControlNetSection, ImagesSection
 from plait_serving.ranking.config import (
     WORKER_CPUS,
     CnSection,
@@ -30,12 +30,15 @@ from plait_serving.ranking.config import (
     Replicas,
     WholeSection,
 )
+from plait_serving.sections import INGRESS_CPUS
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
 
     from plait_serving.http.context import HttpSettings
 
+_MAX_ONGOING_REQUESTS = 100_000
+"""Serve must never queue in front of us: ours are bounded queues, which can say when to come back."""
 _START_TRIES = 2
 """A folder that does not load now will not load the 20th time either (Serve's default)."""
 
@@ -46,8 +49,6 @@ class AppArgs(ServedConfig):
 
 def build(args: AppArgs) -> serve.Application:
     """The application of a configuration. Builds nothing heavy: models are loaded in the replicas."""
-    from plait_serving.deployments.images_source import ImagesSource
-
     return compose(args, None if args.images is None else ImagesSource(args.images))
 
 
@@ -86,7 +87,7 @@ def compose(
 
 
 _COMMON: dict[str, Any] = {
-    "max_ongoing_requests": MAX_ONGOING_REQUESTS,
+    "max_ongoing_requests": _MAX_ONGOING_REQUESTS,
     "max_queued_requests": -1,
     "max_constructor_retry_count": _START_TRIES,
     "graceful_shutdown_wait_loop_s": 0.2,
@@ -134,7 +135,7 @@ def tuning_routers(args: AppArgs) -> "tuple[APIRouter, ...]":
 def _engine(images: ImagesSection, source: EngineSource, *, drain_s: float) -> serve.Application:
     """The base model with its ControlNets."""
     controlnets = {name: _controlnet(name, it, images) for name, it in images.controlnet_services().items()}
-    engine = serve.deployment(EngineReplica).options(
+    engine = serve.deployment(LazyEngine).options(
         name=ENGINE,
         num_replicas=images.replicas,
         ray_actor_options={"num_cpus": MODEL_CPUS, "num_gpus": images.num_gpus},

@@ -13,21 +13,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from plait.errors import ConfigError
 from plait_loadtest import strict_yaml
-from plait_serving.images.config import INGRESS_CPUS, FolderPath, ImagesSection
+from plait_serving.images.config import ImagesSection
 from plait_serving.ranking.config import RankingSection, RankModelSection
+from plait_serving.sections import INGRESS_CPUS, FolderPath, Section
 
 INGRESS, ENGINE, CONTROLNET_PREFIX = "ingress", "engine", "controlnet-"
 """Names of the deployments, in Serve's status, in logs and in a Serve YAML; `worker_name` makes the others."""
-
-
-class Section(BaseModel):
-    """A frozen part of the configuration that refuses unknown keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class ApiKeySection(Section):

@@ -20,6 +20,7 @@ from plait_disagg.refresh.publish import publish
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.edge.auth import ApiKey, Role
+from plait_serving.ranking.local import LocalRankingService
 from plait_serving.ranking.service import ServedRanker
 from support import refresh as kit
 from support.app_server import AppServer
@@ -53,7 +54,7 @@ class Server:
             "parts": ServedRanker(ranker=self.whole.ranker, refreshes=self.refreshes),
             "still": ServedRanker(ranker=self.whole.ranker),
         }
-        self.http = AppServer(create_app(None, HttpSettings(api_keys=KEYS), recommenders=models))
+        self.http = AppServer(create_app(None, HttpSettings(api_keys=KEYS), ranking=LocalRankingService(models)))
         self.url = f"http://127.0.0.1:{self.http.port}"
 
     def call(self, path: str, body: Any = None, *, key: str = "boss") -> tuple[int, Any]:

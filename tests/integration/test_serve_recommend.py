@@ -27,7 +27,7 @@ from plait_disagg.package import Package
 from plait_disagg.workers.remote import RemoteRanker
 from plait_fabric.rpc.replicas import Replica
 from plait_serving.deployments.fabric_endpoints import ServeReplicas
-from plait_serving.deployments.ranking import remote_ranker
+from plait_serving.deployments.ranking.worker import remote_ranker
 from plait_serving.ranking.config import RankingSection, RankModelSection
 from support import ranking as kit
 from support import refresh as refresh_kit
@@ -191,7 +191,8 @@ async def test_a_refresh_reaches_all_workers_of_a_model(deployed: Deployed, tmp_
 def test_workers_import_nothing_that_makes_pictures() -> None:
     """Their start is torch's, Serve's and no more: diffusers and its kin cost many seconds."""
     code = (
-        "import sys, plait_serving.deployments.ranking, plait_serving.deployments.lazy, plait_disagg.package.read\n"
+        "import sys, plait_disagg.package.read\n"
+        "import plait_serving.deployments.lazy, plait_serving.deployments.ranking.worker\n"
         "print(*{'diffusers', 'transformers', 'peft', 'accelerate'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

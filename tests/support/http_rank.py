@@ -13,6 +13,7 @@ from starlette.testclient import TestClient
 
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
+from plait_serving.ranking.local import LocalRankingService
 from plait_serving.ranking.service import ServedRanker
 from plait_serving.ranking.testing import FakeRanker, fake_rankers
 
@@ -28,7 +29,7 @@ _shared: dict[str, ServedRanker] = {}
 def _shared_app() -> FastAPI:
     """Making an application takes longer than most tests; which ranker it has is looked up with every request."""
     _shared.update(fake_rankers())
-    return create_app(None, HttpSettings(), recommenders=_shared)
+    return create_app(None, HttpSettings(), ranking=LocalRankingService(_shared))
 
 
 def make_client(ranker: FakeRanker | None = None, settings: HttpSettings | None = None, **more: Any) -> TestClient:
@@ -39,7 +40,7 @@ def make_client(ranker: FakeRanker | None = None, settings: HttpSettings | None 
         app = _shared_app()
         _shared.update(models)
     else:
-        app = create_app(None, settings, recommenders=models)
+        app = create_app(None, settings, ranking=LocalRankingService(models))
     return TestClient(app, raise_server_exceptions=False)
 
 

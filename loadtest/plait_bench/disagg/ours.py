@@ -34,6 +34,7 @@ from plait_fabric.rpc.replicas import Link, NoReplica
 from plait_serving.deployments.fabric_endpoints import FABRIC
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
+from plait_serving.ranking.local import LocalRankingService
 from plait_serving.ranking.service import ServedRanker
 
 
@@ -121,8 +122,8 @@ def main(folder: Path, threads: str, mode: str, *rest: str) -> None:
             ranker: Ranker = stack.enter_context(in_children(package, mode, own, hns[0]))
         else:
             ranker = split(package, own, hns) if mode == "split" else whole(package, own)
-        recommender = ServedRanker(ranker=ranker, items=package.items)
-        announce(create_app(None, HttpSettings(), recommenders={package.manifest.name: recommender}))
+        model = ServedRanker(ranker=ranker, items=package.items)
+        announce(create_app(None, HttpSettings(), ranking=LocalRankingService({package.manifest.name: model})))
 
 
 if __name__ == "__main__":

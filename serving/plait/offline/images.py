@@ -18,16 +18,17 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from plait_serving.diffusion.admission import RequestLimits
+from plait_serving.deployments.images.source import ImagesSource
+from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.errors import EngineStopped, RequestError
 from plait_serving.diffusion.knobs import Placement
 from plait_serving.diffusion.values import Failed, Finished, ImageRequest, ImageResult, Preview
-from plait_serving.http.images.resolve import RANDOM_SEED_END, Preprocessors, resolve
+from plait_serving.http.images.resolve import resolve
 from plait_serving.http.images.schemas import GenerationBody
 from plait_serving.images.codec import DecodeLimits, OutputFormat, encode_image
 from plait_serving.images.config import ImagesSection
 from plait_serving.images.infotext import infotext
-from plait_serving.images.service import ImageService
+from plait_serving.images.service import ImageService, Preprocessors, random_seed
 
 SUFFIXES: Mapping[str, OutputFormat] = {
     ".png": OutputFormat.PNG,
@@ -47,8 +48,6 @@ def open_local(images: ImagesSection) -> Iterator[ImageService]:
 
     ControlNets run here too, whatever the configuration says of a server's: there is nobody else.
     """
-    from plait_serving.deployments.images_source import ImagesSource  # torch comes with it
-
     knobs = images.knobs.model_copy(update={"controlnet_placement": Placement.LOCAL})
     hosted = ImagesSource(images.model_copy(update={"knobs": knobs})).open({})
     try:
@@ -116,7 +115,7 @@ def parse_order(
     except ValidationError as error:
         first = error.errors()[0]
         raise OrderError(f"{option_of('.'.join(map(str, first['loc'])))}: {first['msg']}") from error
-    most_steps = RequestLimits().max_steps
+    most_steps = ImageLimits().max_steps
     if (checked.num_inference_steps or 1) > most_steps:
         raise OrderError(f"--steps: at most {most_steps} steps")
     return ImageOrder(body=checked, output=output, output_format=output_format)
@@ -173,7 +172,7 @@ async def make_images(
         order.body,
         catalog,
         request_id=f"cli_{secrets.token_hex(4)}",
-        random_seed=secrets.randbelow(RANDOM_SEED_END),
+        random_seed=random_seed(),
         preprocessors=preprocessors,
         decode_limits=DecodeLimits(),
     )

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from plait_fabric.threads import run_on_own_thread
-from plait_serving.diffusion.admission import RequestLimits
+from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.bundle import Bundle, load_bundle
 from plait_serving.diffusion.bundle import load_controlnet as check_and_load_controlnet
 from plait_serving.diffusion.controlnet.local import LocalControlNetClient
@@ -151,7 +151,7 @@ def _build(settings: EngineSettings, remote: Mapping[str, Callable[[], ControlNe
         loras=loras,
         controlnets=controlnets,
         switch_cost_s=merger.switch_cost_s,
-        limits=RequestLimits(size_multiple=bundle.size_multiple, min_side=bundle.size_multiple),
+        limits=ImageLimits(size_multiple=bundle.size_multiple, min_edge_px=bundle.size_multiple),
         knobs=settings.knobs,
         clock=time.monotonic,
     )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from plait_fabric.threads import set_threads
-from plait_serving.diffusion.admission import RequestLimits, check_request
+from plait_serving.diffusion.admission import ImageLimits, check_request
 from plait_serving.diffusion.costs import StepCosts
 from plait_serving.diffusion.decoding import Decoder
 from plait_serving.diffusion.errors import DeadlineMissed
@@ -55,7 +55,7 @@ class Engine:
         loras: LoraProvider,
         controlnets: Mapping[str, ControlNetClient],
         switch_cost_s: Callable[[LoraSet], float],
-        limits: RequestLimits,
+        limits: ImageLimits,
         knobs: EngineKnobs,
         clock: Callable[[], float],
     ) -> None:
@@ -91,7 +91,7 @@ class Engine:
         return self._compute.is_alive() and self._desk.takes_requests
 
     @property
-    def limits(self) -> RequestLimits:
+    def limits(self) -> ImageLimits:
         """What requests may ask for."""
         return self._limits
 

@@ -1,9 +1,9 @@
-"""Builds the FastAPI application around an `ImageService`, rankers, or both."""
+"""Builds the FastAPI application around an `ImageService`, a `RankingService`, or both."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
@@ -26,7 +26,7 @@ from plait_serving.http.edge.request_id import RequestIdMiddleware
 from plait_serving.http.images import routes as images
 from plait_serving.http.images.schemas import GenerationBody
 from plait_serving.images.service import ImageService
-from plait_serving.ranking.service import ServedRanker, ServedRankers
+from plait_serving.ranking.service import RankingService
 
 # What users of other servers type first.
 ALIASES = {
@@ -57,7 +57,7 @@ class _App(FastAPI):
     def openapi(self) -> dict[str, Any]:
         """The schema; made once."""
         schema = super().openapi()
-        if self.state.context.recommenders:
+        if self.state.context.ranking is not None:
             from plait_serving.http.ranking.v2 import INFER_DOCUMENTATION
 
             schema["paths"].update(INFER_DOCUMENTATION)
@@ -68,13 +68,13 @@ def create_app(
     images: ImageService | None,
     settings: HttpSettings,
     *,
-    recommenders: Mapping[str, ServedRanker] | None = None,
+    ranking: RankingService | None = None,
     routers: Sequence[APIRouter] = (),
     lifespan: Lifespan | None = None,
 ) -> FastAPI:
     """The application; only the routes of what is there, and ``routers`` of others. The interactive documentation pages
     are off: they load scripts from a CDN."""
-    context = RouteContext(images=images, settings=settings, recommenders=ServedRankers(recommenders or {}))
+    context = RouteContext(images=images, settings=settings, ranking=ranking)
     return app_from_context(context, routers=routers, lifespan=lifespan)
 
 
@@ -115,7 +115,7 @@ def app_from_context(
 def _add_routes(app: FastAPI, context: RouteContext) -> None:
     """Routes are tried one after the other: the hot one comes first. Those that rank need torch, which
     takes long to load: a server of pictures alone does without."""
-    if context.recommenders:
+    if context.ranking is not None:
         from plait_serving.http.ranking import recommend, v2
 
         app.router.routes[:0] = v2.infer_routes(context)
@@ -159,7 +159,7 @@ async def _invalid_body(request: Request, error: Exception) -> Response:
 
 
 def _fields_of(path: str, context: RouteContext) -> list[str]:
-    if context.recommenders:
+    if context.ranking is not None:
         from plait_serving.http.ranking.recommend import PATH
         from plait_serving.http.ranking.recommend_body import RecommendBody
 

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from typing import Protocol
 
-from plait_serving.diffusion.admission import RequestLimits
 from plait_serving.diffusion.errors import EngineError
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest
-from plait_serving.images.service import Catalog, Health, Limits
+from plait_serving.health import Health
+from plait_serving.images.service import Catalog
 
 
 class RequestTicket(Protocol):
@@ -28,19 +28,6 @@ class ImageEngine(Protocol):
 
     def submit(self, request: ImageRequest, sink: Callable[[Event], None]) -> RequestTicket:
         """Accepts a request; ``sink`` is called from engine threads, last with Finished or Failed."""
-
-
-def limits_of(limits: RequestLimits) -> Limits:
-    """What an engine accepts, in the words of the catalog; so HTTP refuses first and names the same bounds."""
-    return Limits(
-        size_multiple=limits.size_multiple,
-        min_edge_px=limits.min_side,
-        max_edge_px=limits.max_pixels // limits.min_side,
-        max_pixels=limits.max_pixels,
-        max_steps=limits.max_steps,
-        max_loras=limits.max_loras,
-        max_controlnets=limits.max_controlnets,
-    )
 
 
 class LocalImageService:

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Mapping
 
 import numpy as np
 
+from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.values import (
     Event,
     Failed,
@@ -19,7 +20,8 @@ from plait_serving.diffusion.values import (
     RgbImage,
     Timings,
 )
-from plait_serving.images.service import BaseModelCard, Catalog, ControlNetCard, Health, Limits, LoraCard
+from plait_serving.health import Health
+from plait_serving.images.service import BaseModelCard, Catalog, ControlNetCard, LoraCard
 
 FAKE_CATALOG = Catalog(
     model=BaseModelCard(
@@ -28,7 +30,15 @@ FAKE_CATALOG = Catalog(
         default_width=16,
         default_height=16,
         default_steps=4,
-        limits=Limits(size_multiple=8, min_edge_px=8, max_edge_px=128, max_pixels=64 * 64, max_steps=50),
+        limits=ImageLimits(
+            size_multiple=8,
+            min_edge_px=8,
+            max_edge_px=128,
+            max_pixels=64 * 64,
+            max_steps=50,
+            max_loras=8,
+            max_controlnets=4,
+        ),
     ),
     loras=(
         LoraCard(name="noto", family="sd1", format="peft"),

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from plait_disagg.queue.knobs import CachePolicy, Order, WireFormat, WorkerKnobs
-from plait_serving.images.config import FolderPath, Name
+from plait_serving.sections import FolderPath, Name, Section
 from plait_serving.starter.manifest import WEIGHTS
 
 __all__ = [
@@ -41,11 +41,7 @@ RankRole = Literal["whole", "cn", "hn"]
 OmpWait = Literal["default", "active", "passive"]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class HnKnobs(_Section):
+class HnKnobs(Section):
     """What can change on a running HN or whole worker; `WorkerKnobs` explains the fields."""
 
     threads: Annotated[int, Field(ge=0, le=1024, description="CPU threads of a batch; 0: all cores")] = 1
@@ -75,7 +71,7 @@ class CnKnobs(HnKnobs):
     cache: Annotated[CachePolicy, Field(description="which rows: used last (lru) or asked for first")] = "lru"
 
 
-class Replicas(_Section):
+class Replicas(Section):
     """A number of replicas that follows the load; `plait_disagg.queue.scale` says how."""
 
     min: Annotated[int, Field(ge=1, le=64)] = 1
@@ -90,7 +86,7 @@ class Replicas(_Section):
         return self
 
 
-class _WorkerSection(_Section):
+class _WorkerSection(Section):
     replicas: Annotated[int, Field(ge=1, le=64)] | Replicas = 1
     omp_wait: Annotated[
         OmpWait, Field(description="OpenMP workers between operations: spin (active), sleep (passive)")
@@ -127,7 +123,7 @@ class WholeSection(_WorkerSection):
     knobs: HnKnobs = HnKnobs()
 
 
-class RankModelSection(_Section):
+class RankModelSection(Section):
     """One packaged model: a folder that ``plait models package`` made. ``mode`` says which of its parts run."""
 
     folder: FolderPath
@@ -147,7 +143,7 @@ class RankModelSection(_Section):
         return "whole" if self.mode == "whole" else "cn"
 
 
-class RankingSection(_Section):
+class RankingSection(Section):
     """The recommendation models by the names that requests call them."""
 
     models: Annotated[

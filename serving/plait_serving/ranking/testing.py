@@ -125,6 +125,6 @@ class FakeItems:
 
 
 def fake_rankers(ranker: FakeRanker | None = None, *, items: bool = True) -> dict[str, ServedRanker]:
-    """One model, as `create_app` wants it."""
+    """One model, as `LocalRankingService` wants it."""
     ranker = ranker or FakeRanker()
     return {ranker.card.name: ServedRanker(ranker=ranker, items=FakeItems() if items else None)}

@@ -20,8 +20,8 @@ from plait_autoconfig.report.page import POLICY
 from plait_serving.http.context import ContextDep
 from plait_serving.http.edge.auth import Principal, require_admin
 from plait_serving.http.edge.errors import ApiError
+from plait_serving.http.edge.schemas import ErrorBody
 from plait_serving.http.edge.sse import EventStream
-from plait_serving.http.images.schemas import ErrorBody
 
 __all__ = ["TuningService", "tuning_router"]
 

@@ -6,19 +6,21 @@ Everything cheap is judged before the first control picture is decoded.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
 
 from plait_serving.diffusion.errors import NotFound, RequestError
-from plait_serving.diffusion.values import ControlRef, ImageRequest, LoraPolicy, LoraRef, LoraSet, RgbImage, Scheduler
-from plait_serving.http.images.schemas import MAX_SEED, ControlNetBody, GenerationBody
+from plait_serving.diffusion.values import (
+    MAX_SEED,
+    ControlRef,
+    ImageRequest,
+    LoraPolicy,
+    LoraRef,
+    LoraSet,
+    Scheduler,
+)
+from plait_serving.http.images.schemas import ControlNetBody, GenerationBody
 from plait_serving.images.codec import DecodeLimits, decode_base64, decode_image, resize
-from plait_serving.images.service import BaseModelCard, Catalog
+from plait_serving.images.service import BaseModelCard, Catalog, Preprocessors
 
-Preprocessors = Mapping[str, Callable[[RgbImage], RgbImage]]
-
-# A new request's seed is below 2**32: short to type, and exact in every JSON reader (those of browsers lose bits at
-# 2**53).
-RANDOM_SEED_END = 2**32
 # The share of steps that bounded_async may run without its LoRAs if the request gives no k. SwiftDiffusion
 # (ATC'25) lets about the first 10 of 50 steps run without them.
 LORA_FREE_SHARE = 5

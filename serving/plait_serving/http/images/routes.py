@@ -28,8 +28,9 @@ from plait_serving.http.context import ContextDep, RouteContext
 from plait_serving.http.edge import sse
 from plait_serving.http.edge.errors import ClientDisconnected, wire_error
 from plait_serving.http.edge.feed import EventFeed, until_disconnect
+from plait_serving.http.edge.schemas import ErrorBody
 from plait_serving.http.images.resolve import resolve
-from plait_serving.http.images.schemas import ErrorBody, GenerationBody, GenerationResponse
+from plait_serving.http.images.schemas import GenerationBody, GenerationResponse
 from plait_serving.images.codec import encode_image
 from plait_serving.images.infotext import infotext
 
@@ -65,7 +66,7 @@ async def generate(body: GenerationBody, request: Request, context: ContextDep) 
 
 async def _generate(body: GenerationBody, request: Request, context: RouteContext) -> Response:
     job = await _resolve(body, request, context)
-    feed = EventFeed(context.service.generate(job.request))
+    feed = EventFeed(context.image_service.generate(job.request))
     with context.metrics.in_flight.track_inprogress():
         try:
             result = await _result(feed)
@@ -88,7 +89,7 @@ async def _result(feed: EventFeed) -> ImageResult:
 async def _open_stream(body: GenerationBody, request: Request, context: RouteContext) -> Response:
     """Waits briefly for the first event, so that a refusal is still a proper status, then starts the stream."""
     job = await _resolve(body, request, context)
-    feed = EventFeed(context.service.generate(job.request))
+    feed = EventFeed(context.image_service.generate(job.request))
     try:
         first = await feed.next(context.settings.first_event_wait_s)
         if isinstance(first, Failed):
@@ -131,7 +132,7 @@ async def _going_on(event: Progress | Preview | None, job: ImageReply, context: 
 
 
 async def _resolve(body: GenerationBody, request: Request, context: RouteContext) -> ImageReply:
-    catalog = await context.service.catalog()
+    catalog = await context.image_service.catalog()
     state = request.state
     # The engine's id must be unique even if a proxy or a careless client sends one id twice.
     suffix = f".{secrets.token_hex(4)}" if state.request_id_given else ""

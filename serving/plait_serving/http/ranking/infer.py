@@ -70,7 +70,7 @@ class Infer:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI call. Raises `RankError`, `ClientDisconnected`, and what the middlewares raise from ``receive``."""
         path = scope["path_params"]
-        bound = self._context.recommenders.get(path["model"], path.get("version"))
+        bound = self._context.ranking_service.get(path["model"], path.get("version"))
         headers = _Headers.of(scope)
         raw = await _read(receive)
         read = partial(self._request, scope["state"], bound, headers)

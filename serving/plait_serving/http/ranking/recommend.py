@@ -21,7 +21,7 @@ from plait_disagg.graph.inputs import Side, tensor_names
 from plait_disagg.messages.check import check_request
 from plait_disagg.values import RankAnswer, RankRequest
 from plait_serving.http.context import ContextDep, RouteContext
-from plait_serving.http.images.schemas import ErrorBody
+from plait_serving.http.edge.schemas import ErrorBody
 from plait_serving.http.ranking.recommend_body import (
     ALL,
     RecommendBody,
@@ -31,7 +31,7 @@ from plait_serving.http.ranking.recommend_body import (
     ranking,
 )
 from plait_serving.http.ranking.submit import rank, unique_id
-from plait_serving.ranking.service import BoundModel, ServedRankers
+from plait_serving.ranking.service import BoundModel, RankingService
 
 PATH = "/v1/recommend"
 
@@ -60,7 +60,7 @@ class _Question:
 async def recommend(body: RecommendBody, request: Request, context: ContextDep) -> Response:
     """Ranks the candidates for the user by the model's first output."""
     start_s = context.monotonic_s()
-    bound = context.recommenders.get(body.model or _only(context.recommenders))
+    bound = context.ranking_service.get(body.model or _only(context.ranking_service))
     deadline_s = None if body.deadline_ms is None else start_s + body.deadline_ms / 1e3
     ask = partial(_question, body, bound, unique_id(request.scope["state"], next(_numbers)), deadline_s)
     is_large = isinstance(body.candidates, list) and len(body.candidates) > _INLINE_CANDIDATES
@@ -82,8 +82,8 @@ async def _on_thread(context: RouteContext, work: Any) -> Any:
         return await asyncio.to_thread(work)
 
 
-def _only(models: ServedRankers) -> str:
-    names = list(models)
+def _only(models: RankingService) -> str:
+    names = models.names()
     if len(names) == 1:
         return names[0]
     raise BadInput(f"model: name one of {', '.join(names)}", param="model")

@@ -9,11 +9,11 @@ from typing import Annotated, Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from plait_disagg.errors import BadInput
 from plait_disagg.graph.inputs import Bag, Dense, Input
-from plait_serving.http.images.schemas import MAX_DEADLINE_MS
+from plait_serving.http.edge.schemas import MAX_DEADLINE_MS, StrictBody
 from plait_serving.ranking.codec import Array, array_of, hint
 from plait_serving.ranking.inputs import LENGTHS
 
@@ -22,10 +22,8 @@ __all__ = ["ALL", "RecommendBody", "RecommendResponse", "arrays_of", "item_ids",
 ALL = "all"
 
 
-class RecommendBody(BaseModel):
+class RecommendBody(StrictBody):
     """A user and candidates; ``null`` means "left out"."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     model: Annotated[str | None, Field(description="may be left out if the server has one model that ranks")] = None
     user: Annotated[dict[str, Any], Field(description="every user-side input by name: a number or a list")]

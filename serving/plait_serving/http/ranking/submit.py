@@ -9,7 +9,7 @@ from typing import Any
 from plait_disagg.errors import BadInput, DeadlinePassed
 from plait_disagg.values import RankAnswer, RankRequest
 from plait_serving.http.context import RouteContext
-from plait_serving.http.images.schemas import MAX_DEADLINE_MS
+from plait_serving.http.edge.schemas import MAX_DEADLINE_MS
 from plait_serving.ranking.service import BoundModel
 
 __all__ = ["deadline", "rank", "unique_id"]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -19,7 +19,7 @@ from plait_disagg.errors import BadInput, WorkerUnavailable
 from plait_disagg.refresh.errors import BadUpdate, NotPublished
 from plait_serving.http.context import ContextDep, RouteContext, installed_version
 from plait_serving.http.edge.auth import require_admin
-from plait_serving.http.health import missing
+from plait_serving.http.edge.schemas import StrictBody
 from plait_serving.http.ranking.describe import MAX_EXAMPLE, example, metadata
 from plait_serving.http.ranking.infer import Infer
 from plait_serving.ranking.service import why_not_ready
@@ -91,14 +91,15 @@ async def live() -> JSONResponse:
 @router.get("/health/ready", summary="Would every model answer now?")
 async def ready(context: ContextDep) -> JSONResponse:
     """200 if so, else 503 with the reason."""
-    return _ready(await missing(context))
+    state = await context.health()
+    return _ready(None if state.ready else state.reason or "not ready")
 
 
 @router.get("/models/{model}/ready", summary="Would the model answer now?")
 @router.get("/models/{model}/versions/{version}/ready", summary="Would the model answer now?")
 async def model_ready(context: ContextDep, model: str, version: str | None = None) -> JSONResponse:
     """200 if so, else 503 with the reason; 404 if there is no such model."""
-    bound = context.recommenders.get(model, version)
+    bound = context.ranking_service.get(model, version)
     return _ready(await why_not_ready(bound.ranker), name=bound.name)
 
 
@@ -108,7 +109,7 @@ async def model_example(
     context: ContextDep, model: str, version: str | None = None, candidates: int | None = None
 ) -> JSONResponse:
     """A body for ``infer``: always the same for the same number of candidates."""
-    bound = context.recommenders.get(model, version)
+    bound = context.ranking_service.get(model, version)
     card = bound.card
     largest = min(MAX_EXAMPLE, card.largest_candidates)
     wanted = min(64, largest) if candidates is None else candidates
@@ -121,21 +122,17 @@ async def model_example(
 @router.get("/models/{model}/versions/{version}", summary="What the model takes and gives")
 async def model_metadata(context: ContextDep, model: str, version: str | None = None) -> dict[str, Any]:
     """The model's inputs and outputs; -1 stands for the number of candidates, or of ids."""
-    return metadata(model, context.recommenders.get(model, version).card)
+    return metadata(model, context.ranking_service.get(model, version).card)
 
 
-class LoadParameters(BaseModel):
+class LoadParameters(StrictBody):
     """``update``: the folder of an update on the server's machine (`plait models update` makes one)."""
-
-    model_config = ConfigDict(extra="forbid")
 
     update: Annotated[str, Field(min_length=1, max_length=4096)]
 
 
-class LoadBody(BaseModel):
+class LoadBody(StrictBody):
     """The body of Triton's repository extension; its parameters are ours."""
-
-    model_config = ConfigDict(extra="forbid")
 
     parameters: LoadParameters
 
@@ -144,7 +141,7 @@ class LoadBody(BaseModel):
 async def load(context: ContextDep, model: str, body: LoadBody) -> dict[str, Any]:
     """The version that is served from now on. A bad update is refused with 400 and a word about what is wrong with it;
     503: try again. Either way the old version stays. Needs a key with the role admin."""
-    refreshes = context.recommenders.refreshes(model)
+    refreshes = context.ranking_service.refreshes(model)
     if refreshes is None:
         raise BadInput(f"model {model!r} can not be refreshed", param="model")
     try:

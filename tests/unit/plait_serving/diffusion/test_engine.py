@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from plait_serving.diffusion.admission import RequestLimits
+from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.decoding import Decoder
 from plait_serving.diffusion.engine import Engine
 from plait_serving.diffusion.errors import (
@@ -87,7 +87,7 @@ class Rig:
             loras=self.provider,
             controlnets={},
             switch_cost_s=lambda loras: 0.001,
-            limits=RequestLimits(),
+            limits=ImageLimits(),
             knobs=EngineKnobs(threads=1, **knobs),
             clock=time.monotonic,
         )

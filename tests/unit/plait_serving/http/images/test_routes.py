@@ -13,9 +13,10 @@ import pytest
 from PIL import Image
 
 from plait_serving.diffusion.errors import EngineStopped, Overloaded
-from plait_serving.diffusion.values import LoraPolicy, LoraRef, Scheduler
+from plait_serving.diffusion.values import MAX_SEED, LoraPolicy, LoraRef, Scheduler
 from plait_serving.http.context import HttpSettings
-from plait_serving.http.images.schemas import IGNORED_FIELDS, MAX_PROMPT_CHARS, MAX_SEED, ErrorBody, GenerationResponse
+from plait_serving.http.edge.schemas import ErrorBody
+from plait_serving.http.images.schemas import IGNORED_FIELDS, MAX_PROMPT_CHARS, GenerationResponse
 from plait_serving.images.codec import DecodeLimits, read_parameters
 from plait_serving.images.testing import FakeImageService, fake_image
 from support.http_app import FIXED_SEED, FIXED_TIME_S, AsgiCall, b64, make_app, make_client, pixels, png, until

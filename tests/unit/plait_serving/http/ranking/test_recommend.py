@@ -14,6 +14,7 @@ from plait_disagg.values import ModelCard, RankAnswer
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.ranking.recommend_body import ranking
+from plait_serving.ranking.local import LocalRankingService
 from plait_serving.ranking.service import ServedRanker
 from plait_serving.ranking.testing import FakeItems, FakeRanker, fake_outputs
 from support.http_rank import make_client
@@ -177,7 +178,7 @@ def test_items_without_names_have_none():
     """A store may know features only."""
     ranker = FakeRanker()
     models = {"picks": ServedRanker(ranker=ranker, items=FakeItems(named=False))}
-    client = TestClient(create_app(None, HttpSettings(), recommenders=models))
+    client = TestClient(create_app(None, HttpSettings(), ranking=LocalRankingService(models)))
     assert all(set(item) == {"id", "score"} for item in ask(client).json()["items"])
 
 
@@ -201,7 +202,7 @@ class Column:
 def test_with_several_models_one_must_be_named():
     """The message lists them; an unknown one is a 404 with the code that OpenAI's client knows."""
     models = {"picks": ServedRanker(ranker=FakeRanker()), "column": ServedRanker(ranker=Column())}
-    client = TestClient(create_app(None, HttpSettings(), recommenders=models))
+    client = TestClient(create_app(None, HttpSettings(), ranking=LocalRankingService(models)))
     error = ask(client).json()["error"]
     assert (error["param"], "picks, column" in error["message"]) == ("model", True)
     answer = ask(client, model="nope")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from plait_disagg.refresh.live_package import LivePackage
     from plait_disagg.values import ModelCard
 
-__all__ = ["OpenedPackage", "PackageSource", "RankSource"]
+__all__ = ["OpenedPackage", "PackageSource", "RankModel", "RankSource"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +49,16 @@ class RankSource(Protocol):
 
     def package(self) -> Package | None:
         """What updates are checked against before they are published; None: the model can not be refreshed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankModel:
+    """What the ingress must know of a recommendation model besides its workers' handle: there are ``replicas`` or more,
+    up to ``max_replicas``."""
+
+    source: RankSource
+    replicas: int
+    max_replicas: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,48 +10,21 @@ import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
+from plait_serving.deployments.images.source import EngineSource
 from plait_serving.deployments.logs import configure_logging
-from plait_serving.deployments.threads import unset_ray_threads
 from plait_serving.diffusion.errors import EngineError, EngineStopped
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.values import Event, Failed, ImageRequest, Progress
-from plait_serving.images.service import Catalog, Health, ImageService
+from plait_serving.health import Health
+from plait_serving.images.service import Catalog
 
 _log = logging.getLogger(__name__)
-
-MAX_ONGOING_REQUESTS = 100_000
-"""Serve must never queue in front of us: the engine has its own bounded queue, which can say when to come back."""
 
 PROGRESS_PERIOD_S = 0.1
 """Every event costs both replicas about a millisecond, and a batch has one per request and step: nobody reads them so
 fast."""
-
-
-class HostedEngine(Protocol):
-    """A warmed-up engine with what the deployment needs of it."""
-
-    @property
-    def service(self) -> ImageService:
-        """The way in for requests."""
-
-    @property
-    def alive(self) -> bool:
-        """Whether the compute thread runs."""
-
-    def reconfigure(self, knobs: EngineKnobs) -> None:
-        """Applies new knobs; running requests go on."""
-
-    def stop(self, *, drain_s: float) -> None:
-        """Refuses new requests, gives the accepted ones ``drain_s``, fails the rest. Blocks. Idempotent."""
-
-
-class EngineSource(Protocol):
-    """A picklable recipe of an engine; it travels to the replica and is opened there."""
-
-    def open(self, controlnets: Mapping[str, Any]) -> HostedEngine:
-        """Builds the engine, makes the warm-up picture and returns. ``controlnets``: Serve handles by name."""
 
 
 class EngineReplica:
@@ -59,7 +32,6 @@ class EngineReplica:
 
     def __init__(self, source: EngineSource, controlnets: Mapping[str, Any]) -> None:
         configure_logging("engine", os.environ)
-        unset_ray_threads(os.environ)
         self._stopping = False
         self._hosted = source.open(controlnets)
 

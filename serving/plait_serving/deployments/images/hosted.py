@@ -1,26 +1,28 @@
-"""From an ``images`` section to a warmed-up engine: what the engine's replica and ``plait generate`` both open.
-
-The module itself imports no torch: it is imported where the application is built, too. `open` does.
-"""
+"""The engine of an ``images`` section with its way in: what the engine's replica and ``plait generate`` both open."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from plait_serving.deployments.engine import HostedEngine
+from plait_serving.deployments.images.controlnet import ServeConnect
+from plait_serving.diffusion.assemble import Assembled, EngineSettings, build_engine
+from plait_serving.diffusion.controlnet.remote import RemoteControlNetClient
+from plait_serving.diffusion.errors import ControlNetUnavailable, EngineError
 from plait_serving.diffusion.knobs import EngineKnobs
+from plait_serving.diffusion.lora.container import inspect
+from plait_serving.diffusion.lora.formats import MAX_FILE_BYTES
+from plait_serving.diffusion.lora.remote import RemoteEntry, RemoteSource
+from plait_serving.diffusion.lora.source import ChainSource, FolderSource, LoraSource
 from plait_serving.images.config import STARTER_FOLDER, ImagesSection
+from plait_serving.images.local import LocalImageService
+from plait_serving.images.service import BaseModelCard, Catalog, ControlNetCard, ImageService, LoraCard
+from plait_serving.starter.preprocess import PREPROCESSORS
 
-if TYPE_CHECKING:
-    from plait_serving.deployments.controlnet import ServeConnect
-    from plait_serving.diffusion.assemble import Assembled
-    from plait_serving.diffusion.lora.source import LoraSource
-    from plait_serving.images.service import Catalog, ImageService, LoraCard
+__all__ = ["HostedImages", "open_images"]
 
 _log = logging.getLogger(__name__)
 
@@ -28,50 +30,38 @@ _CONTROLNETS_TIMEOUT_S = 120.0
 """Loading torch and a ControlNet beside the base model, on two busy cores."""
 
 
-@dataclass(frozen=True, slots=True)
-class ImagesSource:
-    """An `EngineSource`: picklable, built nothing yet."""
+def open_images(images: ImagesSection, controlnets: Mapping[str, Any]) -> HostedImages:
+    """Loads the models and makes the warm-up images. ``controlnets``: Serve handles of those that are deployments.
 
-    images: ImagesSection
-
-    def open(self, controlnets: Mapping[str, Any]) -> HostedEngine:
-        """Loads the models and makes the warm-up pictures. ``controlnets``: handles of those that are services.
-
-        Raises `ModelError`.
-        """
-        from plait_serving.diffusion.assemble import EngineSettings, build_engine
-        from plait_serving.diffusion.controlnet.remote import RemoteControlNetClient
-
-        images = self.images
-        loras = lora_source(images)
-        settings = EngineSettings(
-            model=model_folder(images),
-            revision=images.revision,
-            dtype=images.dtype,
-            device=images.device,
-            safety_checker=images.safety_checker,
-            lora_source=loras,
-            controlnets={name: section.folder for name, section in images.resolved_controlnets().items()},
-            knobs=images.knobs,
-        )
-        services = _services(controlnets)
-        remote = {
-            name: partial(RemoteControlNetClient, name, connect, worth_moving=connect.worth_moving)
-            for name, connect in services.items()
-        }
-        hosted = HostedImages(images, build_engine(settings, remote=remote), loras)
-        for name in wait_for_replicas(services, timeout_s=_CONTROLNETS_TIMEOUT_S):
-            _log.warning("ControlNet %s has no replica after %.0f s; going on", name, _CONTROLNETS_TIMEOUT_S)
-        hosted.warm_up()
-        return hosted
+    Raises `ModelError`.
+    """
+    loras = lora_source(images)
+    settings = EngineSettings(
+        model=model_folder(images),
+        revision=images.revision,
+        dtype=images.dtype,
+        device=images.device,
+        safety_checker=images.safety_checker,
+        lora_source=loras,
+        controlnets={name: section.folder for name, section in images.resolved_controlnets().items()},
+        knobs=images.knobs,
+    )
+    services = _services(controlnets)
+    remote = {
+        name: partial(RemoteControlNetClient, name, connect, worth_moving=connect.worth_moving)
+        for name, connect in services.items()
+    }
+    hosted = HostedImages(images, build_engine(settings, remote=remote), loras)
+    for name in wait_for_replicas(services, timeout_s=_CONTROLNETS_TIMEOUT_S):
+        _log.warning("ControlNet %s has no replica after %.0f s; going on", name, _CONTROLNETS_TIMEOUT_S)
+    hosted.warm_up()
+    return hosted
 
 
 class HostedImages:
-    """An engine with its way in: see `HostedEngine`."""
+    """A `HostedEngine` around a real one."""
 
     def __init__(self, images: ImagesSection, assembled: Assembled, loras: LoraSource) -> None:
-        from plait_serving.images.local import LocalImageService
-
         self._images = images
         self._assembled = assembled
         self._shelf = LoraCards(loras, str(assembled.bundle.family))
@@ -105,10 +95,7 @@ class HostedImages:
         self._assembled.engine.stop(drain_s=drain_s)
 
     def _catalog(self) -> Catalog:
-        from plait_serving.images.service import BaseModelCard, Catalog, ControlNetCard, Limits
-        from plait_serving.starter.preprocess import PREPROCESSORS
-
-        bundle, limits = self._assembled.bundle, self._assembled.engine.limits
+        bundle = self._assembled.bundle
         family = str(bundle.family)
         model = BaseModelCard(
             name=self._images.public_name,
@@ -118,14 +105,7 @@ class HostedImages:
             default_steps=self._images.defaults.steps,
             default_guidance_scale=self._images.default_guidance_scale,
             default_scheduler=self._images.defaults.scheduler,
-            limits=Limits(
-                size_multiple=limits.size_multiple,
-                min_edge_px=limits.min_side,
-                max_pixels=limits.max_pixels,
-                max_steps=limits.max_steps,
-                max_loras=limits.max_loras,
-                max_controlnets=limits.max_controlnets,
-            ),
+            limits=self._assembled.engine.limits,
         )
         controlnets = tuple(
             ControlNetCard(name=name, family=family, preprocessor=section.preprocessor)
@@ -146,8 +126,6 @@ class LoraCards:
 
     def cards(self) -> tuple[LoraCard, ...]:
         """In order of their names."""
-        from plait_serving.images.service import LoraCard
-
         entries = self._source.list()
         known = {(name, entry.stamp): self._formats.get((name, entry.stamp)) for name, entry in entries.items()}
         self._formats = {key: found or self._format(*key) for key, found in known.items()}
@@ -155,11 +133,6 @@ class LoraCards:
 
     def _format(self, name: str, stamp: str) -> str:  # noqa: ARG002  # the stamp is the key's other half
         """Of a file in a folder; a store's entry is not downloaded for a listing."""
-        from plait_serving.diffusion.errors import EngineError
-        from plait_serving.diffusion.lora.container import inspect
-        from plait_serving.diffusion.lora.formats import MAX_FILE_BYTES
-        from plait_serving.diffusion.lora.source import FolderSource
-
         if not isinstance(self._source, FolderSource):
             return "unknown"
         try:
@@ -176,9 +149,6 @@ def model_folder(images: ImagesSection) -> str:
 
 def lora_source(images: ImagesSection) -> LoraSource:
     """Where the section's LoRAs come from."""
-    from plait_serving.diffusion.lora.remote import RemoteEntry, RemoteSource
-    from plait_serving.diffusion.lora.source import ChainSource, FolderSource
-
     store, folder = images.loras.store, images.resolved_lora_folder()
     if store is not None:
         entries = {
@@ -217,8 +187,6 @@ def metrics_text(assembled: Assembled) -> str:
 
 def _services(handles: Mapping[str, Any]) -> dict[str, ServeConnect]:
     """How to reach each ControlNet that is a deployment."""
-    from plait_serving.deployments.controlnet import ServeConnect
-
     return {name: ServeConnect(name, handle) for name, handle in handles.items()}
 
 
@@ -227,8 +195,6 @@ def wait_for_replicas(services: Mapping[str, ServeConnect], *, timeout_s: float,
 
     All deployments start at once; a placement that is measured before they are up would be wrong for good.
     """
-    from plait_serving.diffusion.errors import ControlNetUnavailable
-
     until_s = time.monotonic() + timeout_s
     missing = list(services)
     while missing and time.monotonic() < until_s:
