@@ -1,7 +1,7 @@
 """The guides' tables, generated from ``loadtest/results``: ``python -m plait_bench.tables [--check] [FILE ...]``.
 
-A table stands between ``<!-- table: NAME -->`` (or ``<!-- table: NAME METRIC ... -->``) and ``<!-- /table -->``; it
-shows every workload of NAME as it was recorded last. Without a FILE: README.md of every top-level folder with a table.
+A table stands between ``<!-- table: NAME -->`` and ``<!-- /table -->``; it shows every workload as it was recorded
+last. NAME is a benchmark, or one of `_NAMED`. Without a FILE: README.md of every top-level folder with a table.
 """
 
 from __future__ import annotations
@@ -20,10 +20,22 @@ from plait_bench.host import SLOW_WAKE_US
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "loadtest" / "results"
 
-_BLOCK = re.compile(
-    r"(?P<open><!-- table: (?P<name>[a-z0-9_]+)(?P<metrics>(?: [a-z0-9_]+)*) -->\n).*?(?P<close><!-- /table -->)",
-    re.DOTALL,
-)
+_BLOCK = re.compile(r"(?P<open><!-- table: (?P<name>[a-z0-9-]+) -->\n).*?(?P<close><!-- /table -->)", re.DOTALL)
+_NAMED: Mapping[str, tuple[str, str]] = {
+    "in-process": ("disagg", "in_process_per_s"),
+    "one-by-one": ("disagg", "latency_p50_us added_p50_us"),
+    "serve-one-by-one": ("disagg", "latency_p50_ms latency_p99_ms"),
+    "overload": ("disagg", "in_time_per_s share_of_peak"),
+    "refresh": ("disagg", "p99_ms"),
+    "refresh-counts": ("disagg", "mixed_version_answers lost_requests rows_refreshed_per_s"),
+    "crossing": ("disagg", "crossing_bytes"),
+    "autoconfig": (
+        "autoconfig",
+        "regret_at_1 regret_at_5 regret_at_30 trials_to_5pct_median trials_to_3pct_median infeasible_6_to_15 "
+        "extra_trials_to_5pct so_score_3_trials so_score_zero_shot ask_ms_after_100 pretrain_s",
+    ),
+}
+"""Tables of other metrics than a benchmark's usual ones: their benchmark, and the metrics."""
 NOT_MEASURED = "Not measured yet.\n"
 
 
@@ -95,9 +107,9 @@ def with_tables(text: str, results: Path) -> str:
 
 
 def _filled(results: Path, block: re.Match[str]) -> str:
-    metrics = block["metrics"].split()
-    wanted = metrics or [name for name in _SHOWN if name not in _ALONE]
-    return table(_newest(records.read(results / f"{block['name']}.jsonl"), wanted), wanted)
+    bench, metrics = _NAMED.get(block["name"], (block["name"], ""))
+    wanted = metrics.split() or [name for name in _SHOWN if name not in _ALONE]
+    return table(_newest(records.read(results / f"{bench}.jsonl"), wanted), wanted)
 
 
 def table(run: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> str:

@@ -13,14 +13,14 @@ import pytest
 
 from plait.app import AppArgs, build
 from plait.config import ServerSection, load_config
-from plait_autoconfig.jobs.reading import parse_job
-from plait_serving.diffusion.knobs import Knobs, Placement
+from plait_autoconfig.jobs.job_file import parse_job
+from plait_serving.diffusion.knobs import EngineKnobs, Placement
 from plait_serving.images.config import ImagesSection
-from plait_serving.ranking.config import STARTER_RECOMMENDER_FOLDER, RecommenderSection, RecommendSection
+from plait_serving.ranking.config import STARTER_RECOMMENDER_FOLDER, RankingSection, RankModelSection
 from support.app_server import wait_for
 from support.cluster import SharedServe
-from support.documents import GUIDES, Block, blocks_of, read
-from support.readme_commands import USUAL_URL, Shell, run_python
+from support.documents import GUIDES, CodeBlock, blocks_of, read
+from support.readme_commands import USUAL_URL, DocumentShell, run_python
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -32,7 +32,7 @@ CONFIGS = {
 """Who reads a yaml block that begins with the name."""
 
 
-class Server:
+class StarterServer:
     """The starter models on the session's Ray, and packages that a document made before it asks."""
 
     def __init__(self, shared: SharedServe) -> None:
@@ -44,10 +44,10 @@ class Server:
         """Returns its address once it serves these packages too."""
         if self._packages is None or not self._packages.issuperset(packages):
             self._packages = frozenset(packages)
-            models = {"picks": RecommenderSection(folder=STARTER_RECOMMENDER_FOLDER, mode="whole")}
-            models |= {folder.name: RecommenderSection(folder=folder) for folder in packages}
-            images = ImagesSection(knobs=Knobs(controlnet_placement=Placement.LOCAL, threads=1))
-            args = AppArgs(images=images, recommend=RecommendSection(models=models), server=ServerSection(drain_s=2))
+            models = {"picks": RankModelSection(folder=STARTER_RECOMMENDER_FOLDER, mode="whole")}
+            models |= {folder.name: RankModelSection(folder=folder) for folder in packages}
+            images = ImagesSection(knobs=EngineKnobs(controlnet_placement=Placement.LOCAL, threads=1))
+            args = AppArgs(images=images, recommend=RankingSection(models=models), server=ServerSection(drain_s=2))
             self._serve.run(build(args), name=APP, route_prefix="/")
             wait_for(self._is_ready, timeout_s=240)
         return self.url
@@ -67,18 +67,18 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(shared_serve: SharedServe) -> Iterator[Server]:
+def server(shared_serve: SharedServe) -> Iterator[StarterServer]:
     """Started by the first document that needs it."""
-    made = Server(shared_serve)
+    made = StarterServer(shared_serve)
     yield made
     made.stop()
 
 
 @pytest.mark.parametrize("document", GUIDES)
-def test_the_blocks_of_a_document_run(document: str, server: Server, tmp_path: Path) -> None:
+def test_the_blocks_of_a_document_run(document: str, server: StarterServer, tmp_path: Path) -> None:
     """Commands and programs end well, and configurations are read by the loaders that people's files meet."""
     blocks = [block for block in blocks_of(document, read(document)) if block.reason is None]
-    shell = Shell(tmp_path)
+    shell = DocumentShell(tmp_path)
     try:
         for number, block in enumerate(blocks):
             if _asks_a_server(block):
@@ -90,11 +90,11 @@ def test_the_blocks_of_a_document_run(document: str, server: Server, tmp_path: P
         shell.close()
 
 
-def _asks_a_server(block: Block) -> bool:
+def _asks_a_server(block: CodeBlock) -> bool:
     return USUAL_URL in block.text or "plait models refresh" in block.text
 
 
-def _run(block: Block, shell: Shell, later: Sequence[Block]) -> None:
+def _run(block: CodeBlock, shell: DocumentShell, later: Sequence[CodeBlock]) -> None:
     file = shell.folder / (block.file or "block.py")
     if block.language == "bash":
         shell.run(block.text)

@@ -19,7 +19,7 @@ _LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 
 
 @dataclass(frozen=True)
-class Block:
+class CodeBlock:
     """A fenced block. ``file``: the name in its first line, where that is a comment with one (``# shop.py``).
     ``reason``: why it does not run, from the ``no-run`` comment directly above it."""
 
@@ -31,7 +31,7 @@ class Block:
 
     @property
     def file(self) -> str | None:
-        """See `Block`."""
+        """See `CodeBlock`."""
         found = re.match(r"# ([\w.-]+\.(?:py|yaml))\b", self.text)
         return found[1] if found else None
 
@@ -41,12 +41,12 @@ class Block:
         return f"{self.document}:{self.line}"
 
 
-def blocks_of(document: str, text: str) -> Iterator[Block]:
+def blocks_of(document: str, text: str) -> Iterator[CodeBlock]:
     """The blocks of a document, from its beginning to its end."""
     for fence in _FENCE.finditer(text):
         before = text[: fence.start()]
         no_run = _NO_RUN.search(before)
-        yield Block(
+        yield CodeBlock(
             document=document,
             line=before.count("\n") + 1,
             language=fence["language"],

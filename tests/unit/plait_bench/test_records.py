@@ -185,7 +185,7 @@ def test_a_block_can_show_one_metric(tmp_path):
          "layout": ""},
     ]  # fmt: skip
     (tmp_path / "disagg.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    blocks = ["<!-- table: disagg -->\n<!-- /table -->", "<!-- table: disagg crossing_bytes -->\n<!-- /table -->"]
+    blocks = ["<!-- table: disagg -->\n<!-- /table -->", "<!-- table: crossing -->\n<!-- /table -->"]
     rates, counted = (tables.with_tables(block, tmp_path) for block in blocks)
     assert "| `a-1` | requests/s | 50 (1 threads) |" in rates
     later = {**lines[1], "value": 1600.0, "host": {**host, "date": "2026-01-02T00:00:00+00:00"}}
@@ -212,5 +212,5 @@ def test_every_workload_is_shown_as_it_was_recorded_last(tmp_path):
     text = tables.with_tables("<!-- table: disagg -->\n<!-- /table -->", tmp_path)
     assert "| `a-1` | requests/s | 70 |\n| `b-1` | requests/s | 60 |" in text
     assert "commits `new`, `old`" in text
-    both = tables.with_tables("<!-- table: disagg goodput_per_s latency_p50_ms -->\n<!-- /table -->", tmp_path)
+    both = tables.with_tables("<!-- table: serve-one-by-one -->\n<!-- /table -->", tmp_path)
     assert "| `a-1` | ms, median | 3.5 |" in both
