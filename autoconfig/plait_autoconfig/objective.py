@@ -195,16 +195,6 @@ def max_goodput_per_cost(*limits: Limit) -> Objective:
     return Objective((maximise(GOODPUT_PER_COST),), limits)
 
 
-def min_cost_at_rate(rate_per_s: float, *limits: Limit) -> Objective:
-    """The cheapest deployment that answers ``rate_per_s`` requests per second in time."""
-    return Objective((minimise(COST_PER_HOUR),), (at_least(GOODPUT_PER_S, rate_per_s), *limits))
-
-
-def min_p99_at_rate(rate_per_s: float, *limits: Limit) -> Objective:
-    """The fastest deployment that answers ``rate_per_s`` requests per second."""
-    return Objective((minimise(P99_MS),), (at_least(GOODPUT_PER_S, rate_per_s), *limits))
-
-
 _GOAL = re.compile(r"(max|min)\s+(\w+)(?:\s+at\s+rate\s+([0-9.eE+-]+))?")
 _LIMIT = re.compile(r"(\w+)\s*(<=|>=)\s*([0-9.eE+-]+)")
 

@@ -223,9 +223,7 @@ class PoolStatistics:
     leased_bytes: int
     leases: int
     peak_leased_bytes: int
-    acquired: int
     waits: int
-    refusals: int
     copies: int
     copied_bytes: int
 

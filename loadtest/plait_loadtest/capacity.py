@@ -103,11 +103,10 @@ class CapacitySearch:
 class Capacity:
     """``rate_per_s``: the highest rate that held, and was confirmed; None: none was found. ``statement`` says it all.
 
-    ``rejected_per_s``: the lowest rate that did not hold. ``by_generator``: it was this machine that could not do more.
+    ``by_generator``: it was this machine that could not do more.
     """
 
     rate_per_s: float | None
-    rejected_per_s: float | None
     confirmed: bool
     by_generator: bool
     statement: str
@@ -267,7 +266,6 @@ class _Searching:
         by_generator = bool(bound) and bound[-1].verdict == "invalid"
         return Capacity(
             rate_per_s=rate,
-            rejected_per_s=self._high,
             confirmed=confirmed,
             by_generator=by_generator,
             statement=_statement(rate, self._high, self._trials, confirmed=confirmed, by_generator=by_generator),

@@ -182,7 +182,6 @@ class ImageClass(_ScenarioModel):
     scheduler: str | None = None
     loras: Loras = Loras()
     controlnets: ControlNets = ControlNets()
-    priority: int | None = None
     deadline_ms: float | None = Field(default=None, gt=0)
     stream: bool = False
     extra: dict[str, JsonValue] = Field(default_factory=dict, description="more fields of the body, as they are")

@@ -14,10 +14,11 @@ import pytest
 
 from plait_fabric import Channel, ChannelClosed, FabricError, ProtocolViolation, RecvTimeout, connect, listen
 from plait_fabric.errors import BadHeader
-from plait_fabric.link.clocks import MonotonicClock, VirtualClock
+from plait_fabric.link.clocks import MonotonicClock
 from plait_fabric.link.link import Link
 from plait_fabric.link.modelled import LinkPort, ModelledChannel, modelled
 from plait_fabric.testing.channel import SECRET, WAIT_S, ChannelConformance
+from plait_fabric.testing.clocks import VirtualClock
 from plait_fabric.testing.tensors import TensorConformance
 from plait_fabric.transport.inproc import pair
 from support.fabric_links import shipped, slow_link

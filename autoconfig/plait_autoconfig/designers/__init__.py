@@ -43,9 +43,9 @@ def maker_of(name: str) -> MakesDesigner:
 
 def check_name(name: str) -> None:
     """Raises `DesignerError` for an unknown name."""
-    if name not in _MAKERS:
-        close = difflib.get_close_matches(name, _MAKERS, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"they are {', '.join(_MAKERS)}"
+    if name not in DESIGNERS:
+        close = difflib.get_close_matches(name, DESIGNERS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"they are {', '.join(DESIGNERS)}"
         msg = f"there is no designer {name!r}; {hint}"
         raise DesignerError(msg)
 

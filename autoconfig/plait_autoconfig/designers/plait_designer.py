@@ -2,9 +2,9 @@
 
 Before the first trial it proposes what the library's background says is best and probably feasible. Every trial then
 decides how far that background can be believed (`surrogate.posterior`), and the next proposal has the largest expected
-improvement times probability of being feasible. Without a library the background is an analytic one, if the context
-says what the knobs mean, or none. What a cell costs is often known before it runs: then only the rest of the goal, the
-goodput and what memory adds, is learned. Everything is looked at on all cells: there is no inner search.
+improvement times probability of being feasible. Without a library there is no background. What a cell costs
+is often known before it runs: then only the rest of the goal, the goodput and what memory adds, is learned. Everything
+is looked at on all cells: there is no inner search.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from plait_autoconfig.analytic import analytic_losses
 from plait_autoconfig.designers.protocols import ServiceContext
 from plait_autoconfig.designers.sobol import SobolDesigner
 from plait_autoconfig.library import LibraryRun
-from plait_autoconfig.objective import GOODPUT_PER_S, Objective, maximise
+from plait_autoconfig.objective import Objective
 from plait_autoconfig.space import Space
 from plait_autoconfig.surrogate import acquisition, reading
 from plait_autoconfig.surrogate.background import (
@@ -43,8 +42,6 @@ _LIKELY = 0.6
 what works, a long shot into what fails would otherwise look better."""
 _CAUTION = 2.0
 """Power of the chance to be feasible: a failed trial costs more than a proposal that gains nothing."""
-_THEORY = 0.5
-"""Trust in the analytic background: a service is as likely to differ from the usual one as not."""
 _WEIGHTINGS = 5
 """Of several goals. Each needs a background of its own, which is kept."""
 _COSTED_UNIT = 0.3
@@ -212,7 +209,7 @@ class PlaitDesigner(SobolDesigner):
         rng = np.random.default_rng(0)  # what is learned from a library depends on the library alone
         features = np.concatenate([self.features, self.space.encode(self._strangers)])
         if not self._past:
-            return Pretrained(loss=self._theory(features), margin=margin_background(features))
+            return Pretrained(loss=no_background(features), margin=margin_background(features))
         own = reading.features_of(self.context.workload, self.context.hardware)
         names = reading.context_names(self._past, own)
         context = reading.context_row(own, names)
@@ -224,19 +221,6 @@ class PlaitDesigner(SobolDesigner):
         return Pretrained(
             loss=pool(losses, features, context, rng), margin=pool(margins, features, context, rng, absolute=True)
         )
-
-    def _theory(self, features: Floats) -> Background:
-        """The analytic background, or none."""
-        cells = (*self.cells, *self._strangers)
-        single = len(self.objective.goals) == 1
-        sought = replace(self.objective, goals=(maximise(GOODPUT_PER_S),)) if self._costed else self.objective
-        losses = (
-            analytic_losses(cells, sought, self.context.meanings, cpus=self.context.hardware.cpus) if single else None
-        )
-        if losses is None or losses.std() == 0.0:
-            return no_background(features)
-        unit = float(losses.std())
-        return replace(no_background(features, mean=(losses - losses.mean()) / unit, trust=_THEORY), unit=unit)
 
     def _goal_weights(self) -> Floats:
         """One weight per goal; if there are several, a few weightings take turns (ParEGO, Knowles 2006)."""

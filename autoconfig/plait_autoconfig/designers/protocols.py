@@ -22,8 +22,6 @@ class ServiceContext:
     versions: Mapping[str, str] = field(default_factory=dict)
     at: str = ""
     """The date, ISO 8601; empty: the age of library runs plays no role."""
-    meanings: Mapping[str, str] = field(default_factory=dict)
-    """What knobs are, such as ``{"workers": "replicas"}`` (`analytic.Meaning`): theory then helps at first."""
     costs: tuple[float, ...] = ()
     """What each of ``Space.cells()`` costs an hour, as far as that is known before it runs (what it reserves); empty:
     it is not known. Only their ratios matter; trials then should measure ``cost_per_hour``."""

@@ -21,18 +21,11 @@ from plait_loadtest.load import builtin_names, load_scenario
 _Location = tuple[int | str, ...]
 
 
-def read_job(path: Path) -> JobSpec:
-    """The job in a YAML (or JSON) file. Raises `JobRefused`: one sentence with file, line and field."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        msg = f"{path} can not be read: {getattr(error, 'strerror', None) or error}"
-        raise JobRefused(msg) from error
-    return parse_job(text, folder=path.absolute().parent, source=str(path))
-
-
 def parse_job(text: str, *, folder: Path, source: str = "the job") -> JobSpec:
-    """The job of a text; its relative paths start from ``folder``. Raises `JobRefused`."""
+    """The job of a YAML (or JSON) text; its relative paths start from ``folder``.
+
+    Raises `JobRefused`: one sentence with ``source``, line and field.
+    """
     try:
         root, settings = strict_yaml.parse(text, source)
     except strict_yaml.NotYaml as error:

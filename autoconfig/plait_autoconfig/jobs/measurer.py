@@ -48,7 +48,6 @@ class Samples:
 
     cpu_cores: float = 0.0
     memory_bytes: int = 0
-    gpu_share: float = 0.0
     gpu_memory_bytes: int = 0
 
 
@@ -107,19 +106,20 @@ class Measurer(Protocol):
         """Removes the clone and whatever else is left."""
 
 
-class MakesMeasurer(Protocol):
-    """The factory. It must also clear away what an earlier process of the same job left when it was killed."""
-
-    def __call__(self, *, folder: Path, **arguments: Any) -> Measurer:
-        """``folder``: the job's. ``arguments``: JSON, as `MeasurerSource` has them."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasurerSource:
-    """Where the measurer comes from: ``factory`` is ``module:function``."""
+    """Where the measurer comes from: ``factory`` is ``module:function``, ``arguments`` are JSON.
+
+    The function is called with ``folder``, the job's, and the arguments, and returns a `Measurer`. It must also clear
+    away what an earlier process of the same job left when it was killed.
+    """
 
     factory: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+_NEVER_MEASURED = "gpu_share"
+"""Jobs of earlier versions say it, always as 0."""
 
 
 # ---- JSON ------------------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def measured_from_json(raw: Mapping[str, Any]) -> Measured:
         outcome=outcome_from_json(raw["outcome"]),
         duration_s=float(raw["duration_s"]),
         load_s=float(raw.get("load_s", 0.0)),  # jobs of earlier versions do not say
-        samples=Samples(**raw["samples"]),
+        samples=Samples(**{name: value for name, value in raw["samples"].items() if name != _NEVER_MEASURED}),
         restarted=tuple(raw["restarted"]),
         artefacts=tuple(raw["artefacts"]),
         note=str(raw["note"]),

@@ -1,6 +1,6 @@
 """A job as it is written: what is tuned, over which knobs, under which load, for what, and at what price.
 
-The edge of the package: YAML becomes one frozen `JobSpec` (`reading.read_job`). Unknown keys and wrong types are
+The edge of the package: YAML becomes one frozen `JobSpec` (`job_file.parse_job`). Unknown keys and wrong types are
 errors; nothing is changed later. What contradicts itself is refused here, before anything is measured.
 """
 
@@ -171,7 +171,7 @@ class Stop(_SpecModel):
 
 
 class JobSpec(_SpecModel):
-    """A whole job. Paths are absolute; see `reading.read_job`."""
+    """A whole job. Paths are absolute: `job_file.parse_job` makes them so."""
 
     name: Name
     target: TuningTarget = TuningTarget()

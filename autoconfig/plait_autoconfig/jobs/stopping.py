@@ -18,13 +18,6 @@ class PredictsRegret(Protocol):
         """How much worse the best known cell is expected to be than the best of all, as a share of its loss."""
 
 
-class StopRule(Protocol):
-    """Looks at a search after each trial."""
-
-    def why_stop(self, objective: Objective, trials: Sequence[Trial]) -> str:
-        """A sentence that says why to stop; empty to go on."""
-
-
 @dataclass(frozen=True, slots=True)
 class NoImprovement:
     """Stops when the best of the last ``patience`` trials is not ``least_gain`` (relative) better than before them.
@@ -36,7 +29,7 @@ class NoImprovement:
     least_gain: float = 0.01
 
     def why_stop(self, objective: Objective, trials: Sequence[Trial]) -> str:
-        """See `StopRule.why_stop`."""
+        """Return a sentence that says why to stop; empty to go on."""
         before = trials[: -self.patience] if self.patience else ()
         if not before or not self._has_stalled(objective, before, trials):
             return ""

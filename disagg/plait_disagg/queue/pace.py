@@ -40,11 +40,6 @@ class Pace:
         self.after_s = 0.0
         self.margin = MIN_MARGIN
 
-    @property
-    def row_s(self) -> float:
-        """Seconds that one more row of a batch costs, as far as known."""
-        return self._row_s
-
     def batch_s(self, rows: float) -> float:
         """What a batch of ``rows`` occupies the worker for; 0 before anything is known, which refuses nobody."""
         return self._fixed_s + rows * self._row_s

@@ -10,7 +10,7 @@ all channels that share a port. The credit window of the inner channel stands fo
 process spends inside of the wrapper between a delivery and the next send (waking up late, giving memory back) is taken
 off the next post, at most `_MAX_OWED_S`: an RDMA host does not spend it.
 
-In virtual time (`clocks.VirtualClock`) a message costs exactly what `link` says, whatever the host takes.
+In virtual time (`testing.clocks.VirtualClock`) a message costs exactly what `link` says, whatever the host takes.
 """
 
 from __future__ import annotations

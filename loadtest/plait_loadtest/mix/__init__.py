@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from plait_loadtest.distributions import Floats, cumulative
 from plait_loadtest.mix.chunks import CHUNK, Chunks
@@ -28,9 +27,6 @@ class ClassRequests(Protocol):
 
     def facts(self, index: int) -> Mapping[str, float]:
         """Numbers of request ``index`` for a summary of the mix."""
-
-    def names(self, index: int) -> Mapping[str, tuple[str, ...]]:
-        """Names that request ``index`` uses, by kind."""
 
 
 def build_mix(scenario: Scenario) -> RequestMix:
@@ -58,11 +54,6 @@ class RequestMix(Mix):
         """The class of request ``index``, without building it."""
         return self._kinds[index // CHUNK][index % CHUNK]
 
-    def kinds_of(self, count: int) -> npt.NDArray[np.uint16]:
-        """The classes of requests 0..count-1, uint16 (count,)."""
-        chunks = [np.array(self._kinds[chunk], dtype=np.uint16) for chunk in range(-(-count // CHUNK))]
-        return np.concatenate([*chunks, np.empty(0, dtype=np.uint16)])[:count]
-
     def build(self, index: int) -> PreparedRequest:
         """The request itself."""
         return self._requests[self.kind(index)].build(index)
@@ -70,10 +61,6 @@ class RequestMix(Mix):
     def facts(self, index: int) -> Mapping[str, float]:
         """Numbers of request ``index`` for a summary: steps, candidates, ..."""
         return self._requests[self.kind(index)].facts(index)
-
-    def names(self, index: int) -> Mapping[str, tuple[str, ...]]:
-        """LoRAs and ControlNets of request ``index``."""
-        return self._requests[self.kind(index)].names(index)
 
     def _draw_kinds(self, uniforms: Floats) -> list[int]:
         return [int(kind) for kind in np.searchsorted(self._sums, uniforms[:, 0], side="right").tolist()]

@@ -22,7 +22,7 @@ DEFAULT_PATH = "/v1/images/generations"
 MAX_CONTROLNETS = 3
 OWN_FIELDS = frozenset(
     {"prompt", "model", "n", "size", "num_inference_steps", "seed", "guidance_scale", "scheduler", "loras"}
-    | {"controlnets", "priority", "deadline_ms", "stream"}
+    | {"controlnets", "deadline_ms", "stream"}
 )
 """What the generator writes itself; ``extra`` may add other fields, ``partial_images`` among them."""
 
@@ -108,11 +108,6 @@ class ImageRequests:
             "steps": draw.steps, "images": draw.images, "loras": len(draw.loras), "controlnets": len(draw.controlnets),
         }  # fmt: skip
 
-    def names(self, index: int) -> Mapping[str, tuple[str, ...]]:
-        """Names that request ``index`` uses, by kind."""
-        draw = self.draw(index)
-        return {"loras": draw.loras, "controlnets": draw.controlnets}
-
 
 class _AddOns:
     """How many LoRAs or ControlNets a request carries, and which: all different, in the order they were drawn.
@@ -162,7 +157,6 @@ def _fixed_fields(spec: ImageClass, target: LoadTarget) -> dict[str, object]:
         "model": target.model,
         "guidance_scale": spec.guidance_scale,
         "scheduler": spec.scheduler,
-        "priority": spec.priority,
         "deadline_ms": int(deadline) if deadline is not None and deadline.is_integer() else deadline,
         "stream": True if spec.stream else None,
         "partial_images": 1 if spec.stream else None,  # one preview, so that a first part can be timed

@@ -88,10 +88,6 @@ class InferRequests:
         candidates = self.candidates(index)
         return {"candidates": candidates, "ids": self._draw.ids(candidates)}
 
-    def names(self, index: int) -> Mapping[str, tuple[str, ...]]:  # noqa: ARG002 - the face of all classes
-        """Names that request ``index`` uses, by kind."""
-        return {}
-
 
 class _Flat:
     """Dense numbers in one tensor, the ids of all tables in another."""

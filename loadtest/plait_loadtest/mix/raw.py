@@ -39,10 +39,6 @@ class RawRequests:
         """Numbers of request ``index`` for a summary of the mix."""
         return {"body_bytes": len(self.build(index).body)}
 
-    def names(self, index: int) -> Mapping[str, tuple[str, ...]]:  # noqa: ARG002 - the face of all classes
-        """Names that request ``index`` uses, by kind."""
-        return {}
-
 
 def _body(spec: RawClass) -> bytes:
     if spec.body_file is None:

@@ -45,7 +45,6 @@ class SpentSeconds:
     merge_s: float = 0.0
     encode_s: float = 0.0
     denoise_s: float = 0.0
-    decode_started_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)

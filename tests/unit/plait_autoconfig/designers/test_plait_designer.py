@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
-import pytest
 
-from plait_autoconfig.analytic import analytic_losses
 from plait_autoconfig.designers.morphling import MorphlingDesigner
 from plait_autoconfig.designers.plait_designer import PlaitDesigner
 from plait_autoconfig.designers.protocols import Designer, ServiceContext
-from plait_autoconfig.errors import DesignerError
 from plait_autoconfig.knobs import ChoiceKnob, IntKnob
 from plait_autoconfig.library import LibraryRun
 from plait_autoconfig.objective import Objective, at_least, at_most, max_goodput_per_cost, maximise, minimise
@@ -249,26 +245,6 @@ def test_a_configuration_outside_the_sample_is_learned_from():
     designer.tell(Trial(number=0, config=own, outcome=TrialOutcome.measured(v=3.0)))
     assert len(designer.beliefs().feasible) == len(designer.cells) + 1
     assert designer.expected_regret() > 0.0
-
-
-def test_theory_stands_in_for_a_library():
-    """Told what its knobs mean, the first proposal has a large batch, and not all cores of a small machine."""
-    context = ServiceContext(meanings={"batch": "batch", "threads": "threads"})
-    first = plait(context=context).ask()
-    assert first["batch"] == 16
-    assert first["threads"] != 6
-    with pytest.raises(DesignerError, match="can not mean 'magic'"):
-        plait(context=replace(context, meanings={"batch": "magic"})).ask()
-
-
-def test_theory_is_silent_where_it_knows_nothing():
-    """No meanings, or a metric of one's own: no opinion."""
-    cells = SPACE.cells()
-    assert analytic_losses(cells, OBJECTIVE, {}) is None
-    assert analytic_losses(cells, Objective((maximise("pictures"),)), {"batch": "batch"}) is None
-    latency = analytic_losses(cells, Objective((minimise("p99_ms"),)), {"batch": "batch"})
-    assert latency is not None
-    assert cells[int(latency.argmin())]["batch"] == 1
 
 
 def test_morphling_begins_where_its_meta_model_points():

@@ -206,7 +206,7 @@ def test_a_stream_cut_anywhere_gives_the_same_messages(
     def acquire(nbytes: int) -> Lease:
         if stubborn and next(calls) % 2 == 0:
             raise PoolExhausted("not now")
-        return pool.acquire_nowait(nbytes)
+        return pool.acquire(nbytes, 0.0)
 
     stream = b"".join(_frame(header, buffers) for header, buffers in sent)
     assert _feed(FrameReader(LIMITS), stream, chunk_bytes, acquire) == sent
@@ -225,7 +225,7 @@ def test_a_damaged_stream_is_never_a_crash(
 
     def acquire(nbytes: int) -> Lease:
         largest.append(nbytes)
-        return Pool(memoryview(bytearray(nbytes + 64))).acquire_nowait(nbytes)
+        return Pool(memoryview(bytearray(nbytes + 64))).acquire(nbytes, 0.0)
 
     with contextlib.suppress(FabricError):
         _feed(FrameReader(LIMITS), bytes(stream), 64, acquire)

@@ -14,7 +14,7 @@ from plait.tuning.measure.checks import guard_of, largest_config, prepare, targe
 from plait.tuning.measure.early_stop import GuardLimits
 from plait.tuning.measure.measurer import PlaitMeasurer
 from plait_autoconfig.jobs.errors import JobRefused
-from plait_autoconfig.jobs.job_file import parse_job, read_job
+from plait_autoconfig.jobs.job_file import parse_job
 from plait_autoconfig.jobs.spec import JobSpec
 from support.live_app import compose, job_text
 
@@ -127,7 +127,7 @@ def test_the_live_service_is_tuned_only_by_the_flag(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["images", "picks", "demo"])
 def test_the_examples_are_sound_jobs(name: str) -> None:
     """They can be measured as they are, within the trials and minutes that they promise."""
-    spec = read_job(EXAMPLES / f"{name}.yaml")
+    spec = parse_job((EXAMPLES / f"{name}.yaml").read_text(), folder=EXAMPLES)
     check(spec)
     assert spec.reference.why
     assert spec.budget.trials <= 12
