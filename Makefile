@@ -14,7 +14,7 @@ help:
 	@echo "make demo    set up, start, make pictures into out/demo, stop"
 	@echo "make test    set up, then the test suite                 [ARGS='-k lora']"
 	@echo "make test-slow  the tests that 'make test' leaves out, one at a time"
-	@echo "make check   ruff, mypy strict, import-linter"
+	@echo "make check   ruff, mypy strict, import-linter, vulture"
 	@echo "make bench   the side-by-side benchmarks                 [ARGS='images --quick']"
 	@echo "make starter train the starter models again (npm, hours)"
 
@@ -41,6 +41,7 @@ check: setup
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python .ci/unreached.py
 
 bench: setup
 	$(BIN)/plait bench $(or $(ARGS),images)

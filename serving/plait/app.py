@@ -1,5 +1,5 @@
 """The Serve application: HTTP ingress -> base model replicas -> one deployment per ControlNet; and beside them one or
-two deployments per recommendation model.
+two deployments per ranking model.
 
 `build` is a Serve application builder: ``import_path: plait.app:build`` in a Serve YAML, its ``args`` are `AppArgs`
 (``plait deploy render`` writes both).
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
     from plait_serving.http.context import HttpSettings
 
-APP_NAME = "plait"
 _MAX_ONGOING_REQUESTS = 100_000
 """Serve must never queue in front of us: ours are bounded queues, which can say when to come back."""
 _START_TRIES = 2
@@ -61,19 +60,12 @@ def application(config: PlaitConfig) -> serve.Application:
 def compose(
     args: AppArgs, source: EngineSource | None, *, rank_sources: Mapping[str, RankSource] | None = None
 ) -> serve.Application:
-    """The application around any recipe of an engine, and of recommendation models by name (tests bring their own)."""
-    server, recommenders = args.server, args.recommenders
+    """The application around any recipe of an engine, and of ranking models by name (tests bring their own)."""
+    server, sources = args.server, rank_sources or {}
     engine = None if source is None or args.images is None else _engine(args.images, source, drain_s=server.drain_s)
-    sources = {name: PackageSource(section.folder) for name, section in recommenders.items()} | dict(rank_sources or {})
-    hns = {
-        name: _bound(name, section, "hn", sources[name])
-        for name, section in recommenders.items()
-        if section.mode == "split"
-    }
-    rankers = {name: _ranker(name, section, sources[name], hns.get(name)) for name, section in recommenders.items()}
-    models = {
-        name: RankModel(source=sources[name], replicas=part.least, max_replicas=part.most)
-        for name, part in ((name, section.parts[section.asked]) for name, section in recommenders.items())
+    ranking = {
+        name: _rank_model(name, section, sources.get(name) or PackageSource(section.folder))
+        for name, section in args.ranking_models.items()
     }
     ingress = serve.deployment(serve.ingress()(Ingress)).options(
         name=INGRESS,
@@ -84,7 +76,7 @@ def compose(
     )
     routers = partial(tuning_routers, args) if args.tuning.enabled else tuple
     direct = server.direct_port and Direct(host=server.host, port=server.direct_port, drain_s=server.drain_s)
-    return ingress.bind(engine, partial(http_settings, server), rankers, models, hns, routers=routers, direct=direct)
+    return ingress.bind(engine, partial(http_settings, server), ranking, routers=routers, direct=direct)
 
 
 _COMMON: dict[str, Any] = {
@@ -158,23 +150,30 @@ def _controlnet(name: str, section: ControlNetSection, images: ImagesSection) ->
     return deployment.bind(name=name, folder=str(section.folder), dtype=images.dtype, device=images.device)
 
 
-def _ranker(
-    name: str, section: RankModelSection, source: RankSource, hns: serve.Application | None
+def _rank_model(name: str, section: RankModelSection, source: RankSource) -> RankModel:
+    """The deployment that the ingress asks, with the one behind it if the model is split."""
+    hns = _rank_workers(name, section, "hn", source) if section.mode == "split" else None
+    behind = {} if hns is None else {"hns": hns, "hn_count": section.hn.least, "max_hns": section.hn.most}
+    asked = section.parts[section.asked]
+    return RankModel(
+        source=source,
+        workers=_rank_workers(name, section, section.asked, source, **behind),
+        hns=hns,
+        replicas=asked.least,
+        max_replicas=asked.most,
+    )
+
+
+def _rank_workers(
+    name: str, section: RankModelSection, role: RankRole, source: RankSource, **more: Any
 ) -> serve.Application:
-    """The deployment that the ingress asks, with the one behind it."""
-    if hns is None:
-        return _bound(name, section, "whole", source)
-    return _bound(name, section, "cn", source, hns=hns, hn_count=section.hn.least, max_hns=section.hn.most)
-
-
-def _bound(name: str, section: RankModelSection, role: RankRole, source: RankSource, **more: Any) -> serve.Application:
     part = section.parts[role]
-    return _rank_worker(name, role, part).bind(
+    return _rank_deployment(name, role, part).bind(
         name=name, source=source, role=role, knobs=part.knobs.model_dump(mode="json"), omp_wait=part.omp_wait, **more
     )
 
 
-def _rank_worker(name: str, role: RankRole, part: CnSection | HnSection | WholeSection) -> serve.Deployment:
+def _rank_deployment(name: str, role: RankRole, part: CnSection | HnSection | WholeSection) -> serve.Deployment:
     num_gpus = 0.0 if isinstance(part, CnSection) else part.num_gpus
     count: dict[str, Any] = {"num_replicas": part.replicas}
     if isinstance(part.replicas, Replicas):

@@ -118,14 +118,14 @@ class ServedConfig(Section):
         return self
 
     @property
-    def recommenders(self) -> dict[str, RankModelSection]:
+    def ranking_models(self) -> dict[str, RankModelSection]:
         """The recommendation models by name."""
         return {} if self.recommend is None else self.recommend.resolved_models()
 
     @property
     def public_names(self) -> tuple[str, ...]:
         """What requests call the models."""
-        return (*(() if self.images is None else (self.images.public_name,)), *self.recommenders)
+        return (*(() if self.images is None else (self.images.public_name,)), *self.ranking_models)
 
     @property
     def logical_cpus(self) -> int:
@@ -137,7 +137,7 @@ class ServedConfig(Section):
     def drained(self) -> tuple[str, ...]:
         """The deployments that finish their requests before the end, in this order."""
         engine = () if self.images is None else (ENGINE,)
-        return (*engine, *(worker_name(name, section.asked) for name, section in self.recommenders.items()), INGRESS)
+        return (*engine, *(worker_name(name, section.asked) for name, section in self.ranking_models.items()), INGRESS)
 
     def knobs(self) -> dict[str, dict[str, Any]]:
         """What may change on the running deployments, by their names."""
@@ -146,7 +146,7 @@ class ServedConfig(Section):
             found[ENGINE] = self.images.knobs.model_dump(mode="json")
             for name, controlnet in self.images.controlnet_services().items():
                 found[CONTROLNET_PREFIX + name] = {"threads": controlnet.threads}
-        for name, section in self.recommenders.items():
+        for name, section in self.ranking_models.items():
             for role, part in section.parts.items():
                 found[worker_name(name, role)] = part.knobs.model_dump(mode="json")
         return found

@@ -200,8 +200,6 @@ async def test_ready_only_after_the_warm_up_and_while_the_engine_lives():
     engine = ThreadEngine({})
     service = LocalImageService(engine=engine, catalog=lambda: FAKE_CATALOG)
     assert "warm-up" in (await service.health()).reason
-    service.warmup_failed("no such folder")
-    assert (await service.health()).reason == "no such folder"
     service.warmed_up(1.5)
     assert (await service.health()).ready
     engine.alive = False

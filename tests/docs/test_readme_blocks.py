@@ -16,7 +16,7 @@ from plait.config import ServerSection, load_config
 from plait_autoconfig.jobs.job_file import parse_job
 from plait_serving.diffusion.knobs import EngineKnobs, Placement
 from plait_serving.images.config import ImagesSection
-from plait_serving.ranking.config import STARTER_RECOMMENDER_FOLDER, RankingSection, RankModelSection
+from plait_serving.ranking.config import STARTER_RANKING_FOLDER, RankingSection, RankModelSection
 from support.app_server import wait_for
 from support.cluster import SharedServe
 from support.documents import GUIDES, CodeBlock, blocks_of, read
@@ -44,7 +44,7 @@ class StarterServer:
         """Returns its address once it serves these packages too."""
         if self._packages is None or not self._packages.issuperset(packages):
             self._packages = frozenset(packages)
-            models = {"picks": RankModelSection(folder=STARTER_RECOMMENDER_FOLDER, mode="whole")}
+            models = {"picks": RankModelSection(folder=STARTER_RANKING_FOLDER, mode="whole")}
             models |= {folder.name: RankModelSection(folder=folder) for folder in packages}
             images = ImagesSection(knobs=EngineKnobs(controlnet_placement=Placement.LOCAL, threads=1))
             args = AppArgs(images=images, recommend=RankingSection(models=models), server=ServerSection(drain_s=2))

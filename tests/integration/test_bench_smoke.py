@@ -14,6 +14,8 @@ from plait_bench.images import SYSTEMS, definition
 from plait_bench.runner import RunPlan
 from support.bench import InProcessFleet, run_on_fleets, tiny_model_folder
 
+pytestmark = pytest.mark.slow  # a minute: every system makes the images of three workloads
+
 # mixed16 has plain orders and orders with each ControlNet: `single` and `controlnet` would show nothing more.
 WORKLOADS = ("lora", "same16", "mixed16")
 

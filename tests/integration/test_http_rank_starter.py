@@ -15,24 +15,24 @@ from plait_disagg.package.read import open_package
 from plait_disagg.workers.whole import WholeRanker
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
-from plait_serving.ranking.config import STARTER_RECOMMENDER, STARTER_RECOMMENDER_FOLDER
+from plait_serving.ranking.config import STARTER_RANKING_FOLDER, STARTER_RANKING_MODEL
 from plait_serving.ranking.local import LocalRankingService
 from plait_serving.ranking.service import ServedRanker
 from support.app_server import AppServer
 from support.http_rank import outputs_of
 
-INFER = f"/v2/models/{STARTER_RECOMMENDER}/infer"
+INFER = f"/v2/models/{STARTER_RANKING_MODEL}/infer"
 USER = {"age_band": 3, "liked_genres": [11, 7], "history": [5, 900], "daypart": 2}
 
 
 @pytest.fixture(scope="module")
 def app():
-    package = open_package(STARTER_RECOMMENDER_FOLDER)
+    package = open_package(STARTER_RANKING_FOLDER)
     ranker = WholeRanker(package.card(), package.sparse(), package.dense())
     yield create_app(
         None,
         HttpSettings(),
-        ranking=LocalRankingService({STARTER_RECOMMENDER: ServedRanker(ranker=ranker, items=package.items)}),
+        ranking=LocalRankingService({STARTER_RANKING_MODEL: ServedRanker(ranker=ranker, items=package.items)}),
     )
     asyncio.run(ranker.close(drain_s=1.0))
 
@@ -45,7 +45,7 @@ def client(app):
 @pytest.mark.parametrize("candidates", [1, 64, 512])
 def test_the_example_is_answered(client, candidates):
     """As it is, with scores that are probabilities."""
-    example = client.get(f"/v2/models/{STARTER_RECOMMENDER}/example?candidates={candidates}")
+    example = client.get(f"/v2/models/{STARTER_RANKING_MODEL}/example?candidates={candidates}")
     answer = client.post(INFER, content=example.content)
     assert answer.status_code == 200, answer.text
     scores = outputs_of(answer)["score"]
@@ -58,7 +58,7 @@ def test_people_and_tensors_get_the_same_scores(client):
     ids = [1686, 4, 700]
     body = {"user": USER, "candidates": ids}
     ranked = {item["id"]: item["score"] for item in client.post("/v1/recommend", json=body).json()["items"]}
-    items = open_package(STARTER_RECOMMENDER_FOLDER).items
+    items = open_package(STARTER_RANKING_FOLDER).items
     tensors = {name: tensor.numpy() for name, tensor in items.gather(torch.tensor(ids)).items()}
     for name, value in USER.items():
         tensors[name] = np.atleast_1d(np.array(value, np.int64))
@@ -103,7 +103,7 @@ def test_tritonclient_ranks_with_the_starter_at_once_from_many_threads(app, clie
     server = AppServer(app)
 
     def ask(candidates):
-        example = client.get(f"/v2/models/{STARTER_RECOMMENDER}/example?candidates={candidates}").json()
+        example = client.get(f"/v2/models/{STARTER_RANKING_MODEL}/example?candidates={candidates}").json()
         expected = outputs_of(client.post(INFER, content=json.dumps(example)))["score"]
         inputs = []
         for tensor in example["inputs"]:
@@ -111,7 +111,7 @@ def test_tritonclient_ranks_with_the_starter_at_once_from_many_threads(app, clie
             inputs.append(triton.InferInput(tensor["name"], tensor["shape"], tensor["datatype"]))
             inputs[-1].set_data_from_numpy(np.array(tensor["data"], dtype).reshape(tensor["shape"]))
         with triton.InferenceServerClient(f"127.0.0.1:{server.port}") as connected:
-            got = connected.infer(STARTER_RECOMMENDER, inputs).as_numpy("score")
+            got = connected.infer(STARTER_RANKING_MODEL, inputs).as_numpy("score")
         np.testing.assert_allclose(got, expected, rtol=1e-5)
         return got.shape
 

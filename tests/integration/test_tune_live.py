@@ -71,6 +71,7 @@ def temporary() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.mark.slow  # a minute: it starts a Ray of its own and measures three trials
 @pytest.mark.usefixtures("environment")
 def test_a_job_measures_a_clone_on_its_own_ray_and_leaves_nothing(
     tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch

@@ -35,7 +35,7 @@ def list_models(config: Config = None, as_json: AsJson = False) -> None:
     from plait.offline.inventory import inventory
 
     loaded = load_config(config)
-    entries = [asdict(entry) for entry in inventory(loaded.images, loaded.recommenders)]
+    entries = [asdict(entry) for entry in inventory(loaded.images, loaded.ranking_models)]
     if as_json:
         print(json.dumps(entries, indent=1))
     else:

@@ -36,9 +36,9 @@ def recommend(
 
 
 def _starter() -> Path:
-    from plait_serving.ranking.config import STARTER_RECOMMENDER_FOLDER
+    from plait_serving.ranking.config import STARTER_RANKING_FOLDER
 
-    return STARTER_RECOMMENDER_FOLDER
+    return STARTER_RANKING_FOLDER
 
 
 def _score(item: dict[str, Any]) -> str:

@@ -30,7 +30,7 @@ class ModelEntry:
 
 
 def inventory(
-    images: ImagesSection | None, recommenders: Mapping[str, RankModelSection] | None = None
+    images: ImagesSection | None, ranking_models: Mapping[str, RankModelSection] | None = None
 ) -> list[ModelEntry]:
     """The base model, its ControlNets and LoRAs in order of their names, then the recommendation models.
 
@@ -38,7 +38,7 @@ def inventory(
     """
     ranking = [
         ModelEntry(name=name, kind="recommender", family="graph", folder=str(section.folder), format=_package(section))
-        for name, section in sorted((recommenders or {}).items())
+        for name, section in sorted((ranking_models or {}).items())
     ]
     return [*([] if images is None else _of_images(images)), *ranking]
 

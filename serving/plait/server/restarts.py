@@ -47,7 +47,7 @@ def plans(config: ServedConfig) -> dict[str, DeploymentPlan]:
     found = {INGRESS: DeploymentPlan(fixed=_json(_ingress(config)), knobs={})}
     if config.images is not None:
         found |= _images(config.images)
-    for name, section in config.recommenders.items():
+    for name, section in config.ranking_models.items():
         for role, part in section.parts.items():
             rest = part.model_dump(mode="json")
             knobs, replicas = rest.pop("knobs"), rest.pop("replicas")
@@ -88,7 +88,7 @@ def _ingress(config: ServedConfig) -> dict[str, Any]:
     return {
         "server": config.server.model_dump(mode="json"),
         "images": config.images is not None,
-        "models": {name: _package(section) for name, section in config.recommenders.items()},
+        "models": {name: _package(section) for name, section in config.ranking_models.items()},
         "tuning": config.tuning.model_dump(mode="json"),
     }
 

@@ -33,23 +33,19 @@ class Ingress:
         self,
         engine: Any,
         settings: Callable[[], HttpSettings],
-        rankers: Mapping[str, Any] | None = None,
-        rank_models: Mapping[str, RankModel] | None = None,
-        hns: Mapping[str, Any] | None = None,
+        ranking: Mapping[str, RankModel] | None = None,
         *,
         routers: Callable[[], Sequence[APIRouter]] = tuple,
         direct: Direct | None = None,
     ) -> None:
-        """``engine``: the base model's handle, or None. ``rankers``: handles of the recommendation models' workers by
-        name; connecting to them goes on after this returned. ``hns``: handles of the HNs of models that have them.
-        ``routers``: makes routes that others add to ours, in the replica. ``direct``: where it listens itself, beside
-        Serve's proxy."""
+        """``engine``: the base model's handle, or None. ``ranking``: the ranking models by name. ``routers``: makes
+        routes that others add to ours, in the replica. ``direct``: where it listens itself, beside Serve's proxy."""
         configure_logging("ingress", os.environ)
         shorten_gil_interval()
         self._images = None if engine is None else HandleImageService(engine)
         self._settings = settings
         self._routers = routers
-        self._ranking = _ranking_service(rankers or {}, rank_models or {}, hns or {})
+        self._ranking = _ranking_service(ranking or {})
         self._answers = OpenResponses()
         self._direct = None if direct is None else DirectListener(direct)
 
@@ -83,15 +79,13 @@ class Ingress:
         return self._direct.answering(self._answers.count(app))
 
 
-def _ranking_service(
-    rankers: Mapping[str, Any], models: Mapping[str, RankModel], hns: Mapping[str, Any]
-) -> RankingService | None:
+def _ranking_service(models: Mapping[str, RankModel]) -> RankingService | None:
     """None on a server of images alone, which does without torch."""
-    if not rankers:
+    if not models:
         return None
     from plait_serving.deployments.ranking.service import remote_ranking_service
 
-    return remote_ranking_service(rankers, models, hns)
+    return remote_ranking_service(models)
 
 
 class OpenResponses:

@@ -1,6 +1,6 @@
 """``GET /v1/models``, ``/v1/loras`` and ``/v1/controlnets``: what a request may name, in OpenAI's list form.
 
-The models are the base model and the recommenders; ``kind`` says which is which.
+The models are the base model and the ranking models; ``kind`` says which is which.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _model(card: BaseModelCard) -> dict[str, Any]:
     }
 
 
-def _recommender(name: str, card: ModelCard) -> dict[str, Any]:
+def _ranking_model(name: str, card: ModelCard) -> dict[str, Any]:
     about = metadata(name, card)
     return {
         **_item("model", name, "recommender"),
@@ -62,14 +62,14 @@ def _recommender(name: str, card: ModelCard) -> dict[str, Any]:
 
 
 async def _models(context: RouteContext) -> dict[str, dict[str, Any]]:
-    """By name; a recommender whose workers are not there yet is left out until they are."""
+    """By name; a ranking model whose workers are not there yet is left out until they are."""
     found: dict[str, dict[str, Any]] = {}
     if context.images is not None:
         card = (await context.images.catalog()).model
         found[card.name] = _model(card)
     for name in () if context.ranking is None else context.ranking.names():
         with suppress(RankError):
-            found.setdefault(name, _recommender(name, context.ranking_service.get(name).card))
+            found.setdefault(name, _ranking_model(name, context.ranking_service.get(name).card))
     return found
 
 

@@ -28,11 +28,6 @@ class OutputFormat(StrEnum):
     JPEG = "jpeg"
     WEBP = "webp"
 
-    @property
-    def media_type(self) -> str:
-        """The MIME type."""
-        return f"image/{self.value}"
-
 
 Paper: TypeAlias = Literal["black", "white"]
 """What lies under transparent pixels: black for control maps (black means "nothing here"), white for pictures."""

@@ -44,15 +44,10 @@ class LocalImageService:
         self._catalog = catalog
         self._metrics_text = metrics_text
         self._warmup_s: float | None = None
-        self._failure: str | None = None
 
     def warmed_up(self, seconds: float) -> None:
         """A warm-up picture was made in ``seconds``; from now on the service is ready while the engine lives."""
         self._warmup_s = seconds
-
-    def warmup_failed(self, reason: str) -> None:
-        """No warm-up picture could be made; `health` tells the reason."""
-        self._failure = reason
 
     async def catalog(self) -> Catalog:
         """See ImageService."""
@@ -61,7 +56,7 @@ class LocalImageService:
     async def health(self) -> Health:
         """See ImageService."""
         if self._warmup_s is None:
-            return Health(ready=False, reason=self._failure or "the warm-up picture is not made yet")
+            return Health(ready=False, reason="the warm-up picture is not made yet")
         if not self._engine.alive:
             return Health(ready=False, reason="the engine has stopped", warmup_s=self._warmup_s)
         return Health(ready=True, warmup_s=self._warmup_s)

@@ -1,4 +1,4 @@
-"""The ``recommend`` section of plait.yaml: which recommendation models are served, and how their deployments are sized.
+"""The ``recommend`` section of plait.yaml: which ranking models are served, and how their deployments are sized.
 
 What may change on a running deployment is its ``knobs`` (Serve's ``user_config``); everything else needs a restart.
 """
@@ -14,7 +14,7 @@ from plait_serving.sections import FolderPath, Name, Section
 from plait_serving.starter.manifest import WEIGHTS
 
 __all__ = [
-    "STARTER_RECOMMENDER",
+    "STARTER_RANKING_MODEL",
     "WORKER_CPUS",
     "CnKnobs",
     "CnSection",
@@ -28,10 +28,10 @@ __all__ = [
     "WholeSection",
 ]
 
-STARTER_RECOMMENDER = "picks"
+STARTER_RANKING_MODEL = "picks"
 """The model that ships with plait."""
 
-STARTER_RECOMMENDER_FOLDER = WEIGHTS / "recommend" / STARTER_RECOMMENDER
+STARTER_RANKING_FOLDER = WEIGHTS / "recommend" / STARTER_RANKING_MODEL
 
 WORKER_CPUS = 0.2
 """Logical CPUs that Ray counts per worker. Small, so that all fit on a small machine; threads are a knob."""
@@ -144,7 +144,7 @@ class RankModelSection(Section):
 
 
 class RankingSection(Section):
-    """The recommendation models by the names that requests call them."""
+    """The ranking models by the names that requests call them."""
 
     models: Annotated[
         dict[Name, RankModelSection] | None, Field(description="unset: the starter model, if it is there")
@@ -154,9 +154,9 @@ class RankingSection(Section):
         """The models by name; looks into the starter's folder if none are given."""
         if self.models is not None:
             return dict(self.models)
-        if not (STARTER_RECOMMENDER_FOLDER / "package.json").is_file():
+        if not (STARTER_RANKING_FOLDER / "package.json").is_file():
             return {}
-        return {STARTER_RECOMMENDER: RankModelSection(folder=STARTER_RECOMMENDER_FOLDER)}
+        return {STARTER_RANKING_MODEL: RankModelSection(folder=STARTER_RANKING_FOLDER)}
 
     @property
     def logical_cpus(self) -> float:

@@ -152,7 +152,7 @@ def test_config_of_one_workload_leaves_the_other_out():
 def test_config_recommender_folder_is_relative_to_the_file(tmp_path):
     """As all folders are; knobs have their own defaults per deployment."""
     text = "recommend: {models: {mine: {folder: models/mine, cn: {knobs: {wire: int8, window: 2}}}}}"
-    (name, section), *others = load_config(write(tmp_path, text)).recommenders.items()
+    (name, section), *others = load_config(write(tmp_path, text)).ranking_models.items()
     assert (name, section.folder, others) == ("mine", tmp_path / "models/mine", [])
     plain = section.cn.knobs.plain()
     assert (plain.wire, plain.window, plain.threads) == ("int8", 2, 1)

@@ -55,8 +55,8 @@ def test_deploy_render_keeps_the_meaning_of_the_configuration(rendered):
     assert args.server == config.server
     knobs = application["deployments"][0]["user_config"]
     assert args.images.model_copy(update={"knobs": type(config.images.knobs)(**knobs)}) == config.images
-    assert args.recommenders["cut"].cn.replicas == 2
-    assert args.recommenders["small"].folder == path.parent / "models/small"
+    assert args.ranking_models["cut"].cn.replicas == 2
+    assert args.ranking_models["small"].folder == path.parent / "models/small"
     tuned = {deployment["name"]: deployment["user_config"] for deployment in application["deployments"]}
     assert (tuned["cn-cut"]["wire"], tuned["hn-cut"]["threads"], tuned["whole-small"]["largest_waiting"]) == (
         "float16",

@@ -82,7 +82,7 @@ def target_config(target: TuningTarget, *, live: bool) -> PlaitConfig:
         raise JobRefused(str(error)) from error
     if target.app == "images" and config.images is None:
         raise JobRefused("target.app: the configuration serves no pictures (images is null)")
-    if target.app == "recommend" and not config.recommenders:
+    if target.app == "recommend" and not config.ranking_models:
         raise JobRefused("target.app: the configuration has no recommendation model")
     if live:
         return config
@@ -163,11 +163,11 @@ def _check_model(scenario: Scenario, config: PlaitConfig) -> None:
         if not isinstance(item, InferClass):
             continue
         name, where = scenario.target.model, f"scenarios: {scenario.name}: {item.name}"
-        if name not in config.recommenders:
-            there = ", ".join(config.recommenders)
+        if name not in config.ranking_models:
+            there = ", ".join(config.ranking_models)
             raise JobRefused(f"{where} asks for the model {name!r}; the configuration has {there}")
         try:
-            manifest = read_manifest(config.recommenders[name].folder)
+            manifest = read_manifest(config.ranking_models[name].folder)
         except PackageError as error:
             raise JobRefused(str(error)) from error
         inputs = {each.name for each in item.inputs} or {item.dense_name, item.ids_name}

@@ -41,7 +41,7 @@ def knob_places(config: PlaitConfig) -> dict[str, KnobPlace]:
     places: list[KnobPlace] = []
     if config.images is not None:
         places += _of_images(config.images)
-    for name, section in config.recommenders.items():
+    for name, section in config.ranking_models.items():
         places += _of_recommender(name, section)
     return {place.name: place for place in places}
 
@@ -166,7 +166,7 @@ def _spell_out(data: dict[str, Any], config: PlaitConfig) -> None:
         }
     if config.recommend is not None:
         data["recommend"]["models"] = {
-            name: section.model_dump(mode="json") for name, section in config.recommenders.items()
+            name: section.model_dump(mode="json") for name, section in config.ranking_models.items()
         }
 
 
@@ -182,7 +182,7 @@ def _folder_of(config: PlaitConfig, path: KeyPath) -> dict[KeyPath, Any]:
     if path[:2] == ("recommend", "models") and config.recommend is not None and config.recommend.models is None:
         return {
             ("recommend", "models", name, "folder"): str(section.folder)
-            for name, section in config.recommenders.items()
+            for name, section in config.ranking_models.items()
         }
     return {}
 

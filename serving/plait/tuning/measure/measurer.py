@@ -192,7 +192,7 @@ def _subject(spec: JobSpec, prepared: PreparedJob) -> TuningSubject:
         service = f"images:{config.images.public_name}"
         workload["default_steps"] = float(config.images.defaults.steps)
     else:
-        service = "recommend:" + ",".join(sorted(config.recommenders))
+        service = "recommend:" + ",".join(sorted(config.ranking_models))
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     hardware = Hardware(
         name=platform.machine(), cpus=_cores(), memory_bytes=memory_bytes, price_per_hour=spec.prices.core * _cores()

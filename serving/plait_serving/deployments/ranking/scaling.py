@@ -1,4 +1,4 @@
-"""How Serve scales the workers of recommendation models: each replica says its pressure, and `scale.decide` judges.
+"""How Serve scales the workers of ranking models: each replica says its pressure, and `scale.decide` judges.
 
 Serve's controller imports this module: no torch here.
 """

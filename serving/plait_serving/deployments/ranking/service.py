@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from plait_serving.deployments.ranking.refresh import ServeRefresh
 from plait_serving.deployments.ranking.source import RankModel
@@ -14,19 +13,13 @@ from plait_serving.ranking.service import RankingService, ServedRanker
 __all__ = ["remote_ranking_service"]
 
 
-def remote_ranking_service(
-    rankers: Mapping[str, Any], models: Mapping[str, RankModel], hns: Mapping[str, Any]
-) -> RankingService:
-    """A service of the models behind ``rankers``, Serve's handles by name; connecting goes on after this returned.
-
-    ``hns``: handles of the HNs of models that have them.
-    """
-    served = {
-        name: ServedRanker(
-            ranker=remote_ranker(name, handle, replicas=models[name].replicas, max_replicas=models[name].max_replicas),
-            items=models[name].source.items(),
-            refreshes=ServeRefresh(name, models[name].source, handle, hns.get(name)),
-        )
-        for name, handle in rankers.items()
-    }
+def remote_ranking_service(models: Mapping[str, RankModel]) -> RankingService:
+    """A service of the models by the names that requests call them; connecting goes on after this returned."""
+    served = {name: _served(name, model) for name, model in models.items()}
     return LocalRankingService(served)
+
+
+def _served(name: str, model: RankModel) -> ServedRanker:
+    ranker = remote_ranker(name, model.workers, replicas=model.replicas, max_replicas=model.max_replicas)
+    refreshes = ServeRefresh(name, model.source, model.workers, model.hns)
+    return ServedRanker(ranker=ranker, items=model.source.items(), refreshes=refreshes)

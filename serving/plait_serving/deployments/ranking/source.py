@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from plait_serving.ranking.config import RankRole
 
@@ -53,10 +53,12 @@ class RankSource(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankModel:
-    """What the ingress must know of a recommendation model besides its workers' handle: there are ``replicas`` or more,
-    up to ``max_replicas``."""
+    """What the ingress needs of a ranking model. ``workers``: Serve's handle of the deployment that it asks, with
+    ``replicas`` to ``max_replicas`` replicas. ``hns``: the handle of the HNs behind it; None if there are none."""
 
     source: RankSource
+    workers: Any
+    hns: Any
     replicas: int
     max_replicas: int
 

@@ -1,4 +1,4 @@
-"""The deployments of recommendation models, and how the ingress reaches them.
+"""The deployments of ranking models, and how the ingress reaches them.
 
 A model is one deployment of whole workers, or one of CNs and one of HNs; the CNs find the HNs through Serve. This
 module is imported in the replicas only: it needs torch, and nothing that makes pictures.

@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     try:
         figures = (
-            train_picks(options.out) if options.command == "picks" else train_movielens(options.wheel, options.out)
+            _train_picks(options.out) if options.command == "picks" else train_movielens(options.wheel, options.out)
         )
     except (BadArchive, PackageError, OSError) as error:
         sys.stderr.write(f"{error}\n")

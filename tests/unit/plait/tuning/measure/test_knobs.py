@@ -71,7 +71,7 @@ def test_knobs_are_applied_and_nothing_else(config: PlaitConfig) -> None:
     changed = apply_knobs(config, {"engine.largest_batch": 4, "cn-shop.replicas": 2})
     assert changed.images is not None
     assert changed.images.knobs.largest_batch == 4
-    assert changed.recommenders["shop"].cn.replicas == 2
+    assert changed.ranking_models["shop"].cn.replicas == 2
     back = apply_knobs(changed, {"engine.largest_batch": 16, "cn-shop.replicas": 1})
     assert back == config
 
@@ -145,9 +145,9 @@ def test_costs_that_do_not_matter_are_not_counted(config: PlaitConfig, monkeypat
 def test_settings_name_the_models_that_a_file_leaves_out() -> None:
     """A knob of the starter's recommender can not stand in a file without its folder."""
     config = load_config()
-    if "picks" not in config.recommenders:
+    if "picks" not in config.ranking_models:
         pytest.skip("the starter's recommender is not there")
     found = settings_of(config, {"cn-picks.window": 2, "engine.threads": 1})
     assert found["recommend", "models", "picks", "cn", "knobs", "window"] == 2
-    assert found["recommend", "models", "picks", "folder"] == str(config.recommenders["picks"].folder)
+    assert found["recommend", "models", "picks", "folder"] == str(config.ranking_models["picks"].folder)
     assert found["images", "knobs", "threads"] == 1
