@@ -57,10 +57,10 @@ def usable_for(run: LibraryRun, space: Space, objective: Objective | None = None
 
     Invalid trials are left out: they say nothing. Failures stay: they say where not to go.
     """
-    foreign = _foreign_unit(run, space)
+    other_unit = _other_unit(run, space)
     trials, reasons = [], Counter[str]()
     for trial in run.trials:
-        reason = foreign or _missing_metric(trial, objective)
+        reason = other_unit or _missing_metric(trial, objective)
         if trial.outcome.invalid:
             reason = "the measurement was invalid"
         if not reason:
@@ -133,7 +133,7 @@ def _instant(text: str) -> datetime:
     return instant if instant.tzinfo else instant.replace(tzinfo=UTC)
 
 
-def _foreign_unit(run: LibraryRun, space: Space) -> str:
+def _other_unit(run: LibraryRun, space: Space) -> str:
     for name, unit in run.units.items():
         knob = space.by_name.get(name)
         if knob is not None and knob.unit != unit:

@@ -107,17 +107,17 @@ class LoadedLines:
     """What was read. ``torn``: the last line broke off and was dropped."""
 
     runs: tuple[LibraryRun, ...]
-    foreign: tuple[UnreadableLine, ...] = ()
+    unreadable: tuple[UnreadableLine, ...] = ()
     torn: bool = False
 
 
-def dump_lines(runs: Iterable[LibraryRun], foreign: Iterable[UnreadableLine] = ()) -> Iterator[str]:
+def dump_lines(runs: Iterable[LibraryRun], unreadable: Iterable[UnreadableLine] = ()) -> Iterator[str]:
     """The lines of runs (and what was kept of a later version), without line ends."""
     for run in runs:
         yield run_line(run)
         for trial in run.trials:
             yield trial_line(run.run_id, trial)
-    for each in foreign:
+    for each in unreadable:
         yield each.text
 
 
@@ -125,19 +125,19 @@ def load_lines(lines: Iterable[str]) -> LoadedLines:
     """Reads lines in any order of runs; see the module docstring. Raises `LibraryError` naming the line."""
     runs: dict[str, LibraryRun] = {}
     trials: dict[str, list[Trial]] = {}
-    foreign: list[UnreadableLine] = []
+    unreadable: list[UnreadableLine] = []
     texts = [(number, text.strip()) for number, text in enumerate(lines, 1) if text.strip()]
     for position, (number, text) in enumerate(texts):
         try:
             fields = json.loads(text)
         except ValueError as error:
             if position == len(texts) - 1:
-                return _joined(runs, trials, foreign, torn=True)
+                return _joined(runs, trials, unreadable, torn=True)
             msg = f"line {number} of the library is no JSON: {error}"
             raise LibraryError(msg) from error
         if _is_later(fields):
             reason = f"line {number} has format {fields['plait_library']}, this version reads {FORMAT}"
-            foreign.append(UnreadableLine(text=text, reason=reason))
+            unreadable.append(UnreadableLine(text=text, reason=reason))
             continue
         row = _row(text, number)
         if isinstance(row, TrialRow):
@@ -150,7 +150,7 @@ def load_lines(lines: Iterable[str]) -> LoadedLines:
             raise LibraryError(msg)
         else:
             runs[row.run_id], trials[row.run_id] = _run(row), []
-    return _joined(runs, trials, foreign, torn=False)
+    return _joined(runs, trials, unreadable, torn=False)
 
 
 def run_line(run: LibraryRun) -> str:
@@ -223,7 +223,11 @@ def _trial(row: TrialRow, number: int) -> Trial:
 
 
 def _joined(
-    runs: Mapping[str, LibraryRun], trials: Mapping[str, list[Trial]], foreign: Iterable[UnreadableLine], *, torn: bool
+    runs: Mapping[str, LibraryRun],
+    trials: Mapping[str, list[Trial]],
+    unreadable: Iterable[UnreadableLine],
+    *,
+    torn: bool,
 ) -> LoadedLines:
     whole = tuple(replace(run, trials=tuple(trials[run_id])) for run_id, run in runs.items())
-    return LoadedLines(runs=whole, foreign=tuple(foreign), torn=torn)
+    return LoadedLines(runs=whole, unreadable=tuple(unreadable), torn=torn)

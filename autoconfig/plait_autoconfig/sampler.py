@@ -51,7 +51,7 @@ class DesignerSampler(BaseSampler):
         self._designer, self._space, self._objective = designer, space, objective
         self._distributions = space.distributions()
         self._asked: dict[int, Config] = {}
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
         self._lock = threading.Lock()  # study.optimize(n_jobs=2) shares the sampler between threads
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
@@ -88,7 +88,7 @@ class DesignerSampler(BaseSampler):
         """Tells the designer what the trial showed, also when it failed."""
         with self._lock:
             asked = self._asked.pop(trial.number, None)
-            self._told.add(trial.number)
+            self._reported.add(trial.number)
             if asked is not None and dict(asked) != trial.params:
                 self._designer.drop(asked)  # the user fixed some of the knobs, or stopped before the last was suggested
             self._tell(trial, state, values)
@@ -96,8 +96,8 @@ class DesignerSampler(BaseSampler):
     def _catch_up(self, study: Study) -> None:
         """Learns from finished trials that this sampler did not see: of other workers, or before a restart."""
         for trial in study.get_trials(deepcopy=False):
-            if trial.state.is_finished() and trial.number not in self._told:
-                self._told.add(trial.number)
+            if trial.state.is_finished() and trial.number not in self._reported:
+                self._reported.add(trial.number)
                 self._tell(trial, trial.state, trial.values)
 
     def _tell(self, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> None:

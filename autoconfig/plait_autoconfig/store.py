@@ -37,7 +37,7 @@ from plait_autoconfig.rows import (
 from plait_autoconfig.values import Trial
 
 _PREFIX = "plait:"
-_FOREIGN = "plait-foreign"
+_UNREADABLE = "plait-foreign"
 _DATA = "plait"
 
 
@@ -51,12 +51,12 @@ def read_library(path: str | Path) -> LoadedLines:
         raise LibraryError(msg) from error
 
 
-def write_library(path: str | Path, runs: Iterable[LibraryRun], foreign: Iterable[UnreadableLine] = ()) -> None:
+def write_library(path: str | Path, runs: Iterable[LibraryRun], unreadable: Iterable[UnreadableLine] = ()) -> None:
     """Writes a JSON-lines file, whole or not at all. Raises `LibraryError`."""
     target = Path(path)
     partial = target.with_name(f"{target.name}.{os.getpid()}.part")
     try:
-        partial.write_text("".join(f"{line}\n" for line in dump_lines(runs, foreign)), encoding="utf-8")
+        partial.write_text("".join(f"{line}\n" for line in dump_lines(runs, unreadable)), encoding="utf-8")
         partial.replace(target)
     except OSError as error:
         partial.unlink(missing_ok=True)
@@ -106,29 +106,29 @@ class LibraryStore:
                         found.append(replace(run_from(study.user_attrs[_DATA]), trials=_trials(study)))
             return tuple(found)
 
-    def foreign(self) -> tuple[UnreadableLine, ...]:
+    def unreadable(self) -> tuple[UnreadableLine, ...]:
         """Lines of a later version that were imported; kept for the day that somebody can read them."""
         with _translated(self._location), quiet():
-            if _FOREIGN not in optuna.get_all_study_names(self._storage):
+            if _UNREADABLE not in optuna.get_all_study_names(self._storage):
                 return ()
-            kept = optuna.load_study(study_name=_FOREIGN, storage=self._storage).user_attrs
-            return load_lines(kept.values()).foreign
+            kept = optuna.load_study(study_name=_UNREADABLE, storage=self._storage).user_attrs
+            return load_lines(kept.values()).unreadable
 
     def import_file(self, path: str | Path) -> LoadedLines:
         """Adds what a JSON-lines file holds (again: nothing is doubled) and returns it. Raises `LibraryError`."""
         loaded = read_library(path)
         for run in loaded.runs:
             self.add(run)
-        if loaded.foreign:
+        if loaded.unreadable:
             with _translated(self._location), quiet():
-                study = optuna.create_study(storage=self._storage, study_name=_FOREIGN, load_if_exists=True)
-                for each in loaded.foreign:
+                study = optuna.create_study(storage=self._storage, study_name=_UNREADABLE, load_if_exists=True)
+                for each in loaded.unreadable:
                     study.set_user_attr(hashlib.sha256(each.text.encode()).hexdigest(), each.text)
         return loaded
 
     def export_file(self, path: str | Path) -> None:
         """Writes everything to a JSON-lines file. Raises `LibraryError`."""
-        write_library(path, self.runs(), self.foreign())
+        write_library(path, self.runs(), self.unreadable())
 
     def _study(self, run: LibraryRun) -> optuna.Study:
         name = _PREFIX + run.run_id

@@ -54,7 +54,7 @@ class Observed:
     achieved_per_s: float
     goodput_per_s: float
     invalid: tuple[tuple[str, str], ...] = ()
-    hopeless: str = ""
+    unreachable: str = ""
 
     @property
     def interrupted(self) -> bool:
@@ -165,11 +165,11 @@ def observe(summary: RunSummary) -> Observed:
         achieved_per_s=summary.total.achieved_per_s,
         goodput_per_s=summary.total.goodput_per_s,
         invalid=tuple((reason.code, reason.text) for reason in summary.reasons if reason.code != "too_few"),
-        hopeless=_hopeless(summary.total),
+        unreachable=_unreachable_reason(summary.total),
     )  # fmt: skip
 
 
-def _hopeless(total: ClassSummary) -> str:
+def _unreachable_reason(total: ClassSummary) -> str:
     if total.succeeded or not total.errors or not total.errors.keys() <= MISTAKES:
         return ""
     errors = ", ".join(f"{count} {name}" for name, count in total.errors.items())
@@ -256,7 +256,7 @@ class _Searching:
         )
         self._trials.append(trial)
         self._say(f"{purpose}: {rate:.4g}/s {verdict}{': ' + why if why else ''}")
-        if observed.interrupted or observed.hopeless:
+        if observed.interrupted or observed.unreachable:
             raise _Ended
         return trial
 
@@ -278,8 +278,8 @@ def _statement(
 ) -> str:
     """The result as a sentence or two."""
     if rate is None:
-        hopeless = trials[-1].observed.hopeless if trials else ""
-        return "no rate was found that holds the SLO" + (f": {hopeless}" if hopeless else "")
+        unreachable = trials[-1].observed.unreachable if trials else ""
+        return "no rate was found that holds the SLO" + (f": {unreachable}" if unreachable else "")
     if not confirmed:
         return f"{rate:.4g}/s held, but the search ended before a longer run confirmed it"
     last = next(trial for trial in reversed(trials) if trial.purpose == "confirm" and trial.verdict == "held")

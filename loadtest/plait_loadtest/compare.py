@@ -168,8 +168,8 @@ def _changes(
     ]
     weights = (weights_a, weights_b)
     shares = (
-        _share("attainment", kind, (a.good, b.good), (a, b), weights, level, least=0.01, sign=1.0),
-        _share("error_rate", kind, (a.failed, b.failed), (a, b), weights, level, least=0.001, sign=-1.0),
+        _share("attainment", kind, (a.good, b.good), (a, b), weights, level, min_change=0.01, sign=1.0),
+        _share("error_rate", kind, (a.failed, b.failed), (a, b), weights, level, min_change=0.001, sign=-1.0),
     )
     return [*changes, *shares]
 
@@ -182,7 +182,7 @@ def _share(  # noqa: PLR0917 - a row of a table
     weights: tuple[Floats, Floats],
     level: float,
     *,
-    least: float,
+    min_change: float,
     sign: float,
 ) -> MetricChange:
     """Shares of the judged requests are compared by difference, at least ``least``: from zero there is no ratio."""
@@ -192,12 +192,12 @@ def _share(  # noqa: PLR0917 - a row of a table
         for count, each, weight in zip(counts, parts, weights, strict=True)
     )
     low, high = _interval(drawn_b - drawn_a, level)
-    verdict = _verdict(y - x, low, high, least, sign)
+    verdict = _verdict(y - x, low, high, min_change, sign)
     return MetricChange(kind=kind, metric=metric, before=x, after=y, change=y - x, low=low, high=high, verdict=verdict)
 
 
-def _verdict(change: float, low: float, high: float, least: float, sign: float) -> Verdict:
-    if not (low > 0.0 or high < 0.0) or abs(change) < least:
+def _verdict(change: float, low: float, high: float, min_change: float, sign: float) -> Verdict:
+    if not (low > 0.0 or high < 0.0) or abs(change) < min_change:
         return "same"
     return "better" if change * sign > 0 else "worse"
 

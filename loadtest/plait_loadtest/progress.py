@@ -21,19 +21,21 @@ def live_line(total_s: float | None) -> Iterator[OnProgress]:
     from rich.text import Text
 
     with Live(Text("preparing"), console=Console(stderr=True), auto_refresh=False, transient=True) as live:
-        yield lambda told: live.update(Text(line(told, total_s), no_wrap=True, overflow="ellipsis"), refresh=True)
+        yield lambda progress: live.update(
+            Text(line(progress, total_s), no_wrap=True, overflow="ellipsis"), refresh=True
+        )
 
 
-def line(told: RunProgress, total_s: float | None) -> str:
+def line(progress: RunProgress, total_s: float | None) -> str:
     """One line: time, requests, errors, what is under way, recent latency."""
-    if told.elapsed_s < 0:
+    if progress.elapsed_s < 0:
         return "preparing requests"
     of_s = "" if total_s is None else f" of {total_s:.0f}"
-    of_n = "" if told.planned is None else f" of {told.planned:,}"
-    parts = [f"{told.elapsed_s:.0f}{of_s} s", f"{told.done:,}{of_n} done"]
-    if told.errors:
-        parts.append(f"{told.errors:,} failed")
-    parts.append(f"{told.in_flight:,} in flight" + (f", {told.waiting:,} waiting" if told.waiting else ""))
-    if told.recent_p50_ms is not None:
-        parts.append(f"now p50 {number(told.recent_p50_ms)} ms, p95 {number(told.recent_p95_ms)} ms")
+    of_n = "" if progress.planned is None else f" of {progress.planned:,}"
+    parts = [f"{progress.elapsed_s:.0f}{of_s} s", f"{progress.done:,}{of_n} done"]
+    if progress.errors:
+        parts.append(f"{progress.errors:,} failed")
+    parts.append(f"{progress.in_flight:,} in flight" + (f", {progress.waiting:,} waiting" if progress.waiting else ""))
+    if progress.recent_p50_ms is not None:
+        parts.append(f"now p50 {number(progress.recent_p50_ms)} ms, p95 {number(progress.recent_p95_ms)} ms")
     return " · ".join(parts)

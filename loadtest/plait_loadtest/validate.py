@@ -93,9 +93,9 @@ def _check_arrivals(scenario: Scenario) -> None:
         _require(getattr(scenario, field) <= LONGEST_S, field, f"is longer than {LONGEST_S:.0f} s")
     if isinstance(arrivals, ClosedLoopCallers):
         for limit in ("connections", "in_flight"):
-            most = getattr(scenario.limits, limit)
-            fits = arrivals.concurrency <= most
-            _require(fits, "arrivals.concurrency", f"{arrivals.concurrency} are more than limits.{limit}, {most}")
+            max_count = getattr(scenario.limits, limit)
+            fits = arrivals.concurrency <= max_count
+            _require(fits, "arrivals.concurrency", f"{arrivals.concurrency} are more than limits.{limit}, {max_count}")
         return
     if isinstance(arrivals, TraceArrivals):
         _check_file("arrivals.file", arrivals.file)
@@ -115,8 +115,8 @@ def _check_arrivals(scenario: Scenario) -> None:
 def _check_images(field: str, spec: ImageClass) -> None:
     _check_file(f"{field}.prompts_file", spec.prompts_file)
     _require(spec.prompts_file is not None or len(spec.prompts) > 0, f"{field}.prompts", "is empty")
-    _check_counts(f"{field}.steps", spec.steps, least=1)
-    _check_counts(f"{field}.images", spec.images, least=1)
+    _check_counts(f"{field}.steps", spec.steps, min_count=1)
+    _check_counts(f"{field}.images", spec.images, min_count=1)
     if spec.size is not None:
         _check_weights(f"{field}.size", spec.size)
         for size in spec.size:
@@ -125,27 +125,31 @@ def _check_images(field: str, spec: ImageClass) -> None:
         _require(name not in OWN_FIELDS, f"{field}.extra", f"{name} is written by the generator itself")
     _check_add_ons(f"{field}.loras", spec.loras)
     _check_add_ons(f"{field}.controlnets", spec.controlnets)
-    most = max_drawn(spec.controlnets.count)
-    _require(most <= MAX_CONTROLNETS, f"{field}.controlnets.count", f"{most} is more than {MAX_CONTROLNETS}")
+    max_count = max_drawn(spec.controlnets.count)
+    _require(max_count <= MAX_CONTROLNETS, f"{field}.controlnets.count", f"{max_count} is more than {MAX_CONTROLNETS}")
     for path in spec.controlnets.images:
         _check_file(f"{field}.controlnets.images", path)
 
 
 def _check_add_ons(field: str, spec: Loras | ControlNets) -> None:
-    _check_counts(f"{field}.count", spec.count, least=0)
+    _check_counts(f"{field}.count", spec.count, min_count=0)
     if spec.popularity is not None:
         _require(not spec.names, f"{field}.popularity", "is given beside names; one of them must go")
         _check_weights(f"{field}.popularity", spec.popularity)
     _require(len(set(spec.names)) == len(spec.names), f"{field}.names", "has the same name twice")
     available = sum(weight > 0 for weight in popularity(spec)[1])
-    most = max_drawn(spec.count)
-    _require(available >= most, f"{field}.names", f"{available} are too few for the {most} that a request may carry")
+    max_count = max_drawn(spec.count)
+    _require(
+        available >= max_count,
+        f"{field}.names",
+        f"{available} are too few for the {max_count} that a request may carry",
+    )
 
 
 def _check_infer(field: str, spec: InferClass, target: LoadTarget) -> None:
     _require(target.model is not None or target.path is not None, "target.model", "must be given: it is in the path")
     if spec.candidates != "mlperf":
-        _check_counts(f"{field}.candidates", spec.candidates, least=1)
+        _check_counts(f"{field}.candidates", spec.candidates, min_count=1)
     _require(all(rows >= 1 for rows in spec.rows), f"{field}.rows", "a table has at least one row")
     per_table = spec.ids_per_table
     if per_table is not None:
@@ -169,9 +173,9 @@ def _check_raw(field: str, spec: RawClass) -> None:
     _check_headers(f"{field}.headers", spec.headers)
 
 
-def _check_counts(field: str, counts: Mapping[int, float], *, least: int) -> None:
+def _check_counts(field: str, counts: Mapping[int, float], *, min_count: int) -> None:
     _check_weights(field, counts)
-    _require(min(counts) >= least, field, f"{min(counts)} is less than {least}")
+    _require(min(counts) >= min_count, field, f"{min(counts)} is less than {min_count}")
 
 
 def _check_weights(field: str, weights: Mapping[str, float] | Mapping[int, float]) -> None:

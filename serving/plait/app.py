@@ -153,14 +153,16 @@ def _controlnet(name: str, section: ControlNetSection, images: ImagesSection) ->
 def _rank_model(name: str, section: RankModelSection, source: RankSource) -> RankModel:
     """The deployment that the ingress asks, with the one behind it if the model is split."""
     hns = _rank_workers(name, section, "hn", source) if section.mode == "split" else None
-    behind = {} if hns is None else {"hns": hns, "hn_count": section.hn.least, "max_hns": section.hn.most}
-    asked = section.parts[section.asked]
+    behind = (
+        {} if hns is None else {"hns": hns, "hn_count": section.hn.min_replicas, "max_hns": section.hn.max_replicas}
+    )
+    entry = section.parts[section.entry_role]
     return RankModel(
         source=source,
-        workers=_rank_workers(name, section, section.asked, source, **behind),
+        workers=_rank_workers(name, section, section.entry_role, source, **behind),
         hns=hns,
-        replicas=asked.least,
-        max_replicas=asked.most,
+        replicas=entry.min_replicas,
+        max_replicas=entry.max_replicas,
     )
 
 

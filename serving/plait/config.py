@@ -137,7 +137,11 @@ class ServedConfig(Section):
     def drained(self) -> tuple[str, ...]:
         """The deployments that finish their requests before the end, in this order."""
         engine = () if self.images is None else (ENGINE,)
-        return (*engine, *(worker_name(name, section.asked) for name, section in self.ranking_models.items()), INGRESS)
+        return (
+            *engine,
+            *(worker_name(name, section.entry_role) for name, section in self.ranking_models.items()),
+            INGRESS,
+        )
 
     def knobs(self) -> dict[str, dict[str, Any]]:
         """What may change on the running deployments, by their names."""

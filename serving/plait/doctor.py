@@ -98,7 +98,7 @@ def check_machine() -> list[CheckResult]:
             memory >= NEEDED_MEMORY_BYTES,
             f"{memory / GIB:.1f} GiB free, {NEEDED_MEMORY_BYTES / GIB:.0f} needed",
         ),
-        CheckResult("shm", _least(shm, NEEDED_SHM_BYTES), f"{shm / GIB:.2f} GiB free; docker: --shm-size"),
+        CheckResult("shm", _enough(shm, NEEDED_SHM_BYTES), f"{shm / GIB:.2f} GiB free; docker: --shm-size"),
         _finding("/tmp", disk >= NEEDED_DISK_BYTES, f"{disk / GIB:.1f} GiB free"),  # noqa: S108
     ]
 
@@ -156,5 +156,5 @@ def _finding(name: str, fine: bool, detail: str) -> CheckResult:
     return CheckResult(name, CheckStatus.OK if fine else CheckStatus.FAIL, detail)
 
 
-def _least(found: int, needed: int) -> CheckStatus:
+def _enough(found: int, needed: int) -> CheckStatus:
     return CheckStatus.OK if found >= needed else CheckStatus.WARN

@@ -244,7 +244,7 @@ class _Fleet:
         self.calling = self.hurry = True
         self._rig, self._names = rig, names
         self._state = ScaleState()
-        self._scaling = Scaling(most=len(names), up_after_s=0.3, down_after_s=0.5)
+        self._scaling = Scaling(max_replicas=len(names), up_after_s=0.3, down_after_s=0.5)
         self._hns: list[tuple[HnWorker, Gauge]] = []
         self._start()
 

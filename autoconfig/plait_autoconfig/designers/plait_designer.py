@@ -89,7 +89,7 @@ class PlaitDesigner(SobolDesigner):
     ) -> None:
         super().__init__(space, objective, seed=seed, library=library, context=context)
         self._seed = seed
-        self._strangers: list[Config] = []  # told, but not in the sample that stands for a large space
+        self._unknown_configs: list[Config] = []  # told, but not in the sample that stands for a large space
         self._pooled: dict[tuple[float, ...], Pretrained] = {}
         if pretrained is not None:
             self._pooled[(0.0, 1.0)] = pretrained
@@ -178,7 +178,7 @@ class PlaitDesigner(SobolDesigner):
         """Of cells and strangers; of these as measured."""
         known = np.log(self.context.costs)
         measured = {self.space.key(cell.config): cell.outcome for cell in observed}
-        own = reading.log_costs([measured[self.space.key(config)] for config in self._strangers])
+        own = reading.log_costs([measured[self.space.key(config)] for config in self._unknown_configs])
         return np.asarray(np.concatenate([known, np.where(np.isfinite(own), own, known.max())]) - known.mean())
 
     @cached_property
@@ -192,22 +192,22 @@ class PlaitDesigner(SobolDesigner):
         for cell in cells:
             known = self.index_of(cell.config)
             if known is None:
-                if cell.config not in self._strangers:
-                    self._strangers.append(cell.config)
-                known = len(self.cells) + self._strangers.index(cell.config)
+                if cell.config not in self._unknown_configs:
+                    self._unknown_configs.append(cell.config)
+                known = len(self.cells) + self._unknown_configs.index(cell.config)
             index.append(known)
         return np.array(index, np.intp), cells
 
     def _backgrounds(self, weights: Floats) -> Pretrained:
         """Made once for each set of goal weights and strangers."""
-        key = (float(len(self._strangers)), *weights.tolist())
+        key = (float(len(self._unknown_configs)), *weights.tolist())
         if key not in self._pooled:
             self._pooled[key] = self._pool(weights)
         return self._pooled[key]
 
     def _pool(self, weights: Floats) -> Pretrained:
         rng = np.random.default_rng(0)  # what is learned from a library depends on the library alone
-        features = np.concatenate([self.features, self.space.encode(self._strangers)])
+        features = np.concatenate([self.features, self.space.encode(self._unknown_configs)])
         if not self._past:
             return Pretrained(loss=no_background(features), margin=margin_background(features))
         own = reading.features_of(self.context.workload, self.context.hardware)
@@ -227,8 +227,8 @@ class PlaitDesigner(SobolDesigner):
         count = len(self.objective.goals)
         if count == 1:
             return np.ones(1)
-        turn = len(self.trials) + len(self.pending())
-        return np.random.default_rng([self._seed, turn % _WEIGHTINGS]).dirichlet(np.ones(count))
+        round_number = len(self.trials) + len(self.pending())
+        return np.random.default_rng([self._seed, round_number % _WEIGHTINGS]).dirichlet(np.ones(count))
 
     def _losses(self, outcomes: Sequence[TrialOutcome], weights: Floats) -> Floats:
         """Log losses (n,), less the cost if that is known; of several goals the largest weighted one, each on its own

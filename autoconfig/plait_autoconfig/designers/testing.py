@@ -138,7 +138,7 @@ class DesignerConformance:
         assert runs[0] == runs[1]
 
     @pytest.mark.parametrize("kind", [kind for kind in FailureKind if kind is not FailureKind.INVALID])
-    def test_failures_are_told_and_not_repeated(self, make: MakesDesigner, kind: FailureKind) -> None:
+    def test_failures_are_reported_and_not_repeated(self, make: MakesDesigner, kind: FailureKind) -> None:
         """A search in which everything fails, in any way, goes on to new cells."""
         configs = run_trials(make(SMALL, OBJECTIVE, seed=7), 12, lambda _: TrialOutcome.failed(kind))
         assert len({SMALL.key(config) for config in configs}) == 12
@@ -193,7 +193,7 @@ class DesignerConformance:
         run_trials(twin, 2)
         assert run_trials(designer, 10) == run_trials(twin, 10)
 
-    def test_a_foreign_library_is_ignored(self, make: MakesDesigner) -> None:
+    def test_an_unrelated_library_is_ignored(self, make: MakesDesigner) -> None:
         """Runs of another space, or without the objective's metrics, and an unknown machine, change no promise."""
         other = Space((IntKnob(name="threads", low=1, high=4),))
         runs = [past_run(other, "other", lambda _: TrialOutcome.measured(rate_per_s=1.0, p99_ms=1.0))]

@@ -27,15 +27,15 @@ def past_runs(spec: JobSpec, records: Sequence[Record]) -> tuple[tuple[LibraryRu
 
     try:
         store = LibraryStore.open(spec.library)
-        runs, foreign = store.runs(), store.foreign()
+        runs, unreadable = store.runs(), store.unreadable()
     except LibraryError as error:
         raise JobRefused(str(error)) from error
     own = run_id_of(spec, records)
     others = tuple(run for run in runs if run.run_id != own)
     usable = [usable_for(run, spec.space, spec.goal) for run in others]
     said = [f"library: {each}" for each in usable if each.unusable]
-    if foreign:
-        said.append(f"library: {len(foreign)} entries are of a later version of plait and are not used")
+    if unreadable:
+        said.append(f"library: {len(unreadable)} entries are of a later version of plait and are not used")
     return (*others, *starter), tuple(said)
 
 

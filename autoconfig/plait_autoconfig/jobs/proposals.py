@@ -19,16 +19,16 @@ class Proposals:
 
     def __init__(self, designer: Designer, spec: JobSpec) -> None:
         self._designer, self._spec = designer, spec
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
         self._asked: dict[Hashable, Config] = {}
         self.exhausted = ""
 
     def follow(self, records: Sequence[Record]) -> None:
         """Tells what finished since, and gives back what was lost."""
         for record in records:
-            if record.number in self._told or record.status == "running" or record.kind is MeasurementKind.WARM_UP:
+            if record.number in self._reported or record.status == "running" or record.kind is MeasurementKind.WARM_UP:
                 continue
-            self._told.add(record.number)
+            self._reported.add(record.number)
             if record.status == "lost":
                 self._give_back(record)
             else:

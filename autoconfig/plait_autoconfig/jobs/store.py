@@ -316,6 +316,6 @@ def _translated(folder: Path) -> Iterator[None]:
 
 
 def _broken(folder: Path, error: Exception) -> JobBroken:
-    told = (str(error).splitlines() or [""])[0]
+    detail = (str(error).splitlines() or [""])[0]
     kind = "" if isinstance(error, OSError | OptunaError) else f"{type(error).__name__}: "
-    return JobBroken(f"the job in {folder} can not be read or written: {kind}{told}")
+    return JobBroken(f"the job in {folder} can not be read or written: {kind}{detail}")

@@ -58,7 +58,7 @@ class JobsCompared:
 
 def compare(states: Sequence[JobState]) -> JobsCompared:
     """The jobs in the order given."""
-    findings = tuple(_named_apart([finding(state) for state in states]))
+    findings = tuple(_uniquely_named([finding(state) for state in states]))
     specs = [state.spec for state in states]
     incomparable = [name for name in _DECIDE if _differs(specs, name)]
     if len({state.subject.hardware for state in states if state.subject is not None}) > 1:
@@ -98,7 +98,7 @@ def finding(state: JobState) -> Finding:
     )
 
 
-def _named_apart(findings: Sequence[Finding]) -> list[Finding]:
+def _uniquely_named(findings: Sequence[Finding]) -> list[Finding]:
     """Jobs with a name in common get their position behind it."""
     names = [each.name for each in findings]
     return [

@@ -39,8 +39,8 @@ def expected_regret(posterior: Posterior, best: Floats, feasible: Floats, rng: n
     Cells count as independent, which says too much rather than too little: a search that stops by it stops late.
     Only the `_MAX` most promising cells are drawn.
     """
-    chance = feasible * expected_improvement(posterior, best)
-    some = np.argsort(-chance, kind="stable")[:_MAX]
+    score = feasible * expected_improvement(posterior, best)
+    some = np.argsort(-score, kind="stable")[:_MAX]
     which = rng.choice(len(posterior.weights), size=_DRAWS, p=posterior.weights)
     drawn = posterior.means[which][:, some] + posterior.sds[which][:, some] * rng.standard_normal((_DRAWS, len(some)))
     gain = np.where(rng.random(drawn.shape) < feasible[some], best[which, None] - drawn, 0.0)

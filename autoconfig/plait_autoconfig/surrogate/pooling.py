@@ -67,9 +67,9 @@ def pool(
     common = weights @ shapes / weights.sum()
     mean, gain = common, _gain(shapes, weights)
     if contexts.shape[1] and np.ptp(contexts, axis=0).any():
-        told = _ByContext(shapes, contexts, cells, rng)
-        if told.gain.mean() > gain.mean():
-            mean, gain = told.predict(context), told.gain
+        by_context = _ByContext(shapes, contexts, cells, rng)
+        if by_context.gain.mean() > gain.mean():
+            mean, gain = by_context.predict(context), by_context.gain
     return Background(
         cells=cells,
         mean=mean if absolute else mean - mean.mean(),

@@ -139,15 +139,15 @@ class _Stage(nn.Module):
 
     def forward(self, *asked: torch.Tensor | None) -> list[torch.Tensor]:
         """``asked``: ids, offsets and weights of each lookup in turn."""
-        asks = []
+        requests = []
         for index, lookup in enumerate(self._lookups):
             ids, offsets, weights = asked[3 * index : 3 * index + 3]
             assert ids is not None
             if lookup.mode != "rows" and offsets is None:
                 offsets = torch.arange(0, ids.numel() + 1, ids.shape[1], device=ids.device)
                 ids = ids.reshape(-1)
-            asks.append(LookupRequest(lookup=lookup, ids=ids, offsets=offsets, weights=weights))
-        return self._tables.lookup(asks)
+            requests.append(LookupRequest(lookup=lookup, ids=ids, offsets=offsets, weights=weights))
+        return self._tables.lookup(requests)
 
 
 def _row_count(x: torch.Tensor, dim: int) -> int:

@@ -45,9 +45,9 @@ def grouped(program: Program, cn_nodes: frozenset[str]) -> list[ValueGroup]:
     return [sketch.group(chains, home) for chains in merged]
 
 
-def shortened(names: Sequence[str], most: int = 2) -> str:
+def shortened(names: Sequence[str], max_names: int = 2) -> str:
     """A list of names for people: all, or the first and the last."""
-    if len(names) <= most:
+    if len(names) <= max_names:
         return ", ".join(names)
     return f"{names[0]} … {names[-1]}"
 

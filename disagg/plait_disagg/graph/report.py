@@ -11,7 +11,7 @@ from plait_disagg.graph.cut import crossing_values
 from plait_disagg.graph.groups import ValueGroup, grouped, shortened
 from plait_disagg.graph.program import ROWS, Node, Port, Program, Rows
 
-__all__ = ["CANDIDATES", "Crossing", "CutReport", "cut_report", "human_bytes"]
+__all__ = ["CANDIDATES", "CrossingValues", "CutReport", "cut_report", "human_bytes"]
 
 CANDIDATES = (1, 64, 512)
 """The request sizes that every report shows."""
@@ -21,7 +21,7 @@ _WIDTH = 72
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Crossing:
+class CrossingValues:
     """Crossing values of one kind: equal shape, dtype, side and source. ``bytes_at``: candidates to bytes of all of
     them.
     """
@@ -39,7 +39,7 @@ class CutReport:
     """``groups`` in an order in which they run (`Crossing.group` counts in them)."""
 
     groups: tuple[ValueGroup, ...]
-    crossings: tuple[Crossing, ...]
+    crossings: tuple[CrossingValues, ...]
 
     def bytes_at(self, candidates: int) -> int:
         """Bytes that cross for one request."""
@@ -98,7 +98,7 @@ def cut_report(
         value = values[name]
         kinds.setdefault((home[name], value.shape, value.dtype, value.rows), []).append(name)
     crossings = [
-        Crossing(
+        CrossingValues(
             names=tuple(names),
             shape=values[names[0]].shape,
             dtype=values[names[0]].dtype,
@@ -111,7 +111,7 @@ def cut_report(
     return CutReport(groups=tuple(groups), crossings=tuple(crossings))
 
 
-def shape_text(crossing: Crossing) -> str:
+def shape_text(crossing: CrossingValues) -> str:
     """``(candidates, 32) float32``."""
     front = "users" if crossing.rows == "user" else "candidates"
     sizes = [front if size == ROWS else str(size) for size in crossing.shape]

@@ -43,10 +43,10 @@ def sample(
         bound = bounds.get(item.name, 2)
         if isinstance(item, Bag):
             wanted = ids_per_bag if isinstance(ids_per_bag, int) else ids_per_bag.get(item.name, 1)
-            most = min(wanted, item.largest)
-            lengths = torch.full((rows,), most)
+            max_length = min(wanted, item.largest)
+            lengths = torch.full((rows,), max_length)
             if ragged:
-                lengths = torch.randint(0, most + 1, (rows,), generator=generator)
+                lengths = torch.randint(0, max_length + 1, (rows,), generator=generator)
             made[item.name] = draw(int(lengths.sum()), bound, generator)
             made[item.name + OFFSETS] = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         elif isinstance(item, Dense):

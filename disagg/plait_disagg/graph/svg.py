@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from html import escape
 
 from plait_disagg.graph.groups import ValueGroup, shortened
-from plait_disagg.graph.report import Crossing, CutReport, human_bytes, shape_text
+from plait_disagg.graph.report import CrossingValues, CutReport, human_bytes, shape_text
 
 __all__ = ["cut_svg"]
 
@@ -111,7 +111,7 @@ def _crossings(report: CutReport, places: dict[int, tuple[int, int]], candidates
     return parts + labels
 
 
-def _label(crossing: Crossing, x: int, y: int, candidates: int) -> list[str]:
+def _label(crossing: CrossingValues, x: int, y: int, candidates: int) -> list[str]:
     count = f"{len(crossing.names)} × " if len(crossing.names) > 1 else ""
     return [
         _text(x, y - 4, human_bytes(crossing.bytes_at[candidates]), "bytes"),
@@ -146,5 +146,5 @@ def _text(x: int, y: int, text: str, kind: str = "") -> str:
     return f'<text{of_class} x="{x}" y="{y}">{escape(text)}</text>'
 
 
-def _clipped(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 1] + "…"
+def _clipped(text: str, max_chars: int) -> str:
+    return text if len(text) <= max_chars else text[: max_chars - 1] + "…"

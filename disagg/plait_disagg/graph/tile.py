@@ -63,7 +63,7 @@ class _Tiler:
             node.name: node for node in self.program.nodes
         }
         self.flat = flat_values(self.program)
-        self.apart = {*self.flat, *(name + OFFSETS for name in self.flat)}
+        self.separate = {*self.flat, *(name + OFFSETS for name in self.flat)}
 
     def add(self, node: Node) -> None:
         """Take the next node over, on the side of what it reads."""
@@ -100,7 +100,7 @@ class _Tiler:
         return "item" if self.exact and rounds else "user"
 
     def _has_rows(self, name: str) -> bool:
-        return name in self.sides and self.sides[name] != "none" and name not in self.apart
+        return name in self.sides and self.sides[name] != "none" and name not in self.separate
 
     def _tiled(self, ref: Ref) -> Ref:
         name = f"{ref.name}:tiled"

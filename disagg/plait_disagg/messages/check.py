@@ -89,8 +89,8 @@ def _check_bag(item: Bag, ids: torch.Tensor, offsets: torch.Tensor, rows: int) -
     bounds = _array(offsets)
     first, last = int(bounds[0]), int(bounds[-1])
     if first != 0 or last != ids.shape[0]:
-        told = f"offsets begin with 0 and end with the number of ids, {ids.shape[0]}; these are {first} to {last}"
-        raise BadInput(f"{name}: {told}", param=name)
+        detail = f"offsets begin with 0 and end with the number of ids, {ids.shape[0]}; these are {first} to {last}"
+        raise BadInput(f"{name}: {detail}", param=name)
     if rows == 1 and last <= item.largest:
         return
     # As unsigned numbers negative lengths are huge, so that one maximum finds both faults; lengths within 0..largest

@@ -104,9 +104,9 @@ class RowSender:
             tables[table.name] = table
         self._tables = tuple(tables.values())
         self._ports = tuple(tuple(ports[table.name]) for table in self._tables)
-        most = [MAX_BYTES // (len(self._tables) * 4 * table.dim) for table in self._tables]
+        max_rows = [MAX_BYTES // (len(self._tables) * 4 * table.dim) for table in self._tables]
         self._slots = tuple(
-            max(1, min(knobs.cache_rows, table.rows, fits)) for table, fits in zip(self._tables, most, strict=True)
+            max(1, min(knobs.cache_rows, table.rows, fits)) for table, fits in zip(self._tables, max_rows, strict=True)
         )
         self._caches = [
             SenderCache(rows=table.rows, dim=table.dim, slots=slots, policy=knobs.cache)

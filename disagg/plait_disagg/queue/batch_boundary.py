@@ -21,13 +21,13 @@ class BatchBoundary:
     """
 
     def __init__(self) -> None:
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         self._waiting: deque[tuple[Callable[[], None], Future[None]]] = deque()
 
     @contextmanager
     def batch(self) -> Iterator[None]:
         """No change is made inside."""
-        with self._turn:
+        with self._lock:
             self._make()
             yield
 
@@ -36,11 +36,11 @@ class BatchBoundary:
         made: Future[None] = Future()
         self._waiting.append((make, made))
         while not made.done():
-            if self._turn.acquire(timeout=_LOOK_S):
+            if self._lock.acquire(timeout=_LOOK_S):
                 try:
                     self._make()
                 finally:
-                    self._turn.release()
+                    self._lock.release()
         made.result()
 
     def _make(self) -> None:

@@ -44,7 +44,7 @@ class Inbox(Generic[T]):
         self._pace = pace
         self._waiting: WaitQueue[T] = WaitQueue(knobs, pace, refuses=refuses)
         self._clock = clock
-        self._elsewhere = elsewhere
+        self._downstream = elsewhere
         self._lock = threading.Lock()
         self._bell: SimpleQueue[None] = SimpleQueue()
         self._asleep = False
@@ -57,7 +57,7 @@ class Inbox(Generic[T]):
         """Raises `Busy` when too many wait or it would be answered too late, `WorkerUnavailable` after `close`."""
         with self._lock:
             self._raise_if_closed()
-            self._waiting.check(item, self._clock(), elsewhere=bool(self._elsewhere().open))
+            self._waiting.check(item, self._clock(), busy_downstream=bool(self._downstream().open))
             self._waiting.add(item)
             self._ring()
 
@@ -100,7 +100,7 @@ class Inbox(Generic[T]):
             with self._lock:
                 wait_s = self._wait_s()
                 if wait_s == 0:
-                    taken = self._waiting.take(self._clock(), self._elsewhere()) if len(self._waiting) else None
+                    taken = self._waiting.take(self._clock(), self._downstream()) if len(self._waiting) else None
                     break
                 self._asleep = True
             try:
@@ -163,7 +163,7 @@ class BatchLoop(Generic[T]):
         self._wait_for_room = wait_for_room
         self.pace = Pace()
         self._inbox: Inbox[T] = Inbox(knobs, self.pace, clock, refuses=refuses, elsewhere=elsewhere)
-        self._turn = threading.Lock()
+        self._batch_lock = threading.Lock()
         self._abandoned: RankError | None = None
         self.batches = self.items = self.rows = self.refused = 0
         self.queued_s = 0.0
@@ -198,7 +198,7 @@ class BatchLoop(Generic[T]):
 
         Only where the work is one thread's: a second thread that computes with a team would cost both (`threads.py`).
         """
-        if self._knobs.threads != 1 or self._knobs.cores or not self._turn.acquire(blocking=False):
+        if self._knobs.threads != 1 or self._knobs.cores or not self._batch_lock.acquire(blocking=False):
             return False
         try:
             if not self._inbox.idle or self._inbox.closed:
@@ -207,7 +207,7 @@ class BatchLoop(Generic[T]):
                 self._run_batch([item], 0.0)
             return True
         finally:
-            self._turn.release()
+            self._batch_lock.release()
 
     def saw_ends(self, items: Iterable[T]) -> None:
         """These were worked on, here and wherever they went then. Those whose deadline has passed make `WaitQueue` more
@@ -274,7 +274,7 @@ class BatchLoop(Generic[T]):
                 for item in batch:
                     item.fail(self._abandoned)
             elif batch:
-                with self._turn:
+                with self._batch_lock:
                     free_s = self._run_batch(batch, free_s)
 
     def _run_batch(self, batch: list[T], free_s: float) -> float:

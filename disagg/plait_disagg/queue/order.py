@@ -127,7 +127,7 @@ class WaitQueue(Generic[T]):
         self._rows.insert(place, item.rows)
         self._items.insert(place, item)
 
-    def check(self, item: T, now_s: float, *, elsewhere: bool = False) -> None:
+    def check(self, item: T, now_s: float, *, busy_downstream: bool = False) -> None:
         """Raises `Busy` if there is no room, or if the item's deadline can not be met behind what goes before it;
         `DeadlinePassed` if it has passed.
 
@@ -138,7 +138,7 @@ class WaitQueue(Generic[T]):
             raise too_late(item, now_s)
         if len(self) >= self.knobs.largest_waiting:
             raise Busy(f"{self.knobs.largest_waiting} requests are waiting already")
-        if item.due_s is None or not self._judges or (self.idle and not elsewhere):
+        if item.due_s is None or not self._judges or (self.idle and not busy_downstream):
             return
         wait_s = max(0.0, self.busy_until_s - now_s) + self._queue_s(item, item.due_s) + self._pace.after_s
         late_s = now_s + wait_s * self._pace.margin - item.due_s
@@ -148,14 +148,14 @@ class WaitQueue(Generic[T]):
                 f"try again in {late_s * 1e3:.0f} ms"
             )
 
-    def take(self, now_s: float, elsewhere: Downstream = Downstream()) -> TakenBatch[T]:  # noqa: B008  # immutable
+    def take(self, now_s: float, downstream: Downstream = Downstream()) -> TakenBatch[T]:  # noqa: B008  # immutable
         """Takes the next batch out: as many as fit, in order, without those for which it is too late. While somebody
         ``elsewhere`` has nothing to do, what waits is handed out in several batches (`_pieces`).
         """
         batch: list[T] = []
         late: list[T] = []
         rows = taken = max_rows = 0
-        share_rows = -(-self.rows // self._pieces(elsewhere))
+        share_rows = -(-self.rows // self._pieces(downstream))
         for item in self._items:
             if item.gone or self._too_late(item, now_s, last=taken + 1 == len(self._items)):
                 late.append(item)
@@ -180,23 +180,23 @@ class WaitQueue(Generic[T]):
         self._keys, self._rows, self._items = [], [], []
         return items
 
-    def _pieces(self, elsewhere: Downstream) -> int:
+    def _pieces(self, downstream: Downstream) -> int:
         """One batch for each that is idle, as far as this worker can hand them out while the first is worked on; and
         two if that is worth it: callers who ask again when they have their answers would else have this worker and the
         others wait for each other again and again. Not with several threads here: taking turns, each side has all the
         cores that they share."""
         own_s, after_s = self._pace.batch_s(self.rows), self._pace.after_s
-        if not elsewhere.idle or not own_s:
+        if not downstream.idle or not own_s:
             return 1
-        least = 2 if self.knobs.threads == 1 and min(own_s, after_s) >= _WORTH_S else 1
-        return max(1, min(elsewhere.room, max(least, min(elsewhere.idle, int(after_s / own_s)))))
+        min_batches = 2 if self.knobs.threads == 1 and min(own_s, after_s) >= _WORTH_S else 1
+        return max(1, min(downstream.room, max(min_batches, min(downstream.idle, int(after_s / own_s)))))
 
     def _too_late(self, item: T, now_s: float, *, last: bool) -> bool:
         """Also before its deadline, if it would be missed even alone and others could use the time."""
         if item.lost_s is None:
             return False
-        hopeless = self._judges and not last
-        needed_s = self._pace.batch_s(item.rows) + self._pace.after_s if hopeless else 0.0
+        judged = self._judges and not last
+        needed_s = self._pace.batch_s(item.rows) + self._pace.after_s if judged else 0.0
         return now_s + needed_s > item.lost_s
 
     def _queue_s(self, item: T, due_s: float) -> float:

@@ -30,8 +30,8 @@ class Scaling:
     """Bounds and thresholds. The number is chosen so that pressure becomes ``target``; after a change it must last
     ``up_after_s`` or ``down_after_s`` beyond a threshold before the next one."""
 
-    least: int = 1
-    most: int = 1
+    min_replicas: int = 1
+    max_replicas: int = 1
     target: float = 0.6
     high: float = 0.8
     low: float = 0.35
@@ -39,8 +39,8 @@ class Scaling:
     down_after_s: float = 30.0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.least <= self.most:
-            raise ValueError(f"at least 1 and at most as many as the most, got {self.least} to {self.most}")
+        if not 1 <= self.min_replicas <= self.max_replicas:
+            raise ValueError(f"1 <= min_replicas <= max_replicas, got {self.min_replicas} and {self.max_replicas}")
         if not 0 < self.low < self.target < self.high:
             raise ValueError(f"low < target < high, got {self.low}, {self.target}, {self.high}")
 
@@ -114,7 +114,7 @@ def decide(
 
     ``pressures``: one per replica that said one; none: no news, no change.
     """
-    wanted = min(max(replicas, scaling.least), scaling.most)
+    wanted = min(max(replicas, scaling.min_replicas), scaling.max_replicas)
     if not pressures:
         return wanted, ScaleState()
     pressure = sum(pressures) / len(pressures)
@@ -125,7 +125,7 @@ def decide(
     if not side or now_s - state.since_s < lasts_s:
         return wanted, state
     right = math.ceil(sum(pressures) / scaling.target)  # not of those that still start: they have no share yet
-    wanted = min(max(right, scaling.least), scaling.most)
+    wanted = min(max(right, scaling.min_replicas), scaling.max_replicas)
     return (wanted, replace(state, since_s=now_s)) if wanted != replicas else (wanted, state)
 
 

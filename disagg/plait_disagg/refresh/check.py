@@ -34,8 +34,8 @@ def check_constants(update: Update, held: Mapping[str, torch.Tensor], used: froz
         if old is None:
             raise BadUpdate(where, "the package has no such constant")
         if tensor.shape != old.shape or tensor.dtype != old.dtype:
-            told = f"is {tensor.dtype} {tuple(tensor.shape)}; the package has {old.dtype} {tuple(old.shape)}"
-            raise BadUpdate(where, told)
+            detail = f"is {tensor.dtype} {tuple(tensor.shape)}; the package has {old.dtype} {tuple(old.shape)}"
+            raise BadUpdate(where, detail)
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise BadUpdate(where, "a number is NaN or infinite")
     if update.constants and used.isdisjoint(update.constants):
@@ -84,8 +84,8 @@ def _encoded(table: Table, given: UpdatedRows, row_format: RowFormat, group: Tab
         except ValueError as error:
             raise BadUpdate(where, str(error)) from error
     elif rows.dtype != layout.dtype or tuple(rows.shape) != (count, columns):
-        told = f"{tuple(rows.shape)} {rows.dtype} is neither ({count}, {table.dim}) float32 nor"
-        raise BadUpdate(where, f"{told} ({count}, {columns}) {layout.dtype}, as the table stores it ({row_format})")
+        detail = f"{tuple(rows.shape)} {rows.dtype} is neither ({count}, {table.dim}) float32 nor"
+        raise BadUpdate(where, f"{detail} ({count}, {columns}) {layout.dtype}, as the table stores it ({row_format})")
     rows = rows.contiguous()
     _check_finite(where, rows if rows.is_floating_point() else rows[:, table.dim :].contiguous().view(torch.float32))
     return rows

@@ -75,8 +75,8 @@ def _changed_rows(package: Package, weights: Mapping[str, torch.Tensor]) -> dict
         for part in group.slices:
             weight = weights[part.table]
             if tuple(weight.shape) != (part.rows, group.dim):
-                told = f"is {tuple(weight.shape)}, the package's {(part.rows, group.dim)}; package the model anew"
-                raise BadUpdate(f"table {part.table}", told)
+                detail = f"is {tuple(weight.shape)}, the package's {(part.rows, group.dim)}; package the model anew"
+                raise BadUpdate(f"table {part.table}", detail)
             stored = encode_rows(weight, group.format)
             ids = (stored != matrix[part.first : part.first + part.rows]).any(dim=1).nonzero().flatten()
             if ids.numel():

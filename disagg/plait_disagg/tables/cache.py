@@ -108,12 +108,12 @@ class SenderCache:
 
         Raises ValueError for an id out of range; then, and if ``fetch`` raises, nothing has changed.
         """
-        asked = ids.numpy()
-        self._check(asked)
-        slots = self._slot_of[asked] - 1
+        wanted_ids = ids.numpy()
+        self._check(wanted_ids)
+        slots = self._slot_of[wanted_ids] - 1
         is_hit = slots >= 0
         is_hit[is_hit] = ~self._is_stale[slots[is_hit]]
-        stale, absent = self._to_send(asked, slots, is_hit)
+        stale, absent = self._to_send(wanted_ids, slots, is_hit)
         held = _distinct(slots[slots >= 0]) if self._policy == "lru" else slots[:0]
         kept = absent[: self._room(held)]
         sent = np.concatenate([stale, absent])
@@ -124,9 +124,9 @@ class SenderCache:
         self._recency.touch(new_slots)
         refreshed = self._slot_of[stale] - 1
         self._is_stale[refreshed] = False
-        slots = self._slot_of[asked] - 1
-        slots[slots < 0] = self._slots + _positions(absent[kept.size :], asked[slots < 0])
-        self._count(asked.size, int(is_hit.sum()), stale.size + kept.size, absent.size - kept.size)
+        slots = self._slot_of[wanted_ids] - 1
+        slots[slots < 0] = self._slots + _positions(absent[kept.size :], wanted_ids[slots < 0])
+        self._count(wanted_ids.size, int(is_hit.sum()), stale.size + kept.size, absent.size - kept.size)
         return self._message(slots, np.concatenate([refreshed, new_slots]), rows)
 
     def invalidate(self, ids: torch.Tensor) -> None:
@@ -148,11 +148,11 @@ class SenderCache:
         if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= self._rows):
             raise ValueError(f"an id is outside 0..{self._rows - 1}")
 
-    def _to_send(self, asked: Ids, slots: NDArray[np.int32], is_hit: NDArray[np.bool_]) -> tuple[Ids, Ids]:
+    def _to_send(self, wanted_ids: Ids, slots: NDArray[np.int32], is_hit: NDArray[np.bool_]) -> tuple[Ids, Ids]:
         """Distinct ids to send, in the order of first use: those whose slot is stale, those that have no slot."""
         if is_hit.all():
-            return asked[:0], asked[:0]
-        return _distinct(asked[~is_hit & (slots >= 0)]), _distinct(asked[slots < 0])
+            return wanted_ids[:0], wanted_ids[:0]
+        return _distinct(wanted_ids[~is_hit & (slots >= 0)]), _distinct(wanted_ids[slots < 0])
 
     def _room(self, held: NDArray[np.int32]) -> int:
         """How many new ids can be kept without taking a slot that this message uses, or at all if none is given up."""

@@ -120,27 +120,27 @@ class FusedTables:
         """The tables that can be asked for."""
         return self._stored.tables
 
-    def lookup(self, asks: Sequence[LookupRequest]) -> list[torch.Tensor]:
+    def lookup(self, requests: Sequence[LookupRequest]) -> list[torch.Tensor]:
         """See `Tables.lookup`.
 
         Raises ValueError for an ask that no checked request makes: an unknown table, offsets that do not fit the ids.
         """
         found: dict[int, torch.Tensor] = {}
-        for batch in self._plan(asks).batches:
-            some = [asks[position] for position in batch.positions]
+        for batch in self._plan(requests).batches:
+            some = [requests[position] for position in batch.positions]
             values = self._rows(some, batch) if batch.mode == "rows" else self._pooled(some, batch)
-            if len(values) == len(asks):
+            if len(values) == len(requests):
                 return values
             found.update(zip(batch.positions, values, strict=True))
-        return [found[position] for position in range(len(asks))]
+        return [found[position] for position in range(len(requests))]
 
-    def _plan(self, asks: Sequence[LookupRequest]) -> _LookupPlan:
-        key = tuple([id(ask.lookup) for ask in asks])
+    def _plan(self, requests: Sequence[LookupRequest]) -> _LookupPlan:
+        key = tuple([id(request.lookup) for request in requests])
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
-            lookups = tuple(ask.lookup for ask in asks)
+            lookups = tuple(request.lookup for request in requests)
             plan = self._plans[key] = _LookupPlan(lookups, self._batches(lookups))
         return plan
 
@@ -166,30 +166,30 @@ class FusedTables:
             )
         return tuple(batches)
 
-    def _rows(self, asks: Sequence[LookupRequest], batch: _LookupBatch) -> list[torch.Tensor]:
+    def _rows(self, requests: Sequence[LookupRequest], batch: _LookupBatch) -> list[torch.Tensor]:
         """One gather; the results are views of it."""
-        parts = [ask.ids if ask.ids.dim() == 1 else ask.ids.reshape(-1) for ask in asks]
+        parts = [request.ids if request.ids.dim() == 1 else request.ids.reshape(-1) for request in requests]
         sizes = tuple([part.numel() for part in parts])
-        ids = _laid_out(parts, asks, batch, batch.layout(sizes, ()))
+        ids = _laid_out(parts, requests, batch, batch.layout(sizes, ()))
         gathered = take(self._stored.matrices[batch.group.name], batch.group.format, torch.from_numpy(ids))
         return [
-            part if ask.ids.dim() == 1 else part.view(*ask.ids.shape, batch.group.dim)
-            for part, ask in zip(gathered.split_with_sizes(list(sizes)), asks, strict=True)
+            part if request.ids.dim() == 1 else part.view(*request.ids.shape, batch.group.dim)
+            for part, request in zip(gathered.split_with_sizes(list(sizes)), requests, strict=True)
         ]
 
-    def _pooled(self, asks: Sequence[LookupRequest], batch: _LookupBatch) -> list[torch.Tensor]:
+    def _pooled(self, requests: Sequence[LookupRequest], batch: _LookupBatch) -> list[torch.Tensor]:
         """One bag lookup; the results are views of it."""
-        ids = [ask.ids for ask in asks]
-        offsets = [_offsets(ask) for ask in asks]
+        ids = [request.ids for request in requests]
+        offsets = [_offsets(request) for request in requests]
         layout = batch.layout(tuple([part.numel() for part in ids]), tuple([part.numel() for part in offsets]))
-        flat = _laid_out(ids + offsets, asks, batch, layout)
+        flat = _laid_out(ids + offsets, requests, batch, layout)
         pooled = pool(
             self._stored.matrices[batch.group.name],
             batch.group.format,
             torch.from_numpy(flat[: layout.ids]),
-            torch.from_numpy(_fused_offsets(flat, asks, layout)),
+            torch.from_numpy(_fused_offsets(flat, requests, layout)),
             mode=batch.mode,
-            weights=_weights(asks, batch),
+            weights=_weights(requests, batch),
         )
         return list(pooled.split_with_sizes(layout.bags))
 
@@ -215,17 +215,19 @@ def _make_layout(batch: _LookupBatch, sizes: Ids, lengths: Ids) -> _FusedLayout:
 
 
 def _laid_out(
-    parts: list[torch.Tensor], asks: Sequence[LookupRequest], batch: _LookupBatch, layout: _FusedLayout
+    parts: list[torch.Tensor], requests: Sequence[LookupRequest], batch: _LookupBatch, layout: _FusedLayout
 ) -> Ids:
     """Ids as rows of the group's matrix, each by its table's policy, and offsets behind. Raises `BadId`, ValueError."""
     flat = torch.cat(parts)
     if flat.dtype is not torch.int64:
         if flat.dtype is not torch.int32:
-            raise ValueError(f"lookup {asks[0].lookup.name} or its like: ids must be int64 or int32, not {flat.dtype}")
+            raise ValueError(
+                f"lookup {requests[0].lookup.name} or its like: ids must be int64 or int32, not {flat.dtype}"
+            )
         flat = flat.long()
     numbers: Ids = flat.numpy()
     if numbers[layout.ends].tobytes() != layout.expected:
-        names = ", ".join(ask.lookup.name for ask in asks)
+        names = ", ".join(request.lookup.name for request in requests)
         raise ValueError(f"lookups {names}: offsets must go from 0 to the number of ids")
     if layout.ids:
         # As an unsigned number a negative id is huge, so that one comparison of the largest finds both kinds.
@@ -237,11 +239,11 @@ def _laid_out(
     return numbers
 
 
-def _fused_offsets(flat: Ids, asks: Sequence[LookupRequest], layout: _FusedLayout) -> Ids:
+def _fused_offsets(flat: Ids, requests: Sequence[LookupRequest], layout: _FusedLayout) -> Ids:
     """Offsets of all bags. Falling ones are refused, whoever checked before: the kernel would read beyond the ids."""
     offsets: Ids = flat[layout.kept]
     if np.count_nonzero(offsets[1:] < offsets[:-1]):
-        names = ", ".join(ask.lookup.name for ask in asks)
+        names = ", ".join(request.lookup.name for request in requests)
         raise ValueError(f"lookups {names}: offsets must not fall")
     return offsets
 
@@ -254,20 +256,20 @@ def _settle(ids: Ids, batch: _LookupBatch, layout: _FusedLayout, is_outside: NDA
         part[:] = settle_ids(part, batch.tables[layout.some[place]])
 
 
-def _offsets(ask: LookupRequest) -> torch.Tensor:
-    offsets = ask.offsets
+def _offsets(request: LookupRequest) -> torch.Tensor:
+    offsets = request.offsets
     if offsets is None or not offsets.numel():
-        raise ValueError(f"lookup {ask.lookup.name}: pooling needs offsets, one more than there are bags")
+        raise ValueError(f"lookup {request.lookup.name}: pooling needs offsets, one more than there are bags")
     return offsets
 
 
-def _weights(asks: Sequence[LookupRequest], batch: _LookupBatch) -> torch.Tensor | None:
+def _weights(requests: Sequence[LookupRequest], batch: _LookupBatch) -> torch.Tensor | None:
     """All weights end to end, ones for an ask that has none; None if no ask has."""
-    given = [ask.weights for ask in asks]
-    if given.count(None) == len(asks):
+    given = [request.weights for request in requests]
+    if given.count(None) == len(requests):
         return None
-    parts = [torch.ones(ask.ids.numel()) if ask.weights is None else ask.weights for ask in asks]
-    for ask, weights in zip(asks, parts, strict=True):
-        if batch.mode != "sum" or weights.shape != ask.ids.shape or weights.dtype != torch.float32:
-            raise ValueError(f"lookup {ask.lookup.name}: weights must be one float32 per id, with mode sum")
+    parts = [torch.ones(request.ids.numel()) if request.weights is None else request.weights for request in requests]
+    for request, weights in zip(requests, parts, strict=True):
+        if batch.mode != "sum" or weights.shape != request.ids.shape or weights.dtype != torch.float32:
+            raise ValueError(f"lookup {request.lookup.name}: weights must be one float32 per id, with mode sum")
     return torch.cat(parts)

@@ -40,7 +40,7 @@ class BadId(Exception):
 class Tables(Protocol):
     """Embedding tables. Not thread-safe: one thread owns it."""
 
-    def lookup(self, asks: Sequence[LookupRequest]) -> list[torch.Tensor]:
+    def lookup(self, requests: Sequence[LookupRequest]) -> list[torch.Tensor]:
         """Float32, in the order of ``asks``: (rows, D) pooled; mode rows: ids' shape + (D,). An empty bag is zeros.
 
         Ids outside a table follow its policy. Raises `BadId`.
@@ -67,6 +67,6 @@ class PendingLookup(Protocol):
 class AsyncTables(Tables, Protocol):
     """Tables elsewhere, which several shards can be asked for at once."""
 
-    def begin(self, asks: Sequence[LookupRequest]) -> PendingLookup:
+    def begin(self, requests: Sequence[LookupRequest]) -> PendingLookup:
         """Asks, and does not wait. Of several that are begun, only the last one can still be answered. Raises
         `ShardLost`."""

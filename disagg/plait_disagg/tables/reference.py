@@ -31,20 +31,20 @@ class SeparateTables:
             for name, weight in weights.items()
         }
 
-    def lookup(self, asks: Sequence[LookupRequest]) -> list[torch.Tensor]:
+    def lookup(self, requests: Sequence[LookupRequest]) -> list[torch.Tensor]:
         """See `Tables.lookup`."""
-        return [self._one(ask) for ask in asks]
+        return [self._one(request) for request in requests]
 
-    def _one(self, ask: LookupRequest) -> torch.Tensor:
-        name = ask.lookup.table
-        ids = torch.from_numpy(settle_ids(ask.ids.long().numpy(), self._tables[name]))
-        if ask.lookup.mode == "rows":
+    def _one(self, request: LookupRequest) -> torch.Tensor:
+        name = request.lookup.table
+        ids = torch.from_numpy(settle_ids(request.ids.long().numpy(), self._tables[name]))
+        if request.lookup.mode == "rows":
             return F.embedding(ids, self._weights[name])
         return F.embedding_bag(
             ids,
             self._weights[name],
-            ask.offsets,
-            mode=ask.lookup.mode,
-            per_sample_weights=ask.weights,
+            request.offsets,
+            mode=request.lookup.mode,
+            per_sample_weights=request.weights,
             include_last_offset=True,
         )

@@ -18,7 +18,7 @@ import torch
 
 from plait_disagg.tables.errors import ShardLost, ShardRefused
 from plait_disagg.tables.protocols import LookupRequest, LookupResult
-from plait_disagg.tables.rows_wire import LookupFailed, RowsWireError, pack_asks, parse_answer
+from plait_disagg.tables.rows_wire import LookupFailed, RowsWireError, pack_requests, parse_answer
 from plait_fabric import Channel, FabricError, FabricTimeout
 
 __all__ = ["RemoteTables"]
@@ -37,17 +37,17 @@ class RemoteTables:
         self.version: int | None = None
         """That of the last answer."""
 
-    def lookup(self, asks: Sequence[LookupRequest]) -> list[torch.Tensor]:
+    def lookup(self, requests: Sequence[LookupRequest]) -> list[torch.Tensor]:
         """See `Tables.lookup`. Raises `BadId`, `ShardLost`, `ShardRefused`, ValueError."""
-        return self.begin(asks).result().values
+        return self.begin(requests).result().values
 
-    def begin(self, asks: Sequence[LookupRequest]) -> _PendingLookup:
+    def begin(self, requests: Sequence[LookupRequest]) -> _PendingLookup:
         """See `FarTables.begin`."""
         self._number += 1
         deadline_s = time.monotonic() + self._answer_timeout_s
         channel = self._dial()
         try:
-            header, leases = pack_asks(channel.pool, self._number, asks)
+            header, leases = pack_requests(channel.pool, self._number, requests)
             channel.send(header, leases, timeout_s=self._answer_timeout_s)
         except FabricError as error:
             if error.channel_usable and not isinstance(error, FabricTimeout):

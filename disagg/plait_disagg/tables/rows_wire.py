@@ -26,13 +26,13 @@ from plait_fabric.memory.pool import release_all
 
 __all__ = [
     "LookupFailed",
-    "RowsAsked",
+    "RowsRequest",
     "RowsWireError",
     "failed_header",
-    "pack_asks",
     "pack_found",
+    "pack_requests",
     "parse_answer",
-    "parse_asks",
+    "parse_requests",
 ]
 
 VERSION = 1
@@ -52,11 +52,11 @@ class RowsWireError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowsAsked:
+class RowsRequest:
     """What a client asks. ``asks`` view the message's memory; None stands for one that this shard does not serve."""
 
     number: int
-    asks: list[LookupRequest | None]
+    requests: list[LookupRequest | None]
     missing: str = ""
 
     @property
@@ -64,7 +64,7 @@ class RowsAsked:
         """All asks. Raises ValueError if one of them is not served here."""
         if self.missing:
             raise ValueError(f"there is no table {self.missing}")
-        return [ask for ask in self.asks if ask is not None]
+        return [request for request in self.requests if request is not None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,27 +75,27 @@ class LookupFailed:
     why: str
 
 
-def pack_asks(pool: Pool, number: int, asks: Sequence[LookupRequest]) -> tuple[dict[str, Any], list[Lease]]:
+def pack_requests(pool: Pool, number: int, requests: Sequence[LookupRequest]) -> tuple[dict[str, Any], list[Lease]]:
     """The message of a lookup. Raises ValueError for an ask that makes no sense, `PoolExhausted`."""
-    for ask in asks:
-        pools = ask.lookup.mode != "rows"
-        if (ask.offsets is not None) is not pools or (ask.weights is not None and ask.lookup.mode != "sum"):
-            raise ValueError(f"lookup {ask.lookup.name}: pooling needs offsets, and weights go with mode sum")
+    for request in requests:
+        pools = request.lookup.mode != "rows"
+        if (request.offsets is not None) is not pools or (request.weights is not None and request.lookup.mode != "sum"):
+            raise ValueError(f"lookup {request.lookup.name}: pooling needs offsets, and weights go with mode sum")
     described = [
         [
-            ask.lookup.table,
-            ask.lookup.mode,
-            list(ask.ids.shape),
-            -1 if ask.offsets is None else len(ask.offsets) - 1,
-            ask.weights is not None,
+            request.lookup.table,
+            request.lookup.mode,
+            list(request.ids.shape),
+            -1 if request.offsets is None else len(request.offsets) - 1,
+            request.weights is not None,
         ]
-        for ask in asks
+        for request in requests
     ]
     header = {"kind": "rows", "wire": VERSION, "number": number, "asks": described}
     parts: list[tuple[list[torch.Tensor], torch.dtype]] = [
-        ([ask.ids for ask in asks], torch.int64),
-        ([ask.offsets for ask in asks if ask.offsets is not None], torch.int64),
-        ([ask.weights for ask in asks if ask.weights is not None], torch.float32),
+        ([request.ids for request in requests], torch.int64),
+        ([request.offsets for request in requests if request.offsets is not None], torch.int64),
+        ([request.weights for request in requests if request.weights is not None], torch.float32),
     ]
     leases: list[Lease] = []
     try:
@@ -130,7 +130,7 @@ def failed_header(number: int, error: Exception) -> dict[str, Any]:
     return {"kind": "failed", "number": number, "failed": why}
 
 
-def parse_asks(message: Message, lookups: Mapping[tuple[str, Mode], Lookup]) -> RowsAsked:
+def parse_requests(message: Message, lookups: Mapping[tuple[str, Mode], Lookup]) -> RowsRequest:
     """Reads a lookup; ``lookups`` has those that a shard can be asked for. Raises `RowsWireError`."""
     header = message.header
     described = header.get("asks")
@@ -140,11 +140,11 @@ def parse_asks(message: Message, lookups: Mapping[tuple[str, Mode], Lookup]) -> 
     if len(message.buffers) != 3:
         raise RowsWireError("a lookup has three buffers")
     numbers = [_Numbers(b, dtype) for b, dtype in zip(message.buffers, (np.int64, np.int64, np.float32), strict=True)]
-    asks = [_ask(entry, numbers, lookups) for entry in described]
+    requests = [_parse_request(entry, numbers, lookups) for entry in described]
     if any(some.left for some in numbers):
         raise RowsWireError("there are more numbers than were asked about")
-    missing = [entry[0] for entry, ask in zip(described, asks, strict=True) if ask is None]
-    return RowsAsked(number=number, asks=asks, missing=missing[0] if missing else "")
+    missing = [entry[0] for entry, request in zip(described, requests, strict=True) if request is None]
+    return RowsRequest(number=number, requests=requests, missing=missing[0] if missing else "")
 
 
 def parse_answer(message: Message) -> tuple[int, int, list[torch.Tensor]] | tuple[int, LookupFailed]:
@@ -200,7 +200,7 @@ class _Numbers:
         return taken
 
 
-def _ask(
+def _parse_request(
     entry: object, numbers: Sequence[_Numbers], lookups: Mapping[tuple[str, Mode], Lookup]
 ) -> LookupRequest | None:
     if not isinstance(entry, list) or len(entry) != 5:

@@ -38,7 +38,7 @@ class _Part:
     """What one piece was asked for. ``keep``: which ids of the ask were its own (row cuts only)."""
 
     piece: TablePiece
-    ask: LookupRequest
+    request: LookupRequest
     keep: NDArray[np.bool_] | None
 
 
@@ -52,21 +52,21 @@ class ShardedTables:
         self._pieces = {table.name: plan.of_table(table.name) for table in tables}
         self._shards = shards
 
-    def lookup(self, asks: Sequence[LookupRequest]) -> list[torch.Tensor]:
+    def lookup(self, requests: Sequence[LookupRequest]) -> list[torch.Tensor]:
         """See `Tables.lookup`. Raises `BadId`, `ShardLost`, `MixedVersions`."""
-        parts = [self._parts(ask) for ask in asks]
+        parts = [self._parts(request) for request in requests]
         found = self._ask_shards([part for some in parts for part in some])
         values = []
         start = 0
-        for ask, some in zip(asks, parts, strict=True):
-            values.append(_merge(ask, some, found[start : start + len(some)]))
+        for request, some in zip(requests, parts, strict=True):
+            values.append(_merge(request, some, found[start : start + len(some)]))
             start += len(some)
         return values
 
-    def _parts(self, ask: LookupRequest) -> list[_Part]:
-        table = self._tables[ask.lookup.table]
-        ids = torch.from_numpy(settle_ids(ask.ids.long().numpy(), table))
-        settled = replace(ask, ids=ids)
+    def _parts(self, request: LookupRequest) -> list[_Part]:
+        table = self._tables[request.lookup.table]
+        ids = torch.from_numpy(settle_ids(request.ids.long().numpy(), table))
+        settled = replace(request, ids=ids)
         return [_part(settled, piece, table) for piece in self._pieces[table.name]]
 
     def _ask_shards(self, parts: Sequence[_Part]) -> list[torch.Tensor]:
@@ -74,45 +74,45 @@ class ShardedTables:
         by_shard: dict[int, list[int]] = {}
         for position, part in enumerate(parts):
             by_shard.setdefault(part.piece.shard, []).append(position)
-        asks = {shard: [parts[position].ask for position in by_shard[shard]] for shard in sorted(by_shard)}
-        values = self._lookup_all(asks)
+        requests = {shard: [parts[position].request for position in by_shard[shard]] for shard in sorted(by_shard)}
+        values = self._lookup_all(requests)
         found: dict[int, torch.Tensor] = {}
         for shard, positions in by_shard.items():
             found.update(zip(positions, values[shard], strict=True))
         return [found[position] for position in range(len(parts))]
 
-    def _lookup_all(self, asks: Mapping[int, Sequence[LookupRequest]]) -> dict[int, list[torch.Tensor]]:
+    def _lookup_all(self, requests: Mapping[int, Sequence[LookupRequest]]) -> dict[int, list[torch.Tensor]]:
         """Each shard's values. Those of this process are looked up while the others work."""
-        near = {shard: tables for shard in asks if not isinstance(tables := self._shards[shard], AsyncTables)}
-        far = {shard: tables for shard in asks if isinstance(tables := self._shards[shard], AsyncTables)}
+        near = {shard: tables for shard in requests if not isinstance(tables := self._shards[shard], AsyncTables)}
+        far = {shard: tables for shard in requests if isinstance(tables := self._shards[shard], AsyncTables)}
         values: dict[int, list[torch.Tensor]] = {}
         for _ in range(_TRIES):
-            underway = {shard: tables.begin(asks[shard]) for shard, tables in far.items()}
-            values |= {shard: near[shard].lookup(asks[shard]) for shard in near.keys() - values.keys()}
-            found = {shard: one.result() for shard, one in underway.items()}
+            pending = {shard: tables.begin(requests[shard]) for shard, tables in far.items()}
+            values |= {shard: near[shard].lookup(requests[shard]) for shard in near.keys() - values.keys()}
+            found = {shard: one.result() for shard, one in pending.items()}
             if len({one.version for one in found.values()}) <= 1:
                 return values | {shard: one.values for shard, one in found.items()}
         raise MixedVersions({one.shard: one.version for one in found.values()})
 
 
-def _part(ask: LookupRequest, piece: TablePiece, table: Table) -> _Part:
+def _part(request: LookupRequest, piece: TablePiece, table: Table) -> _Part:
     if piece.rows == table.rows:
-        return _Part(piece, _asking(ask, piece, ask.lookup.mode), None)
-    ids = ask.ids.numpy()
+        return _Part(piece, _asking(request, piece, request.lookup.mode), None)
+    ids = request.ids.numpy()
     keep = (ids >= piece.first_row) & (ids < piece.first_row + piece.rows)
     own = replace(
-        ask,
+        request,
         ids=torch.from_numpy(ids[keep] - piece.first_row),
-        offsets=None if ask.offsets is None else _own_offsets(ask.offsets, keep),
-        weights=None if ask.weights is None else ask.weights[torch.from_numpy(keep)],
+        offsets=None if request.offsets is None else _own_offsets(request.offsets, keep),
+        weights=None if request.weights is None else request.weights[torch.from_numpy(keep)],
     )
     # A mean over part of a bag is of no use: the parts' sums are.
-    mode: Mode = "sum" if ask.lookup.mode == "mean" else ask.lookup.mode
+    mode: Mode = "sum" if request.lookup.mode == "mean" else request.lookup.mode
     return _Part(piece, _asking(own, piece, mode), keep)
 
 
-def _asking(ask: LookupRequest, piece: TablePiece, mode: Mode) -> LookupRequest:
-    return replace(ask, lookup=replace(ask.lookup, table=piece.name, mode=mode))
+def _asking(request: LookupRequest, piece: TablePiece, mode: Mode) -> LookupRequest:
+    return replace(request, lookup=replace(request.lookup, table=piece.name, mode=mode))
 
 
 def _own_offsets(offsets: torch.Tensor, keep: NDArray[np.bool_]) -> torch.Tensor:
@@ -122,21 +122,21 @@ def _own_offsets(offsets: torch.Tensor, keep: NDArray[np.bool_]) -> torch.Tensor
     return torch.from_numpy(kept[offsets.numpy()])
 
 
-def _merge(ask: LookupRequest, parts: Sequence[_Part], values: Sequence[torch.Tensor]) -> torch.Tensor:
+def _merge(request: LookupRequest, parts: Sequence[_Part], values: Sequence[torch.Tensor]) -> torch.Tensor:
     if len(values) == 1:
         return values[0]
     if parts[0].keep is None:
         return torch.cat(list(values), dim=-1)
-    if ask.lookup.mode == "rows":
-        return _merge_rows(ask, parts, values)
-    if ask.lookup.mode == "max":
+    if request.lookup.mode == "rows":
+        return _merge_rows(request, parts, values)
+    if request.lookup.mode == "max":
         return _merge_maxima(parts, values)
     total = torch.stack(list(values)).sum(0)
-    return total if ask.lookup.mode == "sum" else total / _sizes(ask).clamp(min=1).unsqueeze(1)
+    return total if request.lookup.mode == "sum" else total / _sizes(request).clamp(min=1).unsqueeze(1)
 
 
-def _merge_rows(ask: LookupRequest, parts: Sequence[_Part], values: Sequence[torch.Tensor]) -> torch.Tensor:
-    merged = torch.empty((*ask.ids.shape, values[0].shape[-1]))
+def _merge_rows(request: LookupRequest, parts: Sequence[_Part], values: Sequence[torch.Tensor]) -> torch.Tensor:
+    merged = torch.empty((*request.ids.shape, values[0].shape[-1]))
     for part, value in zip(parts, values, strict=True):
         assert part.keep is not None
         merged[torch.from_numpy(part.keep)] = value
@@ -145,12 +145,12 @@ def _merge_rows(ask: LookupRequest, parts: Sequence[_Part], values: Sequence[tor
 
 def _merge_maxima(parts: Sequence[_Part], values: Sequence[torch.Tensor]) -> torch.Tensor:
     """Elementwise maxima over the parts that have ids of a bag; zeros for a bag that has none anywhere."""
-    sizes = [_sizes(part.ask).unsqueeze(1) for part in parts]
+    sizes = [_sizes(part.request).unsqueeze(1) for part in parts]
     some = [value.masked_fill(size == 0, -torch.inf) for value, size in zip(values, sizes, strict=True)]
     is_empty = torch.stack(sizes).sum(0) == 0
     return torch.stack(some).amax(0).masked_fill(is_empty, 0.0)
 
 
-def _sizes(ask: LookupRequest) -> torch.Tensor:
-    assert ask.offsets is not None
-    return ask.offsets.diff()
+def _sizes(request: LookupRequest) -> torch.Tensor:
+    assert request.offsets is not None
+    return request.offsets.diff()

@@ -224,7 +224,7 @@ def _from_json(data: Any) -> tuple[tuple[Table, ...], tuple[TableGroup, ...]]:
         name = _text(item["name"])
         row_format = _choice(_text(item["format"]), name, get_args(RowFormat))
         slices = _slices([tables[table] for table in item["tables"]])
-        version = _count(item["version"], least=0)
+        version = _count(item["version"], min_value=0)
         groups.append(TableGroup(name=name, dim=_count(item["dim"]), format=row_format, slices=slices, version=version))
     return tuple(tables.values()), tuple(groups)
 
@@ -235,9 +235,9 @@ def _text(value: Any) -> Any:
     return value
 
 
-def _count(value: Any, *, least: int = 1) -> int:
-    if type(value) is not int or not least <= value < 1 << 48:
-        raise ValueError(f"{value!r} is not a number of at least {least}")
+def _count(value: Any, *, min_value: int = 1) -> int:
+    if type(value) is not int or not min_value <= value < 1 << 48:
+        raise ValueError(f"{value!r} is not a number of at least {min_value}")
     return value
 
 

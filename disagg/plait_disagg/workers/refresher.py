@@ -33,7 +33,7 @@ class Refresher:
         self._on_version = on_version
         self._journal = Journal(live.package.folder)
         self._staged: PreparedUpdate | None = None
-        self._turn = threading.Lock()
+        self._refresh_lock = threading.Lock()
 
     @property
     def version(self) -> str:
@@ -42,7 +42,7 @@ class Refresher:
 
     def stage(self, folder: Path) -> None:
         """Makes the update at ``folder`` ready; what is served stays. Raises `BadUpdate`."""
-        with self._turn:
+        with self._refresh_lock:
             manifest = read_update_manifest(folder)
             if manifest.version == self._live.version:
                 return
@@ -53,7 +53,7 @@ class Refresher:
     def switch(self, version: str) -> None:
         """Serves the version that was staged, or, after a restart or a publisher's death, is in the journal. Raises
         `NotPublished` if it is neither, `BadUpdate`."""
-        with self._turn:
+        with self._refresh_lock:
             staged, self._staged = self._staged, None
             if self._live.version == version:
                 return
@@ -75,7 +75,7 @@ class Refresher:
         """Serves what the journal says. Never raises: a worker that can not follow stays where it is, and says so in
         its log."""
         try:
-            with self._turn:
+            with self._refresh_lock:
                 self._follow()
         except (RefreshError, OSError) as error:
             _log.error("can not follow the updates of %s: %s", self._live.package.folder, error)

@@ -13,7 +13,7 @@ from typing import get_args
 import torch
 
 from plait_disagg.tables.protocols import BadId, LookupRequest, Tables
-from plait_disagg.tables.rows_wire import RowsWireError, failed_header, pack_found, parse_asks
+from plait_disagg.tables.rows_wire import RowsWireError, failed_header, pack_found, parse_requests
 from plait_disagg.tables.values import Lookup, Mode, Table
 from plait_fabric import Channel, ChannelClosed, FabricError, Listener, Message, PeerLost
 from plait_fabric.threads import set_threads
@@ -41,7 +41,7 @@ class ShardWorker:
             for table in served
             for mode in get_args(Mode)
         }
-        self._turn = threading.Lock()
+        self._lookup_lock = threading.Lock()
         self._lock = threading.Lock()
         self._channels: set[Channel] = set()
         self._stopped = False
@@ -57,7 +57,7 @@ class ShardWorker:
 
     def replace(self, tables: Tables, *, version: int) -> None:
         """Serves those from the next lookup on. They must have the tables that are served now."""
-        with self._turn:
+        with self._lookup_lock:
             self._tables, self._version = tables, version
 
     def stop(self) -> None:
@@ -101,18 +101,18 @@ class ShardWorker:
 
     def _answer(self, channel: Channel, message: Message) -> None:
         with message:
-            asked = parse_asks(message, self._lookups)
+            request = parse_requests(message, self._lookups)
             try:
-                version, values = self._look_up(asked.known)
+                version, values = self._look_up(request.known)
             except Exception as error:
                 if not isinstance(error, BadId | ValueError):
                     _log.exception("a lookup failed")
-                channel.send(failed_header(asked.number, error), timeout_s=_SEND_S)
+                channel.send(failed_header(request.number, error), timeout_s=_SEND_S)
                 return
-        header, leases = pack_found(channel.pool, asked.number, version, values)
+        header, leases = pack_found(channel.pool, request.number, version, values)
         channel.send(header, leases, timeout_s=_SEND_S)
 
-    def _look_up(self, asks: Sequence[LookupRequest]) -> tuple[int, list[torch.Tensor]]:
-        with self._turn, torch.inference_mode():
+    def _look_up(self, requests: Sequence[LookupRequest]) -> tuple[int, list[torch.Tensor]]:
+        with self._lookup_lock, torch.inference_mode():
             self.lookups += 1
-            return self._version, self._tables.lookup(asks)
+            return self._version, self._tables.lookup(requests)

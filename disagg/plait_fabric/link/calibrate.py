@@ -146,9 +146,9 @@ def _implied_small(base: Link, large: Mapping[str, Any]) -> dict[str, float]:
     further_s = large.get("alpha_s", base.alpha_s) - base.alpha_s
     bytes_per_s = large.get("bytes_per_s", base.bytes_per_s)
     # Divided as `Link` divides: times the reciprocal can come out one rounding earlier than what it allows.
-    least_s = max(large.get("gap_s", base.gap_s), large.get("inline_bytes", base.inline_bytes) / bytes_per_s)
+    min_s = max(large.get("gap_s", base.gap_s), large.get("inline_bytes", base.inline_bytes) / bytes_per_s)
     implied = {
-        "wire_s": max(base.wire_s + further_s, least_s),
+        "wire_s": max(base.wire_s + further_s, min_s),
         "small_s_per_byte": max(base.small_s_per_byte, 1 / bytes_per_s),
     }
     return {name: value for name, value in implied.items() if value != getattr(base, name)}

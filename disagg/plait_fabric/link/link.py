@@ -70,8 +70,8 @@ class Link:
     reads_in_flight: int
 
     def __post_init__(self) -> None:
-        for name, (least, most) in _RANGES.items():
-            _check_number(self.name, name, getattr(self, name), least, most, whole=name in WHOLE)
+        for name, (min_value, max_value) in _RANGES.items():
+            _check_number(self.name, name, getattr(self, name), min_value, max_value, whole=name in WHOLE)
         if self.small_s_per_byte * self.bytes_per_s < 1 - 1e-9:
             raise BadLink(self.name, "small_s_per_byte", "a byte of a small message can not be faster than bytes_per_s")
         if self.wire_s < max(self.gap_s, self.inline_bytes / self.bytes_per_s):
@@ -119,8 +119,8 @@ PARAMETERS = tuple(field.name for field in fields(Link) if field.name != "name")
 """Every parameter, in the order of the record."""
 
 
-def _check_number(link: str, name: str, value: object, least: float, most: float, *, whole: bool) -> None:
+def _check_number(link: str, name: str, value: object, min_value: float, max_value: float, *, whole: bool) -> None:
     if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
         raise BadLink(link, name, f"must be a {'whole ' if whole else ''}number, not {value!r}")
-    if not math.isfinite(value) or not least <= value <= most:
-        raise BadLink(link, name, f"{value!r} is outside of {least:g}..{most:g}")
+    if not math.isfinite(value) or not min_value <= value <= max_value:
+        raise BadLink(link, name, f"{value!r} is outside of {min_value:g}..{max_value:g}")

@@ -172,23 +172,23 @@ class ProcessConformance:
                     process.kill()
             assert expected > 20
 
-    def test_strangers_do_not_block_the_door(self, listener: Listener) -> None:
+    def test_unauthenticated_clients_do_not_block_the_listener(self, listener: Listener) -> None:
         """Silent, garbling and vanishing strangers are dropped; an honest peer gets in meanwhile."""
         with ExitStack() as open_sockets:
-            strangers = [open_sockets.enter_context(_dial(listener.address)) for _ in range(6)]
-            strangers[1].sendall(b"GET / HTTP/1.1\r\n\r\n")
-            strangers[2].sendall(os.urandom(RESPONSE_BYTES))
-            strangers[3].sendall(b"\x80\x04\x95")
-            strangers[4].close()
+            clients = [open_sockets.enter_context(_dial(listener.address)) for _ in range(6)]
+            clients[1].sendall(b"GET / HTTP/1.1\r\n\r\n")
+            clients[2].sendall(os.urandom(RESPONSE_BYTES))
+            clients[3].sendall(b"\x80\x04\x95")
+            clients[4].close()
             start_s = time.monotonic()
             with connect(listener.address, secret=SECRET, timeout_s=WAIT_S), listener.accept(WAIT_S):
                 assert time.monotonic() - start_s < AT_ONCE_S
             assert eventually(lambda: listener.rejected == 6)
-            strangers[0].settimeout(WAIT_S)
-            assert len(strangers[0].recv(CHALLENGE_BYTES)) == CHALLENGE_BYTES
-            assert strangers[0].recv(1) == b""
+            clients[0].settimeout(WAIT_S)
+            assert len(clients[0].recv(CHALLENGE_BYTES)) == CHALLENGE_BYTES
+            assert clients[0].recv(1) == b""
 
-    def test_a_crowd_of_silent_strangers(self, address: str) -> None:
+    def test_a_crowd_of_silent_clients(self, address: str) -> None:
         """More silent strangers than places: the oldest are dropped, an honest peer gets in at once."""
         options = FabricOptions(handshake_timeout_s=WAIT_S, pending_handshakes=3)
         with listen(address, secret=SECRET, options=options) as listener, ExitStack() as open_sockets:

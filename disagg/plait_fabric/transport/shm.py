@@ -209,21 +209,21 @@ class ShmChannel(ChannelBase):
         packet = self._reader.take() or self._spin(deadline)
         if packet is not None:
             return packet
-        waited = gone = False
+        waited = closed = False
         while True:
             self._reader.sleeps(True)
             try:
                 packet = self._reader.take()
                 if packet is not None:
                     return packet
-                if gone:
-                    raise self._gone()
+                if closed:
+                    raise self._closed_error()
                 if not waited:
                     self._count_recv_wait()
                     waited = True
                 left_s = deadline.left_s()
                 if self._readable.wait(_LOOK_S if left_s is None else min(left_s, _LOOK_S)):
-                    gone = self._hear()  # and look once more: what was put before the end comes first
+                    closed = self._hear()  # and look once more: what was put before the end comes first
                 elif deadline.passed:
                     raise RecvTimeout(f"no message within {deadline.timeout_s} s")
             finally:
@@ -256,7 +256,7 @@ class ShmChannel(ChannelBase):
             raise ProtocolViolation("the peer sent something that is not a fabric packet")
         return not woken
 
-    def _gone(self) -> FabricError:
+    def _closed_error(self) -> FabricError:
         self._raise_if_unusable()
         if self._reader.said_goodbye():
             return self._fail(PeerClosed(f"the peer {self._peer} closed the channel"))

@@ -58,7 +58,7 @@ class ImageRequests:
         self._sizes = list(spec.size or {})
         self._steps, self._images = WeightedChoice(spec.steps), WeightedChoice(spec.images)
         self._loras, self._controlnets = _AddOns(spec.loras), _AddOns(spec.controlnets)
-        self._pictures = [_read_image(path) for path in spec.controlnets.images]
+        self._control_images = [_read_image(path) for path in spec.controlnets.images]
         columns = 5 + self._loras.columns + self._controlnets.columns
         self._chunks = Chunks(numbered, columns, self._draw_chunk)
 
@@ -96,8 +96,8 @@ class ImageRequests:
         return PreparedRequest(method="POST", path=self._path, headers=self._headers, body=text.encode())
 
     def _control_image(self, index: int, slot: int, size: str | None) -> str:
-        if self._pictures:
-            return self._pictures[(index + slot) % len(self._pictures)]
+        if self._control_images:
+            return self._control_images[(index + slot) % len(self._control_images)]
         width, height = pixels(size) or (_DRAWN_EDGE_PX, _DRAWN_EDGE_PX)
         return base64.b64encode(control_image(index * MAX_CONTROLNETS + slot, width, height)).decode()
 

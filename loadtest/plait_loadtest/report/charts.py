@@ -77,8 +77,8 @@ def latency_histogram(
 def rates_over_time(offered: Floats, achieved: Floats, *, seconds: float) -> str:
     """Both (B,), requests per second in equal parts of the measured time."""
     x = span(0.0, seconds, start=LEFT, end=WIDTH - RIGHT)
-    most = float(max(offered.max(initial=0.0), achieved.max(initial=0.0)))
-    y = span(0.0, most * 1.08, start=HEIGHT - BOTTOM, end=TOP)
+    max_per_s = float(max(offered.max(initial=0.0), achieved.max(initial=0.0)))
+    y = span(0.0, max_per_s * 1.08, start=HEIGHT - BOTTOM, end=TOP)
     parts = [_time_axis(x), _axis_y(y, lambda rate: f"{rate:g}/s")]
     parts.append(f'<polyline class="line quiet" points="{_steps(offered, x, y, seconds)}"/>')
     parts.append(f'<polyline class="line" points="{_steps(achieved, x, y, seconds)}"/>')

@@ -59,10 +59,10 @@ def run(
             crew.tell(start_ns)
             echo.start(start_ns)
             while not crew.wait(_LOOK_S):
-                told = crew.progress(planned, start_ns)
+                progress = crew.progress(planned, start_ns)
                 if on_progress is not None:
-                    on_progress(told)
-                if stop_when is not None and not crew.is_stopped and (why := stop_when(told)):
+                    on_progress(progress)
+                if stop_when is not None and not crew.is_stopped and (why := stop_when(progress)):
                     crew.abandon(why)
             wall_s = max(0.0, (time.perf_counter_ns() - start_ns) / 1e9)
             if on_progress is not None:
@@ -128,18 +128,18 @@ class _Crew:
 
     def progress(self, planned: int | None, start_ns: int) -> RunProgress:
         """The sum of what the workers told last."""
-        told = [member.told for member in self._members if member.told is not None]
-        recent_ms = np.array([ns for one in told for ns in one.recent_ns]) / 1e6
+        reports = [member.reported for member in self._members if member.reported is not None]
+        recent_ms = np.array([ns for one in reports for ns in one.recent_ns]) / 1e6
         p50_ms, p95_ms = np.percentile(recent_ms, (50, 95)).tolist() if len(recent_ms) else (None, None)
         return RunProgress(
             elapsed_s=(time.perf_counter_ns() - start_ns) / 1e9,
             planned=planned,
-            handed=sum(one.handed for one in told),
-            done=sum(one.done for one in told),
-            ok=sum(one.ok for one in told),
-            errors=sum(one.errors for one in told),
-            in_flight=sum(one.in_flight for one in told),
-            waiting=sum(one.waiting for one in told),
+            handed=sum(one.handed for one in reports),
+            done=sum(one.done for one in reports),
+            ok=sum(one.ok for one in reports),
+            errors=sum(one.errors for one in reports),
+            in_flight=sum(one.in_flight for one in reports),
+            waiting=sum(one.waiting for one in reports),
             recent_p50_ms=p50_ms,
             recent_p95_ms=p95_ms,
         )
@@ -170,7 +170,7 @@ class _Member:
 
     def __init__(self, share: Share) -> None:
         self.share = share
-        self.told: WorkerProgress | None = None
+        self.reported: WorkerProgress | None = None
         self.left: WorkerResult | None = None
         self.is_preparing = True
         self.is_alive = True
@@ -200,7 +200,7 @@ class _Member:
         if isinstance(message, LoadtestError):
             raise message
         if isinstance(message, WorkerProgress):
-            self.told = message
+            self.reported = message
         elif isinstance(message, WorkerResult):
             self.left = message
             self.is_alive = self.is_preparing = False

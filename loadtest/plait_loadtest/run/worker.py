@@ -120,7 +120,7 @@ class Worker:
     def _tell(self, pace: OpenLoop | ClosedLoop, pool: ConnectionPool, ledger: Ledger) -> None:
         recent_ns = tuple(ledger.recent)
         ledger.recent.clear()
-        told = WorkerProgress(
+        progress = WorkerProgress(
             handed=pace.handed,
             done=ledger.done,
             ok=ledger.counts[RequestOutcome.OK],
@@ -129,7 +129,7 @@ class Worker:
             waiting=pool.waiting,
             recent_ns=recent_ns,
         )
-        self._pipe.send(told)
+        self._pipe.send(progress)
 
     def _end_ns(self, start_ns: int) -> int:
         """When replies are awaited no longer."""

@@ -38,8 +38,8 @@ class Judge:
 
     def server_ms(self, head: Head, body: bytes) -> float:
         """Milliseconds that the server says it took, nan if it does not; the body's word goes before the header's."""
-        told = timings_ms(body) if self.is_images else math.nan
-        return head.server_ms if math.isnan(told) else told
+        stated_ms = timings_ms(body) if self.is_images else math.nan
+        return head.server_ms if math.isnan(stated_ms) else stated_ms
 
 
 def judge_of(scenario: Scenario) -> Judge:

@@ -105,8 +105,8 @@ def play(ask: PostsImages, out: Path, *, say: Callable[[str], None]) -> list[Dem
     started_s = time.monotonic()
     with ThreadPoolExecutor(len(TOGETHER)) as threads:
         both = list(threads.map(lambda scene: make(scene, ask, out), TOGETHER))
-    for picture in both:
-        say(describe(picture))
+    for demo_image in both:
+        say(describe(demo_image))
     say(f"  the last {len(both)} were asked for at once and took {time.monotonic() - started_s:.2f} s together")
     return images + both
 
@@ -146,10 +146,10 @@ def smoke(url: str, page: Path) -> str:
     return f"  {page}  {headline(session.summary)}: {total.requests} requests, median {median} ms, p95 {p95} ms"
 
 
-def describe(picture: DemoImage) -> str:
+def describe(demo_image: DemoImage) -> str:
     """One line: where it is and how long it took."""
-    parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in picture.timings.items() if name != "total")
-    return f"  {picture.path}  {picture.seconds:.2f} s ({parts})"
+    parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in demo_image.timings.items() if name != "total")
+    return f"  {demo_image.path}  {demo_image.seconds:.2f} s ({parts})"
 
 
 def contact_sheet(images: Sequence[DemoImage]) -> Image:
@@ -162,11 +162,11 @@ def contact_sheet(images: Sequence[DemoImage]) -> Image:
     cell = (_THUMBNAIL_PX + _GAP_PX, _THUMBNAIL_PX + _CAPTION_PX + _GAP_PX)
     sheet = Images.new("RGB", (columns * cell[0] + _GAP_PX, rows * cell[1] + _GAP_PX), "white")
     draw = ImageDraw.Draw(sheet)
-    for i, picture in enumerate(images):
+    for i, demo_image in enumerate(images):
         x, y = _GAP_PX + (i % columns) * cell[0], _GAP_PX + (i // columns) * cell[1]
-        image = Images.open(io.BytesIO(picture.path.read_bytes())).convert("RGB")
+        image = Images.open(io.BytesIO(demo_image.path.read_bytes())).convert("RGB")
         sheet.paste(image.resize((_THUMBNAIL_PX, _THUMBNAIL_PX), Images.Resampling.NEAREST), (x, y))
-        draw.text((x, y + _THUMBNAIL_PX + 2), f"{picture.scene.name}\n{picture.scene.prompt}", fill="black")
+        draw.text((x, y + _THUMBNAIL_PX + 2), f"{demo_image.scene.name}\n{demo_image.scene.prompt}", fill="black")
     return sheet
 
 

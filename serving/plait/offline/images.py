@@ -115,9 +115,9 @@ def parse_order(
     except ValidationError as error:
         first = error.errors()[0]
         raise OrderError(f"{option_of('.'.join(map(str, first['loc'])))}: {first['msg']}") from error
-    most_steps = ImageLimits().max_steps
-    if (checked.num_inference_steps or 1) > most_steps:
-        raise OrderError(f"--steps: at most {most_steps} steps")
+    max_steps = ImageLimits().max_steps
+    if (checked.num_inference_steps or 1) > max_steps:
+        raise OrderError(f"--steps: at most {max_steps} steps")
     return ImageOrder(body=checked, output=output, output_format=output_format)
 
 

@@ -61,35 +61,35 @@ def measure(
     """Runs ``starter.verify`` with pictures from ``service``. Raises EngineError if a picture can not be made."""
     with asyncio.Runner() as runner:
         catalog = runner.run(service.catalog())
-        made = asked = 0
+        made = ordered = 0
 
         def tell() -> None:
             nonlocal made
             made += 1
-            say(made, asked)
+            say(made, ordered)
 
-        def generate(asks: Sequence[VerificationImage]) -> list[RgbImage]:
-            nonlocal asked
-            asked += len(asks)
-            return runner.run(_make_all(service, catalog, asks, tell))
+        def generate(orders: Sequence[VerificationImage]) -> list[RgbImage]:
+            nonlocal ordered
+            ordered += len(orders)
+            return runner.run(_make_all(service, catalog, orders, tell))
 
         return verify(generate, load_references(folder), parts=parts, limit=limit)
 
 
 async def _make_all(
-    service: ImageService, catalog: Catalog, asks: Sequence[VerificationImage], tell: Callable[[], None]
+    service: ImageService, catalog: Catalog, orders: Sequence[VerificationImage], tell: Callable[[], None]
 ) -> list[RgbImage]:
     slots = asyncio.Semaphore(AT_ONCE)
 
-    async def make(index: int, ask: VerificationImage) -> RgbImage:
+    async def make(index: int, order: VerificationImage) -> RgbImage:
         async with slots:
-            image = await _make(service, request_of(ask, catalog, f"verify-{index}"))
+            image = await _make(service, request_of(order, catalog, f"verify-{index}"))
         tell()
         return image
 
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(make(index, ask)) for index, ask in enumerate(asks)]
+            tasks = [group.create_task(make(index, order)) for index, order in enumerate(orders)]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from errors  # the first to fail; the group has stopped the others
     return [task.result() for task in tasks]
@@ -108,21 +108,21 @@ async def _make(service: ImageService, request: ImageRequest) -> RgbImage:
     raise EngineError("the engine ended without a result")
 
 
-def request_of(ask: VerificationImage, catalog: Catalog, request_id: str) -> ImageRequest:
+def request_of(order: VerificationImage, catalog: Catalog, request_id: str) -> ImageRequest:
     """One picture at the server's defaults, except for what ``ask`` names."""
     model = catalog.model
     controls: tuple[ControlRef, ...] = ()
-    if ask.controlnet is not None and ask.control_image is not None:
-        controls = (ControlRef(name=ask.controlnet, image=ask.control_image),)
+    if order.controlnet is not None and order.control_image is not None:
+        controls = (ControlRef(name=order.controlnet, image=order.control_image),)
     return ImageRequest(
         request_id=request_id,
-        prompt=ask.prompt,
+        prompt=order.prompt,
         width=model.default_width,
         height=model.default_height,
-        steps=ask.steps,
+        steps=order.steps,
         guidance_scale=model.default_guidance_scale,
-        seed=ask.seed,
+        seed=order.seed,
         scheduler=model.default_scheduler,
-        loras=() if ask.lora is None else (LoraRef(name=ask.lora, scale=ask.lora_scale),),
+        loras=() if order.lora is None else (LoraRef(name=order.lora, scale=order.lora_scale),),
         controlnets=controls,
     )

@@ -126,8 +126,8 @@ class Cluster:
             _log.warning("Serve's HTTP proxy did not start in time; waiting for the next: %s", error)
             while "HEALTHY" not in (states := [str(state) for state in serve.status().proxies.values()]):
                 if time.monotonic() > until_s:
-                    told = f"Serve's HTTP proxy was not ready after {config.server.ready_timeout_s:g} s"
-                    raise ServeError(f"{told} ({', '.join(states).lower() or 'none there'})") from error
+                    message = f"Serve's HTTP proxy was not ready after {config.server.ready_timeout_s:g} s"
+                    raise ServeError(f"{message} ({', '.join(states).lower() or 'none there'})") from error
                 time.sleep(_PROXY_POLL_S)
 
     @property

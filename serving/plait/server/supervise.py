@@ -206,13 +206,13 @@ class _Run:
 
     def _wait_until_healthy(self, cluster: Cluster) -> None:
         limit_s = self._config.server.ready_timeout_s
-        told: tuple[str, ...] = ()
+        reported: tuple[str, ...] = ()
         for state in cluster.states(limit_s, give_up=lambda: self._signals.count > 0):
             if state.failure is not None:
                 raise ServeError(state.failure)
-            if state.waiting_for and state.waiting_for != told:
-                told = state.waiting_for
-                self._console.progress(f"plait: waiting for {', '.join(told)}")
+            if state.waiting_for and state.waiting_for != reported:
+                reported = state.waiting_for
+                self._console.progress(f"plait: waiting for {', '.join(reported)}")
                 self._note_processes()
             if state.running and health(cluster.url) is None:
                 self._note_processes()

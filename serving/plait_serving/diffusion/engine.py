@@ -64,12 +64,12 @@ class Engine:
         self._limits = limits
         self._knobs = knobs
         self._clock = clock
-        self._desk = RequestRegistry(clock)
+        self._registry = RequestRegistry(clock)
         self._costs = StepCosts()
         # VAE and text encoder share the cores with the compute thread: one thread each keeps them out of its way.
         self._decode_threads = ThreadPoolExecutor(1, "plait-decode", initializer=set_threads, initargs=(1,))
         loop = DenoiseLoop(
-            desk=self._desk,
+            registry=self._registry,
             stepper=stepper,
             decoder=decoder,
             decode_threads=self._decode_threads,
@@ -88,7 +88,7 @@ class Engine:
     @property
     def alive(self) -> bool:
         """Whether the compute thread runs and takes requests."""
-        return self._compute.is_alive() and self._desk.takes_requests
+        return self._compute.is_alive() and self._registry.takes_requests
 
     @property
     def limits(self) -> ImageLimits:
@@ -109,7 +109,7 @@ class Engine:
         check_request(request, self._limits, loras=self._loras, controlnets=self._controlnets)
         step_s = self._step_s(request)
         if request.deadline_s is not None and SURELY_LATE * request.steps * step_s > request.deadline_s:
-            self._desk.count(rejected=1)
+            self._registry.count(rejected=1)
             raise DeadlineMissed(
                 f"{request.steps} steps take about {request.steps * step_s:.2f} s", param="deadline_ms"
             )
@@ -124,13 +124,13 @@ class Engine:
         )
         try:
             retry_after_s = max(1.0, request.steps * step_s)
-            self._desk.admit(job, queue_limit=self._knobs.queue_limit, retry_after_s=retry_after_s)
+            self._registry.admit(job, queue_limit=self._knobs.queue_limit, retry_after_s=retry_after_s)
         except BaseException:
             job.release_loras()
             raise
         if lease is not None:
             lease.add_done_callback(lambda _: self._loaded(job))
-        return Ticket(job, self._desk.wake)
+        return Ticket(job, self._registry.wake)
 
     def generate(self, request: ImageRequest, *, timeout_s: float | None = None) -> ImageResult:
         """Submits and waits; raises the request's error, or TimeoutError. For scripts; servers use `submit`."""
@@ -153,18 +153,18 @@ class Engine:
         """Applies new knobs at the next step boundary; running requests go on."""
         self._loras.reconfigure(host_bytes=knobs.host_lora_bytes)
         self._knobs = knobs
-        self._desk.wake()
+        self._registry.wake()
 
     def statistics(self) -> EngineStatistics:
         """A snapshot."""
-        return self._desk.statistics()
+        return self._registry.statistics()
 
     def stop(self, *, drain_s: float) -> None:
         """Refuses new requests, gives the accepted ones ``drain_s`` seconds, fails the rest. Idempotent."""
-        self._desk.close_to_new()
+        self._registry.close_to_new()
         if self._compute.is_alive():
-            self._desk.wait_until_empty(drain_s)
-        self._desk.shut_down()
+            self._registry.wait_until_empty(drain_s)
+        self._registry.shut_down()
         if self._compute.is_alive():
             self._compute.join()
         self._decode_threads.shutdown()
@@ -179,4 +179,4 @@ class Engine:
 
     def _loaded(self, job: ImageJob) -> None:
         job.spent.loaded_at_s = self._clock()
-        self._desk.wake()
+        self._registry.wake()

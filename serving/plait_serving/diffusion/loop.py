@@ -33,7 +33,7 @@ class DenoiseLoop:
     def __init__(
         self,
         *,
-        desk: RequestRegistry,
+        registry: RequestRegistry,
         stepper: Stepper,
         decoder: Decoder,
         decode_threads: ThreadPoolExecutor,
@@ -43,7 +43,7 @@ class DenoiseLoop:
         set_threads: Callable[[int], None],
         clock: Callable[[], float],
     ) -> None:
-        self._desk = desk
+        self._registry = registry
         self._stepper = stepper
         self._decoder = decoder
         self._decode_threads = decode_threads
@@ -60,22 +60,22 @@ class DenoiseLoop:
         threads = None
         try:
             with torch.inference_mode():
-                while not self._desk.shut:
+                while not self._registry.shut:
                     knobs = self._knobs()
                     if knobs.threads != threads:
                         threads = knobs.threads
                         self._set_threads(threads)
-                    self._turn(knobs)
+                    self._iterate(knobs)
         except BaseException:
             # Nobody joins this thread for its result: the desk's shutting is how the others learn of it.
             _log.exception("the compute thread died")
         finally:
-            self._desk.shut_down()
+            self._registry.shut_down()
             self._take_in(self._knobs())
             for job in list(self._jobs):
                 self._fail(job, EngineStopped("the engine stopped before the request was finished"))
 
-    def _turn(self, knobs: EngineKnobs) -> None:
+    def _iterate(self, knobs: EngineKnobs) -> None:
         """One step of one group, or a nap."""
         self._take_in(knobs)
         self._drop_lost()
@@ -84,10 +84,10 @@ class DenoiseLoop:
             self._run_batch(batch)
         else:
             wait_s = min(_IDLE_POLL_S, knobs.batch_wait_ms / 1000 or _IDLE_POLL_S)
-            self._desk.wait_for_news(wait_s if self._jobs else None)
+            self._registry.wait_for_news(wait_s if self._jobs else None)
 
     def _take_in(self, knobs: EngineKnobs) -> None:
-        for job in self._desk.take_in():
+        for job in self._registry.take_in():
             job.units = cut_into_units(job, knobs.largest_batch, self._next_order)
             self._next_order += len(job.units)
             self._jobs.append(job)
@@ -101,7 +101,7 @@ class DenoiseLoop:
                 self._fail(job, Cancelled("the request was cancelled"))
             elif load_error is not None:
                 self._fail(job, load_error)
-            elif job.deadline_at_s is not None and now_s + self._least_left_s(job) > job.deadline_at_s:
+            elif job.deadline_at_s is not None and now_s + self._min_left_s(job) > job.deadline_at_s:
                 done = f"{job.steps_done} of {job.request.steps} steps were done"
                 self._fail(job, DeadlineMissed(f"the deadline can not be met; {done}", param="deadline_ms"))
 
@@ -144,12 +144,12 @@ class DenoiseLoop:
             return
         rows = sum(unit.rows for unit in prepared)
         self._costs.record(prepared[0].candidate().key, rows, seconds)
-        self._desk.count(steps=1, rows=rows, lora_switches=int(switched))
+        self._registry.count(steps=1, rows=rows, lora_switches=int(switched))
         for job in {unit.job for unit in prepared}:
             job.spent.denoise_s += seconds
         for unit, outcome in zip(prepared, outcomes, strict=True):
             self._settle(unit, outcome)
-        self._desk.set_stepping(sum(1 for job in self._jobs if any(unit.step for unit in job.units)))
+        self._registry.set_stepping(sum(1 for job in self._jobs if any(unit.step for unit in job.units)))
 
     def _prepare(self, unit: Unit) -> bool:
         """Whether the unit can take part; if preparing fails, its job alone fails."""
@@ -169,7 +169,7 @@ class DenoiseLoop:
         if isinstance(outcome, EngineError):
             self._fail(job, outcome)
             return
-        self._desk.send(job, Progress(step=job.steps_done, steps=unit.steps))
+        self._registry.send(job, Progress(step=job.steps_done, steps=unit.steps))
         if outcome is not None:
             self._decode_threads.submit(self._preview, job, outcome[:1].clone(), job.previews_sent, unit.step)
             job.previews_sent += 1
@@ -189,7 +189,7 @@ class DenoiseLoop:
         if not isinstance(error, EngineError):
             _log.error("request %s failed", job.request.request_id, exc_info=error)
         self._let_go(job)
-        self._desk.close(job, Failed(error=error))
+        self._registry.close(job, Failed(error=error))
 
     def _let_go(self, job: ImageJob) -> None:
         for unit in job.units:
@@ -197,7 +197,7 @@ class DenoiseLoop:
         job.release_loras()
         self._jobs.remove(job)
 
-    def _least_left_s(self, job: ImageJob) -> float:
+    def _min_left_s(self, job: ImageJob) -> float:
         """The least time that a job's remaining steps can take; 0 before anything like it was measured."""
         unit = min(job.units, key=lambda unit: unit.step)
         key = unit.candidate().key
@@ -216,16 +216,16 @@ class DenoiseLoop:
         except Exception as error:
             if not isinstance(error, EngineError):
                 _log.exception("request %s: decoding failed", job.request.request_id)
-            self._desk.close(job, Failed(error=error))
+            self._registry.close(job, Failed(error=error))
             return
         now_s = self._clock()
         result = result_of(job, images, flagged, decode_s=now_s - started_s, now_s=now_s)
-        self._desk.close(job, Finished(result=result))
+        self._registry.close(job, Finished(result=result))
 
     def _preview(self, job: ImageJob, latents: torch.Tensor, index: int, step: int) -> None:
         if job.phase is not RequestPhase.FAILED and not job.cancelled:
             images, _ = self._decoder.decode(latents)
-            self._desk.send(job, Preview(index=index, step=step, image=images[0]))
+            self._registry.send(job, Preview(index=index, step=step, image=images[0]))
 
 
 def _wants_preview(unit: Unit) -> bool:

@@ -24,8 +24,8 @@ class FolderSafetyChecker:
     def check(self, images: torch.Tensor) -> tuple[torch.Tensor, tuple[bool, ...]]:
         """``float (n, 3, H, W)`` in [0, 1] to a copy with flagged images black, and the flags."""
         with torch.inference_mode():
-            pictures = [Image.fromarray(image) for image in to_rgb(images)]
-            pixels = self._feature_extractor(pictures, return_tensors="pt").pixel_values
+            pil_images = [Image.fromarray(image) for image in to_rgb(images)]
+            pixels = self._feature_extractor(pil_images, return_tensors="pt").pixel_values
             parameter = next(self._checker.parameters())
             checked, flags = self._checker(
                 images=images.clone(), clip_input=pixels.to(device=parameter.device, dtype=parameter.dtype)

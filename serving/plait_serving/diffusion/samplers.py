@@ -137,12 +137,12 @@ def _make(kind: Scheduler, config: Mapping[str, Any], steps: int, device: torch.
     if steps < 1:
         raise RequestError("must be at least 1", param="num_inference_steps")
     scheduler = scheduler_class.from_config({**config, **overrides})
-    most = int(scheduler.config.num_train_timesteps)
+    max_steps = int(scheduler.config.num_train_timesteps)
     if kind is Scheduler.LCM:
         # LCM steps are a subset of the distillation's own schedule.
-        most = int(scheduler.config.original_inference_steps)
-    if steps > most:
-        raise RequestError(f"{kind} takes at most {most} steps with this model", param="num_inference_steps")
+        max_steps = int(scheduler.config.original_inference_steps)
+    if steps > max_steps:
+        raise RequestError(f"{kind} takes at most {max_steps} steps with this model", param="num_inference_steps")
     try:
         scheduler.set_timesteps(steps, device=device)
     except (ValueError, IndexError, RuntimeError) as error:

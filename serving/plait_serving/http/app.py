@@ -160,8 +160,8 @@ async def _invalid_body(request: Request, error: Exception) -> Response:
 
 def _fields_of(path: str, context: RouteContext) -> list[str]:
     if context.ranking is not None:
+        from plait_serving.http.ranking.rank_body import RecommendBody
         from plait_serving.http.ranking.recommend import PATH
-        from plait_serving.http.ranking.recommend_body import RecommendBody
 
         if path == PATH:
             return list(RecommendBody.model_fields)

@@ -77,9 +77,9 @@ def decode_image(raw: bytes, *, param: str, limits: DecodeLimits, paper: Paper =
     Transparent pixels are laid on ``paper``; 16-bit grey is scaled to 8 bits. Raises RequestError naming ``param``.
     """
     try:
-        with Image.open(io.BytesIO(raw), formats=INPUT_FORMATS) as picture:
-            _check_size(picture.size, param=param, limits=limits)
-            upright = ImageOps.exif_transpose(picture)
+        with Image.open(io.BytesIO(raw), formats=INPUT_FORMATS) as pil_image:
+            _check_size(pil_image.size, param=param, limits=limits)
+            upright = ImageOps.exif_transpose(pil_image)
             return np.array(_to_rgb(upright, paper), dtype=np.uint8)
     except RequestError:
         raise
@@ -99,15 +99,15 @@ def _check_size(size: tuple[int, int], *, param: str, limits: DecodeLimits) -> N
         )
 
 
-def _to_rgb(picture: Image.Image, paper: Paper) -> Image.Image:
-    if picture.mode.startswith("I"):  # 16-bit grey: Pillow's own conversion clips instead of scaling
-        wide = np.clip(np.asarray(picture, dtype=np.int64) >> 8, 0, 255)
+def _to_rgb(pil_image: Image.Image, paper: Paper) -> Image.Image:
+    if pil_image.mode.startswith("I"):  # 16-bit grey: Pillow's own conversion clips instead of scaling
+        wide = np.clip(np.asarray(pil_image, dtype=np.int64) >> 8, 0, 255)
         return Image.fromarray(wide.astype(np.uint8)).convert("RGB")
-    if picture.has_transparency_data:
-        rgba = picture.convert("RGBA")
+    if pil_image.has_transparency_data:
+        rgba = pil_image.convert("RGBA")
         sheet = Image.new("RGBA", rgba.size, paper)
         return Image.alpha_composite(sheet, rgba).convert("RGB")
-    return picture.convert("RGB")
+    return pil_image.convert("RGB")
 
 
 def resize(image: RgbImage, *, width: int, height: int) -> RgbImage:
@@ -126,19 +126,19 @@ def encode_image(
     it is left out when it does not fit into the one EXIF segment (about 32,000 characters).
     """
     out = io.BytesIO()
-    picture = Image.fromarray(image)
+    pil_image = Image.fromarray(image)
     if output_format is OutputFormat.PNG:
         info = PngImagePlugin.PngInfo()
         if parameters is not None:
             info.add_text("parameters", parameters)
-        picture.save(out, format="PNG", pnginfo=info, compress_level=PNG_LEVEL)
+        pil_image.save(out, format="PNG", pnginfo=info, compress_level=PNG_LEVEL)
         return out.getvalue()
     exif = b"" if parameters is None else _exif_with_comment(parameters)
     if output_format is OutputFormat.JPEG:
         exif = exif if len(exif) <= JPEG_EXIF_MAX_BYTES else b""
-        picture.save(out, format="JPEG", quality=quality, subsampling=0 if quality >= 90 else 2, exif=exif)
+        pil_image.save(out, format="JPEG", quality=quality, subsampling=0 if quality >= 90 else 2, exif=exif)
     else:
-        picture.save(out, format="WEBP", quality=quality, exif=exif)
+        pil_image.save(out, format="WEBP", quality=quality, exif=exif)
     return out.getvalue()
 
 
@@ -150,11 +150,11 @@ def _exif_with_comment(text: str) -> bytes:
 
 def read_parameters(raw: bytes) -> str | None:
     """The generation parameters that `encode_image` (or A1111) stored in a picture, or None."""
-    with Image.open(io.BytesIO(raw), formats=INPUT_FORMATS) as picture:
-        text = picture.info.get("parameters")
+    with Image.open(io.BytesIO(raw), formats=INPUT_FORMATS) as pil_image:
+        text = pil_image.info.get("parameters")
         if isinstance(text, str):
             return text
-        comment = picture.getexif().get_ifd(_EXIF_IFD).get(_USER_COMMENT)
+        comment = pil_image.getexif().get_ifd(_EXIF_IFD).get(_USER_COMMENT)
     if isinstance(comment, bytes) and comment.startswith(b"UNICODE\0"):
         return comment[8:].decode("utf-16-be")
     return None

@@ -82,8 +82,8 @@ class InferBody:
 def parse_infer(body: bytes, header_length: int | None, *, max_json_bytes: int) -> InferBody:
     """``header_length``: bytes of the JSON part at the body's start; None if all of it is JSON. Raises `BadInput`."""
     if header_length is not None and not 0 < header_length <= len(body):
-        told = f"{header_length} is not between 1 and the body's {len(body)} bytes"
-        raise BadInput(f"{HEADER_LENGTH}: {told}", param=HEADER_LENGTH)
+        detail = f"{header_length} is not between 1 and the body's {len(body)} bytes"
+        raise BadInput(f"{HEADER_LENGTH}: {detail}", param=HEADER_LENGTH)
     end = len(body) if header_length is None else header_length
     document = _document(memoryview(body)[:end], max_json_bytes)
     parameters = _parameters(document.get("parameters"))
@@ -262,10 +262,10 @@ def _count(shape: Any, name: str) -> int:
 
 def _bad_size(declared: Any, wanted: int, left: int, name: str) -> BadInput:
     if type(declared) is not int or declared != wanted:
-        told = f"{BINARY_SIZE} must be {wanted} for its shape and datatype, not {str(declared)[:40]}"
+        detail = f"{BINARY_SIZE} must be {wanted} for its shape and datatype, not {str(declared)[:40]}"
     else:
-        told = f"needs {wanted} bytes, but the body has {left} left for it"
-    return BadInput(f"{name}: {told}", param=name)
+        detail = f"needs {wanted} bytes, but the body has {left} left for it"
+    return BadInput(f"{name}: {detail}", param=name)
 
 
 def array_of(value: Any, shape: Sequence[int], datatype: str, name: str) -> Array:

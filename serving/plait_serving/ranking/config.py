@@ -93,12 +93,12 @@ class _WorkerSection(Section):
     ] = "default"
 
     @property
-    def least(self) -> int:
+    def min_replicas(self) -> int:
         """How many replicas there are at the beginning, and always."""
         return self.replicas if isinstance(self.replicas, int) else self.replicas.min
 
     @property
-    def most(self) -> int:
+    def max_replicas(self) -> int:
         """How many there may be."""
         return self.replicas if isinstance(self.replicas, int) else self.replicas.max
 
@@ -138,7 +138,7 @@ class RankModelSection(Section):
         return {"whole": self.whole} if self.mode == "whole" else {"cn": self.cn, "hn": self.hn}
 
     @property
-    def asked(self) -> RankRole:
+    def entry_role(self) -> RankRole:
         """The role of the deployment that the ingress asks."""
         return "whole" if self.mode == "whole" else "cn"
 
@@ -162,4 +162,4 @@ class RankingSection(Section):
     def logical_cpus(self) -> float:
         """The logical CPUs that a Ray must have for the workers, besides those of other sections."""
         models = self.resolved_models().values()
-        return WORKER_CPUS * sum(part.most for model in models for part in model.parts.values())
+        return WORKER_CPUS * sum(part.max_replicas for model in models for part in model.parts.values())

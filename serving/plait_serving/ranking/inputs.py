@@ -74,8 +74,8 @@ class Binder:
 
     def _checked(self, candidates: int, name: str) -> int:
         if not 1 <= candidates <= self._largest:
-            told = f"{name}: has {candidates} candidates; a request may have 1 to {self._largest}"
-            raise BadInput(told, param=name)
+            detail = f"{name}: has {candidates} candidates; a request may have 1 to {self._largest}"
+            raise BadInput(detail, param=name)
         return candidates
 
 
@@ -115,8 +115,8 @@ class _InputPlan:
             return max(len(offsets) - 1, 0)
         if offsets is None and lengths is not None:
             return len(lengths)
-        told = f"needs {self.name}{OFFSETS} or {self.name}{LENGTHS}"
-        raise BadInput(f"{self.name}: {told} ({'none is' if offsets is None else 'not both'} there)", param=self.name)
+        detail = f"needs {self.name}{OFFSETS} or {self.name}{LENGTHS}"
+        raise BadInput(f"{self.name}: {detail} ({'none is' if offsets is None else 'not both'} there)", param=self.name)
 
     def add_bag(self, tensors: dict[str, torch.Tensor], arrays: Mapping[str, Array]) -> None:
         """Puts a bag's two tensors among the others."""

@@ -40,8 +40,8 @@ class LocalRankingService:
         if bound is None or bound.card is not card or bound.ranker is not model.ranker:
             bound = self._bound[name] = _bind(name, model, card)
         if version is not None and version != card.version:
-            told = f"model {name!r} has no version {version[:100]!r}; it is at {card.version!r}"
-            raise UnknownModel(told, param="model")
+            message = f"model {name!r} has no version {version[:100]!r}; it is at {card.version!r}"
+            raise UnknownModel(message, param="model")
         return bound
 
     def refreshes(self, name: str) -> Refreshes | None:

@@ -49,10 +49,10 @@ class FakeRanker:
     """Answers with `fake_outputs` after ``work_s``. ``error`` is raised instead if it is set; ``missing`` is `ready`'s
     answer; ``ranked`` and ``cancelled`` tell the requests' stories; more than ``most`` at once is `Busy`."""
 
-    def __init__(self, card: ModelCard = FAKE_CARD, *, work_s: float = 0.0, most: int = 1000) -> None:
+    def __init__(self, card: ModelCard = FAKE_CARD, *, work_s: float = 0.0, max_requests: int = 1000) -> None:
         self._card = card
         self._work_s = work_s
-        self._most = most
+        self._max_requests = max_requests
         self._now = 0
         self.error: Exception | None = None
         self.missing: str | None = None
@@ -70,7 +70,7 @@ class FakeRanker:
             raise self.error
         if request.deadline_s is not None and time.monotonic() > request.deadline_s:
             raise DeadlinePassed("the deadline passed")
-        if self._now >= self._most:
+        if self._now >= self._max_requests:
             raise Busy("too many requests wait")
         self._now += 1
         try:

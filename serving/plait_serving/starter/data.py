@@ -141,9 +141,9 @@ def drop_look_alikes(names: list[str], means: NDArray[np.uint8], count: int) -> 
     left = set(range(len(names)))
     while len(left) > count:
         first, second = (int(i) for i in np.unravel_index(np.argmin(distance), distance.shape))
-        gone = max(first, second, key=lambda i: (names[i] not in FAVOURED, len(names[i].split()), len(names[i]), i))
-        distance[gone, :] = distance[:, gone] = np.inf
-        left.remove(gone)
+        dropped = max(first, second, key=lambda i: (names[i] not in FAVOURED, len(names[i].split()), len(names[i]), i))
+        distance[dropped, :] = distance[:, dropped] = np.inf
+        left.remove(dropped)
     return sorted(left)
 
 

@@ -103,11 +103,11 @@ def _recognition(_: Generate, refs: References, plain: list[ImageArray], rows: l
 
 def _edges(generate: Generate, refs: References, plain: list[ImageArray], rows: list[int]) -> list[Figure]:
     rows, sources = rows[:CONTROL_COUNT], other_rows(rows)[:CONTROL_COUNT]
-    asks = [
+    orders = [
         VerificationImage(prompt=refs.names[row], seed=seed, controlnet="edges", control_image=refs.edge_map(source))
         for seed, (row, source) in enumerate(zip(rows, sources, strict=True))
     ]
-    made = generate(asks)
+    made = generate(orders)
     got = np.mean([edge_f1(edge_mask(p), refs.edges[s]) for p, s in zip(made, sources, strict=True)])
     without = np.mean([edge_f1(edge_mask(p), refs.edges[s]) for p, s in zip(plain, sources, strict=False)])
     count, meaning = len(rows), "mean F1 of the picture's lines against the map of another concept, one pixel tolerance"
@@ -120,12 +120,12 @@ def _edges(generate: Generate, refs: References, plain: list[ImageArray], rows: 
 
 def _colors(generate: Generate, refs: References, plain: list[ImageArray], rows: list[int]) -> list[Figure]:
     rows, sources = rows[:CONTROL_COUNT], other_rows(rows)[:CONTROL_COUNT]
-    asks = [
+    orders = [
         VerificationImage(prompt=refs.names[row], seed=seed, controlnet="colors", control_image=refs.color_map(source))
         for seed, (row, source) in enumerate(zip(rows, sources, strict=True))
     ]
     wanted = _vectors(refs.twemoji[sources])
-    got = np.abs(_vectors(pool(np.stack(generate(asks)))) - wanted).mean()
+    got = np.abs(_vectors(pool(np.stack(generate(orders)))) - wanted).mean()
     without = np.abs(_vectors(pool(np.stack(plain[: len(rows)]))) - wanted).mean()
     meaning = "error of the 4x4-block means against another concept's, over the error without the ControlNet"
     ratio = float(got / without)

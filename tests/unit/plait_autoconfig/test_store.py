@@ -27,7 +27,7 @@ def test_lines_hold_everything():
     """What is written is read back equal, value by value and kind by kind."""
     loaded = load_lines(dump_lines([RUN, OTHER]))
     assert loaded.runs == (RUN, OTHER)
-    assert (loaded.foreign, loaded.torn) == ((), False)
+    assert (loaded.unreadable, loaded.torn) == ((), False)
     kinds = {name: type(value) for name, value in loaded.runs[0].trials[0].config.items()}
     assert kinds == {"cpu": int, "batch": int, "fused": bool, "gpu": str, "share": float}
 
@@ -49,8 +49,8 @@ def test_lines_of_a_later_version_are_kept():
     """They are marked, and written back as they were."""
     loaded = load_lines([*dump_lines([OTHER]), NEWER])
     assert loaded.runs == (OTHER,)
-    assert loaded.foreign == (UnreadableLine(text=NEWER, reason="line 3 has format 2, this version reads 1"),)
-    assert load_lines(dump_lines(loaded.runs, loaded.foreign)).foreign == loaded.foreign
+    assert loaded.unreadable == (UnreadableLine(text=NEWER, reason="line 3 has format 2, this version reads 1"),)
+    assert load_lines(dump_lines(loaded.runs, loaded.unreadable)).unreadable == loaded.unreadable
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_import_and_export(tmp_path: Path):
     path.write_text("".join(f"{line}\n" for line in [*dump_lines([RUN, OTHER]), NEWER]))
     store = LibraryStore.open(tmp_path / "library.journal")
     for _ in range(2):
-        assert len(store.import_file(path).foreign) == 1
+        assert len(store.import_file(path).unreadable) == 1
     store.export_file(tmp_path / "out.jsonl")
     assert (tmp_path / "out.jsonl").read_text() == path.read_text()
     assert [file.name for file in tmp_path.glob("*.part")] == []

@@ -25,9 +25,14 @@ def shown(stream: TextIO, state: Callable[[], JobState]) -> Iterator[Show]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[told]}"), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[headline]}"),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=Console(file=stream), transient=True) as bar:
-        task = bar.add_task("starting", total=None, told="")
+        task = bar.add_task("starting", total=None, headline="")
 
         def show(event: JobEvent) -> None:
             if event.kind == "trial_progress":
@@ -40,7 +45,7 @@ def shown(stream: TextIO, state: Callable[[], JobState]) -> Iterator[Show]:
                 description=_short(event),
                 total=left.trials + left.used_trials,
                 completed=left.used_trials,
-                told=headline(now),
+                headline=headline(now),
             )
             if line := _line(event, now):
                 bar.console.print(line, markup=False, highlight=False)
@@ -72,10 +77,10 @@ def row_line(row: MeasurementRow, goals: tuple[str, ...]) -> str:
     """One measurement in a line: what it was, what it showed, why it is not the best."""
     config = " ".join(f"{name}={value}" for name, value in row.config.items())
     metrics = {} if row.outcome is None else row.outcome.metrics
-    told = [f"{name} {number(metrics[name])}" for name in goals if name in metrics]
+    shown = [f"{name} {number(metrics[name])}" for name in goals if name in metrics]
     kind = str(row.kind).replace("_", " ")
     return "  ".join(
-        filter(None, [f"{row.number:>3} {kind:<9}", f"{row.duration_s:5.1f} s", *told, config, row.reason])
+        filter(None, [f"{row.number:>3} {kind:<9}", f"{row.duration_s:5.1f} s", *shown, config, row.reason])
     )
 
 

@@ -30,8 +30,8 @@ def with_settings(text: str, settings: Mapping[KeyPath, Any]) -> str:
     except yaml.YAMLError:
         same = False
     if not same:
-        told = ", ".join(f"{'.'.join(path)}={_inline(value)}" for path, value in settings.items())
-        raise PlaitError(f"the file is written in a way that can not be edited safely; please set by hand: {told}")
+        listed = ", ".join(f"{'.'.join(path)}={_inline(value)}" for path, value in settings.items())
+        raise PlaitError(f"the file is written in a way that can not be edited safely; please set by hand: {listed}")
     return text
 
 

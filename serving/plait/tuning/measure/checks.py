@@ -26,7 +26,7 @@ from plait_loadtest.measure import min_requests
 from plait_loadtest.scenario import InferClass, Scenario
 from plait_loadtest.session import at_rate
 
-__all__ = ["PreparedJob", "guard_of", "largest_config", "prepare", "scenario_of", "target_config"]
+__all__ = ["PreparedJob", "guard_of", "max_replicas_config", "prepare", "scenario_of", "target_config"]
 
 _GUARDED = ("p50_ms", "p95_ms", "p99_ms", "error_rate")
 METRICS = frozenset(
@@ -139,14 +139,14 @@ def guard_of(spec: JobSpec) -> GuardLimits | None:
     return GuardLimits(**found, every_s=spec.target.live.check_every_s)
 
 
-def largest_config(spec: JobSpec, config: PlaitConfig) -> PlaitConfig:
+def max_replicas_config(spec: JobSpec, config: PlaitConfig) -> PlaitConfig:
     """The configuration with the most replicas of the space, for the size of a Ray that carries all of them."""
-    most = {
+    max_values = {
         knob.sets or name: max(_numbers(_extremes(knob)))
         for name, knob in spec.knobs.items()
         if (knob.sets or name).endswith(".replicas")
     }
-    return apply_knobs(config, most)
+    return apply_knobs(config, max_values)
 
 
 def _check_metrics(spec: JobSpec) -> None:
@@ -176,8 +176,8 @@ def _check_model(scenario: Scenario, config: PlaitConfig) -> None:
             (set(item.outputs), set(manifest.outputs), "output"),
         ):
             if given - known:
-                told = f"{what} {min(given - known)!r}; {name} has {', '.join(sorted(known))}"
-                raise JobRefused(f"{where} has an {told}")
+                detail = f"{what} {min(given - known)!r}; {name} has {', '.join(sorted(known))}"
+                raise JobRefused(f"{where} has an {detail}")
         if lacking := {each.name for each in manifest.inputs} - inputs:
             raise JobRefused(f"{where} lacks the input {min(lacking)!r} of {name}")
 

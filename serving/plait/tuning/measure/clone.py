@@ -153,14 +153,14 @@ class Clone:
         self._note = folder / f"{self._run_id}.json"
         owner = processes.identify(os.getpid())
         assert owner is not None
-        told = {
+        record = {
             "address": cluster.gcs_address,
             "app": app,
             "pid": owner.pid,
             "start_ticks": owner.start_ticks,
             "boot_id": processes.boot_id(),
         }
-        self._note.write_text(json.dumps(told))
+        self._note.write_text(json.dumps(record))
         return cluster
 
     def _record(self, url: str, ray_folder: str) -> RunRecord:

@@ -59,35 +59,35 @@ class EarlyStop:
         self._needs = needs
         self._seen: deque[tuple[float, int]] = deque([(0.0, 0)])
 
-    def __call__(self, told: RunProgress) -> str | None:
+    def __call__(self, progress: RunProgress) -> str | None:
         """See the class."""
         needs = self._needs
-        pace_per_s = self._pace_per_s(told)
-        left_s = needs.warm_up_s + needs.duration_s - told.elapsed_s
+        pace_per_s = self._pace_per_s(progress)
+        left_s = needs.warm_up_s + needs.duration_s - progress.elapsed_s
         early_s = max(needs.warm_up_s + needs.duration_s / 4, needs.slo_s + _WINDOW_S)
-        if told.planned is None or told.elapsed_s < early_s:
+        if progress.planned is None or progress.elapsed_s < early_s:
             return None
-        if told.done >= _FEWEST and 2 * told.errors > told.done:
-            return f"{told.errors} of {told.done} requests failed"
-        waiting = told.handed - told.done
+        if progress.done >= _FEWEST and 2 * progress.errors > progress.done:
+            return f"{progress.errors} of {progress.done} requests failed"
+        waiting = progress.handed - progress.done
         decides = left_s / needs.duration_s > 2.0 * (1.0 - needs.share)
         if decides and waiting > pace_per_s * (left_s + needs.slo_s):
             return (
-                f"after {told.elapsed_s:.1f} s {waiting} requests wait, {pace_per_s:.3g} are answered in a second: the "
-                f"{left_s:.1f} s that are left and an SLO of {needs.slo_s:g} s are not enough"
+                f"after {progress.elapsed_s:.1f} s {waiting} requests wait, {pace_per_s:.3g} are answered in a second: "
+                f"the {left_s:.1f} s that are left and an SLO of {needs.slo_s:g} s are not enough"
             )
         return None
 
-    def _pace_per_s(self, told: RunProgress) -> float:
-        self._seen.append((told.elapsed_s, told.done))
-        while len(self._seen) > 2 and self._is_enough(told, *self._seen[1]):
+    def _pace_per_s(self, progress: RunProgress) -> float:
+        self._seen.append((progress.elapsed_s, progress.done))
+        while len(self._seen) > 2 and self._is_enough(progress, *self._seen[1]):
             self._seen.popleft()
         since_s, before = self._seen[0]
-        return (told.done - before) / max(told.elapsed_s - since_s, 1e-3)
+        return (progress.done - before) / max(progress.elapsed_s - since_s, 1e-3)
 
     @staticmethod
-    def _is_enough(told: RunProgress, since_s: float, done: int) -> bool:
-        return told.elapsed_s - since_s >= _WINDOW_S and told.done - done >= _WINDOW_ANSWERS
+    def _is_enough(progress: RunProgress, since_s: float, done: int) -> bool:
+        return progress.elapsed_s - since_s >= _WINDOW_S and progress.done - done >= _WINDOW_ANSWERS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,33 +110,33 @@ class Guard:
         self._answered_s = 0.0
         self._done = self._errors = 0
 
-    def __call__(self, told: RunProgress) -> str | None:
+    def __call__(self, progress: RunProgress) -> str | None:
         """See the class."""
-        if told.elapsed_s - self._looked_s < self._limits.every_s:
+        if progress.elapsed_s - self._looked_s < self._limits.every_s:
             return None
-        self._looked_s = told.elapsed_s
-        return self._latency(told) or self._failures(told)
+        self._looked_s = progress.elapsed_s
+        return self._latency(progress) or self._failures(progress)
 
-    def _latency(self, told: RunProgress) -> str | None:
+    def _latency(self, progress: RunProgress) -> str | None:
         limit_ms = self._limits.p95_ms
         if limit_ms is None:
             return None
-        if told.recent_p95_ms is not None:
-            self._answered_s = told.elapsed_s
-            self._slow_looks = self._slow_looks + 1 if told.recent_p95_ms > limit_ms else 0
+        if progress.recent_p95_ms is not None:
+            self._answered_s = progress.elapsed_s
+            self._slow_looks = self._slow_looks + 1 if progress.recent_p95_ms > limit_ms else 0
             if self._slow_looks >= 2:
-                return f"guard: p95 is {told.recent_p95_ms:.0f} ms, the guard allows {limit_ms:g} ms"
-        silent_s = told.elapsed_s - self._answered_s
-        if told.handed > told.done and silent_s > max(2.0 * limit_ms / 1e3, 1.0):
+                return f"guard: p95 is {progress.recent_p95_ms:.0f} ms, the guard allows {limit_ms:g} ms"
+        silent_s = progress.elapsed_s - self._answered_s
+        if progress.handed > progress.done and silent_s > max(2.0 * limit_ms / 1e3, 1.0):
             return f"guard: no answer for {silent_s:.1f} s, the guard allows {limit_ms:g} ms"
         return None
 
-    def _failures(self, told: RunProgress) -> str | None:
+    def _failures(self, progress: RunProgress) -> str | None:
         limit = self._limits.error_rate
-        done, errors = told.done - self._done, told.errors - self._errors
+        done, errors = progress.done - self._done, progress.errors - self._errors
         if limit is None or done < 5:
             return None
-        self._done, self._errors = told.done, told.errors
+        self._done, self._errors = progress.done, progress.errors
         if errors / done > limit:
             return f"guard: {errors} of the last {done} requests failed, the guard allows {limit:.1%}"
         return None

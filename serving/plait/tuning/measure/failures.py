@@ -50,15 +50,15 @@ def of_load(loaded: LoadResult, evidence: Evidence, *, guard: bool = False) -> T
 
 def _of_deaths(evidence: Evidence, errors: Mapping[str, int]) -> TrialOutcome:
     who = ", ".join(sorted(set(evidence.died)))
-    told = ", ".join(f"{count} {kind}" for kind, count in errors.items()) or "no request failed"
+    summary = ", ".join(f"{count} {kind}" for kind, count in errors.items()) or "no request failed"
     if evidence.oom_kills or mentions_out_of_memory(evidence.log):
         return TrialOutcome.failed(
-            FailureKind.OUT_OF_MEMORY, f"a replica of {who} was killed for memory under load ({told})"
+            FailureKind.OUT_OF_MEMORY, f"a replica of {who} was killed for memory under load ({summary})"
         )
-    return TrialOutcome.failed(FailureKind.CRASH, f"a replica of {who} died under load ({told})")
+    return TrialOutcome.failed(FailureKind.CRASH, f"a replica of {who} died under load ({summary})")
 
 
 def _of_silence(loaded: LoadResult) -> TrialOutcome:
-    told = ", ".join(f"{count} {kind}" for kind, count in loaded.errors.items()) or "nothing was sent"
+    summary = ", ".join(f"{count} {kind}" for kind, count in loaded.errors.items()) or "nothing was sent"
     kind = FailureKind.CRASH if any(name in loaded.errors for name in _LOST) else FailureKind.TIME_OUT
-    return TrialOutcome.failed(kind, f"not one request was answered ({told})")
+    return TrialOutcome.failed(kind, f"not one request was answered ({summary})")

@@ -42,7 +42,7 @@ def knob_places(config: PlaitConfig) -> dict[str, KnobPlace]:
     if config.images is not None:
         places += _of_images(config.images)
     for name, section in config.ranking_models.items():
-        places += _of_recommender(name, section)
+        places += _of_ranking_model(name, section)
     return {place.name: place for place in places}
 
 
@@ -124,7 +124,7 @@ def _of_images(images: ImagesSection) -> Iterator[KnobPlace]:
             )
 
 
-def _of_recommender(name: str, section: RankModelSection) -> Iterator[KnobPlace]:
+def _of_ranking_model(name: str, section: RankModelSection) -> Iterator[KnobPlace]:
     own = ("recommend", "models", name)
     yield KnobPlace(
         name=f"{name}.mode", path=(*own, "mode"), value=section.mode, about="split, or whole in one process"

@@ -59,12 +59,12 @@ def run_given(scenario: Scenario, watch: Watch) -> LoadResult:
         stops.append(EarlyStop(needs))
     hit_limit = False
 
-    def stop(told: RunProgress) -> str | None:
+    def stop(progress: RunProgress) -> str | None:
         nonlocal hit_limit
-        if told.elapsed_s > watch.limit_s:
+        if progress.elapsed_s > watch.limit_s:
             hit_limit = True
             return f"the trial's time limit left the load {watch.limit_s:.0f} s"
-        return next((why for each in stops if (why := each(told))), None)
+        return next((why for each in stops if (why := each(progress))), None)
 
     session = run_scenario(scenario, on_progress=watch.show, stop_when=stop)
     summary, early = session.summary, session.result.abandoned

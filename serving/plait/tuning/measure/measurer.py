@@ -21,7 +21,7 @@ from plait.errors import PlaitError, StateError
 from plait.server.restarts import Effect
 from plait.server.state import state_root
 from plait.tuning.measure.application import Compose, NotReady, RefusedStart, compose_of
-from plait.tuning.measure.checks import PreparedJob, largest_config, prepare, target_config
+from plait.tuning.measure.checks import PreparedJob, max_replicas_config, prepare, target_config
 from plait.tuning.measure.clone import Clone
 from plait.tuning.measure.cost import known_costs
 from plait.tuning.measure.early_stop import Guard
@@ -78,7 +78,7 @@ class PlaitMeasurer:
         else:
             clone = Clone(self._compose, root=self._root, log_path=self._folder / "clone.log", say=_log.info)
             self._application = clone
-            clone.start(config, num_cpus=largest_config(spec, config).logical_cpus + 1)
+            clone.start(config, num_cpus=max_replicas_config(spec, config).logical_cpus + 1)
         return _subject(spec, self._prepared)
 
     def measure(self, task: MeasurementTask, say: Say) -> Measured:
@@ -131,7 +131,7 @@ class PlaitMeasurer:
             samples=shown.samples,
             restarted=tuple(name for name, effect in effects.items() if effect in _RESTARTS),
             artefacts=shown.artefacts,
-            note="; ".join((_told(effects, applied_s), *shown.notes)),
+            note="; ".join((_effects_note(effects, applied_s), *shown.notes)),
         )
 
     def apply(self, config: Config) -> None:
@@ -207,7 +207,7 @@ def _subject(spec: JobSpec, prepared: PreparedJob) -> TuningSubject:
     )
 
 
-def _told(effects: Mapping[str, Effect], seconds: float) -> str:
+def _effects_note(effects: Mapping[str, Effect], seconds: float) -> str:
     if not effects:
         return "nothing to change"
     return ", ".join(f"{name} {effect.value}" for name, effect in sorted(effects.items())) + f" in {seconds:.1f} s"

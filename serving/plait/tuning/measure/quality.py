@@ -86,8 +86,8 @@ def _ask(scenario: Scenario, request: PreparedRequest) -> tuple[Mapping[str, str
             return {name.lower(): value for name, value in answer.headers.items()}, answer.read()
     except urllib.error.HTTPError as error:
         with error:
-            told = error.read(300).decode(errors="replace")
-        raise NoAnswer(f"a probe was answered with {error.code}: {told}") from error
+            detail = error.read(300).decode(errors="replace")
+        raise NoAnswer(f"a probe was answered with {error.code}: {detail}") from error
     except OSError as error:
         raise NoAnswer(f"a probe was not answered: {error}") from error
 

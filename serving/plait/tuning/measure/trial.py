@@ -160,8 +160,8 @@ def _written(loads: Sequence[LoadResult], folder: Path) -> tuple[str, ...]:
 
 
 def _noted(guard: StopWhen, breached: list[str]) -> StopWhen:
-    def watched(told: RunProgress) -> str | None:
-        why = guard(told)
+    def watched(progress: RunProgress) -> str | None:
+        why = guard(progress)
         if why is not None:
             breached.append(why)
         return why
@@ -175,14 +175,14 @@ class _ProgressTicker:
     def __init__(self, scenario: Scenario, say: Callable[[str], None]) -> None:
         self._total_s = scenario.warm_up_s + scenario.duration_s
         self._say = say
-        self._told_s = -1.0
+        self._reported_s = -1.0
 
-    def __call__(self, told: RunProgress) -> None:
+    def __call__(self, progress: RunProgress) -> None:
         """See the class."""
-        if told.elapsed_s - self._told_s >= 1.0:
-            self._told_s = told.elapsed_s
-            p95 = "" if told.recent_p95_ms is None else f", p95 now {told.recent_p95_ms:.0f} ms"
-            self._say(f"load, {max(told.elapsed_s, 0.0):.0f} of {self._total_s:.0f} s{p95}")
+        if progress.elapsed_s - self._reported_s >= 1.0:
+            self._reported_s = progress.elapsed_s
+            p95 = "" if progress.recent_p95_ms is None else f", p95 now {progress.recent_p95_ms:.0f} ms"
+            self._say(f"load, {max(progress.elapsed_s, 0.0):.0f} of {self._total_s:.0f} s{p95}")
 
 
 def _size(path: Path | None) -> int:

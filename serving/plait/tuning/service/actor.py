@@ -38,7 +38,7 @@ class TuningActor:
 
     def __init__(self, settings: JobQueueSettings, runner: JobLauncher | None, idle_s: float) -> None:
         logging.basicConfig(level=logging.INFO)
-        self._desk = TuningJobQueue(settings, runner or JobProcesses(environ=os.environ))
+        self._queue = TuningJobQueue(settings, runner or JobProcesses(environ=os.environ))
         self._idle_s, self._asked_s = idle_s, time.monotonic()
         self._me = ray.get_runtime_context().current_actor
         threading.Thread(target=self._work, name="plait-tuning", daemon=True).start()
@@ -46,12 +46,12 @@ class TuningActor:
     def call(self, method: str, *arguments: Any) -> Any:
         """A method of the desk."""
         self._asked_s = time.monotonic()
-        return getattr(self._desk, method)(*arguments)
+        return getattr(self._queue, method)(*arguments)
 
     def _work(self) -> None:
         while time.monotonic() - self._asked_s < self._idle_s:
             try:
-                if self._desk.work_once(lambda: False):
+                if self._queue.work_once(lambda: False):
                     self._asked_s = time.monotonic()
             except Exception:  # a full disk; the next round may be luckier
                 _log.exception("working on a tuning job")

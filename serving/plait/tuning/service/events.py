@@ -32,7 +32,7 @@ async def job_events(
 ) -> AsyncGenerator[bytes, None]:
     """The events of a job until it is over. ``known``: measurements that the client has; ``first``: an answer of
     ``since`` that is there already. An error ends the stream and is its last event."""
-    told: Any = None
+    sent: Any = None
     progress: Any = None
     silent_s = 0.0
     try:
@@ -43,8 +43,8 @@ async def job_events(
             for row in news["measured"]:
                 known += 1
                 chunks.append(f"id: {known}\n".encode("ascii") + sse.event(MEASURED, row))
-            if (now := {name: value for name, value in job.items() if name not in _VOLATILE}) != told:
-                told = now
+            if (now := {name: value for name, value in job.items() if name not in _VOLATILE}) != sent:
+                sent = now
                 chunks.append(sse.event(ENDED if job["status"] in OVER else UPDATED, job))
             if news["progress"] not in (progress, None) and job["status"] == "running":
                 progress = news["progress"]

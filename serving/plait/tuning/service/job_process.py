@@ -22,7 +22,7 @@ from plait_autoconfig.jobs.measurer import MeasurerSource
 
 __all__ = ["JobProcesses", "main"]
 
-_FOREIGN = ("RAY_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+_RAYS_OWN = ("RAY_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 """What Ray set for the process that starts us, and not for a server of its own."""
 _KEPT = ("RAY_USAGE_STATS_ENABLED", "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S")
 
@@ -101,22 +101,22 @@ def _own_source(live: bool) -> MeasurerSource:
 
 
 def _is_ours(name: str) -> bool:
-    return name in _KEPT or not name.startswith(_FOREIGN)
+    return name in _KEPT or not name.startswith(_RAYS_OWN)
 
 
 def _stopped() -> Callable[[], bool]:
     """True after SIGTERM or SIGINT, and when whoever holds our standard input is gone."""
-    asked = threading.Event()
+    stopping = threading.Event()
 
     def wait_for_the_end() -> None:
         while os.read(0, 1):  # not sys.stdin: a thread that waits in it would break the end of the interpreter
             pass
-        asked.set()
+        stopping.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: asked.set())
+        signal.signal(number, lambda *_: stopping.set())
     threading.Thread(target=wait_for_the_end, daemon=True).start()
-    return asked.is_set
+    return stopping.is_set
 
 
 def _say(text: str) -> None:

@@ -270,7 +270,7 @@ class TuningJobQueue:
 
     def _end(self, ticket: _JobRecord, status: str, reason: str) -> None:
         self._states.pop(ticket.id, None)
-        _write(self._settings.folder / ticket.id / "ended.json", self._told(ticket, status, reason))
+        _write(self._settings.folder / ticket.id / "ended.json", self._status_fields(ticket, status, reason))
 
     def _store(self, job_id: str) -> JobStore:
         with self._lock:
@@ -291,9 +291,9 @@ class TuningJobQueue:
         ended = self._ended(ticket.id)
         if ended is not None:
             return ended
-        return self._told(ticket, "running" if self._running == ticket.id else "queued", "")
+        return self._status_fields(ticket, "running" if self._running == ticket.id else "queued", "")
 
-    def _told(self, ticket: _JobRecord, status: str, reason: str) -> dict[str, Any]:
+    def _status_fields(self, ticket: _JobRecord, status: str, reason: str) -> dict[str, Any]:
         try:
             return job_summary(asdict(ticket), status, reason, self._state(ticket.id))
         except Unreadable as error:  # a folder that somebody damaged must not hide the others

@@ -41,13 +41,13 @@ class EngineReplica:
             yield Failed(error=EngineStopped("the server is stopping"))
             return
         events = self._hosted.service.generate(request)
-        told_s = -PROGRESS_PERIOD_S
+        reported_s = -PROGRESS_PERIOD_S
         try:
             async for event in events:
                 if isinstance(event, Progress):
-                    if time.monotonic() - told_s < PROGRESS_PERIOD_S:
+                    if time.monotonic() - reported_s < PROGRESS_PERIOD_S:
                         continue
-                    told_s = time.monotonic()
+                    reported_s = time.monotonic()
                 yield portable(event)
         finally:
             await events.aclose()

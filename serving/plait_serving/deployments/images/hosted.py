@@ -64,7 +64,7 @@ class HostedImages:
     def __init__(self, images: ImagesSection, assembled: Assembled, loras: LoraSource) -> None:
         self._images = images
         self._assembled = assembled
-        self._shelf = LoraCards(loras, str(assembled.bundle.family))
+        self._lora_cards = LoraCards(loras, str(assembled.bundle.family))
         self._service = LocalImageService(
             engine=assembled.engine, catalog=self._catalog, metrics_text=lambda: metrics_text(assembled)
         )
@@ -112,7 +112,10 @@ class HostedImages:
             for name, section in self._images.resolved_controlnets().items()
         )
         return Catalog(
-            model=model, loras=self._shelf.cards(), controlnets=controlnets, preprocessors=tuple(sorted(PREPROCESSORS))
+            model=model,
+            loras=self._lora_cards.cards(),
+            controlnets=controlnets,
+            preprocessors=tuple(sorted(PREPROCESSORS)),
         )
 
 

@@ -46,7 +46,10 @@ class ScaleByPressure:
 def autoscaling(replicas: Replicas) -> dict[str, Any]:
     """Serve's ``autoscaling_config`` for a number of replicas that changes. Delays are `decide`'s, not Serve's."""
     scaling = Scaling(
-        least=replicas.min, most=replicas.max, up_after_s=replicas.up_after_s, down_after_s=replicas.down_after_s
+        min_replicas=replicas.min,
+        max_replicas=replicas.max,
+        up_after_s=replicas.up_after_s,
+        down_after_s=replicas.down_after_s,
     )
     return {
         "min_replicas": replicas.min,

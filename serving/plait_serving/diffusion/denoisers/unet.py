@@ -92,7 +92,7 @@ class UNetDenoiser:
         answers = questions.answers()
         errors = [_apply(half, layout, k, answer) for k, answer in enumerate(answers)]
         output = decoder_half(self._unet, half) if half.exact or self._fast is None else self._fast.decode(half)
-        return _take_apart(output, calls, layout, errors)
+        return _split_output(output, calls, layout, errors)
 
     @torch.inference_mode()
     def run_encoder_half(self, calls: Sequence[StepCall]) -> None:
@@ -141,7 +141,7 @@ def _apply(
     return None
 
 
-def _take_apart(
+def _split_output(
     output: torch.Tensor, calls: Sequence[StepCall], layout: BatchLayout, errors: Sequence[EngineError | None]
 ) -> list[torch.Tensor | EngineError]:
     """Guided outputs per request; a request with an error or a non-finite row gets its error instead."""

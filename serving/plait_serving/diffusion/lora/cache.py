@@ -115,7 +115,7 @@ class LoraCache:
         self._parse = parse
         self._clock = clock
         self._lock = threading.Lock()
-        self._shelf: CachePolicy[int] = CachePolicy(host_bytes)
+        self._policy: CachePolicy[int] = CachePolicy(host_bytes)
         self._values: dict[Key, LoadedLora] = {}
         self._sets: dict[int, _Set] = {}
         self._tickets = 0
@@ -154,11 +154,11 @@ class LoraCache:
         """Sets the budget. Idle entries leave until it is met; sets that wait and now never fit fail."""
         deliveries: Deliveries = []
         with self._lock:
-            self._evicted(self._shelf.resize(host_bytes))
-            for ticket in self._shelf.waiting:
-                wanted = self._shelf.wanted(ticket)
-                if not self._shelf.fits_ever(wanted):
-                    self._shelf.forget(ticket)
+            self._evicted(self._policy.resize(host_bytes))
+            for ticket in self._policy.waiting:
+                wanted = self._policy.wanted(ticket)
+                if not self._policy.fits_ever(wanted):
+                    self._policy.forget(ticket)
                     deliveries.append(_failure(self._sets.pop(ticket).future, self._too_large(wanted)))
             self._admit_waiting(deliveries)
         _run(deliveries)
@@ -172,12 +172,12 @@ class LoraCache:
                 evictions=self._counts.evictions,
                 failures=self._counts.failures,
                 load_s=self._counts.load_s,
-                budget_bytes=self._shelf.budget_bytes,
+                budget_bytes=self._policy.budget_bytes,
                 resident_bytes=sum(value.nbytes for value in self._values.values()),
-                reserved_bytes=self._shelf.reserved_bytes,
+                reserved_bytes=self._policy.reserved_bytes,
                 resident=len(self._values),
-                in_use=sum(1 for key in self._values if self._shelf.users(key)),
-                waiting_sets=len(self._shelf.waiting),
+                in_use=sum(1 for key in self._values if self._policy.users(key)),
+                waiting_sets=len(self._policy.waiting),
             )
 
     def close(self) -> None:
@@ -203,17 +203,17 @@ class LoraCache:
     def _take(self, wanted: Mapping[Key, int], future: Future[LoraLease], deliveries: Deliveries) -> int:
         if self._closed:
             raise EngineStopped("the engine is shutting down")
-        if not self._shelf.fits_ever(wanted):
+        if not self._policy.fits_ever(wanted):
             raise self._too_large(wanted)
         self._tickets += 1
         self._sets[self._tickets] = _Set(tuple(wanted), future)
-        admission = self._shelf.admit(self._tickets, wanted)
+        admission = self._policy.admit(self._tickets, wanted)
         if admission is not None:
             self._admitted(self._tickets, admission, deliveries)
         return self._tickets
 
     def _too_large(self, wanted: Mapping[Key, int]) -> LoraError:
-        need_bytes, budget_bytes = sum(wanted.values()), self._shelf.budget_bytes
+        need_bytes, budget_bytes = sum(wanted.values()), self._policy.budget_bytes
         return LoraError(
             f"this LoRA set takes {need_bytes} bytes of host memory; host_lora_bytes allows {budget_bytes}",
             param="loras",
@@ -224,7 +224,7 @@ class LoraCache:
         self._evicted(admission.evicted)
         self._counts.misses += len(admission.to_load)
         self._counts.hits += len(entered.keys) - len(admission.to_load)
-        entered.missing = {key for key in entered.keys if self._shelf.state(key) is EntryState.LOADING}
+        entered.missing = {key for key in entered.keys if self._policy.state(key) is EntryState.LOADING}
         for key in admission.to_load:
             self._pool.submit(self._load, key)
         if not entered.missing:
@@ -233,7 +233,7 @@ class LoraCache:
     def _admit_waiting(self, deliveries: Deliveries) -> None:
         if self._closed:
             return
-        for ticket, admission in self._shelf.admit_waiting():
+        for ticket, admission in self._policy.admit_waiting():
             self._admitted(ticket, admission, deliveries)
 
     def _complete(self, ticket: int, deliveries: Deliveries) -> None:
@@ -252,7 +252,7 @@ class LoraCache:
     def _release(self, keys: Iterable[Key]) -> None:
         deliveries: Deliveries = []
         with self._lock:
-            self._evicted(self._shelf.release(keys))
+            self._evicted(self._policy.release(keys))
             self._admit_waiting(deliveries)
         _run(deliveries)
 
@@ -260,7 +260,7 @@ class LoraCache:
         """A set's future was cancelled; if it was delivered at the same moment, the delivery lets go instead."""
         with self._lock:
             abandoned = self._sets.pop(ticket, None)
-            self._shelf.forget(ticket)
+            self._policy.forget(ticket)
         if abandoned is not None:
             self._release(abandoned.keys if abandoned.missing is not None else ())
 
@@ -288,7 +288,7 @@ class LoraCache:
         with self._lock:
             self._counts.load_s += load_s
             self._values[key] = value
-            self._evicted(self._shelf.loaded(key, value.nbytes))
+            self._evicted(self._policy.loaded(key, value.nbytes))
             for ticket, waiting in list(self._sets.items()):
                 if waiting.missing and key in waiting.missing:
                     waiting.missing.discard(key)
@@ -301,11 +301,11 @@ class LoraCache:
         deliveries: Deliveries = []
         with self._lock:
             self._counts.failures += 1
-            self._shelf.failed(key)
+            self._policy.failed(key)
             for ticket, waiting in list(self._sets.items()):
                 if waiting.missing and key in waiting.missing:
                     del self._sets[ticket]
-                    self._evicted(self._shelf.release(other for other in waiting.keys if other != key))
+                    self._evicted(self._policy.release(other for other in waiting.keys if other != key))
                     deliveries.append(_failure(waiting.future, error))
             self._admit_waiting(deliveries)
         _run(deliveries)

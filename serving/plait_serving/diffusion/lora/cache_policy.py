@@ -59,7 +59,7 @@ class Key:
 
 
 @dataclass(slots=True)
-class _ShelfEntry:
+class _CacheEntry:
     state: EntryState
     nbytes: int
     users: int = 0
@@ -86,7 +86,7 @@ class CachePolicy(Generic[T]):
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
-        self._entries: dict[Key, _ShelfEntry] = {}
+        self._entries: dict[Key, _CacheEntry] = {}
         self._waiters: dict[T, _Waiter] = {}
         self._uses = 0
 
@@ -182,7 +182,7 @@ class CachePolicy(Generic[T]):
             return None
         for key in wanted:
             state = NEXT[self.state(key), EntryEvent.WANTED]
-            entry = self._entries.setdefault(key, _ShelfEntry(state=state, nbytes=wanted[key]))
+            entry = self._entries.setdefault(key, _CacheEntry(state=state, nbytes=wanted[key]))
             self._uses += 1
             entry.users += 1
             entry.last_use = self._uses
@@ -212,7 +212,7 @@ class CachePolicy(Generic[T]):
             return None
         return self._evict(leaving)
 
-    def _idle(self) -> list[tuple[Key, _ShelfEntry]]:
+    def _idle(self) -> list[tuple[Key, _CacheEntry]]:
         return [(k, e) for k, e in self._entries.items() if e.state is EntryState.READY and not e.users]
 
     def _evict(self, keys: Iterable[Key]) -> tuple[Key, ...]:
@@ -222,7 +222,7 @@ class CachePolicy(Generic[T]):
             del self._entries[key]
         return leaving
 
-    def _step(self, key: Key, event: EntryEvent) -> _ShelfEntry:
+    def _step(self, key: Key, event: EntryEvent) -> _CacheEntry:
         state = NEXT.get((self.state(key), event))
         if state is None:
             raise ValueError(f"{key} is {self.state(key).name}; it can not be {event.name}")

@@ -17,7 +17,7 @@ import torch
 
 from plait_serving.diffusion.errors import LoraError
 from plait_serving.diffusion.lora import container
-from plait_serving.diffusion.lora.keys import LoraFormat, TensorRole, meaning, refuse_foreign
+from plait_serving.diffusion.lora.keys import LoraFormat, TensorRole, meaning, reject_unsupported
 from plait_serving.diffusion.lora.metadata import AlphaRules
 from plait_serving.diffusion.lora.targets import LoraTargets, ModuleRef
 
@@ -92,7 +92,7 @@ def plan(header: container.Header, targets: LoraTargets) -> LoraPlan:
     keys = header.tensors.keys()
     if not keys:
         raise LoraError("the file holds no tensors")
-    refuse_foreign(keys)
+    reject_unsupported(keys)
     found = {key: meaning(key, targets) for key in keys}
     unmatched = sorted(key for key, what in found.items() if what is None)
     if unmatched:
@@ -157,7 +157,7 @@ def _factor(ref: ModuleRef, tensors: Mapping[TensorRole, torch.Tensor], rules: A
 
 def _bound(ref: ModuleRef, up: torch.Tensor, down: torch.Tensor) -> float:
     """See `Factor.bound`; infinite if fp32 can not hold it. Raises `LoraError` for NaN or infinity in the factors."""
-    bound = float(_largest_norm(up, dim=1)) * float(_largest_norm(down, dim=0))
+    bound = float(_max_norm(up, dim=1)) * float(_max_norm(down, dim=0))
     if math.isfinite(bound):
         return bound * 1.001  # the norms themselves were rounded
     if not (torch.isfinite(up).all() and torch.isfinite(down).all()):
@@ -165,7 +165,7 @@ def _bound(ref: ModuleRef, up: torch.Tensor, down: torch.Tensor) -> float:
     return math.inf
 
 
-def _largest_norm(matrix: torch.Tensor, *, dim: int) -> torch.Tensor:
+def _max_norm(matrix: torch.Tensor, *, dim: int) -> torch.Tensor:
     """The largest 2-norm of rows or columns; NaN and infinity come through."""
     wide = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
     return wide.square().sum(dim=dim).max().sqrt()  # ten times as fast on a CPU as vector_norm over columns

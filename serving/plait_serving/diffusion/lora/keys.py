@@ -39,7 +39,7 @@ class KeyMeaning:
 
 
 # Kinds of files that are not plain LoRAs, by what only their keys contain. Names as their authors use them.
-_FOREIGN: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+_UNSUPPORTED: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), name)
     for pattern, name in (
         (r"\.hada_w", "LoHa (LyCORIS)"),
@@ -86,10 +86,10 @@ _OLD_UNET = {"to_out": "to_out.0"}
 _OLD_CLIP = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}
 
 
-def refuse_foreign(keys: Iterable[str]) -> None:
+def reject_unsupported(keys: Iterable[str]) -> None:
     """Raises `LoraError` that names the kind if the file is no plain LoRA."""
     for key in keys:
-        for pattern, name in _FOREIGN:
+        for pattern, name in _UNSUPPORTED:
             if pattern.search(key):
                 raise LoraError(f"the file is {name} (key {key!r}); only plain LoRAs (linear and convolution) are read")
 

@@ -66,7 +66,7 @@ class FolderSource:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def find(self, name: str) -> LoraEntry | None:
         """The LoRA of that name, or None."""
@@ -81,8 +81,8 @@ class FolderSource:
             found = []
         names = {path.name.removesuffix(SUFFIX) for path in found if path.name.endswith(SUFFIX) or path.is_dir()}
         for path in found:
-            if path.suffix in {".pt", ".pth", ".ckpt", ".bin"} and path.name not in self._told:
-                self._told.add(path.name)
+            if path.suffix in {".pt", ".pth", ".ckpt", ".bin"} and path.name not in self._reported:
+                self._reported.add(path.name)
                 _log.warning("%s is ignored: only .safetensors files are read", path.name)
         entries = {name: entry for name in sorted(names) if (entry := self.find(name))}
         return MappingProxyType(entries)

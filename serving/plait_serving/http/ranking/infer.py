@@ -97,8 +97,8 @@ class Infer:
         body = parse_infer(raw, headers.json_length, max_json_bytes=settings.max_infer_json_bytes)
         for name in body.outputs:
             if name not in bound.card.outputs:
-                told = f"{name[:64]}: the model has no such output{hint(name, bound.card.outputs)}"
-                raise BadInput(told, param=name[:64])
+                message = f"{name[:64]}: the model has no such output{hint(name, bound.card.outputs)}"
+                raise BadInput(message, param=name[:64])
         tensors, _ = bound.binder.bind(body.arrays)
         request = check_request(
             bound.card,
@@ -128,8 +128,10 @@ def _version(bound: BoundModel, answer: RankAnswer) -> str:
 
 def _check_version(bound: BoundModel, asked: str | None, answer: RankAnswer) -> None:
     if asked is not None and _version(bound, answer) != asked:
-        told = f"model {bound.name!r} is being refreshed: the answer was of version {answer.version!r}, not {asked!r}"
-        raise UnknownModel(told, param="model")
+        message = (
+            f"model {bound.name!r} is being refreshed: the answer was of version {answer.version!r}, not {asked!r}"
+        )
+        raise UnknownModel(message, param="model")
 
 
 def _array(answer: RankAnswer, name: str) -> npt.NDArray[np.float32]:

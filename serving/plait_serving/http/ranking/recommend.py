@@ -22,7 +22,7 @@ from plait_disagg.messages.check import check_request
 from plait_disagg.values import RankAnswer, RankRequest
 from plait_serving.http.context import ContextDep, RouteContext
 from plait_serving.http.edge.schemas import ErrorBody
-from plait_serving.http.ranking.recommend_body import (
+from plait_serving.http.ranking.rank_body import (
     ALL,
     RecommendBody,
     RecommendResponse,
@@ -114,8 +114,8 @@ def _ids(candidates: Any, bound: BoundModel) -> torch.Tensor | None:
             return None
     if bound.items is None:
         wanted = ", ".join(item.name for item in bound.side("item"))
-        told = f"candidates: model {bound.name} knows no items by id; send objects with {wanted}"
-        raise BadInput(told, param="candidates")
+        message = f"candidates: model {bound.name} knows no items by id; send objects with {wanted}"
+        raise BadInput(message, param="candidates")
     known = len(bound.items)
     if candidates != ALL:
         return item_ids(candidates, known)

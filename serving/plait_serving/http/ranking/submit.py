@@ -27,8 +27,8 @@ def deadline(parameters: Mapping[str, Any], now_s: float) -> float | None:
             return None
         wait_ms = timeout_us / 1e3 if type(timeout_us) in (int, float) else timeout_us
     if type(wait_ms) not in (int, float) or not 0 < wait_ms <= MAX_DEADLINE_MS:
-        told = f"parameters.{name}: must be a number above 0, at most {MAX_DEADLINE_MS} ms"
-        raise BadInput(told, param=f"parameters.{name}")
+        message = f"parameters.{name}: must be a number above 0, at most {MAX_DEADLINE_MS} ms"
+        raise BadInput(message, param=f"parameters.{name}")
     return now_s + float(wait_ms) / 1e3
 
 

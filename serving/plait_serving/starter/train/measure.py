@@ -33,14 +33,14 @@ def _pipeline(folder: Path, controlnet: str | None, lora: str | None) -> Any:
     return pipe
 
 
-def _make(pipe: Any, asks: Sequence[VerificationImage]) -> list[ImageArray]:
+def _make(pipe: Any, orders: Sequence[VerificationImage]) -> list[ImageArray]:
     extra = {}
-    if asks[0].control_image is not None:
-        extra["image"] = [Image.fromarray(a.control_image) for a in asks if a.control_image is not None]
+    if orders[0].control_image is not None:
+        extra["image"] = [Image.fromarray(a.control_image) for a in orders if a.control_image is not None]
     made = pipe(
-        [a.prompt for a in asks],
-        generator=[torch.Generator().manual_seed(a.seed) for a in asks],
-        num_inference_steps=asks[0].steps,
+        [a.prompt for a in orders],
+        generator=[torch.Generator().manual_seed(a.seed) for a in orders],
+        num_inference_steps=orders[0].steps,
         guidance_scale=GUIDANCE,
         height=64,
         width=64,
@@ -53,16 +53,16 @@ def _make(pipe: Any, asks: Sequence[VerificationImage]) -> list[ImageArray]:
 def diffusers_generate(folder: Path) -> Generate:
     """A ``generate`` for ``verify`` over the bundle in ``folder``; LoRAs are fused at scale 1."""
 
-    def generate(asks: Sequence[VerificationImage]) -> list[ImageArray]:
+    def generate(orders: Sequence[VerificationImage]) -> list[ImageArray]:
         groups: dict[tuple[str | None, str | None], list[int]] = defaultdict(list)
-        for index, ask in enumerate(asks):
-            groups[ask.controlnet, ask.lora].append(index)
+        for index, order in enumerate(orders):
+            groups[order.controlnet, order.lora].append(index)
         made: dict[int, ImageArray] = {}
         for (controlnet, lora), indices in groups.items():
             pipe = _pipeline(folder, controlnet, lora)
             for start in range(0, len(indices), GROUP):
                 part = indices[start : start + GROUP]
-                made.update(zip(part, _make(pipe, [asks[i] for i in part]), strict=True))
-        return [made[i] for i in range(len(asks))]
+                made.update(zip(part, _make(pipe, [orders[i] for i in part]), strict=True))
+        return [made[i] for i in range(len(orders))]
 
     return generate

@@ -138,7 +138,7 @@ def test_a_worker_whose_batches_are_elsewhere_is_not_idle() -> None:
     """A CN that sent everything on has HNs that are busy: what it lets in joins their queue."""
     waiting = _waiting(_pace(100.0))
     with pytest.raises(Busy):
-        waiting.check(QueuedItem(due_s=0.001), 0.0, elsewhere=True)
+        waiting.check(QueuedItem(due_s=0.001), 0.0, busy_downstream=True)
 
 
 def test_a_worker_that_does_not_judge_keeps_batches_short_all_the_same() -> None:
@@ -149,7 +149,7 @@ def test_a_worker_that_does_not_judge_keeps_batches_short_all_the_same() -> None
     waiting: WaitQueue[QueuedItem] = WaitQueue(WorkerKnobs(), pace, refuses=False)
     for _ in range(10):
         piece = QueuedItem(rows=10, due_s=0.1)
-        waiting.check(piece, 0.0, elsewhere=True)
+        waiting.check(piece, 0.0, busy_downstream=True)
         waiting.add(piece)
     taken = waiting.take(0.099)
     assert (len(taken.batch), taken.late) == (2, [])

@@ -8,7 +8,7 @@ import pytest
 
 from plait_disagg.queue.scale import Gauge, ScaleState, Scaling, cn_pressure, decide, hn_pressure
 
-SCALING = Scaling(least=1, most=6, up_after_s=2.0, down_after_s=20.0)
+SCALING = Scaling(min_replicas=1, max_replicas=6, up_after_s=2.0, down_after_s=20.0)
 
 
 class Fleet:
@@ -76,11 +76,11 @@ def test_a_short_peak_changes_nothing() -> None:
 def test_bounds_hold_and_silence_changes_nothing() -> None:
     """Never fewer than least or more than most, also if the bounds changed; without news, no change."""
     fleet = Fleet()
-    assert fleet.run(100.0, 60.0) == SCALING.most
+    assert fleet.run(100.0, 60.0) == SCALING.max_replicas
     wanted, _ = decide([], replicas=3, scaling=SCALING, state=ScaleState(side=1), now_s=99.0)
     assert wanted == 3
     wanted, _ = decide([0.6] * 9, replicas=9, scaling=SCALING, state=ScaleState(), now_s=0.0)
-    assert wanted == SCALING.most
+    assert wanted == SCALING.max_replicas
 
 
 def test_workers_that_still_start_are_not_asked_for_twice() -> None:

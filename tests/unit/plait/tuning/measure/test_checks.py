@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import plait.tuning
-from plait.tuning.measure.checks import guard_of, largest_config, prepare, target_config
+from plait.tuning.measure.checks import guard_of, max_replicas_config, prepare, target_config
 from plait.tuning.measure.early_stop import GuardLimits
 from plait.tuning.measure.measurer import PlaitMeasurer
 from plait_autoconfig.jobs.errors import JobRefused
@@ -93,7 +93,7 @@ def test_a_clone_has_room_for_the_largest_configuration() -> None:
     """Ray's logical processors are counted for the most replicas of the space."""
     knobs = {"replicas": {"kind": "int", "low": 1, "high": 5, "sets": "engine.replicas"}}
     spec = job(knobs=knobs, reference={"config": {"replicas": 1}})
-    config = largest_config(spec, target_config(spec.target, live=False))
+    config = max_replicas_config(spec, target_config(spec.target, live=False))
     assert config.images is not None
     assert config.images.replicas == 5
 

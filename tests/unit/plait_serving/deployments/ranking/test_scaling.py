@@ -22,8 +22,8 @@ def test_a_number_or_a_range() -> None:
     model = RankModelSection.model_validate(
         {"folder": "/x", "cn": {"replicas": {"min": 2, "max": 5}}, "hn": {"replicas": 3}}
     )
-    assert (model.cn.least, model.cn.most) == (2, 5)
-    assert (model.hn.least, model.hn.most) == (3, 3)
+    assert (model.cn.min_replicas, model.cn.max_replicas) == (2, 5)
+    assert (model.hn.min_replicas, model.hn.max_replicas) == (3, 3)
     assert RankingSection(models={"m": model}).logical_cpus == pytest.approx(0.2 * 8)
     for bad in ({"min": 3, "max": 2}, {"min": 0, "max": 2}, {"max": 65}, {"min": 1}, 0, "many"):
         with pytest.raises(ValidationError):

@@ -13,7 +13,7 @@ from plait_disagg.graph.inputs import Dense, Ids
 from plait_disagg.values import ModelCard, RankAnswer
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
-from plait_serving.http.ranking.recommend_body import ranking
+from plait_serving.http.ranking.rank_body import ranking
 from plait_serving.ranking.local import LocalRankingService
 from plait_serving.ranking.service import ServedRanker
 from plait_serving.ranking.testing import FakeItems, FakeRanker, fake_outputs

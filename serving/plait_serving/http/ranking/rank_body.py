@@ -95,8 +95,8 @@ def item_ids(candidates: Sequence[Any], known: int) -> torch.Tensor:
     """``(N,)`` int64. Raises `BadInput` for what is no id of 0 to ``known`` - 1."""
     for i, each in enumerate(candidates):
         if type(each) is not int or not 0 <= each < known:
-            told = f"candidates[{i}]: there is no item {str(each)[:40]}; ids are 0 to {known - 1}"
-            raise BadInput(told, param=f"candidates[{i}]")
+            message = f"candidates[{i}]: there is no item {str(each)[:40]}; ids are 0 to {known - 1}"
+            raise BadInput(message, param=f"candidates[{i}]")
     return torch.tensor(candidates, dtype=torch.int64)
 
 
