@@ -11,7 +11,7 @@ BIN := .venv/bin
 help:
 	@echo "make setup   .venv with everything in it (says first what it downloads)"
 	@echo "make serve   set up, then the server on 127.0.0.1:8000   [CONFIG=plait.yaml]"
-	@echo "make demo    set up, start, make pictures into out/demo, stop"
+	@echo "make demo    set up, start, make images into out/demo, stop"
 	@echo "make test    set up, then the test suite                 [ARGS='-k lora']"
 	@echo "make test-slow  the tests that 'make test' leaves out, one at a time"
 	@echo "make check   ruff, mypy strict, import-linter, vulture"

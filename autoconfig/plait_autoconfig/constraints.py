@@ -59,7 +59,7 @@ class Constraint:
         try:
             tree = ast.parse(text.strip(), mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            msg = f"constraint `{text}` can not be read: {error}"
+            msg = f"constraint `{text}` cannot be read: {error}"
             raise SpaceError(msg) from error
         if not _is_condition(tree):
             msg = f"constraint `{text}` is no condition: it compares nothing"
@@ -79,7 +79,7 @@ class Constraint:
             return bool(self._holds(config))
         except (TypeError, ArithmeticError) as error:
             values = ", ".join(f"{name} = {config[name]!r}" for name in sorted(self.names))
-            msg = f"constraint `{self.text}` can not be computed for {values}: {error}"
+            msg = f"constraint `{self.text}` cannot be computed for {values}: {error}"
             raise SpaceError(msg) from error
 
 

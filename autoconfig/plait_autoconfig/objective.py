@@ -209,7 +209,7 @@ def parse_objective(text: str, limits: Sequence[str] = ()) -> Objective:
     for part in text.split(","):
         match = _GOAL.fullmatch(part.strip())
         if match is None:
-            msg = f"the goal {part.strip()!r} can not be read; it should be like `max goodput_per_cost`"
+            msg = f"the goal {part.strip()!r} cannot be read; it should be like `max goodput_per_cost`"
             raise ObjectiveError(msg)
         goals.append(Goal(short.get(match[2], match[2]), "max" if match[1] == "max" else "min"))
         if match[3]:
@@ -221,7 +221,7 @@ def parse_objective(text: str, limits: Sequence[str] = ()) -> Objective:
     for each in limits:
         match = _LIMIT.fullmatch(each.strip())
         if match is None:
-            msg = f"the limit {each!r} can not be read; it should be like `p99_ms <= 50`"
+            msg = f"the limit {each!r} cannot be read; it should be like `p99_ms <= 50`"
             raise ObjectiveError(msg)
         found.append(Limit(match[1], "at_most" if match[2] == "<=" else "at_least", _number(match[3])))
     return Objective(tuple(goals), tuple(found))

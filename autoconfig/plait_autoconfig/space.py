@@ -224,7 +224,7 @@ def _check_knobs(knobs: Sequence[Knob]) -> None:
     known: dict[str, Knob] = {}
     for knob in knobs:
         if not knob.name.isidentifier():
-            msg = f"{knob.name!r} can not be the name of a knob: letters, digits and _ only"
+            msg = f"{knob.name!r} cannot be the name of a knob: letters, digits and _ only"
             raise SpaceError(msg)
         if knob.name in known:
             msg = f"{knob.name} is the name of two knobs"

@@ -190,5 +190,5 @@ def _translated(location: str) -> Iterator[None]:
         yield
     except (LibraryError, OptunaError, OSError, ValueError, ImportError, KeyError) as error:
         shown = re.sub(r"//[^/@]*@", "//...@", location)  # without user and password
-        msg = f"the library {shown} can not be used: {error}"
+        msg = f"the library {shown} cannot be used: {error}"
         raise LibraryError(msg) from error

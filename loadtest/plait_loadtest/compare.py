@@ -78,7 +78,7 @@ def read(path: Path) -> Mapping[str, Any]:
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ReportError(f"{path} can not be read as a report: {error}") from error
+        raise ReportError(f"{path} cannot be read as a report: {error}") from error
     if not isinstance(report, dict) or not str(report.get("format", "")).startswith("plait-loadtest/1"):
         raise ReportError(f"{path} is no report of plait loadtest run --json")
     return report

@@ -111,7 +111,7 @@ def decoded(text: str) -> Histogram:
         hdr = HdrHistogram.decode(text)
         counts = np.frombuffer(hdr.counts, dtype=np.int64)
     except Exception as error:  # the library raises its own kinds, zlib's and TypeError
-        raise ReportError("a histogram in the report can not be read") from error
+        raise ReportError("a histogram in the report cannot be read") from error
     if hdr.significant_figures != DIGITS or hdr.unit_magnitude != 0:
         raise ReportError("a histogram in the report has another resolution than three digits of a nanosecond")
     bucket = np.flatnonzero(counts)

@@ -85,7 +85,7 @@ def _read(source: str | Path | Mapping[str, object]) -> tuple[str, Path, _Node]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ScenarioError(f"{path} can not be read: {getattr(error, 'strerror', None) or error}") from error
+        raise ScenarioError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     return f"{path}: ", path.absolute().parent, {"name": path.stem} | _parse(text, str(path))
 
 

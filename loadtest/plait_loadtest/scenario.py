@@ -164,7 +164,7 @@ class ControlNets(_ScenarioModel):
     zipf: float = Field(default=1.0, ge=0)
     popularity: NamedWeights | None = None
     scale: float = 1.0
-    images: tuple[Path, ...] = Field(default=(), description="pictures to take in turn; none: drawn by the generator")
+    images: tuple[Path, ...] = Field(default=(), description="images to take in turn; none: drawn by the generator")
 
 
 class ImageClass(_ScenarioModel):
@@ -177,7 +177,7 @@ class ImageClass(_ScenarioModel):
     prompts_file: Path | None = Field(default=None, description="one prompt a line, instead of prompts")
     size: Weights | None = Field(default=None, description='"64x64": weight; none: the model\'s own')
     steps: Counts = Field(default_factory=lambda: {20: 1.0})
-    images: Counts = Field(default_factory=lambda: {1: 1.0}, description="pictures per request: weight")
+    images: Counts = Field(default_factory=lambda: {1: 1.0}, description="images per request: weight")
     guidance_scale: float | None = None
     scheduler: str | None = None
     loras: Loras = Loras()

@@ -28,7 +28,7 @@ def read_times(path: Path, column: str) -> npt.NDArray[np.float64]:
             values = np.array(list(_values(path, column, file)), dtype=np.float64)
     except (OSError, EOFError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise ScenarioError(f"arrivals.file: {path} can not be read: {reason}") from error
+        raise ScenarioError(f"arrivals.file: {path} cannot be read: {reason}") from error
     except (UnicodeDecodeError, csv.Error, zlib.error) as error:
         raise ScenarioError(f"arrivals.file: {path} is not a CSV file: {error}") from error
     if values.size == 0:

@@ -137,7 +137,7 @@ def check_starter(folder: Path) -> list[CheckResult]:
     try:
         problems = manifest_problems(folder)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        problems = [f"its manifest can not be read ({error})"]
+        problems = [f"its manifest cannot be read ({error})"]
     return [
         _finding(
             "starter", not problems, "; ".join(problems[:3]) or f"{len(files_in(folder))} files as in the manifest"

@@ -126,7 +126,7 @@ def _settings(made: Recommendation) -> str:
 
 def _gains(made: Recommendation) -> str:
     if not made.gain:
-        return "it can not be put as a multiple of the reference"
+        return "it cannot be put as a multiple of the reference"
     return " and ".join(_gain(metric, interval) for metric, interval in made.gain.items())
 
 

@@ -250,7 +250,7 @@ class JobSpec(_SpecModel):
             raise ValueError(f"two knobs set {twice}")
         rates = [limit for limit in goal.limits if limit.metric == GOODPUT_PER_S]
         if self.offered == "capacity" and rates:
-            raise ValueError(f"`{rates[0]}` asks for a given rate: it can not be combined with offered: capacity")
+            raise ValueError(f"`{rates[0]}` asks for a given rate: it cannot be combined with offered: capacity")
         return self
 
 

@@ -280,7 +280,7 @@ def _read_spec(folder: Path) -> JobSpec:
         return JobSpec.model_validate_json((folder / _RESOLVED).read_text(encoding="utf-8"))
     except ValueError as error:  # pydantic's, and of bytes that are no text
         where = f": {'.'.join(map(str, error.errors()[0]['loc']))}" if isinstance(error, ValidationError) else ""
-        msg = f"{folder / _RESOLVED} is damaged{where}; the job can not be resumed"
+        msg = f"{folder / _RESOLVED} is damaged{where}; the job cannot be resumed"
         raise JobBroken(msg) from error
 
 
@@ -318,4 +318,4 @@ def _translated(folder: Path) -> Iterator[None]:
 def _broken(folder: Path, error: Exception) -> JobBroken:
     detail = (str(error).splitlines() or [""])[0]
     kind = "" if isinstance(error, OSError | OptunaError) else f"{type(error).__name__}: "
-    return JobBroken(f"the job in {folder} can not be read or written: {kind}{detail}")
+    return JobBroken(f"the job in {folder} cannot be read or written: {kind}{detail}")

@@ -172,7 +172,7 @@ def _value(config: Config | None, name: str) -> str:
 
 def _sentence(states: Sequence[JobState], findings: Sequence[Finding], incomparable: Sequence[str]) -> str:
     if incomparable:
-        return f"the gains can not be compared: the jobs differ in {', '.join(incomparable)}"
+        return f"the gains cannot be compared: the jobs differ in {', '.join(incomparable)}"
     goal = states[0].spec.goal.goals[0]
     gains = [(each.gain[goal.metric], each.name) for each in findings if goal.metric in each.gain]
     if len(gains) < 2:

@@ -48,7 +48,7 @@ def export(module: nn.Module, inputs: Sequence[Input]) -> Exported:
     except Exception as error:  # whatever the tracer or the module itself says
         text = " ".join(str(error).split())[:600]
         raise UnsupportedOperator(
-            "torch.export", f"can not trace {type(module).__name__}.forward: {text}", _raised_at(error)
+            "torch.export", f"cannot trace {type(module).__name__}.forward: {text}", _raised_at(error)
         ) from error
     exported = Exported(program, tensors)
     exported.check_rows(inputs)

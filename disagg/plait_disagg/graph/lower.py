@@ -44,7 +44,7 @@ _WHY: Mapping[str, str] = {
     "sort": "it returns several tensors",
     "topk": "it returns several tensors",
     "embedding_renorm_": "max_norm changes the table while it is read; normalise the rows before packaging",
-    "_native_multi_head_attention": "its fused form can not be looked into",
+    "_native_multi_head_attention": "its fused form cannot be looked into",
 }
 
 

@@ -62,7 +62,7 @@ class HotRows:
             raise ValueError("hot is not number, slots, ports")
         number, slots, ports = data
         if not isinstance(slots, list) or not all(type(one) is int and 0 < one < _MAX_SLOTS for one in slots):
-            raise ValueError("hot has slots that can not be")
+            raise ValueError("hot has slots that cannot be")
         if not isinstance(ports, list) or len(ports) != len(slots) or not all(isinstance(one, list) for one in ports):
             raise ValueError("hot has ports of other tables than it has slots")
         names = [name for one in ports for name in one]

@@ -159,7 +159,7 @@ def _parse_part(entry: str) -> Part:
         raise LayoutError(f"{entry[:100]!r} has a tail that is no shape")
     part = Part.of(code, rows, tuple(map(int, sizes)), name)
     if part.numbers > _MAX_SIZE or (code == "q1" and (not part.tail or part.tail[-1] < 1)):
-        raise LayoutError(f"{entry[:100]!r} has a tail that can not be")
+        raise LayoutError(f"{entry[:100]!r} has a tail that cannot be")
     return part
 
 

@@ -146,7 +146,7 @@ def _readable(text: str) -> str:
     try:
         load_program(text)
     except BadProgram as error:
-        raise PackageError(f"the model can not be stored: {error}") from error
+        raise PackageError(f"the model cannot be stored: {error}") from error
     return text
 
 

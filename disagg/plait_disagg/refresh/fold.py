@@ -41,7 +41,7 @@ def fold_updates(folder: Path, out: Path) -> Manifest:
         draft.chmod(0o755)  # mkdtemp's folders are private
         draft.rename(out)
     except BadUpdate as error:
-        raise PackageError(f"{folder}: an update of its journal can not be read: {error}") from error
+        raise PackageError(f"{folder}: an update of its journal cannot be read: {error}") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return manifest

@@ -99,5 +99,5 @@ def open_live(folder: Path, *, sparse: bool, dense: bool, device: torch.device |
             change.write()
             live.adopt(change)
     except BadUpdate as error:
-        raise PackageError(f"{folder}: an update of its journal can not be read: {error}") from error
+        raise PackageError(f"{folder}: an update of its journal cannot be read: {error}") from error
     return live

@@ -155,7 +155,7 @@ def _tensors(folder: Path, manifest: UpdateManifest, name: str) -> dict[str, tor
     try:
         data = (folder / name).read_bytes()
     except OSError as error:
-        raise BadUpdate(name, f"can not be read: {error.strerror}") from error
+        raise BadUpdate(name, f"cannot be read: {error.strerror}") from error
     if hashlib.sha256(data).hexdigest() != manifest.files[name]:
         raise BadUpdate(f"{MANIFEST}.files.{name}", "the file's SHA-256 differs (cut short, or another file)")
     try:

@@ -48,7 +48,7 @@ def encode_rows(rows: torch.Tensor, format: RowFormat) -> torch.Tensor:  # noqa:
     if format == "float32":
         return rows
     if not bool(torch.isfinite(rows).all()):
-        raise ValueError(f"a value is NaN or infinite, which {format} rows can not hold")
+        raise ValueError(f"a value is NaN or infinite, which {format} rows cannot hold")
     if format == "float16":
         half = rows.half()
         if not bool(torch.isfinite(half).all()):

@@ -78,7 +78,7 @@ class Refresher:
             with self._refresh_lock:
                 self._follow()
         except (RefreshError, OSError) as error:
-            _log.error("can not follow the updates of %s: %s", self._live.package.folder, error)
+            _log.error("cannot follow the updates of %s: %s", self._live.package.folder, error)
 
     # With the turn.
 

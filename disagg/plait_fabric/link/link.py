@@ -73,9 +73,9 @@ class Link:
         for name, (min_value, max_value) in _RANGES.items():
             _check_number(self.name, name, getattr(self, name), min_value, max_value, whole=name in WHOLE)
         if self.small_s_per_byte * self.bytes_per_s < 1 - 1e-9:
-            raise BadLink(self.name, "small_s_per_byte", "a byte of a small message can not be faster than bytes_per_s")
+            raise BadLink(self.name, "small_s_per_byte", "a byte of a small message cannot be faster than bytes_per_s")
         if self.wire_s < max(self.gap_s, self.inline_bytes / self.bytes_per_s):
-            raise BadLink(self.name, "wire_s", "a message can not arrive before it has left (gap_s, inline_bytes)")
+            raise BadLink(self.name, "wire_s", "a message cannot arrive before it has left (gap_s, inline_bytes)")
         if self.alpha_s < self.sender_s + self.completion_s:
             raise BadLink(self.name, "alpha_s", "it is less than post_s + doorbell_s + completion_s")
 

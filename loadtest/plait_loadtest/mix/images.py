@@ -170,7 +170,7 @@ def _prompts(spec: ImageClass) -> tuple[str, ...]:
     try:
         lines = spec.prompts_file.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ScenarioError(f"prompts_file: {spec.prompts_file} can not be read as text: {error}") from error
+        raise ScenarioError(f"prompts_file: {spec.prompts_file} cannot be read as text: {error}") from error
     prompts = tuple(line.strip() for line in lines if line.strip())
     if not prompts:
         raise ScenarioError(f"prompts_file: {spec.prompts_file} has no prompt")
@@ -181,4 +181,4 @@ def _read_image(path: Path) -> str:
     try:
         return base64.b64encode(path.read_bytes()).decode()
     except OSError as error:
-        raise ScenarioError(f"controlnets.images: {path} can not be read: {error.strerror}") from error
+        raise ScenarioError(f"controlnets.images: {path} cannot be read: {error.strerror}") from error

@@ -46,4 +46,4 @@ def _body(spec: RawClass) -> bytes:
     try:
         return spec.body_file.read_bytes()
     except OSError as error:
-        raise ScenarioError(f"body_file: {spec.body_file} can not be read: {error.strerror}") from error
+        raise ScenarioError(f"body_file: {spec.body_file} cannot be read: {error.strerror}") from error

@@ -31,7 +31,7 @@ _TEMPLATE = '''"""Made by `plait loadtest run --locust` from the scenario {name}
 The requests are the first {count} of the plait run, sent in turn; all users together ask for {rate:g}/s on
 average.
 
-What this can not do: Locust is a closed loop. A user waits for its reply before it asks again, so a server that falls
+What this cannot do: Locust is a closed loop. A user waits for its reply before it asks again, so a server that falls
 behind is asked less, and latency counts from the moment of sending: the wait of requests that should have been sent
 meanwhile is in no number. It also rounds latency to two digits. `plait loadtest run` does neither.{notes}
 """

@@ -34,7 +34,7 @@ class Outputs:
         files = [self.raw, self.html, self.locust, Path(self.json) if self.json not in (None, "-") else None]
         for path in files:
             if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-                raise ScenarioError(f"{path} can not be written: its folder does not exist, or it is a folder itself")
+                raise ScenarioError(f"{path} cannot be written: its folder does not exist, or it is a folder itself")
 
     def write(self, session: FinishedRun, *, capacity: Capacity | None = None) -> None:
         """Writes everything; the table, or the JSON document, goes to stdout. Raises OSError."""

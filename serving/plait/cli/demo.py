@@ -11,7 +11,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 
 @app.command()
-def demo(out: Annotated[Path, typer.Option(help="folder for the pictures")] = Path("out/demo")) -> None:
+def demo(out: Annotated[Path, typer.Option(help="folder for the images")] = Path("out/demo")) -> None:
     """Starts a server, makes pictures (plain, ControlNet, LoRA, both, two at once), ranks films, loads it, stops it,
     and tunes a clone."""
     from plait.demo.run import run

@@ -72,7 +72,7 @@ def calibrate_link(
         try:
             out.write_text(text, encoding="utf-8")
         except OSError as error:
-            raise PlaitError(f"{out} can not be written: {error.strerror or error}") from error
+            raise PlaitError(f"{out} cannot be written: {error.strerror or error}") from error
 
 
 def _read(reader: Callable[[Path], T], path: Path) -> T:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "serve": "run the server (local Ray, or attach to one)",
-    "generate": "make a picture without a server",
+    "generate": "make an image without a server",
     "recommend": "rank items without a server",
     "models": "list, verify and package models, ControlNets, LoRAs and recommenders",
     "deploy": "render manifests for Ray Serve",
@@ -23,7 +23,7 @@ COMMANDS = {
     "loadtest": "measure a server under load; compare two reports",
     "bench": "side-by-side benchmarks",
     "links": "models of RDMA links: list, calibrate",
-    "demo": "start, make pictures, show them, stop",
+    "demo": "start, make images, show them, stop",
     "doctor": "check this machine and this installation",
 }
 
@@ -87,7 +87,7 @@ def _help() -> str:
         [
             "Usage: plait COMMAND [ARGS]...",
             "",
-            "Pictures from diffusion models with ControlNets and LoRA sets, and recommendations, served on Ray Serve.",
+            "Images from diffusion models with ControlNets and LoRA sets, and recommendations, served on Ray Serve.",
             "",
             "Commands:",
             *lines,

@@ -83,9 +83,9 @@ app.command("fold")(fold_model)
 def _say(made: int, asked: int) -> None:
     """One line that is overwritten; every 50th picture where nobody watches."""
     if sys.stderr.isatty():
-        print(f"\r{made}/{asked} pictures", end="", file=sys.stderr, flush=True)
+        print(f"\r{made}/{asked} images", end="", file=sys.stderr, flush=True)
     elif made % 50 == 0:
-        print(f"{made}/{asked} pictures", file=sys.stderr, flush=True)
+        print(f"{made}/{asked} images", file=sys.stderr, flush=True)
 
 
 def figures_table(figures: Sequence[Mapping[str, Any]]) -> str:
@@ -100,7 +100,7 @@ def figures_table(figures: Sequence[Mapping[str, Any]]) -> str:
         )
         for figure in figures
     ]
-    return table([("figure", "value", "wanted", "pictures", ""), *rows])
+    return table([("figure", "value", "wanted", "images", ""), *rows])
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

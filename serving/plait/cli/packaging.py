@@ -112,7 +112,7 @@ def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise PlaitError(f"{path} can not be written: {error.strerror or error}") from error
+        raise PlaitError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def _bags(texts: list[str] | None) -> dict[str, int]:

@@ -59,7 +59,7 @@ def check_port(host: str, port: int, *, option: str = "--port") -> None:
 def _not_to_be_had(host: str, port: int, option: str, error: OSError) -> ServeError:
     if error.errno == errno.EADDRINUSE:
         return ServeError(f"port {port} on {host} is in use by another program; choose another with {option}")
-    return ServeError(f"can not listen on {host}:{port}: {error.strerror or error}")
+    return ServeError(f"cannot listen on {host}:{port}: {error.strerror or error}")
 
 
 def _listener(host: str, port: int) -> socket.socket:

@@ -101,7 +101,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
-        raise OSError(error.errno, f"server.direct_port: can not listen on {host}:{port}: {error.strerror}") from error
+        raise OSError(error.errno, f"server.direct_port: cannot listen on {host}:{port}: {error.strerror}") from error
     except BaseException:
         listener.close()
         raise

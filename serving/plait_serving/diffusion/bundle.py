@@ -215,7 +215,7 @@ def check_controlnet_config(
     if vae_factor is not None and 2 ** (len(embedding) - 1) != vae_factor:
         raise ModelError(
             f"{path}: it shrinks control images by {2 ** (len(embedding) - 1)}, the base model's latents are "
-            f"{vae_factor} times smaller than pictures"
+            f"{vae_factor} times smaller than images"
         )
 
 

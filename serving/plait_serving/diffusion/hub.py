@@ -37,7 +37,7 @@ def _already_here(repository: str, revision: str, error: Exception) -> Path:
     try:
         return Path(snapshot_download(repository, revision=revision, local_files_only=True))
     except (LocalEntryNotFoundError, OSError):
-        raise ModelError(f"{repository}@{revision}: can not be downloaded: {error}") from error
+        raise ModelError(f"{repository}@{revision}: cannot be downloaded: {error}") from error
 
 
 def wanted_files(files: Iterable[str]) -> list[str]:

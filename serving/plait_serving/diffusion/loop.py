@@ -103,7 +103,7 @@ class DenoiseLoop:
                 self._fail(job, load_error)
             elif job.deadline_at_s is not None and now_s + self._min_left_s(job) > job.deadline_at_s:
                 done = f"{job.steps_done} of {job.request.steps} steps were done"
-                self._fail(job, DeadlineMissed(f"the deadline can not be met; {done}", param="deadline_ms"))
+                self._fail(job, DeadlineMissed(f"the deadline cannot be met; {done}", param="deadline_ms"))
 
     def _choose(self, knobs: EngineKnobs) -> list[Unit]:
         ready = [unit for job in self._jobs for unit in job.units if unit.step < unit.steps and unit.ready]

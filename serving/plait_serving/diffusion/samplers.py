@@ -146,7 +146,7 @@ def _make(kind: Scheduler, config: Mapping[str, Any], steps: int, device: torch.
     try:
         scheduler.set_timesteps(steps, device=device)
     except (ValueError, IndexError, RuntimeError) as error:
-        raise RequestError(f"{kind} can not take {steps} steps: {error}", param="num_inference_steps") from error
+        raise RequestError(f"{kind} cannot take {steps} steps: {error}", param="num_inference_steps") from error
     _check_schedule(kind, scheduler, steps)
     # Without this, schedules with a repeated timestep would start at the second of the two.
     if hasattr(scheduler, "set_begin_index"):

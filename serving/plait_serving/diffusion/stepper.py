@@ -167,7 +167,7 @@ def _advance(unit: Unit, output: torch.Tensor, wants_preview: Callable[[Unit], b
     preview = unit.sampler.predicted_original(output, unit.step, unit.latents) if wants_preview(unit) else None
     latents = unit.sampler.step(output, unit.step, unit.latents)
     if not torch.isfinite(latents).all():
-        return NumericalError(f"the picture turned NaN or infinite at step {unit.step + 1} of {unit.steps}")
+        return NumericalError(f"the image turned NaN or infinite at step {unit.step + 1} of {unit.steps}")
     unit.latents = latents
     unit.step += 1
     return preview

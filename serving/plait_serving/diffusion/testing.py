@@ -39,7 +39,7 @@ class FakeMerger:
         """Records the switch; raises `LoraError` for a broken name or for weights that were not handed over."""
         for lora in target:
             if lora.name in self.broken or lora.name not in weights:
-                raise LoraError(f"{lora.name} can not be merged")
+                raise LoraError(f"{lora.name} cannot be merged")
         self.current = target
         self.history.append(target)
 

@@ -64,7 +64,7 @@ class ImageJob:
     def advance(self, phase: RequestPhase) -> None:
         """Moves on; raises ValueError and changes nothing if the table does not allow it."""
         if phase not in NEXT[self.phase]:
-            raise ValueError(f"{self.request.request_id}: {self.phase.name} can not become {phase.name}")
+            raise ValueError(f"{self.request.request_id}: {self.phase.name} cannot become {phase.name}")
         self.phase = phase
 
     @property

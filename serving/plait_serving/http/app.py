@@ -85,7 +85,7 @@ def app_from_context(
     app = _App(
         title="plait",
         version=installed_version(),
-        description="Pictures over the OpenAI Images API, with LoRA sets and ControlNets per request; "
+        description="Images over the OpenAI Images API, with LoRA sets and ControlNets per request; "
         "recommendations over the Open Inference Protocol v2.",
         docs_url=None,
         redoc_url=None,

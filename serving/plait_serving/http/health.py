@@ -13,7 +13,7 @@ from plait_serving.http.context import ContextDep, installed_version
 router = APIRouter(tags=["operations"])
 
 
-@router.get("/health", summary="Ready to make pictures, and to rank?")
+@router.get("/health", summary="Ready to make images, and to rank?")
 async def health(context: ContextDep) -> JSONResponse:
     """200 once a warm-up picture was made and while the engine and every ranker live, else 503 with the reason."""
     state = await context.health()

@@ -59,15 +59,15 @@ def decode_base64(text: str, *, param: str, limits: DecodeLimits) -> bytes:
             raise RequestError("only data URLs of base64 PNG, JPEG or WebP are understood", param=param)
         text = text[match.end() :]
     elif "://" in text[:32]:
-        raise RequestError("send the picture itself as base64; URLs and paths are never opened", param=param)
+        raise RequestError("send the image itself as base64; URLs and paths are never opened", param=param)
     if len(text) > limits.max_bytes * 4 // 3 + 4096:  # slack for line breaks and padding
-        raise RequestError(f"the picture is larger than {limits.max_bytes} bytes", param=param)
+        raise RequestError(f"the image is larger than {limits.max_bytes} bytes", param=param)
     try:
         raw = base64.b64decode(_WHITESPACE.sub("", text), validate=True)
     except (binascii.Error, ValueError) as error:
         raise RequestError("not valid base64", param=param) from error
     if len(raw) > limits.max_bytes:
-        raise RequestError(f"the picture is larger than {limits.max_bytes} bytes", param=param)
+        raise RequestError(f"the image is larger than {limits.max_bytes} bytes", param=param)
     return raw
 
 
@@ -84,16 +84,16 @@ def decode_image(raw: bytes, *, param: str, limits: DecodeLimits, paper: Paper =
     except RequestError:
         raise
     except Image.DecompressionBombError as error:
-        raise RequestError("the picture has too many pixels", param=param) from error
+        raise RequestError("the image has too many pixels", param=param) from error
     except Exception as error:  # Pillow raises a dozen types for broken files; none of them is ours
-        raise RequestError("not a readable PNG, JPEG or WebP picture", param=param) from error
+        raise RequestError("not a readable PNG, JPEG or WebP image", param=param) from error
 
 
 def _check_size(size: tuple[int, int], *, param: str, limits: DecodeLimits) -> None:
     width, height = size
     if width * height > limits.max_pixels or max(width, height) > limits.max_edge_px:
         raise RequestError(
-            f"the picture is {width}x{height}; at most {limits.max_pixels} pixels and "
+            f"the image is {width}x{height}; at most {limits.max_pixels} pixels and "
             f"{limits.max_edge_px} along an edge are accepted",
             param=param,
         )

@@ -78,7 +78,7 @@ class ControlNetSection(Section):
     replicas: Annotated[int, Field(ge=1, le=1024)] = 1
     threads: Annotated[int, Field(ge=1, le=1024, description="CPU threads of a replica")] = 1
     num_gpus: Annotated[float, Field(ge=0, description="GPUs of a replica")] = 0.0
-    preprocessor: Annotated[str | None, Field(description="turns an ordinary picture into the control map")] = None
+    preprocessor: Annotated[str | None, Field(description="turns an ordinary image into the control map")] = None
 
 
 class DefaultsSection(Section):
@@ -100,7 +100,7 @@ class ImagesSection(Section):
     name: Annotated[
         Name | None, Field(description="what requests call it; unset: the folder's or hub id's last part")
     ] = None
-    revision: Annotated[str | None, Field(description="commit of a hub id: required, so that it can not change")] = None
+    revision: Annotated[str | None, Field(description="commit of a hub id: required, so that it cannot change")] = None
     dtype: DType = "auto"
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     safety_checker: Annotated[bool, Field(description="run the checker of a folder that has one; off is logged")] = True

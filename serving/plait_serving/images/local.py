@@ -56,7 +56,7 @@ class LocalImageService:
     async def health(self) -> Health:
         """See ImageService."""
         if self._warmup_s is None:
-            return Health(ready=False, reason="the warm-up picture is not made yet")
+            return Health(ready=False, reason="the warm-up image is not made yet")
         if not self._engine.alive:
             return Health(ready=False, reason="the engine has stopped", warmup_s=self._warmup_s)
         return Health(ready=True, warmup_s=self._warmup_s)

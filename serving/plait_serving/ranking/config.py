@@ -53,7 +53,7 @@ class HnKnobs(Section):
     order: Annotated[Order, Field(description="who is next: the most urgent (deadline) or the first (arrival)")] = (
         "deadline"
     )
-    refuse_late: Annotated[bool, Field(description="refuse at once what can not be answered by its deadline")] = True
+    refuse_late: Annotated[bool, Field(description="refuse at once what cannot be answered by its deadline")] = True
     batch_wait_ms: Annotated[float, Field(ge=0, le=1000, description="how long a batch waits for more requests")] = 0.0
 
     def plain(self) -> WorkerKnobs:

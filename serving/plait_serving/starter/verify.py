@@ -93,7 +93,7 @@ def unevenness(image: ImageArray) -> float:
 
 def _recognition(_: Generate, refs: References, plain: list[ImageArray], rows: list[int]) -> list[Figure]:
     rank = ranks(pool(np.stack(plain)), refs.twemoji, rows)
-    meaning = "share of prompts whose picture is nearest to (or has among its five nearest) the right training picture"
+    meaning = "share of prompts whose image is nearest to (or has among its five nearest) the right training image"
     top1, top5 = float((rank < 1).mean()), float((rank < 5).mean())
     return [
         Figure(name="recognition_top1", value=top1, bound=">=", threshold=0.60, count=len(rows), meaning=meaning),
@@ -110,7 +110,7 @@ def _edges(generate: Generate, refs: References, plain: list[ImageArray], rows: 
     made = generate(orders)
     got = np.mean([edge_f1(edge_mask(p), refs.edges[s]) for p, s in zip(made, sources, strict=True)])
     without = np.mean([edge_f1(edge_mask(p), refs.edges[s]) for p, s in zip(plain, sources, strict=False)])
-    count, meaning = len(rows), "mean F1 of the picture's lines against the map of another concept, one pixel tolerance"
+    count, meaning = len(rows), "mean F1 of the image's lines against the map of another concept, one pixel tolerance"
     gain = float(got - without)
     return [
         Figure(name="edges_f1", value=float(got), bound=">=", threshold=0.65, count=count, meaning=meaning),
@@ -141,7 +141,7 @@ def _noto(generate: Generate, refs: References, plain: list[ImageArray], rows: l
     noto, twemoji, count = refs.noto[rows], refs.twemoji[rows], len(rows)
     got = nearer(pool(np.stack(_styled(generate, refs, rows, "noto"))), noto, twemoji)
     without = nearer(pool(np.stack(plain[:count])), noto, twemoji)
-    meaning = "share of pictures nearer to the concept's Noto artwork than to its Twemoji artwork"
+    meaning = "share of images nearer to the concept's Noto artwork than to its Twemoji artwork"
     return [
         Figure(name="noto_share", value=got, bound=">=", threshold=0.65, count=count, meaning=meaning),
         Figure(name="noto_share_without", value=without, bound="<=", threshold=0.25, count=count, meaning=meaning),
@@ -152,7 +152,7 @@ def _sketch(generate: Generate, refs: References, _: list[ImageArray], rows: lis
     rows = rows[:STYLE_COUNT]
     drawn = np.repeat(refs.sketch[rows][..., None], 3, axis=3)
     share = nearer(pool(np.stack(_styled(generate, refs, rows, "sketch"))), drawn, refs.twemoji[rows])
-    meaning = "share of pictures nearer to the concept's line drawing than to its Twemoji artwork"
+    meaning = "share of images nearer to the concept's line drawing than to its Twemoji artwork"
     return [Figure(name="sketch_share", value=share, bound=">=", threshold=0.8, count=len(rows), meaning=meaning)]
 
 

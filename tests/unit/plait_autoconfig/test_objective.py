@@ -126,12 +126,12 @@ def test_the_named_objectives():
 @pytest.mark.parametrize(
     ("text", "limits", "said"),
     [
-        ("most goodput", [], "the goal 'most goodput' can not be read"),
-        ("max a, ", [], "the goal '' can not be read"),
+        ("most goodput", [], "the goal 'most goodput' cannot be read"),
+        ("max a, ", [], "the goal '' cannot be read"),
         ("min cost at rate 1e", [], "'1e' is no number"),
         ("min cost at rate 0", [], "'min cost at rate 0' needs a rate above 0"),
         ("min cost at rate -5", [], "needs a rate above 0"),
-        ("max a", ["p99 < 5"], "the limit 'p99 < 5' can not be read"),
+        ("max a", ["p99 < 5"], "the limit 'p99 < 5' cannot be read"),
     ],
 )
 def test_unreadable_objectives_are_quoted(text, limits, said):

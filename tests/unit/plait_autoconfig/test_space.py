@@ -59,7 +59,7 @@ def test_values_outside_are_named(config, said):
     [
         ((), (), "no knob"),
         ((CPU, CPU), (), "cpu is the name of two knobs"),
-        ((IntKnob(name="a b", low=1, high=2),), (), "'a b' can not be the name"),
+        ((IntKnob(name="a b", low=1, high=2),), (), "'a b' cannot be the name"),
         ((SHARE, DEVICE), (), "share: depends on device, which is no knob before it"),
         (
             (DEVICE, FloatKnob(name="x", low=0, high=1, when={"device": ("gpu",)})),
@@ -67,12 +67,12 @@ def test_values_outside_are_named(config, said):
             "x: its condition can never hold",
         ),
         ((CPU,), ("cpus <= 2",), "names cpus, which is no knob; did you mean cpu?"),
-        ((CPU,), ("cpu <=",), "can not be read"),
+        ((CPU,), ("cpu <=",), "cannot be read"),
         ((CPU,), ("cpu + 1",), "is no condition"),
         ((CPU,), ("1 <= 2",), "names no knob"),
-        ((CPU,), ("cpu <= 'a'",), "can not be computed for cpu = 1"),
-        ((CPU,), ("cpu * 'a' == 'a'",), "can not be computed for cpu = 1: arithmetic needs numbers"),
-        ((CPU,), ("1 / (cpu - 1) < 2",), "can not be computed for cpu = 1"),
+        ((CPU,), ("cpu <= 'a'",), "cannot be computed for cpu = 1"),
+        ((CPU,), ("cpu * 'a' == 'a'",), "cannot be computed for cpu = 1: arithmetic needs numbers"),
+        ((CPU,), ("1 / (cpu - 1) < 2",), "cannot be computed for cpu = 1"),
         ((CPU,), ("cpu < 2 and " * 60 + "cpu < 2",), "more than 500"),
     ],
 )

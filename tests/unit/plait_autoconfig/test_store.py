@@ -132,14 +132,14 @@ def test_import_and_export(tmp_path: Path):
 
 def test_a_store_that_can_not_be_opened_is_named(tmp_path: Path):
     """The message names the place, but never a password."""
-    with pytest.raises(LibraryError, match=r"library nosuch://\.\.\.@host/db can not be used") as caught:
+    with pytest.raises(LibraryError, match=r"library nosuch://\.\.\.@host/db cannot be used") as caught:
         LibraryStore.open("nosuch://me:secret@host/db")
     assert "secret" not in str(caught.value)
     (tmp_path / "file").write_text("")
-    with pytest.raises(LibraryError, match=r"file/library.journal can not be used"):
+    with pytest.raises(LibraryError, match=r"file/library.journal cannot be used"):
         LibraryStore.open(tmp_path / "file" / "library.journal")
     (tmp_path / "garbage.journal").write_text("no journal\nat all\n")
-    with pytest.raises(LibraryError, match=r"garbage.journal can not be used"):
+    with pytest.raises(LibraryError, match=r"garbage.journal cannot be used"):
         LibraryStore.open(tmp_path / "garbage.journal").runs()
 
 

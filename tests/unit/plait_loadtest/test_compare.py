@@ -90,7 +90,7 @@ def test_invalid_runs_and_other_files_are_refused(tmp_path):
         (tmp_path / name).write_text(text)
         with pytest.raises(ReportError, match="report"):
             comparing.read(tmp_path / name)
-    with pytest.raises(ReportError, match="can not be read"):
+    with pytest.raises(ReportError, match="cannot be read"):
         comparing.read(tmp_path / "absent.json")
     for damage in ({"valid": True}, valid | {"histograms": {}}, valid | {"classes": None}):
         with pytest.raises(ReportError, match="damaged"):

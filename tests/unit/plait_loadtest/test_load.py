@@ -229,7 +229,7 @@ def test_a_name_that_is_nothing_is_told_what_there_is(tmp_path):
     message = refused("smokey")
     assert message.startswith("'smokey' is neither a scenario of plait (capacity, ")
     assert "no such file" in refused(str(tmp_path / "x.yaml")).lower()
-    assert "can not be read" in refused(tmp_path)
+    assert "cannot be read" in refused(tmp_path)
 
 
 def test_yaml_may_share_settings(tmp_path):

@@ -76,7 +76,7 @@ def write_report(store: JobStore, path: Path) -> None:
     try:
         path.write_text(page, encoding="utf-8")
     except OSError as error:
-        raise PlaitError(f"{path} can not be written: {error.strerror or error}") from error
+        raise PlaitError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def report_of(store: JobStore) -> str:
@@ -103,7 +103,7 @@ def _text_of(job: Path) -> str:
     try:
         return job.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise PlaitError(f"{job} can not be read: {getattr(error, 'strerror', None) or error}") from error
+        raise PlaitError(f"{job} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _folder_of(job: Path) -> Path:

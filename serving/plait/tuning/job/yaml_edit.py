@@ -31,7 +31,7 @@ def with_settings(text: str, settings: Mapping[KeyPath, Any]) -> str:
         same = False
     if not same:
         listed = ", ".join(f"{'.'.join(path)}={_inline(value)}" for path, value in settings.items())
-        raise PlaitError(f"the file is written in a way that can not be edited safely; please set by hand: {listed}")
+        raise PlaitError(f"the file is written in a way that cannot be edited safely; please set by hand: {listed}")
     return text
 
 

@@ -81,7 +81,7 @@ def target_config(target: TuningTarget, *, live: bool) -> PlaitConfig:
     except PlaitError as error:
         raise JobRefused(str(error)) from error
     if target.app == "images" and config.images is None:
-        raise JobRefused("target.app: the configuration serves no pictures (images is null)")
+        raise JobRefused("target.app: the configuration serves no images (images is null)")
     if target.app == "recommend" and not config.ranking_models:
         raise JobRefused("target.app: the configuration has no recommendation model")
     if live:
@@ -132,7 +132,7 @@ def guard_of(spec: JobSpec) -> GuardLimits | None:
     found: dict[str, float] = {}
     for limit in guard_limits(spec.target.live):
         if limit.metric not in _GUARDED or limit.bound != "at_most":
-            raise JobRefused(f"target.live.guard: {limit} can not be watched; {', '.join(_GUARDED)} <= ... can")
+            raise JobRefused(f"target.live.guard: {limit} cannot be watched; {', '.join(_GUARDED)} <= ... can")
         # What is seen while a load runs is the p95 of the last moments: a p99 is at least that, a p50 at most.
         name = "error_rate" if limit.metric == "error_rate" else "p95_ms"
         found[name] = min(limit.value, found.get(name, limit.value))

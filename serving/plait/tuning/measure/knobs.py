@@ -75,7 +75,7 @@ def check_values(config: PlaitConfig, values: Mapping[str, Iterable[Any]]) -> No
             try:
                 apply_knobs(config, {name: value})
             except ConfigError as error:
-                raise PlaitError(f"knobs: {name} can not be {value!r}: {'; '.join(error.problems)}") from error
+                raise PlaitError(f"knobs: {name} cannot be {value!r}: {'; '.join(error.problems)}") from error
 
 
 def apply_knobs(config: PlaitConfig, values: Mapping[str, Any]) -> PlaitConfig:

@@ -169,7 +169,7 @@ def running_config(root: Path, port: int) -> PlaitConfig:
     try:
         data = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:
-        raise StateError(f"{path} can not be read: {error}") from error
+        raise StateError(f"{path} cannot be read: {error}") from error
     return parse_config(data, source="the running configuration", folder=Path.cwd())
 
 

@@ -305,7 +305,7 @@ def _readable(job_id: str) -> Iterator[None]:
     try:
         yield
     except (TunerError, ValueError) as error:
-        raise Unreadable(f"job {job_id} can not be read: {' '.join(str(error).split())[:300]}") from error
+        raise Unreadable(f"job {job_id} cannot be read: {' '.join(str(error).split())[:300]}") from error
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:

@@ -31,7 +31,7 @@ def _check_tokens(text: str) -> None:
     depth = 0
     for token in yaml.scan(text):
         if isinstance(token, yaml.AliasToken | yaml.AnchorToken):
-            raise InvalidJob("a job sent over HTTP can not have YAML anchors and aliases")
+            raise InvalidJob("a job sent over HTTP cannot have YAML anchors and aliases")
         if isinstance(token, _OPENING):
             depth += 1
         elif isinstance(token, _CLOSING):
@@ -51,4 +51,4 @@ def _check_paths(job: Any) -> None:
         files[f"scenarios.{at}"] = each if isinstance(each, str) and each not in builtin_names() else None
     for name, value in files.items():
         if value is not None:
-            raise InvalidJob(f"{name}: a job sent over HTTP can not name files of the server", name)
+            raise InvalidJob(f"{name}: a job sent over HTTP cannot name files of the server", name)

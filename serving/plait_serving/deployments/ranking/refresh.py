@@ -80,5 +80,5 @@ class ServeRefresh:
     def _package(self) -> Package:
         found = self._source.package()
         if found is None:
-            raise NotPublished(f"model {self._name} can not be refreshed: it is no package")
+            raise NotPublished(f"model {self._name} cannot be refreshed: it is no package")
         return found

@@ -165,7 +165,7 @@ class RankWorker:
 
     def _refreshed(self, step: Callable[[Refresher], None]) -> RefreshError | None:
         if self._refresher is None:
-            return NotPublished(f"model {self._model} can not be refreshed: it is no package")
+            return NotPublished(f"model {self._model} cannot be refreshed: it is no package")
         refresher = self._refresher
 
         def alone() -> None:

@@ -272,7 +272,7 @@ class LoraCache:
             self._failed(key, error)
         except Exception as error:
             _log.exception("LoRA %r could not be loaded", key.name)
-            self._failed(key, LoraError(f"LoRA {key.name!r}: can not be loaded ({error!r})", param="loras"))
+            self._failed(key, LoraError(f"LoRA {key.name!r}: cannot be loaded ({error!r})", param="loras"))
         else:
             self._loaded(key, value, self._clock() - started_s)
 

@@ -225,7 +225,7 @@ class CachePolicy(Generic[T]):
     def _step(self, key: Key, event: EntryEvent) -> _CacheEntry:
         state = NEXT.get((self.state(key), event))
         if state is None:
-            raise ValueError(f"{key} is {self.state(key).name}; it can not be {event.name}")
+            raise ValueError(f"{key} is {self.state(key).name}; it cannot be {event.name}")
         entry = self._entries[key]
         entry.state = state
         return entry

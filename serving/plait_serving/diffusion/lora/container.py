@@ -108,7 +108,7 @@ def _open(path: Path) -> FileIO:
     try:
         return FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC), closefd=True)
     except OSError as error:
-        raise LoraError(f"the file can not be opened ({error.strerror})") from error
+        raise LoraError(f"the file cannot be opened ({error.strerror})") from error
 
 
 def _read_header(file: FileIO, max_bytes: int) -> Header:

@@ -96,7 +96,7 @@ class RemoteSource:
                 if not self._is_good(path, entry):
                     self._download(name, entry, path)
         except OSError as error:
-            raise LoraError(f"LoRA {name!r}: the node's cache can not be used ({error})", param="loras") from error
+            raise LoraError(f"LoRA {name!r}: the node's cache cannot be used ({error})", param="loras") from error
         return path
 
     def close(self) -> None:

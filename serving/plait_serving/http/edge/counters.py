@@ -37,13 +37,13 @@ class HttpMetrics:
             registry=self.registry,
         )
         self.stage = Histogram(
-            "plait_stage_seconds", "Where a finished picture's time went.", ["stage"], buckets=BUCKETS_S,
+            "plait_stage_seconds", "Where a finished image's time went.", ["stage"], buckets=BUCKETS_S,
             registry=self.registry,
         )  # fmt: skip
-        self.images = Counter("plait_images", "Pictures delivered.", registry=self.registry)
+        self.images = Counter("plait_images", "Images delivered.", registry=self.registry)
         self.rejected = Counter("plait_rejected", "Requests refused.", ["reason"], registry=self.registry)
         self.cancelled = Counter("plait_cancelled", "Requests whose client went away.", registry=self.registry)
-        self.in_flight = Gauge("plait_requests_in_flight", "Picture requests being served.", registry=self.registry)
+        self.in_flight = Gauge("plait_requests_in_flight", "Image requests being served.", registry=self.registry)
         self._rank = _RankMetrics(self.registry)
         # Series are kept, because finding them by their labels costs more than counting.
         self._models: dict[str, _RankSeries] = {}

@@ -43,7 +43,7 @@ _STREAM_CONTENT = {"text/event-stream": {"schema": {"type": "string", "descripti
 
 @router.post(
     "/generations",
-    summary="Make pictures",
+    summary="Make images",
     response_class=Response,
     responses={
         200: {"model": GenerationResponse, "content": _STREAM_CONTENT},

@@ -71,7 +71,7 @@ def _output_format(value: object) -> object:
 
 def _response_format(value: object) -> object:
     if value == "url":
-        raise PydanticCustomError("response_format", "pictures are not kept on the server; use b64_json")
+        raise PydanticCustomError("response_format", "images are not kept on the server; use b64_json")
     return value
 
 

@@ -92,7 +92,7 @@ def _only(models: RankingService) -> str:
 def _question(body: RecommendBody, bound: BoundModel, request_id: str, deadline_s: float | None) -> _Question:
     """Raises `BadInput`, naming the field of the body."""
     if not bound.side("item"):
-        raise BadInput(f"model {bound.name} has no item-side inputs: it can not rank items", param="model")
+        raise BadInput(f"model {bound.name} has no item-side inputs: it cannot rank items", param="model")
     ids = _ids(body.candidates, bound)
     try:
         with np.errstate(over="ignore"):  # infinity is refused by the check of values

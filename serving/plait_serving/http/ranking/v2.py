@@ -143,7 +143,7 @@ async def load(context: ContextDep, model: str, body: LoadBody) -> dict[str, Any
     503: try again. Either way the old version stays. Needs a key with the role admin."""
     refreshes = context.ranking_service.refreshes(model)
     if refreshes is None:
-        raise BadInput(f"model {model!r} can not be refreshed", param="model")
+        raise BadInput(f"model {model!r} cannot be refreshed", param="model")
     try:
         version = await refreshes.refresh(Path(body.parameters.update))
     except BadUpdate as error:

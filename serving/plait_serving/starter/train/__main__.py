@@ -25,14 +25,14 @@ SMOKE_COUNT = 40
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m plait_serving.starter.train", description=__doc__)
-    parser.add_argument("--cache", type=Path, default=Path("~/.cache/plait/starter"), help="npm archives and pictures")
+    parser.add_argument("--cache", type=Path, default=Path("~/.cache/plait/starter"), help="npm archives and images")
     parser.add_argument("--work", type=Path, help="checkpoints; default: below the cache")
     parser.add_argument("--out", type=Path, default=WEIGHTS, help="where the bundle goes")
     parser.add_argument("--stages", default=",".join(STAGES), help="comma-separated; the first four always run")
     parser.add_argument("--set", action="append", default=[], metavar="STAGE.FIELD=N", help="change one recipe")
     parser.add_argument("--threads", type=int, help="threads for torch")
     parser.add_argument(
-        "--smoke", action="store_true", help="a few steps a stage on few pictures, to see that all of it runs"
+        "--smoke", action="store_true", help="a few steps a stage on few images, to see that all of it runs"
     )
     parser.add_argument("--verify", action="store_true", help="measure the bundle afterwards; JSON on stdout")
     return parser.parse_args(argv)

@@ -18,7 +18,7 @@ FEWER = "'--candidates': Input should be less than or equal to 10000"
         (["doctor", "--port", "99999"], 2, "'--port': Input should be less than or equal to 65535"),
         (["recommend", "--user", '{"age_band": NaN}'], 2, "--user: not JSON: NaN is no number"),
         (["models", "cut", "rm1", "--candidates", "1000000000"], 2, FEWER),
-        (["models", "cut", "rm1", "--svg", "/nosuch/x.svg"], 1, "/nosuch/x.svg can not be written"),
+        (["models", "cut", "rm1", "--svg", "/nosuch/x.svg"], 1, "/nosuch/x.svg cannot be written"),
         (["models", "package", "x:y", "-o", "out", "--candidates", "1000000000"], 2, FEWER),
         (["bench", "loadtest", "--workload", "nosuch"], 1, "there is no workload 'nosuch'"),
         (["bench", "autoconfig", "--data", "/nosuch", "--workload", "falcon"], 1, "nothing was measured: falcon"),

@@ -195,7 +195,7 @@ def test_lines_of_a_later_version_are_kept_and_told(tmp_path):
 def test_a_library_that_can_not_be_read_is_refused_before_anything_is_measured(tmp_path):
     """Learning nothing in silence would waste trials."""
     (tmp_path / "past.journal").write_text('{"not": "a journal"}\n')
-    with pytest.raises(JobRefused, match=r"the library .*past.journal can not be used"):
+    with pytest.raises(JobRefused, match=r"the library .*past.journal cannot be used"):
         run_directly(tmp_path / "job", job(library=str(tmp_path / "past.journal")))
     assert read_state(JobStore.open(tmp_path / "job")).rows == ()
 

@@ -151,7 +151,7 @@ def test_a_job_that_measured_nothing_gives_way_to_another(tmp_path):
 @pytest.mark.parametrize("storage", ["nosuch://x", "sqlite:////nosuch/folder/x.db"])
 def test_a_database_that_is_not_to_be_had_is_one_sentence(tmp_path, storage):
     """Whoever is asked for it: SQLAlchemy, a driver that is not installed, the file system."""
-    with pytest.raises(JobBroken, match=r"can not be read or written: [^\n]+$"):
+    with pytest.raises(JobBroken, match=r"cannot be read or written: [^\n]+$"):
         JobStore.open_or_create(tmp_path, job(storage=storage))
 
 
@@ -161,7 +161,7 @@ def test_a_damaged_journal_is_told_by_its_folder(tmp_path, line):
     claim(JobStore.open_or_create(tmp_path, job()))
     with (tmp_path / "study.journal").open("ab") as file:
         file.write(line + b"\n")
-    with pytest.raises(JobBroken, match="can not be read or written"):
+    with pytest.raises(JobBroken, match="cannot be read or written"):
         JobStore.open(tmp_path).records()
 
 

@@ -310,7 +310,7 @@ def test_jobs_side_by_side(states):
 def test_jobs_that_differ_in_what_they_ask_are_not_compared(states):
     """The sentence names what differs; the columns are there all the same, also of a job that found nothing."""
     found = compare([states["feasible"], states["infeasible"], states["nothing yet"]])
-    assert found.sentence == "the gains can not be compared: the jobs differ in limits"
+    assert found.sentence == "the gains cannot be compared: the jobs differ in limits"
     assert [each.config is None for each in found.findings] == [False, True, True]
     document = json.loads(json.dumps(comparison_to_json(found), allow_nan=False))
     assert document["differences"] == ["budget"]

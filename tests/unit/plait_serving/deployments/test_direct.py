@@ -120,7 +120,7 @@ def test_a_port_of_another_program_is_named() -> None:
     """By the replica, and before anything is started by the command."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(OSError, match=rf"server\.direct_port: can not listen on 127\.0\.0\.1:{port}: "):
+        with pytest.raises(OSError, match=rf"server\.direct_port: cannot listen on 127\.0\.0\.1:{port}: "):
             DirectListener(Direct(host="127.0.0.1", port=port, drain_s=1))
         with pytest.raises(Exception, match=r"in use by another program; choose another with server\.direct_port"):
             check_port("127.0.0.1", port, option="server.direct_port")

@@ -483,6 +483,6 @@ def test_illegal_phase_changes_raise_and_change_nothing():
                 job.advance(target)
                 assert job.phase is target
             else:
-                with pytest.raises(ValueError, match="can not become"):
+                with pytest.raises(ValueError, match="cannot become"):
                     job.advance(target)
                 assert job.phase is start

@@ -64,11 +64,11 @@ def test_new_loras_are_seen_without_a_restart():
 
 def test_health_is_503_with_a_reason_until_it_is_200():
     """Readiness means that a warm-up picture was made."""
-    service = FakeImageService(health=Health(ready=False, reason="the warm-up picture is not made yet"))
+    service = FakeImageService(health=Health(ready=False, reason="the warm-up image is not made yet"))
     client = make_client(service)
     answer = client.get("/health")
     assert answer.status_code == 503
-    assert answer.json()["reason"] == "the warm-up picture is not made yet"
+    assert answer.json()["reason"] == "the warm-up image is not made yet"
     service.state = Health(ready=True, warmup_s=1.5)
     answer = client.get("/health")
     assert (answer.status_code, answer.json()["status"], answer.json()["warmup_s"]) == (200, "ok", 1.5)

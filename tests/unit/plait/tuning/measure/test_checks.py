@@ -52,7 +52,7 @@ def test_a_sound_job_is_accepted() -> None:
         ({"limits": ["attanment >= 0.9"]}, "no metric attanment; did you mean attainment?"),
         (
             {"knobs": {"batch": {"kind": "int", "low": 1, "high": 400, "sets": "engine.largest_batch"}}},
-            "engine.largest_batch can not be 400",
+            "engine.largest_batch cannot be 400",
         ),
         ({"scenarios": [SCENARIO | {"target": {"api": "raw"}}]}, "is for the API raw"),
         ({"scenarios": [SCENARIO | {"duration_s": 1}]}, "duration_s: 2"),
@@ -108,7 +108,7 @@ def test_a_guard_watches_what_can_be_seen_while_a_load_runs() -> None:
         p95_ms=200.0, error_rate=0.1, every_s=1.0
     )
     assert guard_of(job()) is None
-    with pytest.raises(JobRefused, match="memory_gib <= 4 can not be watched"):
+    with pytest.raises(JobRefused, match="memory_gib <= 4 cannot be watched"):
         guard_of(guarded("memory_gib <= 4"))
 
 

@@ -62,7 +62,7 @@ def test_a_half_that_a_knob_can_bring_may_be_tuned(config: PlaitConfig) -> None:
 
 def test_values_that_the_deployment_refuses_are_named(config: PlaitConfig) -> None:
     """Before anything is measured, with the bound."""
-    with pytest.raises(PlaitError, match=r"engine.largest_batch can not be 1000.*256"):
+    with pytest.raises(PlaitError, match=r"engine.largest_batch cannot be 1000.*256"):
         check_values(config, {"engine.largest_batch": [4, 1000]})
 
 

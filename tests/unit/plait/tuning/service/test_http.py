@@ -239,7 +239,7 @@ def test_an_unknown_job_is_not_found(client, job_id):
         ("", "a job is a mapping"),
         ("[" * 5000, "nested more than"),
         (job_text(knobs={}), "knobs"),
-        (job_text(objective="more"), "can not be read"),
+        (job_text(objective="more"), "cannot be read"),
         (job_text(limits=["p99_ms <= 5", "p99_ms >= 9"]), "contradict"),
         (job_text(constraints=["replicas * batch <= 0"]), "the space is empty"),
         (job_text(designer={"name": "nobody"}), "nobody"),

@@ -309,7 +309,7 @@ def test_a_cache_that_can_not_be_written_is_a_clear_error(store, tmp_path):
     """The operator reads what is wrong with the node."""
     blocker = put(tmp_path, "file")
     source = RemoteSource(store.folder.as_uri(), {"a": entry()}, cache_folder=blocker / "cache")
-    with pytest.raises(LoraError, match="node's cache can not be used"):
+    with pytest.raises(LoraError, match="node's cache cannot be used"):
         source.fetch("a")
 
 
