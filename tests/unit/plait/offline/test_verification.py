@@ -117,7 +117,7 @@ def test_a_missed_threshold_is_exit_code_99(folder, artwork, serve, capsys):
     serve(Painter(artwork, blind=True))
     assert run(folder, "--part", "recognition") == 99
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["figure", "value", "wanted", "pictures"]
+    assert lines[0].split() == ["figure", "value", "wanted", "images"]
     assert lines[1].split()[0] == "recognition_top1"
     assert lines[1].endswith("MISSED")
 

@@ -119,7 +119,10 @@ def test_a_gauge_reads_the_time_since_it_was_read() -> None:
     assert gauge.read() == 0.0
 
 
-@pytest.mark.parametrize(
+BAD = [{"min_replicas": 0}, {"min_replicas": 3, "max_replicas": 2}, {"low": 0.7}, {"high": 0.5}]
+
+
+@pytest.mark.parametrize("bad", BAD)
     "bad", [{"min_replicas": 0}, {"min_replicas": 3, "max_replicas": 2}, {"low": 0.7}, {"high": 0.5}]
 )
 def test_a_scaling_that_can_not_be_is_refused(bad: dict[str, float]) -> None:
