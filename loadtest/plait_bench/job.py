@@ -123,6 +123,6 @@ def text_table(written: Mapping[str, Any]) -> str:
 
 def _starter() -> Path:
     """The models that ship with plait."""
-    from plait_serving.config import STARTER_FOLDER
+    from plait_serving.images.config import STARTER_FOLDER
 
     return STARTER_FOLDER

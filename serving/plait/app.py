@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from ray import serve
 
-from plait.config import CONTROLNET_PREFIX, ENGINE, INGRESS, Served, ServerSection, worker_name
-from plait_serving.config import INGRESS_CPUS, MODEL_CPUS, ControlNetSection, ImagesSection
+from plait.config import CONTROLNET_PREFIX, ENGINE, INGRESS, PlaitConfig, Served, ServerSection, worker_name
 from plait_serving.deployments.direct import Direct
 from plait_serving.deployments.engine import MAX_ONGOING_REQUESTS, EngineReplica, EngineSource
 from plait_serving.deployments.ingress import Ingress, RankModel
 from plait_serving.deployments.lazy import LazyControlNet, LazyRankWorker
-from plait_serving.deployments.rank_source import PackageSource, RankSource
+from plait_serving.deployments.ranking_source import PackageSource, RankSource
 from plait_serving.deployments.scaling import autoscaling
-from plait_serving.recommend_config import (
+from plait_serving.images.config import INGRESS_CPUS, MODEL_CPUS, ControlNetSection, ImagesSection
+from plait_serving.ranking.config import (
     WORKER_CPUS,
     CnSection,
     HnSection,
@@ -50,6 +50,11 @@ def build(args: AppArgs) -> serve.Application:
     from plait_serving.deployments.images_source import ImagesSource
 
     return compose(args, None if args.images is None else ImagesSource(args.images))
+
+
+def application(config: PlaitConfig) -> serve.Application:
+    """The application of a whole plait.yaml."""
+    return build(AppArgs(server=config.server, images=config.images, recommend=config.recommend, tuning=config.tuning))
 
 
 def compose(
@@ -93,9 +98,9 @@ _COMMON: dict[str, Any] = {
 
 def http_settings(server: ServerSection) -> "HttpSettings":
     """The HTTP side's settings; called in the ingress replica, where its imports belong."""
-    from plait_serving.http.auth import ApiKey, Principal, Role
     from plait_serving.http.context import HttpSettings
-    from plait_serving.http.hosts import LOOPBACK_HOSTS
+    from plait_serving.http.edge.auth import ApiKey, Principal, Role
+    from plait_serving.http.edge.hosts import LOOPBACK_HOSTS
     from plait_serving.starter.preprocess import PREPROCESSORS
 
     keys = tuple(
@@ -117,10 +122,10 @@ def tuning_routers(args: AppArgs) -> "tuple[APIRouter, ...]":
     """The routes of tuning jobs; called in the ingress replica."""
     import yaml
 
-    from plait.state import state_root
-    from plait.tuning.actor import ActorTuningService
-    from plait.tuning.desk import DeskSettings
-    from plait.tuning.http import tuning_router
+    from plait.server.state import state_root
+    from plait.tuning.service.actor import ActorTuningService
+    from plait.tuning.service.desk import DeskSettings
+    from plait.tuning.service.http import tuning_router
 
     config = yaml.safe_dump(args.model_dump(mode="json", exclude={"tuning"}))
     folder = args.tuning.folder or state_root(os.environ) / "tuning"

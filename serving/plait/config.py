@@ -17,8 +17,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from plait.errors import ConfigError
 from plait_loadtest import strict_yaml
-from plait_serving.config import INGRESS_CPUS, FolderPath, ImagesSection
-from plait_serving.recommend_config import RecommenderSection, RecommendSection
+from plait_serving.images.config import INGRESS_CPUS, FolderPath, ImagesSection
+from plait_serving.ranking.config import RecommenderSection, RecommendSection
 
 INGRESS, ENGINE, CONTROLNET_PREFIX = "ingress", "engine", "controlnet-"
 """Names of the deployments, in Serve's status, in logs and in a Serve YAML; `worker_name` makes the others."""

@@ -103,7 +103,7 @@ def check_machine() -> list[Finding]:
 
 def check_home(environ: Mapping[str, str]) -> list[Finding]:
     """Where state goes; an unusable home is fine, it only moves the state folder."""
-    from plait.state import state_root
+    from plait.server.state import state_root
 
     home = environ.get("HOME", "")
     usable = bool(home) and os.access(home, os.W_OK)
@@ -117,7 +117,7 @@ def check_home(environ: Mapping[str, str]) -> list[Finding]:
 
 def check_port(host: str, port: int) -> list[Finding]:
     """Whether the port is free, or a plait has it."""
-    from plait import ports
+    from plait.server import ports
 
     try:
         ports.check_port(host, port)

@@ -10,8 +10,8 @@ import pytest
 
 from plait_serving.diffusion.errors import Cancelled, EngineStopped, Overloaded
 from plait_serving.diffusion.values import Failed, Finished, ImageRequest, Preview, Progress, Scheduler
-from plait_serving.http.local_service import LocalImageService
-from plait_serving.http.testing import FAKE_CATALOG, FakeImageService, fake_picture, fake_result
+from plait_serving.images.local import LocalImageService
+from plait_serving.images.testing import FAKE_CATALOG, FakeImageService, fake_picture, fake_result
 from support.http_app import until
 
 STEP_S = 0.005

@@ -8,7 +8,7 @@ import pytest
 from plait_disagg.errors import Busy
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
-from plait_serving.http.testing_rank import FakeRanker, fake_outputs, fake_recommenders
+from plait_serving.ranking.testing import FakeRanker, fake_outputs, fake_recommenders
 from support.app_server import AppServer
 from support.http_rank import arrays, datatype
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from plait.cli.main import main
-from plait_serving.images import DecodeLimits, decode_image, read_parameters
+from plait_serving.images.codec import DecodeLimits, decode_image, read_parameters
 from support.http_app import png
 from support.server import write_tiny_models
 

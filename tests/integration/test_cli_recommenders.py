@@ -11,7 +11,7 @@ import torch
 
 from plait.cli.main import main
 from plait.errors import PlaitError
-from plait.packaging import make
+from plait.offline.packaging import make
 from plait.targets import load_target
 from support import shop
 

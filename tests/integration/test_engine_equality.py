@@ -23,11 +23,11 @@ from diffusers import (
 )
 from PIL import Image
 
-from plait_serving.config import STARTER_FOLDER
 from plait_serving.diffusion.assemble import Assembled, EngineSettings, build_engine
 from plait_serving.diffusion.knobs import Knobs, Placement
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.values import ControlRef, Failed, Finished, ImageRequest, LoraRef, Scheduler
+from plait_serving.images.config import STARTER_FOLDER
 from support.tiny import IMAGE_SIZE, tiny_lora
 
 ALONE, IN_COMPANY = 1e-5, 1e-4

@@ -17,8 +17,8 @@ from plait_serving.diffusion.engine import Engine
 from plait_serving.diffusion.knobs import Knobs
 from plait_serving.diffusion.stepper import Stepper
 from plait_serving.diffusion.testing import FakeDenoiser, FakeMerger, FakeProvider, fake_samplers
-from plait_serving.http.local_service import LocalImageService, limits_of
-from plait_serving.http.testing import FAKE_CATALOG
+from plait_serving.images.local import LocalImageService, limits_of
+from plait_serving.images.testing import FAKE_CATALOG
 from support.http_app import AsgiCall, make_app, pixels, until
 
 torch.set_num_threads(1)

@@ -15,8 +15,8 @@ from plait_disagg.package.read import open_package
 from plait_disagg.workers.whole import WholeRanker
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
-from plait_serving.http.recommenders import Recommender
-from plait_serving.recommend_config import STARTER_RECOMMENDER, STARTER_RECOMMENDER_FOLDER
+from plait_serving.ranking.config import STARTER_RECOMMENDER, STARTER_RECOMMENDER_FOLDER
+from plait_serving.ranking.service import Recommender
 from support.app_server import AppServer
 from support.http_rank import outputs_of
 

@@ -18,9 +18,9 @@ from plait_disagg.package.manifest import read_manifest
 from plait_disagg.refresh.errors import NotPublished
 from plait_disagg.refresh.publish import publish
 from plait_serving.http.app import create_app
-from plait_serving.http.auth import ApiKey, Role
 from plait_serving.http.context import HttpSettings
-from plait_serving.http.recommenders import Recommender
+from plait_serving.http.edge.auth import ApiKey, Role
+from plait_serving.ranking.service import Recommender
 from support import refresh as kit
 from support.app_server import AppServer
 from support.rank_fabric import Rig

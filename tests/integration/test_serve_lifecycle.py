@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from plait import processes
+from plait.server import processes
 from support.server import FAKE, PlaitServer, free_port
 
 pytestmark = pytest.mark.cluster
@@ -206,7 +206,7 @@ sys.stdin.read()
 
 def test_serve_attached_stops_only_what_it_brought(launch):
     """Attached to somebody's Ray, a stop takes our application away and leaves their Ray running."""
-    from plait.state import scratch_root
+    from plait.server.state import scratch_root
 
     folder = scratch_root() / "host-ray"
     host = subprocess.Popen(

@@ -20,15 +20,15 @@ import torch
 
 from plait.app import AppArgs, compose
 from plait.config import INGRESS, ServerSection
-from plait.ports import hold_port
-from plait.tuning.usage import replica_pids
+from plait.server.ports import hold_port
+from plait.tuning.measure.usage import replica_pids
 from plait_disagg.errors import Unavailable
 from plait_disagg.package import Package
 from plait_disagg.workers.remote import RemoteRanker
 from plait_fabric.rpc.replicas import Replica
+from plait_serving.deployments.ranking import remote_ranker
 from plait_serving.deployments.reach import ServeReplicas
-from plait_serving.deployments.recommend import remote_ranker
-from plait_serving.recommend_config import RecommenderSection, RecommendSection
+from plait_serving.ranking.config import RecommenderSection, RecommendSection
 from support import ranking as kit
 from support import refresh as refresh_kit
 from support.cluster import SharedServe
@@ -191,7 +191,7 @@ async def test_a_refresh_reaches_all_workers_of_a_model(deployed: Deployed, tmp_
 def test_workers_import_nothing_that_makes_pictures() -> None:
     """Their start is torch's, Serve's and no more: diffusers and its kin cost many seconds."""
     code = (
-        "import sys, plait_serving.deployments.recommend, plait_serving.deployments.lazy, plait_disagg.package.read\n"
+        "import sys, plait_serving.deployments.ranking, plait_serving.deployments.lazy, plait_disagg.package.read\n"
         "print(*{'diffusers', 'transformers', 'peft', 'accelerate'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

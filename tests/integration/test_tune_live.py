@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from plait import processes
-from plait.tuning import work
-from plait.tuning.live import left_notes, note_path
-from plait.tuning.recover import recover_all
+from plait.server import processes
+from plait.tuning.job import work
+from plait.tuning.job.recover import recover_all
+from plait.tuning.measure.live import left_notes, note_path
 from plait_autoconfig.jobs.measurer import Kind
 from plait_autoconfig.values import FailureKind
 from support.live_app import COMPOSE, TARGET, write_job
@@ -137,7 +137,7 @@ def test_what_a_killed_tuner_left_is_rolled_back(server: PlaitServer, environmen
     root = environment / "state"
     code = (
         "import os, signal; from pathlib import Path\n"
-        "from plait.tuning.knobs import apply_knobs; from plait.tuning.live import Live\n"
+        "from plait.tuning.measure.knobs import apply_knobs; from plait.tuning.measure.live import Live\n"
         "from support.live_app import compose\n"
         f"live = Live(compose, root=Path({str(root)!r}), port={server.port})\n"
         "live.apply(apply_knobs(live.original, {'engine.largest_batch': 5}), limit_s=60)\n"
@@ -159,7 +159,7 @@ def test_knobs_are_given_to_a_running_server(server: PlaitServer, environment: P
     """They are told, take effect without a restart, and are from then on what the server's own configuration is."""
     pids = server.replica_pids("engine")
     code = (
-        "from plait.tuning.applying import apply_to_server\n"
+        "from plait.tuning.job.applying import apply_to_server\n"
         f"for batch in (6, 16): print(apply_to_server({{'engine.largest_batch': batch}}, port={server.port}, "
         "dry_run=False), end='')\n"
     )

@@ -12,8 +12,8 @@ from hypothesis.extra import numpy as hnp
 
 from plait_disagg.errors import BadInput
 from plait_serving.http.context import HttpSettings
-from plait_serving.http.testing_rank import FAKE_CARD, FakeRanker
-from plait_serving.http.v2_wire import DTYPES, parse_infer
+from plait_serving.ranking.codec import DTYPES, parse_infer
+from plait_serving.ranking.testing import FAKE_CARD, FakeRanker
 from support.http_rank import HEADER, INFER, arrays, as_binary, as_json, make_client, outputs_of
 
 scalars = (

@@ -14,7 +14,7 @@ from typing import Any
 
 from plait_serving.diffusion.errors import NumericalError
 from plait_serving.diffusion.knobs import Knobs
-from plait_serving.http.testing import FakeImageService
+from plait_serving.images.testing import FakeImageService
 
 
 class FakeHosted:
@@ -53,7 +53,7 @@ def main(source: FakeSource = FakeSource()) -> int:
     source = replace(source, step_s=float(os.environ.get("FAKE_STEP_S", source.step_s)))
     from plait.config import PlaitConfig, load_config
     from plait.errors import PlaitError
-    from plait.supervise import serve
+    from plait.server.supervise import serve
 
     def compose_fake(config: PlaitConfig) -> Any:
         from plait.app import AppArgs, compose  # imports Ray, whose environment is set by then

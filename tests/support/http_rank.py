@@ -13,8 +13,8 @@ from starlette.testclient import TestClient
 
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
-from plait_serving.http.recommenders import Recommender
-from plait_serving.http.testing_rank import FakeRanker, fake_recommenders
+from plait_serving.ranking.service import Recommender
+from plait_serving.ranking.testing import FakeRanker, fake_recommenders
 
 INFER = "/v2/models/picks/infer"
 HEADER = "inference-header-content-length"

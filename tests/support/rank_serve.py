@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from plait_disagg.package import Package
 from plait_disagg.protocols import ItemStore
-from plait_serving.deployments.rank_source import Opened
-from plait_serving.recommend_config import RankRole
+from plait_serving.deployments.ranking_source import Opened
+from plait_serving.ranking.config import RankRole
 from support import ranking as kit
 
 

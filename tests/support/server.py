@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from plait import processes
-from plait.state import RunRecord
+from plait.server import processes
+from plait.server.state import RunRecord
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 READY_TIMEOUT_S = 240.0
@@ -117,8 +117,8 @@ class PlaitServer:
 
     def kill_and_clean(self) -> None:
         """SIGKILL, and what the next start would do; for a test's own clean-up."""
-        from plait import leftovers
-        from plait.state import PortState
+        from plait.server import leftovers
+        from plait.server.state import PortState
 
         self.process.kill()
         self.wait()
@@ -168,7 +168,7 @@ class _KillAfter:
 
 def free_port() -> int:
     """A port that is free now."""
-    from plait.ports import free_port as find
+    from plait.server.ports import free_port as find
 
     return find("127.0.0.1")
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from plait.tuning.desk import DeskSettings, TuningDesk
-from plait.tuning.telling import note_progress
+from plait.tuning.service.desk import DeskSettings, TuningDesk
+from plait.tuning.service.telling import note_progress
 from plait_autoconfig.errors import TunerError
 from plait_autoconfig.jobs.loop import run_job
 from plait_autoconfig.jobs.store import JobStore
@@ -19,7 +19,7 @@ CONFIG = "images: {knobs: {threads: 1}}\n"
 
 
 class Thread:
-    """A job that is worked on; see `plait.tuning.desk.Work`."""
+    """A job that is worked on; see `plait.tuning.service.desk.Work`."""
 
     def __init__(self, folder: Path, arguments: Mapping[str, Any], dies: Callable[[], bool]) -> None:
         self._folder, self._arguments, self._dies = folder, arguments, dies

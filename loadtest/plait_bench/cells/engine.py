@@ -18,12 +18,12 @@ from plait_bench.errors import SystemFailed
 from plait_bench.images.models import open_models
 from plait_bench.images.requests import image_request
 from plait_bench.images.workloads import CONTROLNETS, LORA_SETS, PROMPTS, SCHEDULERS, Order
-from plait_serving.config import STARTER_FOLDER
 from plait_serving.diffusion.assemble import EngineSettings, build_engine
 from plait_serving.diffusion.engine import Engine
 from plait_serving.diffusion.knobs import Exact, Knobs, Placement
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest
+from plait_serving.images.config import STARTER_FOLDER
 
 __all__ = ["EngineWorkload"]
 

@@ -34,7 +34,7 @@ from plait_fabric.turns import take_short_turns
 from plait_serving.deployments.reach import FABRIC
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
-from plait_serving.http.recommenders import Recommender
+from plait_serving.ranking.service import Recommender
 
 
 def whole(package: Package, threads: int) -> Ranker:

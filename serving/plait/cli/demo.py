@@ -14,7 +14,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 def demo(out: Annotated[Path, typer.Option(help="folder for the pictures")] = Path("out/demo")) -> None:
     """Starts a server, makes pictures (plain, ControlNet, LoRA, both, two at once), ranks films, loads it, stops it,
     and tunes a clone."""
-    from plait.demo import run
+    from plait.demo.run import run
 
     sheet = run(out, say=print)
     print(f"all of them: {sheet}")

@@ -20,7 +20,7 @@ def doctor(
     from dataclasses import asdict
 
     from plait.doctor import Verdict, examine
-    from plait_serving.config import STARTER_FOLDER
+    from plait_serving.images.config import STARTER_FOLDER
 
     findings = examine(os.environ, host="127.0.0.1", port=port, starter=STARTER_FOLDER)
     if as_json:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from plait_serving.http.service import ImageService
+    from plait_serving.images.service import ImageService
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -40,7 +40,7 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="print files, seeds and timings as JSON")] = False,
 ) -> None:
     """Makes pictures in this process and prints the names of the files; progress goes to stderr."""
-    from plait.pictures import OrderError, parse_order, run_order
+    from plait.offline.images import OrderError, parse_order, run_order
     from plait_serving.starter.preprocess import PREPROCESSORS
 
     fields = {
@@ -70,7 +70,7 @@ def open_service(model: str | None, config: Path | None) -> AbstractContextManag
     """The engine of a configuration in this process."""
     from plait.config import load_config
     from plait.errors import PlaitError
-    from plait.pictures import open_local
+    from plait.offline.images import open_local
 
     overrides = [] if model is None else [f"images.model={_model_path(model)}"]
     images = load_config(config, overrides=overrides).images

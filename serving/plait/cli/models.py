@@ -32,7 +32,7 @@ def models() -> None:
 def list_models(config: Config = None, as_json: AsJson = False) -> None:
     """Lists what requests may name, from the folders, without loading anything."""
     from plait.config import load_config
-    from plait.inventory import inventory
+    from plait.offline.inventory import inventory
 
     loaded = load_config(config)
     entries = [asdict(entry) for entry in inventory(loaded.images, loaded.recommenders)]
@@ -54,8 +54,8 @@ def verify_models(
     as_json: AsJson = False,
 ) -> None:
     """Measures the starter models over the server's own engine. Exit code 99 if a figure misses its threshold."""
-    from plait.pictures import open_local
-    from plait.verification import check_files, measure, parse_parts, section_of
+    from plait.offline.images import open_local
+    from plait.offline.verification import check_files, measure, parse_parts, section_of
     from plait_serving.starter.manifest import WEIGHTS
 
     folder = folder or WEIGHTS

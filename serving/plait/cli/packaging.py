@@ -55,7 +55,7 @@ def package_model(
 
     The function is your code and runs here. What it makes is stored as programs and numbers: serving runs none of it.
     """
-    from plait.packaging import make, package
+    from plait.offline.packaging import make, package
     from plait_disagg.package.manifest import MANIFEST
     from plait_disagg.package.write import Options
 
@@ -87,7 +87,7 @@ def cut_model(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Shows where a model is cut: what runs on which side, what crosses, bytes per request."""
-    from plait.cutting import SHOWN, Question, look
+    from plait.offline.cutting import SHOWN, Question, look
     from plait_disagg.graph.draw import cut_svg
 
     question = Question(

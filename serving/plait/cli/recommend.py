@@ -25,7 +25,7 @@ def recommend(
     """Ranks candidates for a user with a packaged model in this process: the best first, with their scores."""
     body = {"user": _json(user, "--user"), "candidates": _candidates(candidates), "top_k": top_k}
     from plait.cli.models import table
-    from plait.recommending import recommend as ask
+    from plait.offline.ranking import recommend as ask
 
     answer = ask(folder or _starter(), body)
     if as_json:
@@ -36,7 +36,7 @@ def recommend(
 
 
 def _starter() -> Path:
-    from plait_serving.recommend_config import STARTER_RECOMMENDER_FOLDER
+    from plait_serving.ranking.config import STARTER_RECOMMENDER_FOLDER
 
     return STARTER_RECOMMENDER_FOLDER
 

@@ -22,8 +22,8 @@ def make_update(
     version: Annotated[str, typer.Option(help="the new version")],
 ) -> None:
     """Writes an update: the rows and weights in which a retrained model differs from the newest version."""
-    from plait.packaging import make
-    from plait.refreshing import update
+    from plait.offline.packaging import make
+    from plait.offline.refreshing import update
 
     print(f"making {target} ...", file=sys.stderr, flush=True)
     manifest = update(make(target).module, package, out, version=version)
@@ -43,7 +43,7 @@ def refresh_model(
 
     A bad update is refused, and the old version stays. Publishing the same one again is no error.
     """
-    from plait.refreshing import publish_over_http
+    from plait.offline.refreshing import publish_over_http
 
     version = publish_over_http(url, model, update, api_key=api_key)
     print(f"{model} is at version {version}")
@@ -51,7 +51,7 @@ def refresh_model(
 
 def fold_model(package: Package, *, out: Out) -> None:
     """Writes a package that has its updates inside: many small ones make every start of a worker slower."""
-    from plait.refreshing import fold
+    from plait.offline.refreshing import fold
 
     manifest = fold(package, out)
     print(f"version {manifest.version}", file=sys.stderr)

@@ -46,7 +46,7 @@ def serve(  # noqa: PLR0917  # typer declares options as parameters
 
 
 def _serve(config: PlaitConfig) -> int:
-    from plait import supervise
+    from plait.server import supervise
 
     return supervise.serve(
         config,
@@ -59,9 +59,9 @@ def _serve(config: PlaitConfig) -> int:
 
 
 def _compose(config: PlaitConfig) -> Any:
-    from plait.app import AppArgs, build  # imports Ray, whose environment is set by now
+    from plait.app import application  # imports Ray, whose environment is set by now
 
-    return build(AppArgs(server=config.server, images=config.images, recommend=config.recommend, tuning=config.tuning))
+    return application(config)
 
 
 def _yaml(value: str | int) -> str:

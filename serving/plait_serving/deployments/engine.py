@@ -17,7 +17,7 @@ from plait_serving.deployments.threads import take_threads_back
 from plait_serving.diffusion.errors import EngineError, EngineStopped
 from plait_serving.diffusion.knobs import Knobs
 from plait_serving.diffusion.values import Event, Failed, ImageRequest, Progress
-from plait_serving.http.service import Catalog, Health, ImageService
+from plait_serving.images.service import Catalog, Health, ImageService
 
 _log = logging.getLogger(__name__)
 

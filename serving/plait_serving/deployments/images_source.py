@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from plait_serving.config import STARTER_FOLDER, ImagesSection
 from plait_serving.deployments.engine import HostedEngine
 from plait_serving.diffusion.knobs import Knobs
+from plait_serving.images.config import STARTER_FOLDER, ImagesSection
 
 if TYPE_CHECKING:
     from plait_serving.deployments.controlnet import ServeConnect
     from plait_serving.diffusion.assemble import Assembled
     from plait_serving.diffusion.lora.source import LoraSource
-    from plait_serving.http.service import Catalog, ImageService, LoraCard
+    from plait_serving.images.service import Catalog, ImageService, LoraCard
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class HostedImages:
     """An engine with its way in: see `HostedEngine`."""
 
     def __init__(self, images: ImagesSection, assembled: Assembled, loras: LoraSource) -> None:
-        from plait_serving.http.local_service import LocalImageService
+        from plait_serving.images.local import LocalImageService
 
         self._images = images
         self._assembled = assembled
@@ -105,7 +105,7 @@ class HostedImages:
         self._assembled.engine.stop(drain_s=drain_s)
 
     def _catalog(self) -> Catalog:
-        from plait_serving.http.service import Catalog, ControlNetCard, Limits, ModelCard
+        from plait_serving.images.service import Catalog, ControlNetCard, Limits, ModelCard
         from plait_serving.starter.preprocess import PREPROCESSORS
 
         bundle, limits = self._assembled.bundle, self._assembled.engine.limits
@@ -146,7 +146,7 @@ class LoraCards:
 
     def cards(self) -> tuple[LoraCard, ...]:
         """In order of their names."""
-        from plait_serving.http.service import LoraCard
+        from plait_serving.images.service import LoraCard
 
         entries = self._source.list()
         known = {(name, entry.stamp): self._formats.get((name, entry.stamp)) for name, entry in entries.items()}

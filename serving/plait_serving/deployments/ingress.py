@@ -17,16 +17,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from plait_fabric.turns import take_short_turns
 from plait_serving.deployments.direct import Direct, DirectListener
 from plait_serving.deployments.logs import configure_logging
-from plait_serving.deployments.rank_source import RankSource
+from plait_serving.deployments.ranking_source import RankSource
 from plait_serving.diffusion.errors import Cancelled, EngineError, EngineStopped, Overloaded
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest, Preview
 from plait_serving.http.context import HttpSettings
-from plait_serving.http.service import Catalog, Health
+from plait_serving.images.service import Catalog, Health
 
 if TYPE_CHECKING:
     from fastapi import APIRouter, FastAPI
 
-    from plait_serving.http.recommenders import Recommender
+    from plait_serving.ranking.service import Recommender
 
 _log = logging.getLogger(__name__)
 
@@ -199,9 +199,9 @@ def _recommenders(
 ) -> dict[str, Recommender]:
     if not rankers:
         return {}
-    from plait_serving.deployments.recommend import remote_ranker
+    from plait_serving.deployments.ranking import remote_ranker
     from plait_serving.deployments.refreshing import ServeRefresh
-    from plait_serving.http.recommenders import Recommender
+    from plait_serving.ranking.service import Recommender
 
     return {
         name: Recommender(

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any, ClassVar
 
 from plait_serving.deployments.threads import choose_omp_wait, take_threads_back
-from plait_serving.recommend_config import OmpWait
+from plait_serving.ranking.config import OmpWait
 
 
 class _Lazy:
@@ -54,9 +54,9 @@ class LazyControlNet(_Lazy):
 
 
 class LazyRankWorker(_Lazy):
-    """`plait_serving.deployments.recommend.RankWorker`, which see, imported in its replica."""
+    """`plait_serving.deployments.ranking.RankWorker`, which see, imported in its replica."""
 
-    _path = "plait_serving.deployments.recommend:RankWorker"
+    _path = "plait_serving.deployments.ranking:RankWorker"
 
     def __init__(self, *, omp_wait: OmpWait, **arguments: Any) -> None:
         choose_omp_wait(os.environ, omp_wait)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from plait_disagg.queue.scale import Scaling, State, decide
 
 if TYPE_CHECKING:
-    from plait_serving.recommend_config import Replicas
+    from plait_serving.ranking.config import Replicas
 
 __all__ = ["PRESSURE", "ScaleByPressure", "autoscaling"]
 

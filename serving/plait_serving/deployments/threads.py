@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import MutableMapping
 
-from plait_serving.recommend_config import OmpWait
+from plait_serving.ranking.config import OmpWait
 
 _log = logging.getLogger(__name__)
 

@@ -16,16 +16,17 @@ from starlette.responses import Response
 
 from plait_disagg.errors import RankError
 from plait_serving.diffusion.errors import EngineError
-from plait_serving.http import health, images, metrics, models
-from plait_serving.http.auth import AuthMiddleware
-from plait_serving.http.body_limit import BodyLimitMiddleware, BodyTooLarge
+from plait_serving.http import health, metrics, models
 from plait_serving.http.context import Context, HttpSettings, installed_version
-from plait_serving.http.errors import ApiError, ClientGone, wire_error
-from plait_serving.http.hosts import HostMiddleware
-from plait_serving.http.recommenders import Recommender, Recommenders
-from plait_serving.http.request_id import RequestIdMiddleware
-from plait_serving.http.schemas import GenerationBody
-from plait_serving.http.service import ImageService
+from plait_serving.http.edge.auth import AuthMiddleware
+from plait_serving.http.edge.body_limit import BodyLimitMiddleware, BodyTooLarge
+from plait_serving.http.edge.errors import ApiError, ClientGone, wire_error
+from plait_serving.http.edge.hosts import HostMiddleware
+from plait_serving.http.edge.request_id import RequestIdMiddleware
+from plait_serving.http.images import routes as images
+from plait_serving.http.images.schemas import GenerationBody
+from plait_serving.images.service import ImageService
+from plait_serving.ranking.service import Recommender, Recommenders
 
 # What users of other servers type first.
 ALIASES = {
@@ -57,7 +58,7 @@ class _App(FastAPI):
         """The schema; made once."""
         schema = super().openapi()
         if self.state.context.recommenders:
-            from plait_serving.http.v2 import INFER_DOCUMENTATION
+            from plait_serving.http.ranking.v2 import INFER_DOCUMENTATION
 
             schema["paths"].update(INFER_DOCUMENTATION)
         return schema
@@ -115,7 +116,7 @@ def _add_routes(app: FastAPI, context: Context) -> None:
     """Routes are tried one after the other: the hot one comes first. Those that rank need torch, which
     takes long to load: a server of pictures alone does without."""
     if context.recommenders:
-        from plait_serving.http import recommend, v2
+        from plait_serving.http.ranking import recommend, v2
 
         app.router.routes[:0] = v2.infer_routes(context)
         for router in (v2.router, recommend.router):
@@ -159,8 +160,8 @@ async def _invalid_body(request: Request, error: Exception) -> Response:
 
 def _fields_of(path: str, context: Context) -> list[str]:
     if context.recommenders:
-        from plait_serving.http.recommend import PATH
-        from plait_serving.http.recommend_values import RecommendBody
+        from plait_serving.http.ranking.recommend import PATH
+        from plait_serving.http.ranking.recommend_schemas import RecommendBody
 
         if path == PATH:
             return list(RecommendBody.model_fields)

@@ -13,12 +13,12 @@ from typing import Annotated
 from fastapi import Depends
 from starlette.requests import Request
 
-from plait_serving.http.auth import ApiKey
-from plait_serving.http.counters import HttpMetrics
-from plait_serving.http.recommenders import Recommenders
-from plait_serving.http.resolve import RANDOM_SEED_END, Preprocessors
-from plait_serving.http.service import ImageService
-from plait_serving.images import DecodeLimits
+from plait_serving.http.edge.auth import ApiKey
+from plait_serving.http.edge.counters import HttpMetrics
+from plait_serving.http.images.resolve import RANDOM_SEED_END, Preprocessors
+from plait_serving.images.codec import DecodeLimits
+from plait_serving.images.service import ImageService
+from plait_serving.ranking.service import Recommenders
 
 
 def installed_version() -> str:

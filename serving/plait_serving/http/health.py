@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from starlette.responses import JSONResponse
 
 from plait_serving.http.context import Context, ContextDep, installed_version
-from plait_serving.http.service import Health
+from plait_serving.images.service import Health
 
 router = APIRouter(tags=["operations"])
 

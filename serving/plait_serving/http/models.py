@@ -16,8 +16,8 @@ from plait_disagg.values import ModelCard as RankCard
 from plait_serving.diffusion.errors import NotFound
 from plait_serving.diffusion.values import Scheduler
 from plait_serving.http.context import Context, ContextDep
-from plait_serving.http.service import ModelCard
-from plait_serving.http.v2_describe import metadata
+from plait_serving.http.ranking.describe import metadata
+from plait_serving.images.service import ModelCard
 
 router = APIRouter(prefix="/v1", tags=["models"])
 image_router = APIRouter(prefix="/v1", tags=["models"])

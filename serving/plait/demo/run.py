@@ -1,0 +1,211 @@
+"""`plait demo`: a server of its own, pictures over HTTP, a contact sheet, the times they took, films ranked for two
+people, a short load test; then a tuning job of three trials on a clone."""
+
+from __future__ import annotations
+
+import base64
+import io
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from plait.demo.ranking import offers_ranking, post_rank, rank_for_everybody
+from plait.errors import ServeError
+from plait.server import processes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from PIL.Image import Image
+
+_STOP_TIMEOUT_S = 60.0
+_THUMBNAIL_PX, _CAPTION_PX, _GAP_PX = 192, 34, 8
+
+
+class Asks(Protocol):
+    """Sends a body to the image API and returns the answer's JSON."""
+
+    def __call__(self, body: Mapping[str, Any], /) -> Mapping[str, Any]:
+        """Raises `ServeError` if the answer is an error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """One picture of the demo. ``control``: (ControlNet, file name of the earlier scene that guides it)."""
+
+    name: str
+    prompt: str
+    seed: int = 1
+    loras: tuple[tuple[str, float], ...] = ()
+    control: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """A picture that was made. Times in seconds: of the whole request as the client saw it, and the server's parts."""
+
+    scene: Scene
+    path: Path
+    seconds: float
+    timings: Mapping[str, float] = field(default_factory=dict)
+
+
+ALONE = (
+    Scene(name="plain", prompt="red apple"),
+    Scene(name="guide", prompt="sunflower", seed=2),
+    Scene(name="controlnet-edges", prompt="red apple", control=("edges", "guide")),
+    Scene(name="controlnet-colors", prompt="red apple", control=("colors", "guide")),
+    Scene(name="lora-noto", prompt="red apple", loras=(("noto", 1.0),)),
+    Scene(name="lora-sketch", prompt="red apple", loras=(("sketch", 1.0),)),
+    Scene(name="both", prompt="red apple", loras=(("noto", 1.0),), control=("edges", "guide")),
+)
+TOGETHER = (
+    Scene(name="together-1", prompt="pizza", seed=3),
+    Scene(name="together-2", prompt="crab", seed=4, loras=(("pixel", 1.0),)),
+)
+
+
+def run(out: Path, *, say: Callable[[str], None]) -> Path:
+    """Starts a server, makes every scene, ranks films, writes a load report into ``out``, stops it, tunes a clone.
+    Returns the contact sheet's path."""
+    out.mkdir(parents=True, exist_ok=True)
+    started_s = time.monotonic()
+    with own_server() as url:
+        say(f"server ready at {url} after {time.monotonic() - started_s:.1f} s")
+        pictures = play(lambda body: post(url, body), out, say=say)
+        if ranks := offers_ranking(url):
+            import httpx2
+
+            with httpx2.Client() as client:
+                rank_for_everybody(lambda body: post_rank(client, url, body), say=say)
+        say(smoke(url, out / "load.html"))
+    say("server stopped")
+    if ranks:
+        from plait.demo.tuning import tune_recommender
+
+        say(tune_recommender(out / "tune"))
+    sheet = out / "contact-sheet.png"
+    contact_sheet(pictures).save(sheet)
+    return sheet
+
+
+def play(ask: Asks, out: Path, *, say: Callable[[str], None]) -> list[Picture]:
+    """Makes the scenes one after the other, then those that go together at once."""
+    pictures: list[Picture] = []
+    for scene in ALONE:
+        pictures.append(make(scene, ask, out))
+        say(describe(pictures[-1]))
+    started_s = time.monotonic()
+    with ThreadPoolExecutor(len(TOGETHER)) as threads:
+        both = list(threads.map(lambda scene: make(scene, ask, out), TOGETHER))
+    for picture in both:
+        say(describe(picture))
+    say(f"  the last {len(both)} were asked for at once and took {time.monotonic() - started_s:.2f} s together")
+    return pictures + both
+
+
+def make(scene: Scene, ask: Asks, out: Path) -> Picture:
+    """Asks for one scene and writes its picture."""
+    body: dict[str, Any] = {"prompt": scene.prompt, "seed": scene.seed}
+    if scene.loras:
+        body["loras"] = [{"name": name, "scale": scale} for name, scale in scene.loras]
+    if scene.control is not None:
+        name, guide = scene.control
+        image = base64.b64encode((out / f"{guide}.png").read_bytes()).decode()
+        body["controlnets"] = [{"name": name, "image": image, "preprocess": True}]
+    started_s = time.monotonic()
+    answer = ask(body)
+    seconds = time.monotonic() - started_s
+    path = out / f"{scene.name}.png"
+    path.write_bytes(base64.b64decode(answer["data"][0]["b64_json"]))
+    return Picture(scene=scene, path=path, seconds=seconds, timings=answer.get("timings", {}))
+
+
+def smoke(url: str, page: Path) -> str:
+    """Runs the load tester's smoke scenario (20 s) against the server, writes its report; returns it in a line."""
+    from plait_loadtest.errors import LoadtestError
+    from plait_loadtest.load import load_scenario
+    from plait_loadtest.report.outputs import Outputs
+    from plait_loadtest.report.table import headline, number
+    from plait_loadtest.session import run_scenario
+
+    try:
+        session = run_scenario(load_scenario("smoke", {"target.url": url}))
+    except LoadtestError as error:
+        raise ServeError(f"the load test could not run: {error}") from error
+    Outputs(html=page).write_files(session)
+    total = session.summary.total
+    median, p95 = number(total.latency_ms.p50), number(total.latency_ms.p95)
+    return f"  {page}  {headline(session.summary)}: {total.requests} requests, median {median} ms, p95 {p95} ms"
+
+
+def describe(picture: Picture) -> str:
+    """One line: where it is and how long it took."""
+    parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in picture.timings.items() if name != "total")
+    return f"  {picture.path}  {picture.seconds:.2f} s ({parts})"
+
+
+def contact_sheet(pictures: Sequence[Picture]) -> Image:
+    """All pictures on one page, four in a row, enlarged without smoothing, each with its caption."""
+    from PIL import Image as Images
+    from PIL import ImageDraw
+
+    columns = min(4, len(pictures))
+    rows = -(-len(pictures) // columns)
+    cell = (_THUMBNAIL_PX + _GAP_PX, _THUMBNAIL_PX + _CAPTION_PX + _GAP_PX)
+    sheet = Images.new("RGB", (columns * cell[0] + _GAP_PX, rows * cell[1] + _GAP_PX), "white")
+    draw = ImageDraw.Draw(sheet)
+    for i, picture in enumerate(pictures):
+        x, y = _GAP_PX + (i % columns) * cell[0], _GAP_PX + (i // columns) * cell[1]
+        image = Images.open(io.BytesIO(picture.path.read_bytes())).convert("RGB")
+        sheet.paste(image.resize((_THUMBNAIL_PX, _THUMBNAIL_PX), Images.Resampling.NEAREST), (x, y))
+        draw.text((x, y + _THUMBNAIL_PX + 2), f"{picture.scene.name}\n{picture.scene.prompt}", fill="black")
+    return sheet
+
+
+@contextmanager
+def own_server() -> Iterator[str]:
+    """A `plait serve` on a free port for as long as the block runs; its progress goes to our stderr. Gives its URL."""
+    command = [sys.executable, "-m", "plait.cli.main", "serve", "--port", "0"]
+    # A session of its own: Ctrl-C reaches us alone, and we then stop it in the ordinary way. SIGTERM to us does the
+    # same, and if we are killed the kernel tells the server to stop.
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=processes.end_with_parent,  # noqa: PLW1509 - one system call, before our threads start
+    )
+    assert process.stdout is not None
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        url = process.stdout.readline().strip()
+        if not url:
+            raise ServeError(f"the server ended with exit code {process.wait()}; what it said is above")
+        yield url
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(_STOP_TIMEOUT_S)
+        finally:
+            process.kill()
+            process.stdout.close()
+
+
+def post(url: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """POST /v1/images/generations. Raises `ServeError` with the server's own message."""
+    import httpx2
+
+    answer = httpx2.post(f"{url}/v1/images/generations", json=body, timeout=600.0)
+    data: dict[str, Any] = answer.json()
+    if answer.status_code != 200:
+        raise ServeError(f"the server refused {body['prompt']!r}: {data['error']['message']}")
+    return data

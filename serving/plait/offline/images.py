@@ -1,0 +1,212 @@
+"""Pictures without a server: a command's options become the same request body that HTTP takes, and files come out.
+
+So a wrong value is refused in the same words, the same defaults apply, and the files carry the same parameters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import math
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from plait_serving.diffusion.admission import RequestLimits
+from plait_serving.diffusion.errors import EngineStopped, RequestError
+from plait_serving.diffusion.knobs import Placement
+from plait_serving.diffusion.values import Failed, Finished, ImageRequest, ImageResult, Preview
+from plait_serving.http.images.resolve import RANDOM_SEED_END, Preprocessors, resolve
+from plait_serving.http.images.schemas import GenerationBody
+from plait_serving.images.codec import DecodeLimits, OutputFormat, encode_image
+from plait_serving.images.config import ImagesSection
+from plait_serving.images.infotext import infotext
+from plait_serving.images.service import ImageService
+
+SUFFIXES: Mapping[str, OutputFormat] = {
+    ".png": OutputFormat.PNG,
+    ".jpg": OutputFormat.JPEG,
+    ".jpeg": OutputFormat.JPEG,
+    ".webp": OutputFormat.WEBP,
+}
+"""What the output's name says about its format."""
+
+Say = Callable[[str, float], None]
+"""Told what happens and which share of it is done, 0 to 1."""
+
+
+@contextmanager
+def open_local(images: ImagesSection) -> Iterator[ImageService]:
+    """The engine of a configuration in this process, warmed up; stopped on the way out. Raises ModelError.
+
+    ControlNets run here too, whatever the configuration says of a server's: there is nobody else.
+    """
+    from plait_serving.deployments.images_source import ImagesSource  # torch comes with it
+
+    knobs = images.knobs.model_copy(update={"controlnet_placement": Placement.LOCAL})
+    hosted = ImagesSource(images.model_copy(update={"knobs": knobs})).open({})
+    try:
+        yield hosted.service
+    finally:
+        hosted.stop(drain_s=0.0)
+
+
+class OrderError(ValueError):
+    """The order can not be carried out as it is written; the message names the option."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What to make and where to put it."""
+
+    body: GenerationBody
+    output: Path
+    output_format: OutputFormat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """The files, in order of their seeds, and what the engine told."""
+
+    files: tuple[Path, ...]
+    request: ImageRequest
+    result: ImageResult
+    model: str
+
+    def as_json(self) -> str:
+        """One JSON object for programs."""
+        timings = {key.removesuffix("_s"): round(seconds, 6) for key, seconds in asdict(self.result.timings).items()}
+        pictures = [
+            {"file": str(path), "seed": seed, "flagged": flagged}
+            for path, seed, flagged in zip(self.files, self.result.seeds, self.result.flagged, strict=True)
+        ]
+        size = f"{self.request.width}x{self.request.height}"
+        facts = {"model": self.model, "size": size, "num_inference_steps": self.request.steps, "timings": timings}
+        return json.dumps({"pictures": pictures, **facts}, indent=1)
+
+
+def parse_order(
+    fields: Mapping[str, Any],
+    *,
+    output: Path,
+    loras: Sequence[str] = (),
+    controlnets: Sequence[str] = (),
+    preprocess: bool = False,
+) -> Order:
+    """Checks everything that can be checked before a model is loaded. Reads the control pictures. Raises OrderError."""
+    output_format = SUFFIXES.get(output.suffix.lower())
+    if output_format is None:
+        raise OrderError(f"--output: {output.name} must end in {', '.join(SUFFIXES)}")
+    if not output.resolve().parent.is_dir():
+        raise OrderError(f"--output: the folder {output.parent} does not exist")
+    body = {
+        **fields,
+        "output_format": output_format.value,
+        "loras": [_lora(text) for text in loras],
+        "controlnets": [_controlnet(text, preprocess) for text in controlnets],
+    }
+    try:
+        checked = GenerationBody.model_validate(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise OrderError(f"{option_of('.'.join(map(str, first['loc'])))}: {first['msg']}") from error
+    most_steps = RequestLimits().largest_steps
+    if (checked.num_inference_steps or 1) > most_steps:
+        raise OrderError(f"--steps: at most {most_steps} steps")
+    return Order(body=checked, output=output, output_format=output_format)
+
+
+def option_of(param: str | None) -> str:
+    """The option that a field of the request body came from."""
+    field = (param or "").split(".")[0]
+    names = {
+        "prompt": "PROMPT", "negative_prompt": "--negative", "num_inference_steps": "--steps",
+        "guidance_scale": "--guidance", "loras": "--lora", "controlnets": "--controlnet", "output_format": "--output",
+    }  # fmt: skip
+    return names.get(field, f"--{field}" if field else "the request")
+
+
+def _lora(text: str) -> dict[str, Any]:
+    name, colon, scale = text.partition(":")
+    return {"name": name, **({"scale": _number(scale, "--lora", text)} if colon else {})}
+
+
+def _controlnet(text: str, preprocess: bool) -> dict[str, Any]:
+    """``NAME[:SCALE]=PICTURE``; the picture's path may hold any character."""
+    left, equals, path = text.partition("=")
+    if not equals or not path:
+        raise OrderError(f"--controlnet: {text!r} is not NAME=PICTURE")
+    name, colon, scale = left.partition(":")
+    try:
+        raw = Path(path).expanduser().read_bytes()
+    except OSError as error:
+        raise OrderError(f"--controlnet: {path}: {error.strerror}") from error
+    control = {"name": name, "image": base64.b64encode(raw).decode("ascii"), "preprocess": preprocess}
+    return {**control, **({"scale": _number(scale, "--controlnet", text)} if colon else {})}
+
+
+def _number(text: str, option: str, whole: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise OrderError(f"{option}: {text!r} in {whole!r} is not a scale")
+    return value
+
+
+async def make_pictures(order: Order, service: ImageService, *, preprocessors: Preprocessors, say: Say) -> Written:
+    """Runs the order and writes its files. Raises RequestError and other errors of the engine, and OSError.
+
+    If the task is cancelled (Ctrl-C), the work ends at the next step and no file is written.
+    """
+    catalog = await service.catalog()
+    request = resolve(
+        order.body,
+        catalog,
+        request_id=f"cli_{secrets.token_hex(4)}",
+        random_seed=secrets.randbelow(RANDOM_SEED_END),
+        preprocessors=preprocessors,
+        decode_limits=DecodeLimits(),
+    )
+    result = await _run(request, service, say)
+    files = tuple(_file(order.output, i, len(result.images)) for i in range(len(result.images)))
+    for index, (path, image) in enumerate(zip(files, result.images, strict=True)):
+        text = infotext(request, model=catalog.model.name, index=index)
+        path.write_bytes(encode_image(image, order.output_format, parameters=text))
+    return Written(files=files, request=request, result=result, model=catalog.model.name)
+
+
+async def _run(request: ImageRequest, service: ImageService, say: Say) -> ImageResult:
+    events = service.generate(request)
+    try:
+        async for event in events:
+            if isinstance(event, Finished):
+                return event.result
+            if isinstance(event, Failed):
+                raise event.error
+            if not isinstance(event, Preview):
+                say(f"step {event.step}/{event.steps}", event.step / event.steps)
+    finally:
+        await events.aclose()
+    raise EngineStopped("the engine ended without a result")
+
+
+def _file(output: Path, index: int, count: int) -> Path:
+    return output if count == 1 else output.with_name(f"{output.stem}-{index + 1}{output.suffix}")
+
+
+def run_order(order: Order, service: ImageService, *, preprocessors: Preprocessors, say: Say) -> Written:
+    """`make_pictures` for commands. Raises OrderError where the request is at fault."""
+    try:
+        return asyncio.run(make_pictures(order, service, preprocessors=preprocessors, say=say))
+    except RequestError as error:
+        raise OrderError(f"{option_of(error.param)}: {error.message}") from error
+    except OSError as error:
+        raise OrderError(f"--output: {error.filename}: {error.strerror}") from error

@@ -1,0 +1,130 @@
+"""What a configuration offers, read from its folders without loading any weights (no torch)."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from plait.errors import PlaitError
+from plait_serving.diffusion.lora.source import FolderSource
+from plait_serving.images.config import STARTER_FOLDER, ImagesSection
+from plait_serving.ranking.config import RecommenderSection
+
+# The header of a LoRA with a few thousand tensors is some 300 KB; anything near this is no LoRA.
+HEADER_MAX_BYTES = 100 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One model. ``folder`` is a file for a LoRA, and ``owner/name@commit`` for a hub id."""
+
+    name: str
+    kind: Literal["base", "controlnet", "lora", "recommender"]
+    family: str
+    folder: str
+    format: str
+
+
+def inventory(
+    images: ImagesSection | None, recommenders: Mapping[str, RecommenderSection] | None = None
+) -> list[Entry]:
+    """The base model, its ControlNets and LoRAs in order of their names, then the recommendation models.
+
+    Raises PlaitError for a broken folder.
+    """
+    ranking = [
+        Entry(name=name, kind="recommender", family="graph", folder=str(section.folder), format=_package(section))
+        for name, section in sorted((recommenders or {}).items())
+    ]
+    return [*([] if images is None else _of_images(images)), *ranking]
+
+
+def _package(section: RecommenderSection) -> str:
+    """The format of a packaged model's folder."""
+    return f"package {_json(section.folder / 'package.json').get('format', '')}".strip()
+
+
+def _of_images(images: ImagesSection) -> list[Entry]:
+    base = _base(images)
+    controlnets = [
+        Entry(
+            name=name,
+            kind="controlnet",
+            family=_family(_json(section.folder / "config.json")),
+            folder=str(section.folder),
+            format="diffusers",
+        )
+        for name, section in sorted(images.resolved_controlnets().items())
+    ]
+    return [base, *controlnets, *_loras(images, base.family)]
+
+
+def _base(images: ImagesSection) -> Entry:
+    if images.is_hub_id:
+        where = f"{images.model}@{images.revision}"
+        return Entry(name=images.public_name, kind="base", family="unknown", folder=where, format="diffusers")
+    folder = STARTER_FOLDER / images.model if images.is_starter else Path(images.model)
+    family = _family(_json(folder / "unet" / "config.json"))
+    return Entry(name=images.public_name, kind="base", family=family, folder=str(folder), format="diffusers")
+
+
+def _loras(images: ImagesSection, family: str) -> list[Entry]:
+    store = images.loras.store
+    if store is not None:
+        root = store.url.rstrip("/")
+        return [
+            Entry(name=name, kind="lora", family=family, folder=f"{root}/{entry.path}", format="unknown")
+            for name, entry in sorted(store.entries.items())
+        ]
+    folder = images.resolved_lora_folder()
+    source = None if folder is None else FolderSource(folder)
+    files = {} if source is None else {name: source.fetch(name) for name in source.list()}
+    return [
+        Entry(name=name, kind="lora", family=family, folder=str(path), format=lora_format(safetensors_header(path)))
+        for name, path in files.items()
+    ]
+
+
+def _family(config: Mapping[str, Any]) -> str:
+    """As `plait_serving.diffusion.bundle.family_of`, whose module needs torch; a test holds the two together."""
+    if config.get("addition_embed_type") == "text_time":
+        return "sdxl"
+    return "sd2" if config.get("cross_attention_dim") == 1024 else "sd1"
+
+
+def lora_format(header: Mapping[str, Any]) -> str:
+    """The format by the names of the tensors: kohya, peft (diffusers writes it too), or unknown."""
+    names = [name for name in header if name != "__metadata__"]
+    if any(name.startswith(("lora_unet_", "lora_te")) for name in names):
+        return "kohya"
+    if any(".lora_A." in name or ".lora.down." in name or ".lora_down." in name for name in names):
+        return "peft"
+    return "unknown"
+
+
+def safetensors_header(path: Path) -> dict[str, Any]:
+    """Names, shapes and types of a safetensors file's tensors. A file that is none has no tensors."""
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            raw = file.read(length) if length <= HEADER_MAX_BYTES else b""
+        header = json.loads(raw)
+    except (OSError, ValueError, struct.error, RecursionError):
+        return {}
+    return header if isinstance(header, dict) else {}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlaitError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise PlaitError(f"{path}: not JSON") from error
+    if not isinstance(data, dict):
+        raise PlaitError(f"{path}: not a JSON object")
+    return data

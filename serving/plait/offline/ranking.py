@@ -1,0 +1,46 @@
+"""``plait recommend``: a packaged model in this process, asked as its server would be."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from plait.errors import PlaitError
+from plait_disagg.package.errors import PackageError
+from plait_disagg.refresh.live import Live, open_live
+from plait_disagg.workers.whole import WholeRanker
+from plait_serving.http.app import create_app
+from plait_serving.http.context import HttpSettings
+from plait_serving.ranking.service import Recommender
+
+__all__ = ["recommend"]
+
+
+def recommend(folder: Path, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The answer of POST /v1/recommend for the model in ``folder``. Raises `PlaitError` with the server's message."""
+    try:
+        live = open_live(folder, sparse=True, dense=True)
+        return asyncio.run(_ask(live, body))
+    except PackageError as error:
+        raise PlaitError(str(error)) from error
+
+
+async def _ask(live: Live, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    import httpx2
+
+    assert live.sparse is not None
+    ranker = WholeRanker(live.card(), live.sparse, live.dense[live.dense_version])
+    models = {live.package.manifest.name: Recommender(ranker=ranker, items=live.package.items)}
+    app = create_app(None, HttpSettings(), recommenders=models)
+    try:
+        transport = httpx2.ASGITransport(app=app)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://plait") as client:
+            answer = await client.post("/v1/recommend", json=body)
+    finally:
+        await ranker.close(drain_s=0.0)
+    data: dict[str, Any] = answer.json()
+    if answer.status_code != 200:
+        raise PlaitError(data["error"]["message"])
+    return data

@@ -1,0 +1,1 @@
+"""A server on this machine: its processes, Ray, ports, recorded state; started, supervised, stopped."""

@@ -1,0 +1,58 @@
+"""What runs that were killed left behind: processes, Ray's files, records. Only what was ours is touched."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from pathlib import Path
+
+from plait.errors import ServeError, StateError
+from plait.server import processes
+from plait.server.state import PortState, scratch_root
+
+__all__ = ["clean_up", "clean_up_others", "remove_ray_folder"]
+
+
+def clean_up(state: PortState) -> tuple[processes.ProcessId, ...]:
+    """Ends what an earlier run on this port left behind (it was killed). Returns what was ended."""
+    record = state.previous
+    if record is None:
+        return ()
+    ended: tuple[processes.ProcessId, ...] = ()
+    if record.ray_folder is not None:
+        left = set(processes.members(record.run_id))
+        if record.boot_id == processes.boot_id():
+            left |= {process for process in record.processes if processes.is_running(process)}
+        ended = tuple(left)
+        if survivors := processes.end(left):
+            raise ServeError(f"could not end process {survivors[0].pid} that an earlier run left behind")
+        remove_ray_folder(Path(record.ray_folder), logs_to=None)
+    state.forget()
+    return ended
+
+
+def clean_up_others(root: Path) -> None:
+    """The same for runs on other ports that are dead; those that live hold their lock and are left alone."""
+    for record in root.glob("port-*/run.json"):
+        with contextlib.suppress(StateError, ServeError, ValueError):
+            other = PortState.claim(root, int(record.parent.name.removeprefix("port-")))
+            try:
+                clean_up(other)
+            finally:
+                other.release()
+
+
+def remove_ray_folder(folder: Path, *, logs_to: Path | None) -> None:
+    """Removes Ray's temporary folder, but only one of ours; its logs may be kept."""
+    if folder.parent != scratch_root() or not folder.name.startswith("r-") or folder.is_symlink():
+        return
+    if logs_to is not None:
+        shutil.rmtree(logs_to, ignore_errors=True)
+        with contextlib.suppress(OSError, shutil.Error):
+            shutil.copytree(next(folder.glob("session_2*/logs"), folder), logs_to)
+    for _ in range(10):  # Ray's own threads in this process may still write a last line
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(0.1)

@@ -1,0 +1,118 @@
+"""What a change of the configuration means to the running deployments: new knobs, more replicas, or a restart.
+
+Serve restarts the replicas of a deployment whose *version* changed or that need other resources; a changed
+``user_config`` is handed to running replicas, and a changed count only starts or stops some
+(``DeploymentVersion.requires_actor_restart`` in ray/serve/_private/version.py, Ray 2.60). So a version stands for all
+that a constructor gets, knobs and counts left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from plait.config import CONTROLNET_PREFIX, ENGINE, INGRESS, Served, worker_name
+from plait_serving.images.config import ImagesSection
+from plait_serving.ranking.config import RecommenderSection
+
+__all__ = ["Effect", "Plan", "effects", "plans", "versions"]
+
+
+class Effect(StrEnum):
+    """What happens to a deployment, from the cheapest to the dearest."""
+
+    RECONFIGURED = "reconfigured"
+    SCALED = "scaled"
+    RESTARTED = "restarted"
+    ADDED = "added"
+    REMOVED = "removed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One deployment as the configuration wants it. ``fixed``: what only a restart changes, as JSON."""
+
+    fixed: str
+    knobs: Mapping[str, Any]
+    replicas: Any = 1
+    num_gpus: float = 0.0
+
+
+def plans(config: Served) -> dict[str, Plan]:
+    """All deployments by name."""
+    found = {INGRESS: Plan(fixed=_json(_ingress(config)), knobs={})}
+    if config.images is not None:
+        found |= _images(config.images)
+    for name, section in config.recommenders.items():
+        for role, part in section.parts.items():
+            rest = part.model_dump(mode="json")
+            knobs, replicas = rest.pop("knobs"), rest.pop("replicas")
+            found[worker_name(name, role)] = Plan(
+                fixed=_json({**_package(section), "role": role, **rest}),
+                knobs=knobs,
+                replicas=replicas,
+                num_gpus=rest.get("num_gpus", 0.0),
+            )
+    return found
+
+
+def versions(config: Served, *, salt: str) -> dict[str, str]:
+    """Serve's version of each deployment. ``salt``: one for each run of a server, so that new code is never old."""
+    return {
+        name: hashlib.sha256(f"{salt}\n{name}\n{plan.fixed}".encode()).hexdigest()[:16]
+        for name, plan in plans(config).items()
+    }
+
+
+def effects(before: Served, after: Served) -> dict[str, Effect]:
+    """What going from one to the other does, by deployment; those that nothing happens to are left out."""
+    old, new = plans(before), plans(after)
+    found: dict[str, Effect] = {name: Effect.REMOVED for name in old if name not in new}
+    for name, plan in new.items():
+        if name not in old:
+            found[name] = Effect.ADDED
+        elif plan.fixed != old[name].fixed:
+            found[name] = Effect.RESTARTED
+        elif plan.replicas != old[name].replicas:
+            found[name] = Effect.SCALED
+        elif plan.knobs != old[name].knobs:
+            found[name] = Effect.RECONFIGURED
+    return found
+
+
+def _ingress(config: Served) -> dict[str, Any]:
+    return {
+        "server": config.server.model_dump(mode="json"),
+        "images": config.images is not None,
+        "models": {name: _package(section) for name, section in config.recommenders.items()},
+        "tuning": config.tuning.model_dump(mode="json"),
+    }
+
+
+def _images(images: ImagesSection) -> dict[str, Plan]:
+    dumped = images.model_dump(mode="json", exclude={"knobs", "replicas", "controlnets"})
+    controlnets = {name: str(section.folder) for name, section in images.resolved_controlnets().items()}
+    fixed = {**dumped, "controlnets": controlnets, "services": sorted(images.controlnet_services())}
+    knobs = images.knobs.model_dump(mode="json")
+    found = {ENGINE: Plan(fixed=_json(fixed), knobs=knobs, replicas=images.replicas, num_gpus=images.num_gpus)}
+    for name, section in images.controlnet_services().items():
+        own = {"folder": str(section.folder), "dtype": images.dtype, "device": images.device, "gpus": section.num_gpus}
+        found[CONTROLNET_PREFIX + name] = Plan(
+            fixed=_json(own),
+            knobs={"threads": section.threads},
+            replicas=section.replicas,
+            num_gpus=section.num_gpus,
+        )
+    return found
+
+
+def _package(section: RecommenderSection) -> dict[str, str]:
+    return {"folder": str(section.folder), "mode": section.mode}
+
+
+def _json(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, sort_keys=True)

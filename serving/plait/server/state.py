@@ -1,0 +1,192 @@
+"""What a running ``plait serve`` leaves on disk, so that it is alone on its port and the next start can clean up.
+
+``<state root>/port-<port>/`` holds ``lock`` (held while the command lives; the kernel drops it even after kill -9),
+``run.json`` (which processes and folders belong to the run), ``auth_token`` (Ray's, mode 0600) and ``serve.log``.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import stat
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from plait.errors import StateError
+from plait.server.processes import ProcessId
+
+# Ray puts unix sockets under its temporary folder: 107 characters at most, of which it uses 65 itself.
+_LONGEST_TEMP_FOLDER = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """Who runs on the port, and what it started. ``ray_folder`` is Ray's temporary folder; None if only attached.
+
+    ``gcs_address``: where others can attach to that Ray; None until it runs.
+    """
+
+    run_id: str
+    boot_id: str
+    command: ProcessId
+    url: str
+    address: str
+    ray_folder: str | None = None
+    gcs_address: str | None = None
+    processes: tuple[ProcessId, ...] = ()
+
+    def to_json(self) -> str:
+        """As text for run.json."""
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Back from text. Raises ValueError, KeyError or TypeError if it is not one."""
+        data: dict[str, Any] = json.loads(text)
+        command = ProcessId(**data.pop("command"))
+        processes = tuple(ProcessId(**item) for item in data.pop("processes"))
+        return cls(command=command, processes=processes, **data)
+
+
+def state_root(environ: Mapping[str, str]) -> Path:
+    """The first usable of $PLAIT_STATE_DIR, $XDG_STATE_HOME/plait, ~/.local/state/plait and a private /tmp folder.
+
+    Raises `StateError` if an explicit choice can not be used, or nothing can.
+    """
+    if explicit := environ.get("PLAIT_STATE_DIR"):
+        return _private_folder(Path(explicit).absolute())
+    home = environ.get("HOME")
+    homes = (environ.get("XDG_STATE_HOME"), f"{home}/.local/state" if home and Path(home).is_dir() else None)
+    for base in filter(None, homes):
+        try:
+            return _private_folder(Path(base) / "plait")
+        except StateError:
+            continue  # an empty or read-only home is common in containers
+    return scratch_root()
+
+
+def scratch_root() -> Path:
+    """A folder of this user in the system's temporary folder, short enough for unix sockets below it."""
+    base = Path(tempfile.gettempdir())
+    if len(str(base)) > _LONGEST_TEMP_FOLDER - 20:
+        base = Path("/tmp")  # noqa: S108  # sockets need a short path; ownership and mode are checked below
+    return _private_folder(base / f"plait-{os.getuid()}")
+
+
+class PortState:
+    """The state folder of one port, locked by this process. Create with `claim`."""
+
+    def __init__(self, folder: Path, lock_fd: int, previous: RunRecord | None) -> None:
+        self.folder = folder
+        self.previous = previous
+        self._lock_fd = lock_fd
+        self._record: RunRecord | None = None
+
+    @classmethod
+    def claim(cls, root: Path, port: int) -> Self:
+        """Takes the port's lock. Raises `StateError` if another plait holds it."""
+        folder = _private_folder(root / f"port-{port}")
+        lock_fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        previous = _read_record(folder)
+        try:
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(lock_fd)
+            who = f" (process {previous.command.pid})" if previous else ""
+            raise StateError(f"plait already serves on port {port}{who}; stop it or choose another --port") from error
+        return cls(folder, lock_fd, _read_record(folder))
+
+    @property
+    def log_path(self) -> Path:
+        """Where Ray's lines and our own log go."""
+        return self.folder / "serve.log"
+
+    def token_path(self) -> Path:
+        """A file with Ray's authentication token, readable by this user alone; written on first use."""
+        path = self.folder / "auth_token"
+        try:
+            found = path.lstat()
+            if (
+                stat.S_ISREG(found.st_mode)
+                and found.st_uid == os.getuid()
+                and not found.st_mode & 0o077
+                and found.st_size
+            ):
+                return path
+            path.unlink()
+        except FileNotFoundError:
+            pass
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(handle, "w") as file:
+            file.write(secrets.token_hex(32))
+        return path
+
+    @property
+    def record(self) -> RunRecord | None:
+        """What this run has written down."""
+        return self._record
+
+    def write(self, record: RunRecord) -> None:
+        """Writes run.json at once and whole; does nothing if nothing changed."""
+        if record == self._record:
+            return
+        temporary = self.folder / "run.json.new"
+        temporary.write_text(record.to_json())
+        temporary.replace(self.folder / "run.json")
+        self._record = record
+
+    def note_processes(self, processes: frozenset[ProcessId]) -> None:
+        """Remembers the processes of the run."""
+        if self._record is not None:
+            self.write(replace(self._record, processes=tuple(sorted(processes))))
+
+    def note_ray(self, gcs_address: str) -> None:
+        """Remembers where the run's Ray can be reached."""
+        if self._record is not None:
+            self.write(replace(self._record, gcs_address=gcs_address))
+
+    def write_config(self, text: str) -> None:
+        """Keeps the configuration that the run serves, for those who change its knobs while it runs."""
+        path = self.folder / "config.yaml"
+        path.write_text(text)
+        path.chmod(0o600)
+
+    def forget(self) -> None:
+        """The run has ended and left nothing."""
+        (self.folder / "run.json").unlink(missing_ok=True)
+        self._record = None
+        self.previous = None
+
+    def release(self) -> None:
+        """Lets the next one in. Idempotent."""
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+
+def _read_record(folder: Path) -> RunRecord | None:
+    try:
+        return RunRecord.from_json((folder / "run.json").read_text())
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _private_folder(folder: Path) -> Path:
+    """Makes a folder that only this user can enter. Raises `StateError` if somebody else's is in the way."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            raise StateError(f"{folder} belongs to somebody else")
+        if found.st_mode & 0o022:
+            raise StateError(f"others may write to {folder}; choose another with PLAIT_STATE_DIR")
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise StateError(f"{folder} is not writable")
+    except OSError as error:
+        raise StateError(f"{folder}: {error.strerror}") from error
+    return folder

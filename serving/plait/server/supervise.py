@@ -1,0 +1,317 @@
+"""``plait serve`` as a function: claim the port, clean up, start, wait until healthy, run until a signal, drain, stop.
+
+The main thread does everything, because Ray's processes ask the kernel to be killed when the thread that started them
+dies: that is the first net under kill -9; the state folder is the second.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from plait.config import PlaitConfig, dump_config
+from plait.errors import PlaitError, ServeError
+from plait.server import processes
+from plait.server.cluster import Cluster
+from plait.server.console import Console
+from plait.server.leftovers import clean_up, clean_up_others, remove_ray_folder
+from plait.server.ports import check_port, free_port, health, hold_port, with_port
+from plait.server.restarts import versions
+from plait.server.state import PortState, RunRecord, scratch_root, state_root
+from plait_serving.deployments.logs import LOG_PATH_VARIABLE
+
+_log = logging.getLogger(__name__)
+
+_WATCH_PERIOD_S = 1.0
+_POLL_PERIOD_S = 0.1
+
+
+class _Interrupted(BaseException):
+    """A signal asked the command to stop while it was starting."""
+
+
+class _Signals:
+    """SIGTERM, SIGINT and SIGHUP as a count. While starting they interrupt; afterwards the loops look at the count."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.interrupts = True
+
+    def install(self) -> None:
+        """Takes the handlers (again: Ray replaces SIGTERM's when it starts and when it ends)."""
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(signum, self._on_signal)
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:  # noqa: ARG002  # the signature is given
+        self.count += 1
+        if self.interrupts and self.count == 1:
+            raise _Interrupted
+
+    def hurry(self) -> bool:
+        """Whether a second signal said that waiting is over."""
+        return self.count > 1
+
+
+def serve(
+    config: PlaitConfig,
+    *,
+    compose: Callable[[PlaitConfig], Any],
+    num_cpus: int,
+    drained: Sequence[str],
+    app_name: str,
+    environ: Mapping[str, str],
+) -> int:
+    """Runs the server until a signal. Returns the exit code: 0 after an orderly stop. Raises `PlaitError`.
+
+    ``compose`` makes the Serve application once Ray's environment is set (it may import Ray, the caller may not have).
+    ``drained``: the deployments that finish their requests before the end, in this order.
+    """
+    started_s = time.monotonic()
+    port = free_port(config.server.host) if config.server.port == 0 else config.server.port
+    root = state_root(environ)
+    state = PortState.claim(root, port)
+    held = ExitStack()
+    try:
+        clean_up(state)
+        clean_up_others(root)
+        check_port(config.server.host, port)
+        if (direct_port := config.server.direct_port) is not None and config.ray.is_local:  # else it is elsewhere
+            check_port(config.server.host, direct_port, option="server.direct_port")
+            held.enter_context(hold_port(config.server.host, direct_port))
+        console = Console.divert(state.log_path)
+        run = _Run(config, state, console, port=port, drained=drained, app_name=app_name)
+        try:
+            code = run.go(compose, num_cpus, started_s)
+        except PlaitError:
+            console.restore()
+            raise
+    finally:
+        held.close()
+        state.release()
+    if run.killed_ray:
+        leave(code)
+    return code
+
+
+class _Run:
+    """One run of the server, from the claimed port to the last process gone."""
+
+    def __init__(
+        self,
+        config: PlaitConfig,
+        state: PortState,
+        console: Console,
+        *,
+        port: int,
+        drained: Sequence[str],
+        app_name: str,
+    ) -> None:
+        self._config = config
+        self._state = state
+        self._console = console
+        self._port = port
+        self._drained = drained
+        self._app_name = app_name
+        self._signals = _Signals()
+        self._run_id = secrets.token_hex(8)
+        self._ray_folder = scratch_root() / f"r-{self._run_id[:8]}" if config.ray.is_local else None
+        self._cluster: Cluster | None = None
+        self._serving = False
+
+    def go(self, compose: Callable[[PlaitConfig], Any], num_cpus: int, started_s: float) -> int:
+        """See `serve`."""
+        self._signals.install()
+        os.environ[processes.RUN_ID_VARIABLE] = self._run_id
+        os.environ[LOG_PATH_VARIABLE] = str(self._state.log_path)
+        failure: BaseException | None = None
+        try:
+            self._start(compose, num_cpus)
+            seconds = time.monotonic() - started_s
+            self._console.data(self._url)
+            self._console.progress(
+                f"plait serves {', '.join(self._config.public_names)} at {self._url} (ready after {seconds:.0f} s)"
+            )
+            if (port := self._config.server.direct_port) is not None:
+                self._console.progress(f"plait: without Serve's proxy at {with_port(self._url, port)}")
+            self._watch()
+        except _Interrupted:
+            self._console.progress("plait: stopped while starting")
+        except Exception as error:
+            # Ray may turn an interrupt that hits its C++ parts into an error of its own.
+            failure = None if self._signals.count else error
+            if failure is None:
+                _log.info("interrupted", exc_info=error)
+        self._signals.interrupts = False
+        left = self._stop(keep_logs=failure is not None)
+        if failure is not None:
+            _log.error("plait serve failed", exc_info=failure)
+            sentence = " ".join(str(failure).split())[:400]
+            raise ServeError(f"{sentence} (details: {self._state.log_path})") from failure
+        if left:
+            raise ServeError(f"{left} processes could not be ended; the next start tries again")
+        return 0
+
+    @property
+    def killed_ray(self) -> bool:
+        """Whether a Ray that this process was part of was killed instead of shut down."""
+        return self._cluster is not None and self._cluster.local and self._signals.hurry()
+
+    @property
+    def _url(self) -> str:
+        assert self._cluster is not None
+        return self._cluster.url
+
+    def _start(self, compose: Callable[[PlaitConfig], Any], num_cpus: int) -> None:
+        where = "a local Ray" if self._config.ray.is_local else f"Ray at {self._config.ray.address}"
+        self._console.progress(f"plait: starting on {where}; Ray's log lines go to {self._state.log_path}")
+        if not self._config.server.is_loopback and not self._config.server.api_keys:
+            self._console.progress(
+                f"plait: WARNING: {self._config.server.host} can be reached from outside and no API keys are set"
+            )
+        self._write_record()
+        if self._ray_folder is not None:
+            self._cluster = start_ray(
+                self._config,
+                self._state,
+                run_id=self._run_id,
+                folder=self._ray_folder,
+                port=self._port,
+                num_cpus=num_cpus,
+                say=self._console.progress,
+            )
+            self._state.note_ray(self._cluster.gcs_address)
+        else:
+            self._cluster = Cluster.attach(self._config, port=self._port)
+        self._signals.install()
+        self._note_processes()
+        self._state.write_config(dump_config(self._config))
+        server = self._config.server.behind(self._cluster.host)
+        self._cluster.deploy(
+            compose(self._config.model_copy(update={"server": server})),
+            name=self._app_name,
+            versions=versions(self._config, salt=self._run_id),
+        )
+        self._signals.interrupts = False
+        self._wait_until_healthy(self._cluster)
+        self._serving = True
+
+    def _wait_until_healthy(self, cluster: Cluster) -> None:
+        limit_s = self._config.server.ready_timeout_s
+        told: tuple[str, ...] = ()
+        for state in cluster.states(limit_s, give_up=lambda: self._signals.count > 0):
+            if state.failure is not None:
+                raise ServeError(state.failure)
+            if state.waiting_for and state.waiting_for != told:
+                told = state.waiting_for
+                self._console.progress(f"plait: waiting for {', '.join(told)}")
+                self._note_processes()
+            if state.running and health(cluster.url) is None:
+                self._note_processes()
+                return
+        if self._signals.count:
+            raise _Interrupted
+        raise ServeError(f"not ready after {limit_s:g} s: {health(cluster.url)}")
+
+    def _watch(self) -> None:
+        """Until a signal. Keeps the list of processes fresh; raises `ServeError` if Ray dies."""
+        assert self._cluster is not None
+        watched_s = time.monotonic()
+        while not self._signals.count:
+            time.sleep(_POLL_PERIOD_S)
+            if time.monotonic() - watched_s >= _WATCH_PERIOD_S:
+                watched_s = time.monotonic()
+                self._note_processes()
+                if (lost := self._cluster.lost()) is not None:
+                    raise ServeError(lost)
+
+    def _stop(self, *, keep_logs: bool) -> int:
+        """Drains, stops, makes sure by process identity. Returns how many processes survived (normally 0)."""
+        hurry = self._signals.hurry
+        known = self._note_processes()
+        if self._cluster is not None:
+            if self._serving and self._signals.count and not hurry():
+                self._console.progress(
+                    f"plait: finishing what runs (at most {self._config.server.drain_s:g} s; again to stop at once)"
+                )
+                self._cluster.drain(self._drained, drain_s=self._config.server.drain_s, hurry=hurry)
+            self._cluster.stop(hurry=hurry(), meanwhile=self._signals.install)
+        left: tuple[processes.ProcessId, ...] = ()
+        if self._ray_folder is not None:
+            known |= processes.members(self._run_id, os.getpid())
+            left = processes.end(known, grace_s=0.0 if hurry() else 2.0)
+            remove_ray_folder(self._ray_folder, logs_to=self._state.folder / "ray-logs" if keep_logs else None)
+        if not left:
+            self._state.forget()
+        self._console.progress("plait: stopped")
+        return len(left)
+
+    def _write_record(self) -> None:
+        command = processes.identify(os.getpid())
+        assert command is not None
+        self._state.write(
+            RunRecord(
+                run_id=self._run_id,
+                boot_id=processes.boot_id(),
+                command=command,
+                url=f"http://{self._config.server.host}:{self._port}",
+                address=self._config.ray.address,
+                ray_folder=None if self._ray_folder is None else str(self._ray_folder),
+            )
+        )
+
+    def _note_processes(self) -> frozenset[processes.ProcessId]:
+        """The processes of the run now; remembered on disk. Empty if we only attached: nothing there is ours to end."""
+        if self._ray_folder is None:
+            return frozenset()
+        found = processes.members(self._run_id, os.getpid())
+        self._state.note_processes(found)
+        return found
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process without what Ray does at exit: it would speak to its processes, and exit with 1 as they are
+    dead."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    logging.shutdown()
+    os._exit(code)
+
+
+def start_ray(
+    config: PlaitConfig,
+    state: PortState,
+    *,
+    run_id: str,
+    folder: Path,
+    port: int,
+    num_cpus: int,
+    say: Callable[[str], None],
+) -> Cluster:
+    """A Ray of our own with its files in ``folder``, which is made; our processes carry ``run_id`` by now.
+
+    Ray gives its processes 30 s to find each other, which a busy machine may exceed: so it gets a second try.
+    """
+    for last in (False, True):
+        folder.mkdir(mode=0o700)
+        try:
+            return Cluster.start_local(
+                config, port=port, num_cpus=num_cpus, temp_folder=folder, token_path=state.token_path()
+            )
+        except Exception:
+            if last:
+                raise
+            _log.exception("Ray did not start; once more")
+            say("plait: Ray did not start in time; trying once more")
+            Cluster.abandon()
+            processes.end(processes.members(run_id, os.getpid()))
+            remove_ray_folder(folder, logs_to=None)
+    raise AssertionError("unreachable")

@@ -1,0 +1,1 @@
+"""One tuning job: run, resumed, reported, applied."""

@@ -1,0 +1,59 @@
+"""The winning knobs, put where they count: into a plait.yaml, or into a server that runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from plait.config import PlaitConfig, load_config, parse_config
+from plait.server.state import state_root
+from plait.tuning.job.writing import diff, with_settings
+from plait.tuning.measure.knobs import apply_knobs, check_names, known_values, settings_of
+
+__all__ = ["apply_to_file", "apply_to_server"]
+
+
+def apply_to_file(knobs: Mapping[str, Any], path: Path, *, dry_run: bool) -> str:
+    """Sets the knobs in the file; returns the difference. Raises `PlaitError`, and then nothing was written."""
+    config = load_config(path)
+    check_names(config, knobs)
+    before = path.read_text(encoding="utf-8")
+    changed = {name: value for name, value in knobs.items() if known_values(config, [name])[name] != value}
+    after = with_settings(before, settings_of(config, changed)) if changed else before
+    parse_config(yaml.safe_load(after) or {}, source=str(path), folder=path.resolve().parent)
+    if not dry_run and after != before:
+        temporary = path.with_name(path.name + ".new")
+        temporary.write_text(after, encoding="utf-8")
+        temporary.chmod(path.stat().st_mode & 0o777)
+        temporary.replace(path)
+    return diff(before, after, name=path.name)
+
+
+def apply_to_server(knobs: Mapping[str, Any], *, port: int, dry_run: bool) -> str:
+    """Gives the knobs to the ``plait serve`` of this user on the port; returns what changes, a line each. It keeps them
+    until it is started anew. Raises `PlaitError`."""
+    from plait.tuning.measure.live import Live, running_config
+    from plait.tuning.measure.running import compose_of
+
+    root = state_root(os.environ)
+    config = running_config(root, port)
+    text = _changes(config, knobs)
+    if text and not dry_run:
+        live = Live(compose_of(), root=root, port=port)
+        try:
+            live.keep(apply_knobs(live.original, knobs))
+        finally:
+            live.close()
+    return text
+
+
+def _changes(config: PlaitConfig, knobs: Mapping[str, Any]) -> str:
+    check_names(config, knobs)
+    before = known_values(config, knobs)
+    apply_knobs(config, knobs)
+    lines = [f"{name}: {before[name]} -> {value}\n" for name, value in knobs.items() if before[name] != value]
+    return "".join(lines)

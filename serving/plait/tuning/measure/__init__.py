@@ -1,0 +1,1 @@
+"""What the tuner measures: clones and the live service, loads, cost, usage, quality."""

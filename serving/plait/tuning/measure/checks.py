@@ -1,0 +1,203 @@
+"""Everything about a job that can be refused before something is started, and the pieces that a trial is made of."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from plait.config import PlaitConfig, ServerSection, TuningSection, load_config
+from plait.errors import PlaitError
+from plait.tuning.measure.knobs import apply_knobs, check_names, check_values
+from plait.tuning.measure.patience import GuardLimits
+from plait_autoconfig.jobs.errors import JobRefused
+from plait_autoconfig.jobs.spec import Choice, JobSpec, KnobSpec, Target, guard_limits
+from plait_autoconfig.values import Value
+from plait_disagg.package.errors import PackageError
+from plait_disagg.package.manifest import read_manifest
+from plait_loadtest.errors import LoadtestError
+from plait_loadtest.judging import percentile_of, slo_of
+from plait_loadtest.load import load_scenario
+from plait_loadtest.measure import least_requests
+from plait_loadtest.scenario import InferClass, Scenario
+from plait_loadtest.session import at_rate
+
+__all__ = ["Prepared", "guard_of", "prepare", "roomiest", "scenario_of", "target_config"]
+
+_GUARDED = ("p50_ms", "p95_ms", "p99_ms", "error_rate")
+METRICS = frozenset(
+    {
+        "attainment", "cost_per_hour", "cpu_cores", "error_rate", "goodput_per_cost", "goodput_per_s", "memory_gib",
+        "offered_per_s", "p50_ms", "p99_ms", "quality_drift",
+    }
+)  # fmt: skip
+"""What a trial of plait's own measurer shows (`plait.tuning.measure.measurer`)."""
+_API = {"images": "images", "recommend": "infer"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A job that can be measured: the configuration that trials start from, and the scenarios without an address."""
+
+    config: PlaitConfig
+    scenarios: tuple[Scenario, ...]
+    guard: GuardLimits | None
+
+
+def prepare(spec: JobSpec, config: PlaitConfig) -> Prepared:
+    """Checks knobs, scenarios and guard against the configuration. Raises `JobRefused`."""
+    _check_metrics(spec)
+    sets = {name: knob.sets or name for name, knob in spec.knobs.items()}
+    _check_deployments(spec.target, sets.values())
+    try:
+        check_names(config, sets.values())
+        for name, knob in spec.knobs.items():
+            values = [*_extremes(knob), *([spec.reference.config[name]] if name in spec.reference.config else [])]
+            check_values(config, {sets[name]: values})
+        apply_knobs(config, spec.settings(spec.default))
+    except PlaitError as error:
+        raise JobRefused(str(error)) from error
+    scenarios = tuple(scenario_of(spec, source) for source in spec.scenarios)
+    for scenario in scenarios:
+        _check_model(scenario, config)
+    loads_s = sum(scenario.warm_up_s + scenario.duration_s for scenario in scenarios)
+    if spec.trial_limit_s <= loads_s:
+        raise JobRefused(f"trial_limit_s: {spec.trial_limit_s:g} s end before the loads, which take {loads_s:g} s")
+    return Prepared(config=config, scenarios=scenarios, guard=guard_of(spec))
+
+
+def target_config(target: Target, *, live: bool) -> PlaitConfig:
+    """The configuration of the job's target. A clone serves only what is tuned, to this machine alone, without keys.
+
+    Raises `JobRefused`.
+    """
+    overrides = [f"{path}={json.dumps(value)}" for path, value in target.settings.items()]
+    try:
+        config = load_config(None if target.config is None else Path(target.config), overrides=overrides)
+    except PlaitError as error:
+        raise JobRefused(str(error)) from error
+    if target.app == "images" and config.images is None:
+        raise JobRefused("target.app: the configuration serves no pictures (images is null)")
+    if target.app == "recommend" and not config.recommenders:
+        raise JobRefused("target.app: the configuration has no recommendation model")
+    if live:
+        return config
+    server = ServerSection(
+        port=0,
+        direct_port=config.server.direct_port,  # the clone takes another
+        allowed_hosts=None if config.ray.is_local else (),  # that Ray's Serve has an address of its own
+        largest_body_bytes=config.server.largest_body_bytes,
+        drain_s=2.0,
+    )
+    other = "recommend" if target.app == "images" else "images"
+    return config.model_copy(update={"server": server, other: None, "tuning": TuningSection()})
+
+
+def scenario_of(spec: JobSpec, source: Any) -> Scenario:
+    """A scenario of the job at the rate that is offered. Raises `JobRefused` for one that can not show anything."""
+    try:
+        scenario = load_scenario(source, {})
+        if spec.rate_per_s is not None:
+            scenario = at_rate(scenario, spec.rate_per_s, scenario.duration_s)
+        elif spec.offered == "capacity":
+            at_rate(scenario, 1.0, scenario.duration_s)
+    except LoadtestError as error:
+        raise JobRefused(f"scenarios: {error}") from error
+    wanted = _API[spec.target.app]
+    if scenario.target.api != wanted:
+        raise JobRefused(
+            f"scenarios: {scenario.name} is for the API {scenario.target.api}, {spec.target.app} has {wanted}"
+        )
+    rate = getattr(scenario.arrivals, "rate_per_s", None)
+    slos = [(item, slo_of(scenario, item.name)) for item in scenario.mix]
+    if spec.offered == "capacity" and not any(slo for _, slo in slos):
+        raise JobRefused(f"scenarios: {scenario.name} has no slo, which a search for capacity needs")
+    needed = max((least_requests(percentile_of(slo, item.api)) for item, slo in slos if slo is not None), default=1)
+    if rate is not None and rate * scenario.duration_s < needed:
+        raise JobRefused(
+            f"scenarios: {scenario.name} sends about {rate * scenario.duration_s:.0f} requests in "
+            f"{scenario.duration_s:g} s; its SLO needs {needed} to be judged: duration_s: {math.ceil(needed / rate)}"
+        )
+    return scenario
+
+
+def guard_of(spec: JobSpec) -> GuardLimits | None:
+    """The guard of a live service. Raises `JobRefused` for what can not be watched while a load runs."""
+    if not spec.target.live:
+        return None
+    found: dict[str, float] = {}
+    for limit in guard_limits(spec.target.live):
+        if limit.metric not in _GUARDED or limit.bound != "at_most":
+            raise JobRefused(f"target.live.guard: {limit} can not be watched; {', '.join(_GUARDED)} <= ... can")
+        # What is seen while a load runs is the p95 of the last moments: a p99 is at least that, a p50 at most.
+        name = "error_rate" if limit.metric == "error_rate" else "p95_ms"
+        found[name] = min(limit.value, found.get(name, limit.value))
+    return GuardLimits(**found, every_s=spec.target.live.check_every_s)
+
+
+def roomiest(spec: JobSpec, config: PlaitConfig) -> PlaitConfig:
+    """The configuration with the most replicas of the space, for the size of a Ray that carries all of them."""
+    most = {
+        knob.sets or name: max(_numbers(_extremes(knob)))
+        for name, knob in spec.knobs.items()
+        if (knob.sets or name).endswith(".replicas")
+    }
+    return apply_knobs(config, most)
+
+
+def _check_metrics(spec: JobSpec) -> None:
+    for name in spec.goal.metrics:
+        if name not in METRICS:
+            near = difflib.get_close_matches(name, METRICS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(METRICS))}"
+            raise JobRefused(f"objective and limits: there is no metric {name}; {hint}")
+
+
+def _check_model(scenario: Scenario, config: PlaitConfig) -> None:
+    """Names of models, inputs and outputs, which else every request would be refused for."""
+    for item in scenario.mix:
+        if not isinstance(item, InferClass):
+            continue
+        name, where = scenario.target.model, f"scenarios: {scenario.name}: {item.name}"
+        if name not in config.recommenders:
+            there = ", ".join(config.recommenders)
+            raise JobRefused(f"{where} asks for the model {name!r}; the configuration has {there}")
+        try:
+            manifest = read_manifest(config.recommenders[name].folder)
+        except PackageError as error:
+            raise JobRefused(str(error)) from error
+        inputs = {each.name for each in item.inputs} or {item.dense_name, item.ids_name}
+        for given, known, what in (
+            (inputs, {each.name for each in manifest.inputs}, "input"),
+            (set(item.outputs), set(manifest.outputs), "output"),
+        ):
+            if given - known:
+                told = f"{what} {min(given - known)!r}; {name} has {', '.join(sorted(known))}"
+                raise JobRefused(f"{where} has an {told}")
+        if lacking := {each.name for each in manifest.inputs} - inputs:
+            raise JobRefused(f"{where} lacks the input {min(lacking)!r} of {name}")
+
+
+def _check_deployments(target: Target, sets: Iterable[str]) -> None:
+    if not target.deployments:
+        return
+    for name in sets:
+        deployment = name.rpartition(".")[0]
+        if deployment not in target.deployments:
+            there = ", ".join(target.deployments)
+            raise JobRefused(f"knobs: {name} is not of a deployment that target.deployments names ({there})")
+
+
+def _extremes(knob: KnobSpec) -> list[Value]:
+    """All values of a choice, both ends of a range: what lies between is allowed if these are."""
+    if isinstance(knob, Choice):
+        return list(knob.values)
+    return [knob.low, knob.high]
+
+
+def _numbers(values: Iterable[Value]) -> list[int]:
+    return [int(value) for value in values if isinstance(value, int | float)]

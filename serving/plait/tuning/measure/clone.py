@@ -1,0 +1,186 @@
+"""A second copy of an application, for trials: the same models under another name and port.
+
+On a Ray of its own, which is found and ended like that of a dead ``plait serve`` if we are killed; or, where the
+configuration names a Ray, as another application there, below a path of its own, noted on disk until it is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from plait.config import PlaitConfig
+from plait.errors import ServeError
+from plait.server import processes
+from plait.server.cluster import Cluster
+from plait.server.leftovers import clean_up_others, remove_ray_folder
+from plait.server.ports import free_port, hold_port
+from plait.server.restarts import Effect
+from plait.server.state import PortState, RunRecord, scratch_root
+from plait.server.supervise import start_ray
+from plait.tuning.measure.running import Compose, Running
+from plait_serving.deployments.logs import LOG_PATH_VARIABLE
+
+__all__ = ["Clone"]
+
+_APP = "plait-trial"
+_HOST = "127.0.0.1"
+
+
+class Clone:
+    """Started with its first configuration. One for each process, because Ray is."""
+
+    def __init__(self, compose: Compose, *, root: Path, log_path: Path, say: Callable[[str], None]) -> None:
+        """``root``: the state folder of plait on this machine. Ends what killed runs have left there."""
+        self._compose = compose
+        self._root = root
+        self._log_path = log_path
+        self._say = say
+        self._run_id = secrets.token_hex(8)
+        self._num_cpus = 1
+        self._port = 0
+        self._direct: socket.socket | None = None
+        self._running: Running | None = None
+        self._state: PortState | None = None
+        self._ray_folder: Path | None = None
+        self._note: Path | None = None
+        clean_up_others(root)
+
+    @property
+    def running(self) -> Running:
+        """The application. Only after `start`."""
+        assert self._running is not None, "start comes first"
+        return self._running
+
+    def start(self, config: PlaitConfig, *, num_cpus: int) -> None:
+        """Brings Ray up; the application comes with the first `apply`. ``num_cpus``: logical ones, enough for all
+        configurations to come. Raises `ServeError`."""
+        self._num_cpus = num_cpus
+        if config.server.direct_port is not None and config.ray.is_local and self._direct is None:
+            self._direct = hold_port(_HOST, 0)
+        os.environ[processes.RUN_ID_VARIABLE] = self._run_id
+        os.environ[LOG_PATH_VARIABLE] = str(self._log_path)
+        if config.ray.is_local:
+            cluster, app, prefix = self._start_ray(config), _APP, ""
+        else:
+            app = f"{_APP}-{self._run_id[:8]}"
+            cluster, prefix = self._attach(config, app), f"/{app}"
+        run_id = self._run_id if config.ray.is_local else None
+        self._running = Running(cluster, self._compose, app=app, salt=self._run_id, prefix=prefix, run_id=run_id)
+
+    def apply(self, config: PlaitConfig, *, limit_s: float) -> dict[str, Effect]:
+        """See `Running.apply`. What an earlier configuration broke is taken away first, all of Ray if need be.
+
+        Raises `ServeError` if a Ray that is not ours is gone.
+        """
+        if (lost := self.running.cluster.lost()) is not None:
+            if self._state is None:
+                raise ServeError(lost)
+            self._say(f"{lost}; starting Ray again")
+            self._stop_ray()
+            self.start(config, num_cpus=self._num_cpus)
+        elif self.running.config is None:
+            self.running.cluster.delete()
+        direct_port = None if self._direct is None else self._direct.getsockname()[1]
+        server = config.server.model_copy(update={"direct_port": direct_port})
+        try:
+            return self.running.apply(config.model_copy(update={"server": server}), limit_s=limit_s)
+        finally:
+            self._note_processes()
+
+    def close(self) -> None:
+        """Takes everything away that `start` brought. Idempotent."""
+        left = self._stop_ray()
+        if self._direct is not None:
+            self._direct.close()
+        if self._note is not None:
+            self._note.unlink(missing_ok=True)
+        state, self._state = self._state, None
+        if state is not None:
+            if not left:
+                shutil.rmtree(state.folder, ignore_errors=True)  # every clone has a port of its own
+            state.release()
+
+    def _stop_ray(self) -> int:
+        """Returns how many of its processes survived: normally none."""
+        running, self._running = self._running, None
+        known = self._note_processes()
+        if running is not None:
+            running.cluster.stop(hurry=False)
+        if self._ray_folder is None:
+            return 0
+        left = processes.end(known | processes.members(self._run_id, os.getpid()))
+        remove_ray_folder(self._ray_folder, logs_to=None)
+        return len(left)
+
+    def _start_ray(self, config: PlaitConfig) -> Cluster:
+        if self._state is None:
+            self._port = free_port(_HOST)
+            self._state = PortState.claim(self._root, self._port)
+        self._ray_folder = scratch_root() / f"r-{secrets.token_hex(4)}"
+        self._state.write(self._record(f"http://{_HOST}:{self._port}", str(self._ray_folder)))
+        cluster = start_ray(
+            config,
+            self._state,
+            run_id=self._run_id,
+            folder=self._ray_folder,
+            port=self._port,
+            num_cpus=self._num_cpus,
+            say=self._say,
+        )
+        self._note_processes()
+        return cluster
+
+    def _attach(self, config: PlaitConfig, app: str) -> Cluster:
+        cluster = Cluster.attach(config, port=free_port(_HOST))
+        folder = self._root / "clones"
+        folder.mkdir(exist_ok=True)
+        for note in folder.glob("*.json"):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                if _is_left(data := json.loads(note.read_text())) and data["address"] == cluster.gcs_address:
+                    cluster.delete(data["app"])
+                    note.unlink()
+        self._note = folder / f"{self._run_id}.json"
+        owner = processes.identify(os.getpid())
+        assert owner is not None
+        told = {
+            "address": cluster.gcs_address,
+            "app": app,
+            "pid": owner.pid,
+            "start_ticks": owner.start_ticks,
+            "boot_id": processes.boot_id(),
+        }
+        self._note.write_text(json.dumps(told))
+        return cluster
+
+    def _record(self, url: str, ray_folder: str) -> RunRecord:
+        command = processes.identify(os.getpid())
+        assert command is not None
+        return RunRecord(
+            run_id=self._run_id,
+            boot_id=processes.boot_id(),
+            command=command,
+            url=url,
+            address="local",
+            ray_folder=ray_folder,
+        )
+
+    def _note_processes(self) -> frozenset[processes.ProcessId]:
+        if self._state is None:
+            return frozenset()
+        found = processes.members(self._run_id, os.getpid())
+        self._state.note_processes(found)
+        return found
+
+
+def _is_left(note: dict[str, Any]) -> bool:
+    """Whether the process that wrote the note has ended."""
+    owner = processes.ProcessId(int(note["pid"]), int(note["start_ticks"]))
+    return note["boot_id"] != processes.boot_id() or not processes.is_running(owner)

@@ -1,0 +1,70 @@
+"""What a configuration costs an hour: the prices of a job times what the configuration *reserves*.
+
+What is reserved is what a machine must have for it, used or not: a replica of a worker or an engine keeps as many cores
+busy as its ``threads`` (0: all of the machine), the ingress one; a replica's GPUs are its ``num_gpus``. Memory has no
+reservation in plait, so it is the largest that was measured. A deployment that scales by itself reserves its largest
+count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from plait.config import INGRESS, PlaitConfig, Served
+from plait.errors import PlaitError
+from plait.server.restarts import plans
+from plait.tuning.measure.knobs import apply_knobs
+from plait_autoconfig.jobs.spec import JobSpec
+
+__all__ = ["Reserved", "cost_per_hour", "known_costs", "reserved"]
+
+_INGRESS_CORES = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserved:
+    """Of all deployments together."""
+
+    cores: float
+    gpus: float
+
+
+def reserved(config: Served, *, machine_cores: int) -> Reserved:
+    """The cores and GPUs that the deployments reserve."""
+    cores, gpus = _INGRESS_CORES, 0.0
+    for name, plan in plans(config).items():
+        if name != INGRESS:
+            count = largest_count(plan.replicas)
+            cores += count * (int(plan.knobs.get("threads", 1)) or machine_cores)
+            gpus += count * plan.num_gpus
+    return Reserved(cores=cores, gpus=gpus)
+
+
+def largest_count(replicas: Any) -> int:
+    """Of a number of replicas, or of bounds for one (``{min: 1, max: 4}``)."""
+    return int(replicas["max"] if isinstance(replicas, Mapping) else replicas)
+
+
+def cost_per_hour(
+    what: Reserved, *, memory_gib: float, core_hour: float, gpu_hour: float = 0.0, gib_hour: float = 0.0
+) -> float:
+    """In the currency of the prices."""
+    return what.cores * core_hour + what.gpus * gpu_hour + memory_gib * gib_hour
+
+
+def known_costs(spec: JobSpec, config: PlaitConfig, *, machine_cores: int) -> tuple[float, ...]:
+    """Of all cells of the space but for their memory, which only a trial shows; empty if that is all they cost, if the
+    goal is not made of the cost, or if some cell is no configuration, as its trial will say."""
+    prices = spec.prices
+    if len(spec.goal.goals) > 1 or not spec.goal.goals[0].has_cost:
+        return ()
+    costs: list[float] = []
+    for cell in spec.space.cells():
+        try:
+            what = reserved(apply_knobs(config, spec.settings(cell)), machine_cores=machine_cores)
+        except PlaitError:
+            return ()
+        costs.append(cost_per_hour(what, memory_gib=0.0, core_hour=prices.core, gpu_hour=prices.gpu))
+    return tuple(costs) if all(cost > 0.0 for cost in costs) else ()

@@ -1,0 +1,63 @@
+"""What went wrong in a trial, as the kind that a designer learns from. Pure: texts and counts in, `Outcome` out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from plait.tuning.measure.load import Loaded
+from plait_autoconfig.jobs.exits import speaks_of_memory
+from plait_autoconfig.values import FailureKind, Outcome
+
+__all__ = ["Evidence", "of_load", "of_start"]
+
+_LOST = ("connect", "reset", "truncated")
+"""Outcomes of requests whose server went away."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What happened to the replicas while the load ran: ``died`` names deployments of processes that are gone;
+    ``oom_kills``: how many processes the kernel killed for memory meanwhile; ``log``: what was logged."""
+
+    died: tuple[str, ...] = ()
+    oom_kills: int = 0
+    log: str = ""
+
+
+def of_start(reason: str, *, oom_kills: int = 0) -> Outcome:
+    """The outcome of a configuration that Serve could not bring up."""
+    kind = FailureKind.OUT_OF_MEMORY if oom_kills or speaks_of_memory(reason) else FailureKind.REFUSED_START
+    return Outcome.failed(kind, reason)
+
+
+def of_load(loaded: Loaded, evidence: Evidence, *, guard: bool = False) -> Outcome | None:
+    """Why a load that was run is no measurement; None: it is one. ``guard``: a guard ended it."""
+    if evidence.died:
+        return _of_deaths(evidence, loaded.errors)
+    if guard:
+        kind = FailureKind.CRASH if "requests failed" in loaded.ended_early else FailureKind.TIME_OUT
+        return Outcome.failed(kind, loaded.ended_early)
+    if loaded.timed_out:
+        return Outcome.failed(FailureKind.TIME_OUT, loaded.ended_early)
+    if loaded.invalid:
+        return Outcome.failed(FailureKind.INVALID, loaded.invalid)
+    if not loaded.metrics:
+        return _of_silence(loaded)
+    return None
+
+
+def _of_deaths(evidence: Evidence, errors: Mapping[str, int]) -> Outcome:
+    who = ", ".join(sorted(set(evidence.died)))
+    told = ", ".join(f"{count} {kind}" for kind, count in errors.items()) or "no request failed"
+    if evidence.oom_kills or speaks_of_memory(evidence.log):
+        return Outcome.failed(
+            FailureKind.OUT_OF_MEMORY, f"a replica of {who} was killed for memory under load ({told})"
+        )
+    return Outcome.failed(FailureKind.CRASH, f"a replica of {who} died under load ({told})")
+
+
+def _of_silence(loaded: Loaded) -> Outcome:
+    told = ", ".join(f"{count} {kind}" for kind, count in loaded.errors.items()) or "nothing was sent"
+    kind = FailureKind.CRASH if any(name in loaded.errors for name in _LOST) else FailureKind.TIME_OUT
+    return Outcome.failed(kind, f"not one request was answered ({told})")

@@ -1,0 +1,200 @@
+"""``DEPLOYMENT.knob``: the names by which a tuning job speaks of a plait configuration, and where they lie in it.
+
+A deployment has its knobs (what ``user_config`` carries) and what its section holds beside them, such as ``replicas``
+and ``num_gpus``; a recommendation model has ``MODEL.mode`` besides, split or whole.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from plait.config import CONTROLNET_PREFIX, ENGINE, PlaitConfig, parse_config, worker_name
+from plait.errors import ConfigError, PlaitError
+from plait_serving.images.config import ImagesSection
+from plait_serving.ranking.config import RecommenderSection
+
+__all__ = ["KnobPlace", "apply_knobs", "check_names", "check_values", "knob_places", "known_values", "settings_of"]
+
+KeyPath = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnobPlace:
+    """One knob: where its value lies in plait.yaml, what it is now, and what it does. ``active``: its deployment runs
+    in this configuration."""
+
+    name: str
+    path: KeyPath
+    value: Any
+    about: str = ""
+    active: bool = True
+
+
+def knob_places(config: PlaitConfig) -> dict[str, KnobPlace]:
+    """Every knob of the configuration's deployments, by name."""
+    places: list[KnobPlace] = []
+    if config.images is not None:
+        places += _of_images(config.images)
+    for name, section in config.recommenders.items():
+        places += _of_recommender(name, section)
+    return {place.name: place for place in places}
+
+
+def check_names(config: PlaitConfig, names: Iterable[str]) -> None:
+    """Raises `PlaitError` that names each knob the deployments do not have, and what there is."""
+    names = tuple(names)
+    places = knob_places(config)
+    deployments = sorted({name.rpartition(".")[0] for name in places})
+    problems = []
+    for name in names:
+        deployment, dot, knob = name.rpartition(".")
+        if not dot or deployment not in deployments:
+            near = difflib.get_close_matches(deployment or knob, deployments, n=1)
+            problems.append(f"{name}: there is no deployment {deployment!r}{_or(near, deployments)}")
+        elif name not in places:
+            own = sorted(each.rpartition(".")[2] for each in places if each.startswith(deployment + "."))
+            problems.append(
+                f"{name}: {deployment} has no knob {knob!r}{_or(difflib.get_close_matches(knob, own, n=1), own)}"
+            )
+        elif not places[name].active and not _may_run(deployment, names):
+            problems.append(f"{name}: {deployment} does not run in this configuration")
+    if problems:
+        raise PlaitError("knobs: " + "; ".join(problems))
+
+
+def check_values(config: PlaitConfig, values: Mapping[str, Iterable[Any]]) -> None:
+    """Raises `PlaitError` if a knob can not have one of the values that the job lists for it."""
+    for name, wanted in values.items():
+        for value in wanted:
+            try:
+                apply_knobs(config, {name: value})
+            except ConfigError as error:
+                raise PlaitError(f"knobs: {name} can not be {value!r}: {'; '.join(error.problems)}") from error
+
+
+def apply_knobs(config: PlaitConfig, values: Mapping[str, Any]) -> PlaitConfig:
+    """The configuration with these knobs, by name. Raises `ConfigError` if a value is refused, `PlaitError` for names
+    that it does not have."""
+    check = [name for name in values if name not in (places := knob_places(config))]
+    if check:
+        check_names(config, check)
+    data = config.model_dump(mode="json")
+    _spell_out(data, config)
+    for name, value in values.items():
+        _set(data, places[name].path, value)
+    return parse_config(data, source="knobs", folder=Path.cwd())
+
+
+def known_values(config: PlaitConfig, names: Iterable[str]) -> dict[str, Any]:
+    """What these knobs are in the configuration now."""
+    places = knob_places(config)
+    return {name: places[name].value for name in names}
+
+
+def settings_of(config: PlaitConfig, values: Mapping[str, Any]) -> dict[KeyPath, Any]:
+    """The knobs as settings of plait.yaml, by their path. Models and ControlNets that the file leaves to the starter's
+    folder are named with it, since a knob can not stand without its model."""
+    places = knob_places(config)
+    settings: dict[KeyPath, Any] = {}
+    for name, value in values.items():
+        path = places[name].path
+        settings |= _folder_of(config, path)
+        settings[path] = value
+    return settings
+
+
+def _of_images(images: ImagesSection) -> Iterator[KnobPlace]:
+    yield from _fields(ENGINE, ("images", "knobs"), images.knobs)
+    yield KnobPlace(name=f"{ENGINE}.replicas", path=("images", "replicas"), value=images.replicas)
+    yield KnobPlace(name=f"{ENGINE}.num_gpus", path=("images", "num_gpus"), value=images.num_gpus)
+    services = images.controlnet_services()
+    for name, section in images.resolved_controlnets().items():
+        for knob in ("threads", "replicas", "num_gpus"):
+            yield KnobPlace(
+                name=f"{CONTROLNET_PREFIX}{name}.{knob}",
+                path=("images", "controlnets", name, knob),
+                value=getattr(section, knob),
+                active=name in services,
+            )
+
+
+def _of_recommender(name: str, section: RecommenderSection) -> Iterator[KnobPlace]:
+    own = ("recommend", "models", name)
+    yield KnobPlace(
+        name=f"{name}.mode", path=(*own, "mode"), value=section.mode, about="split, or whole in one process"
+    )
+    for role in ("cn", "hn", "whole"):
+        part = getattr(section, role)
+        deployment, active = worker_name(name, role), role in section.parts
+        yield from _fields(deployment, (*own, role, "knobs"), part.knobs, active=active)
+        for knob, value in part.model_dump(mode="json", exclude={"knobs"}).items():
+            yield KnobPlace(name=f"{deployment}.{knob}", path=(*own, role, knob), value=value, active=active)
+
+
+def _fields(deployment: str, path: KeyPath, knobs: BaseModel, *, active: bool = True) -> Iterator[KnobPlace]:
+    dumped = knobs.model_dump(mode="json")
+    for name, field in type(knobs).model_fields.items():
+        yield KnobPlace(
+            name=f"{deployment}.{name}",
+            path=(*path, name),
+            value=dumped[name],
+            about=field.description or "",
+            active=active,
+        )
+
+
+def _may_run(deployment: str, names: Iterable[str]) -> bool:
+    """Whether one of the other knobs can bring a deployment that does not run now."""
+    names = set(names)
+    model = deployment.partition("-")[2]
+    return f"{model}.mode" in names or (
+        deployment.startswith(CONTROLNET_PREFIX) and f"{ENGINE}.controlnet_placement" in names
+    )
+
+
+def _spell_out(data: dict[str, Any], config: PlaitConfig) -> None:
+    """Writes down the models that the configuration leaves to the starter's folder."""
+    if config.images is not None:
+        data["images"]["controlnets"] = {
+            name: section.model_dump(mode="json") for name, section in config.images.resolved_controlnets().items()
+        }
+    if config.recommend is not None:
+        data["recommend"]["models"] = {
+            name: section.model_dump(mode="json") for name, section in config.recommenders.items()
+        }
+
+
+def _folder_of(config: PlaitConfig, path: KeyPath) -> dict[KeyPath, Any]:
+    """The settings without which the place of a knob would not be a whole entry; empty if the file has them."""
+    if path[:2] == ("images", "controlnets") and config.images is not None and config.images.controlnets is None:
+        found = config.images.resolved_controlnets()
+        return {
+            ("images", "controlnets", name, key): value
+            for name, section in found.items()
+            for key, value in (("folder", str(section.folder)), ("preprocessor", section.preprocessor))
+        }
+    if path[:2] == ("recommend", "models") and config.recommend is not None and config.recommend.models is None:
+        return {
+            ("recommend", "models", name, "folder"): str(section.folder)
+            for name, section in config.recommenders.items()
+        }
+    return {}
+
+
+def _set(data: dict[str, Any], path: KeyPath, value: Any) -> None:
+    *way, last = path
+    for key in way:
+        if not isinstance(data.get(key), dict):
+            data[key] = {}
+        data = data[key]
+    data[last] = value
+
+
+def _or(near: list[str], there: list[str]) -> str:
+    return f"; did you mean {near[0]!r}?" if near else f"; there is {', '.join(there)}"

@@ -1,0 +1,190 @@
+"""The application that serves users, changed and changed back.
+
+Before the first change its configuration is written to ``<state root>/live/port-<port>.json``; the note goes when the
+original, or a configuration that is meant to stay, is in force. Whoever comes after a kill finds the note and rolls
+back. It names the run of ``plait serve``: a server that was started anew has its own configuration, and the
+note is old.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from plait.config import PlaitConfig, dump_config, parse_config
+from plait.errors import PlaitError, StateError
+from plait.server import processes
+from plait.server.cluster import Cluster, prepare_environment
+from plait.server.restarts import Effect
+from plait.server.state import RunRecord
+from plait.tuning.measure.running import Compose, Running
+
+__all__ = ["Live", "LiveBusy", "Note", "left_notes", "note_path", "running_config"]
+
+_APP = "plait"
+_ROLL_BACK_S = 120.0
+
+
+class LiveBusy(PlaitError):
+    """Another process tunes this service now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """What to go back to, and who changed it."""
+
+    run_id: str
+    config: str
+    owner: processes.ProcessId
+    boot_id: str
+
+    @classmethod
+    def read(cls, path: Path) -> Note | None:
+        """None if there is none, or none that can be read: then nothing is known to roll back to."""
+        try:
+            data: dict[str, Any] = json.loads(path.read_text())
+            return cls(**{**data, "owner": processes.ProcessId(**data["owner"])})
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def write(self, path: Path) -> None:
+        """At once and whole."""
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        owner = {"pid": self.owner.pid, "start_ticks": self.owner.start_ticks}
+        temporary = path.with_suffix(".new")
+        text = json.dumps({"run_id": self.run_id, "config": self.config, "owner": owner, "boot_id": self.boot_id})
+        with temporary.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether its owner has ended without taking it away."""
+        return self.boot_id != processes.boot_id() or not processes.is_running(self.owner)
+
+
+def note_path(root: Path, port: int) -> Path:
+    """Where the note about the server on a port lies."""
+    return root / "live" / f"port-{port}.json"
+
+
+def left_notes(root: Path) -> list[int]:
+    """The ports whose server somebody has left with a configuration that is not its own."""
+    ports = []
+    for path in sorted((root / "live").glob("port-*.json")):
+        note = Note.read(path)
+        if note is not None and note.is_left:
+            ports.append(int(path.stem.removeprefix("port-")))
+    return ports
+
+
+class Live:
+    """The server that ``plait serve`` runs on a port of this machine."""
+
+    def __init__(self, compose: Compose, *, root: Path, port: int) -> None:
+        """Attaches to its Ray, and rolls back what a killed tuner has left. Raises `StateError` if no such server runs,
+        `LiveBusy` if somebody else tunes it."""
+        self._path = note_path(root, port)
+        note = Note.read(self._path)
+        if note is not None and not note.is_left and note.owner.pid != os.getpid():
+            raise LiveBusy(f"process {note.owner.pid} tunes the server on port {port} already")
+        self._folder = root / f"port-{port}"
+        self._record = _record(root, port)
+        self._running = self._attach(compose, port)
+        self.original = running_config(root, port)
+        self._running.config = self.original
+        if note is not None:
+            self._roll_back_to(note)
+
+    @property
+    def running(self) -> Running:
+        """The application."""
+        return self._running
+
+    def apply(self, config: PlaitConfig, *, limit_s: float) -> dict[str, Effect]:
+        """See `Running.apply`; the original is on disk before anything changes."""
+        self._write_note()
+        return self._running.apply(config, limit_s=limit_s)
+
+    def keep(self, config: PlaitConfig) -> None:
+        """Leaves the service with this configuration for good (until its next start, which reads plait.yaml)."""
+        self.apply(config, limit_s=_ROLL_BACK_S)
+        self.original = config
+        _write_private(self._folder / "config.yaml", dump_config(config))
+        self._path.unlink(missing_ok=True)
+
+    def restore(self) -> None:
+        """Back to the original. Idempotent. Raises what `Running.apply` raises; the note then stays."""
+        if self._path.exists():
+            self._running.apply(self.original, limit_s=_ROLL_BACK_S)
+            self._path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Lets go of the service, as it is."""
+        self._running.cluster.detach()
+
+    def _attach(self, compose: Compose, port: int) -> Running:
+        if self._record.gcs_address is not None:
+            prepare_environment(self._folder / "auth_token")
+        address = self._record.gcs_address or self._record.address
+        config = running_config(self._folder.parent, port)
+        there = config.model_copy(update={"ray": config.ray.model_copy(update={"address": address})})
+        cluster = Cluster.attach(there, port=port)
+        marked = (
+            self._record.run_id if self._record.ray_folder is not None else None
+        )  # only our own Ray's processes are
+        return Running(cluster, compose, app=_APP, salt=self._record.run_id, run_id=marked)
+
+    def _write_note(self) -> None:
+        if self._path.exists():
+            return
+        owner = processes.identify(os.getpid())
+        assert owner is not None
+        Note(
+            run_id=self._record.run_id,
+            config=dump_config(self.original),
+            owner=owner,
+            boot_id=processes.boot_id(),
+        ).write(self._path)
+
+    def _roll_back_to(self, note: Note) -> None:
+        if note.run_id == self._record.run_id:
+            self.original = parse_config(yaml.safe_load(note.config), source="the note", folder=Path.cwd())
+            self._running.config = None  # nobody knows how far the killed tuner was
+            self._running.apply(self.original, limit_s=_ROLL_BACK_S)
+        self._path.unlink(missing_ok=True)
+
+
+def running_config(root: Path, port: int) -> PlaitConfig:
+    """What the ``plait serve`` of this user on a port serves. Raises `StateError` if there is none."""
+    _record(root, port)
+    path = root / f"port-{port}" / "config.yaml"
+    try:
+        data = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise StateError(f"{path} can not be read: {error}") from error
+    return parse_config(data, source="the running configuration", folder=Path.cwd())
+
+
+def _record(root: Path, port: int) -> RunRecord:
+    """Of the run that lives. Raises `StateError`."""
+    folder = root / f"port-{port}"
+    try:
+        record = RunRecord.from_json((folder / "run.json").read_text())
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StateError(f"no plait serve of this user runs on port {port} (there is no {folder}/run.json)") from error
+    if not processes.is_running(record.command) or record.boot_id != processes.boot_id():
+        raise StateError(f"no plait serve of this user runs on port {port} any more")
+    return record
+
+
+def _write_private(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(0o600)

@@ -1,0 +1,217 @@
+"""The measurer of `plait_autoconfig.jobs` for plait's own applications: a clone, or the live service.
+
+Metrics of a trial: those of `load`, and ``cpu_cores`` (busy, mean), ``memory_gib`` (largest), ``cost_per_hour``
+(`cost`), ``goodput_per_cost`` (responses in time for one unit of money); if the job asks for it, ``quality_drift``
+(`quality`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import time
+from collections.abc import Mapping
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+
+from plait.config import PlaitConfig
+from plait.errors import PlaitError, StateError
+from plait.server.restarts import Effect
+from plait.server.state import state_root
+from plait.tuning.measure.checks import Prepared, prepare, roomiest, target_config
+from plait.tuning.measure.clone import Clone
+from plait.tuning.measure.cost import known_costs
+from plait.tuning.measure.failures import of_start
+from plait.tuning.measure.knobs import apply_knobs
+from plait.tuning.measure.live import Live, LiveBusy
+from plait.tuning.measure.patience import Guard
+from plait.tuning.measure.quality import QUALITY_DRIFT, NoAnswer, quality_drift
+from plait.tuning.measure.running import Compose, NotReady, RefusedStart, compose_of
+from plait.tuning.measure.trial import LoadPlan, aimed, count_kills, run_loads
+from plait_autoconfig.jobs.errors import JobBusy, JobRefused
+from plait_autoconfig.jobs.measurer import Measured, Say, Subject, Task
+from plait_autoconfig.jobs.spec import JobSpec
+from plait_autoconfig.values import Config, FailureKind, Hardware, Outcome
+
+__all__ = ["PlaitMeasurer", "open_measurer"]
+
+_log = logging.getLogger(__name__)
+
+_SPARE_S = 5.0
+"""Of a trial's time: for what comes after the load, so that we end it before our parent does."""
+
+_RESTARTS = frozenset({Effect.RESTARTED, Effect.ADDED, Effect.SCALED})
+
+
+def open_measurer(*, folder: Path, live: bool = False, compose: str = "") -> PlaitMeasurer:
+    """The factory. ``live``: the command allowed it. ``compose``: ``module:function`` that makes the Serve application
+    of a configuration, in place of plait's own."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    return PlaitMeasurer(folder=folder, root=state_root(os.environ), compose=compose_of(compose), may_be_live=live)
+
+
+class PlaitMeasurer:
+    """See `plait_autoconfig.jobs.measurer.Measurer`."""
+
+    def __init__(self, *, folder: Path, root: Path, compose: Compose, may_be_live: bool) -> None:
+        self._folder = folder
+        self._root = root
+        self._compose = compose
+        self._may_be_live = may_be_live
+        self._spec: JobSpec | None = None
+        self._prepared: Prepared | None = None
+        self._application: Clone | Live | None = None
+
+    def check(self, spec: JobSpec) -> Subject:
+        """Refuses what can not be measured; then starts the clone's Ray, or attaches to the live service."""
+        live = bool(spec.target.live)
+        if live and not self._may_be_live:
+            raise JobRefused("target.live: the service that users are on is only tuned with the flag --live")
+        config = target_config(spec.target, live=live)
+        self._prepared = prepare(spec, config)
+        self._spec = spec
+        if live:
+            self._application = self._attach(config)
+            self._prepared = prepare(spec, self._application.original)
+        else:
+            clone = Clone(self._compose, root=self._root, log_path=self._folder / "clone.log", say=_log.info)
+            self._application = clone
+            clone.start(config, num_cpus=roomiest(spec, config).logical_cpus + 1)
+        return _subject(spec, self._prepared)
+
+    def measure(self, task: Task, say: Say) -> Measured:
+        """Applies the configuration, runs the load, judges. What a guard breaks off is rolled back at once."""
+        started_s = time.monotonic()
+        spec, prepared, application = self._checked()
+        kills = count_kills()
+        config = apply_knobs(prepared.config, spec.settings(task.config))
+        say("applying the configuration")
+        try:
+            effects = application.apply(config, limit_s=task.limit_s - _SPARE_S)
+        except (RefusedStart, NotReady) as error:
+            outcome = (
+                of_start(str(error), oom_kills=count_kills() - kills)
+                if isinstance(error, RefusedStart)
+                else Outcome.failed(FailureKind.TIME_OUT, str(error))
+            )
+            self._after_failure()
+            return Measured(outcome=outcome, duration_s=time.monotonic() - started_s, note="never ready")
+        applied_s = time.monotonic() - started_s
+        try:
+            drifted = self._drifted(task, say)
+        except NoAnswer as error:
+            self._after_failure()
+            outcome = Outcome.failed(FailureKind.CRASH, str(error))
+            return Measured(outcome=outcome, duration_s=time.monotonic() - started_s, note="no answer to a probe")
+        plan = LoadPlan(
+            scenarios=prepared.scenarios,
+            search=spec.offered == "capacity",
+            seed=task.seed,
+            limit_s=task.limit_s - _SPARE_S - (time.monotonic() - started_s),
+            guard=None if prepared.guard is None else partial(Guard, prepared.guard),
+        )
+        shown = run_loads(
+            application.running,
+            plan,
+            prices=spec.prices,
+            machine_cores=_cores(),
+            folder=task.folder,
+            log_path=self._folder / "clone.log",
+            say=say,
+            known=drifted,
+        )
+        if shown.guard_breached or (shown.outcome.failure is not None and not shown.outcome.invalid):
+            self._after_failure()
+        return Measured(
+            outcome=shown.outcome,
+            duration_s=time.monotonic() - started_s,
+            load_s=shown.load_s,
+            samples=shown.samples,
+            restarted=tuple(name for name, effect in effects.items() if effect in _RESTARTS),
+            artefacts=shown.artefacts,
+            note="; ".join((_told(effects, applied_s), *shown.notes)),
+        )
+
+    def apply(self, config: Config) -> None:
+        """Leaves this configuration in the live service for good."""
+        spec, prepared, application = self._checked()
+        if isinstance(application, Live):
+            application.keep(apply_knobs(prepared.config, spec.settings(config)))
+
+    def restore(self) -> None:
+        """The live service gets its original configuration back."""
+        if isinstance(self._application, Live):
+            self._application.restore()
+
+    def close(self) -> None:
+        """Takes the clone away, or lets go of the live service."""
+        application, self._application = self._application, None
+        if application is not None:
+            application.close()
+
+    def _drifted(self, task: Task, say: Say) -> dict[str, float]:
+        """The metric of `quality`, if the job asks for it."""
+        spec, prepared, application = self._checked()
+        if QUALITY_DRIFT not in spec.goal.metrics:
+            return {}
+        say("asking the probes")
+        running = application.running
+        scenarios = [aimed(scenario, running.url, running.prefix) for scenario in prepared.scenarios]
+        return {QUALITY_DRIFT: quality_drift(scenarios, self._folder, is_default=task.config == spec.default)}
+
+    def _attach(self, config: PlaitConfig) -> Live:
+        try:
+            return Live(self._compose, root=self._root, port=config.server.port)
+        except LiveBusy as error:
+            raise JobBusy(str(error)) from error
+        except StateError as error:
+            raise JobRefused(f"target.live: {error}") from error
+
+    def _after_failure(self) -> None:
+        """A live service never stays with what hurt it; a clone is made anew by the next trial."""
+        if isinstance(self._application, Live):
+            self._application.restore()
+        elif self._application is not None:
+            self._application.running.config = None
+
+    def _checked(self) -> tuple[JobSpec, Prepared, Clone | Live]:
+        if self._spec is None or self._prepared is None or self._application is None:
+            raise PlaitError("check comes first")
+        return self._spec, self._prepared, self._application
+
+
+def _subject(spec: JobSpec, prepared: Prepared) -> Subject:
+    """What the library remembers of the service, its load and this machine."""
+    config = prepared.config
+    rates = [getattr(each.arrivals, "rate_per_s", 0.0) for each in prepared.scenarios]
+    slos = [slo.latency_ms for each in prepared.scenarios for slo in (each.slo, *each.slos.values()) if slo is not None]
+    workload = {"offered_per_s": max(rates), "slo_ms": min(slos, default=0.0), "scenarios": float(len(rates))}
+    if config.images is not None and spec.target.app == "images":
+        service = f"images:{config.images.public_name}"
+        workload["default_steps"] = float(config.images.defaults.steps)
+    else:
+        service = "recommend:" + ",".join(sorted(config.recommenders))
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    hardware = Hardware(
+        name=platform.machine(), cpus=_cores(), memory_bytes=memory_bytes, price_per_hour=spec.prices.core * _cores()
+    )
+    versions = {name: version(name) for name in ("plait", "ray", "torch")}
+    return Subject(
+        service=service,
+        workload=workload,
+        hardware=hardware,
+        versions=versions | {"python": platform.python_version()},
+        costs=known_costs(spec, config, machine_cores=_cores()),
+    )
+
+
+def _told(effects: Mapping[str, Effect], seconds: float) -> str:
+    if not effects:
+        return "nothing to change"
+    return ", ".join(f"{name} {effect.value}" for name, effect in sorted(effects.items())) + f" in {seconds:.1f} s"
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,131 @@
+"""What the replicas of an application use: processor time, memory, GPU memory. All that reads ``/proc`` for it.
+
+Serve names its processes ``ray::ServeReplica:APP:DEPLOYMENT``; ``/proc/PID/smaps_rollup`` gives the proportional set
+size, in which memory that processes share (tables that are mapped by several workers) counts once.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from plait.server import processes
+
+__all__ = ["Sampler", "Used", "gpu_memory_bytes", "replica_pids"]
+
+_PROC = Path("/proc")
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_PERIOD_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Used:
+    """Over a stretch of time: processor seconds, and the largest memory seen."""
+
+    cpu_s: float
+    memory_bytes: int
+    gpu_memory_bytes: int = 0
+
+
+def replica_pids(app: str, *, run_id: str | None = None) -> dict[int, str]:
+    """The replicas of an application on this machine: pid to deployment. ``run_id``: only those of this run."""
+    prefix = f"ray::ServeReplica:{app}:"
+    found = {}
+    for entry in _PROC.iterdir():
+        if entry.name.isdigit() and (title := _title(entry)).startswith(prefix):
+            deployment = title.removeprefix(prefix).split(".")[0].split()[0]
+            found[int(entry.name)] = deployment
+    if run_id is None:
+        return found
+    members = {process.pid for process in processes.members(run_id)}
+    return {pid: name for pid, name in found.items() if pid in members}
+
+
+class Sampler:
+    """Looks every half second, for as long as the block runs, at the processes that ``pids`` names."""
+
+    def __init__(self, pids: Callable[[], Iterable[int]]) -> None:
+        self._pids = tuple(pids())
+        self._before_s = sum(map(_cpu_s, self._pids))
+        self._memory_bytes = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="tune-sampler", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def used(self) -> Used:
+        """Since the block began."""
+        self._look()
+        return Used(
+            cpu_s=max(0.0, sum(map(_cpu_s, self._pids)) - self._before_s),
+            memory_bytes=self._memory_bytes,
+            gpu_memory_bytes=gpu_memory_bytes(self._pids),
+        )
+
+    def _run(self) -> None:
+        while not self._stop.wait(_PERIOD_S):
+            self._look()
+
+    def _look(self) -> None:
+        self._memory_bytes = max(self._memory_bytes, sum(map(_pss_bytes, self._pids)))
+
+
+def gpu_memory_bytes(pids: Iterable[int]) -> int:
+    """What the processes hold on NVIDIA GPUs; 0 without one."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return 0
+    query = ["--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run([command, *query], capture_output=True, text=True, timeout=10, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return _parse_gpu(said, frozenset(pids))
+
+
+def _parse_gpu(said: str, pids: frozenset[int]) -> int:
+    """Sums ``pid, MiB`` lines."""
+    rows = [line.split(",") for line in said.splitlines() if line.count(",") == 1]
+    return sum(
+        int(mib) << 20 for pid, mib in rows if pid.strip().isdigit() and int(pid) in pids and mib.strip().isdigit()
+    )
+
+
+def _title(entry: Path) -> str:
+    try:
+        return (entry / "cmdline").read_bytes().split(b"\0")[0].decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _cpu_s(pid: int) -> float:
+    try:
+        fields = (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S  # utime and stime, proc(5)
+
+
+def _pss_bytes(pid: int) -> int:
+    return _counter(_PROC / str(pid) / "smaps_rollup", "Pss:") * 1024
+
+
+def _counter(path: Path, name: str) -> int:
+    """The number after ``name`` at the start of a line; 0 if there is none."""
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), 0)

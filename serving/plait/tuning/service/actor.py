@@ -1,0 +1,130 @@
+"""The Ray actor that holds the `TuningDesk`, and the service that speaks to it. All its Ray calls are made here.
+
+The actor is detached: it survives the client, the request and the ingress' replica. Ray starts it again when its
+process dies, and it is found again by its name, which follows from the folder of the jobs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import secrets
+import threading
+import time
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from plait.tuning.service.desk import DeskSettings, RunsJobs, TuningDesk
+from plait.tuning.service.errors import DeskError
+from plait.tuning.service.job_process import JobProcesses
+from plait_serving.http.edge.errors import ApiError
+
+__all__ = ["ActorTuningService", "TuningActor"]
+
+_log = logging.getLogger(__name__)
+
+_NAMESPACE = "plait"
+_LONGEST_CALL_S = 60.0
+_IDLE_S = 900.0
+"""An actor that had nothing to do for so long ends; the next request starts another."""
+
+
+class TuningActor:
+    """The desk and the thread that works."""
+
+    def __init__(self, settings: DeskSettings, runner: RunsJobs | None, idle_s: float) -> None:
+        logging.basicConfig(level=logging.INFO)
+        self._desk = TuningDesk(settings, runner or JobProcesses(environ=os.environ))
+        self._idle_s, self._asked_s = idle_s, time.monotonic()
+        self._me = ray.get_runtime_context().current_actor
+        threading.Thread(target=self._work, name="plait-tuning", daemon=True).start()
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """A method of the desk."""
+        self._asked_s = time.monotonic()
+        return getattr(self._desk, method)(*arguments)
+
+    def _work(self) -> None:
+        while time.monotonic() - self._asked_s < self._idle_s:
+            try:
+                if self._desk.work_once(lambda: False):
+                    self._asked_s = time.monotonic()
+            except Exception:  # a full disk; the next round may be luckier
+                _log.exception("working on a tuning job")
+            time.sleep(0.2)
+        ray.kill(self._me, no_restart=True)
+
+
+class ActorTuningService:
+    """See `TuningService`. Finds the actor, or starts it: when it is made, so that jobs which a stop of the server has
+    interrupted go on, and again whenever it is gone."""
+
+    def __init__(self, settings: DeskSettings, *, runner: RunsJobs | None = None, idle_s: float = _IDLE_S) -> None:
+        self._settings, self._runner, self._idle_s = settings, runner, idle_s
+        self._actor = self._found()
+
+    async def submit(self, text: str, tenant: str) -> dict[str, Any]:
+        """See `TuningDesk.submit`. The token makes a repeated call harmless."""
+        return dict(await self._call("submit", text, tenant, secrets.token_hex(4)))
+
+    async def jobs(self) -> list[dict[str, Any]]:
+        """See `TuningDesk.jobs`."""
+        return list(await self._call("jobs"))
+
+    async def job(self, job_id: str) -> dict[str, Any]:
+        """See `TuningDesk.job`."""
+        return dict(await self._call("job", job_id))
+
+    async def cancel(self, job_id: str) -> dict[str, Any]:
+        """See `TuningDesk.cancel`."""
+        return dict(await self._call("cancel", job_id))
+
+    async def since(self, job_id: str, known: int) -> dict[str, Any]:
+        """See `TuningDesk.since`."""
+        return dict(await self._call("since", job_id, known))
+
+    async def report(self, job_id: str) -> str:
+        """See `TuningDesk.report`."""
+        return str(await self._call("report", job_id))
+
+    def _found(self) -> Any:
+        digest = hashlib.sha256(str(self._settings.folder).encode()).hexdigest()[:12]
+        actor = (
+            ray.remote(TuningActor)
+            .options(
+                name=f"plait-tuning-{digest}",
+                namespace=_NAMESPACE,
+                lifetime="detached",
+                get_if_exists=True,
+                max_restarts=-1,
+                max_task_retries=-1,  # every method may be called twice
+                max_concurrency=16,
+                num_cpus=0,
+            )
+            .remote(self._settings, self._runner, self._idle_s)
+        )
+        actor.call.remote("configure", self._settings)  # it may be older than this replica
+        return actor
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        """Waits while Ray starts the actor again; starts another if it had ended. Raises `DeskError`, `ApiError`."""
+        for _ in range(2):
+            try:
+                return await asyncio.wait_for(self._answer(method, *arguments), _LONGEST_CALL_S)
+            except RayTaskError as error:
+                if isinstance(error.cause, DeskError):
+                    raise error.cause from error
+                raise
+            except RayActorError:
+                self._actor = self._found()
+            except TimeoutError:
+                break
+        message = f"the tuner did not answer within {_LONGEST_CALL_S:g} s"
+        raise ApiError(503, message, code="tuner_unavailable", kind="server_error", headers={"retry-after": "5"})
+
+    async def _answer(self, method: str, *arguments: Any) -> Any:
+        return await self._actor.call.remote(method, *arguments)

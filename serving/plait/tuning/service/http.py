@@ -1,0 +1,165 @@
+"""``/v1/tuning/jobs``: tuning jobs over HTTP. Everything here needs a key with the role admin.
+
+A job is the YAML (or JSON) of ``plait tune run``. It tunes a clone of the application of this server, and names no
+files, because the client has none here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Protocol
+
+from fastapi import APIRouter, Depends
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+
+from plait.tuning.service.errors import Conflict, DeskError, NoSuchJob, Refused, TooMany, Unreadable
+from plait.tuning.service.events import job_events
+from plait_autoconfig.report.page import POLICY
+from plait_serving.http.context import ContextDep
+from plait_serving.http.edge.auth import Principal, require_admin
+from plait_serving.http.edge.errors import ApiError
+from plait_serving.http.edge.sse import EventStream
+from plait_serving.http.images.schemas import ErrorBody
+
+__all__ = ["TuningService", "tuning_router"]
+
+LARGEST_JOB_BYTES = 1 << 20
+_TYPES = ("application/json", "application/yaml", "application/x-yaml", "text/yaml")
+"""No type that a web page of somebody else's may send without being asked about it first."""
+
+_ANSWERS: dict[type[DeskError], tuple[int, str, dict[str, str]]] = {
+    NoSuchJob: (404, "job_not_found", {}),
+    Refused: (400, "invalid_job", {}),
+    Conflict: (409, "job_is_over", {"x-should-retry": "false"}),
+    Unreadable: (500, "job_unreadable", {"x-should-retry": "false"}),
+    TooMany: (429, "too_many_jobs", {"retry-after": "60"}),
+}
+
+Admin = Annotated[Principal, Depends(require_admin)]
+
+
+class TuningService(Protocol):
+    """What does the work: see `TuningDesk`, whose methods these are. Raises `DeskError`, or an `ApiError` if it can not
+    be reached."""
+
+    async def submit(self, text: str, tenant: str) -> dict[str, Any]:
+        """Takes a job."""
+
+    async def jobs(self) -> list[dict[str, Any]]:
+        """All jobs, the newest first."""
+
+    async def job(self, job_id: str) -> dict[str, Any]:
+        """One job with its whole state."""
+
+    async def cancel(self, job_id: str) -> dict[str, Any]:
+        """Gives a job up."""
+
+    async def since(self, job_id: str, known: int) -> dict[str, Any]:
+        """What is new."""
+
+    async def report(self, job_id: str) -> str:
+        """HTML."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Translated:
+    """``async with``: errors of the desk as answers."""
+
+    async def __aenter__(self) -> None:
+        return None
+
+    async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, DeskError):
+            status, code, headers = _ANSWERS[type(error)]
+            raise ApiError(status, str(error), code=code, param=error.param, headers=headers) from error
+
+
+def tuning_router(service: TuningService, *, poll_s: float = 1.0) -> APIRouter:
+    """The routes. ``poll_s``: how often a stream of events looks for news."""
+    router = APIRouter(
+        prefix="/v1/tuning/jobs",
+        tags=["tuning"],
+        dependencies=[Depends(require_admin)],
+        responses={"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
+    )
+    answers = _Translated()
+
+    @router.post("", summary="Start a tuning job", status_code=202, openapi_extra=_BODY)
+    async def submit(request: Request, admin: Admin) -> JSONResponse:
+        """Takes a job and returns at once; jobs are worked on one after the other."""
+        text = await _job_text(request)
+        async with answers:
+            job = await service.submit(text, admin.tenant)
+        return JSONResponse(job, status_code=202, headers={"location": f"/v1/tuning/jobs/{job['id']}"})
+
+    @router.get("", summary="The tuning jobs")
+    async def jobs() -> dict[str, Any]:
+        """All jobs, the newest first."""
+        return {"object": "list", "data": await service.jobs()}
+
+    @router.get("/{job_id}", summary="One tuning job")
+    async def job(job_id: str) -> dict[str, Any]:
+        """One job; ``state`` has every measurement."""
+        async with answers:
+            return await service.job(job_id)
+
+    @router.post("/{job_id}/cancel", summary="Give a tuning job up")
+    async def cancel(job_id: str) -> dict[str, Any]:
+        """What it is measuring is broken off; a live service gets its original configuration back."""
+        async with answers:
+            return await service.cancel(job_id)
+
+    @router.get("/{job_id}/events", summary="Follow a tuning job", response_class=Response)
+    async def events(job_id: str, request: Request, context: ContextDep) -> Response:
+        """Server-sent events until the job is over; ``last-event-id`` goes on where a connection broke."""
+        known = _known(request.headers.get("last-event-id"))
+        async with answers:
+            first = await service.since(job_id, known)
+
+        async def since(count: int) -> Mapping[str, Any]:
+            async with answers:
+                return await service.since(job_id, count)
+
+        ping_s = context.settings.ping_interval_s
+        return EventStream(job_events(since, known, poll_s=poll_s, ping_s=ping_s, first=first))
+
+    @router.get("/{job_id}/report", summary="The report of a tuning job", response_class=HTMLResponse)
+    async def report(job_id: str) -> HTMLResponse:
+        """One HTML page, also of a job that is not over."""
+        async with answers:
+            page = await service.report(job_id)
+        headers = {"content-security-policy": f"{POLICY}; frame-ancestors 'none'", "cache-control": "no-store"}
+        return HTMLResponse(page, headers=headers)
+
+    return router
+
+
+_BODY = {
+    "requestBody": {
+        "required": True,
+        "description": "the job, as `plait tune run` reads it",
+        "content": {kind: {"schema": {"type": "object"}} for kind in ("application/yaml", "application/json")},
+    }
+}
+
+
+async def _job_text(request: Request) -> str:
+    """The body. Raises `ApiError`."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind not in _TYPES:
+        message = "send the job with content-type: application/yaml or application/json"
+        raise ApiError(415, message, code="unsupported_media_type")
+    body = await request.body()
+    if len(body) > LARGEST_JOB_BYTES:
+        raise ApiError(413, f"a job may have {LARGEST_JOB_BYTES} bytes", code="body_too_large")
+    try:
+        return body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ApiError(400, "the job is not UTF-8", code="invalid_job") from error
+
+
+def _known(header: str | None) -> int:
+    """How many measurements a client has; a header that is not ours counts as none."""
+    return int(header) if header is not None and header.isascii() and header.isdigit() and len(header) < 9 else 0

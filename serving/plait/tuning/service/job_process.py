@@ -1,0 +1,127 @@
+"""``python -m plait.tuning.service.job_process FOLDER``: works on the job in a folder until it is over, for `desk`.
+
+Its standard input is held open by whoever started it; when that ends, however it ends, the job is stopped in good order
+(and goes on when somebody starts it again).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from plait.tuning.service.telling import note_progress
+from plait_autoconfig.jobs.measurer import MeasurerSource
+
+__all__ = ["JobProcesses", "main"]
+
+_FOREIGN = ("RAY_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+"""What Ray set for the process that starts us, and not for a server of its own."""
+_KEPT = ("RAY_USAGE_STATS_ENABLED", "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S")
+
+
+class JobProcesses:
+    """Starts the process of a job. ``source``: what measures, in tests; None: plait's own measurer."""
+
+    def __init__(self, *, environ: Mapping[str, str], source: MeasurerSource | None = None) -> None:
+        self._environ = {name: value for name, value in environ.items() if _is_ours(name)}
+        self._source = source
+
+    def start(self, folder: Path, *, live: bool) -> JobProcess:
+        """See `RunsJobs`."""
+        source = self._source or _own_source(live)
+        (folder / "logs").mkdir(exist_ok=True)
+        with (folder / "logs" / "process.log").open("ab") as log:
+            return JobProcess(
+                subprocess.Popen(
+                    [sys.executable, "-m", __name__, str(folder), source.factory, json.dumps(dict(source.arguments))],
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    env=self._environ,
+                    start_new_session=True,
+                )
+            )
+
+
+class JobProcess:
+    """See `Work`."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    def wait(self, timeout_s: float) -> int | None:
+        """See `Work.wait`."""
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def stop(self) -> None:
+        """See `Work.stop`."""
+        if self._process.stdin is not None:
+            with suppress(OSError):
+                self._process.stdin.close()
+
+
+def main(arguments: list[str]) -> int:
+    """``FOLDER FACTORY ARGUMENTS``: where the job is, and what measures it (`MeasurerSource`)."""
+    from plait.server.state import state_root
+    from plait.tuning.job.recover import recover_all
+    from plait.tuning.job.work import write_report
+    from plait_autoconfig.errors import TunerError
+    from plait_autoconfig.jobs.loop import run_job
+    from plait_autoconfig.jobs.store import JobStore
+
+    folder = Path(arguments[0])
+    stop = _stopped()
+    recover_all(state_root(os.environ), say=_say)
+    store = JobStore.open(folder)
+    source = MeasurerSource(factory=arguments[1], arguments=json.loads(arguments[2]))
+    try:
+        run_job(store, source, on_event=partial(note_progress, folder), stop=stop)
+    except TunerError as error:
+        _say(str(error))
+        return 1
+    write_report(store, folder / "report.html")
+    return 0
+
+
+def _own_source(live: bool) -> MeasurerSource:
+    from plait.tuning.job.work import FACTORY
+
+    return MeasurerSource(factory=FACTORY, arguments={"live": live})
+
+
+def _is_ours(name: str) -> bool:
+    return name in _KEPT or not name.startswith(_FOREIGN)
+
+
+def _stopped() -> Callable[[], bool]:
+    """True after SIGTERM or SIGINT, and when whoever holds our standard input is gone."""
+    asked = threading.Event()
+
+    def wait_for_the_end() -> None:
+        while os.read(0, 1):  # not sys.stdin: a thread that waits in it would break the end of the interpreter
+            pass
+        asked.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: asked.set())
+    threading.Thread(target=wait_for_the_end, daemon=True).start()
+    return asked.is_set
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

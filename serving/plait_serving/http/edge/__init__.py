@@ -1,0 +1,1 @@
+"""What every route shares: keys, hosts, limits, errors, streams, counters."""

@@ -1,0 +1,104 @@
+"""Who is asking: bearer keys with a tenant and a role.
+
+Without configured keys everybody is the tenant "default" with the role admin; the server then belongs on 127.0.0.1,
+where it is by default. Keys are kept as sha256 digests, so neither a configuration dump nor a core file shows them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from plait_serving.http.edge.errors import ApiError
+
+
+class Role(StrEnum):
+    """What a key may do. An admin may do everything that a user may."""
+
+    USER = "user"
+    ADMIN = "admin"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Principal:
+    """Whose request it is."""
+
+    tenant: str
+    role: Role
+
+
+ANYONE = Principal(tenant="default", role=Role.ADMIN)
+OPEN_PATHS = frozenset({"/health", "/version", "/v2/health/live", "/v2/health/ready"})
+"""What a load balancer may ask without a key."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiKey:
+    """A configured key: the sha256 of the secret in hex, and who it stands for."""
+
+    sha256: str
+    principal: Principal
+
+    @classmethod
+    def from_secret(cls, secret: str, *, tenant: str, role: Role = Role.USER) -> ApiKey:
+        """For tests and for commands that make keys."""
+        return cls(sha256=_digest(secret), principal=Principal(tenant=tenant, role=role))
+
+
+def _digest(secret: str) -> str:
+    return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def authenticate(header: str | None, keys: Sequence[ApiKey]) -> Principal:
+    """Whose ``Authorization`` header this is. Raises a 401 ApiError. Compares every key, in constant time each."""
+    if not keys:
+        return ANYONE
+    scheme, _, secret = (header or "").partition(" ")
+    if scheme.lower() != "bearer" or not secret.strip():
+        raise _unauthorized("send an API key: Authorization: Bearer KEY", "missing_api_key")
+    digest = _digest(secret.strip())
+    found = [key.principal for key in keys if hmac.compare_digest(key.sha256, digest)]
+    if not found:
+        raise _unauthorized("the API key is not valid", "invalid_api_key")
+    return found[0]
+
+
+def _unauthorized(message: str, code: str) -> ApiError:
+    return ApiError(401, message, code=code, kind="authentication_error", headers={"www-authenticate": "Bearer"})
+
+
+class AuthMiddleware:
+    """Puts the `Principal` into the scope's state before any body is read."""
+
+    def __init__(self, app: ASGIApp, *, keys: Sequence[ApiKey]) -> None:
+        self._app = app
+        self._keys = tuple(keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI call. Raises a 401 ApiError."""
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            header = Headers(scope=scope).get("authorization")
+            scope.setdefault("state", {})["principal"] = authenticate(header, self._keys)
+        await self._app(scope, receive, send)
+
+
+def principal(request: Request) -> Principal:
+    """FastAPI dependency: whose request it is."""
+    found = request.state.principal
+    assert isinstance(found, Principal)
+    return found
+
+
+def require_admin(request: Request) -> Principal:
+    """FastAPI dependency for administration: raises a 403 ApiError unless the key's role is admin."""
+    found = principal(request)
+    if found.role is not Role.ADMIN:
+        raise ApiError(403, "this needs a key with the role admin", code="admin_required", kind="permission_error")
+    return found

@@ -1,0 +1,86 @@
+"""Refuses bodies that are too large, alone or all together, in OpenAI's error form.
+
+A body stays in memory until its request is answered, so a queue of requests with control pictures could fill the memory
+although each of them is within bounds.
+"""
+
+from __future__ import annotations
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from plait_serving.diffusion.errors import Overloaded
+from plait_serving.http.edge.errors import ApiError
+
+
+class BodyTooLarge(HTTPException):
+    """Raised while a body is read; an HTTPException because FastAPI lets only those through when it parses a body."""
+
+    def __init__(self, error: ApiError | Overloaded) -> None:
+        super().__init__(status_code=413)
+        self.error = error
+
+
+def declared_bytes(scope: Scope) -> int:
+    """The body's length as its sender declares it; 0 if unknown, a large number if absurd."""
+    text = Headers(scope=scope).get("content-length", "")
+    return int(text[:20]) if text.isascii() and text.isdigit() else 0
+
+
+class BodyLimitMiddleware:
+    """A declared length above ``max_bytes`` is refused unread (413), a chunked body as soon as it is too long.
+
+    All bodies together hold at most ``max_total_bytes``; who would exceed it is told to come back (429). What a route
+    makes of a compressed body counts too: it tells ``hold_bytes(size)`` of the scope's state, which raises the same.
+    """
+
+    def __init__(self, app: ASGIApp, *, max_bytes: int, max_total_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+        self._max_total_bytes = max_total_bytes
+        self._held_bytes = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI call. Raises a 413 ApiError or Overloaded before the body is read."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        declared = declared_bytes(scope)
+        problem = self._problem(declared, declared)
+        if problem is not None:
+            raise problem
+        received = 0
+
+        def hold(size: int) -> None:
+            nonlocal received
+            problem = self._problem(received, size)
+            if problem is not None:
+                raise problem
+            received += size
+            self._held_bytes += size
+
+        async def receive_counted() -> Message:
+            nonlocal received
+            message = await receive()
+            if message["type"] == "http.request":
+                size = len(message.get("body", b""))
+                received += size
+                problem = self._problem(received, size)
+                self._held_bytes += size
+                if problem is not None:
+                    raise BodyTooLarge(problem)
+            return message
+
+        scope.setdefault("state", {})["hold_bytes"] = hold
+        try:
+            await self._app(scope, receive_counted, send)
+        finally:
+            self._held_bytes -= received
+
+    def _problem(self, body_bytes: int, new_bytes: int) -> ApiError | Overloaded | None:
+        if body_bytes > self._max_bytes:
+            return ApiError(413, f"the body is larger than {self._max_bytes} bytes", code="body_too_large")
+        if self._held_bytes + new_bytes > self._max_total_bytes:
+            return Overloaded("too many large requests are waiting", retry_after_s=2.0)
+        return None

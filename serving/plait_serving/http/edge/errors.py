@@ -1,0 +1,210 @@
+"""Every error that leaves the server, in OpenAI's form: ``{"error": {"message", "type", "param", "code"}}``. Paths
+below ``/v2`` speak the Open Inference Protocol instead: ``{"error": "message"}``.
+
+Two tables say which HTTP answer an error of the engine, or of ranking, becomes. The ``openai`` client repeats 408, 409,
+429 and 5xx twice by itself, waiting ``retry-after`` seconds (honoured up to 120; above that it gives up), unless
+``x-should-retry`` says otherwise. So every refusal says which it wants:
+
+* overload is 429 with ``retry-after``: the same request can work a little later;
+* a missed deadline is 504 with ``x-should-retry: false``: the client said that a later picture is worthless to it. (Not
+  408: that blames the client for sending slowly, and browsers repeat it silently.)
+* a picture that turned NaN is 500 with ``x-should-retry: false``: the same seed gives the same NaN;
+* a request that alone does not fit the device, or names a LoRA file that can not be used, is 422: change it;
+* a service that stops or lost a ControlNet is 503 with ``retry-after``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from starlette.responses import Response
+
+from plait_disagg import errors as rank
+from plait_serving.diffusion import errors as engine
+from plait_serving.ranking.codec import TooLarge
+
+log = logging.getLogger(__name__)
+
+RETRY_AFTER_DEFAULT_S = 5.0
+RANK_RETRY_AFTER_S = 1.0  # requests take milliseconds, and a worker is back in a second or two
+RETRY_AFTER_MAX_S = 120.0  # above it the openai client does not repeat at all
+PARAM_MAX_CHARS = 200
+
+
+class ApiError(Exception):
+    """An answer decided by the HTTP side itself (authentication, body size, unknown route)."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.kind = kind
+        self.param = param
+        self.headers = dict(headers or {})
+
+
+class ClientGone(Exception):  # it is an event, nobody is left to read an error
+    """The client closed the connection before its answer was ready."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """How one class of errors is told. ``retry``: None says nothing, else ``x-should-retry``; waits are 1..120 s."""
+
+    status: int
+    kind: str
+    retry: bool | None = None
+    param: str | None = None
+
+
+_CALLER = "invalid_request_error"
+_SERVER = "server_error"
+
+# Most specific first; the first class that matches counts.
+ANSWERS: tuple[tuple[type[engine.EngineError], Answer], ...] = (
+    (engine.NotFound, Answer(status=404, kind=_CALLER)),
+    (engine.RequestError, Answer(status=400, kind=_CALLER)),
+    (engine.Overloaded, Answer(status=429, kind="rate_limit_error", retry=True)),
+    (engine.DeadlineMissed, Answer(status=504, kind="timeout_error", retry=False, param="deadline_ms")),
+    (engine.Refused, Answer(status=503, kind=_SERVER, retry=True)),
+    (engine.Cancelled, Answer(status=499, kind=_CALLER)),
+    (engine.LoraError, Answer(status=422, kind=_CALLER, param="loras")),
+    (engine.ControlNetUnavailable, Answer(status=503, kind=_SERVER, retry=True, param="controlnets")),
+    (engine.NumericalError, Answer(status=500, kind=_SERVER, retry=False)),
+    (engine.OutOfMemory, Answer(status=422, kind=_CALLER, param="size")),
+    (engine.ModelError, Answer(status=500, kind=_SERVER, retry=False)),
+    (engine.EngineStopped, Answer(status=503, kind=_SERVER, retry=True)),
+    (engine.EngineError, Answer(status=500, kind=_SERVER, retry=False)),
+)
+
+RANK_ANSWERS: tuple[tuple[type[rank.RankError], str, Answer], ...] = (
+    (rank.UnknownModel, "model_not_found", Answer(status=404, kind=_CALLER, param="model")),
+    (TooLarge, "body_too_large", Answer(status=413, kind=_CALLER)),
+    (rank.BadInput, "invalid_value", Answer(status=400, kind=_CALLER)),
+    (rank.Busy, "overloaded", Answer(status=429, kind="rate_limit_error", retry=True)),
+    (
+        rank.DeadlinePassed,
+        "deadline_missed",
+        Answer(status=504, kind="timeout_error", retry=False, param="deadline_ms"),
+    ),
+    (rank.Unavailable, "worker_unavailable", Answer(status=503, kind=_SERVER, retry=True)),
+    (rank.RankError, "rank_failed", Answer(status=500, kind=_SERVER, retry=False)),
+)
+"""The class, its code, its answer."""
+
+V2 = "/v2"
+"""Paths that begin with it speak the Open Inference Protocol."""
+
+_NOT_FOUND_CODES = {"model": "model_not_found", "loras": "lora_not_found", "controlnets": "controlnet_not_found"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WireError:
+    """An error ready for the wire: status and headers for a whole response, ``body`` also for an SSE event."""
+
+    status: int
+    headers: Mapping[str, str]
+    message: str
+    kind: str
+    param: str | None
+    code: str
+
+    @property
+    def body(self) -> bytes:
+        """ASCII JSON, so no input (lone surrogates in a field's name) can break it."""
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return json.dumps({"error": error}).encode("ascii")
+
+    def response(self, path: str) -> Response:
+        """The whole HTTP response to a request for ``path``, which decides the form."""
+        is_v2 = path == V2 or path.startswith(V2 + "/")
+        body = json.dumps({"error": self.message}).encode("ascii") if is_v2 else self.body
+        return Response(body, status_code=self.status, headers=dict(self.headers), media_type="application/json")
+
+
+def wire_error(error: BaseException) -> WireError:
+    """What a client is told about ``error``. An unexpected one is logged with its traceback and told without it."""
+    if isinstance(error, ApiError):
+        return WireError(
+            status=error.status,
+            headers=error.headers,
+            message=error.message,
+            kind=error.kind,
+            param=_clip(error.param),
+            code=error.code,
+        )
+    if isinstance(error, engine.EngineError):
+        return _engine_error(error)
+    if isinstance(error, rank.RankError):
+        return _rank_error(error)
+    log.error("unexpected error", exc_info=error)
+    return WireError(
+        status=500,
+        headers={"x-should-retry": "false"},
+        message="internal error; the server's log has the details under this request id",
+        kind=_SERVER,
+        param=None,
+        code="internal_error",
+    )
+
+
+def _engine_error(error: engine.EngineError) -> WireError:
+    answer = next(answer for kind, answer in ANSWERS if isinstance(error, kind))
+    if answer.status >= 500:
+        log.warning("request failed: %s: %s", error.code, error.message)
+    param = error.param or answer.param
+    return WireError(
+        status=answer.status,
+        headers=_headers(answer, getattr(error, "retry_after_s", None)),
+        message=error.message,
+        kind=answer.kind,
+        param=_clip(param),
+        code=_code(error, param),
+    )
+
+
+def _rank_error(error: rank.RankError) -> WireError:
+    code, answer = next((code, answer) for kind, code, answer in RANK_ANSWERS if isinstance(error, kind))
+    if answer.status >= 500:
+        log.warning("ranking failed: %s: %s", code, error.message)
+    return WireError(
+        status=answer.status,
+        headers=_headers(answer, RANK_RETRY_AFTER_S),
+        message=error.message,
+        kind=answer.kind,
+        param=_clip(error.param or answer.param),
+        code=code,
+    )
+
+
+def _code(error: engine.EngineError, param: str | None) -> str:
+    if isinstance(error, engine.NotFound) and param is not None:
+        return _NOT_FOUND_CODES.get(param.partition(".")[0], error.code)
+    return error.code
+
+
+def _headers(answer: Answer, retry_after_s: float | None) -> dict[str, str]:
+    if answer.retry is None:
+        return {}
+    if not answer.retry:
+        return {"x-should-retry": "false"}
+    wait_s = RETRY_AFTER_DEFAULT_S if retry_after_s is None or not math.isfinite(retry_after_s) else retry_after_s
+    return {"retry-after": str(math.ceil(min(max(wait_s, 1.0), RETRY_AFTER_MAX_S)))}
+
+
+def _clip(param: str | None) -> str | None:
+    return param if param is None or len(param) <= PARAM_MAX_CHARS else param[:PARAM_MAX_CHARS] + "..."

@@ -1,0 +1,77 @@
+"""Reading a service's events, and noticing that the client has gone, without ever losing either.
+
+Plain asyncio on purpose: in a task group of another library every ``await`` of a clean-up is cancelled again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from starlette.types import Receive
+
+from plait_serving.diffusion.errors import EngineStopped
+from plait_serving.diffusion.values import Event, Failed
+from plait_serving.http.edge.errors import ClientGone
+
+T = TypeVar("T")
+
+
+class EventFeed:
+    """Owns a generator of events. A read that times out goes on and is picked up by the next read."""
+
+    def __init__(self, events: AsyncGenerator[Event, None]) -> None:
+        self._events = events
+        self._reading: asyncio.Task[Event] | None = None
+
+    async def next(self, timeout_s: float | None = None) -> Event | None:
+        """The next event, or None after ``timeout_s``. A generator that ends early, or raises, reads as `Failed`."""
+        if self._reading is None:
+            self._reading = asyncio.create_task(self._read())
+        done, _ = await asyncio.wait({self._reading}, timeout=timeout_s)
+        if not done:
+            return None
+        task, self._reading = self._reading, None
+        return task.result()
+
+    async def _read(self) -> Event:
+        try:
+            return await anext(self._events)
+        except StopAsyncIteration:
+            return Failed(error=EngineStopped("the service ended without a result"))
+        except Exception as error:  # a service that raises is told like one that fails
+            return Failed(error=error)
+
+    async def aclose(self) -> None:
+        """Closes the generator, which cancels the work behind it. Idempotent."""
+        if self._reading is not None:
+            self._reading.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._reading
+            self._reading = None
+        await self._events.aclose()
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Runs ``work``; if the client goes first, cancels it, waits for its clean-up and raises ClientGone.
+
+    The request's body must have been read: ``receive`` then yields nothing but the disconnect.
+    """
+    task = asyncio.create_task(work)
+    watch = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        for each in (task, watch):
+            each.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

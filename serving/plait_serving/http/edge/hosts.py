@@ -1,0 +1,48 @@
+"""Which names the server answers to.
+
+A page of another origin can point its own domain name at 127.0.0.1 and then read a local server's answers as if they
+were its own (DNS rebinding). The Host header still carries that foreign name, so a server on loopback answers only to
+its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from plait_serving.http.edge.errors import ApiError
+
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")
+"""What a server that listens on loopback only is called."""
+
+
+def host_name(header: str) -> str:
+    """The Host header without its port, in lower case: ``[::1]:8000`` is ``[::1]``."""
+    header = header.strip().lower()
+    if header.startswith("["):
+        return header.partition("]")[0] + "]"
+    return header.partition(":")[0]
+
+
+def _as_in_a_header(host: str) -> str:
+    """An IPv6 address has brackets there."""
+    return f"[{host}]".lower() if ":" in host and not host.startswith("[") else host.lower()
+
+
+class HostMiddleware:
+    """Refuses requests for other names with 403; no ``hosts`` means that any name will do."""
+
+    def __init__(self, app: ASGIApp, *, hosts: Sequence[str]) -> None:
+        self._app = app
+        self._hosts = frozenset(map(_as_in_a_header, hosts))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI call. Raises a 403 ApiError."""
+        if scope["type"] == "http" and self._hosts:
+            name = host_name(Headers(scope=scope).get("host", ""))
+            if name not in self._hosts:
+                message = "this server does not answer to that host name: it is not among server.allowed_hosts"
+                raise ApiError(403, message, code="host_not_allowed", kind="permission_error")
+        await self._app(scope, receive, send)

@@ -1,0 +1,67 @@
+"""The outermost layer: gives each request its id, logs it when it ends, and turns an unexpected error into a 500."""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import time
+from collections.abc import Callable
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from plait_serving.http.edge.errors import wire_error
+
+access_log = logging.getLogger("plait.http.access")
+
+# Anything else in a header that is copied around (logs, other services' URLs) is an injection waiting to happen.
+ACCEPTED = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+def new_request_id() -> str:
+    """An id that nobody can guess."""
+    return f"req_{secrets.token_hex(12)}"
+
+
+class RequestIdMiddleware:
+    """Accepts a well-formed ``x-request-id``, makes one otherwise, echoes it on every answer.
+
+    Puts ``request_id`` and ``request_id_given`` into the scope's state. ``observe(scope, status, seconds)`` is told
+    when the answer has been sent; a client that went before any answer counts as 499.
+    """
+
+    def __init__(self, app: ASGIApp, *, observe: Callable[[Scope, int, float], None]) -> None:
+        self._app = app
+        self._observe = observe
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI call."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id")
+        accepted = given is not None and ACCEPTED.fullmatch(given) is not None
+        request_id = given if given is not None and accepted else new_request_id()
+        scope.setdefault("state", {}).update(request_id=request_id, request_id_given=accepted)
+        status, started_s = 499, time.monotonic()
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                headers["x-content-type-options"] = "nosniff"
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception as error:  # the last line of defence; wire_error logs it
+            answer = wire_error(error)
+            if status == 499:
+                await answer.response(scope["path"])(scope, receive, send_with_id)
+        finally:
+            seconds = time.monotonic() - started_s
+            self._observe(scope, status, seconds)
+            access_log.info("%s %s %d %.3fs %s", scope["method"], scope["path"], status, seconds, request_id)

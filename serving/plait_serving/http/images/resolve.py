@@ -1,0 +1,190 @@
+"""From a body and a catalog to a fully resolved `ImageRequest`. Pure: no clock, no I/O, randomness comes in.
+
+Everything cheap is judged before the first control picture is decoded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+from plait_serving.diffusion.errors import NotFound, RequestError
+from plait_serving.diffusion.values import ControlRef, ImageRequest, LoraPolicy, LoraRef, LoraSet, RgbImage, Scheduler
+from plait_serving.http.images.schemas import MAX_SEED, ControlNetBody, GenerationBody
+from plait_serving.images.codec import DecodeLimits, decode_base64, decode_image, resize
+from plait_serving.images.service import Catalog, ModelCard
+
+Preprocessors = Mapping[str, Callable[[RgbImage], RgbImage]]
+
+# A new request's seed is below 2**32: short to type, and exact in every JSON reader (those of browsers lose bits at
+# 2**53).
+RANDOM_SEED_END = 2**32
+# The share of steps that bounded_async may run without its LoRAs if the request gives no k. SwiftDiffusion
+# (ATC'25) lets about the first 10 of 50 steps run without them.
+LORA_FREE_SHARE = 5
+
+_SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})")
+
+
+def resolve(
+    body: GenerationBody,
+    catalog: Catalog,
+    *,
+    request_id: str,
+    random_seed: int,
+    preprocessors: Preprocessors,
+    decode_limits: DecodeLimits,
+) -> ImageRequest:
+    """The request with no defaults left open. Raises RequestError or NotFound naming the field."""
+    model = catalog.model
+    if body.model is not None and body.model != model.name:
+        raise NotFound(f"there is no model {body.model!r}; this server has {model.name!r}", param="model")
+    width, height = _size(body.size, model)
+    steps = _steps(body, model)
+    n = body.n or 1
+    seed = _seed(body, n, random_seed)
+    _check_stream(body, n)
+    loras = _loras(body, catalog)
+    policy, free_steps = _lora_policy(body, steps, loras)
+    _check_controlnets(body, catalog, preprocessors)
+    return ImageRequest(
+        request_id=request_id,
+        prompt=body.prompt,
+        negative_prompt=body.negative_prompt or "",
+        width=width,
+        height=height,
+        steps=steps,
+        guidance_scale=model.default_guidance_scale if body.guidance_scale is None else body.guidance_scale,
+        seed=seed,
+        scheduler=model.default_scheduler if body.scheduler is None else Scheduler(body.scheduler),
+        n=n,
+        loras=loras,
+        controlnets=_controls(
+            body, catalog, width=width, height=height, preprocessors=preprocessors, limits=decode_limits
+        ),
+        lora_policy=policy,
+        lora_free_steps=free_steps,
+        deadline_s=None if body.deadline_ms is None else body.deadline_ms / 1000.0,
+        partial_images=body.partial_images or 0,
+    )
+
+
+def _size(text: str | None, model: ModelCard) -> tuple[int, int]:
+    if text is None or text == "auto":
+        return model.default_width, model.default_height
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise RequestError('size is "WIDTHxHEIGHT" in pixels, for example "512x512", or "auto"', param="size")
+    width, height = int(match[1]), int(match[2])
+    limits = model.limits
+    if width % limits.size_multiple or height % limits.size_multiple:
+        raise RequestError(f"both edges must be multiples of {limits.size_multiple} pixels", param="size")
+    if min(width, height) < limits.min_edge_px or max(width, height) > limits.max_edge_px:
+        raise RequestError(f"edges go from {limits.min_edge_px} to {limits.max_edge_px} pixels", param="size")
+    if width * height > limits.max_pixels:
+        raise RequestError(f"{width}x{height} is more than {limits.max_pixels} pixels", param="size")
+    return width, height
+
+
+def _steps(body: GenerationBody, model: ModelCard) -> int:
+    steps = model.default_steps if body.num_inference_steps is None else body.num_inference_steps
+    if steps > model.limits.max_steps:
+        raise RequestError(f"at most {model.limits.max_steps} steps", param="num_inference_steps")
+    return steps
+
+
+def _seed(body: GenerationBody, n: int, random_seed: int) -> int:
+    seed = random_seed if body.seed is None else body.seed
+    if seed + n - 1 > MAX_SEED:
+        raise RequestError(f"seed + n - 1 must not be above {MAX_SEED}", param="seed")
+    return seed
+
+
+def _check_stream(body: GenerationBody, n: int) -> None:
+    if body.stream and n > 1:
+        raise RequestError("streaming is only supported with n=1", param="n")  # OpenAI's own rule and words
+    if body.partial_images and not body.stream:
+        raise RequestError("partial_images needs stream: true", param="partial_images")
+
+
+def _loras(body: GenerationBody, catalog: Catalog) -> LoraSet:
+    bodies = body.loras or []
+    if len(bodies) > catalog.model.limits.max_loras:
+        raise RequestError(f"at most {catalog.model.limits.max_loras} LoRAs", param="loras")
+    seen: set[str] = set()
+    for i, lora in enumerate(bodies):
+        if lora.name in seen:
+            raise RequestError(f"LoRA {lora.name!r} is given twice; add the scales", param=f"loras.{i}.name")
+        if not catalog.has_lora(lora.name):
+            raise NotFound(f"there is no LoRA {lora.name!r}", param=f"loras.{i}.name")
+        seen.add(lora.name)
+    return tuple(LoraRef(name=lora.name, scale=float(lora.scale)) for lora in bodies)
+
+
+def _lora_policy(body: GenerationBody, steps: int, loras: LoraSet) -> tuple[LoraPolicy, int]:
+    policy = LoraPolicy(body.lora_policy or "exact")
+    given = body.lora_free_steps
+    if policy is LoraPolicy.EXACT:
+        if given:
+            raise RequestError("lora_free_steps needs lora_policy: bounded_async", param="lora_free_steps")
+        return policy, 0
+    if given is not None and given >= steps:
+        raise RequestError(f"with {steps} steps the LoRAs would never act", param="lora_free_steps")
+    if not loras:
+        return policy, 0
+    return policy, steps // LORA_FREE_SHARE if given is None else given
+
+
+def _check_controlnets(body: GenerationBody, catalog: Catalog, preprocessors: Preprocessors) -> None:
+    bodies = body.controlnets or []
+    if len(bodies) > catalog.model.limits.max_controlnets:
+        raise RequestError(f"at most {catalog.model.limits.max_controlnets} ControlNets", param="controlnets")
+    for i, control in enumerate(bodies):
+        if catalog.controlnet(control.name) is None:
+            raise NotFound(f"there is no ControlNet {control.name!r}", param=f"controlnets.{i}.name")
+        if control.start >= control.end:
+            raise RequestError("end must be above start", param=f"controlnets.{i}.end")
+        if control.preprocess is False:
+            continue
+        name = _preprocessor(control, catalog)
+        if name is None or name not in preprocessors:
+            known = ", ".join(sorted(preprocessors)) or "none"
+            message = f"no preprocessor for ControlNet {control.name!r}; this server has: {known}"
+            raise RequestError(message, param=f"controlnets.{i}.preprocess")
+
+
+def _preprocessor(control: ControlNetBody, catalog: Catalog) -> str | None:
+    if isinstance(control.preprocess, str):
+        return control.preprocess
+    card = catalog.controlnet(control.name)
+    return None if card is None else card.preprocessor
+
+
+def _controls(
+    body: GenerationBody,
+    catalog: Catalog,
+    *,
+    width: int,
+    height: int,
+    preprocessors: Preprocessors,
+    limits: DecodeLimits,
+) -> tuple[ControlRef, ...]:
+    """Decodes, stretches to the output's size and preprocesses, one picture after the other to bound memory."""
+    controls = []
+    for i, control in enumerate(body.controlnets or []):
+        param = f"controlnets.{i}.image"
+        raw = decode_base64(control.image, param=param, limits=limits)
+        ordinary = control.preprocess is not False
+        image = decode_image(raw, param=param, limits=limits, paper="white" if ordinary else "black")
+        image = resize(image, width=width, height=height)
+        name = _preprocessor(control, catalog) if ordinary else None
+        controls.append(
+            ControlRef(
+                name=control.name,
+                image=image if name is None else preprocessors[name](image),
+                scale=float(control.scale),
+                start=float(control.start),
+                end=float(control.end),
+            )
+        )
+    return tuple(controls)

@@ -1,0 +1,226 @@
+"""``POST /v1/images/generations``: OpenAI's image API with LoRA sets, ControlNets and seeds per request."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import secrets
+from collections.abc import AsyncGenerator, Callable
+from functools import partial
+from typing import TypeVar
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from plait_serving.diffusion.values import (
+    Event,
+    Failed,
+    Finished,
+    ImageRequest,
+    ImageResult,
+    Preview,
+    Progress,
+    RgbImage,
+)
+from plait_serving.http.context import Context, ContextDep
+from plait_serving.http.edge import sse
+from plait_serving.http.edge.errors import ClientGone, wire_error
+from plait_serving.http.edge.feed import EventFeed, until_disconnect
+from plait_serving.http.images.resolve import resolve
+from plait_serving.http.images.schemas import ErrorBody, GenerationBody, GenerationResponse
+from plait_serving.images.codec import encode_image
+from plait_serving.images.infotext import infotext
+
+T = TypeVar("T")
+
+router = APIRouter(prefix="/v1/images", tags=["images"])
+
+_STREAM_CONTENT = {"text/event-stream": {"schema": {"type": "string", "description": "with stream: true, see sse.py"}}}
+
+
+@router.post(
+    "/generations",
+    summary="Make pictures",
+    response_class=Response,
+    responses={
+        200: {"model": GenerationResponse, "content": _STREAM_CONTENT},
+        "4XX": {"model": ErrorBody},
+        "5XX": {"model": ErrorBody},
+    },
+)
+async def generate(body: GenerationBody, request: Request, context: ContextDep) -> Response:
+    """Makes ``n`` pictures of one prompt, or streams one picture's partial images as server-sent events."""
+    work = _open_stream if body.stream else _generate
+    try:
+        return await until_disconnect(request.receive, work(body, request, context))
+    except (ClientGone, asyncio.CancelledError):
+        context.metrics.cancelled.inc()
+        raise
+    except Exception as error:
+        context.metrics.observe_failure(error)
+        raise
+
+
+async def _generate(body: GenerationBody, request: Request, context: Context) -> Response:
+    job = await _resolve(body, request, context)
+    feed = EventFeed(context.service.generate(job.request))
+    with context.metrics.in_flight.track_inprogress():
+        try:
+            result = await _result(feed)
+        finally:
+            await feed.aclose()
+    context.metrics.observe_pictures(len(result.images), result.timings)
+    content = await _in_codec(context, partial(job.response_json, result, created=int(context.now_s())))
+    return Response(content, media_type="application/json")
+
+
+async def _result(feed: EventFeed) -> ImageResult:
+    while True:
+        event = await feed.next()
+        if isinstance(event, Finished):
+            return event.result
+        if isinstance(event, Failed):
+            raise event.error
+
+
+async def _open_stream(body: GenerationBody, request: Request, context: Context) -> Response:
+    """Waits briefly for the first event, so that a refusal is still a proper status, then starts the stream."""
+    job = await _resolve(body, request, context)
+    feed = EventFeed(context.service.generate(job.request))
+    try:
+        first = await feed.next(context.settings.first_event_wait_s)
+        if isinstance(first, Failed):
+            raise first.error
+    except BaseException:
+        await feed.aclose()
+        raise
+    return sse.EventStream(_chunks(feed, first, job, context))
+
+
+async def _chunks(feed: EventFeed, event: Event | None, job: Job, context: Context) -> AsyncGenerator[bytes, None]:
+    context.metrics.in_flight.inc()
+    try:
+        while not isinstance(event, Failed | Finished):
+            yield await _going_on(event, job, context)
+            event = await feed.next(context.settings.ping_interval_s)
+        if isinstance(event, Failed):
+            raise event.error
+        context.metrics.observe_pictures(len(event.result.images), event.result.timings)
+        yield await _in_codec(context, partial(job.completed_event, event.result, created=int(context.now_s())))
+    except (GeneratorExit, asyncio.CancelledError):
+        context.metrics.cancelled.inc()
+        raise
+    except Exception as error:  # the status line is gone; the stream's last event tells what happened
+        context.metrics.observe_failure(error)
+        yield sse.error_event(wire_error(error).body)
+    finally:
+        context.metrics.in_flight.dec()
+        await feed.aclose()
+
+
+async def _going_on(event: Progress | Preview | None, job: Job, context: Context) -> bytes:
+    if event is None:
+        return sse.PING
+    if isinstance(event, Progress):
+        return sse.progress_comment(event.step, event.steps)
+    return await _in_codec(context, partial(job.partial_event, event, created=int(context.now_s())))
+
+
+async def _resolve(body: GenerationBody, request: Request, context: Context) -> Job:
+    catalog = await context.service.catalog()
+    state = request.state
+    # The engine's id must be unique even if a proxy or a careless client sends one id twice.
+    suffix = f".{secrets.token_hex(4)}" if state.request_id_given else ""
+    work = partial(
+        resolve,
+        body,
+        catalog,
+        request_id=state.request_id + suffix,
+        random_seed=context.random_seed(),
+        preprocessors=context.settings.preprocessors,
+        decode_limits=context.settings.decode_limits,
+    )
+    resolved = await _in_codec(context, work) if body.controlnets else work()
+    return Job(body=body, request=resolved, model=catalog.model.name, http_id=state.request_id)
+
+
+async def _in_codec(context: Context, work: Callable[[], T]) -> T:
+    """Pictures are decoded and encoded off the event loop, a few at a time."""
+    async with context.codec_slots:
+        return await asyncio.to_thread(work)
+
+
+class Job:
+    """One accepted request and how its pictures are told; the methods that encode run in threads."""
+
+    def __init__(self, *, body: GenerationBody, request: ImageRequest, model: str, http_id: str) -> None:
+        self.request = request
+        self._body = body
+        self._model = model
+        self._http_id = http_id
+
+    def response_json(self, result: ImageResult, *, created: int) -> bytes:
+        """The whole answer, see schemas.GenerationResponse."""
+        data = [
+            {"b64_json": self._encode(image, index), "seed": seed, "flagged": flagged}
+            for index, (image, seed, flagged) in enumerate(
+                zip(result.images, result.seeds, result.flagged, strict=True)
+            )
+        ]
+        return json.dumps({"id": self._http_id, "created": created, "data": data, **self._facts(result)}).encode()
+
+    def partial_event(self, preview: Preview, *, created: int) -> bytes:
+        """OpenAI's event for a partial image."""
+        return sse.event(
+            sse.PARTIAL,
+            {
+                "b64_json": self._encode(preview.image, None),
+                "partial_image_index": preview.index,
+                **self._event_fields(created),
+            },
+        )
+
+    def completed_event(self, result: ImageResult, *, created: int) -> bytes:
+        """OpenAI's event for the finished picture, with everything that the plain answer says."""
+        fields = {**self._event_fields(created), **self._facts(result), "id": self._http_id}
+        image = {"b64_json": self._encode(result.images[0], 0), "flagged": result.flagged[0]}
+        return sse.event(sse.COMPLETED, {**image, **fields})
+
+    def _encode(self, image: RgbImage, index: int | None) -> str:
+        text = None if index is None else infotext(self.request, model=self._model, index=index)
+        quality = 100 if self._body.output_compression is None else self._body.output_compression
+        return base64.b64encode(encode_image(image, self._body.format, quality=quality, parameters=text)).decode(
+            "ascii"
+        )
+
+    def _event_fields(self, created: int) -> dict[str, object]:
+        """What OpenAI's events always carry."""
+        return {
+            "created_at": created,
+            "size": f"{self.request.width}x{self.request.height}",
+            "quality": "auto",
+            "background": "opaque",
+            "output_format": self._body.format.value,
+        }
+
+    def _facts(self, result: ImageResult) -> dict[str, object]:
+        """What is needed to make the same pictures again, and where the time went."""
+        request, timings = self.request, result.timings
+        return {
+            "model": self._model,
+            "size": f"{request.width}x{request.height}",
+            "output_format": self._body.format.value,
+            "seed": request.seed,
+            "scheduler": request.scheduler.value,
+            "num_inference_steps": request.steps,
+            "guidance_scale": request.guidance_scale,
+            "lora_policy": result.lora_policy.value,
+            "lora_free_steps": result.lora_free_steps,
+            "timings": {
+                stage: round(getattr(timings, f"{stage}_s"), 6)
+                for stage in ("queue", "lora", "encode", "denoise", "decode", "total")
+            },
+            "ignored": self._body.ignored,
+        }

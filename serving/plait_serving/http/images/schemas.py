@@ -1,0 +1,228 @@
+"""What goes over the wire: the bodies of the image API, field by field.
+
+Only what can be judged without knowing the models is judged here; ``resolve.py`` does the rest. ``null`` means "left
+out", as in OpenAI's own client. Unknown fields are refused, because a misspelt ``num_inference_step`` that is dropped
+in silence costs more than an error. Numbers are strict: ``true`` is not 1 and ``"20"`` is not 20.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+from plait_serving.diffusion.values import NAME_PATTERN, LoraPolicy, Scheduler
+from plait_serving.images.codec import OutputFormat
+
+MAX_PROMPT_CHARS = 32_000  # OpenAI's limit
+MAX_IMAGES = 10  # OpenAI's limit
+MAX_SEED = 2**63 - 1
+MAX_SCALE = 100.0  # far beyond any use; keeps products finite in fp16
+MAX_LIST = 64  # a guard against parsing a million entries; the model's own limits are lower
+MAX_DEADLINE_MS = 24 * 3_600_000
+
+IGNORED_FIELDS = (
+    "quality",
+    "style",
+    "background",
+    "moderation",
+    "user",
+    "safety_identifier",
+    "complexity",
+    "svg",
+    "frame_count",
+    "frame_duration_ms",
+)
+"""Fields of OpenAI's API that do not apply to these models: accepted, and named in the response."""
+
+
+def _printable(text: str) -> str:
+    for position, char in enumerate(text):
+        if unicodedata.category(char) == "Cc" and char not in "\t\n\r":
+            raise PydanticCustomError(
+                "control_character",
+                "control character U+{code} at position {position}",
+                {"code": f"{ord(char):04X}", "position": position},
+            )
+    return text
+
+
+def _name(text: str) -> str:
+    if NAME_PATTERN.fullmatch(text) is None:  # fullmatch: `$` alone would let a final newline pass
+        raise PydanticCustomError(
+            "name",
+            "a name has 1 to 64 letters, digits, dots, dashes and underscores, and starts with a letter or digit",
+        )
+    return text
+
+
+def _positive_zero(value: float) -> float:
+    return value + 0.0  # -0.0 becomes 0.0, so that equal sets print and hash alike
+
+
+def _enum_value(value: object) -> object:
+    return value.value if isinstance(value, Scheduler | LoraPolicy | OutputFormat) else value
+
+
+def _output_format(value: object) -> object:
+    if value in ("gif", "svg"):
+        raise PydanticCustomError("output_format", "gif and svg are not made here; use png, jpeg or webp")
+    return _enum_value(value)
+
+
+def _response_format(value: object) -> object:
+    if value == "url":
+        raise PydanticCustomError("response_format", "pictures are not kept on the server; use b64_json")
+    return value
+
+
+def _bool_or_name(value: object) -> object:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return _name(value)
+    raise PydanticCustomError("preprocess", "true, false or the name of a preprocessor")
+
+
+Text = Annotated[str, Field(max_length=MAX_PROMPT_CHARS), AfterValidator(_printable)]
+Name = Annotated[str, AfterValidator(_name)]
+Scale = Annotated[float, Field(ge=-MAX_SCALE, le=MAX_SCALE), AfterValidator(_positive_zero)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0), AfterValidator(_positive_zero)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class LoraBody(_Strict):
+    """One LoRA of the set, addressed by name."""
+
+    name: Name
+    scale: Scale = 1.0
+
+
+class ControlNetBody(_Strict):
+    """One ControlNet with its control picture.
+
+    ``image`` is base64 (or a data URL) of a PNG, JPEG or WebP and is stretched to the size of the output. With
+    ``preprocess: true`` it is an ordinary picture, and the ControlNet's own preprocessor makes the control map of it.
+    """
+
+    name: Name
+    image: str = Field(min_length=1, repr=False)
+    scale: Scale = 1.0
+    start: Fraction = 0.0
+    end: Fraction = 1.0
+    preprocess: Annotated[bool | str, BeforeValidator(_bool_or_name)] = False
+
+
+class GenerationBody(_Strict):
+    """``POST /v1/images/generations``: OpenAI's fields, and ours at the top level beside them."""
+
+    prompt: Annotated[Text, Field(min_length=1)]
+    model: Annotated[str, Field(max_length=256), AfterValidator(_printable)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_IMAGES)] | None = None
+    size: Annotated[str, Field(max_length=16, description='"WIDTHxHEIGHT" or "auto" (the model\'s own)')] | None = None
+    response_format: Annotated[Literal["b64_json"], BeforeValidator(_response_format)] | None = None
+    output_format: Annotated[Literal["png", "jpeg", "webp"], BeforeValidator(_output_format)] | None = None
+    output_compression: Annotated[int, Field(ge=0, le=100, description="quality of jpeg and webp")] | None = None
+    stream: bool | None = None
+    partial_images: Annotated[int, Field(ge=0, le=3)] | None = None
+
+    negative_prompt: Text | None = None
+    num_inference_steps: Annotated[int, Field(ge=1)] | None = None
+    guidance_scale: Annotated[float, Field(ge=0.0, le=MAX_SCALE), AfterValidator(_positive_zero)] | None = None
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED, description="image i uses seed + i; random if left out")] | None = (
+        None
+    )
+    scheduler: (
+        Annotated[
+            Literal["ddim", "euler", "euler_a", "dpmpp_2m", "unipc", "lcm"],
+            BeforeValidator(_enum_value),
+        ]
+        | None
+    ) = None
+    loras: Annotated[list[LoraBody], Field(max_length=MAX_LIST)] | None = None
+    lora_policy: Annotated[Literal["exact", "bounded_async"], BeforeValidator(_enum_value)] | None = None
+    lora_free_steps: Annotated[int, Field(ge=0, description="k of bounded_async")] | None = None
+    controlnets: Annotated[list[ControlNetBody], Field(max_length=MAX_LIST)] | None = None
+    deadline_ms: Annotated[int, Field(ge=1, le=MAX_DEADLINE_MS, description="from acceptance")] | None = None
+
+    quality: Any = None
+    style: Any = None
+    background: Any = None
+    moderation: Any = None
+    user: Any = None
+    safety_identifier: Any = None
+    complexity: Any = None
+    svg: Any = None
+    frame_count: Any = None
+    frame_duration_ms: Any = None
+
+    @property
+    def format(self) -> OutputFormat:
+        """The encoding of the pictures that go back."""
+        return OutputFormat(self.output_format or "png")
+
+    @property
+    def ignored(self) -> list[str]:
+        """The fields that were given but do not apply."""
+        names = [name for name in IGNORED_FIELDS if getattr(self, name) is not None]
+        if self.output_compression is not None and self.format is OutputFormat.PNG:
+            names.append("output_compression")
+        return names
+
+
+class ImageData(BaseModel):
+    """One picture. ``seed`` makes it again; ``flagged``: the safety checker blacked it out."""
+
+    b64_json: str
+    seed: int
+    flagged: bool
+
+
+class TimingsBody(BaseModel):
+    """Where the time went, in seconds; the parts never overlap."""
+
+    queue: float
+    lora: float
+    encode: float
+    denoise: float
+    decode: float
+    total: float
+
+
+class GenerationResponse(BaseModel):
+    """OpenAI's ImagesResponse with what is needed to make the same pictures again."""
+
+    id: str = Field(description="the request id, also in the header x-request-id")
+    created: int = Field(description="seconds since 1970")
+    data: list[ImageData]
+    model: str
+    size: str
+    output_format: Literal["png", "jpeg", "webp"]
+    seed: int
+    scheduler: str
+    num_inference_steps: int
+    guidance_scale: float
+    lora_policy: Literal["exact", "bounded_async"]
+    lora_free_steps: int
+    timings: TimingsBody
+    ignored: list[str]
+
+
+class ErrorDetail(BaseModel):
+    """``param`` is dotted, for example ``loras.0.name``."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The body of every 4xx and 5xx answer."""
+
+    error: ErrorDetail

@@ -1,0 +1,33 @@
+"""Compressed bodies, unpacked within a bound."""
+
+from __future__ import annotations
+
+import zlib
+
+from plait_disagg.errors import BadInput
+from plait_serving.ranking.codec import TooLarge
+
+__all__ = ["inflate"]
+
+_ENCODINGS = ("gzip", "deflate")
+# zlib's manual, inflateInit2: 32 more than the window's 15 bits reads the formats of gzip and zlib alike. HTTP's
+# "deflate" is the zlib format (RFC 9110, 8.4.1.2).
+_WINDOW_BITS = 15 + 32
+
+
+def inflate(raw: bytes, encoding: str, *, largest_bytes: int) -> bytes:
+    """The body behind a content-encoding. Never makes more than ``largest_bytes`` + 1. Raises `BadInput`."""
+    if encoding.strip().lower() not in _ENCODINGS:
+        told = f"content-encoding: only {' and '.join(_ENCODINGS)} are understood"
+        raise BadInput(told, param="content-encoding")
+    unpacker = zlib.decompressobj(_WINDOW_BITS)
+    try:
+        body = unpacker.decompress(raw, largest_bytes + 1)
+    except zlib.error as error:
+        raise BadInput(f"the body is not {encoding}: {error}", param="content-encoding") from error
+    if len(body) > largest_bytes:
+        raise TooLarge(f"the body is larger than {largest_bytes} bytes when it is unpacked")
+    if not unpacker.eof or unpacker.unused_data:
+        told = "ends too early" if not unpacker.eof else "goes on after its end"
+        raise BadInput(f"the compressed body {told}", param="content-encoding")
+    return body

@@ -1,0 +1,163 @@
+"""The Open Inference Protocol v2 of KServe, Triton and others, over the rankers: everything but ``infer``.
+
+The protocol's health answers are decided by their status alone; ours say in JSON what is missing. ``example`` is an
+addition of ours. Tensors: ``v2_wire.py`` (the bytes) and ``v2_inputs.py`` (what a model takes).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from plait_disagg.errors import BadInput, Unavailable
+from plait_disagg.refresh.errors import BadUpdate, NotPublished
+from plait_serving.http.context import Context, ContextDep, installed_version
+from plait_serving.http.edge.auth import require_admin
+from plait_serving.http.health import missing
+from plait_serving.http.ranking.describe import LARGEST_EXAMPLE, example, metadata
+from plait_serving.http.ranking.infer import Infer
+from plait_serving.ranking.service import why_not_ready
+
+__all__ = ["EXTENSIONS", "INFER_DOCUMENTATION", "infer_routes", "router"]
+
+router = APIRouter(prefix="/v2", tags=["ranking"])
+
+EXTENSIONS = ("binary_tensor_data",)
+INFER_PATHS = ("/v2/models/{model}/infer", "/v2/models/{model}/versions/{version}/infer")
+ADMIN = Depends(require_admin)
+_NO_STORE = {"cache-control": "no-store"}
+
+
+def infer_routes(context: Context) -> list[Route]:
+    """The hot path's routes; FastAPI's own would validate what `Infer` reads itself."""
+    infer = Infer(context)
+    return [_HotRoute(path, endpoint=infer, methods=["POST"]) for path in INFER_PATHS]
+
+
+class _HotRoute(Route):
+    """Says which route it is; FastAPI does so for routes of its own only."""
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See Route."""
+        scope["route"] = self
+        await super().handle(scope, receive, send)
+
+
+def _documentation(path: str) -> dict[str, Any]:
+    names = [name for name in ("model", "version") if f"{{{name}}}" in path]
+    content = {
+        "application/json": {"schema": {"type": "object", "required": ["inputs"]}},
+        "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
+    }
+    return {
+        "post": {
+            "tags": ["ranking"],
+            "summary": "Rank: tensors in, tensors out",
+            "description": "JSON or the binary tensor extension. GET /v2/models/{model}/example gives a first body.",
+            "parameters": [
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+            ],
+            "requestBody": {"required": True, "content": content},
+            "responses": {
+                "200": {"description": "The outputs", "content": content},
+                "default": {"description": '{"error": "what is wrong"}'},
+            },
+        }
+    }
+
+
+INFER_DOCUMENTATION = {path: _documentation(path) for path in INFER_PATHS}
+"""The hot routes in OpenAPI's words, by path."""
+
+
+@router.get("", summary="The server")
+async def server() -> dict[str, Any]:
+    """Name, version, and the protocol's extensions that are understood."""
+    return {"name": "plait", "version": installed_version(), "extensions": list(EXTENSIONS)}
+
+
+@router.get("/health/live", summary="Does the server run?")
+async def live() -> JSONResponse:
+    """200 as long as there is anybody to answer."""
+    return JSONResponse({"live": True}, headers=_NO_STORE)
+
+
+@router.get("/health/ready", summary="Would every model answer now?")
+async def ready(context: ContextDep) -> JSONResponse:
+    """200 if so, else 503 with the reason."""
+    return _ready(await missing(context))
+
+
+@router.get("/models/{model}/ready", summary="Would the model answer now?")
+@router.get("/models/{model}/versions/{version}/ready", summary="Would the model answer now?")
+async def model_ready(context: ContextDep, model: str, version: str | None = None) -> JSONResponse:
+    """200 if so, else 503 with the reason; 404 if there is no such model."""
+    bound = context.recommenders.get(model, version)
+    return _ready(await why_not_ready(bound.ranker), name=bound.name)
+
+
+@router.get("/models/{model}/example", summary="A request that can be posted as it is")
+@router.get("/models/{model}/versions/{version}/example", summary="A request that can be posted as it is")
+async def model_example(
+    context: ContextDep, model: str, version: str | None = None, candidates: int | None = None
+) -> JSONResponse:
+    """A body for ``infer``: always the same for the same number of candidates."""
+    bound = context.recommenders.get(model, version)
+    card = bound.card
+    largest = min(LARGEST_EXAMPLE, card.largest_candidates)
+    wanted = min(64, largest) if candidates is None else candidates
+    if not 1 <= wanted <= largest:
+        raise BadInput(f"candidates: must be 1 to {largest}", param="candidates")
+    return JSONResponse(example(card, wanted, bound.items))
+
+
+@router.get("/models/{model}", summary="What the model takes and gives")
+@router.get("/models/{model}/versions/{version}", summary="What the model takes and gives")
+async def model_metadata(context: ContextDep, model: str, version: str | None = None) -> dict[str, Any]:
+    """The model's inputs and outputs; -1 stands for the number of candidates, or of ids."""
+    return metadata(model, context.recommenders.get(model, version).card)
+
+
+class LoadParameters(BaseModel):
+    """``update``: the folder of an update on the server's machine (`plait models update` makes one)."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    update: Annotated[str, Field(min_length=1, max_length=4096)]
+
+
+class LoadBody(BaseModel):
+    """The body of Triton's repository extension; its parameters are ours."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    parameters: LoadParameters
+
+
+@router.post("/repository/models/{model}/load", summary="Publish an update of the model", dependencies=[ADMIN])
+async def load(context: ContextDep, model: str, body: LoadBody) -> dict[str, Any]:
+    """The version that is served from now on. A bad update is refused with 400 and a word about what is wrong with it;
+    503: try again. Either way the old version stays. Needs a key with the role admin."""
+    refreshes = context.recommenders.refreshes(model)
+    if refreshes is None:
+        raise BadInput(f"model {model!r} can not be refreshed", param="model")
+    try:
+        version = await refreshes.refresh(Path(body.parameters.update))
+    except BadUpdate as error:
+        raise BadInput(f"the update is refused: {error}", param="parameters.update") from error
+    except NotPublished as error:
+        raise Unavailable(f"the update is not published: {error}") from error
+    return {"name": model, "version": version}
+
+
+def _ready(reason: str | None, **more: str) -> JSONResponse:
+    """``error`` is what clients of the protocol look for."""
+    if reason is None:
+        return JSONResponse({**more, "ready": True}, headers=_NO_STORE)
+    return JSONResponse({**more, "ready": False, "error": reason}, status_code=503, headers=_NO_STORE)

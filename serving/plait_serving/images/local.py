@@ -1,0 +1,122 @@
+"""An `ImageService` over an engine in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from typing import Protocol
+
+from plait_serving.diffusion.admission import RequestLimits
+from plait_serving.diffusion.errors import EngineError
+from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest
+from plait_serving.images.service import Catalog, Health, Limits
+
+
+class Ticket(Protocol):
+    """A hold on an accepted request."""
+
+    def cancel(self) -> None:
+        """Gives the request up at the next step boundary. Idempotent."""
+
+
+class Engine(Protocol):
+    """What the adapter needs of `plait_serving.diffusion.engine.Engine`."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether it takes requests."""
+
+    def submit(self, request: ImageRequest, sink: Callable[[Event], None]) -> Ticket:
+        """Accepts a request; ``sink`` is called from engine threads, last with Finished or Failed."""
+
+
+def limits_of(limits: RequestLimits) -> Limits:
+    """What an engine accepts, in the words of the catalog; so HTTP refuses first and names the same bounds."""
+    return Limits(
+        size_multiple=limits.size_multiple,
+        min_edge_px=limits.smallest_side,
+        max_edge_px=limits.largest_pixels // limits.smallest_side,
+        max_pixels=limits.largest_pixels,
+        max_steps=limits.largest_steps,
+        max_loras=limits.most_loras,
+        max_controlnets=limits.most_controlnets,
+    )
+
+
+class LocalImageService:
+    """All calls into the engine are made here, and none of them on the event loop's thread.
+
+    ``catalog`` and ``metrics_text`` are plain functions that may look at files; they run in threads too. The
+    composition root calls ``warmed_up`` once its warm-up picture is there.
+    """
+
+    def __init__(
+        self, *, engine: Engine, catalog: Callable[[], Catalog], metrics_text: Callable[[], str] = str
+    ) -> None:
+        self._engine = engine
+        self._catalog = catalog
+        self._metrics_text = metrics_text
+        self._warmup_s: float | None = None
+        self._failure: str | None = None
+
+    def warmed_up(self, seconds: float) -> None:
+        """A warm-up picture was made in ``seconds``; from now on the service is ready while the engine lives."""
+        self._warmup_s = seconds
+
+    def warmup_failed(self, reason: str) -> None:
+        """No warm-up picture could be made; `health` tells the reason."""
+        self._failure = reason
+
+    async def catalog(self) -> Catalog:
+        """See ImageService."""
+        return await asyncio.to_thread(self._catalog)
+
+    async def health(self) -> Health:
+        """See ImageService."""
+        if self._warmup_s is None:
+            return Health(ready=False, reason=self._failure or "the warm-up picture is not made yet")
+        if not self._engine.alive:
+            return Health(ready=False, reason="the engine has stopped", warmup_s=self._warmup_s)
+        return Health(ready=True, warmup_s=self._warmup_s)
+
+    async def metrics_text(self) -> str:
+        """See ImageService."""
+        return await asyncio.to_thread(self._metrics_text)
+
+    async def generate(self, request: ImageRequest) -> AsyncGenerator[Event, None]:
+        """See ImageService."""
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[Event] = asyncio.Queue()
+
+        def sink(event: Event) -> None:
+            try:
+                loop.call_soon_threadsafe(events.put_nowait, event)
+            except RuntimeError:
+                # The reader's loop has ended since (a command that was interrupted): nobody is left to tell.
+                if not loop.is_closed():
+                    raise
+
+        # A submit that has begun can not be called back: the shield lets it end, so that its ticket is never lost.
+        submitting = asyncio.ensure_future(asyncio.to_thread(self._engine.submit, request, sink))
+        try:
+            ticket = await asyncio.shield(submitting)
+        except EngineError as error:
+            yield Failed(error=error)
+            return
+        except asyncio.CancelledError:
+            submitting.add_done_callback(_cancel_ticket)
+            raise
+        ended = False
+        try:
+            while not ended:
+                event = await events.get()
+                ended = isinstance(event, Finished | Failed)
+                yield event
+        finally:
+            if not ended:
+                ticket.cancel()
+
+
+def _cancel_ticket(submitting: asyncio.Future[Ticket]) -> None:
+    if not submitting.cancelled() and submitting.exception() is None:
+        submitting.result().cancel()

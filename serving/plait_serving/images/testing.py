@@ -1,0 +1,141 @@
+"""A deterministic `ImageService` without torch, for tests and for trying clients; it passes the real one's suite."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import AsyncGenerator, Mapping
+
+import numpy as np
+
+from plait_serving.diffusion.values import (
+    Event,
+    Failed,
+    Finished,
+    ImageRequest,
+    ImageResult,
+    Preview,
+    Progress,
+    RgbImage,
+    Timings,
+)
+from plait_serving.images.service import Catalog, ControlNetCard, Health, Limits, LoraCard, ModelCard
+
+FAKE_CATALOG = Catalog(
+    model=ModelCard(
+        name="emoji",
+        family="sd1",
+        default_width=16,
+        default_height=16,
+        default_steps=4,
+        limits=Limits(size_multiple=8, min_edge_px=8, max_edge_px=128, max_pixels=64 * 64, max_steps=50),
+    ),
+    loras=(
+        LoraCard(name="noto", family="sd1", format="peft"),
+        LoraCard(name="sketch", family="sd1", format="kohya"),
+    ),
+    controlnets=(
+        ControlNetCard(name="edges", family="sd1", preprocessor="edges"),
+        ControlNetCard(name="plain", family="sd1"),
+    ),
+    preprocessors=("edges",),
+)
+
+
+def fake_picture(request: ImageRequest, seed: int) -> RgbImage:
+    """A picture that depends on everything in the request that should change a picture."""
+    loras = [(ref.name, ref.scale) for ref in request.loras]
+    controls = [
+        (ref.name, ref.scale, ref.start, ref.end, zlib.crc32(ref.image.tobytes())) for ref in request.controlnets
+    ]
+    facts = (
+        request.prompt,
+        request.negative_prompt,
+        request.steps,
+        request.guidance_scale,
+        request.scheduler,
+        loras,
+        controls,
+    )
+    rng = np.random.default_rng([zlib.crc32(repr(facts).encode()), seed])
+    return rng.integers(0, 256, (request.height, request.width, 3), dtype=np.uint8)
+
+
+class FakeImageService:
+    """Makes `fake_picture` in ``steps`` steps of ``step_s`` seconds.
+
+    A prompt in ``failures`` fails with that error after ``fail_at_step`` steps. ``submitted``, ``finished`` and
+    ``cancelled`` hold request ids' stories; ``steps_run`` shows how soon a cancelled request stopped.
+    """
+
+    def __init__(
+        self,
+        *,
+        catalog: Catalog = FAKE_CATALOG,
+        failures: Mapping[str, Exception] | None = None,
+        fail_at_step: int = 0,
+        step_s: float = 0.0,
+        health: Health | None = None,
+    ) -> None:
+        self.submitted: list[ImageRequest] = []
+        self.finished: list[str] = []
+        self.cancelled: list[str] = []
+        self.steps_run = 0
+        self.state = health or Health(ready=True, warmup_s=0.25)
+        self._catalog = catalog
+        self._failures = dict(failures or {})
+        self._fail_at_step = fail_at_step
+        self._step_s = step_s
+
+    async def catalog(self) -> Catalog:
+        """See ImageService."""
+        return self._catalog
+
+    async def health(self) -> Health:
+        """See ImageService."""
+        return self.state
+
+    async def metrics_text(self) -> str:
+        """See ImageService."""
+        return f"# TYPE fake_steps_total counter\nfake_steps_total {self.steps_run}\n"
+
+    async def generate(self, request: ImageRequest) -> AsyncGenerator[Event, None]:
+        """See ImageService."""
+        self.submitted.append(request)
+        ended = False
+        try:
+            async for event in self._events(request):
+                ended = isinstance(event, Finished | Failed)
+                yield event
+        finally:
+            (self.finished if ended else self.cancelled).append(request.request_id)
+
+    async def _events(self, request: ImageRequest) -> AsyncGenerator[Event, None]:
+        error = self._failures.get(request.prompt)
+        previews = [
+            round((i + 1) * request.steps / (request.partial_images + 1)) for i in range(request.partial_images)
+        ]
+        for step in range(request.steps):
+            if error is not None and step == self._fail_at_step:
+                yield Failed(error=error)
+                return
+            await asyncio.sleep(self._step_s)
+            self.steps_run += 1
+            yield Progress(step=step + 1, steps=request.steps)
+            if step + 1 in previews:
+                image = fake_picture(request, request.seed + step + 1)
+                yield Preview(index=previews.index(step + 1), step=step + 1, image=image)
+        yield Finished(result=fake_result(request))
+
+
+def fake_result(request: ImageRequest) -> ImageResult:
+    """A finished request with fixed timings."""
+    return ImageResult(
+        request_id=request.request_id,
+        images=tuple(fake_picture(request, seed) for seed in request.seeds),
+        seeds=request.seeds,
+        flagged=(False,) * request.n,
+        lora_policy=request.lora_policy,
+        lora_free_steps=request.lora_free_steps,
+        timings=Timings(queue_s=0.125, lora_s=0.25, encode_s=0.5, denoise_s=1.0, decode_s=0.0625, total_s=1.9375),
+    )

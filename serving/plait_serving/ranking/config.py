@@ -1,0 +1,169 @@
+"""The ``recommend`` section of plait.yaml: which recommendation models are served, and how their deployments are sized.
+
+What may change on a running deployment is its ``knobs`` (Serve's ``user_config``); everything else needs a restart.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from plait_disagg.queue.knobs import CachePolicy, Order, WireFormat, WorkerKnobs
+from plait_serving.images.config import FolderPath, Name
+from plait_serving.starter.manifest import WEIGHTS
+
+__all__ = [
+    "STARTER_RECOMMENDER",
+    "WORKER_CPUS",
+    "CnKnobs",
+    "CnSection",
+    "HnSection",
+    "Knobs",
+    "OmpWait",
+    "RankRole",
+    "RecommendSection",
+    "RecommenderSection",
+    "Replicas",
+    "WholeSection",
+]
+
+STARTER_RECOMMENDER = "picks"
+"""The model that ships with plait."""
+
+STARTER_RECOMMENDER_FOLDER = WEIGHTS / "recommend" / STARTER_RECOMMENDER
+
+WORKER_CPUS = 0.2
+"""Logical CPUs that Ray counts per worker. Small, so that all fit on a small machine; threads are a knob."""
+
+Mode = Literal["whole", "split"]
+RankRole = Literal["whole", "cn", "hn"]
+OmpWait = Literal["default", "active", "passive"]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Knobs(_Section):
+    """What can change on a running HN or whole worker; `WorkerKnobs` explains the fields."""
+
+    threads: Annotated[int, Field(ge=0, le=1024, description="CPU threads of a batch; 0: all cores")] = 1
+    cores: Annotated[
+        tuple[Annotated[int, Field(ge=0, le=4095)], ...], Field(description="which cores they are bound to; none: any")
+    ] = ()
+    largest_batch_rows: Annotated[int, Field(ge=1, le=1_000_000, description="candidates of one batch")] = 4_096
+    largest_waiting: Annotated[int, Field(ge=1, le=1_000_000, description="requests that wait; then 429")] = 1_024
+    order: Annotated[Order, Field(description="who is next: the most urgent (deadline) or the first (arrival)")] = (
+        "deadline"
+    )
+    refuse_late: Annotated[bool, Field(description="refuse at once what can not be answered by its deadline")] = True
+    batch_wait_ms: Annotated[float, Field(ge=0, le=1000, description="how long a batch waits for more requests")] = 0.0
+
+    def plain(self) -> WorkerKnobs:
+        """As the workers take them."""
+        return WorkerKnobs(**self.model_dump())
+
+
+class CnKnobs(Knobs):
+    """What can change on a running CN."""
+
+    window: Annotated[int, Field(ge=1, le=64, description="batches at an HN at once, at most")] = 4
+    adapt_window: Annotated[bool, Field(description="fewer while batches wait at the HN")] = True
+    wire: Annotated[WireFormat, Field(description="how floats travel to the HN")] = "float32"
+    cache_rows: Annotated[int, Field(ge=0, le=100_000_000, description="rows of a table that each HN keeps")] = 0
+    cache: Annotated[CachePolicy, Field(description="which rows: used last (lru) or asked for first")] = "lru"
+
+
+class Replicas(_Section):
+    """A number of replicas that follows the load; `plait_disagg.queue.scale` says how."""
+
+    min: Annotated[int, Field(ge=1, le=64)] = 1
+    max: Annotated[int, Field(ge=1, le=64)]
+    up_after_s: Annotated[float, Field(ge=0, le=3600, description="how long it must be too few")] = 2.0
+    down_after_s: Annotated[float, Field(ge=0, le=86_400, description="how long it must be too many")] = 30.0
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> Self:
+        if self.min > self.max:
+            raise ValueError(f"min {self.min} is more than max {self.max}")
+        return self
+
+
+class _WorkerSection(_Section):
+    replicas: Annotated[int, Field(ge=1, le=64)] | Replicas = 1
+    omp_wait: Annotated[
+        OmpWait, Field(description="OpenMP workers between operations: spin (active), sleep (passive)")
+    ] = "default"
+
+    @property
+    def least(self) -> int:
+        """How many replicas there are at the beginning, and always."""
+        return self.replicas if isinstance(self.replicas, int) else self.replicas.min
+
+    @property
+    def most(self) -> int:
+        """How many there may be."""
+        return self.replicas if isinstance(self.replicas, int) else self.replicas.max
+
+
+class CnSection(_WorkerSection):
+    """The embedding half: processes with the tables."""
+
+    knobs: CnKnobs = CnKnobs()
+
+
+class HnSection(_WorkerSection):
+    """The dense half."""
+
+    num_gpus: Annotated[float, Field(ge=0, description="GPUs of a replica")] = 0.0
+    knobs: Knobs = Knobs()
+
+
+class WholeSection(_WorkerSection):
+    """Both halves in one process."""
+
+    num_gpus: Annotated[float, Field(ge=0, description="GPUs of a replica")] = 0.0
+    knobs: Knobs = Knobs()
+
+
+class RecommenderSection(_Section):
+    """One packaged model: a folder that ``plait models package`` made. ``mode`` says which of its parts run."""
+
+    folder: FolderPath
+    mode: Mode = "split"
+    cn: CnSection = CnSection()
+    hn: HnSection = HnSection()
+    whole: WholeSection = WholeSection()
+
+    @property
+    def parts(self) -> dict[RankRole, CnSection | HnSection | WholeSection]:
+        """Its deployments by role."""
+        return {"whole": self.whole} if self.mode == "whole" else {"cn": self.cn, "hn": self.hn}
+
+    @property
+    def asked(self) -> RankRole:
+        """The role of the deployment that the ingress asks."""
+        return "whole" if self.mode == "whole" else "cn"
+
+
+class RecommendSection(_Section):
+    """The recommendation models by the names that requests call them."""
+
+    models: Annotated[
+        dict[Name, RecommenderSection] | None, Field(description="unset: the starter model, if it is there")
+    ] = None
+
+    def resolved_models(self) -> dict[str, RecommenderSection]:
+        """The models by name; looks into the starter's folder if none are given."""
+        if self.models is not None:
+            return dict(self.models)
+        if not (STARTER_RECOMMENDER_FOLDER / "package.json").is_file():
+            return {}
+        return {STARTER_RECOMMENDER: RecommenderSection(folder=STARTER_RECOMMENDER_FOLDER)}
+
+    @property
+    def logical_cpus(self) -> float:
+        """The logical CPUs that a Ray must have for the workers, besides those of other sections."""
+        models = self.resolved_models().values()
+        return WORKER_CPUS * sum(part.most for model in models for part in model.parts.values())

@@ -1,0 +1,189 @@
+"""Named arrays of a request to the tensors that a model declares. Pure.
+
+What is accepted for an input, N being the candidates (one row where the input is the user's)::
+
+    Dense  (N, *shape)   FP32; FP64 is rounded to the nearest float32; FP16, and integers if float32 holds them exactly
+    Ids    (N, *shape)   INT64, or any other integers that fit it
+    Bag    NAME (nnz,) and either NAME_offsets (N + 1,) or NAME_lengths (N,), all of them integers as for Ids
+
+Sizes of 1 behind the rows may be left out or added: (N,) and (N, 1) are the same. What values may be (finite, ids
+inside their tables, offsets that add up) is `plait_disagg.messages.check`'s business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from plait_disagg.errors import BadInput
+from plait_disagg.graph.inputs import OFFSETS, Bag, Dense, Ids, Input, tensor_names
+from plait_serving.ranking.codec import Array, hint
+
+__all__ = ["LENGTHS", "Binder"]
+
+LENGTHS = "_lengths"
+"""What is appended to a bag's name to name its rows' lengths, which may be sent instead of offsets."""
+
+_FLOAT32, _INT64 = np.dtype(np.float32), np.dtype(np.int64)
+# Integers up to 2^24 are exact in float32 (24 bits of significand, IEEE 754).
+_EXACT_IN_FLOAT32 = 1 << 24
+
+
+class Binder:
+    """Binds arrays to a fixed set of inputs. ``largest_candidates`` bounds N."""
+
+    def __init__(self, inputs: Sequence[Input], *, largest_candidates: int) -> None:
+        self._plans = tuple(_Plan.of(item, inputs) for item in inputs)
+        self._largest = largest_candidates
+        self._known = frozenset(name for plan in self._plans for name in plan.names)
+
+    def bind(self, arrays: Mapping[str, Array]) -> tuple[dict[str, torch.Tensor], int | None]:
+        """The tensors by `tensor_names`, contiguous copies, float32 or int64; and N, None without an item-side input.
+
+        Raises `BadInput` for a missing or unknown input, a shape, or a datatype that does not fit.
+        """
+        if not arrays.keys() <= self._known:
+            name = next(name for name in arrays if name not in self._known)
+            raise BadInput(f"{name[:64]}: the model has no such input{hint(name, self._names())}", param=name[:64])
+        tensors: dict[str, torch.Tensor] = {}
+        candidates: int | None = None
+        for plan in self._plans:
+            array = arrays.get(plan.name)
+            if array is None:
+                raise BadInput(f"{plan.name}: the input is missing", param=plan.name)
+            rows = len(array) if plan.row_shape is not None else plan.bags(arrays)
+            if candidates is None and not plan.is_user:
+                candidates = self._checked(rows, plan.name)
+            if rows != (1 if plan.is_user else candidates):
+                of = "a user-side input has 1" if plan.is_user else f"the inputs before it have {candidates}"
+                raise BadInput(f"{plan.name}: has {rows} rows, {of}", param=plan.name)
+            if plan.row_shape is None:
+                plan.add_bag(tensors, arrays)
+            elif array.dtype is plan.dtype and array.shape[1:] == plan.row_shape:
+                tensors[plan.name] = torch.from_numpy(array.copy())
+            else:
+                tensors[plan.name] = plan.converted(array, rows)
+        return tensors, candidates
+
+    def _names(self) -> list[str]:
+        return [name for plan in self._plans for name in plan.required]
+
+    def _checked(self, candidates: int, name: str) -> int:
+        if not 1 <= candidates <= self._largest:
+            told = f"{name}: has {candidates} candidates; a request may have 1 to {self._largest}"
+            raise BadInput(told, param=name)
+        return candidates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """How one input is found and shaped. ``row_shape``: of one row; None for a bag."""
+
+    name: str
+    is_user: bool
+    dtype: np.dtype[Any]
+    row_shape: tuple[int, ...] | None
+    required: tuple[str, ...]
+    lengths: str | None
+
+    @classmethod
+    def of(cls, item: Input, inputs: Sequence[Input]) -> _Plan:
+        lengths = item.name + LENGTHS
+        return cls(
+            name=item.name,
+            is_user=item.side == "user",
+            dtype=_FLOAT32 if isinstance(item, Dense) else _INT64,
+            row_shape=item.shape if isinstance(item, Dense | Ids) else None,
+            required=tensor_names((item,)),
+            lengths=lengths if isinstance(item, Bag) and lengths not in tensor_names(inputs) else None,
+        )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name that the input may come under."""
+        return self.required if self.lengths is None else (*self.required, self.lengths)
+
+    def bags(self, arrays: Mapping[str, Array]) -> int:
+        """How many rows of a bag were sent."""
+        offsets = arrays.get(self.required[1])
+        lengths = arrays.get(self.lengths) if self.lengths is not None else None
+        if offsets is not None and lengths is None:
+            return max(len(offsets) - 1, 0)
+        if offsets is None and lengths is not None:
+            return len(lengths)
+        told = f"needs {self.name}{OFFSETS} or {self.name}{LENGTHS}"
+        raise BadInput(f"{self.name}: {told} ({'none is' if offsets is None else 'not both'} there)", param=self.name)
+
+    def add_bag(self, tensors: dict[str, torch.Tensor], arrays: Mapping[str, Array]) -> None:
+        """Puts a bag's two tensors among the others."""
+        name = self.required[1]
+        ids = _ids(arrays[self.name], self.name)
+        tensors[self.name] = torch.from_numpy(ids)
+        offsets = arrays.get(name)
+        if offsets is None:
+            assert self.lengths is not None
+            made = _offsets(_ids(arrays[self.lengths], self.lengths), len(ids), self.lengths)
+        else:
+            made = _ids(offsets, name)
+        tensors[name] = torch.from_numpy(made)
+
+    def converted(self, array: Array, rows: int) -> torch.Tensor:
+        """Another datatype, or another way to write the shape."""
+        assert self.row_shape is not None
+        shaped = _shaped(array, rows, self.row_shape, self.name)
+        return torch.from_numpy((_float32 if self.dtype is _FLOAT32 else _int64)(shaped, self.name))
+
+
+def _shaped(array: Array, rows: int, row_shape: tuple[int, ...], name: str) -> Array:
+    """``(rows, *row_shape)``; sizes of 1 behind the rows do not count."""
+    if array.shape[1:] == row_shape:
+        return array
+    if [size for size in array.shape[1:] if size != 1] != [size for size in row_shape if size != 1]:
+        wanted = ["rows", *row_shape]
+        raise BadInput(f"{name}: shape must be [{', '.join(map(str, wanted))}], not {list(array.shape)}", param=name)
+    return array.reshape((rows, *row_shape))
+
+
+def _ids(array: Array, name: str) -> Array:
+    """A copy of one row of integers."""
+    if array.ndim != 1:
+        raise BadInput(f"{name}: must have one dimension, not shape {list(array.shape)}", param=name)
+    return array.copy() if array.dtype is _INT64 else _int64(array, name)
+
+
+def _float32(array: Array, name: str) -> Array:
+    """A float32 copy, aligned and writable: views of a body are neither."""
+    if array.dtype.kind != "f" and array.size and not _all_within(array, -_EXACT_IN_FLOAT32, _EXACT_IN_FLOAT32):
+        raise BadInput(f"{name}: integers beyond 2^24 are not exact in FP32; send FP32", param=name)
+    if array.dtype.itemsize <= 4:
+        return np.array(array, np.float32, order="C")
+    with np.errstate(over="ignore"):  # infinity is refused by the check of values
+        return np.array(array, np.float32, order="C")
+
+
+def _int64(array: Array, name: str) -> Array:
+    """An int64 copy, aligned and writable."""
+    if array.dtype.kind == "f":
+        raise BadInput(f"{name}: datatype must be INT64 (or smaller integers), not floating point", param=name)
+    if array.dtype.kind == "u" and array.dtype.itemsize == 8 and not _all_within(array, 0, 2**63 - 1):
+        raise BadInput(f"{name}: a number does not fit INT64", param=name)
+    return np.array(array, np.int64, order="C")
+
+
+def _all_within(array: Array, low: int, high: int) -> bool:
+    return not array.size or (int(array.min()) >= low and int(array.max()) <= high)
+
+
+def _offsets(lengths: Array, nnz: int, name: str) -> Array:
+    """The offsets of rows of these lengths, (rows + 1,) int64."""
+    if not _all_within(lengths, 0, nnz):
+        raise BadInput(f"{name}: lengths must be 0 to the {nnz} ids that were sent", param=name)
+    offsets: np.ndarray[Any, np.dtype[np.int64]] = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    if int(offsets[-1]) != nnz:
+        raise BadInput(f"{name}: the lengths add up to {int(offsets[-1])}, but {nnz} ids were sent", param=name)
+    return offsets

@@ -1,0 +1,130 @@
+"""A deterministic `Ranker` and an `ItemStore` that need no model, for tests and for trying clients."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from plait_disagg.errors import Busy, DeadlinePassed, RankError
+from plait_disagg.graph.inputs import OFFSETS, Bag, Dense, Ids
+from plait_disagg.values import ModelCard, RankAnswer, RankRequest, RankTimings
+from plait_serving.ranking.service import Recommender
+
+FAKE_CARD = ModelCard(
+    name="picks",
+    version="1",
+    inputs=(
+        Ids("person", side="user"),
+        Dense("mood", side="user", shape=(3,)),
+        Bag("history", side="user"),
+        Ids("item"),
+        Dense("price"),
+        Bag("genres", largest=8),
+    ),
+    outputs={"score": (), "parts": (2,)},
+    id_rows={"person": 50, "history": 20, "item": 20, "genres": 6},
+    largest_candidates=1000,
+    items=20,
+)
+
+
+def fake_outputs(request: RankRequest) -> dict[str, torch.Tensor]:
+    """Scores that depend on every number of the request: the user's, plus each candidate's own. Exact in float32 for
+    small integers and multiples of 1/8."""
+    tensors = request.tensors
+    user = tensors["person"].sum() + tensors["mood"].sum() * 8 + tensors["history"].sum() * 3
+    offsets = tensors["genres" + OFFSETS]
+    sums = torch.zeros(len(tensors["genres"]) + 1, dtype=torch.int64)
+    torch.cumsum(tensors["genres"], 0, out=sums[1:])
+    bags = sums[offsets[1:]] - sums[offsets[:-1]]
+    own = tensors["item"] * 4 + bags * 2 + tensors["price"][:, 0] * 8
+    scores = (own + user).to(torch.float32)
+    return {"score": scores, "parts": torch.stack([own.to(torch.float32), user.expand(len(own)).float()], 1)}
+
+
+class FakeRanker:
+    """Answers with `fake_outputs` after ``work_s``. ``error`` is raised instead if it is set; ``missing`` is `ready`'s
+    answer; ``ranked`` and ``cancelled`` tell the requests' stories; more than ``most`` at once is `Busy`."""
+
+    def __init__(self, card: ModelCard = FAKE_CARD, *, work_s: float = 0.0, most: int = 1000) -> None:
+        self._card = card
+        self._work_s = work_s
+        self._most = most
+        self._now = 0
+        self.error: Exception | None = None
+        self.missing: str | None = None
+        self.ranked: list[RankRequest] = []
+        self.cancelled: list[str] = []
+
+    @property
+    def card(self) -> ModelCard:
+        """See Ranker."""
+        return self._card
+
+    async def rank(self, request: RankRequest) -> RankAnswer:
+        """See Ranker."""
+        if self.error is not None:
+            raise self.error
+        if request.deadline_s is not None and time.monotonic() > request.deadline_s:
+            raise DeadlinePassed("the deadline passed")
+        if self._now >= self._most:
+            raise Busy("too many requests wait")
+        self._now += 1
+        try:
+            if self._work_s:
+                await asyncio.sleep(self._work_s)
+        except asyncio.CancelledError:
+            self.cancelled.append(request.request_id)
+            raise
+        finally:
+            self._now -= 1
+        self.ranked.append(request)
+        timings = RankTimings(queued_ms=0.5, lookup_ms=1.0, wire_ms=0.25, dense_ms=2.0)
+        return RankAnswer(outputs=fake_outputs(request), timings=timings, bytes_crossed=64 * request.candidates)
+
+    async def ready(self) -> str | None:
+        """See Ranker."""
+        return self.missing
+
+    def metrics(self) -> Mapping[str, float]:
+        """See Ranker."""
+        return {"requests_total": float(len(self.ranked)), "waiting": float(self._now)}
+
+    async def close(self, *, drain_s: float) -> None:
+        """See Ranker."""
+        self.error = RankError("the ranker is closed")
+
+
+class FakeItems:
+    """Item i: price i / 8, the genres 0 ... i mod 4 - 1 (none for every fourth)."""
+
+    def __init__(self, count: int = 20, *, named: bool = True) -> None:
+        self._count = count
+        self._named = named
+
+    def __len__(self) -> int:
+        return self._count
+
+    def gather(self, ids: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """See ItemStore."""
+        bags = [torch.arange(int(i) % 4) for i in ids]
+        lengths = torch.tensor([0] + [len(bag) for bag in bags])
+        return {
+            "item": ids.clone(),
+            "price": (ids / 8).to(torch.float32)[:, None],
+            "genres": torch.cat(bags) if bags else torch.empty(0, dtype=torch.int64),
+            "genres" + OFFSETS: torch.cumsum(lengths, 0),
+        }
+
+    def names(self, ids: Sequence[int]) -> Sequence[str] | None:
+        """See ItemStore."""
+        return [f"item number {i}" for i in ids] if self._named else None
+
+
+def fake_recommenders(ranker: FakeRanker | None = None, *, items: bool = True) -> dict[str, Recommender]:
+    """One model, as `create_app` wants it."""
+    ranker = ranker or FakeRanker()
+    return {ranker.card.name: Recommender(ranker=ranker, items=FakeItems() if items else None)}

@@ -1,0 +1,216 @@
+"""`plait generate` over the fake service: options to request, files, exit codes, Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from plait.cli import generate as command
+from plait.cli.main import main
+from plait.offline.images import OrderError, option_of, parse_order
+from plait_serving.diffusion.errors import EngineStopped, NumericalError
+from plait_serving.diffusion.values import LoraRef, Scheduler
+from plait_serving.images.codec import DecodeLimits, decode_image, read_parameters
+from plait_serving.images.testing import FakeImageService, fake_picture
+from support.http_app import png
+
+
+@pytest.fixture
+def service(monkeypatch):
+    """The fake service in place of an engine; remembers that it was closed."""
+    fake = FakeImageService(failures={"nan": NumericalError("NaN in image 0"), "dead": EngineStopped("stopped")})
+    fake.closed = 0
+
+    @contextmanager
+    def open_service(model, config):
+        fake.opened_with = (model, config)
+        try:
+            yield fake
+        finally:
+            fake.closed += 1
+
+    monkeypatch.setattr(command, "open_service", open_service)
+    return fake
+
+
+def run(*arguments):
+    return main(["generate", *map(str, arguments)])
+
+
+def picture(path):
+    return decode_image(Path(path).read_bytes(), param="p", limits=DecodeLimits())
+
+
+def test_one_picture_with_the_defaults(service, tmp_path, capsys):
+    """The file holds the picture and its parameters; its name is all that stdout gets."""
+    out = tmp_path / "a.png"
+    assert run("red apple", "-o", out) == 0
+    (request,) = service.submitted
+    assert np.array_equal(picture(out), fake_picture(request, request.seed))
+    assert read_parameters(out.read_bytes()).startswith("red apple\nSteps: 4, Sampler: Euler")
+    assert capsys.readouterr().out == f"{out}\n"
+    assert service.closed == 1
+
+
+def test_every_option_reaches_the_request(service, tmp_path):
+    """LoRAs, ControlNets, preprocessing and numbers arrive as they were typed."""
+    control = tmp_path / "odd=name:1.png"
+    control.write_bytes(png(16, 16, (9, 9, 9)))
+    code = run(
+        "red apple", "-o", tmp_path / "a.webp", "--lora", "noto:0.8", "--lora", "sketch", "--negative", "blue",
+        "--controlnet", f"plain:0.5={control}", "--controlnet", f"edges={control}", "--seed", 7, "--steps", 3,
+        "--guidance", 2.5, "--scheduler", "lcm", "-n", 2, "--size", "16x24",
+    )  # fmt: skip
+    assert code == 0
+    (request,) = service.submitted
+    assert request.loras == (LoraRef(name="noto", scale=0.8), LoraRef(name="sketch", scale=1.0))
+    assert [(c.name, c.scale) for c in request.controlnets] == [("plain", 0.5), ("edges", 1.0)]
+    assert (request.controlnets[0].image == 9).all()
+    assert (request.seed, request.steps, request.guidance_scale, request.n) == (7, 3, 2.5, 2)
+    assert (request.scheduler, request.width, request.height) == (Scheduler.LCM, 16, 24)
+    assert request.negative_prompt == "blue"
+    assert sorted(path.name for path in tmp_path.glob("*.webp")) == ["a-1.webp", "a-2.webp"]
+
+
+def test_preprocess_makes_the_map_of_an_ordinary_picture(service, tmp_path):
+    """With --preprocess the starter's own detector runs: a flat picture has no edges."""
+    control = tmp_path / "map.png"
+    control.write_bytes(png())
+    assert run("x", "-o", tmp_path / "a.png", "--controlnet", f"edges={control}", "--preprocess") == 0
+    assert (service.submitted[0].controlnets[0].image == 0).all()
+
+
+def test_json_tells_files_seeds_and_timings(service, tmp_path, capsys):
+    """A program can read what was made."""
+    assert run("x", "-o", tmp_path / "a.jpg", "-n", 2, "--seed", 5, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [(item["file"], item["seed"]) for item in told["pictures"]] == [
+        (str(tmp_path / "a-1.jpg"), 5),
+        (str(tmp_path / "a-2.jpg"), 6),
+    ]
+    assert told["timings"]["total"] == 1.9375
+    assert (told["model"], told["size"]) == ("emoji", "16x16")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["-o", "a.gif"], "--output"),
+        (["-o", "nowhere/a.png"], "--output"),
+        (["--lora", "noto:x"], "--lora"),
+        (["--lora", "noto:nan"], "--lora"),
+        (["--lora", "../noto"], "--lora"),
+        (["--lora", "nobody"], "--lora: there is no LoRA 'nobody'"),
+        (["--lora", "noto", "--lora", "noto"], "--lora"),
+        (["--controlnet", "edges"], "--controlnet"),
+        (["--controlnet", "edges=missing.png"], "--controlnet"),
+        (["--controlnet", f"edges={__file__}"], "--controlnet"),
+        (["--seed", "-1"], "--seed"),
+        (["--steps", "0"], "--steps"),
+        (["--steps", "51"], "--steps"),
+        (["--guidance", "nan"], "--guidance"),
+        (["--scheduler", "heun"], "--scheduler"),
+        (["-n", "11"], "--n"),
+        (["--size", "17x17"], "--size"),
+        (["--negative", "a\x1b"], "--negative"),
+        (["--nonsense"], "--nonsense"),
+        (["--seed", "x"], "--seed"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
+)
+def test_wrong_usage_is_exit_code_2_and_names_the_option(service, tmp_path, monkeypatch, capsys, arguments, says):
+    """The person at the terminal learns which option is wrong; no file appears."""
+    monkeypatch.chdir(tmp_path)
+    base = [] if "-o" in arguments else ["-o", "a.png"]
+    assert run("x", *base, *arguments) == 2
+    assert says in capsys.readouterr().err
+    assert service.submitted == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_prompt_is_wrong_usage(service, tmp_path, capsys):
+    """The argument has no dashes, so it is named in capitals as in the help."""
+    assert run("", "-o", tmp_path / "a.png") == 2
+    assert "PROMPT" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("prompt", ["nan", "dead"])
+def test_a_failure_is_exit_code_1(service, tmp_path, capsys, prompt):
+    """An error of the engine is one sentence on stderr; the engine is stopped and no file appears."""
+    assert run(prompt, "-o", tmp_path / "a.png") == 1
+    assert "Traceback" not in capsys.readouterr().err
+    assert service.closed == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_output_that_can_not_be_written_is_wrong_usage(service, tmp_path, capsys):
+    """A folder in the way of the file is told with its name."""
+    (tmp_path / "a.png").mkdir()
+    assert run("x", "-o", tmp_path / "a.png") == 2
+    assert "a.png" in capsys.readouterr().err
+
+
+def test_ctrl_c_cancels_and_is_exit_code_130(service, tmp_path):
+    """An interrupt in mid-picture ends the work, stops the engine and writes nothing."""
+    service._step_s = 60.0
+
+    def interrupt_when_it_runs():
+        while not service.submitted:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    interrupter = threading.Thread(target=interrupt_when_it_runs, daemon=True)
+    interrupter.start()
+    assert run("x", "-o", tmp_path / "a.png") == 130
+    interrupter.join(60)
+    assert len(service.cancelled) == 1
+    assert service.closed == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_fields_map_back_to_options():
+    """Every field that a command can set is told as its option."""
+    assert option_of("loras.0.name") == "--lora"
+    assert option_of("controlnets.1.image") == "--controlnet"
+    assert option_of("num_inference_steps") == "--steps"
+    assert option_of("size") == "--size"
+    assert option_of(None) == "the request"
+
+
+@pytest.mark.parametrize(
+    ("field", "bad", "says"),
+    [("guidance_scale", -1.0, "--guidance"), ("num_inference_steps", 1001, "--steps: at most 1000 steps")],
+)
+def test_orders_are_checked_before_anything_is_loaded(tmp_path, field, bad, says):
+    """A typing error does not cost the time of loading a model."""
+    with pytest.raises(OrderError, match=says):
+        parse_order({"prompt": "x", field: bad}, output=tmp_path / "a.png")
+
+
+def test_help_is_quick_and_imports_nothing_heavy():
+    """`plait generate --help` loads neither torch nor Ray."""
+    code = (
+        "import sys; from plait.cli.main import main; code = main(['generate', '--help']);"
+        "heavy = {'torch', 'ray', 'diffusers', 'PIL', 'fastapi'} & set(sys.modules); sys.exit(code or len(heavy))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=os.environ)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "--controlnet" in done.stdout
+
+
+def test_an_event_loop_is_not_left_running(service, tmp_path):
+    """The command can be called from a program: it leaves no loop behind."""
+    assert run("x", "-o", tmp_path / "a.png") == 0
+    with pytest.raises(RuntimeError):
+        asyncio.get_running_loop()

@@ -1,0 +1,152 @@
+"""`plait models list`: names, kinds, families and formats, read from folders without loading weights."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import pytest
+import yaml
+
+from plait.cli.main import main
+from plait.cli.models import table
+from plait.offline.inventory import lora_format, safetensors_header
+
+
+def write_safetensors(path, names):
+    header = {name: {"dtype": "F32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]} for i, name in enumerate(names)}
+    raw = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    path.write_bytes(struct.pack("<Q", len(raw)) + raw + bytes(4 * len(names)))
+
+
+@pytest.fixture
+def config(tmp_path):
+    """A plait.yaml with a base, a ControlNet, two LoRAs and a recommender, all of them only headers."""
+    (tmp_path / "base" / "unet").mkdir(parents=True)
+    (tmp_path / "base" / "unet" / "config.json").write_text('{"addition_embed_type": "text_time"}')
+    (tmp_path / "depth").mkdir()
+    (tmp_path / "depth" / "config.json").write_text('{"cross_attention_dim": 1024}')
+    (tmp_path / "loras").mkdir()
+    write_safetensors(tmp_path / "loras" / "b.safetensors", ["lora_unet_x.lora_down.weight"])
+    write_safetensors(tmp_path / "loras" / "a.safetensors", ["unet.x.lora_A.weight"])
+    (tmp_path / "loras" / "pickled.ckpt").write_bytes(b"no")
+    images = {"model": "./base", "loras": {"folder": "loras"}, "controlnets": {"depth": {"folder": "depth"}}}
+    path = tmp_path / "plait.yaml"
+    (tmp_path / "ranker").mkdir()
+    (tmp_path / "ranker" / "package.json").write_text('{"format": 1}')
+    path.write_text(yaml.safe_dump({"images": images, "recommend": {"models": {"films": {"folder": "ranker"}}}}))
+    return path
+
+
+def test_the_list_names_every_model_with_its_family_and_format(config, tmp_path, capsys):
+    """Base, ControlNets, LoRAs and recommenders, each with where it lies."""
+    assert main(["models", "list", "--json", "--config", str(config)]) == 0
+    assert json.loads(capsys.readouterr().out) == [
+        {"name": "base", "kind": "base", "family": "sdxl", "folder": str(tmp_path / "base"), "format": "diffusers"},
+        {
+            "name": "depth",
+            "kind": "controlnet",
+            "family": "sd2",
+            "folder": str(tmp_path / "depth"),
+            "format": "diffusers",
+        },
+        {
+            "name": "a",
+            "kind": "lora",
+            "family": "sdxl",
+            "folder": str(tmp_path / "loras/a.safetensors"),
+            "format": "peft",
+        },
+        {
+            "name": "b",
+            "kind": "lora",
+            "family": "sdxl",
+            "folder": str(tmp_path / "loras/b.safetensors"),
+            "format": "kohya",
+        },
+        {
+            "name": "films",
+            "kind": "recommender",
+            "family": "graph",
+            "folder": str(tmp_path / "ranker"),
+            "format": "package 1",
+        },
+    ]
+
+
+def test_the_table_is_for_people(config, capsys):
+    """One line per model under a heading."""
+    assert main(["models", "list", "--config", str(config)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["name", "kind", "family", "format", "folder"]
+    assert [line.split()[0] for line in lines[1:]] == ["base", "depth", "a", "b", "films"]
+
+
+def test_a_missing_folder_is_one_sentence(tmp_path, capsys):
+    """A base or a package that is not there is named; exit code 1."""
+    path = tmp_path / "plait.yaml"
+    for text in ("images: {model: ./nowhere}", "{images: null, recommend: {models: {a: {folder: nowhere}}}}"):
+        path.write_text(text)
+        assert main(["models", "list", "--config", str(path)]) == 1
+        assert "nowhere" in capsys.readouterr().err
+
+
+def test_hub_ids_and_stores_are_listed_as_such(tmp_path, capsys):
+    """What is not on this machine is named by where it comes from; nothing is downloaded."""
+    commit = "0123456789abcdef" * 2 + "01234567"
+    store = {"url": "s3://bucket/loras", "cache_folder": "cache"}
+    store["entries"] = {"x": {"path": "x-v2.safetensors", "sha256": "0" * 64, "nbytes": 5}}
+    images = {"model": "owner/name", "revision": commit, "loras": {"store": store}}
+    path = tmp_path / "plait.yaml"
+    path.write_text(yaml.safe_dump({"images": images, "recommend": None}))
+    assert main(["models", "list", "--json", "--config", str(path)]) == 0
+    base, lora = json.loads(capsys.readouterr().out)
+    assert (base["name"], base["folder"]) == ("name", f"owner/name@{commit}")
+    assert lora["folder"] == "s3://bucket/loras/x-v2.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("names", "kind"),
+    [
+        (["lora_unet_down_blocks_0.lora_down.weight", "lora_unet_down_blocks_0.alpha"], "kohya"),
+        (["lora_te_text_model.lora_up.weight"], "kohya"),
+        (["lora_te1_text_model.lora_up.weight"], "kohya"),
+        (["unet.down_blocks.0.attn1.to_q.lora_A.weight"], "peft"),
+        (["base_model.model.x.lora_A.weight", "base_model.model.x.lora_B.weight"], "peft"),
+        (["unet.down_blocks.0.attn1.processor.to_q_lora.lora.down.weight"], "peft"),
+        (["model.diffusion_model.out.0.weight"], "unknown"),
+        ([], "unknown"),
+    ],
+)
+def test_a_loras_format_is_told_by_its_names(names, kind):
+    """kohya and PEFT are told apart; anything else is unknown."""
+    assert lora_format({name: {} for name in [*names, "__metadata__"]}) == kind
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"", b"\x00", b"\xff" * 8, struct.pack("<Q", 2**62), struct.pack("<Q", 5) + b"{", struct.pack("<Q", 2) + b"[]",
+     struct.pack("<Q", 3) + b"\xff\xfe\xfd", b"PK\x03\x04" + bytes(20), struct.pack("<Q", 10**6) + b"[" * 10**6],
+)  # fmt: skip
+def test_a_file_that_is_no_safetensors_has_no_tensors(tmp_path, raw):
+    """A broken or foreign file in the folder is listed as unknown instead of breaking the list."""
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(raw)
+    assert safetensors_header(path) == {}
+
+
+def test_a_table_lines_its_columns_up():
+    """Cells are padded to their column, without blanks at the end of a line."""
+    assert table([("a", "b"), ("long", "c")]) == "a     b\nlong  c"
+
+
+def test_families_are_told_as_the_engine_tells_them():
+    """The list's own rule, which needs no torch, agrees with the engine's."""
+    from plait.offline.inventory import _family
+    from plait_serving.diffusion.bundle import family_of
+
+    for config in (
+        {}, {"cross_attention_dim": 768}, {"cross_attention_dim": 1024}, {"cross_attention_dim": 2048},
+        {"addition_embed_type": "text_time", "cross_attention_dim": 2048}, {"addition_embed_type": None},
+    ):  # fmt: skip
+        assert _family(config) == family_of(config).value

@@ -1,0 +1,91 @@
+"""The demo's scenes: each is asked for as it says, guides are earlier pictures, and the sheet shows them all."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import threading
+
+from PIL import Image
+
+from plait.demo import run as demo
+from plait_serving.http.images.schemas import GenerationBody
+from support import loadtest_records
+
+
+def png(colour):
+    buffer = io.BytesIO()
+    Image.new("RGB", (16, 16), colour).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+class Asked:
+    """Answers with a picture per prompt; keeps the bodies."""
+
+    def __init__(self):
+        self.bodies = []
+        self.at_once = 0
+        self.most_at_once = 0
+        self.together = threading.Barrier(len(demo.TOGETHER), timeout=60)
+
+    def __call__(self, body):
+        self.bodies.append(body)
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        if body["prompt"] in {scene.prompt for scene in demo.TOGETHER}:
+            self.together.wait()
+        self.at_once -= 1
+        colour = (len(self.bodies) * 20, 10, 10)
+        timings = {"queue": 0.0, "denoise": 0.5, "total": 0.5}
+        return {"data": [{"b64_json": base64.b64encode(png(colour)).decode()}], "timings": timings}
+
+
+def test_cli_demo_asks_in_words_that_the_server_understands(tmp_path):
+    """Every body is valid for the image API, scenes with a ControlNet carry their guide's picture."""
+    ask, said = Asked(), []
+    pictures = demo.play(ask, tmp_path, say=said.append)
+    for body in ask.bodies:
+        GenerationBody.model_validate_json(json.dumps(body))
+    guide = base64.b64encode((tmp_path / "guide.png").read_bytes()).decode()
+    controlled = [body for body in ask.bodies if "controlnets" in body]
+    assert controlled
+    assert all(body["controlnets"][0]["image"] == guide for body in controlled)
+    assert len(pictures) == len(demo.ALONE) + len(demo.TOGETHER)
+    assert all(picture.path.is_file() for picture in pictures)
+    assert all(any(str(picture.path) in line for line in said) for picture in pictures)
+
+
+def test_cli_demo_shows_plain_controlnet_lora_both_and_two_at_once(tmp_path):
+    """All the kinds that the demo promises are among its scenes, and the last ones really run together."""
+    kinds = {(bool(scene.loras), scene.control is not None) for scene in demo.ALONE}
+    assert kinds == {(False, False), (True, False), (False, True), (True, True)}
+    ask = Asked()
+    demo.play(ask, tmp_path, say=lambda _: None)
+    assert ask.most_at_once == len(demo.TOGETHER) >= 2
+
+
+def test_cli_demo_contact_sheet_shows_every_picture(tmp_path):
+    """Each picture's colour is on the sheet."""
+    pictures = demo.play(Asked(), tmp_path, say=lambda _: None)
+    sheet = demo.contact_sheet(pictures)
+    colours = {colour for _, colour in sheet.getcolors(maxcolors=1 << 20)}
+    for picture in pictures:
+        assert Image.open(picture.path).getpixel((0, 0)) in colours
+
+
+def test_cli_demo_leaves_a_load_report(tmp_path, monkeypatch):
+    """The smoke scenario goes to the demo's server; its page lies in the out folder, and one line says how it went."""
+    asked = []
+
+    def run_scenario(scenario):
+        asked.append(scenario)
+        rows = loadtest_records.records([second / 2.0 for second in range(40)], 20.0)
+        return loadtest_records.session(rows, scenario)
+
+    monkeypatch.setattr("plait_loadtest.session.run_scenario", run_scenario)
+    told = demo.smoke("http://127.0.0.1:4321", tmp_path / "load.html")
+    (scenario,) = asked
+    assert (scenario.name, scenario.target.url, scenario.duration_s) == ("smoke", "http://127.0.0.1:4321", 20.0)
+    assert "SLO met: 40 requests, median 20.0 ms" in told
+    assert "SLO met" in (tmp_path / "load.html").read_text()

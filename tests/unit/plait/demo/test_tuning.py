@@ -1,0 +1,38 @@
+"""The demo's tuning job: run anew each time, and told in two lines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from plait.demo import tuning as demo_tuning
+from plait_autoconfig.jobs.reading import read_job
+from plait_autoconfig.jobs.reporting import state_of
+from plait_autoconfig.jobs.spec import JobSpec
+from plait_autoconfig.jobs.state import JobState
+
+
+def test_cli_demo_tunes_three_trials_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an earlier demo left is taken away, the job has three trials, and the report's place is told."""
+    (tmp_path / "resolved.json").write_text("{}")
+    ran: list[JobSpec] = []
+
+    def run(job: Path, *, folder: Path) -> tuple[JobState, Path]:
+        assert not folder.exists()
+        ran.append(read_job(job))
+        return state_of(ran[0], []), folder
+
+    monkeypatch.setattr(demo_tuning, "run", run)
+    told = demo_tuning.tune_recommender(tmp_path)
+    assert ran[0].budget.trials == 3
+    assert str(tmp_path / "report.html") in told
+
+
+def test_cli_demo_keeps_its_hands_off_other_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that holds no job is not removed."""
+    (tmp_path / "mine.txt").write_text("x")
+    spec = read_job(demo_tuning.JOB)
+    monkeypatch.setattr(demo_tuning, "run", lambda job, folder: (state_of(spec, []), folder))
+    demo_tuning.tune_recommender(tmp_path)
+    assert (tmp_path / "mine.txt").exists()

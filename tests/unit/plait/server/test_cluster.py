@@ -1,0 +1,133 @@
+"""Waiting for Serve: for an HTTP proxy that takes longer than Serve waits for it, and for the application."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray import exceptions, serve
+
+from plait.config import PlaitConfig, ServerSection
+from plait.errors import ServeError
+from plait.server import cluster
+from plait.server.cluster import Cluster, DeploymentState
+
+
+def proxies(monkeypatch: pytest.MonkeyPatch, states: Iterator[Mapping[str, str]]) -> list[Mapping[str, Any]]:
+    """Serve ends the first proxy, which its caller hears of, and these are seen then. What it was started with."""
+    started: list[Mapping[str, Any]] = []
+
+    def start(**options: Any) -> None:
+        started.append(options)
+        raise exceptions.RayActorError
+
+    monkeypatch.setattr(serve, "start", start)
+    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(proxies=next(states)))
+    monkeypatch.setattr(cluster, "_PROXY_POLL_S", 0.001)
+    return started
+
+
+def test_the_next_proxy_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve starts another by itself: starting it again would start nothing."""
+    states: list[Mapping[str, str]] = [{}, {"node": "STARTING"}, {"node": "UNHEALTHY"}, {"node": "HEALTHY"}]
+    left = iter(states)
+    started = proxies(monkeypatch, left)
+    Cluster._start_serve(PlaitConfig(), 8123)
+    assert list(left) == []
+    (options,) = started
+    assert options["http_options"]["port"] == 8123
+
+
+def test_a_proxy_that_never_comes_is_told_with_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After as long as a start may take."""
+    proxies(monkeypatch, iter(lambda: {"node": "STARTING"}, None))
+    config = PlaitConfig(server=ServerSection(ready_timeout_s=0.05))
+    with pytest.raises(ServeError, match=r"HTTP proxy was not ready after 0\.05 s \(starting\)"):
+        Cluster._start_serve(config, 8123)
+
+
+class Clock:
+    """Time that passes only while one sleeps, and as long as an answer takes."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def asking(monkeypatch: pytest.MonkeyPatch, *, answer_s: float = 0.02) -> tuple[Clock, list[float], Cluster]:
+    """A cluster whose state takes that long, and when it was asked for."""
+    clock, asked_s = Clock(), []
+    monkeypatch.setattr(cluster, "time", clock)
+
+    def state(self: Cluster) -> DeploymentState:
+        asked_s.append(clock.now_s - 100.0)
+        clock.sleep(answer_s)
+        return DeploymentState(running=False)
+
+    monkeypatch.setattr(Cluster, "state", state)
+    return clock, asked_s, Cluster(local=True, started_serve=True, host="127.0.0.1", port=1)
+
+
+def test_who_waits_long_asks_seldom_and_hears_soon_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New knobs take a tenth of a second and models most of a minute: neither should be told late."""
+    _, asked_s, waiting = asking(monkeypatch)
+    assert len(list(waiting.states(60.0))) == len(asked_s)
+    assert asked_s[-1] < 60.0
+    gaps = [(before, after - before) for before, after in itertools.pairwise(asked_s)]
+    assert all(gap <= max(0.15, 0.1 * waited + 0.1) and gap <= 1.1 for waited, gap in gaps)
+    assert sum(at <= 1.0 for at in asked_s) >= 8
+    assert len(asked_s) < 90  # at the first pace: 850
+
+
+def test_who_gives_up_waits_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also between two questions."""
+    clock, asked_s, waiting = asking(monkeypatch)
+    for _ in waiting.states(60.0, give_up=lambda: clock.now_s >= 130.5):
+        pass
+    assert 29.0 <= asked_s[-1] <= 30.5
+    assert clock.now_s <= 130.6
+
+
+def test_a_signal_handler_outlives_rays_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its C++ half gives SIGTERM the default action when it ends, and goes on for seconds: one more would kill us."""
+    heard: list[int] = []
+    found: list[bool] = []
+
+    def install() -> None:
+        signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+
+    def is_caught() -> bool:
+        (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("SigCgt"))
+        return bool(int(line.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+    def shut_down(_: Cluster) -> None:
+        ctypes.CDLL(None).signal(int(signal.SIGTERM), None)
+        until_s = time.monotonic() + 30
+        while not is_caught() and time.monotonic() < until_s:
+            time.sleep(0.001)
+        found.append(is_caught())
+
+    monkeypatch.setattr(Cluster, "_stop", shut_down)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        install()
+        ending = Cluster(local=True, started_serve=True, host="127.0.0.1", port=1)
+        ending.stop(hurry=False, meanwhile=install)
+        assert found == [True]
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,114 @@
+"""Processes are ended by identity, never by a number that somebody else may have by now."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from plait.server import processes
+from plait.server.processes import ProcessId
+
+SLEEP = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(100)"]
+SIGTERM_IS = "import signal, time; signal.signal(signal.SIGTERM, {}); print('up', flush=True); time.sleep(100)"
+IGNORING = [sys.executable, "-c", SIGTERM_IS.format("signal.SIG_IGN")]
+STUBBORN = [sys.executable, "-c", SIGTERM_IS.format("lambda *_: None")]
+# A child whose parent ends at once: only the inherited variable still tells whose it is.
+ORPHAN = [
+    sys.executable,
+    "-c",
+    "import subprocess, sys; sleep = [sys.executable, '-c', 'import time; time.sleep(100)'];"
+    "print(subprocess.Popen(sleep).pid, flush=True)",
+]
+
+
+@pytest.fixture
+def spawn():
+    started = []
+
+    def start(command, **variables):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **variables})
+        started.append(process)
+        process.first_line = process.stdout.readline().strip()
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_serve_end_terminates_and_reports_nothing_left(spawn):
+    """A process that obeys SIGTERM is gone afterwards."""
+    process = processes.identify(spawn(SLEEP).pid)
+    assert processes.is_running(process)
+    assert processes.end([process]) == ()
+    assert not processes.is_running(process)
+
+
+def test_serve_end_kills_what_ignores_sigterm_at_once(spawn):
+    """There is nothing to wait for."""
+    child = spawn(IGNORING)
+    assert processes.end([processes.identify(child.pid)], grace_s=1e9) == ()
+    assert child.wait() == -signal.SIGKILL
+
+
+def test_serve_end_kills_what_does_not_end_in_time(spawn):
+    """SIGTERM was handled, but not by an end: after the grace period there is no other way."""
+    child = spawn(STUBBORN)
+    assert processes.end([processes.identify(child.pid)], grace_s=0.2) == ()
+    assert child.wait() == -signal.SIGKILL
+
+
+def test_serve_end_leaves_a_reused_pid_alone(spawn):
+    """The same pid with another start time is somebody else and survives."""
+    child = spawn(SLEEP)
+    now = processes.identify(child.pid)
+    assert processes.end([ProcessId(now.pid, now.start_ticks - 1)], grace_s=0.1) == ()
+    assert child.poll() is None
+
+
+def test_serve_members_finds_orphans_by_their_run_id(spawn):
+    """A grandchild that lost its parent is found by the run's id, and by no other."""
+    orphan = int(spawn(ORPHAN, PLAIT_RUN_ID="run-a").first_line)
+    found = processes.members("run-a")
+    assert orphan in {process.pid for process in found}
+    assert processes.members("run-b") == frozenset()
+    assert processes.end(found) == ()
+
+
+def test_serve_members_finds_descendants_without_the_variable(spawn):
+    """Children are found by parentage even if they dropped their environment."""
+    child = spawn(SLEEP)
+    assert child.pid in {process.pid for process in processes.members("unused-id", os.getpid())}
+
+
+def test_serve_a_zombie_does_not_count_as_running(spawn):
+    """A process that ended but was not waited for is not waited for by us either."""
+    child = spawn(SLEEP)
+    identity = processes.identify(child.pid)
+    os.kill(child.pid, signal.SIGKILL)
+    assert processes.wait_until_gone([identity], timeout_s=60) == []
+    assert processes.identify(child.pid) is None
+
+
+PARENT = [
+    sys.executable,
+    "-c",
+    "import subprocess, sys, time; from plait.server.processes import end_with_parent;"
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)'], preexec_fn=end_with_parent);"
+    "print(child.pid, flush=True); time.sleep(100)",
+]
+
+
+def test_serve_end_with_parent_survives_no_killed_parent(spawn):
+    """A child that was started so ends when its parent is killed without a chance to stop it."""
+    parent = spawn(PARENT)
+    child = processes.identify(int(parent.first_line))
+    assert child is not None
+    parent.kill()
+    assert processes.wait_until_gone([child], timeout_s=60) == []

@@ -1,0 +1,167 @@
+"""plait.yaml: what is refused names its path, what is accepted survives a round trip."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from plait.config import PlaitConfig, dump_config, load_config, parse_config
+from plait.errors import ConfigError
+from plait_disagg.queue.knobs import WorkerKnobs
+from plait_serving.images.config import ControlNetSection
+from plait_serving.ranking.config import CnSection, HnSection, RecommenderSection, RecommendSection, WholeSection
+
+REVISION = "0123456789abcdef0123456789abcdef01234567"
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "plait.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_defaults_serve_the_starter_on_loopback():
+    """Without a file the starter model is served on 127.0.0.1:8000 by a local Ray."""
+    config = load_config()
+    assert (config.server.host, config.server.port) == ("127.0.0.1", 8000)
+    assert config.images.is_starter
+    assert config.images.public_name == "emoji"
+    assert config.ray.is_local
+    assert config.server.is_loopback
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("server: {prt: 1}", "server.prt: unknown key"),
+        ("sever: {}", "sever: unknown key"),
+        ("server: {port: 70000}", "server.port: input should be less than or equal to 65535 (got 70000)"),
+        ("images: {knobs: {largest_batch: 0}}", "images.knobs.largest_batch"),
+        ("images: {knobs: {largest_bach: 1}}", "images.knobs.largest_bach: unknown key"),
+        ("images: {controlnets: {'../x': {folder: a}}}", "images.controlnets.../x"),
+        ("images: {model: owner/name}", "give its commit as images.revision"),
+        ("images: {model: emojy}", "is neither 'emoji' nor a path"),
+        (f"images: {{revision: {REVISION}}}", "revision belongs to a hub id"),
+        ("images: {loras: {folder: a, store: {url: 's3://b', entries: {}, cache_folder: c}}}", "not both"),
+        ("images: {loras: {store: {url: b, entries: {}, cache_folder: c}}}", "needs a scheme"),
+        (
+            "images: {loras: {store: {url: 's3://b', cache_folder: c, "
+            "entries: {x: {path: a, sha256: abc, nbytes: 1}}}}}",
+            "entries.x.sha256",
+        ),
+        ("server: {api_keys: [{sha256: secret}]}", "server.api_keys.0.sha256"),
+        ("recommend: {models: {a: {}}}", "recommend.models.a.folder"),
+        ("recommend: {models: {a: {folder: x, mode: half}}}", "recommend.models.a.mode"),
+        ("recommend: {models: {a: {folder: x, cn: {knobs: {wire: int4}}}}}", "recommend.models.a.cn.knobs.wire"),
+        ("recommend: {models: {a: {folder: x, hn: {knobs: {window: 1}}}}}", "hn.knobs.window: unknown key"),
+        ("- 1", "top level must be a mapping"),
+        ("a: [", "not YAML"),
+        ("server: {port: 1}\nserver: {port: 2}", "line 2: 'server' is given twice"),
+    ],
+)
+def test_config_refusal_names_the_path(tmp_path, text, problem):
+    """Every refusal says where and why, and which file."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, text))
+    assert problem in str(caught.value)
+    assert str(tmp_path / "plait.yaml") in str(caught.value)
+
+
+def test_config_reports_every_problem_at_once():
+    """Two mistakes are told together."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides=["server.port=-1", "ray.adress=auto"])
+    assert len(caught.value.problems) == 2
+
+
+def test_config_missing_file_is_one_sentence(tmp_path):
+    """A file that is not there is told by its path."""
+    with pytest.raises(ConfigError, match=r"nothing\.yaml: No such file"):
+        load_config(tmp_path / "nothing.yaml")
+
+
+@pytest.mark.parametrize("override", ["server.port", "=1", "server..port=1", ".=2"])
+def test_config_override_needs_path_and_value(override):
+    """A malformed --set is refused as what it is."""
+    with pytest.raises(ConfigError, match="not path=value"):
+        load_config(overrides=[override])
+
+
+def test_config_override_beats_file_and_leaves_the_rest(tmp_path):
+    """--set wins over the file and touches nothing else."""
+    path = write(tmp_path, "images: {knobs: {largest_batch: 4, threads: 3}}\n")
+    knobs = load_config(path, overrides=["images.knobs.largest_batch=8"]).images.knobs
+    assert (knobs.largest_batch, knobs.threads) == (8, 3)
+
+
+def test_config_relative_paths_are_relative_to_the_file(tmp_path):
+    """A folder in a file is found from wherever the command runs."""
+    text = "images: {model: ./base, loras: {folder: loras}, controlnets: {edges: {folder: cn/edges}}}"
+    images = load_config(write(tmp_path, text)).images
+    assert images.model == str(tmp_path / "base")
+    assert images.loras.folder == tmp_path / "loras"
+    assert images.resolved_controlnets() == {"edges": ControlNetSection(folder=tmp_path / "cn/edges")}
+    assert images.public_name == "base"
+
+
+def test_config_round_trips_through_its_dump(tmp_path):
+    """What --show-config prints is a plait.yaml with the same meaning."""
+    text = f"images: {{model: owner/name, revision: {REVISION}, knobs: {{batch_wait_ms: 2.5}}}}\nserver: {{port: 0}}"
+    config = load_config(write(tmp_path, text))
+    assert parse_config(yaml.safe_load(dump_config(config)), source="dump", folder=Path("/")) == config
+
+
+def test_config_is_frozen():
+    """Nobody changes a configuration after it was checked."""
+    config = PlaitConfig()
+    with pytest.raises(ValidationError):
+        config.server.port = 1
+
+
+def test_config_cpus_cover_every_replica():
+    """A local Ray is given at least the logical CPUs that all replicas ask for."""
+    controlnets = {name: ControlNetSection(folder=Path("/x"), replicas=3) for name in "ab"}
+    images = PlaitConfig().images.model_copy(update={"controlnets": controlnets, "replicas": 2})
+    models = {
+        "a": RecommenderSection(folder=Path("/x"), cn=CnSection(replicas=4), hn=HnSection(replicas=2)),
+        "b": RecommenderSection(folder=Path("/x"), mode="whole", whole=WholeSection(replicas=3)),
+    }
+    config = PlaitConfig(images=images, recommend=RecommendSection(models=models))
+    assert config.logical_cpus >= 0.1 + 8 * 0.4 + 9 * 0.2
+    assert PlaitConfig(images=None, recommend=RecommendSection(models=models)).logical_cpus == 2
+
+
+def test_config_of_one_workload_leaves_the_other_out():
+    """Either section may be null, not both; what is served, drained and tuned follows."""
+    ranks = load_config(overrides=["images=null", "recommend.models.a.folder=/x"])
+    assert (ranks.public_names, ranks.drained) == (("a",), ("cn-a", "ingress"))
+    assert set(ranks.knobs()) == {"cn-a", "hn-a"}
+    draws = load_config(overrides=["recommend=null", "images.controlnets={}"])
+    assert (draws.public_names, draws.drained) == (("emoji",), ("engine", "ingress"))
+    assert set(draws.knobs()) == {"engine"}
+    whole = load_config(overrides=["recommend.models.a={folder: /x, mode: whole}"])
+    assert whole.drained == ("engine", "whole-a", "ingress")
+    for nothing in (["images=null", "recommend=null"], ["images=null", "recommend.models={}"]):
+        with pytest.raises(ConfigError, match="nothing to serve"):
+            load_config(overrides=nothing)
+
+
+def test_config_recommender_folder_is_relative_to_the_file(tmp_path):
+    """As all folders are; knobs have their own defaults per deployment."""
+    text = "recommend: {models: {mine: {folder: models/mine, cn: {knobs: {wire: int8, window: 2}}}}}"
+    (name, section), *others = load_config(write(tmp_path, text)).recommenders.items()
+    assert (name, section.folder, others) == ("mine", tmp_path / "models/mine", [])
+    plain = section.cn.knobs.plain()
+    assert (plain.wire, plain.window, plain.threads) == ("int8", 2, 1)
+    assert section.hn.knobs.plain() == WorkerKnobs()
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"), [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("gpu7", False)]
+)
+def test_config_knows_a_loopback_host(host, loopback):
+    """Only a loopback host counts as unreachable from outside."""
+    assert load_config(overrides=[f"server.host='{host}'"]).server.is_loopback is loopback

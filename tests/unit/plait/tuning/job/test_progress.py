@@ -1,0 +1,99 @@
+"""What people see of a job while it runs: lines in a log, a bar on a terminal."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from plait.tuning.job.progress import headline, shown, spent
+from plait_autoconfig.jobs.loop import JobEvent
+from plait_autoconfig.jobs.measurer import Kind, Measured, measured_from_json, measured_to_json
+from plait_autoconfig.jobs.reading import parse_job
+from plait_autoconfig.jobs.records import Claim, Record
+from plait_autoconfig.jobs.reporting import state_of
+from plait_autoconfig.jobs.state import JobState
+from plait_autoconfig.values import Config, Outcome
+from support.live_app import job_text
+
+
+def record(number: int, kind: Kind, config: Config, goodput_per_cost: float) -> Record:
+    """A measurement that is over."""
+    outcome = Outcome.measured(goodput_per_cost=goodput_per_cost, attainment=1.0)
+    claim = Claim(kind=kind, config=config, seed=0, worker="w", nonce=str(number), at_s=0.0)
+    return Record(number=number, claim=claim, measured=Measured(outcome=outcome, duration_s=2.0), finished_at_s=2.0)
+
+
+def loaded(of: Record, load_s: float) -> Record:
+    """With that much of its time under load."""
+    assert of.measured is not None
+    return replace(of, measured=replace(of.measured, load_s=load_s))
+
+
+def state(records: Sequence[Record]) -> JobState:
+    """Of a job of three trials in ten minutes."""
+    spec = parse_job(job_text(budget={"trials": 3, "minutes": 10}), folder=Path("/"))
+    return state_of(spec, records)
+
+
+REFERENCE = record(0, Kind.REFERENCE, {"threads": 4, "batch": 8}, 100.0)
+TRIAL = record(1, Kind.TRIAL, {"threads": 1, "batch": 8}, 150.0)
+EVENTS = (
+    JobEvent(kind="started", at_s=0.0, text="started"),
+    JobEvent(kind="trial_progress", at_s=1.0, text="load, 1 of 2 s", number=1),
+    JobEvent(kind="trial_finished", at_s=2.0, text="done", number=1),
+    JobEvent(kind="trial_lost", at_s=3.0, text="its worker was gone", number=2),
+    JobEvent(kind="note", at_s=4.0, text="the host drifts"),
+)
+
+
+class Terminal(io.StringIO):
+    """Says that somebody watches."""
+
+    def isatty(self) -> bool:
+        """They do."""
+        return True
+
+
+def test_the_headline_has_the_best_and_what_is_left() -> None:
+    """The gain is over the default; time is told as on a clock."""
+    assert headline(state([REFERENCE, TRIAL])) == "best 150 (1.50 times the default), 1 of 3 trials, 9:56 left"
+    assert headline(state([])).startswith("nothing feasible yet, 0 of 3 trials")
+
+
+def test_where_the_time_went() -> None:
+    """Of one run of the job: what others measured before, or at the same time, is none of its own."""
+    before, after = state([REFERENCE]), state([REFERENCE, loaded(TRIAL, 1.5)])
+    assert spent(before.remaining, after.remaining, 3.0) == (
+        "took 3.0 s: load tests 1.5 s, the rest of the measurements 0.5 s, start, end and in between 1.0 s "
+        "(50.0% was not load)"
+    )
+    assert spent(before.remaining, after.remaining, 1.0) == "took 1.0 s"
+    assert spent(before.remaining, state([REFERENCE, TRIAL]).remaining, 3.0) == "took 3.0 s"
+
+
+def test_jobs_of_earlier_versions_do_not_say_what_was_load() -> None:
+    """They can be gone on with."""
+    measured = Measured(outcome=Outcome.measured(goodput_per_cost=1.0), duration_s=2.0, load_s=1.5)
+    raw = measured_to_json(measured)
+    assert measured_from_json(raw) == measured
+    del raw["load_s"]
+    assert measured_from_json(raw) == replace(measured, load_s=0.0)
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()], ids=["log", "terminal"])
+def test_what_happens_stays_readable(stream: io.StringIO) -> None:
+    """Every measurement and every note is a line; what goes on inside a trial is shown on a terminal only."""
+    with shown(stream, lambda: state([REFERENCE, TRIAL])) as show:
+        for event in EVENTS:
+            show(event)
+    text = stream.getvalue()
+    assert "1 trial" in text
+    assert "threads=1 batch=8" in text
+    assert "2 lost: its worker was gone" in text
+    assert "the host drifts" in text
+    assert "best 150" in text
+    assert ("load, 1 of 2 s" in text) <= stream.isatty()

@@ -1,0 +1,153 @@
+"""The tuner's names for knobs, what a change restarts, and what a configuration costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from plait.config import PlaitConfig, load_config, parse_config
+from plait.errors import PlaitError
+from plait.server.restarts import Effect, effects, versions
+from plait.tuning.measure.cost import Reserved, cost_per_hour, known_costs, reserved
+from plait.tuning.measure.knobs import apply_knobs, check_names, check_values, knob_places, settings_of
+from support.tune_jobs import job
+
+
+@pytest.fixture
+def config() -> PlaitConfig:
+    """A base model with one ControlNet, and one model in two halves; nothing has to be there on disk."""
+    return parse_config(
+        {
+            "images": {"model": "/m", "controlnets": {"edges": {"folder": "/edges"}}},
+            "recommend": {"models": {"shop": {"folder": "/shop"}}},
+        },
+        source="test",
+        folder=Path("/"),
+    )
+
+
+def test_every_deployment_has_its_knobs_and_replicas(config: PlaitConfig) -> None:
+    """Names are DEPLOYMENT.knob, and halves that do not run now are there, but not active."""
+    places = knob_places(config)
+    wanted = {"engine.largest_batch", "engine.replicas", "controlnet-edges.threads", "cn-shop.window", "shop.mode"}
+    assert wanted <= set(places)
+    assert places["cn-shop.window"].path == ("recommend", "models", "shop", "cn", "knobs", "window")
+    assert places["cn-shop.window"].about
+    assert places["hn-shop.threads"].active
+    assert not places["whole-shop.threads"].active
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("engine.largest_bach", "did you mean 'largest_batch'"),
+        ("engin.threads", "did you mean 'engine'"),
+        ("threads", "there is no deployment"),
+        ("cn-shop.wheels", "there is "),
+        ("whole-shop.threads", "does not run in this configuration"),
+    ],
+)
+def test_knobs_that_are_not_there_are_named(config: PlaitConfig, name: str, says: str) -> None:
+    """The message names the knob and what there is instead."""
+    with pytest.raises(PlaitError, match=says) as caught:
+        check_names(config, [name, "engine.threads"])
+    assert name in str(caught.value)
+
+
+def test_a_half_that_a_knob_can_bring_may_be_tuned(config: PlaitConfig) -> None:
+    """With the mode among the knobs, those of whole workers have a meaning."""
+    check_names(config, ["shop.mode", "whole-shop.threads"])
+
+
+def test_values_that_the_deployment_refuses_are_named(config: PlaitConfig) -> None:
+    """Before anything is measured, with the bound."""
+    with pytest.raises(PlaitError, match=r"engine.largest_batch can not be 1000.*256"):
+        check_values(config, {"engine.largest_batch": [4, 1000]})
+
+
+def test_knobs_are_applied_and_nothing_else(config: PlaitConfig) -> None:
+    """The configuration differs where the knobs say, and is valid."""
+    changed = apply_knobs(config, {"engine.largest_batch": 4, "cn-shop.replicas": 2})
+    assert changed.images is not None
+    assert changed.images.knobs.largest_batch == 4
+    assert changed.recommenders["shop"].cn.replicas == 2
+    back = apply_knobs(changed, {"engine.largest_batch": 16, "cn-shop.replicas": 1})
+    assert back == config
+
+
+@pytest.mark.parametrize(
+    ("knobs", "wanted"),
+    [
+        ({}, {}),
+        ({"engine.largest_batch": 4}, {"engine": Effect.RECONFIGURED}),
+        ({"controlnet-edges.threads": 2}, {"controlnet-edges": Effect.RECONFIGURED}),
+        ({"cn-shop.replicas": 2}, {"cn-shop": Effect.SCALED}),
+        ({"hn-shop.num_gpus": 1.0}, {"hn-shop": Effect.RESTARTED}),
+        (
+            {"engine.controlnet_placement": "local"},
+            {"engine": Effect.RESTARTED, "controlnet-edges": Effect.REMOVED},
+        ),
+        (
+            {"shop.mode": "whole"},
+            {"cn-shop": Effect.REMOVED, "hn-shop": Effect.REMOVED, "whole-shop": Effect.ADDED, "ingress": "restarted"},
+        ),
+    ],
+)
+def test_a_change_restarts_only_what_it_must(
+    config: PlaitConfig, knobs: dict[str, object], wanted: dict[str, str]
+) -> None:
+    """Knobs reconfigure, counts scale, and only other resources or other parts restart."""
+    assert effects(config, apply_knobs(config, knobs)) == wanted
+
+
+def test_versions_follow_what_only_a_restart_changes(config: PlaitConfig) -> None:
+    """Equal where Serve is to keep the replicas, different for another run of the server."""
+    tuned = apply_knobs(config, {"engine.largest_batch": 4, "cn-shop.replicas": 2})
+    assert versions(config, salt="a") == versions(tuned, salt="a")
+    assert set(versions(config, salt="a").values()).isdisjoint(versions(config, salt="b").values())
+    placed = versions(apply_knobs(config, {"engine.controlnet_placement": "local"}), salt="a")
+    assert placed["engine"] != versions(config, salt="a")["engine"]
+    assert placed["cn-shop"] == versions(config, salt="a")["cn-shop"]
+
+
+def test_a_configuration_costs_what_it_reserves(config: PlaitConfig) -> None:
+    """Cores are replicas times threads, 0 meaning all; GPUs as asked for; one core for the ingress."""
+    knobs = {"engine.threads": 0, "cn-shop.replicas": 3, "hn-shop.threads": 2, "hn-shop.num_gpus": 0.5}
+    what = reserved(apply_knobs(config, knobs), machine_cores=8)
+    assert what == Reserved(cores=1 + 8 + 1 + 3 + 2, gpus=0.5)
+    assert cost_per_hour(what, memory_gib=2.0, core_hour=0.1, gpu_hour=4.0, gib_hour=0.01) == pytest.approx(3.52)
+
+
+def test_the_cost_of_every_cell_is_known_beforehand(config: PlaitConfig) -> None:
+    """In the order of the cells, without their memory; nothing where memory is all that is paid for."""
+    costs = known_costs(job(prices={"core": 0.1, "gib": 0.01}), config, machine_cores=8)
+    cells = job().space.cells()
+    alone = costs[cells.index({"replicas": 1, "batch": 1})]
+    assert len(costs) == len(cells)
+    assert costs[cells.index({"replicas": 3, "batch": 4})] - alone == pytest.approx(2 * 0.1 * 8)
+    assert costs[cells.index({"replicas": 1, "batch": 8})] == alone
+    assert known_costs(job(prices={"core": 0.0, "gpu": 0.0}), config, machine_cores=8) == ()
+
+
+def test_costs_that_do_not_matter_are_not_counted(config: PlaitConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the goal has none; and a cell that is no configuration is a matter of its trial."""
+    assert known_costs(job(objective="min p99_ms"), config, machine_cores=8) == ()
+    assert known_costs(job(objective="min cost_per_hour"), config, machine_cores=8)
+
+    def refuse(*_: object) -> None:
+        raise PlaitError("no such configuration")
+
+    monkeypatch.setattr("plait.tuning.measure.cost.apply_knobs", refuse)
+    assert known_costs(job(), config, machine_cores=8) == ()
+
+
+def test_settings_name_the_models_that_a_file_leaves_out() -> None:
+    """A knob of the starter's recommender can not stand in a file without its folder."""
+    config = load_config()
+    if "picks" not in config.recommenders:
+        pytest.skip("the starter's recommender is not there")
+    found = settings_of(config, {"cn-picks.window": 2, "engine.threads": 1})
+    assert found["recommend", "models", "picks", "cn", "knobs", "window"] == 2
+    assert found["recommend", "models", "picks", "folder"] == str(config.recommenders["picks"].folder)
+    assert found["images", "knobs", "threads"] == 1

@@ -1,0 +1,103 @@
+"""The metrics of a trial's load, and a load on a real server: ended early, at a given rate, in search of a rate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from plait.tuning.measure.load import Watch, metrics_of, run_given, run_search
+from plait.tuning.measure.trial import aimed
+from plait_loadtest.load import load_scenario
+from plait_loadtest.measure import summarise
+from plait_loadtest.scenario import Scenario
+from plait_loadtest.values import Outcome
+from support.loadtest_records import records, result, scenario, session
+from support.stub_server import server_process
+
+
+def test_metrics_are_those_of_the_rate_that_was_asked_for() -> None:
+    """Chance made 90 requests of 100 a second for a second; 80 in time of 90 are 88.9 a second, not 80."""
+    rows = records(np.linspace(0, 0.99, 90), np.where(np.arange(90) < 80, 50.0, 200.0))
+    found = metrics_of(session(rows, scenario(duration_s=1.0)))
+    assert found["offered_per_s"] == 100.0
+    assert found["attainment"] == pytest.approx(80 / 90)
+    assert found["goodput_per_s"] == pytest.approx(100 * 80 / 90)
+    assert found["p50_ms"] == pytest.approx(50.0, rel=1e-3)
+    assert found["p99_ms"] == pytest.approx(200.0, rel=1e-3)
+    assert found["error_rate"] == 0.0
+
+
+def test_what_a_run_left_unanswered_counts_as_late() -> None:
+    """Of 10 requests 4 were in time when the run was ended: 40 %, and those that waited raise the latencies."""
+    rows = records(np.arange(10) / 10, 50.0)
+    rows["outcome"][4:] = Outcome.INTERRUPTED
+    rows["done_ns"][4:8] = 1_000_000_000  # under way when the end came after a second
+    rows["done_ns"][8:] = -1
+    run = replace(result(rows, interrupted=True, wall_s=1.0), abandoned="no hope")
+    chosen = scenario(duration_s=10.0)
+    found = metrics_of(replace(session(rows, chosen), result=run, summary=summarise(run, chosen)))
+    assert found["attainment"] == pytest.approx(0.4)
+    assert found["error_rate"] == 0.0
+    assert found["p99_ms"] == pytest.approx(600.0, rel=0.02)  # between the largest two, as percentiles are
+
+
+def test_a_run_without_answers_has_no_metrics() -> None:
+    """No number is made up."""
+    rows = records(np.arange(5) / 10, 50.0, outcome=Outcome.CONNECT)
+    rows["done_ns"] = -1
+    assert metrics_of(session(rows, scenario(duration_s=1.0))) == {}
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """A server whose requests take 20 ms and do not wait for each other."""
+    with server_process("stub_server", 20) as (_, found):
+        yield found
+
+
+def small(url: str, **settings: object) -> Scenario:
+    """50 requests a second for half a second."""
+    base = {"target": {"url": url}, "arrivals": {"kind": "constant", "rate_per_s": 50}, "duration_s": 0.5}
+    return load_scenario({**base, "slo": {"latency_ms": 500}, **settings}, {})
+
+
+def test_a_load_at_a_given_rate_is_measured(url: str) -> None:
+    """And shown while it runs."""
+    told: list[object] = []
+    loaded = run_given(small(url), Watch(show=told.append))
+    assert told
+    assert (loaded.ended_early, loaded.timed_out) == ("", False)
+    assert loaded.metrics["attainment"] > 0.5
+    assert loaded.metrics["p50_ms"] >= 20
+
+
+def test_a_load_ends_at_the_time_limit_of_its_trial(url: str) -> None:
+    """The reason is in the outcome, and it is no word about the generator."""
+    loaded = run_given(small(url, duration_s=60.0), Watch(limit_s=0.5))
+    assert loaded.timed_out
+    assert "time limit" in loaded.ended_early
+    assert not [reason for reason in loaded.invalid.split("; ") if "early" in reason]
+
+
+def test_a_guard_ends_the_load(url: str) -> None:
+    """Whatever is asked to watch may end it."""
+    loaded = run_given(small(url, duration_s=60.0), Watch(stop=(lambda told: "guard: enough" if told.done else None,)))
+    assert loaded.ended_early == "guard: enough"
+
+
+def test_a_search_tries_several_rates(url: str) -> None:
+    """From the scenario's rate up while it holds; the notes say what was tried."""
+    loaded = run_search(small(url), Watch(), runs=2)
+    assert len(loaded.sessions) == 2
+    assert loaded.notes[0].startswith("rates: 50/s")
+
+
+def test_a_scenario_is_aimed_at_the_application(url: str) -> None:
+    """At its address, and below its path if it has one."""
+    assert aimed(small("http://h:1"), url, "").target.url == url
+    assert aimed(small("http://h:1"), url, "/trial").target.path == "/trial/v1/images/generations"
+    infer = load_scenario("picks", {})
+    assert aimed(infer, url, "/trial").target.path == "/trial/v2/models/picks/infer"

@@ -1,0 +1,128 @@
+"""Quality drift: answers of a configuration against those of the default, over HTTP to a server of the test's own."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from plait.tuning.measure.quality import NoAnswer, quality_drift
+from plait_loadtest.load import load_scenario
+from plait_loadtest.scenario import Scenario
+
+Answer = Callable[[dict[str, Any]], tuple[dict[str, str], bytes]]
+
+
+class Server:
+    """Answers a POST with what ``answer`` makes of the JSON part of its body."""
+
+    def __init__(self) -> None:
+        self.answer: Answer = lambda _: ({}, b"{}")
+        self.status = 200
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                raw = self.rfile.read(int(self.headers["content-length"]))
+                headers, body = outer.answer(json.loads(raw))
+                self.send_response(outer.status)
+                for name, value in {**headers, "content-length": str(len(body))}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: Any) -> None:
+                """Silent."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    found = Server()
+    yield found
+    found.close()
+
+
+def ranking(server: Server) -> Scenario:
+    target = {"url": server.url, "api": "infer", "model": "m"}
+    mix = [{"candidates": {"3": 1}, "binary": False, "inputs": [{"name": "item", "ids": 9}]}]
+    return load_scenario({"name": "rank", "target": target, "mix": mix, "duration_s": 5}, {})
+
+
+def pictures(server: Server) -> Scenario:
+    mix = [{"prompts": ["a", "b"], "size": {"8x8": 1}, "steps": {"2": 1}}]
+    return load_scenario({"name": "draw", "target": {"url": server.url, "api": "images"}, "mix": mix}, {})
+
+
+def scores(offset: float, *, binary: bool = False) -> Answer:
+    def answer(asked: dict[str, Any]) -> tuple[dict[str, str], bytes]:
+        values = np.asarray(asked["inputs"][0]["data"], np.float32) / 10 + np.float32([0, 0, offset])
+        output: dict[str, Any] = {"name": "score", "datatype": "FP32", "shape": [3]}
+        if not binary:
+            return {}, json.dumps({"outputs": [{**output, "data": values.tolist()}]}).encode()
+        head = json.dumps({"outputs": [{**output, "parameters": {"binary_data_size": 12}}]}).encode()
+        return {"Inference-Header-Content-Length": str(len(head))}, head + values.tobytes()
+
+    return answer
+
+
+@pytest.mark.parametrize("binary", [False, True])
+def test_scores_drift_by_their_largest_difference(server: Server, tmp_path: Path, binary: bool):
+    """The default's first answers count; the same scores again are no drift, in whatever form they come."""
+    server.answer = scores(0.0)
+    assert quality_drift([ranking(server)], tmp_path, is_default=True) == 0.0
+    server.answer = scores(0.25, binary=binary)
+    assert quality_drift([ranking(server)], tmp_path, is_default=False) == pytest.approx(0.25, abs=1e-6)
+    assert quality_drift([ranking(server)], tmp_path, is_default=True) == pytest.approx(0.25, abs=1e-6)
+
+
+def test_pictures_drift_by_their_mean_difference(server: Server, tmp_path: Path):
+    """Of the picture that drifts most; the requests of both are the same."""
+    shade, asked = 0, []
+
+    def answer(body: dict[str, Any]) -> tuple[dict[str, str], bytes]:
+        asked.append((body["prompt"], body["seed"]))
+        file = io.BytesIO()
+        Image.new("RGB", (8, 8), (shade if len(asked) % 4 == 2 else 0, 0, 0)).save(file, "PNG")
+        return {}, json.dumps({"data": [{"b64_json": base64.b64encode(file.getvalue()).decode()}]}).encode()
+
+    server.answer = answer
+    assert quality_drift([pictures(server)], tmp_path, is_default=True) == 0.0
+    shade = 51
+    assert quality_drift([pictures(server)], tmp_path, is_default=False) == pytest.approx(51 / 255 / 3, rel=1e-4)
+    assert asked[:4] == asked[4:]
+    assert len(set(asked)) == 4
+
+
+def test_what_can_not_be_compared_is_a_failure(server: Server, tmp_path: Path):
+    """No default yet, an error, another form, nobody there."""
+    server.answer = scores(0.0)
+    with pytest.raises(NoAnswer, match="the default has not answered"):
+        quality_drift([ranking(server)], tmp_path, is_default=False)
+    quality_drift([ranking(server)], tmp_path, is_default=True)
+    server.answer = lambda _: ({}, json.dumps({"outputs": [{"name": "score", "data": [1.0]}]}).encode())
+    with pytest.raises(NoAnswer, match="another form"):
+        quality_drift([ranking(server)], tmp_path, is_default=False)
+    server.status, server.answer = 503, lambda _: ({}, b"busy")
+    with pytest.raises(NoAnswer, match="503: busy"):
+        quality_drift([ranking(server)], tmp_path, is_default=False)
+    gone = ranking(server)
+    server.close()
+    with pytest.raises(NoAnswer, match="not answered"):
+        quality_drift([gone], tmp_path, is_default=False)

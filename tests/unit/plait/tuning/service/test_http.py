@@ -1,0 +1,411 @@
+"""Tuning jobs over HTTP: the routes, the desk that keeps the jobs, and the stream of events."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+import yaml
+from fastapi import APIRouter
+from pydantic import ValidationError
+from starlette.testclient import TestClient
+
+from plait.config import Served, ServerSection, TuningSection
+from plait.tuning.service.desk import MOST_DEATHS
+from plait.tuning.service.http import LARGEST_JOB_BYTES, tuning_router
+from plait_autoconfig.jobs.store import JobStore
+from plait_autoconfig.report.page import POLICY
+from plait_serving.deployments.ingress import Ingress
+from plait_serving.http.app import create_app
+from plait_serving.http.context import HttpSettings
+from plait_serving.http.edge.auth import ApiKey, Role
+from support.tune_jobs import job_text
+from support.tuning_desk import CONFIG, LocalTuningService, Threads, desk_in, never
+
+KEYS = (
+    ApiKey.from_secret("boss", tenant="ops", role=Role.ADMIN),
+    ApiKey.from_secret("guest", tenant="shop", role=Role.USER),
+)
+BOSS = {"authorization": "Bearer boss"}
+YAML = {**BOSS, "content-type": "application/yaml"}
+URL = "/v1/tuning/jobs"
+SHORT = job_text(budget={"trials": 2}, confirm={"best": 1, "times": 1})
+
+
+def client_of(desk):
+    """A client of a server with these jobs and nothing else."""
+    router = tuning_router(LocalTuningService(desk), poll_s=0.01)
+    app = create_app(None, HttpSettings(api_keys=KEYS), routers=(router,))
+    return TestClient(app, raise_server_exceptions=False)
+
+
+@pytest.fixture
+def desk(tmp_path):
+    """A desk that works only when it is told to."""
+    return desk_in(tmp_path / "jobs", Threads())
+
+
+@pytest.fixture
+def client(desk):
+    """See `client_of`."""
+    return client_of(desk)
+
+
+@contextmanager
+def at_work(desk):
+    """The desk works in a thread meanwhile."""
+    done = threading.Event()
+    thread = threading.Thread(target=desk.work, args=(done.is_set,))
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def posted(client, text=SHORT, headers=YAML):
+    """The answer to a new job."""
+    return client.post(URL, content=text, headers=headers)
+
+
+def started(client, text=SHORT):
+    """The id of a new job."""
+    answer = posted(client, text)
+    assert answer.status_code == 202, answer.text
+    return answer.json()["id"]
+
+
+def until(condition):
+    """Returns when the condition holds; fails after 20 s."""
+    end_s = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def error_of(answer):
+    """The error in the form of the house."""
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return answer.status_code, error["code"], error["param"]
+
+
+# ---- a job's life ----------------------------------------------------------------------------------------------------
+
+
+def test_a_job_is_taken_worked_on_and_told(desk, client):
+    """202 with its address, then queued, then finished with a recommendation by the names that plait.yaml knows."""
+    answer = posted(client)
+    assert answer.status_code == 202
+    job = answer.json()
+    assert answer.headers["location"] == f"{URL}/{job['id']}"
+    assert (job["object"], job["status"], job["tenant"]) == ("tuning.job", "queued", "ops")
+    assert desk.work_once(never)
+    found = client.get(f"{URL}/{job['id']}", headers=BOSS).json()
+    assert found["status"] == "finished"
+    assert found["trials"] == {"done": 2, "budget": 2}
+    assert set(found["recommended"][0]["knobs"]) == {"engine.replicas", "engine.largest_batch"}
+    assert len(found["state"]["rows"]) == 5
+    listed = client.get(URL, headers=BOSS).json()
+    assert listed["object"] == "list"
+    assert [each["id"] for each in listed["data"]] == [job["id"]]
+    assert "state" not in listed["data"][0]
+
+
+def test_json_is_as_good_as_yaml(client):
+    """With its own content type; and the newest job is listed first."""
+    first = started(client)
+    headers = {**BOSS, "content-type": "application/json; charset=utf-8"}
+    second = posted(client, json.dumps(yaml.safe_load(SHORT)), headers).json()["id"]
+    assert [each["id"] for each in client.get(URL, headers=BOSS).json()["data"]] == [second, first]
+
+
+def test_a_job_tunes_the_server_that_it_was_sent_to(desk, client):
+    """It is stored with the server's configuration as its target and the desk's library to learn from."""
+    store = JobStore.open(desk._settings.folder / started(client))
+    path = desk._settings.folder / "server.yaml"
+    assert store.spec.target.config == str(path)
+    assert path.read_text() == CONFIG
+    assert store.spec.library == str(desk._settings.folder / "library.journal")
+
+
+def test_the_report_is_a_page_with_its_own_policy(desk, client):
+    """Also before the job has begun."""
+    job_id = started(client)
+    early = client.get(f"{URL}/{job_id}/report", headers=BOSS)
+    assert "Searching" in early.text
+    desk.work_once(never)
+    page = client.get(f"{URL}/{job_id}/report", headers=BOSS)
+    assert page.headers["content-type"].startswith("text/html")
+    assert page.headers["content-security-policy"].startswith(POLICY)
+    assert "All measurements" in page.text
+
+
+# ---- events ----------------------------------------------------------------------------------------------------------
+
+
+def events_of(text):
+    """(event, id, data) of a stream."""
+    found = []
+    for block in text.strip().split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in block.splitlines() if not line.startswith(":"))
+        if fields:
+            found.append((fields.get("event"), fields.get("id"), json.loads(fields["data"])))
+    return found
+
+
+def test_events_tell_every_measurement_once_and_then_the_end(desk, client):
+    """In order, numbered from 1; the stream ends with the job."""
+    job_id = started(client)
+    with at_work(desk):
+        answer = client.get(f"{URL}/{job_id}/events", headers=BOSS)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    found = events_of(answer.text)
+    measured = [(number, data["number"]) for name, number, data in found if name == "tuning_job.measured"]
+    assert measured == [(str(n + 1), n) for n in range(5)]
+    assert found[0][0] == "tuning_job.updated"
+    assert (found[-1][0], found[-1][2]["status"]) == ("tuning_job.ended", "finished")
+
+
+def test_a_client_that_comes_back_gets_what_it_missed(desk, client):
+    """``last-event-id`` is where it goes on; one that is not ours is as good as none."""
+    job_id = started(client)
+    desk.work_once(never)
+    for known, first in (("3", "4"), ("x", "1"), ("5", None)):
+        text = client.get(f"{URL}/{job_id}/events", headers={**BOSS, "last-event-id": known}).text
+        measured = [number for name, number, _ in events_of(text) if name == "tuning_job.measured"]
+        assert (measured or [None])[0] == first
+        assert events_of(text)[-1][0] == "tuning_job.ended"
+
+
+# ---- cancelling ------------------------------------------------------------------------------------------------------
+
+
+def test_a_waiting_job_is_cancelled_at_once(desk, client):
+    """It never starts; cancelling it again is a conflict."""
+    job_id = started(client)
+    assert client.post(f"{URL}/{job_id}/cancel", headers=BOSS).json()["status"] == "cancelled"
+    assert not desk.work_once(never)
+    answer = client.post(f"{URL}/{job_id}/cancel", headers=BOSS)
+    assert error_of(answer) == (409, "job_is_over", None)
+    assert answer.headers["x-should-retry"] == "false"
+
+
+def test_a_running_job_is_broken_off(tmp_path):
+    """What it is measuring is given up, and the next job begins."""
+    desk = desk_in(tmp_path / "jobs", Threads(seconds=0.3))
+    client = client_of(desk)
+    job_id, other = started(client, job_text(budget={"trials": 100})), started(client)
+    with at_work(desk):
+        until(lambda: client.get(f"{URL}/{job_id}", headers=BOSS).json()["state"]["rows"])
+        assert client.post(f"{URL}/{job_id}/cancel", headers=BOSS).status_code == 200
+        until(lambda: client.get(f"{URL}/{job_id}", headers=BOSS).json()["status"] == "cancelled")
+        client.post(f"{URL}/{other}/cancel", headers=BOSS)
+        until(lambda: client.get(f"{URL}/{other}", headers=BOSS).json()["status"] == "cancelled")
+
+
+# ---- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+def test_only_admins_may_tune(client):
+    """No key: 401; a user's key: 403, on every route, before the body is looked at."""
+    job_id = started(client)
+    for method, path in (
+        ("POST", URL), ("GET", URL), ("GET", f"{URL}/{job_id}"), ("POST", f"{URL}/{job_id}/cancel"),
+        ("GET", f"{URL}/{job_id}/events"), ("GET", f"{URL}/{job_id}/report"),
+    ):  # fmt: skip
+        assert client.request(method, path).status_code == 401
+        answer = client.request(method, path, headers={"authorization": "Bearer guest"})
+        assert error_of(answer)[:2] == (403, "admin_required")
+
+
+@pytest.mark.parametrize("job_id", ["absent", "..", "%2e%2e%2fother", "a" * 500, "demo-0001%2f..%2fx"])
+def test_an_unknown_job_is_not_found(client, job_id):
+    """Whatever its name tries."""
+    started(client)
+    for path in (f"{URL}/{job_id}", f"{URL}/{job_id}/report", f"{URL}/{job_id}/events"):
+        assert client.get(path, headers=BOSS).status_code in (307, 404)
+    assert error_of(client.get(f"{URL}/absent", headers=BOSS)) == (404, "job_not_found", None)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("name: [", "line 1"),
+        ("", "a job is a mapping"),
+        ("[" * 5000, "nested more than"),
+        (job_text(knobs={}), "knobs"),
+        (job_text(objective="more"), "can not be read"),
+        (job_text(limits=["p99_ms <= 5", "p99_ms >= 9"]), "contradict"),
+        (job_text(constraints=["replicas * batch <= 0"]), "the space is empty"),
+        (job_text(designer={"name": "nobody"}), "nobody"),
+        ("a: &a [x]\nb: *a\n", "anchors"),
+    ],
+)
+def test_a_bad_job_is_refused_with_a_sentence(client, text, says):
+    """400 in the form of the house; nothing is stored."""
+    answer = posted(client, text)
+    assert error_of(answer)[:2] == (400, "invalid_job")
+    assert says in answer.json()["error"]["message"]
+    assert client.get(URL, headers=BOSS).json()["data"] == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"target": {"config": "/etc/passwd"}}, "target.config"),
+        ({"library": "x.journal"}, "library"),
+        ({"storage": "sqlite:///x.db"}, "storage"),
+        ({"target": {"live": {"guard": ["p99_ms <= 9"]}}}, "target.live"),
+    ],
+)
+def test_a_job_names_no_files_and_leaves_users_alone(client, changes, param):
+    """The client has no files here; tuning the live application is a decision of the server's owner."""
+    assert error_of(posted(client, job_text(**changes))) == (400, "invalid_job", param)
+
+
+def test_a_scenario_file_is_refused_before_it_is_read(client, tmp_path):
+    """By its place in the list, whether or not the file exists; a built-in name is fine."""
+    (tmp_path / "load.yaml").write_text("secret: 1\n")
+    for path in (str(tmp_path / "load.yaml"), "/absent.yaml"):
+        answer = posted(client, job_text(scenarios=[path]))
+        assert error_of(answer) == (400, "invalid_job", "scenarios.0")
+        assert "secret" not in answer.text
+    assert posted(client, job_text(scenarios=["smoke"])).status_code == 202
+
+
+def test_a_live_job_runs_where_the_server_allows_it(tmp_path):
+    """And only a job that says so itself is told that it may."""
+    runner = Threads()
+    desk = desk_in(tmp_path / "jobs", runner, live=True)
+    client = client_of(desk)
+    live = started(client, job_text(budget={"trials": 1}, target={"live": {"guard": ["p99_ms <= 999"]}}))
+    plain = started(client)
+    assert desk.work_once(never)
+    assert desk.work_once(never)
+    assert runner.started == [(live, True), (plain, False)]
+
+
+def test_bodies_of_other_kinds_are_refused(client):
+    """A type that a foreign web page could send, one too large, one that is no text."""
+    assert error_of(posted(client, headers={**BOSS, "content-type": "text/plain"}))[0] == 415
+    assert error_of(posted(client, headers=BOSS))[0] == 415
+    assert error_of(posted(client, "#" * (LARGEST_JOB_BYTES + 1)))[:2] == (413, "body_too_large")
+    assert error_of(posted(client, b"\xff\xfe"))[:2] == (400, "invalid_job")
+
+
+def test_a_queue_has_an_end(client, monkeypatch):
+    """429 with a time to come back."""
+    monkeypatch.setattr("plait.tuning.service.desk.MOST_WAITING", 2)
+    for _ in range(2):
+        started(client)
+    answer = posted(client)
+    assert error_of(answer)[:2] == (429, "too_many_jobs")
+    assert int(answer.headers["retry-after"]) > 0
+
+
+# ---- the desk --------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_token_is_the_same_job(desk):
+    """So a call that is repeated after a crash makes no second job."""
+    assert desk.submit(SHORT, "ops", "t")["id"] == desk.submit(SHORT, "ops", "t")["id"]
+    assert len(desk.jobs()) == 1
+
+
+def test_a_new_desk_goes_on_where_a_killed_one_stopped(tmp_path):
+    """A job whose process died is started again, also by another desk, and loses no measurement; then the next one."""
+    first = desk_in(tmp_path, Threads(deaths=1))
+    one, two = first.submit(SHORT, "ops", "1")["id"], first.submit(SHORT, "ops", "2")["id"]
+    first.work_once(never)
+    assert first.job(one)["status"] == "queued"
+    second = desk_in(tmp_path, Threads())
+    assert second.work_once(never)
+    assert second.work_once(never)
+    assert not second.work_once(never)
+    assert [second.job(each)["status"] for each in (one, two)] == ["finished", "finished"]
+
+
+def test_a_job_that_only_dies_is_given_up(tmp_path):
+    """After three deaths without a measurement, with the exit code; the next job runs."""
+    desk = desk_in(tmp_path, Threads(deaths=MOST_DEATHS))
+    one, two = desk.submit(SHORT, "ops", "1")["id"], desk.submit(SHORT, "ops", "2")["id"]
+    for _ in range(MOST_DEATHS + 1):
+        assert desk.work_once(never)
+    job = desk.job(one)
+    assert job["status"] == "failed"
+    assert "ended 3 times without a measurement (exit code -9)" in job["reason"]
+    assert desk.job(two)["status"] == "finished"
+
+
+def test_a_job_that_can_not_be_measured_fails_with_its_reason(tmp_path):
+    """The measurer's own words, and no second attempt, also by a desk whose forerunner could not note the end."""
+    runner = Threads(knobs=["engine.replicas"])
+    desk = desk_in(tmp_path, runner)
+    job_id = desk.submit(SHORT, "ops", "1")["id"]
+    assert desk.work_once(never)
+    assert "there is no knob" in desk.job(job_id)["reason"]
+    assert desk.job(job_id)["status"] == "failed"
+    (tmp_path / job_id / "ended.json").unlink()
+    assert desk_in(tmp_path, runner).work_once(never)
+    assert desk.job(job_id)["status"] == "failed"
+    assert len(runner.started) == 1
+
+
+def test_a_damaged_job_hides_no_other(tmp_path):
+    """Its folder is told as failed, with what is wrong; the others go on."""
+    desk = desk_in(tmp_path, Threads())
+    bad, good = desk.submit(SHORT, "ops", "1")["id"], desk.submit(SHORT, "ops", "2")["id"]
+    (tmp_path / bad / "resolved.json").write_text("{")
+    again = desk_in(tmp_path, Threads())
+    assert {each["id"]: each["status"] for each in again.jobs()} == {bad: "failed", good: "queued"}
+    assert error_of(client_of(again).get(f"{URL}/{bad}", headers=BOSS))[:2] == (500, "job_unreadable")
+    assert again.work_once(never)
+    assert again.work_once(never)
+    assert again.job(good)["status"] == "finished"
+
+
+def test_a_desk_that_stops_leaves_its_job_for_the_next(tmp_path):
+    """The job's process is asked to end, and the job is not over."""
+    desk = desk_in(tmp_path, Threads(seconds=0.2))
+    job_id = desk.submit(job_text(budget={"trials": 50}), "ops", "1")["id"]
+    with at_work(desk):
+        until(lambda: len(desk.job(job_id)["state"]["rows"]) > 1)
+    assert desk.job(job_id)["status"] == "queued"
+    assert not desk.idle
+
+
+# ---- configuration ---------------------------------------------------------------------------------------------------
+
+
+def test_tuning_is_off_and_wants_an_admin():
+    """Nobody but a key with the role admin, or the machine itself, may start processes."""
+    user = {"sha256": "0" * 64}
+    admin = {**user, "role": "admin"}
+    assert not Served().tuning.enabled
+    on = TuningSection(enabled=True)
+    assert Served(tuning=on).tuning.enabled
+    assert Served(tuning=on, server=ServerSection(host="0.0.0.0", api_keys=(admin,))).tuning.enabled
+    for server in ({"api_keys": (user,)}, {"host": "0.0.0.0"}):
+        with pytest.raises(ValidationError, match="a key with the role admin"):
+            Served(tuning=on, server=server)
+
+
+def test_the_ingress_adds_the_routes(desk):
+    """Made in the replica, by a function that the application hands it."""
+    ingress = Ingress(None, HttpSettings, routers=lambda: (tuning_router(LocalTuningService(desk)),))
+    client = TestClient(ingress.__serve_build_asgi_app__())
+    assert client.get(URL).json() == {"object": "list", "data": []}
+
+
+def test_without_tuning_there_are_no_routes():
+    """404, as any other path; other routers can be added beside."""
+    other = APIRouter()
+    other.get("/other")(lambda: {"ok": True})
+    client = TestClient(create_app(None, HttpSettings(), routers=(other,)))
+    assert client.get(URL).status_code == 404
+    assert client.get("/other").json() == {"ok": True}

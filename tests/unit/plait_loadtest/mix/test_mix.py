@@ -1,0 +1,294 @@
+"""Requests: what their bodies say, that they are a function of scenario and index, and that shares are as written.
+
+Chi-square tests on seed 0 are deterministic; those on fresh seeds fail by chance once in a million runs.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+import secrets
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+from scipy import stats
+
+from plait_loadtest.errors import ScenarioError
+from plait_loadtest.load import load_scenario
+from plait_loadtest.mix import build_mix
+from plait_loadtest.mix.pictures import control_picture
+from plait_serving.http.images.schemas import GenerationBody
+
+STYLED = {
+    "name": "styled",
+    "prompts": ["a", "b"],
+    "size": {"64x64": 1, "96x32": 1},
+    "steps": {4: 1, 8: 3},
+    "images": {1: 1, 2: 1},
+    "guidance_scale": 4.5,
+    "scheduler": "euler",
+    "deadline_ms": 5000,
+    "loras": {"count": {0: 1, 2: 1}, "names": ["x", "y", "z"], "scale": 0.5},
+    "controlnets": {"count": {0: 1, 3: 1}, "popularity": {"e": 3, "f": 1, "g": 1, "h": 0}},
+}
+TABLES = {"rows": [10, 1000, 3], "ids_per_table": [1, 4, 2], "candidates": {2: 1, 5: 1}, "dense": 3}
+
+
+def mix_of(mix, seed=0, **target):
+    """The mix of classes given as mappings, and its scenario."""
+    scenario = load_scenario({"target": target, "mix": mix, "seed": seed}, {})
+    return build_mix(scenario), scenario
+
+
+def infer_mix(**settings):
+    return mix_of([TABLES | settings], api="infer", model="m")[0]
+
+
+def body_of(mix, index):
+    return json.loads(mix.build(index).body)
+
+
+class TestImages:
+    def test_a_body_has_the_fields_of_the_api(self):
+        """plait's own schema takes every body, and every field that the scenario gives is there."""
+        mix, _ = mix_of([STYLED], model="emoji")
+        seen = set()
+        for index in range(200):
+            request = mix.build(index)
+            assert (request.method, request.path) == ("POST", "/v1/images/generations")
+            assert dict(request.headers)["content-type"] == "application/json"
+            body = GenerationBody.model_validate_json(request.body)
+            assert (body.guidance_scale, body.scheduler, body.deadline_ms, body.model) == (4.5, "euler", 5000, "emoji")
+            loras, controlnets = body.loras or [], body.controlnets or []
+            assert len({lora.name for lora in loras}) == len(loras) in (0, 2)
+            assert len({net.name for net in controlnets}) == len(controlnets) in (0, 3)
+            assert all(lora.scale == 0.5 for lora in loras)
+            seen.add((body.prompt, body.size, body.num_inference_steps, body.n))
+        assert len(seen) == 16, "each combination of two prompts, sizes, steps and numbers"
+
+    def test_what_is_not_given_is_not_sent(self):
+        """Fields that other servers may not know stay away unless the scenario names them."""
+        mix, _ = mix_of([{}])
+        assert set(body_of(mix, 0)) == {"prompt", "n", "num_inference_steps", "seed"}
+        mix, _ = mix_of([{"priority": 3, "stream": True, "extra": {"user": "me", "partial_images": 2}}], path="/x")
+        assert body_of(mix, 0).items() >= {"priority": 3, "stream": True, "user": "me", "partial_images": 2}.items()
+        assert mix.build(0).path == "/x"
+        assert ("accept", "text/event-stream") in mix.build(0).headers
+
+    def test_control_pictures_differ_and_have_the_size_asked_for(self):
+        """Each ControlNet of each request gets a picture of its own, drawn at the size of the output."""
+        mix, _ = mix_of([STYLED | {"controlnets": {"count": {2: 1}, "names": ["e", "f"]}}])
+        pictures = set()
+        for index in range(20):
+            body = body_of(mix, index)
+            for net in body["controlnets"]:
+                with Image.open(io.BytesIO(base64.b64decode(net["image"], validate=True))) as picture:
+                    assert "{}x{}".format(*picture.size) == body["size"]
+                pictures.add(net["image"])
+        assert len(pictures) == 40
+
+    def test_control_pictures_can_come_from_files(self, tmp_path):
+        """The files are taken in turn, unchanged."""
+        for name in "ab":
+            (tmp_path / name).write_bytes(name.encode())
+        nets = {"count": {1: 1}, "names": ["e"], "images": [str(tmp_path / "a"), str(tmp_path / "b")]}
+        mix, _ = mix_of([{"controlnets": nets}])
+        images = [base64.b64decode(body_of(mix, index)["controlnets"][0]["image"]) for index in range(4)]
+        assert images == [b"a", b"b", b"a", b"b"]
+
+    def test_prompts_can_come_from_a_file(self, tmp_path):
+        """One a line, blank lines skipped; a file without any is an error."""
+        path = tmp_path / "p.txt"
+        path.write_text("one, with a comma\n\n  zwei äöü \n", encoding="utf-8")
+        mix, _ = mix_of([{"prompts_file": str(path)}])
+        assert {body_of(mix, index)["prompt"] for index in range(50)} == {"one, with a comma", "zwei äöü"}
+        path.write_text("\n\n")
+        with pytest.raises(ScenarioError, match=r"p\.txt has no prompt"):
+            mix_of([{"prompts_file": str(path)}])
+
+    def test_shares_are_those_of_the_weights(self):
+        """Chi-square of steps, and of the first LoRA (Zipf over the order of names), in 4,000 requests."""
+        for seed, chance in ((0, 1e-3), (secrets.randbits(62), 1e-6)):
+            spec = {"steps": {10: 1, 20: 2, 30: 5}, "loras": {"count": {1: 1}, "names": ["a", "b", "c"], "zipf": 1}}
+            mix, _ = mix_of([spec], seed=seed)
+            bodies = [body_of(mix, index) for index in range(4000)]
+            steps = [sum(body["num_inference_steps"] == value for body in bodies) for value in (10, 20, 30)]
+            assert stats.chisquare(steps, np.array([1, 2, 5]) / 8 * 4000).pvalue > chance, f"seed {seed}"
+            loras = [sum(body["loras"][0]["name"] == name for body in bodies) for name in "abc"]
+            assert stats.chisquare(loras, np.array([6, 3, 2]) / 11 * 4000).pvalue > chance, f"seed {seed}"
+
+
+class TestPictures:
+    @pytest.mark.parametrize(("width", "height"), [(64, 64), (1, 1), (200, 7), (7, 200)])
+    def test_a_decoder_reads_what_was_drawn(self, width, height):
+        """Pillow opens it at its size; black ground and white lines are there where there is room."""
+        with Image.open(io.BytesIO(control_picture(12, width, height))) as picture:
+            picture.load()
+            assert picture.size == (width, height)
+            colours = {colour for _, colour in picture.convert("RGB").getcolors(1 << 16)}
+        if min(width, height) >= 64:
+            assert {(0, 0, 0), (255, 255, 255)} <= colours
+            assert len(colours) >= 3
+
+    def test_a_number_is_a_picture(self):
+        """Same number, same bytes; another number, other bytes."""
+        assert control_picture(5, 64, 64) == control_picture(5, 64, 64)
+        assert len({control_picture(number, 64, 64) for number in range(100)}) == 100
+
+
+class TestInfer:
+    def test_binary_and_json_carry_the_same_numbers(self):
+        """The binary body, read by the protocol's rules, has the tensors of the JSON body."""
+        binary, plain = infer_mix(), infer_mix(binary=False)
+        for index in range(10):
+            request = binary.build(index)
+            assert request.path == "/v2/models/m/infer"
+            headers = dict(request.headers)
+            length = int(headers["inference-header-content-length"])
+            head, rest = json.loads(request.body[:length]), request.body[length:]
+            inputs = body_of(plain, index)["inputs"]
+            for described, expected, dtype in zip(head["inputs"], inputs, ("<f4", "<i8"), strict=True):
+                size = described["parameters"]["binary_data_size"]
+                tensor, rest = np.frombuffer(rest[:size], dtype), rest[size:]
+                assert described["shape"] == expected["shape"]
+                assert described["datatype"] == expected["datatype"]
+                assert tensor.size == np.prod(described["shape"])
+                assert tensor.tolist() == expected["data"]
+            assert rest == b""
+            assert head["outputs"] == [{"name": "scores", "parameters": {"binary_data": True}}]
+
+    def test_shapes_and_ranges_are_those_of_the_tables(self):
+        """C candidates; columns of ids in table order, each below its table's rows; dense numbers in [0, 1)."""
+        for index in range(20):
+            dense, ids = (entry for entry in body_of(infer_mix(binary=False), index)["inputs"])
+            candidates = dense["shape"][0]
+            assert candidates in (2, 5)
+            assert (dense["shape"], ids["shape"]) == ([candidates, 3], [candidates, 7])
+            assert (np.array(ids["data"]).reshape(-1, 7) < [10, 1000, 1000, 1000, 1000, 3, 3]).all()
+            assert 0 <= min(dense["data"]) <= max(dense["data"]) < 1
+
+    def test_without_dense_or_outputs_nothing_is_sent_for_them(self):
+        """No empty tensor; all outputs are asked for in binary."""
+        request = infer_mix(dense=0, outputs=[]).build(0)
+        head = json.loads(request.body[: int(dict(request.headers)["inference-header-content-length"])])
+        assert [entry["name"] for entry in head["inputs"]] == ["ids"]
+        assert head["parameters"] == {"binary_data_output": True}
+        assert "outputs" not in head
+
+    def test_candidates_follow_mlperf_by_default(self):
+        """Chi-square of 4,000 requests against the quantile table."""
+        expected = np.array([2, 12, 2, 1, 1, 1, 1]) / 20 * 4000
+        for seed, chance in ((0, 1e-3), (secrets.randbits(62), 1e-6)):
+            mix, _ = mix_of([{}], seed=seed, api="infer", model="m")
+            drawn = [mix.facts(index)["candidates"] for index in range(4000)]
+            counts = [drawn.count(number) for number in range(100, 800, 100)]
+            assert stats.chisquare(counts, expected).pvalue > chance, f"seed {seed}"
+
+    def test_declared_inputs_have_a_row_per_user_or_per_candidate(self):
+        """Numbers, single ids and bags with offsets; ids below their bound."""
+        inputs = [
+            {"name": "age", "side": "user", "numbers": 2},
+            {"name": "seen", "side": "user", "ids": 50, "bag": 3},
+            {"name": "item", "ids": 7},
+            {"name": "tags", "ids": 9, "bag": 2},
+            {"name": "none", "ids": 9, "bag": 0},
+        ]
+        mix = infer_mix(binary=False, inputs=inputs)
+        for index in range(10):
+            found = {entry["name"]: entry for entry in body_of(mix, index)["inputs"]}
+            rows = found["item"]["shape"][0]
+            assert rows in (2, 5)
+            assert {name: (entry["datatype"], entry["shape"]) for name, entry in found.items()} == {
+                "age": ("FP32", [1, 2]),
+                "seen": ("INT64", [3]),
+                "seen_offsets": ("INT64", [2]),
+                "item": ("INT64", [rows]),
+                "tags": ("INT64", [2 * rows]),
+                "tags_offsets": ("INT64", [rows + 1]),
+                "none": ("INT64", [0]),
+                "none_offsets": ("INT64", [rows + 1]),
+            }
+            assert found["tags_offsets"]["data"] == [2 * row for row in range(rows + 1)]
+            assert set(found["item"]["data"]) <= set(range(7))
+            assert mix.facts(index) == {"candidates": rows, "ids": 3 + rows + 2 * rows}
+
+
+class TestRaw:
+    def test_the_index_is_put_where_it_is_asked_for(self):
+        """In path and body, each time it stands there."""
+        mix, _ = mix_of([{"method": "PUT", "path": "/a/{index}?b={index}", "body": '{"i": {index}}'}], api="raw")
+        request = mix.build(37)
+        assert (request.method, request.path, request.body) == ("PUT", "/a/37?b=37", b'{"i": 37}')
+        assert request.headers == (("content-type", "application/json"),)
+
+    def test_a_constant_request_is_built_once(self):
+        """Twenty thousand a second must cost nothing; without a body there is no content type."""
+        mix, _ = mix_of([{}], api="raw", path="/health")
+        assert mix.build(0) is mix.build(99)
+        assert (mix.build(0).method, mix.build(0).path, mix.build(0).headers) == ("GET", "/health", ())
+
+    def test_a_class_can_have_headers_of_its_own(self):
+        """Beside the content type; names in lower case."""
+        mix, _ = mix_of([{"body": "x", "headers": {"X-Part": "3"}}], api="raw")
+        assert mix.build(0).headers == (("content-type", "application/json"), ("x-part", "3"))
+
+    def test_a_body_can_come_from_a_file(self, tmp_path):
+        """Byte by byte."""
+        (tmp_path / "b").write_bytes(b"\x00\xff{index}")
+        mix, _ = mix_of([{"body_file": str(tmp_path / "b"), "content_type": "x/y"}], api="raw")
+        assert mix.build(8).body == b"\x00\xff8"
+
+
+class TestMix:
+    def test_kinds_have_the_shares_of_their_weights(self):
+        """Chi-square of 20,000 requests; a kind is known without building the request."""
+        mix_spec = [{"name": name, "weight": weight} for name, weight in (("a", 6), ("b", 3), ("c", 1))]
+        for seed, chance in ((0, 1e-3), (secrets.randbits(62), 1e-6)):
+            mix, _ = mix_of(mix_spec, seed=seed)
+            kinds = mix.kinds_of(20_000)
+            assert mix.kinds == ("a", "b", "c")
+            assert kinds[:3000].tolist() == [mix.kind(index) for index in range(3000)]
+            assert stats.chisquare(np.bincount(kinds), [12_000, 6_000, 2_000]).pvalue > chance, f"seed {seed}"
+
+    def test_a_request_does_not_depend_on_those_before_it(self):
+        """Built backwards, with leaps beyond what is kept: the same bytes."""
+        forwards, scenario = mix_of([STYLED, {"name": "plain"}])
+        indices = [0, 1, 1023, 1024, 5000, 100_000, 4_000_000_000]
+        bodies = {index: forwards.build(index) for index in indices}
+        backwards = build_mix(scenario)
+        assert {index: backwards.build(index) for index in reversed(indices)} == bodies
+
+    def test_another_seed_asks_for_something_else(self):
+        """The seed reaches kinds, details and tensors."""
+        for mix, target in (([STYLED], {}), ([TABLES], {"api": "infer", "model": "m"})):
+            one, two = (mix_of(mix, seed=seed, **target)[0] for seed in (1, 2))
+            assert [one.build(i).body for i in range(5)] != [two.build(i).body for i in range(5)]
+
+    def test_another_process_builds_the_same_bytes(self):
+        """Kinds, times and bodies of a scenario in a fresh interpreter with another hash seed."""
+        code = (
+            "import hashlib; from plait_loadtest.load import load_scenario; from plait_loadtest.plan import make_plan\n"
+            "for name in ('smoke', 'dlrm-server'):\n"
+            "    plan = make_plan(load_scenario(name, {'limits.cancel_rate': 0.5}))\n"
+            "    digest = hashlib.sha256(plan.scheduled_ns.tobytes() + plan.cancelled.tobytes())\n"
+            "    for index in range(10): digest.update(plan.mix.build(index).body)\n"
+            "    print(digest.hexdigest())\n"
+        )
+        runs = [
+            subprocess.run(
+                [sys.executable, "-c", code],
+                env={"PYTHONHASHSEED": str(seed)},
+                check=True,
+                capture_output=True,
+                text=True,
+            ).stdout.split()
+            for seed in (1, 2)
+        ]
+        assert runs[0] == runs[1]
+        assert len(set(runs[0])) == 2
+        assert all(len(digest) == hashlib.sha256().digest_size * 2 for digest in runs[0])

@@ -1,0 +1,143 @@
+"""Plans, their summary, and the scenarios that come with the package."""
+
+from __future__ import annotations
+
+import multiprocessing
+import secrets
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+import plait_loadtest
+from plait_loadtest.errors import ScenarioError
+from plait_loadtest.load import builtin_names, load_scenario
+from plait_loadtest.mix import RequestMix
+from plait_loadtest.plan import make_plan, plan_mix_summary
+from plait_loadtest.scenario import RawClass, Scenario
+from plait_serving.http.images.schemas import GenerationBody
+
+
+@pytest.fixture
+def trace(tmp_path):
+    """A small trace in the form of the public one."""
+    path = tmp_path / "trace.csv"
+    path.write_text("gmt_create\n2024-11-01 00:00:00\n" + "".join(f"2024-11-{day} 00:{minute:02}:00\n"
+                    for day in ("05", "06") for minute in range(60)))  # fmt: skip
+    return path
+
+
+def load(name, trace, **overrides) -> Scenario:
+    return load_scenario(name, overrides | ({"arrivals.file": trace} if name == "genai-trace" else {}))
+
+
+def test_the_scenarios_of_the_package_are_those_that_are_documented():
+    """Each file is found beside the code, where a wheel has it too."""
+    names = ("capacity", "dlrm-server", "genai-mix", "genai-trace", "picks", "smoke", "two-controlnets")
+    assert builtin_names() == names
+    folder = Path(plait_loadtest.__file__).parent / "builtin"
+    assert {path.stem for path in folder.iterdir()} == set(names)
+
+
+@pytest.mark.parametrize("name", builtin_names())
+def test_a_built_in_scenario_can_be_run_as_it_is(name, trace):
+    """It loads, plans and builds its first 50 requests, and plait's own schema takes those of the images API."""
+    scenario = load(name, trace)
+    assert scenario.name == name
+    plan = make_plan(scenario)
+    assert plan.scheduled_ns.size > plan.warm_up
+    for index in range(50 if scenario.target.api == "images" else 5):
+        request = plan.mix.build(index)
+        if scenario.target.api == "images":
+            GenerationBody.model_validate_json(request.body)
+        else:
+            assert len(request.body) > 1000
+
+
+@pytest.mark.parametrize("name", builtin_names())
+def test_every_number_of_a_built_in_scenario_has_a_source(name):
+    """Each file says where its numbers come from, or that they are a choice."""
+    text = (Path(plait_loadtest.__file__).parent / "builtin" / f"{name}.yaml").read_text()
+    assert "Source" in text or "No number" in text
+    assert "a choice" in text or "No number" in text
+
+
+def test_two_controlnets_draws_what_was_published():
+    """Counts of LoRAs and ControlNets in 3,000 requests: chi-square against the paper's shares of service A."""
+    for seed, chance in ((0, 1e-3), (secrets.randbits(62), 1e-6)):
+        mix = make_plan(load_scenario("two-controlnets", {"seed": seed})).mix
+        assert isinstance(mix, RequestMix)
+        facts = [mix.facts(index) for index in range(3000)]
+        for field, shares in (("controlnets", (0, 30.5, 69.5)), ("loras", (0.2, 8.8, 91))):
+            counts = np.bincount([int(fact[field]) for fact in facts], minlength=3)
+            expected = np.array(shares) * 30
+            keep = expected > 0
+            assert counts[~keep].sum() == 0
+            assert stats.chisquare(counts[keep], expected[keep]).pvalue > chance, f"{field}, seed {seed}"
+
+
+def test_the_streams_of_a_plan_are_independent():
+    """Another rate moves no request and no cancellation; a cancellation rate moves no arrival and no request."""
+    base = make_plan(load_scenario("smoke", {"limits.cancel_rate": 0.5}))
+    faster = make_plan(load_scenario("smoke", {"limits.cancel_rate": 0.5, "arrivals.rate_per_s": 100}))
+    without = make_plan(load_scenario("smoke", {}))
+    common = base.scheduled_ns.size
+    assert [base.mix.build(i) for i in range(20)] == [faster.mix.build(i) for i in range(20)]
+    assert np.array_equal(base.cancelled, faster.cancelled[:common])
+    assert np.array_equal(base.scheduled_ns, without.scheduled_ns)
+    assert not without.cancelled.any()
+
+
+def test_cancellations_have_their_rate():
+    """20,000 requests: a binomial number, outside these bounds once in a million."""
+    raw = {"target": {"api": "raw"}, "arrivals": {"kind": "constant", "rate_per_s": 2000}, "duration_s": 10}
+    for seed, chance in ((0, 1e-3), (secrets.randbits(62), 1e-6)):
+        plan = make_plan(load_scenario(raw, {"limits.cancel_rate": 0.1, "seed": seed}))
+        assert plan.cancelled.shape == (20_000,)
+        law = stats.binom(20_000, 0.1)
+        assert law.ppf(chance / 2) <= plan.cancelled.sum() <= law.isf(chance / 2), f"seed {seed}"
+
+
+def test_a_closed_loop_has_callers_and_no_schedule():
+    """Nothing is drawn ahead; the mix has requests without end."""
+    plan = make_plan(load_scenario("smoke", {"arrivals.kind": "closed", "arrivals.concurrency": 3, "count": 9}))
+    assert (plan.scheduled_ns.size, plan.cancelled.size, plan.warm_up) == (0, 0, 0)
+    assert (plan.concurrency, plan.count) == (3, 9)
+    summary = plan_mix_summary(plan)
+    assert summary["requests"] == 0
+    assert summary["classes"]["plain"]["share"] == pytest.approx(0.6, abs=0.06)  # seed 0; 5 standard errors
+
+
+def test_a_summary_says_what_was_drawn():
+    """Counts over the whole plan, means and names of its requests; it agrees with the bodies."""
+    plan = make_plan(load_scenario("two-controlnets", {"duration_s": 1000, "warm_up_s": 100, "arrivals.rate_per_s": 1}))
+    summary = plan_mix_summary(plan)
+    total = plan.scheduled_ns.size
+    assert (summary["requests"], summary["warm_up"], summary["cancelled"]) == (total, plan.warm_up, 0)
+    row = summary["classes"]["katz-a"]
+    bodies = [GenerationBody.model_validate_json(plan.mix.build(index).body) for index in range(total)]
+    assert row["requests"] == total
+    assert row["mean_loras"] == pytest.approx(np.mean([len(body.loras or []) for body in bodies]), abs=1e-3)
+    assert row["mean_steps"] == 50
+    edges = sum(net.name == "edges" for body in bodies for net in body.controlnets or [])
+    assert row["most_used_controlnets"]["edges"] == edges
+
+
+def test_a_scenario_made_in_code_is_checked_too():
+    """`make_plan` refuses what `load_scenario` would have refused."""
+    with pytest.raises(ScenarioError, match=r"mix\.0\.api: is raw, but target\.api is images"):
+        make_plan(Scenario(mix=(RawClass(),)))
+
+
+def _build_there(mix, index):
+    return mix.build(index)
+
+
+def test_a_mix_goes_to_worker_processes():
+    """It is pickled without what it has drawn, and builds the same there."""
+    plan = make_plan(load_scenario("dlrm-server", {"mix.0.rows": [10], "mix.0.ids_per_table": None}))
+    here = [plan.mix.build(index) for index in (0, 5000)]
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        there = pool.starmap(_build_there, [(plan.mix, 0), (plan.mix, 5000)])
+    assert there == here

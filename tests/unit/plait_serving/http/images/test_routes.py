@@ -1,0 +1,464 @@
+"""POST /v1/images/generations over the fake service: defaults, refusals that name the field, formats, cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import math
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from plait_serving.diffusion.errors import EngineStopped, Overloaded
+from plait_serving.diffusion.values import LoraPolicy, LoraRef, Scheduler
+from plait_serving.http.context import HttpSettings
+from plait_serving.http.images.schemas import IGNORED_FIELDS, MAX_PROMPT_CHARS, MAX_SEED, ErrorBody, GenerationResponse
+from plait_serving.images.codec import DecodeLimits, read_parameters
+from plait_serving.images.testing import FakeImageService, fake_picture
+from support.http_app import FIXED_SEED, FIXED_TIME_S, AsgiCall, b64, make_app, make_client, pixels, png, until
+
+URL = "/v1/images/generations"
+JSON = {"content-type": "application/json"}
+
+
+def post(client, **body):
+    """JSON as Python writes it, NaN and lone surrogates included."""
+    return client.post(URL, content=json.dumps({"prompt": "red apple", **body}), headers=JSON)
+
+
+@pytest.fixture
+def service():
+    return FakeImageService()
+
+
+@pytest.fixture
+def client(service):
+    return make_client(service)
+
+
+def test_a_bare_prompt_gets_the_models_defaults(client, service):
+    """What is left out comes from the catalog, and the seed that was drawn is told."""
+    answer = post(client)
+    assert answer.status_code == 200
+    (request,) = service.submitted
+    assert (request.prompt, request.negative_prompt, request.n) == ("red apple", "", 1)
+    assert (request.width, request.height, request.steps, request.guidance_scale) == (16, 16, 4, 7.5)
+    assert (request.scheduler, request.seed, request.loras, request.controlnets) == (
+        Scheduler.EULER,
+        FIXED_SEED,
+        (),
+        (),
+    )
+    assert (request.lora_policy, request.lora_free_steps) == (LoraPolicy.EXACT, 0)
+    assert (request.deadline_s, request.partial_images) == (None, 0)
+    assert answer.json()["seed"] == FIXED_SEED
+
+
+def test_null_means_left_out(client, service):
+    """Clients that send every field as null get the defaults."""
+    fields = (
+        "model n size response_format output_format stream partial_images seed scheduler loras controlnets deadline_ms"
+    )
+    assert post(client, **dict.fromkeys([*fields.split(), "lora_policy", *IGNORED_FIELDS])).json()["ignored"] == []
+    assert service.submitted[0].steps == 4
+
+
+def test_every_field_reaches_the_request(client, service):
+    """Nothing that a client sets is lost or changed on the way."""
+    answer = post(
+        client,
+        model="emoji", negative_prompt="blue", n=3, size="24x32", num_inference_steps=10, guidance_scale=3, seed=7,
+        scheduler="dpmpp_2m", loras=[{"name": "noto", "scale": -0.5}, {"name": "sketch"}], lora_policy="bounded_async",
+        lora_free_steps=2, deadline_ms=1500,
+        controlnets=[{"name": "plain", "image": b64(png(24, 32)), "scale": 2, "start": 0.25, "end": 0.5}],
+    )  # fmt: skip
+    assert answer.status_code == 200, answer.text
+    (request,) = service.submitted
+    assert (request.negative_prompt, request.n, request.width, request.height) == ("blue", 3, 24, 32)
+    assert (request.steps, request.guidance_scale, request.seed) == (10, 3.0, 7)
+    assert request.scheduler is Scheduler.DPMPP_2M
+    assert request.loras == (LoraRef(name="noto", scale=-0.5), LoraRef(name="sketch", scale=1.0))
+    assert (request.lora_policy, request.lora_free_steps) == (LoraPolicy.BOUNDED_ASYNC, 2)
+    assert request.deadline_s == 1.5
+    (control,) = request.controlnets
+    assert (control.name, control.scale, control.start, control.end) == ("plain", 2.0, 0.25, 0.5)
+    assert control.image.shape == (32, 24, 3)
+    assert control.image[0, 0].tolist() == [200, 10, 30]
+
+
+def test_the_answer_holds_the_pictures_and_how_to_make_them_again(client, service):
+    """The body matches its published schema, and each picture is the one of its seed."""
+    answer = post(client, n=2, seed=40, quality="hd", user="u")
+    body = GenerationResponse.model_validate(answer.json(), strict=True)
+    (request,) = service.submitted
+    assert [item.seed for item in body.data] == [40, 41]
+    for item in body.data:
+        assert np.array_equal(pixels(item.b64_json), fake_picture(request, item.seed))
+    assert (body.model, body.size, body.output_format, body.created) == ("emoji", "16x16", "png", int(FIXED_TIME_S))
+    assert body.timings.model_dump() == {
+        "queue": 0.125, "lora": 0.25, "encode": 0.5, "denoise": 1.0, "decode": 0.0625, "total": 1.9375,
+    }  # fmt: skip
+    assert body.ignored == ["quality", "user"]
+    assert body.id == answer.headers["x-request-id"]
+
+
+@pytest.mark.parametrize(
+    ("output_format", "media_type"), [("png", b"\x89PNG"), ("jpeg", b"\xff\xd8"), ("webp", b"RIFF")]
+)
+def test_each_output_format_with_its_parameters(client, output_format, media_type):
+    """The bytes are of the format that was asked for, and carry the parameters as A1111 does."""
+    body = post(client, output_format=output_format, seed=9, loras=[{"name": "noto", "scale": 0.8}]).json()
+    raw = base64.b64decode(body["data"][0]["b64_json"])
+    assert raw.startswith(media_type)
+    assert body["output_format"] == output_format
+    assert read_parameters(raw) == (
+        "red apple <lora:noto:0.8>\nSteps: 4, Sampler: Euler, CFG scale: 7.5, Seed: 9, Size: 16x16, Model: emoji"
+    )
+
+
+def test_output_compression_is_jpegs_quality_and_ignored_for_png(client):
+    """A lower quality is a smaller JPEG; a PNG names the field as ignored."""
+    sizes = [len(post(client, output_format="jpeg", seed=1, output_compression=q).content) for q in (5, 100)]
+    assert sizes[0] < sizes[1]
+    assert post(client, output_compression=5).json()["ignored"] == ["output_compression"]
+    assert post(client, output_compression=5, output_format="webp").json()["ignored"] == []
+
+
+def test_all_of_openais_own_fields_are_accepted_and_named(client):
+    """Fields that do not apply are no error, whatever they hold, but they are not swallowed either."""
+    fields = {name: {"any": ["thing", None]} for name in IGNORED_FIELDS}
+    assert post(client, **fields).json()["ignored"] == list(IGNORED_FIELDS)
+
+
+def test_preprocess_runs_the_controlnets_own_preprocessor_on_the_resized_picture(client, service):
+    """`preprocess: true` turns an ordinary picture into the control map; a name chooses another one."""
+    picture = b64(png(40, 40, (255, 255, 255)))
+    for wanted, name in ((True, "edges"), ("edges", "plain")):
+        assert post(client, controlnets=[{"name": name, "image": picture, "preprocess": wanted}]).status_code == 200
+        image = service.submitted[-1].controlnets[0].image
+        assert image.shape == (16, 16, 3)
+        assert (image == 0).all()
+
+
+def test_transparency_means_nothing_in_a_map_and_white_in_a_picture(client, service):
+    """A map's clear pixels are black; an ordinary picture's are white (inverted: black) before its map is made."""
+    out = io.BytesIO()
+    Image.new("RGBA", (16, 16), (9, 9, 9, 0)).save(out, "PNG")
+    for preprocess in (False, True):
+        post(client, controlnets=[{"name": "edges", "image": b64(out.getvalue()), "preprocess": preprocess}])
+        assert (service.submitted[-1].controlnets[0].image == 0).all()
+
+
+def test_bounded_async_without_k_gets_a_fixed_share_of_the_steps(client, service):
+    """k depends on the request alone, never on timing, and is told."""
+    body = post(client, lora_policy="bounded_async", num_inference_steps=20, loras=[{"name": "noto"}]).json()
+    assert (body["lora_policy"], body["lora_free_steps"]) == ("bounded_async", 4)
+    assert service.submitted[0].lora_free_steps == 4
+
+
+def test_negative_zero_is_zero(client, service):
+    """-0.0 and 0.0 are one LoRA set."""
+    post(client, loras=[{"name": "noto", "scale": -0.0}])
+    assert math.copysign(1.0, service.submitted[0].loras[0].scale) == 1.0
+
+
+CONTROL = {"name": "edges", "image": b64(png())}
+LORA = {"name": "noto"}
+NAN, INF = math.nan, math.inf
+BAD = [
+    ({"prompt": None}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": 5}, "prompt"),
+    ({"prompt": ["a"]}, "prompt"),
+    ({"prompt": "a\x00b"}, "prompt"),
+    ({"prompt": "a\x1bb"}, "prompt"),
+    ({"prompt": "a\x7fb"}, "prompt"),
+    ({"prompt": "a\x85b"}, "prompt"),
+    ({"prompt": "\ud800"}, "prompt"),
+    ({"prompt": "x" * (MAX_PROMPT_CHARS + 1)}, "prompt"),
+    ({"negative_prompt": "a\x00"}, "negative_prompt"),
+    ({"negative_prompt": "x" * (MAX_PROMPT_CHARS + 1)}, "negative_prompt"),
+    ({"model": 3}, "model"),
+    ({"model": "a\x00"}, "model"),
+    ({"model": "m" * 300}, "model"),
+    ({"n": 0}, "n"),
+    ({"n": 11}, "n"),
+    ({"n": -1}, "n"),
+    ({"n": True}, "n"),
+    ({"n": "2"}, "n"),
+    ({"n": 1.5}, "n"),
+    ({"n": 2, "stream": True}, "n"),
+    ({"size": "16"}, "size"),
+    ({"size": "16X16"}, "size"),
+    ({"size": "16 x 16"}, "size"),
+    ({"size": "-16x16"}, "size"),
+    ({"size": "0x16"}, "size"),
+    ({"size": "016x16"}, "size"),
+    ({"size": "１６x16"}, "size"),
+    ({"size": "16x16\n"}, "size"),
+    ({"size": "17x16"}, "size"),
+    ({"size": "136x8"}, "size"),
+    ({"size": "128x64"}, "size"),
+    ({"size": "99999x99999"}, "size"),
+    ({"size": "9999999999999999x8"}, "size"),
+    ({"size": [16, 16]}, "size"),
+    ({"size": ""}, "size"),
+    ({"response_format": "url"}, "response_format"),
+    ({"response_format": "file"}, "response_format"),
+    ({"response_format": 1}, "response_format"),
+    ({"output_format": "svg"}, "output_format"),
+    ({"output_format": "gif"}, "output_format"),
+    ({"output_format": "jpg"}, "output_format"),
+    ({"output_format": []}, "output_format"),
+    ({"output_compression": 101}, "output_compression"),
+    ({"output_compression": -1}, "output_compression"),
+    ({"output_compression": 50.5}, "output_compression"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream": 1}, "stream"),
+    ({"partial_images": 1}, "partial_images"),
+    ({"partial_images": 4, "stream": True}, "partial_images"),
+    ({"partial_images": -1, "stream": True}, "partial_images"),
+    ({"partial_images": True, "stream": True}, "partial_images"),
+    ({"num_inference_steps": 0}, "num_inference_steps"),
+    ({"num_inference_steps": 51}, "num_inference_steps"),
+    ({"num_inference_steps": 10**30}, "num_inference_steps"),
+    ({"num_inference_steps": 4.0}, "num_inference_steps"),
+    ({"guidance_scale": -0.1}, "guidance_scale"),
+    ({"guidance_scale": NAN}, "guidance_scale"),
+    ({"guidance_scale": INF}, "guidance_scale"),
+    ({"guidance_scale": 101}, "guidance_scale"),
+    ({"guidance_scale": "7"}, "guidance_scale"),
+    ({"guidance_scale": True}, "guidance_scale"),
+    ({"guidance_scale": 10**400}, "guidance_scale"),
+    ({"seed": -1}, "seed"),
+    ({"seed": MAX_SEED + 1}, "seed"),
+    ({"seed": MAX_SEED, "n": 2}, "seed"),
+    ({"seed": 1.0}, "seed"),
+    ({"seed": False}, "seed"),
+    ({"scheduler": "euler_b"}, "scheduler"),
+    ({"scheduler": "EULER"}, "scheduler"),
+    ({"scheduler": 1}, "scheduler"),
+    ({"deadline_ms": 0}, "deadline_ms"),
+    ({"deadline_ms": 1.5}, "deadline_ms"),
+    ({"deadline_ms": 10**12}, "deadline_ms"),
+    ({"loras": {}}, "loras"),
+    ({"loras": [LORA] * 65}, "loras"),
+    ({"loras": [{"name": f"l{i}"} for i in range(9)]}, "loras"),
+    ({"loras": ["noto"]}, "loras.0"),
+    ({"loras": [{}]}, "loras.0.name"),
+    ({"loras": [LORA, LORA]}, "loras.1.name"),
+    ({"loras": [{"name": "../x"}]}, "loras.0.name"),
+    ({"loras": [{"name": "noto\n"}]}, "loras.0.name"),
+    ({"loras": [{"name": "a/b"}]}, "loras.0.name"),
+    ({"loras": [{"name": "http://h/x"}]}, "loras.0.name"),
+    ({"loras": [{"name": "a" * 65}]}, "loras.0.name"),
+    ({"loras": [{"name": ""}]}, "loras.0.name"),
+    ({"loras": [LORA, {"name": "sketch", "scale": NAN}]}, "loras.1.scale"),
+    ({"loras": [{"name": "noto", "scale": -INF}]}, "loras.0.scale"),
+    ({"loras": [{"name": "noto", "scale": 1e30}]}, "loras.0.scale"),
+    ({"loras": [{"name": "noto", "scale": True}]}, "loras.0.scale"),
+    ({"loras": [{"name": "noto", "scale": "1"}]}, "loras.0.scale"),
+    ({"loras": [{"name": "noto", "path": "/etc/passwd"}]}, "loras.0.path"),
+    ({"lora_policy": "eventually"}, "lora_policy"),
+    ({"lora_free_steps": 1}, "lora_free_steps"),
+    ({"lora_free_steps": 4, "lora_policy": "bounded_async"}, "lora_free_steps"),
+    ({"lora_free_steps": -1, "lora_policy": "bounded_async"}, "lora_free_steps"),
+    ({"controlnets": [CONTROL] * 5}, "controlnets"),
+    ({"controlnets": [{"name": "edges"}]}, "controlnets.0.image"),
+    ({"controlnets": [{"image": CONTROL["image"]}]}, "controlnets.0.name"),
+    ({"controlnets": [{**CONTROL, "image": ""}]}, "controlnets.0.image"),
+    ({"controlnets": [{**CONTROL, "image": "!!!"}]}, "controlnets.0.image"),
+    ({"controlnets": [{**CONTROL, "image": b64(b"no picture")}]}, "controlnets.0.image"),
+    ({"controlnets": [CONTROL, {**CONTROL, "image": b64(png(200, 200))}]}, "controlnets.1.image"),
+    ({"controlnets": [{**CONTROL, "image": "http://127.0.0.1/x.png"}]}, "controlnets.0.image"),
+    ({"controlnets": [{**CONTROL, "image": "/etc/passwd"}]}, "controlnets.0.image"),
+    ({"controlnets": [{**CONTROL, "image": 5}]}, "controlnets.0.image"),
+    ({"controlnets": [{**CONTROL, "scale": NAN}]}, "controlnets.0.scale"),
+    ({"controlnets": [{**CONTROL, "start": -0.1}]}, "controlnets.0.start"),
+    ({"controlnets": [{**CONTROL, "end": 1.1}]}, "controlnets.0.end"),
+    ({"controlnets": [{**CONTROL, "start": 0.5, "end": 0.5}]}, "controlnets.0.end"),
+    ({"controlnets": [{**CONTROL, "start": True}]}, "controlnets.0.start"),
+    ({"controlnets": [{**CONTROL, "preprocess": 1}]}, "controlnets.0.preprocess"),
+    ({"controlnets": [{**CONTROL, "preprocess": "nope"}]}, "controlnets.0.preprocess"),
+    ({"controlnets": [{**CONTROL, "preprocess": "../nope"}]}, "controlnets.0.preprocess"),
+    ({"controlnets": [{**CONTROL, "name": "plain", "preprocess": True}]}, "controlnets.0.preprocess"),
+    ({"controlnets": [{**CONTROL, "weight": 1}]}, "controlnets.0.weight"),
+    ({"steps": 20}, "steps"),
+    ({"num_inference_step": 20}, "num_inference_step"),
+    ({"": 1}, ""),
+]
+
+
+def _describe(body, _param=None):
+    return json.dumps(body)[:60]
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD, ids=[_describe(fields) for fields, _ in BAD])
+def test_wrong_input_is_a_400_that_names_the_field(fields, param):
+    """Each mistake is told with its dotted place, and nothing reaches the engine."""
+    service = FakeImageService()
+    client = make_client(service, HttpSettings(decode_limits=DecodeLimits(max_pixels=64 * 64)))
+    answer = post(client, **fields)
+    assert answer.status_code == 400, answer.text
+    error = ErrorBody.model_validate(answer.json()).error
+    assert error.param == param
+    assert error.type == "invalid_request_error"
+    assert error.message
+    assert service.submitted == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"model": "gpt-image-2"}, "model", "model_not_found"),
+        ({"model": ""}, "model", "model_not_found"),
+        ({"loras": [LORA, {"name": "nobody"}]}, "loras.1.name", "lora_not_found"),
+        ({"controlnets": [{**CONTROL, "name": "depth"}]}, "controlnets.0.name", "controlnet_not_found"),
+    ],
+)
+def test_what_does_not_exist_is_a_404(client, service, fields, param, code):
+    """A model, LoRA or ControlNet of that name does not exist: 404 with a code of its own."""
+    answer = post(client, **fields)
+    assert answer.status_code == 404
+    assert (answer.json()["error"]["param"], answer.json()["error"]["code"]) == (param, code)
+    assert service.submitted == []
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b'"x"',
+        b"5",
+        b"\xff\xfe{}",
+        b"{" * 50_000,
+        b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}",
+    ],
+)
+def test_a_body_that_is_no_json_object_is_a_400(client, service, content):
+    """Broken, foreign, deep or endless JSON is told as such."""
+    answer = client.post(URL, content=content, headers=JSON)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] in {"invalid_json", "invalid_body", "invalid_value"}
+    assert service.submitted == []
+
+
+@pytest.mark.parametrize(
+    "content_type", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"]
+)
+def test_a_body_of_another_type_is_refused(client, service, content_type):
+    """A page of another origin can post text without asking first, so only JSON is read."""
+    headers = {} if content_type is None else {"content-type": content_type}
+    answer = client.post(URL, content=b'{"prompt": "x"}', headers=headers)
+    assert answer.status_code == 400
+    assert "application/json" in answer.json()["error"]["message"]
+    assert service.submitted == []
+
+
+@pytest.mark.parametrize("word", ["steps", "cfg_scale", "sampler_name", "negativ_prompt", "width"])
+def test_an_unknown_field_gets_a_hint(client, word):
+    """What users of other servers type is answered with our name for it."""
+    meant = {"steps": "num_inference_steps", "cfg_scale": "guidance_scale", "sampler_name": "scheduler",
+             "negativ_prompt": "negative_prompt", "width": "size"}[word]  # fmt: skip
+    assert f"did you mean {meant}?" in post(client, **{word: 3}).json()["error"]["message"]
+
+
+def test_an_unknown_field_with_a_lone_surrogate_is_still_answered(client):
+    """A name that can not be encoded does not break the answer."""
+    assert post(client, **{"x\ud800": 1}).status_code == 400
+    assert post(client, loras=[{"name": "noto", "\udfff": 1}]).status_code == 400
+
+
+def test_errors_of_the_engine_become_answers():
+    """Refusals carry what the client needs to decide whether to try again."""
+    service = FakeImageService(failures={"busy": Overloaded("full", retry_after_s=3.0), "bug": KeyError("secret")})
+    client = make_client(service)
+    busy = post(client, prompt="busy")
+    assert (busy.status_code, busy.headers["retry-after"]) == (429, "3")
+    bug = post(client, prompt="bug")
+    assert (bug.status_code, bug.headers["x-should-retry"]) == (500, "false")
+    assert "secret" not in bug.text
+    assert bug.headers["x-request-id"]
+
+
+def test_a_bug_in_the_routes_is_a_500_without_its_text(caplog):
+    """The last line of defence: OpenAI's form, the request id, the traceback in the log only."""
+
+    class Broken(FakeImageService):
+        async def catalog(self):
+            raise ZeroDivisionError("secret")
+
+    answer = post(make_client(Broken()))
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == "internal_error"
+    assert answer.headers["x-request-id"]
+    assert "secret" not in answer.text
+    assert "ZeroDivisionError: secret" in caplog.text
+
+
+async def test_a_disconnect_cancels_within_one_step():
+    """The client of a plain request goes away: at most one more step runs, and no answer is made."""
+    service = FakeImageService(step_s=0.02)
+    call = AsgiCall(make_app(service), json.dumps({"prompt": "x", "num_inference_steps": 50}).encode())
+    await until(lambda: service.steps_run >= 3)
+    before = service.steps_run
+    call.disconnect()
+    await call.done()
+    assert service.steps_run <= before + 1
+    assert len(service.cancelled) == 1
+    assert service.finished == []
+    await asyncio.sleep(0.06)
+    assert service.steps_run <= before + 1
+
+
+async def test_a_disconnect_while_the_request_waits_cancels_it():
+    """A request whose first step never comes is given up all the same."""
+    service = FakeImageService(step_s=60.0)
+    call = AsgiCall(make_app(service), b'{"prompt": "x"}')
+    await until(lambda: bool(service.submitted))
+    call.disconnect()
+    await call.done()
+    assert len(service.cancelled) == 1
+    assert call.status == 499
+
+
+async def test_a_server_that_cancels_the_request_cancels_the_work():
+    """Ray Serve tells a disconnect by cancelling the task; that ends the work as well."""
+    service = FakeImageService(step_s=60.0)
+    call = AsgiCall(make_app(service), b'{"prompt": "x"}')
+    await until(lambda: bool(service.submitted))
+    call.task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call.task
+    assert len(service.cancelled) == 1
+
+
+async def test_many_requests_at_once_keep_their_own_answers():
+    """Twenty clients at once each get the picture of their own prompt and seed."""
+    service = FakeImageService(step_s=0.001)
+    app = make_app(service)
+    calls = [AsgiCall(app, json.dumps({"prompt": f"p{i}", "seed": i}).encode()) for i in range(20)]
+    await asyncio.gather(*(call.done() for call in calls))
+    requests = {request.prompt: request for request in service.submitted}
+    for i, call in enumerate(calls):
+        body = json.loads(b"".join(call.chunks))
+        assert np.array_equal(pixels(body["data"][0]["b64_json"]), fake_picture(requests[f"p{i}"], i))
+
+
+def test_a_service_that_ends_without_a_result_is_a_503():
+    """A generator that just stops is told as a stopped engine, not as a hang or a bug."""
+
+    class Silent(FakeImageService):
+        async def generate(self, request):
+            return
+            yield
+
+    answer = post(make_client(Silent()))
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == EngineStopped.code

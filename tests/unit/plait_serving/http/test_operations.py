@@ -1,0 +1,338 @@
+"""Everything around the picture route: lists, health, version, metrics, keys, body size, request ids, the schema."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.requests import Request
+
+from plait_serving.diffusion.errors import NumericalError, Overloaded
+from plait_serving.http.context import HttpSettings
+from plait_serving.http.edge.auth import ANYONE, ApiKey, Principal, Role, authenticate, require_admin
+from plait_serving.http.edge.errors import ApiError
+from plait_serving.http.edge.hosts import LOOPBACK_HOSTS
+from plait_serving.images.service import Health
+from plait_serving.images.testing import FakeImageService
+from support.http_app import AsgiCall, b64, make_app, make_client, png, until
+
+URL = "/v1/images/generations"
+USER = ApiKey.from_secret("sk-user", tenant="acme", role=Role.USER)
+ADMIN = ApiKey.from_secret("sk-admin", tenant="ops", role=Role.ADMIN)
+
+
+@pytest.fixture
+def client():
+    return make_client(FakeImageService())
+
+
+def samples(client):
+    families = text_string_to_metric_families(client.get("/metrics").text)
+    return {(s.name, *sorted(s.labels.values())): s.value for family in families for s in family.samples}
+
+
+def test_lists_name_what_a_request_may_name(client):
+    """Models, LoRAs and ControlNets in OpenAI's list form, with what a page needs to offer them."""
+    model = client.get("/v1/models").json()["data"][0]
+    assert (model["id"], model["object"], model["default_size"]) == ("emoji", "model", "16x16")
+    assert model["limits"]["size_multiple"] == 8
+    assert "dpmpp_2m" in model["schedulers"]
+    loras = client.get("/v1/loras").json()
+    assert loras["object"] == "list"
+    assert [(item["id"], item["format"]) for item in loras["data"]] == [("noto", "peft"), ("sketch", "kohya")]
+    controlnets = client.get("/v1/controlnets").json()
+    assert [(item["id"], item["preprocessor"]) for item in controlnets["data"]] == [("edges", "edges"), ("plain", None)]
+    assert controlnets["preprocessors"] == ["edges"]
+
+
+def test_new_loras_are_seen_without_a_restart():
+    """The catalog is asked each time."""
+    service = FakeImageService()
+    client = make_client(service)
+    body = {"prompt": "x", "loras": [{"name": "fresh"}]}
+    assert client.post(URL, json=body).status_code == 404
+    from dataclasses import replace
+
+    from plait_serving.images.service import LoraCard
+
+    service._catalog = replace(service._catalog, loras=(LoraCard(name="fresh", family="sd1", format="peft"),))
+    assert client.post(URL, json=body).status_code == 200
+
+
+def test_health_is_503_with_a_reason_until_it_is_200():
+    """Readiness means that a warm-up picture was made."""
+    service = FakeImageService(health=Health(ready=False, reason="the warm-up picture is not made yet"))
+    client = make_client(service)
+    answer = client.get("/health")
+    assert answer.status_code == 503
+    assert answer.json()["reason"] == "the warm-up picture is not made yet"
+    service.state = Health(ready=True, warmup_s=1.5)
+    answer = client.get("/health")
+    assert (answer.status_code, answer.json()["status"], answer.json()["warmup_s"]) == (200, "ok", 1.5)
+
+
+def test_version_says_which(client):
+    """Name and version."""
+    assert client.get("/version").json()["name"] == "plait"
+    assert re.fullmatch(r"\d+\.\d+\.\d+.*|unknown", client.get("/version").json()["version"])
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/nope", 404, "unknown_route"),
+        ("GET", "/v1", 404, "unknown_route"),
+        ("GET", URL, 405, "method_not_allowed"),
+        ("DELETE", "/v1/models", 405, "method_not_allowed"),
+        ("GET", "/docs", 404, "unknown_route"),
+        ("GET", "/redoc", 404, "unknown_route"),
+        ("GET", "/v1/models/a%00b", 404, "model_not_found"),
+        ("GET", "/v1/models/" + "x" * 5000, 404, "model_not_found"),
+        ("GET", "/v1/models/a/b", 404, "model_not_found"),
+    ],
+)
+def test_other_routes_answer_in_the_same_form(client, method, path, status, code):
+    """404 and 405 are OpenAI errors too; the documentation pages, which would load scripts from a CDN, are off."""
+    answer = client.request(method, path)
+    assert answer.status_code == status
+    assert answer.json()["error"]["code"] == code
+    assert answer.headers["x-request-id"]
+    if status == 405:
+        assert answer.headers["allow"]
+
+
+def test_the_schema_is_served_and_describes_the_fields(client):
+    """/openapi.json names our extensions and the error form."""
+    schema = client.get("/openapi.json").json()
+    body = schema["components"]["schemas"]["GenerationBody"]
+    assert {"prompt", "loras", "controlnets", "deadline_ms", "lora_policy"} <= set(body["properties"])
+    assert body["additionalProperties"] is False
+    assert "ErrorBody" in schema["components"]["schemas"]
+    assert set(schema["paths"][URL]["post"]["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
+
+
+@pytest.mark.parametrize("given", ["a", "req-1_2.3", "x" * 128])
+def test_a_well_formed_request_id_is_echoed(client, given):
+    """The caller's id is the answer's id, in the header and in the body."""
+    answer = client.post(URL, json={"prompt": "x"}, headers={"x-request-id": given})
+    assert answer.headers["x-request-id"] == given
+    assert answer.json()["id"] == given
+
+
+@pytest.mark.parametrize("given", ["", "a b", "x" * 129, "http://h/", "a\tb", "ä"])
+def test_any_other_request_id_is_replaced(client, given):
+    """An id that could inject something into logs or URLs is not carried around."""
+    answer = client.get("/version", headers={"x-request-id": given.encode("latin-1")})
+    assert re.fullmatch(r"req_[0-9a-f]{24}", answer.headers["x-request-id"])
+
+
+def test_the_engine_gets_unique_ids_even_if_a_client_repeats_one():
+    """Two requests with one x-request-id are two requests."""
+    service = FakeImageService()
+    client = make_client(service)
+    for _ in range(2):
+        client.post(URL, json={"prompt": "x"}, headers={"x-request-id": "same"})
+    ids = [request.request_id for request in service.submitted]
+    assert len(set(ids)) == 2
+    assert all(each.startswith("same.") for each in ids)
+
+
+def test_metrics_count_answers_stages_and_refusals():
+    """Counters move by what happened, in base units and with few labels; the service's own follow."""
+    service = FakeImageService(failures={"busy": Overloaded("full"), "nan": NumericalError("NaN")})
+    client = make_client(service)
+    client.post(URL, json={"prompt": "x", "n": 2})
+    client.post(URL, json={"prompt": "x", "stream": True})
+    client.post(URL, json={"prompt": "busy"})
+    client.post(URL, json={"prompt": "nan"})
+    client.post(URL, json={"prompt": ""})
+    got = samples(client)
+    assert got[("plait_requests_total", URL, "ok")] == 2
+    assert got[("plait_requests_total", URL, "refused")] == 1
+    assert got[("plait_requests_total", URL, "failed")] == 1
+    assert got[("plait_requests_total", URL, "bad_request")] == 1
+    assert got[("plait_images_total",)] == 3
+    assert got[("plait_rejected_total", "overloaded")] == 1
+    assert got[("plait_stage_seconds_sum", "denoise")] == 2.0
+    assert got[("plait_request_duration_seconds_count", URL)] == 5
+    assert got[("plait_requests_in_flight",)] == 0
+    assert got[("fake_steps_total",)] > 0
+
+
+def test_metrics_never_hold_what_users_wrote(client):
+    """No prompt, LoRA name, id or unknown path becomes a label."""
+    client.post(URL, json={"prompt": "my secret prompt", "loras": [{"name": "noto"}]}, headers={"x-request-id": "myid"})
+    client.get("/v1/models/mymodel")
+    client.get("/secretpath")
+    text = client.get("/metrics").text
+    for word in ("secret", "noto", "myid", "mymodel"):
+        assert word not in text
+
+
+def test_the_log_has_one_line_per_request_and_no_prompt(client, caplog):
+    """Method, path, status, time and id; never what the user wrote."""
+    with caplog.at_level(logging.INFO, logger="plait.http.access"):
+        client.post(URL, json={"prompt": "my secret prompt"}, headers={"x-request-id": "myid"})
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "plait.http.access"]
+    assert re.fullmatch(r"POST /v1/images/generations 200 \d+\.\d{3}s myid", line)
+
+
+# --- keys --------------------------------------------------------------------------------------------------------
+
+
+def test_without_keys_everybody_is_an_admin_of_the_default_tenant():
+    """The default on 127.0.0.1."""
+    assert authenticate(None, ()) == ANYONE == Principal(tenant="default", role=Role.ADMIN)
+
+
+@pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer ", "Basic c2s6", "sk-user", "bearer\tsk-user"])
+def test_a_missing_key_is_a_401(header):
+    """The answer says how to send one."""
+    with pytest.raises(ApiError) as caught:
+        authenticate(header, (USER,))
+    assert (caught.value.status, caught.value.code) == (401, "missing_api_key")
+    assert caught.value.headers == {"www-authenticate": "Bearer"}
+
+
+@pytest.mark.parametrize("secret", ["sk-use", "sk-userr", "SK-USER", USER.sha256, "\udcff"])
+def test_a_wrong_key_is_a_401(secret):
+    """Only the exact secret counts; its digest does not."""
+    with pytest.raises(ApiError) as caught:
+        authenticate(f"Bearer {secret}", (USER, ADMIN))
+    assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
+
+
+def test_a_key_is_its_tenant_and_role():
+    """Each key leads to its own principal, whatever the case of the scheme."""
+    assert authenticate("Bearer sk-user", (USER, ADMIN)) == Principal(tenant="acme", role=Role.USER)
+    assert authenticate("bEaReR  sk-admin ", (USER, ADMIN)) == Principal(tenant="ops", role=Role.ADMIN)
+
+
+def test_administration_needs_an_admin():
+    """A user's key is refused with 403, an admin's is let through."""
+
+    def request(found):
+        return Request({"type": "http", "state": {"principal": found}, "headers": []})
+
+    assert require_admin(request(ADMIN.principal)) == ADMIN.principal
+    with pytest.raises(ApiError) as caught:
+        require_admin(request(USER.principal))
+    assert (caught.value.status, caught.value.code) == (403, "admin_required")
+
+
+def test_keys_guard_everything_but_health_and_version():
+    """Unknown paths need a key too, so nothing can be probed; no body is read before the key."""
+    service = FakeImageService()
+    client = make_client(service, HttpSettings(api_keys=(USER,), max_body_bytes=1000))
+    for path in ("/v1/models", "/v1/loras", "/metrics", "/openapi.json", "/nope"):
+        answer = client.get(path)
+        assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
+    assert client.post(URL, content=b"x" * 5000).status_code == 401
+    assert client.get("/health").status_code == 200
+    assert client.get("/version").status_code == 200
+    good = {"authorization": "Bearer sk-user"}
+    assert client.get("/v1/models", headers=good).status_code == 200
+    assert client.post(URL, json={"prompt": "x"}, headers=good).status_code == 200
+    assert len(service.submitted) == 1
+
+
+# --- body size ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_that_is_too_large_is_a_413(chunked):
+    """Refused by its declared length, or as soon as a chunked body is too long; nothing is submitted."""
+    service = FakeImageService()
+    client = make_client(service, HttpSettings(max_body_bytes=2000))
+    body = json.dumps({"prompt": "x" * 3000}).encode()
+    content = (body[i : i + 500] for i in range(0, len(body), 500)) if chunked else body
+    answer = client.post(URL, content=content, headers={"content-type": "application/json"})
+    assert answer.status_code == 413
+    assert answer.json()["error"]["code"] == "body_too_large"
+    assert service.submitted == []
+
+
+def test_a_body_at_the_limit_passes():
+    """The limit is inclusive."""
+    body = json.dumps({"prompt": "x" * 100}).encode()
+    client = make_client(FakeImageService(), HttpSettings(max_body_bytes=len(body)))
+    assert client.post(URL, content=body, headers={"content-type": "application/json"}).status_code == 200
+
+
+def test_all_bodies_together_are_bounded():
+    """What is held for requests under way counts; who would exceed it is told to come back, and then may."""
+    body = json.dumps({"prompt": "x" * 900}).encode()
+    headers = {"content-type": "application/json"}
+    tight = HttpSettings(max_bodies_bytes=len(body) - 1)
+    for content in (body, iter([body[:500], body[500:]])):
+        service = FakeImageService()
+        answer = make_client(service, tight).post(URL, content=content, headers=headers)
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "2")
+        assert service.submitted == []
+    client = make_client(FakeImageService(), HttpSettings(max_bodies_bytes=len(body)))
+    for content in (body, iter([body[:500], body[500:]]), body):
+        assert client.post(URL, content=content, headers=headers).status_code == 200
+
+
+async def test_a_body_counts_until_its_request_is_answered():
+    """A second body does not fit while the first request runs, and fits when its client has gone."""
+    body = json.dumps({"prompt": "x" * 900}).encode()
+    service = FakeImageService(step_s=60.0)
+    app = make_app(service, HttpSettings(max_bodies_bytes=len(body) + 10))
+    first = AsgiCall(app, body)
+    await until(lambda: bool(service.submitted))
+    second = AsgiCall(app, body)
+    await second.done()
+    assert second.status == 429
+    first.disconnect()
+    await first.done()
+    third = AsgiCall(app, body)
+    await until(lambda: len(service.submitted) == 2)
+    third.disconnect()
+    await third.done()
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:8000", 200),
+        ("127.0.0.1", 200),
+        ("LOCALHOST:80", 200),
+        ("[::1]:8000", 200),
+        ("evil.example:8000", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("localhost.evil.example", 403),
+        ("", 403),
+    ],
+)
+def test_a_loopback_server_answers_to_its_own_names_only(host, status):
+    """A foreign name in the Host header is a page that points its own domain at this machine."""
+    client = make_client(FakeImageService(), HttpSettings(allowed_hosts=LOOPBACK_HOSTS))
+    answer = client.get("/v1/models", headers={"host": host})
+    assert answer.status_code == status
+    if status == 403:
+        assert answer.json()["error"]["code"] == "host_not_allowed"
+
+
+def test_an_ipv6_address_is_met_with_its_brackets():
+    """A configuration has none, a header has them."""
+    client = make_client(FakeImageService(), HttpSettings(allowed_hosts=("FE80::1",)))
+    assert client.get("/v1/models", headers={"host": "[fe80::1]:8000"}).status_code == 200
+
+
+def test_a_lying_length_does_not_help():
+    """A declared length that is no number, or huge, is not trusted."""
+    client = make_client(FakeImageService(), HttpSettings(max_body_bytes=2000))
+    huge = client.get("/version", headers={"content-length": "9" * 30})
+    assert huge.status_code == 413
+    assert client.get("/version", headers={"content-length": "abc"}).status_code == 200
+
+
+def test_several_control_pictures_fit_under_the_default_limit():
+    """Four large control pictures are an ordinary request."""
+    image = b64(png(2000, 2000))
+    body = {"prompt": "x", "controlnets": [{"name": "edges", "image": image}] * 4}
+    assert make_client(FakeImageService()).post(URL, json=body).status_code == 200

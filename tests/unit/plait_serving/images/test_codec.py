@@ -1,0 +1,241 @@
+"""Pictures in and out: formats, limits, transparency, orientation, and the parameters stored in a picture."""
+
+from __future__ import annotations
+
+import base64
+import io
+import struct
+import zlib
+from contextlib import suppress
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from plait_serving.diffusion.errors import RequestError
+from plait_serving.images.codec import (
+    DecodeLimits,
+    OutputFormat,
+    decode_base64,
+    decode_image,
+    encode_image,
+    read_parameters,
+    resize,
+)
+
+LIMITS = DecodeLimits(max_bytes=100_000, max_pixels=64 * 64, max_edge_px=128)
+
+
+def saved(picture, kind="PNG", **options):
+    out = io.BytesIO()
+    picture.save(out, kind, **options)
+    return out.getvalue()
+
+
+def noise(height=7, width=5, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def decode(raw, **options):
+    return decode_image(raw, param="p", limits=LIMITS, **options)
+
+
+def png_chunk(kind, data):
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png_header(width, height):
+    """A PNG that only claims a size."""
+    ihdr = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", ihdr) + png_chunk(b"IDAT", b"") + png_chunk(b"IEND", b"")
+
+
+def test_png_is_lossless_both_ways():
+    """What is encoded as PNG decodes to the same pixels."""
+    image = noise()
+    assert np.array_equal(decode(encode_image(image, OutputFormat.PNG)), image)
+
+
+@pytest.mark.parametrize("output_format", list(OutputFormat))
+def test_each_format_is_what_it_says(output_format):
+    """The bytes carry the format that was asked for, at the picture's size."""
+    with Image.open(io.BytesIO(encode_image(noise(), output_format))) as picture:
+        assert picture.format == output_format.value.upper()
+        assert picture.size == (5, 7)
+
+
+def test_quality_is_honoured_for_lossy_formats():
+    """A lower quality gives a smaller file, and a high one stays close to the picture."""
+    image = noise(32, 32)
+    for output_format in (OutputFormat.JPEG, OutputFormat.WEBP):
+        assert len(encode_image(image, output_format, quality=5)) < len(encode_image(image, output_format, quality=95))
+    smooth = np.tile(np.arange(32, dtype=np.uint8)[:, None, None] * 8, (1, 32, 3))
+    again = decode(encode_image(smooth, OutputFormat.JPEG)).astype(int)
+    assert np.abs(again - smooth).max() <= 3
+
+
+@pytest.mark.parametrize("output_format", list(OutputFormat))
+@pytest.mark.parametrize("quality", [0, 1, 100])
+def test_every_quality_of_the_api_encodes(output_format, quality):
+    """0 and 100 are valid for every format."""
+    assert encode_image(noise(), output_format, quality=quality)
+
+
+@pytest.mark.parametrize("output_format", list(OutputFormat))
+@pytest.mark.parametrize("text", ["plain", "Sternchen ä ☃ 🍎, 'x'\nSteps: 4", "é latin"])
+def test_parameters_survive_in_every_format(output_format, text):
+    """The stored text reads back exactly, whatever its script."""
+    assert read_parameters(encode_image(noise(), output_format, parameters=text)) == text
+
+
+def test_a_picture_without_parameters_has_none():
+    """No parameters, no text."""
+    for output_format in OutputFormat:
+        assert read_parameters(encode_image(noise(), output_format)) is None
+
+
+def test_parameters_that_do_not_fit_into_a_jpeg_are_left_out():
+    """A JPEG's one EXIF segment is 64 KiB; a longer text costs the text, not the picture."""
+    text = "x" * 40_000
+    raw = encode_image(noise(), OutputFormat.JPEG, parameters=text)
+    assert read_parameters(raw) is None
+    assert decode(raw).shape == (7, 5, 3)
+    for roomy in (OutputFormat.PNG, OutputFormat.WEBP):
+        assert read_parameters(encode_image(noise(), roomy, parameters=text)) == text
+
+
+def test_base64_plain_data_url_and_line_breaks():
+    """All the ways in which clients write base64 are understood."""
+    raw = bytes(range(256))
+    text = base64.b64encode(raw).decode()
+    broken = "\n".join(text[i : i + 76] for i in range(0, len(text), 76))
+    for form in (text, broken, f"data:image/png;base64,{text}", f"DATA:image/JPEG;base64,{broken}"):
+        assert decode_base64(form, param="p", limits=LIMITS) == raw
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("http://example.com/a.png", "never opened"),
+        ("https://example.com/a.png", "never opened"),
+        ("file:///etc/passwd", "never opened"),
+        ("/etc/passwd", "base64"),
+        ("data:text/html;base64,AAAA", "data URL"),
+        ("data:image/svg+xml;base64,AAAA", "data URL"),
+        ("data:image/png,AAAA", "data URL"),
+        ("AAA", "base64"),
+        ("AA==AA==", "base64"),
+        ("AAA\u00e9", "base64"),
+        ("A-_A", "base64"),
+        ("A" * 200_000, "larger"),
+        (base64.b64encode(bytes(100_001)).decode(), "larger"),
+    ],
+)
+def test_anything_but_base64_is_refused(text, says):
+    """URLs, paths, foreign types and broken base64 name the field; nothing is opened."""
+    with pytest.raises(RequestError, match=says) as caught:
+        decode_base64(text, param="controlnets.0.image", limits=LIMITS)
+    assert caught.value.param == "controlnets.0.image"
+
+
+@pytest.mark.parametrize("kind", ["GIF", "BMP", "TIFF", "PPM", "ICO"])
+def test_other_formats_are_refused(kind):
+    """Only PNG, JPEG and WebP decoders are ever started."""
+    with pytest.raises(RequestError, match="not a readable"):
+        decode(saved(Image.new("RGB", (16, 16)), kind))
+
+
+def test_postscript_is_refused():
+    """EPS would start another program."""
+    with pytest.raises(RequestError, match="not a readable"):
+        decode(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n")
+
+
+@pytest.mark.parametrize(
+    ("width", "height"), [(65, 64), (129, 1), (1, 129), (20_000, 20_000), (9_500, 9_500), (2**31 - 1, 2**31 - 1)]
+)
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_size_is_checked_before_pixels(width, height):
+    """A header that claims too much is refused although the file holds no pixels at all."""
+    with pytest.raises(RequestError, match="pixels"):
+        decode(png_header(width, height))
+
+
+def test_the_largest_allowed_size_passes():
+    """The limits are inclusive."""
+    assert decode(saved(Image.new("RGB", (64, 64)))).shape == (64, 64, 3)
+    assert decode(saved(Image.new("RGB", (128, 1)))).shape == (1, 128, 3)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "LA", "RGBA"])
+def test_every_png_mode_becomes_rgb(mode):
+    """Whatever the file's mode, the result is uint8 RGB of the same size."""
+    image = decode(saved(Image.new("RGB", (6, 4), (255, 255, 255)).convert(mode)))
+    assert image.shape == (4, 6, 3)
+    assert image.dtype == np.uint8
+    assert (image == 255).all()
+
+
+def test_cmyk_jpeg_becomes_rgb():
+    """Print JPEGs are converted."""
+    assert decode(saved(Image.new("CMYK", (6, 4)), "JPEG")).shape == (4, 6, 3)
+
+
+def test_sixteen_bit_grey_is_scaled():
+    """A 16-bit depth map keeps its greys instead of turning white."""
+    ramp = np.linspace(0, 65_535, 16, dtype=np.uint16).reshape(1, 16)
+    image = decode(saved(Image.fromarray(ramp)))
+    assert np.array_equal(image[0, :, 0], (ramp[0] >> 8).astype(np.uint8))
+
+
+def test_transparency_is_laid_on_paper():
+    """Nothing means black in a control map and white in a picture."""
+    clear = saved(Image.new("RGBA", (4, 4), (255, 0, 0, 0)))
+    assert (decode(clear, paper="white") == 255).all()
+    assert (decode(clear, paper="black") == 0).all()
+
+
+def test_orientation_is_applied():
+    """A photo that says it lies on its side is turned upright."""
+    exif = Image.Exif()
+    exif[0x0112] = 6  # rotate 90 degrees clockwise to view
+    assert decode(saved(Image.new("RGB", (8, 4)), "JPEG", exif=exif)).shape == (8, 4, 3)
+
+
+def test_only_the_first_frame_of_an_animation_counts():
+    """An animated WebP is its first frame."""
+    frames = [Image.new("RGB", (8, 8), colour) for colour in ((255, 0, 0), (0, 0, 255))]
+    raw = saved(frames[0], "WEBP", save_all=True, append_images=frames[1:], lossless=True)
+    assert decode(raw)[0, 0].tolist() == [255, 0, 0]
+
+
+def test_resizing_equals_pillows_lanczos_and_keeps_equal_sizes():
+    """Control images are resized exactly as diffusers does; an image of the right size is passed through."""
+    image = noise(9, 11)
+    expected = np.array(Image.fromarray(image).resize((16, 8), Image.LANCZOS))
+    assert np.array_equal(resize(image, width=16, height=8), expected)
+    assert resize(image, width=11, height=9) is image
+
+
+@settings(max_examples=150)
+@given(st.sampled_from(["PNG", "JPEG", "WEBP"]), st.data())
+def test_a_damaged_file_is_refused_or_decoded_but_never_crashes(kind, data):
+    """Whatever bytes are cut or changed, the outcome is a picture or a RequestError."""
+    raw = bytearray(saved(Image.fromarray(noise(16, 16)), kind))
+    for _ in range(data.draw(st.integers(1, 4))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    cut = bytes(raw[: data.draw(st.integers(1, len(raw)))])
+    with suppress(RequestError):
+        image = decode(cut)
+        assert image.dtype == np.uint8
+        assert image.shape[2] == 3
+
+
+@settings(max_examples=200)
+@given(st.binary(max_size=200))
+def test_any_bytes_are_refused_as_a_picture(raw):
+    """Random bytes are a RequestError, nothing else."""
+    with pytest.raises(RequestError):
+        decode(raw)
