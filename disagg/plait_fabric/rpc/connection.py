@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from plait_fabric.errors import FabricError, FabricTimeout, RecvTimeout
@@ -21,7 +22,7 @@ from plait_fabric.rpc.handshake import HANDSHAKE_S, Handshake
 from plait_fabric.rpc.replicas import Link
 from plait_fabric.values import Message
 
-__all__ = ["ClientProtocol", "Connection", "ConnectionLost", "Pack"]
+__all__ = ["ClientProtocol", "Connection", "ConnectionLost", "Pack", "Packed"]
 
 _log = logging.getLogger(__name__)
 
@@ -31,8 +32,9 @@ _LOOK_S = 1.0
 _REST_S = 1.0
 """After a server said that it takes no more; by then it has hung up, or thought better of it."""
 
-Pack: TypeAlias = Callable[[int, Pool], tuple[Header, Sequence[Buffer]]]
-"""Makes the message of a call from its number."""
+Packed: TypeAlias = tuple[Header, Sequence[Buffer]]
+Pack: TypeAlias = Callable[[Pool], Packed]
+"""Makes a message; large buffers may be leases of the channel's pool."""
 
 T = TypeVar("T")
 
@@ -115,40 +117,28 @@ class Connection(Generic[T]):
         if closed:
             channel.close()
 
-    def call(self, item: T, pack: Pack) -> int:
-        """Send a call and return its number.
+    def call(self, item: T, pack: Callable[[int, Pool], Packed]) -> int:
+        """Send a call, whose message ``pack`` makes from its number, and return that.
 
         Raises `ConnectionLost` if it was not taken, a `FabricError` if its message does not fit the fabric (the channel
         stays), or what ``pack`` raises.
         """
         with self._lock:
-            channel = self._channel
-            if channel is None:
-                raise ConnectionLost(self.replica, self.why_down)
+            channel = self._usable()
             number = self._next_number
             self._next_number += 1
             self._open[number] = (item, time.monotonic())
         try:
-            header, buffers = pack(number, channel.pool)
-            channel.send(header, buffers, timeout_s=self._protocol.send_timeout_s)
+            self._send(channel, partial(pack, number))
         except BaseException as error:
             mine = self.take(number) is not None  # else on_lost was faster and has it
-            hung = isinstance(error, FabricTimeout)
-            if not isinstance(error, FabricError) or (error.channel_usable and not hung):
+            if mine or not isinstance(error, ConnectionLost):
                 raise
-            channel.close()
-            if mine:
-                raise ConnectionLost(self.replica, f"the peer was lost: {error}", hung=hung) from error
         return number
 
-    def send(self, header: Header, buffers: Sequence[Buffer] = ()) -> None:
-        """Send what wants no answer, if there is somebody."""
-        channel = self._channel
-        if channel is not None:
-            try:
-                channel.send(header, buffers, timeout_s=self._protocol.send_timeout_s)
-            except FabricError:
-                channel.close()
+    def send(self, pack: Pack) -> None:
+        """Send what wants no answer. Raises as `call` does."""
+        self._send(self._usable(), pack)
 
     def take(self, number: int) -> T | None:
         """Return the call of that number, once; None if it is not open (any more)."""
@@ -195,6 +185,22 @@ class Connection(Generic[T]):
         if not self._closed:
             _log.warning("lost %s: %s", self.replica, why)
         self._protocol.on_lost(self, lost, self.why_down)
+
+    def _usable(self) -> Channel:
+        if self._channel is None:
+            raise ConnectionLost(self.replica, self.why_down)
+        return self._channel
+
+    def _send(self, channel: Channel, pack: Pack) -> None:
+        try:
+            header, buffers = pack(channel.pool)
+            channel.send(header, buffers, timeout_s=self._protocol.send_timeout_s)
+        except FabricError as error:
+            hung = isinstance(error, FabricTimeout)
+            if error.channel_usable and not hung:
+                raise
+            channel.close()
+            raise ConnectionLost(self.replica, f"the peer was lost: {error}", hung=hung) from error
 
     def _read(self, channel: Channel) -> str:
         on_message, look_s = self._protocol.on_message, None if self._protocol.answer_timeout_s is None else _LOOK_S

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping, Set
 from typing import Any, TypeAlias
 
@@ -69,6 +69,6 @@ def boolean(header: Header, field: str) -> bool:
 def number(header: Header, field: str) -> float:
     """Read a finite number. Raises `WireError`."""
     value = header.get(field)
-    if type(value) not in (int, float) or not math.isfinite(value):
+    if type(value) not in (int, float) or not -sys.float_info.max <= value <= sys.float_info.max:
         raise WireError(f"{field} must be a finite number")
     return float(value)

@@ -13,22 +13,20 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 from plait_fabric.errors import Closed, FabricError, PeerLost
 from plait_fabric.memory.pool import Pool
 from plait_fabric.protocols import Buffer, Channel, Header, Listener
+from plait_fabric.rpc.connection import Pack
 from plait_fabric.rpc.fields import WireError
 from plait_fabric.rpc.handshake import HANDSHAKE_S, Handshake
 from plait_fabric.rpc.metrics import Metrics, ThrottledMetrics
 from plait_fabric.values import Message
 
-__all__ = ["PackReply", "Peer", "Server", "ServerProtocol", "start_accepting"]
+__all__ = ["Peer", "Server", "ServerProtocol", "start_accepting"]
 
 _log = logging.getLogger(__name__)
-
-PackReply: TypeAlias = Callable[[Pool], tuple[Header, Sequence[Buffer]]]
-"""Makes the message of a reply."""
 
 
 class Peer:
@@ -41,7 +39,7 @@ class Peer:
         self.is_greeted = False
         self._send_timeout_s = protocol.send_timeout_s
         self._room = threading.Semaphore(protocol.backlog or 1)
-        self._replies: queue.SimpleQueue[PackReply | None] = queue.SimpleQueue()
+        self._replies: queue.SimpleQueue[Pack | None] = queue.SimpleQueue()
         self.threads: list[threading.Thread] = []
 
     @property
@@ -74,7 +72,7 @@ class Peer:
         """Make room: a message that was admitted wants no reply and was worked on."""
         self._room.release()
 
-    def reply(self, pack: PackReply) -> None:
+    def reply(self, pack: Pack) -> None:
         """Send soon, from the client's own thread, and make room."""
         self._replies.put(pack)
 

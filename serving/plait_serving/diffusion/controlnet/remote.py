@@ -10,12 +10,15 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import torch
 
 from plait_fabric import FabricError
-from plait_serving.diffusion.controlnet.connection import Answer, Connection, ConnectionLost, Link
+from plait_fabric.rpc.backoff import Backoff
+from plait_fabric.rpc.client import Connect
+from plait_fabric.rpc.connection import ConnectionLost
+from plait_fabric.rpc.replicas import Link, NoReplica
+from plait_serving.diffusion.controlnet.connection import Answer, ControlNetConnection, StepCall
 from plait_serving.diffusion.controlnet.model import check_image
 from plait_serving.diffusion.controlnet.wire import LARGEST_CALLS, UNKNOWN_SESSION, Call, error_of
 from plait_serving.diffusion.errors import ControlNetUnavailable, EngineError
@@ -29,12 +32,9 @@ from plait_serving.diffusion.protocols import (
 )
 from plait_serving.diffusion.values import RgbImage
 
-__all__ = ["Backoff", "Connect", "Link", "RemoteControlNetClient"]
+__all__ = ["RemoteControlNetClient"]
 
 _log = logging.getLogger(__name__)
-
-Connect: TypeAlias = Callable[[frozenset[str]], Link]
-"""``(replicas to leave out) -> a channel to one of the others``. Raises `ControlNetUnavailable` or `FabricError`."""
 
 _MOVE_EVERY_S = 30.0
 """How often a client asks whether another replica has fewer clients: after one was added, or came back."""
@@ -43,16 +43,7 @@ _LARGEST_TRIES = 3
 """Replicas that one step is tried on; a step that kills whoever computes it must not kill them all."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Backoff:
-    """How long nobody is called after nobody answered: doubling from ``first_s`` to ``largest_s``."""
-
-    first_s: float = 0.2
-    largest_s: float = 5.0
-
-    def wait_s(self, failures: int) -> float:
-        """The pause after ``failures`` (>= 1) failures in a row."""
-        return min(self.largest_s, self.first_s * 2.0 ** min(failures - 1, 30))
+_BACKOFF = Backoff(first_s=0.2, max_s=5.0)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -65,7 +56,7 @@ class RemoteSession:
     conditioning: Conditioning
     width: int
     height: int
-    opened_on: Connection | None = None
+    opened_on: ControlNetConnection | None = None
     closed: bool = False
 
 
@@ -86,10 +77,10 @@ class _Losses:
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """Steps under way on one connection: indices of the calls by the number of their answer."""
+    """Steps under way on one connection: indices of the calls that each holds."""
 
-    connection: Connection
-    indices: dict[int, list[int]] = field(default_factory=dict)
+    connection: ControlNetConnection
+    indices: dict[StepCall, list[int]] = field(default_factory=dict)
 
 
 class RemoteControlNetClient(ControlNetClient):
@@ -106,16 +97,16 @@ class RemoteControlNetClient(ControlNetClient):
         *,
         worth_moving: Callable[[str], bool] | None = None,
         answer_timeout_s: float = 60.0,
-        backoff: Backoff | None = None,
+        backoff: Backoff = _BACKOFF,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._name = name
         self._connect = connect
         self._worth_moving = worth_moving
         self._answer_timeout_s = answer_timeout_s
-        self._backoff = backoff or Backoff()
+        self._backoff = backoff
         self._clock = clock
-        self._connection: Connection | None = None
+        self._connection: ControlNetConnection | None = None
         self._next_session = 0
         self._failures = 0
         self._closed_until_s = -float("inf")
@@ -190,14 +181,14 @@ class RemoteControlNetClient(ControlNetClient):
         """Waits for what was asked, by call. Raises `ConnectionLost` after noting it in ``losses``."""
         answers: dict[int, Answer] = {}
         try:
-            for seq, indices in asked.indices.items():
-                answers.update(zip(indices, asked.connection.wait(seq), strict=True))
+            for step, indices in asked.indices.items():
+                answers.update(zip(indices, asked.connection.wait(step), strict=True))
         except ConnectionLost as error:
             self._drop(asked.connection, error, losses)
             raise
         return answers
 
-    def _connected(self, losses: _Losses) -> Connection:
+    def _connected(self, losses: _Losses) -> ControlNetConnection:
         """The connection that is there, or a new one. Raises `ControlNetUnavailable`."""
         current = self._connection
         if current is not None and current.usable:
@@ -207,11 +198,11 @@ class RemoteControlNetClient(ControlNetClient):
         while losses.count < _LARGEST_TRIES:
             try:
                 link = self._link(losses)
-                self._connection = Connection(link, controlnet=self._name, timeout_s=self._answer_timeout_s)
+                self._connection = ControlNetConnection(link, controlnet=self._name, timeout_s=self._answer_timeout_s)
             except ConnectionLost as error:
-                _log.warning("ControlNet %s: %s", self._name, error)
+                _log.warning("ControlNet %s: replica %s: %s", self._name, error.replica, error)
                 losses.add(error)
-            except (ControlNetUnavailable, FabricError) as error:
+            except (ControlNetUnavailable, NoReplica, FabricError) as error:
                 raise self._nobody(str(error)) from error
             else:
                 self._failures = 0
@@ -228,8 +219,8 @@ class RemoteControlNetClient(ControlNetClient):
             if not self._worth_moving(current.replica):
                 return
             link = self._connect(frozenset({current.replica}))
-            self._connection = Connection(link, controlnet=self._name, timeout_s=self._answer_timeout_s)
-        except (ConnectionLost, ControlNetUnavailable, FabricError) as error:
+            self._connection = ControlNetConnection(link, controlnet=self._name, timeout_s=self._answer_timeout_s)
+        except (ConnectionLost, ControlNetUnavailable, NoReplica, FabricError) as error:
             _log.info("ControlNet %s stays at replica %s: %s", self._name, current.replica, error)
             return
         _log.info("ControlNet %s moves from replica %s to %s", self._name, current.replica, link.replica)
@@ -239,7 +230,7 @@ class RemoteControlNetClient(ControlNetClient):
         """A channel to a replica that was not lost just now; failing that, to one that may be back."""
         try:
             return self._connect(frozenset(losses.lost))
-        except (ControlNetUnavailable, FabricError):
+        except (ControlNetUnavailable, NoReplica, FabricError):
             if losses.lost == losses.hung:
                 raise
         return self._connect(frozenset(losses.hung))
@@ -251,8 +242,8 @@ class RemoteControlNetClient(ControlNetClient):
         _log.warning("ControlNet %s: no replica answers; next try in %.1f s: %s", self._name, pause_s, why)
         return ControlNetUnavailable(f"no replica of ControlNet {self._name} answers: {why}")
 
-    def _drop(self, connection: Connection, error: ConnectionLost, losses: _Losses) -> None:
-        _log.warning("ControlNet %s: %s", self._name, error)
+    def _drop(self, connection: ControlNetConnection, error: ConnectionLost, losses: _Losses) -> None:
+        _log.warning("ControlNet %s: replica %s: %s", self._name, error.replica, error)
         losses.add(error)
         connection.close()
         if self._connection is connection:
@@ -326,7 +317,7 @@ def _remote(session: ControlSession) -> RemoteSession:
     return session
 
 
-def _open_on(connection: Connection, session: RemoteSession) -> None:
+def _open_on(connection: ControlNetConnection, session: RemoteSession) -> None:
     """Hands the constants over if this connection does not have them."""
     if session.opened_on is connection:
         return
