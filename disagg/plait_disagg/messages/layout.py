@@ -58,7 +58,7 @@ _NARROWEST_INT8 = 16
 """Below this row length the scale and bias of an int8 row cost as much as float16 would."""
 
 _NAME = re.compile(r"^[A-Za-z0-9_.][A-Za-z0-9_.:]{0,199}$")
-_LARGEST_TEXT = 60_000
+MAX_LAYOUT_CHARS = 60_000
 _LARGEST_SIZE = 1 << 24
 _LEASE_FROM_BYTES = 32_768
 """Smaller sections can ride inside the control packet of a shared-memory channel (`FabricOptions.inline_bytes`)."""
@@ -129,7 +129,7 @@ class Counts:
 @lru_cache(maxsize=256)
 def parse_layout(text: str) -> Layout:
     """Raises `LayoutError`."""
-    if len(text) > _LARGEST_TEXT:
+    if len(text) > MAX_LAYOUT_CHARS:
         raise LayoutError(f"a layout of {len(text)} characters")
     parts = tuple(_parse_part(entry) for entry in text.split(";")) if text else ()
     if len({part.name for part in parts}) != len(parts):

@@ -9,10 +9,18 @@ from typing import Any
 
 from plait_disagg.errors import BadInput, RankError
 from plait_disagg.messages.layout import layout_of_inputs
-from plait_disagg.messages.wire import WireError, answers_message, own_buffers, parse_number, parse_rank
+from plait_disagg.messages.wire import (
+    answers_message,
+    own_buffers,
+    parse_number,
+    parse_rank,
+    version_header,
+)
 from plait_disagg.queue.jobs import Core, Job, Outcome
-from plait_disagg.workers.server import Peer, Server
+from plait_disagg.workers.serving import start_server
 from plait_fabric import Listener, Message
+from plait_fabric.rpc.fields import WireError
+from plait_fabric.rpc.server import Peer
 
 __all__ = ["Front"]
 
@@ -31,8 +39,13 @@ class Front:
         self._card = core.card
         self._layout = layout_of_inputs(core.card.inputs)
         self._sinks: dict[int, _PeerSink] = {}
-        self._server = Server(
-            core.card, listeners, role="rank", on_message=self._on_message, on_lost=self._on_lost, metrics=core.metrics
+        self._server = start_server(
+            "rank",
+            lambda: core.card,
+            listeners,
+            on_message=self._on_message,
+            on_lost=self._on_lost,
+            metrics=core.metrics,
         )
 
     @property
@@ -48,11 +61,11 @@ class Front:
     @property
     def channels(self) -> int:
         """Clients now."""
-        return self._server.channels
+        return self._server.peers
 
     def announce(self) -> None:
         """The core has become another version: clients are told."""
-        self._server.announce(self._core.card)
+        self._server.announce(version_header(self._core.card.version))
 
     def stop(self, *, drain_s: float) -> None:
         """Accepts nothing new, answers what was accepted within ``drain_s``, hangs up. Idempotent."""

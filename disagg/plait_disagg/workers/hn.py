@@ -16,7 +16,12 @@ import torch
 from plait_disagg.errors import RankError, Unavailable
 from plait_disagg.messages.flow import Flow, parse_flow
 from plait_disagg.messages.hot_rows import RowReceiver
-from plait_disagg.messages.wire import DenseAsk, WireError, done_message, failed_header, parse_dense
+from plait_disagg.messages.wire import (
+    DenseAsk,
+    done_message,
+    failed_header,
+    parse_dense,
+)
 from plait_disagg.protocols import DenseHalf
 from plait_disagg.queue.jobs import as_rank_error
 from plait_disagg.queue.knobs import WorkerKnobs
@@ -24,8 +29,10 @@ from plait_disagg.queue.loop import ComputeLoop
 from plait_disagg.refresh.change import KEPT, Change
 from plait_disagg.tables.cache import OutOfStep
 from plait_disagg.values import ModelCard
-from plait_disagg.workers.server import Peer, Server
+from plait_disagg.workers.serving import start_server
 from plait_fabric import FabricError, Listener, Message
+from plait_fabric.rpc.fields import WireError
+from plait_fabric.rpc.server import Peer
 
 __all__ = ["HnWorker"]
 
@@ -98,8 +105,8 @@ class HnWorker:
         self._loop: ComputeLoop[_Dense] = ComputeLoop(
             self._work, name=f"hn {card.name}", knobs=knobs or WorkerKnobs(), clock=clock, refuses=False
         )
-        self._server = Server(
-            card, listeners, role="dense", on_message=self._on_message, on_lost=self._on_lost, metrics=self.metrics
+        self._server = start_server(
+            "dense", lambda: card, listeners, on_message=self._on_message, on_lost=self._on_lost, metrics=self.metrics
         )
 
     @property
@@ -115,7 +122,7 @@ class HnWorker:
     @property
     def channels(self) -> int:
         """CNs connected now."""
-        return self._server.channels
+        return self._server.peers
 
     def reconfigure(self, knobs: WorkerKnobs) -> None:
         """Holds from the next batch on."""

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 from plait_disagg.errors import BadInput, Busy, DeadlinePassed, RankError, Unavailable
 from plait_disagg.messages.layout import Layout, layout_of_inputs
-from plait_disagg.messages.wire import (
-    WireError,
-    cancel_header,
-    parse_answers,
-    parse_metrics,
-    parse_version,
-    rank_message,
-)
-from plait_disagg.queue.counting import added_up
+from plait_disagg.messages.wire import cancel_header, parse_answers, parse_version, rank_message
 from plait_disagg.queue.delay import Delay
 from plait_disagg.queue.jobs import Job, Outcome, settle
 from plait_disagg.values import ModelCard, RankAnswer
-from plait_disagg.workers.lines import Backoff, Connect, Line, Lines
+from plait_disagg.workers.calling import call, start_client
 from plait_disagg.workers.ranker import CoreRanker
 from plait_fabric import Message
+from plait_fabric.rpc.backoff import Backoff
+from plait_fabric.rpc.client import Client, Connect
+from plait_fabric.rpc.connection import Connection, ConnectionLost, bare
+from plait_fabric.rpc.fields import WireError
+from plait_fabric.rpc.metrics import read_metrics, sum_metrics
 
 __all__ = ["RemoteCore", "RemoteRanker"]
 
@@ -51,22 +49,22 @@ class RemoteCore:
         self._model = model
         self._window = window
         self._card: ModelCard | None = None
-        self._worker_metrics: dict[Line[Job], Mapping[str, float]] = {}
-        self._layouts: dict[Line[Job], Layout] = {}
+        self._worker_metrics: dict[Connection[Job], Mapping[str, float]] = {}
+        self._layouts: dict[Connection[Job], Layout] = {}
         self._way = Delay()
         self._stopping = False
         self._requests = self._lost = 0
-        self._lines: Lines[Job] = Lines(
+        self._client: Client[Job] = start_client(
             connect,
-            count=replicas,
-            most=most_replicas,
-            window=window,
-            role="rank",
-            name=f"ingress {model}",
-            on_up=self._on_up,
+            "rank",
+            on_card=self._on_card,
             on_message=self._on_message,
             on_lost=self._on_lost,
             answer_timeout_s=answer_timeout_s,
+            name=f"ingress {model}",
+            count=replicas,
+            max_count=most_replicas,
+            window=window,
             backoff=backoff,
         )
 
@@ -74,7 +72,7 @@ class RemoteCore:
     def card(self) -> ModelCard:
         """See `Core.card`."""
         if self._card is None:
-            raise Unavailable(f"model {self._model} is starting: {self._lines.why_down}")
+            raise Unavailable(f"model {self._model} is starting: {self._client.why_down}")
         return self._card
 
     @property
@@ -90,14 +88,14 @@ class RemoteCore:
         self._send(job)
 
     def _send(self, job: Job) -> None:
-        line = self._lines.best()
-        if line is None:
-            if self._lines.up:
+        connection = self._client.best()
+        if connection is None:
+            if self._client.up:
                 raise Busy(f"{self._window} requests are at the model's worker already")
-            raise Unavailable(f"model {self._model}: {self._lines.why_down}")
+            raise Unavailable(f"model {self._model}: {self._client.why_down}")
         try:
             request = replace(job.request, deadline_s=self._due_there_s(job))
-            line.ask(job, lambda number, pool: rank_message(number, request, self._layouts[line], pool))
+            call(connection, job, lambda number, pool: rank_message(number, request, self._layouts[connection], pool))
         except (KeyError, ValueError) as error:  # it was checked against the card of another version
             raise BadInput(f"the request does not fit model {self._model}: {error}") from error
 
@@ -111,14 +109,15 @@ class RemoteCore:
     def cancel(self, job: Job) -> None:
         """See `Core.cancel`."""
         job.gone = True
-        for line in self._lines.all:
-            number = line.withdraw(job)
+        for connection in self._client.connections:
+            number = connection.withdraw(job)
             if number is not None:
-                line.tell(cancel_header(number))
+                with suppress(ConnectionLost):
+                    connection.send(bare(cancel_header(number)))
 
     def ready(self) -> str | None:
         """See `Core.ready`."""
-        return None if self._lines.up else f"model {self._model}: {self._lines.why_down}"
+        return None if self._client.up else f"model {self._model}: {self._client.why_down}"
 
     def metrics(self) -> Mapping[str, float]:
         """Requests sent, and lost with a worker, so far; workers connected and requests at them now; what the workers
@@ -126,45 +125,45 @@ class RemoteCore:
         return {
             "sent_total": self._requests,
             "lost_total": self._lost,
-            "workers": self._lines.up,
-            "at_workers": self._lines.open_questions,
-            **added_up("worker_", list(self._worker_metrics.values())),
+            "workers": self._client.up,
+            "at_workers": self._client.open_calls,
+            **sum_metrics("worker_", list(self._worker_metrics.values())),
         }
 
     def stop(self, *, drain_s: float) -> None:
         """See `Core.stop`."""
         self._stopping = True
         until_s = time.monotonic() + drain_s
-        while self._lines.open_questions and time.monotonic() < until_s:
+        while self._client.open_calls and time.monotonic() < until_s:
             time.sleep(_LOOK_S)
-        self._lines.close()
+        self._client.close()
 
-    # On a line's thread.
+    # On a connection's thread.
 
-    def _on_up(self, line: Line[Job], card: ModelCard) -> None:
+    def _on_card(self, connection: Connection[Job], card: ModelCard) -> None:
         if card.name != self._model:
             raise WireError(f"the worker ranks with {card.name!r}, not {self._model!r}")
-        self._layouts[line] = layout_of_inputs(card.inputs)
+        self._layouts[connection] = layout_of_inputs(card.inputs)
         if card != self._card:
             self._card = card
 
-    def _on_message(self, line: Line[Job], message: Message) -> None:
+    def _on_message(self, connection: Connection[Job], message: Message) -> None:
         with message:
             version = parse_version(message.header)
             if version is not None:
                 self._now_at(version)
                 return
             answers = parse_answers(message.header, message.buffers)
-            said = parse_metrics(message.header)
+            said = read_metrics(message.header)
         if said is not None:
-            self._worker_metrics[line] = said
+            self._worker_metrics[connection] = said
         outcomes: list[tuple[Job, Outcome]] = []
         for number, outcome in answers:
-            job = line.take(number)  # None: cancelled meanwhile
+            job = connection.take(number)  # None: cancelled meanwhile
             if job is None:
                 continue
-            if isinstance(outcome, Unavailable) and self._lines.up > 1:
-                line.rest()
+            if isinstance(outcome, Unavailable) and self._client.up > 1:
+                connection.rest()
                 self._ask_another(job, outcome)
             else:
                 outcomes.append((job, outcome))
@@ -176,8 +175,8 @@ class RemoteCore:
         if self._card is not None and self._card.version != version:
             self._card = replace(self._card, version=version)
 
-    def _on_lost(self, line: Line[Job], jobs: list[Job], why: str) -> None:
-        self._worker_metrics.pop(line, None)
+    def _on_lost(self, connection: Connection[Job], jobs: list[Job], why: str) -> None:
+        self._worker_metrics.pop(connection, None)
         self._lost += len(jobs)
         for job in jobs:
             self._ask_another(job, Unavailable(why))

@@ -22,7 +22,7 @@ from plait_fabric.rpc.handshake import HANDSHAKE_S, Handshake
 from plait_fabric.rpc.replicas import Link
 from plait_fabric.values import Message
 
-__all__ = ["ClientProtocol", "Connection", "ConnectionLost", "Pack", "Packed"]
+__all__ = ["ClientProtocol", "Connection", "ConnectionLost", "Pack", "Packed", "bare"]
 
 _log = logging.getLogger(__name__)
 
@@ -37,6 +37,11 @@ Pack: TypeAlias = Callable[[Pool], Packed]
 """Makes a message; large buffers may be leases of the channel's pool."""
 
 T = TypeVar("T")
+
+
+def bare(header: Header) -> Pack:
+    """Pack a header alone."""
+    return lambda _: (header, ())
 
 
 class ConnectionLost(Exception):

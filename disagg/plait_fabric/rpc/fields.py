@@ -50,9 +50,9 @@ def integers(header: Header, field: str, max_value: int = MAX_INTEGER) -> tuple[
     return tuple(values)
 
 
-def text(header: Header, field: str, max_chars: int = 200) -> str:
-    """Read a short text, "" if there is none. Raises `WireError`."""
-    value = header.get(field, "")
+def text(header: Header, field: str, max_chars: int = 200, *, default: str | None = None) -> str:
+    """Read a short text, or the default if there is none. Raises `WireError`."""
+    value = header.get(field, default)
     if not isinstance(value, str) or len(value) > max_chars:
         raise WireError(f"{field} must be a text of at most {max_chars} characters")
     return value
@@ -68,7 +68,7 @@ def boolean(header: Header, field: str) -> bool:
 
 def number(header: Header, field: str) -> float:
     """Read a finite number. Raises `WireError`."""
-    value = header.get(field)
+    value: Any = header.get(field)
     if type(value) not in (int, float) or not -sys.float_info.max <= value <= sys.float_info.max:
         raise WireError(f"{field} must be a finite number")
     return float(value)

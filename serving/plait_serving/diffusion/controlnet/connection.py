@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from plait_fabric import FabricError, Message, Pool
-from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLost, Packed
+from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLost, Packed, bare
 from plait_fabric.rpc.fields import Header, WireError
 from plait_fabric.rpc.replicas import Link
 from plait_fabric.tensors import pack_tensors, tensors_of
@@ -94,7 +94,7 @@ class ControlNetConnection:
     def forget(self, session: int) -> None:
         """Close a session at the replica, if that is still there."""
         with contextlib.suppress(ConnectionLost):
-            self._connection.send(lambda _: (close_header(session), ()))
+            self._connection.send(bare(close_header(session)))
 
     def close(self) -> None:
         """Hang up. Idempotent."""

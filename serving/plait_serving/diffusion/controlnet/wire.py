@@ -22,7 +22,8 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from plait_fabric.rpc.fields import Header, WireError, boolean, entries, integer, number, only, text
+from plait_fabric.rpc import fields
+from plait_fabric.rpc.fields import Header, WireError
 from plait_fabric.rpc.handshake import Handshake
 from plait_serving.diffusion.errors import EngineError, ModelError, NotFound, OutOfMemory, RequestError
 from plait_serving.diffusion.protocols import Conditioning, Residuals
@@ -168,23 +169,23 @@ def parse_request(header: Header, tensors: Tensors) -> Request:
             return _parse_step(header, tensors)
         case "close":
             _expect(header, {"op", "session"}, tensors, set())
-            return Close(session=integer(header, "session"))
+            return Close(session=fields.integer(header, "session"))
         case other:
             raise WireError(f"unknown operation {str(other)[:40]!r}")
 
 
 def parse_welcome(payload: Header) -> str:
     """The name of the ControlNet that answers. Raises `WireError`."""
-    only(payload, {"controlnet"})
-    return text(payload, "controlnet")
+    fields.only(payload, {"controlnet"})
+    return fields.text(payload, "controlnet")
 
 
 def parse_reply(header: Header, tensors: Tensors) -> Reply:
     """The service's answer to a step. Raises `WireError`."""
-    only(header, {"op", "seq", "errors"})
+    fields.only(header, {"op", "seq", "errors"})
     if header["op"] != "residuals":
         raise WireError("the service sent something that is not an answer")
-    listed = entries(header, "errors", LARGEST_CALLS)
+    listed = fields.entries(header, "errors", LARGEST_CALLS)
     parts: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
     for name, tensor in tensors.items():
         if tensor.dim() != 4 or tensor.dtype not in _FLOATS:
@@ -196,7 +197,7 @@ def parse_reply(header: Header, tensors: Tensors) -> Reply:
     answers = tuple(
         _residuals(parts[str(i)]) if entry is None else _error_entry(entry) for i, entry in enumerate(listed)
     )
-    return Reply(seq=integer(header, "seq"), answers=answers)
+    return Reply(seq=fields.integer(header, "seq"), answers=answers)
 
 
 def error_of(code: str, message: str) -> EngineError:
@@ -208,7 +209,7 @@ def _parse_open(header: Header, tensors: Tensors) -> Open:
     added = {name.removeprefix("added."): value for name, value in tensors.items() if name.startswith("added.")}
     expected = {"image", "text"} | {f"added.{name}" for name in added}
     _expect(header, {"op", "session", "width", "height", "n", "cfg"}, tensors, expected)
-    uses_cfg = boolean(header, "cfg")
+    uses_cfg = fields.boolean(header, "cfg")
     branches = 2 if uses_cfg else 1
     image, encoded = tensors["image"], tensors["text"]
     if image.dtype != torch.uint8 or image.dim() != 3 or image.shape[2] != 3 or max(image.shape) > _LARGEST_SIDE:
@@ -219,18 +220,18 @@ def _parse_open(header: Header, tensors: Tensors) -> Open:
         if name not in ("text_embeds", "time_ids") or value.dim() != 2 or value.shape[0] != branches:
             raise WireError(f"added.{name[:40]} must be text_embeds or time_ids of {branches} rows")
     return Open(
-        session=integer(header, "session"),
+        session=fields.integer(header, "session"),
         image=image.numpy(),
         conditioning=Conditioning(
-            text=encoded, added=added, n=integer(header, "n", 1, _LARGEST_IMAGES), uses_cfg=uses_cfg
+            text=encoded, added=added, n=fields.integer(header, "n", 1, _LARGEST_IMAGES), uses_cfg=uses_cfg
         ),
-        width=integer(header, "width", 8, _LARGEST_SIDE),
-        height=integer(header, "height", 8, _LARGEST_SIDE),
+        width=fields.integer(header, "width", 8, _LARGEST_SIDE),
+        height=fields.integer(header, "height", 8, _LARGEST_SIDE),
     )
 
 
 def _parse_step(header: Header, tensors: Tensors) -> Step:
-    listed = entries(header, "calls", LARGEST_CALLS)
+    listed = fields.entries(header, "calls", LARGEST_CALLS)
     if not listed:
         raise WireError("calls must not be empty")
     _expect(header, {"op", "seq", "calls"}, tensors, {f"sample.{i}" for i in range(len(listed))})
@@ -238,7 +239,7 @@ def _parse_step(header: Header, tensors: Tensors) -> Step:
     first = calls[0].sample
     if any(call.sample.shape[1:] != first.shape[1:] or call.sample.dtype != first.dtype for call in calls):
         raise WireError("the samples of a step must agree in shape and dtype")
-    return Step(seq=integer(header, "seq"), calls=calls)
+    return Step(seq=fields.integer(header, "seq"), calls=calls)
 
 
 def _parse_call(entry: object, sample: torch.Tensor) -> Call:
@@ -246,13 +247,13 @@ def _parse_call(entry: object, sample: torch.Tensor) -> Call:
         raise WireError("a call is [session, timestep, scale, exact]")
     if sample.dtype not in _FLOATS or sample.dim() != 4 or 0 in sample.shape:
         raise WireError(f"a sample must be float (R, c, h, w), not {sample.dtype} {tuple(sample.shape)}")
-    fields = dict(zip(("session", "timestep", "scale", "exact"), entry, strict=True))
+    named = dict(zip(("session", "timestep", "scale", "exact"), entry, strict=True))
     return Call(
-        session=integer(fields, "session"),
+        session=fields.integer(named, "session"),
         sample=sample,
-        timestep=number(fields, "timestep"),
-        scale=number(fields, "scale"),
-        exact=boolean(fields, "exact"),
+        timestep=fields.number(named, "timestep"),
+        scale=fields.number(named, "scale"),
+        exact=fields.boolean(named, "exact"),
     )
 
 
@@ -271,7 +272,7 @@ def _error_entry(entry: object) -> tuple[str, str]:
             raise WireError("an error is [code, message]")
 
 
-def _expect(header: Header, fields: set[str], tensors: Tensors, names: set[str]) -> None:
-    only(header, fields)
+def _expect(header: Header, keys: set[str], tensors: Tensors, names: set[str]) -> None:
+    fields.only(header, keys)
     if set(tensors) != names:
         raise WireError(f"{header['op']} carries the tensors {sorted(names)}")
