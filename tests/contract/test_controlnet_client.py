@@ -15,12 +15,13 @@ import torch
 
 from plait_fabric import Closed, PeerLost, recv_tensors, send_tensors
 from plait_fabric.rpc.backoff import Backoff
+from plait_fabric.rpc.handshake import greeting
 from plait_serving.diffusion.controlnet.local import LocalControlNetClient
 from plait_serving.diffusion.controlnet.model import load_controlnet
 from plait_serving.diffusion.controlnet.placed import PlacedControlNetClient
 from plait_serving.diffusion.controlnet.remote import RemoteControlNetClient
 from plait_serving.diffusion.controlnet.service import ServiceLimits
-from plait_serving.diffusion.controlnet.wire import HANDSHAKE, Call, open_message, step_message
+from plait_serving.diffusion.controlnet.wire import VERSION, Call, open_message, step_message
 from plait_serving.diffusion.errors import ControlNetUnavailable, ModelError, RequestError
 from plait_serving.diffusion.knobs import Placement
 from plait_serving.diffusion.protocols import ControlNetClient, Residuals
@@ -584,7 +585,7 @@ def test_client_that_reads_nothing_is_dropped_and_others_are_served(
     with kit.serving(runner, address, limits=ServiceLimits(send_timeout_s=0.5)) as service:
         deaf = kit.connect(service.addresses[0], secret=kit.SECRET)
         ask = _ask(1)
-        send_tensors(deaf, HANDSHAKE.hello({}), {})
+        send_tensors(deaf, greeting("hello", VERSION, {}), {})
         send_tensors(deaf, *open_message(0, image=ask.image, conditioning=ask.conditioning, width=32, height=32))
         call = Call(session=0, sample=ask.sample, timestep=1.0, scale=1.0)
         fleet.addresses["r"] = service.addresses[0]

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from plait_disagg.messages.wire import HANDSHAKE, Role, card_payload, role_payload
+from plait_disagg.messages.wire import VERSION, Role, card_payload, role_payload
 from plait_disagg.queue.jobs import Core
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.values import ModelCard
@@ -25,6 +25,7 @@ from plait_disagg.workers.whole import WholeCore
 from plait_fabric import Listener, Unreachable, connect, listen, new_secret
 from plait_fabric.rpc.backoff import Backoff
 from plait_fabric.rpc.client import Connect
+from plait_fabric.rpc.handshake import greeting
 from plait_fabric.rpc.replicas import Link, NoReplica
 from support import ranking as kit
 
@@ -38,12 +39,12 @@ _numbers = itertools.count()
 
 def hello_header(role: Role) -> dict[str, Any]:
     """What a client sends first."""
-    return HANDSHAKE.hello(role_payload(role))
+    return greeting("hello", VERSION, role_payload(role))
 
 
 def welcome_header(card: ModelCard) -> dict[str, Any]:
     """What a server sends first."""
-    return HANDSHAKE.welcome(card_payload(card))
+    return greeting("welcome", VERSION, card_payload(card))
 
 
 class Rig:

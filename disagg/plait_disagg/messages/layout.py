@@ -30,6 +30,7 @@ import torch
 from plait_disagg.graph.inputs import OFFSETS, Bag, Dense, Input
 from plait_disagg.queue.knobs import WireFormat
 from plait_fabric import Buffer, Lease, Pool
+from plait_fabric.rpc.fields import WireError
 
 __all__ = [
     "Counts",
@@ -64,7 +65,7 @@ _LEASE_FROM_BYTES = 32_768
 """Smaller sections can ride inside the control packet of a shared-memory channel (`FabricOptions.inline_bytes`)."""
 
 
-class LayoutError(ValueError):
+class LayoutError(WireError):
     """A layout, or the buffers that should follow it, make no sense."""
 
 

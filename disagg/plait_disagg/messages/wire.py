@@ -25,28 +25,18 @@ import torch
 from plait_disagg.errors import BadInput, Busy, DeadlinePassed, RankError, Unavailable, UnknownModel
 from plait_disagg.messages.cards import card_from_json, card_to_json
 from plait_disagg.messages.hot_rows import HotRows, can_merge
-from plait_disagg.messages.layout import (
-    MAX_LAYOUT_CHARS,
-    Counts,
-    Layout,
-    LayoutError,
-    decode,
-    describe,
-    encode,
-    parse_layout,
-)
+from plait_disagg.messages.layout import MAX_LAYOUT_CHARS, Counts, Layout, decode, describe, encode, parse_layout
 from plait_disagg.queue.batch import cut
 from plait_disagg.queue.knobs import WireFormat
 from plait_disagg.values import ModelCard, RankAnswer, RankRequest, RankTimings
 from plait_fabric import Buffer, Pool
 from plait_fabric.rpc import fields
 from plait_fabric.rpc.fields import Header, WireError
-from plait_fabric.rpc.handshake import Handshake
 from plait_fabric.rpc.metrics import Metrics
 
 __all__ = [
-    "HANDSHAKE",
     "SEND_S",
+    "VERSION",
     "DenseAsk",
     "Role",
     "answers_message",
@@ -69,7 +59,8 @@ __all__ = [
     "version_header",
 ]
 
-HANDSHAKE = Handshake(version=2)
+VERSION = 2
+"""Of all that is defined here; both sides of a channel must have the same."""
 
 SEND_S = 1.0
 """A peer that takes no message for so long, with its window of unread ones full, is as good as dead."""
@@ -104,7 +95,7 @@ class DenseAsk:
 
 
 def role_payload(role: Role) -> Header:
-    """What a client says in its hello."""
+    """A client's hello."""
     return {"role": role}
 
 
@@ -115,7 +106,7 @@ def check_role(payload: Header, role: Role) -> None:
 
 
 def card_payload(card: ModelCard) -> Header:
-    """What a server says in its welcome."""
+    """A server's welcome."""
     return {"card": card_to_json(card)}
 
 
@@ -153,7 +144,7 @@ def parse_rank(header: Header, buffers: Sequence[memoryview], card: ModelCard, l
         request_id=fields.text(header, "id"),
         model=card.name,
         candidates=counts.items,
-        tensors=_decode(layout, buffers, counts),
+        tensors=decode(layout, buffers, counts),
         deadline_s=None if left_s is None else time.monotonic() + left_s,
     )
 
@@ -206,17 +197,14 @@ def answers_message(
         "ms": [_times(it.timings) for _, it in answers],
         "bytes": [it.bytes_crossed for _, it in answers],
         "versions": [it.version for _, it in answers],
-        "layout": layout.text,
-        "flat": list(counts.flat),
+        **_tensor_fields(layout, counts),
     }
     return header, encode(layout, outputs, pool, timeout_s=SEND_S)
 
 
 def parse_answers(header: Header, buffers: Sequence[memoryview]) -> list[tuple[int, RankAnswer | RankError]]:
     """The outcomes by number; outputs are copies. Raises `WireError`."""
-    outcomes: list[tuple[int, RankAnswer | RankError]] = [
-        _parse_error(entry) for entry in fields.entries(header, "errors")
-    ]
+    outcomes: list[tuple[int, RankAnswer | RankError]] = list(map(_parse_error, fields.entries(header, "errors")))
     numbers = fields.integers(header, "numbers")
     if not numbers:
         return outcomes
@@ -227,9 +215,8 @@ def parse_answers(header: Header, buffers: Sequence[memoryview]) -> list[tuple[i
         raise WireError("versions are no texts")
     if not len(numbers) == len(rows) == len(times) == len(crossed) == len(versions):
         raise WireError("an answer's lists differ in length")
-    counts = Counts(users=sum(rows), items=sum(rows), flat=fields.integers(header, "flat", _MAX_ROWS))
-    outputs = _decode(_layout(header), own_buffers(buffers), counts)
-    if any(output.shape[0] != counts.items for output in outputs.values()):
+    _, outputs = _parse_tensors(header, own_buffers(buffers), users=sum(rows), items=sum(rows))
+    if any(output.shape[0] != sum(rows) for output in outputs.values()):
         raise WireError("an answer has other rows than it says")
     for number, mine, ms, nbytes, version in zip(numbers, cut(outputs, rows), times, crossed, versions, strict=True):
         answer = RankAnswer(outputs=mine, timings=_parse_times(ms), bytes_crossed=nbytes, version=version)
@@ -256,13 +243,7 @@ def dense_message(
     except OverflowError:
         layout, counts = describe(crossing, users=len(candidates), items=items)
         buffers = encode(layout, crossing, pool, timeout_s=SEND_S)
-    header: dict[str, Any] = {
-        "kind": "dense",
-        "number": number,
-        "n": list(candidates),
-        "layout": layout.text,
-        "flat": list(counts.flat),
-    }
+    header = {"kind": "dense", "number": number, "n": list(candidates), **_tensor_fields(layout, counts)}
     if hot is not None:
         header["hot"] = hot.to_json()
     if dense_version:
@@ -277,13 +258,12 @@ def parse_dense(header: Header, buffers: Sequence[memoryview]) -> DenseAsk:
     candidates = fields.integers(header, "n", _MAX_ROWS)
     if not candidates:
         raise WireError("a batch without requests")
-    layout = _layout(header)
-    counts = Counts(users=len(candidates), items=sum(candidates), flat=fields.integers(header, "flat", _MAX_ROWS))
-    hot = _hot(header)
+    layout, crossing = _parse_tensors(header, buffers, users=len(candidates), items=sum(candidates))
+    hot = HotRows.from_json(header["hot"]) if "hot" in header else None
     return DenseAsk(
         number=parse_number(header),
         candidates=candidates,
-        crossing=_decode(layout, buffers, counts),
+        crossing=crossing,
         layout=layout,
         mergeable=can_merge(layout, hot),
         hot=hot,
@@ -297,14 +277,7 @@ def done_message(
     """A batch's outputs, (N, ...) each. ``metrics``: what the HN counts, now and then."""
     items = next(iter(outputs.values())).shape[0]
     layout, counts = describe(outputs, users=items, items=items)
-    header = {
-        "kind": "done",
-        "number": number,
-        "n": items,
-        "ms": dense_ms,
-        "layout": layout.text,
-        "flat": list(counts.flat),
-    }
+    header = {"kind": "done", "number": number, "n": items, "ms": dense_ms, **_tensor_fields(layout, counts)}
     if metrics is not None:
         header["metrics"] = dict(metrics)
     return header, encode(layout, outputs, pool, timeout_s=SEND_S)
@@ -326,8 +299,8 @@ def parse_done(
     if error is not None:
         return asked, _parse_error([asked, *error, None] if isinstance(error, list) else error)[1]
     items = fields.integer(header, "n", 0, _MAX_ROWS)
-    counts = Counts(users=items, items=items, flat=fields.integers(header, "flat", _MAX_ROWS))
-    return asked, (_decode(_layout(header), own_buffers(buffers), counts), fields.number(header, "ms"))
+    _, outputs = _parse_tensors(header, own_buffers(buffers), users=items, items=items)
+    return asked, (outputs, fields.number(header, "ms"))
 
 
 def own_buffers(buffers: Sequence[memoryview]) -> list[memoryview]:
@@ -335,25 +308,16 @@ def own_buffers(buffers: Sequence[memoryview]) -> list[memoryview]:
     return [memoryview(bytearray(buffer)) for buffer in buffers]
 
 
-def _decode(layout: Layout, buffers: Sequence[memoryview], counts: Counts) -> dict[str, torch.Tensor]:
-    try:
-        return decode(layout, buffers, counts)
-    except LayoutError as error:
-        raise WireError(str(error)) from error
+def _tensor_fields(layout: Layout, counts: Counts) -> Header:
+    return {"layout": layout.text, "flat": list(counts.flat)}
 
 
-def _layout(header: Header) -> Layout:
-    try:
-        return parse_layout(fields.text(header, "layout", max_chars=MAX_LAYOUT_CHARS))
-    except LayoutError as error:
-        raise WireError(str(error)) from error
-
-
-def _hot(header: Header) -> HotRows | None:
-    try:
-        return HotRows.from_json(header["hot"]) if "hot" in header else None
-    except ValueError as error:
-        raise WireError(str(error)) from error
+def _parse_tensors(
+    header: Header, buffers: Sequence[memoryview], *, users: int, items: int
+) -> tuple[Layout, dict[str, torch.Tensor]]:
+    layout = parse_layout(fields.text(header, "layout", MAX_LAYOUT_CHARS))
+    counts = Counts(users=users, items=items, flat=fields.integers(header, "flat", _MAX_ROWS))
+    return layout, decode(layout, buffers, counts)
 
 
 def _times(timings: RankTimings) -> list[float]:

@@ -19,7 +19,7 @@ import torch
 from plait_disagg.errors import Busy, DeadlinePassed, RankError, Unavailable
 from plait_disagg.messages.flow import Flow, due_of, flow_field, parse_queued_s
 from plait_disagg.messages.hot_rows import HotRows, RowSavings, RowSender
-from plait_disagg.messages.wire import dense_message, parse_done
+from plait_disagg.messages.wire import SEND_S, VERSION, dense_message, parse_card, parse_done, role_payload
 from plait_disagg.protocols import RowSource, SparseHalf
 from plait_disagg.queue.batch import cut
 from plait_disagg.queue.between import Between
@@ -30,13 +30,13 @@ from plait_disagg.queue.order import Elsewhere
 from plait_disagg.queue.window import Window
 from plait_disagg.refresh.change import Change
 from plait_disagg.values import ModelCard, RankAnswer, RankTimings
-from plait_disagg.workers.calling import call, start_client
 from plait_fabric import Buffer, Message, Pool
 from plait_fabric.rpc.backoff import Backoff
 from plait_fabric.rpc.client import Client, Connect
-from plait_fabric.rpc.connection import Connection
-from plait_fabric.rpc.fields import WireError
+from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLost
+from plait_fabric.rpc.fields import Header, WireError
 from plait_fabric.rpc.metrics import read_metrics, sum_metrics
+from plait_fabric.threads import set_threads
 
 __all__ = ["CnCore"]
 
@@ -95,17 +95,23 @@ class CnCore:
         self._room = threading.Condition()
         self._windows: dict[Connection[_Batch], Window] = {}
         self._lookup_s = self._bytes = self._lost = self._late = 0.0
-        self._client: Client[_Batch] = start_client(
-            connect,
-            "dense",
-            on_card=self._on_card,
+        protocol = ClientProtocol(
+            version=VERSION,
+            hello=role_payload("dense"),
+            on_welcome=self._on_welcome,
             on_message=self._on_message,
             on_lost=self._on_lost,
+            send_timeout_s=SEND_S,
             answer_timeout_s=answer_timeout_s,
+        )
+        self._client: Client[_Batch] = Client(
+            connect,
+            protocol,
             name=f"cn {card.name}",
             count=hns,
             max_count=most_hns,
             backoff=backoff,
+            on_thread=partial(set_threads, 1),
         )
         self._loop: ComputeLoop[Job] = ComputeLoop(
             self._work,
@@ -228,20 +234,20 @@ class CnCore:
         batch = _Batch(jobs=jobs, began_s=self._clock(), wire=knobs.wire, version=self._card.version)
         try:
             self._send(connection, batch, knobs)
-        except Unavailable as error:  # the connection was lost since it was chosen
+        except ConnectionLost as error:  # since it was chosen
             connection.rest()
-            self._ask_another(batch, error)
+            self._ask_another(batch, Unavailable(f"the HN: {error}"))
 
     def _send(self, connection: Connection[_Batch], batch: _Batch, knobs: WorkerKnobs) -> None:
         requests = [job.request for job in batch.jobs]
         if self._source is None or not knobs.cache_rows:
             crossing = self._sparse.run(requests)
-            call(connection, batch, partial(self._pack, connection, batch, lambda _: (crossing, None)))
+            connection.call(batch, partial(self._pack, connection, batch, lambda _: (crossing, None)))
             return
         ids = self._source.run_ids(requests)
         try:
             crossing_ids: _Crossing = lambda pool: self._sender(connection, pool, knobs).encode(ids)  # noqa: E731
-            call(connection, batch, partial(self._pack, connection, batch, crossing_ids))
+            connection.call(batch, partial(self._pack, connection, batch, crossing_ids))
         except BaseException:
             self._senders.pop(connection, None)  # whether the HN has seen the batch is not known
             raise
@@ -276,7 +282,8 @@ class CnCore:
 
     # On a connection's thread.
 
-    def _on_card(self, connection: Connection[_Batch], card: ModelCard) -> None:
+    def _on_welcome(self, connection: Connection[_Batch], payload: Header) -> None:
+        card = parse_card(payload)
         mine = self._card.name, self._card.packaged or self._card.version
         theirs = card.name, card.packaged or card.version
         if mine != theirs:  # refreshes are the batches' business: each names the dense version that it wants

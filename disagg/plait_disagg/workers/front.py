@@ -5,22 +5,27 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from plait_disagg.errors import BadInput, RankError
 from plait_disagg.messages.layout import layout_of_inputs
 from plait_disagg.messages.wire import (
+    SEND_S,
+    VERSION,
     answers_message,
+    card_payload,
+    check_role,
     own_buffers,
     parse_number,
     parse_rank,
     version_header,
 )
 from plait_disagg.queue.jobs import Core, Job, Outcome
-from plait_disagg.workers.serving import start_server
 from plait_fabric import Listener, Message
 from plait_fabric.rpc.fields import WireError
-from plait_fabric.rpc.server import Peer
+from plait_fabric.rpc.server import Peer, Server, ServerProtocol
+from plait_fabric.threads import set_threads
 
 __all__ = ["Front"]
 
@@ -39,14 +44,16 @@ class Front:
         self._card = core.card
         self._layout = layout_of_inputs(core.card.inputs)
         self._sinks: dict[int, _PeerSink] = {}
-        self._server = start_server(
-            "rank",
-            lambda: core.card,
-            listeners,
+        protocol = ServerProtocol(
+            version=VERSION,
+            on_hello=partial(check_role, role="rank"),
+            welcome=lambda: card_payload(core.card),
             on_message=self._on_message,
             on_lost=self._on_lost,
             metrics=core.metrics,
+            send_timeout_s=SEND_S,
         )
+        self._server = Server(protocol, listeners, name="rank", on_thread=partial(set_threads, 1))
 
     @property
     def addresses(self) -> tuple[str, ...]:

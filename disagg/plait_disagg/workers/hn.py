@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -17,7 +18,11 @@ from plait_disagg.errors import RankError, Unavailable
 from plait_disagg.messages.flow import Flow, parse_flow
 from plait_disagg.messages.hot_rows import RowReceiver
 from plait_disagg.messages.wire import (
+    SEND_S,
+    VERSION,
     DenseAsk,
+    card_payload,
+    check_role,
     done_message,
     failed_header,
     parse_dense,
@@ -29,10 +34,10 @@ from plait_disagg.queue.loop import ComputeLoop
 from plait_disagg.refresh.change import KEPT, Change
 from plait_disagg.tables.cache import OutOfStep
 from plait_disagg.values import ModelCard
-from plait_disagg.workers.serving import start_server
 from plait_fabric import FabricError, Listener, Message
 from plait_fabric.rpc.fields import WireError
-from plait_fabric.rpc.server import Peer
+from plait_fabric.rpc.server import Peer, Server, ServerProtocol
+from plait_fabric.threads import set_threads
 
 __all__ = ["HnWorker"]
 
@@ -105,9 +110,16 @@ class HnWorker:
         self._loop: ComputeLoop[_Dense] = ComputeLoop(
             self._work, name=f"hn {card.name}", knobs=knobs or WorkerKnobs(), clock=clock, refuses=False
         )
-        self._server = start_server(
-            "dense", lambda: card, listeners, on_message=self._on_message, on_lost=self._on_lost, metrics=self.metrics
+        protocol = ServerProtocol(
+            version=VERSION,
+            on_hello=partial(check_role, role="dense"),
+            welcome=lambda: card_payload(card),
+            on_message=self._on_message,
+            on_lost=self._on_lost,
+            metrics=self.metrics,
+            send_timeout_s=SEND_S,
         )
+        self._server = Server(protocol, listeners, name="dense", on_thread=partial(set_threads, 1))
 
     @property
     def addresses(self) -> tuple[str, ...]:

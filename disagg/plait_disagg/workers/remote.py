@@ -6,21 +6,31 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from plait_disagg.errors import BadInput, Busy, DeadlinePassed, RankError, Unavailable
 from plait_disagg.messages.layout import Layout, layout_of_inputs
-from plait_disagg.messages.wire import cancel_header, parse_answers, parse_version, rank_message
+from plait_disagg.messages.wire import (
+    SEND_S,
+    VERSION,
+    cancel_header,
+    parse_answers,
+    parse_card,
+    parse_version,
+    rank_message,
+    role_payload,
+)
 from plait_disagg.queue.delay import Delay
-from plait_disagg.queue.jobs import Job, Outcome, settle
+from plait_disagg.queue.jobs import Job, Outcome, as_rank_error, settle
 from plait_disagg.values import ModelCard, RankAnswer
-from plait_disagg.workers.calling import call, start_client
 from plait_disagg.workers.ranker import CoreRanker
-from plait_fabric import Message
+from plait_fabric import FabricError, Message
 from plait_fabric.rpc.backoff import Backoff
 from plait_fabric.rpc.client import Client, Connect
-from plait_fabric.rpc.connection import Connection, ConnectionLost, bare
-from plait_fabric.rpc.fields import WireError
+from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLost, bare
+from plait_fabric.rpc.fields import Header, WireError
 from plait_fabric.rpc.metrics import read_metrics, sum_metrics
+from plait_fabric.threads import set_threads
 
 __all__ = ["RemoteCore", "RemoteRanker"]
 
@@ -54,18 +64,24 @@ class RemoteCore:
         self._way = Delay()
         self._stopping = False
         self._requests = self._lost = 0
-        self._client: Client[Job] = start_client(
-            connect,
-            "rank",
-            on_card=self._on_card,
+        protocol = ClientProtocol(
+            version=VERSION,
+            hello=role_payload("rank"),
+            on_welcome=self._on_welcome,
             on_message=self._on_message,
             on_lost=self._on_lost,
+            send_timeout_s=SEND_S,
             answer_timeout_s=answer_timeout_s,
+        )
+        self._client: Client[Job] = Client(
+            connect,
+            protocol,
             name=f"ingress {model}",
             count=replicas,
             max_count=most_replicas,
             window=window,
             backoff=backoff,
+            on_thread=partial(set_threads, 1),
         )
 
     @property
@@ -95,7 +111,11 @@ class RemoteCore:
             raise Unavailable(f"model {self._model}: {self._client.why_down}")
         try:
             request = replace(job.request, deadline_s=self._due_there_s(job))
-            call(connection, job, lambda number, pool: rank_message(number, request, self._layouts[connection], pool))
+            connection.call(job, lambda number, pool: rank_message(number, request, self._layouts[connection], pool))
+        except ConnectionLost as error:
+            raise Unavailable(str(error)) from error
+        except FabricError as error:
+            raise as_rank_error(error) from error
         except (KeyError, ValueError) as error:  # it was checked against the card of another version
             raise BadInput(f"the request does not fit model {self._model}: {error}") from error
 
@@ -140,7 +160,8 @@ class RemoteCore:
 
     # On a connection's thread.
 
-    def _on_card(self, connection: Connection[Job], card: ModelCard) -> None:
+    def _on_welcome(self, connection: Connection[Job], payload: Header) -> None:
+        card = parse_card(payload)
         if card.name != self._model:
             raise WireError(f"the worker ranks with {card.name!r}, not {self._model!r}")
         self._layouts[connection] = layout_of_inputs(card.inputs)

@@ -1,7 +1,7 @@
 """The asking end of a channel: calls leave from their callers' threads, answers come in on the one that reads.
 
-The reading thread lets an answer cross the wire while the caller computes, and a large question leave while a large
-answer arrives. Whoever made a call hears of it exactly once: by an answer that is taken, or by ``on_lost``.
+So an answer crosses the wire while the caller computes, and a large question leaves while a large answer arrives.
+Whoever made a call hears of it exactly once: by an answer that is taken, or by ``on_lost``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from plait_fabric.errors import FabricError, FabricTimeout, RecvTimeout
 from plait_fabric.memory.pool import Pool
 from plait_fabric.protocols import Buffer, Channel, Header
 from plait_fabric.rpc.fields import WireError
-from plait_fabric.rpc.handshake import HANDSHAKE_S, Handshake
+from plait_fabric.rpc.handshake import HANDSHAKE_S, greeting, read_greeting
 from plait_fabric.rpc.replicas import Link
 from plait_fabric.values import Message
 
@@ -58,15 +58,14 @@ class ConnectionLost(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientProtocol(Generic[T]):
-    """What a workload says and hears on its connections. ``T`` is what it wants to remember of a call.
+    """What a workload says and hears as a client. ``T`` is what it wants to remember of a call.
 
-    The callbacks run on the thread that attaches or reads. ``on_welcome`` may refuse the server by raising
-    `WireError`. ``on_message`` owns the message, and raises `WireError` to hang up. ``on_lost`` gets the calls that
-    will not be answered any more, and why. A server that answers nothing for ``answer_timeout_s`` is lost, if that is
-    given.
+    The callbacks run on the thread that attaches or reads. ``on_welcome`` and ``on_message``, which owns the message,
+    may raise `WireError` to hang up. ``on_lost`` gets the calls that will not be answered any more, and why. A call
+    that is older than ``answer_timeout_s``, if that is given, costs the connection.
     """
 
-    handshake: Handshake
+    version: int
     hello: Mapping[str, Any]
     on_welcome: Callable[[Connection[T], Mapping[str, Any]], None]
     on_message: Callable[[Connection[T], Message], None]
@@ -107,10 +106,9 @@ class Connection(Generic[T]):
         """Greet the replica and use its channel. Raises `ConnectionLost`, with the channel closed."""
         protocol, channel = self._protocol, link.channel
         try:
-            channel.send(protocol.handshake.hello(protocol.hello), timeout_s=protocol.send_timeout_s)
+            channel.send(greeting("hello", protocol.version, protocol.hello), timeout_s=protocol.send_timeout_s)
             with channel.recv(HANDSHAKE_S) as message:
-                welcome = protocol.handshake.read_welcome(message.header)
-            protocol.on_welcome(self, welcome)
+                protocol.on_welcome(self, read_greeting("welcome", protocol.version, message.header))
         except BaseException as error:
             channel.close()
             if not isinstance(error, FabricError | WireError):

@@ -16,7 +16,7 @@ MAX_INTEGER = 2**53 - 1
 _MAX_ENTRIES = 4_096
 
 
-class WireError(Exception):
+class WireError(ValueError):
     """The peer sent what no correct peer sends; the channel is to be closed."""
 
 

@@ -2,44 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from plait_fabric.rpc.fields import Header, WireError
 
-__all__ = ["HANDSHAKE_S", "Handshake"]
+__all__ = ["HANDSHAKE_S", "greeting", "read_greeting"]
 
 HANDSHAKE_S = 10.0
 """How long a client may take to say hello, or a server to answer it; a thread of its own does, whatever it computes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Handshake:
-    """``version``: of all messages of the workload; both sides of a channel must have the same."""
+def greeting(op: Literal["hello", "welcome"], version: int, payload: Header) -> dict[str, Any]:
+    """Make a client's hello or a server's welcome. ``version``: of all messages of the workload."""
+    return {"op": op, "version": version, **payload}
 
-    version: int
 
-    def hello(self, payload: Header) -> dict[str, Any]:
-        """Make the first message of a client."""
-        return {"op": "hello", "version": self.version, **payload}
-
-    def welcome(self, payload: Header) -> dict[str, Any]:
-        """Make the server's answer to it."""
-        return {"op": "welcome", "version": self.version, **payload}
-
-    def read_hello(self, header: Header) -> Mapping[str, Any]:
-        """Return the client's payload. Raises `WireError`."""
-        return self._read(header, "hello", "client")
-
-    def read_welcome(self, header: Header) -> Mapping[str, Any]:
-        """Return the server's payload. Raises `WireError`."""
-        return self._read(header, "welcome", "server")
-
-    def _read(self, header: Header, op: str, peer: str) -> Mapping[str, Any]:
-        if header.get("op") != op:
-            raise WireError(f"the {peer} must begin with {op}, version {self.version}")
-        if header.get("version") != self.version:
-            raise WireError(f"the {peer} speaks version {header.get('version')!s:.20}, this side {self.version}")
-        own = ("op", "version")
-        return {key: value for key, value in header.items() if key not in own and not key.startswith("_")}
+def read_greeting(op: Literal["hello", "welcome"], version: int, header: Header) -> dict[str, Any]:
+    """Return the payload of one. Raises `WireError`, also if it is of another version."""
+    if header.get("op") != op:
+        raise WireError(f"the peer must begin with {op}, version {version}")
+    if header.get("version") != version:
+        raise WireError(f"the peer speaks version {header.get('version')!s:.20}, this side {version}")
+    own = ("op", "version", "_tensors")
+    return {field: value for field, value in header.items() if field not in own}

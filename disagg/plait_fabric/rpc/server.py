@@ -20,7 +20,7 @@ from plait_fabric.memory.pool import Pool
 from plait_fabric.protocols import Buffer, Channel, Header, Listener
 from plait_fabric.rpc.connection import Pack
 from plait_fabric.rpc.fields import WireError
-from plait_fabric.rpc.handshake import HANDSHAKE_S, Handshake
+from plait_fabric.rpc.handshake import HANDSHAKE_S, greeting, read_greeting
 from plait_fabric.rpc.metrics import Metrics, ThrottledMetrics
 from plait_fabric.values import Message
 
@@ -108,7 +108,7 @@ class ServerProtocol:
     of messages unread is hung up on after ``send_timeout_s``.
     """
 
-    handshake: Handshake
+    version: int
     on_hello: Callable[[Mapping[str, Any]], None]
     welcome: Callable[[], Mapping[str, Any]]
     on_message: Callable[[Peer, Message], None]
@@ -222,9 +222,10 @@ class Server:
     def _greet(self, peer: Peer) -> None:
         protocol = self._protocol
         with peer.channel.recv(HANDSHAKE_S) as message:
-            protocol.on_hello(protocol.handshake.read_hello(message.header))
+            protocol.on_hello(read_greeting("hello", protocol.version, message.header))
         announced = self._announced
-        peer.channel.send(protocol.handshake.welcome(protocol.welcome()), timeout_s=protocol.send_timeout_s)
+        welcome = greeting("welcome", protocol.version, protocol.welcome())
+        peer.channel.send(welcome, timeout_s=protocol.send_timeout_s)
         peer.is_greeted = True
         if self._announced is not None and self._announced is not announced:
             peer.send(self._announced)

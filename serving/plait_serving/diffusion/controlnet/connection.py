@@ -14,7 +14,7 @@ from plait_fabric.rpc.fields import Header, WireError
 from plait_fabric.rpc.replicas import Link
 from plait_fabric.tensors import pack_tensors, tensors_of
 from plait_serving.diffusion.controlnet.wire import (
-    HANDSHAKE,
+    VERSION,
     Call,
     Tensors,
     close_header,
@@ -51,7 +51,7 @@ class ControlNetConnection:
         self._timeout_s = timeout_s
         self._connection: Connection[StepCall] = Connection(
             ClientProtocol(
-                handshake=HANDSHAKE,
+                version=VERSION,
                 hello={},
                 on_welcome=self._on_welcome,
                 on_message=self._on_message,

@@ -24,8 +24,8 @@ from plait_fabric.threads import set_threads
 from plait_serving.diffusion.controlnet.model import ControlNetModelRunner, Rows
 from plait_serving.diffusion.controlnet.sessions import SessionTable
 from plait_serving.diffusion.controlnet.wire import (
-    HANDSHAKE,
     UNKNOWN_SESSION,
+    VERSION,
     Call,
     Close,
     Open,
@@ -173,7 +173,7 @@ class ControlNetService:
         self._compute = threading.Thread(target=self._run, name=f"controlnet {name}", daemon=True)
         self._compute.start()
         protocol = ServerProtocol(
-            handshake=HANDSHAKE,
+            version=VERSION,
             on_hello=lambda payload: only(payload, set()),
             welcome=lambda: welcome_payload(name),
             on_message=self._on_message,

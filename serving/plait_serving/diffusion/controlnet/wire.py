@@ -24,15 +24,14 @@ import torch
 
 from plait_fabric.rpc import fields
 from plait_fabric.rpc.fields import Header, WireError
-from plait_fabric.rpc.handshake import Handshake
 from plait_serving.diffusion.errors import EngineError, ModelError, NotFound, OutOfMemory, RequestError
 from plait_serving.diffusion.protocols import Conditioning, Residuals
 from plait_serving.diffusion.values import RgbImage
 
 __all__ = [
-    "HANDSHAKE",
     "LARGEST_CALLS",
     "UNKNOWN_SESSION",
+    "VERSION",
     "Call",
     "Close",
     "Open",
@@ -51,7 +50,9 @@ __all__ = [
     "welcome_payload",
 ]
 
-HANDSHAKE = Handshake(version=1)
+VERSION = 1
+"""Of all that is defined here; both sides of a channel must have the same."""
+
 UNKNOWN_SESSION = "unknown_session"
 """A call's error code that asks the client to open the session again: it was never seen, or was pushed out."""
 

@@ -14,7 +14,7 @@ from plait_disagg.errors import BadInput, Busy, DeadlinePassed, RankError, Unava
 from plait_disagg.messages.cards import card_from_json, card_to_json
 from plait_disagg.messages.layout import Counts, LayoutError, decode, describe, encode, layout_of_inputs, parse_layout
 from plait_disagg.messages.wire import (
-    HANDSHAKE,
+    VERSION,
     answers_message,
     check_role,
     dense_message,
@@ -33,6 +33,7 @@ from plait_disagg.queue.batch import cut
 from plait_disagg.values import RankAnswer, RankTimings
 from plait_fabric.memory.pool import Pool
 from plait_fabric.rpc.fields import WireError
+from plait_fabric.rpc.handshake import read_greeting
 from plait_fabric.rpc.metrics import ThrottledMetrics, read_metrics, sum_metrics
 from plait_fabric.transport.inproc import pair
 from support import ranking as kit
@@ -49,7 +50,7 @@ def test_a_card_survives_the_wire() -> None:
     """Every field, and what is no card is refused."""
     card = dataclasses.replace(kit.CARD, items=12, mode="split")
     assert card_from_json(card_to_json(card)) == card
-    assert parse_card(HANDSHAKE.read_welcome(welcome_header(card))) == card
+    assert parse_card(read_greeting("welcome", VERSION, welcome_header(card))) == card
     for field in card_to_json(card):
         data = card_to_json(card)
         del data[field]
@@ -57,7 +58,7 @@ def test_a_card_survives_the_wire() -> None:
             card_from_json(data)
         with pytest.raises(WireError):
             broken = {**welcome_header(card), "card": {**card_to_json(card), field: object()}} | {"version": 0}
-            parse_card(HANDSHAKE.read_welcome(broken))
+            parse_card(read_greeting("welcome", VERSION, broken))
 
 
 def test_outcomes_survive_the_wire() -> None:
@@ -181,9 +182,9 @@ def test_no_header_gets_past_the_parsers(data: st.DataObject) -> None:
         (done_message(1, kit.expected(request), 1.0, POOL), parse_done),
         ((failed_header(1, Busy("x")), []), parse_done),
         (({"metrics": {"rows": 1}}, []), lambda header, _: read_metrics(header)),
-        ((welcome_header(kit.CARD), []), lambda header, _: parse_card(HANDSHAKE.read_welcome(header))),
+        ((welcome_header(kit.CARD), []), lambda header, _: parse_card(read_greeting("welcome", VERSION, header))),
         ((version_header("2"), []), lambda header, _: parse_version(header)),
-        ((hello_header("rank"), []), lambda header, _: check_role(HANDSHAKE.read_hello(header), "rank")),
+        ((hello_header("rank"), []), lambda header, _: check_role(read_greeting("hello", VERSION, header), "rank")),
     ]
     (header, buffers), parse = data.draw(st.sampled_from(parsers))
     changed = {**header}
