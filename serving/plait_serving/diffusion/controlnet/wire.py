@@ -32,6 +32,7 @@ __all__ = [
     "LARGEST_CALLS",
     "UNKNOWN_SESSION",
     "VERSION",
+    "Answer",
     "Call",
     "Close",
     "Open",
@@ -107,12 +108,16 @@ class Close:
 Request: TypeAlias = Open | Step | Close
 
 
+Answer: TypeAlias = Residuals | tuple[str, str]
+"""Of one call: residuals, or ``(code, message)``."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reply:
-    """The answer to a step: one `Residuals`, or one ``(code, message)``, for each call in order."""
+    """The answer to a step: one for each call in order."""
 
     seq: int
-    answers: tuple[Residuals | tuple[str, str], ...]
+    answers: tuple[Answer, ...]
 
 
 def welcome_payload(controlnet: str) -> Header:
