@@ -40,7 +40,20 @@ class Peer:
         self._send_timeout_s = protocol.send_timeout_s
         self._room = threading.Semaphore(protocol.backlog or 1)
         self._replies: queue.SimpleQueue[Pack | None] = queue.SimpleQueue()
-        self.threads: list[threading.Thread] = []
+        self._backlog = protocol.backlog
+        self._threads: list[threading.Thread] = []
+
+    def start(self, receive: Callable[[], None], *, name: str) -> None:
+        """Start its threads."""
+        targets = [receive] if self._backlog is None else [self._send_replies, receive]
+        self._threads = [threading.Thread(target=target, name=name, daemon=True) for target in targets]
+        for thread in self._threads:
+            thread.start()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for its threads; call `hang_up` first."""
+        for thread in self._threads:
+            thread.join(timeout_s)
 
     @property
     def pool(self) -> Pool:
@@ -80,13 +93,12 @@ class Peer:
         """Close the channel, after what is to be sent was sent or ``flush_s`` passed."""
         self._replies.put(None)
         if flush_s > 0:
-            for thread in self.threads[1:]:
+            for thread in self._threads[:-1]:
                 thread.join(flush_s)
         self.channel.close()
         self._room.release()
 
-    def send_replies(self) -> None:
-        """Send what `reply` is given, until the client is hung up on."""
+    def _send_replies(self) -> None:
         while (pack := self._replies.get()) is not None:
             try:
                 header, buffers = pack(self.pool)
@@ -181,27 +193,21 @@ class Server:
         for peer in peers:
             peer.hang_up(flush_s)
         if flush_s > 0:
-            for thread in (thread for peer in peers for thread in peer.threads):
-                thread.join(flush_s)
+            for peer in peers:
+                peer.join(flush_s)
 
     def _admit(self, channel: Channel) -> None:
         with self._lock:
-            refused = self._stopped or len(self._peers) >= self._protocol.max_peers
-            if refused:
-                self.refused += 1
-            else:
+            is_welcome = not self._stopped and len(self._peers) < self._protocol.max_peers
+            if is_welcome:
                 self._numbers += 1
                 peer = self._peers[self._numbers] = Peer(self._numbers, channel, self._protocol)
-        if refused:
+                peer.start(partial(self._receive, peer), name=f"{self._name} {peer.number}")
+            else:
+                self.refused += 1
+        if not is_welcome:
             _log.warning("%s: too many channels; %s is refused", self._name, channel.peer)
             channel.close()
-            return
-        targets = [partial(self._receive, peer)] + ([] if self._protocol.backlog is None else [peer.send_replies])
-        peer.threads = [
-            threading.Thread(target=target, name=f"{self._name} {peer.number}", daemon=True) for target in targets
-        ]
-        for thread in peer.threads:
-            thread.start()
 
     def _receive(self, peer: Peer) -> None:
         self._on_thread()
