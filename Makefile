@@ -5,14 +5,15 @@ CONFIG ?=
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: setup serve test demo check bench starter clean
+.PHONY: setup serve test test-slow demo check bench starter clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make setup   .venv with everything in it (says first what it downloads)"
 	@echo "make serve   set up, then the server on 127.0.0.1:8000   [CONFIG=plait.yaml]"
 	@echo "make demo    set up, start, make pictures into out/demo, stop"
-	@echo "make test    set up, then the whole test suite           [ARGS='-k lora']"
+	@echo "make test    set up, then the test suite                 [ARGS='-k lora']"
+	@echo "make test-slow  the tests that 'make test' leaves out, one at a time"
 	@echo "make check   ruff, mypy strict, import-linter"
 	@echo "make bench   the side-by-side benchmarks                 [ARGS='images --quick']"
 	@echo "make starter train the starter models again (npm, hours)"
@@ -29,7 +30,11 @@ demo: setup
 	$(BIN)/plait demo --out out/demo
 
 test: setup
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow" $(ARGS)
+
+# pytest ends with 5 where no test is slow.
+test-slow: setup
+	$(BIN)/python -m pytest -m slow $(ARGS) || [ $$? -eq 5 ]
 
 check: setup
 	$(BIN)/ruff check

@@ -22,6 +22,8 @@ from support.tiny import (
     tiny_sdxl_folder,
 )
 
+pytest_plugins = ["support.skips", "pytester"]
+
 __all__ = [
     "shared_serve",
     "tiny_models",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
@@ -83,12 +83,6 @@ def usable_runs(runs: Iterable[LibraryRun], space: Space, objective: Objective) 
         if any(trial.outcome.failure is None for trial in usable.trials):
             found.append(replace(run, trials=usable.trials))
     return tuple(found)
-
-
-def why_unusable(runs: Sequence[LibraryRun], space: Space, objective: Objective) -> str:
-    """A sentence per run that can not be used at all; empty if all can, at least in part."""
-    all_usable = [usable_for(run, space, objective) for run in runs]
-    return "\n".join(str(usable) for usable in all_usable if not usable.trials)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from plait_autoconfig.errors import ObjectiveError
-from plait_autoconfig.values import Cell, Outcome, Trial, cells_of
+from plait_autoconfig.values import Cell, Trial, TrialOutcome, cells_of
 
 GOODPUT_PER_COST = "goodput_per_cost"
 """Goodput (responses per second inside the SLO) per price unit and hour."""
@@ -112,11 +112,11 @@ class Objective:
         """The metrics that a trial must measure."""
         return tuple(dict.fromkeys([*(goal.metric for goal in self.goals), *(limit.metric for limit in self.limits)]))
 
-    def losses(self, outcome: Outcome) -> tuple[float, ...] | None:
+    def losses(self, outcome: TrialOutcome) -> tuple[float, ...] | None:
         """One number per goal, lower is better; None for a failed trial."""
         return None if outcome.failure is not None else tuple(goal.loss(outcome.metrics) for goal in self.goals)
 
-    def loss(self, outcome: Outcome) -> float | None:
+    def loss(self, outcome: TrialOutcome) -> float | None:
         """The loss of the only goal, lower is better; None for a failed trial. `ObjectiveError` with several goals."""
         self.require_one_goal()
         losses = self.losses(outcome)
@@ -129,15 +129,15 @@ class Objective:
             raise ObjectiveError(msg)
         return self.goals[0]
 
-    def excesses(self, outcome: Outcome) -> dict[str, float]:
+    def excesses(self, outcome: TrialOutcome) -> dict[str, float]:
         """By limit, how far beyond it (`Limit.excess`; negative: room is left). Empty for a failed trial."""
         return {} if outcome.failure is not None else {str(each): each.excess(outcome.metrics) for each in self.limits}
 
-    def violations(self, outcome: Outcome) -> dict[str, float]:
+    def violations(self, outcome: TrialOutcome) -> dict[str, float]:
         """By limit, how far beyond it; 0: it is kept. Empty for a failed trial."""
         return {name: max(0.0, excess) for name, excess in self.excesses(outcome).items()}
 
-    def feasible(self, outcome: Outcome) -> bool:
+    def feasible(self, outcome: TrialOutcome) -> bool:
         """It ran, and keeps every limit."""
         return outcome.failure is None and all(excess <= 0.0 for excess in self.excesses(outcome).values())
 
@@ -193,16 +193,6 @@ class Objective:
 def max_goodput_per_cost(*limits: Limit) -> Objective:
     """The most responses in time for the money."""
     return Objective((maximise(GOODPUT_PER_COST),), limits)
-
-
-def min_cost_at_rate(rate_per_s: float, *limits: Limit) -> Objective:
-    """The cheapest deployment that answers ``rate_per_s`` requests per second in time."""
-    return Objective((minimise(COST_PER_HOUR),), (at_least(GOODPUT_PER_S, rate_per_s), *limits))
-
-
-def min_p99_at_rate(rate_per_s: float, *limits: Limit) -> Objective:
-    """The fastest deployment that answers ``rate_per_s`` requests per second."""
-    return Objective((minimise(P99_MS),), (at_least(GOODPUT_PER_S, rate_per_s), *limits))
 
 
 _GOAL = re.compile(r"(max|min)\s+(\w+)(?:\s+at\s+rate\s+([0-9.eE+-]+))?")

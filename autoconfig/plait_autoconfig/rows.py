@@ -2,8 +2,8 @@
 
 A line has ``plait_library`` (the version of this format, 1), ``kind`` (``run`` or ``trial``) and the fields of
 `LibraryRun` or `Trial`; a trial names its run. A last line that breaks off is dropped: a writer died. Lines of a later
-version are kept as they are (`Foreign`), marked, and written back by `dump_lines`. Anything else that is wrong is a
-`LibraryError` with the number of the line.
+version are kept as they are (`UnreadableLine`), marked, and written back by `dump_lines`. Anything else that is wrong
+is a `LibraryError` with the number of the line.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pydantic import ValidationError as PydanticError
 
 from plait_autoconfig.errors import LibraryError, TunerError
 from plait_autoconfig.library import LibraryRun
-from plait_autoconfig.values import FailureKind, Hardware, Outcome, Trial
+from plait_autoconfig.values import FailureKind, Hardware, Trial, TrialOutcome
 
 FORMAT = 1
 
@@ -95,7 +95,7 @@ _LINE: TypeAdapter[RunRow | TrialRow] = TypeAdapter(Annotated[RunRow | TrialRow,
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Foreign:
+class UnreadableLine:
     """A line that this version can not read, kept as it is, and why."""
 
     text: str
@@ -103,15 +103,15 @@ class Foreign:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
+class LoadedLines:
     """What was read. ``torn``: the last line broke off and was dropped."""
 
     runs: tuple[LibraryRun, ...]
-    foreign: tuple[Foreign, ...] = ()
+    foreign: tuple[UnreadableLine, ...] = ()
     torn: bool = False
 
 
-def dump_lines(runs: Iterable[LibraryRun], foreign: Iterable[Foreign] = ()) -> Iterator[str]:
+def dump_lines(runs: Iterable[LibraryRun], foreign: Iterable[UnreadableLine] = ()) -> Iterator[str]:
     """The lines of runs (and what was kept of a later version), without line ends."""
     for run in runs:
         yield run_line(run)
@@ -121,11 +121,11 @@ def dump_lines(runs: Iterable[LibraryRun], foreign: Iterable[Foreign] = ()) -> I
         yield each.text
 
 
-def load_lines(lines: Iterable[str]) -> Loaded:
+def load_lines(lines: Iterable[str]) -> LoadedLines:
     """Reads lines in any order of runs; see the module docstring. Raises `LibraryError` naming the line."""
     runs: dict[str, LibraryRun] = {}
     trials: dict[str, list[Trial]] = {}
-    foreign: list[Foreign] = []
+    foreign: list[UnreadableLine] = []
     texts = [(number, text.strip()) for number, text in enumerate(lines, 1) if text.strip()]
     for position, (number, text) in enumerate(texts):
         try:
@@ -137,7 +137,7 @@ def load_lines(lines: Iterable[str]) -> Loaded:
             raise LibraryError(msg) from error
         if _is_later(fields):
             reason = f"line {number} has format {fields['plait_library']}, this version reads {FORMAT}"
-            foreign.append(Foreign(text=text, reason=reason))
+            foreign.append(UnreadableLine(text=text, reason=reason))
             continue
         row = _row(text, number)
         if isinstance(row, TrialRow):
@@ -214,7 +214,7 @@ def _run(row: RunRow) -> LibraryRun:
 
 def _trial(row: TrialRow, number: int) -> Trial:
     try:
-        outcome = Outcome(metrics=row.metrics, failure=row.failure, detail=row.detail)
+        outcome = TrialOutcome(metrics=row.metrics, failure=row.failure, detail=row.detail)
     except TunerError as error:
         msg = f"{_where(number)}: {error}"
         raise LibraryError(msg) from error
@@ -223,7 +223,7 @@ def _trial(row: TrialRow, number: int) -> Trial:
 
 
 def _joined(
-    runs: Mapping[str, LibraryRun], trials: Mapping[str, list[Trial]], foreign: Iterable[Foreign], *, torn: bool
-) -> Loaded:
+    runs: Mapping[str, LibraryRun], trials: Mapping[str, list[Trial]], foreign: Iterable[UnreadableLine], *, torn: bool
+) -> LoadedLines:
     whole = tuple(replace(run, trials=tuple(trials[run_id])) for run_id, run in runs.items())
-    return Loaded(runs=whole, foreign=tuple(foreign), torn=torn)
+    return LoadedLines(runs=whole, foreign=tuple(foreign), torn=torn)

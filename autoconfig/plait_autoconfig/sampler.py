@@ -23,14 +23,14 @@ from plait_autoconfig.designers.protocols import Designer
 from plait_autoconfig.errors import DesignerError, OutsideSpace, TrialFailed
 from plait_autoconfig.objective import Objective
 from plait_autoconfig.space import Space
-from plait_autoconfig.values import Config, FailureKind, Outcome, Trial
+from plait_autoconfig.values import Config, FailureKind, Trial, TrialOutcome
 
 FAILURE = "failure"
 _FIXED = "fixed_params"  # where Optuna keeps the parameters of an enqueued trial
 _logger = logging.getLogger(__name__)
 
 
-def report(trial: OptunaTrial, objective: Objective, outcome: Outcome) -> tuple[float, ...]:
+def report(trial: OptunaTrial, objective: Objective, outcome: TrialOutcome) -> tuple[float, ...]:
     """Sets the constraints of a trial and returns what the objective function should return.
 
     A failed outcome is noted in the trial's attributes and raised as `TrialFailed`, for Optuna to record a FAIL: give
@@ -107,12 +107,12 @@ class DesignerSampler(BaseSampler):
         except OutsideSpace as error:
             _logger.warning("trial %d of the study teaches nothing: %s", trial.number, error)
 
-    def _outcome(self, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> Outcome:
+    def _outcome(self, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> TrialOutcome:
         kind = trial.user_attrs.get(FAILURE)
         if kind is not None:
-            return Outcome.failed(FailureKind(kind))
+            return TrialOutcome.failed(FailureKind(kind))
         if state is not TrialState.COMPLETE or values is None:
-            return Outcome.failed(FailureKind.TIME_OUT if state is TrialState.PRUNED else FailureKind.CRASH)
+            return TrialOutcome.failed(FailureKind.TIME_OUT if state is TrialState.PRUNED else FailureKind.CRASH)
         metrics = {}
         for limit in self._objective.limits:
             excess = trial.constraints.get(str(limit))
@@ -121,7 +121,7 @@ class DesignerSampler(BaseSampler):
                 raise DesignerError(msg)
             metrics[limit.metric] = limit.metric_at(excess)
         metrics.update({goal.metric: value for goal, value in zip(self._objective.goals, values, strict=True)})
-        return Outcome(metrics=metrics)
+        return TrialOutcome(metrics=metrics)
 
     def _is_whole(self, config: Config) -> bool:
         try:

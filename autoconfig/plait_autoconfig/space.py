@@ -1,7 +1,7 @@
 """The search space: knobs, constraints between them, and the cells, the configurations that satisfy all of it.
 
-A designer looks at all cells at once, so there are at most `MOST_CELLS`. A larger or continuous space is stood for by
-`MOST_SAMPLED` cells of a Sobol sequence with a fixed seed: every designer, in every process, sees the same ones.
+A designer looks at all cells at once, so there are at most `MAX_CELLS`. A larger or continuous space is stood for by
+`MAX_SAMPLED` cells of a Sobol sequence with a fixed seed: every designer, in every process, sees the same ones.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from plait_autoconfig.values import Config, Value
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
 
-MOST_CELLS = 20_000
-MOST_SAMPLED = 4_096
-_MOST_DRAWN = 1 << 17  # draws in search of sampled cells: at 1 valid cell in 32 the sample is still complete
-_MOST_VISITS = 1_000_000  # steps in the tree of partial configurations: about a second
+MAX_CELLS = 20_000
+MAX_SAMPLED = 4_096
+_MAX_DRAWN = 1 << 17  # draws in search of sampled cells: at 1 valid cell in 32 the sample is still complete
+_MAX_VISITS = 1_000_000  # steps in the tree of partial configurations: about a second
 
 
 @dataclass(frozen=True)
@@ -134,18 +134,18 @@ class Space:
 
     def _listed(self, constraints: Sequence[Constraint]) -> tuple[Config, ...] | None:
         try:
-            cells = tuple(itertools.islice(self._search(constraints), MOST_CELLS + 1))
+            cells = tuple(itertools.islice(self._search(constraints), MAX_CELLS + 1))
         except _TooLarge:
             return None
-        return cells if len(cells) <= MOST_CELLS else None
+        return cells if len(cells) <= MAX_CELLS else None
 
     @cached_property
     def _sampled_cells(self) -> tuple[Config, ...]:
         found: dict[Hashable, Config] = {}
-        for config in itertools.islice(self._drawn(), _MOST_DRAWN):
+        for config in itertools.islice(self._drawn(), _MAX_DRAWN):
             if all(constraint.holds(config) for constraint in self.parsed):
                 found.setdefault(self.key(config), config)
-            if len(found) == MOST_SAMPLED:
+            if len(found) == MAX_SAMPLED:
                 break
         return tuple(found.values())
 
@@ -159,7 +159,7 @@ class Space:
     def _search(self, constraints: Sequence[Constraint]) -> Iterator[Config]:
         """All cells, depth first; a partial configuration that breaks a constraint is not continued.
 
-        Raises `_TooLarge` at a continuous knob or after `_MOST_VISITS` steps.
+        Raises `_TooLarge` at a continuous knob or after `_MAX_VISITS` steps.
         """
         names = list(self.by_name)
         due: list[list[Constraint]] = [[] for _ in names]  # each constraint as soon as its last knob has a value
@@ -178,7 +178,7 @@ class Space:
             if knob.count is None:
                 raise _TooLarge
             for index in range(knob.count):
-                if next(visits) > _MOST_VISITS:
+                if next(visits) > _MAX_VISITS:
                     raise _TooLarge
                 config[knob.name] = knob.value_at(index)
                 if all(constraint.holds(config) for constraint in due[at]):
@@ -190,11 +190,11 @@ class Space:
     def _what_binds(self) -> str:
         """The smallest set of constraints (up to three, else all) that leaves no cell, and what each of them leaves."""
         everything = self._listed(())
-        drawn = list(itertools.islice(self._drawn(), MOST_CELLS)) if everything is None else everything
+        drawn = list(itertools.islice(self._drawn(), MAX_CELLS)) if everything is None else everything
         what = "drawn from its knobs" if everything is None else "of its knobs"
         kept = np.array([[constraint.holds(config) for config in drawn] for constraint in self.parsed])
         if kept.all(axis=0).any():
-            return f"no valid configuration was found among {_MOST_DRAWN} drawn"
+            return f"no valid configuration was found among {_MAX_DRAWN} drawn"
         everyone = range(len(kept))
         sets = itertools.chain(*(itertools.combinations(everyone, size) for size in (1, 2, 3)), [tuple(everyone)])
         binding = next(some for some in sets if not kept[list(some)].all(axis=0).any())

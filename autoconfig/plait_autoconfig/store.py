@@ -24,7 +24,16 @@ from optuna.trial import TrialState
 from plait_autoconfig.errors import LibraryError
 from plait_autoconfig.library import LibraryRun
 from plait_autoconfig.logs import quiet
-from plait_autoconfig.rows import Foreign, Loaded, dump_lines, load_lines, run_from, run_line, trial_from, trial_line
+from plait_autoconfig.rows import (
+    LoadedLines,
+    UnreadableLine,
+    dump_lines,
+    load_lines,
+    run_from,
+    run_line,
+    trial_from,
+    trial_line,
+)
 from plait_autoconfig.values import Trial
 
 _PREFIX = "plait:"
@@ -32,7 +41,7 @@ _FOREIGN = "plait-foreign"
 _DATA = "plait"
 
 
-def read_library(path: str | Path) -> Loaded:
+def read_library(path: str | Path) -> LoadedLines:
     """A JSON-lines file (`rows`). Raises `LibraryError` naming the file and the line."""
     try:
         with Path(path).open(encoding="utf-8", errors="replace") as file:
@@ -42,7 +51,7 @@ def read_library(path: str | Path) -> Loaded:
         raise LibraryError(msg) from error
 
 
-def write_library(path: str | Path, runs: Iterable[LibraryRun], foreign: Iterable[Foreign] = ()) -> None:
+def write_library(path: str | Path, runs: Iterable[LibraryRun], foreign: Iterable[UnreadableLine] = ()) -> None:
     """Writes a JSON-lines file, whole or not at all. Raises `LibraryError`."""
     target = Path(path)
     partial = target.with_name(f"{target.name}.{os.getpid()}.part")
@@ -97,7 +106,7 @@ class LibraryStore:
                         found.append(replace(run_from(study.user_attrs[_DATA]), trials=_trials(study)))
             return tuple(found)
 
-    def foreign(self) -> tuple[Foreign, ...]:
+    def foreign(self) -> tuple[UnreadableLine, ...]:
         """Lines of a later version that were imported; kept for the day that somebody can read them."""
         with _translated(self._location), quiet():
             if _FOREIGN not in optuna.get_all_study_names(self._storage):
@@ -105,7 +114,7 @@ class LibraryStore:
             kept = optuna.load_study(study_name=_FOREIGN, storage=self._storage).user_attrs
             return load_lines(kept.values()).foreign
 
-    def import_file(self, path: str | Path) -> Loaded:
+    def import_file(self, path: str | Path) -> LoadedLines:
         """Adds what a JSON-lines file holds (again: nothing is doubled) and returns it. Raises `LibraryError`."""
         loaded = read_library(path)
         for run in loaded.runs:

@@ -33,7 +33,7 @@ class FailureKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class TrialOutcome:
     """What a trial showed: metrics (finite numbers, units in their names), or why there are none.
 
     Raises `TunerError` if it has both or neither, or a metric that is NaN or infinite.
@@ -75,7 +75,7 @@ class Trial:
 
     number: int
     config: Config
-    outcome: Outcome
+    outcome: TrialOutcome
     duration_s: float = 0.0
     seed: int = 0
     repeat: int = 0
@@ -115,11 +115,11 @@ class Cell:
     """One configuration and everything its trials showed (`pooled`)."""
 
     config: Config
-    outcome: Outcome
+    outcome: TrialOutcome
     trials: tuple[Trial, ...]
 
 
-def pooled(outcomes: Iterable[Outcome]) -> Outcome | None:
+def pooled(outcomes: Iterable[TrialOutcome]) -> TrialOutcome | None:
     """One outcome of several of the same cell; None if all of them are invalid (or there are none).
 
     The mean of each metric that all valid ones have. One failure among them decides: a configuration that runs out of
@@ -135,7 +135,7 @@ def pooled(outcomes: Iterable[Outcome]) -> Outcome | None:
     if not names:
         msg = "the repeats of a trial have no metric in common"
         raise TunerError(msg)
-    return Outcome(metrics={name: sum(each.metrics[name] for each in valid) / len(valid) for name in names})
+    return TrialOutcome(metrics={name: sum(each.metrics[name] for each in valid) / len(valid) for name in names})
 
 
 def cells_of(trials: Iterable[Trial]) -> tuple[Cell, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["BadInput", "Busy", "DeadlinePassed", "RankError", "Unavailable", "UnknownModel"]
+__all__ = ["BadInput", "Busy", "DeadlinePassed", "RankError", "UnknownModel", "WorkerUnavailable"]
 
 
 class RankError(Exception):
@@ -30,5 +30,5 @@ class DeadlinePassed(RankError):
     """The request's deadline passed before its answer was there."""
 
 
-class Unavailable(RankError):
+class WorkerUnavailable(RankError):
     """A worker is gone or not there yet; it is being started again."""

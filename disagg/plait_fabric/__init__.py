@@ -25,7 +25,7 @@ from plait_fabric.errors import (
     BadAddress,
     BadHeader,
     BadTensor,
-    Closed,
+    ChannelClosed,
     ConnectTimeout,
     FabricError,
     FabricTimeout,
@@ -47,7 +47,7 @@ from plait_fabric.link.modelled import modelled
 from plait_fabric.memory.pool import Lease, Pool
 from plait_fabric.protocols import Buffer, Channel, Header, Listener
 from plait_fabric.transport.auth import new_secret
-from plait_fabric.values import ChannelStatistics, Delivery, FabricOptions, Limits, Message, PoolStatistics
+from plait_fabric.values import ChannelStatistics, Delivery, FabricOptions, Message, MessageLimits, PoolStatistics
 
 if TYPE_CHECKING:
     from plait_fabric.tensors import TensorMessage, lease_tensor, recv_tensors, send_tensors, tensors_of
@@ -63,8 +63,8 @@ __all__ = [
     "BadTensor",
     "Buffer",
     "Channel",
+    "ChannelClosed",
     "ChannelStatistics",
-    "Closed",
     "ConnectTimeout",
     "Delivery",
     "FabricError",
@@ -74,10 +74,10 @@ __all__ = [
     "Header",
     "Lease",
     "LeaseMisuse",
-    "Limits",
     "Link",
     "Listener",
     "Message",
+    "MessageLimits",
     "PeerClosed",
     "PeerLost",
     "Pool",

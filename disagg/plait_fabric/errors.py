@@ -34,7 +34,7 @@ __all__ = [
     "BadAddress",
     "BadHeader",
     "BadTensor",
-    "Closed",
+    "ChannelClosed",
     "ConnectTimeout",
     "FabricError",
     "FabricTimeout",
@@ -146,7 +146,7 @@ class Unsupported(FabricError):
     """The platform lacks what the channel needs (`shm://` needs Linux)."""
 
 
-class Closed(FabricError):
+class ChannelClosed(FabricError):
     """This side of the channel, or this listener, was closed."""
 
 

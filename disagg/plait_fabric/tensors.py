@@ -27,8 +27,8 @@ from plait_fabric.values import Message
 __all__ = ["DTYPES", "TensorMessage", "lease_tensor", "pack_tensors", "recv_tensors", "send_tensors", "tensors_of"]
 
 KEY = "_tensors"
-MOST_DIMENSIONS = 16
-LARGEST_SIZE = 1 << 48
+MAX_DIMENSIONS = 16
+MAX_SIZE = 1 << 48
 
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
@@ -195,9 +195,9 @@ def _check_entry(entry: Any) -> tuple[str, torch.dtype, tuple[int, ...], Order]:
 
 
 def _are_sizes(shape: Any) -> bool:
-    if not isinstance(shape, list) or len(shape) > MOST_DIMENSIONS:
+    if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS:
         return False
-    return all(type(size) is int and 0 <= size <= LARGEST_SIZE for size in shape)  # a bool is no size
+    return all(type(size) is int and 0 <= size <= MAX_SIZE for size in shape)  # a bool is no size
 
 
 def _are_orders(orders: list[Any], dimensions: int) -> bool:

@@ -36,13 +36,13 @@ def set_threads(threads: int) -> None:
     torch.get_num_threads()
 
 
-def give_way() -> None:
+def lower_priority() -> None:
     """From now on the calling thread runs where others leave a core. It can not go back: use a thread that ends."""
     thread = threading.get_native_id()
     os.setpriority(os.PRIO_PROCESS, thread, max(_GIVES_WAY, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
-def bind_to(cores: Sequence[int]) -> None:
+def pin_to_cores(cores: Sequence[int]) -> None:
     """Binds the calling thread, and the team that it will have, to those cores; none: to all that the process may use.
 
     A team that exists already stays where it is. Cores that the process may not use are left out; if none is left, that
@@ -56,7 +56,7 @@ def bind_to(cores: Sequence[int]) -> None:
     os.sched_setaffinity(0, wanted)
 
 
-def apart(function: Callable[[], T]) -> T:
+def run_on_own_thread(function: Callable[[], T]) -> T:
     """Calls ``function`` on a thread that then ends and takes its workers with it; returns or raises what it does."""
     result: Future[T] = Future()
 

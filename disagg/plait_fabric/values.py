@@ -15,8 +15,8 @@ __all__ = [
     "ChannelStatistics",
     "Delivery",
     "FabricOptions",
-    "Limits",
     "Message",
+    "MessageLimits",
     "PoolStatistics",
     "Scheme",
     "check_secret",
@@ -70,7 +70,7 @@ def _split_host_port(text: str, target: str) -> tuple[str, int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class MessageLimits:
     """What one message may hold. Both sides check before they allocate."""
 
     header_bytes: int = 65_536
@@ -111,7 +111,7 @@ class FabricOptions:
     it sleeps (shm and tcp): waking up costs more than a small message, but a core that looks does nothing else.
     """
 
-    limits: Limits = field(default_factory=Limits)
+    limits: MessageLimits = field(default_factory=MessageLimits)
     pool_bytes: int = 1 << 30
     in_flight_messages: int = 128
     inline_bytes: int = 8_192
@@ -223,9 +223,7 @@ class PoolStatistics:
     leased_bytes: int
     leases: int
     peak_leased_bytes: int
-    acquired: int
     waits: int
-    refusals: int
     copies: int
     copied_bytes: int
 

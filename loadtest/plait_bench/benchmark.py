@@ -32,7 +32,7 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class ProcessLayout:
     """``processes`` workers with ``threads`` compute threads each; ``variant`` is a choice that the system offers."""
 
     processes: int
@@ -60,7 +60,7 @@ class System:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class ItemOutcome:
     """An item's end: ``finished_s`` on CLOCK_MONOTONIC, which all processes of a machine share; ``result`` if kept."""
 
     finished_s: float
@@ -73,7 +73,7 @@ class Subject(Protocol):
     def configure(self, *, threads: int, variant: str) -> None:
         """Applies a layout's share of one process."""
 
-    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool) -> list[Outcome]:
+    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool) -> list[ItemOutcome]:
         """Does all items; outcomes in item order. ``keep`` asks for results."""
 
     def close(self) -> None:
@@ -81,7 +81,7 @@ class Subject(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class RunSample:
     """One run of a workload: seconds until the last item was done, latencies and (if kept) results in item order."""
 
     wall_s: float
@@ -92,10 +92,10 @@ class Sample:
 class Fleet(Protocol):
     """A system's worker processes."""
 
-    def configure(self, layout: Layout) -> None:
+    def configure(self, layout: ProcessLayout) -> None:
         """What the next runs use; at most as many processes as the fleet has."""
 
-    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool = False) -> Sample:
+    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool = False) -> RunSample:
         """Runs the items in the configured layout. Raises `SystemFailed`."""
 
     def close(self) -> None:
@@ -103,7 +103,7 @@ class Fleet(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measure:
+class MetricValue:
     """One metric's value in one round."""
 
     unit: str
@@ -111,7 +111,7 @@ class Measure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ResultRow:
     """A line of the document: median, 20th and 80th percentile over ``n`` rounds."""
 
     system: str
@@ -150,5 +150,5 @@ class Benchmark:
     ours: str
     systems: tuple[System, ...]
     workloads: tuple[Workload, ...]
-    measures: Callable[[Workload, Sample], Mapping[str, Measure]]
-    check: Callable[[Workload, Mapping[str, Sequence[Json]]], list[Row]]
+    measures: Callable[[Workload, RunSample], Mapping[str, MetricValue]]
+    check: Callable[[Workload, Mapping[str, Sequence[Json]]], list[ResultRow]]

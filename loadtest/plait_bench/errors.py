@@ -14,7 +14,7 @@ class BenchError(Exception):
     """Base; the message is one sentence for the person at the terminal."""
 
 
-class Unavailable(BenchError):
+class SystemUnavailable(BenchError):
     """A system can not run here; the other systems go on."""
 
 

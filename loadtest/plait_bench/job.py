@@ -12,7 +12,7 @@ from plait_bench import autoconfig, disagg, fabric, images, loadtest, records
 from plait_bench.document import document
 from plait_bench.errors import BenchError
 from plait_bench.host import SLOW_WAKE_US, commit, cores, host_facts
-from plait_bench.runner import Plan, Result, joined, run
+from plait_bench.runner import Result, RunPlan, joined, run
 from plait_bench.tables import RESULTS, ROOT
 from plait_bench.workers import WorkerFleet
 
@@ -31,7 +31,7 @@ Take = Callable[[Say], Iterator[Result]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class BenchJob:
     """What the command line asked for. ``models`` None: the starter's; empty ``workloads``/``systems``: all.
 
     ``data``: the folder with published tables; ``tables``: recorded ones. Both are for the tuner's benchmark.
@@ -56,7 +56,7 @@ def rounds_of(name: str, *, quick: bool) -> int:
     return QUICK_ROUNDS if quick else ROUNDS
 
 
-def measure(job: Job, *, say: Say) -> dict[str, Any]:
+def measure(job: BenchJob, *, say: Say) -> dict[str, Any]:
     """Runs the benchmark and returns its document; records each part when it is there. Raises `BenchError`."""
     host, at = host_facts(), commit(ROOT)
     workloads, take = _definition(job)
@@ -78,7 +78,7 @@ def measure(job: Job, *, say: Say) -> dict[str, Any]:
     return document(job.name, at, host, joined(parts))
 
 
-def _definition(job: Job) -> tuple[list[str], Take]:
+def _definition(job: BenchJob) -> tuple[list[str], Take]:
     """Names of the workloads, and what measures them all. Raises `BenchError`."""
     if job.name == loadtest.NAME:
         if unknown := set(job.workloads) - {loadtest.WORKLOAD}:
@@ -101,7 +101,7 @@ def _definition(job: Job) -> tuple[list[str], Take]:
         benchmark = images.definition(job.models or _starter(), only=job.workloads, systems=job.systems)
     except KeyError as error:
         raise BenchError(f"there is no workload or system {error}") from error
-    plan = Plan(rounds=job.rounds, cores=cores())
+    plan = RunPlan(rounds=job.rounds, cores=cores())
     names = [workload.name for workload in benchmark.workloads]
     return names, lambda say: iter([run(benchmark, plan, open_fleet=WorkerFleet, say=say)])
 

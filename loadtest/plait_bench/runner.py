@@ -10,16 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from plait_bench.benchmark import Benchmark, Fleet, Layout, Measure, Row, Sample, System, Workload
-from plait_bench.errors import Unavailable
-from plait_bench.summary import Summary, pairwise_ratio
+from plait_bench.benchmark import Benchmark, Fleet, MetricValue, ProcessLayout, ResultRow, RunSample, System, Workload
+from plait_bench.errors import SystemUnavailable
+from plait_bench.summary import ValueSummary, pairwise_ratio
 
 OpenFleet = Callable[[System, int], Fleet]
 """``(system, processes) -> its workers``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class RunPlan:
     """``rounds`` are measured on ``cores`` cores; a layout is tried ``trials`` times while the best is looked for."""
 
     rounds: int
@@ -31,8 +31,8 @@ class Plan:
 class Result:
     """``ratios``: ``workload:metric:ours/theirs``. ``left_out``: why a system took no part."""
 
-    rows: tuple[Row, ...]
-    ratios: Mapping[str, Summary]
+    rows: tuple[ResultRow, ...]
+    ratios: Mapping[str, ValueSummary]
     left_out: Mapping[str, str]
 
 
@@ -45,27 +45,27 @@ def joined(parts: Sequence[Result]) -> Result:
     )
 
 
-def layouts(cores: int) -> tuple[Layout, ...]:
+def layouts(cores: int) -> tuple[ProcessLayout, ...]:
     """Processes x threads worth trying: one core, and the whole machine as 1, 2 or 4 processes."""
-    wide = [Layout(processes=n, threads=cores // n) for n in (1, 2, 4) if n <= cores]
-    return tuple(dict.fromkeys([Layout(processes=1, threads=1), *wide]))
+    wide = [ProcessLayout(processes=n, threads=cores // n) for n in (1, 2, 4) if n <= cores]
+    return tuple(dict.fromkeys([ProcessLayout(processes=1, threads=1), *wide]))
 
 
-def layouts_for(workload: Workload, cores: int) -> tuple[Layout, ...]:
+def layouts_for(workload: Workload, cores: int) -> tuple[ProcessLayout, ...]:
     """Those of `layouts` in which every process has something to do."""
     useful = 1 if workload.one_by_one else len(workload.items)
     return tuple(layout for layout in layouts(cores) if layout.processes <= useful)
 
 
-def run(benchmark: Benchmark, plan: Plan, *, open_fleet: OpenFleet, say: Callable[[str], None]) -> Result:
+def run(benchmark: Benchmark, plan: RunPlan, *, open_fleet: OpenFleet, say: Callable[[str], None]) -> Result:
     """Runs the whole benchmark. Raises `BenchError`; progress goes to ``say``."""
-    rows: list[Row] = []
-    ratios: dict[str, Summary] = {}
+    rows: list[ResultRow] = []
+    ratios: dict[str, ValueSummary] = {}
     with ExitStack() as stack:
         fleets = _Fleets(benchmark, plan.cores, open_fleet, stack, say)
         for workload in benchmark.workloads:
             present = fleets.of(workload)
-            best: dict[str, Layout] = {}
+            best: dict[str, ProcessLayout] = {}
             for name, fleet in present.items():
                 best[name], tried = find_best_layout(fleet, fleets.system(name).variants(workload), workload, plan)
                 say(f"{workload.name}: {name} {_times(tried)} -> {best[name]}")
@@ -119,7 +119,7 @@ class _Fleets:
         self._say(f"starting {system.name} in {processes} process(es)")
         try:
             fleet = self._open_fleet(system, processes)
-        except Unavailable as error:
+        except SystemUnavailable as error:
             if system.name == self._benchmark.ours:
                 raise
             self.left_out[system.name] = str(error)
@@ -130,13 +130,13 @@ class _Fleets:
 
 
 def find_best_layout(
-    fleet: Fleet, variants: Sequence[str], workload: Workload, plan: Plan
-) -> tuple[Layout, dict[Layout, float]]:
+    fleet: Fleet, variants: Sequence[str], workload: Workload, plan: RunPlan
+) -> tuple[ProcessLayout, dict[ProcessLayout, float]]:
     """The fastest of a few trials, and the seconds of all: first processes x threads, then the variants.
 
     The fleet is left in the best.
     """
-    tried: dict[Layout, float] = {}
+    tried: dict[ProcessLayout, float] = {}
     for layout in layouts_for(workload, plan.cores):
         _try(fleet, replace(layout, variant=variants[0]), workload, plan, tried)
     shape = min(tried, key=lambda layout: tried[layout])
@@ -147,18 +147,20 @@ def find_best_layout(
     return best, tried
 
 
-def _try(fleet: Fleet, layout: Layout, workload: Workload, plan: Plan, tried: dict[Layout, float]) -> None:
+def _try(
+    fleet: Fleet, layout: ProcessLayout, workload: Workload, plan: RunPlan, tried: dict[ProcessLayout, float]
+) -> None:
     """Notes the seconds of the fastest of ``plan.trials`` runs after a warm-up."""
     fleet.configure(layout)
     fleet.run(workload.warm_up, one_by_one=workload.one_by_one)
     tried[layout] = min(fleet.run(workload.items, one_by_one=workload.one_by_one).wall_s for _ in range(plan.trials))
 
 
-def _times(tried: Mapping[Layout, float]) -> str:
+def _times(tried: Mapping[ProcessLayout, float]) -> str:
     return ", ".join(f"{layout} {seconds:.2f} s" for layout, seconds in tried.items())
 
 
-def _check(benchmark: Benchmark, workload: Workload, fleets: Mapping[str, Fleet]) -> list[Row]:
+def _check(benchmark: Benchmark, workload: Workload, fleets: Mapping[str, Fleet]) -> list[ResultRow]:
     """Every system's results in its best layout, compared; also the last warm-up before the rounds."""
     results = {
         name: fleet.run(workload.items, one_by_one=workload.one_by_one, keep=True).results
@@ -168,9 +170,9 @@ def _check(benchmark: Benchmark, workload: Workload, fleets: Mapping[str, Fleet]
 
 
 def _rounds(
-    fleets: Mapping[str, Fleet], workload: Workload, plan: Plan, say: Callable[[str], None]
-) -> dict[str, list[Sample]]:
-    samples: dict[str, list[Sample]] = {name: [] for name in fleets}
+    fleets: Mapping[str, Fleet], workload: Workload, plan: RunPlan, say: Callable[[str], None]
+) -> dict[str, list[RunSample]]:
+    samples: dict[str, list[RunSample]] = {name: [] for name in fleets}
     for i in range(plan.rounds):
         for name, fleet in fleets.items():
             samples[name].append(fleet.run(workload.items, one_by_one=workload.one_by_one))
@@ -179,9 +181,11 @@ def _rounds(
     return samples
 
 
-def _rows(system: str, workload: str, measured: Sequence[Mapping[str, Measure]], layout: Layout) -> list[Row]:
+def _rows(
+    system: str, workload: str, measured: Sequence[Mapping[str, MetricValue]], layout: ProcessLayout
+) -> list[ResultRow]:
     return [
-        Row.of(
+        ResultRow.of(
             [measures[metric].value for measures in measured],
             system=system, workload=workload, metric=metric, unit=first.unit, layout=str(layout),
         )
@@ -189,7 +193,9 @@ def _rows(system: str, workload: str, measured: Sequence[Mapping[str, Measure]],
     ]  # fmt: skip
 
 
-def _ratios(ours: str, workload: str, measured: Mapping[str, Sequence[Mapping[str, Measure]]]) -> dict[str, Summary]:
+def _ratios(
+    ours: str, workload: str, measured: Mapping[str, Sequence[Mapping[str, MetricValue]]]
+) -> dict[str, ValueSummary]:
     if ours not in measured:
         return {}
     return {

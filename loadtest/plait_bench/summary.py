@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
+class ValueSummary:
     """Median, 20th and 80th percentile of ``n`` values, in the values' unit."""
 
     value: float
@@ -30,13 +30,13 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
 
-def summarise(values: Sequence[float]) -> Summary:
-    """See `Summary`. Raises ValueError if ``values`` is empty."""
+def summarise(values: Sequence[float]) -> ValueSummary:
+    """See `ValueSummary`. Raises ValueError if ``values`` is empty."""
     p20, p50, p80 = (percentile(values, share) for share in (0.2, 0.5, 0.8))
-    return Summary(value=p50, p20=p20, p80=p80, n=len(values))
+    return ValueSummary(value=p50, p20=p20, p80=p80, n=len(values))
 
 
-def pairwise_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Summary:
+def pairwise_ratio(ours: Sequence[float], theirs: Sequence[float]) -> ValueSummary:
     """Summary of ours[i] / theirs[i]: round i ran both within seconds, so what slowed the machine slowed both.
 
     Raises ValueError if the lengths differ or are zero.

@@ -1,7 +1,7 @@
-"""README's tables, generated from ``loadtest/results``: ``python -m plait_bench.tables [--check] [README.md]``.
+"""The guides' tables, generated from ``loadtest/results``: ``python -m plait_bench.tables [--check] [FILE ...]``.
 
-A table stands between ``<!-- bench:NAME -->`` (or ``<!-- bench:NAME METRIC ... -->``) and ``<!-- /bench -->``; it shows
-every workload of NAME as it was recorded last.
+A table stands between ``<!-- table: NAME -->`` and ``<!-- /table -->``; it shows every workload as it was recorded
+last. NAME is a benchmark, or one of `_NAMED`. Without a FILE: README.md of every top-level folder with a table.
 """
 
 from __future__ import annotations
@@ -20,10 +20,22 @@ from plait_bench.host import SLOW_WAKE_US
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "loadtest" / "results"
 
-_BLOCK = re.compile(
-    r"(?P<open><!-- bench:(?P<name>[a-z0-9_]+)(?P<metrics>(?: [a-z0-9_]+)*) -->\n).*?(?P<close><!-- /bench -->)",
-    re.DOTALL,
-)
+_BLOCK = re.compile(r"(?P<open><!-- table: (?P<name>[a-z0-9-]+) -->\n).*?(?P<close><!-- /table -->)", re.DOTALL)
+_NAMED: Mapping[str, tuple[str, str]] = {
+    "in-process": ("disagg", "in_process_per_s"),
+    "one-by-one": ("disagg", "latency_p50_us added_p50_us"),
+    "serve-one-by-one": ("disagg", "latency_p50_ms latency_p99_ms"),
+    "overload": ("disagg", "in_time_per_s share_of_peak"),
+    "refresh": ("disagg", "p99_ms"),
+    "refresh-counts": ("disagg", "mixed_version_answers lost_requests rows_refreshed_per_s"),
+    "crossing": ("disagg", "crossing_bytes"),
+    "autoconfig": (
+        "autoconfig",
+        "regret_at_1 regret_at_5 regret_at_30 trials_to_5pct_median trials_to_3pct_median infeasible_6_to_15 "
+        "extra_trials_to_5pct so_score_3_trials so_score_zero_shot ask_ms_after_100 pretrain_s",
+    ),
+}
+"""Tables of other metrics than a benchmark's usual ones: their benchmark, and the metrics."""
 NOT_MEASURED = "Not measured yet.\n"
 
 
@@ -90,14 +102,14 @@ def with_tables(text: str, results: Path) -> str:
     """``text`` with every block filled. Raises `BenchError` if it has none: then the markers were lost."""
     filled, count = _BLOCK.subn(lambda match: match["open"] + _filled(results, match) + match["close"], text)
     if count == 0:
-        raise BenchError("there is no <!-- bench:NAME --> block")
+        raise BenchError("there is no <!-- table: NAME --> block")
     return filled
 
 
 def _filled(results: Path, block: re.Match[str]) -> str:
-    metrics = block["metrics"].split()
-    wanted = metrics or [name for name in _SHOWN if name not in _ALONE]
-    return table(_newest(records.read(results / f"{block['name']}.jsonl"), wanted), wanted)
+    bench, metrics = _NAMED.get(block["name"], (block["name"], ""))
+    wanted = metrics.split() or [name for name in _SHOWN if name not in _ALONE]
+    return table(_newest(records.read(results / f"{bench}.jsonl"), wanted), wanted)
 
 
 def table(run: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> str:
@@ -200,17 +212,26 @@ def _line(cells: Iterable[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+def guides() -> list[Path]:
+    """The documents that hold tables: README.md of the checkout and of its folders."""
+    found = (ROOT / "README.md", *sorted(ROOT.glob("[a-z]*/README.md")))
+    return [path for path in found if _BLOCK.search(path.read_text(encoding="utf-8"))]
+
+
 def main(arguments: Sequence[str]) -> int:
-    """Rewrites the file, or with ``--check`` only says (exit code 1) whether it is up to date."""
-    paths = [Path(argument) for argument in arguments if not argument.startswith("-")]
-    path = paths[0] if paths else ROOT / "README.md"
+    """Rewrites the files, or with ``--check`` only says (exit code 1) whether they are up to date."""
+    paths = [Path(argument) for argument in arguments if not argument.startswith("-")] or guides()
+    return max([_refresh(path, only_check="--check" in arguments) for path in paths], default=1)
+
+
+def _refresh(path: Path, *, only_check: bool) -> int:
     old = path.read_text(encoding="utf-8")
     try:
         new = with_tables(old, RESULTS)
     except BenchError as error:
         print(f"{path}: {error}", file=sys.stderr)
         return 1
-    if "--check" in arguments:
+    if only_check:
         return int(new != old)
     if new != old:
         path.write_text(new, encoding="utf-8")

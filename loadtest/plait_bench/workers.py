@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from plait_bench.benchmark import Item, Json, Layout, Outcome, Sample, Subject, System
-from plait_bench.errors import BenchError, SystemFailed, Unavailable
+from plait_bench.benchmark import Item, ItemOutcome, Json, ProcessLayout, RunSample, Subject, System
+from plait_bench.errors import BenchError, SystemFailed, SystemUnavailable
 
 # Loading a model may take minutes on a slow disk, a round of a slow system on a slow machine too.
 ANSWER_TIMEOUT_S = 1800.0
@@ -38,10 +38,11 @@ class WorkerFleet:
     """Implements `Fleet` over processes."""
 
     def __init__(self, system: System, processes: int) -> None:
-        """Starts the processes side by side and waits. Raises `Unavailable` or `SystemFailed`; then none is left."""
+        """Starts the processes side by side and waits. Raises `SystemUnavailable` or `SystemFailed`; then none is
+        left."""
         self._system = system
-        self._layout = Layout(processes=1, threads=1)
-        self._workers = [_Worker(system) for _ in range(processes)]
+        self._layout = ProcessLayout(processes=1, threads=1)
+        self._workers = [_PipedWorker(system) for _ in range(processes)]
         try:
             for worker in self._workers:
                 worker.answer()
@@ -49,7 +50,7 @@ class WorkerFleet:
             self.close()
             raise
 
-    def configure(self, layout: Layout) -> None:
+    def configure(self, layout: ProcessLayout) -> None:
         """See `Fleet.configure`."""
         active = self._workers[: layout.processes]
         if len(active) < layout.processes:
@@ -60,7 +61,7 @@ class WorkerFleet:
             worker.answer()
         self._layout = layout
 
-    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool = False) -> Sample:
+    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool = False) -> RunSample:
         """See `Fleet.run`."""
         shares = self._system.share(items, self._layout.processes)
         busy = [(worker, share) for worker, share in zip(self._workers, shares, strict=False) if share]
@@ -78,18 +79,19 @@ class WorkerFleet:
             worker.stop()
 
 
-def sample(started_s: float, outcomes: Sequence[Mapping[str, Json]], *, one_by_one: bool) -> Sample:
-    """A run's `Sample`. One by one, an item begins when the one before it is done; else all begin at ``started_s``."""
+def sample(started_s: float, outcomes: Sequence[Mapping[str, Json]], *, one_by_one: bool) -> RunSample:
+    """A run's `RunSample`. One by one, an item begins when the one before it is done; else all begin at
+    ``started_s``."""
     ends_s = [float(outcome["finished_s"]) for outcome in outcomes]
     begins_s = [started_s, *ends_s[:-1]] if one_by_one else [started_s] * len(ends_s)
-    return Sample(
+    return RunSample(
         wall_s=max(ends_s) - started_s,
         latencies_s=tuple(end_s - begin_s for begin_s, end_s in zip(begins_s, ends_s, strict=True)),
         results=tuple(outcome["result"] for outcome in outcomes),
     )
 
 
-class _Worker:
+class _PipedWorker:
     """One process and the pipe to it. Every question has one answer."""
 
     def __init__(self, system: System) -> None:
@@ -120,7 +122,7 @@ class _Worker:
             self._process.join(_STOP_TIMEOUT_S)
             raise SystemFailed(f"{self._name}: its process died (exit code {self._process.exitcode})") from error
         if "unavailable" in reply:
-            raise Unavailable(reply["unavailable"])
+            raise SystemUnavailable(reply["unavailable"])
         if "error" in reply:
             raise SystemFailed(f"{self._name}: {reply['error']}")
         return reply["answer"]
@@ -153,7 +155,7 @@ def _serve(pipe: Connection, factory: str, settings: Mapping[str, Json]) -> None
             except (EOFError, ConnectionError):
                 return
             _reply(pipe, {"answer": _answer(subject, question)})
-    except Unavailable as error:
+    except SystemUnavailable as error:
         _reply(pipe, {"unavailable": str(error)})
     except Exception as error:
         _reply(pipe, {"error": _sentence(error)})
@@ -174,7 +176,9 @@ def _answer(subject: Subject, question: Mapping[str, Json]) -> Json:
     if question["op"] == "configure":
         subject.configure(threads=question["threads"], variant=question["variant"])
         return None
-    outcomes: list[Outcome] = subject.run(question["items"], one_by_one=question["one_by_one"], keep=question["keep"])
+    outcomes: list[ItemOutcome] = subject.run(
+        question["items"], one_by_one=question["one_by_one"], keep=question["keep"]
+    )
     return [{"finished_s": outcome.finished_s, "result": outcome.result} for outcome in outcomes]
 
 

@@ -14,14 +14,23 @@ import numpy as np
 import numpy.typing as npt
 
 from plait_loadtest.errors import ScenarioError
-from plait_loadtest.scenario import Arrivals, Closed, Constant, Gamma, Poisson, Ramp, Step, Trace
-from plait_loadtest.seeds import Stream, generator
+from plait_loadtest.scenario import (
+    Arrivals,
+    ClosedLoopCallers,
+    ConstantArrivals,
+    GammaArrivals,
+    PoissonArrivals,
+    RampArrivals,
+    StepArrivals,
+    TraceArrivals,
+)
+from plait_loadtest.seeds import Stream, make_rng
 from plait_loadtest.traces import read_times
 
 Floats = npt.NDArray[np.float64]
 Times = npt.NDArray[np.int64]
 
-MOST_REQUESTS = 50_000_000
+MAX_REQUESTS = 50_000_000
 """A plan and its records are held in memory: some 4 GB at this bound."""
 
 _NEVER_S = 4e9  # 127 years: what a rate of 0 needs; its nanoseconds fit into int64
@@ -37,9 +46,9 @@ def schedule(
     ``count`` the measured part is ``duration_s`` long, else it ends with its ``count``-th request. Raises
     `ScenarioError` if the trace can not be read or is too short, or if the plan would be too large.
     """
-    if isinstance(arrivals, Closed):
+    if isinstance(arrivals, ClosedLoopCallers):
         raise ScenarioError("arrivals.kind: closed-loop callers have no schedule")
-    if isinstance(arrivals, Trace):
+    if isinstance(arrivals, TraceArrivals):
         times_s = (read_times(arrivals.file, arrivals.column) - arrivals.offset_s) / arrivals.speed
         times_s = times_s[times_s >= 0]
     else:
@@ -59,11 +68,11 @@ def schedule(
 def _check_enough(arrivals: Arrivals, times_ns: Times, warm_up: int, count: int | None) -> None:
     """Raises `ScenarioError` if a trace leaves nothing to measure, or if ``count`` is never reached."""
     check_size(times_ns.size)
-    source = f"arrivals.file: {arrivals.file}" if isinstance(arrivals, Trace) else "arrivals"
+    source = f"arrivals.file: {arrivals.file}" if isinstance(arrivals, TraceArrivals) else "arrivals"
     measured = times_ns.size - warm_up
     if count is not None and (measured < count or times_ns[-1] >= _NEVER_S * 1e9):
         raise ScenarioError(f"{source}: fewer than count = {count} requests ever arrive after the warm-up")
-    if isinstance(arrivals, Trace) and measured <= 0:
+    if isinstance(arrivals, TraceArrivals) and measured <= 0:
         raise ScenarioError(
             f"{source} has no arrival in the part that is measured; change arrivals.offset_s, arrivals.speed or "
             "duration_s"
@@ -72,9 +81,9 @@ def _check_enough(arrivals: Arrivals, times_ns: Times, warm_up: int, count: int 
 
 def check_size(expected: float) -> None:
     """Raises `ScenarioError` if so many requests do not fit into a plan."""
-    if expected > MOST_REQUESTS:
+    if expected > MAX_REQUESTS:
         raise ScenarioError(
-            f"arrivals: some {expected:.3g} requests are more than {MOST_REQUESTS:,}; lower the rate or the duration"
+            f"arrivals: some {expected:.3g} requests are more than {MAX_REQUESTS:,}; lower the rate or the duration"
         )
 
 
@@ -116,14 +125,17 @@ class RateProfile:
 
 
 def rate_profile(
-    arrivals: Constant | Poisson | Gamma | Ramp | Step, *, duration_s: float, warm_up_s: float
+    arrivals: ConstantArrivals | PoissonArrivals | GammaArrivals | RampArrivals | StepArrivals,
+    *,
+    duration_s: float,
+    warm_up_s: float,
 ) -> RateProfile:
     """The rate over the run, warm-up included, that ``arrivals`` describes."""
-    if isinstance(arrivals, Ramp):
+    if isinstance(arrivals, RampArrivals):
         slope = (arrivals.to_rate_per_s - arrivals.rate_per_s) / duration_s
         rows = [(0.0, arrivals.rate_per_s, 0.0), (warm_up_s, arrivals.rate_per_s, slope)]
         rows.append((warm_up_s + duration_s, arrivals.to_rate_per_s, 0.0))
-    elif isinstance(arrivals, Step):
+    elif isinstance(arrivals, StepArrivals):
         lengths = [0.0, *(seconds for seconds, _ in arrivals.stages[:-1])]
         starts = warm_up_s + np.cumsum(lengths)
         rows = [(0.0, arrivals.stages[0][1], 0.0)]
@@ -134,27 +146,33 @@ def rate_profile(
     return RateProfile(start_s, rate, slope_of)
 
 
-def _gaps(arrivals: Constant | Poisson | Gamma | Ramp | Step, rng: np.random.Generator) -> Callable[[int], Floats]:
+def _gaps(
+    arrivals: ConstantArrivals | PoissonArrivals | GammaArrivals | RampArrivals | StepArrivals, rng: np.random.Generator
+) -> Callable[[int], Floats]:
     """Draws so many gaps of mean 1."""
-    if isinstance(arrivals, Constant):
+    if isinstance(arrivals, ConstantArrivals):
         return np.ones
-    if isinstance(arrivals, Gamma):
+    if isinstance(arrivals, GammaArrivals):
         shape = arrivals.burstiness
         return lambda size: rng.standard_gamma(shape, size) / shape
     return rng.standard_exponential
 
 
 def _unit_times(
-    arrivals: Constant | Poisson | Gamma | Ramp | Step, warm_up: float, end: float, count: int | None, seed: int
+    arrivals: ConstantArrivals | PoissonArrivals | GammaArrivals | RampArrivals | StepArrivals,
+    warm_up: float,
+    end: float,
+    count: int | None,
+    seed: int,
 ) -> Floats:
     """Arrivals in unit time, ascending: at least those of the run, and at most a few more than it needs.
 
     ``warm_up``, ``end``: requests expected until the warm-up's end, the run's end.
     """
     check_size(end if count is None else warm_up + count)
-    draw = _gaps(arrivals, generator(seed, Stream.ARRIVALS))
+    draw = _gaps(arrivals, make_rng(seed, Stream.ARRIVALS))
     # Equal gaps start with a request at once; a random process starts with a gap.
-    last = -1.0 if isinstance(arrivals, Constant) else 0.0
+    last = -1.0 if isinstance(arrivals, ConstantArrivals) else 0.0
     blocks: list[Floats] = []
     measured = 0
     while True:

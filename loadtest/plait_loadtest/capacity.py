@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from plait_loadtest.confidence import CONFIDENCE, is_refuted, is_shown, requests_needed
-from plait_loadtest.measure import ClassSummary, Summary
+from plait_loadtest.measure import ClassSummary, RunSummary
 
 SPARE_LATE = 2
 QUEUE_SLOS = 10.0  # a trial lasts at least so many SLO latencies: 10 % above capacity then misses by a whole SLO
@@ -63,7 +63,7 @@ class Observed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class RateTrial:
     """A run and what it was taken for. ``why``: the reason that the rate was rejected; empty if it held."""
 
     rate_per_s: float
@@ -75,7 +75,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
+class ClassTarget:
     """What one class asks of a trial: its SLO and its share (0 to 1) of the requests."""
 
     percentile: float
@@ -84,18 +84,18 @@ class Need:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Search:
+class CapacitySearch:
     """Where to begin and when to stop. ``tolerance``: the bracket's upper end over its lower end, less 1.
 
     ``beyond``: a factor; the confirmed rate times it is run too, to show that it does not hold.
     """
 
-    needs: tuple[Need, ...]
+    needs: tuple[ClassTarget, ...]
     first_per_s: float
-    least_per_s: float = 1e-3
-    least_trial_s: float = 5.0
+    min_per_s: float = 1e-3
+    min_trial_s: float = 5.0
     tolerance: float = 0.05
-    most_trials: int = 24
+    max_trials: int = 24
     beyond: float | None = None
 
 
@@ -103,34 +103,33 @@ class Search:
 class Capacity:
     """``rate_per_s``: the highest rate that held, and was confirmed; None: none was found. ``statement`` says it all.
 
-    ``rejected_per_s``: the lowest rate that did not hold. ``by_generator``: it was this machine that could not do more.
+    ``by_generator``: it was this machine that could not do more.
     """
 
     rate_per_s: float | None
-    rejected_per_s: float | None
     confirmed: bool
     by_generator: bool
     statement: str
-    trials: tuple[Trial, ...]
+    trials: tuple[RateTrial, ...]
 
 
 Measure = Callable[[float, float], Observed]
 """``(rate_per_s, duration_s) -> what a run at that rate showed``."""
 
 
-def find_capacity(measure: Measure, search: Search, *, say: Callable[[str], None] = lambda _: None) -> Capacity:
+def find_capacity(measure: Measure, search: CapacitySearch, *, say: Callable[[str], None] = lambda _: None) -> Capacity:
     """Runs the whole search; see the module docstring. Ends early, with what there is, when a run was interrupted."""
     return _Searching(measure, search, say).run()
 
 
-def trial_s(rate_per_s: float, search: Search, *, times: float = 1.0) -> float:
+def trial_s(rate_per_s: float, search: CapacitySearch, *, times: float = 1.0) -> float:
     """How long a trial at a rate lasts; see the module docstring. ``times``: so many times as long."""
     enough = [
         requests_needed(need.percentile / 100.0, late=SPARE_LATE) / (need.share * rate_per_s) for need in search.needs
     ]
     queue_s = [QUEUE_SLOS * need.latency_ms / 1e3 for need in search.needs]
     # A Poisson run of n expected requests has fewer in half the cases: 5 % more make that rare.
-    return times * max(search.least_trial_s, *queue_s, *(1.05 * seconds for seconds in enough))
+    return times * max(search.min_trial_s, *queue_s, *(1.05 * seconds for seconds in enough))
 
 
 def judge(observed: Observed) -> tuple[Verdict, str]:
@@ -152,7 +151,7 @@ def judge(observed: Observed) -> tuple[Verdict, str]:
     return ("unproven", "; ".join(why)) if why else ("held", "")
 
 
-def observe(summary: Summary) -> Observed:
+def observe(summary: RunSummary) -> Observed:
     """The part of a run's summary that the search looks at."""
     return Observed(
         classes=tuple(
@@ -184,9 +183,9 @@ class _Ended(Exception):
 class _Searching:
     """One search under way: the bracket ``low`` (highest that held) to ``high`` (lowest that did not)."""
 
-    def __init__(self, measure: Measure, search: Search, say: Callable[[str], None]) -> None:
+    def __init__(self, measure: Measure, search: CapacitySearch, say: Callable[[str], None]) -> None:
         self._measure, self._search, self._say = measure, search, say
-        self._trials: list[Trial] = []
+        self._trials: list[RateTrial] = []
         self._held: list[float] = []
         self._high: float | None = None
 
@@ -204,12 +203,12 @@ class _Searching:
         return self._result(confirmed=confirmed)
 
     def _room(self) -> bool:
-        return len(self._trials) < self._search.most_trials
+        return len(self._trials) < self._search.max_trials
 
     def _bracket(self) -> None:
         """Doubles or halves until one rate held and another did not."""
         rate = self._search.first_per_s
-        while self._room() and rate >= self._search.least_per_s and (not self._held or self._high is None):
+        while self._room() and rate >= self._search.min_per_s and (not self._held or self._high is None):
             if self._take(rate, "bracket"):
                 rate *= 2.0
             else:
@@ -226,7 +225,7 @@ class _Searching:
             return True
         self._high = rate
         self._held.pop()
-        while not self._held and self._room() and rate >= self._search.least_per_s:
+        while not self._held and self._room() and rate >= self._search.min_per_s:
             rate *= 0.8
             self._take(rate, "bracket")
         return False
@@ -240,19 +239,19 @@ class _Searching:
         self._high = rate if self._high is None else min(self._high, rate)
         return False
 
-    def _try(self, rate: float, purpose: Purpose, *, times: float = 1.0) -> Trial:
+    def _try(self, rate: float, purpose: Purpose, *, times: float = 1.0) -> RateTrial:
         trial = self._run(rate, purpose, times)
         for _ in range(_REPEATS):
             if trial.verdict == "invalid" and {code for code, _ in trial.observed.invalid} <= RETRIED:
                 trial = self._run(rate, purpose, times)
         return self._run(rate, purpose, 2.0 * times) if trial.verdict == "unproven" else trial
 
-    def _run(self, rate: float, purpose: Purpose, times: float) -> Trial:
+    def _run(self, rate: float, purpose: Purpose, times: float) -> RateTrial:
         duration_s = trial_s(rate, self._search, times=times)
         self._say(f"{purpose}: {rate:.4g}/s for {duration_s:.0f} s")
         observed = self._measure(rate, duration_s)
         verdict, why = judge(observed)
-        trial = Trial(
+        trial = RateTrial(
             rate_per_s=rate, duration_s=duration_s, purpose=purpose, verdict=verdict, why=why, observed=observed
         )
         self._trials.append(trial)
@@ -267,7 +266,6 @@ class _Searching:
         by_generator = bool(bound) and bound[-1].verdict == "invalid"
         return Capacity(
             rate_per_s=rate,
-            rejected_per_s=self._high,
             confirmed=confirmed,
             by_generator=by_generator,
             statement=_statement(rate, self._high, self._trials, confirmed=confirmed, by_generator=by_generator),
@@ -276,7 +274,7 @@ class _Searching:
 
 
 def _statement(
-    rate: float | None, high: float | None, trials: Sequence[Trial], *, confirmed: bool, by_generator: bool
+    rate: float | None, high: float | None, trials: Sequence[RateTrial], *, confirmed: bool, by_generator: bool
 ) -> str:
     """The result as a sentence or two."""
     if rate is None:

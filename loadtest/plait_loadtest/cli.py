@@ -16,7 +16,7 @@ import typer
 if TYPE_CHECKING:
     from plait_loadtest.report.outputs import Outputs
     from plait_loadtest.scenario import Scenario
-    from plait_loadtest.session import Session
+    from plait_loadtest.session import FinishedRun
 
 EXIT_FAILED, EXIT_USAGE, EXIT_THRESHOLD, EXIT_INTERRUPTED = 1, 2, 99, 130
 
@@ -69,7 +69,7 @@ def run(
         "duration_s": duration, "count": count, "seed": seed, "processes": processes, "thresholds": threshold,
         "slo.latency_ms": slo_ms, "slos": None if slo_ms is None else {},
     }  # fmt: skip
-    with _told_as_sentences():
+    with _errors_as_messages():
         overrides = {key: value for key, value in flags.items() if value is not None}
         overrides |= dict(map(_setting, settings or ())) | dict(map(_header, header or ()))
         chosen = load_scenario(scenario or {}, overrides)
@@ -94,7 +94,7 @@ def compare(
     from plait_loadtest import compare as comparing
     from plait_loadtest.report.comparison import as_document, as_text
 
-    with _told_as_sentences():
+    with _errors_as_messages():
         outcome = comparing.compare(comparing.read(before), comparing.read(after), least_change=least_change)
         typer.echo(as_document(outcome) if as_json else as_text(outcome))
     raise typer.Exit(EXIT_THRESHOLD if outcome.regressed else 0)
@@ -117,7 +117,7 @@ def _search(scenario: Scenario, outputs: Outputs, *, confirm: bool) -> int:
     from plait_loadtest.progress import live_line
     from plait_loadtest.session import measure_at, search_of
 
-    sessions: list[Session] = []
+    sessions: list[FinishedRun] = []
     search = search_of(scenario, beyond=1.3 if confirm else None)
     with live_line(None) as show:
         measure = measure_at(scenario, on_progress=show, keep=sessions.append)
@@ -134,7 +134,7 @@ def _search(scenario: Scenario, outputs: Outputs, *, confirm: bool) -> int:
     return 0 if found.confirmed else EXIT_FAILED
 
 
-def _exit_code(session: Session) -> int:
+def _exit_code(session: FinishedRun) -> int:
     total = session.summary.total
     if session.result.interrupted:
         return EXIT_INTERRUPTED
@@ -173,7 +173,7 @@ def _header(text: str) -> tuple[str, object]:
 
 
 @contextmanager
-def _told_as_sentences() -> Iterator[None]:
+def _errors_as_messages() -> Iterator[None]:
     """Errors made for people become one sentence on stderr and an exit code."""
     from plait_loadtest.errors import LoadtestError, ScenarioError
 

@@ -25,7 +25,7 @@ from plait_loadtest import histogram
 from plait_loadtest.errors import ReportError
 
 ALPHA = 0.01
-LEAST_CHANGE = 0.05
+MIN_CHANGE = 0.05
 RESAMPLES = 2000
 PERCENTS = (50.0, 95.0, 99.0)
 FEWEST = 30  # requests on both sides below which a class is not compared
@@ -35,7 +35,7 @@ Verdict = Literal["better", "worse", "same"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class MetricChange:
     """One metric of one class. ``low`` to ``high``: interval of the change B / A - 1 (shares: B - A)."""
 
     kind: str
@@ -52,7 +52,7 @@ class Change:
 class Comparison:
     """``differences``: settings of the scenarios that are not alike, as dotted names."""
 
-    changes: tuple[Change, ...]
+    changes: tuple[MetricChange, ...]
     differences: tuple[str, ...]
 
     @property
@@ -62,7 +62,7 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Parts:
+class _ClassParts:
     """A class in S parts: ``counts`` (S, K) of requests by bucket ``middle_ns`` (K,); others (S,)."""
 
     middle_ns: Floats
@@ -89,7 +89,7 @@ def compare(
     after: Mapping[str, Any],
     *,
     alpha: float = ALPHA,
-    least_change: float = LEAST_CHANGE,
+    least_change: float = MIN_CHANGE,
     seed: int = 0,
 ) -> Comparison:
     """Compares two reports; see the module docstring. Raises `ReportError` if one is damaged, or its run invalid."""
@@ -116,7 +116,7 @@ def _compare(
     return Comparison(changes=changes, differences=tuple(_differences(before["scenario"], after["scenario"])))
 
 
-def _pairs(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[_Parts, _Parts]]:
+def _pairs(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[_ClassParts, _ClassParts]]:
     """The classes that both have, with enough requests; the total alone if there is one class only."""
     shared = [name for name in before["classes"] if name in after["classes"]]
     found = {"total": tuple(_parts(report["histograms"]["total"], report) for report in (before, after))}
@@ -128,13 +128,13 @@ def _pairs(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tup
     return pairs
 
 
-def _parts(stored: Mapping[str, Any], report: Mapping[str, Any]) -> _Parts:
+def _parts(stored: Mapping[str, Any], report: Mapping[str, Any]) -> _ClassParts:
     parts = [histogram.decoded(text) if text else histogram.EMPTY for text in stored["parts"]]
     buckets = np.unique(np.concatenate([part.bucket for part in parts]))
     counts = np.zeros((len(parts), buckets.size))
     for row, part in enumerate(parts):
         counts[row, np.searchsorted(buckets, part.bucket)] = part.count
-    return _Parts(
+    return _ClassParts(
         middle_ns=histogram.middles_ns(buckets),
         counts=counts,
         judged=np.array(stored["judged"], dtype=np.float64),
@@ -145,12 +145,12 @@ def _parts(stored: Mapping[str, Any], report: Mapping[str, Any]) -> _Parts:
 
 
 def _changes(
-    kind: str, a: _Parts, b: _Parts, *, level: float, least_change: float, rng: np.random.Generator
-) -> list[Change]:
+    kind: str, a: _ClassParts, b: _ClassParts, *, level: float, least_change: float, rng: np.random.Generator
+) -> list[MetricChange]:
     weights_a, weights_b = _resampled(a, rng), _resampled(b, rng)
     whole_a, whole_b = np.ones((1, a.judged.size)), np.ones((1, b.judged.size))
 
-    def ratio(metric: str, of: Callable[[_Parts, Floats], Floats], *, more_is_better: bool) -> Change:
+    def ratio(metric: str, of: Callable[[_ClassParts, Floats], Floats], *, more_is_better: bool) -> MetricChange:
         (x,), (y,) = of(a, whole_a), of(b, whole_b)
         with np.errstate(divide="ignore", invalid="ignore"):
             spread = of(b, weights_b) / of(a, weights_a) - 1.0
@@ -158,8 +158,8 @@ def _changes(
         low, high = _interval(spread, level)
         sign = 1.0 if more_is_better else -1.0
         verdict = _verdict(change, low, high, least_change, sign)
-        return Change(kind=kind, metric=metric, before=float(x), after=float(y), change=change, low=low, high=high,
-                      verdict=verdict)  # fmt: skip
+        return MetricChange(kind=kind, metric=metric, before=float(x), after=float(y), change=change, low=low,
+                      high=high, verdict=verdict)  # fmt: skip
 
     changes = [
         ratio(f"p{percent:g}_ms", lambda parts, w, p=percent: _percentile_ms(parts, w, p), more_is_better=False)  # type: ignore[misc]
@@ -178,13 +178,13 @@ def _share(  # noqa: PLR0917 - a row of a table
     metric: str,
     kind: str,
     counts: tuple[Floats, Floats],
-    parts: tuple[_Parts, _Parts],
+    parts: tuple[_ClassParts, _ClassParts],
     weights: tuple[Floats, Floats],
     level: float,
     *,
     least: float,
     sign: float,
-) -> Change:
+) -> MetricChange:
     """Shares of the judged requests are compared by difference, at least ``least``: from zero there is no ratio."""
     x, y = (float(count.sum() / each.judged.sum()) for count, each in zip(counts, parts, strict=True))
     drawn_a, drawn_b = (
@@ -193,7 +193,7 @@ def _share(  # noqa: PLR0917 - a row of a table
     )
     low, high = _interval(drawn_b - drawn_a, level)
     verdict = _verdict(y - x, low, high, least, sign)
-    return Change(kind=kind, metric=metric, before=x, after=y, change=y - x, low=low, high=high, verdict=verdict)
+    return MetricChange(kind=kind, metric=metric, before=x, after=y, change=y - x, low=low, high=high, verdict=verdict)
 
 
 def _verdict(change: float, low: float, high: float, least: float, sign: float) -> Verdict:
@@ -202,13 +202,13 @@ def _verdict(change: float, low: float, high: float, least: float, sign: float) 
     return "better" if change * sign > 0 else "worse"
 
 
-def _resampled(parts: _Parts, rng: np.random.Generator) -> Floats:
+def _resampled(parts: _ClassParts, rng: np.random.Generator) -> Floats:
     """How often each part is drawn, (RESAMPLES, S)."""
     n = parts.judged.size
     return rng.multinomial(n, np.full(n, 1.0 / n), size=RESAMPLES).astype(np.float64)
 
 
-def _percentile_ms(parts: _Parts, weights: Floats, percent: float) -> Floats:
+def _percentile_ms(parts: _ClassParts, weights: Floats, percent: float) -> Floats:
     """Nearest-rank percentile of each row of ``weights`` (R, S), in milliseconds, (R,)."""
     upto = np.cumsum(weights @ parts.counts, axis=1)
     rank = np.maximum(np.ceil(percent / 100.0 * upto[:, -1:]), 1.0)

@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from plait_loadtest.scenario import Scenario, Slo
-from plait_loadtest.values import Outcome, Records, RunResult
+from plait_loadtest.values import Records, RequestOutcome, RunResult
 
 ANSWERED = (
-    Outcome.OK, Outcome.TIMEOUT, Outcome.TRUNCATED, Outcome.GARBLED,
-    Outcome.HTTP_4XX, Outcome.HTTP_5XX, Outcome.HTTP_OTHER, Outcome.CHECK,
+    RequestOutcome.OK, RequestOutcome.TIMEOUT, RequestOutcome.TRUNCATED, RequestOutcome.GARBLED,
+    RequestOutcome.HTTP_4XX, RequestOutcome.HTTP_5XX, RequestOutcome.HTTP_OTHER, RequestOutcome.CHECK,
 )  # fmt: skip
 
 Mask = npt.NDArray[np.bool_]
@@ -30,7 +30,7 @@ Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
+class MeasuredWindow:
     """The measured time, in nanoseconds of the run."""
 
     start_ns: int
@@ -54,7 +54,7 @@ class Judged:
     """
 
     records: Records
-    window: Window
+    window: MeasuredWindow
     waited_ns: Ints
     measured: Mask
     answered: Mask
@@ -72,12 +72,12 @@ def judge_records(result: RunResult, scenario: Scenario) -> Judged:
     waited_ns = records["done_ns"] - records["scheduled_ns"]
     latest_ns = _latest_ns(scenario)[records["kind"]]
     measured = np.asarray(~records["warm_up"])
-    unknown = outcome == Outcome.INTERRUPTED
+    unknown = outcome == RequestOutcome.INTERRUPTED
     if result.interrupted:
         measured &= ~(unknown & (records["scheduled_ns"] >= window.end_ns))
-    ok = measured & (outcome == Outcome.OK)
+    ok = measured & (outcome == RequestOutcome.OK)
     already_late = unknown & ended & (waited_ns > latest_ns)
-    judged = measured & (outcome != Outcome.CANCELLED) & (~unknown | already_late)
+    judged = measured & (outcome != RequestOutcome.CANCELLED) & (~unknown | already_late)
     return Judged(
         records=records,
         window=window,
@@ -91,7 +91,7 @@ def judge_records(result: RunResult, scenario: Scenario) -> Judged:
     )
 
 
-def window_of(records: Records, scenario: Scenario, result: RunResult) -> Window:
+def window_of(records: Records, scenario: Scenario, result: RunResult) -> MeasuredWindow:
     """The measured time: after the warm-up, for the scenario's duration or until its last scheduled request.
 
     A run of ``count`` requests ends a mean gap after its last one, so that N requests at R per second take N / R.
@@ -105,7 +105,7 @@ def window_of(records: Records, scenario: Scenario, result: RunResult) -> Window
         end_ns = last_ns + (last_ns - start_ns) // (own.size - 1)
     if result.interrupted:
         end_ns = min(end_ns, max(int(result.wall_s * 1e9), start_ns))
-    return Window(start_ns=start_ns, end_ns=end_ns)
+    return MeasuredWindow(start_ns=start_ns, end_ns=end_ns)
 
 
 def slo_of(scenario: Scenario, name: str) -> Slo | None:

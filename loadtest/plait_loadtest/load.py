@@ -19,13 +19,13 @@ from plait_loadtest.validate import validate
 
 _SUFFIXES = (".yaml", ".yml", ".json")  # JSON is YAML
 _ARRIVALS: dict[str, type[BaseModel]] = {
-    "constant": model.Constant,
-    "poisson": model.Poisson,
-    "gamma": model.Gamma,
-    "ramp": model.Ramp,
-    "step": model.Step,
-    "trace": model.Trace,
-    "closed": model.Closed,
+    "constant": model.ConstantArrivals,
+    "poisson": model.PoissonArrivals,
+    "gamma": model.GammaArrivals,
+    "ramp": model.RampArrivals,
+    "step": model.StepArrivals,
+    "trace": model.TraceArrivals,
+    "closed": model.ClosedLoopCallers,
 }
 _MIX: dict[str, type[BaseModel]] = {"images": model.ImageClass, "infer": model.InferClass, "raw": model.RawClass}
 
@@ -115,7 +115,7 @@ def _plain(value: Any) -> Any:
 
 def _fill_in(settings: _Node) -> None:
     """Gives overrides something to hold on to where the scenario leaves the default."""
-    settings.setdefault("arrivals", model.Poisson(rate_per_s=1.0).model_dump())
+    settings.setdefault("arrivals", model.PoissonArrivals(rate_per_s=1.0).model_dump())
     settings.setdefault("mix", [{}])
 
 
@@ -235,7 +235,7 @@ def _suggestion(location: tuple[int | str, ...]) -> str:
     if location[0] == "arrivals":
         kind = str(location[1])
         return f" for {kind} arrivals, which have {', '.join(_ARRIVALS[kind].model_fields)}"
-    models: list[type[BaseModel]] = [*_MIX.values(), Scenario, model.Target, model.Limits, model.Loras]
+    models: list[type[BaseModel]] = [*_MIX.values(), Scenario, model.LoadTarget, model.GeneratorLimits, model.Loras]
     known = {name for each in models for name in each.model_fields}
     near = difflib.get_close_matches(str(location[-1]), sorted(known), n=1)
     return f" (did you mean {near[0]}?)" if near else ""

@@ -19,10 +19,10 @@ import numpy.typing as npt
 from plait_loadtest import histogram
 from plait_loadtest.confidence import is_refuted
 from plait_loadtest.histogram import Histogram
-from plait_loadtest.judging import Ints, Judged, Mask, Window, judge_records, percentile_of, slo_of
+from plait_loadtest.judging import Ints, Judged, Mask, MeasuredWindow, judge_records, percentile_of, slo_of
 from plait_loadtest.scenario import Scenario, Slo
 from plait_loadtest.validity import Reason, judge
-from plait_loadtest.values import Outcome, Records, RunResult
+from plait_loadtest.values import Records, RequestOutcome, RunResult
 
 TOTAL = "total"
 SLICES = 32  # parts of the measured time whose histograms are kept: what `compare` resamples
@@ -44,7 +44,7 @@ class Percentiles:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Slice:
+class TimeSlice:
     """A part of the measured time, by scheduled time."""
 
     histogram: Histogram
@@ -82,11 +82,11 @@ class ClassSummary:
     service_ms: Percentiles
     server_ms: Percentiles
     histogram: Histogram
-    slices: tuple[Slice, ...] = field(repr=False)
+    slices: tuple[TimeSlice, ...] = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Summary:
+class RunSummary:
     """A whole run. ``start_s`` and ``seconds``: the measured time, from the start of the run."""
 
     total: ClassSummary
@@ -108,7 +108,7 @@ class Summary:
         return not self.reasons
 
 
-def summarise(result: RunResult, scenario: Scenario, *, images: Ints | None = None) -> Summary:
+def summarise(result: RunResult, scenario: Scenario, *, images: Ints | None = None) -> RunSummary:
     """Everything that is reported about a run. ``images`` (N,): pictures that each record asked for, if known."""
     run = judge_records(result, scenario)
     kinds = run.records["kind"]
@@ -121,7 +121,7 @@ def summarise(result: RunResult, scenario: Scenario, *, images: Ints | None = No
     lag = of_durations(_lags(run))
     echo_ms = of_durations(echo.latency_ns[(echo.scheduled_ns >= run.window.start_ns) & (echo.latency_ns >= 0)])
     limit_ms = lag_limit(scenario)
-    return Summary(
+    return RunSummary(
         total=total,
         classes=classes,
         send_lag_ms=lag,
@@ -152,7 +152,7 @@ def lag_limit(scenario: Scenario) -> float:
     return max(5.0, 0.05 * min((slo.latency_ms for slo in slos if slo is not None), default=0.0))
 
 
-def least_requests(percentile: float) -> int:
+def min_requests(percentile: float) -> int:
     """Below so many requests a percentile is only the largest of them: 1 / (1 - p), 100 for a p99."""
     return round(1.0 / (1.0 - percentile / 100.0))
 
@@ -222,7 +222,9 @@ def _came(run: Judged, own: Mask) -> Mask:
     records = run.records
     kinds = np.unique(records["kind"][own])
     return np.asarray(
-        (records["outcome"] == Outcome.OK) & run.window.holds(records["done_ns"]) & np.isin(records["kind"], kinds)
+        (records["outcome"] == RequestOutcome.OK)
+        & run.window.holds(records["done_ns"])
+        & np.isin(records["kind"], kinds)
     )
 
 
@@ -231,8 +233,12 @@ def _images_per_s(run: Judged, images: Ints) -> float:
 
 
 def _errors(outcome: npt.NDArray[np.uint8]) -> dict[str, int]:
-    counts = np.bincount(outcome, minlength=len(Outcome))
-    return {kind.name.lower(): int(counts[kind]) for kind in Outcome if kind is not Outcome.OK and counts[kind]}
+    counts = np.bincount(outcome, minlength=len(RequestOutcome))
+    return {
+        kind.name.lower(): int(counts[kind])
+        for kind in RequestOutcome
+        if kind is not RequestOutcome.OK and counts[kind]
+    }
 
 
 def _met(attainment: float | None, percentile: float | None, judged: int, good: int) -> bool | None:
@@ -240,7 +246,7 @@ def _met(attainment: float | None, percentile: float | None, judged: int, good: 
     if attainment is None or percentile is None:
         return None
     share = percentile / 100.0
-    if judged < least_requests(percentile):
+    if judged < min_requests(percentile):
         return False if is_refuted(good, judged - good, share) else None
     return attainment >= share
 
@@ -265,10 +271,10 @@ def _server_ms(own: Records) -> Percentiles:
     return of_durations(np.rint(said * 1e6).astype(np.int64))
 
 
-def _slices(run: Judged, own: Mask) -> tuple[Slice, ...]:
+def _slices(run: Judged, own: Mask) -> tuple[TimeSlice, ...]:
     which = slice_of(run.records["scheduled_ns"], run.window)
     return tuple(
-        Slice(
+        TimeSlice(
             histogram=histogram.of_ns(run.waited_ns[here & run.answered]),
             judged=int((here & run.judged).sum()),
             good=int((here & run.good).sum()),
@@ -278,7 +284,7 @@ def _slices(run: Judged, own: Mask) -> tuple[Slice, ...]:
     )
 
 
-def slice_of(scheduled_ns: Ints, window: Window) -> Ints:
+def slice_of(scheduled_ns: Ints, window: MeasuredWindow) -> Ints:
     """Which of the `SLICES` equal parts of the measured time each instant lies in, int64 (N,)."""
     part = (scheduled_ns - window.start_ns) * SLICES // max(window.end_ns - window.start_ns, 1)
     return np.clip(part, 0, SLICES - 1)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from plait_loadtest.report.table import number
-from plait_loadtest.values import OnProgress, Progress
+from plait_loadtest.values import OnProgress, RunProgress
 
 
 @contextmanager
@@ -24,7 +24,7 @@ def live_line(total_s: float | None) -> Iterator[OnProgress]:
         yield lambda told: live.update(Text(line(told, total_s), no_wrap=True, overflow="ellipsis"), refresh=True)
 
 
-def line(told: Progress, total_s: float | None) -> str:
+def line(told: RunProgress, total_s: float | None) -> str:
     """One line: time, requests, errors, what is under way, recent latency."""
     if told.elapsed_s < 0:
         return "preparing requests"

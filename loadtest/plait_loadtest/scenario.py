@@ -34,14 +34,14 @@ Counts: TypeAlias = Annotated[dict[int, _Weight], Field(min_length=1), BeforeVal
 """Whole numbers and how often each is drawn, relative to the others: ``{1: 58, 4: 19}``."""
 
 
-class _Frozen(BaseModel):
+class _ScenarioModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 # ---- where -----------------------------------------------------------------------------------------------------------
 
 
-class Check(_Frozen):
+class ResponseCheck(_ScenarioModel):
     """What a response must be to count as a success, beyond a 2xx status."""
 
     contains: str | None = Field(default=None, description="text that the body must contain")
@@ -49,7 +49,7 @@ class Check(_Frozen):
     least_bytes: int = Field(default=0, ge=0, description="the body has at least so many bytes")
 
 
-class Target(_Frozen):
+class LoadTarget(_ScenarioModel):
     """The server. ``api`` chooses the mix and the default path and check."""
 
     url: str = Field(default="http://127.0.0.1:8000", description="scheme, host and port")
@@ -60,10 +60,10 @@ class Target(_Frozen):
     timeout_s: float = Field(default=300.0, gt=0, description="from the moment of sending to the last byte")
     connect_timeout_s: float = Field(default=5.0, gt=0)
     verify_tls: bool = True
-    check: Check = Check()
+    check: ResponseCheck = ResponseCheck()
 
 
-class Limits(_Frozen):
+class GeneratorLimits(_ScenarioModel):
     """What the generator allows itself; what does not fit is counted as not sent, never hidden."""
 
     connections: int = Field(default=1024, ge=1, description="open connections of all processes together")
@@ -77,21 +77,21 @@ class Limits(_Frozen):
 # ---- when ------------------------------------------------------------------------------------------------------------
 
 
-class Constant(_Frozen):
+class ConstantArrivals(_ScenarioModel):
     """Equal gaps."""
 
     kind: Literal["constant"] = "constant"
     rate_per_s: float = Field(gt=0)
 
 
-class Poisson(_Frozen):
+class PoissonArrivals(_ScenarioModel):
     """Independent exponential gaps."""
 
     kind: Literal["poisson"] = "poisson"
     rate_per_s: float = Field(gt=0)
 
 
-class Gamma(_Frozen):
+class GammaArrivals(_ScenarioModel):
     """Gamma gaps of shape ``burstiness``: 1 is Poisson, below 1 comes in bursts, above 1 is more even."""
 
     kind: Literal["gamma"] = "gamma"
@@ -99,7 +99,7 @@ class Gamma(_Frozen):
     burstiness: float = Field(default=1.0, gt=0)
 
 
-class Ramp(_Frozen):
+class RampArrivals(_ScenarioModel):
     """A Poisson process whose rate grows (or falls) linearly over the run."""
 
     kind: Literal["ramp"] = "ramp"
@@ -107,14 +107,14 @@ class Ramp(_Frozen):
     to_rate_per_s: float = Field(gt=0, description="at the end")
 
 
-class Step(_Frozen):
+class StepArrivals(_ScenarioModel):
     """A Poisson process in stages: ``[[seconds, rate], ...]``; the last stage lasts to the end."""
 
     kind: Literal["step"] = "step"
     stages: tuple[tuple[float, float], ...] = Field(min_length=1)
 
 
-class Trace(_Frozen):
+class TraceArrivals(_ScenarioModel):
     """Arrival times from a CSV file (may be .gz): numbers of seconds, or dates."""
 
     kind: Literal["trace"] = "trace"
@@ -124,20 +124,29 @@ class Trace(_Frozen):
     offset_s: float = Field(default=0.0, ge=0, description="where in the trace the run starts, before speeding up")
 
 
-class Closed(_Frozen):
+class ClosedLoopCallers(_ScenarioModel):
     """Callers that wait for their reply before they ask again. It hides overload: for comparison only."""
 
     kind: Literal["closed"] = "closed"
     concurrency: int = Field(ge=1)
 
 
-Arrivals: TypeAlias = Annotated[Constant | Poisson | Gamma | Ramp | Step | Trace | Closed, Field(discriminator="kind")]
+Arrivals: TypeAlias = Annotated[
+    ConstantArrivals
+    | PoissonArrivals
+    | GammaArrivals
+    | RampArrivals
+    | StepArrivals
+    | TraceArrivals
+    | ClosedLoopCallers,
+    Field(discriminator="kind"),
+]
 
 
 # ---- what ------------------------------------------------------------------------------------------------------------
 
 
-class Loras(_Frozen):
+class Loras(_ScenarioModel):
     """How many LoRAs a request carries and which: by Zipf's law over ``names``, or by ``popularity``."""
 
     count: Counts = Field(default_factory=lambda: {0: 1.0})
@@ -147,7 +156,7 @@ class Loras(_Frozen):
     scale: float = 1.0
 
 
-class ControlNets(_Frozen):
+class ControlNets(_ScenarioModel):
     """How many ControlNets a request carries (0 to 3) and which. Control images: files, or drawn by number."""
 
     count: Counts = Field(default_factory=lambda: {0: 1.0})
@@ -158,7 +167,7 @@ class ControlNets(_Frozen):
     images: tuple[Path, ...] = Field(default=(), description="pictures to take in turn; none: drawn by the generator")
 
 
-class ImageClass(_Frozen):
+class ImageClass(_ScenarioModel):
     """One class of image requests."""
 
     api: Literal["images"] = "images"
@@ -173,13 +182,12 @@ class ImageClass(_Frozen):
     scheduler: str | None = None
     loras: Loras = Loras()
     controlnets: ControlNets = ControlNets()
-    priority: int | None = None
     deadline_ms: float | None = Field(default=None, gt=0)
     stream: bool = False
     extra: dict[str, JsonValue] = Field(default_factory=dict, description="more fields of the body, as they are")
 
 
-class InferInput(_Frozen):
+class InferInput(_ScenarioModel):
     """One input of a recommendation model: ``numbers`` of them in a row, or ids below ``ids``, one in a row or a bag.
 
     A user input has one row, an item input C. Tensors: numbers FP32 (rows, numbers); ids INT64 (rows,), or for bags
@@ -193,7 +201,7 @@ class InferInput(_Frozen):
     bag: int | None = Field(default=None, ge=0, description="ids in each row; left out: one, and no offsets")
 
 
-class InferClass(_Frozen):
+class InferClass(_ScenarioModel):
     """One class of recommendation requests (Open Inference Protocol v2).
 
     A request scores C candidates: the tensors of ``inputs``; or without them dense float32 (C, dense), and for each
@@ -215,7 +223,7 @@ class InferClass(_Frozen):
     outputs: tuple[str, ...] = ("scores",)
 
 
-class RawClass(_Frozen):
+class RawClass(_ScenarioModel):
     """One class of any requests. ``{index}`` in path and body becomes the request's number."""
 
     api: Literal["raw"] = "raw"
@@ -235,7 +243,7 @@ MixClass: TypeAlias = Annotated[ImageClass | InferClass | RawClass, Field(discri
 # ---- good enough -----------------------------------------------------------------------------------------------------
 
 
-class Slo(_Frozen):
+class Slo(_ScenarioModel):
     """A response is good if it succeeded within ``latency_ms`` of its scheduled time."""
 
     latency_ms: float = Field(gt=0)
@@ -244,19 +252,19 @@ class Slo(_Frozen):
     )
 
 
-class Scenario(_Frozen):
+class Scenario(_ScenarioModel):
     """Everything about a run. The same scenario and seed schedule the same requests at the same times."""
 
     name: str = "custom"
-    target: Target = Target()
-    arrivals: Arrivals = Poisson(rate_per_s=1.0)
+    target: LoadTarget = LoadTarget()
+    arrivals: Arrivals = PoissonArrivals(rate_per_s=1.0)
     duration_s: float = Field(default=30.0, gt=0, description="of the measured part")
     count: int | None = Field(default=None, ge=1, description="end after so many measured requests instead")
     warm_up_s: float = Field(default=0.0, ge=0, description="same load before it; not measured")
     seed: int = Field(default=0, ge=0)
     processes: int = Field(default=1, ge=1, le=64)
     mix: tuple[MixClass, ...] = (ImageClass(),)
-    limits: Limits = Limits()
+    limits: GeneratorLimits = GeneratorLimits()
     slo: Slo | None = Field(default=None, description="of every class that has none of its own in slos")
     slos: dict[Name, Slo] = Field(default_factory=dict, description="by class name")
     thresholds: tuple[str, ...] = Field(default=(), description='"p99_ms < 250": exit code 99 if one is missed')

@@ -15,7 +15,7 @@ class Stream(IntEnum):
     CANCELLATIONS = 2
 
 
-def generator(seed: int, *stream: int) -> np.random.Generator:
+def make_rng(seed: int, *stream: int) -> np.random.Generator:
     """The generator of a stream (and of a stream within it)."""
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=stream)))
 

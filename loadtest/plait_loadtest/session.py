@@ -7,31 +7,31 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from plait_loadtest.capacity import Need, Observed, Search, observe
+from plait_loadtest.capacity import CapacitySearch, ClassTarget, Observed, observe
 from plait_loadtest.errors import ScenarioError
 from plait_loadtest.judging import Ints, percentile_of, slo_of
-from plait_loadtest.measure import Summary, summarise
+from plait_loadtest.measure import RunSummary, summarise
 from plait_loadtest.plan import make_plan
-from plait_loadtest.scenario import Constant, Gamma, Poisson, Scenario
+from plait_loadtest.scenario import ConstantArrivals, GammaArrivals, PoissonArrivals, Scenario
 from plait_loadtest.thresholds import Verdict, check, parse_all
 from plait_loadtest.values import Mix, OnProgress, RunResult, StopWhen
 
-_MOST_COUNTED = 200_000  # requests whose pictures are counted by asking the mix; more would take seconds
+_MAX_COUNTED = 200_000  # requests whose pictures are counted by asking the mix; more would take seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Session:
+class FinishedRun:
     """A run that is over."""
 
     scenario: Scenario
     result: RunResult
-    summary: Summary
+    summary: RunSummary
     verdicts: tuple[Verdict, ...]
 
 
 def run_scenario(
     scenario: Scenario, *, on_progress: OnProgress | None = None, stop_when: StopWhen | None = None
-) -> Session:
+) -> FinishedRun:
     """Runs a scenario. Raises `ScenarioError` before anything is sent if it can not be run.
 
     ``stop_when`` is asked a few times a second how it goes; a text ends the run early, as a reason that it is invalid.
@@ -42,13 +42,13 @@ def run_scenario(
     plan = make_plan(scenario)
     result = run(plan, scenario, on_progress=on_progress, stop_when=stop_when)
     summary = summarise(result, scenario, images=images_of(plan.mix, result, scenario))
-    return Session(scenario=scenario, result=result, summary=summary, verdicts=check(thresholds, summary))
+    return FinishedRun(scenario=scenario, result=result, summary=summary, verdicts=check(thresholds, summary))
 
 
 def images_of(mix: Mix, result: RunResult, scenario: Scenario) -> Ints | None:
     """Pictures that each record (in order of index) asked for, int64 (N,); None if that is not known."""
     facts = getattr(mix, "facts", None)
-    if scenario.target.api != "images" or facts is None or result.records.size > _MOST_COUNTED:
+    if scenario.target.api != "images" or facts is None or result.records.size > _MAX_COUNTED:
         return None
     counts = [facts(int(index)).get("images", 1) for index in np.sort(result.records["index"])]
     return np.array(counts, dtype=np.int64)
@@ -61,7 +61,7 @@ def at_rate(scenario: Scenario, rate_per_s: float, duration_s: float) -> Scenari
     arrival has missed by any measure, so nobody waits longer for it.
     """
     arrivals = scenario.arrivals
-    if not isinstance(arrivals, Constant | Poisson | Gamma):
+    if not isinstance(arrivals, ConstantArrivals | PoissonArrivals | GammaArrivals):
         raise ScenarioError(
             f"arrivals.kind: {arrivals.kind} has no single rate to search; use poisson, gamma or constant"
         )
@@ -76,7 +76,7 @@ def at_rate(scenario: Scenario, rate_per_s: float, duration_s: float) -> Scenari
     )  # fmt: skip
 
 
-def search_of(scenario: Scenario, *, beyond: float | None = None) -> Search:
+def search_of(scenario: Scenario, *, beyond: float | None = None) -> CapacitySearch:
     """The search that a scenario asks for: its rate is the first, its duration the least of a trial.
 
     Raises `ScenarioError` without an SLO.
@@ -84,18 +84,18 @@ def search_of(scenario: Scenario, *, beyond: float | None = None) -> Search:
     first = at_rate(scenario, 1.0, 1.0)  # refuses arrivals without a rate
     weights = sum(item.weight for item in first.mix)
     needs = tuple(
-        Need(percentile=percentile_of(slo, item.api), latency_ms=slo.latency_ms, share=item.weight / weights)
+        ClassTarget(percentile=percentile_of(slo, item.api), latency_ms=slo.latency_ms, share=item.weight / weights)
         for item in first.mix
         if (slo := slo_of(scenario, item.name)) is not None
     )
     if not needs:
         raise ScenarioError("slo: a capacity search needs one (--slo-ms)")
     rate = getattr(scenario.arrivals, "rate_per_s", 1.0)
-    return Search(needs=needs, first_per_s=rate, least_trial_s=scenario.duration_s, beyond=beyond)
+    return CapacitySearch(needs=needs, first_per_s=rate, min_trial_s=scenario.duration_s, beyond=beyond)
 
 
 def measure_at(
-    scenario: Scenario, *, on_progress: OnProgress | None = None, keep: Callable[[Session], None] = lambda _: None
+    scenario: Scenario, *, on_progress: OnProgress | None = None, keep: Callable[[FinishedRun], None] = lambda _: None
 ) -> Callable[[float, float], Observed]:
     """The `capacity.Measure` that really runs the load; each run's seed differs, and ``keep`` is told of each run."""
     runs = 0

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from plait_loadtest.errors import ScenarioError
-from plait_loadtest.measure import ClassSummary, Summary, least_requests
+from plait_loadtest.measure import ClassSummary, RunSummary, min_requests
 
 OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
@@ -40,7 +40,7 @@ OF_A_CLASS: dict[str, Callable[[ClassSummary], float | None]] = {
     "attainment": lambda each: each.attainment,
     "requests": lambda each: float(each.requests),
 }
-OF_THE_RUN: dict[str, Callable[[Summary], float | None]] = {
+OF_THE_RUN: dict[str, Callable[[RunSummary], float | None]] = {
     "send_lag_p99_ms": lambda run: run.send_lag_ms.p99,
     "echo_p99_ms": lambda run: run.echo_ms.p99,
     "images_per_s": lambda run: run.images_per_s,
@@ -95,12 +95,12 @@ def parse_all(texts: Iterable[str], *, kinds: Sequence[str]) -> tuple[Threshold,
     return tuple(parse(text, kinds=kinds) for text in texts)
 
 
-def check(thresholds: Iterable[Threshold], summary: Summary) -> tuple[Verdict, ...]:
+def check(thresholds: Iterable[Threshold], summary: RunSummary) -> tuple[Verdict, ...]:
     """Judges a run; see the module docstring for invalid runs."""
     return tuple(_check(threshold, summary) for threshold in thresholds)
 
 
-def _check(threshold: Threshold, summary: Summary) -> Verdict:
+def _check(threshold: Threshold, summary: RunSummary) -> Verdict:
     value = _value(threshold, summary)
     if value is None:
         return Verdict(threshold=threshold, value=None, held=False, why="nothing was measured")
@@ -109,18 +109,18 @@ def _check(threshold: Threshold, summary: Summary) -> Verdict:
     return Verdict(threshold=threshold, value=value, held=holds and not why, why=why)
 
 
-def _doubt(threshold: Threshold, summary: Summary) -> str:
+def _doubt(threshold: Threshold, summary: RunSummary) -> str:
     """Why a number that is on the right side proves nothing; empty: it does."""
     if not summary.valid:
         return "the run is invalid"
     percentile = _PERCENTILE.search(threshold.metric)
     if percentile is None or threshold.metric in OF_THE_RUN:
         return ""
-    needed, answers = least_requests(float(percentile[1])), _class(threshold, summary).latency_ms.n
+    needed, answers = min_requests(float(percentile[1])), _class(threshold, summary).latency_ms.n
     return f"{answers} answers are too few, {needed} are needed" if answers < needed else ""
 
 
-def _value(threshold: Threshold, summary: Summary) -> float | None:
+def _value(threshold: Threshold, summary: RunSummary) -> float | None:
     if threshold.metric in OF_THE_RUN:
         value = OF_THE_RUN[threshold.metric](summary)
     else:
@@ -128,7 +128,7 @@ def _value(threshold: Threshold, summary: Summary) -> float | None:
     return None if value is None or math.isnan(value) else value
 
 
-def _class(threshold: Threshold, summary: Summary) -> ClassSummary:
+def _class(threshold: Threshold, summary: RunSummary) -> ClassSummary:
     if threshold.kind is None:
         return summary.total
     return next(each for each in summary.classes if each.name == threshold.kind)

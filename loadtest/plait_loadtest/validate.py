@@ -11,23 +11,23 @@ from urllib.parse import urlsplit
 
 from plait_loadtest.arrivals import check_size, rate_profile
 from plait_loadtest.errors import ScenarioError
-from plait_loadtest.mix.images import MOST_CONTROLNETS, OWN_FIELDS, most_drawn, popularity
+from plait_loadtest.mix.images import MAX_CONTROLNETS, OWN_FIELDS, max_drawn, popularity
 from plait_loadtest.scenario import (
-    Closed,
+    ClosedLoopCallers,
     ControlNets,
-    Gamma,
+    GammaArrivals,
     ImageClass,
     InferClass,
+    LoadTarget,
     Loras,
     RawClass,
     Scenario,
-    Step,
-    Target,
-    Trace,
+    StepArrivals,
+    TraceArrivals,
 )
 
 LONGEST_S = 1e7  # some 115 days
-LEAST_BURSTINESS = 0.001  # a thousand requests at once, then a pause
+MIN_BURSTINESS = 0.001  # a thousand requests at once, then a pause
 _SIZE = re.compile(r"[1-9]\d{0,4}x[1-9]\d{0,4}|auto")
 
 
@@ -59,7 +59,7 @@ def _require(condition: bool, field: str, problem: str) -> None:
         raise ScenarioError(f"{field}: {problem}")
 
 
-def _check_target(target: Target) -> None:
+def _check_target(target: LoadTarget) -> None:
     try:
         parts = urlsplit(target.url)
         has_host, _ = bool(parts.hostname), parts.port
@@ -91,18 +91,18 @@ def _check_arrivals(scenario: Scenario) -> None:
     arrivals = scenario.arrivals
     for field in ("duration_s", "warm_up_s"):
         _require(getattr(scenario, field) <= LONGEST_S, field, f"is longer than {LONGEST_S:.0f} s")
-    if isinstance(arrivals, Closed):
+    if isinstance(arrivals, ClosedLoopCallers):
         for limit in ("connections", "in_flight"):
             most = getattr(scenario.limits, limit)
             fits = arrivals.concurrency <= most
             _require(fits, "arrivals.concurrency", f"{arrivals.concurrency} are more than limits.{limit}, {most}")
         return
-    if isinstance(arrivals, Trace):
+    if isinstance(arrivals, TraceArrivals):
         _check_file("arrivals.file", arrivals.file)
         return
-    if isinstance(arrivals, Gamma):
-        _require(arrivals.burstiness >= LEAST_BURSTINESS, "arrivals.burstiness", f"is below {LEAST_BURSTINESS}")
-    if isinstance(arrivals, Step):
+    if isinstance(arrivals, GammaArrivals):
+        _require(arrivals.burstiness >= MIN_BURSTINESS, "arrivals.burstiness", f"is below {MIN_BURSTINESS}")
+    if isinstance(arrivals, StepArrivals):
         for position, (seconds, rate) in enumerate(arrivals.stages):
             field = f"arrivals.stages.{position}"
             _require(seconds > 0 and rate >= 0, field, f"[{seconds:g}, {rate:g}] is not [seconds above 0, rate]")
@@ -125,8 +125,8 @@ def _check_images(field: str, spec: ImageClass) -> None:
         _require(name not in OWN_FIELDS, f"{field}.extra", f"{name} is written by the generator itself")
     _check_add_ons(f"{field}.loras", spec.loras)
     _check_add_ons(f"{field}.controlnets", spec.controlnets)
-    most = most_drawn(spec.controlnets.count)
-    _require(most <= MOST_CONTROLNETS, f"{field}.controlnets.count", f"{most} is more than {MOST_CONTROLNETS}")
+    most = max_drawn(spec.controlnets.count)
+    _require(most <= MAX_CONTROLNETS, f"{field}.controlnets.count", f"{most} is more than {MAX_CONTROLNETS}")
     for path in spec.controlnets.images:
         _check_file(f"{field}.controlnets.images", path)
 
@@ -138,11 +138,11 @@ def _check_add_ons(field: str, spec: Loras | ControlNets) -> None:
         _check_weights(f"{field}.popularity", spec.popularity)
     _require(len(set(spec.names)) == len(spec.names), f"{field}.names", "has the same name twice")
     available = sum(weight > 0 for weight in popularity(spec)[1])
-    most = most_drawn(spec.count)
+    most = max_drawn(spec.count)
     _require(available >= most, f"{field}.names", f"{available} are too few for the {most} that a request may carry")
 
 
-def _check_infer(field: str, spec: InferClass, target: Target) -> None:
+def _check_infer(field: str, spec: InferClass, target: LoadTarget) -> None:
     _require(target.model is not None or target.path is not None, "target.model", "must be given: it is in the path")
     if spec.candidates != "mlperf":
         _check_counts(f"{field}.candidates", spec.candidates, least=1)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 
-class Outcome(IntEnum):
+class RequestOutcome(IntEnum):
     """How a request ended. Stored as uint8; names in lower case are the error classes of reports."""
 
     OK = 0
@@ -33,7 +33,7 @@ class Outcome(IntEnum):
     INTERRUPTED = 13  # Ctrl-C, or the drain time was over, while it was under way or before it was due
 
 
-NO_ERROR = frozenset({Outcome.OK, Outcome.CANCELLED})
+NO_ERROR = frozenset({RequestOutcome.OK, RequestOutcome.CANCELLED})
 
 RECORD = np.dtype(
     [
@@ -58,7 +58,7 @@ Records = npt.NDArray[np.void]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class PreparedRequest:
     """One request, ready to be put on the wire. ``path`` starts with a slash and carries the query.
 
     ``headers`` holds what the request itself needs (content type, ...); host, length and the scenario's are added.
@@ -80,12 +80,12 @@ class Mix(Protocol):
     def kind(self, index: int) -> int:
         """The class of request ``index``, without building it."""
 
-    def build(self, index: int) -> Prepared:
+    def build(self, index: int) -> PreparedRequest:
         """The request itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Plan:
+class RequestPlan:
     """What is sent when, drawn before anything is sent.
 
     ``scheduled_ns`` int64 (N,), ascending; the first ``warm_up`` requests are not measured. Closed loop: empty array,
@@ -136,7 +136,7 @@ class RunResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counts:
+class RequestCounts:
     """Requests by now: ``handed`` were due, ``done`` ended, as ``ok`` or ``errors``; ``in_flight`` are under way,
     ``waiting`` are due and have no connection yet."""
 
@@ -149,7 +149,7 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress(Counts):
+class RunProgress(RequestCounts):
     """How far a run is; told a few times a second.
 
     ``planned``: requests of the plan, None in a closed loop. ``recent_p50_ms``, ``recent_p95_ms``: latencies of
@@ -162,7 +162,7 @@ class Progress(Counts):
     recent_p95_ms: float | None
 
 
-OnProgress = Callable[[Progress], None]
+OnProgress = Callable[[RunProgress], None]
 
-StopWhen = Callable[[Progress], str | None]
+StopWhen = Callable[[RunProgress], str | None]
 """Asked a few times a second while load runs; a text ends the run early and says why."""

@@ -13,23 +13,24 @@ from typing import TYPE_CHECKING, Any
 
 from ray import serve
 
-from plait.config import CONTROLNET_PREFIX, ENGINE, INGRESS, PlaitConfig, Served, ServerSection, worker_name
+from plait.config import CONTROLNET_PREFIX, ENGINE, INGRESS, PlaitConfig, ServedConfig, ServerSection, worker_name
 from plait_serving.deployments.direct import Direct
-from plait_serving.deployments.engine import MAX_ONGOING_REQUESTS, EngineReplica, EngineSource
-from plait_serving.deployments.ingress import Ingress, RankModel
-from plait_serving.deployments.lazy import LazyControlNet, LazyRankWorker
-from plait_serving.deployments.ranking_source import PackageSource, RankSource
-from plait_serving.deployments.scaling import autoscaling
-from plait_serving.images.config import INGRESS_CPUS, MODEL_CPUS, ControlNetSection, ImagesSection
+from plait_serving.deployments.images.source import EngineSource, ImagesSource
+from plait_serving.deployments.ingress import Ingress
+from plait_serving.deployments.lazy import LazyControlNet, LazyEngine, LazyRankWorker
+from plait_serving.deployments.ranking.scaling import autoscaling
+from plait_serving.deployments.ranking.source import PackageSource, RankModel, RankSource
+from plait_serving.images.config import MODEL_CPUS, ControlNetSection, ImagesSection
 from plait_serving.ranking.config import (
     WORKER_CPUS,
     CnSection,
     HnSection,
+    RankModelSection,
     RankRole,
-    RecommenderSection,
     Replicas,
     WholeSection,
 )
+from plait_serving.sections import INGRESS_CPUS
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
@@ -37,18 +38,18 @@ if TYPE_CHECKING:
     from plait_serving.http.context import HttpSettings
 
 APP_NAME = "plait"
+_MAX_ONGOING_REQUESTS = 100_000
+"""Serve must never queue in front of us: ours are bounded queues, which can say when to come back."""
 _START_TRIES = 2
 """A folder that does not load now will not load the 20th time either (Serve's default)."""
 
 
-class AppArgs(Served):
+class AppArgs(ServedConfig):
     """What the application needs of a plait.yaml."""
 
 
 def build(args: AppArgs) -> serve.Application:
     """The application of a configuration. Builds nothing heavy: models are loaded in the replicas."""
-    from plait_serving.deployments.images_source import ImagesSource
-
     return compose(args, None if args.images is None else ImagesSource(args.images))
 
 
@@ -71,7 +72,7 @@ def compose(
     }
     rankers = {name: _ranker(name, section, sources[name], hns.get(name)) for name, section in recommenders.items()}
     models = {
-        name: RankModel(source=sources[name], replicas=part.least, most_replicas=part.most)
+        name: RankModel(source=sources[name], replicas=part.least, max_replicas=part.most)
         for name, part in ((name, section.parts[section.asked]) for name, section in recommenders.items())
     }
     ingress = serve.deployment(serve.ingress()(Ingress)).options(
@@ -87,7 +88,7 @@ def compose(
 
 
 _COMMON: dict[str, Any] = {
-    "max_ongoing_requests": MAX_ONGOING_REQUESTS,
+    "max_ongoing_requests": _MAX_ONGOING_REQUESTS,
     "max_queued_requests": -1,
     "max_constructor_retry_count": _START_TRIES,
     "graceful_shutdown_wait_loop_s": 0.2,
@@ -124,18 +125,18 @@ def tuning_routers(args: AppArgs) -> "tuple[APIRouter, ...]":
 
     from plait.server.state import state_root
     from plait.tuning.service.actor import ActorTuningService
-    from plait.tuning.service.desk import DeskSettings
     from plait.tuning.service.http import tuning_router
+    from plait.tuning.service.job_queue import JobQueueSettings
 
     config = yaml.safe_dump(args.model_dump(mode="json", exclude={"tuning"}))
     folder = args.tuning.folder or state_root(os.environ) / "tuning"
-    return (tuning_router(ActorTuningService(DeskSettings(folder=folder, config=config, live=args.tuning.live))),)
+    return (tuning_router(ActorTuningService(JobQueueSettings(folder=folder, config=config, live=args.tuning.live))),)
 
 
 def _engine(images: ImagesSection, source: EngineSource, *, drain_s: float) -> serve.Application:
     """The base model with its ControlNets."""
     controlnets = {name: _controlnet(name, it, images) for name, it in images.controlnet_services().items()}
-    engine = serve.deployment(EngineReplica).options(
+    engine = serve.deployment(LazyEngine).options(
         name=ENGINE,
         num_replicas=images.replicas,
         ray_actor_options={"num_cpus": MODEL_CPUS, "num_gpus": images.num_gpus},
@@ -158,17 +159,15 @@ def _controlnet(name: str, section: ControlNetSection, images: ImagesSection) ->
 
 
 def _ranker(
-    name: str, section: RecommenderSection, source: RankSource, hns: serve.Application | None
+    name: str, section: RankModelSection, source: RankSource, hns: serve.Application | None
 ) -> serve.Application:
     """The deployment that the ingress asks, with the one behind it."""
     if hns is None:
         return _bound(name, section, "whole", source)
-    return _bound(name, section, "cn", source, hns=hns, hn_count=section.hn.least, most_hns=section.hn.most)
+    return _bound(name, section, "cn", source, hns=hns, hn_count=section.hn.least, max_hns=section.hn.most)
 
 
-def _bound(
-    name: str, section: RecommenderSection, role: RankRole, source: RankSource, **more: Any
-) -> serve.Application:
+def _bound(name: str, section: RankModelSection, role: RankRole, source: RankSource, **more: Any) -> serve.Application:
     part = section.parts[role]
     return _rank_worker(name, role, part).bind(
         name=name, source=source, role=role, knobs=part.knobs.model_dump(mode="json"), omp_wait=part.omp_wait, **more

@@ -13,24 +13,19 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from plait.errors import ConfigError
 from plait_loadtest import strict_yaml
-from plait_serving.images.config import INGRESS_CPUS, FolderPath, ImagesSection
-from plait_serving.ranking.config import RecommenderSection, RecommendSection
+from plait_serving.images.config import ImagesSection
+from plait_serving.ranking.config import RankingSection, RankModelSection
+from plait_serving.sections import INGRESS_CPUS, FolderPath, Section
 
 INGRESS, ENGINE, CONTROLNET_PREFIX = "ingress", "engine", "controlnet-"
 """Names of the deployments, in Serve's status, in logs and in a Serve YAML; `worker_name` makes the others."""
 
 
-class Section(BaseModel):
-    """A frozen part of the configuration that refuses unknown keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class ApiKey(Section):
+class ApiKeySection(Section):
     """A key that requests may carry as ``Authorization: Bearer``. Only its SHA-256 is written down."""
 
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -61,7 +56,7 @@ class ServerSection(Section):
             "unset: any, but without keys on loopback only its own"
         ),
     ] = None
-    api_keys: tuple[ApiKey, ...] = ()
+    api_keys: tuple[ApiKeySection, ...] = ()
     largest_body_bytes: Annotated[int, Field(ge=1024)] = 64 << 20
     drain_s: Annotated[float, Field(ge=0, le=3600, description="how long a stop waits for what runs")] = 20.0
     ready_timeout_s: Annotated[float, Field(gt=0, le=86400, description="how long a start may take")] = 600.0
@@ -97,7 +92,7 @@ class TuningSection(Section):
     live: Annotated[bool, Field(description="whether a job may tune the application that users are on")] = False
 
 
-class Served(Section):
+class ServedConfig(Section):
     """What is served, and to whom: all that the application needs of a plait.yaml.
 
     ``images: null`` is a server that only ranks, ``recommend: null`` one that only draws.
@@ -105,7 +100,7 @@ class Served(Section):
 
     server: ServerSection = ServerSection()
     images: ImagesSection | None = ImagesSection()
-    recommend: RecommendSection | None = RecommendSection()
+    recommend: RankingSection | None = RankingSection()
     tuning: TuningSection = TuningSection()
 
     @model_validator(mode="after")
@@ -123,7 +118,7 @@ class Served(Section):
         return self
 
     @property
-    def recommenders(self) -> dict[str, RecommenderSection]:
+    def recommenders(self) -> dict[str, RankModelSection]:
         """The recommendation models by name."""
         return {} if self.recommend is None else self.recommend.resolved_models()
 
@@ -171,7 +166,7 @@ class RaySection(Section):
         return self.address == "local"
 
 
-class PlaitConfig(Served):
+class PlaitConfig(ServedConfig):
     """The whole plait.yaml."""
 
     ray: RaySection = RaySection()

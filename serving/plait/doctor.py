@@ -22,7 +22,7 @@ NEEDED_SHM_BYTES = 256 << 20
 NEEDED_DISK_BYTES = 1 * GIB
 
 
-class Verdict(StrEnum):
+class CheckStatus(StrEnum):
     """OK; WARN: it runs, but; FAIL: it will not run."""
 
     OK = "ok"
@@ -31,17 +31,17 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckResult:
     """The result of one check."""
 
     name: str
-    verdict: Verdict
+    verdict: CheckStatus
     detail: str
 
 
-def examine(environ: Mapping[str, str], *, host: str, port: int, starter: Path) -> list[Finding]:
+def examine(environ: Mapping[str, str], *, host: str, port: int, starter: Path) -> list[CheckResult]:
     """All checks."""
-    checks: Sequence[Callable[[], list[Finding]]] = (
+    checks: Sequence[Callable[[], list[CheckResult]]] = (
         check_python,
         check_packages,
         check_machine,
@@ -52,13 +52,13 @@ def examine(environ: Mapping[str, str], *, host: str, port: int, starter: Path) 
     return [finding for check in checks for finding in check()]
 
 
-def check_python() -> list[Finding]:
+def check_python() -> list[CheckResult]:
     """Python 3.11 or newer on Linux."""
     fine = sys.version_info >= (3, 11) and platform.system() == "Linux"
     return [_finding("python", fine, f"{platform.python_version()} on {platform.system()}")]
 
 
-def check_packages() -> list[Finding]:
+def check_packages() -> list[CheckResult]:
     """Every requirement of the distribution, security floors among them, against what is installed."""
     from packaging.requirements import Requirement
 
@@ -66,7 +66,9 @@ def check_packages() -> list[Finding]:
         requirements = [Requirement(text) for text in importlib.metadata.requires("plait") or []]
     except importlib.metadata.PackageNotFoundError:
         return [
-            Finding("packages", Verdict.WARN, "plait itself is not installed (make setup); versions were not compared")
+            CheckResult(
+                "packages", CheckStatus.WARN, "plait itself is not installed (make setup); versions were not compared"
+            )
         ]
     bad, versions = [], {}
     for requirement in requirements:
@@ -83,25 +85,25 @@ def check_packages() -> list[Finding]:
     return [_finding("packages", not bad, "; ".join(bad) or f"{len(versions)} as required ({shown})")]
 
 
-def check_machine() -> list[Finding]:
+def check_machine() -> list[CheckResult]:
     """Cores, memory, shared memory, disk."""
     cores = len(os.sched_getaffinity(0))
     memory = _available_memory_bytes()
     shm = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0  # noqa: S108  # Ray's shared memory
     disk = shutil.disk_usage("/tmp").free  # noqa: S108  # Ray's session folder
     return [
-        Finding("cores", Verdict.OK if cores >= 2 else Verdict.WARN, f"{cores}"),
+        CheckResult("cores", CheckStatus.OK if cores >= 2 else CheckStatus.WARN, f"{cores}"),
         _finding(
             "memory",
             memory >= NEEDED_MEMORY_BYTES,
             f"{memory / GIB:.1f} GiB free, {NEEDED_MEMORY_BYTES / GIB:.0f} needed",
         ),
-        Finding("shm", _least(shm, NEEDED_SHM_BYTES), f"{shm / GIB:.2f} GiB free; docker: --shm-size"),
+        CheckResult("shm", _least(shm, NEEDED_SHM_BYTES), f"{shm / GIB:.2f} GiB free; docker: --shm-size"),
         _finding("/tmp", disk >= NEEDED_DISK_BYTES, f"{disk / GIB:.1f} GiB free"),  # noqa: S108
     ]
 
 
-def check_home(environ: Mapping[str, str]) -> list[Finding]:
+def check_home(environ: Mapping[str, str]) -> list[CheckResult]:
     """Where state goes; an unusable home is fine, it only moves the state folder."""
     from plait.server.state import state_root
 
@@ -110,12 +112,12 @@ def check_home(environ: Mapping[str, str]) -> list[Finding]:
     try:
         root = state_root(environ)
     except PlaitError as error:
-        return [Finding("state", Verdict.FAIL, str(error))]
+        return [CheckResult("state", CheckStatus.FAIL, str(error))]
     note = "" if usable else f" (HOME={home or 'unset'} is not writable)"
-    return [Finding("state", Verdict.OK, f"{root}{note}")]
+    return [CheckResult("state", CheckStatus.OK, f"{root}{note}")]
 
 
-def check_port(host: str, port: int) -> list[Finding]:
+def check_port(host: str, port: int) -> list[CheckResult]:
     """Whether the port is free, or a plait has it."""
     from plait.server import ports
 
@@ -123,12 +125,12 @@ def check_port(host: str, port: int) -> list[Finding]:
         ports.check_port(host, port)
     except PlaitError as error:
         if ports.health(f"http://{host}:{port}", timeout_s=1.0) is None:
-            return [Finding("port", Verdict.OK, f"{port}: a server answers /health there")]
-        return [Finding("port", Verdict.WARN, str(error))]
-    return [Finding("port", Verdict.OK, f"{port} is free on {host}")]
+            return [CheckResult("port", CheckStatus.OK, f"{port}: a server answers /health there")]
+        return [CheckResult("port", CheckStatus.WARN, str(error))]
+    return [CheckResult("port", CheckStatus.OK, f"{port} is free on {host}")]
 
 
-def check_starter(folder: Path) -> list[Finding]:
+def check_starter(folder: Path) -> list[CheckResult]:
     """The starter's files against the SHA-256 of its manifest."""
     from plait_serving.starter.manifest import files_in, manifest_problems
 
@@ -150,9 +152,9 @@ def _available_memory_bytes() -> int:
     return 0
 
 
-def _finding(name: str, fine: bool, detail: str) -> Finding:
-    return Finding(name, Verdict.OK if fine else Verdict.FAIL, detail)
+def _finding(name: str, fine: bool, detail: str) -> CheckResult:
+    return CheckResult(name, CheckStatus.OK if fine else CheckStatus.FAIL, detail)
 
 
-def _least(found: int, needed: int) -> Verdict:
-    return Verdict.OK if found >= needed else Verdict.WARN
+def _least(found: int, needed: int) -> CheckStatus:
+    return CheckStatus.OK if found >= needed else CheckStatus.WARN

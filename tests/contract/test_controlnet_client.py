@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from plait_fabric import Closed, PeerLost, recv_tensors, send_tensors
+from plait_fabric import ChannelClosed, PeerLost, recv_tensors, send_tensors
 from plait_fabric.rpc.backoff import Backoff
 from plait_fabric.rpc.handshake import greeting
 from plait_serving.diffusion.controlnet.local import LocalControlNetClient
@@ -44,7 +44,7 @@ def twin(folder: Path) -> torch.nn.Module:
     return kit.load_twin(folder)
 
 
-Twin = Callable[[list[kit.Ask]], list[Residuals]]
+Twin = Callable[[list[kit.ControlCase]], list[Residuals]]
 
 
 @pytest.fixture
@@ -70,13 +70,13 @@ def _make(place: str, folder: Path, tmp_path: Path, stack: ExitStack) -> Control
         local = LocalControlNetClient("edges", runner)
         return PlacedControlNetClient("edges", local=lambda: local, remote=None, wanted=lambda: Placement.AUTO)
     service = stack.enter_context(kit.serving(runner, kit.new_address(place, tmp_path)))
-    return RemoteControlNetClient("edges", kit.Fleet({"r0": service.addresses[0]}).connect)
+    return RemoteControlNetClient("edges", kit.ReplicaFleet({"r0": service.addresses[0]}).connect)
 
 
 EVERYWHERE = pytest.mark.parametrize("client", ["local", "placed", "inproc", "shm", "tcp"], indirect=True)
 
 
-def _ask(seed: int, **options: object) -> kit.Ask:
+def _ask(seed: int, **options: object) -> kit.ControlCase:
     return kit.make_ask(seed, width=32, **options)
 
 
@@ -100,7 +100,7 @@ class TestConformance:
         asks = [_ask(1, n=1, scale=0.5, step=981), _ask(2, n=3, scale=1.0, step=21)]
         calls = [replace(ask.call(ask.open(client)), exact=False) for ask in asks]
         differences = [
-            kit.largest_difference(answer, want)
+            kit.max_difference(answer, want)
             for answer, want in zip(client.start(calls).wait(), expect(asks), strict=True)
         ]
         assert 0 < max(differences) < REBATCHED
@@ -126,8 +126,8 @@ class TestConformance:
         sessions = first.open(client), second.open(client)
         pending = client.start([first.call(sessions[0])]), client.start([second.call(sessions[1])])
         late, early = pending[1].wait()[0], pending[0].wait()[0]
-        assert kit.largest_difference(early, expect([first])[0]) < REBATCHED
-        assert kit.largest_difference(late, expect([second])[0]) < REBATCHED
+        assert kit.max_difference(early, expect([first])[0]) < REBATCHED
+        assert kit.max_difference(late, expect([second])[0]) < REBATCHED
 
     def test_answers_outlive_later_steps(self, client: ControlNetClient, expect: Twin) -> None:
         """Residuals are the caller's: later steps do not change them."""
@@ -208,19 +208,19 @@ class Clock:
 
 
 @pytest.fixture
-def fleet() -> kit.Fleet:
+def fleet() -> kit.ReplicaFleet:
     """No replica yet."""
-    return kit.Fleet()
+    return kit.ReplicaFleet()
 
 
-def _gated(folder: Path) -> tuple[kit.GatedRunner, kit.Gate]:
-    gate = kit.Gate()
+def _gated(folder: Path) -> tuple[kit.GatedRunner, kit.ForwardGate]:
+    gate = kit.ForwardGate()
     return kit.GatedRunner(load_controlnet(folder, dtype=torch.float32).model, gate), gate
 
 
 @pytest.mark.parametrize("scheme", ["shm", "tcp"])
 def test_kill_nine_in_mid_step_is_retried_elsewhere(
-    folder: Path, tmp_path: Path, fleet: kit.Fleet, expect: Twin, scheme: str
+    folder: Path, tmp_path: Path, fleet: kit.ReplicaFleet, expect: Twin, scheme: str
 ) -> None:
     """A process is killed while it owes an answer: another replica gives the answer, and goes on."""
     ask = _ask(1)
@@ -243,7 +243,7 @@ def test_kill_nine_in_mid_step_is_retried_elsewhere(
 
 @pytest.mark.parametrize("scheme", ["inproc", "shm", "tcp"])
 def test_every_session_moves_to_the_next_replica(
-    folder: Path, tmp_path: Path, fleet: kit.Fleet, expect: Twin, scheme: str
+    folder: Path, tmp_path: Path, fleet: kit.ReplicaFleet, expect: Twin, scheme: str
 ) -> None:
     """A replica that goes between two steps: all its sessions are opened again where the next step goes."""
     asks = [_ask(i) for i in range(3)]
@@ -264,10 +264,10 @@ def test_every_session_moves_to_the_next_replica(
 
 
 def test_none_left_fails_those_calls_only_and_a_replica_that_is_back_serves_again(
-    folder: Path, tmp_path: Path, fleet: kit.Fleet, expect: Twin
+    folder: Path, tmp_path: Path, fleet: kit.ReplicaFleet, expect: Twin
 ) -> None:
     """No replica: an error for this ControlNet's calls, none for another's; no poison, and no call during the pause."""
-    clock, ask, other_fleet = Clock(), _ask(1), kit.Fleet()
+    clock, ask, other_fleet = Clock(), _ask(1), kit.ReplicaFleet()
     runner, gate = _gated(folder)
     with ExitStack() as stack:
         only = stack.enter_context(kit.serving(runner, kit.new_address("shm", tmp_path)))
@@ -304,7 +304,7 @@ def test_none_left_fails_those_calls_only_and_a_replica_that_is_back_serves_agai
 
 
 def test_lost_channel_to_the_only_replica_is_made_again(
-    folder: Path, tmp_path: Path, fleet: kit.Fleet, expect: Twin
+    folder: Path, tmp_path: Path, fleet: kit.ReplicaFleet, expect: Twin
 ) -> None:
     """If only the link broke and the replica lives, it is asked again rather than failing the request."""
     ask = _ask(1)
@@ -325,7 +325,7 @@ def test_lost_channel_to_the_only_replica_is_made_again(
 
 
 def test_client_moves_to_a_replica_with_fewer_clients(
-    folder: Path, tmp_path: Path, fleet: kit.Fleet, expect: Twin
+    folder: Path, tmp_path: Path, fleet: kit.ReplicaFleet, expect: Twin
 ) -> None:
     """Asked now and then: running sessions follow with their next step. If nobody else answers, the client stays."""
     clock, asks, asked = Clock(), [_ask(1), _ask(2), _ask(3)], []
@@ -355,7 +355,7 @@ def test_client_moves_to_a_replica_with_fewer_clients(
         client.shutdown()
 
 
-def test_hung_replica_counts_as_lost(folder: Path, tmp_path: Path, fleet: kit.Fleet, expect: Twin) -> None:
+def test_hung_replica_counts_as_lost(folder: Path, tmp_path: Path, fleet: kit.ReplicaFleet, expect: Twin) -> None:
     """No answer in time: another replica is asked; the hung one is not asked again for this step."""
     ask = _ask(1)
     runner, gate = _gated(folder)
@@ -373,7 +373,7 @@ def test_hung_replica_counts_as_lost(folder: Path, tmp_path: Path, fleet: kit.Fl
         client.shutdown()
 
 
-def test_step_that_kills_every_replica_is_given_up(fleet: kit.Fleet, tmp_path: Path) -> None:
+def test_step_that_kills_every_replica_is_given_up(fleet: kit.ReplicaFleet, tmp_path: Path) -> None:
     """A step is tried on three replicas, not on all: whatever kills them must not kill the whole fleet."""
 
     with ExitStack() as stack:
@@ -390,7 +390,7 @@ def test_step_that_kills_every_replica_is_given_up(fleet: kit.Fleet, tmp_path: P
 
 
 def _dies_in_its_first_step(listener: kit.Listener) -> None:
-    with suppress(Closed), listener.accept(30) as channel:
+    with suppress(ChannelClosed), listener.accept(30) as channel:
         for message in iter(lambda: recv_tensors(channel, 30), None):
             with message:
                 if message.header["op"] == "hello":
@@ -401,7 +401,7 @@ def _dies_in_its_first_step(listener: kit.Listener) -> None:
 
 @pytest.mark.parametrize("reply", ["twice", "unasked", "short", "garbage"])
 def test_replica_that_mixes_up_answers_is_left(
-    folder: Path, tmp_path: Path, fleet: kit.Fleet, expect: Twin, reply: str
+    folder: Path, tmp_path: Path, fleet: kit.ReplicaFleet, expect: Twin, reply: str
 ) -> None:
     """An answer twice, to nothing that was asked, of wrong length or of no sense: another replica answers instead."""
     ask = _ask(1)
@@ -441,7 +441,7 @@ def _answers_wrongly(listener: kit.Listener, reply: str) -> None:
                     send_tensors(channel, headers[reply], {})
 
 
-def test_replica_of_another_controlnet_is_not_used(folder: Path, tmp_path: Path, fleet: kit.Fleet) -> None:
+def test_replica_of_another_controlnet_is_not_used(folder: Path, tmp_path: Path, fleet: kit.ReplicaFleet) -> None:
     """An address that now belongs to another ControlNet is refused at the greeting."""
     with kit.serving(
         load_controlnet(folder, dtype=torch.float32), kit.new_address("shm", tmp_path), name="colors"
@@ -455,7 +455,9 @@ def test_replica_of_another_controlnet_is_not_used(folder: Path, tmp_path: Path,
 # ---- the service ----------------------------------------------------------------------------------------------------
 
 
-def test_base_replicas_share_forward_passes(folder: Path, tmp_path: Path, fleet: kit.Fleet, expect: Twin) -> None:
+def test_base_replicas_share_forward_passes(
+    folder: Path, tmp_path: Path, fleet: kit.ReplicaFleet, expect: Twin
+) -> None:
     """Steps of two base replicas that wait at the same time are computed together, and each gets its own answer."""
     runner, gate = _gated(folder)
     with kit.serving(runner, kit.new_address("shm", tmp_path)) as service:
@@ -472,7 +474,7 @@ def test_base_replicas_share_forward_passes(folder: Path, tmp_path: Path, fleet:
         gate.opened.set()
         answers = [pending.wait()[0] for pending in pendings]
         for answer, ask in zip(answers, asks, strict=True):
-            assert kit.largest_difference(answer, expect([ask])[0]) < REBATCHED
+            assert kit.max_difference(answer, expect([ask])[0]) < REBATCHED
         assert gate.batches == [1, 3]
         statistics = service.statistics()
         assert (statistics.batches, statistics.shared_batches, statistics.steps, statistics.rows) == (2, 1, 4, 9)
@@ -482,7 +484,7 @@ def test_base_replicas_share_forward_passes(folder: Path, tmp_path: Path, fleet:
         _wait_until(lambda: service.statistics().channels == 0 and service.statistics().sessions == 0)
 
 
-def test_batches_are_bounded(folder: Path, tmp_path: Path, fleet: kit.Fleet) -> None:
+def test_batches_are_bounded(folder: Path, tmp_path: Path, fleet: kit.ReplicaFleet) -> None:
     """More rows than a batch may have wait for the next; the oldest go first."""
     runner, gate = _gated(folder)
     address = kit.new_address("inproc", tmp_path)
@@ -505,7 +507,7 @@ def test_batches_are_bounded(folder: Path, tmp_path: Path, fleet: kit.Fleet) -> 
 
 
 def test_sessions_that_were_pushed_out_are_opened_again(
-    folder: Path, tmp_path: Path, fleet: kit.Fleet, expect: Twin
+    folder: Path, tmp_path: Path, fleet: kit.ReplicaFleet, expect: Twin
 ) -> None:
     """The service forgets the least recently used sessions when memory is short; the client never notices."""
     address = kit.new_address("inproc", tmp_path)
@@ -523,7 +525,7 @@ def test_sessions_that_were_pushed_out_are_opened_again(
 
 
 def test_more_sessions_in_a_step_than_fit_is_an_error_not_a_loop(
-    folder: Path, tmp_path: Path, fleet: kit.Fleet
+    folder: Path, tmp_path: Path, fleet: kit.ReplicaFleet
 ) -> None:
     """If one step's sessions do not fit together, the calls that lost theirs fail after one more try."""
     address = kit.new_address("inproc", tmp_path)
@@ -538,7 +540,7 @@ def test_more_sessions_in_a_step_than_fit_is_an_error_not_a_loop(
         client.shutdown()
 
 
-def test_stop_answers_what_has_arrived(folder: Path, tmp_path: Path, fleet: kit.Fleet, expect: Twin) -> None:
+def test_stop_answers_what_has_arrived(folder: Path, tmp_path: Path, fleet: kit.ReplicaFleet, expect: Twin) -> None:
     """A graceful stop answers the steps that were asked before it, then hangs up; the next step finds nobody."""
     runner, gate = _gated(folder)
     with kit.serving(runner, kit.new_address("tcp", tmp_path)) as service:
@@ -577,7 +579,7 @@ def test_client_that_breaks_the_protocol_is_hung_up_on(folder: Path, tmp_path: P
 
 
 def test_client_that_reads_nothing_is_dropped_and_others_are_served(
-    folder: Path, tmp_path: Path, fleet: kit.Fleet
+    folder: Path, tmp_path: Path, fleet: kit.ReplicaFleet
 ) -> None:
     """Answers that nobody takes do not pile up and hold up nobody: that client's channel is cut."""
     address = kit.new_address("shm", tmp_path)
@@ -599,7 +601,7 @@ def test_client_that_reads_nothing_is_dropped_and_others_are_served(
         client.shutdown()
 
 
-def test_channels_are_bounded(folder: Path, tmp_path: Path, fleet: kit.Fleet) -> None:
+def test_channels_are_bounded(folder: Path, tmp_path: Path, fleet: kit.ReplicaFleet) -> None:
     """One client more than allowed is refused; the others are served."""
     address = kit.new_address("shm", tmp_path)
     with kit.serving(

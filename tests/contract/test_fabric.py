@@ -34,7 +34,7 @@ from plait_fabric.testing import round_trips as measure
 from plait_fabric.testing.channel import SECRET, WAIT_S, ChannelConformance
 from plait_fabric.testing.listener import ListenerConformance, ProcessConformance
 from plait_fabric.testing.tensors import TensorConformance
-from plait_fabric.transport.frames import Kind, pack_head, pack_lengths
+from plait_fabric.transport.frames import FrameKind, pack_head, pack_lengths
 
 _numbers = itertools.count()
 
@@ -122,7 +122,7 @@ class TestTcp(ChannelConformance, TensorConformance, ListenerConformance, Proces
     def test_timeout_in_mid_frame(self, ends: tuple[Channel, Channel]) -> None:
         """A time-out between two halves of a frame loses nothing: the next `recv` has it whole."""
         payload = bytes(range(200))
-        head = pack_head(Kind.MESSAGE, b'{"n":1}', pack_lengths([200]), buffers=1, payload_bytes=200)
+        head = pack_head(FrameKind.MESSAGE, b'{"n":1}', pack_lengths([200]), buffers=1, payload_bytes=200)
         for cut in (5, len(head) - 3, len(head) + 50):
             ends[0]._sock.send((head + payload)[:cut])  # type: ignore[attr-defined]
             with pytest.raises(RecvTimeout):
@@ -133,7 +133,7 @@ class TestTcp(ChannelConformance, TensorConformance, ListenerConformance, Proces
 
     def test_half_a_frame_and_gone(self, ends: tuple[Channel, Channel]) -> None:
         """A peer that dies in mid-frame is `PeerLost`; the half is never seen."""
-        ends[0]._sock.send(pack_head(Kind.MESSAGE, b'{"n":1}', b"", buffers=0, payload_bytes=0)[:-2])  # type: ignore[attr-defined]
+        ends[0]._sock.send(pack_head(FrameKind.MESSAGE, b'{"n":1}', b"", buffers=0, payload_bytes=0)[:-2])  # type: ignore[attr-defined]
         ends[0]._sock.shutdown(socket.SHUT_WR)  # type: ignore[attr-defined]
         with pytest.raises(PeerLost):
             ends[1].recv(WAIT_S)

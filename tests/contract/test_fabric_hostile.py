@@ -22,11 +22,11 @@ from plait_fabric import (
     listen,
 )
 from plait_fabric.testing.channel import SECRET, WAIT_S, eventually
-from plait_fabric.transport.frames import Kind, pack_head, pack_lengths
+from plait_fabric.transport.frames import FrameKind, pack_head, pack_lengths
 from plait_fabric.values import Address
 
 STALL_S = 0.8  # a busy machine may stop a thread for a fraction of that
-FRAME = pack_head(Kind.MESSAGE, b'{"n":1}', pack_lengths([9]), buffers=1, payload_bytes=9) + b"the bytes"
+FRAME = pack_head(FrameKind.MESSAGE, b'{"n":1}', pack_lengths([9]), buffers=1, payload_bytes=9) + b"the bytes"
 
 
 @pytest.fixture

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from plait_fabric import Channel, Closed, FabricError, ProtocolViolation, RecvTimeout, connect, listen
+from plait_fabric import Channel, ChannelClosed, FabricError, ProtocolViolation, RecvTimeout, connect, listen
 from plait_fabric.errors import BadHeader
-from plait_fabric.link.clocks import MonotonicClock, VirtualClock
+from plait_fabric.link.clocks import MonotonicClock
 from plait_fabric.link.link import Link
-from plait_fabric.link.modelled import ModelledChannel, Port, modelled
+from plait_fabric.link.modelled import LinkPort, ModelledChannel, modelled
 from plait_fabric.testing.channel import SECRET, WAIT_S, ChannelConformance
+from plait_fabric.testing.clocks import VirtualClock
 from plait_fabric.testing.tensors import TensorConformance
 from plait_fabric.transport.inproc import pair
 from support.fabric_links import shipped, slow_link
@@ -185,7 +186,7 @@ def test_messages_of_plain_channels_are_measured() -> None:
 def test_incast_shares_the_receivers_port() -> None:
     """Two senders to one port: the second message is delivered one transfer later; with a port each it is not."""
     nbytes = 1 << 20
-    for ports, apart_s in (([Port()] * 2, nbytes / LINK.bytes_per_s), ([Port(), Port()], 0.0)):
+    for ports, apart_s in (([LinkPort()] * 2, nbytes / LINK.bytes_per_s), ([LinkPort(), LinkPort()], 0.0)):
         clock = VirtualClock()
         ends = [pair() for _ in range(2)]
         senders = [modelled(one, LINK, clock=clock) for one, _ in ends]
@@ -227,7 +228,7 @@ def test_close_wakes_who_waits_for_the_link() -> None:
         time.sleep(0.05)
         start_s = time.monotonic()
         server.close()
-        assert isinstance(waiting.exception(WAIT_S), Closed)
+        assert isinstance(waiting.exception(WAIT_S), ChannelClosed)
         assert time.monotonic() - start_s < 10
     assert one.pool.statistics().leases == 0
 

@@ -14,7 +14,7 @@ import torch
 
 from plait_disagg.tables.errors import MixedVersions, ShardLost, ShardRefused
 from plait_disagg.tables.fused import FusedTables
-from plait_disagg.tables.protocols import Ask, Tables
+from plait_disagg.tables.protocols import LookupRequest, Tables
 from plait_disagg.tables.reference import SeparateTables
 from plait_disagg.tables.storage import pack_tables
 from plait_disagg.workers.shard import ShardWorker
@@ -39,7 +39,7 @@ class _Gated:
         self._inner = inner
         self.asked, self.may_answer = threading.Event(), threading.Event()
 
-    def lookup(self, asks: Sequence[Ask]) -> list[torch.Tensor]:
+    def lookup(self, asks: Sequence[LookupRequest]) -> list[torch.Tensor]:
         """As the inner tables, after the gate."""
         self.asked.set()
         assert self.may_answer.wait(WAIT_S)
@@ -152,7 +152,7 @@ def test_what_a_shard_has_not_is_refused() -> None:
         tables.lookup([make_ask("nowhere", "sum", [[1]])])
     assert len(tables.lookup(ASKS)) == 2
     with pytest.raises(ValueError, match="pooling needs offsets"):
-        tables.lookup([Ask(lookup=ASKS[0].lookup, ids=ASKS[0].ids)])
+        tables.lookup([LookupRequest(lookup=ASKS[0].lookup, ids=ASKS[0].ids)])
     worker.stop()
 
 

@@ -11,7 +11,7 @@ import pytest
 from plait_serving.diffusion.errors import Cancelled, EngineStopped, Overloaded
 from plait_serving.diffusion.values import Failed, Finished, ImageRequest, Preview, Progress, Scheduler
 from plait_serving.images.local import LocalImageService
-from plait_serving.images.testing import FAKE_CATALOG, FakeImageService, fake_picture, fake_result
+from plait_serving.images.testing import FAKE_CATALOG, FakeImageService, fake_image, fake_result
 from support.http_app import until
 
 STEP_S = 0.005
@@ -54,7 +54,7 @@ class ThreadEngine:
                 return
             sink(Progress(step=step + 1, steps=request.steps))
             if request.partial_images and step == 0:
-                sink(Preview(index=0, step=1, image=fake_picture(request, 0)))
+                sink(Preview(index=0, step=1, image=fake_image(request, 0)))
         sink(Finished(result=fake_result(request)))
 
 

@@ -10,7 +10,7 @@ from plait_disagg.messages.check import check_request
 from plait_disagg.package import open_package
 from plait_loadtest.load import load_scenario
 from plait_loadtest.plan import make_plan
-from plait_serving.starter.recommend.picks import FOLDER
+from plait_serving.starter.ranking.picks import FOLDER
 
 DTYPES = {"FP32": torch.float32, "INT64": torch.int64}
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from plait_disagg.errors import BadInput, Busy, DeadlinePassed, RankError, Unavailable
+from plait_disagg.errors import BadInput, Busy, DeadlinePassed, RankError, WorkerUnavailable
 from plait_disagg.protocols import Ranker
 from plait_disagg.queue.jobs import Core
 from plait_disagg.queue.knobs import WorkerKnobs
@@ -154,13 +154,13 @@ async def test_closing_answers_what_was_accepted(stand: Stand) -> None:
     await stand.waiting(2)
     closing = asyncio.ensure_future(ranker.close(drain_s=10))
     await asyncio.sleep(0.05)
-    with pytest.raises(Unavailable):
+    with pytest.raises(WorkerUnavailable):
         await ranker.rank(kit.request(4))
     stand.sparse.gate.set()
     await closing
     assert all(answer.outputs["score"].shape == (3,) for answer in await asyncio.gather(*accepted))
     await ranker.close(drain_s=0)
-    with pytest.raises(Unavailable):
+    with pytest.raises(WorkerUnavailable):
         await ranker.rank(kit.request(5))
 
 

@@ -25,7 +25,7 @@ __all__ = ["plait_server"]  # the module's fixture
 SIZE = 32
 
 
-def picture(encoded):
+def image(encoded):
     image = Image.open(io.BytesIO(base64.b64decode(encoded)))
     return np.asarray(image.convert("RGB"))
 
@@ -46,7 +46,7 @@ def control(name, **fields):
 def made(server, **body):
     status, answer, _ = server.generate(**body)
     assert status == 200, answer
-    return picture(answer["data"][0]["b64_json"])
+    return image(answer["data"][0]["b64_json"])
 
 
 def difference(a, b):
@@ -69,7 +69,7 @@ def test_serve_openai_client_makes_a_picture(plait_server):
     assert [model.id for model in client.models.list()] == ["tiny"]
     extra = {"seed": 7, "num_inference_steps": 4}
     first, second = (client.images.generate(model="tiny", prompt="red apple", extra_body=extra) for _ in range(2))
-    assert picture(first.data[0].b64_json).shape == (SIZE, SIZE, 3)
+    assert image(first.data[0].b64_json).shape == (SIZE, SIZE, 3)
     assert first.data[0].b64_json == second.data[0].b64_json
     with pytest.raises(openai.NotFoundError) as caught:
         client.images.generate(model="sdxl", prompt="x")
@@ -99,10 +99,10 @@ def test_serve_every_part_of_a_request_changes_the_picture(plait_server):
         {"controlnets": [*edges, control("colors")]},
         {"controlnets": edges, "loras": noto},
     ]
-    pictures = [made(plait_server, **{**base, **variant}) for variant in variants]
-    for (i, a), (j, b) in itertools.combinations(enumerate(pictures), 2):
+    images = [made(plait_server, **{**base, **variant}) for variant in variants]
+    for (i, a), (j, b) in itertools.combinations(enumerate(images), 2):
         assert difference(a, b) > 0.5, (variants[i], variants[j])
-    assert difference(made(plait_server, **base), pictures[0]) <= 1, "the pristine weights are not back"
+    assert difference(made(plait_server, **base), images[0]) <= 1, "the pristine weights are not back"
 
 
 LORA_SETS = ([], [{"name": "noto"}], [{"name": "noto", "scale": 0.5}, {"name": "sketch"}], [{"name": "spoken"}])
@@ -148,7 +148,7 @@ def test_serve_answers_twenty_mixed_requests_at_once(plait_server):
         assert (got, answer["error"]["param"]) == (status, param)
     for i in (0, 5, 10, 13):  # each LoRA set and control once: the crowd changed nothing
         alone = made(plait_server, **GOOD[i])
-        assert difference(picture(answers[i][1]["data"][0]["b64_json"]), alone) < 1.0, GOOD[i]
+        assert difference(image(answers[i][1]["data"][0]["b64_json"]), alone) < 1.0, GOOD[i]
 
 
 def test_serve_streams_partial_images(plait_server):
@@ -160,7 +160,7 @@ def test_serve_streams_partial_images(plait_server):
     events = list(client.images.generate(model="tiny", prompt="cat", stream=True, partial_images=2, extra_body=extra))
     assert [event.type for event in events] == ["image_generation.partial_image"] * 2 + ["image_generation.completed"]
     assert [event.partial_image_index for event in events[:2]] == [0, 1]
-    assert difference(picture(events[-1].b64_json), made(plait_server, prompt="cat", **extra)) <= 1
+    assert difference(image(events[-1].b64_json), made(plait_server, prompt="cat", **extra)) <= 1
 
 
 def test_serve_new_lora_file_needs_no_restart(plait_server):
@@ -219,7 +219,7 @@ def test_serve_survives_kill_minus_9_of_a_controlnet_replica(plait_server):
         status, answer, _ = controlled.result()
         assert mate.result()[0] == 200
     assert status == 200, answer
-    assert difference(picture(answer["data"][0]["b64_json"]), expected) < 1.0
+    assert difference(image(answer["data"][0]["b64_json"]), expected) < 1.0
 
 
 def test_serve_recovers_when_the_only_controlnet_replica_was_killed(plait_server):
@@ -250,5 +250,5 @@ def test_serve_survives_kill_minus_9_of_the_engine_replica(plait_server):
     thread.join(120)
     status, answer, _ = answers[0]
     assert status == 200, answer
-    assert difference(picture(answer["data"][0]["b64_json"]), expected) < 1.0
+    assert difference(image(answer["data"][0]["b64_json"]), expected) < 1.0
     assert plait_server.get("/health")[0] == 200

@@ -8,7 +8,8 @@ import pytest
 from plait_disagg.errors import Busy
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
-from plait_serving.ranking.testing import FakeRanker, fake_outputs, fake_recommenders
+from plait_serving.ranking.local import LocalRankingService
+from plait_serving.ranking.testing import FakeRanker, fake_outputs, fake_rankers
 from support.app_server import AppServer
 from support.http_rank import arrays, datatype
 
@@ -20,7 +21,7 @@ class Server(AppServer):
 
     def __init__(self):
         self.ranker = FakeRanker()
-        super().__init__(create_app(None, HttpSettings(), recommenders=fake_recommenders(self.ranker)))
+        super().__init__(create_app(None, HttpSettings(), ranking=LocalRankingService(fake_rankers(self.ranker))))
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from plait_bench.benchmark import Workload
 from plait_bench.document import document
 from plait_bench.host import host_facts
 from plait_bench.images import SYSTEMS, definition
-from plait_bench.runner import Plan, run
+from plait_bench.runner import RunPlan, run
 from support.bench import InProcessFleet, tiny_model_folder
 
 # mixed16 has plain orders and orders with each ControlNet: `single` and `controlnet` would show nothing more.
@@ -28,7 +28,7 @@ def measured(tmp_path_factory):
     said: list[str] = []
     try:
         result = run(
-            replace(benchmark, workloads=short), Plan(rounds=1, cores=1), open_fleet=InProcessFleet, say=said.append
+            replace(benchmark, workloads=short), RunPlan(rounds=1, cores=1), open_fleet=InProcessFleet, say=said.append
         )
     finally:
         torch.set_num_threads(threads)

@@ -46,9 +46,9 @@ def test_seed_lora_and_controlnet_act(make, tmp_path):
     assert np.array_equal(plain, again)
     lora, edges = ("--lora", "noto:0.8"), ("--controlnet", f"edges={control}")
     others = [make("c.png", *lora), make("d.png", *edges), make("e.png", *lora, *edges)]
-    pictures = [plain, *others]
-    for i, first in enumerate(pictures):
-        for second in pictures[:i]:
+    images = [plain, *others]
+    for i, first in enumerate(images):
+        for second in images[:i]:
             assert np.abs(first - second).mean() > 0.5
     text = read_parameters((tmp_path / "e.png").read_bytes())
     assert "<lora:noto:0.8>" in text

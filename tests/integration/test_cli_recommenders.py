@@ -92,12 +92,12 @@ def test_a_model_may_know_no_items(tmp_path, capsys):
 
 def test_the_cut_is_shown_and_drawn(folder, tmp_path, capsys):
     """A table with the bytes of 1, 64 and 512 candidates, and a picture that is well-formed XML."""
-    picture = tmp_path / "cut.svg"
-    assert main(["models", "cut", str(folder), "--bag", "seen=5", "--svg", str(picture)]) == 0
+    image = tmp_path / "cut.svg"
+    assert main(["models", "cut", str(folder), "--bag", "seen=5", "--svg", str(image)]) == 0
     text = capsys.readouterr().out
     assert "runs on the CN" in text
     assert "lookup, mean, 8 wide" in text
-    assert ElementTree.parse(picture).getroot().tag.endswith("svg")
+    assert ElementTree.parse(image).getroot().tag.endswith("svg")
     assert main(["models", "cut", str(folder), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     total = shown["bytes_per_request"]

@@ -20,7 +20,7 @@ from plait_serving.diffusion.controlnet.model import load_controlnet
 from plait_serving.diffusion.controlnet.remote import RemoteControlNetClient
 from plait_serving.diffusion.controlnet.service import ControlNetService
 from plait_serving.diffusion.errors import ControlNetUnavailable
-from plait_serving.diffusion.knobs import Knobs, Placement
+from plait_serving.diffusion.knobs import EngineKnobs, Placement
 from plait_serving.diffusion.values import ControlRef, Event, Failed, Finished, ImageRequest, Progress, Scheduler
 from support import controlnet as kit
 
@@ -34,7 +34,7 @@ class Scene:
 
     assembled: Assembled
     edges: ControlNetService
-    fleets: dict[str, kit.Fleet] = field(default_factory=dict)
+    fleets: dict[str, kit.ReplicaFleet] = field(default_factory=dict)
 
     def make(self, *requests: ImageRequest, on_step: Callable[[Progress], None] | None = None) -> dict[str, Event]:
         """Runs all at once; how each ended. ``on_step`` is called on the compute thread, between two steps."""
@@ -60,8 +60,8 @@ def scene(tiny_sd_folder: Path, tiny_sd_controlnets: tuple[Path, Path], tmp_path
         edges = stack.enter_context(kit.serving(runners["edges"], kit.new_address("tcp", tmp_path)))
         colors = stack.enter_context(kit.serving(runners["colors"], kit.new_address("shm", tmp_path), name="colors"))
         fleets = {
-            "edges": kit.Fleet({"thread": edges.addresses[0]}),
-            "colors": kit.Fleet({"thread": colors.addresses[0]}),
+            "edges": kit.ReplicaFleet({"thread": edges.addresses[0]}),
+            "colors": kit.ReplicaFleet({"thread": colors.addresses[0]}),
         }
         remote = {name: partial(RemoteControlNetClient, name, fleet.connect) for name, fleet in fleets.items()}
         settings = EngineSettings(
@@ -69,7 +69,7 @@ def scene(tiny_sd_folder: Path, tiny_sd_controlnets: tuple[Path, Path], tmp_path
             dtype="float32",
             device="cpu",
             controlnets=folders,
-            knobs=Knobs(threads=1, controlnet_placement=Placement.REMOTE),
+            knobs=EngineKnobs(threads=1, controlnet_placement=Placement.REMOTE),
         )
         assembled = build_engine(settings, remote=remote)
         stack.callback(assembled.engine.stop, drain_s=0.0)
@@ -91,7 +91,7 @@ def _request(name: str, *controlnets: str) -> ImageRequest:
     )
 
 
-def _picture(event: Event) -> np.ndarray:
+def _image(event: Event) -> np.ndarray:
     assert isinstance(event, Finished), event
     return event.result.images[0]
 
@@ -109,11 +109,11 @@ def test_picture_survives_a_replica_that_is_killed_in_mid_step(
                 process.send_signal(signal.SIGSTOP)  # the next step's question is never answered
                 threading.Timer(0.2, process.kill).start()
 
-        undisturbed = _picture(scene.make(_request("first", "edges"))["first"])
+        undisturbed = _image(scene.make(_request("first", "edges"))["first"])
         assert scene.edges.statistics().steps == 0
-        again = _picture(scene.make(_request("again", "edges"), on_step=stop_it)["again"])
+        again = _image(scene.make(_request("again", "edges"), on_step=stop_it)["again"])
         assert scene.edges.statistics().steps == STEPS - 3
-        plain = _picture(scene.make(_request("plain"))["plain"])
+        plain = _image(scene.make(_request("plain"))["plain"])
     assert np.array_equal(again, undisturbed)
     assert not np.array_equal(plain, undisturbed)
 
@@ -130,4 +130,4 @@ def test_without_a_replica_only_requests_that_need_it_fail(scene: Scene) -> None
     assert isinstance(failed, Failed)
     assert isinstance(failed.error, ControlNetUnavailable)
     assert "edges" in str(failed.error)
-    assert not np.array_equal(_picture(ended["colors"]), _picture(ended["plain"]))
+    assert not np.array_equal(_image(ended["colors"]), _image(ended["plain"]))

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from plait_serving.deployments.controlnet import ControlNetDeployment, ControlNetKnobs, ServeConnect
-from plait_serving.deployments.reach import socket_folder
+from plait_serving.deployments.fabric_endpoints import socket_folder
+from plait_serving.deployments.images.controlnet import ControlNetDeployment, ControlNetKnobs, ServeConnect
 from plait_serving.diffusion.controlnet.remote import RemoteControlNetClient
 from plait_serving.diffusion.errors import ControlNetUnavailable
 from plait_serving.diffusion.protocols import Residuals

@@ -16,8 +16,8 @@ from plait_serving.diffusion.values import ControlRef, Scheduler
 from support.denoise import (
     SCHEDULER_CLASSES,
     control_image,
-    largest_difference,
     make_request,
+    max_difference,
     reference_pipeline,
     run_pipeline,
     run_requests,
@@ -91,7 +91,7 @@ def model(request) -> Model:
 def test_a_single_request_has_diffusers_latents(model, scheduler, guidance_scale):
     """Every scheduler, two images, with and without CFG: diffusers' latents."""
     request = make_request(scheduler=scheduler, guidance_scale=guidance_scale, n=2, steps=3, negative_prompt="dog")
-    assert largest_difference(model.run(request)[0], model.reference(request)) <= ALONE
+    assert max_difference(model.run(request)[0], model.reference(request)) <= ALONE
 
 
 @pytest.mark.parametrize("guidance_scale", [5.0, 1.0])
@@ -99,13 +99,13 @@ def test_a_single_request_has_diffusers_latents(model, scheduler, guidance_scale
 def test_two_controlnets_with_windows_have_diffusers_latents(model, scheduler, guidance_scale):
     """Two ControlNets, each acting in a part of the steps, summed in list order: diffusers' latents."""
     request = make_request(scheduler=scheduler, guidance_scale=guidance_scale, n=2, controlnets=CONTROLS)
-    assert largest_difference(model.run(request)[0], model.reference(request)) <= ALONE
+    assert max_difference(model.run(request)[0], model.reference(request)) <= ALONE
 
 
 def test_one_controlnet_one_image_and_an_odd_size(model):
     """A single ControlNet and a size that is no multiple of the UNet's factor (17 latents high)."""
     request = make_request(controlnets=CONTROLS[:1], height=40, width=56, negative_prompt="tree")
-    assert largest_difference(model.run(request)[0], model.reference(request)) <= ALONE
+    assert max_difference(model.run(request)[0], model.reference(request)) <= ALONE
 
 
 def test_controlnets_really_change_the_latents(model):
@@ -113,7 +113,7 @@ def test_controlnets_really_change_the_latents(model):
     plain, controlled = make_request(), make_request(controlnets=CONTROLS)
     late = make_request(controlnets=(replace(CONTROLS[0], start=0.5), CONTROLS[1]))
     a, b, c = (model.run(request)[0] for request in (plain, controlled, late))
-    assert min(largest_difference(a, b), largest_difference(b, c)) > 1e-2
+    assert min(max_difference(a, b), max_difference(b, c)) > 1e-2
 
 
 def company() -> list:
@@ -132,7 +132,7 @@ def test_batched_requests_have_diffusers_latents(model):
     """Four requests with different schedulers, steps, seeds, prompts, ControlNets and starts: 1e-4 of diffusers."""
     requests = company()
     found = model.run(*requests, joins_at=[0, 1, 2, 0])
-    differences = [largest_difference(ours, model.reference(r)) for ours, r in zip(found, requests, strict=True)]
+    differences = [max_difference(ours, model.reference(r)) for ours, r in zip(found, requests, strict=True)]
     assert max(differences) <= BATCHED, differences
 
 
@@ -142,7 +142,7 @@ def test_the_naive_twins_agree(sd):
     fast = sd.run(*requests)
     for twin in (WholeUNetDenoiser(sd.bundle), UNetDenoiser(sd.bundle, exact=lambda: Exact.ALWAYS)):
         for ours, naive in zip(fast, sd.run(*requests, denoiser=twin), strict=True):
-            assert largest_difference(ours, naive) <= BATCHED
+            assert max_difference(ours, naive) <= BATCHED
 
 
 def test_bfloat16_is_no_worse_than_diffusers(sd):
@@ -174,6 +174,6 @@ def test_a_guidance_distilled_unet_equals_diffusers(tmp_path):
     denoiser = UNetDenoiser(bundle)
     alone = [run_requests(bundle, denoiser, [r])[0].latents for r in requests]
     together = [one.latents for one in run_requests(bundle, denoiser, requests)]
-    assert max(map(largest_difference, alone, references)) <= ALONE
-    assert max(map(largest_difference, together, references)) <= BATCHED
-    assert largest_difference(references[0], references[1]) > 1.0
+    assert max(map(max_difference, alone, references)) <= ALONE
+    assert max(map(max_difference, together, references)) <= BATCHED
+    assert max_difference(references[0], references[1]) > 1.0

@@ -24,7 +24,7 @@ from diffusers import (
 from PIL import Image
 
 from plait_serving.diffusion.assemble import Assembled, EngineSettings, build_engine
-from plait_serving.diffusion.knobs import Knobs, Placement
+from plait_serving.diffusion.knobs import EngineKnobs, Placement
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.values import ControlRef, Failed, Finished, ImageRequest, LoraRef, Scheduler
 from plait_serving.images.config import STARTER_FOLDER
@@ -33,7 +33,7 @@ from support.tiny import IMAGE_SIZE, tiny_lora
 ALONE, IN_COMPANY = 1e-5, 1e-4
 """Largest difference of fp32 latents: a request alone, and batched with others (other batch sizes move bits)."""
 
-KNOBS = Knobs(threads=1, controlnet_placement=Placement.LOCAL)
+KNOBS = EngineKnobs(threads=1, controlnet_placement=Placement.LOCAL)
 
 SCHEDULERS = {Scheduler.EULER_A: EulerAncestralDiscreteScheduler, Scheduler.DPMPP_2M: DPMSolverMultistepScheduler}
 
@@ -220,6 +220,6 @@ def test_decoder_rounds_as_diffusers():
     from plait_serving.diffusion.decoding import to_rgb
 
     values = torch.tensor([0.0, 0.5, 1.0, 127.5, 254.5]) / 255
-    picture = to_rgb(values.reshape(1, 1, 1, 5).expand(1, 3, 1, 5))[0]
+    image = to_rgb(values.reshape(1, 1, 1, 5).expand(1, 3, 1, 5))[0]
     expected = (values.numpy() * 255).round().astype("uint8")
-    assert np.array_equal(picture[0, :, 0], expected)
+    assert np.array_equal(image[0, :, 0], expected)

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from plait_serving.diffusion.admission import RequestLimits
+from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.decoding import Decoder
 from plait_serving.diffusion.engine import Engine
-from plait_serving.diffusion.knobs import Knobs
+from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.stepper import Stepper
 from plait_serving.diffusion.testing import FakeDenoiser, FakeMerger, FakeProvider, fake_samplers
-from plait_serving.images.local import LocalImageService, limits_of
+from plait_serving.images.local import LocalImageService
 from plait_serving.images.testing import FAKE_CATALOG
 from support.http_app import AsgiCall, make_app, pixels, until
 
@@ -32,7 +32,7 @@ class Rig:
         self.merger = FakeMerger(broken=frozenset({"broken"}))
         self.denoiser = FakeDenoiser(self.merger, lambda: time.sleep(STEP_S))
         self.provider = provider or FakeProvider(["noto", "sketch"])
-        limits = RequestLimits(largest_pixels=64 * 64, largest_steps=500)
+        limits = ImageLimits(max_edge_px=512, max_pixels=64 * 64, max_steps=500)
         stepper = Stepper(
             denoiser=self.denoiser, merger=self.merger, sampler_factory=fake_samplers, controlnets={},
             clock=time.monotonic,
@@ -44,11 +44,11 @@ class Rig:
             controlnets={},
             switch_cost_s=lambda loras: 0.0,
             limits=limits,
-            knobs=Knobs(threads=1, **knobs),
+            knobs=EngineKnobs(threads=1, **knobs),
             clock=time.monotonic,
         )
         self.engine.start()
-        catalog = replace(FAKE_CATALOG, model=replace(FAKE_CATALOG.model, limits=limits_of(limits)), controlnets=())
+        catalog = replace(FAKE_CATALOG, model=replace(FAKE_CATALOG.model, limits=limits), controlnets=())
         self.service = LocalImageService(engine=self.engine, catalog=lambda: catalog)
         self.app = make_app(self.service)
 

@@ -16,7 +16,8 @@ from plait_disagg.workers.whole import WholeRanker
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
 from plait_serving.ranking.config import STARTER_RECOMMENDER, STARTER_RECOMMENDER_FOLDER
-from plait_serving.ranking.service import Recommender
+from plait_serving.ranking.local import LocalRankingService
+from plait_serving.ranking.service import ServedRanker
 from support.app_server import AppServer
 from support.http_rank import outputs_of
 
@@ -29,7 +30,9 @@ def app():
     package = open_package(STARTER_RECOMMENDER_FOLDER)
     ranker = WholeRanker(package.card(), package.sparse(), package.dense())
     yield create_app(
-        None, HttpSettings(), recommenders={STARTER_RECOMMENDER: Recommender(ranker=ranker, items=package.items)}
+        None,
+        HttpSettings(),
+        ranking=LocalRankingService({STARTER_RECOMMENDER: ServedRanker(ranker=ranker, items=package.items)}),
     )
     asyncio.run(ranker.close(drain_s=1.0))
 

@@ -16,7 +16,7 @@ from plait_loadtest.errors import LoadtestError
 from plait_loadtest.plan import make_plan
 from plait_loadtest.run.coordinator import run
 from plait_loadtest.scenario import Scenario
-from plait_loadtest.values import RECORD, Outcome
+from plait_loadtest.values import RECORD, RequestOutcome
 from support.bad_server import bad_server
 from support.broken_mix import BrokenMix
 from support.stub_server import server_process
@@ -36,7 +36,9 @@ def go(scenario, **options):
 
 def outcomes(records):
     """How many requests ended how."""
-    return {Outcome(outcome): int((records["outcome"] == outcome).sum()) for outcome in np.unique(records["outcome"])}
+    return {
+        RequestOutcome(outcome): int((records["outcome"] == outcome).sum()) for outcome in np.unique(records["outcome"])
+    }
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +67,7 @@ def test_the_records_of_all_processes_are_the_plan(server):
     np.testing.assert_array_equal(records["scheduled_ns"], plan.scheduled_ns)
     np.testing.assert_array_equal(records["kind"], [plan.mix.kind(i) for i in range(len(records))])
     assert records["warm_up"].sum() == plan.warm_up > 0
-    assert outcomes(records) == {Outcome.OK: len(records)}
+    assert outcomes(records) == {RequestOutcome.OK: len(records)}
     times = ("scheduled_ns", "sent_ns", "first_byte_ns", "done_ns")
     assert all((records[a] <= records[b]).all() for a, b in pairwise(times))
     assert (records["received_bytes"] == 40).all()
@@ -83,14 +85,14 @@ def test_the_records_of_all_processes_are_the_plan(server):
 def test_every_class_of_error_is_counted(server):
     """A run against a server that does everything wrong ends with every request in its class and no exception."""
     wrong = {
-        "hangs-up": Outcome.RESET,
-        "garbage": Outcome.GARBLED,
-        "truncated": Outcome.TRUNCATED,
-        "dead": Outcome.TIMEOUT,
-        "404": Outcome.HTTP_4XX,
-        "503": Outcome.HTTP_5XX,
-        "302": Outcome.HTTP_OTHER,
-        "ok": Outcome.CHECK,
+        "hangs-up": RequestOutcome.RESET,
+        "garbage": RequestOutcome.GARBLED,
+        "truncated": RequestOutcome.TRUNCATED,
+        "dead": RequestOutcome.TIMEOUT,
+        "404": RequestOutcome.HTTP_4XX,
+        "503": RequestOutcome.HTTP_5XX,
+        "302": RequestOutcome.HTTP_OTHER,
+        "ok": RequestOutcome.CHECK,
     }
     scenario = scenario_of(
         server.url,
@@ -102,7 +104,7 @@ def test_every_class_of_error_is_counted(server):
     plan = make_plan(scenario)
     records = run(plan, scenario).records
     expected = [wrong[plan.mix.kinds[kind]] for kind in records["kind"]]
-    assert [Outcome(outcome) for outcome in records["outcome"]] == expected
+    assert [RequestOutcome(outcome) for outcome in records["outcome"]] == expected
     assert len(set(expected)) == len(wrong)
 
 
@@ -111,7 +113,7 @@ def test_a_dead_target_is_a_result():
     with bad_server() as gone:
         pass
     result = go(scenario_of(gone.url, arrivals={"kind": "constant", "rate_per_s": 50}, duration_s=0.5))
-    assert outcomes(result.records) == {Outcome.CONNECT: 25}
+    assert outcomes(result.records) == {RequestOutcome.CONNECT: 25}
     assert (result.records["sent_ns"] == -1).all()
 
 
@@ -125,7 +127,7 @@ def test_what_has_no_room_is_counted(server):
         processes=2,
         limits={"in_flight": 2, "drain_s": 0.1},
     )
-    assert outcomes(go(scenario).records) == {Outcome.INTERRUPTED: 2, Outcome.NOT_SENT: 18}
+    assert outcomes(go(scenario).records) == {RequestOutcome.INTERRUPTED: 2, RequestOutcome.NOT_SENT: 18}
 
 
 def test_cancellations_come_as_planned(server):
@@ -140,7 +142,7 @@ def test_cancellations_come_as_planned(server):
     )
     plan = make_plan(scenario)
     records = run(plan, scenario).records
-    np.testing.assert_array_equal(records["outcome"] == Outcome.CANCELLED, plan.cancelled)
+    np.testing.assert_array_equal(records["outcome"] == RequestOutcome.CANCELLED, plan.cancelled)
     assert 0 < plan.cancelled.sum() < len(records)
     assert ((records["done_ns"] - records["sent_ns"])[plan.cancelled] >= 99_000_000).all()
 
@@ -156,7 +158,7 @@ def test_a_closed_loop_waits_for_replies(server):
         processes=2,
     )
     records = go(scenario).records
-    assert outcomes(records) == {Outcome.OK: len(records)}
+    assert outcomes(records) == {RequestOutcome.OK: len(records)}
     assert 9 <= len(records) <= 3 * 18  # 0.9 s of 50 ms each, or less on a busy machine
     starts, ends = records["scheduled_ns"], records["done_ns"]
     assert max(int(((starts <= at) & (ends > at)).sum()) for at in starts) <= 3
@@ -187,8 +189,8 @@ def test_ctrl_c_keeps_what_there_is(server):
     assert result.interrupted
     assert len(result.records) == 6000
     kept = outcomes(result.records)
-    assert kept[Outcome.OK] >= 50
-    assert kept[Outcome.OK] + kept[Outcome.INTERRUPTED] == 6000
+    assert kept[RequestOutcome.OK] >= 50
+    assert kept[RequestOutcome.OK] + kept[RequestOutcome.INTERRUPTED] == 6000
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -200,8 +202,8 @@ def test_a_run_without_hope_is_ended_early(server):
     assert time.monotonic() - started_s < 20
     assert (result.interrupted, result.abandoned) == (True, "enough was seen")
     kept = outcomes(result.records)
-    assert kept[Outcome.OK] >= 50
-    assert kept[Outcome.OK] + kept[Outcome.INTERRUPTED] == 6000
+    assert kept[RequestOutcome.OK] >= 50
+    assert kept[RequestOutcome.OK] + kept[RequestOutcome.INTERRUPTED] == 6000
 
 
 def test_a_worker_that_dies_is_named(server):
@@ -214,8 +216,8 @@ def test_a_worker_that_dies_is_named(server):
 
     result = go(scenario, on_progress=_once(kill))
     assert result.problems == ("worker process 1 of 2 died (exit code -9)",)
-    assert (result.records["outcome"][0::2] == Outcome.OK).all()
-    assert (result.records["outcome"][1::2] == Outcome.INTERRUPTED).all()
+    assert (result.records["outcome"][0::2] == RequestOutcome.OK).all()
+    assert (result.records["outcome"][1::2] == RequestOutcome.INTERRUPTED).all()
     np.testing.assert_array_equal(result.records["index"], np.arange(200))
 
 
@@ -243,7 +245,7 @@ def test_it_runs_outside_the_main_thread(server):
     thread = threading.Thread(target=lambda: results.append(go(scenario)))
     thread.start()
     thread.join(30)
-    assert outcomes(results[0].records) == {Outcome.OK: 15}
+    assert outcomes(results[0].records) == {RequestOutcome.OK: 15}
 
 
 @pytest.fixture(scope="module")
@@ -266,7 +268,7 @@ def test_a_server_that_is_not_plait(stub, api, stream):
         }
     )
     records = go(scenario).records
-    assert outcomes(records) == {Outcome.OK: 10}
+    assert outcomes(records) == {RequestOutcome.OK: 10}
     np.testing.assert_allclose(records["server_ms"], 20.0, rtol=1e-3)
     assert (records["done_ns"] - records["scheduled_ns"] >= 19_000_000).all()
     assert ((records["first_part_ns"] > 0) == stream).all()

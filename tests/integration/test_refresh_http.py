@@ -20,7 +20,8 @@ from plait_disagg.refresh.publish import publish
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.edge.auth import ApiKey, Role
-from plait_serving.ranking.service import Recommender
+from plait_serving.ranking.local import LocalRankingService
+from plait_serving.ranking.service import ServedRanker
 from support import refresh as kit
 from support.app_server import AppServer
 from support.rank_fabric import Rig
@@ -32,7 +33,7 @@ KEYS = (ApiKey.from_secret("boss", tenant="t", role=Role.ADMIN), ApiKey.from_sec
 class Local:
     """A `Refreshes` whose workers are in this process."""
 
-    def __init__(self, package: Package, workers: kit.Workers) -> None:
+    def __init__(self, package: Package, workers: kit.RoleWorkersInProcess) -> None:
         self._package, self._workers = package, workers
         self.error: Exception | None = None
 
@@ -50,10 +51,10 @@ class Server:
         self.whole = kit.Whole(rig, folder)
         self.refreshes = Local(self.whole.package, self.whole.workers)
         models = {
-            "parts": Recommender(ranker=self.whole.ranker, refreshes=self.refreshes),
-            "still": Recommender(ranker=self.whole.ranker),
+            "parts": ServedRanker(ranker=self.whole.ranker, refreshes=self.refreshes),
+            "still": ServedRanker(ranker=self.whole.ranker),
         }
-        self.http = AppServer(create_app(None, HttpSettings(api_keys=KEYS), recommenders=models))
+        self.http = AppServer(create_app(None, HttpSettings(api_keys=KEYS), ranking=LocalRankingService(models)))
         self.url = f"http://127.0.0.1:{self.http.port}"
 
     def call(self, path: str, body: Any = None, *, key: str = "boss") -> tuple[int, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from plait_bench.disagg.refresh import Answer, Publisher, Run, served, wrong_answers
+from plait_bench.disagg.refresh import LoadAnswer, Publisher, RefreshRun, served, wrong_answers
 from plait_disagg.package import Package, open_package
 from support import refresh as kit
 
@@ -43,7 +43,7 @@ def test_a_refresh_under_load_loses_nothing_and_mixes_nothing(package, updates):
     """A CN and an HN in processes of their own; requests arrive while updates are published."""
     requests = [kit.request(package, seed) for seed in range(8)]
     with served(package, "split") as (ranker, workers), closing(Publisher(package, updates, workers)) as publisher:
-        run = Run(ranker, requests, publisher, phase_s=1.5)
+        run = RefreshRun(ranker, requests, publisher, phase_s=1.5)
         asyncio.run(run.rounds(1, lambda _: None))
     assert run.publisher.published >= 1
     assert all(answer.scores is not None for answer in run.answers)
@@ -58,10 +58,12 @@ def test_a_wrong_answer_is_found(package, updates):
     """One of another version, one of a version that there never was, one that is off by a little; a lost one is
     counted elsewhere."""
     requests = [kit.request(package, seed) for seed in range(3)]
-    right = [Answer(request=n, latency_s=0.0, version="1", scores=kit.scores(package, requests[n])) for n in range(3)]
+    right = [
+        LoadAnswer(request=n, latency_s=0.0, version="1", scores=kit.scores(package, requests[n])) for n in range(3)
+    ]
     wrong = [replace(right[0], version="2"), replace(right[1], version="99")]
     off = replace(right[2], scores=right[2].scores + 1e-2)
-    lost = Answer(request=0, latency_s=1.0)
+    lost = LoadAnswer(request=0, latency_s=1.0)
     assert wrong_answers(package, updates, requests, [*right, lost])[0] == 0
     fresh = open_package(package.folder)
     assert wrong_answers(fresh, updates, requests, [*right, *wrong, off, lost])[0] == 3

@@ -22,13 +22,13 @@ from plait.app import AppArgs, compose
 from plait.config import INGRESS, ServerSection
 from plait.server.ports import hold_port
 from plait.tuning.measure.usage import replica_pids
-from plait_disagg.errors import Unavailable
+from plait_disagg.errors import WorkerUnavailable
 from plait_disagg.package import Package
 from plait_disagg.workers.remote import RemoteRanker
 from plait_fabric.rpc.replicas import Replica
-from plait_serving.deployments.ranking import remote_ranker
-from plait_serving.deployments.reach import ServeReplicas
-from plait_serving.ranking.config import RecommenderSection, RecommendSection
+from plait_serving.deployments.fabric_endpoints import ServeReplicas
+from plait_serving.deployments.ranking.worker import remote_ranker
+from plait_serving.ranking.config import RankingSection, RankModelSection
 from support import ranking as kit
 from support import refresh as refresh_kit
 from support.cluster import SharedServe
@@ -79,13 +79,13 @@ def deployed(tmp_path_factory: pytest.TempPathFactory, shared_serve: SharedServe
     folder = tmp_path_factory.mktemp("unused")
     parts = refresh_kit.packaged(folder / "parts")
     models = {
-        "tiny": RecommenderSection(folder=folder),
-        "small": RecommenderSection(folder=folder, mode="whole"),
-        "parts": RecommenderSection(folder=parts.folder),
+        "tiny": RankModelSection(folder=folder),
+        "small": RankModelSection(folder=folder, mode="whole"),
+        "parts": RankModelSection(folder=parts.folder),
     }
     held = hold_port("127.0.0.1", 0)
     server = ServerSection(direct_port=held.getsockname()[1], drain_s=2)
-    args = AppArgs(images=None, recommend=RecommendSection(models=models), server=server)
+    args = AppArgs(images=None, recommend=RankingSection(models=models), server=server)
     sources = {"tiny": TinySource(slow_s=0.02), "small": TinySource()}
     shared_serve.serve.run(compose(args, None, rank_sources=sources), name="rank", route_prefix="/")
     assert server.direct_port is not None
@@ -136,14 +136,14 @@ async def test_kill_nine_costs_at_most_what_was_under_way(deployed: Deployed, ro
     os.kill(old.pid, signal.SIGKILL)
     outcomes = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 30)
     errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-    assert all(isinstance(error, Unavailable) for error in errors), errors
+    assert all(isinstance(error, WorkerUnavailable) for error in errors), errors
     await _until(lambda: _new_pid(deployed, f"{role}-tiny", old.pid))
     until_s = time.monotonic() + PATIENCE_S
     while True:
         try:
             answer = await ranker.rank(kit.request(7))
             break
-        except Unavailable:
+        except WorkerUnavailable:
             assert time.monotonic() < until_s, "the model never came back"
             await asyncio.sleep(0.2)
     torch.testing.assert_close(answer.outputs["score"], kit.expected(kit.request(7))["score"])
@@ -191,7 +191,8 @@ async def test_a_refresh_reaches_all_workers_of_a_model(deployed: Deployed, tmp_
 def test_workers_import_nothing_that_makes_pictures() -> None:
     """Their start is torch's, Serve's and no more: diffusers and its kin cost many seconds."""
     code = (
-        "import sys, plait_serving.deployments.ranking, plait_serving.deployments.lazy, plait_disagg.package.read\n"
+        "import sys, plait_disagg.package.read\n"
+        "import plait_serving.deployments.lazy, plait_serving.deployments.ranking.worker\n"
         "print(*{'diffusers', 'transformers', 'peft', 'accelerate'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -15,11 +15,11 @@ from diffusers import ControlNetModel, StableDiffusionControlNetPipeline
 from safetensors.torch import load_file
 from torch import nn
 
-from plait_serving.starter.data import PACKAGES, NpmUnavailableError, Pictures, fetch_package
+from plait_serving.starter.data import PACKAGES, NpmUnavailableError, TrainingImages, fetch_package
 from plait_serving.starter.manifest import manifest_problems
 from plait_serving.starter.references import load_references
 from plait_serving.starter.train.loop import Trainer
-from plait_serving.starter.train.plan import FULL, STAGES, Recipe, override, smoke_plan
+from plait_serving.starter.train.plan import FULL, STAGES, StageRecipe, override, smoke_plan
 from plait_serving.starter.train.stages import train_all
 from plait_serving.starter.train.text import LENGTH, build_tokenizer, patches
 
@@ -39,9 +39,9 @@ def drawn(seed: int) -> np.ndarray:
     """Six pictures of one coloured box each, ``uint8[6, 64, 64, 3]``."""
     rng = np.random.default_rng(seed)
     made = np.full((len(NAMES), 64, 64, 3), 255, dtype=np.uint8)
-    for picture in made:
+    for image in made:
         y, x = rng.integers(4, 28, 2)
-        picture[y : y + 30, x : x + 30] = rng.integers(0, 200, 3)
+        image[y : y + 30, x : x + 30] = rng.integers(0, 200, 3)
     return made
 
 
@@ -49,9 +49,9 @@ def drawn(seed: int) -> np.ndarray:
 def bundle(tmp_path_factory):
     """Every stage for two steps on six drawn pictures: (folder of the bundle, of the checkpoints, outcomes)."""
     work, out = tmp_path_factory.mktemp("work"), tmp_path_factory.mktemp("out")
-    pictures = Pictures(names=NAMES, twemoji=drawn(1), noto=drawn(2))
-    outcomes = train_all(pictures, smoke_plan(steps=2), work, out, STAGES)
-    return out, work, outcomes, pictures
+    images = TrainingImages(names=NAMES, twemoji=drawn(1), noto=drawn(2))
+    outcomes = train_all(images, smoke_plan(steps=2), work, out, STAGES)
+    return out, work, outcomes, images
 
 
 def test_every_stage_runs_and_the_bundle_is_complete(bundle):
@@ -83,8 +83,8 @@ def test_diffusers_loads_the_bundle_and_all_lora_keys(bundle):
 
 def test_a_second_run_trains_nothing_and_writes_the_same(bundle, tmp_path):
     """With all checkpoints there, the program goes straight to the export, and weights are equal bit for bit."""
-    out, work, outcomes, pictures = bundle
-    again = train_all(pictures, smoke_plan(steps=2), work, tmp_path, STAGES)
+    out, work, outcomes, images = bundle
+    again = train_all(images, smoke_plan(steps=2), work, tmp_path, STAGES)
     assert {name: done.seconds_s for name, done in again.items()} == {n: o.seconds_s for n, o in outcomes.items()}
     for part in ("emoji/unet/diffusion_pytorch_model", "loras/noto", "controlnets/edges/diffusion_pytorch_model"):
         first, second = (load_file(folder / f"{part}.safetensors") for folder in (out, tmp_path))
@@ -102,7 +102,7 @@ def fit(path: Path, steps: int, stop_at: int | None = None) -> dict[str, torch.T
         x = torch.randn(8, 4, generator=generator)
         return ((layer(x) - x.flip(1)) ** 2).mean()
 
-    trainer = Trainer("layer", layer, Recipe(steps=steps, batch=8, rate=0.1), path, save_every_s=0.0)
+    trainer = Trainer("layer", layer, StageRecipe(steps=steps, batch=8, rate=0.1), path, save_every_s=0.0)
     return trainer.run(loss).weights
 
 
@@ -144,6 +144,7 @@ def test_overrides_change_one_number_and_refuse_nonsense():
             override(FULL, [wrong])
 
 
+@pytest.mark.slow  # 30 s on idle cores, and what npm takes
 @pytest.mark.timeout(900)
 def test_the_command_trains_from_npm(tmp_path):
     """``python -m plait_serving.starter.train --smoke`` fetches the artwork and ends with a bundle."""

@@ -11,9 +11,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from plait.config import TuningSection
-from plait.tuning.service.desk import DeskSettings
 from plait.tuning.service.errors import NoSuchJob
 from plait.tuning.service.job_process import JobProcesses
+from plait.tuning.service.job_queue import JobQueueSettings
 from plait_autoconfig.jobs.reporting import read_state
 from plait_autoconfig.jobs.store import JobStore
 from plait_serving.http.app import create_app
@@ -63,7 +63,7 @@ async def test_the_actor_survives_its_clients_and_its_own_death(tmp_path, shared
 
     from plait.tuning.service.actor import ActorTuningService
 
-    settings, runner = DeskSettings(folder=tmp_path / "jobs", config=""), Threads(seconds=0.2)
+    settings, runner = JobQueueSettings(folder=tmp_path / "jobs", config=""), Threads(seconds=0.2)
     job_id = (await ActorTuningService(settings, runner=runner).submit(job_text(**TRIALS), "ops"))["id"]
     service = ActorTuningService(settings, runner=runner)
     while not (await service.since(job_id, 0))["measured"]:  # noqa: ASYNC110  # it is another process

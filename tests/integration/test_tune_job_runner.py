@@ -8,7 +8,7 @@ import pytest
 
 from plait_autoconfig.jobs.errors import JobBroken, JobRefused
 from plait_autoconfig.jobs.loop import JobEvent, run_job
-from plait_autoconfig.jobs.measurer import Kind, MeasurerSource, Task
+from plait_autoconfig.jobs.measurer import MeasurementKind, MeasurementTask, MeasurerSource
 from plait_autoconfig.jobs.runner import ChildRunner
 from plait_autoconfig.jobs.store import JobStore
 from plait_autoconfig.values import FailureKind
@@ -84,7 +84,9 @@ def test_stopping_ends_the_process_in_good_order(tmp_path, monkeypatch):
         if seen:
             raise KeyboardInterrupt
 
-    task = Task(number=0, kind=Kind.TRIAL, config={"how": GOOD}, seed=0, limit_s=60.0, folder=tmp_path)
+    task = MeasurementTask(
+        number=0, kind=MeasurementKind.TRIAL, config={"how": GOOD}, seed=0, limit_s=60.0, folder=tmp_path
+    )
     with pytest.raises(KeyboardInterrupt):
         runner.measure(task, seen.append, tick)
     assert (tmp_path / "measured.log").read_text().splitlines()[1:] == ["restore", "close"]

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from plait.server import processes
-from plait.tuning.job import work
+from plait.tuning.job import local_run as work
 from plait.tuning.job.recover import recover_all
 from plait.tuning.measure.live import left_notes, note_path
-from plait_autoconfig.jobs.measurer import Kind
+from plait_autoconfig.jobs.measurer import MeasurementKind
 from plait_autoconfig.values import FailureKind
 from support.live_app import COMPOSE, TARGET, write_job
 from support.server import REPOSITORY, PlaitServer, free_port
@@ -89,7 +89,7 @@ def test_a_job_measures_a_clone_on_its_own_ray_and_leaves_nothing(
     assert state.subject.costs == ()
     assert list(temporary.glob("pymp-*")) == []
     assert 1.4 * len(state.rows) < state.remaining.load_s < state.remaining.used_s  # loads of 1.5 s
-    trials = [row for row in state.rows if row.kind is Kind.TRIAL]
+    trials = [row for row in state.rows if row.kind is MeasurementKind.TRIAL]
     assert len(trials) == 3
     for row in trials:
         assert row.restarted == ()
@@ -137,9 +137,9 @@ def test_what_a_killed_tuner_left_is_rolled_back(server: PlaitServer, environmen
     root = environment / "state"
     code = (
         "import os, signal; from pathlib import Path\n"
-        "from plait.tuning.measure.knobs import apply_knobs; from plait.tuning.measure.live import Live\n"
+        "from plait.tuning.measure.knobs import apply_knobs; from plait.tuning.measure.live import LiveServer\n"
         "from support.live_app import compose\n"
-        f"live = Live(compose, root=Path({str(root)!r}), port={server.port})\n"
+        f"live = LiveServer(compose, root=Path({str(root)!r}), port={server.port})\n"
         "live.apply(apply_knobs(live.original, {'engine.largest_batch': 5}), limit_s=60)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )

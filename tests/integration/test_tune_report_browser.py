@@ -8,12 +8,12 @@ import subprocess
 
 import pytest
 
-from plait_autoconfig.report.page import Source, report_page
+from plait_autoconfig.report.page import PageSource, report_page
 from support.tune_jobs import job
 from support.tuned import played
 
 CHROMIUM = shutil.which("chromium")
-SOURCE = Source(command="plait tune run demo.yaml", made_by="plait")
+SOURCE = PageSource(command="plait tune run demo.yaml", made_by="plait")
 PROBE = """<script>
   const heads = [...document.querySelectorAll("th button")];
   const column = heads.findIndex(button => button.textContent === "goodput per cost");

@@ -10,7 +10,7 @@ import torch
 
 from plait_disagg.errors import BadInput
 from plait_disagg.models.configs import build
-from plait_disagg.package import Options, Package, open_package, write_package
+from plait_disagg.package import Package, PackageOptions, open_package, write_package
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.values import RankAnswer
 from plait_disagg.workers.cn import CnCore
@@ -34,7 +34,7 @@ def din(tmp_path_factory: pytest.TempPathFactory) -> Package:
     """DIN with a history of 100 and tables of 1000, 10 and 100 rows."""
     folder = tmp_path_factory.mktemp("rows") / "din"
     module, inputs = build("din", 0.0001)
-    write_package(folder, module, inputs, name="din", options=Options(candidates=8))
+    write_package(folder, module, inputs, name="din", options=PackageOptions(candidates=8))
     return open_package(folder)
 
 

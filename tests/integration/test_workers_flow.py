@@ -12,11 +12,11 @@ from contextlib import suppress
 import pytest
 import torch
 
-from plait_disagg.errors import DeadlinePassed, Unavailable
+from plait_disagg.errors import DeadlinePassed, WorkerUnavailable
 from plait_disagg.messages.wire import done_message, failed_header, parse_dense
 from plait_disagg.protocols import Ranker
 from plait_disagg.queue.knobs import WorkerKnobs
-from plait_disagg.queue.scale import Gauge, Scaling, State, decide, hn_pressure
+from plait_disagg.queue.scale import Gauge, ScaleState, Scaling, decide, hn_pressure
 from plait_disagg.workers.cn import CnCore
 from plait_disagg.workers.hn import HnWorker
 from plait_fabric import Channel, FabricError
@@ -92,7 +92,7 @@ async def test_an_answer_to_nothing_costs_the_channel(rig: Rig) -> None:
     _bad_hn(rig, lambda channel, number, outputs: _send(channel, number + 1_000, outputs))
     cn = rig.cn()
     await until(lambda: cn.ready() is None)
-    with pytest.raises(Unavailable, match="never asked"):
+    with pytest.raises(WorkerUnavailable, match="never asked"):
         await rig.local(cn).rank(kit.request(1))
 
 
@@ -181,7 +181,7 @@ async def test_after_its_deadline_a_lost_request_is_not_asked_again(rig: Rig) ->
 async def test_lines_follow_the_number_of_hns(rig: Rig) -> None:
     """New ones are found, gone ones let go, without a word to the CN; it always looks for one more, up to the most."""
     names = [f"hn{i}" for i in range(4)]
-    cn = rig.cn(None, *names, hns=1, most_hns=3)
+    cn = rig.cn(None, *names, hns=1, max_hns=3)
     client = cn._client
     hns = [rig.hn(name=names[0])]
     await until(lambda: cn.metrics()["hns"] == 1 and len(client.connections) == 2)
@@ -200,7 +200,7 @@ async def test_lines_follow_the_number_of_hns(rig: Rig) -> None:
 async def test_ingresses_follow_the_number_of_cns(rig: Rig) -> None:
     """The same lines, the other way round."""
     rig.front(rig.whole(), name="a")
-    ranker = await rig.ranker("a", "b", replicas=1, most_replicas=2)
+    ranker = await rig.ranker("a", "b", replicas=1, max_replicas=2)
     second = rig.front(rig.whole(), name="b")
     await until(lambda: ranker.metrics()["workers"] == 2)
     second.stop(drain_s=0.5)
@@ -214,7 +214,7 @@ async def test_hns_scale_up_and_down_with_a_step_load(rig: Rig) -> None:
     No request is lost on the way."""
     names = ("hn0", "hn1", "hn2")
     fleet = _Fleet(rig, names)
-    cns = [rig.cn(None, *names, hns=1, most_hns=3, knobs=ONE_BY_ONE) for _ in range(2)]
+    cns = [rig.cn(None, *names, hns=1, max_hns=3, knobs=ONE_BY_ONE) for _ in range(2)]
     for cn in cns:
         await until(lambda cn=cn: cn.ready() is None)  # type: ignore[misc]
     rankers = [rig.local(cn) for cn in cns]
@@ -243,7 +243,7 @@ class _Fleet:
         """One HN at first."""
         self.calling = self.hurry = True
         self._rig, self._names = rig, names
-        self._state = State()
+        self._state = ScaleState()
         self._scaling = Scaling(most=len(names), up_after_s=0.3, down_after_s=0.5)
         self._hns: list[tuple[HnWorker, Gauge]] = []
         self._start()

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from plait_disagg.errors import RankError, Unavailable
+from plait_disagg.errors import RankError, WorkerUnavailable
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_fabric import connect
 from support import ranking as kit
@@ -68,9 +68,9 @@ async def test_without_another_hn_the_request_ends_and_the_next_waits_for_nobody
     await until(lambda: cn.metrics()["at_hns"] == 1)
     hn._server.close_listeners()
     hn._server.hang_up()
-    with pytest.raises(Unavailable, match="HN"):
+    with pytest.raises(WorkerUnavailable, match="HN"):
         await asked
-    with pytest.raises(Unavailable, match="HN"):
+    with pytest.raises(WorkerUnavailable, match="HN"):
         await ranker.rank(kit.request(2))
     assert "HN" in (cn.ready() or "")
     dense.gate.set()
@@ -117,9 +117,9 @@ async def test_a_card_is_known_once_a_worker_said_it(rig: Rig) -> None:
     from plait_disagg.workers.remote import RemoteRanker
 
     ranker = RemoteRanker("tiny", rig.connect("cn"))
-    with pytest.raises(Unavailable):
+    with pytest.raises(WorkerUnavailable):
         _ = ranker.card
-    with pytest.raises(Unavailable):
+    with pytest.raises(WorkerUnavailable):
         await ranker.rank(kit.request(1))
     front = rig.front(rig.whole())
     await until(lambda: ranker.core.ready() is None)
@@ -191,7 +191,7 @@ async def test_a_worker_that_hangs_counts_as_lost(rig: Rig) -> None:
     rig.front(rig.whole(sparse))
     ranker = await rig.ranker(answer_timeout_s=0.2)
     started_s = time.monotonic()
-    with pytest.raises(Unavailable, match="no answer"):
+    with pytest.raises(WorkerUnavailable, match="no answer"):
         await ranker.rank(kit.request(1))
     assert time.monotonic() - started_s < 10
     sparse.gate.set()
@@ -242,12 +242,12 @@ WORKER = textwrap.dedent(
     """
     import sys, threading
     from plait_fabric import listen
-    from plait_disagg.workers.front import Front
+    from plait_disagg.workers.core_server import CoreServer
     from plait_disagg.workers.whole import WholeCore
     from support import ranking as kit
     secret = bytes.fromhex(sys.argv[2])
     sparse = kit.FakeSparse(slow_s=float(sys.argv[3]))
-    front = Front(WholeCore(kit.CARD, sparse, kit.FakeDense()), [listen(sys.argv[1], secret=secret)])
+    front = CoreServer(WholeCore(kit.CARD, sparse, kit.FakeDense()), [listen(sys.argv[1], secret=secret)])
     print("ready", flush=True)
     threading.Event().wait()
     """
@@ -268,7 +268,7 @@ async def test_kill_nine_is_noticed_at_once(rig: Rig) -> None:
         await until(lambda: ranker.metrics()["at_workers"] == 1)
         rig.addresses["cn"] = addresses[1]
         processes[0].send_signal(signal.SIGKILL)
-        with pytest.raises(Unavailable, match="lost"):
+        with pytest.raises(WorkerUnavailable, match="lost"):
             await asyncio.wait_for(asked, 60)
         await until(lambda: ranker.core.ready() is None)
         await _right(rig, ranker)

@@ -9,13 +9,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from plait_autoconfig.designers.random import RandomDesigner
 from plait_autoconfig.errors import Exhausted
 from plait_autoconfig.objective import Objective, maximise
-from plait_autoconfig.values import FailureKind, Outcome, Trial
+from plait_autoconfig.values import FailureKind, Trial, TrialOutcome
 from support.autoconfig import GRID
 
 OUTCOMES = {
-    "ran": Outcome.measured(rate=1.0),
-    "crash": Outcome.failed(FailureKind.CRASH),
-    "invalid": Outcome.failed(FailureKind.INVALID),
+    "ran": TrialOutcome.measured(rate=1.0),
+    "crash": TrialOutcome.failed(FailureKind.CRASH),
+    "invalid": TrialOutcome.failed(FailureKind.INVALID),
 }
 
 

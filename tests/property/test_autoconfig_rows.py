@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 
 from plait_autoconfig.library import LibraryRun
 from plait_autoconfig.rows import dump_lines, load_lines
-from plait_autoconfig.values import FailureKind, Hardware, Outcome, Trial
+from plait_autoconfig.values import FailureKind, Hardware, Trial, TrialOutcome
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 NUMBER = st.floats(allow_nan=False, allow_infinity=False)
 COUNT = st.integers(0, 2**60)
 VALUE = st.booleans() | st.integers() | NUMBER | TEXT
-OUTCOME = st.builds(Outcome, metrics=st.dictionaries(TEXT, NUMBER, min_size=1, max_size=3)) | st.builds(
-    Outcome, failure=st.sampled_from(FailureKind), detail=TEXT
+OUTCOME = st.builds(TrialOutcome, metrics=st.dictionaries(TEXT, NUMBER, min_size=1, max_size=3)) | st.builds(
+    TrialOutcome, failure=st.sampled_from(FailureKind), detail=TEXT
 )
 TRIAL = st.builds(
     Trial, number=COUNT, config=st.dictionaries(TEXT, VALUE, max_size=4), outcome=OUTCOME,

@@ -14,8 +14,8 @@ from plait_disagg.graph.cutters import CUTTERS
 from plait_disagg.graph.edit import reads
 from plait_disagg.graph.execute import compile_program
 from plait_disagg.graph.factor import factor_linears
-from plait_disagg.graph.feed import for_module, id_bounds, sample, together
-from plait_disagg.graph.plain import run_plainly
+from plait_disagg.graph.reference import run_reference
+from plait_disagg.graph.sample_inputs import collate, for_module, id_bounds, sample
 from plait_disagg.graph.split import split
 from plait_disagg.graph.tile import tile
 from plait_disagg.graph.verify import run_halves
@@ -59,7 +59,7 @@ def request_of(captured, candidates, seed, ids_per_bag=6):
 def test_exact_halves_give_the_modules_bits(name, cutter, candidates, seed, ids_per_bag):
     """One request, any number of candidates, bags that may be empty: bit for bit what the module gives."""
     module, captured = model(name)
-    batch = together(captured.inputs, [request_of(captured, candidates, seed, ids_per_bag)], [candidates])
+    batch = collate(captured.inputs, [request_of(captured, candidates, seed, ids_per_bag)], [candidates])
     got = run_halves(*halves_of(name, True, cutter), batch)
     for output, wanted in wanted_outputs(module, for_module(captured.inputs, batch)).items():
         assert torch.equal(got[output], wanted)
@@ -73,7 +73,7 @@ def test_batched_requests_give_what_the_module_gives(name, exact, counts, seed):
     """Several requests as one batch, tiled or not: outputs within 1e-5, in the order of the candidates."""
     module, captured = model(name)
     requests = [request_of(captured, count, seed + index) for index, count in enumerate(counts)]
-    batch = together(captured.inputs, requests, counts)
+    batch = collate(captured.inputs, requests, counts)
     got = run_halves(*halves_of(name, exact, "mincut"), batch)
     for output, wanted in wanted_outputs(module, for_module(captured.inputs, batch)).items():
         torch.testing.assert_close(got[output], wanted, rtol=1e-5, atol=1e-6)
@@ -84,7 +84,7 @@ def test_every_configuration_cut_in_two_gives_the_modules_bits(name):
     """All published shapes: exact halves give the module's bits, tiled ones 1e-5 and the same order."""
     module, captured = model(name)
     for candidates in (1, 64):
-        batch = together(captured.inputs, [request_of(captured, candidates, 5)], [candidates])
+        batch = collate(captured.inputs, [request_of(captured, candidates, 5)], [candidates])
         wanted = wanted_outputs(module, for_module(captured.inputs, batch))["score"]
         exact = run_halves(*halves_of(name, True, "mincut"), batch)["score"]
         tiled = run_halves(*halves_of(name, False, "prism"), batch)["score"]
@@ -102,9 +102,9 @@ def test_the_compiled_program_equals_its_naive_twin(name, counts, exact):
     _, captured = model(name)
     program = tile(captured.program, exact=exact)
     requests = [request_of(captured, count, index) for index, count in enumerate(counts)]
-    batch = together(captured.inputs, requests, counts)
+    batch = collate(captured.inputs, requests, counts)
     tables = OneByOne(captured.tables)
-    values = run_plainly(program, captured.constants, tables, batch)
+    values = run_reference(program, captured.constants, tables, batch)
     got = compile_program(program, captured.constants, tables)(batch)
     for output, ref in program.outputs:
         torch.testing.assert_close(got[output], values[ref.name], rtol=1e-6, atol=1e-7)

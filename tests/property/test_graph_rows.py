@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from plait_disagg.graph.operators import VOCABULARY, overload
 from plait_disagg.graph.program import ROWS
-from plait_disagg.graph.rows import PER_ROW, Call, Fact, Mixes
+from plait_disagg.graph.rows import PER_ROW, Fact, MixesRows, OperatorCall
 
 dims = st.integers(-3, 2)
 flat_dims = st.lists(dims, max_size=2).map(tuple)
@@ -84,8 +84,8 @@ def accepted(op, arguments, shapes):
     if -2 in out:
         return False
     try:
-        counts = VOCABULARY[op].rule(Call(bound(op, arguments), out))
-    except Mixes:
+        counts = VOCABULARY[op].rule(OperatorCall(bound(op, arguments), out))
+    except MixesRows:
         return False
     return counts is not None and out[:1] == (ROWS,) and ROWS not in out[1:]
 
@@ -121,4 +121,4 @@ def test_the_rules_do_let_calls_in():
         ("aten.layer_norm.default", (X, (4,)), (ROWS, 3, 4)),
         ("aten.constant_pad_nd.default", (X, (1, 0)), (ROWS, 3, 5)),
     ):
-        assert VOCABULARY[op].rule(Call(bound(op, arguments), out)) == PER_ROW
+        assert VOCABULARY[op].rule(OperatorCall(bound(op, arguments), out)) == PER_ROW

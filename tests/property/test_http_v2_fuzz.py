@@ -117,9 +117,9 @@ numbers = st.one_of(
 def test_json_and_binary_are_the_same_numbers(array, nested, pad):
     """Bit for bit, for every datatype and shape, flat or nested, wherever the tensor begins."""
     text = json.dumps(as_json({"x": array}, nested=nested)).encode()
-    plain = parse_infer(text, None, largest_json_bytes=1 << 20).arrays["x"]
+    plain = parse_infer(text, None, max_json_bytes=1 << 20).arrays["x"]
     raw, headers = as_binary({"x": array}, id="x" * pad)
-    binary = parse_infer(raw, int(headers[HEADER]), largest_json_bytes=1 << 20).arrays["x"]
+    binary = parse_infer(raw, int(headers[HEADER]), max_json_bytes=1 << 20).arrays["x"]
     assert plain.shape == binary.shape == array.shape
     assert plain.dtype == binary.dtype
     assert plain.tobytes() == binary.tobytes() == array.tobytes()
@@ -149,7 +149,7 @@ def test_nothing_is_allocated_by_what_a_shape_says(shape, sent):
     """A shape is believed only if as many values were really sent."""
     inputs = [{"name": "x", "shape": shape, "datatype": "INT8", "data": [1] * sent}]
     try:
-        parsed = parse_infer(json.dumps({"inputs": inputs}).encode(), None, largest_json_bytes=1 << 20)
+        parsed = parse_infer(json.dumps({"inputs": inputs}).encode(), None, max_json_bytes=1 << 20)
     except BadInput:
         assert math.prod(shape) != sent or math.prod(size or 1 for size in shape) > 2**40
     else:

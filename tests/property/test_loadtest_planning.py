@@ -15,16 +15,16 @@ from plait_loadtest.arrivals import rate_profile, schedule
 from plait_loadtest.distributions import cumulative, pick, pick_distinct
 from plait_loadtest.errors import ScenarioError
 from plait_loadtest.load import as_yaml, load_scenario
-from plait_loadtest.scenario import Constant, Gamma, Poisson, Ramp, Step
+from plait_loadtest.scenario import ConstantArrivals, GammaArrivals, PoissonArrivals, RampArrivals, StepArrivals
 
 rates = st.floats(0.01, 300)
 arrivals = st.one_of(
-    st.builds(Constant, rate_per_s=rates),
-    st.builds(Poisson, rate_per_s=rates),
-    st.builds(Gamma, rate_per_s=rates, burstiness=st.floats(0.05, 20)),
-    st.builds(Ramp, rate_per_s=st.just(0.0) | rates, to_rate_per_s=rates),
+    st.builds(ConstantArrivals, rate_per_s=rates),
+    st.builds(PoissonArrivals, rate_per_s=rates),
+    st.builds(GammaArrivals, rate_per_s=rates, burstiness=st.floats(0.05, 20)),
+    st.builds(RampArrivals, rate_per_s=st.just(0.0) | rates, to_rate_per_s=rates),
     st.builds(
-        Step,
+        StepArrivals,
         stages=st.lists(st.tuples(st.floats(0.01, 5), st.just(0.0) | rates), max_size=4).flatmap(
             lambda stages: st.tuples(*map(st.just, stages), st.tuples(st.floats(0.01, 5), rates))
         ),

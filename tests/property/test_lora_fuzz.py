@@ -27,7 +27,7 @@ def check(folder: Path, content: bytes) -> bool:
     path = folder / "fuzzed.safetensors"
     path.write_bytes(content)
     try:
-        got = parse("fuzzed", path, TARGETS, largest_bytes=1 << 20)
+        got = parse("fuzzed", path, TARGETS, max_bytes=1 << 20)
     except LoraError:
         return False
     for ref, factor in got.factors.items():

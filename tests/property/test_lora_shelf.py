@@ -9,7 +9,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from plait_serving.diffusion.lora.shelf import MOST_OVERTAKEN, NEXT, Admission, Event, Key, Shelf, State
+from plait_serving.diffusion.lora.cache_policy import (
+    MAX_OVERTAKEN,
+    NEXT,
+    Admission,
+    CachePolicy,
+    EntryEvent,
+    EntryState,
+    Key,
+)
 
 BUDGET = 10
 NAMES = "abcdefg"
@@ -21,13 +29,13 @@ class ShelfMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.shelf: Shelf[int] = Shelf(BUDGET)
+        self.shelf: CachePolicy[int] = CachePolicy(BUDGET)
         self.stamps = dict.fromkeys(NAMES, 0)
         self.tickets = itertools.count()
         self.admitted: dict[int, tuple[Key, ...]] = {}
         self.waiting: dict[int, dict[Key, int]] = {}
         self.overtaken: dict[int, int] = {}
-        self.present: dict[Key, State] = {}
+        self.present: dict[Key, EntryState] = {}
 
     def wanted(self, names: set[str]) -> dict[Key, int]:
         return {Key(name, str(self.stamps[name])): SIZES[name] for name in sorted(names)}
@@ -36,12 +44,12 @@ class ShelfMachine(RuleBasedStateMachine):
         self.leave(admission.evicted)
         assert set(admission.to_load) == {key for key in wanted if key not in self.present}
         for key in admission.to_load:
-            self.present[key] = State.LOADING
+            self.present[key] = EntryState.LOADING
         self.admitted[ticket] = tuple(wanted)
 
     def leave(self, evicted: tuple[Key, ...]) -> None:
         for key in evicted:
-            assert self.present.pop(key) is State.READY
+            assert self.present.pop(key) is EntryState.READY
             assert not any(key in keys for keys in self.admitted.values()), "evicted in use"
 
     def admit_waiting(self) -> None:
@@ -76,13 +84,15 @@ class ShelfMachine(RuleBasedStateMachine):
         self.leave(self.shelf.release(self.admitted.pop(ticket)))
         self.admit_waiting()
 
-    @precondition(lambda self: State.LOADING in self.present.values())
+    @precondition(lambda self: EntryState.LOADING in self.present.values())
     @rule(data=st.data(), works=st.booleans())
     def load_ends(self, data: st.DataObject, works: bool) -> None:
-        loading = sorted((k for k, s in self.present.items() if s is State.LOADING), key=lambda k: (k.name, k.stamp))
+        loading = sorted(
+            (k for k, s in self.present.items() if s is EntryState.LOADING), key=lambda k: (k.name, k.stamp)
+        )
         key = data.draw(st.sampled_from(loading))
         if works:
-            self.present[key] = State.READY
+            self.present[key] = EntryState.READY
             self.leave(self.shelf.loaded(key, SIZES[key.name]))
         else:
             self.shelf.failed(key)
@@ -122,7 +132,7 @@ class ShelfMachine(RuleBasedStateMachine):
 
     @invariant()
     def _assert_nobody_is_overtaken_for_ever(self) -> None:
-        assert all(self.overtaken[ticket] <= MOST_OVERTAKEN for ticket in self.waiting)
+        assert all(self.overtaken[ticket] <= MAX_OVERTAKEN for ticket in self.waiting)
 
     @invariant()
     def _assert_who_waits_has_a_reason(self) -> None:
@@ -130,7 +140,9 @@ class ShelfMachine(RuleBasedStateMachine):
         assert list(self.waiting) == list(self.shelf.waiting)
         if self.waiting:
             wanted = next(iter(self.waiting.values()))
-            busy = {k for k, s in self.present.items() if s is State.LOADING or self.shelf.users(k)} - wanted.keys()
+            busy = {
+                k for k, s in self.present.items() if s is EntryState.LOADING or self.shelf.users(k)
+            } - wanted.keys()
             need = sum(wanted.values()) + sum(SIZES[key.name] for key in busy)
             assert need > BUDGET
 
@@ -141,26 +153,26 @@ TestShelf.settings = settings(max_examples=60, stateful_step_count=40)
 A, B, C, D = (Key(name, "0") for name in "abcd")
 
 
-@pytest.mark.parametrize(("state", "event"), [(s, e) for s in State for e in Event if (s, e) not in NEXT])
+@pytest.mark.parametrize(("state", "event"), [(s, e) for s in EntryState for e in EntryEvent if (s, e) not in NEXT])
 def test_what_the_table_does_not_allow_changes_nothing(state, event):
     """An illegal event raises (KeyError for an entry that is not there) and leaves the shelf as it was."""
-    shelf: Shelf[int] = Shelf(5)
-    if state is not State.ABSENT:
+    shelf: CachePolicy[int] = CachePolicy(5)
+    if state is not EntryState.ABSENT:
         shelf.admit(1, {A: 1})
-    if state is State.READY:
+    if state is EntryState.READY:
         shelf.loaded(A, 1)
     provoke = {
-        Event.LOADED: lambda: shelf.loaded(A, 1),
-        Event.FAILED: lambda: shelf.failed(A),
-        Event.EVICTED: lambda: shelf._evict([A]),
+        EntryEvent.LOADED: lambda: shelf.loaded(A, 1),
+        EntryEvent.FAILED: lambda: shelf.failed(A),
+        EntryEvent.EVICTED: lambda: shelf._evict([A]),
     }[event]
     with pytest.raises((ValueError, KeyError)):
         provoke()
     assert shelf.state(A) is state
-    assert shelf.reserved_bytes == (0 if state is State.ABSENT else 1)
+    assert shelf.reserved_bytes == (0 if state is EntryState.ABSENT else 1)
 
 
-def ready(shelf: Shelf[int], ticket: int, *keys: Key) -> None:
+def ready(shelf: CachePolicy[int], ticket: int, *keys: Key) -> None:
     """Admits a set of size 1 each and ends its loads."""
     admission = shelf.admit(ticket, dict.fromkeys(keys, 1))
     assert admission is not None
@@ -170,7 +182,7 @@ def ready(shelf: Shelf[int], ticket: int, *keys: Key) -> None:
 
 def test_releasing_more_than_was_taken_raises():
     """A counting mistake is found where it happens."""
-    shelf: Shelf[int] = Shelf(5)
+    shelf: CachePolicy[int] = CachePolicy(5)
     ready(shelf, 1, A)
     shelf.release([A])
     with pytest.raises(ValueError, match="more often"):
@@ -181,25 +193,25 @@ def test_releasing_more_than_was_taken_raises():
 
 def test_more_bytes_than_reserved_raise():
     """A file that turned out larger than announced does not slip past the budget."""
-    shelf: Shelf[int] = Shelf(5)
+    shelf: CachePolicy[int] = CachePolicy(5)
     shelf.admit(1, {A: 2})
     with pytest.raises(ValueError, match="2 were reserved"):
         shelf.loaded(A, 3)
-    assert shelf.state(A) is State.LOADING
+    assert shelf.state(A) is EntryState.LOADING
 
 
 def test_sets_in_memory_overtake_a_bounded_number_of_times():
     """While one waits for room, sets that need none pass it, but not for ever."""
-    shelf: Shelf[int] = Shelf(2)
+    shelf: CachePolicy[int] = CachePolicy(2)
     ready(shelf, 0, A)
     assert shelf.admit(1, {B: 1, C: 1}) is None
-    passed = [shelf.admit(2 + i, {A: 1}) is not None for i in range(MOST_OVERTAKEN + 3)]
-    assert passed == [True] * MOST_OVERTAKEN + [False] * 3
+    passed = [shelf.admit(2 + i, {A: 1}) is not None for i in range(MAX_OVERTAKEN + 3)]
+    assert passed == [True] * MAX_OVERTAKEN + [False] * 3
 
 
 def test_a_set_that_needs_room_does_not_overtake():
     """A small set behind a large one waits, or the large one would starve."""
-    shelf: Shelf[int] = Shelf(2)
+    shelf: CachePolicy[int] = CachePolicy(2)
     ready(shelf, 0, A)
     assert shelf.admit(1, {B: 1, C: 1}) is None
     assert shelf.admit(2, {D: 1}) is None
@@ -209,7 +221,7 @@ def test_a_set_that_needs_room_does_not_overtake():
 
 def test_outdated_entries_leave_first():
     """An idle entry whose file has changed is of no use; it leaves before older ones that are."""
-    shelf: Shelf[int] = Shelf(10)
+    shelf: CachePolicy[int] = CachePolicy(10)
     ready(shelf, 0, B)
     ready(shelf, 1, A)
     newer = Key("a", "1")
@@ -217,4 +229,4 @@ def test_outdated_entries_leave_first():
     shelf.release([B])
     admission = shelf.admit(2, {newer: 1})
     assert admission == Admission(to_load=(newer,), evicted=(A,))
-    assert shelf.state(B) is State.READY
+    assert shelf.state(B) is EntryState.READY

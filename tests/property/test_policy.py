@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait_serving.diffusion.policy import Candidate, Costs, GroupKey, Limits, choose, overtaken_by
+from plait_serving.diffusion.policy import BatchLimits, Candidate, Costs, GroupKey, choose, overtaken_by
 from plait_serving.diffusion.values import LoraRef
 
 KEYS = [GroupKey(64, 64, True, (LoraRef(name=name),) if name else ()) for name in ("", "a", "b", "c")]
@@ -56,7 +56,7 @@ def simulate(arrivals, limits):
 @given(st.lists(units, min_size=1, max_size=14), st.integers(0, 8), st.integers(1, 8))
 def test_nobody_is_overtaken_more_often_than_the_limit(arrivals, overtake_limit, largest_batch):
     """However requests arrive, a request never sees more than ``overtake_limit`` steps of later ones go first."""
-    limits = Limits(largest_batch=largest_batch, overtake_limit=overtake_limit)
+    limits = BatchLimits(largest_batch=largest_batch, overtake_limit=overtake_limit)
     for _, candidates in simulate(arrivals, limits):
         assert all(unit.overtaken <= overtake_limit for unit in candidates)
 
@@ -65,7 +65,7 @@ def test_nobody_is_overtaken_more_often_than_the_limit(arrivals, overtake_limit,
 @given(st.lists(units, min_size=1, max_size=14), st.integers(0, 8), st.integers(1, 8))
 def test_batches_share_a_group_and_fit(arrivals, overtake_limit, largest_batch):
     """Every step runs at least one unit; its batch shares one key and fits unless it is one unit alone."""
-    limits = Limits(largest_batch=largest_batch, overtake_limit=overtake_limit)
+    limits = BatchLimits(largest_batch=largest_batch, overtake_limit=overtake_limit)
     for batch, candidates in simulate(arrivals, limits):
         assert bool(batch) == bool(candidates)
         assert len({unit.key for unit in batch}) <= 1
@@ -76,7 +76,7 @@ def test_batches_share_a_group_and_fit(arrivals, overtake_limit, largest_batch):
 @given(st.lists(units, min_size=1, max_size=10))
 def test_zero_overtaking_is_first_come_first_served(arrivals):
     """With limit 0 the oldest unit takes part in every step."""
-    limits = Limits(largest_batch=4, overtake_limit=0)
+    limits = BatchLimits(largest_batch=4, overtake_limit=0)
     for batch, candidates in simulate(arrivals, limits):
         if batch:
             assert min(unit.order for unit in candidates) == batch[0].order
@@ -90,7 +90,7 @@ def unit(order, key=KEYS[0], rows=1, steps_left=20, **more):
 def test_stays_with_the_live_set_when_a_switch_does_not_pay():
     """Equal groups: the live LoRA set wins, even against an older unit of another set."""
     costs = Costs(step_s=lambda key, rows: 0.01, switch_s=lambda loras: 0.0 if loras == KEYS[1].loras else 0.05)
-    limits = Limits(largest_batch=8, overtake_limit=100)
+    limits = BatchLimits(largest_batch=8, overtake_limit=100)
     batch = choose([unit(0, KEYS[2]), unit(1, KEYS[1])], costs=costs, limits=limits, now_s=0.0)
     assert [chosen.order for chosen in batch] == [1]
 
@@ -98,14 +98,14 @@ def test_stays_with_the_live_set_when_a_switch_does_not_pay():
 def test_switches_when_the_other_group_is_fuller():
     """Six units behind a cheap merge beat one unit of the live set."""
     costs = Costs(step_s=lambda key, rows: 0.01 + 0.001 * rows, switch_s=lambda loras: 0.0 if not loras else 0.02)
-    limits = Limits(largest_batch=8, overtake_limit=100)
+    limits = BatchLimits(largest_batch=8, overtake_limit=100)
     waiting = [unit(0, KEYS[0])] + [unit(i, KEYS[1]) for i in range(1, 7)]
     assert len(choose(waiting, costs=costs, limits=limits, now_s=0.0)) == 6
 
 
 def test_an_urgent_deadline_goes_first_and_a_lost_one_does_not():
     """A deadline that can still be met beats fuller groups; one that is lost does not."""
-    limits = Limits(largest_batch=8, overtake_limit=100)
+    limits = BatchLimits(largest_batch=8, overtake_limit=100)
     crowd = [unit(i, KEYS[0]) for i in range(4)]
     urgent = unit(9, KEYS[1], steps_left=10, deadline_s=0.2)
     lost = unit(9, KEYS[1], steps_left=10, deadline_s=0.01)
@@ -115,4 +115,4 @@ def test_an_urgent_deadline_goes_first_and_a_lost_one_does_not():
 
 def test_nothing_to_do():
     """No candidates, no batch."""
-    assert choose([], costs=COSTS, limits=Limits(largest_batch=1, overtake_limit=1), now_s=0.0) == ()
+    assert choose([], costs=COSTS, limits=BatchLimits(largest_batch=1, overtake_limit=1), now_s=0.0) == ()

@@ -48,7 +48,7 @@ def test_every_answer_is_one_versions_exactly(
     scratch.mkdir()
     folder = kit.copied(template, scratch / "parts")
     with Rig() as rig:
-        served = kit.Whole(rig, folder) if shape == "whole" else kit.Served(rig, folder, cns=2, hns=2)
+        served = kit.Whole(rig, folder) if shape == "whole" else kit.ServedPackage(rig, folder, cns=2, hns=2)
         answers = asyncio.run(_play(served, steps, scratch))
     twins = kit.version_twins(folder, scratch)
     expected: dict[tuple[str, int], torch.Tensor] = {}
@@ -62,7 +62,7 @@ def test_every_answer_is_one_versions_exactly(
 
 
 async def _play(
-    served: kit.Whole | kit.Served, steps: list[tuple[str, object]], scratch: Path
+    served: kit.Whole | kit.ServedPackage, steps: list[tuple[str, object]], scratch: Path
 ) -> list[tuple[int, int, RankAnswer]]:
     """Seed, the version that was published when it was asked, and the answer, of every request."""
     await served.ready()

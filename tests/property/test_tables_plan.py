@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait_disagg.tables.plan import LINE_BYTES, PIECE_BYTES, Plan, cut_table, plan_shards
+from plait_disagg.tables.plan import LINE_BYTES, PIECE_BYTES, ShardPlan, cut_table, plan_shards
 from plait_disagg.tables.reference import SeparateTables
 from plait_disagg.tables.sharded import ShardedTables
 from plait_disagg.tables.values import Table, row_bytes
@@ -30,7 +30,7 @@ def held_bytes(tables: Sequence[Table]) -> int:
     return sum(table.rows * row_bytes(table.dim, "float32") for table in tables)
 
 
-def assert_covers(plan: Plan, tables: Sequence[Table]) -> None:
+def assert_covers(plan: ShardPlan, tables: Sequence[Table]) -> None:
     """Every value of every table is on exactly one shard."""
     for table in tables:
         counts = torch.zeros(table.rows, table.dim)

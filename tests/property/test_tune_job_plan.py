@@ -9,22 +9,22 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait_autoconfig.jobs.measurer import Kind, Measured
-from plait_autoconfig.jobs.plan import Done, Hopeless, Measure, Outlook, Search, Wait, next_step
+from plait_autoconfig.jobs.measurer import Measured, MeasurementKind
+from plait_autoconfig.jobs.plan import Done, NoReference, Outlook, RunMeasurement, RunSearch, Wait, next_step
 from plait_autoconfig.jobs.records import Claim, Record
-from plait_autoconfig.values import FailureKind, Outcome
+from plait_autoconfig.values import FailureKind, TrialOutcome
 from support.tune_jobs import job
 
 KNOBS = {"replicas": {"kind": "int", "low": 1, "high": 30}}
-MOST_STEPS, MOST_DEATHS = 400, 10
+MAX_STEPS, MAX_DEATHS = 400, 10
 
 
 def outcome_for(draw, config):
     """Mostly a measurement, now and then a failure."""
     kind = draw(st.sampled_from([None, None, None, None, FailureKind.CRASH, FailureKind.INVALID]))
     if kind is not None:
-        return Outcome.failed(kind, "drawn")
-    return Outcome(metrics={"goodput_per_cost": float(draw(st.integers(1, 50)))})
+        return TrialOutcome.failed(kind, "drawn")
+    return TrialOutcome(metrics={"goodput_per_cost": float(draw(st.integers(1, 50)))})
 
 
 def played(draw, spec, workers):
@@ -32,14 +32,14 @@ def played(draw, spec, workers):
     records: list[Record] = []
     ended: set[int] = set()
     cells, deaths = ({"replicas": replicas} for replicas in itertools.count(2)), 0
-    for _ in range(MOST_STEPS):
+    for _ in range(MAX_STEPS):
         running = [record for record in records if record.status == "running"]
         step = next_step(spec, records, Outlook())
-        if isinstance(step, Done | Hopeless):
+        if isinstance(step, Done | NoReference):
             return records, step
         if running and (isinstance(step, Wait) or len(running) >= workers or draw(st.booleans())):
             record = draw(st.sampled_from(running))
-            if deaths < MOST_DEATHS and draw(st.booleans()):
+            if deaths < MAX_DEATHS and draw(st.booleans()):
                 deaths += 1
                 records[record.number] = replace(record, lost="died")
             else:
@@ -49,8 +49,10 @@ def played(draw, spec, workers):
             ended.add(record.number)
             continue
         assert not isinstance(step, Wait)
-        kind, config = (step.kind, step.config) if isinstance(step, Measure) else (Kind.TRIAL, next(cells))
-        assert isinstance(step, Measure | Search)
+        kind, config = (
+            (step.kind, step.config) if isinstance(step, RunMeasurement) else (MeasurementKind.TRIAL, next(cells))
+        )
+        assert isinstance(step, RunMeasurement | RunSearch)
         claim = Claim(kind=kind, config=config, seed=0, worker="w", nonce="n", at_s=0.0)
         records.append(Record(number=len(records), claim=claim))
     raise AssertionError("the job does not end")
@@ -73,12 +75,12 @@ def test_every_history_ends_within_the_budget(data):
     active = [record for record in records if record.status != "lost"]
     kinds = Counter(record.kind for record in active)
     assert all(record.status == "finished" for record in active)
-    if isinstance(step, Hopeless):
-        assert kinds[Kind.TRIAL] == 0
+    if isinstance(step, NoReference):
+        assert kinds[MeasurementKind.TRIAL] == 0
         return
-    assert kinds[Kind.TRIAL] == trials
-    tried = Counter(record.key for record in active if record.kind is Kind.TRIAL)
+    assert kinds[MeasurementKind.TRIAL] == trials
+    tried = Counter(record.key for record in active if record.kind is MeasurementKind.TRIAL)
     assert max(tried.values()) == 1
-    confirmed = Counter(record.key for record in active if record.kind is Kind.CONFIRM and record.valid)
+    confirmed = Counter(record.key for record in active if record.kind is MeasurementKind.CONFIRM and record.valid)
     assert all(count <= times for count in confirmed.values())
-    assert active[0].kind is Kind.REFERENCE
+    assert active[0].kind is MeasurementKind.REFERENCE

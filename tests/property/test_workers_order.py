@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait_disagg.queue.knobs import WorkerKnobs
-from plait_disagg.queue.order import PATIENCE_S, Waiting
+from plait_disagg.queue.order import PATIENCE_S, WaitQueue
 from plait_disagg.queue.pace import Pace
-from support.rank_queue import Piece
+from support.rank_queue import QueuedItem
 
 PIECES = st.builds(
-    Piece,
+    QueuedItem,
     rows=st.integers(1, 40),
     alone=st.booleans(),
     gone=st.booleans(),
@@ -24,13 +24,13 @@ KNOBS = st.builds(WorkerKnobs, largest_batch_rows=st.integers(1, 100), refuse_la
 @settings(max_examples=150)
 @given(knobs=KNOBS, pieces=st.lists(PIECES, max_size=30), steps_s=st.lists(st.floats(0.0, 2.0), max_size=30))
 def test_everyone_is_taken_once_in_order_and_in_bounds(
-    knobs: WorkerKnobs, pieces: list[Piece], steps_s: list[float]
+    knobs: WorkerKnobs, pieces: list[QueuedItem], steps_s: list[float]
 ) -> None:
     """Every item ends in one batch or among the late; a batch is within the bound, or one item; what is late has a
     deadline or is gone; and while time stands still, what is taken gets less and less urgent."""
     pace = Pace()
     pace.saw_batch(10, 0.3)
-    waiting: Waiting[Piece] = Waiting(knobs, pace)
+    waiting: WaitQueue[QueuedItem] = WaitQueue(knobs, pace)
     for piece in pieces:
         waiting.add(piece)
     now_s, found, last = 0.0, [], float("-inf")

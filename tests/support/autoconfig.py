@@ -5,7 +5,7 @@ from __future__ import annotations
 from plait_autoconfig.knobs import ChoiceKnob, IntKnob
 from plait_autoconfig.library import LibraryRun
 from plait_autoconfig.space import Space
-from plait_autoconfig.values import FailureKind, Hardware, Outcome, Trial, Value
+from plait_autoconfig.values import FailureKind, Hardware, Trial, TrialOutcome, Value
 
 GRID = Space(
     (IntKnob(name="cpu", low=1, high=4, unit="cores"), ChoiceKnob(name="batch", values=(1, 2, 4), ordered=True))
@@ -14,12 +14,12 @@ GRID = Space(
 
 def measured(number: int, config: dict[str, Value], **metrics: float) -> Trial:
     """A trial that ran."""
-    return Trial(number=number, config=config, outcome=Outcome.measured(**metrics), duration_s=1.5, seed=number)
+    return Trial(number=number, config=config, outcome=TrialOutcome.measured(**metrics), duration_s=1.5, seed=number)
 
 
 def failed(number: int, config: dict[str, Value], kind: FailureKind = FailureKind.CRASH) -> Trial:
     """A trial that did not."""
-    return Trial(number=number, config=config, outcome=Outcome.failed(kind, "the reason"), duration_s=0.5)
+    return Trial(number=number, config=config, outcome=TrialOutcome.failed(kind, "the reason"), duration_s=0.5)
 
 
 def run_of(*trials: Trial, run_id: str = "run-1", **fields: object) -> LibraryRun:

@@ -10,38 +10,38 @@ from plait_bench.benchmark import (
     Benchmark,
     Fleet,
     Item,
-    Layout,
-    Measure,
-    Outcome,
-    Row,
-    Sample,
+    ItemOutcome,
+    MetricValue,
+    ProcessLayout,
+    ResultRow,
+    RunSample,
     Subject,
     System,
     Workload,
 )
-from plait_bench.errors import Disagreement, Unavailable
+from plait_bench.errors import Disagreement, SystemUnavailable
 from plait_bench.workers import sample
 
 
 class FakeFleet:
     """Takes ``seconds(layout, run number)`` of virtual time; notes in ``log`` what it was asked."""
 
-    def __init__(self, name: str, seconds: Callable[[Layout, int], float], log: list[str]) -> None:
+    def __init__(self, name: str, seconds: Callable[[ProcessLayout, int], float], log: list[str]) -> None:
         self._name = name
         self._seconds = seconds
         self._log = log
-        self._layout = Layout(processes=1, threads=1)
+        self._layout = ProcessLayout(processes=1, threads=1)
         self._runs = 0
         self.closed = False
 
-    def configure(self, layout: Layout) -> None:
+    def configure(self, layout: ProcessLayout) -> None:
         self._layout = layout
 
-    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool = False) -> Sample:
+    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool = False) -> RunSample:
         self._log.append(f"{self._name} {'keep' if keep else len(items)}")
         seconds = self._seconds(self._layout, self._runs)
         self._runs += 1
-        return Sample(
+        return RunSample(
             wall_s=seconds, latencies_s=(seconds,) * len(items), results=tuple(item["picture"] for item in items)
         )
 
@@ -52,7 +52,7 @@ class FakeFleet:
 def fake_benchmark(*names: str, workloads: Sequence[Workload]) -> Benchmark:
     """Systems called ``names``, the first ours; results must be equal."""
 
-    def check(workload: Workload, results: Mapping[str, Sequence[object]]) -> list[Row]:
+    def check(workload: Workload, results: Mapping[str, Sequence[object]]) -> list[ResultRow]:
         if len({tuple(values) for values in results.values()}) > 1:
             raise Disagreement("results differ")
         return []
@@ -65,7 +65,7 @@ def fake_benchmark(*names: str, workloads: Sequence[Workload]) -> Benchmark:
             for name in names
         ),
         workloads=tuple(workloads),
-        measures=lambda workload, sample: {"per_s": Measure(unit="1/s", value=len(workload.items) / sample.wall_s)},
+        measures=lambda workload, sample: {"per_s": MetricValue(unit="1/s", value=len(workload.items) / sample.wall_s)},
         check=check,
     )
 
@@ -79,7 +79,7 @@ def fake_workload(name: str = "work", items: int = 4, **more: object) -> Workloa
 # ---- systems that worker processes build ----------------------------------------------------------------------------
 
 
-class Echo:
+class EchoSubject:
     """Returns each item with the layout it was given; fails, dies or chats when an item says so."""
 
     def __init__(self, greeting: str) -> None:
@@ -88,7 +88,7 @@ class Echo:
     def configure(self, *, threads: int, variant: str) -> None:
         self._told |= {"threads": threads, "variant": variant}
 
-    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool) -> list[Outcome]:
+    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool) -> list[ItemOutcome]:
         outcomes = []
         for item in items:
             if item.get("die"):
@@ -97,7 +97,7 @@ class Echo:
                 raise ValueError("no such thing")
             print("libraries print to stdout")
             result = {**item, **self._told, "one_by_one": one_by_one} if keep else None
-            outcomes.append(Outcome(finished_s=time.monotonic(), result=result))
+            outcomes.append(ItemOutcome(finished_s=time.monotonic(), result=result))
         return outcomes
 
     def close(self) -> None:
@@ -106,12 +106,12 @@ class Echo:
 
 def echo(greeting: str) -> Subject:
     """A factory that works."""
-    return Echo(greeting)
+    return EchoSubject(greeting)
 
 
 def absent(greeting: str) -> Subject:
     """A factory whose library is missing."""
-    raise Unavailable(f"{greeting} needs a library")
+    raise SystemUnavailable(f"{greeting} needs a library")
 
 
 # ---- the image benchmark without processes --------------------------------------------------------------------------
@@ -125,10 +125,10 @@ class InProcessFleet:
         module, _, name = system.factory.partition(":")
         self._subject: Subject = getattr(__import__(module, fromlist=[name]), name)(**system.settings)
 
-    def configure(self, layout: Layout) -> None:
+    def configure(self, layout: ProcessLayout) -> None:
         self._subject.configure(threads=layout.threads, variant=layout.variant)
 
-    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool = False) -> Sample:
+    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool = False) -> RunSample:
         started_s = time.monotonic()
         outcomes = self._subject.run(items, one_by_one=one_by_one, keep=keep)
         return sample(

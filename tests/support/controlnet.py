@@ -19,7 +19,7 @@ from PIL import Image
 
 from plait_fabric import Listener, PeerLost, connect, listen
 from plait_fabric.rpc.replicas import Link, Replica, connect_to_one
-from plait_serving.diffusion.controlnet.model import ControlNetModelRunner, Rows
+from plait_serving.diffusion.controlnet.model import ControlNetModelRunner, ControlRows
 from plait_serving.diffusion.controlnet.service import ControlNetService, ServiceLimits
 from plait_serving.diffusion.errors import EngineError
 from plait_serving.diffusion.protocols import (
@@ -37,7 +37,7 @@ SECRET = secrets.token_bytes(32)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Ask:
+class ControlCase:
     """A call and everything that a twin needs to answer it on its own."""
 
     image: RgbImage
@@ -57,7 +57,7 @@ class Ask:
 
 def make_ask(
     seed: int, *, width: int, n: int = 1, cfg: bool = True, scale: float = 1.0, step: float = 500, added: int = 0
-) -> Ask:
+) -> ControlCase:
     """A random ask. ``width`` is the text's; ``added`` the width of SDXL's pooled text, 0 for none."""
     generator = torch.Generator().manual_seed(seed)
     branches = 2 if cfg else 1
@@ -65,7 +65,7 @@ def make_ask(
     if added:
         ids = torch.tensor([[SIZE, SIZE, 0, 0, SIZE, SIZE]], dtype=torch.float32).repeat(branches, 1)
         extra = {"text_embeds": torch.randn(branches, added, generator=generator), "time_ids": ids}
-    return Ask(
+    return ControlCase(
         image=np.random.default_rng(seed).integers(0, 256, (40, 28, 3), dtype=np.uint8),
         conditioning=Conditioning(
             text=torch.randn(branches, 77, width, generator=generator), added=extra, n=n, uses_cfg=cfg
@@ -83,8 +83,8 @@ class _OneByOne(torch.nn.Module):
         super().__init__()
         self.inner = inner
 
-    def forward(self, pictures: torch.Tensor) -> torch.Tensor:
-        return torch.cat([self.inner(picture) for picture in pictures.split(1)])
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.inner(image) for image in images.split(1)])
 
 
 def load_twin(folder: Path, *, one_by_one: bool = True) -> ControlNetModel:
@@ -96,7 +96,7 @@ def load_twin(folder: Path, *, one_by_one: bool = True) -> ControlNetModel:
 
 
 @torch.no_grad()
-def twin_answers(model: ControlNetModel, asks: Sequence[Ask]) -> list[Residuals]:
+def twin_answers(model: ControlNetModel, asks: Sequence[ControlCase]) -> list[Residuals]:
     """The same batch through `ControlNetModel.forward`, pictures and all, then each call's part times its scale."""
     sizes = [ask.sample.shape[0] for ask in asks]
 
@@ -105,13 +105,13 @@ def twin_answers(model: ControlNetModel, asks: Sequence[Ask]) -> list[Residuals]
             [value.repeat_interleave(ask.conditioning.n, 0) for value, ask in zip(values, asks, strict=True)]
         )
 
-    pictures = [_picture(ask.image).expand(size, -1, -1, -1) for ask, size in zip(asks, sizes, strict=True)]
+    images = [_image(ask.image).expand(size, -1, -1, -1) for ask, size in zip(asks, sizes, strict=True)]
     added = {name: rows([ask.conditioning.added[name] for ask in asks]) for name in asks[0].conditioning.added}
     down, mid = model(
         sample=torch.cat([ask.sample for ask in asks]),
         timestep=torch.cat([ask.timestep.reshape(1).expand(size) for ask, size in zip(asks, sizes, strict=True)]),
         encoder_hidden_states=rows([ask.conditioning.text for ask in asks]),
-        controlnet_cond=torch.cat(pictures),
+        controlnet_cond=torch.cat(images),
         added_cond_kwargs=added,
         return_dict=False,
     )
@@ -122,7 +122,7 @@ def twin_answers(model: ControlNetModel, asks: Sequence[Ask]) -> list[Residuals]
     ]
 
 
-def _picture(image: RgbImage) -> torch.Tensor:
+def _image(image: RgbImage) -> torch.Tensor:
     """What `StableDiffusionControlNetPipeline.prepare_image` makes of a picture, written out."""
     resized = Image.fromarray(image).resize((SIZE, SIZE), resample=Image.Resampling.LANCZOS)
     return torch.from_numpy(np.asarray(resized).astype(np.float32) / 255.0).permute(2, 0, 1)[None].contiguous()
@@ -136,7 +136,7 @@ def same_bits(answer: Residuals | EngineError, expected: Residuals) -> bool:
     return all(torch.equal(left, right) for left, right in pairs)
 
 
-def largest_difference(answer: Residuals | EngineError, expected: Residuals) -> float:
+def max_difference(answer: Residuals | EngineError, expected: Residuals) -> float:
     """max |answer - expected| over all tensors."""
     if isinstance(answer, EngineError):
         raise answer
@@ -145,7 +145,7 @@ def largest_difference(answer: Residuals | EngineError, expected: Residuals) -> 
 
 
 @dataclass(eq=False)
-class Gate:
+class ForwardGate:
     """A runner's forward passes wait here while it is shut; ``batches`` holds the number of blocks of each."""
 
     opened: threading.Event = field(default_factory=threading.Event)
@@ -159,11 +159,11 @@ class Gate:
 class GatedRunner(ControlNetModelRunner):
     """A runner whose forward passes a test can hold."""
 
-    def __init__(self, model: ControlNetModel, gate: Gate) -> None:
+    def __init__(self, model: ControlNetModel, gate: ForwardGate) -> None:
         super().__init__(model)
         self._gate = gate
 
-    def residuals(self, blocks: Sequence[Rows]) -> list[Residuals]:
+    def residuals(self, blocks: Sequence[ControlRows]) -> list[Residuals]:
         self._gate.batches.append(len(blocks))
         self._gate.entered.set()
         if not self._gate.opened.wait(60):
@@ -172,7 +172,7 @@ class GatedRunner(ControlNetModelRunner):
 
 
 @dataclass(eq=False)
-class Fleet:
+class ReplicaFleet:
     """Replicas by name: where each listens. A test takes one away by removing it or by stopping its service."""
 
     addresses: dict[str, str] = field(default_factory=dict)
@@ -277,21 +277,21 @@ def hanging_process(address: str) -> AbstractContextManager[tuple[subprocess.Pop
 __all__ = [
     "SECRET",
     "SIZE",
-    "Ask",
     "ControlCall",
+    "ControlCase",
     "ControlNetModelRunner",
-    "Fleet",
-    "Gate",
+    "ForwardGate",
     "GatedRunner",
     "Link",
     "Listener",
     "PeerLost",
+    "ReplicaFleet",
     "connect",
     "hanging_process",
-    "largest_difference",
     "listen",
     "load_twin",
     "make_ask",
+    "max_difference",
     "new_address",
     "same_bits",
     "service_process",

@@ -47,7 +47,7 @@ def control_image(seed: int, side: int = 32) -> np.ndarray:
 
 
 @dataclass
-class Running:
+class DenoisingRequest:
     """A request between two steps."""
 
     request: ImageRequest
@@ -86,7 +86,7 @@ class Running:
 
 def start(
     bundle: Bundle, denoiser: Denoiser, request: ImageRequest, clients: Mapping[str, ControlNetClient] | None = None
-) -> Running:
+) -> DenoisingRequest:
     """A request before its first step."""
     sampler = sampler_factory(bundle)(request, request.seeds, denoiser.latent_shape(request.width, request.height))
     conditioning = denoiser.prepare(request)
@@ -95,7 +95,7 @@ def start(
         client = (clients or {})[ref.name]
         session = client.open(image=ref.image, conditioning=conditioning, width=request.width, height=request.height)
         controls.append(ActiveControl(client=client, session=session, scale=ref.scale))
-    return Running(request, sampler, sampler.init_latents(), conditioning, tuple(controls))
+    return DenoisingRequest(request, sampler, sampler.init_latents(), conditioning, tuple(controls))
 
 
 def run_requests(
@@ -105,7 +105,7 @@ def run_requests(
     clients: Mapping[str, ControlNetClient] | None = None,
     *,
     joins_at: Sequence[int] | None = None,
-) -> list[Running]:
+) -> list[DenoisingRequest]:
     """Runs all to the end, batched; request k joins before round ``joins_at[k]`` (default: all before the first)."""
     running = [start(bundle, denoiser, request, clients) for request in requests]
     joins = list(joins_at or [0] * len(running))
@@ -177,7 +177,7 @@ def _control_arguments(controls: Sequence[ControlRef], is_xl: bool) -> dict[str,
     return values if len(controls) > 1 else {key: value[0] for key, value in values.items()}
 
 
-def largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+def max_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     """max |a - b|; infinite where either is not finite."""
     difference = (a.float() - b.float()).abs().max()
     return float(difference) if bool(torch.isfinite(difference)) else float("inf")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from plait_serving.diffusion.errors import NumericalError
-from plait_serving.diffusion.knobs import Knobs
+from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.images.testing import FakeImageService
 
 
@@ -22,10 +22,10 @@ class FakeHosted:
 
     def __init__(self, step_s: float) -> None:
         self.service = FakeImageService(step_s=step_s, failures={"nan": NumericalError("row 0 is NaN")})
-        self.knobs: list[Knobs] = []
+        self.knobs: list[EngineKnobs] = []
         self.alive = True
 
-    def reconfigure(self, knobs: Knobs) -> None:
+    def reconfigure(self, knobs: EngineKnobs) -> None:
         """Remembers."""
         self.knobs.append(knobs)
 

@@ -16,7 +16,7 @@ from plait_disagg.graph.edit import live
 from plait_disagg.graph.errors import BadCut
 from plait_disagg.graph.program import LOOKUP, ROWS, USER_OF, Node, Port, Program, Ref
 from plait_disagg.models.configs import build
-from plait_disagg.tables.protocols import Ask
+from plait_disagg.tables.protocols import LookupRequest
 from support.graph_models import Small, Weighted, Zoo
 
 OWN = {"small": Small, "zoo": Zoo, "weighted": Weighted}
@@ -32,12 +32,12 @@ class OneByOne:
         self.tables = tables
         self.calls: list[int] = []
 
-    def lookup(self, asks: Sequence[Ask]) -> list[torch.Tensor]:
+    def lookup(self, asks: Sequence[LookupRequest]) -> list[torch.Tensor]:
         """See `Tables.lookup`."""
         self.calls.append(len(asks))
         return [self._one(ask) for ask in asks]
 
-    def _one(self, ask: Ask) -> torch.Tensor:
+    def _one(self, ask: LookupRequest) -> torch.Tensor:
         table = self.tables[ask.lookup.table]
         if ask.lookup.mode == "rows":
             return F.embedding(ask.ids, table)

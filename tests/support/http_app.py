@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 
 from plait_serving.diffusion.values import RgbImage
 from plait_serving.http.app import app_from_context
-from plait_serving.http.context import Context, HttpSettings
+from plait_serving.http.context import HttpSettings, RouteContext
 from plait_serving.images.testing import FakeImageService
 
 FIXED_SEED = 1234
@@ -35,7 +35,7 @@ def make_app(service: FakeImageService, settings: HttpSettings | None = None) ->
     """The real application around ``service``."""
     settings = replace(settings or HttpSettings(), preprocessors=PREPROCESSORS)
     return app_from_context(
-        Context(images=service, settings=settings, now_s=lambda: FIXED_TIME_S, random_seed=lambda: FIXED_SEED)
+        RouteContext(images=service, settings=settings, now_s=lambda: FIXED_TIME_S, random_seed=lambda: FIXED_SEED)
     )
 
 

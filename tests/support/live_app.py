@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from plait.config import PlaitConfig
-from plait_serving.diffusion.knobs import Knobs
+from plait_serving.diffusion.knobs import EngineKnobs
 from support.fake_serve import FakeHosted, FakeSource, main
 
 COMPOSE = "support.live_app:compose"
@@ -30,7 +30,7 @@ _log = logging.getLogger("plait_serving.fake")
 class KnobbedHosted(FakeHosted):
     """A step takes ``batch_wait_ms`` longer; a batch of 13 kills at the first request, one of 14 is refused."""
 
-    def reconfigure(self, knobs: Knobs) -> None:
+    def reconfigure(self, knobs: EngineKnobs) -> None:
         """Writes a line to the log."""
         if knobs.largest_batch == REFUSED_BATCH:
             raise ValueError("a batch of 14 is not to be had")

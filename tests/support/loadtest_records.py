@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 
 from plait_loadtest.measure import summarise
-from plait_loadtest.scenario import ImageClass, Poisson, Scenario, Slo
-from plait_loadtest.session import Session
+from plait_loadtest.scenario import ImageClass, PoissonArrivals, Scenario, Slo
+from plait_loadtest.session import FinishedRun
 from plait_loadtest.thresholds import check, parse_all
-from plait_loadtest.values import RECORD, Echo, Outcome, RunResult
+from plait_loadtest.values import RECORD, Echo, RequestOutcome, RunResult
 
 MS = 1_000_000
 SECOND = 1_000_000_000
 
 
-def records(scheduled_s, latency_ms, *, outcome=Outcome.OK, kind=0, lag_ms=0.1, warm_up=False):
+def records(scheduled_s, latency_ms, *, outcome=RequestOutcome.OK, kind=0, lag_ms=0.1, warm_up=False):
     """Records of requests that all ended ``latency_ms`` after their scheduled time. Scalars or arrays."""
     scheduled_s = np.asarray(scheduled_s, dtype=np.float64)
     rows = np.zeros(scheduled_s.size, dtype=RECORD)
@@ -26,7 +26,7 @@ def records(scheduled_s, latency_ms, *, outcome=Outcome.OK, kind=0, lag_ms=0.1, 
     rows["first_byte_ns"], rows["first_part_ns"] = rows["done_ns"], -1
     rows["status"] = 200
     rows["server_ms"] = np.nan
-    gone = rows["outcome"] == Outcome.NOT_SENT
+    gone = rows["outcome"] == RequestOutcome.NOT_SENT
     for name in ("sent_ns", "first_byte_ns", "done_ns"):
         rows[name][gone] = -1
     return rows
@@ -51,7 +51,7 @@ def scenario(**settings):
     """10 s at 100/s with an SLO of 100 ms at p95, unless said otherwise."""
     base = {
         "name": "synthetic",
-        "arrivals": Poisson(rate_per_s=100.0),
+        "arrivals": PoissonArrivals(rate_per_s=100.0),
         "duration_s": 10.0,
         "slo": Slo(latency_ms=100.0, percentile=95.0),
         "mix": (ImageClass(name="images"),),
@@ -65,7 +65,7 @@ def session(rows, chosen=None, **about):
     run = result(rows, **about)
     summary = summarise(run, chosen)
     thresholds = parse_all(chosen.thresholds, kinds=[item.name for item in chosen.mix])
-    return Session(scenario=chosen, result=run, summary=summary, verdicts=check(thresholds, summary))
+    return FinishedRun(scenario=chosen, result=run, summary=summary, verdicts=check(thresholds, summary))
 
 
 def queue(rate_per_s, seconds, *, mean_service_ms, seed=0):

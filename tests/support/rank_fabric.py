@@ -17,7 +17,7 @@ from plait_disagg.queue.jobs import Core
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.values import ModelCard
 from plait_disagg.workers.cn import CnCore
-from plait_disagg.workers.front import Front
+from plait_disagg.workers.core_server import CoreServer
 from plait_disagg.workers.hn import HnWorker
 from plait_disagg.workers.ranker import CoreRanker
 from plait_disagg.workers.remote import RemoteRanker
@@ -118,9 +118,9 @@ class Rig:
         self._stops.append(lambda: core.stop(drain_s=0.5))
         return core
 
-    def front(self, core: Core, *, name: str = "cn") -> Front:
+    def front(self, core: Core, *, name: str = "cn") -> CoreServer:
         """The core behind a listener."""
-        front = Front(core, [self.listen(name)])
+        front = CoreServer(core, [self.listen(name)])
         self._stops.append(lambda: front.stop(drain_s=0.5))
         return front
 

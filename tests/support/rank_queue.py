@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 from plait_disagg.errors import Busy, RankError
 from plait_disagg.queue.knobs import WorkerKnobs
-from plait_disagg.queue.order import Waiting
+from plait_disagg.queue.order import WaitQueue
 from plait_disagg.queue.pace import Pace
 
 
 @dataclass(eq=False, kw_only=True)
-class Piece:
+class QueuedItem:
     """An item that remembers how it ended."""
 
     rows: int = 1
@@ -34,10 +34,10 @@ class Piece:
 
 
 @dataclass(kw_only=True)
-class Run:
+class QueueRun:
     """What came of a load."""
 
-    pieces: list[Piece]
+    pieces: list[QueuedItem]
     seconds: float
     refused: int = 0
     batches: list[int] = field(default_factory=list)
@@ -61,18 +61,18 @@ def run_queue(
     noise: float = 0.0,
     later_s: float = 0.0,
     seed: int = 0,
-) -> Run:
+) -> QueueRun:
     """Serves ``seconds`` of arrivals; a batch takes ``fixed_s + rows * row_s``, times 1 to 1 + ``noise``. Answers
     are there up to ``later_s`` after it, which nobody forecasts."""
     chance = random.Random(seed)
     pace = Pace()
-    waiting: Waiting[Piece] = Waiting(knobs, pace)
-    arrivals: list[Piece] = []
+    waiting: WaitQueue[QueuedItem] = WaitQueue(knobs, pace)
+    arrivals: list[QueuedItem] = []
     moment_s = chance.expovariate(rate_per_s)
     while moment_s < seconds:
-        arrivals.append(Piece(rows=rows, came_s=moment_s, due_s=moment_s + deadline_s))
+        arrivals.append(QueuedItem(rows=rows, came_s=moment_s, due_s=moment_s + deadline_s))
         moment_s += chance.expovariate(rate_per_s)
-    run = Run(pieces=arrivals, seconds=seconds)
+    run = QueueRun(pieces=arrivals, seconds=seconds)
     coming = iter([*arrivals, None])
     nxt = next(coming)
     now_s, batch, began_s = 0.0, [], 0.0

@@ -12,7 +12,7 @@ from torch import nn
 from plait_disagg.graph.inputs import Ids, Input
 from plait_disagg.messages.check import check_request
 from plait_disagg.models.requests import random_request
-from plait_disagg.package import Options, Package, open_package, write_package
+from plait_disagg.package import Package, PackageOptions, open_package, write_package
 from plait_disagg.package.halves import CompiledDense
 from plait_disagg.tables.values import OutOfRange
 from plait_disagg.values import RankRequest
@@ -22,7 +22,7 @@ ITEMS, KINDS, DIM = 300, 20, 16
 INPUTS: tuple[Input, ...] = (Ids("liked", "user", (6,)), Ids("item", "item"), Ids("kind", "item"))
 
 
-class Match(nn.Module):
+class DotProductScorer(nn.Module):
     """Scores an item by its dot products with the items that the user liked; nothing but rows crosses."""
 
     def __init__(self) -> None:
@@ -39,10 +39,10 @@ class Match(nn.Module):
 
 
 def packaged(folder: Path, *, out_of_range: OutOfRange = "error") -> Package:
-    """`Match` in ``folder``, cut by colouring, which leaves no sum on the CN."""
+    """`DotProductScorer` in ``folder``, cut by colouring, which leaves no sum on the CN."""
     torch.manual_seed(5)
-    options = Options(cutter="prism", out_of_range=out_of_range)
-    write_package(folder, Match().eval(), INPUTS, name="match", options=options)
+    options = PackageOptions(cutter="prism", out_of_range=out_of_range)
+    write_package(folder, DotProductScorer().eval(), INPUTS, name="match", options=options)
     return open_package(folder)
 
 

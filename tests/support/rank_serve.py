@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from plait_disagg.package import Package
 from plait_disagg.protocols import ItemStore
-from plait_serving.deployments.ranking_source import Opened
+from plait_serving.deployments.ranking.source import OpenedPackage
 from plait_serving.ranking.config import RankRole
 from support import ranking as kit
 
@@ -17,9 +17,9 @@ class TinySource:
 
     slow_s: float = 0.0
 
-    def open(self, role: RankRole) -> Opened:
+    def open(self, role: RankRole) -> OpenedPackage:
         """See RankSource."""
-        return Opened(
+        return OpenedPackage(
             card=replace(kit.CARD, name="whatever its maker called it"),
             sparse=None if role == "hn" else kit.FakeSparse(slow_s=self.slow_s),
             dense=None if role == "cn" else kit.FakeDense(),

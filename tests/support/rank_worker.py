@@ -9,7 +9,7 @@ import sys
 import threading
 
 from plait_disagg.workers.cn import CnCore
-from plait_disagg.workers.front import Front
+from plait_disagg.workers.core_server import CoreServer
 from plait_disagg.workers.hn import HnWorker
 from plait_fabric import Unreachable, connect, listen
 from plait_fabric.rpc.backoff import Backoff
@@ -37,7 +37,7 @@ def main(role: str, address: str, secret_hex: str, *hns: str) -> None:
         worker: object = HnWorker(kit.CARD, kit.FakeDense(slow_s=0.005), [listener])
     else:
         core = CnCore(kit.CARD, kit.FakeSparse(slow_s=0.001), dial, hns=len(hns), backoff=_QUICK)
-        worker = Front(core, [listener])
+        worker = CoreServer(core, [listener])
     print("ready", flush=True)
     threading.Event().wait()
     del worker

@@ -18,13 +18,13 @@ from plait_disagg.graph.inputs import Bag, Dense, Ids, Input
 from plait_disagg.graph.operators import SIZE
 from plait_disagg.graph.program import LOOKUP
 from plait_disagg.messages.check import check_request
-from plait_disagg.package import Options, Package, open_package, write
+from plait_disagg.package import Package, PackageOptions, open_package, write
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.refresh.fold import fold_updates
 from plait_disagg.refresh.journal import UPDATES, Journal
-from plait_disagg.refresh.live import open_live
+from plait_disagg.refresh.live_package import open_live
 from plait_disagg.refresh.publish import publish
-from plait_disagg.refresh.update import Rows, Update, write_update
+from plait_disagg.refresh.update import Update, UpdatedRows, write_update
 from plait_disagg.values import RankAnswer, RankRequest
 from plait_disagg.workers.cn import CnCore
 from plait_disagg.workers.hn import HnWorker
@@ -95,7 +95,7 @@ class UserSide:
 
 def packaged(folder: Path) -> Package:
     """`Parts` in ``folder``: takes a second or two; tests copy it."""
-    options = Options(cutter="user", row_format={"liked": "int8", "kinds": "float16"})
+    options = PackageOptions(cutter="user", row_format={"liked": "int8", "kinds": "float16"})
     with mock.patch.object(write, "CUTTERS", {"user": UserSide()}):
         write.write_package(folder, module(), INPUTS, name="parts", options=options)
     return open_package(folder)
@@ -111,7 +111,7 @@ def update(package: Package, base: str, version: str, seed: int) -> Update:
     """New rows for a third of every table, and all weights changed, so that every score differs."""
     chance = torch.Generator().manual_seed(seed)
     rows = {
-        table.name: Rows(
+        table.name: UpdatedRows(
             ids=torch.randperm(table.rows, generator=chance)[: table.rows // 3],
             rows=torch.randn(table.rows // 3, table.dim, generator=chance),
         )
@@ -162,7 +162,7 @@ def twin(folder: Path, out: Path) -> Package:
     return open_package(out)
 
 
-class Workers:
+class RoleWorkersInProcess:
     """A `Fleet` in this process. An index in ``dead`` does not answer."""
 
     def __init__(self, refreshers: Sequence[Refresher]) -> None:
@@ -192,7 +192,7 @@ def _outcome(step: Callable[[], None]) -> Exception | None:
     return None
 
 
-class Served:
+class ServedPackage:
     """The package at ``folder``, cut in two: HNs named hn0, hn1, ... and CNs, each with halves of its own."""
 
     def __init__(self, rig: Rig, folder: Path, *, cns: int = 1, hns: int = 1, knobs: WorkerKnobs = ALONE) -> None:
@@ -203,10 +203,10 @@ class Served:
         self.names = [f"hn{number}" for number in range(hns)]
         hns_made = [self.hn(name) for name in self.names]
         self.hn_workers = [worker for worker, _ in hns_made]
-        self.hns = Workers([refresher for _, refresher in hns_made])
+        self.hns = RoleWorkersInProcess([refresher for _, refresher in hns_made])
         cores = [self.cn() for _ in range(cns)]
         self.cores = [core for core, _ in cores]
-        self.cns = Workers([refresher for _, refresher in cores])
+        self.cns = RoleWorkersInProcess([refresher for _, refresher in cores])
         self.rankers = [CoreRanker(core) for core in self.cores]
 
     def hn(self, name: str) -> tuple[HnWorker, Refresher]:
@@ -266,7 +266,7 @@ class Whole:
         self.package = live.package
         self.core = WholeCore(live.card(), live.sparse, live.dense[live.dense_version], knobs=knobs)
         rig.at_end(lambda: self.core.stop(drain_s=0.5))
-        self.workers = Workers([Refresher(live, self.core)])
+        self.workers = RoleWorkersInProcess([Refresher(live, self.core)])
         self.ranker = CoreRanker(self.core)
 
     async def ready(self) -> None:

@@ -36,8 +36,8 @@ def create_app(service_s: float = 0.0) -> FastAPI:
         if body.get("stream"):
             return StreamingResponse(_events(service_s), media_type="text/event-stream")
         await asyncio.sleep(service_s)
-        pictures = [{"b64_json": PICTURE} for _ in range(int(body.get("n", 1)))]
-        return _json({"created": 0, "data": pictures, "timings": {"queue": 0.0, "total": service_s}})
+        images = [{"b64_json": PICTURE} for _ in range(int(body.get("n", 1)))]
+        return _json({"created": 0, "data": images, "timings": {"queue": 0.0, "total": service_s}})
 
     @app.post("/v2/models/{model}/infer")
     async def infer(model: str, request: Request) -> Response:

@@ -9,8 +9,8 @@ import torch
 from hypothesis import strategies as st
 
 from plait_disagg.tables.fused import FusedTables
-from plait_disagg.tables.plan import Plan, cut_table
-from plait_disagg.tables.protocols import Ask, Tables
+from plait_disagg.tables.plan import ShardPlan, cut_table
+from plait_disagg.tables.protocols import LookupRequest, Tables
 from plait_disagg.tables.reference import SeparateTables
 from plait_disagg.tables.sharded import ShardedTables, piece_of
 from plait_disagg.tables.storage import open_tables, pack_tables, write_tables
@@ -30,19 +30,19 @@ def make_weights(
 
 def make_ask(
     table: str, mode: Mode, bags: Sequence[Sequence[int]], *, weighted: bool = False, dtype: torch.dtype = torch.int64
-) -> Ask:
+) -> LookupRequest:
     """An ask for these bags of ids; mode rows takes the ids of all of them, as one column."""
     ids = torch.tensor([one for bag in bags for one in bag], dtype=dtype)
     lookup = Lookup(name=f"{table}.{mode}", table=table, mode=mode)
     if mode == "rows":
-        return Ask(lookup=lookup, ids=ids.reshape(-1, 1))
+        return LookupRequest(lookup=lookup, ids=ids.reshape(-1, 1))
     sizes = torch.tensor([0, *map(len, bags)], dtype=dtype)
     weights = torch.linspace(-1, 2, len(ids)) if weighted else None
-    return Ask(lookup=lookup, ids=ids, offsets=sizes.cumsum(0).to(dtype), weights=weights)
+    return LookupRequest(lookup=lookup, ids=ids, offsets=sizes.cumsum(0).to(dtype), weights=weights)
 
 
 @st.composite
-def asks(draw: st.DrawFn, weights: Weights, *, most: int = 6, outside: bool = False) -> list[Ask]:
+def asks(draw: st.DrawFn, weights: Weights, *, most: int = 6, outside: bool = False) -> list[LookupRequest]:
     """Up to ``most`` asks with empty bags, empty batches and repeated ids among them; ``outside``: ids of any size."""
     found = []
     for _ in range(draw(st.integers(0, most))):
@@ -88,14 +88,14 @@ def sharded(parts: int, shards: int) -> Callable[[Weights, OutOfRange, Path], Ta
     return build
 
 
-def deal(tables: Sequence[Table], parts: int, shards: int) -> Plan:
+def deal(tables: Sequence[Table], parts: int, shards: int) -> ShardPlan:
     """A plan that only deals: piece k of all goes to shard k modulo ``shards``."""
     pieces = [piece for table in tables for piece in cut_table(table, parts)]
     placed = tuple(piece.on(index % shards) for index, piece in enumerate(pieces))
-    return Plan(pieces=placed, read_bytes=(0.0,) * shards, held_bytes=(0,) * shards)
+    return ShardPlan(pieces=placed, read_bytes=(0.0,) * shards, held_bytes=(0,) * shards)
 
 
-def shard_tables(plan: Plan, weights: Weights) -> list[Tables]:
+def shard_tables(plan: ShardPlan, weights: Weights) -> list[Tables]:
     """The shards of a plan in memory, in float32."""
     found: list[Tables] = []
     for shard in range(plan.shards):

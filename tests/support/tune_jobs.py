@@ -8,16 +8,24 @@ from typing import Any
 
 import yaml
 
+from plait_autoconfig.jobs.job_file import parse_job
 from plait_autoconfig.jobs.loop import run_job
-from plait_autoconfig.jobs.measurer import Kind, Measured, Measurer, MeasurerSource, Say, Subject, Task
-from plait_autoconfig.jobs.reading import parse_job
+from plait_autoconfig.jobs.measurer import (
+    Measured,
+    MeasurementKind,
+    MeasurementTask,
+    Measurer,
+    MeasurerSource,
+    Say,
+    TuningSubject,
+)
 from plait_autoconfig.jobs.records import Claim, Record
 from plait_autoconfig.jobs.runner import Tick
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.jobs.state import JobState
 from plait_autoconfig.jobs.store import JobStore
 from plait_autoconfig.jobs.testing import fake_measurer
-from plait_autoconfig.values import Config, Outcome
+from plait_autoconfig.values import Config, TrialOutcome
 
 JOB: dict[str, Any] = {
     "name": "demo",
@@ -49,11 +57,11 @@ class DirectRunner:
     def __init__(self, measurer: Measurer, spec: JobSpec) -> None:
         self.measurer, self.spec, self.finished = measurer, spec, 0
 
-    def check(self, tick: Tick) -> Subject:
+    def check(self, tick: Tick) -> TuningSubject:
         """See `Runner.check`."""
         return self.measurer.check(self.spec)
 
-    def measure(self, task: Task, say: Say, tick: Tick) -> Measured:
+    def measure(self, task: MeasurementTask, say: Say, tick: Tick) -> Measured:
         """See `Runner.measure`."""
 
         def say_and_tick(text: str) -> None:
@@ -88,8 +96,8 @@ def record(
     config: Mapping[str, Any],
     metrics: Mapping[str, float] | None = None,
     *,
-    kind: Kind = Kind.TRIAL,
-    outcome: Outcome | None = None,
+    kind: MeasurementKind = MeasurementKind.TRIAL,
+    outcome: TrialOutcome | None = None,
     running: bool = False,
     duration_s: float = 1.0,
 ) -> Record:
@@ -97,7 +105,7 @@ def record(
     claim = Claim(kind=kind, config=config, seed=0, worker="w", nonce=f"n{number}", at_s=float(number))
     if running:
         return Record(number=number, claim=claim)
-    ended = outcome or Outcome(metrics=dict(metrics or {}))
+    ended = outcome or TrialOutcome(metrics=dict(metrics or {}))
     return Record(number=number, claim=claim, measured=Measured(outcome=ended, duration_s=duration_s))
 
 

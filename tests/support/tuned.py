@@ -7,23 +7,23 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from plait_autoconfig.jobs.measurer import Kind, Samples, Subject
-from plait_autoconfig.jobs.plan import Measure, Search, next_step
+from plait_autoconfig.jobs.measurer import MeasurementKind, Samples, TuningSubject
+from plait_autoconfig.jobs.plan import RunMeasurement, RunSearch, next_step
 from plait_autoconfig.jobs.records import Record
 from plait_autoconfig.jobs.reporting import outlook_of, state_of
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.jobs.state import JobState
 from plait_autoconfig.jobs.testing import service
-from plait_autoconfig.values import Config, FailureKind, Hardware, Outcome
+from plait_autoconfig.values import Config, FailureKind, Hardware, TrialOutcome
 from support.tune_jobs import job, record
 
-SUBJECT = Subject(
+SUBJECT = TuningSubject(
     service="made up",
     workload={"rate_per_s": 3.0},
     hardware=Hardware(name="a test's machine", cpus=2, memory_bytes=8 << 30),
     versions={"plait": "0.1.0"},
 )
-FAILED = {kind.value: Outcome.failed(kind, "as the test wants it") for kind in FailureKind}
+FAILED = {kind.value: TrialOutcome.failed(kind, "as the test wants it") for kind in FailureKind}
 
 
 def played(spec: JobSpec | None = None, *, fail: Mapping[str, str] | None = None, most: int = 10_000) -> JobState:
@@ -35,29 +35,29 @@ def played(spec: JobSpec | None = None, *, fail: Mapping[str, str] | None = None
     rng.shuffle(waiting)
     while len(records) < most:
         step = next_step(spec, records, outlook_of(spec, records, used_s=0.0, exhausted=""))
-        if isinstance(step, Measure):
+        if isinstance(step, RunMeasurement):
             kind, config = step.kind, step.config
-        elif isinstance(step, Search):
-            kind, config = Kind.TRIAL, waiting.pop()
+        elif isinstance(step, RunSearch):
+            kind, config = MeasurementKind.TRIAL, waiting.pop()
         else:
             break
         records.append(_record(len(records), kind, config, _outcome(config, rng, fail or {})))
     return state_of(spec, records, subject=SUBJECT)
 
 
-def _outcome(config: Config, rng: random.Random, fail: Mapping[str, str]) -> Outcome:
+def _outcome(config: Config, rng: random.Random, fail: Mapping[str, str]) -> TrialOutcome:
     found = next((kind for setting, kind in fail.items() if setting in _settings(config)), None)
     if found is not None:
         return FAILED[found]
     metrics = {name: value * rng.gauss(1.0, 0.02) for name, value in service(config).items()}
-    return Outcome(metrics={**metrics, "cost_per_hour": service(config)["cost_per_hour"]})
+    return TrialOutcome(metrics={**metrics, "cost_per_hour": service(config)["cost_per_hour"]})
 
 
 def _settings(config: Config) -> list[str]:
     return [f"{name}={value}" for name, value in config.items()]
 
 
-def _record(number: int, kind: Kind, config: Config, outcome: Outcome) -> Record:
+def _record(number: int, kind: MeasurementKind, config: Config, outcome: TrialOutcome) -> Record:
     made = record(number, config, kind=kind, outcome=outcome, duration_s=20.0)
     measured: Any = made.measured
     claim = replace(made.claim, at_s=1_790_000_000.0 + 25.0 * number)

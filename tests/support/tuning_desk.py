@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from plait.tuning.service.desk import DeskSettings, TuningDesk
-from plait.tuning.service.telling import note_progress
+from plait.tuning.service.job_queue import JobQueueSettings, TuningJobQueue
+from plait.tuning.service.job_view import write_progress
 from plait_autoconfig.errors import TunerError
 from plait_autoconfig.jobs.loop import run_job
 from plait_autoconfig.jobs.store import JobStore
@@ -19,7 +19,7 @@ CONFIG = "images: {knobs: {threads: 1}}\n"
 
 
 class Thread:
-    """A job that is worked on; see `plait.tuning.service.desk.Work`."""
+    """A job that is worked on; see `plait.tuning.service.job_queue.RunningJob`."""
 
     def __init__(self, folder: Path, arguments: Mapping[str, Any], dies: Callable[[], bool]) -> None:
         self._folder, self._arguments, self._dies = folder, arguments, dies
@@ -48,7 +48,7 @@ class Thread:
                 fake_source(),
                 runner=runner,
                 stop=self._stop.is_set,
-                on_event=lambda event: note_progress(self._folder, event),
+                on_event=lambda event: write_progress(self._folder, event),
             )
         except TunerError:
             self._code = 1
@@ -70,7 +70,7 @@ class Threads:
 class LocalTuningService:
     """`TuningService` over a desk in this process."""
 
-    def __init__(self, desk: TuningDesk) -> None:
+    def __init__(self, desk: TuningJobQueue) -> None:
         self.desk = desk
         self._count = 0
 
@@ -100,9 +100,9 @@ class LocalTuningService:
         return self.desk.report(job_id)
 
 
-def desk_in(folder: Path, runner: Threads, *, live: bool = False) -> TuningDesk:
+def desk_in(folder: Path, runner: Threads, *, live: bool = False) -> TuningJobQueue:
     """A desk that has not begun to work."""
-    return TuningDesk(DeskSettings(folder=folder, config=CONFIG, live=live), runner)
+    return TuningJobQueue(JobQueueSettings(folder=folder, config=CONFIG, live=live), runner)
 
 
 def never() -> bool:

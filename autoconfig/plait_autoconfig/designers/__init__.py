@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 from plait_autoconfig.errors import DesignerError
 
 if TYPE_CHECKING:
-    from plait_autoconfig.designers.protocols import Context, Designer, MakesDesigner
+    from plait_autoconfig.designers.protocols import Designer, MakesDesigner, ServiceContext
     from plait_autoconfig.library import LibraryRun
     from plait_autoconfig.objective import Objective
     from plait_autoconfig.space import Space
@@ -43,9 +43,9 @@ def maker_of(name: str) -> MakesDesigner:
 
 def check_name(name: str) -> None:
     """Raises `DesignerError` for an unknown name."""
-    if name not in _MAKERS:
-        close = difflib.get_close_matches(name, _MAKERS, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"they are {', '.join(_MAKERS)}"
+    if name not in DESIGNERS:
+        close = difflib.get_close_matches(name, DESIGNERS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"they are {', '.join(DESIGNERS)}"
         msg = f"there is no designer {name!r}; {hint}"
         raise DesignerError(msg)
 
@@ -57,7 +57,7 @@ def make_designer(
     *,
     seed: int,
     library: Sequence[LibraryRun] = (),
-    context: Context | None = None,
+    context: ServiceContext | None = None,
 ) -> Designer:
     """A fresh search by the designer of this name; see `MakesDesigner`."""
     return maker_of(name)(space, objective, seed=seed, library=library, context=context)

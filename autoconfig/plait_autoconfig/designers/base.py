@@ -14,14 +14,14 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from plait_autoconfig.designers.protocols import Context
+from plait_autoconfig.designers.protocols import ServiceContext
 from plait_autoconfig.errors import Exhausted
 from plait_autoconfig.library import LibraryRun
 from plait_autoconfig.objective import Objective
 from plait_autoconfig.space import Space
 from plait_autoconfig.values import Cell, Config, Trial, cells_of
 
-MOST_INVALID = 2
+MAX_INVALID = 2
 """A cell is given up after so many invalid measurements."""
 
 
@@ -37,10 +37,10 @@ class CellDesigner(ABC):
         *,
         seed: int,
         library: Sequence[LibraryRun] = (),
-        context: Context | None = None,
+        context: ServiceContext | None = None,
     ) -> None:
         self.space, self.objective = space, objective
-        self.library, self.context = tuple(library), context or Context()
+        self.library, self.context = tuple(library), context or ServiceContext()
         self.cells = space.cells()
         self.rng = np.random.default_rng(seed)
         self._index = {space.key(cell): index for index, cell in enumerate(self.cells)}
@@ -115,7 +115,7 @@ class CellDesigner(ABC):
     def _reopens(self, key: Hashable, trial: Trial) -> bool:
         """Whether the cell may be proposed (again) after this trial."""
         if not trial.outcome.invalid:
-            self._invalid[key] = MOST_INVALID  # it is known now: later invalid repeats change nothing
+            self._invalid[key] = MAX_INVALID  # it is known now: later invalid repeats change nothing
             return False
         self._invalid[key] = self._invalid.get(key, 0) + 1
-        return self._invalid[key] < MOST_INVALID
+        return self._invalid[key] < MAX_INVALID

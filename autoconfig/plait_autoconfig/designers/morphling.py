@@ -19,7 +19,7 @@ from typing import ClassVar
 import numpy as np
 
 from plait_autoconfig.designers.base import CellDesigner
-from plait_autoconfig.designers.protocols import Context
+from plait_autoconfig.designers.protocols import ServiceContext
 from plait_autoconfig.library import LibraryRun
 from plait_autoconfig.objective import Objective
 from plait_autoconfig.space import Space
@@ -45,7 +45,7 @@ class MorphlingDesigner(CellDesigner):
         *,
         seed: int,
         library: Sequence[LibraryRun] = (),
-        context: Context | None = None,
+        context: ServiceContext | None = None,
         network: Network | None = None,
         meta_steps: int = 1500,
     ) -> None:

@@ -5,7 +5,7 @@ conditional knobs as ordinary ones. Optuna ignores a trial told as FAIL, so that
 therefore a failed configuration counts as one that breaks every limit: for TPE a pruned trial without a value, for the
 GP, which needs one, a trial with the worst loss seen. Only an invalid measurement is told as FAIL. Neither sampler
 knows which cells were tried or which constraints hold between knobs: a suggestion that is no open cell is drawn again,
-and after ``_most_asks`` replaced by the nearest open cell, which is what the sampler then learns from.
+and after ``_max_asks`` replaced by the nearest open cell, which is what the sampler then learns from.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from optuna.samplers import BaseSampler, GPSampler, TPESampler
 from optuna.trial import TrialState
 
 from plait_autoconfig.designers.base import CellDesigner
-from plait_autoconfig.designers.protocols import Context
+from plait_autoconfig.designers.protocols import ServiceContext
 from plait_autoconfig.library import LibraryRun
 from plait_autoconfig.logs import quiet
 from plait_autoconfig.objective import Objective
 from plait_autoconfig.space import Space, is_active
-from plait_autoconfig.values import Config, Outcome, Trial, Value
+from plait_autoconfig.values import Config, Trial, TrialOutcome, Value
 
 _RUNS = "runs"
 """The constraint of an objective without limits: 1 for a failed trial, -1 for one that ran."""
@@ -35,7 +35,7 @@ _RUNS = "runs"
 class OptunaDesigner(CellDesigner):
     """All calls to Optuna are made here; subclasses choose the sampler."""
 
-    _most_asks: ClassVar[int]
+    _max_asks: ClassVar[int]
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class OptunaDesigner(CellDesigner):
         *,
         seed: int,
         library: Sequence[LibraryRun] = (),
-        context: Context | None = None,
+        context: ServiceContext | None = None,
     ) -> None:
         super().__init__(space, objective, seed=seed, library=library, context=context)
         self._distributions = space.distributions()
@@ -88,7 +88,7 @@ class OptunaDesigner(CellDesigner):
 
     def _choose(self, open_cells: NDArray[np.intp]) -> int:
         still_open = set(open_cells.tolist())
-        for _ in range(self._most_asks if self.space.exhaustive else 1):
+        for _ in range(self._max_asks if self.space.exhaustive else 1):
             asked = self._study.ask(self._distributions)
             suggested = self._active(asked.params)
             index = self.index_of(suggested)
@@ -130,7 +130,7 @@ class OptunaDesigner(CellDesigner):
         else:
             self._study.tell(asked, list(losses))
 
-    def _constraints(self, outcome: Outcome) -> dict[str, float]:
+    def _constraints(self, outcome: TrialOutcome) -> dict[str, float]:
         """What the sampler should keep at or below 0. A failed trial broke every limit as badly as any trial did."""
         if not self.objective.limits:
             if not any(_failed(trial.outcome) for trial in self.trials):
@@ -153,7 +153,7 @@ class OptunaTpeDesigner(OptunaDesigner):
     """Tree-structured Parzen estimator, as Optuna 5 has it by default (multivariate, constant liar)."""
 
     name: ClassVar[str] = "optuna-tpe"
-    _most_asks: ClassVar[int] = 16
+    _max_asks: ClassVar[int] = 16
 
     def _sampler(self, seed: int) -> BaseSampler:
         return TPESampler(seed=seed)
@@ -166,7 +166,7 @@ class OptunaGpDesigner(OptunaDesigner):
     """Gaussian process with logarithmic (constrained) expected improvement, Optuna's defaults."""
 
     name: ClassVar[str] = "optuna-gp"
-    _most_asks: ClassVar[int] = 2  # it would mostly suggest the same cell again, at the price of a fit
+    _max_asks: ClassVar[int] = 2  # it would mostly suggest the same cell again, at the price of a fit
 
     def _sampler(self, seed: int) -> BaseSampler:
         return GPSampler(seed=seed, warn_independent_sampling=False)
@@ -184,5 +184,5 @@ class OptunaGpDesigner(OptunaDesigner):
             self._study.tell(asked, state=TrialState.FAIL)
 
 
-def _failed(outcome: Outcome) -> bool:
+def _failed(outcome: TrialOutcome) -> bool:
     return outcome.failure is not None and not outcome.invalid

@@ -2,9 +2,9 @@
 
 Before the first trial it proposes what the library's background says is best and probably feasible. Every trial then
 decides how far that background can be believed (`surrogate.posterior`), and the next proposal has the largest expected
-improvement times probability of being feasible. Without a library the background is an analytic one, if the context
-says what the knobs mean, or none. What a cell costs is often known before it runs: then only the rest of the goal, the
-goodput and what memory adds, is learned. Everything is looked at on all cells: there is no inner search.
+improvement times probability of being feasible. Without a library there is no background. What a cell costs
+is often known before it runs: then only the rest of the goal, the goodput and what memory adds, is learned. Everything
+is looked at on all cells: there is no inner search.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from plait_autoconfig.analytic import analytic_losses
-from plait_autoconfig.designers.protocols import Context
+from plait_autoconfig.designers.protocols import ServiceContext
 from plait_autoconfig.designers.sobol import SobolDesigner
 from plait_autoconfig.library import LibraryRun
-from plait_autoconfig.objective import GOODPUT_PER_S, Objective, maximise
+from plait_autoconfig.objective import Objective
 from plait_autoconfig.space import Space
 from plait_autoconfig.surrogate import acquisition, reading
 from plait_autoconfig.surrogate.background import (
@@ -31,9 +30,9 @@ from plait_autoconfig.surrogate.background import (
     no_background,
 )
 from plait_autoconfig.surrogate.pooling import pool
-from plait_autoconfig.surrogate.posterior import Data, Posterior, infer
+from plait_autoconfig.surrogate.posterior import Posterior, TrialData, infer
 from plait_autoconfig.surrogate.threads import one_thread
-from plait_autoconfig.values import Cell, Config, Outcome
+from plait_autoconfig.values import Cell, Config, TrialOutcome
 
 _NOISE, _NOISE_TRIALS = 0.03, 2.0
 """Relative noise of a trial before any cell is measured twice, and how many repeats that guess is worth."""
@@ -43,8 +42,6 @@ _LIKELY = 0.6
 what works, a long shot into what fails would otherwise look better."""
 _CAUTION = 2.0
 """Power of the chance to be feasible: a failed trial costs more than a proposal that gains nothing."""
-_THEORY = 0.5
-"""Trust in the analytic background: a service is as likely to differ from the usual one as not."""
 _WEIGHTINGS = 5
 """Of several goals. Each needs a background of its own, which is kept."""
 _COSTED_UNIT = 0.3
@@ -87,7 +84,7 @@ class PlaitDesigner(SobolDesigner):
         *,
         seed: int,
         library: Sequence[LibraryRun] = (),
-        context: Context | None = None,
+        context: ServiceContext | None = None,
         pretrained: Pretrained | None = None,
     ) -> None:
         super().__init__(space, objective, seed=seed, library=library, context=context)
@@ -124,11 +121,11 @@ class PlaitDesigner(SobolDesigner):
         unit = _unit(back.loss, values[ran], noise, first=_COSTED_UNIT if self._costed else 1.0)
         repeats = np.array([float(len(cell.trials)) for cell in cells])
         shown = _levelled(values[ran] / unit, back.loss.mean[index[ran]])
-        data = Data(index=index[ran], values=shown, repeats=repeats[ran], noise=noise / unit)
+        data = TrialData(index=index[ran], values=shown, repeats=repeats[ran], noise=noise / unit)
         loss = self._infer_with_pending(back.loss, data, rng)
         if self._costed:
             loss = replace(loss, means=loss.means + log_costs / unit)
-        margins = Data(
+        margins = TrialData(
             index=index, values=reading.margins(self.objective, outcomes), repeats=repeats, noise=_MARGIN_NOISE
         )
         margin = infer(back.margin, margins, rng)
@@ -212,7 +209,7 @@ class PlaitDesigner(SobolDesigner):
         rng = np.random.default_rng(0)  # what is learned from a library depends on the library alone
         features = np.concatenate([self.features, self.space.encode(self._strangers)])
         if not self._past:
-            return Pretrained(loss=self._theory(features), margin=margin_background(features))
+            return Pretrained(loss=no_background(features), margin=margin_background(features))
         own = reading.features_of(self.context.workload, self.context.hardware)
         names = reading.context_names(self._past, own)
         context = reading.context_row(own, names)
@@ -225,19 +222,6 @@ class PlaitDesigner(SobolDesigner):
             loss=pool(losses, features, context, rng), margin=pool(margins, features, context, rng, absolute=True)
         )
 
-    def _theory(self, features: Floats) -> Background:
-        """The analytic background, or none."""
-        cells = (*self.cells, *self._strangers)
-        single = len(self.objective.goals) == 1
-        sought = replace(self.objective, goals=(maximise(GOODPUT_PER_S),)) if self._costed else self.objective
-        losses = (
-            analytic_losses(cells, sought, self.context.meanings, cpus=self.context.hardware.cpus) if single else None
-        )
-        if losses is None or losses.std() == 0.0:
-            return no_background(features)
-        unit = float(losses.std())
-        return replace(no_background(features, mean=(losses - losses.mean()) / unit, trust=_THEORY), unit=unit)
-
     def _goal_weights(self) -> Floats:
         """One weight per goal; if there are several, a few weightings take turns (ParEGO, Knowles 2006)."""
         count = len(self.objective.goals)
@@ -246,7 +230,7 @@ class PlaitDesigner(SobolDesigner):
         turn = len(self.trials) + len(self.pending())
         return np.random.default_rng([self._seed, turn % _WEIGHTINGS]).dirichlet(np.ones(count))
 
-    def _losses(self, outcomes: Sequence[Outcome], weights: Floats) -> Floats:
+    def _losses(self, outcomes: Sequence[TrialOutcome], weights: Floats) -> Floats:
         """Log losses (n,), less the cost if that is known; of several goals the largest weighted one, each on its own
         spread. NaN for failures.
         """
@@ -269,7 +253,7 @@ class PlaitDesigner(SobolDesigner):
                 freedom += len(valid) - 1
         return float(np.sqrt(squares / freedom))
 
-    def _infer_with_pending(self, background: Background, data: Data, rng: np.random.Generator) -> Posterior:
+    def _infer_with_pending(self, background: Background, data: TrialData, rng: np.random.Generator) -> Posterior:
         """What is under way counts as having shown what is expected of it (the kriging believer, Ginsbourger 2010)."""
         posterior = infer(background, data, rng)
         pending = np.array(self.pending(), np.intp)

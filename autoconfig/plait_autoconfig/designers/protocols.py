@@ -13,7 +13,7 @@ from plait_autoconfig.values import Config, Hardware, Trial, WorkloadFeatures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Context:
+class ServiceContext:
     """What is known of the service before its first trial."""
 
     service: str = ""
@@ -22,8 +22,6 @@ class Context:
     versions: Mapping[str, str] = field(default_factory=dict)
     at: str = ""
     """The date, ISO 8601; empty: the age of library runs plays no role."""
-    meanings: Mapping[str, str] = field(default_factory=dict)
-    """What knobs are, such as ``{"workers": "replicas"}`` (`analytic.Meaning`): theory then helps at first."""
     costs: tuple[float, ...] = ()
     """What each of ``Space.cells()`` costs an hour, as far as that is known before it runs (what it reserves); empty:
     it is not known. Only their ratios matter; trials then should measure ``cost_per_hour``."""
@@ -64,6 +62,6 @@ class MakesDesigner(Protocol):
         *,
         seed: int,
         library: Sequence[LibraryRun] = (),
-        context: Context | None = None,
+        context: ServiceContext | None = None,
     ) -> Designer:
         """A fresh search. ``library``: past runs of other services, usable or not (`usable_for`)."""

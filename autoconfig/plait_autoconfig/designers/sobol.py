@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait_autoconfig.designers.base import CellDesigner
-from plait_autoconfig.designers.protocols import Context
+from plait_autoconfig.designers.protocols import ServiceContext
 from plait_autoconfig.library import LibraryRun
 from plait_autoconfig.objective import Objective
 from plait_autoconfig.quasi import sobol_points
 from plait_autoconfig.space import Space
 
-_MOST_DRAWS = 256  # then most cells are closed, and a random open one fills the gap as well
+_MAX_DRAWS = 256  # then most cells are closed, and a random open one fills the gap as well
 
 
 class SobolDesigner(CellDesigner):
@@ -31,7 +31,7 @@ class SobolDesigner(CellDesigner):
         *,
         seed: int,
         library: Sequence[LibraryRun] = (),
-        context: Context | None = None,
+        context: ServiceContext | None = None,
     ) -> None:
         super().__init__(space, objective, seed=seed, library=library, context=context)
         self._points = sobol_points(len(space.knobs), seed=seed)
@@ -40,7 +40,7 @@ class SobolDesigner(CellDesigner):
         if not self.space.exhaustive:
             return self.nearest(self.space.configuration_at(next(self._points)), open_cells)
         still_open = set(open_cells.tolist())
-        for point in itertools.islice(self._points, _MOST_DRAWS):
+        for point in itertools.islice(self._points, _MAX_DRAWS):
             index = self.index_of(self.space.configuration_at(point))
             if index is not None and index in still_open:
                 return index

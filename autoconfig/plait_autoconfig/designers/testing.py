@@ -19,7 +19,7 @@ from typing import ClassVar
 import optuna
 import pytest
 
-from plait_autoconfig.designers.protocols import Context, Designer, MakesDesigner
+from plait_autoconfig.designers.protocols import Designer, MakesDesigner, ServiceContext
 from plait_autoconfig.errors import Exhausted, ObjectiveError, OutsideSpace, TrialFailed
 from plait_autoconfig.knobs import ChoiceKnob, FloatKnob, IntKnob
 from plait_autoconfig.library import LibraryRun
@@ -27,7 +27,7 @@ from plait_autoconfig.logs import quiet
 from plait_autoconfig.objective import Objective, at_most, maximise, minimise
 from plait_autoconfig.sampler import DesignerSampler, report
 from plait_autoconfig.space import Space
-from plait_autoconfig.values import Config, FailureKind, Hardware, Outcome, Trial
+from plait_autoconfig.values import Config, FailureKind, Hardware, Trial, TrialOutcome
 
 __all__ = ["CONDITIONAL", "OBJECTIVE", "SMALL", "DesignerConformance", "past_run", "run_trials", "service"]
 
@@ -51,17 +51,19 @@ CONDITIONAL = Space(
 OBJECTIVE = Objective((maximise("rate_per_s"),), (at_most("p99_ms", 30.0),))
 
 
-def service(config: Config) -> Outcome:
+def service(config: Config) -> TrialOutcome:
     """The largest batch on the fewest CPUs runs out of memory; half of the others miss ``p99_ms <= 30``."""
     cpu, batch = float(config["cpu"]), float(config["batch"])
     if batch >= 16 and cpu <= 1:
-        return Outcome.failed(FailureKind.OUT_OF_MEMORY)
+        return TrialOutcome.failed(FailureKind.OUT_OF_MEMORY)
     speed = {"small": 2.0, "large": 4.0}.get(str(config.get("device")), 1.0) * float(config.get("share", 1.0))
-    return Outcome.measured(rate_per_s=speed * cpu * batch**0.5, p99_ms=8.0 * batch / cpu, cost_per_hour=cpu * speed)
+    return TrialOutcome.measured(
+        rate_per_s=speed * cpu * batch**0.5, p99_ms=8.0 * batch / cpu, cost_per_hour=cpu * speed
+    )
 
 
 def run_trials(
-    designer: Designer, count: int, measure: Callable[[Config], Outcome] = service, *, first: int = 0
+    designer: Designer, count: int, measure: Callable[[Config], TrialOutcome] = service, *, first: int = 0
 ) -> list[Config]:
     """Asks, measures and tells so many times; returns the configurations."""
     configs = []
@@ -72,7 +74,7 @@ def run_trials(
     return configs
 
 
-def past_run(space: Space, name: str = "past", measure: Callable[[Config], Outcome] = service) -> LibraryRun:
+def past_run(space: Space, name: str = "past", measure: Callable[[Config], TrialOutcome] = service) -> LibraryRun:
     """A library run that measured every cell of a space."""
     trials = (
         Trial(number=number, config=config, outcome=measure(config), duration_s=1.0)
@@ -82,7 +84,7 @@ def past_run(space: Space, name: str = "past", measure: Callable[[Config], Outco
     return LibraryRun(run_id=name, service=name, trials=tuple(trials), units=units, hardware=Hardware(cpus=2))
 
 
-def _must_not_run(config: Config) -> Outcome:
+def _must_not_run(config: Config) -> TrialOutcome:
     message = f"an exhausted search proposed {config}"
     raise AssertionError(message)
 
@@ -138,19 +140,19 @@ class DesignerConformance:
     @pytest.mark.parametrize("kind", [kind for kind in FailureKind if kind is not FailureKind.INVALID])
     def test_failures_are_told_and_not_repeated(self, make: MakesDesigner, kind: FailureKind) -> None:
         """A search in which everything fails, in any way, goes on to new cells."""
-        configs = run_trials(make(SMALL, OBJECTIVE, seed=7), 12, lambda _: Outcome.failed(kind))
+        configs = run_trials(make(SMALL, OBJECTIVE, seed=7), 12, lambda _: TrialOutcome.failed(kind))
         assert len({SMALL.key(config) for config in configs}) == 12
 
     def test_nothing_feasible(self, make: MakesDesigner, library: Sequence[LibraryRun]) -> None:
         """A search in which every trial misses the limit goes on to new cells."""
         designer = make(SMALL, OBJECTIVE, seed=8, library=library)
-        configs = run_trials(designer, 12, lambda _: Outcome.measured(rate_per_s=1.0, p99_ms=99.0))
+        configs = run_trials(designer, 12, lambda _: TrialOutcome.measured(rate_per_s=1.0, p99_ms=99.0))
         assert len({SMALL.key(config) for config in configs}) == 12
 
     def test_invalid_comes_at_most_once_more(self, make: MakesDesigner) -> None:
         """An invalid measurement says nothing about the cell, which is proposed again, but only once."""
         designer = make(SMALL, OBJECTIVE, seed=9)
-        configs = run_trials(designer, 24, lambda _: Outcome.failed(FailureKind.INVALID))
+        configs = run_trials(designer, 24, lambda _: TrialOutcome.failed(FailureKind.INVALID))
         keys = [SMALL.key(config) for config in configs]
         assert all(keys.count(key) == 2 for key in keys)
         with pytest.raises(Exhausted):
@@ -161,7 +163,7 @@ class DesignerConformance:
         designer = make(SMALL, OBJECTIVE, seed=10)
         own = SMALL.cells()[5]
         for repeat, rate_per_s in enumerate((9.0, 11.0, 10.0)):
-            outcome = Outcome.measured(rate_per_s=rate_per_s, p99_ms=20.0)
+            outcome = TrialOutcome.measured(rate_per_s=rate_per_s, p99_ms=20.0)
             designer.tell(Trial(number=repeat, config=own, outcome=outcome, repeat=repeat))
         keys = {SMALL.key(config) for config in run_trials(designer, 11)}
         assert len(keys) == 11
@@ -182,10 +184,10 @@ class DesignerConformance:
         """A configuration of another space or a missing metric is refused by name, and the search goes on as before."""
         designer, twin = (make(SMALL, OBJECTIVE, seed=12) for _ in range(2))
         run_trials(designer, 2)
-        outcome = Outcome.measured(rate_per_s=1.0, p99_ms=1.0)
+        outcome = TrialOutcome.measured(rate_per_s=1.0, p99_ms=1.0)
         with pytest.raises(OutsideSpace, match="cpu"):
             designer.tell(Trial(number=2, config={"cpu": 99, "batch": 4}, outcome=outcome))
-        outcome = Outcome.measured(rate_per_s=1.0)
+        outcome = TrialOutcome.measured(rate_per_s=1.0)
         with pytest.raises(ObjectiveError, match="p99_ms"):
             designer.tell(Trial(number=2, config={"cpu": 1, "batch": 4}, outcome=outcome))
         run_trials(twin, 2)
@@ -194,9 +196,9 @@ class DesignerConformance:
     def test_a_foreign_library_is_ignored(self, make: MakesDesigner) -> None:
         """Runs of another space, or without the objective's metrics, and an unknown machine, change no promise."""
         other = Space((IntKnob(name="threads", low=1, high=4),))
-        runs = [past_run(other, "other", lambda _: Outcome.measured(rate_per_s=1.0, p99_ms=1.0))]
-        runs.append(past_run(SMALL, "unmeasured", lambda _: Outcome.measured(watts=1.0)))
-        context = Context(service="new", workload={"rows": 3.0}, hardware=Hardware(cpus=4), at="2026-11-21")
+        runs = [past_run(other, "other", lambda _: TrialOutcome.measured(rate_per_s=1.0, p99_ms=1.0))]
+        runs.append(past_run(SMALL, "unmeasured", lambda _: TrialOutcome.measured(watts=1.0)))
+        context = ServiceContext(service="new", workload={"rows": 3.0}, hardware=Hardware(cpus=4), at="2026-11-21")
         designer = make(SMALL, OBJECTIVE, seed=13, library=runs, context=context)
         assert len({SMALL.key(config) for config in run_trials(designer, 12)}) == 12
 

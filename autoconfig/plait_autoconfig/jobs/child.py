@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from plait_autoconfig.jobs.errors import JobError
-from plait_autoconfig.jobs.exits import speaks_of_memory
+from plait_autoconfig.jobs.exit_status import mentions_out_of_memory
 from plait_autoconfig.jobs.measurer import Measurer, measured_to_json, subject_to_json, task_from_json
 from plait_autoconfig.jobs.spec import JobSpec
 
@@ -88,7 +88,7 @@ def _described(error: BaseException) -> dict[str, Any]:
     text = str(error) or type(error).__name__
     if isinstance(error, JobError):
         return {"kind": "refused", "text": text}
-    memory = isinstance(error, MemoryError) or speaks_of_memory(f"{type(error).__name__}: {text}")
+    memory = isinstance(error, MemoryError) or mentions_out_of_memory(f"{type(error).__name__}: {text}")
     return {"kind": "memory" if memory else "failed", "text": f"{type(error).__name__}: {text}"}
 
 

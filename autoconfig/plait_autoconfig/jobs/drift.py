@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from plait_autoconfig.jobs.measurer import Kind
+from plait_autoconfig.jobs.measurer import MeasurementKind
 from plait_autoconfig.jobs.records import Record
-from plait_autoconfig.values import Outcome
+from plait_autoconfig.values import TrialOutcome
 
 
 class Tolerances(Protocol):
@@ -27,13 +27,13 @@ class Tolerances(Protocol):
         """Relative."""
 
 
-def reference_outcomes(records: Sequence[Record]) -> tuple[tuple[Record, Outcome], ...]:
+def reference_outcomes(records: Sequence[Record]) -> tuple[tuple[Record, TrialOutcome], ...]:
     """The reference measurements that ran, with their raw outcomes."""
-    found = [(each, each.raw) for each in records if each.kind is Kind.REFERENCE]
+    found = [(each, each.raw) for each in records if each.kind is MeasurementKind.REFERENCE]
     return tuple((record, raw) for record, raw in found if raw is not None and raw.failure is None)
 
 
-def ratios(first: Outcome, later: Outcome) -> dict[str, float]:
+def ratios(first: TrialOutcome, later: TrialOutcome) -> dict[str, float]:
     """By metric, later over first; metrics that are not positive in both have none."""
     return {
         name: later.metrics[name] / value

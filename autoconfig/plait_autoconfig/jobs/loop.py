@@ -17,25 +17,25 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from plait_autoconfig.designers import make_designer, maker_of
-from plait_autoconfig.designers.protocols import Context
+from plait_autoconfig.designers.protocols import ServiceContext
 from plait_autoconfig.errors import TunerError
 from plait_autoconfig.jobs.child import PARTING_S
 from plait_autoconfig.jobs.drift import drift_factors
 from plait_autoconfig.jobs.errors import JobBroken
-from plait_autoconfig.jobs.live import held_alone
-from plait_autoconfig.jobs.measurer import Kind, MeasurerSource, Subject, Task
-from plait_autoconfig.jobs.plan import Done, Hopeless, Measure, Search, Step, next_step
-from plait_autoconfig.jobs.presence import Presence, is_present
-from plait_autoconfig.jobs.proposing import Proposals
+from plait_autoconfig.jobs.exclusive import exclusive_lock
+from plait_autoconfig.jobs.heartbeat import Heartbeat, is_present
+from plait_autoconfig.jobs.measurer import MeasurementKind, MeasurementTask, MeasurerSource, TuningSubject
+from plait_autoconfig.jobs.past_runs import began_at, past_runs, remember
+from plait_autoconfig.jobs.plan import Done, NoReference, RunMeasurement, RunSearch, Step, next_step
+from plait_autoconfig.jobs.proposals import Proposals
 from plait_autoconfig.jobs.records import Claim, Record, config_key, lost_as_crash
-from plait_autoconfig.jobs.remembering import began_at, past_runs, remember
 from plait_autoconfig.jobs.reporting import outlook_of, read_state, used_seconds
 from plait_autoconfig.jobs.runner import ChildRunner, Runner
 from plait_autoconfig.jobs.state import JobState
 from plait_autoconfig.jobs.store import JobStore
 from plait_autoconfig.values import Config
 
-MOST_LOST = 2
+MAX_LOST = 2
 """A configuration whose worker died more often than this is taken to be the reason."""
 
 _GONE = "its worker was gone"
@@ -100,7 +100,7 @@ def _work(
 ) -> None:
     """One worker from its sign of presence to its end; what it opens is closed by ``stack``."""
     name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    presence = stack.enter_context(Presence(store.workers_folder, name, now_s=now()))
+    presence = stack.enter_context(Heartbeat(store.workers_folder, name, now_s=now()))
 
     def tick() -> None:
         presence.renew(now_s=now())
@@ -109,18 +109,18 @@ def _work(
 
     held: tuple[int, ...] = ()
     if store.spec.target.live:
-        held = (stack.enter_context(held_alone(store.folder / "live.lock", wait_s=2.0 * PARTING_S, tick=tick)),)
+        held = (stack.enter_context(exclusive_lock(store.folder / "live.lock", wait_s=2.0 * PARTING_S, tick=tick)),)
     log = store.folder / "logs" / f"{name}.log"
     measuring = runner or ChildRunner(source, store.spec, folder=store.folder, log=log, held=held)
     stack.callback(measuring.finish)
-    _Worker(store, measuring, name, on_event=on_event, tick=tick, now=now, sleep=sleep).run()
+    _JobWorker(store, measuring, name, on_event=on_event, tick=tick, now=now, sleep=sleep).run()
 
 
 class _Stopped(Exception):
     """This worker is to end."""
 
 
-class _Worker:
+class _JobWorker:
     """One worker's run."""
 
     def __init__(
@@ -161,23 +161,23 @@ class _Worker:
             step = self._claimed()
             if isinstance(step, Record):
                 self._measure(step)
-            elif isinstance(step, Done | Hopeless):
+            elif isinstance(step, Done | NoReference):
                 break
             else:
                 self._sleep(_WAIT_S)
-        if isinstance(step, Hopeless):
+        if isinstance(step, NoReference):
             raise JobBroken(step.why)
         self._conclude(subject, step.why)
 
     # ---- deciding ----------------------------------------------------------------------------------------------------
 
-    def _designer(self, subject: Subject) -> Proposals:
+    def _designer(self, subject: TuningSubject) -> Proposals:
         records = self._store.records()
         library, warnings = past_runs(self._spec, records)
         self._store.warn(warnings)
         for sentence in warnings:
             self._say("note", sentence)
-        context = Context(
+        context = ServiceContext(
             service=subject.service or self._spec.name,
             workload=subject.workload,
             hardware=subject.hardware,
@@ -198,17 +198,17 @@ class _Worker:
     def _claimed(self) -> Record | Step:
         """The measurement that is now ours, or why there is none. A designer thinks outside of the lock."""
         proposal = None
-        if isinstance(self._planned(self._store.records()), Search):
+        if isinstance(self._planned(self._store.records()), RunSearch):
             proposal = self._proposal()
             if proposal is None:
                 return self._planned(self._store.records())
         with self._store.exclusive():
             records = self._swept(self._store.records())
             step = self._planned(records)
-            if isinstance(step, Measure):
+            if isinstance(step, RunMeasurement):
                 return self._claim(step.kind, step.config, records)
-            if isinstance(step, Search) and proposal is not None and proposal == self._proposals.next(records):
-                return self._claim(Kind.TRIAL, proposal, records)
+            if isinstance(step, RunSearch) and proposal is not None and proposal == self._proposals.next(records):
+                return self._claim(MeasurementKind.TRIAL, proposal, records)
             return step
 
     def _proposal(self) -> Config | None:
@@ -230,7 +230,7 @@ class _Worker:
         for record in orphans:
             lost = replace(record, lost=_GONE, finished_at_s=self._now())
             times = sum(each.lost == _GONE and each.key == record.key for each in records)
-            if self._store.end_held(lost_as_crash(lost) if times >= MOST_LOST else lost):
+            if self._store.end_held(lost_as_crash(lost) if times >= MAX_LOST else lost):
                 self._say("trial_lost", lost.lost, record.number)
         return self._store.records() if orphans else tuple(records)
 
@@ -238,7 +238,7 @@ class _Worker:
         worker = record.claim.worker
         return worker == self._name or is_present(self._store.workers_folder, worker, now_s=self._now())
 
-    def _claim(self, kind: Kind, config: Config, records: Sequence[Record]) -> Record:
+    def _claim(self, kind: MeasurementKind, config: Config, records: Sequence[Record]) -> Record:
         claim = Claim(
             kind=kind,
             config=config,
@@ -249,21 +249,21 @@ class _Worker:
         )
         return self._store.claim(claim)
 
-    def _seed(self, kind: Kind, config: Config, records: Sequence[Record]) -> int:
+    def _seed(self, kind: MeasurementKind, config: Config, records: Sequence[Record]) -> int:
         """Of the load: alike for the n-th measurement of every configuration, so that they meet the same arrivals.
 
         The reference keeps one seed for good: what changes in it is the host.
         """
         before = sum(each.kind is kind and each.key == config_key(config) and each.status != "lost" for each in records)
-        first = self._spec.seed + (_CONFIRM_SEEDS if kind is Kind.CONFIRM else 0)
-        return first if kind is Kind.REFERENCE else first + before
+        first = self._spec.seed + (_CONFIRM_SEEDS if kind is MeasurementKind.CONFIRM else 0)
+        return first if kind is MeasurementKind.REFERENCE else first + before
 
     # ---- doing -------------------------------------------------------------------------------------------------------
 
     def _measure(self, record: Record) -> None:
         shown = ", ".join(f"{name} = {value}" for name, value in record.config.items())
         self._say("trial_started", f"{record.kind}: {shown}", record.number)
-        task = Task(
+        task = MeasurementTask(
             number=record.number,
             kind=record.kind,
             config=record.config,
@@ -292,12 +292,12 @@ class _Worker:
 
     def _drift(self, record: Record) -> dict[str, float]:
         """What to divide by. Confirmations are compared with references of the same minutes, as measured."""
-        if record.kind not in {Kind.TRIAL, Kind.REFERENCE}:
+        if record.kind not in {MeasurementKind.TRIAL, MeasurementKind.REFERENCE}:
             return {}
         before = [each for each in self._store.records() if each.number != record.number]
         return drift_factors([*before, record], self._spec.reference)
 
-    def _conclude(self, subject: Subject, why: str) -> None:
+    def _conclude(self, subject: TuningSubject, why: str) -> None:
         problem = remember(self._spec, subject, self._store.records())
         if problem:
             self._store.warn((problem,))

@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from plait_autoconfig.values import Config, FailureKind, Hardware, Outcome, WorkloadFeatures
+from plait_autoconfig.values import Config, FailureKind, Hardware, TrialOutcome, WorkloadFeatures
 
 if TYPE_CHECKING:
     from plait_autoconfig.jobs.spec import JobSpec
@@ -21,7 +21,7 @@ Say: TypeAlias = Callable[[str], None]
 """Tells whoever watches what happens inside a trial: ``load test, 12 of 30 s``."""
 
 
-class Kind(StrEnum):
+class MeasurementKind(StrEnum):
     """What a measurement is for."""
 
     WARM_UP = "warm_up"  # its result is forgotten
@@ -31,11 +31,11 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class MeasurementTask:
     """One measurement. ``folder``: exists, is its own, for artefacts. ``limit_s``: then the child is killed."""
 
     number: int
-    kind: Kind
+    kind: MeasurementKind
     config: Config
     seed: int
     limit_s: float
@@ -48,7 +48,6 @@ class Samples:
 
     cpu_cores: float = 0.0
     memory_bytes: int = 0
-    gpu_share: float = 0.0
     gpu_memory_bytes: int = 0
 
 
@@ -60,7 +59,7 @@ class Measured:
     such as why the load test was broken off.
     """
 
-    outcome: Outcome
+    outcome: TrialOutcome
     duration_s: float = 0.0
     load_s: float = 0.0
     samples: Samples = field(default_factory=Samples)
@@ -70,7 +69,7 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class TuningSubject:
     """What is tuned, as the library remembers it and designers compare it."""
 
     service: str = ""
@@ -84,12 +83,12 @@ class Subject:
 class Measurer(Protocol):
     """Applies configurations and measures them. Made by a factory in the child; used from one thread."""
 
-    def check(self, spec: JobSpec) -> Subject:
+    def check(self, spec: JobSpec) -> TuningSubject:
         """Called first, once per process. Raises `JobRefused` for what can not be measured: a knob that the deployment
         does not have (with those there are), a scenario that can not reach its rate.
         """
 
-    def measure(self, task: Task, say: Say) -> Measured:
+    def measure(self, task: MeasurementTask, say: Say) -> Measured:
         """Applies ``task.config``, warms up, measures. Failures that it understands are outcomes; what it raises
         becomes one: MemoryError and CUDA's out of memory as such, all else as a crash.
         """
@@ -107,36 +106,37 @@ class Measurer(Protocol):
         """Removes the clone and whatever else is left."""
 
 
-class MakesMeasurer(Protocol):
-    """The factory. It must also clear away what an earlier process of the same job left when it was killed."""
-
-    def __call__(self, *, folder: Path, **arguments: Any) -> Measurer:
-        """``folder``: the job's. ``arguments``: JSON, as `MeasurerSource` has them."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasurerSource:
-    """Where the measurer comes from: ``factory`` is ``module:function``."""
+    """Where the measurer comes from: ``factory`` is ``module:function``, ``arguments`` are JSON.
+
+    The function is called with ``folder``, the job's, and the arguments, and returns a `Measurer`. It must also clear
+    away what an earlier process of the same job left when it was killed.
+    """
 
     factory: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
+_NEVER_MEASURED = "gpu_share"
+"""Jobs of earlier versions say it, always as 0."""
+
+
 # ---- JSON ------------------------------------------------------------------------------------------------------------
 
 
-def outcome_to_json(outcome: Outcome) -> dict[str, Any]:
+def outcome_to_json(outcome: TrialOutcome) -> dict[str, Any]:
     """Plain JSON; `outcome_from_json` is the way back."""
     if outcome.failure is None:
         return {"metrics": dict(outcome.metrics)}
     return {"failure": outcome.failure.value, "detail": outcome.detail}
 
 
-def outcome_from_json(raw: Mapping[str, Any]) -> Outcome:
+def outcome_from_json(raw: Mapping[str, Any]) -> TrialOutcome:
     """Raises `TunerError` or `ValueError` for what is no outcome."""
     if "failure" in raw:
-        return Outcome.failed(FailureKind(raw["failure"]), str(raw.get("detail", "")))
-    return Outcome(metrics=raw.get("metrics", {}))
+        return TrialOutcome.failed(FailureKind(raw["failure"]), str(raw.get("detail", "")))
+    return TrialOutcome(metrics=raw.get("metrics", {}))
 
 
 def measured_to_json(measured: Measured) -> dict[str, Any]:
@@ -158,28 +158,28 @@ def measured_from_json(raw: Mapping[str, Any]) -> Measured:
         outcome=outcome_from_json(raw["outcome"]),
         duration_s=float(raw["duration_s"]),
         load_s=float(raw.get("load_s", 0.0)),  # jobs of earlier versions do not say
-        samples=Samples(**raw["samples"]),
+        samples=Samples(**{name: value for name, value in raw["samples"].items() if name != _NEVER_MEASURED}),
         restarted=tuple(raw["restarted"]),
         artefacts=tuple(raw["artefacts"]),
         note=str(raw["note"]),
     )
 
 
-def task_to_json(task: Task) -> dict[str, Any]:
+def task_to_json(task: MeasurementTask) -> dict[str, Any]:
     """Plain JSON; `task_from_json` is the way back."""
     return asdict(task) | {"kind": task.kind.value, "folder": str(task.folder)}
 
 
-def task_from_json(raw: Mapping[str, Any]) -> Task:
+def task_from_json(raw: Mapping[str, Any]) -> MeasurementTask:
     """The task of `task_to_json`."""
-    return Task(**{**raw, "kind": Kind(raw["kind"]), "folder": Path(raw["folder"])})
+    return MeasurementTask(**{**raw, "kind": MeasurementKind(raw["kind"]), "folder": Path(raw["folder"])})
 
 
-def subject_to_json(subject: Subject) -> dict[str, Any]:
+def subject_to_json(subject: TuningSubject) -> dict[str, Any]:
     """Plain JSON; `subject_from_json` is the way back."""
     return asdict(subject)
 
 
-def subject_from_json(raw: Mapping[str, Any]) -> Subject:
+def subject_from_json(raw: Mapping[str, Any]) -> TuningSubject:
     """The subject of `subject_to_json`."""
-    return Subject(**{**raw, "hardware": Hardware(**raw["hardware"]), "costs": tuple(raw.get("costs", ()))})
+    return TuningSubject(**{**raw, "hardware": Hardware(**raw["hardware"]), "costs": tuple(raw.get("costs", ()))})

@@ -11,24 +11,24 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from plait_autoconfig.jobs.measurer import Kind
+from plait_autoconfig.jobs.measurer import MeasurementKind
 from plait_autoconfig.jobs.records import Record, config_key, trials_of
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.values import Cell, Config, cells_of, pooled
 
-_MOST_INVALID = 2  # measurements more than wanted, for those whose load test was invalid
+_MAX_INVALID = 2  # measurements more than wanted, for those whose load test was invalid
 
 
 @dataclass(frozen=True, slots=True)
-class Measure:
+class RunMeasurement:
     """Measure this."""
 
-    kind: Kind
+    kind: MeasurementKind
     config: Config
 
 
 @dataclass(frozen=True, slots=True)
-class Search:
+class RunSearch:
     """Measure what the designer proposes."""
 
 
@@ -45,13 +45,13 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
-class Hopeless:
+class NoReference:
     """The reference can not be measured, so nothing can be compared."""
 
     why: str
 
 
-Step: TypeAlias = Measure | Search | Wait | Done | Hopeless
+Step: TypeAlias = RunMeasurement | RunSearch | Wait | Done | NoReference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ def next_step(spec: JobSpec, records: Sequence[Record], outlook: Outlook) -> Ste
     if not over:
         return _searching(spec, active)
     running = [record.kind for record in active if record.status == "running"]
-    if Kind.TRIAL in running:
+    if MeasurementKind.TRIAL in running:
         return Wait()
     step = _confirming(spec, active, outlook)
     if step is not None:
@@ -84,7 +84,7 @@ def next_step(spec: JobSpec, records: Sequence[Record], outlook: Outlook) -> Ste
 
 def why_over(spec: JobSpec, active: Sequence[Record], outlook: Outlook) -> str:
     """Why no further configuration is to be proposed; empty if one is."""
-    made = sum(record.kind is Kind.TRIAL for record in active)
+    made = sum(record.kind is MeasurementKind.TRIAL for record in active)
     if made >= spec.budget.trials:
         return f"the {spec.budget.trials} trials of the budget were made"
     if outlook.left_s is not None and outlook.left_s < needed_s(spec, active):
@@ -104,28 +104,28 @@ def needed_s(spec: JobSpec, active: Sequence[Record]) -> float:
 
 def _first_reference(spec: JobSpec, active: Sequence[Record]) -> Step | None:
     """None once the reference was measured."""
-    own = [record for record in active if record.kind is Kind.REFERENCE]
+    own = [record for record in active if record.kind is MeasurementKind.REFERENCE]
     raw = [record.raw for record in own if record.raw is not None]
     if any(outcome.failure is None for outcome in raw):
         return None
     failed = [outcome for outcome in raw if not outcome.invalid]
-    if failed or len(raw) > _MOST_INVALID:
+    if failed or len(raw) > _MAX_INVALID:
         last = (failed or raw)[-1]
         kind = str(last.failure).replace("_", " ")
-        return Hopeless(f"the reference configuration could not be measured: {kind}: {last.detail}")
-    warm_ups = [record for record in active if record.kind is Kind.WARM_UP]
+        return NoReference(f"the reference configuration could not be measured: {kind}: {last.detail}")
+    warm_ups = [record for record in active if record.kind is MeasurementKind.WARM_UP]
     if any(record.status == "running" for record in [*own, *warm_ups]):
         return Wait()
-    kind = Kind.WARM_UP if spec.reference.warm_up and not warm_ups else Kind.REFERENCE
-    return Measure(kind, spec.default)
+    kind = MeasurementKind.WARM_UP if spec.reference.warm_up and not warm_ups else MeasurementKind.REFERENCE
+    return RunMeasurement(kind, spec.default)
 
 
 def _is_reference_due(spec: JobSpec, active: Sequence[Record]) -> bool:
     since = 0
     for record in active:
-        if record.kind is Kind.REFERENCE:
+        if record.kind is MeasurementKind.REFERENCE:
             since = 0
-        elif record.kind is Kind.TRIAL:
+        elif record.kind is MeasurementKind.TRIAL:
             since += 1
     return 0 < spec.reference.every <= since
 
@@ -135,12 +135,12 @@ def _is_reference_due(spec: JobSpec, active: Sequence[Record]) -> bool:
 
 def _searching(spec: JobSpec, active: Sequence[Record]) -> Step:
     if _is_reference_due(spec, active):
-        return Measure(Kind.REFERENCE, spec.default)
-    for group in _by_key(active, Kind.TRIAL).values():
+        return RunMeasurement(MeasurementKind.REFERENCE, spec.default)
+    for group in _by_key(active, MeasurementKind.TRIAL).values():
         wanted = _wanted(group, spec.repeats)
         if wanted and any(record.valid for record in group):
-            return Measure(Kind.TRIAL, group[0].config)
-    return Search()
+            return RunMeasurement(MeasurementKind.TRIAL, group[0].config)
+    return RunSearch()
 
 
 def _wanted(group: Sequence[Record], times: int) -> bool:
@@ -148,10 +148,10 @@ def _wanted(group: Sequence[Record], times: int) -> bool:
     if any(record.valid and record.raw is not None and record.raw.failure is not None for record in group):
         return False
     counted = sum(record.valid or record.status == "running" for record in group)
-    return counted < times and len(group) < times + _MOST_INVALID
+    return counted < times and len(group) < times + _MAX_INVALID
 
 
-def _by_key(records: Sequence[Record], kind: Kind) -> dict[Hashable, list[Record]]:
+def _by_key(records: Sequence[Record], kind: MeasurementKind) -> dict[Hashable, list[Record]]:
     groups: dict[Hashable, list[Record]] = {}
     for record in records:
         if record.kind is kind:
@@ -169,7 +169,7 @@ def ranked_candidates(spec: JobSpec, records: Sequence[Record]) -> tuple[Cell, .
     own = config_key(spec.default)
     trials = [
         trial
-        for trial in trials_of(record for record in records if record.kind is Kind.TRIAL)
+        for trial in trials_of(record for record in records if record.kind is MeasurementKind.TRIAL)
         if config_key(trial.config) != own
     ]
     goal = spec.goal
@@ -196,11 +196,11 @@ def _confirming(spec: JobSpec, active: Sequence[Record], outlook: Outlook) -> St
     """None when the confirmation is complete, pointless, or out of time."""
     size = spec.confirm.best
     candidates = [cell.config for cell in ranked_candidates(spec, active)] if size else []
-    done = _by_key(active, Kind.CONFIRM)
+    done = _by_key(active, MeasurementKind.CONFIRM)
     for start in range(0, len(candidates), max(1, size)):
         batch = candidates[start : start + size]
         step = _next_of_batch([spec.default, *batch], done, spec.confirm.times)
-        if isinstance(step, Measure) and outlook.left_s is not None and outlook.left_s <= 0.0:
+        if isinstance(step, RunMeasurement) and outlook.left_s is not None and outlook.left_s <= 0.0:
             return None
         if step is not None:
             return step
@@ -214,7 +214,7 @@ def _next_of_batch(configs: Sequence[Config], done: dict[Hashable, list[Record]]
     groups = [done.get(config_key(config), []) for config in configs]
     wanted = [index for index, group in enumerate(groups) if _wanted(group, times)]
     if wanted:
-        return Measure(Kind.CONFIRM, configs[min(wanted, key=lambda index: len(groups[index]))])
+        return RunMeasurement(MeasurementKind.CONFIRM, configs[min(wanted, key=lambda index: len(groups[index]))])
     return Wait() if any(record.status == "running" for group in groups for record in group) else None
 
 

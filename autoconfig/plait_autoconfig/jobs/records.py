@@ -6,8 +6,8 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
-from plait_autoconfig.jobs.measurer import Kind, Measured, measured_from_json, measured_to_json
-from plait_autoconfig.values import Config, FailureKind, Outcome, Trial
+from plait_autoconfig.jobs.measurer import Measured, MeasurementKind, measured_from_json, measured_to_json
+from plait_autoconfig.values import Config, FailureKind, Trial, TrialOutcome
 
 Status: TypeAlias = Literal["running", "finished", "lost"]
 
@@ -16,7 +16,7 @@ Status: TypeAlias = Literal["running", "finished", "lost"]
 class Claim:
     """A measurement that a worker took on. ``nonce`` is its alone; times are seconds since 1970."""
 
-    kind: Kind
+    kind: MeasurementKind
     config: Config
     seed: int
     worker: str
@@ -50,7 +50,7 @@ class Record:
         return "lost" if self.lost else "running"
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> MeasurementKind:
         """What it is for."""
         return self.claim.kind
 
@@ -65,17 +65,17 @@ class Record:
         return config_key(self.claim.config)
 
     @property
-    def raw(self) -> Outcome | None:
+    def raw(self) -> TrialOutcome | None:
         """As measured; None if it did not finish."""
         return None if self.measured is None else self.measured.outcome
 
     @property
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> TrialOutcome | None:
         """With the drift of the host divided out; None if it did not finish."""
         if self.measured is None or self.measured.outcome.failure is not None or not self.drift:
             return self.raw
         metrics = self.measured.outcome.metrics
-        return Outcome(metrics={name: value / self.drift.get(name, 1.0) for name, value in metrics.items()})
+        return TrialOutcome(metrics={name: value / self.drift.get(name, 1.0) for name, value in metrics.items()})
 
     @property
     def valid(self) -> bool:
@@ -105,7 +105,7 @@ def trials_of(records: Iterable[Record]) -> tuple[Trial, ...]:
     seen: dict[Hashable, int] = {}
     trials = []
     for record in records:
-        trial = None if record.kind is Kind.WARM_UP else record.trial()
+        trial = None if record.kind is MeasurementKind.WARM_UP else record.trial()
         if trial is not None:
             repeat = seen.get(record.key, 0)
             seen[record.key] = repeat + 1
@@ -115,7 +115,7 @@ def trials_of(records: Iterable[Record]) -> tuple[Trial, ...]:
 
 def lost_as_crash(record: Record) -> Record:
     """A measurement whose worker died as one that crashed: for a configuration that took its worker down repeatedly."""
-    outcome = Outcome.failed(FailureKind.CRASH, f"the tuner itself died while measuring it: {record.lost}")
+    outcome = TrialOutcome.failed(FailureKind.CRASH, f"the tuner itself died while measuring it: {record.lost}")
     return replace(record, measured=Measured(outcome=outcome), lost="")
 
 
@@ -136,7 +136,7 @@ def claim_to_json(claim: Claim) -> dict[str, Any]:
 
 def claim_from_json(raw: Mapping[str, Any]) -> Claim:
     """The claim of `claim_to_json`."""
-    return Claim(**{**raw, "kind": Kind(raw["kind"])})
+    return Claim(**{**raw, "kind": MeasurementKind(raw["kind"])})
 
 
 def end_to_json(record: Record) -> dict[str, Any]:

@@ -7,17 +7,17 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from plait_autoconfig.jobs.answers import fresh_trials, gain_of, noise_of, recommendations
 from plait_autoconfig.jobs.drift import drift_warnings, ratios, reference_outcomes
-from plait_autoconfig.jobs.measurer import Kind, Samples, Subject
-from plait_autoconfig.jobs.plan import Done, Hopeless, Outlook, next_step, why_over
-from plait_autoconfig.jobs.recommending import fresh_trials, gain_of, noise_of, recommendations
+from plait_autoconfig.jobs.measurer import MeasurementKind, Samples, TuningSubject
+from plait_autoconfig.jobs.plan import Done, NoReference, Outlook, next_step, why_over
 from plait_autoconfig.jobs.records import Record, config_key, trials_of
 from plait_autoconfig.jobs.spec import JobSpec
-from plait_autoconfig.jobs.state import Best, DriftPoint, JobState, Phase, Remaining, Row
+from plait_autoconfig.jobs.state import Best, DriftPoint, JobState, MeasurementRow, Phase, Remaining
 from plait_autoconfig.jobs.stopping import NoImprovement
 from plait_autoconfig.jobs.store import JobStore
 from plait_autoconfig.objective import Goal
-from plait_autoconfig.values import Cell, Outcome, Trial, cells_of
+from plait_autoconfig.values import Cell, Trial, TrialOutcome, cells_of
 
 
 def read_state(store: JobStore, *, now_s: float | None = None) -> JobState:
@@ -40,7 +40,7 @@ def state_of(
     spec: JobSpec,
     records: Sequence[Record],
     *,
-    subject: Subject | None = None,
+    subject: TuningSubject | None = None,
     exhausted: str = "",
     failure: str = "",
     cancelled: bool = False,
@@ -52,7 +52,9 @@ def state_of(
     used_s = used_seconds(records, now_s=now_s)
     outlook = outlook_of(spec, records, used_s=used_s, exhausted=exhausted)
     phase, reason = _phase(spec, records, outlook, failure=failure, cancelled=cancelled)
-    trials = [*trials_of(record for record in records if record.kind in {Kind.TRIAL, Kind.REFERENCE})]
+    trials = [
+        *trials_of(record for record in records if record.kind in {MeasurementKind.TRIAL, MeasurementKind.REFERENCE})
+    ]
     best, front = _bests(spec, records, trials)
     cells = spec.space.cells()
     return JobState(
@@ -86,7 +88,7 @@ def outlook_of(spec: JobSpec, records: Sequence[Record], *, used_s: float, exhau
     """What `next_step` must know besides the records."""
     minutes = spec.budget.minutes
     rule = NoImprovement(spec.stop.patience, spec.stop.least_gain)
-    trials = trials_of(record for record in records if record.kind is Kind.TRIAL)
+    trials = trials_of(record for record in records if record.kind is MeasurementKind.TRIAL)
     return Outlook(
         left_s=None if minutes is None else 60.0 * minutes - used_s,
         stop=exhausted or rule.why_stop(spec.goal, trials),
@@ -109,7 +111,7 @@ def _phase(
     step = next_step(spec, records, outlook)
     if isinstance(step, Done):
         return "finished", step.why
-    if isinstance(step, Hopeless):
+    if isinstance(step, NoReference):
         return "failed", step.why
     if cancelled:
         return "cancelled", "it was cancelled"
@@ -128,7 +130,7 @@ def _binding(spec: JobSpec, records: Sequence[Record], trials: Sequence[Trial]) 
 
 
 def _remaining(spec: JobSpec, records: Sequence[Record], used_s: float) -> Remaining:
-    made = sum(record.kind is Kind.TRIAL and record.status != "lost" for record in records)
+    made = sum(record.kind is MeasurementKind.TRIAL and record.status != "lost" for record in records)
     minutes = spec.budget.minutes
     return Remaining(
         trials=max(0, spec.budget.trials - made),
@@ -157,16 +159,16 @@ def _bests(spec: JobSpec, records: Sequence[Record], trials: Sequence[Trial]) ->
     return (None if cell is None else _best(spec, cell, reference, groups)), ()
 
 
-def _raw_groups(records: Sequence[Record]) -> Mapping[Hashable, Sequence[Outcome]]:
+def _raw_groups(records: Sequence[Record]) -> Mapping[Hashable, Sequence[TrialOutcome]]:
     """Outcomes as measured, by configuration: drift is in their scatter, so intervals are rather too wide."""
-    groups: dict[Hashable, list[Outcome]] = {}
+    groups: dict[Hashable, list[TrialOutcome]] = {}
     for record in records:
-        if record.kind is not Kind.WARM_UP and record.valid and record.raw is not None:
+        if record.kind is not MeasurementKind.WARM_UP and record.valid and record.raw is not None:
             groups.setdefault(record.key, []).append(record.raw)
     return groups
 
 
-def _best(spec: JobSpec, cell: Cell, reference: Cell | None, groups: Mapping[Hashable, Sequence[Outcome]]) -> Best:
+def _best(spec: JobSpec, cell: Cell, reference: Cell | None, groups: Mapping[Hashable, Sequence[TrialOutcome]]) -> Best:
     goals = {
         goal.metric: noise_of(goal, groups, seed=spec.seed).mean(
             [trial.outcome.metrics[goal.metric] for trial in cell.trials if trial.outcome.failure is None]
@@ -198,11 +200,11 @@ def _best_so_far(spec: JobSpec, trials: Sequence[Trial]) -> tuple[tuple[int, flo
     return tuple(found)
 
 
-def _row(spec: JobSpec, record: Record, best: Best | None, now_s: float) -> Row:
+def _row(spec: JobSpec, record: Record, best: Best | None, now_s: float) -> MeasurementRow:
     outcome, measured = record.outcome, record.measured
     feasible = outcome is not None and spec.goal.feasible(outcome)
     duration_s = max(0.0, now_s - record.claim.at_s) if record.status == "running" else 0.0
-    return Row(
+    return MeasurementRow(
         number=record.number,
         kind=record.kind,
         status=record.status,
@@ -239,12 +241,12 @@ def why_rejected(spec: JobSpec, record: Record, best: Best | None) -> str:
     ]
     if missed:
         return "; ".join(missed)
-    if best is None or config_key(best.config) == record.key or record.kind is not Kind.TRIAL:
+    if best is None or config_key(best.config) == record.key or record.kind is not MeasurementKind.TRIAL:
         return ""
     return _worse(spec.goal.goals[0], outcome, best)
 
 
-def _worse(goal: Goal, outcome: Outcome, best: Best) -> str:
+def _worse(goal: Goal, outcome: TrialOutcome, best: Best) -> str:
     ours, theirs = outcome.metrics[goal.metric], best.metrics[goal.metric]
     if ours == theirs:
         return f"as good as the best in {goal.metric}, but later"

@@ -18,19 +18,19 @@ from typing import Any, Protocol
 
 from plait_autoconfig.jobs.child import PARTING_S
 from plait_autoconfig.jobs.errors import JobBroken, JobRefused
-from plait_autoconfig.jobs.exits import count_oom_kills, outcome_of_exit
+from plait_autoconfig.jobs.exit_status import count_oom_kills, outcome_of_exit
 from plait_autoconfig.jobs.measurer import (
     Measured,
+    MeasurementTask,
     MeasurerSource,
     Say,
-    Subject,
-    Task,
+    TuningSubject,
     measured_from_json,
     subject_from_json,
     task_to_json,
 )
 from plait_autoconfig.jobs.spec import JobSpec
-from plait_autoconfig.values import Config, FailureKind, Outcome
+from plait_autoconfig.values import Config, FailureKind, TrialOutcome
 
 _TICK_S = 0.2
 _TAIL_BYTES = 4000
@@ -43,10 +43,10 @@ Tick = Callable[[], None]
 class Runner(Protocol):
     """Measures tasks, whatever they do. Used from one thread."""
 
-    def check(self, tick: Tick) -> Subject:
+    def check(self, tick: Tick) -> TuningSubject:
         """See `Measurer.check`. Raises `JobRefused`, or `JobBroken` if the measurer can not be made."""
 
-    def measure(self, task: Task, say: Say, tick: Tick) -> Measured:
+    def measure(self, task: MeasurementTask, say: Say, tick: Tick) -> Measured:
         """Never longer than ``task.limit_s`` (and the time to start a fresh process). Raises only what `check` does."""
 
     def apply(self, config: Config) -> None:
@@ -69,11 +69,11 @@ class ChildRunner:
         self._received = b""
         self._unrestored = False
 
-    def check(self, tick: Tick) -> Subject:
+    def check(self, tick: Tick) -> TuningSubject:
         """See `Runner.check`."""
         return self._started(tick)
 
-    def measure(self, task: Task, say: Say, tick: Tick) -> Measured:
+    def measure(self, task: MeasurementTask, say: Say, tick: Tick) -> Measured:
         """See `Runner.measure`."""
         if self._process is None:
             self._started(tick)
@@ -111,7 +111,7 @@ class ChildRunner:
             self._end(grace_s=PARTING_S)
         self._unrestored = False
 
-    def _started(self, tick: Tick) -> Subject:
+    def _started(self, tick: Tick) -> TuningSubject:
         """Starts a process, makes the measurer in it and has it check the job."""
         self._spawn()
         make = {
@@ -254,7 +254,7 @@ def _ends_within(pid: int, limit_s: float) -> bool:
 
 
 def _failed(kind: FailureKind, detail: str) -> Measured:
-    return Measured(outcome=Outcome.failed(kind, detail))
+    return Measured(outcome=TrialOutcome.failed(kind, detail))
 
 
 def _last_lines(log: Path, start: int, *, count: int = 3) -> str:

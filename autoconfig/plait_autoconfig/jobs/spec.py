@@ -1,6 +1,6 @@
 """A job as it is written: what is tuned, over which knobs, under which load, for what, and at what price.
 
-The edge of the package: YAML becomes one frozen `JobSpec` (`reading.read_job`). Unknown keys and wrong types are
+The edge of the package: YAML becomes one frozen `JobSpec` (`job_file.parse_job`). Unknown keys and wrong types are
 errors; nothing is changed later. What contradicts itself is refused here, before anything is measured.
 """
 
@@ -25,14 +25,14 @@ KnobName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63
 _Values: TypeAlias = Annotated[tuple[Value, ...], Field(min_length=1)]
 
 
-class _Frozen(BaseModel):
+class _SpecModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 # ---- what is tuned ---------------------------------------------------------------------------------------------------
 
 
-class Live(_Frozen):
+class LiveTuning(_SpecModel):
     """Leave to tune the application that serves users. ``guard``: limits (``p99_ms <= 200``); a breach rolls back."""
 
     guard: Annotated[tuple[str, ...], Field(min_length=1)]
@@ -40,20 +40,20 @@ class Live(_Frozen):
     leave: Literal["best", "original"] = Field(default="original", description="what the service is left with")
 
 
-class Target(_Frozen):
+class TuningTarget(_SpecModel):
     """The application. A clone of it is tuned, unless ``live`` says otherwise."""
 
     config: str | None = Field(default=None, description="a plait.yaml; none: plait's default")
     settings: dict[str, JsonValue] = Field(default_factory=dict, description="path: value, set over the config")
     app: Literal["images", "recommend"] = "images"
     deployments: tuple[str, ...] = Field(default=(), description="whose knobs are tuned; none: those that knobs name")
-    live: Literal[False] | Live = False
+    live: Literal[False] | LiveTuning = False
 
 
 # ---- the space -------------------------------------------------------------------------------------------------------
 
 
-class _Knob(_Frozen):
+class _Knob(_SpecModel):
     sets: str = Field(default="", description="what it sets: DEPLOYMENT.knob; none: its own name")
     unit: str = ""
     when: dict[str, _Values] = Field(default_factory=dict, description="active only while knob: one of the values")
@@ -109,7 +109,7 @@ KnobSpec: TypeAlias = Annotated[IntRange | FloatRange | Choice, Field(discrimina
 # ---- how it is searched ----------------------------------------------------------------------------------------------
 
 
-class Prices(_Frozen):
+class Prices(_SpecModel):
     """Per hour, in any one currency. A configuration costs what it reserves."""
 
     core: float = Field(default=0.04, ge=0)
@@ -117,7 +117,7 @@ class Prices(_Frozen):
     gib: float = Field(default=0.005, ge=0)
 
 
-class Budget(_Frozen):
+class Budget(_SpecModel):
     """``trials``: measurements of proposed configurations; reference and confirmation come on top.
 
     ``minutes``: of everything, without the time between a crash and the resumption. Time for the confirmation is kept
@@ -128,14 +128,14 @@ class Budget(_Frozen):
     minutes: float | None = Field(default=None, gt=0)
 
 
-class Confirm(_Frozen):
+class Confirm(_SpecModel):
     """The ``best`` candidates are measured ``times`` more, in turn with the reference, before one is recommended."""
 
     best: int = Field(default=2, ge=0, le=20)
     times: int = Field(default=2, ge=1, le=50)
 
 
-class Reference(_Frozen):
+class Reference(_SpecModel):
     """The configuration that all are compared with: what runs today, or a rule of thumb.
 
     ``every``: measured again after so many trials (0: only at the beginning), so that a drifting host is seen. A change
@@ -151,13 +151,13 @@ class Reference(_Frozen):
     warm_up: bool = Field(default=False, description="measure it once before, and forget the result")
 
 
-class DesignerChoice(_Frozen):
+class DesignerChoice(_SpecModel):
     """Who proposes the next trial."""
 
     name: str = "plait"
 
 
-class Stop(_Frozen):
+class Stop(_SpecModel):
     """When to stop before the budget is spent. By default never.
 
     ``patience``: the best did not improve by ``least_gain`` (relative) for so many trials. ``expected_gain``: the
@@ -170,11 +170,11 @@ class Stop(_Frozen):
     least_trials: int = Field(default=5, ge=1)
 
 
-class JobSpec(_Frozen):
-    """A whole job. Paths are absolute; see `reading.read_job`."""
+class JobSpec(_SpecModel):
+    """A whole job. Paths are absolute: `job_file.parse_job` makes them so."""
 
     name: Name
-    target: Target = Target()
+    target: TuningTarget = TuningTarget()
     knobs: Annotated[dict[KnobName, KnobSpec], Field(min_length=1)]
     constraints: tuple[str, ...] = Field(default=(), description="between knobs: `cpus * replicas <= 2`")
     scenarios: Annotated[tuple[str | dict[str, JsonValue], ...], Field(min_length=1)]
@@ -254,7 +254,7 @@ class JobSpec(_Frozen):
         return self
 
 
-def guard_limits(live: Live) -> tuple[Limit, ...]:
+def guard_limits(live: LiveTuning) -> tuple[Limit, ...]:
     """The guard of a live service as limits on metrics. Raises `ObjectiveError`."""
     return parse_objective("max goodput_per_s", live.guard).limits
 

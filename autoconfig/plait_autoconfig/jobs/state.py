@@ -9,17 +9,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from plait_autoconfig.jobs.measurer import Kind, Samples, Subject
+from plait_autoconfig.jobs.measurer import MeasurementKind, Samples, TuningSubject
 from plait_autoconfig.jobs.records import Status
 from plait_autoconfig.jobs.spec import JobSpec
-from plait_autoconfig.values import Config, Outcome
+from plait_autoconfig.values import Config, TrialOutcome
 
 Phase: TypeAlias = Literal["searching", "confirming", "finished", "failed", "cancelled"]
 """``searching`` and ``confirming``: something is left to do, whether or not a worker is at it (`JobState.workers`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class MeasurementRow:
     """One measurement. ``raw`` as measured, ``outcome`` with the drift of the host (``drift``, by metric) divided out.
 
     ``feasible``: it ran and keeps every limit. ``reason``: why it was rejected: the failure, the limit and by how much,
@@ -27,11 +27,11 @@ class Row:
     """
 
     number: int
-    kind: Kind
+    kind: MeasurementKind
     status: Status
     config: Config
-    raw: Outcome | None
-    outcome: Outcome | None
+    raw: TrialOutcome | None
+    outcome: TrialOutcome | None
     drift: Mapping[str, float]
     feasible: bool
     reason: str
@@ -119,10 +119,10 @@ class JobState:
     """
 
     spec: JobSpec
-    subject: Subject | None
+    subject: TuningSubject | None
     phase: Phase
     reason: str
-    rows: tuple[Row, ...]
+    rows: tuple[MeasurementRow, ...]
     best: Best | None
     front: tuple[Best, ...]
     answers: tuple[Recommendation, ...]

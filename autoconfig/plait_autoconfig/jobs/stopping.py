@@ -11,18 +11,11 @@ from plait_autoconfig.values import Trial
 
 
 @runtime_checkable
-class Foresees(Protocol):
+class PredictsRegret(Protocol):
     """A designer that can tell what is left to gain."""
 
     def expected_regret(self) -> float:
         """How much worse the best known cell is expected to be than the best of all, as a share of its loss."""
-
-
-class StopRule(Protocol):
-    """Looks at a search after each trial."""
-
-    def why_stop(self, objective: Objective, trials: Sequence[Trial]) -> str:
-        """A sentence that says why to stop; empty to go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +29,7 @@ class NoImprovement:
     least_gain: float = 0.01
 
     def why_stop(self, objective: Objective, trials: Sequence[Trial]) -> str:
-        """See `StopRule.why_stop`."""
+        """Return a sentence that says why to stop; empty to go on."""
         before = trials[: -self.patience] if self.patience else ()
         if not before or not self._has_stalled(objective, before, trials):
             return ""
@@ -58,7 +51,7 @@ class NoImprovement:
 
 def why_nothing_is_left(designer: object, *, expected_gain: float) -> str:
     """A sentence if the designer expects less than ``expected_gain`` to be left; empty if not, or if it can not say."""
-    if expected_gain <= 0.0 or not isinstance(designer, Foresees):
+    if expected_gain <= 0.0 or not isinstance(designer, PredictsRegret):
         return ""
     regret = designer.expected_regret()
     if regret >= expected_gain:

@@ -30,9 +30,9 @@ from pydantic import ValidationError
 
 from plait_autoconfig.errors import OutsideSpace
 from plait_autoconfig.jobs.errors import JobBroken, JobRefused
+from plait_autoconfig.jobs.heartbeat import present_workers
 from plait_autoconfig.jobs.journal import KernelLock, open_storage
-from plait_autoconfig.jobs.measurer import Kind, Subject, subject_from_json, subject_to_json
-from plait_autoconfig.jobs.presence import present_workers
+from plait_autoconfig.jobs.measurer import MeasurementKind, TuningSubject, subject_from_json, subject_to_json
 from plait_autoconfig.jobs.records import Claim, Record, claim_from_json, claim_to_json, end_to_json, with_end
 from plait_autoconfig.jobs.spec import JobSpec, changed_settings
 from plait_autoconfig.logs import quiet
@@ -172,12 +172,12 @@ class JobStore:
         """Those that are at it."""
         return present_workers(self.workers_folder, now_s=now_s)
 
-    def subject(self) -> Subject | None:
+    def subject(self) -> TuningSubject | None:
         """What is tuned; None before a measurer has said it."""
         raw = self._attributes().get(_SUBJECT)
         return None if raw is None else subject_from_json(raw)
 
-    def set_subject(self, subject: Subject) -> None:
+    def set_subject(self, subject: TuningSubject) -> None:
         """Remembers what is tuned."""
         with _translated(self.folder):
             self._storage.set_study_user_attr(self._study_id, _SUBJECT, subject_to_json(subject))
@@ -256,7 +256,7 @@ class JobStore:
     def _mirror(self, record: Record) -> None:
         trial_id, outcome = self._ids[record.number], record.outcome
         losses = None if outcome is None else self.spec.goal.losses(outcome)
-        if outcome is None or losses is None or record.kind is Kind.WARM_UP:
+        if outcome is None or losses is None or record.kind is MeasurementKind.WARM_UP:
             self._storage.set_trial_state_values(trial_id, TrialState.FAIL)
             return
         excesses = create_trial(state=TrialState.FAIL, constraints=self.spec.goal.excesses(outcome)).system_attrs

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from plait_autoconfig.jobs.errors import JobRefused
-from plait_autoconfig.jobs.measurer import Kind, Measured, Samples, Say, Subject, Task
+from plait_autoconfig.jobs.measurer import Measured, MeasurementKind, MeasurementTask, Samples, Say, TuningSubject
 from plait_autoconfig.jobs.spec import JobSpec
-from plait_autoconfig.values import Config, FailureKind, Hardware, Outcome, Value
+from plait_autoconfig.values import Config, FailureKind, Hardware, TrialOutcome, Value
 
 
 def service(config: Config, *, saturation_per_s: float = 40.0) -> dict[str, float]:
@@ -61,15 +61,17 @@ class FakeMeasurer:
         self._folder, self._seconds, self._noise, self._drift = folder, seconds, noise, drift
         self._fail, self._knobs = fail, knobs
 
-    def check(self, spec: JobSpec) -> Subject:
+    def check(self, spec: JobSpec) -> TuningSubject:
         """See `Measurer.check`."""
         for knob in spec.settings(spec.default):
             if self._knobs is not None and knob not in self._knobs:
                 msg = f"there is no knob {knob}; there are {', '.join(self._knobs)}"
                 raise JobRefused(msg)
-        return Subject(service="fake", workload={"rate_per_s": 1.0}, hardware=Hardware(cpus=1), versions={"fake": "1"})
+        return TuningSubject(
+            service="fake", workload={"rate_per_s": 1.0}, hardware=Hardware(cpus=1), versions={"fake": "1"}
+        )
 
-    def measure(self, task: Task, say: Say) -> Measured:
+    def measure(self, task: MeasurementTask, say: Say) -> Measured:
         """See `Measurer.measure`."""
         say("applying")
         self._note("begin", task)
@@ -86,7 +88,7 @@ class FakeMeasurer:
         self._note("end", task)
         (task.folder / "load.json").write_text("{}", encoding="utf-8")
         return Measured(
-            outcome=Outcome(metrics=metrics),
+            outcome=TrialOutcome(metrics=metrics),
             samples=Samples(cpu_cores=1.0, memory_bytes=1 << 20),
             artefacts=("load.json",),
         )
@@ -112,17 +114,17 @@ class FakeMeasurer:
     def _failed(self, how: str) -> Measured:
         kinds = {"refuse": FailureKind.REFUSED_START, "invalid": FailureKind.INVALID}
         if how in kinds:
-            return Measured(outcome=Outcome.failed(kinds[how], "as told"))
+            return Measured(outcome=TrialOutcome.failed(kinds[how], "as told"))
         acts: dict[str, Any] = {
             "hang": lambda: time.sleep(3600.0),
             "memory": _run_out_of_memory,
             "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
         }
         acts.get(how, _raise)()
-        return Measured(outcome=Outcome.failed(FailureKind.CRASH, f"{how} did nothing"))
+        return Measured(outcome=TrialOutcome.failed(FailureKind.CRASH, f"{how} did nothing"))
 
-    def _note(self, what: str, task: Task) -> None:
-        if task.kind is not Kind.WARM_UP:
+    def _note(self, what: str, task: MeasurementTask) -> None:
+        if task.kind is not MeasurementKind.WARM_UP:
             self._write(f"{what} {task.number} {task.kind} {sorted(task.config.items())}")
 
     def _write(self, line: str) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
-from plait_autoconfig.report.words import signed_percent
+from plait_autoconfig.report.formatting import signed_percent
 from plait_loadtest.report.scale import Scale, span
 
 Kind = Literal["ok", "over", "failed", "reference", "confirm"]
@@ -75,7 +75,7 @@ class Dot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class StairStep:
     """From ``x`` on, the best known value is ``y``, and lies between ``low`` and ``high``."""
 
     x: float
@@ -94,7 +94,7 @@ class Axes:
 
 
 def best_so_far(
-    dots: Sequence[Dot], steps: Sequence[Step], axes: Axes, *, default: float | None, frame: Frame = WIDE
+    dots: Sequence[Dot], steps: Sequence[StairStep], axes: Axes, *, default: float | None, frame: Frame = WIDE
 ) -> str:
     """Every trial in the order of time, the best known value as a stair with its interval, and the default's value."""
     last = max((dot.x for dot in dots), default=1.0)

@@ -12,8 +12,8 @@ from typing import Any
 
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.jobs.state import Interval, JobState, Phase
+from plait_autoconfig.report.formatting import config_text, duration_text
 from plait_autoconfig.report.page import verdict
-from plait_autoconfig.report.words import config_text, duration_text
 from plait_autoconfig.values import Config
 from plait_loadtest.report.table import number
 

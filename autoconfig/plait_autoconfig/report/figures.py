@@ -6,21 +6,21 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from plait_autoconfig.errors import OutsideSpace
-from plait_autoconfig.jobs.measurer import Kind
+from plait_autoconfig.jobs.measurer import MeasurementKind
 from plait_autoconfig.jobs.records import config_key
-from plait_autoconfig.jobs.state import JobState, Row
-from plait_autoconfig.jobs.sureness import Noise
+from plait_autoconfig.jobs.state import JobState, MeasurementRow
+from plait_autoconfig.jobs.uncertainty import Noise
 from plait_autoconfig.objective import Goal, Objective
 from plait_autoconfig.report import charts
-from plait_autoconfig.report.charts import Dot, Step
-from plait_autoconfig.report.words import config_text, with_unit
+from plait_autoconfig.report.charts import Dot, StairStep
+from plait_autoconfig.report.formatting import config_text, with_unit
 from plait_autoconfig.space import Space
-from plait_autoconfig.values import Cell, Config, Outcome, Trial, cells_of, pooled
+from plait_autoconfig.values import Cell, Config, Trial, TrialOutcome, cells_of, pooled
 
 
-def finished(state: JobState) -> tuple[Row, ...]:
+def finished(state: JobState) -> tuple[MeasurementRow, ...]:
     """The rows with an outcome, warm-ups left out, in order of their numbers."""
-    return tuple(row for row in state.rows if row.outcome is not None and row.kind is not Kind.WARM_UP)
+    return tuple(row for row in state.rows if row.outcome is not None and row.kind is not MeasurementKind.WARM_UP)
 
 
 def trials(state: JobState) -> tuple[Trial, ...]:
@@ -41,7 +41,7 @@ def metrics_of(state: JobState, config: Config, *, confirmed: bool = False) -> M
     """The mean of each metric over the measurements of the configuration, or over the confirming ones alone; empty if
     there are none."""
     wanted = config_key(config)
-    rows = [row for row in finished(state) if row.kind is Kind.CONFIRM or not confirmed]
+    rows = [row for row in finished(state) if row.kind is MeasurementKind.CONFIRM or not confirmed]
     found = pooled(row.outcome for row in rows if config_key(row.config) == wanted and row.outcome is not None)
     return {} if found is None else found.metrics
 
@@ -53,15 +53,15 @@ def default_breaks(state: JobState, *, confirmed: bool) -> frozenset[str]:
     return frozenset(limit.metric for limit in limits if limit.excess(metrics) > 0.0)
 
 
-def stairs(state: JobState, goal: Goal) -> tuple[Step, ...]:
+def best_over_time(state: JobState, goal: Goal) -> tuple[StairStep, ...]:
     """The best feasible configuration's mean after each measurement, whenever it changed, with its interval.
 
     It can get worse: when the best is measured again and was luckier the first time.
     """
     objective, noise = Objective((goal,), state.spec.goal.limits), noise_of(state, goal)
-    seen: dict[Hashable, list[Outcome]] = {}
+    seen: dict[Hashable, list[TrialOutcome]] = {}
     losses: dict[Hashable, float] = {}
-    steps: list[Step] = []
+    steps: list[StairStep] = []
     for row in finished(state):
         key, outcome = config_key(row.config), row.outcome
         if outcome is None or outcome.invalid:
@@ -86,10 +86,10 @@ def noise_of(state: JobState, goal: Goal) -> Noise:
     return Noise(groups.values(), seed=state.spec.seed)
 
 
-def _step(number: int, values: Sequence[float], noise: Noise) -> Step:
+def _step(number: int, values: Sequence[float], noise: Noise) -> StairStep:
     mean = noise.mean(values)
     low, high = (mean.value if edge is None else edge for edge in (mean.low, mean.high))
-    return Step(x=number, y=mean.value, low=low, high=high)
+    return StairStep(x=number, y=mean.value, low=low, high=high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,23 +104,23 @@ class Marker:
         """For the rows of this job."""
         return cls(config_key(state.spec.default), recommended_keys(state))
 
-    def dot(self, row: Row, *, x: float, metric: str) -> Dot:
+    def dot(self, row: MeasurementRow, *, x: float, metric: str) -> Dot:
         """The row at ``x``; its height is ``metric``."""
         y = None if row.outcome is None else row.outcome.metrics.get(metric)
         chosen = config_key(row.config) in self.chosen
         return Dot(x=x, y=y, kind=self._kind(row), text=dot_text(row, metric), chosen=chosen)
 
-    def _kind(self, row: Row) -> charts.Kind:
+    def _kind(self, row: MeasurementRow) -> charts.Kind:
         if row.outcome is None or row.outcome.failure is not None:
             return "failed"
         if config_key(row.config) == self.default:
             return "reference"
         if not row.feasible:
             return "over"
-        return "confirm" if row.kind is Kind.CONFIRM else "ok"
+        return "confirm" if row.kind is MeasurementKind.CONFIRM else "ok"
 
 
-def dot_text(row: Row, metric: str) -> str:
+def dot_text(row: MeasurementRow, metric: str) -> str:
     """``trial 7: 12.3 /s; replicas=2; p99_ms <= 50 missed by 12 %``."""
     outcome = row.outcome
     value = outcome.metrics.get(metric) if outcome is not None else None
@@ -136,7 +136,7 @@ def recommended_keys(state: JobState) -> frozenset[Hashable]:
     return frozenset(config_key(config) for config in chosen)
 
 
-def front_line(state: JobState, x: Goal, y: Goal) -> tuple[tuple[float, float], ...]:
+def pareto_line(state: JobState, x: Goal, y: Goal) -> tuple[tuple[float, float], ...]:
     """The recommended front (or the one so far), seen in two of its goals: the corners of a stair, in the order of the
     first goal's metric."""
     known = [each.metrics for each in state.answers or state.front]
@@ -166,5 +166,5 @@ def _inside(space: Space, config: Config) -> bool:
     return True
 
 
-def _differ(one: Step | None, other: Step) -> bool:
+def _differ(one: StairStep | None, other: StairStep) -> bool:
     return one is None or (one.y, one.low, one.high) != (other.y, other.low, other.high)

@@ -24,7 +24,7 @@ FEWEST_CELLS = 10
 """Of fewer configurations nothing is said: the best part of them would be one or two."""
 
 _WANTED_BEST = 5  # Optuna's documentation asks for at least 5 configurations in the best part
-_LEAST_SHARE, _MOST_SHARE = 0.1, 0.5
+_MIN_SHARE, _MAX_SHARE = 0.1, 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ def knob_importance(space: Space, objective: Objective, cells: Sequence[Cell]) -
     if len(cells) < FEWEST_CELLS:
         return None
     places = ranks(objective, cells)
-    best_share = min(_MOST_SHARE, max(_LEAST_SHARE, _WANTED_BEST / len(cells)))
+    best_share = min(_MAX_SHARE, max(_MIN_SHARE, _WANTED_BEST / len(cells)))
     found = _ped_anova(space, [dict(cell.config) for cell in cells], places, best_share)
     total = sum(found.values())
     if total <= 0.0 or len(set(places)) == 1:

@@ -15,8 +15,8 @@ from html import escape
 from plait_autoconfig.jobs.state import Interval, JobState, Recommendation
 from plait_autoconfig.objective import Goal
 from plait_autoconfig.report import figures, sections, tables
+from plait_autoconfig.report.formatting import duration_text, gain_words, metric_unit, metric_words, sentence, with_unit
 from plait_autoconfig.report.style import CSS, SCRIPT
-from plait_autoconfig.report.words import duration_text, gain_words, metric_unit, metric_words, sentence, with_unit
 from plait_loadtest.report.markup import html_page
 from plait_loadtest.report.table import number
 
@@ -28,7 +28,7 @@ POLICY = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class PageSource:
     """What the state does not know: the command that runs the job again, its text as given, and who made the page."""
 
     command: str
@@ -36,7 +36,7 @@ class Source:
     job_text: str = ""
 
 
-def report_page(state: JobState, source: Source) -> str:
+def report_page(state: JobState, source: PageSource) -> str:
     """The page. Without ``job_text`` the job is written out with all its defaults."""
     several, answer = len(state.spec.goal.goals) > 1, state.recommendation
     body = [
@@ -172,5 +172,5 @@ def _split(text: str) -> tuple[str, str]:
     return value, unit
 
 
-def _footer(source: Source) -> str:
+def _footer(source: PageSource) -> str:
     return f"<footer>{escape(source.made_by)}</footer>" if source.made_by else ""

@@ -8,13 +8,12 @@ from html import escape
 
 import yaml
 
-from plait_autoconfig.jobs.state import JobState, Row
+from plait_autoconfig.jobs.state import JobState, MeasurementRow
 from plait_autoconfig.knobs import Knob
 from plait_autoconfig.objective import Goal, Limit
 from plait_autoconfig.report import charts, figures
 from plait_autoconfig.report.charts import Axes, Dot, Kind
-from plait_autoconfig.report.importance import FEWEST_CELLS, knob_importance
-from plait_autoconfig.report.words import (
+from plait_autoconfig.report.formatting import (
     duration_text,
     facts_text,
     metric_title,
@@ -23,6 +22,7 @@ from plait_autoconfig.report.words import (
     value_text,
     with_unit,
 )
+from plait_autoconfig.report.importance import FEWEST_CELLS, knob_importance
 from plait_autoconfig.values import Value
 from plait_loadtest.report.markup import section
 
@@ -33,7 +33,7 @@ _LEGEND: dict[Kind, str] = {
     "reference": "the default, measured",
     "confirm": "measured again",
 }
-_MOST_NAMES = 12  # values of a knob that get a place each; more are drawn along a scale
+_MAX_NAMES = 12  # values of a knob that get a place each; more are drawn along a scale
 
 
 def progress(state: JobState) -> str:
@@ -45,7 +45,7 @@ def progress(state: JobState) -> str:
     drawn = []
     for goal in state.spec.goal.goals:
         dots = [marker.dot(row, x=row.number, metric=goal.metric) for row in rows]
-        steps = figures.stairs(state, goal)
+        steps = figures.best_over_time(state, goal)
         default = figures.metrics_of(state, state.spec.default).get(goal.metric)
         axes = Axes(
             x="measurement", y=metric_title(goal.metric), label=f"{goal} of every measurement, and the best so far"
@@ -182,13 +182,13 @@ def _pair(state: JobState, x: str, goal: Goal, *, front: Goal | None = None, lim
     ]
     if not dots:
         return ""
-    line = figures.front_line(state, front, goal) if front else ()
+    line = figures.pareto_line(state, front, goal) if front else ()
     edge = None if limit is None else (str(limit), limit.value, limit.bound == "at_most")
     axes = Axes(x=metric_title(x), y=metric_title(goal.metric), label=f"{goal.metric} against {x}")
     return _figure(partial(charts.trade_off, dots, line, axes, limit=edge), dots)
 
 
-def _slice(marker: figures.Marker, knob: Knob, rows: Sequence[Row], goal: Goal) -> str:
+def _slice(marker: figures.Marker, knob: Knob, rows: Sequence[MeasurementRow], goal: Goal) -> str:
     used = [row for row in rows if knob.name in row.config]
     values = _places(knob, [row.config[knob.name] for row in used])
     dots = [
@@ -208,9 +208,9 @@ def _places(knob: Knob, used: Sequence[Value]) -> list[Value]:
     """The values in their order, if they are few enough to have a place each; else none."""
     values = list(dict.fromkeys(used))
     numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
-    if len(values) > _MOST_NAMES and numbers:
+    if len(values) > _MAX_NAMES and numbers:
         return []
-    own = [knob.value_at(index) for index in range(knob.count or 0)] if (knob.count or 99) <= _MOST_NAMES else []
+    own = [knob.value_at(index) for index in range(knob.count or 0)] if (knob.count or 99) <= _MAX_NAMES else []
     missing = [value for value in values if value not in own]
     return [*own, *missing] if own else sorted(values, key=lambda value: (isinstance(value, str), value))
 

@@ -6,17 +6,22 @@ from collections.abc import Hashable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from plait_autoconfig.jobs.measurer import Kind
+from plait_autoconfig.jobs.measurer import MeasurementKind
 from plait_autoconfig.jobs.records import config_key
-from plait_autoconfig.jobs.state import JobState, Recommendation, Row
+from plait_autoconfig.jobs.state import JobState, MeasurementRow, Recommendation
 from plait_autoconfig.objective import Limit
 from plait_autoconfig.report import figures
-from plait_autoconfig.report.words import change_text, config_text, metric_title, sentence, value_text
+from plait_autoconfig.report.formatting import change_text, config_text, metric_title, sentence, value_text
 from plait_autoconfig.values import Config
 from plait_loadtest.report.markup import cell, row_head, section, table
 from plait_loadtest.report.table import number
 
-_KINDS = {Kind.WARM_UP: "warm-up", Kind.TRIAL: "trial", Kind.REFERENCE: "reference", Kind.CONFIRM: "confirmation"}
+_KINDS = {
+    MeasurementKind.WARM_UP: "warm-up",
+    MeasurementKind.TRIAL: "trial",
+    MeasurementKind.REFERENCE: "reference",
+    MeasurementKind.CONFIRM: "confirmation",
+}
 _TEXT = ("what", "verdict", "why")
 
 
@@ -141,7 +146,7 @@ def all_trials(state: JobState) -> str:
     return section("All measurements", note, body)
 
 
-def _trial_row(state: JobState, row: Row, chosen: frozenset[Hashable]) -> str:
+def _trial_row(state: JobState, row: MeasurementRow, chosen: frozenset[Hashable]) -> str:
     metrics: Mapping[str, float] = row.outcome.metrics if row.outcome is not None else {}
     words, kind = _verdict(row)
     recommended = config_key(row.config) in chosen
@@ -161,7 +166,7 @@ def _trial_row(state: JobState, row: Row, chosen: frozenset[Hashable]) -> str:
     )
 
 
-def _verdict(row: Row) -> tuple[str, str]:
+def _verdict(row: MeasurementRow) -> tuple[str, str]:
     """Words and CSS class."""
     if row.status != "finished" or row.outcome is None:
         return row.status, "plain quiet"

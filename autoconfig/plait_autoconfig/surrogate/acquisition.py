@@ -37,14 +37,14 @@ def expected_regret(posterior: Posterior, best: Floats, feasible: Floats, rng: n
     """How much lower than the best known value the lowest of all cells is expected to be; ``feasible`` (N,) chances.
 
     Cells count as independent, which says too much rather than too little: a search that stops by it stops late.
-    Only the `_MOST` most promising cells are drawn.
+    Only the `_MAX` most promising cells are drawn.
     """
     chance = feasible * expected_improvement(posterior, best)
-    some = np.argsort(-chance, kind="stable")[:_MOST]
+    some = np.argsort(-chance, kind="stable")[:_MAX]
     which = rng.choice(len(posterior.weights), size=_DRAWS, p=posterior.weights)
     drawn = posterior.means[which][:, some] + posterior.sds[which][:, some] * rng.standard_normal((_DRAWS, len(some)))
     gain = np.where(rng.random(drawn.shape) < feasible[some], best[which, None] - drawn, 0.0)
     return float(np.maximum(gain.max(1), 0.0).mean())
 
 
-_MOST, _DRAWS = 200, 500
+_MAX, _DRAWS = 200, 500

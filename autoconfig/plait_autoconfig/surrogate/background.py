@@ -79,15 +79,15 @@ class Background:
     offset_sd: float = FREE_OFFSET_SD
 
 
-def no_background(cells: Floats, *, mean: Floats | None = None, trust: float = 0.0) -> Background:
-    """Without a library: a flat mean, or a ``mean`` from theory that is trusted as far as ``trust``."""
+def no_background(cells: Floats) -> Background:
+    """Without a library: a flat mean, which nothing trusts."""
     count, features = cells.shape
     return Background(
         cells=cells,
-        mean=np.zeros(count) if mean is None else mean,
+        mean=np.zeros(count),
         deviations=np.zeros((0, count)),
         unit=1.0,
-        trust=0.0 if mean is None else trust,
+        trust=0.0,
         scales=usual_scales(features, smooth=0.5, own=0.1, spread=0.8),
         cold=usual_scales(features, smooth=1.0, own=0.1, spread=0.9),
     )

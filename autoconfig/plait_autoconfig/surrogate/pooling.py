@@ -2,8 +2,9 @@
 
 Every source is brought to one scale first (an offset and a spread of its own: services share shapes, not levels). Where
 a source did not measure a cell of the space, a forest over all sources stands in, with a Gaussian process over what
-this source showed beside it. If services come with features (`Source.context`), a forest may know better than the plain
-mean what a new one will be like; which of the two is used is decided by treating past services as if they were new.
+this source showed beside it. If services come with features (`PastSource.context`), a forest may know better than the
+plain mean what a new one will be like; which of the two is used is decided by treating past services as if they were
+new.
 
 Symbols: N cells, D features of a cell, S sources, n trials of a source, F features of a service.
 """
@@ -25,11 +26,11 @@ from plait_autoconfig.surrogate.background import (
     usual_scales,
 )
 from plait_autoconfig.surrogate.kernels import matern_between
-from plait_autoconfig.surrogate.posterior import Data, log_evidence
+from plait_autoconfig.surrogate.posterior import TrialData, log_evidence
 
 _TREES, _LEAF = 60, 2
-_MOST_ROWS = 6_000  # that a forest learns from
-_MOST_OWN = 200  # of a source's trials, for its own Gaussian process
+_MAX_ROWS = 6_000  # that a forest learns from
+_MAX_OWN = 200  # of a source's trials, for its own Gaussian process
 _OWN_LENGTH, _OWN_SD, _OWN_NOISE = 0.5, 0.5, 0.2  # of that process: in cube diagonals / sqrt(6), and in units
 _HELD_OUT, _PROBES = 6, 40  # sources that are treated as new, and how many of their cells are looked at
 _CLOUD, _ROUNDS = 64, 3  # hypotheses about the scales in each round
@@ -38,7 +39,7 @@ _HELPS = 0.05  # share of a service's variance that a mean must explain to count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class PastSource:
     """One past service: ``features`` (n, D) of its cells, their ``values`` (n,), its ``context`` (F,), its weight."""
 
     features: Floats
@@ -48,7 +49,7 @@ class Source:
 
 
 def pool(
-    sources: Sequence[Source], cells: Floats, context: Floats, rng: np.random.Generator, *, absolute: bool = False
+    sources: Sequence[PastSource], cells: Floats, context: Floats, rng: np.random.Generator, *, absolute: bool = False
 ) -> Background:
     """What the sources say about a service with this ``context`` (F,) on ``cells`` (N, D).
 
@@ -81,7 +82,7 @@ def pool(
     )
 
 
-def _levels(sources: Sequence[Source], *, absolute: bool) -> tuple[Floats, Floats]:
+def _levels(sources: Sequence[PastSource], *, absolute: bool) -> tuple[Floats, Floats]:
     """What to subtract from each source's values, and to divide them by (S,)."""
     if absolute:
         return np.zeros(len(sources)), np.ones(len(sources))
@@ -91,7 +92,7 @@ def _levels(sources: Sequence[Source], *, absolute: bool) -> tuple[Floats, Float
 
 
 def _shapes(
-    sources: Sequence[Source], levels: Floats, spreads: Floats, cells: Floats, rng: np.random.Generator
+    sources: Sequence[PastSource], levels: Floats, spreads: Floats, cells: Floats, rng: np.random.Generator
 ) -> Floats:
     """Every source's values on all cells (S, N), less its level, in its spreads."""
     scaled = [(each.values - level) / spread for each, level, spread in zip(sources, levels, spreads, strict=True)]
@@ -106,7 +107,7 @@ def _shapes(
     return shapes
 
 
-def _filled(sources: Sequence[Source], scaled: Sequence[Floats], cells: Floats, rng: np.random.Generator) -> Floats:
+def _filled(sources: Sequence[PastSource], scaled: Sequence[Floats], cells: Floats, rng: np.random.Generator) -> Floats:
     """A forest over all sources, and over it what each of them showed (S, N)."""
     rows = np.concatenate([_with(each.features, each.context) for each in sources])
     values = np.concatenate(scaled)
@@ -118,7 +119,7 @@ def _filled(sources: Sequence[Source], scaled: Sequence[Floats], cells: Floats, 
         offsets = np.array([residual[owner == s].mean() for s in range(len(sources))])
     filled = []
     for s, source in enumerate(sources):
-        own = rng.permutation(np.flatnonzero(owner == s))[:_MOST_OWN]
+        own = rng.permutation(np.flatnonzero(owner == s))[:_MAX_OWN]
         length = _OWN_LENGTH * np.sqrt(cells.shape[1])
         seen = source.features[own - np.flatnonzero(owner == s)[0]]
         matrix = _OWN_SD**2 * matern_between(seen / length, seen / length) + _OWN_NOISE**2 * np.eye(len(own))
@@ -159,7 +160,7 @@ class _ByContext:
 
 
 def _forest(rows: Floats, values: Floats, rng: np.random.Generator) -> ExtraTreesRegressor:
-    some = rng.permutation(len(rows))[:_MOST_ROWS]
+    some = rng.permutation(len(rows))[:_MAX_ROWS]
     seed = int(rng.integers(1 << 31))
     forest = ExtraTreesRegressor(n_estimators=_TREES, min_samples_leaf=_LEAF, random_state=seed, n_jobs=1)
     return forest.fit(rows[some], values[some])
@@ -182,7 +183,7 @@ def _learn_scales(shapes: Floats, weights: Floats, cells: Floats, rng: np.random
             cells=cells, mean=mean, deviations=shapes[rest] - mean, unit=1.0, trust=1.0, scales=start, cold=start
         )
         probes = rng.permutation(len(cells))[:_PROBES]
-        data = Data(index=probes, values=shapes[s, probes], repeats=np.ones(len(probes)), noise=0.0)
+        data = TrialData(index=probes, values=shapes[s, probes], repeats=np.ones(len(probes)), noise=0.0)
         tasks.append((background, data))
     centre = start.vector()
     theta, step = centre + rng.standard_normal((_CLOUD, len(centre))), 1.0

@@ -24,14 +24,14 @@ _SLOPE_SD = 0.3  # spreads of services over the same space differ by about so mu
 _JITTER = 1e-6
 _BORDER = 1e100  # more than any squared norm, so that a bordered covariance is positive definite
 _STEPS = (0.5, 0.25)  # of the second and third round, in units of the scales' spread
-_SIZE, _LEAST_SIZE = 48, 16  # hypotheses of each half in each round
+_SIZE, _MIN_SIZE = 48, 16  # hypotheses of each half in each round
 _MANY = 40  # trials, from which on the cloud is thinner: they leave less to average over
 _PER_KEPT = 8  # hypotheses of a round, for each that is kept
 _LOST = 0.01  # a half with less weight than this is not looked at any closer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Data:
+class TrialData:
     """Trials by cell: ``index`` (n,) of the cells, ``values`` (n,) means over ``repeats`` (n,) trials.
 
     ``noise``: standard deviation of one trial about its cell's true value. Values and noise in the background's unit.
@@ -60,10 +60,10 @@ class Posterior:
         return self.weights @ self.means
 
 
-def infer(background: Background, data: Data, rng: np.random.Generator) -> Posterior:
+def infer(background: Background, data: TrialData, rng: np.random.Generator) -> Posterior:
     """The posterior over all cells. ``data`` may be empty: then it is the background."""
-    parts = _Parts(background, data)
-    size = max(_LEAST_SIZE, int(_SIZE * min(1.0, _MANY / max(1, len(data.index)))))
+    parts = _CovarianceParts(background, data)
+    size = max(_MIN_SIZE, int(_SIZE * min(1.0, _MANY / max(1, len(data.index)))))
     halves = [(True, background.trust), (False, 1.0 - background.trust)]
     firsts = [_Round.first(parts, background, believes, size, rng) for believes, odds in halves if odds > 0]
     odds = np.array([share for _, share in halves if share > 0])
@@ -80,9 +80,9 @@ def infer(background: Background, data: Data, rng: np.random.Generator) -> Poste
     )
 
 
-def log_evidence(background: Background, data: Data, theta: Floats) -> Floats:
+def log_evidence(background: Background, data: TrialData, theta: Floats) -> Floats:
     """Log marginal likelihood (P,) of the trials under hypotheses ``theta`` (P, 3 + D) that believe the background."""
-    return _Parts(background, data).log_evidence(True, theta)
+    return _CovarianceParts(background, data).log_evidence(True, theta)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ class _Round:
     ``fit`` is the evidence plus how usual the hypothesis is: the log posterior up to a constant.
     """
 
-    parts: _Parts
+    parts: _CovarianceParts
     scales: Scales
     believes: bool
     theta: Floats
@@ -101,7 +101,7 @@ class _Round:
 
     @classmethod
     def first(
-        cls, parts: _Parts, background: Background, believes: bool, size: int, rng: np.random.Generator
+        cls, parts: _CovarianceParts, background: Background, believes: bool, size: int, rng: np.random.Generator
     ) -> _Round:
         """Drawn from what is usual."""
         scales = background.scales if believes else background.cold
@@ -110,7 +110,7 @@ class _Round:
         return cls.of(parts, scales, believes, scales.vector() + scales.spread * noise)
 
     @classmethod
-    def of(cls, parts: _Parts, scales: Scales, believes: bool, theta: Floats) -> _Round:
+    def of(cls, parts: _CovarianceParts, scales: Scales, believes: bool, theta: Floats) -> _Round:
         evidence = parts.log_evidence(believes, theta)
         fit = evidence - 0.5 * (((theta - scales.vector()) / scales.spread) ** 2).sum(1)
         return cls(parts=parts, scales=scales, believes=believes, theta=theta, evidence=evidence, fit=fit)
@@ -146,10 +146,10 @@ class _Round:
         )
 
 
-class _Parts:
+class _CovarianceParts:
     """The pieces of all covariance matrices that do not depend on the hypothesis."""
 
-    def __init__(self, background: Background, data: Data) -> None:
+    def __init__(self, background: Background, data: TrialData) -> None:
         self._background, self._data = background, data
         seen = background.cells[data.index]
         rows, columns = np.tril_indices(len(seen), -1)  # of covariances only the lower triangle is looked at

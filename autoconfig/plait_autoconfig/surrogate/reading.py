@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from plait_autoconfig.designers.protocols import Context
+from plait_autoconfig.designers.protocols import ServiceContext
 from plait_autoconfig.library import LibraryRun, usable_runs, weight_of
 from plait_autoconfig.objective import ATTAINMENT, COST_PER_HOUR, Goal, Limit, Objective
 from plait_autoconfig.space import Space
 from plait_autoconfig.surrogate.background import Floats
-from plait_autoconfig.surrogate.pooling import Source
-from plait_autoconfig.values import Cell, Hardware, Outcome, WorkloadFeatures, cells_of
+from plait_autoconfig.surrogate.pooling import PastSource
+from plait_autoconfig.values import Cell, Hardware, TrialOutcome, WorkloadFeatures, cells_of
 
 _FLOOR = 0.02
 """Of the best value of a metric: what is 50 times worse is bad enough, and a goodput of 0 has no logarithm."""
@@ -30,7 +30,7 @@ class PastService:
 
 
 def past_services(
-    library: Sequence[LibraryRun], space: Space, objective: Objective, context: Context
+    library: Sequence[LibraryRun], space: Space, objective: Objective, context: ServiceContext
 ) -> tuple[PastService, ...]:
     """The runs with trials that are valid in the space and measured what the objective needs."""
     return tuple(
@@ -60,7 +60,7 @@ def context_row(features: dict[str, float], names: Sequence[str]) -> Floats:
     return np.array([features[name] for name in names], np.float64)
 
 
-def log_losses(goal: Goal, outcomes: Sequence[Outcome]) -> Floats:
+def log_losses(goal: Goal, outcomes: Sequence[TrialOutcome]) -> Floats:
     """One number per outcome of one service, lower is better: ratios become differences. Failures are NaN.
 
     A metric with a negative value among the outcomes has no logarithm: then it is taken as it is.
@@ -74,13 +74,13 @@ def log_losses(goal: Goal, outcomes: Sequence[Outcome]) -> Floats:
     return np.asarray(sign * np.log(np.maximum(raw, lowest)))
 
 
-def log_costs(outcomes: Sequence[Outcome]) -> Floats:
+def log_costs(outcomes: Sequence[TrialOutcome]) -> Floats:
     """Logarithms of what the outcomes cost an hour; NaN where that was not measured."""
     costs = np.array([each.metrics.get(COST_PER_HOUR, np.nan) for each in outcomes], np.float64)
     return np.log(np.where(costs > 0.0, costs, np.nan))
 
 
-def margins(objective: Objective, outcomes: Sequence[Outcome]) -> Floats:
+def margins(objective: Objective, outcomes: Sequence[TrialOutcome]) -> Floats:
     """How far inside all limits each outcome is: -1 (a failure, or half beyond one) to 1 (half of one is left)."""
     return np.array(
         [
@@ -91,7 +91,7 @@ def margins(objective: Objective, outcomes: Sequence[Outcome]) -> Floats:
     )
 
 
-def _margin(limit: Limit, outcome: Outcome) -> float:
+def _margin(limit: Limit, outcome: TrialOutcome) -> float:
     if limit.metric == ATTAINMENT and limit.bound == "at_least" and 0.0 < limit.value < 1.0:
         # It is what is missing that tells configurations apart: 0.97 is three times too bad for 0.99, and not 2 %.
         missed, allowed = 1.0 - outcome.metrics[ATTAINMENT], 1.0 - limit.value
@@ -99,11 +99,11 @@ def _margin(limit: Limit, outcome: Outcome) -> float:
     return float(np.clip(-2.0 * limit.excess(outcome.metrics), -1.0, 1.0))
 
 
-def source_of(service: PastService, space: Space, names: Sequence[str], values: Floats) -> Source:
+def source_of(service: PastService, space: Space, names: Sequence[str], values: Floats) -> PastSource:
     """A past service for `pool`; cells with NaN are left out."""
     known = np.isfinite(values)
     cells = [cell.config for cell, keep in zip(service.cells, known, strict=True) if keep]
-    return Source(
+    return PastSource(
         features=space.encode(cells), values=values[known], context=context_row(service.features, names),
         weight=service.weight,
     )  # fmt: skip

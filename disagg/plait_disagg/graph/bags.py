@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from plait_disagg.graph.errors import Refused
+from plait_disagg.graph.errors import UnsupportedOperator
 from plait_disagg.graph.lower import bind
 from plait_disagg.tables.values import Mode
 
@@ -34,16 +34,16 @@ class BagCall:
     equal_rows: bool = False
 
     def check_table(self, weight: torch.Tensor, where: str) -> None:
-        """Raises `Refused` if the table can not be served."""
+        """Raises `UnsupportedOperator` if the table can not be served."""
         if weight.dtype != torch.float32 or weight.ndim != 2:
-            raise Refused(
+            raise UnsupportedOperator(
                 self.op, f"its table is {weight.dtype} with {weight.ndim} dimensions, not float32 with 2", where
             )
         if self.padding_idx is None or self.mode == "rows":
             return
         if self.mode != "sum" or bool(weight[self.padding_idx].any()):
             why = "padding_idx takes ids out of the bag; it is served only with mode='sum' and a row of zeros"
-            raise Refused(self.op, why, where)
+            raise UnsupportedOperator(self.op, why, where)
 
 
 def bag_call(node: fx.Node) -> BagCall | None:

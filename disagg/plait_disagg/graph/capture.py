@@ -18,13 +18,13 @@ from torch import fx, nn
 
 from plait_disagg.graph.bags import BagCall, bag_call
 from plait_disagg.graph.edit import lookups_of, simplify
-from plait_disagg.graph.errors import Refused
+from plait_disagg.graph.errors import UnsupportedOperator
 from plait_disagg.graph.exported import Exported, export, module_hint, source_line
 from plait_disagg.graph.inputs import OFFSETS, Bag, Dense, Input, check_inputs
 from plait_disagg.graph.lower import Lowered, bind, functional_name, lower_part, why_unknown
 from plait_disagg.graph.operators import SIZE, VOCABULARY, overload
 from plait_disagg.graph.program import LOOKUP, ROWS, USER_OF, Arg, Node, Port, Program, Ref, Rows
-from plait_disagg.graph.rows import PER_ROW, Call, Fact, Mixes, RowCount
+from plait_disagg.graph.rows import PER_ROW, Fact, MixesRows, OperatorCall, RowCount
 from plait_disagg.tables.values import Lookup
 
 __all__ = ["Captured", "capture", "ports_of"]
@@ -46,12 +46,12 @@ class Captured:
 def capture(module: nn.Module, inputs: Sequence[Input]) -> Captured:
     """The module's ``forward`` (in evaluation mode, called with the tensors of ``inputs`` by name) as a program.
 
-    Every input has as many rows as there are candidates, and all outputs have too. Raises `Refused`, or ValueError for
-    a wrong declaration. The module is not changed.
+    Every input has as many rows as there are candidates, and all outputs have too. Raises `UnsupportedOperator`, or
+    ValueError for a wrong declaration. The module is not changed.
     """
     check_inputs(inputs)
     if module.training:
-        raise Refused(type(module).__name__, "it is in training mode: call module.eval() first")
+        raise UnsupportedOperator(type(module).__name__, "it is in training mode: call module.eval() first")
     exported = export(module, inputs)
     builder = _Builder(exported, inputs)
     with torch.no_grad():
@@ -91,11 +91,11 @@ class _Builder:
         elif node.op == "call_function":
             try:
                 self._add_call(node)
-            except Refused as refused:  # raised when it is read: what flattens a bag of equal rows is not
+            except UnsupportedOperator as refused:  # raised when it is read: what flattens a bag of equal rows is not
                 where = refused.where or source_line(node)
-                self.values[node] = Refused(refused.operator, refused.why + module_hint(node), where)
+                self.values[node] = UnsupportedOperator(refused.operator, refused.why + module_hint(node), where)
         elif node.op != "output":
-            raise Refused(f"{node.op} {node.target}", "it is not an operator", source_line(node))
+            raise UnsupportedOperator(f"{node.op} {node.target}", "it is not an operator", source_line(node))
 
     def finish(self, inputs: Sequence[Input]) -> Captured:
         """The program, with the outputs named."""
@@ -103,7 +103,7 @@ class _Builder:
         for name, node in self.exported.outputs():
             value = self._read(node) if node is not None else None
             if not isinstance(value, _Value) or value.fact.counts != PER_ROW:
-                raise Refused("output", f"{name} does not have one row per candidate")
+                raise UnsupportedOperator("output", f"{name} does not have one row per candidate")
             outputs.append((name, value.ref))
         used = {ref for node in self.nodes for ref in node.inputs}
         constants = {name: tensor for name, tensor in self.constants.items() if name in used}
@@ -175,14 +175,14 @@ class _Builder:
         shape = self.exported.shape(node, lowered.op, where)
         operator = VOCABULARY.get(lowered.op)
         if operator is None:
-            raise Refused(lowered.op, why_unknown(lowered.op), where)
+            raise UnsupportedOperator(lowered.op, why_unknown(lowered.op), where)
         facts = {key: _as_fact(value) for key, value in lowered.arguments.items()}
         try:
-            counts = operator.rule(Call(facts, shape))
-        except Mixes as mixes:
-            raise Refused(lowered.op, str(mixes), where) from mixes
+            counts = operator.rule(OperatorCall(facts, shape))
+        except MixesRows as mixes:
+            raise UnsupportedOperator(lowered.op, str(mixes), where) from mixes
         if (counts is not None) != (shape[:1] == (ROWS,)) or ROWS in shape[1:]:
-            raise Refused(lowered.op, f"it fixes the number of rows: its result is {shape}", where)
+            raise UnsupportedOperator(lowered.op, f"it fixes the number of rows: its result is {shape}", where)
         rows = _side(lowered.arguments)
         name = self._name(node.name)
         args, kwargs = self._arguments(lowered, shape)
@@ -197,12 +197,12 @@ class _Builder:
         weight = self.values.get(call.table)
         ids = self._read(call.ids)
         if not isinstance(weight, torch.Tensor) or not isinstance(ids, _Value):
-            raise Refused(call.op, "its table is not a parameter of the module", where)
+            raise UnsupportedOperator(call.op, "its table is not a parameter of the module", where)
         call.check_table(weight, where)
         offsets = self._offsets(call, ids, where)
         weights = self._read(call.weights) if call.weights is not None else None
         if isinstance(weights, torch.Tensor) or (weights is not None and weights.fact.counts != ids.fact.counts):
-            raise Refused(call.op, "per_sample_weights must be computed from the bag's own ids", where)
+            raise UnsupportedOperator(call.op, "per_sample_weights must be computed from the bag's own ids", where)
         table = self.names[id(weight)].removesuffix(".weight")
         self.tables[table] = weight
         pooled = call.mode != "rows"
@@ -217,27 +217,27 @@ class _Builder:
         """The bag's own offsets; None for ids in equal rows, or not pooled."""
         if call.mode == "rows" or call.equal_rows:
             if ids.fact.counts is None or (call.mode != "rows" and ids.fact.ndim != 2):
-                raise Refused(call.op, "its ids must have one row per candidate", where)
+                raise UnsupportedOperator(call.op, "its ids must have one row per candidate", where)
             return None
         value = self._read(call.offsets) if call.offsets is not None else None
         kind, _, bag = (ids.fact.counts or "").partition(":")
         wanted = f"{'offsets' if call.include_last else 'starts'}:{bag}"
         if kind != "ids" or not isinstance(value, _Value) or value.fact.counts != wanted:
             how = "as they are (include_last_offset=True) or without the last (offsets[:-1])"
-            raise Refused(call.op, f"a bag must be looked up with its own offsets, {how}", where)
+            raise UnsupportedOperator(call.op, f"a bag must be looked up with its own offsets, {how}", where)
         return Ref(bag + OFFSETS)
 
     def _fold(self, node: fx.Node, arguments: Mapping[str, Any], where: str) -> Any:
         """What depends on parameters alone is computed now."""
         target: Any = node.target
         if torch.Tag.nondeterministic_seeded in target.tags:
-            raise Refused(str(target), "it is random", where)
+            raise UnsupportedOperator(str(target), "it is random", where)
         if any(isinstance(value, _Unknown) for value in _leaves(arguments)):
-            raise Refused(str(target), "it uses a number that depends on the request", where)
+            raise UnsupportedOperator(str(target), "it uses a number that depends on the request", where)
         if target._schema.is_mutable:
             name = functional_name(node)
             if name not in VOCABULARY:
-                raise Refused(str(target), why_unknown(name), where)
+                raise UnsupportedOperator(str(target), why_unknown(name), where)
             target = overload(name)
         args = fx.map_arg(node.args, self._read)
         kwargs = fx.map_arg(node.kwargs, self._read)
@@ -255,7 +255,7 @@ class _Builder:
 
     def _read(self, node: fx.Node) -> Any:
         value = self.values.get(node)
-        if isinstance(value, Refused):
+        if isinstance(value, UnsupportedOperator):
             raise value.with_traceback(None)
         return value
 
@@ -283,7 +283,7 @@ class _Builder:
         )
         for value in lowered.arguments.values():
             if isinstance(value, RowCount):  # in a list it is a size
-                raise Refused(lowered.op, "it uses the number of rows as a number")
+                raise UnsupportedOperator(lowered.op, "it uses the number of rows as a number")
         plain = {key: self._plain(value, anchor, lowered.op) for key, value in lowered.arguments.items()}
         return lowered.arrange(plain, shape)
 
@@ -293,7 +293,7 @@ class _Builder:
         if isinstance(value, RowCount):
             return self._row_count(anchor or Ref(USER_OF))
         if isinstance(value, _Unknown):
-            raise Refused(op, f"it uses a number that depends on the request ({value.text})")
+            raise UnsupportedOperator(op, f"it uses a number that depends on the request ({value.text})")
         if isinstance(value, torch.Tensor):
             name = self.names[id(value)]
             self.constants[name] = value

@@ -20,8 +20,8 @@ from plait_disagg.graph.cut import CutProblem
 from plait_disagg.graph.edit import flat_values
 from plait_disagg.graph.inputs import OFFSETS
 from plait_disagg.graph.operators import SIZE, Kind, kind_of
-from plait_disagg.graph.plain import run_plainly
 from plait_disagg.graph.program import ROWS, Node, Port, Program
+from plait_disagg.graph.reference import run_reference
 from plait_disagg.tables.protocols import Tables
 
 __all__ = ["LINK_BYTES_PER_S", "HnModel", "cut_problem", "measure_seconds", "value_bytes"]
@@ -106,7 +106,7 @@ def measure_seconds(
         seconds[node.name] = median(taken)
         return made
 
-    run_plainly(program, constants, tables, tensors, watch)
+    run_reference(program, constants, tables, tensors, watch)
     return seconds
 
 

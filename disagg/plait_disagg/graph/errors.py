@@ -8,14 +8,14 @@ GraphError
 
 from __future__ import annotations
 
-__all__ = ["BadCut", "BadProgram", "GraphError", "Refused"]
+__all__ = ["BadCut", "BadProgram", "GraphError", "UnsupportedOperator"]
 
 
 class GraphError(Exception):
     """The base of all."""
 
 
-class Refused(GraphError):
+class UnsupportedOperator(GraphError):
     """``operator`` in the author's line ``where`` (file:line: code; may be empty) can not be served, and ``why``."""
 
     def __init__(self, operator: str, why: str, where: str = "") -> None:

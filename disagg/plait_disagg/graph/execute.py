@@ -17,7 +17,7 @@ from torch import fx, nn
 from plait_disagg.graph.errors import BadProgram
 from plait_disagg.graph.operators import SIZE, overload
 from plait_disagg.graph.program import LOOKUP, TILE, Arg, DType, Node, Program, Ref
-from plait_disagg.tables.protocols import Ask, Tables
+from plait_disagg.tables.protocols import LookupRequest, Tables
 from plait_disagg.tables.values import Lookup
 
 __all__ = ["Compiled", "compile_program", "stages", "tile_rows"]
@@ -146,7 +146,7 @@ class _Stage(nn.Module):
             if lookup.mode != "rows" and offsets is None:
                 offsets = torch.arange(0, ids.numel() + 1, ids.shape[1], device=ids.device)
                 ids = ids.reshape(-1)
-            asks.append(Ask(lookup=lookup, ids=ids, offsets=offsets, weights=weights))
+            asks.append(LookupRequest(lookup=lookup, ids=ids, offsets=offsets, weights=weights))
         return self._tables.lookup(asks)
 
 

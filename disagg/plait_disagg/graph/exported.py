@@ -13,7 +13,7 @@ from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree
 
-from plait_disagg.graph.errors import Refused
+from plait_disagg.graph.errors import UnsupportedOperator
 from plait_disagg.graph.inputs import OFFSETS, Bag, Dense, Input, tensor_names
 from plait_disagg.graph.program import ROWS
 
@@ -39,7 +39,7 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 def export(module: nn.Module, inputs: Sequence[Input]) -> Exported:
-    """Traces ``module``. Raises `Refused` if it can not be traced or fixes its number of rows."""
+    """Traces ``module``. Raises `UnsupportedOperator` if it can not be traced or fixes its number of rows."""
     tensors = example_tensors(inputs, rows=_ROWS)
     shapes = {name: {0: Dim.AUTO} for name in tensors}
     try:
@@ -47,7 +47,7 @@ def export(module: nn.Module, inputs: Sequence[Input]) -> Exported:
             program = torch.export.export(_ByName(module), (dict(tensors),), dynamic_shapes=(shapes,), strict=False)
     except Exception as error:  # whatever the tracer or the module itself says
         text = " ".join(str(error).split())[:600]
-        raise Refused(
+        raise UnsupportedOperator(
             "torch.export", f"can not trace {type(module).__name__}.forward: {text}", _raised_at(error)
         ) from error
     exported = Exported(program, tensors)
@@ -83,10 +83,11 @@ class Exported:
         self._counts: set[str] = set()
 
     def check_rows(self, inputs: Sequence[Input]) -> None:
-        """Raises `Refused` if the trace holds for one number of rows only; learns which symbols count what."""
+        """Raises `UnsupportedOperator` if the trace holds for one number of rows only; learns which symbols count
+        what."""
         for name, front in self._fronts.items():
             if not isinstance(front, torch.SymInt):
-                raise Refused("forward", f"it works only with {front} in the first dimension of {name}")
+                raise UnsupportedOperator("forward", f"it works only with {front} in the first dimension of {name}")
         for item in inputs:
             if isinstance(item, Bag):
                 self._counts |= {str(self._fronts[item.name]), str(self._fronts[item.name + OFFSETS])}
@@ -95,7 +96,8 @@ class Exported:
                 self._row_counts.add(str(self._fronts[item.name]))
 
     def live_nodes(self) -> Iterator[fx.Node]:
-        """What the outputs need, in order. Raises `Refused` for a change in place that somebody else can see."""
+        """What the outputs need, in order. Raises `UnsupportedOperator` for a change in place that somebody else can
+        see."""
         nodes = list(self._program.graph.nodes)
         live: set[fx.Node] = {node for node in nodes if node.op in ("output", "placeholder")}
         for node in reversed(nodes):
@@ -112,7 +114,7 @@ class Exported:
             return None
         found = self._program.state_dict.get(spec.target, self._program.constants.get(spec.target))
         if not isinstance(found, torch.Tensor):
-            raise Refused(node.name, f"{spec.kind} is not a tensor")
+            raise UnsupportedOperator(node.name, f"{spec.kind} is not a tensor")
         return spec.target.removeprefix("module."), found.detach()
 
     def input_name(self, node: fx.Node) -> str:
@@ -135,7 +137,7 @@ class Exported:
         else:
             named = [("score", None)]
         if any(value is not None and not isinstance(value, fx.Node) for _, value in named):
-            raise Refused("output", "forward must return a tensor, a tuple of tensors or a dict of tensors")
+            raise UnsupportedOperator("output", "forward must return a tensor, a tuple of tensors or a dict of tensors")
         return named
 
     def is_row_count(self, number: Any) -> bool:
@@ -146,7 +148,7 @@ class Exported:
         """The shape of what a node makes, `ROWS` where it counts rows or a bag's ids or offsets."""
         made = node.meta.get("val")
         if not isinstance(made, torch.Tensor):
-            raise Refused(op, "it makes something else than one tensor", where)
+            raise UnsupportedOperator(op, "it makes something else than one tensor", where)
         return tuple(self._size(size, op, where) for size in made.shape)
 
     def _size(self, size: Any, op: str, where: str) -> int:
@@ -154,7 +156,9 @@ class Exported:
             return int(size)
         if str(size) in self._row_counts or str(size) in self._counts:
             return ROWS
-        raise Refused(op, f"its result has a size {size}: rows must stay the first dimension by themselves", where)
+        raise UnsupportedOperator(
+            op, f"its result has a size {size}: rows must stay the first dimension by themselves", where
+        )
 
 
 def example_tensors(inputs: Sequence[Input], *, rows: int) -> dict[str, torch.Tensor]:
@@ -202,7 +206,9 @@ def _check_unseen(node: fx.Node) -> None:
         return
     for read in node.all_input_nodes:
         if len(read.users) > 1:
-            raise Refused(str(node.target), "it changes a value in place that is read elsewhere", source_line(node))
+            raise UnsupportedOperator(
+                str(node.target), "it changes a value in place that is read elsewhere", source_line(node)
+            )
 
 
 def _raised_at(error: BaseException) -> str:

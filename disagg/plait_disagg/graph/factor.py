@@ -21,7 +21,7 @@ __all__ = ["factor_linears"]
 
 def factor_linears(program: Program, constants: Mapping[str, torch.Tensor]) -> tuple[Program, dict[str, torch.Tensor]]:
     """A tiled ``program`` with every such layer taken apart, and its constants (the columns are copies)."""
-    work = _Work(program, dict(constants))
+    work = _LinearFactoring(program, dict(constants))
     nodes = tuple(made for node in program.nodes for made in work.replaced(node))
     ports = (*program.constants, *work.ports)
     factored = live(replace(program, nodes=nodes, constants=ports))
@@ -43,7 +43,7 @@ class _Share:
 
 
 @dataclass
-class _Work:
+class _LinearFactoring:
     program: Program
     constants: dict[str, torch.Tensor]
     ports: list[Port] = field(default_factory=list)

@@ -14,7 +14,7 @@ from plait_disagg.graph.inputs import OFFSETS
 from plait_disagg.graph.operators import SIZE
 from plait_disagg.graph.program import LOOKUP, TILE, Node, Port, Program, Ref, Rows
 
-__all__ = ["Group", "Place", "grouped", "shortened"]
+__all__ = ["Place", "ValueGroup", "grouped", "shortened"]
 
 Place = Literal["cn", "hn"]
 
@@ -23,7 +23,7 @@ _IN_MLP = frozenset({"linear", "relu", "prelu", "sigmoid", "tanh", "gelu", "silu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class ValueGroup:
     """``members``: values (inputs or nodes) in program order. ``readers``: indices of groups in the list that
     `grouped` returns.
     """
@@ -36,7 +36,7 @@ class Group:
     is_input: bool = False
 
 
-def grouped(program: Program, cn_nodes: frozenset[str]) -> list[Group]:
+def grouped(program: Program, cn_nodes: frozenset[str]) -> list[ValueGroup]:
     """All inputs (that are read) and nodes of a tiled program, in an order in which they can run."""
     sketch = _Sketch(program, cn_nodes)
     merged = sketch.merged(sketch.chains())
@@ -118,12 +118,12 @@ class _Sketch:
     def _is_ids(self, port: Port) -> bool:
         return port.dtype.startswith("int")
 
-    def group(self, chains: Sequence[_Chain], home: Mapping[str, int]) -> Group:
+    def group(self, chains: Sequence[_Chain], home: Mapping[str, int]) -> ValueGroup:
         members = tuple(sorted((name for chain in chains for name in chain), key=self.order.__getitem__))
         here = home[members[0]]
         readers = {home[reader] for name in members for reader in self.readers.get(name, ())} - {here}
         value = self.values[members[-1]]
-        return Group(
+        return ValueGroup(
             title=self._title(chains),
             members=members,
             place=self.place(members[0]),

@@ -29,7 +29,7 @@ def split_interactions(
     program: Program, constants: Mapping[str, torch.Tensor]
 ) -> tuple[Program, dict[str, torch.Tensor]]:
     """A tiled ``program`` with every such interaction taken apart, and its constants."""
-    work = _Work(program, constants)
+    work = _InteractionSplit(program, constants)
     nodes = tuple(made for node in program.nodes for made in work.replaced(node))
     made = live(replace(program, nodes=nodes, constants=(*program.constants, *work.ports)))
     return made, {port.name: work.constants[port.name] for port in made.constants}
@@ -59,7 +59,7 @@ class _Found:
         return pair // self.fields in self.users and pair % self.fields in self.users
 
 
-class _Work:
+class _InteractionSplit:
     def __init__(self, program: Program, constants: Mapping[str, torch.Tensor]) -> None:
         self.constants = dict(constants)
         self.ports: list[Port] = []

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from plait_disagg.graph.errors import Refused
+from plait_disagg.graph.errors import UnsupportedOperator
 from plait_disagg.graph.exported import source_line
 from plait_disagg.graph.operators import VOCABULARY, overload
 from plait_disagg.graph.program import ROWS, Arg, DType
@@ -91,7 +91,7 @@ def bind(node: fx.Node) -> tuple[dict[str, Any], frozenset[str]]:
 def functional_name(node: fx.Node) -> str:
     """The overload's name; for an operator that changes its operand in place, its functional twin's.
 
-    Raises `Refused` if another reader could see the change.
+    Raises `UnsupportedOperator` if another reader could see the change.
     """
     target: Any = node.target
     name = str(target)
@@ -106,20 +106,21 @@ def functional_name(node: fx.Node) -> str:
     if operator is not None and operator.view:
         private = False
     if not base.endswith("_") or not private:
-        raise Refused(
+        raise UnsupportedOperator(
             name, "it changes a value in place that may be read elsewhere: write it out of place", source_line(node)
         )
     return f"{base[:-1]}.{which}"
 
 
 def lower_part(parent: fx.Node, index: int, arguments: Mapping[str, Any], where: str) -> Lowered:
-    """Part ``index`` of what an operator with several results makes. Raises `Refused` if it is not a plain part."""
+    """Part ``index`` of what an operator with several results makes. Raises `UnsupportedOperator` if it is not a plain
+    part."""
     name = str(parent.target)
     if name in ("aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default", "aten.split.sizes"):
         source, dim = arguments["self"], arguments["dim"]
         sizes = [part.shape[dim] for part in parent.meta["val"]]
         if any(isinstance(size, torch.SymInt) for size in sizes):
-            raise Refused(name, "it splits the rows", where)
+            raise UnsupportedOperator(name, "it splits the rows", where)
         start = int(sum(sizes[:index]))
         made = {"self": source, "dim": dim, "start": start, "end": start + int(sizes[index]), "step": 1}
         return Lowered("aten.slice.Tensor", made, frozenset({"self", "dim", "start", "end"}))
@@ -129,7 +130,7 @@ def lower_part(parent: fx.Node, index: int, arguments: Mapping[str, Any], where:
     if name in ("aten.max.dim", "aten.min.dim") and index == 0:
         made = {"self": arguments["self"], "dim": (arguments["dim"],), "keepdim": arguments["keepdim"]}
         return Lowered("aten.amax.default" if "max" in name else "aten.amin.default", made, frozenset(made))
-    raise Refused(name, "it returns several tensors, and this one is not in the vocabulary", where)
+    raise UnsupportedOperator(name, "it returns several tensors, and this one is not in the vocabulary", where)
 
 
 def why_unknown(op: str) -> str:
@@ -143,7 +144,7 @@ def _contiguous_clone(node: fx.Node, name: str) -> str:
     given = node.kwargs.get("memory_format")
     if given in (None, torch.preserve_format, torch.contiguous_format):
         return "aten.contiguous.default" if name == "aten.clone.default" and given is torch.contiguous_format else name
-    raise Refused(name, f"memory format {given} is not kept", source_line(node))
+    raise UnsupportedOperator(name, f"memory format {given} is not kept", source_line(node))
 
 
 def _has_rows(arguments: Mapping[str, Any]) -> bool:

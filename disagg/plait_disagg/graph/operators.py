@@ -105,10 +105,10 @@ _TABLE: dict[str, Operator] = {
 }
 
 
-def _unsqueezed(call: rows.Call) -> str | None:
+def _unsqueezed(call: rows.OperatorCall) -> str | None:
     source = call.tensor("self")
     if source.counts and call.arguments["dim"] % (source.ndim + 1) == 0:
-        raise rows.Mixes("it moves the rows away from the first dimension")
+        raise rows.MixesRows("it moves the rows away from the first dimension")
     return rows.one_count(call)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from plait_disagg.graph.costs import value_bytes
 from plait_disagg.graph.cut import crossing_values
-from plait_disagg.graph.groups import Group, grouped, shortened
+from plait_disagg.graph.groups import ValueGroup, grouped, shortened
 from plait_disagg.graph.program import ROWS, Node, Port, Program, Rows
 
 __all__ = ["CANDIDATES", "Crossing", "CutReport", "cut_report", "human_bytes"]
@@ -38,7 +38,7 @@ class Crossing:
 class CutReport:
     """``groups`` in an order in which they run (`Crossing.group` counts in them)."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[ValueGroup, ...]
     crossings: tuple[Crossing, ...]
 
     def bytes_at(self, candidates: int) -> int:
@@ -74,7 +74,7 @@ class CutReport:
         lines.append(f"{'  all':{_WIDTH}}" + "".join(f"{self.bytes_at(size):>12,}" for size in sizes))
         return "\n".join(lines) + "\n"
 
-    def _at(self, place: str) -> list[Group]:
+    def _at(self, place: str) -> list[ValueGroup]:
         return [group for group in self.groups if group.place == place and not group.is_input]
 
 

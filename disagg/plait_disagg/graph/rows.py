@@ -2,7 +2,7 @@
 
 A batch holds the candidates of several requests, user-side values are computed once per user, so a row may depend on no
 other row. Each rule here looks at one call (shapes and arguments, no data) and says what the first dimension of the
-result counts, or raises `Mixes` with the reason. The first dimension of a value *counts* one of:
+result counts, or raises `MixesRows` with the reason. The first dimension of a value *counts* one of:
 
     rows            a row per user or candidate
     ids:NAME        the flat ids of bag NAME
@@ -19,12 +19,12 @@ from typing import Any, TypeAlias
 
 from plait_disagg.graph.program import ROWS
 
-__all__ = ["PER_ROW", "Call", "Fact", "Mixes", "RowCount", "Rule"]
+__all__ = ["PER_ROW", "Fact", "MixesRows", "OperatorCall", "RowCount", "Rule"]
 
 PER_ROW = "rows"
 
 
-class Mixes(Exception):
+class MixesRows(Exception):
     """The call would let one row see another, or moves rows out of the first dimension. The text says why."""
 
 
@@ -47,7 +47,7 @@ class RowCount:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class OperatorCall:
     """One call: its arguments by the names of the schema (tensors as `Fact`), and the shape that it makes."""
 
     arguments: Mapping[str, Any]
@@ -57,7 +57,7 @@ class Call:
         """The tensor argument of that name."""
         found = self.arguments[name]
         if not isinstance(found, Fact):
-            raise Mixes(f"{name} must be a tensor")
+            raise MixesRows(f"{name} must be a tensor")
         return found
 
     def varying(self) -> list[Fact]:
@@ -65,32 +65,32 @@ class Call:
         return [fact for fact in _facts(tuple(self.arguments.values())) if fact.counts is not None]
 
 
-Rule: TypeAlias = Callable[[Call], "str | None"]
+Rule: TypeAlias = Callable[[OperatorCall], "str | None"]
 
 
-def pointwise(call: Call) -> str | None:
+def pointwise(call: OperatorCall) -> str | None:
     """Element by element with broadcasting."""
     for fact in call.varying():
         if fact.ndim != len(call.out):
-            raise Mixes(f"broadcasting moves the rows: {_text(fact.shape)} against {_text(call.out)}")
+            raise MixesRows(f"broadcasting moves the rows: {_text(fact.shape)} against {_text(call.out)}")
     return one_count(call)
 
 
-def one_count(call: Call) -> str | None:
+def one_count(call: OperatorCall) -> str | None:
     """What all varying arguments count; with none of them, rows if a size argument says so."""
     counts = {fact.counts for fact in call.varying()}
     for odd in counts:
         if odd is not None and odd.partition(":")[0] in ("offsets", "starts", "ends"):
-            raise Mixes("offsets of a bag may only go into an embedding bag, or be subtracted to give its lengths")
+            raise MixesRows("offsets of a bag may only go into an embedding bag, or be subtracted to give its lengths")
     if len(counts) > 1:
-        raise Mixes(f"its operands count different things: {', '.join(sorted(map(str, counts)))}")
+        raise MixesRows(f"its operands count different things: {', '.join(sorted(map(str, counts)))}")
     return counts.pop() if counts else (PER_ROW if call.out[:1] == (ROWS,) else None)
 
 
 def along(*names: str) -> Rule:
     """Works along the dimensions in the arguments ``names``; they must be given and leave the first one alone."""
 
-    def rule(call: Call) -> str | None:
+    def rule(call: OperatorCall) -> str | None:
         varying = call.varying()
         for fact in varying:
             for name in names:
@@ -100,26 +100,26 @@ def along(*names: str) -> Rule:
     return rule
 
 
-def joined(call: Call) -> str | None:
+def joined(call: OperatorCall) -> str | None:
     """cat, stack: along any dimension but the first, and all parts vary or none does."""
     parts = [part for part in call.arguments["tensors"] if isinstance(part, Fact)]
     _check_dims(call.arguments["dim"], len(call.out), "dim")
     if any(part.counts for part in parts) and not all(part.counts for part in parts):
-        raise Mixes("it joins something with one row per candidate to something without rows")
+        raise MixesRows("it joins something with one row per candidate to something without rows")
     return one_count(call)
 
 
-def reshaped(call: Call) -> str | None:
+def reshaped(call: OperatorCall) -> str | None:
     """view, reshape, flatten, ...: the first dimension stays as it is."""
     counts = one_count(call)
     if counts is not None and (call.out[:1] != (ROWS,) or ROWS in call.out[1:]):
-        raise Mixes(
+        raise MixesRows(
             f"it moves the rows: the result is {_text(call.out)}; rows must stay the first dimension by themselves"
         )
     return counts
 
 
-def sliced(call: Call) -> str | None:
+def sliced(call: OperatorCall) -> str | None:
     """slice: any dimension but the first, except that a bag's offsets may lose their last or first."""
     source = call.tensor("self")
     first, last = call.arguments.get("start") or 0, call.arguments.get("end")
@@ -132,10 +132,10 @@ def sliced(call: Call) -> str | None:
         return f"starts:{name}"
     if kind == "offsets" and first == 1 and (last is None or last >= 2**62):
         return f"ends:{name}"
-    raise Mixes("it takes some rows and leaves others")
+    raise MixesRows("it takes some rows and leaves others")
 
 
-def subtracted(call: Call) -> str | None:
+def subtracted(call: OperatorCall) -> str | None:
     """sub: element by element; ends - starts of a bag are its lengths, one per row."""
     left, right = call.arguments.get("self"), call.arguments.get("other")
     if isinstance(left, Fact) and isinstance(right, Fact) and left.counts and right.counts:
@@ -145,7 +145,7 @@ def subtracted(call: Call) -> str | None:
     return pointwise(call)
 
 
-def differences(call: Call) -> str | None:
+def differences(call: OperatorCall) -> str | None:
     """diff: a bag's offsets give its lengths; else along any dimension but the first."""
     source = call.tensor("self")
     plain = call.arguments.get("n", 1) == 1 and call.arguments.get("prepend") is None
@@ -154,68 +154,68 @@ def differences(call: Call) -> str | None:
     return along("dim")(call)
 
 
-def repeated(call: Call) -> str | None:
+def repeated(call: OperatorCall) -> str | None:
     """repeat: the rows once."""
     source, times = call.tensor("self"), call.arguments["repeats"]
     if source.counts and (len(times) != source.ndim or times[0] != 1):
-        raise Mixes("it repeats the rows")
+        raise MixesRows("it repeats the rows")
     return one_count(call)
 
 
-def permuted(call: Call) -> str | None:
+def permuted(call: OperatorCall) -> str | None:
     """permute: the first dimension stays first."""
     source = call.tensor("self")
     if source.counts and call.arguments["dims"][0] % source.ndim:
-        raise Mixes("it moves the rows away from the first dimension")
+        raise MixesRows("it moves the rows away from the first dimension")
     return one_count(call)
 
 
-def linear(call: Call) -> str | None:
+def linear(call: OperatorCall) -> str | None:
     """linear(x, W, b): W and b are the same for all rows, and x has features."""
     if call.tensor("weight").counts or (isinstance(bias := call.arguments.get("bias"), Fact) and bias.counts):
-        raise Mixes("its weight depends on the request")
+        raise MixesRows("its weight depends on the request")
     if call.tensor("input").ndim < 2:
-        raise Mixes("it sums over the rows")
+        raise MixesRows("it sums over the rows")
     return one_count(call)
 
 
-def addmm(call: Call) -> str | None:
+def addmm(call: OperatorCall) -> str | None:
     """addmm(b, x, W): as linear."""
     if call.tensor("mat2").counts or call.tensor("self").counts:
-        raise Mixes("its weight depends on the request")
+        raise MixesRows("its weight depends on the request")
     return one_count(call)
 
 
 def multiplied(left_name: str, right_name: str) -> Rule:
     """matmul and its kin: rows are a batch dimension, or the rows of the left matrix."""
 
-    def rule(call: Call) -> str | None:
+    def rule(call: OperatorCall) -> str | None:
         left, right = call.tensor(left_name), call.tensor(right_name)
         both = left.counts is not None and right.counts is not None
         if left.counts and left.ndim < 2:
-            raise Mixes("it sums over the rows")
+            raise MixesRows("it sums over the rows")
         if right.counts and right.ndim < 3:
-            raise Mixes("it multiplies all rows with all rows" if both else "it sums over the rows")
+            raise MixesRows("it multiplies all rows with all rows" if both else "it sums over the rows")
         if (both and left.ndim != right.ndim) or any(
             fact.ndim != max(left.ndim, right.ndim) for fact in call.varying()
         ):
-            raise Mixes(f"broadcasting moves the rows: {_text(left.shape)} by {_text(right.shape)}")
+            raise MixesRows(f"broadcasting moves the rows: {_text(left.shape)} by {_text(right.shape)}")
         return one_count(call)
 
     return rule
 
 
-def attention(call: Call) -> str | None:
+def attention(call: OperatorCall) -> str | None:
     """scaled_dot_product_attention: rows are a batch dimension of everything that varies; no dropout."""
     for fact in call.varying():
         if fact.ndim < 3 or fact.ndim != len(call.out):
-            raise Mixes("its rows would attend to each other: give it (rows, tokens, features)")
+            raise MixesRows("its rows would attend to each other: give it (rows, tokens, features)")
     if call.arguments.get("dropout_p"):
-        raise Mixes("it is random (dropout_p is not 0)")
+        raise MixesRows("it is random (dropout_p is not 0)")
     return one_count(call)
 
 
-def einsum(call: Call) -> str | None:
+def einsum(call: OperatorCall) -> str | None:
     """einsum: the rows' letter comes first in every operand that has rows, first in the result, and nowhere else."""
     left, arrow, out = call.arguments["equation"].replace(" ", "").partition("->")
     operands = left.split(",")
@@ -225,91 +225,91 @@ def einsum(call: Call) -> str | None:
         return one_count(call)
     letter = letters.pop()
     if letters or not arrow or not letter.isalpha() or out[:1] != letter:
-        raise Mixes(f"the rows must be the first letter of every operand and of the result, not {left}->{out}")
+        raise MixesRows(f"the rows must be the first letter of every operand and of the result, not {left}->{out}")
     for text, fact in zip(operands, facts, strict=True):
         if text.count(letter) != (1 if fact.counts else 0):
-            raise Mixes(f"the letter {letter} is the rows' and stands elsewhere too in {left}->{out}")
+            raise MixesRows(f"the letter {letter} is the rows' and stands elsewhere too in {left}->{out}")
     return one_count(call)
 
 
-def normalised(call: Call) -> str | None:
+def normalised(call: OperatorCall) -> str | None:
     """layer_norm, rms_norm: over the last dimensions, never the rows."""
     source = call.tensor("input")
     if source.counts and len(call.arguments["normalized_shape"]) >= source.ndim:
-        raise Mixes("it normalises over the rows")
+        raise MixesRows("it normalises over the rows")
     return one_count(call)
 
 
 def evaluated(flag: str) -> Rule:
     """batch_norm, dropout: only as they are in evaluation."""
 
-    def rule(call: Call) -> str | None:
+    def rule(call: OperatorCall) -> str | None:
         if call.arguments[flag]:
-            raise Mixes("it is in training mode: call module.eval() before it is packaged")
+            raise MixesRows("it is in training mode: call module.eval() before it is packaged")
         return one_count(call)
 
     return rule
 
 
-def indexed(call: Call) -> str | None:
+def indexed(call: OperatorCall) -> str | None:
     """x[:, idx]: constant indices, none for the rows."""
     source, indices = call.tensor("self"), call.arguments["indices"]
     if any(isinstance(index, Fact) and index.counts for index in indices):
-        raise Mixes("the indices depend on the request; only embeddings and gather may look up by them")
+        raise MixesRows("the indices depend on the request; only embeddings and gather may look up by them")
     if source.counts and (not indices or indices[0] is not None):
-        raise Mixes("it picks among the rows")
+        raise MixesRows("it picks among the rows")
     return one_count(call)
 
 
-def gathered(call: Call) -> str | None:
+def gathered(call: OperatorCall) -> str | None:
     """gather, index_select along any dimension but the first."""
     source, index = call.tensor("self"), call.tensor("index")
     if index.counts and (source.counts is None or index.ndim != source.ndim):
-        raise Mixes("it looks up in a constant by the request's ids: use an embedding")
+        raise MixesRows("it looks up in a constant by the request's ids: use an embedding")
     _check_dims(call.arguments["dim"], max(source.ndim, 1), "dim")
     return one_count(call)
 
 
-def square(call: Call) -> str | None:
+def square(call: OperatorCall) -> str | None:
     """tril, triu: over the last two dimensions."""
     if any(fact.ndim < 3 for fact in call.varying()):
-        raise Mixes("it works on the rows as one side of the triangle")
+        raise MixesRows("it works on the rows as one side of the triangle")
     return one_count(call)
 
 
-def unpadded(call: Call) -> str | None:
+def unpadded(call: OperatorCall) -> str | None:
     """pad, as constant_pad_nd: the rows stay unpadded."""
     for fact in call.varying():
         if len(call.arguments["pad"]) >= 2 * fact.ndim and any(call.arguments["pad"][2 * fact.ndim - 2 :]):
-            raise Mixes("it pads the rows")
+            raise MixesRows("it pads the rows")
     return one_count(call)
 
 
-def per_row_weight(call: Call) -> str | None:
+def per_row_weight(call: OperatorCall) -> str | None:
     """prelu: a weight per channel."""
     if call.tensor("weight").counts:
-        raise Mixes("its weight depends on the request")
+        raise MixesRows("its weight depends on the request")
     return one_count(call)
 
 
-def made(call: Call) -> str | None:
+def made(call: OperatorCall) -> str | None:
     """zeros, ones, full: values that know only how many rows there are."""
     return one_count(call)
 
 
-def constant_only(call: Call) -> str | None:
+def constant_only(call: OperatorCall) -> str | None:
     """What may be made of constants, and of nothing else (it is computed once)."""
     if call.varying() or ROWS in call.out:
-        raise Mixes("it tells rows apart by their place")
+        raise MixesRows("it tells rows apart by their place")
     return None
 
 
 def _check_dims(dims: Any, ndim: int, name: str) -> None:
     if dims is None or dims in ((), []):
-        raise Mixes(f"it names no {name}, so it works over all rows at once")
+        raise MixesRows(f"it names no {name}, so it works over all rows at once")
     for dim in dims if isinstance(dims, tuple | list) else (dims,):
         if not isinstance(dim, int) or dim % max(ndim, 1) == 0:
-            raise Mixes(f"it works along the rows ({name} {dim})")
+            raise MixesRows(f"it works along the rows ({name} {dim})")
 
 
 def _facts(arguments: tuple[Any, ...]) -> list[Fact]:

@@ -24,7 +24,7 @@ __all__ = ["VERSION", "dump_program", "load_program", "program_from_json", "prog
 VERSION = 1
 
 _DTYPES = frozenset({"float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool"})
-_NAME_CHARACTERS, _LARGEST_SIZE, _DEEPEST, _MOST_VALUES = 200, 2**40, 4, 100_000
+_NAME_CHARACTERS, _MAX_SIZE, _DEEPEST, _MAX_VALUES = 200, 2**40, 4, 100_000
 """Bounds on foreign data: far above any model, far below what would hurt."""
 
 
@@ -137,7 +137,7 @@ def _described(fields: Mapping[str, Any], known: Mapping[str, str]) -> tuple[str
         raise BadProgram(f"{name}: rows must be one of {', '.join(get_args(Rows))}")
     shape = _list(fields["shape"], f"{name}: shape")
     for place, size in enumerate(shape):
-        if type(size) is not int or not (0 <= size <= _LARGEST_SIZE or (size == ROWS and place == 0)):
+        if type(size) is not int or not (0 <= size <= _MAX_SIZE or (size == ROWS and place == 0)):
             raise BadProgram(f"{name}: shape {str(shape)[:60]} is not sizes, with {ROWS} only in front")
     return name, tuple(shape), dtype, rows
 
@@ -243,6 +243,6 @@ def _fields(data: Any, where: str, names: set[str]) -> dict[str, Any]:
 
 
 def _list(data: Any, where: str) -> list[Any]:
-    if not isinstance(data, list) or len(data) > _MOST_VALUES:
-        raise BadProgram(f"{where}: must be a list of at most {_MOST_VALUES}")
+    if not isinstance(data, list) or len(data) > _MAX_VALUES:
+        raise BadProgram(f"{where}: must be a list of at most {_MAX_VALUES}")
     return data

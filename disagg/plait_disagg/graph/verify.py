@@ -9,25 +9,25 @@ import torch
 from torch import nn
 
 from plait_disagg.graph.execute import Compiled, compile_program
-from plait_disagg.graph.feed import for_module, sample, together
 from plait_disagg.graph.inputs import Input
 from plait_disagg.graph.program import USER_OF
+from plait_disagg.graph.sample_inputs import collate, for_module, sample
 from plait_disagg.graph.split import Halves
 from plait_disagg.tables.protocols import Tables
 
-__all__ = ["Check", "Verification", "verify_halves"]
+__all__ = ["BatchCheck", "Verification", "verify_halves"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
+class BatchCheck:
     """One batch: ``candidates`` of its requests, the largest differences over all outputs, and whether bits are equal.
 
     ``same_top``: the best 10 candidates by every single-number output agree but for ties within the tolerance.
     """
 
     candidates: tuple[int, ...]
-    largest_absolute: float
-    largest_relative: float
+    max_absolute: float
+    max_relative: float
     equal_bits: bool
     close: bool
     same_top: bool
@@ -37,7 +37,7 @@ class Check:
 class Verification:
     """All checks. ``bits_promised``: single requests had to give the module's bits (`keeps_bits`, and float32 rows)."""
 
-    checks: tuple[Check, ...]
+    checks: tuple[BatchCheck, ...]
     bits_promised: bool
 
     @property
@@ -50,14 +50,14 @@ class Verification:
         """What was not kept, for people."""
         return tuple(text for check in self.checks if (text := self._failure(check)))
 
-    def _failure(self, check: Check) -> str:
+    def _failure(self, check: BatchCheck) -> str:
         what = f"{' + '.join(map(str, check.candidates))} candidates"
         if not check.close:
-            return f"{what}: outputs differ by {check.largest_absolute:.3g} (relative {check.largest_relative:.3g})"
+            return f"{what}: outputs differ by {check.max_absolute:.3g} (relative {check.max_relative:.3g})"
         if not check.same_top:
             return f"{what}: the best candidates differ"
         if self.bits_promised and len(check.candidates) == 1 and not check.equal_bits:
-            return f"{what}: bits differ (by {check.largest_absolute:.3g}) though the program is exact"
+            return f"{what}: bits differ (by {check.max_absolute:.3g}) though the program is exact"
         return ""
 
 
@@ -96,7 +96,7 @@ def verify_halves(
             )
             for index, count in enumerate(candidates)
         ]
-        batch = together(inputs, requests, candidates)
+        batch = collate(inputs, requests, candidates)
         wanted = _module_outputs(module, for_module(inputs, batch))
         got = run_halves(cn, hn, batch)
         checks.append(_compare(tuple(candidates), wanted, got, rtol, atol))
@@ -124,14 +124,14 @@ def _compare(
     got: Mapping[str, torch.Tensor],
     rtol: float,
     atol: float,
-) -> Check:
+) -> BatchCheck:
     differences = [(wanted[name].double() - got[name].double()).abs() for name in wanted]
     scales = [wanted[name].double().abs().clamp_min(atol) for name in wanted]
     same_shapes = all(wanted[name].shape == got[name].shape for name in wanted)
-    return Check(
+    return BatchCheck(
         candidates=candidates,
-        largest_absolute=max(float(part.max()) for part in differences),
-        largest_relative=max(float((part / scale).max()) for part, scale in zip(differences, scales, strict=True)),
+        max_absolute=max(float(part.max()) for part in differences),
+        max_relative=max(float((part / scale).max()) for part, scale in zip(differences, scales, strict=True)),
         equal_bits=same_shapes and all(torch.equal(wanted[name], got[name]) for name in wanted),
         close=same_shapes and all(torch.allclose(got[name], wanted[name], rtol=rtol, atol=atol) for name in wanted),
         same_top=all(_same_top(wanted[name], got[name], rtol, atol) for name in wanted if wanted[name].ndim == 1),

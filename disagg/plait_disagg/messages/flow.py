@@ -13,7 +13,7 @@ from plait_fabric.rpc.fields import Header, WireError
 
 __all__ = ["Flow", "due_of", "flow_field", "parse_flow", "parse_queued_s"]
 
-_MOST_S = 1e6
+_MAX_S = 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,4 +69,4 @@ def parse_queued_s(header: Header) -> float:
 
 
 def _is_time(value: Any) -> bool:
-    return type(value) in (int, float) and -_MOST_S < value < _MOST_S
+    return type(value) in (int, float) and -_MAX_S < value < _MAX_S

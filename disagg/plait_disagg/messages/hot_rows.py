@@ -19,20 +19,20 @@ from typing import Any, Self
 import torch
 
 from plait_disagg.errors import RankError
-from plait_disagg.messages.layout import Layout
+from plait_disagg.messages.layout import MessageLayout
 from plait_disagg.protocols import RowSource
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.tables.cache import CacheCounters, CachedRows, ReceiverCache, SenderCache
 from plait_disagg.tables.values import Table, row_bytes
 from plait_fabric.rpc.fields import WireError
 
-__all__ = ["LARGEST_BYTES", "HotRows", "RowReceiver", "RowSavings", "RowSender", "can_merge"]
+__all__ = ["MAX_BYTES", "HotRows", "RowReceiver", "RowSavings", "RowSender", "can_merge"]
 
-LARGEST_BYTES = 1 << 30
+MAX_BYTES = 1 << 30
 """Of the slots of one channel, and of the rows that one batch stands for: as large as a message of the fabric can be
-(`plait_fabric.values.Limits`)."""
+(`plait_fabric.values.MessageLimits`)."""
 
-_MOST_SLOTS = 1 << 31
+_MAX_SLOTS = 1 << 31
 
 _PREFIX = "hot."
 """No port has such a name: theirs are without dots."""
@@ -62,8 +62,8 @@ class HotRows:
         if not isinstance(data, list) or len(data) != 3 or type(data[0]) is not int or data[0] < 0:
             raise WireError("hot is not number, slots, ports")
         number, slots, ports = data
-        if not isinstance(slots, list) or not all(type(one) is int and 0 < one < _MOST_SLOTS for one in slots):
-            raise WireError("hot has slots that can not be")
+        if not isinstance(slots, list) or not all(type(one) is int and 0 < one < _MAX_SLOTS for one in slots):
+            raise WireError("hot has slots that cannot be")
         if not isinstance(ports, list) or len(ports) != len(slots) or not all(isinstance(one, list) for one in ports):
             raise WireError("hot has ports of other tables than it has slots")
         names = [name for one in ports for name in one]
@@ -105,7 +105,7 @@ class RowSender:
             tables[table.name] = table
         self._tables = tuple(tables.values())
         self._ports = tuple(tuple(ports[table.name]) for table in self._tables)
-        most = [LARGEST_BYTES // (len(self._tables) * 4 * table.dim) for table in self._tables]
+        most = [MAX_BYTES // (len(self._tables) * 4 * table.dim) for table in self._tables]
         self._slots = tuple(
             max(1, min(knobs.cache_rows, table.rows, fits)) for table, fits in zip(self._tables, most, strict=True)
         )
@@ -174,15 +174,15 @@ class RowReceiver:
         """Number 0 makes the caches; later batches must be of the same ones."""
         shape = hot.slots, tuple(dims)
         if hot.number == 0:
-            if sum(4 * slots * dim for slots, dim in zip(*shape, strict=True)) > LARGEST_BYTES:
-                raise ValueError(f"hot rows of more than {LARGEST_BYTES} bytes")
+            if sum(4 * slots * dim for slots, dim in zip(*shape, strict=True)) > MAX_BYTES:
+                raise ValueError(f"hot rows of more than {MAX_BYTES} bytes")
             self._caches = [ReceiverCache(slots=slots, dim=dim) for slots, dim in zip(*shape, strict=True)]
             self._shape = shape
         elif shape != self._shape:
             raise ValueError("hot rows of other caches than the channel has")
 
 
-def can_merge(layout: Layout, hot: HotRows | None) -> bool:
+def can_merge(layout: MessageLayout, hot: HotRows | None) -> bool:
     """Whether all crossing tensors are floats with a row per user or per candidate."""
     slots = frozenset() if hot is None else hot.names
     return all(
@@ -213,10 +213,10 @@ def _check_size(
     dims: list[int],
     error: type[RankError] | type[ValueError],
 ) -> None:
-    """All ports are there, and their rows will be no more than `LARGEST_BYTES`."""
+    """All ports are there, and their rows will be no more than `MAX_BYTES`."""
     if not all(port in tensors for some in ports for port in some):
         raise error("a port of hot rows is missing")
     counts = [sum(tensors[port].numel() for port in some) for some in ports]
     nbytes = sum(4 * count * dim for count, dim in zip(counts, dims, strict=True))
-    if nbytes > LARGEST_BYTES:
-        raise error(f"the rows of a batch are {nbytes} bytes; at most {LARGEST_BYTES} can cross")
+    if nbytes > MAX_BYTES:
+        raise error(f"the rows of a batch are {nbytes} bytes; at most {MAX_BYTES} can cross")

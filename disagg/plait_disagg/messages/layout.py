@@ -33,10 +33,10 @@ from plait_fabric import Buffer, Lease, Pool
 from plait_fabric.rpc.fields import WireError
 
 __all__ = [
-    "Counts",
-    "Layout",
     "LayoutError",
+    "MessageLayout",
     "Part",
+    "RowCounts",
     "decode",
     "describe",
     "encode",
@@ -60,7 +60,7 @@ _NARROWEST_INT8 = 16
 
 _NAME = re.compile(r"^[A-Za-z0-9_.][A-Za-z0-9_.:]{0,199}$")
 MAX_LAYOUT_CHARS = 60_000
-_LARGEST_SIZE = 1 << 24
+_MAX_SIZE = 1 << 24
 _LEASE_FROM_BYTES = 32_768
 """Smaller sections can ride inside the control packet of a shared-memory channel (`FabricOptions.inline_bytes`)."""
 
@@ -91,7 +91,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class PartGroup:
     """Parts with rows of one shape, of ``numbers`` each."""
 
     tail: tuple[int, ...]
@@ -100,26 +100,26 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class BufferSection:
     """The groups of one buffer, which holds ``dtype``; ``width``: numbers of a ``q1`` row, else 0."""
 
     code: str
     width: int
     dtype: torch.dtype
-    groups: tuple[Group, ...]
+    groups: tuple[PartGroup, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class MessageLayout:
     """The parts in their order, and the sections in the order of the buffers."""
 
     text: str
     parts: tuple[Part, ...]
-    sections: tuple[Section, ...]
+    sections: tuple[BufferSection, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counts:
+class RowCounts:
     """How many rows there are in a message: users, candidates, and of each ``f`` part in order."""
 
     users: int
@@ -128,7 +128,7 @@ class Counts:
 
 
 @lru_cache(maxsize=256)
-def parse_layout(text: str) -> Layout:
+def parse_layout(text: str) -> MessageLayout:
     """Raises `LayoutError`."""
     if len(text) > MAX_LAYOUT_CHARS:
         raise LayoutError(f"a layout of {len(text)} characters")
@@ -140,12 +140,12 @@ def parse_layout(text: str) -> Layout:
         key = part.code, part.tail[-1] if part.code == "q1" else 0
         sections.setdefault(key, {}).setdefault(part.tail, []).append(part)
     made = tuple(_section(code, width, groups) for (code, width), groups in sorted(sections.items()))
-    return Layout(text=text, parts=parts, sections=made)
+    return MessageLayout(text=text, parts=parts, sections=made)
 
 
-def _section(code: str, width: int, groups: Mapping[tuple[int, ...], Sequence[Part]]) -> Section:
-    made = tuple(Group(tail, math.prod(tail), tuple(parts)) for tail, parts in sorted(groups.items()))
-    return Section(code, width, _DTYPES[code], made)
+def _section(code: str, width: int, groups: Mapping[tuple[int, ...], Sequence[Part]]) -> BufferSection:
+    made = tuple(PartGroup(tail, math.prod(tail), tuple(parts)) for tail, parts in sorted(groups.items()))
+    return BufferSection(code, width, _DTYPES[code], made)
 
 
 def _parse_part(entry: str) -> Part:
@@ -159,12 +159,12 @@ def _parse_part(entry: str) -> Part:
     if not all(size.isascii() and size.isdigit() and len(size) <= 8 for size in sizes):
         raise LayoutError(f"{entry[:100]!r} has a tail that is no shape")
     part = Part.of(code, rows, tuple(map(int, sizes)), name)
-    if part.numbers > _LARGEST_SIZE or (code == "q1" and (not part.tail or part.tail[-1] < 1)):
+    if part.numbers > _MAX_SIZE or (code == "q1" and (not part.tail or part.tail[-1] < 1)):
         raise LayoutError(f"{entry[:100]!r} has a tail that can not be")
     return part
 
 
-def layout_of_inputs(inputs: Sequence[Input]) -> Layout:
+def layout_of_inputs(inputs: Sequence[Input]) -> MessageLayout:
     """Of a request: both sides know it from the model's card."""
     parts: list[Part] = []
     for item in inputs:
@@ -178,7 +178,7 @@ def layout_of_inputs(inputs: Sequence[Input]) -> Layout:
 
 def describe(
     tensors: Mapping[str, torch.Tensor], *, users: int, items: int, wire: WireFormat = "float32"
-) -> tuple[Layout, Counts]:
+) -> tuple[MessageLayout, RowCounts]:
     """The layout of any tensors with rows (as many users as candidates: both mean the same). Raises `LayoutError`."""
     values = tensors.values()
     shapes, dtypes = tuple([it.shape for it in values]), tuple([it.dtype for it in values])
@@ -193,7 +193,7 @@ def _describe(  # noqa: PLR0917  # a cache's key
     users: int,
     items: int,
     wire: WireFormat,
-) -> tuple[Layout, Counts]:
+) -> tuple[MessageLayout, RowCounts]:
     entries: list[str] = []
     flat: list[int] = []
     for name, shape, dtype in zip(names, shapes, dtypes, strict=True):
@@ -204,7 +204,7 @@ def _describe(  # noqa: PLR0917  # a cache's key
         if rows == "f":
             flat.append(first)
         entries.append(Part.of(_code(dtype, tail, wire), rows, tuple(tail), name).text)
-    return parse_layout(";".join(entries)), Counts(users=users, items=items, flat=tuple(flat))
+    return parse_layout(";".join(entries)), RowCounts(users=users, items=items, flat=tuple(flat))
 
 
 def _code(dtype: torch.dtype, tail: Sequence[int], wire: WireFormat) -> str:
@@ -218,7 +218,7 @@ def _code(dtype: torch.dtype, tail: Sequence[int], wire: WireFormat) -> str:
     return code
 
 
-def encode(layout: Layout, tensors: Mapping[str, torch.Tensor], pool: Pool, *, timeout_s: float) -> list[Buffer]:
+def encode(layout: MessageLayout, tensors: Mapping[str, torch.Tensor], pool: Pool, *, timeout_s: float) -> list[Buffer]:
     """The sections as buffers to send; large ones are written straight into leases of ``pool``.
 
     Raises `OverflowError` if a number is too large for float16 (float32 can carry it), `LayoutError` for other tensors
@@ -239,13 +239,13 @@ def encode(layout: Layout, tensors: Mapping[str, torch.Tensor], pool: Pool, *, t
     return buffers
 
 
-def _quantised(section: Section, groups: Sequence[Sequence[torch.Tensor]]) -> Buffer:
+def _quantised(section: BufferSection, groups: Sequence[Sequence[torch.Tensor]]) -> Buffer:
     rows = torch.cat([torch.cat(list(pieces)).reshape(-1, section.width) for pieces in groups])
     packed: torch.Tensor = torch.ops.quantized.embedding_bag_byte_prepack(rows)
     return _bytes_of(packed.reshape(-1))
 
 
-def _join(section: Section, groups: Sequence[list[torch.Tensor]], pool: Pool, *, timeout_s: float) -> Buffer:
+def _join(section: BufferSection, groups: Sequence[list[torch.Tensor]], pool: Pool, *, timeout_s: float) -> Buffer:
     first = groups[0][0]
     if len(groups) == len(groups[0]) == 1 and first.dtype is section.dtype:
         return _bytes_of(first.contiguous())  # the channel makes the one copy
@@ -267,7 +267,9 @@ def _join(section: Section, groups: Sequence[list[torch.Tensor]], pool: Pool, *,
     return lease
 
 
-def _fill(target: torch.Tensor, section: Section, groups: Sequence[list[torch.Tensor]], heights: Sequence[int]) -> None:
+def _fill(
+    target: torch.Tensor, section: BufferSection, groups: Sequence[list[torch.Tensor]], heights: Sequence[int]
+) -> None:
     """Writes the groups end to end; numbers that float16 can not hold raise `OverflowError`."""
     chunks = target.split_with_sizes(
         [height * group.numbers for height, group in zip(heights, section.groups, strict=True)]
@@ -285,7 +287,7 @@ def _check_range(made: torch.Tensor, groups: Sequence[Sequence[torch.Tensor]]) -
     raise OverflowError("a number is too large for float16")
 
 
-def decode(layout: Layout, buffers: Sequence[memoryview], counts: Counts) -> dict[str, torch.Tensor]:
+def decode(layout: MessageLayout, buffers: Sequence[memoryview], counts: RowCounts) -> dict[str, torch.Tensor]:
     """The tensors: views of the buffers, but for ``f2`` and ``q1``, which become float32. Raises `LayoutError`."""
     if len(buffers) != len(layout.sections):
         raise LayoutError(f"{len(buffers)} buffers for {len(layout.sections)} sections")
@@ -310,7 +312,7 @@ def decode(layout: Layout, buffers: Sequence[memoryview], counts: Counts) -> dic
     return tensors
 
 
-def _numbers(section: Section, buffer: memoryview, count: int) -> torch.Tensor:
+def _numbers(section: BufferSection, buffer: memoryview, count: int) -> torch.Tensor:
     """All numbers of a section, which must be ``count``, flat."""
     dtype, width = section.dtype, section.width
     stored = count if not width else count // width * (width + _SCALE_BYTES)

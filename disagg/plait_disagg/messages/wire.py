@@ -22,10 +22,18 @@ from typing import Any, Literal
 
 import torch
 
-from plait_disagg.errors import BadInput, Busy, DeadlinePassed, RankError, Unavailable, UnknownModel
+from plait_disagg.errors import BadInput, Busy, DeadlinePassed, RankError, UnknownModel, WorkerUnavailable
 from plait_disagg.messages.cards import card_from_json, card_to_json
 from plait_disagg.messages.hot_rows import HotRows, can_merge
-from plait_disagg.messages.layout import MAX_LAYOUT_CHARS, Counts, Layout, decode, describe, encode, parse_layout
+from plait_disagg.messages.layout import (
+    MAX_LAYOUT_CHARS,
+    MessageLayout,
+    RowCounts,
+    decode,
+    describe,
+    encode,
+    parse_layout,
+)
 from plait_disagg.queue.batch import cut
 from plait_disagg.queue.knobs import WireFormat
 from plait_disagg.values import ModelCard, RankAnswer, RankRequest, RankTimings
@@ -73,7 +81,7 @@ _ERRORS: dict[str, type[RankError]] = {
     "unknown_model": UnknownModel,
     "busy": Busy,
     "deadline": DeadlinePassed,
-    "unavailable": Unavailable,
+    "unavailable": WorkerUnavailable,
     "internal": RankError,
 }
 _CODES = {kind: code for code, kind in _ERRORS.items()}
@@ -88,7 +96,7 @@ class DenseAsk:
     number: int
     candidates: tuple[int, ...]
     crossing: Mapping[str, torch.Tensor]
-    layout: Layout
+    layout: MessageLayout
     mergeable: bool
     hot: HotRows | None = None
     dense_version: str = ""
@@ -119,7 +127,9 @@ def parse_card(payload: Header) -> ModelCard:
         raise WireError(str(error)) from error
 
 
-def rank_message(number: int, request: RankRequest, layout: Layout, pool: Pool) -> tuple[dict[str, Any], list[Buffer]]:
+def rank_message(
+    number: int, request: RankRequest, layout: MessageLayout, pool: Pool
+) -> tuple[dict[str, Any], list[Buffer]]:
     """A request. ``layout``: `layout_of_inputs` of the server's card. A deadline travels as what is left of it."""
     header: dict[str, Any] = {
         "kind": "rank",
@@ -133,10 +143,10 @@ def rank_message(number: int, request: RankRequest, layout: Layout, pool: Pool) 
     return header, encode(layout, request.tensors, pool, timeout_s=SEND_S)
 
 
-def parse_rank(header: Header, buffers: Sequence[memoryview], card: ModelCard, layout: Layout) -> RankRequest:
+def parse_rank(header: Header, buffers: Sequence[memoryview], card: ModelCard, layout: MessageLayout) -> RankRequest:
     """The request; its tensors view ``buffers``. What the numbers say was checked by the ingress, and table
     lookups check ids again. Raises `WireError`."""
-    counts = Counts(
+    counts = RowCounts(
         users=1, items=fields.integer(header, "n", 0, _MAX_ROWS), flat=fields.integers(header, "flat", _MAX_ROWS)
     )
     left_s = fields.number(header, "left_s") if header.get("left_s") is not None else None
@@ -308,15 +318,15 @@ def own_buffers(buffers: Sequence[memoryview]) -> list[memoryview]:
     return [memoryview(bytearray(buffer)) for buffer in buffers]
 
 
-def _tensor_fields(layout: Layout, counts: Counts) -> Header:
+def _tensor_fields(layout: MessageLayout, counts: RowCounts) -> Header:
     return {"layout": layout.text, "flat": list(counts.flat)}
 
 
 def _parse_tensors(
     header: Header, buffers: Sequence[memoryview], *, users: int, items: int
-) -> tuple[Layout, dict[str, torch.Tensor]]:
+) -> tuple[MessageLayout, dict[str, torch.Tensor]]:
     layout = parse_layout(fields.text(header, "layout", MAX_LAYOUT_CHARS))
-    counts = Counts(users=users, items=items, flat=fields.integers(header, "flat", _MAX_ROWS))
+    counts = RowCounts(users=users, items=items, flat=fields.integers(header, "flat", _MAX_ROWS))
     return layout, decode(layout, buffers, counts)
 
 

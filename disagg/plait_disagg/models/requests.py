@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from plait_disagg.graph.feed import Draw, sample
 from plait_disagg.graph.inputs import Input
+from plait_disagg.graph.sample_inputs import Draw, sample
 from plait_disagg.values import RankRequest
 
 __all__ = ["random_request", "zipf"]

@@ -17,14 +17,14 @@ from plait_disagg.package.manifest import Manifest, read_manifest
 from plait_disagg.package.read import Package, open_package
 
 if TYPE_CHECKING:
-    from plait_disagg.package.write import Options, write_package
+    from plait_disagg.package.write import PackageOptions, write_package
 
 __all__ = [
     "Items",
     "Manifest",
-    "Options",
     "Package",
     "PackageError",
+    "PackageOptions",
     "StoredItems",
     "open_package",
     "read_manifest",
@@ -34,7 +34,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import what traces models only when one is packaged: a worker starts faster without."""
-    if name in ("Options", "write_package"):
+    if name in ("PackageOptions", "write_package"):
         from plait_disagg.package import write
 
         return getattr(write, name)

@@ -10,10 +10,10 @@ import torch
 from plait_disagg.graph import costs
 from plait_disagg.graph.cut import CutProblem
 from plait_disagg.graph.factor import factor_linears
-from plait_disagg.graph.feed import id_bounds, sample
 from plait_disagg.graph.inputs import Input
 from plait_disagg.graph.interaction import split_interactions
 from plait_disagg.graph.program import USER_OF, Program
+from plait_disagg.graph.sample_inputs import id_bounds, sample
 from plait_disagg.graph.tile import tile
 from plait_disagg.tables.protocols import Tables
 

@@ -13,7 +13,7 @@ from plait_disagg.graph.inputs import Input
 from plait_disagg.graph.program import USER_OF
 from plait_disagg.queue.batch import join, user_of
 from plait_disagg.tables.ids import settle_ids
-from plait_disagg.tables.protocols import Ask, Tables
+from plait_disagg.tables.protocols import LookupRequest, Tables
 from plait_disagg.tables.values import Lookup, Table
 from plait_disagg.values import RankRequest
 
@@ -64,7 +64,7 @@ class CompiledSparse:
     def rows(self, table: str, ids: torch.Tensor) -> torch.Tensor:
         """See `RowSource`."""
         assert self._bare is not None
-        return self._bare.tables.lookup([Ask(lookup=self._bare.lookups[table], ids=ids)])[0]
+        return self._bare.tables.lookup([LookupRequest(lookup=self._bare.lookups[table], ids=ids)])[0]
 
     def with_constants(self, constants: Mapping[str, torch.Tensor]) -> CompiledSparse:
         """See `Compiled.with_constants`; the tables are the same."""

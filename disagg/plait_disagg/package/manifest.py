@@ -38,7 +38,7 @@ FORMAT = 1
 """Version of the folder's layout."""
 
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
-_LARGEST_MANIFEST_BYTES = 16 << 20
+_MAX_MANIFEST_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +89,8 @@ def read_manifest(folder: Path) -> Manifest:
     """Raises `PackageError`, naming the file and the field, if there is no package or it is not understood."""
     path = folder / MANIFEST
     try:
-        if path.stat().st_size > _LARGEST_MANIFEST_BYTES:
-            raise PackageError(f"{path} is larger than {_LARGEST_MANIFEST_BYTES} bytes")
+        if path.stat().st_size > _MAX_MANIFEST_BYTES:
+            raise PackageError(f"{path} is larger than {_MAX_MANIFEST_BYTES} bytes")
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise PackageError(f"{folder} is no packaged model: {path.name}: {error.strerror}") from error

@@ -43,11 +43,11 @@ from plait_disagg.tables.reference import SeparateTables
 from plait_disagg.tables.storage import open_tables, write_tables
 from plait_disagg.tables.values import OutOfRange, RowFormat
 
-__all__ = ["Options", "write_package"]
+__all__ = ["PackageOptions", "write_package"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class PackageOptions:
     """How a model is packaged. ``row_format`` and ``out_of_range``: for all tables, or by table name.
 
     ``tile``: compute user-side values once per request; off, the scores have the module's bits. The cut is made for a
@@ -72,14 +72,14 @@ def write_package(
     *,
     name: str,
     items: Items | None = None,
-    options: Options | None = None,
+    options: PackageOptions | None = None,
 ) -> Manifest:
     """Captures, cuts and stores a model (in evaluation mode) into a new folder, which appears whole or not at all.
 
     Raises `Refused` (an operator that can not be cut), `PackageError` (the folder is taken, a bad name, halves that do
     not make what the module makes), ValueError (inputs or items that do not fit).
     """
-    options = options or Options()
+    options = options or PackageOptions()
     if not NAME.fullmatch(name):
         raise PackageError(f"the name {name!r} must match {NAME.pattern}")
     if not NAME.fullmatch(options.version):
@@ -101,7 +101,7 @@ def write_package(
 
 
 def _write(
-    folder: Path, module: nn.Module, inputs: Sequence[Input], *, name: str, items: Items | None, options: Options
+    folder: Path, module: nn.Module, inputs: Sequence[Input], *, name: str, items: Items | None, options: PackageOptions
 ) -> Manifest:
     captured = capture(module, inputs)
     _check_numbers({**captured.tables, **captured.constants})
@@ -150,7 +150,7 @@ def _readable(text: str) -> str:
     return text
 
 
-def _verify(module: nn.Module, captured: Captured, halves: Halves, ready: Cuttable, options: Options) -> None:
+def _verify(module: nn.Module, captured: Captured, halves: Halves, ready: Cuttable, options: PackageOptions) -> None:
     """Both halves against the module on random requests, with the module's own rows: formats of rows come later."""
     found = verify_halves(
         module,

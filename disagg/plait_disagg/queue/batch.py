@@ -17,11 +17,11 @@ import torch
 from plait_disagg.graph.inputs import OFFSETS, Bag, Input
 from plait_disagg.values import RankRequest
 
-__all__ = ["Batch", "cut", "join", "user_of"]
+__all__ = ["RankBatch", "cut", "join", "user_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class RankBatch:
     """The tensors of several requests, in their order."""
 
     tensors: Mapping[str, torch.Tensor]
@@ -33,11 +33,11 @@ class Batch:
         return user_of(self.candidates)
 
 
-def join(inputs: Sequence[Input], requests: Sequence[RankRequest]) -> Batch:
+def join(inputs: Sequence[Input], requests: Sequence[RankRequest]) -> RankBatch:
     """One batch. The tensors of a single request are passed on as they are; else they are copied."""
     candidates = tuple(request.candidates for request in requests)
     if len(requests) == 1:
-        return Batch(tensors=requests[0].tensors, candidates=candidates)
+        return RankBatch(tensors=requests[0].tensors, candidates=candidates)
     tensors: dict[str, torch.Tensor] = {}
     for item in inputs:
         tensors[item.name] = torch.cat([request.tensors[item.name] for request in requests])
@@ -48,7 +48,7 @@ def join(inputs: Sequence[Input], requests: Sequence[RankRequest]) -> Batch:
                 tensors[name] = torch.tensor([0, *itertools.accumulate(ids)])
             else:
                 tensors[name] = _join_offsets([request.tensors[name] for request in requests], ids)
-    return Batch(tensors=tensors, candidates=candidates)
+    return RankBatch(tensors=tensors, candidates=candidates)
 
 
 def _join_offsets(parts: Sequence[torch.Tensor], ids: Sequence[int]) -> torch.Tensor:

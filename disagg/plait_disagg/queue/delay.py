@@ -11,7 +11,7 @@ _SURPRISE = 4.0
 """An observation counts as at most so many times what was likely: one stall of the machine must not refuse a second of
 requests. If the delay really grew, each observation says so again."""
 
-_LEAST_S = 1e-3
+_MIN_S = 1e-3
 """What is always likely, for that."""
 
 
@@ -33,6 +33,6 @@ class Delay:
         if self._mean_s is None:
             self._mean_s, self._deviation_s = seconds, seconds / 2
             return
-        seconds = min(seconds, _SURPRISE * max(self.likely_s, _LEAST_S))
+        seconds = min(seconds, _SURPRISE * max(self.likely_s, _MIN_S))
         self._deviation_s += _DEVIATION * (abs(seconds - self._mean_s) - self._deviation_s)
         self._mean_s += _MEAN * (seconds - self._mean_s)

@@ -17,7 +17,7 @@ from plait_disagg.tables.protocols import BadId
 from plait_disagg.values import ModelCard, RankAnswer, RankRequest
 from plait_fabric import FabricError
 
-__all__ = ["Core", "Job", "Outcome", "Sink", "as_rank_error", "settle"]
+__all__ = ["Core", "Outcome", "RankJob", "Sink", "as_rank_error", "settle"]
 
 _log = logging.getLogger(__name__)
 
@@ -27,12 +27,12 @@ Outcome: TypeAlias = RankAnswer | RankError
 class Sink(Protocol):
     """Where outcomes go."""
 
-    def deliver(self, outcomes: Sequence[tuple[Job, Outcome]]) -> None:
+    def deliver(self, outcomes: Sequence[tuple[RankJob, Outcome]]) -> None:
         """Takes the outcomes of some of its jobs, each once. From any thread; never raises, hardly ever waits."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Job:
+class RankJob:
     """One request. ``ticket`` is its sink's own mark for it. ``gone``: nobody waits for it any more.
 
     ``alone``: it must not share a batch (again). ``tries`` counts how often it was lost with a worker.
@@ -77,10 +77,10 @@ class Core(Protocol):
     def alive(self) -> bool:
         """False when it must be replaced."""
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: RankJob) -> None:
         """Takes the job: its sink hears of it once, unless it is gone. Raises `RankError` if it was not taken."""
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: RankJob) -> None:
         """Nobody waits for the job any more."""
 
     def ready(self) -> str | None:
@@ -93,9 +93,9 @@ class Core(Protocol):
         """Refuses new jobs, gives the accepted ones ``drain_s``, fails the rest. Blocks. Idempotent."""
 
 
-def settle(outcomes: Iterable[tuple[Job, Outcome]]) -> None:
+def settle(outcomes: Iterable[tuple[RankJob, Outcome]]) -> None:
     """Brings each job's outcome to its sink: one delivery per sink."""
-    by_sink: dict[Sink, list[tuple[Job, Outcome]]] = {}
+    by_sink: dict[Sink, list[tuple[RankJob, Outcome]]] = {}
     for job, outcome in outcomes:
         if not job.gone:
             by_sink.setdefault(job.sink, []).append((job, outcome))

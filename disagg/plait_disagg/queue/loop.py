@@ -14,14 +14,14 @@ from typing import Generic, TypeVar
 
 import torch
 
-from plait_disagg.errors import Busy, RankError, Unavailable
+from plait_disagg.errors import Busy, RankError, WorkerUnavailable
 from plait_disagg.queue.jobs import as_rank_error
 from plait_disagg.queue.knobs import WorkerKnobs
-from plait_disagg.queue.order import Elsewhere, Item, Waiting, too_late
+from plait_disagg.queue.order import Downstream, Item, WaitQueue, too_late
 from plait_disagg.queue.pace import Pace
-from plait_fabric.threads import bind_to, set_threads
+from plait_fabric.threads import pin_to_cores, set_threads
 
-__all__ = ["ComputeLoop", "Inbox", "Item"]
+__all__ = ["BatchLoop", "Inbox", "Item"]
 
 _log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ T = TypeVar("T", bound=Item)
 
 
 class Inbox(Generic[T]):
-    """`Waiting` between threads: any thread puts, one thread takes batches."""
+    """`WaitQueue` between threads: any thread puts, one thread takes batches."""
 
     def __init__(
         self,
@@ -38,11 +38,11 @@ class Inbox(Generic[T]):
         clock: Callable[[], float],
         *,
         refuses: bool = True,
-        elsewhere: Callable[[], Elsewhere] = Elsewhere,
+        elsewhere: Callable[[], Downstream] = Downstream,
     ) -> None:
-        """See `ComputeLoop`."""
+        """See `BatchLoop`."""
         self._pace = pace
-        self._waiting: Waiting[T] = Waiting(knobs, pace, refuses=refuses)
+        self._waiting: WaitQueue[T] = WaitQueue(knobs, pace, refuses=refuses)
         self._clock = clock
         self._elsewhere = elsewhere
         self._lock = threading.Lock()
@@ -54,7 +54,7 @@ class Inbox(Generic[T]):
         return len(self._waiting)
 
     def put(self, item: T) -> None:
-        """Raises `Busy` when too many wait or it would be answered too late, `Unavailable` after `close`."""
+        """Raises `Busy` when too many wait or it would be answered too late, `WorkerUnavailable` after `close`."""
         with self._lock:
             self._raise_if_closed()
             self._waiting.check(item, self._clock(), elsewhere=bool(self._elsewhere().open))
@@ -129,7 +129,7 @@ class Inbox(Generic[T]):
 
     def _raise_if_closed(self) -> None:
         if self._closed:
-            raise Unavailable("the worker is stopping")
+            raise WorkerUnavailable("the worker is stopping")
 
     def _ring(self) -> None:
         if self._asleep:
@@ -137,11 +137,11 @@ class Inbox(Generic[T]):
             self._bell.put(None)
 
 
-class ComputeLoop(Generic[T]):
+class BatchLoop(Generic[T]):
     """One thread at a time runs ``work`` on batches. ``work`` tells the outcomes itself, or raises before it told any.
 
     ``wait_for_room`` is called before each batch is taken and may wait: what arrives meanwhile joins the batch.
-    ``elsewhere`` looks at where batches go from here. ``refuses``: see `Waiting`.
+    ``elsewhere`` looks at where batches go from here. ``refuses``: see `WaitQueue`.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class ComputeLoop(Generic[T]):
         knobs: WorkerKnobs,
         clock: Callable[[], float],
         wait_for_room: Callable[[], None] | None = None,
-        elsewhere: Callable[[], Elsewhere] = Elsewhere,
+        elsewhere: Callable[[], Downstream] = Downstream,
         refuses: bool = True,
     ) -> None:
         """Starts at once."""
@@ -210,7 +210,7 @@ class ComputeLoop(Generic[T]):
             self._turn.release()
 
     def saw_ends(self, items: Iterable[T]) -> None:
-        """These were worked on, here and wherever they went then. Those whose deadline has passed make `Waiting` more
+        """These were worked on, here and wherever they went then. Those whose deadline has passed make `WaitQueue` more
         careful, those that are in time less; who left before its deadline says nothing of either."""
         now_s = self._clock()
         for item in items:
@@ -226,7 +226,7 @@ class ComputeLoop(Generic[T]):
     def put_again(self, item: T) -> None:
         """See `Inbox.put_again`; fails the item if nobody would take it."""
         if not self._inbox.put_again(item):
-            item.fail(Unavailable("the worker is stopping"))
+            item.fail(WorkerUnavailable("the worker is stopping"))
 
     def reconfigure(self, knobs: WorkerKnobs) -> None:
         """Holds from the next batch on."""
@@ -268,7 +268,7 @@ class ComputeLoop(Generic[T]):
             knobs = self._knobs  # after the wait: a change holds from the next batch on
             if (knobs.threads, knobs.cores) != (threads, cores):
                 threads, cores = knobs.threads, knobs.cores
-                bind_to(cores)
+                pin_to_cores(cores)
                 set_threads(threads)
             if self._abandoned is not None:
                 for item in batch:
@@ -303,7 +303,7 @@ class ComputeLoop(Generic[T]):
         try:
             self._work(batch)
         except Exception as error:
-            if len(batch) == 1 or isinstance(error, Unavailable | Busy):  # more tries would meet the same
+            if len(batch) == 1 or isinstance(error, WorkerUnavailable | Busy):  # more tries would meet the same
                 known = as_rank_error(error)
                 for item in batch:
                     item.fail(known)

@@ -15,9 +15,9 @@ from plait_disagg.errors import Busy, DeadlinePassed, RankError
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.queue.pace import Pace
 
-__all__ = ["MOST_ITEMS", "PATIENCE_S", "Elsewhere", "Item", "Taken", "Waiting", "too_late"]
+__all__ = ["MAX_ITEMS", "PATIENCE_S", "Downstream", "Item", "TakenBatch", "WaitQueue", "too_late"]
 
-MOST_ITEMS = 1_024
+MAX_ITEMS = 1_024
 """Of one batch, so that the numbers of a batch fit a message's header."""
 
 PATIENCE_S = 1.0
@@ -32,7 +32,7 @@ _SHARE = 0.25
 """Of its most urgent request's whole time: how long a batch may take, so that one can run while another one gathers."""
 
 
-class Elsewhere(NamedTuple):
+class Downstream(NamedTuple):
     """Where batches go from here, if they do (a CN's HNs): ``open`` of them are not answered yet, ``idle`` workers have
     nothing to do until one comes, and ``room`` more may be sent before an answer comes."""
 
@@ -76,14 +76,14 @@ T = TypeVar("T", bound=Item)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Taken(Generic[T]):
+class TakenBatch(Generic[T]):
     """A batch, and what was given up on the way to it."""
 
     batch: list[T]
     late: list[T]
 
 
-class Waiting(Generic[T]):
+class WaitQueue(Generic[T]):
     """The items that wait, in their order. Not locked."""
 
     def __init__(self, knobs: WorkerKnobs, pace: Pace, *, refuses: bool = True) -> None:
@@ -148,31 +148,31 @@ class Waiting(Generic[T]):
                 f"try again in {late_s * 1e3:.0f} ms"
             )
 
-    def take(self, now_s: float, elsewhere: Elsewhere = Elsewhere()) -> Taken[T]:  # noqa: B008  # immutable
+    def take(self, now_s: float, elsewhere: Downstream = Downstream()) -> TakenBatch[T]:  # noqa: B008  # immutable
         """Takes the next batch out: as many as fit, in order, without those for which it is too late. While somebody
         ``elsewhere`` has nothing to do, what waits is handed out in several batches (`_pieces`).
         """
         batch: list[T] = []
         late: list[T] = []
-        rows = taken = largest_rows = 0
+        rows = taken = max_rows = 0
         share_rows = -(-self.rows // self._pieces(elsewhere))
         for item in self._items:
             if item.gone or self._too_late(item, now_s, last=taken + 1 == len(self._items)):
                 late.append(item)
                 taken += 1
                 continue
-            if batch and (item.alone or batch[0].alone or len(batch) == MOST_ITEMS):
+            if batch and (item.alone or batch[0].alone or len(batch) == MAX_ITEMS):
                 break
             if not batch:
-                largest_rows = self._batch_rows(None if item.due_s is None else item.due_s - item.came_s)
-                largest_rows = min(largest_rows, share_rows)
-            elif rows + item.rows > largest_rows:
+                max_rows = self._batch_rows(None if item.due_s is None else item.due_s - item.came_s)
+                max_rows = min(max_rows, share_rows)
+            elif rows + item.rows > max_rows:
                 break
             batch.append(item)
             rows += item.rows
             taken += 1
         del self._keys[:taken], self._rows[:taken], self._items[:taken]
-        return Taken(batch=batch, late=late)
+        return TakenBatch(batch=batch, late=late)
 
     def clear(self) -> list[T]:
         """Takes everything out."""
@@ -180,7 +180,7 @@ class Waiting(Generic[T]):
         self._keys, self._rows, self._items = [], [], []
         return items
 
-    def _pieces(self, elsewhere: Elsewhere) -> int:
+    def _pieces(self, elsewhere: Downstream) -> int:
         """One batch for each that is idle, as far as this worker can hand them out while the first is worked on; and
         two if that is worth it: callers who ask again when they have their answers would else have this worker and the
         others wait for each other again and again. Not with several threads here: taking turns, each side has all the

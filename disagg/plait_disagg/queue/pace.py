@@ -7,7 +7,7 @@ least squares that forget: a batch's weight shrinks by `_FORGET` with every late
 
 from __future__ import annotations
 
-__all__ = ["LEAST_MARGIN", "Pace"]
+__all__ = ["MIN_MARGIN", "Pace"]
 
 _FORGET = 31 / 32
 """Half of the memory is the last 22 batches: some tens of milliseconds under load."""
@@ -19,7 +19,7 @@ If batches really became slower, each says so again, and the forecast follows in
 _SPREAD = 0.05
 """Of the mean number of rows: batches that differ less tell nothing new about the slope."""
 
-LEAST_MARGIN, _MOST_MARGIN = 1.25, 3.0
+MIN_MARGIN, _MAX_MARGIN = 1.25, 3.0
 """How much longer than forecast an answer may take. In simulated overload (`tests/support/rank_queue.py`: up to four
 times the capacity, batch times that vary by half) goodput keeps 90 % of its peak from 1.2 on; 1.0 loses a third."""
 
@@ -27,7 +27,7 @@ _LATE, _IN_TIME = 1.1, 0.99
 """What the end of a request does to the margin. About one late answer in ten leaves it as it is: where times vary
 more than in the simulation, as on cores that others use too, work on what comes too late anyway is soon refused."""
 
-_MOST_ROWS = 1 << 31
+_MAX_ROWS = 1 << 31
 """Where rows cost nothing."""
 
 
@@ -38,12 +38,7 @@ class Pace:
         self._weight = self._rows = self._seconds = self._rows_rows = self._rows_seconds = 0.0
         self._fixed_s = self._row_s = 0.0
         self.after_s = 0.0
-        self.margin = LEAST_MARGIN
-
-    @property
-    def row_s(self) -> float:
-        """Seconds that one more row of a batch costs, as far as known."""
-        return self._row_s
+        self.margin = MIN_MARGIN
 
     def batch_s(self, rows: float) -> float:
         """What a batch of ``rows`` occupies the worker for; 0 before anything is known, which refuses nobody."""
@@ -52,7 +47,7 @@ class Pace:
     def rows_within(self, seconds: float) -> int:
         """How many rows a batch of at most ``seconds``, or of twice its fixed cost, can have; at least 1."""
         left_s = max(self._fixed_s, seconds - self._fixed_s)
-        return _MOST_ROWS if left_s >= _MOST_ROWS * self._row_s else max(1, int(left_s / self._row_s))
+        return _MAX_ROWS if left_s >= _MAX_ROWS * self._row_s else max(1, int(left_s / self._row_s))
 
     def saw_batch(self, rows: int, seconds: float) -> None:
         """A batch of ``rows`` occupied the worker for ``seconds``."""
@@ -74,7 +69,7 @@ class Pace:
 
     def saw_end(self, *, in_time: bool) -> None:
         """A request that was accepted, and had a deadline, has its answer, or nobody waits for that any more."""
-        self.margin = min(_MOST_MARGIN, max(LEAST_MARGIN, self.margin * (_IN_TIME if in_time else _LATE)))
+        self.margin = min(_MAX_MARGIN, max(MIN_MARGIN, self.margin * (_IN_TIME if in_time else _LATE)))
 
     def _fit(self) -> None:
         mean_rows, mean_s = self._rows / self._weight, self._seconds / self._weight

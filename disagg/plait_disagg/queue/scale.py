@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-__all__ = ["Gauge", "Scaling", "State", "cn_pressure", "decide", "hn_pressure"]
+__all__ = ["Gauge", "ScaleState", "Scaling", "cn_pressure", "decide", "hn_pressure"]
 
 _QUEUE_S: Final = 0.02
 """Waiting so long at a CN is pressure 1: most of what a request of some tens of milliseconds may take (Prism)."""
 
-_MOST: Final = 2.0
+_MAX: Final = 2.0
 """No HN says more: what piled up for a while says how long it did, not how many workers are missing."""
 
 Counters = Mapping[str, float]
@@ -46,7 +46,7 @@ class Scaling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class State:
+class ScaleState:
     """What `decide` remembers: since when pressure is beyond a threshold, and beyond which (+1 high, -1 low)."""
 
     side: int = 0
@@ -78,7 +78,7 @@ def hn_pressure(before: Counters, after: Counters, seconds: float, *, largest_ba
     rows = after.get("rows_total", 0.0) - before.get("rows_total", 0.0)
     fill = rows / batches / largest_batch_rows if batches > 0 else 0.0
     busy = _rate(before, after, "busy_seconds_total", seconds)
-    return min(_MOST, max(occupancy, fill * min(1.0, busy)))
+    return min(_MAX, max(occupancy, fill * min(1.0, busy)))
 
 
 class Gauge:
@@ -108,19 +108,19 @@ class Gauge:
 
 
 def decide(
-    pressures: Sequence[float], *, replicas: int, scaling: Scaling, state: State, now_s: float
-) -> tuple[int, State]:
+    pressures: Sequence[float], *, replicas: int, scaling: Scaling, state: ScaleState, now_s: float
+) -> tuple[int, ScaleState]:
     """How many replicas there should be, of which there are (or soon will be) ``replicas``, and what to remember.
 
     ``pressures``: one per replica that said one; none: no news, no change.
     """
     wanted = min(max(replicas, scaling.least), scaling.most)
     if not pressures:
-        return wanted, State()
+        return wanted, ScaleState()
     pressure = sum(pressures) / len(pressures)
     side = (pressure > scaling.high) - (pressure < scaling.low)
     if side != state.side:
-        state = State(side=side, since_s=now_s)
+        state = ScaleState(side=side, since_s=now_s)
     lasts_s = scaling.up_after_s if side > 0 else scaling.down_after_s
     if not side or now_s - state.since_s < lasts_s:
         return wanted, state

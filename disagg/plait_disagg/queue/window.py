@@ -16,7 +16,7 @@ _TARGET: Final = 1.5
 """Batches may wait at the HN so many times as long as they are computed. One batch is always on its way to keep the HN
 busy; laid end to end with others it waits for about one computation."""
 
-_LEAST_S: Final = 0.0005
+_MIN_S: Final = 0.0005
 """Shorter waits are the scheduler of the operating system."""
 
 _SHRINK: Final = 0.7
@@ -46,7 +46,7 @@ class Window:
         if self._ignored:
             self._ignored -= 1
             return
-        if queued_s > max(_LEAST_S, _TARGET * dense_s):
+        if queued_s > max(_MIN_S, _TARGET * dense_s):
             self._ignored = self.size - 1
             self._size = max(1.0, self._size * _SHRINK)
         elif open_now >= self.size:

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 
 from plait_disagg.refresh.errors import BadUpdate
-from plait_disagg.refresh.update import Rows, Update
+from plait_disagg.refresh.update import Update, UpdatedRows
 from plait_disagg.tables.formats import LAYOUTS, encode_rows
 from plait_disagg.tables.storage import TableSet
-from plait_disagg.tables.values import Group, RowFormat, Table
+from plait_disagg.tables.values import RowFormat, Table, TableGroup
 
 __all__ = ["RowWrites", "check_constants", "check_names", "stored_rows"]
 
@@ -61,7 +61,7 @@ def stored_rows(update: Update, tables: TableSet) -> dict[str, tuple[torch.Tenso
     return {group: _ascending(some) for group, some in pieces.items()}
 
 
-def _check_ids(table: Table, rows: Rows) -> None:
+def _check_ids(table: Table, rows: UpdatedRows) -> None:
     where, ids = f"rows.{table.name}.ids", rows.ids
     if ids.dtype != torch.int64 or ids.dim() != 1 or not ids.numel():
         raise BadUpdate(where, f"must be (k,) int64 with at least one, not {tuple(ids.shape)} {ids.dtype}")
@@ -72,7 +72,7 @@ def _check_ids(table: Table, rows: Rows) -> None:
         raise BadUpdate(where, "an id is there twice")
 
 
-def _encoded(table: Table, given: Rows, row_format: RowFormat, group: Group) -> torch.Tensor:
+def _encoded(table: Table, given: UpdatedRows, row_format: RowFormat, group: TableGroup) -> torch.Tensor:
     """As the group stores them. Stored rows may hold no NaN either: int8 rows have a scale and a bias."""
     where, rows = f"rows.{table.name}.rows", given.rows
     layout = LAYOUTS[row_format]

@@ -15,8 +15,8 @@ from plait_disagg.package.manifest import NAME
 from plait_disagg.package.read import Package
 from plait_disagg.refresh.errors import BadUpdate
 from plait_disagg.refresh.journal import Journal
-from plait_disagg.refresh.live import checked, open_live
-from plait_disagg.refresh.update import Rows, Update, read_update
+from plait_disagg.refresh.live_package import checked, open_live
+from plait_disagg.refresh.update import Update, UpdatedRows, read_update
 from plait_disagg.tables.formats import encode_rows
 
 __all__ = ["make_update"]
@@ -67,9 +67,9 @@ def _constants(package: Package) -> dict[str, torch.Tensor]:
     return constants
 
 
-def _changed_rows(package: Package, weights: Mapping[str, torch.Tensor]) -> dict[str, Rows]:
+def _changed_rows(package: Package, weights: Mapping[str, torch.Tensor]) -> dict[str, UpdatedRows]:
     """By table. The package's matrices are at the newest version; rows are compared as they are stored."""
-    changed: dict[str, Rows] = {}
+    changed: dict[str, UpdatedRows] = {}
     for group in package.tables.groups:
         matrix = package.tables.matrices[group.name]
         for part in group.slices:
@@ -80,5 +80,5 @@ def _changed_rows(package: Package, weights: Mapping[str, torch.Tensor]) -> dict
             stored = encode_rows(weight, group.format)
             ids = (stored != matrix[part.first : part.first + part.rows]).any(dim=1).nonzero().flatten()
             if ids.numel():
-                changed[part.table] = Rows(ids=ids, rows=stored[ids])
+                changed[part.table] = UpdatedRows(ids=ids, rows=stored[ids])
     return changed

@@ -19,13 +19,13 @@ from typing import Protocol
 from plait_disagg.package.read import Package
 from plait_disagg.refresh.errors import BadUpdate, NotPublished
 from plait_disagg.refresh.journal import Journal
-from plait_disagg.refresh.live import checked
+from plait_disagg.refresh.live_package import checked
 from plait_disagg.refresh.update import read_update, read_update_manifest
 
-__all__ = ["Fleet", "publish"]
+__all__ = ["RoleWorkers", "publish"]
 
 
-class Fleet(Protocol):
+class RoleWorkers(Protocol):
     """All workers of one role. Outcomes are by worker: None, or what went wrong there."""
 
     def stage(self, folder: Path) -> Mapping[str, Exception | None]:
@@ -35,7 +35,7 @@ class Fleet(Protocol):
         """`Refresher.switch` at each."""
 
 
-def publish(package: Package, update: Path, fleets: Sequence[Fleet]) -> str:
+def publish(package: Package, update: Path, fleets: Sequence[RoleWorkers]) -> str:
     """Publishes the update at ``update`` to the ``fleets`` that serve ``package``: HNs before CNs; blocks. Returns its
     version; publishing it once more is no error.
 
@@ -66,7 +66,7 @@ def _is_listed(journal: Journal, update: Path) -> bool:
     return True
 
 
-def _stage_and_list(journal: Journal, update: Path, version: str, fleets: Sequence[Fleet]) -> None:
+def _stage_and_list(journal: Journal, update: Path, version: str, fleets: Sequence[RoleWorkers]) -> None:
     stored = journal.store(update, version)
     try:
         for fleet in fleets:
@@ -78,7 +78,7 @@ def _stage_and_list(journal: Journal, update: Path, version: str, fleets: Sequen
         raise
 
 
-def _switch(version: str, fleets: Sequence[Fleet]) -> None:
+def _switch(version: str, fleets: Sequence[RoleWorkers]) -> None:
     failed: dict[str, Exception | None] = {}
     for fleet in reversed(fleets):  # HNs last: they let go of the oldest version
         failed |= fleet.switch(version)

@@ -27,8 +27,17 @@ from safetensors.torch import load, save
 from plait_disagg.package.manifest import NAME
 from plait_disagg.refresh.errors import BadUpdate
 
-__all__ = ["CONSTANTS", "MANIFEST", "ROWS", "Rows", "Update", "UpdateManifest", "read_update", "read_update_manifest",
-           "write_update"]  # fmt: skip
+__all__ = [
+    "CONSTANTS",
+    "MANIFEST",
+    "ROWS",
+    "Update",
+    "UpdateManifest",
+    "UpdatedRows",
+    "read_update",
+    "read_update_manifest",
+    "write_update",
+]  # fmt: skip
 
 MANIFEST = "update.json"
 ROWS, CONSTANTS = "rows.safetensors", "constants.safetensors"
@@ -38,11 +47,11 @@ FORMAT = 1
 
 _KEYS = frozenset({"format", "model", "base", "version", "rows", "constants", "files"})
 _IDS, _ROWS = ":ids", ":rows"
-_LARGEST_MANIFEST_BYTES = 16 << 20
+_MAX_MANIFEST_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class UpdatedRows:
     """New rows of one table. ``ids`` (k,) int64, distinct; ``rows`` (k, D) float32, or as the table stores them."""
 
     ids: torch.Tensor
@@ -68,7 +77,7 @@ class Update:
     model: str
     base: str
     version: str
-    rows: Mapping[str, Rows] = field(default_factory=dict)
+    rows: Mapping[str, UpdatedRows] = field(default_factory=dict)
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -101,8 +110,8 @@ def read_update_manifest(folder: Path) -> UpdateManifest:
     """Raises `BadUpdate` if the folder is no update, or its update.json is not as `write_update` makes it."""
     path = folder / MANIFEST
     try:
-        if path.stat().st_size > _LARGEST_MANIFEST_BYTES:
-            raise BadUpdate(MANIFEST, f"larger than {_LARGEST_MANIFEST_BYTES} bytes")
+        if path.stat().st_size > _MAX_MANIFEST_BYTES:
+            raise BadUpdate(MANIFEST, f"larger than {_MAX_MANIFEST_BYTES} bytes")
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise BadUpdate(MANIFEST, f"{folder} is no update: {error.strerror}") from error
@@ -135,7 +144,7 @@ def read_update(folder: Path, *, rows: bool = True, constants: bool = True) -> U
         base=manifest.base,
         version=manifest.version,
         rows={
-            table: Rows(ids=new_rows[table + _IDS], rows=new_rows[table + _ROWS])
+            table: UpdatedRows(ids=new_rows[table + _IDS], rows=new_rows[table + _ROWS])
             for table in (manifest.rows if rows else ())
         },
         constants=new_constants,

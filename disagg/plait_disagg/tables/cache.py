@@ -69,11 +69,6 @@ class CacheCounters:
     passed: int = 0
     evicted: int = 0
 
-    @property
-    def hit_rate(self) -> float:
-        """Share of the ids that were in a slot already; 0 before the first."""
-        return self.hits / self.ids if self.ids else 0.0
-
 
 class SenderCache:
     """The directory, on the side that has the rows. Ids are ``0 .. rows - 1``; needs 4 bytes for each id that was ever

@@ -23,10 +23,10 @@ from typing import Any, BinaryIO
 
 import torch
 
-from plait_disagg.tables.ahead import read_ahead
 from plait_disagg.tables.errors import BadTableFile
+from plait_disagg.tables.readahead import read_ahead
 
-__all__ = ["Container", "Entry", "map_container", "write_container"]
+__all__ = ["Container", "TensorEntry", "map_container", "write_container"]
 
 _PAGE_BYTES = 4096
 """The data starts at a multiple of it, so that rows of a power of two do not straddle pages."""
@@ -36,7 +36,7 @@ _READ_AHEAD_BELOW_BYTES = 64 << 20
 not there yet, where it was measured) only drives others out: 4,096 rows of a new 20 GB file took 24 s with it, and
 0.03 s without. Warm lookups take the same time with and without."""
 
-_LARGEST_HEADER_BYTES = 100_000_000
+_MAX_HEADER_BYTES = 100_000_000
 """The library's own limit (safetensors, MAX_HEADER_SIZE)."""
 
 _DTYPES: Mapping[str, torch.dtype] = {
@@ -54,7 +54,7 @@ _NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in _DTYPES.item
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class TensorEntry:
     """One tensor of a file. ``begin`` counts from the first byte of the data."""
 
     name: str
@@ -92,7 +92,7 @@ def write_container(
     end = 0
     starts = {}
     for name, dtype, shape in tensors:
-        entry = Entry(name=name, dtype=dtype, shape=shape, begin=end)
+        entry = TensorEntry(name=name, dtype=dtype, shape=shape, begin=end)
         starts[name] = end
         end += entry.nbytes
         header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [entry.begin, end]}
@@ -148,7 +148,7 @@ def _read_header(path: Path, file: BinaryIO, size: int) -> tuple[int, dict[str, 
     """Where the data starts, and the header."""
     prefix = file.read(8)
     length = int.from_bytes(prefix, "little")
-    if len(prefix) < 8 or length > min(size - 8, _LARGEST_HEADER_BYTES):
+    if len(prefix) < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
         raise BadTableFile(
             path, "header length", f"{length} bytes do not fit into a file of {size} (cut short, or not safetensors)"
         )
@@ -168,7 +168,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _entries(path: Path, header: Mapping[str, Any], data_bytes: int) -> list[Entry]:
+def _entries(path: Path, header: Mapping[str, Any], data_bytes: int) -> list[TensorEntry]:
     """All tensors, which must cover the data without gap or overlap."""
     entries = [_entry(path, name, data) for name, data in header.items() if name != "__metadata__"]
     end = 0
@@ -181,7 +181,7 @@ def _entries(path: Path, header: Mapping[str, Any], data_bytes: int) -> list[Ent
     return entries
 
 
-def _entry(path: Path, name: str, data: Any) -> Entry:
+def _entry(path: Path, name: str, data: Any) -> TensorEntry:
     if not isinstance(data, dict) or data.keys() != {"dtype", "shape", "data_offsets"}:
         raise BadTableFile(path, name, "must have dtype, shape and data_offsets")
     dtype = _DTYPES.get(data["dtype"]) if isinstance(data["dtype"], str) else None
@@ -192,7 +192,7 @@ def _entry(path: Path, name: str, data: Any) -> Entry:
         raise BadTableFile(path, f"{name}.shape", f"{shape!r} is not a list of sizes of at least 1")
     if not _whole_numbers(offsets) or len(offsets) != 2:
         raise BadTableFile(path, f"{name}.data_offsets", f"{offsets!r} is not a begin and an end")
-    entry = Entry(name=name, dtype=dtype, shape=tuple(shape), begin=offsets[0])
+    entry = TensorEntry(name=name, dtype=dtype, shape=tuple(shape), begin=offsets[0])
     if offsets[1] - offsets[0] != entry.nbytes:
         raise BadTableFile(path, f"{name}.data_offsets", f"{offsets!r} does not hold {entry.nbytes} bytes")
     return entry
@@ -209,7 +209,7 @@ def _metadata(path: Path, header: Mapping[str, Any]) -> dict[str, str]:
     return metadata
 
 
-def _tensor(mapping: mmap.mmap, start: int, entry: Entry) -> torch.Tensor:
+def _tensor(mapping: mmap.mmap, start: int, entry: TensorEntry) -> torch.Tensor:
     """A tensor on the mapping's pages; it keeps the mapping alive."""
     with warnings.catch_warnings():
         # "The given buffer is not writable": that is the point.

@@ -17,23 +17,23 @@ import torch
 
 from plait_disagg.tables.values import RowFormat
 
-__all__ = ["LAYOUTS", "Layout", "decode_rows", "encode_rows", "int8_error_bound"]
+__all__ = ["LAYOUTS", "RowLayout", "decode_rows", "encode_rows", "int8_error_bound"]
 
 _SCALE_AND_BIAS_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class RowLayout:
     """A format as a matrix: its dtype and the columns that a row has beside its D values."""
 
     dtype: torch.dtype
     extra_columns: int = 0
 
 
-LAYOUTS: dict[RowFormat, Layout] = {
-    "float32": Layout(dtype=torch.float32),
-    "float16": Layout(dtype=torch.float16),
-    "int8": Layout(dtype=torch.uint8, extra_columns=_SCALE_AND_BIAS_BYTES),
+LAYOUTS: dict[RowFormat, RowLayout] = {
+    "float32": RowLayout(dtype=torch.float32),
+    "float16": RowLayout(dtype=torch.float16),
+    "int8": RowLayout(dtype=torch.uint8, extra_columns=_SCALE_AND_BIAS_BYTES),
 }
 
 

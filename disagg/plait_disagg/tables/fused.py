@@ -18,18 +18,18 @@ from numpy.typing import NDArray
 
 from plait_disagg.tables.ids import settle_ids
 from plait_disagg.tables.pooling import pool, take
-from plait_disagg.tables.protocols import Ask
+from plait_disagg.tables.protocols import LookupRequest
 from plait_disagg.tables.storage import TableSet
-from plait_disagg.tables.values import Group, Lookup, Mode, Table
+from plait_disagg.tables.values import Lookup, Mode, Table, TableGroup
 
 __all__ = ["FusedTables"]
 
 Ids = NDArray[np.int64]
 
-_MOST_PLANS = 64
+_MAX_PLANS = 64
 """Distinct sequences of lookups that are remembered. A model asks with one or two."""
 
-_MOST_KEPT_NUMBERS = 1 << 20
+_MAX_KEPT_NUMBERS = 1 << 20
 """Ids and offsets of the layouts that a batch remembers, 8 bytes each. Fixed numbers of ids per row make few."""
 
 _LAYOUT_NUMBERS = 512
@@ -41,12 +41,12 @@ class _Place:
     """Where a table's rows are."""
 
     table: Table
-    group: Group
+    group: TableGroup
     first: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Layout:
+class _FusedLayout:
     """What follows from how many ids and offsets each ask has: n ids and m offsets in all, laid end to end, ids first.
 
     ``starts``: where the ids of the asks ``some``, which have any, start; ``rows``: rows of their tables. ``ends``:
@@ -67,26 +67,26 @@ class _Layout:
 
 
 @dataclass(slots=True, eq=False)
-class _Batch:
+class _LookupBatch:
     """Asks that are one lookup: their positions, and by ask the table, its rows and the first of them in the matrix."""
 
     positions: tuple[int, ...]
-    group: Group
+    group: TableGroup
     mode: Mode
     tables: tuple[Table, ...]
     rows: NDArray[np.uint64]
     first: Ids
-    layouts: dict[tuple[int, ...], _Layout] = field(default_factory=dict)
+    layouts: dict[tuple[int, ...], _FusedLayout] = field(default_factory=dict)
     kept_numbers: int = 0
 
-    def layout(self, sizes: tuple[int, ...], lengths: tuple[int, ...]) -> _Layout:
+    def layout(self, sizes: tuple[int, ...], lengths: tuple[int, ...]) -> _FusedLayout:
         """For asks of ``sizes`` ids and ``lengths`` offsets (none in mode rows)."""
         key = sizes + lengths
         found = self.layouts.get(key)
         if found is None:
             found = _make_layout(self, np.array(sizes), np.array(lengths, dtype=np.int64))
             self.kept_numbers += sum(key) + _LAYOUT_NUMBERS
-            if self.kept_numbers > _MOST_KEPT_NUMBERS:
+            if self.kept_numbers > _MAX_KEPT_NUMBERS:
                 self.layouts.clear()
                 self.kept_numbers = 0
             else:
@@ -95,11 +95,11 @@ class _Batch:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Plan:
+class _LookupPlan:
     """The batches of a sequence of lookups, which it keeps alive: it is found by their identities."""
 
     lookups: tuple[Lookup, ...]
-    batches: tuple[_Batch, ...]
+    batches: tuple[_LookupBatch, ...]
 
 
 class FusedTables:
@@ -113,14 +113,14 @@ class FusedTables:
             for group in stored.groups
             for part in group.slices
         }
-        self._plans: dict[tuple[int, ...], _Plan] = {}
+        self._plans: dict[tuple[int, ...], _LookupPlan] = {}
 
     @property
     def tables(self) -> tuple[Table, ...]:
         """The tables that can be asked for."""
         return self._stored.tables
 
-    def lookup(self, asks: Sequence[Ask]) -> list[torch.Tensor]:
+    def lookup(self, asks: Sequence[LookupRequest]) -> list[torch.Tensor]:
         """See `Tables.lookup`.
 
         Raises ValueError for an ask that no checked request makes: an unknown table, offsets that do not fit the ids.
@@ -134,17 +134,17 @@ class FusedTables:
             found.update(zip(batch.positions, values, strict=True))
         return [found[position] for position in range(len(asks))]
 
-    def _plan(self, asks: Sequence[Ask]) -> _Plan:
+    def _plan(self, asks: Sequence[LookupRequest]) -> _LookupPlan:
         key = tuple([id(ask.lookup) for ask in asks])
         plan = self._plans.get(key)
         if plan is None:
-            if len(self._plans) >= _MOST_PLANS:
+            if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
             lookups = tuple(ask.lookup for ask in asks)
-            plan = self._plans[key] = _Plan(lookups, self._batches(lookups))
+            plan = self._plans[key] = _LookupPlan(lookups, self._batches(lookups))
         return plan
 
-    def _batches(self, lookups: Sequence[Lookup]) -> tuple[_Batch, ...]:
+    def _batches(self, lookups: Sequence[Lookup]) -> tuple[_LookupBatch, ...]:
         together: dict[tuple[str, Mode], list[int]] = {}
         for position, lookup in enumerate(lookups):
             if lookup.table not in self._places:
@@ -155,7 +155,7 @@ class FusedTables:
         for (_, mode), positions in together.items():
             places = [self._places[lookups[position].table] for position in positions]
             batches.append(
-                _Batch(
+                _LookupBatch(
                     positions=tuple(positions),
                     group=places[0].group,
                     mode=mode,
@@ -166,7 +166,7 @@ class FusedTables:
             )
         return tuple(batches)
 
-    def _rows(self, asks: Sequence[Ask], batch: _Batch) -> list[torch.Tensor]:
+    def _rows(self, asks: Sequence[LookupRequest], batch: _LookupBatch) -> list[torch.Tensor]:
         """One gather; the results are views of it."""
         parts = [ask.ids if ask.ids.dim() == 1 else ask.ids.reshape(-1) for ask in asks]
         sizes = tuple([part.numel() for part in parts])
@@ -177,7 +177,7 @@ class FusedTables:
             for part, ask in zip(gathered.split_with_sizes(list(sizes)), asks, strict=True)
         ]
 
-    def _pooled(self, asks: Sequence[Ask], batch: _Batch) -> list[torch.Tensor]:
+    def _pooled(self, asks: Sequence[LookupRequest], batch: _LookupBatch) -> list[torch.Tensor]:
         """One bag lookup; the results are views of it."""
         ids = [ask.ids for ask in asks]
         offsets = [_offsets(ask) for ask in asks]
@@ -194,14 +194,14 @@ class FusedTables:
         return list(pooled.split_with_sizes(layout.bags))
 
 
-def _make_layout(batch: _Batch, sizes: Ids, lengths: Ids) -> _Layout:
+def _make_layout(batch: _LookupBatch, sizes: Ids, lengths: Ids) -> _FusedLayout:
     before = sizes.cumsum() - sizes
     ids = int(sizes.sum())
     some = np.flatnonzero(sizes)
     ends = ids + lengths.cumsum()
     is_kept = np.ones(int(lengths.sum()), dtype=bool)
     is_kept[ends[:-1] - 1 - ids] = False
-    return _Layout(
+    return _FusedLayout(
         ids=ids,
         some=some,
         starts=before[some],
@@ -214,7 +214,9 @@ def _make_layout(batch: _Batch, sizes: Ids, lengths: Ids) -> _Layout:
     )
 
 
-def _laid_out(parts: list[torch.Tensor], asks: Sequence[Ask], batch: _Batch, layout: _Layout) -> Ids:
+def _laid_out(
+    parts: list[torch.Tensor], asks: Sequence[LookupRequest], batch: _LookupBatch, layout: _FusedLayout
+) -> Ids:
     """Ids as rows of the group's matrix, each by its table's policy, and offsets behind. Raises `BadId`, ValueError."""
     flat = torch.cat(parts)
     if flat.dtype is not torch.int64:
@@ -235,7 +237,7 @@ def _laid_out(parts: list[torch.Tensor], asks: Sequence[Ask], batch: _Batch, lay
     return numbers
 
 
-def _fused_offsets(flat: Ids, asks: Sequence[Ask], layout: _Layout) -> Ids:
+def _fused_offsets(flat: Ids, asks: Sequence[LookupRequest], layout: _FusedLayout) -> Ids:
     """Offsets of all bags. Falling ones are refused, whoever checked before: the kernel would read beyond the ids."""
     offsets: Ids = flat[layout.kept]
     if np.count_nonzero(offsets[1:] < offsets[:-1]):
@@ -244,7 +246,7 @@ def _fused_offsets(flat: Ids, asks: Sequence[Ask], layout: _Layout) -> Ids:
     return offsets
 
 
-def _settle(ids: Ids, batch: _Batch, layout: _Layout, is_outside: NDArray[np.bool_]) -> None:
+def _settle(ids: Ids, batch: _LookupBatch, layout: _FusedLayout, is_outside: NDArray[np.bool_]) -> None:
     """Apply the policies in place, to the asks that need it. Raises `BadId`."""
     stops = np.append(layout.starts[1:], ids.size)
     for place in np.flatnonzero(is_outside):
@@ -252,14 +254,14 @@ def _settle(ids: Ids, batch: _Batch, layout: _Layout, is_outside: NDArray[np.boo
         part[:] = settle_ids(part, batch.tables[layout.some[place]])
 
 
-def _offsets(ask: Ask) -> torch.Tensor:
+def _offsets(ask: LookupRequest) -> torch.Tensor:
     offsets = ask.offsets
     if offsets is None or not offsets.numel():
         raise ValueError(f"lookup {ask.lookup.name}: pooling needs offsets, one more than there are bags")
     return offsets
 
 
-def _weights(asks: Sequence[Ask], batch: _Batch) -> torch.Tensor | None:
+def _weights(asks: Sequence[LookupRequest], batch: _LookupBatch) -> torch.Tensor | None:
     """All weights end to end, ones for an ask that has none; None if no ask has."""
     given = [ask.weights for ask in asks]
     if given.count(None) == len(asks):

@@ -21,7 +21,7 @@ from itertools import product
 
 from plait_disagg.tables.values import RowFormat, Table, row_bytes
 
-__all__ = ["Piece", "Plan", "cut_table", "plan_shards"]
+__all__ = ["ShardPlan", "TablePiece", "cut_table", "plan_shards"]
 
 LINE_BYTES = 64
 """What memory reads at once (a cache line of x86 and of most Arm servers): a row costs whole lines."""
@@ -41,7 +41,7 @@ _EVEN_ENOUGH = 1.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class TablePiece:
     """Rows ``first_row : first_row + rows`` and columns ``first_column : first_column + columns`` of a table, on one
     shard."""
 
@@ -58,16 +58,16 @@ class Piece:
         last_row, last_column = self.first_row + self.rows, self.first_column + self.columns
         return f"{self.table}[{self.first_row}:{last_row},{self.first_column}:{last_column}]"
 
-    def on(self, shard: int) -> Piece:
+    def on(self, shard: int) -> TablePiece:
         """The same piece on that shard."""
         return replace(self, shard=shard)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class ShardPlan:
     """Pieces that cover every table once. ``read_bytes`` per request and ``held_bytes``: by shard."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TablePiece, ...]
     read_bytes: tuple[float, ...]
     held_bytes: tuple[int, ...]
 
@@ -76,11 +76,11 @@ class Plan:
         """How many shards there are; some may be empty."""
         return len(self.read_bytes)
 
-    def of_table(self, table: str) -> tuple[Piece, ...]:
+    def of_table(self, table: str) -> tuple[TablePiece, ...]:
         """Its pieces, first rows and columns first."""
         return tuple(piece for piece in self.pieces if piece.table == table)
 
-    def of_shard(self, shard: int) -> tuple[Piece, ...]:
+    def of_shard(self, shard: int) -> tuple[TablePiece, ...]:
         """What a shard holds."""
         return tuple(piece for piece in self.pieces if piece.shard == shard)
 
@@ -89,7 +89,7 @@ class Plan:
 class _Costs:
     """A piece and what it costs the shard that takes it."""
 
-    piece: Piece
+    piece: TablePiece
     read_bytes: float
     held_bytes: int
 
@@ -101,7 +101,7 @@ def plan_shards(
     memory_bytes: int,
     lookups_per_request: Mapping[str, float],
     formats: RowFormat | Mapping[str, RowFormat] = "float32",
-) -> Plan:
+) -> ShardPlan:
     """A plan in which no shard holds more than ``memory_bytes``. ``lookups_per_request``: ids by table (none: 0).
 
     Raises ValueError if the tables do not fit.
@@ -116,7 +116,7 @@ def plan_shards(
     return plan
 
 
-def cut_table(table: Table, parts: int) -> tuple[Piece, ...]:
+def cut_table(table: Table, parts: int) -> tuple[TablePiece, ...]:
     """The table in ``parts`` nearly equal pieces: by columns while those stay wide enough, else by rows.
 
     Fewer pieces if it has fewer rows than parts.
@@ -124,11 +124,11 @@ def cut_table(table: Table, parts: int) -> tuple[Piece, ...]:
     if parts > 1 and table.dim // parts < _NARROWEST:
         edges = _edges(table.rows, min(parts, table.rows))
         return tuple(
-            Piece(table=table.name, first_row=first, rows=last - first, first_column=0, columns=table.dim)
+            TablePiece(table=table.name, first_row=first, rows=last - first, first_column=0, columns=table.dim)
             for first, last in edges
         )
     return tuple(
-        Piece(table=table.name, first_row=0, rows=table.rows, first_column=first, columns=last - first)
+        TablePiece(table=table.name, first_row=0, rows=table.rows, first_column=first, columns=last - first)
         for first, last in _edges(table.dim, parts)
     )
 
@@ -151,13 +151,13 @@ class _Search:
         self._shards = shards
         self._memory_bytes = memory_bytes
 
-    def best(self) -> Plan | None:
+    def best(self) -> ShardPlan | None:
         """The most even plan that was found, or None; of a few tables the most even that there is."""
         if self._shards ** (self._shards * len(self._tables)) <= _FEW:
             return min(self._all(), key=lambda plan: max(plan.read_bytes), default=None)
         return self._found()
 
-    def _all(self) -> Iterator[Plan]:
+    def _all(self) -> Iterator[ShardPlan]:
         """Every plan that fits: all numbers of equal cuts, all placements."""
         for parts in product(range(1, self._shards + 1), repeat=len(self._tables)):
             cuts = zip(self._tables.values(), parts, strict=True)
@@ -169,11 +169,11 @@ class _Search:
                     held[shard] += costs.held_bytes
                 if max(held) <= self._memory_bytes:
                     placed = {costs.piece: shard for shard, costs in zip(places, pieces, strict=True)}
-                    yield Plan(pieces=_settled(pieces, placed), read_bytes=tuple(read), held_bytes=tuple(held))
+                    yield ShardPlan(pieces=_settled(pieces, placed), read_bytes=tuple(read), held_bytes=tuple(held))
 
-    def _found(self) -> Plan | None:
+    def _found(self) -> ShardPlan | None:
         parts = dict.fromkeys(self._tables, 1)
-        best: Plan | None = None
+        best: ShardPlan | None = None
         in_vain = 0
         while in_vain <= len(self._tables) + 2 * self._shards:
             pieces = [costs for name, count in parts.items() for costs in self.costs(self._tables[name], count)]
@@ -203,12 +203,12 @@ class _Search:
             found.append(_Costs(piece, ids * lines * LINE_BYTES + PIECE_BYTES, piece.rows * stored))
         return found
 
-    def _place(self, pieces: Sequence[_Costs]) -> tuple[Plan | None, _Costs | None]:
+    def _place(self, pieces: Sequence[_Costs]) -> tuple[ShardPlan | None, _Costs | None]:
         """The pieces on shards, and None; or None, and the piece that had no room."""
         blocked = None
         for heaviest_first in (_by_reading, _by_holding):
             read, held = [0.0] * self._shards, [0] * self._shards
-            placed: dict[Piece, int] = {}
+            placed: dict[TablePiece, int] = {}
             blocked = None
             for costs in sorted(pieces, key=heaviest_first):
                 room = [k for k in range(self._shards) if held[k] + costs.held_bytes <= self._memory_bytes]
@@ -220,11 +220,11 @@ class _Search:
                 held[shard] += costs.held_bytes
                 placed[costs.piece] = shard
             if blocked is None:
-                return Plan(pieces=_settled(pieces, placed), read_bytes=tuple(read), held_bytes=tuple(held)), None
+                return ShardPlan(pieces=_settled(pieces, placed), read_bytes=tuple(read), held_bytes=tuple(held)), None
         return None, blocked
 
     def _next_cut(
-        self, plan: Plan | None, blocked: _Costs | None, pieces: Sequence[_Costs], parts: Mapping[str, int]
+        self, plan: ShardPlan | None, blocked: _Costs | None, pieces: Sequence[_Costs], parts: Mapping[str, int]
     ) -> str | None:
         """The table to cut into one more piece: the one that blocks, or the heaviest of the fullest shard, or else any.
 
@@ -252,7 +252,7 @@ def _by_holding(costs: _Costs) -> tuple[int, float, str]:
     return -costs.held_bytes, -costs.read_bytes, costs.piece.name
 
 
-def _settled(pieces: Sequence[_Costs], placed: Mapping[Piece, int]) -> tuple[Piece, ...]:
+def _settled(pieces: Sequence[_Costs], placed: Mapping[TablePiece, int]) -> tuple[TablePiece, ...]:
     """The pieces with their shards, in the order of the tables."""
     return tuple(costs.piece.on(placed[costs.piece]) for costs in pieces)
 

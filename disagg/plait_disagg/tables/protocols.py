@@ -10,11 +10,11 @@ import torch
 
 from plait_disagg.tables.values import Lookup
 
-__all__ = ["Ask", "BadId", "FarTables", "Found", "Tables", "Underway"]
+__all__ = ["AsyncTables", "BadId", "LookupRequest", "LookupResult", "PendingLookup", "Tables"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class LookupRequest:
     """One lookup of a batch. ``ids`` int64 or int32: (nnz,) with ``offsets`` (rows + 1,) for bags, any shape without.
 
     ``weights`` (nnz,) float32 multiply the rows of a bag (mode sum only).
@@ -40,7 +40,7 @@ class BadId(Exception):
 class Tables(Protocol):
     """Embedding tables. Not thread-safe: one thread owns it."""
 
-    def lookup(self, asks: Sequence[Ask]) -> list[torch.Tensor]:
+    def lookup(self, asks: Sequence[LookupRequest]) -> list[torch.Tensor]:
         """Float32, in the order of ``asks``: (rows, D) pooled; mode rows: ids' shape + (D,). An empty bag is zeros.
 
         Ids outside a table follow its policy. Raises `BadId`.
@@ -48,7 +48,7 @@ class Tables(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class LookupResult:
     """A shard's answer: as `Tables.lookup` has it, all of one ``version`` of the rows."""
 
     shard: str
@@ -56,17 +56,17 @@ class Found:
     values: list[torch.Tensor]
 
 
-class Underway(Protocol):
+class PendingLookup(Protocol):
     """A lookup that a shard works on."""
 
-    def result(self) -> Found:
+    def result(self) -> LookupResult:
         """Waits for the answer; call it once. Raises `BadId`, `ShardLost`, `ShardRefused`."""
 
 
 @runtime_checkable
-class FarTables(Tables, Protocol):
+class AsyncTables(Tables, Protocol):
     """Tables elsewhere, which several shards can be asked for at once."""
 
-    def begin(self, asks: Sequence[Ask]) -> Underway:
+    def begin(self, asks: Sequence[LookupRequest]) -> PendingLookup:
         """Asks, and does not wait. Of several that are begun, only the last one can still be answered. Raises
         `ShardLost`."""

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from plait_disagg.tables.ids import settle_ids
-from plait_disagg.tables.protocols import Ask
+from plait_disagg.tables.protocols import LookupRequest
 from plait_disagg.tables.values import OutOfRange, Table
 
 __all__ = ["SeparateTables"]
@@ -31,11 +31,11 @@ class SeparateTables:
             for name, weight in weights.items()
         }
 
-    def lookup(self, asks: Sequence[Ask]) -> list[torch.Tensor]:
+    def lookup(self, asks: Sequence[LookupRequest]) -> list[torch.Tensor]:
         """See `Tables.lookup`."""
         return [self._one(ask) for ask in asks]
 
-    def _one(self, ask: Ask) -> torch.Tensor:
+    def _one(self, ask: LookupRequest) -> torch.Tensor:
         name = ask.lookup.table
         ids = torch.from_numpy(settle_ids(ask.ids.long().numpy(), self._tables[name]))
         if ask.lookup.mode == "rows":

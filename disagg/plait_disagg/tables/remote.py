@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from plait_disagg.tables.errors import ShardLost, ShardRefused
-from plait_disagg.tables.protocols import Ask, Found
-from plait_disagg.tables.rows_wire import Failed, RowsWireError, pack_asks, parse_answer
+from plait_disagg.tables.protocols import LookupRequest, LookupResult
+from plait_disagg.tables.rows_wire import LookupFailed, RowsWireError, pack_asks, parse_answer
 from plait_fabric import Channel, FabricError, FabricTimeout
 
 __all__ = ["RemoteTables"]
@@ -37,11 +37,11 @@ class RemoteTables:
         self.version: int | None = None
         """That of the last answer."""
 
-    def lookup(self, asks: Sequence[Ask]) -> list[torch.Tensor]:
+    def lookup(self, asks: Sequence[LookupRequest]) -> list[torch.Tensor]:
         """See `Tables.lookup`. Raises `BadId`, `ShardLost`, `ShardRefused`, ValueError."""
         return self.begin(asks).result().values
 
-    def begin(self, asks: Sequence[Ask]) -> _Underway:
+    def begin(self, asks: Sequence[LookupRequest]) -> _PendingLookup:
         """See `FarTables.begin`."""
         self._number += 1
         deadline_s = time.monotonic() + self._answer_timeout_s
@@ -53,9 +53,9 @@ class RemoteTables:
             if error.channel_usable and not isinstance(error, FabricTimeout):
                 raise ShardRefused(self.name, f"the lookup does not fit the fabric: {error}") from error
             raise self._lost(str(error)) from error
-        return _Underway(self, channel, self._number, deadline_s)
+        return _PendingLookup(self, channel, self._number, deadline_s)
 
-    def collect(self, channel: Channel, number: int, deadline_s: float) -> Found:
+    def collect(self, channel: Channel, number: int, deadline_s: float) -> LookupResult:
         """What `Underway.result` does for that lookup."""
         try:
             answer = self._answer(channel, number, deadline_s)
@@ -64,12 +64,12 @@ class RemoteTables:
             raise self._lost(f"no answer within {self._answer_timeout_s} s") from error
         except (FabricError, RowsWireError) as error:
             raise self._lost(str(error)) from error
-        if isinstance(answer, Found):
+        if isinstance(answer, LookupResult):
             self.version = answer.version
             return answer
         raise answer.bad_id or ShardRefused(self.name, answer.why)
 
-    def _answer(self, channel: Channel, number: int, deadline_s: float) -> Found | Failed:
+    def _answer(self, channel: Channel, number: int, deadline_s: float) -> LookupResult | LookupFailed:
         """The answer of that number; those of lookups that were given up come first and are dropped."""
         while True:
             with channel.recv(max(0.0, deadline_s - time.monotonic())) as message:
@@ -78,10 +78,10 @@ class RemoteTables:
                 raise RowsWireError("the shard answers what was not asked")
             if answered < number:
                 continue
-            if isinstance(rest[0], Failed):
+            if isinstance(rest[0], LookupFailed):
                 return rest[0]
             version, values = rest
-            return Found(shard=self.name, version=version, values=values)  # type: ignore[arg-type]
+            return LookupResult(shard=self.name, version=version, values=values)  # type: ignore[arg-type]
 
     def _dial(self) -> Channel:
         if self._channel is None or self._channel.closed:
@@ -102,7 +102,7 @@ class RemoteTables:
             channel.close()
 
 
-class _Underway:
+class _PendingLookup:
     """Implements `Underway`."""
 
     def __init__(self, tables: RemoteTables, channel: Channel, number: int, deadline_s: float) -> None:
@@ -111,6 +111,6 @@ class _Underway:
         self._number = number
         self._deadline_s = deadline_s
 
-    def result(self) -> Found:
+    def result(self) -> LookupResult:
         """See `Underway.result`."""
         return self._tables.collect(self._channel, self._number, self._deadline_s)

@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
-from plait_disagg.tables.protocols import Ask, BadId
+from plait_disagg.tables.protocols import BadId, LookupRequest
 from plait_disagg.tables.values import Lookup, Mode
 from plait_fabric import Lease, Message, Pool
 from plait_fabric.memory.pool import release_all
 
 __all__ = [
-    "Failed",
+    "LookupFailed",
     "RowsAsked",
     "RowsWireError",
     "failed_header",
@@ -43,8 +43,8 @@ Header: TypeAlias = Mapping[str, Any]
 _MODES = get_args(Mode)
 _ROOM_S = 5.0
 """How long to wait for memory of the pool, which the peer gives back as it reads."""
-_MOST_NUMBERS = 1 << 40
-_MOST_DIMENSIONS = 8
+_MAX_NUMBERS = 1 << 40
+_MAX_DIMENSIONS = 8
 
 
 class RowsWireError(Exception):
@@ -56,11 +56,11 @@ class RowsAsked:
     """What a client asks. ``asks`` view the message's memory; None stands for one that this shard does not serve."""
 
     number: int
-    asks: list[Ask | None]
+    asks: list[LookupRequest | None]
     missing: str = ""
 
     @property
-    def known(self) -> list[Ask]:
+    def known(self) -> list[LookupRequest]:
         """All asks. Raises ValueError if one of them is not served here."""
         if self.missing:
             raise ValueError(f"there is no table {self.missing}")
@@ -68,14 +68,14 @@ class RowsAsked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
+class LookupFailed:
     """Why there are no rows: an id (as `BadId` has it), or a sentence."""
 
     bad_id: BadId | None
     why: str
 
 
-def pack_asks(pool: Pool, number: int, asks: Sequence[Ask]) -> tuple[dict[str, Any], list[Lease]]:
+def pack_asks(pool: Pool, number: int, asks: Sequence[LookupRequest]) -> tuple[dict[str, Any], list[Lease]]:
     """The message of a lookup. Raises ValueError for an ask that makes no sense, `PoolExhausted`."""
     for ask in asks:
         pools = ask.lookup.mode != "rows"
@@ -147,7 +147,7 @@ def parse_asks(message: Message, lookups: Mapping[tuple[str, Mode], Lookup]) -> 
     return RowsAsked(number=number, asks=asks, missing=missing[0] if missing else "")
 
 
-def parse_answer(message: Message) -> tuple[int, int, list[torch.Tensor]] | tuple[int, Failed]:
+def parse_answer(message: Message) -> tuple[int, int, list[torch.Tensor]] | tuple[int, LookupFailed]:
     """Number, version and values, copied out of the message; or number and why not. Raises `RowsWireError`."""
     header = message.header
     number = _natural(header.get("number"), "number")
@@ -200,13 +200,15 @@ class _Numbers:
         return taken
 
 
-def _ask(entry: object, numbers: Sequence[_Numbers], lookups: Mapping[tuple[str, Mode], Lookup]) -> Ask | None:
+def _ask(
+    entry: object, numbers: Sequence[_Numbers], lookups: Mapping[tuple[str, Mode], Lookup]
+) -> LookupRequest | None:
     if not isinstance(entry, list) or len(entry) != 5:
         raise RowsWireError("an ask has five fields")
     table, mode, shape, bags, weighted = entry
     if not isinstance(table, str) or mode not in _MODES or type(weighted) is not bool or type(bags) is not int:
         raise RowsWireError(f"the ask of table {table!r} is malformed")
-    if not -1 <= bags < _MOST_NUMBERS or (bags < 0) is not (mode == "rows") or (weighted and mode != "sum"):
+    if not -1 <= bags < _MAX_NUMBERS or (bags < 0) is not (mode == "rows") or (weighted and mode != "sum"):
         raise RowsWireError(f"the ask of table {table!r} contradicts itself")
     ids = numbers[0].take(_shape(shape))
     offsets = numbers[1].take((bags + 1,)) if bags >= 0 else None
@@ -214,31 +216,31 @@ def _ask(entry: object, numbers: Sequence[_Numbers], lookups: Mapping[tuple[str,
         raise RowsWireError(f"the offsets of table {table!r} do not fit its ids")
     weights = numbers[2].take((ids.numel(),)) if weighted else None
     lookup = lookups.get((table, mode))
-    return None if lookup is None else Ask(lookup=lookup, ids=ids, offsets=offsets, weights=weights)
+    return None if lookup is None else LookupRequest(lookup=lookup, ids=ids, offsets=offsets, weights=weights)
 
 
-def _failed(said: object) -> Failed:
+def _failed(said: object) -> LookupFailed:
     if not isinstance(said, dict):
         raise RowsWireError("the shard failed and does not say why")
     if said.get("code") != "bad_id":
-        return Failed(bad_id=None, why=str(said.get("why"))[:1_000])
+        return LookupFailed(bad_id=None, why=str(said.get("why"))[:1_000])
     table, value, position, rows = (said.get(key) for key in ("table", "value", "position", "rows"))
     if not isinstance(table, str) or not all(type(one) is int for one in (value, position, rows)):
         raise RowsWireError("the shard's refusal of an id is malformed")
     error = BadId(table=table, value=value, position=position, rows=rows)  # type: ignore[arg-type]
-    return Failed(bad_id=error, why=str(error))
+    return LookupFailed(bad_id=error, why=str(error))
 
 
 def _shape(shape: object) -> tuple[int, ...]:
-    if not isinstance(shape, list) or len(shape) > _MOST_DIMENSIONS:
+    if not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS:
         raise RowsWireError("a shape is a short list")
     sizes = tuple(_natural(size, "size") for size in shape)
-    if math.prod(sizes) > _MOST_NUMBERS:
+    if math.prod(sizes) > _MAX_NUMBERS:
         raise RowsWireError("a shape is absurd")
     return sizes
 
 
 def _natural(value: object, name: str) -> int:
-    if type(value) is not int or not 0 <= value <= _MOST_NUMBERS:
+    if type(value) is not int or not 0 <= value <= _MAX_NUMBERS:
         raise RowsWireError(f"{name} must be a natural number, not {value!r}")
     return value

@@ -1,7 +1,7 @@
 """Tables on several shards, asked as one.
 
-Each shard implements `Tables` and calls its pieces as `Piece.name` says. A lookup asks every shard once; those that
-are elsewhere (`FarTables`) work at the same time, and must answer from one version of their rows. Pieces cut by
+Each shard implements `Tables` and calls its pieces as `TablePiece.name` says. A lookup asks every shard once; those
+that are elsewhere (`AsyncTables`) work at the same time, and must answer from one version of their rows. Pieces cut by
 columns are laid side by side; pieces cut by rows get the ids that are theirs and are merged by mode: sums are added
 (and divided by the bag's size for means), maxima compared, rows put where their ids were.
 """
@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from plait_disagg.tables.errors import MixedVersions
 from plait_disagg.tables.ids import settle_ids
-from plait_disagg.tables.plan import Piece, Plan
-from plait_disagg.tables.protocols import Ask, FarTables, Tables
+from plait_disagg.tables.plan import ShardPlan, TablePiece
+from plait_disagg.tables.protocols import AsyncTables, LookupRequest, Tables
 from plait_disagg.tables.values import Mode, Table
 
 __all__ = ["ShardedTables", "piece_of"]
@@ -27,7 +27,7 @@ _TRIES = 3
 """How often a lookup is made while a refresh moves through the shards, and they answer from different versions."""
 
 
-def piece_of(piece: Piece, table: torch.Tensor) -> torch.Tensor:
+def piece_of(piece: TablePiece, table: torch.Tensor) -> torch.Tensor:
     """The part of a table's rows (rows, D) that a piece holds, a view."""
     rows = table[piece.first_row : piece.first_row + piece.rows]
     return rows[:, piece.first_column : piece.first_column + piece.columns]
@@ -37,22 +37,22 @@ def piece_of(piece: Piece, table: torch.Tensor) -> torch.Tensor:
 class _Part:
     """What one piece was asked for. ``keep``: which ids of the ask were its own (row cuts only)."""
 
-    piece: Piece
-    ask: Ask
+    piece: TablePiece
+    ask: LookupRequest
     keep: NDArray[np.bool_] | None
 
 
 class ShardedTables:
     """Implements `Tables`. The policy for ids outside a table is applied here, before shards are asked."""
 
-    def __init__(self, tables: Sequence[Table], plan: Plan, shards: Sequence[Tables]) -> None:
+    def __init__(self, tables: Sequence[Table], plan: ShardPlan, shards: Sequence[Tables]) -> None:
         if len(shards) != plan.shards:
             raise ValueError(f"the plan is for {plan.shards} shards, not {len(shards)}")
         self._tables: Mapping[str, Table] = {table.name: table for table in tables}
         self._pieces = {table.name: plan.of_table(table.name) for table in tables}
         self._shards = shards
 
-    def lookup(self, asks: Sequence[Ask]) -> list[torch.Tensor]:
+    def lookup(self, asks: Sequence[LookupRequest]) -> list[torch.Tensor]:
         """See `Tables.lookup`. Raises `BadId`, `ShardLost`, `MixedVersions`."""
         parts = [self._parts(ask) for ask in asks]
         found = self._ask_shards([part for some in parts for part in some])
@@ -63,7 +63,7 @@ class ShardedTables:
             start += len(some)
         return values
 
-    def _parts(self, ask: Ask) -> list[_Part]:
+    def _parts(self, ask: LookupRequest) -> list[_Part]:
         table = self._tables[ask.lookup.table]
         ids = torch.from_numpy(settle_ids(ask.ids.long().numpy(), table))
         settled = replace(ask, ids=ids)
@@ -81,10 +81,10 @@ class ShardedTables:
             found.update(zip(positions, values[shard], strict=True))
         return [found[position] for position in range(len(parts))]
 
-    def _lookup_all(self, asks: Mapping[int, Sequence[Ask]]) -> dict[int, list[torch.Tensor]]:
+    def _lookup_all(self, asks: Mapping[int, Sequence[LookupRequest]]) -> dict[int, list[torch.Tensor]]:
         """Each shard's values. Those of this process are looked up while the others work."""
-        near = {shard: tables for shard in asks if not isinstance(tables := self._shards[shard], FarTables)}
-        far = {shard: tables for shard in asks if isinstance(tables := self._shards[shard], FarTables)}
+        near = {shard: tables for shard in asks if not isinstance(tables := self._shards[shard], AsyncTables)}
+        far = {shard: tables for shard in asks if isinstance(tables := self._shards[shard], AsyncTables)}
         values: dict[int, list[torch.Tensor]] = {}
         for _ in range(_TRIES):
             underway = {shard: tables.begin(asks[shard]) for shard, tables in far.items()}
@@ -95,7 +95,7 @@ class ShardedTables:
         raise MixedVersions({one.shard: one.version for one in found.values()})
 
 
-def _part(ask: Ask, piece: Piece, table: Table) -> _Part:
+def _part(ask: LookupRequest, piece: TablePiece, table: Table) -> _Part:
     if piece.rows == table.rows:
         return _Part(piece, _asking(ask, piece, ask.lookup.mode), None)
     ids = ask.ids.numpy()
@@ -111,7 +111,7 @@ def _part(ask: Ask, piece: Piece, table: Table) -> _Part:
     return _Part(piece, _asking(own, piece, mode), keep)
 
 
-def _asking(ask: Ask, piece: Piece, mode: Mode) -> Ask:
+def _asking(ask: LookupRequest, piece: TablePiece, mode: Mode) -> LookupRequest:
     return replace(ask, lookup=replace(ask.lookup, table=piece.name, mode=mode))
 
 
@@ -122,7 +122,7 @@ def _own_offsets(offsets: torch.Tensor, keep: NDArray[np.bool_]) -> torch.Tensor
     return torch.from_numpy(kept[offsets.numpy()])
 
 
-def _merge(ask: Ask, parts: Sequence[_Part], values: Sequence[torch.Tensor]) -> torch.Tensor:
+def _merge(ask: LookupRequest, parts: Sequence[_Part], values: Sequence[torch.Tensor]) -> torch.Tensor:
     if len(values) == 1:
         return values[0]
     if parts[0].keep is None:
@@ -135,7 +135,7 @@ def _merge(ask: Ask, parts: Sequence[_Part], values: Sequence[torch.Tensor]) -> 
     return total if ask.lookup.mode == "sum" else total / _sizes(ask).clamp(min=1).unsqueeze(1)
 
 
-def _merge_rows(ask: Ask, parts: Sequence[_Part], values: Sequence[torch.Tensor]) -> torch.Tensor:
+def _merge_rows(ask: LookupRequest, parts: Sequence[_Part], values: Sequence[torch.Tensor]) -> torch.Tensor:
     merged = torch.empty((*ask.ids.shape, values[0].shape[-1]))
     for part, value in zip(parts, values, strict=True):
         assert part.keep is not None
@@ -151,6 +151,6 @@ def _merge_maxima(parts: Sequence[_Part], values: Sequence[torch.Tensor]) -> tor
     return torch.stack(some).amax(0).masked_fill(is_empty, 0.0)
 
 
-def _sizes(ask: Ask) -> torch.Tensor:
+def _sizes(ask: LookupRequest) -> torch.Tensor:
     assert ask.offsets is not None
     return ask.offsets.diff()

@@ -19,7 +19,7 @@ import torch
 from plait_disagg.tables.container import map_container, write_container
 from plait_disagg.tables.errors import BadTableFile
 from plait_disagg.tables.formats import LAYOUTS, encode_rows
-from plait_disagg.tables.values import Group, OutOfRange, RowFormat, Slice, Table, row_bytes
+from plait_disagg.tables.values import GroupSlice, OutOfRange, RowFormat, Table, TableGroup, row_bytes
 
 __all__ = ["TableSet", "ZeroRows", "group_tables", "open_tables", "pack_tables", "write_tables"]
 
@@ -45,7 +45,7 @@ class TableSet:
     read-only unless ``is_writable``."""
 
     tables: tuple[Table, ...]
-    groups: tuple[Group, ...]
+    groups: tuple[TableGroup, ...]
     matrices: Mapping[str, torch.Tensor]
     is_writable: bool = False
 
@@ -55,7 +55,7 @@ class TableSet:
         return sum(group.rows * row_bytes(group.dim, group.format) for group in self.groups)
 
 
-def group_tables(tables: Mapping[str, tuple[Table, RowFormat]]) -> tuple[Group, ...]:
+def group_tables(tables: Mapping[str, tuple[Table, RowFormat]]) -> tuple[TableGroup, ...]:
     """Tables of equal format and width together, in the order given.
 
     Groups whose rows are multiples of a large power of two come first, so that each matrix of the file starts at one
@@ -70,7 +70,7 @@ def group_tables(tables: Mapping[str, tuple[Table, RowFormat]]) -> tuple[Group, 
         return -(nbytes & -nbytes), key[0], key[1]
 
     return tuple(
-        Group(name=f"{key[0]}_{key[1]}", dim=key[1], format=key[0], slices=_slices(members[key]))
+        TableGroup(name=f"{key[0]}_{key[1]}", dim=key[1], format=key[0], slices=_slices(members[key]))
         for key in sorted(members, key=order)
     )
 
@@ -81,7 +81,7 @@ def write_tables(
     *,
     formats: RowFormat | Mapping[str, RowFormat] = "float32",
     out_of_range: OutOfRange | Mapping[str, OutOfRange] = "error",
-) -> tuple[Group, ...]:
+) -> tuple[TableGroup, ...]:
     """Write tables, (rows, D) float32 each, by name. ``formats`` and ``out_of_range``: for all, or by table name.
 
     Needs a chunk of memory, not a second copy. Raises ValueError for a table that can not be stored.
@@ -161,16 +161,16 @@ def _choice(word: Word | Mapping[str, Word], table: str, words: tuple[Word, ...]
     return chosen
 
 
-def _slices(tables: list[Table]) -> tuple[Slice, ...]:
+def _slices(tables: list[Table]) -> tuple[GroupSlice, ...]:
     found = []
     first = 0
     for table in tables:
-        found.append(Slice(table=table.name, first=first, rows=table.rows))
+        found.append(GroupSlice(table=table.name, first=first, rows=table.rows))
         first += table.rows
     return tuple(found)
 
 
-def _matrix_shape(group: Group) -> tuple[int, int]:
+def _matrix_shape(group: TableGroup) -> tuple[int, int]:
     return group.rows, group.dim + LAYOUTS[group.format].extra_columns
 
 
@@ -190,7 +190,7 @@ def _write_rows(file: BinaryIO, start: int, name: str, rows: torch.Tensor | Zero
         file.write(_encoded(name, rows[first : first + count], row_format).numpy().data)
 
 
-def _to_json(tables: tuple[Table, ...], groups: tuple[Group, ...]) -> dict[str, Any]:
+def _to_json(tables: tuple[Table, ...], groups: tuple[TableGroup, ...]) -> dict[str, Any]:
     return {
         "version": _VERSION,
         "tables": [
@@ -210,7 +210,7 @@ def _to_json(tables: tuple[Table, ...], groups: tuple[Group, ...]) -> dict[str, 
     }
 
 
-def _from_json(data: Any) -> tuple[tuple[Table, ...], tuple[Group, ...]]:
+def _from_json(data: Any) -> tuple[tuple[Table, ...], tuple[TableGroup, ...]]:
     """Raises KeyError, TypeError or ValueError for what `_to_json` would not have written."""
     if data["version"] != _VERSION:
         raise ValueError(f"version {data['version']!r} is not {_VERSION}")
@@ -225,7 +225,7 @@ def _from_json(data: Any) -> tuple[tuple[Table, ...], tuple[Group, ...]]:
         row_format = _choice(_text(item["format"]), name, get_args(RowFormat))
         slices = _slices([tables[table] for table in item["tables"]])
         version = _count(item["version"], least=0)
-        groups.append(Group(name=name, dim=_count(item["dim"]), format=row_format, slices=slices, version=version))
+        groups.append(TableGroup(name=name, dim=_count(item["dim"]), format=row_format, slices=slices, version=version))
     return tuple(tables.values()), tuple(groups)
 
 
@@ -241,7 +241,7 @@ def _count(value: Any, *, least: int = 1) -> int:
     return value
 
 
-def _check_groups(path: Path, tables: tuple[Table, ...], groups: tuple[Group, ...]) -> None:
+def _check_groups(path: Path, tables: tuple[Table, ...], groups: tuple[TableGroup, ...]) -> None:
     """Every table lies in one group of its width."""
     dims = {table.name: table.dim for table in tables}
     held = [part.table for group in groups for part in group.slices]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Group", "Lookup", "Mode", "OutOfRange", "RowFormat", "Slice", "Table", "row_bytes"]
+__all__ = ["GroupSlice", "Lookup", "Mode", "OutOfRange", "RowFormat", "Table", "TableGroup", "row_bytes"]
 
 RowFormat = Literal["float32", "float16", "int8"]
 """How a row is stored. int8: D unsigned bytes, then float32 scale and bias (Fused8BitRowwise of Caffe2 and PyTorch):
@@ -29,7 +29,7 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slice:
+class GroupSlice:
     """Where a table's rows lie in its group: rows ``first : first + rows`` of the group's matrix."""
 
     table: str
@@ -38,7 +38,7 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class TableGroup:
     """Tables of equal width and format: one matrix ``(sum of rows, D)``, so that one fused lookup serves them all.
 
     ``version`` counts the refreshes of its rows (none yet: 0).
@@ -47,7 +47,7 @@ class Group:
     name: str
     dim: int
     format: RowFormat
-    slices: tuple[Slice, ...]
+    slices: tuple[GroupSlice, ...]
     version: int = 0
 
     @property

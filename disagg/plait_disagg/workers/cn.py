@@ -16,19 +16,19 @@ from typing import Any, TypeAlias
 
 import torch
 
-from plait_disagg.errors import Busy, DeadlinePassed, RankError, Unavailable
+from plait_disagg.errors import Busy, DeadlinePassed, RankError, WorkerUnavailable
 from plait_disagg.messages.flow import Flow, due_of, flow_field, parse_queued_s
 from plait_disagg.messages.hot_rows import HotRows, RowSavings, RowSender
 from plait_disagg.messages.wire import SEND_S, VERSION, dense_message, parse_card, parse_done, role_payload
 from plait_disagg.protocols import RowSource, SparseHalf
 from plait_disagg.queue.batch import cut
-from plait_disagg.queue.between import Between
-from plait_disagg.queue.jobs import Job, settle
+from plait_disagg.queue.batch_boundary import BatchBoundary
+from plait_disagg.queue.jobs import RankJob, settle
 from plait_disagg.queue.knobs import WireFormat, WorkerKnobs
-from plait_disagg.queue.loop import ComputeLoop
-from plait_disagg.queue.order import Elsewhere
+from plait_disagg.queue.loop import BatchLoop
+from plait_disagg.queue.order import Downstream
 from plait_disagg.queue.window import Window
-from plait_disagg.refresh.change import Change
+from plait_disagg.refresh.prepared_update import PreparedUpdate
 from plait_disagg.values import ModelCard, RankAnswer, RankTimings
 from plait_fabric import Buffer, Message, Pool
 from plait_fabric.rpc.backoff import Backoff
@@ -51,10 +51,10 @@ _LOOK_S = 0.5
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class _Batch:
+class _SentBatch:
     """What is at an HN. Times are moments of the core's clock."""
 
-    jobs: list[Job]
+    jobs: list[RankJob]
     began_s: float
     wire: WireFormat
     version: str
@@ -72,7 +72,7 @@ class CnCore:
         connect: Connect,
         *,
         hns: int = 1,
-        most_hns: int | None = None,
+        max_hns: int | None = None,
         dense_version: str = "",
         knobs: WorkerKnobs | None = None,
         answer_timeout_s: float = 30.0,
@@ -80,20 +80,20 @@ class CnCore:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Starts at once; ``connect`` reaches an HN, of which there are ``hns``, or as many as are found up to
-        ``most_hns``; ``dense_version`` is what they are to compute with."""
+        ``max_hns``; ``dense_version`` is what they are to compute with."""
         self._card = card
         self._sparse = sparse
         self._source = _row_source(sparse)
         self._dense_version = dense_version
-        self._between = Between()
-        self._senders: dict[Connection[_Batch], tuple[_SenderKey, RowSender]] = {}
+        self._between = BatchBoundary()
+        self._senders: dict[Connection[_SentBatch], tuple[_SenderKey, RowSender]] = {}
         self._savings = RowSavings()
         self._knobs = knobs or WorkerKnobs()
         self._clock = clock
         self._stopping = False
-        self._hn_metrics: dict[Connection[_Batch], Mapping[str, float]] = {}
+        self._hn_metrics: dict[Connection[_SentBatch], Mapping[str, float]] = {}
         self._room = threading.Condition()
-        self._windows: dict[Connection[_Batch], Window] = {}
+        self._windows: dict[Connection[_SentBatch], Window] = {}
         self._lookup_s = self._bytes = self._lost = self._late = 0.0
         protocol = ClientProtocol(
             version=VERSION,
@@ -104,16 +104,16 @@ class CnCore:
             send_timeout_s=SEND_S,
             answer_timeout_s=answer_timeout_s,
         )
-        self._client: Client[_Batch] = Client(
+        self._client: Client[_SentBatch] = Client(
             connect,
             protocol,
             name=f"cn {card.name}",
             count=hns,
-            max_count=most_hns,
+            max_count=max_hns,
             backoff=backoff,
             on_thread=partial(set_threads, 1),
         )
-        self._loop: ComputeLoop[Job] = ComputeLoop(
+        self._loop: BatchLoop[RankJob] = BatchLoop(
             self._work,
             name=f"cn {card.name}",
             knobs=self._knobs,
@@ -132,13 +132,13 @@ class CnCore:
         """See `Core.alive`. A lost HN is no reason to replace the CN."""
         return self._loop.alive
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: RankJob) -> None:
         """See `Core.submit`."""
         if self._stopping:
-            raise Unavailable("the worker is stopping")
+            raise WorkerUnavailable("the worker is stopping")
         self._loop.put(job)
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: RankJob) -> None:
         """See `Core.cancel`."""
         job.gone = True
 
@@ -147,12 +147,12 @@ class CnCore:
         self._knobs = knobs
         self._loop.reconfigure(knobs)
 
-    def prepare(self, change: Change) -> None:
+    def prepare(self, change: PreparedUpdate) -> None:
         """See `Changing`: nobody asks for a dense version here."""
 
-    def take_on(self, change: Change) -> None:
+    def apply_update(self, change: PreparedUpdate) -> None:
         """See `Changing`. What is at an HN by then is answered by the old version, or asked again by the new one."""
-        self._between.change(lambda: self._take_on(change))
+        self._between.change(lambda: self._apply_update(change))
 
     def ready(self) -> str | None:
         """See `Core.ready`."""
@@ -188,14 +188,14 @@ class CnCore:
         self._stopping = True
         self._loop.close()
         if not self._loop.join(drain_s):
-            self._loop.abandon(Unavailable("the worker was stopped"))
+            self._loop.abandon(WorkerUnavailable("the worker was stopped"))
         with self._room:
             self._room.wait_for(lambda: not self._client.open_calls, max(0.0, until_s - time.monotonic()))
         self._client.close()
 
-    def _elsewhere(self) -> Elsewhere:
+    def _elsewhere(self) -> Downstream:
         up = [(it.open_calls, it.window) for it in self._client.connections if it.up]
-        return Elsewhere(
+        return Downstream(
             open=self._client.open_calls,
             idle=sum(not asked for asked, _ in up),
             room=sum(max(0, window - asked) for asked, window in up),
@@ -203,7 +203,7 @@ class CnCore:
 
     # On the compute thread, or while it runs no batch.
 
-    def _take_on(self, change: Change) -> None:
+    def _apply_update(self, change: PreparedUpdate) -> None:
         change.write()
         if change.sparse is not None:
             self._sparse = change.sparse
@@ -222,23 +222,23 @@ class CnCore:
             while client.up and client.best() is None:
                 self._room.wait(_LOOK_S)
 
-    def _work(self, jobs: list[Job]) -> None:
+    def _work(self, jobs: list[RankJob]) -> None:
         with self._between.batch():
             self._ask_hn(jobs)
 
-    def _ask_hn(self, jobs: list[Job]) -> None:
+    def _ask_hn(self, jobs: list[RankJob]) -> None:
         connection = self._client.best(full=True)
         if connection is None:
-            raise Unavailable(f"no HN: {self._client.why_down}")
+            raise WorkerUnavailable(f"no HN: {self._client.why_down}")
         knobs = self._knobs
-        batch = _Batch(jobs=jobs, began_s=self._clock(), wire=knobs.wire, version=self._card.version)
+        batch = _SentBatch(jobs=jobs, began_s=self._clock(), wire=knobs.wire, version=self._card.version)
         try:
             self._send(connection, batch, knobs)
         except ConnectionLost as error:  # since it was chosen
             connection.rest()
-            self._ask_another(batch, Unavailable(f"the HN: {error}"))
+            self._ask_another(batch, WorkerUnavailable(f"the HN: {error}"))
 
-    def _send(self, connection: Connection[_Batch], batch: _Batch, knobs: WorkerKnobs) -> None:
+    def _send(self, connection: Connection[_SentBatch], batch: _SentBatch, knobs: WorkerKnobs) -> None:
         requests = [job.request for job in batch.jobs]
         if self._source is None or not knobs.cache_rows:
             crossing = self._sparse.run(requests)
@@ -252,7 +252,7 @@ class CnCore:
             self._senders.pop(connection, None)  # whether the HN has seen the batch is not known
             raise
 
-    def _sender(self, connection: Connection[_Batch], pool: Pool, knobs: WorkerKnobs) -> RowSender:
+    def _sender(self, connection: Connection[_SentBatch], pool: Pool, knobs: WorkerKnobs) -> RowSender:
         """The connection's, which begins anew with every channel and when its knobs change."""
         assert self._source is not None
         key = (pool, knobs.cache_rows, knobs.cache, knobs.wire)
@@ -262,7 +262,7 @@ class CnCore:
         return found[1]
 
     def _pack(
-        self, connection: Connection[_Batch], batch: _Batch, crossing: _Crossing, number: int, pool: Pool
+        self, connection: Connection[_SentBatch], batch: _SentBatch, crossing: _Crossing, number: int, pool: Pool
     ) -> tuple[Mapping[str, Any], list[Buffer]]:
         tensors, hot = crossing(pool)
         batch.looked_up_s = self._clock()
@@ -282,7 +282,7 @@ class CnCore:
 
     # On a connection's thread.
 
-    def _on_welcome(self, connection: Connection[_Batch], payload: Header) -> None:
+    def _on_welcome(self, connection: Connection[_SentBatch], payload: Header) -> None:
         card = parse_card(payload)
         mine = self._card.name, self._card.packaged or self._card.version
         theirs = card.name, card.packaged or card.version
@@ -291,7 +291,7 @@ class CnCore:
         window = self._windows[connection] = Window(most=self._knobs.window, adapts=self._knobs.adapt_window)
         connection.window = window.size
 
-    def _on_message(self, connection: Connection[_Batch], message: Message) -> None:
+    def _on_message(self, connection: Connection[_SentBatch], message: Message) -> None:
         with message:
             number, outcome = parse_done(message.header, message.buffers)
             said = read_metrics(message.header)
@@ -313,13 +313,13 @@ class CnCore:
             self._wake()
             self._answered(batch, *outcome)
 
-    def _adapt(self, connection: Connection[_Batch], *, queued_s: float, dense_s: float, open_now: int) -> None:
+    def _adapt(self, connection: Connection[_SentBatch], *, queued_s: float, dense_s: float, open_now: int) -> None:
         window, knobs = self._windows[connection], self._knobs
         window.most, window.adapts = knobs.window, knobs.adapt_window
         window.answered(queued_s=queued_s, dense_s=dense_s, open_now=open_now)
         connection.window = window.size
 
-    def _answered(self, batch: _Batch, outputs: dict[str, torch.Tensor], dense_ms: float) -> None:
+    def _answered(self, batch: _SentBatch, outputs: dict[str, torch.Tensor], dense_ms: float) -> None:
         jobs = batch.jobs
         candidates = [job.request.candidates for job in jobs]
         total = sum(candidates)
@@ -348,9 +348,9 @@ class CnCore:
             for job, mine in zip(jobs, cut(outputs, candidates), strict=True)
         )
 
-    def _failed(self, connection: Connection[_Batch], batch: _Batch, error: RankError) -> None:
+    def _failed(self, connection: Connection[_SentBatch], batch: _SentBatch, error: RankError) -> None:
         """A fault hurts only its own request: the others are asked again, each alone. An HN that stops has no fault."""
-        if isinstance(error, Unavailable | Busy):
+        if isinstance(error, WorkerUnavailable | Busy):
             connection.rest()
             self._ask_another(batch, error)
             return
@@ -363,15 +363,15 @@ class CnCore:
             job.alone = True
             self._loop.put_again(job)
 
-    def _on_lost(self, connection: Connection[_Batch], batches: list[_Batch], why: str) -> None:
+    def _on_lost(self, connection: Connection[_SentBatch], batches: list[_SentBatch], why: str) -> None:
         self._senders.pop(connection, None)  # frees it; the next channel would not use it anyway
         self._hn_metrics.pop(connection, None)
         self._lost += len(batches)
         self._wake()
         for batch in batches:
-            self._ask_another(batch, Unavailable(f"the HN: {why}"))
+            self._ask_another(batch, WorkerUnavailable(f"the HN: {why}"))
 
-    def _ask_another(self, batch: _Batch, error: RankError) -> None:
+    def _ask_another(self, batch: _SentBatch, error: RankError) -> None:
         """Ranking changes nothing anywhere, so what an HN lost is asked once more, if another HN is there. The queue
         gives up those whose deadline passed meanwhile."""
         for job in batch.jobs:

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from plait_disagg.errors import RankError, Unavailable
+from plait_disagg.errors import RankError, WorkerUnavailable
 from plait_disagg.messages.flow import Flow, parse_flow
 from plait_disagg.messages.hot_rows import RowReceiver
 from plait_disagg.messages.wire import (
@@ -30,8 +30,8 @@ from plait_disagg.messages.wire import (
 from plait_disagg.protocols import DenseHalf
 from plait_disagg.queue.jobs import as_rank_error
 from plait_disagg.queue.knobs import WorkerKnobs
-from plait_disagg.queue.loop import ComputeLoop
-from plait_disagg.refresh.change import KEPT, Change
+from plait_disagg.queue.loop import BatchLoop
+from plait_disagg.refresh.prepared_update import KEPT, PreparedUpdate
 from plait_disagg.tables.cache import OutOfStep
 from plait_disagg.values import ModelCard
 from plait_fabric import FabricError, Listener, Message
@@ -42,7 +42,7 @@ from plait_fabric.threads import set_threads
 __all__ = ["HnWorker"]
 
 _CATCH_UP_S = 1.0
-"""Between two looks for a version that is not here."""
+"""BatchBoundary two looks for a version that is not here."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -97,7 +97,7 @@ class HnWorker:
     ) -> None:
         """Starts at once. ``dense`` is of ``dense_version``, ``earlier`` are older ones that CNs may still ask for,
         newest last; ``catch_up`` is called when a CN asks for a version that
-        is not here, on the compute thread, and may `prepare` and `take_on` it."""
+        is not here, on the compute thread, and may `prepare` and `apply_update` it."""
         self._held = (*(earlier or {}).items(), (dense_version, dense))[-KEPT:]
         self._prepared: tuple[tuple[str, DenseHalf], ...] = ()
         self._catch_up = catch_up
@@ -107,7 +107,7 @@ class HnWorker:
         self._stay_s = 0.0
         self._windows: dict[int, int] = {}  # as each CN said last
         self._hot: dict[int, RowReceiver] = {}  # by number of the peer; each is its thread's own
-        self._loop: ComputeLoop[_Dense] = ComputeLoop(
+        self._loop: BatchLoop[_Dense] = BatchLoop(
             self._work, name=f"hn {card.name}", knobs=knobs or WorkerKnobs(), clock=clock, refuses=False
         )
         protocol = ServerProtocol(
@@ -140,11 +140,11 @@ class HnWorker:
         """Holds from the next batch on."""
         self._loop.reconfigure(knobs)
 
-    def prepare(self, change: Change) -> None:
+    def prepare(self, change: PreparedUpdate) -> None:
         """See `Changing`."""
         self._prepared = () if change.dense is None else ((change.dense_version, change.dense),)
 
-    def take_on(self, change: Change) -> None:
+    def apply_update(self, change: PreparedUpdate) -> None:
         """See `Changing`: the last two dense versions stay, because CNs change over one after the other."""
         if change.dense is not None:
             self._held = (*self._held, (change.dense_version, change.dense))[-KEPT:]
@@ -175,7 +175,7 @@ class HnWorker:
         self._server.close_listeners()
         self._loop.close()
         if not self._loop.join(drain_s):
-            self._loop.abandon(Unavailable("the HN was stopped"))
+            self._loop.abandon(WorkerUnavailable("the HN was stopped"))
         self._server.hang_up()
 
     def _on_message(self, peer: Peer, message: Message) -> None:
@@ -238,7 +238,7 @@ class HnWorker:
             item.fail(as_rank_error(error))
 
     def _dense(self, version: str) -> DenseHalf:
-        """Raises `Unavailable` if it is not here, and can not be got."""
+        """Raises `WorkerUnavailable` if it is not here, and can not be got."""
         found = self._find(version)
         now_s = self._clock()
         if found is None and self._catch_up is not None and now_s - self._caught_up_s > _CATCH_UP_S:
@@ -247,7 +247,7 @@ class HnWorker:
             found = self._find(version)
         if found is None:
             held = ", ".join(name for name, _ in self._held)
-            raise Unavailable(f"the HN holds dense versions {held}, not {version}")
+            raise WorkerUnavailable(f"the HN holds dense versions {held}, not {version}")
         return found
 
     def _find(self, version: str) -> DenseHalf | None:

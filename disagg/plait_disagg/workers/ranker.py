@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from plait_disagg.errors import DeadlinePassed, RankError
-from plait_disagg.queue.jobs import Core, Job, Outcome
+from plait_disagg.queue.jobs import Core, Outcome, RankJob
 from plait_disagg.values import ModelCard, RankAnswer, RankRequest
 
 __all__ = ["CoreRanker"]
@@ -23,14 +23,14 @@ class CoreRanker:
 
     @property
     def card(self) -> ModelCard:
-        """See `Ranker.card`; raises `Unavailable` while no worker has said it yet."""
+        """See `Ranker.card`; raises `WorkerUnavailable` while no worker has said it yet."""
         return self.core.card
 
     async def rank(self, request: RankRequest) -> RankAnswer:
         """See `Ranker.rank`."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[RankAnswer] = loop.create_future()
-        job = Job(request=request, sink=self._sink_of(loop), ticket=future)
+        job = RankJob(request=request, sink=self._sink_of(loop), ticket=future)
         self.core.submit(job)
         timer = None
         if request.deadline_s is not None:
@@ -68,13 +68,13 @@ class _LoopSink:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
 
-    def deliver(self, outcomes: Sequence[tuple[Job, Outcome]]) -> None:
+    def deliver(self, outcomes: Sequence[tuple[RankJob, Outcome]]) -> None:
         """See `Sink`. One wake-up of the loop for all; a loop that is closed waits for nothing."""
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(_resolve, outcomes)
 
 
-def _resolve(outcomes: Sequence[tuple[Job, Outcome]]) -> None:
+def _resolve(outcomes: Sequence[tuple[RankJob, Outcome]]) -> None:
     for job, outcome in outcomes:
         future = job.ticket
         if not isinstance(future, asyncio.Future) or future.done():

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from plait_disagg.refresh.change import Change, Changing
 from plait_disagg.refresh.errors import NotPublished, RefreshError
 from plait_disagg.refresh.journal import Journal
-from plait_disagg.refresh.live import Live
+from plait_disagg.refresh.live_package import LivePackage
+from plait_disagg.refresh.prepared_update import PreparedUpdate, Refreshable
 from plait_disagg.refresh.update import read_update_manifest
-from plait_fabric.threads import apart, give_way, set_threads
+from plait_fabric.threads import lower_priority, run_on_own_thread, set_threads
 
 __all__ = ["Refresher"]
 
@@ -21,16 +21,18 @@ _log = logging.getLogger(__name__)
 
 
 class Refresher:
-    """Keeps a worker and its `Live` at one version. Any thread may call; they take turns."""
+    """Keeps a worker and its `LivePackage` at one version. Any thread may call; they take turns."""
 
-    def __init__(self, live: Live, worker: Changing, *, on_version: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self, live: LivePackage, worker: Refreshable, *, on_version: Callable[[str], None] = lambda _: None
+    ) -> None:
         """``worker`` serves the halves of ``live``, which belongs to this object from now on. ``on_version`` hears of
         every version that the worker has switched to."""
         self._live = live
         self._worker = worker
         self._on_version = on_version
         self._journal = Journal(live.package.folder)
-        self._staged: Change | None = None
+        self._staged: PreparedUpdate | None = None
         self._turn = threading.Lock()
 
     @property
@@ -46,7 +48,7 @@ class Refresher:
                 return
             if manifest.base != self._live.version:
                 self._follow()
-            self._staged = apart(partial(self._prepared_quietly, folder))
+            self._staged = run_on_own_thread(partial(self._prepared_quietly, folder))
 
     def switch(self, version: str) -> None:
         """Serves the version that was staged, or, after a restart or a publisher's death, is in the journal. Raises
@@ -56,7 +58,7 @@ class Refresher:
             if self._live.version == version:
                 return
             if staged is not None and staged.version == version:
-                self._take_on(staged)
+                self._apply_update(staged)
                 return
             self._follow()
             if self._live.version != version:
@@ -83,22 +85,22 @@ class Refresher:
     def _follow(self) -> None:
         self._staged = None
         for folder in self._journal.after(self._live.version):
-            self._take_on(self._prepared(folder))
+            self._apply_update(self._prepared(folder))
 
-    def _prepared_quietly(self, folder: Path) -> Change:
+    def _prepared_quietly(self, folder: Path) -> PreparedUpdate:
         """Nobody waits for it, and requests want the cores."""
         set_threads(1)
-        give_way()
+        lower_priority()
         return self._prepared(folder)
 
-    def _prepared(self, folder: Path) -> Change:
+    def _prepared(self, folder: Path) -> PreparedUpdate:
         change = self._live.stage(self._live.read(folder))
         change.touch()  # while nobody writes: that is what the turn is for
         self._worker.prepare(change)
         return change
 
-    def _take_on(self, change: Change) -> None:
-        self._worker.take_on(change)
+    def _apply_update(self, change: PreparedUpdate) -> None:
+        self._worker.apply_update(change)
         self._live.adopt(change)
         _log.info("%s is at version %s", self._live.package.manifest.name, change.version)
         self._on_version(change.version)

@@ -8,8 +8,8 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from plait_disagg.errors import BadInput, Busy, DeadlinePassed, RankError, Unavailable
-from plait_disagg.messages.layout import Layout, layout_of_inputs
+from plait_disagg.errors import BadInput, Busy, DeadlinePassed, RankError, WorkerUnavailable
+from plait_disagg.messages.layout import MessageLayout, layout_of_inputs
 from plait_disagg.messages.wire import (
     SEND_S,
     VERSION,
@@ -21,7 +21,7 @@ from plait_disagg.messages.wire import (
     role_payload,
 )
 from plait_disagg.queue.delay import Delay
-from plait_disagg.queue.jobs import Job, Outcome, as_rank_error, settle
+from plait_disagg.queue.jobs import Outcome, RankJob, as_rank_error, settle
 from plait_disagg.values import ModelCard, RankAnswer
 from plait_disagg.workers.ranker import CoreRanker
 from plait_fabric import FabricError, Message
@@ -36,7 +36,7 @@ __all__ = ["RemoteCore", "RemoteRanker"]
 
 _LOOK_S = 0.02
 
-_MOST_WAY = 0.25
+_MAX_WAY = 0.25
 """Of what is left until a deadline: a way that once was long must be gone again to show that it is not."""
 
 
@@ -49,18 +49,18 @@ class RemoteCore:
         connect: Connect,
         *,
         replicas: int = 1,
-        most_replicas: int | None = None,
+        max_replicas: int | None = None,
         window: int = 1_024,
         answer_timeout_s: float = 30.0,
         backoff: Backoff | None = None,
     ) -> None:
-        """Starts to connect at once, to ``replicas`` workers, or as many as there are up to ``most_replicas``.
+        """Starts to connect at once, to ``replicas`` workers, or as many as there are up to ``max_replicas``.
         ``window``: requests at one of them; more are refused as `Busy`."""
         self._model = model
         self._window = window
         self._card: ModelCard | None = None
-        self._worker_metrics: dict[Connection[Job], Mapping[str, float]] = {}
-        self._layouts: dict[Connection[Job], Layout] = {}
+        self._worker_metrics: dict[Connection[RankJob], Mapping[str, float]] = {}
+        self._layouts: dict[Connection[RankJob], MessageLayout] = {}
         self._way = Delay()
         self._stopping = False
         self._requests = self._lost = 0
@@ -73,12 +73,12 @@ class RemoteCore:
             send_timeout_s=SEND_S,
             answer_timeout_s=answer_timeout_s,
         )
-        self._client: Client[Job] = Client(
+        self._client: Client[RankJob] = Client(
             connect,
             protocol,
             name=f"ingress {model}",
             count=replicas,
-            max_count=most_replicas,
+            max_count=max_replicas,
             window=window,
             backoff=backoff,
             on_thread=partial(set_threads, 1),
@@ -88,7 +88,7 @@ class RemoteCore:
     def card(self) -> ModelCard:
         """See `Core.card`."""
         if self._card is None:
-            raise Unavailable(f"model {self._model} is starting: {self._client.why_down}")
+            raise WorkerUnavailable(f"model {self._model} is starting: {self._client.why_down}")
         return self._card
 
     @property
@@ -96,37 +96,37 @@ class RemoteCore:
         """See `Core.alive`."""
         return not self._stopping
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: RankJob) -> None:
         """See `Core.submit`."""
         if self._stopping:
-            raise Unavailable("the server is stopping")
+            raise WorkerUnavailable("the server is stopping")
         self._requests += 1
         self._send(job)
 
-    def _send(self, job: Job) -> None:
+    def _send(self, job: RankJob) -> None:
         connection = self._client.best()
         if connection is None:
             if self._client.up:
                 raise Busy(f"{self._window} requests are at the model's worker already")
-            raise Unavailable(f"model {self._model}: {self._client.why_down}")
+            raise WorkerUnavailable(f"model {self._model}: {self._client.why_down}")
         try:
             request = replace(job.request, deadline_s=self._due_there_s(job))
             connection.call(job, lambda number, pool: rank_message(number, request, self._layouts[connection], pool))
         except ConnectionLost as error:
-            raise Unavailable(str(error)) from error
+            raise WorkerUnavailable(str(error)) from error
         except FabricError as error:
             raise as_rank_error(error) from error
         except (KeyError, ValueError) as error:  # it was checked against the card of another version
             raise BadInput(f"the request does not fit model {self._model}: {error}") from error
 
-    def _due_there_s(self, job: Job) -> float | None:
+    def _due_there_s(self, job: RankJob) -> float | None:
         """When the worker must be done for the answer to be here in time. The worker does not see what goes by in
         channels, and on busy cores that is milliseconds; here it is what an answer took beyond the worker's timings."""
         if job.due_s is None:
             return None
-        return job.due_s - min(self._way.likely_s, _MOST_WAY * max(0.0, job.due_s - time.monotonic()))
+        return job.due_s - min(self._way.likely_s, _MAX_WAY * max(0.0, job.due_s - time.monotonic()))
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: RankJob) -> None:
         """See `Core.cancel`."""
         job.gone = True
         for connection in self._client.connections:
@@ -160,7 +160,7 @@ class RemoteCore:
 
     # On a connection's thread.
 
-    def _on_welcome(self, connection: Connection[Job], payload: Header) -> None:
+    def _on_welcome(self, connection: Connection[RankJob], payload: Header) -> None:
         card = parse_card(payload)
         if card.name != self._model:
             raise WireError(f"the worker ranks with {card.name!r}, not {self._model!r}")
@@ -168,7 +168,7 @@ class RemoteCore:
         if card != self._card:
             self._card = card
 
-    def _on_message(self, connection: Connection[Job], message: Message) -> None:
+    def _on_message(self, connection: Connection[RankJob], message: Message) -> None:
         with message:
             version = parse_version(message.header)
             if version is not None:
@@ -178,12 +178,12 @@ class RemoteCore:
             said = read_metrics(message.header)
         if said is not None:
             self._worker_metrics[connection] = said
-        outcomes: list[tuple[Job, Outcome]] = []
+        outcomes: list[tuple[RankJob, Outcome]] = []
         for number, outcome in answers:
             job = connection.take(number)  # None: cancelled meanwhile
             if job is None:
                 continue
-            if isinstance(outcome, Unavailable) and self._client.up > 1:
+            if isinstance(outcome, WorkerUnavailable) and self._client.up > 1:
                 connection.rest()
                 self._ask_another(job, outcome)
             else:
@@ -196,13 +196,13 @@ class RemoteCore:
         if self._card is not None and self._card.version != version:
             self._card = replace(self._card, version=version)
 
-    def _on_lost(self, connection: Connection[Job], jobs: list[Job], why: str) -> None:
+    def _on_lost(self, connection: Connection[RankJob], jobs: list[RankJob], why: str) -> None:
         self._worker_metrics.pop(connection, None)
         self._lost += len(jobs)
         for job in jobs:
-            self._ask_another(job, Unavailable(why))
+            self._ask_another(job, WorkerUnavailable(why))
 
-    def _ask_another(self, job: Job, error: RankError) -> None:
+    def _ask_another(self, job: RankJob, error: RankError) -> None:
         """Ranking changes nothing anywhere, so what a worker lost is asked once more, if another worker is there and
         somebody still waits for the answer."""
         job.tries += 1
@@ -225,7 +225,7 @@ class RemoteRanker(CoreRanker):
         connect: Connect,
         *,
         replicas: int = 1,
-        most_replicas: int | None = None,
+        max_replicas: int | None = None,
         window: int = 1_024,
         answer_timeout_s: float = 30.0,
         backoff: Backoff | None = None,
@@ -236,7 +236,7 @@ class RemoteRanker(CoreRanker):
                 model,
                 connect,
                 replicas=replicas,
-                most_replicas=most_replicas,
+                max_replicas=max_replicas,
                 window=window,
                 answer_timeout_s=answer_timeout_s,
                 backoff=backoff,

@@ -12,10 +12,10 @@ from typing import get_args
 
 import torch
 
-from plait_disagg.tables.protocols import Ask, BadId, Tables
+from plait_disagg.tables.protocols import BadId, LookupRequest, Tables
 from plait_disagg.tables.rows_wire import RowsWireError, failed_header, pack_found, parse_asks
 from plait_disagg.tables.values import Lookup, Mode, Table
-from plait_fabric import Channel, Closed, FabricError, Listener, Message, PeerLost
+from plait_fabric import Channel, ChannelClosed, FabricError, Listener, Message, PeerLost
 from plait_fabric.rpc.server import start_accepting
 from plait_fabric.threads import set_threads
 
@@ -83,7 +83,7 @@ class ShardWorker:
         try:
             while True:
                 self._answer(channel, channel.recv())
-        except (PeerLost, Closed) as error:
+        except (PeerLost, ChannelClosed) as error:
             _log.info("client %s left: %s", channel.peer, error)
         except (FabricError, RowsWireError) as error:
             _log.warning("dropping client %s: %s", channel.peer, error)
@@ -105,7 +105,7 @@ class ShardWorker:
         header, leases = pack_found(channel.pool, asked.number, version, values)
         channel.send(header, leases, timeout_s=_SEND_S)
 
-    def _look_up(self, asks: Sequence[Ask]) -> tuple[int, list[torch.Tensor]]:
+    def _look_up(self, asks: Sequence[LookupRequest]) -> tuple[int, list[torch.Tensor]]:
         with self._turn, torch.inference_mode():
             self.lookups += 1
             return self._version, self._tables.lookup(asks)

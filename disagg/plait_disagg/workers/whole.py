@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from plait_disagg.errors import Unavailable
+from plait_disagg.errors import WorkerUnavailable
 from plait_disagg.protocols import DenseHalf, SparseHalf
 from plait_disagg.queue.batch import cut
-from plait_disagg.queue.between import Between
-from plait_disagg.queue.jobs import Job, settle
+from plait_disagg.queue.batch_boundary import BatchBoundary
+from plait_disagg.queue.jobs import RankJob, settle
 from plait_disagg.queue.knobs import WorkerKnobs
-from plait_disagg.queue.loop import ComputeLoop
-from plait_disagg.refresh.change import Change
+from plait_disagg.queue.loop import BatchLoop
+from plait_disagg.refresh.prepared_update import PreparedUpdate
 from plait_disagg.values import ModelCard, RankAnswer, RankTimings
 from plait_disagg.workers.ranker import CoreRanker
 
@@ -38,8 +38,8 @@ class WholeCore:
         self._dense = dense
         self._clock = clock
         self._busy_s = 0.0
-        self._between = Between()
-        self._loop: ComputeLoop[Job] = ComputeLoop(
+        self._between = BatchBoundary()
+        self._loop: BatchLoop[RankJob] = BatchLoop(
             self._work, name=f"rank {card.name}", knobs=knobs or WorkerKnobs(), clock=clock
         )
 
@@ -53,11 +53,11 @@ class WholeCore:
         """See `Core.alive`."""
         return self._loop.alive
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: RankJob) -> None:
         """See `Core.submit`."""
         self._loop.put(job)
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: RankJob) -> None:
         """See `Core.cancel`."""
         job.gone = True
 
@@ -65,12 +65,12 @@ class WholeCore:
         """Holds from the next batch on."""
         self._loop.reconfigure(knobs)
 
-    def prepare(self, change: Change) -> None:
+    def prepare(self, change: PreparedUpdate) -> None:
         """See `Changing`: nobody asks for a dense version here."""
 
-    def take_on(self, change: Change) -> None:
+    def apply_update(self, change: PreparedUpdate) -> None:
         """See `Changing`: both halves at once."""
-        self._between.change(lambda: self._take_on(change))
+        self._between.change(lambda: self._apply_update(change))
 
     def ready(self) -> str | None:
         """See `Core.ready`."""
@@ -93,19 +93,19 @@ class WholeCore:
         """See `Core.stop`."""
         self._loop.close()
         if not self._loop.join(drain_s):
-            self._loop.abandon(Unavailable("the worker was stopped"))
+            self._loop.abandon(WorkerUnavailable("the worker was stopped"))
 
-    def _take_on(self, change: Change) -> None:
+    def _apply_update(self, change: PreparedUpdate) -> None:
         change.write()
         self._sparse = change.sparse or self._sparse
         self._dense = change.dense or self._dense
         self._card = replace(self._card, version=change.version)
 
-    def _work(self, jobs: list[Job]) -> None:
+    def _work(self, jobs: list[RankJob]) -> None:
         with self._between.batch():
             self._rank(jobs)
 
-    def _rank(self, jobs: list[Job]) -> None:
+    def _rank(self, jobs: list[RankJob]) -> None:
         clock = self._clock
         candidates = [job.request.candidates for job in jobs]
         began_s = clock()

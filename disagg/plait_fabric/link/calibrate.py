@@ -24,11 +24,11 @@ import numpy as np
 from plait_fabric.link.link import PARAMETERS, Link
 from plait_fabric.link.link_files import SourcedLink
 
-__all__ = ["BadMeasurement", "Measurements", "Sample", "calibrate", "fit_error", "parse_measurements"]
+__all__ = ["BadMeasurement", "LinkSample", "Measurements", "calibrate", "fit_error", "parse_measurements"]
 
 _MIB = 0x100000
 """perftest's MB (perftest_parameters.c: FORMAT_MB 0x100000)."""
-_MOST_ERROR = 0.5
+_MAX_ERROR = 0.5
 """A worst relative error beyond this means that the numbers are of something else, or of two links."""
 _LONGEST_TEXT = 1 << 20
 _TINY_BYTES = 256
@@ -42,7 +42,7 @@ class BadMeasurement(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class LinkSample:
     """One line of a measurement; what it did not measure is None."""
 
     nbytes: int
@@ -55,7 +55,7 @@ class Sample:
 class Measurements:
     """What a file holds. ``inline_bytes``: what it says of the inline limit."""
 
-    samples: tuple[Sample, ...]
+    samples: tuple[LinkSample, ...]
     inline_bytes: int | None = None
 
 
@@ -88,7 +88,7 @@ def calibrate(name: str, found: Iterable[Measurements], base: SourcedLink, *, so
     implied = {} if small else _implied_small(base.link, values)
     link = base.link.with_values(name, **values, **implied)
     worst, nbytes = fit_error(link, latencies)
-    if worst > _MOST_ERROR:
+    if worst > _MAX_ERROR:
         raise BadMeasurement(
             f"the link that fits best is {worst:.0%} off at {nbytes} bytes: these are not one link's times"
         )
@@ -104,7 +104,7 @@ def fit_error(link: Link, latencies: Sequence[tuple[int, float]]) -> tuple[float
     return max(errors, default=(0.0, 0))
 
 
-def _fit_large(samples: Sequence[Sample], latencies: Sequence[tuple[int, float]]) -> dict[str, float]:
+def _fit_large(samples: Sequence[LinkSample], latencies: Sequence[tuple[int, float]]) -> dict[str, float]:
     """``alpha_s`` and ``bytes_per_s``, or what of it there are samples for."""
     rates = [s.bytes_per_s for s in samples if s.bytes_per_s is not None and s.nbytes >= _LARGE_BYTES]
     if rates:
@@ -190,7 +190,7 @@ _INLINE = re.compile(r"Max inline data\s*:\s*(\d+)")
 def _parse_perftest(text: str) -> Measurements:
     if re.search(r"RDMA_Read|Atomic", text):
         raise BadMeasurement("READ and atomic tests print round trips; send and write tests are wanted")
-    samples: list[Sample] = []
+    samples: list[LinkSample] = []
     head: list[str] = []
     for number, line in enumerate(text.splitlines(), start=1):
         if line.lstrip().startswith("#bytes"):
@@ -209,7 +209,7 @@ def _parse_perftest(text: str) -> Measurements:
     return Measurements(samples=tuple(samples), inline_bytes=int(limit[1]) if limit else None)
 
 
-def _parse_csv(text: str) -> Iterable[Sample]:
+def _parse_csv(text: str) -> Iterable[LinkSample]:
     reader = csv.DictReader(io.StringIO(text), restkey="too many")
     columns = set(reader.fieldnames or ())
     if "bytes" not in columns or not columns & set(_CSV_COLUMNS) or columns - {"bytes"} - set(_CSV_COLUMNS):
@@ -224,7 +224,9 @@ def _parse_csv(text: str) -> Iterable[Sample]:
     return samples
 
 
-def _sample(number: int, row: Mapping[str, str | None], key: str, columns: Mapping[str, tuple[str, float]]) -> Sample:
+def _sample(
+    number: int, row: Mapping[str, str | None], key: str, columns: Mapping[str, tuple[str, float]]
+) -> LinkSample:
     cell = row.get(key) or ""
     if not (cell.strip().isascii() and cell.strip().isdigit()) or not 0 < int(cell) <= 1 << 40:
         raise BadMeasurement(f"line {number}: {key.lstrip('#')}: {cell!r} is no number of bytes")
@@ -233,7 +235,7 @@ def _sample(number: int, row: Mapping[str, str | None], key: str, columns: Mappi
         cell = row.get(column) or ""
         if cell.strip():
             values[field] = _value(number, column, cell, scale, _RANGES[field])
-    return Sample(nbytes=int(row[key] or 0), **values)
+    return LinkSample(nbytes=int(row[key] or 0), **values)
 
 
 def _value(number: int, column: str, cell: str, scale: float, within: tuple[float, float]) -> float:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import os
 import select
 import socket
 import threading
@@ -11,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Protocol
 
-__all__ = ["Clock", "MonotonicClock", "VirtualClock"]
+__all__ = ["Clock", "MonotonicClock"]
 
 _SPIN_S = 2e-4
 """How much of a wait is spun: a sleep on Linux ends some 60 us late (50 us timer slack, prctl(2), and the wake-up)."""
@@ -52,34 +50,6 @@ class MonotonicClock:
         while time.monotonic() < at_s and not stop.is_set():
             # Lets other threads have the interpreter in under a microsecond; `time.sleep(0)` takes 80 on some machines.
             self._nothing.poll(0)
-
-
-class VirtualClock:
-    """Time that passes only by waiting, in no time at all; for one process. Thread-safe."""
-
-    _numbers = itertools.count()
-
-    def __init__(self, now_s: float = 0.0) -> None:
-        self.epoch = f"virtual {os.getpid()} {next(self._numbers)}"
-        self._now_s = now_s
-        self._lock = threading.Lock()
-
-    def now_s(self) -> float:
-        """See `Clock.now_s`."""
-        return self._now_s
-
-    def wait_until(self, at_s: float, stop: threading.Event) -> None:
-        """It is ``at_s`` now, if it was earlier."""
-        if not stop.is_set():
-            with self._lock:
-                self._now_s = max(self._now_s, at_s)
-
-    def advance(self, by_s: float) -> None:
-        """Lets time pass, as work does. Raises ValueError if it would go backward."""
-        if by_s < 0:
-            raise ValueError(f"a clock does not go back by {-by_s} s")
-        with self._lock:
-            self._now_s += by_s
 
 
 def _host() -> str:

@@ -8,9 +8,9 @@ inside of that time, so it does not show as long as it is less. Where it is more
 Both ends are wrapped, with the same link and clocks of the same epoch (on one host), each process with one `Nic` for
 all channels that share a port. The credit window of the inner channel stands for the depth of the queue pair. What this
 process spends inside of the wrapper between a delivery and the next send (waking up late, giving memory back) is taken
-off the next post, at most `_MOST_OWED_S`: an RDMA host does not spend it.
+off the next post, at most `_MAX_OWED_S`: an RDMA host does not spend it.
 
-In virtual time (`clocks.VirtualClock`) a message costs exactly what `link` says, whatever the host takes.
+In virtual time (`testing.clocks.VirtualClock`) a message costs exactly what `link` says, whatever the host takes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
-from plait_fabric.errors import BadHeader, Closed, FabricError, ProtocolViolation, RecvTimeout
+from plait_fabric.errors import BadHeader, ChannelClosed, FabricError, ProtocolViolation, RecvTimeout
 from plait_fabric.link.clocks import Clock, MonotonicClock
 from plait_fabric.link.link import Link
 from plait_fabric.link.nic import Nic
@@ -31,15 +31,15 @@ from plait_fabric.protocols import Buffer, Channel, Header
 from plait_fabric.transport.base import Deadline
 from plait_fabric.values import ChannelStatistics, Delivery, Message
 
-__all__ = ["LinkStatistics", "ModelledChannel", "Port", "modelled"]
+__all__ = ["LinkPort", "LinkStatistics", "ModelledChannel", "modelled"]
 
 KEY = "_link"
 
-_MOST_OWED_S = 1e-3
+_MAX_OWED_S = 1e-3
 """More than that is not the wrapper's own time but a machine that does other things."""
 
 
-class Port:
+class LinkPort:
     """A `Nic` that threads share: one for each port that a process has."""
 
     def __init__(self) -> None:
@@ -75,15 +75,17 @@ class _Held(NamedTuple):
     late_s: float
 
 
-def modelled(channel: Channel, link: Link, *, clock: Clock | None = None, port: Port | None = None) -> ModelledChannel:
+def modelled(
+    channel: Channel, link: Link, *, clock: Clock | None = None, port: LinkPort | None = None
+) -> ModelledChannel:
     """The channel as if it ran over ``link``; in real time and with a port of its own unless told otherwise."""
-    return ModelledChannel(channel, link, clock or MonotonicClock(), port or Port())
+    return ModelledChannel(channel, link, clock or MonotonicClock(), port or LinkPort())
 
 
 class ModelledChannel:
     """Implements `Channel`; owns the inner one."""
 
-    def __init__(self, inner: Channel, link: Link, clock: Clock, port: Port) -> None:
+    def __init__(self, inner: Channel, link: Link, clock: Clock, port: LinkPort) -> None:
         self._inner = inner
         self._link = link
         self._clock = clock
@@ -130,7 +132,7 @@ class ModelledChannel:
             self._inner.send({**header, KEY: stamp}, buffers, timeout_s=timeout_s)
 
     def _stamp(self, nbytes: int) -> list[Any]:
-        owed_s, self._owed_s = min(self._owed_s, _MOST_OWED_S), 0.0
+        owed_s, self._owed_s = min(self._owed_s, _MAX_OWED_S), 0.0
         self._posted_s = posted_s = max(self._posted_s, self._clock.now_s() - owed_s)
         leaves_s = self._port.send(posted_s + self._link.sender_s, self._link.busy_s(nbytes))
         return [self._token, posted_s, leaves_s]
@@ -213,7 +215,7 @@ class ModelledChannel:
     def _raise_if_closing(self) -> None:
         if self._closing.is_set():
             self._drop_held()
-            raise Closed("this side of the channel was closed")
+            raise ChannelClosed("this side of the channel was closed")
 
     def _drop_held(self) -> None:
         held, self._held = self._held, None

@@ -63,7 +63,3 @@ class Extents:
             return
         self._starts.insert(index, start)
         self._ends.insert(index, end)
-
-    def free_extents(self) -> list[tuple[int, int]]:
-        """(start, end) of every free extent in address order; for tests and reports."""
-        return list(zip(self._starts, self._ends, strict=True))

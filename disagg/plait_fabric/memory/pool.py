@@ -133,9 +133,7 @@ class Pool:
         self._leases = 0
         self._leased_bytes = 0
         self._peak_bytes = 0
-        self._acquired = 0
         self._waits = 0
-        self._refusals = 0
         self._copies = 0
         self._copied_bytes = 0
         self._shut: FabricError | None = None
@@ -155,15 +153,8 @@ class Pool:
         """Whether an empty pool would have room for `nbytes`."""
         return self._extents.occupied_by(nbytes) <= self.capacity_bytes
 
-    def acquire_nowait(self, nbytes: int) -> Lease:
-        """Lease `nbytes` (0 is allowed) now, or raise `PoolExhausted`."""
-        lease = self._try(nbytes)
-        if lease is None:
-            self._refuse(nbytes, "now")
-        return lease
-
     def acquire(self, nbytes: int, timeout_s: float | None = None) -> Lease:
-        """Lease `nbytes`, waiting at most `timeout_s` seconds (None: for ever) for others to give back.
+        """Lease `nbytes` (0 is allowed), waiting at most `timeout_s` seconds (None: for ever) for others to give back.
 
         Raises `PoolExhausted` on time-out, and at once when the pool could never have the room;
         `Closed` or `PeerLost` when the channel that it belongs to ends while waiting.
@@ -203,14 +194,12 @@ class Pool:
             if offset is None:
                 return None
             self._leases += 1
-            self._acquired += 1
             self._leased_bytes += self._extents.occupied_by(nbytes)
             self._peak_bytes = max(self._peak_bytes, self._leased_bytes)
         return Lease(self, offset, nbytes, self._arena[offset : offset + nbytes])
 
     def _refuse(self, nbytes: int, when: str) -> NoReturn:
         with self._lock:
-            self._refusals += 1
             held, leases = self._leased_bytes, self._leases
         raise PoolExhausted(
             f"no room for {nbytes} bytes {when}: {leases} leases hold {held} of {self.capacity_bytes} bytes"
@@ -250,9 +239,7 @@ class Pool:
                 leased_bytes=self._leased_bytes,
                 leases=self._leases,
                 peak_leased_bytes=self._peak_bytes,
-                acquired=self._acquired,
                 waits=self._waits,
-                refusals=self._refusals,
                 copies=self._copies,
                 copied_bytes=self._copied_bytes,
             )

@@ -18,13 +18,13 @@ from collections.abc import Sequence
 
 from plait_fabric.errors import ProtocolViolation
 
-__all__ = ["Reader", "Writer", "ring_bytes"]
+__all__ = ["RingReader", "RingWriter", "ring_bytes"]
 
 _PAGE = mmap.PAGESIZE
 _WRITTEN, _TAKEN, _SLEEPING, _GOODBYE, _SIZE = 0, 8, 16, 24, 32
 """The control words, in words of 8 bytes: 8 of them to a cache line."""
 _START_OVER = 2**64 - 1
-_LEAST_BYTES = 1 << 18
+_MIN_BYTES = 1 << 18
 
 _IS_STRONG = platform.machine() in ("x86_64", "AMD64", "i686")
 """Whether stores become visible in their order by themselves."""
@@ -45,12 +45,12 @@ class _Fence:
                 pass
 
 
-def ring_bytes(largest_packet: int) -> int:
+def ring_bytes(max_packet: int) -> int:
     """Bytes that a ring for packets of that size takes, whole pages."""
-    return _PAGE + max(_LEAST_BYTES, -(-2 * (largest_packet + 8) // _PAGE) * _PAGE)
+    return _PAGE + max(_MIN_BYTES, -(-2 * (max_packet + 8) // _PAGE) * _PAGE)
 
 
-class Writer:
+class RingWriter:
     """The writing end. One thread at a time."""
 
     def __init__(self, memory: memoryview) -> None:
@@ -107,7 +107,7 @@ class Writer:
         self._words[_GOODBYE] = 1
 
 
-class Reader:
+class RingReader:
     """The reading end. One thread at a time. Trusts nothing that it reads: raises `ProtocolViolation`."""
 
     def __init__(self, memory: memoryview) -> None:

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from plait_fabric.rpc.fields import Header, WireError
 
-__all__ = ["Metrics", "ThrottledMetrics", "read_metrics", "sum_metrics"]
+__all__ = ["Metrics", "MetricsThrottle", "read_metrics", "sum_metrics"]
 
 Metrics: TypeAlias = Mapping[str, float]
 
@@ -18,7 +18,7 @@ _MAX_METRICS = 64
 _NAME = re.compile(r"^[a-z][a-z0-9_]{0,63}$")
 
 
-class ThrottledMetrics:
+class MetricsThrottle:
     """Metrics at most once a second. Two threads may both get them: no harm."""
 
     def __init__(self, metrics: Callable[[], Metrics], *, clock: Callable[[], float] = time.monotonic) -> None:

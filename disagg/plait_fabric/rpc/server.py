@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from plait_fabric.errors import Closed, FabricError, PeerLost
+from plait_fabric.errors import ChannelClosed, FabricError, PeerLost
 from plait_fabric.memory.pool import Pool
 from plait_fabric.protocols import Buffer, Channel, Header, Listener
 from plait_fabric.rpc.connection import Pack
 from plait_fabric.rpc.fields import WireError
 from plait_fabric.rpc.handshake import HANDSHAKE_S, greeting, read_greeting
-from plait_fabric.rpc.metrics import Metrics, ThrottledMetrics
+from plait_fabric.rpc.metrics import Metrics, MetricsThrottle
 from plait_fabric.values import Message
 
 __all__ = ["Peer", "Server", "ServerProtocol", "start_accepting"]
@@ -35,7 +35,7 @@ class Peer:
     def __init__(self, number: int, channel: Channel, protocol: ServerProtocol) -> None:
         self.number = number
         self.channel = channel
-        self.metrics = ThrottledMetrics(protocol.metrics)
+        self.metrics = MetricsThrottle(protocol.metrics)
         self.is_greeted = False
         self._send_timeout_s = protocol.send_timeout_s
         self._room = threading.Semaphore(protocol.backlog or 1)
@@ -71,7 +71,7 @@ class Peer:
 
     def drop(self, error: Exception) -> None:
         """Hang up because of ``error``."""
-        if not isinstance(error, PeerLost | Closed):
+        if not isinstance(error, PeerLost | ChannelClosed):
             _log.warning("dropping client %s: %s", self.channel.peer, error)
         self.channel.close()
 
@@ -215,7 +215,7 @@ class Server:
             self._greet(peer)
             while True:
                 self._protocol.on_message(peer, peer.channel.recv())
-        except (PeerLost, Closed) as error:
+        except (PeerLost, ChannelClosed) as error:
             _log.info("%s: client %s left: %s", self._name, peer.channel.peer, error)
         except (FabricError, WireError) as error:
             peer.drop(error)
@@ -246,7 +246,7 @@ def start_accepting(
         while True:
             try:
                 channel = listener.accept()
-            except Closed:
+            except ChannelClosed:
                 return
             except FabricError as error:
                 _log.error("%s: %s accepts no more: %s", name, listener.address, error)

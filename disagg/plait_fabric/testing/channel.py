@@ -27,7 +27,7 @@ import pytest
 from plait_fabric.endpoints import connect, listen
 from plait_fabric.errors import (
     BadHeader,
-    Closed,
+    ChannelClosed,
     FrameTooLarge,
     LeaseMisuse,
     PeerClosed,
@@ -36,7 +36,7 @@ from plait_fabric.errors import (
     SendTimeout,
 )
 from plait_fabric.protocols import Channel
-from plait_fabric.values import FabricOptions, Limits
+from plait_fabric.values import FabricOptions, MessageLimits
 
 __all__ = ["SECRET", "SMALL", "WAIT_S", "ChannelConformance", "eventually"]
 
@@ -47,7 +47,7 @@ SOON_S = 0.05
 SMALL = FabricOptions(
     pool_bytes=1 << 20,
     in_flight_messages=8,
-    limits=Limits(header_bytes=4096, buffers=16, message_bytes=1 << 21),
+    limits=MessageLimits(header_bytes=4096, buffers=16, message_bytes=1 << 21),
 )
 
 
@@ -287,7 +287,7 @@ class ChannelConformance:
         assert ends[1].recv(WAIT_S).header == {}
 
     def test_close_wakes_recv_on_both_sides(self, ends: tuple[Channel, Channel]) -> None:
-        """A `recv` that waits ends at once: `Closed` here, `PeerClosed` there; closing twice is fine."""
+        """A `recv` that waits ends at once: `ChannelClosed` here, `PeerClosed` there; closing twice is fine."""
         client, server = ends
         with ThreadPoolExecutor(2) as threads:
             here: Future[object] = threads.submit(client.recv, WAIT_S)
@@ -295,11 +295,11 @@ class ChannelConformance:
             time.sleep(SOON_S)
             client.close()
             client.close()
-            assert isinstance(here.exception(WAIT_S / 2), Closed)
+            assert isinstance(here.exception(WAIT_S / 2), ChannelClosed)
             assert isinstance(there.exception(WAIT_S / 2), PeerClosed)
         assert client.closed
         for call in (lambda: client.send({}), lambda: client.recv(0.0)):
-            with pytest.raises(Closed):
+            with pytest.raises(ChannelClosed):
                 call()
         with pytest.raises(PeerClosed):
             server.recv(0.0)

@@ -19,7 +19,7 @@ from plait_fabric.errors import (
     AcceptTimeout,
     AddressInUse,
     AuthFailed,
-    Closed,
+    ChannelClosed,
     ConnectTimeout,
     FabricError,
     FrameTooLarge,
@@ -32,7 +32,7 @@ from plait_fabric.protocols import Channel, Listener
 from plait_fabric.testing.channel import SECRET, SOON_S, WAIT_S, eventually
 from plait_fabric.testing.peer import spawned_peer
 from plait_fabric.transport.auth import CHALLENGE_BYTES, RESPONSE_BYTES
-from plait_fabric.transport.frames import Kind, pack_head
+from plait_fabric.transport.frames import FrameKind, pack_head
 from plait_fabric.values import Address, FabricOptions
 
 __all__ = ["ListenerConformance", "ProcessConformance"]
@@ -55,8 +55,8 @@ class ListenerConformance:
                 waiting: Future[object] = threads.submit(listener.accept, WAIT_S)
                 time.sleep(SOON_S)
                 listener.close()
-                assert isinstance(waiting.exception(WAIT_S / 2), Closed)
-            with pytest.raises(Closed):
+                assert isinstance(waiting.exception(WAIT_S / 2), ChannelClosed)
+            with pytest.raises(ChannelClosed):
                 listener.accept(0.0)
 
     def test_several_channels_from_one_listener(self, address: str) -> None:
@@ -212,14 +212,14 @@ class ProcessConformance:
         [
             (b"\x80\x04\x95 a pickle, say, and some more", ProtocolViolation),
             (os.urandom(64), ProtocolViolation),
-            (pack_head(Kind.MESSAGE, b"", b"", buffers=0, payload_bytes=1 << 60), FrameTooLarge),
+            (pack_head(FrameKind.MESSAGE, b"", b"", buffers=0, payload_bytes=1 << 60), FrameTooLarge),
             (b"PLT1\x01\x00\x00\x00\xff\xff\xff\xff" + bytes(12), FrameTooLarge),
             (b"PLT1\x09" + bytes(19), ProtocolViolation),
-            (pack_head(Kind.MESSAGE, b"[1]", b"", buffers=0, payload_bytes=0), ProtocolViolation),
-            (pack_head(Kind.MESSAGE, b"[" * 60_000, b"", buffers=0, payload_bytes=0), ProtocolViolation),
-            (pack_head(Kind.MESSAGE, b'{"x":NaN}', b"", buffers=0, payload_bytes=0), ProtocolViolation),
-            (pack_head(Kind.MESSAGE, b"{}", bytes(8), buffers=1, payload_bytes=99), ProtocolViolation),
-            (pack_head(Kind.SHARED, b"{}", b"\xff" * 24, buffers=1, payload_bytes=9), ProtocolViolation),
+            (pack_head(FrameKind.MESSAGE, b"[1]", b"", buffers=0, payload_bytes=0), ProtocolViolation),
+            (pack_head(FrameKind.MESSAGE, b"[" * 60_000, b"", buffers=0, payload_bytes=0), ProtocolViolation),
+            (pack_head(FrameKind.MESSAGE, b'{"x":NaN}', b"", buffers=0, payload_bytes=0), ProtocolViolation),
+            (pack_head(FrameKind.MESSAGE, b"{}", bytes(8), buffers=1, payload_bytes=99), ProtocolViolation),
+            (pack_head(FrameKind.SHARED, b"{}", b"\xff" * 24, buffers=1, payload_bytes=9), ProtocolViolation),
         ],
         ids=["pickle", "noise", "payload", "header", "kind", "list", "deep", "nan", "sum", "place"],
     )

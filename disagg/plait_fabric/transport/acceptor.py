@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from plait_fabric.errors import AcceptTimeout, Closed, FabricError
+from plait_fabric.errors import AcceptTimeout, ChannelClosed, FabricError
 from plait_fabric.protocols import Channel
 from plait_fabric.values import FabricOptions
 
@@ -93,7 +93,7 @@ class SocketListener:
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._closed, timeout_s)
             if self._closed:
-                raise Closed("the listener was closed")
+                raise ChannelClosed("the listener was closed")
             if not self._ready:
                 raise AcceptTimeout(f"nobody connected within {timeout_s} s")
             return self._ready.popleft()
@@ -121,7 +121,7 @@ class SocketListener:
                 for key, _ in self._selector.select(self._next_expiry_s()):
                     if key.fileobj is self._sock:
                         self._admit()
-                    elif isinstance(key.data, _Slot):
+                    elif isinstance(key.data, _PendingSlot):
                         self._advance(key.data.arrival)
                 self._expire()
         finally:
@@ -146,7 +146,7 @@ class SocketListener:
             self._drop(next(iter(self._pending)), "pushed out by newer connections")
         arrival = self._arrive(sock)
         self._pending[arrival] = time.monotonic() + self._options.handshake_timeout_s
-        self._selector.register(sock, selectors.EVENT_READ, _Slot(arrival))
+        self._selector.register(sock, selectors.EVENT_READ, _PendingSlot(arrival))
         try:
             arrival.start()
         except (FabricError, OSError) as error:
@@ -203,7 +203,7 @@ class SocketListener:
         self._on_close()
 
 
-class _Slot:
+class _PendingSlot:
     """What the selector carries for a pending connection."""
 
     __slots__ = ("arrival",)

@@ -15,12 +15,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Self
 
-from plait_fabric.errors import Closed, FabricError, FrameTooLarge, PeerLost, ProtocolViolation
+from plait_fabric.errors import ChannelClosed, FabricError, FrameTooLarge, PeerLost, ProtocolViolation
 from plait_fabric.memory.pool import Pool, release_all
 from plait_fabric.protocols import Buffer, Header
 from plait_fabric.transport.frames import encode_header
 from plait_fabric.transport.staging import Part, leases_of, take_over
-from plait_fabric.values import ChannelStatistics, Limits, Message
+from plait_fabric.values import ChannelStatistics, Message, MessageLimits
 
 __all__ = ["ChannelBase", "Deadline"]
 
@@ -52,7 +52,7 @@ _NEVER = Deadline(None)
 class ChannelBase(ABC):
     """A channel but for the transport: subclasses move parts (`_deliver`) and messages (`_collect`)."""
 
-    def __init__(self, *, pool: Pool, peer: str, limits: Limits) -> None:
+    def __init__(self, *, pool: Pool, peer: str, limits: MessageLimits) -> None:
         self._pool = pool
         self._peer = peer
         self._limits = limits
@@ -165,9 +165,9 @@ class ChannelBase(ABC):
     def _close_once(self) -> bool:
         """Mark this side closed; False when it already was (a lost peer still counts as not closed)."""
         with self._counting:
-            if isinstance(self._failure, Closed):
+            if isinstance(self._failure, ChannelClosed):
                 return False
-            self._failure = Closed("this side of the channel was closed")
+            self._failure = ChannelClosed("this side of the channel was closed")
             return True
 
     def _count_copy(self, nbytes: int) -> None:

@@ -4,7 +4,7 @@ A frame is `prefix | header | table | payload`, all integers big-endian.
 
 - prefix (24 bytes): magic `PLT1`, kind u8, flags u8 (0), buffer count u16, header bytes u32,
   zero u32, payload bytes u64.
-- header: a JSON object in UTF-8, strict (no NaN), at most `Limits.header_bytes`. One that begins with
+- header: a JSON object in UTF-8, strict (no NaN), at most `MessageLimits.header_bytes`. One that begins with
   a space holds what orjson can not say or keep (integers beyond 64 bits, lone surrogates).
 - table: MESSAGE: one u64 length a buffer. SHARED: the message id, then (offset, length) a buffer.
 - payload: the buffers end to end (MESSAGE), or nothing (SHARED: it lies in the sender's segment).
@@ -21,11 +21,11 @@ from typing import Any, NamedTuple, NoReturn
 import orjson
 
 from plait_fabric.errors import BadHeader, FrameTooLarge, ProtocolViolation
-from plait_fabric.values import Limits
+from plait_fabric.values import MessageLimits
 
 __all__ = [
     "PREFIX_BYTES",
-    "Kind",
+    "FrameKind",
     "Prefix",
     "decode_header",
     "encode_header",
@@ -45,7 +45,7 @@ PREFIX_BYTES = _PREFIX.size
 _U64 = struct.Struct("!Q")
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """What a frame is."""
 
     MESSAGE = 1
@@ -53,13 +53,13 @@ class Kind(IntEnum):
     GOODBYE = 3
 
 
-_KINDS = {int(kind): kind for kind in Kind}
+_KINDS = {int(kind): kind for kind in FrameKind}
 
 
 class Prefix(NamedTuple):
     """The fixed-size start of a frame."""
 
-    kind: Kind
+    kind: FrameKind
     buffers: int
     header_bytes: int
     payload_bytes: int
@@ -67,7 +67,7 @@ class Prefix(NamedTuple):
     @property
     def table_bytes(self) -> int:
         """Length of the table that follows the header."""
-        if self.kind is Kind.SHARED:
+        if self.kind is FrameKind.SHARED:
             return _U64.size * (1 + 2 * self.buffers)
         return _U64.size * self.buffers
 
@@ -116,7 +116,7 @@ def decode_header(data: bytes) -> dict[str, Any]:
     return header
 
 
-def pack_head(kind: Kind, header: bytes, table: bytes, *, buffers: int, payload_bytes: int) -> bytes:
+def pack_head(kind: FrameKind, header: bytes, table: bytes, *, buffers: int, payload_bytes: int) -> bytes:
     """Everything of a frame but the payload."""
     return _PREFIX.pack(_MAGIC, kind, 0, buffers, len(header), 0, payload_bytes) + header + table
 
@@ -126,7 +126,7 @@ def pack_one(header: bytes, nbytes: int) -> bytes:
     return _PREFIX.pack(_MAGIC, 1, 0, 1, len(header), 0, nbytes) + header + _U64.pack(nbytes)
 
 
-def unpack_one(packet: bytes, limits: Limits) -> tuple[dict[str, Any], bytearray] | None:
+def unpack_one(packet: bytes, limits: MessageLimits) -> tuple[dict[str, Any], bytearray] | None:
     """Header and payload of a packet that begins as `pack_one` has it; None for any other, be it right or wrong. Raises
     `ProtocolViolation`."""
     if len(packet) < PREFIX_BYTES:
@@ -142,7 +142,7 @@ def unpack_one(packet: bytes, limits: Limits) -> tuple[dict[str, Any], bytearray
     return decode_header(packet[PREFIX_BYTES:table_at]), bytearray(packet[table_at + _U64.size :])
 
 
-def unpack_prefix(data: bytes | bytearray | memoryview, limits: Limits) -> Prefix:
+def unpack_prefix(data: bytes | bytearray | memoryview, limits: MessageLimits) -> Prefix:
     """Read and check a prefix; raises `ProtocolViolation`, `FrameTooLarge` (both end the channel)."""
     magic, kind_code, flags, buffers, header_bytes, zero, payload_bytes = _PREFIX.unpack_from(data)
     if magic != _MAGIC or flags or zero:
@@ -155,7 +155,7 @@ def unpack_prefix(data: bytes | bytearray | memoryview, limits: Limits) -> Prefi
             limits.check(header_bytes=header_bytes, buffers=buffers, message_bytes=payload_bytes)
         except FrameTooLarge as error:
             raise FrameTooLarge(f"the peer announced too much: {error}", channel_usable=False) from None
-    if kind is Kind.GOODBYE and (buffers or header_bytes or payload_bytes):
+    if kind is FrameKind.GOODBYE and (buffers or header_bytes or payload_bytes):
         raise ProtocolViolation("the peer's goodbye carries a payload")
     return Prefix(kind, buffers, header_bytes, payload_bytes)
 

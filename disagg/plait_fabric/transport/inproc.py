@@ -16,7 +16,7 @@ from plait_fabric.errors import (
     AcceptTimeout,
     AddressInUse,
     AuthFailed,
-    Closed,
+    ChannelClosed,
     FabricError,
     PeerClosed,
     RecvTimeout,
@@ -108,7 +108,7 @@ class InprocChannel(ChannelBase):
             if not lane.parcels and not lane.ended:
                 self._count_recv_wait()
                 lane.changed.wait_for(lambda: lane.parcels or lane.ended, deadline.left_s())
-            if isinstance(self._failure, Closed):
+            if isinstance(self._failure, ChannelClosed):
                 self._raise_if_unusable()
             if not lane.parcels:
                 if lane.ended:
@@ -120,7 +120,7 @@ class InprocChannel(ChannelBase):
         return Message(decode_header(parcel.header), views, self._releaser(parcel.staged.leases)), nbytes
 
     def _raise_if_unusable_unless_parcels(self, lane: _Lane) -> None:
-        if isinstance(self._failure, Closed) or not lane.parcels:
+        if isinstance(self._failure, ChannelClosed) or not lane.parcels:
             self._raise_if_unusable()
 
     def _releaser(self, leases: list[Lease]) -> Callable[[], None]:
@@ -205,7 +205,7 @@ class InprocListener:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed, timeout_s)
             if self._closed:
-                raise Closed("the listener was closed")
+                raise ChannelClosed("the listener was closed")
             if not self._waiting:
                 raise AcceptTimeout(f"nobody connected within {timeout_s} s")
             return self._waiting.popleft()

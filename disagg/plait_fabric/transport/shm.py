@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from plait_fabric.errors import (
-    Closed,
+    ChannelClosed,
     FabricError,
     PeerClosed,
     PeerLost,
@@ -27,13 +27,13 @@ from plait_fabric.errors import (
     SendTimeout,
 )
 from plait_fabric.memory.pool import Lease, Pool
-from plait_fabric.memory.ring import Reader, Writer, ring_bytes
+from plait_fabric.memory.ring import RingReader, RingWriter, ring_bytes
 from plait_fabric.memory.segment import Segment
 from plait_fabric.transport.base import ChannelBase, Deadline
 from plait_fabric.transport.credit import CreditLine
 from plait_fabric.transport.frames import (
     PREFIX_BYTES,
-    Kind,
+    FrameKind,
     decode_header,
     pack_head,
     pack_lengths,
@@ -46,7 +46,7 @@ from plait_fabric.transport.frames import (
 )
 from plait_fabric.transport.staging import Part, align, leases_of, part_view, stage
 from plait_fabric.transport.waiting import POLL_IN, Waiter
-from plait_fabric.values import MAX_INLINE_BYTES, FabricOptions, Limits, Message
+from plait_fabric.values import MAX_INLINE_BYTES, FabricOptions, Message, MessageLimits
 
 __all__ = ["ShmChannel", "create_segment"]
 
@@ -64,13 +64,13 @@ _TRUSTED_SENDS = 32
 
 def create_segment(options: FabricOptions) -> tuple[Segment, int]:
     """A segment with an empty ring, ready for the peer, and its descriptor to pass (the caller closes it)."""
-    room = ring_bytes(_largest_packet(options.limits))
+    room = ring_bytes(_max_packet(options.limits))
     segment, descriptor = Segment.create(room + options.pool_bytes)
-    Writer(segment.memory[:room])
+    RingWriter(segment.memory[:room])
     return segment, descriptor
 
 
-def _largest_packet(limits: Limits) -> int:
+def _max_packet(limits: MessageLimits) -> int:
     return PREFIX_BYTES + limits.header_bytes + 8 * (1 + 2 * limits.buffers) + MAX_INLINE_BYTES
 
 
@@ -94,9 +94,9 @@ class ShmChannel(ChannelBase):
         for sock in (control, credit):
             sock.setblocking(False)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER_BYTES)
-        ours = ring_bytes(_largest_packet(options.limits))
-        self._reader = Reader(incoming.memory)
-        self._writer = Writer(outgoing.memory[:ours])
+        ours = ring_bytes(_max_packet(options.limits))
+        self._reader = RingReader(incoming.memory)
+        self._writer = RingWriter(outgoing.memory[:ours])
         self._arrivals = incoming.memory[self._reader.nbytes :]
         self._credit = CreditLine(credit, self._fail)
         super().__init__(pool=Pool(outgoing.memory[ours:], gate=self._credit), peer=peer, limits=options.limits)
@@ -104,7 +104,7 @@ class ShmChannel(ChannelBase):
         self._inline_bytes = options.inline_bytes
         self._in_flight_messages = options.in_flight_messages
         self._spin_s = options.spin_s
-        self._largest_packet = _largest_packet(options.limits)
+        self._max_packet = _max_packet(options.limits)
         self._trusted = 0
         self._readable = Waiter(control.fileno(), events=POLL_IN)
         self._broken = Waiter(control.fileno(), events=0)
@@ -125,7 +125,7 @@ class ShmChannel(ChannelBase):
 
     def _send_inline(self, header: bytes, parts: list[Part], nbytes: int, deadline: Deadline) -> None:
         lengths = [part.nbytes for part in parts]
-        head = pack_head(Kind.MESSAGE, header, pack_lengths(lengths), buffers=len(lengths), payload_bytes=nbytes)
+        head = pack_head(FrameKind.MESSAGE, header, pack_lengths(lengths), buffers=len(lengths), payload_bytes=nbytes)
         self._write(head, deadline, parts)
         for lease in leases_of(parts):
             lease.release()
@@ -137,7 +137,7 @@ class ShmChannel(ChannelBase):
         places = [(lease.offset + start, length) for lease, start, length in staged.places]
         table = pack_places(message_id, places)
         try:
-            self._write(pack_head(Kind.SHARED, header, table, buffers=len(places), payload_bytes=nbytes), deadline)
+            self._write(pack_head(FrameKind.SHARED, header, table, buffers=len(places), payload_bytes=nbytes), deadline)
         except BaseException:
             for lease in self._credit.refund(message_id):
                 lease.release()
@@ -200,7 +200,7 @@ class ShmChannel(ChannelBase):
         try:
             return self._parse(self._read_packet(deadline))
         except FabricError as error:
-            if not error.channel_usable and not isinstance(error, PeerLost | Closed):
+            if not error.channel_usable and not isinstance(error, PeerLost | ChannelClosed):
                 self._fail(error)
                 self._hang_up(goodbye=False)
             raise
@@ -266,19 +266,19 @@ class ShmChannel(ChannelBase):
         one = unpack_one(packet, self._limits)
         if one is not None:
             return Message(one[0], (memoryview(one[1]),), self._count_release), len(one[1])
-        if not PREFIX_BYTES <= len(packet) <= self._largest_packet:
+        if not PREFIX_BYTES <= len(packet) <= self._max_packet:
             raise ProtocolViolation("the peer sent a packet of impossible size")
         prefix = unpack_prefix(packet, self._limits)
-        if prefix.kind is Kind.GOODBYE:
+        if prefix.kind is FrameKind.GOODBYE:
             raise self._fail(PeerClosed(f"the peer {self._peer} closed the channel"))
         table_at = PREFIX_BYTES + prefix.header_bytes
         payload_at = table_at + prefix.table_bytes
-        inline_bytes = prefix.payload_bytes if prefix.kind is Kind.MESSAGE else 0
+        inline_bytes = prefix.payload_bytes if prefix.kind is FrameKind.MESSAGE else 0
         if len(packet) != payload_at + inline_bytes:
             raise ProtocolViolation("the peer's packet does not have the length that it announces")
         header = decode_header(packet[PREFIX_BYTES:table_at])
         table = packet[table_at:payload_at]
-        if prefix.kind is Kind.MESSAGE:
+        if prefix.kind is FrameKind.MESSAGE:
             views = _unpack_inline(packet[payload_at:], unpack_lengths(table, prefix))
             return Message(header, views, self._count_release), prefix.payload_bytes
         message_id, places = unpack_places(table, prefix, len(self._arrivals))
@@ -305,7 +305,7 @@ class ShmChannel(ChannelBase):
         """See `Channel.close`."""
         if not self._close_once():
             return
-        self._pool.shut(Closed("this side of the channel was closed"))
+        self._pool.shut(ChannelClosed("this side of the channel was closed"))
         self._hang_up(goodbye=True)
         with self._sending, self._receiving:
             self._control.close()

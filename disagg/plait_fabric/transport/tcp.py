@@ -19,7 +19,7 @@ from plait_fabric.errors import (
     AddressInUse,
     AuthFailed,
     BadAddress,
-    Closed,
+    ChannelClosed,
     ConnectTimeout,
     FabricError,
     FrameTooLarge,
@@ -44,7 +44,7 @@ from plait_fabric.transport.auth import (
 from plait_fabric.transport.base import ChannelBase, Deadline
 from plait_fabric.transport.frames import (
     PREFIX_BYTES,
-    Kind,
+    FrameKind,
     Prefix,
     decode_header,
     pack_head,
@@ -54,7 +54,7 @@ from plait_fabric.transport.frames import (
 )
 from plait_fabric.transport.staging import Part, align, leases_of, part_view
 from plait_fabric.transport.waiting import POLL_IN, POLL_OUT, Waiter, finish_connect, recv_exactly
-from plait_fabric.values import Address, FabricOptions, Limits, Message
+from plait_fabric.values import Address, FabricOptions, Message, MessageLimits
 
 __all__ = ["TcpChannel", "connect", "listen"]
 
@@ -64,7 +64,7 @@ _KEEPALIVE_PROBES = 3
 
 
 class _Frame(NamedTuple):
-    kind: Kind
+    kind: FrameKind
     header: bytes
     views: list[memoryview]
     lease: Lease | None
@@ -73,7 +73,7 @@ class _Frame(NamedTuple):
 class FrameReader:
     """Cuts a byte stream into frames. Sans-io and resumable: fill `wanted`, then call `step`."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: MessageLimits) -> None:
         self._limits = limits
         self._begin()
 
@@ -107,7 +107,7 @@ class FrameReader:
         """
         if self._prefix is None:
             self._prefix = unpack_prefix(self._bytes, self._limits)
-            if self._prefix.kind is Kind.SHARED:
+            if self._prefix.kind is FrameKind.SHARED:
                 raise ProtocolViolation("the peer announced shared memory on a stream")
             self._bytes = bytearray(self._prefix.header_bytes + self._prefix.table_bytes)
             self.wanted = memoryview(self._bytes)
@@ -153,7 +153,9 @@ class TcpChannel(ChannelBase):
     def _deliver(self, header: bytes, parts: list[Part], deadline: Deadline) -> None:
         views = [part_view(part) for part in parts]
         lengths = [view.nbytes for view in views]
-        head = pack_head(Kind.MESSAGE, header, pack_lengths(lengths), buffers=len(lengths), payload_bytes=sum(lengths))
+        head = pack_head(
+            FrameKind.MESSAGE, header, pack_lengths(lengths), buffers=len(lengths), payload_bytes=sum(lengths)
+        )
         self._write([memoryview(head), *(view for view in views if view.nbytes)], deadline)
         for lease in leases_of(parts):
             lease.release()
@@ -164,7 +166,7 @@ class TcpChannel(ChannelBase):
             while views:
                 views = self._write_some(views, deadline)
         except BaseException as error:
-            if views is whole or isinstance(error, PeerLost | Closed):
+            if views is whole or isinstance(error, PeerLost | ChannelClosed):
                 raise
             # Part of a frame has left, so whatever comes next could not be understood.
             torn = error if isinstance(error, SendTimeout) else ProtocolViolation("a send was interrupted in mid-frame")
@@ -194,11 +196,11 @@ class TcpChannel(ChannelBase):
             self._raise_if_unusable()
         try:
             frame = self._read_frame(deadline)
-            if frame.kind is Kind.GOODBYE:
+            if frame.kind is FrameKind.GOODBYE:
                 raise self._fail(PeerClosed(f"the peer {self._peer} closed the channel"))
             header = decode_header(frame.header)
         except FabricError as error:
-            if not error.channel_usable and not isinstance(error, PeerLost | Closed):
+            if not error.channel_usable and not isinstance(error, PeerLost | ChannelClosed):
                 self._fail(error)
                 self._hang_up()
             raise
@@ -267,13 +269,13 @@ class TcpChannel(ChannelBase):
             return
         if self._sending.acquire(blocking=False):
             try:
-                self._sock.send(pack_head(Kind.GOODBYE, b"", b"", buffers=0, payload_bytes=0))
+                self._sock.send(pack_head(FrameKind.GOODBYE, b"", b"", buffers=0, payload_bytes=0))
             except OSError:
                 pass
             finally:
                 self._sending.release()
         self._hang_up()
-        ended = Closed("this side of the channel was closed")
+        ended = ChannelClosed("this side of the channel was closed")
         self._pool.shut(ended)
         self._inbound_pool.shut(ended)
         with self._sending, self._receiving:

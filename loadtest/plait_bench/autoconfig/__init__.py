@@ -15,10 +15,10 @@ from statistics import fmean
 from plait_autoconfig.space import Space
 from plait_autoconfig.starter_library import starter_runs
 from plait_bench.autoconfig import falcon, judged, llm_pilot, synthetic, tables, zero_shot
-from plait_bench.autoconfig.contenders import MOST_SEEDS, OURS, SYSTEMS, Maker
+from plait_bench.autoconfig.contenders import MAX_SEEDS, OURS, SYSTEMS, Maker
 from plait_bench.autoconfig.play import Curve, ask_after_s, play
 from plait_bench.autoconfig.tasks import Suite
-from plait_bench.benchmark import Row
+from plait_bench.benchmark import ResultRow
 from plait_bench.errors import BenchError
 from plait_bench.runner import Result
 
@@ -107,7 +107,7 @@ def _suite(name: str, data: Path | None) -> Suite:
 
 def _play_all(
     suite: Suite, seeds: int, systems: Sequence[str], say: Say
-) -> tuple[list[Row], dict[str, list[list[Curve]]]]:
+) -> tuple[list[ResultRow], dict[str, list[list[Curve]]]]:
     """All searches of a suite, seed by seed and designer by designer in turn, and what pre-training took."""
     wanted = [
         name for name in SYSTEMS if (not systems or name in systems) and name in _TAKING_PART.get(suite.name, SYSTEMS)
@@ -116,7 +116,7 @@ def _play_all(
     played: dict[str, list[list[Curve]]] = {name: [] for name in wanted}
     for seed in range(seeds):
         for name in wanted:
-            if seed < MOST_SEEDS.get(name, seeds):
+            if seed < MAX_SEEDS.get(name, seeds):
                 played[name].append([play(makers[name], task, seed=seed, trials=suite.trials) for task in suite.tasks])
         said = ", ".join(
             f"{name} {fmean(curve.trials_to(0.05) for curve in done[-1]):.1f}"
@@ -125,7 +125,7 @@ def _play_all(
         )
         say(f"{suite.name}: seed {seed + 1} of {seeds}: trials to 5 %: {said}")
     took = [
-        Row(
+        ResultRow(
             system=name, workload=suite.name, metric="pretrain_s", unit="s", value=max(times), p20=min(times),
             p80=max(times), n=len(times),
         )
@@ -135,7 +135,7 @@ def _play_all(
     return took, played
 
 
-def _ask_after_many(suite: Suite, played: Mapping[str, Sequence[Sequence[Curve]]]) -> list[Row]:
+def _ask_after_many(suite: Suite, played: Mapping[str, Sequence[Sequence[Curve]]]) -> list[ResultRow]:
     """How long a proposal takes when there is much to think about."""
     found = []
     for name in played:
@@ -147,7 +147,9 @@ def _ask_after_many(suite: Suite, played: Mapping[str, Sequence[Sequence[Curve]]
     return found
 
 
-def _scores(data: llm_pilot.Data, suite: Suite, played: Mapping[str, Sequence[Sequence[Curve]]], say: Say) -> list[Row]:
+def _scores(
+    data: llm_pilot.PilotData, suite: Suite, played: Mapping[str, Sequence[Sequence[Curve]]], say: Say
+) -> list[ResultRow]:
     """S/O scores after three measured cells of each model, and with none."""
     found = []
     for name, seeds in played.items():

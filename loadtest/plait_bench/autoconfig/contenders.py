@@ -15,11 +15,11 @@ from plait_autoconfig.designers.morphling import MorphlingDesigner
 from plait_autoconfig.designers.plait_designer import PlaitDesigner
 from plait_autoconfig.designers.protocols import Designer
 from plait_bench.autoconfig.rgpe import RgpeDesigner
-from plait_bench.autoconfig.tasks import Task
+from plait_bench.autoconfig.tasks import TuningTask
 
 OURS = "plait"
 SYSTEMS = ("plait", "random", "grid", "sobol", "optuna-tpe", "optuna-gp", "portfolio", "morphling", "rgpe")
-MOST_SEEDS: Mapping[str, int] = {"optuna-gp": 2, "rgpe": 5, "morphling": 5, "grid": 1}
+MAX_SEEDS: Mapping[str, int] = {"optuna-gp": 2, "rgpe": 5, "morphling": 5, "grid": 1}
 """Of designers that are slow, or always do the same; a row's ``n`` says how many there were."""
 
 
@@ -32,7 +32,7 @@ class Maker:
     pretrain_s: list[float] = field(default_factory=list)
     _learned: dict[str, dict[str, object]] = field(default_factory=dict)
 
-    def __call__(self, task: Task, seed: int) -> Designer:
+    def __call__(self, task: TuningTask, seed: int) -> Designer:
         """A fresh search."""
         service = task.service
         if self.name not in _LEARNERS:
@@ -57,22 +57,26 @@ _CLASSES: Mapping[str, Callable[..., Designer]] = {
 }
 
 
-def _plait(task: Task) -> dict[str, object]:
+def _plait(task: TuningTask) -> dict[str, object]:
     service = task.service
     made = PlaitDesigner(service.space, service.objective, seed=0, library=task.library, context=service.context)
     return {"pretrained": made.pretrained}
 
 
-def _morphling(task: Task) -> dict[str, object]:
+def _morphling(task: TuningTask) -> dict[str, object]:
     service = task.service
     made = MorphlingDesigner(service.space, service.objective, seed=0, library=task.library, context=service.context)
     return {"network": made.meta_model}
 
 
-def _rgpe(task: Task) -> dict[str, object]:
+def _rgpe(task: TuningTask) -> dict[str, object]:
     service = task.service
     made = RgpeDesigner(service.space, service.objective, seed=0, library=task.library, context=service.context)
     return {"ensemble": made.ensemble}
 
 
-_LEARNERS: Mapping[str, Callable[[Task], dict[str, object]]] = {"plait": _plait, "morphling": _morphling, "rgpe": _rgpe}
+_LEARNERS: Mapping[str, Callable[[TuningTask], dict[str, object]]] = {
+    "plait": _plait,
+    "morphling": _morphling,
+    "rgpe": _rgpe,
+}

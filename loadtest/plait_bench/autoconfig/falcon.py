@@ -10,12 +10,12 @@ import csv
 from collections.abc import Callable
 from pathlib import Path
 
-from plait_autoconfig.designers.protocols import Context
+from plait_autoconfig.designers.protocols import ServiceContext
 from plait_autoconfig.knobs import ChoiceKnob, IntKnob
 from plait_autoconfig.objective import Objective, maximise
 from plait_autoconfig.space import Space
-from plait_autoconfig.values import Outcome, Value
-from plait_bench.autoconfig.tasks import Service, Suite, Task
+from plait_autoconfig.values import TrialOutcome, Value
+from plait_bench.autoconfig.tasks import Service, Suite, TuningTask
 from plait_bench.errors import BenchError
 
 METRIC = "goodput_per_cost"
@@ -38,7 +38,7 @@ def suite(folder: Path) -> Suite:
     """The 12 targets, with the 18 sources as library. Raises `BenchError` if the files are not as published."""
     library = tuple(service.as_run() for service in _services(folder / "sources"))
     tasks = tuple(
-        Task(name=service.context.service, service=service, library=library)
+        TuningTask(name=service.context.service, service=service, library=library)
         for service in _services(folder / "targets")
     )
     return Suite(name="falcon", tasks=tasks, trials=30, marks=(1, 5, 10, 30), shared=True)
@@ -56,7 +56,7 @@ def _service(path: Path) -> Service:
     with path.open(encoding="utf-8", newline="") as lines:
         for row in csv.DictReader(lines):
             config = {name: read(row[name]) for name, read in _READ.items()}
-            found[SPACE.key(config)] = Outcome.measured(**{METRIC: float(row[_COLUMN])})
+            found[SPACE.key(config)] = TrialOutcome.measured(**{METRIC: float(row[_COLUMN])})
     cells = [SPACE.key(cell) for cell in SPACE.cells()]
     if set(found) != set(cells):
         raise BenchError(f"{path} does not have each of the {len(cells)} configurations once")
@@ -64,5 +64,5 @@ def _service(path: Path) -> Service:
         space=SPACE,
         objective=Objective((maximise(METRIC),)),
         truth=tuple(found[cell] for cell in cells),
-        context=Context(service=path.stem.removeprefix("reg-")),
+        context=ServiceContext(service=path.stem.removeprefix("reg-")),
     )

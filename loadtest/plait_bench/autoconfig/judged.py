@@ -8,8 +8,8 @@ from statistics import fmean, median
 from plait_bench.autoconfig.paired import p_better, p_not_worse
 from plait_bench.autoconfig.play import Curve
 from plait_bench.autoconfig.tasks import Suite
-from plait_bench.benchmark import Row
-from plait_bench.summary import Summary, pairwise_ratio
+from plait_bench.benchmark import ResultRow
+from plait_bench.summary import ValueSummary, pairwise_ratio
 
 MARGIN_TRIALS = 1.0
 """Non-inferior: not later by so many trials."""
@@ -34,7 +34,7 @@ def metrics_of(suite: Suite) -> dict[str, tuple[str, Callable[[Sequence[float]],
     return found
 
 
-def rows(suite: Suite, played: Played) -> list[Row]:
+def rows(suite: Suite, played: Played) -> list[ResultRow]:
     """One per designer and metric."""
     return [
         row(system, suite.name, metric, unit, [together([number(curve) for curve in seed]) for seed in seeds])
@@ -43,7 +43,7 @@ def rows(suite: Suite, played: Played) -> list[Row]:
     ]
 
 
-def ratios(suite: Suite, played: Played, ours: str) -> dict[str, Summary]:
+def ratios(suite: Suite, played: Played, ours: str) -> dict[str, ValueSummary]:
     """Ours to each of the others in trials to 5 %, seed by seed."""
     _, together, number = metrics_of(suite)["trials_to_5pct"]
     by_system = {
@@ -58,7 +58,7 @@ def ratios(suite: Suite, played: Played, ours: str) -> dict[str, Summary]:
     return found
 
 
-def tests(suite: Suite, played: Played, ours: str) -> list[Row]:
+def tests(suite: Suite, played: Played, ours: str) -> list[ResultRow]:
     """Two paired tests against each of the others, on trials to 5 %, service by service (`paired`)."""
     found = []
     if ours not in played:
@@ -73,7 +73,7 @@ def tests(suite: Suite, played: Played, ours: str) -> list[Row]:
             ("trials_to_5pct_p_not_1_worse", p_not_worse(mine, theirs, MARGIN_TRIALS)),
         ):
             found.append(
-                Row(
+                ResultRow(
                     system=f"{ours}/{system}", workload=suite.name, metric=metric, unit="p", value=p, p20=p, p80=p,
                     n=len(mine), layout="sign flips over services; false alarms <= 5 % at p <= 0.05",
                 )
@@ -81,7 +81,9 @@ def tests(suite: Suite, played: Played, ours: str) -> list[Row]:
     return found
 
 
-def extra_trials(misled: Sequence[Sequence[Curve]], cold: Sequence[Sequence[Curve]], workload: str, system: str) -> Row:
+def extra_trials(
+    misled: Sequence[Sequence[Curve]], cold: Sequence[Sequence[Curve]], workload: str, system: str
+) -> ResultRow:
     """How many trials to 5 % a misleading library costs against none, seed by seed."""
     differences = [
         fmean(curve.trials_to(0.05) for curve in with_it) - fmean(curve.trials_to(0.05) for curve in without)
@@ -94,6 +96,6 @@ def _by_service(seeds: Sequence[Sequence[Curve]]) -> list[float]:
     return [fmean(seed[at].trials_to(0.05) for seed in seeds) for at in range(len(seeds[0]))]
 
 
-def row(system: str, workload: str, metric: str, unit: str, values: Sequence[float]) -> Row:
+def row(system: str, workload: str, metric: str, unit: str, values: Sequence[float]) -> ResultRow:
     """Of one value per seed."""
-    return Row.of(values, system=system, workload=workload, metric=metric, unit=unit)
+    return ResultRow.of(values, system=system, workload=workload, metric=metric, unit=unit)

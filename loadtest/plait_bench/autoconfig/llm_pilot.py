@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from plait_autoconfig.designers.protocols import Context
+from plait_autoconfig.designers.protocols import ServiceContext
 from plait_autoconfig.knobs import ChoiceKnob
 from plait_autoconfig.objective import COST_PER_HOUR, Objective, at_least, minimise
 from plait_autoconfig.space import Space
-from plait_autoconfig.values import Outcome
+from plait_autoconfig.values import TrialOutcome
 from plait_bench.autoconfig.tasks import Service, Suite, leave_one_out
 from plait_bench.errors import BenchError
 
@@ -44,7 +44,7 @@ Curves = Mapping[str, Mapping[str, tuple[Point, ...]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Data:
+class PilotData:
     """The files of the publication. ``prices``: per hour and profile. Features as they are in the files."""
 
     curves: Curves
@@ -61,7 +61,7 @@ class Advice:
     pods: int
 
 
-def read(folder: Path) -> Data:
+def read(folder: Path) -> PilotData:
     """Raises `BenchError` if files are missing or not as published."""
     try:
         curves: dict[str, dict[str, list[Point]]] = {}
@@ -70,7 +70,7 @@ def read(folder: Path) -> Data:
                 users=int(row["num_users"]), nttft_ms=float(row["median_nttft"]), itl_ms=float(row["median_itl"])
             )
             curves.setdefault(row["model"], {}).setdefault(row["gpu"], []).append(point)
-        return Data(
+        return PilotData(
             curves={
                 model: {gpu: tuple(sorted(points, key=lambda point: point.users)) for gpu, points in by_gpu.items()}
                 for model, by_gpu in curves.items()
@@ -99,7 +99,7 @@ def pods_for(users: int) -> int:
     return math.ceil(USERS / users)
 
 
-def so_score(data: Data, advice: Mapping[str, Advice | None]) -> float:
+def so_score(data: PilotData, advice: Mapping[str, Advice | None]) -> float:
     """Of one recommendation per model (None: none was found)."""
     met, overspends = 0, []
     for model, advised in advice.items():
@@ -126,7 +126,7 @@ def score_of_regrets(regrets: Sequence[float]) -> float:
     return _harmonic(len(overspends) / len(regrets), overspends)
 
 
-def best_static(data: Data, models: Sequence[str]) -> float:
+def best_static(data: PilotData, models: Sequence[str]) -> float:
     """The score of the best single recommendation for all models, chosen with hindsight (as the publication does)."""
     profiles = {profile for model in models for profile in data.curves[model]}
     everyone = [Advice(profile=profile, pods=pods) for profile in sorted(profiles) for pods in (*range(1, 11), 15, 20)]
@@ -135,20 +135,20 @@ def best_static(data: Data, models: Sequence[str]) -> float:
     )
 
 
-def _true_costs(data: Data, model: str) -> dict[str, float]:
+def _true_costs(data: PilotData, model: str) -> dict[str, float]:
     """Per hour, of the profiles that can hold anybody."""
     users = {profile: users_at_slo(points) for profile, points in data.curves[model].items()}
     return {profile: pods_for(each) * data.prices[profile] for profile, each in users.items() if each > 0}
 
 
-def suite(data: Data) -> Suite:
+def suite(data: PilotData) -> Suite:
     """Every model against the nine others; at most all of its profiles are tried."""
     services = {model: service_of(data, model) for model in sorted(data.curves)}
     tasks = tuple(task for task in leave_one_out(services))
     return Suite(name="llm-pilot", tasks=tasks, trials=6, marks=(1, 3))
 
 
-def service_of(data: Data, model: str) -> Service:
+def service_of(data: PilotData, model: str) -> Service:
     """A model as a service to tune."""
     curves = data.curves[model]
     absent = [
@@ -167,14 +167,14 @@ def service_of(data: Data, model: str) -> Service:
         space=space,
         objective=OBJECTIVE,
         truth=tuple(_outcome(users_at_slo(curves[profile]), data.prices[profile]) for profile in profiles),
-        context=Context(service=model, workload=_workload(data.models[model])),
+        context=ServiceContext(service=model, workload=_workload(data.models[model])),
     )
 
 
-def _outcome(users: int, price: float) -> Outcome:
+def _outcome(users: int, price: float) -> TrialOutcome:
     """A profile that can not hold one user breaks the limit; its cost is that of one that holds half a user."""
     pods = pods_for(users) if users else 2 * USERS
-    return Outcome.measured(**{COST_PER_HOUR: pods * price, SLO_USERS: float(users)})
+    return TrialOutcome.measured(**{COST_PER_HOUR: pods * price, SLO_USERS: float(users)})
 
 
 def _workload(row: Mapping[str, str]) -> dict[str, float]:

@@ -11,9 +11,9 @@ import numpy as np
 from plait_autoconfig.designers.protocols import Designer
 from plait_autoconfig.errors import Exhausted
 from plait_autoconfig.values import Trial
-from plait_bench.autoconfig.tasks import Task
+from plait_bench.autoconfig.tasks import TuningTask
 
-Make = Callable[[Task, int], Designer]
+Make = Callable[[TuningTask, int], Designer]
 """``(task, seed) -> a fresh designer``."""
 
 
@@ -41,7 +41,7 @@ class Curve:
         return sum(self.bad[first - 1 : last])
 
 
-def ask_after_s(make: Make, task: Task, *, seed: int, trials: int) -> float:
+def ask_after_s(make: Make, task: TuningTask, *, seed: int, trials: int) -> float:
     """Seconds that the next proposal takes after ``trials`` of random cells."""
     service = task.service
     designer = make(task, seed)
@@ -54,7 +54,7 @@ def ask_after_s(make: Make, task: Task, *, seed: int, trials: int) -> float:
     return time.perf_counter() - started_s
 
 
-def play(make: Make, task: Task, *, seed: int, trials: int) -> Curve:
+def play(make: Make, task: TuningTask, *, seed: int, trials: int) -> Curve:
     """Asks, shows and tells ``trials`` times. What would be applied is the best of what was shown."""
     service = task.service
     designer = make(task, seed)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from scipy.special import ndtr
 
 from plait_autoconfig.designers.base import CellDesigner
-from plait_autoconfig.designers.protocols import Context
+from plait_autoconfig.designers.protocols import ServiceContext
 from plait_autoconfig.library import LibraryRun
 from plait_autoconfig.objective import Objective
 from plait_autoconfig.space import Space
@@ -49,7 +49,7 @@ class RgpeDesigner(CellDesigner):
         *,
         seed: int,
         library: Sequence[LibraryRun] = (),
-        context: Context | None = None,
+        context: ServiceContext | None = None,
         ensemble: Ensemble | None = None,
     ) -> None:
         super().__init__(space, objective, seed=seed, library=library, context=context)

@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from plait_autoconfig.designers.protocols import Context
+from plait_autoconfig.designers.protocols import ServiceContext
 from plait_autoconfig.knobs import ChoiceKnob, IntKnob
 from plait_autoconfig.library import LibraryRun
 from plait_autoconfig.objective import GOODPUT_PER_COST, Objective, maximise
 from plait_autoconfig.space import Space
-from plait_autoconfig.values import Config, FailureKind, Outcome
-from plait_bench.autoconfig.tasks import Service, Suite, Task
+from plait_autoconfig.values import Config, FailureKind, TrialOutcome
+from plait_bench.autoconfig.tasks import Service, Suite, TuningTask
 
 NOISE = 0.03
 _CORES, _TASKS, _SOURCES = 8, 6, 8
@@ -93,12 +93,12 @@ def _service(constants: _Constants, name: str) -> Service:
     cells = SPACE.cells()
     memory = np.array([constants.memory(cell) for cell in cells])
     limit = float(np.quantile(memory, 1.0 - _INFEASIBLE))
-    oom = Outcome.failed(FailureKind.OUT_OF_MEMORY, "more than the machine has")
+    oom = TrialOutcome.failed(FailureKind.OUT_OF_MEMORY, "more than the machine has")
     truth = tuple(
-        oom if need > limit else Outcome.measured(**{GOODPUT_PER_COST: constants.goodput_per_cost(cell)})
+        oom if need > limit else TrialOutcome.measured(**{GOODPUT_PER_COST: constants.goodput_per_cost(cell)})
         for cell, need in zip(cells, memory, strict=True)
     )
-    context = Context(service=name)
+    context = ServiceContext(service=name)
     return Service(space=SPACE, objective=OBJECTIVE, truth=truth, context=context, noise=NOISE)
 
 
@@ -111,7 +111,7 @@ def suites(*, seed: int = 0) -> tuple[Suite, Suite, Suite]:
     bad = tuple(turned.as_run(_tried(turned, rng)) for turned in map(_upside_down, old))
 
     def suite(name: str, library: tuple[LibraryRun, ...]) -> Suite:
-        tasks = tuple(Task(name=each.context.service, service=each, library=library) for each in new)
+        tasks = tuple(TuningTask(name=each.context.service, service=each, library=library) for each in new)
         return Suite(name=name, tasks=tasks, trials=_TRIALS, marks=(1, 5, 10, 30), shared=True)
 
     return suite("synthetic", good), suite("synthetic-cold", ()), suite("synthetic-misled", bad)
@@ -131,7 +131,7 @@ def _upside_down(service: Service) -> Service:
     truth = tuple(
         each
         if each.failure is not None
-        else Outcome.measured(**{GOODPUT_PER_COST: turn / each.metrics[GOODPUT_PER_COST]})
+        else TrialOutcome.measured(**{GOODPUT_PER_COST: turn / each.metrics[GOODPUT_PER_COST]})
         for each in service.truth
     )
     return replace(service, truth=truth)

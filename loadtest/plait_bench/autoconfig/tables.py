@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from plait_autoconfig.designers.protocols import Context
+from plait_autoconfig.designers.protocols import ServiceContext
 from plait_autoconfig.errors import TunerError
 from plait_autoconfig.library import LibraryRun
 from plait_autoconfig.objective import COST_PER_HOUR, parse_objective
 from plait_autoconfig.rows import load_lines
 from plait_autoconfig.space import Space
 from plait_autoconfig.values import cells_of, pooled
-from plait_bench.autoconfig.tasks import Service, Suite, Task
+from plait_bench.autoconfig.tasks import Service, Suite, TuningTask
 from plait_bench.errors import BenchError
 
 __all__ = ["recorded_runs", "recorded_suites"]
@@ -44,7 +44,7 @@ def recorded_suites(recorded: Sequence[LibraryRun], spaces: Mapping[str, Space])
             known = _service(run, spaces[run_id])
             if known is not None:
                 library = tuple(other for other_id, other in mine.items() if other_id != run_id)
-                tasks.append(Task(name=run_id, service=known, library=library))
+                tasks.append(TuningTask(name=run_id, service=known, library=library))
         if tasks:
             trials = min(_TRIALS, *(len(task.service.truth) for task in tasks))
             marks = tuple(mark for mark in (1, 5, 10, 30) if mark <= trials)
@@ -80,7 +80,7 @@ def _service(run: LibraryRun, space: Space) -> Service | None:
     if len(truth) < len(keys):
         return None
     costs = [outcome.metrics.get(COST_PER_HOUR, 0.0) for outcome in truth]
-    context = Context(
+    context = ServiceContext(
         service=run.run_id, workload=run.workload, hardware=run.hardware, versions=run.versions,
         costs=tuple(costs) if all(costs) else (),  # what is reserved is known before it runs, as in a job
     )  # fmt: skip

@@ -9,11 +9,11 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from plait_autoconfig.designers.protocols import Context
+from plait_autoconfig.designers.protocols import ServiceContext
 from plait_autoconfig.library import LibraryRun
 from plait_autoconfig.objective import Objective
 from plait_autoconfig.space import Space
-from plait_autoconfig.values import Config, Outcome, Trial
+from plait_autoconfig.values import Config, Trial, TrialOutcome
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class Service:
 
     space: Space
     objective: Objective
-    truth: tuple[Outcome, ...]
-    context: Context
+    truth: tuple[TrialOutcome, ...]
+    context: ServiceContext
     noise: float = 0.0
-    shown: Mapping[int, tuple[Outcome, ...]] = field(default_factory=dict)
+    shown: Mapping[int, tuple[TrialOutcome, ...]] = field(default_factory=dict)
 
     @cached_property
     def values(self) -> NDArray[np.float64]:
@@ -51,7 +51,7 @@ class Service:
         """1 - value / optimum of a cell; 1 if it is infeasible."""
         return float(1.0 - self.values[at] / self.values.max())
 
-    def show(self, at: int, repeat: int, rng: np.random.Generator) -> Outcome:
+    def show(self, at: int, repeat: int, rng: np.random.Generator) -> TrialOutcome:
         """What a trial of the cell shows."""
         if at in self.shown:
             return self.shown[at][repeat % len(self.shown[at])]
@@ -59,7 +59,7 @@ class Service:
         if truth.failure is not None or self.noise == 0.0:
             return truth
         factors = np.exp(self.noise * rng.standard_normal(len(truth.metrics)))
-        return Outcome(metrics={name: v * f for (name, v), f in zip(truth.metrics.items(), factors, strict=True)})
+        return TrialOutcome(metrics={name: v * f for (name, v), f in zip(truth.metrics.items(), factors, strict=True)})
 
     def as_run(self, cells: Sequence[int] | None = None) -> LibraryRun:
         """What a library remembers of it: all cells once, or some."""
@@ -75,7 +75,7 @@ class Service:
 
 
 @dataclass(frozen=True)
-class Task:
+class TuningTask:
     """A service to tune, and the past services that may be learned from. ``name``: of the service."""
 
     name: str
@@ -91,16 +91,16 @@ class Suite:
     """
 
     name: str
-    tasks: tuple[Task, ...]
+    tasks: tuple[TuningTask, ...]
     trials: int
     marks: tuple[int, ...]
     shared: bool = False
 
 
-def leave_one_out(services: Mapping[str, Service]) -> tuple[Task, ...]:
+def leave_one_out(services: Mapping[str, Service]) -> tuple[TuningTask, ...]:
     """Each service once as the new one, and all others as the library."""
     runs = {name: service.as_run() for name, service in services.items()}
     return tuple(
-        Task(name=name, service=service, library=tuple(run for other, run in runs.items() if other != name))
+        TuningTask(name=name, service=service, library=tuple(run for other, run in runs.items() if other != name))
         for name, service in services.items()
     )

@@ -28,7 +28,7 @@ from plait_bench.autoconfig.llm_pilot import (
     ITL_MS,
     NTTFT_MS,
     Advice,
-    Data,
+    PilotData,
     pods_for,
     service_of,
     so_score,
@@ -43,7 +43,7 @@ _PODS = tuple(pods_for(users) for users in _LOADS[1:])
 Floats = NDArray[np.float64]
 
 
-def advise(data: Data, model: str, *, seed: int) -> Advice:
+def advise(data: PilotData, model: str, *, seed: int) -> Advice:
     """For one model, learning from all others."""
     others = [other for other in sorted(data.curves) if other != model]
     ways = _ways(seed)
@@ -54,7 +54,7 @@ def advise(data: Data, model: str, *, seed: int) -> Advice:
     return ways[max(scores, key=lambda way: scores[way])](data, others, model)
 
 
-_Way = Callable[[Data, Sequence[str], str], Advice]
+_Way = Callable[[PilotData, Sequence[str], str], Advice]
 """``(data, models to learn from, model) -> the recommendation``."""
 
 
@@ -69,7 +69,7 @@ def _ways(seed: int) -> dict[str, _Way]:
 
 
 def _by_forest(
-    data: Data,
+    data: PilotData,
     learned: Sequence[str],
     model: str,
     *,
@@ -85,7 +85,7 @@ def _by_forest(
     return _best(data, model, known[key], groups)
 
 
-def _by_designer(data: Data, learned: Sequence[str], model: str, *, seed: int) -> Advice:
+def _by_designer(data: PilotData, learned: Sequence[str], model: str, *, seed: int) -> Advice:
     library = [service_of(data, other).as_run() for other in learned]
     new = service_of(data, model)
     designer = PlaitDesigner(new.space, new.objective, seed=seed, library=library, context=new.context)
@@ -96,7 +96,7 @@ def _by_designer(data: Data, learned: Sequence[str], model: str, *, seed: int) -
     return Advice(profile=profile, pods=pods_for(max(1, usual)))
 
 
-def _predicted(data: Data, learned: Sequence[str], model: str, leaf: int, seed: int) -> Floats:
+def _predicted(data: PilotData, learned: Sequence[str], model: str, leaf: int, seed: int) -> Floats:
     """Log of the worse latency, relative to its limit, by tree, profile and load (T, P, L)."""
     rows, values = [], []
     for other, (profile, points) in itertools.chain.from_iterable(
@@ -113,7 +113,7 @@ def _predicted(data: Data, learned: Sequence[str], model: str, leaf: int, seed: 
     return np.asarray(trees).reshape(_TREES, len(profiles), len(_LOADS))
 
 
-def _best(data: Data, model: str, logs: Floats, groups: int) -> Advice:
+def _best(data: PilotData, model: str, logs: Floats, groups: int) -> Advice:
     """See the module docstring."""
     profiles = sorted(data.curves[model])
     opinions = logs.reshape(groups, -1, *logs.shape[1:]).mean(1)  # (G, P, L)
@@ -133,7 +133,7 @@ def _best(data: Data, model: str, logs: Floats, groups: int) -> Advice:
     return Advice(profile=profile, pods=number)
 
 
-def _features(data: Data, model: str, profile: str, users: int) -> list[float]:
+def _features(data: PilotData, model: str, profile: str, users: int) -> list[float]:
     """Of a model, a profile and a load: sizes, rates, and the ratios between them that a roofline would use."""
     llm, gpu = data.models[model], data.profiles[profile]
     count, bandwidth = float(gpu["gpu_n_gpus"]), float(gpu["gpu_memory_bandwidth"])

@@ -12,15 +12,15 @@ from typing import Any
 
 from plait_autoconfig.knobs import ChoiceKnob
 from plait_autoconfig.space import Space
-from plait_autoconfig.values import Config, Outcome
-from plait_bench.cells.values import CellWorkload, Subject, outcome_of
+from plait_autoconfig.values import Config, TrialOutcome
+from plait_bench.cells.values import CellSubject, CellWorkload, outcome_of
 from plait_bench.errors import SystemFailed
 from plait_bench.images.models import open_models
 from plait_bench.images.requests import image_request
-from plait_bench.images.workloads import CONTROLNETS, LORA_SETS, PROMPTS, SCHEDULERS, Order
+from plait_bench.images.workloads import CONTROLNETS, LORA_SETS, PROMPTS, SCHEDULERS, ImageSpec
 from plait_serving.diffusion.assemble import EngineSettings, build_engine
 from plait_serving.diffusion.engine import Engine
-from plait_serving.diffusion.knobs import Exact, Knobs, Placement
+from plait_serving.diffusion.knobs import EngineKnobs, Exact, Placement
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest
 from plait_serving.images.config import STARTER_FOLDER
@@ -49,13 +49,13 @@ class EngineWorkload(CellWorkload):
     pictures with a ControlNet, in quarters."""
 
     callers: int
-    pictures: int
+    images: int
     steps: int
     loras: int = 0
     controlled: int = 0
 
     @contextmanager
-    def open(self) -> Iterator[Subject]:
+    def open(self) -> Iterator[CellSubject]:
         """See `CellWorkload`."""
         names = frozenset(name for loras in LORA_SETS for name, _ in loras)
         models = open_models(STARTER_FOLDER, controlnets=frozenset(CONTROLNETS), loras=names)
@@ -66,7 +66,7 @@ class EngineWorkload(CellWorkload):
                 device="cpu",
                 lora_source=FolderSource(next(iter(models.loras.values())).parent),
                 controlnets=models.controlnets,
-                knobs=Knobs(controlnet_placement=Placement.LOCAL),
+                knobs=EngineKnobs(controlnet_placement=Placement.LOCAL),
             )
         )
         try:
@@ -74,10 +74,10 @@ class EngineWorkload(CellWorkload):
         finally:
             assembled.engine.stop(drain_s=0.0)
 
-    def orders(self, seed: int) -> list[Order]:
+    def orders(self, seed: int) -> list[ImageSpec]:
         """The same pictures for every configuration; the steps vary around the mean as users' do."""
         return [
-            Order(
+            ImageSpec(
                 prompt=PROMPTS[i % len(PROMPTS)],
                 seed=1000 * seed + i,
                 steps=self.steps + (-1, 0, 1, 0)[i % 4],
@@ -85,7 +85,7 @@ class EngineWorkload(CellWorkload):
                 loras=LORA_SETS[i % self.loras] if self.loras else (),
                 control=(CONTROLNETS[i % 2], i) if i % 4 < self.controlled else None,
             )
-            for i in range(self.pictures)
+            for i in range(self.images)
         ]
 
 
@@ -96,11 +96,11 @@ class _EngineSubject:
         self._size = width, height
         self._numbers = count()
 
-    def measure(self, config: Config, *, seed: int) -> Outcome:
-        """See `Subject`. The first pictures warm up: a change of knobs may start threads, and merges LoRAs anew."""
+    def measure(self, config: Config, *, seed: int) -> TrialOutcome:
+        """See `CellSubject`. The first pictures warm up: a change of knobs may start threads, and merges LoRAs anew."""
         given: dict[str, Any] = dict(config)
         placement = Placement(given.pop("placement"))
-        knobs = Knobs(controlnet_placement=placement, **{**given, "exact": Exact(given["exact"])})
+        knobs = EngineKnobs(controlnet_placement=placement, **{**given, "exact": Exact(given["exact"])})
         self._engine.reconfigure(knobs)
         self._loop([self._request(order) for order in self._workload.orders(seed)[: self._workload.callers]])
         requests = [self._request(order) for order in self._workload.orders(seed)]
@@ -135,6 +135,6 @@ class _EngineSubject:
                 ask()
         return latencies_ms
 
-    def _request(self, order: Order) -> ImageRequest:
+    def _request(self, order: ImageSpec) -> ImageRequest:
         width, height = self._size
         return image_request(order, request_id=f"cell-{next(self._numbers)}", width=width, height=height)

@@ -11,8 +11,8 @@ from typing import Any
 
 from plait_autoconfig.knobs import ChoiceKnob
 from plait_autoconfig.space import Space
-from plait_autoconfig.values import Config, Outcome
-from plait_bench.cells.values import CellWorkload, Subject, outcome_of
+from plait_autoconfig.values import Config, TrialOutcome
+from plait_bench.cells.values import CellSubject, CellWorkload, outcome_of
 from plait_bench.disagg.ours import start_dense
 from plait_bench.disagg.packages import packaged
 from plait_disagg.models.configs import ids_per_bag
@@ -51,7 +51,7 @@ class RankWorkload(CellWorkload):
     requests: int
 
     @contextmanager
-    def open(self) -> Iterator[Subject]:
+    def open(self) -> Iterator[CellSubject]:
         """See `CellWorkload`."""
         package = open_package(packaged(self.model, self.scale, say=lambda _: None))
         subject = _RankSubject(self, package)
@@ -71,8 +71,8 @@ class _RankSubject:
             threads: CnCore(package.card(), package.sparse(), start_dense(package, threads)) for threads in (1, 2)
         }
 
-    def measure(self, config: Config, *, seed: int) -> Outcome:
-        """See `Subject`."""
+    def measure(self, config: Config, *, seed: int) -> TrialOutcome:
+        """See `CellSubject`."""
         given: dict[str, Any] = dict(config)
         cn_threads, hn_threads = given.pop("cn_threads"), given.pop("hn_threads")
         assert given.pop("cns") == 1

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from plait_autoconfig.space import Space
-from plait_autoconfig.values import Config, Outcome
+from plait_autoconfig.values import Config, TrialOutcome
 
-__all__ = ["CellWorkload", "Subject", "outcome_of"]
+__all__ = ["CellSubject", "CellWorkload", "outcome_of"]
 
 
-class Subject(Protocol):
+class CellSubject(Protocol):
     """A running service whose knobs can be set."""
 
-    def measure(self, config: Config, *, seed: int) -> Outcome:
+    def measure(self, config: Config, *, seed: int) -> TrialOutcome:
         """One short trial: a closed loop of callers, the same requests for every configuration."""
 
 
@@ -33,18 +33,18 @@ class CellWorkload(ABC):
     features: Mapping[str, float]
 
     @abstractmethod
-    def open(self) -> AbstractContextManager[Subject]:
+    def open(self) -> AbstractContextManager[CellSubject]:
         """The service, warm."""
 
 
-def outcome_of(latencies_ms: Sequence[float], wall_s: float, *, slo_ms: float, cores: float) -> Outcome:
+def outcome_of(latencies_ms: Sequence[float], wall_s: float, *, slo_ms: float, cores: float) -> TrialOutcome:
     """The metrics of a trial, under the names that a tuning job uses. A core costs 1 an hour.
 
     The p99 of a few dozen requests is their largest but one or so: short trials are noisy, and say so by their repeats.
     """
     in_time = sum(latency <= slo_ms for latency in latencies_ms)
     goodput_per_s = in_time / wall_s
-    return Outcome.measured(
+    return TrialOutcome.measured(
         goodput_per_s=goodput_per_s,
         attainment=in_time / len(latencies_ms),
         error_rate=0.0,  # a request that fails ends the measurement

@@ -13,7 +13,7 @@ __all__ = ["WORKLOADS"]
 
 
 def _images(
-    name: str, *, callers: int, pictures: int, steps: int, slo_ms: float, loras: int = 0, controlled: int = 0
+    name: str, *, callers: int, images: int, steps: int, slo_ms: float, loras: int = 0, controlled: int = 0
 ) -> EngineWorkload:
     return EngineWorkload(
         name=name,
@@ -25,7 +25,7 @@ def _images(
             "slo_ms": slo_ms,
         },
         callers=callers,
-        pictures=pictures,
+        images=images,
         steps=steps,
         loras=loras,
         controlled=controlled,
@@ -52,10 +52,10 @@ def _rank(
 WORKLOADS: Mapping[str, CellWorkload] = {
     workload.name: workload
     for workload in (
-        _images("images-mixed", callers=6, pictures=24, steps=6, slo_ms=1500.0, loras=2, controlled=1),
-        _images("images-plain", callers=4, pictures=16, steps=8, slo_ms=1000.0),
-        _images("images-loras", callers=8, pictures=24, steps=4, slo_ms=1500.0, loras=4),
-        _images("images-controlled", callers=4, pictures=12, steps=6, slo_ms=1500.0, controlled=4),
+        _images("images-mixed", callers=6, images=24, steps=6, slo_ms=1500.0, loras=2, controlled=1),
+        _images("images-plain", callers=4, images=16, steps=8, slo_ms=1000.0),
+        _images("images-loras", callers=8, images=24, steps=4, slo_ms=1500.0, loras=4),
+        _images("images-controlled", callers=4, images=12, steps=6, slo_ms=1500.0, controlled=4),
         _rank("rm1-64", "rm1", 0.125, candidates=64, callers=8, requests=240, slo_ms=20.0),
         _rank("rm1-512", "rm1", 0.125, candidates=512, callers=4, requests=80, slo_ms=50.0),
         _rank("criteo-64", "criteo-kaggle", 0.25, candidates=64, callers=8, requests=400, slo_ms=10.0),

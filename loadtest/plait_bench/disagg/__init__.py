@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from plait_bench.benchmark import Row
+from plait_bench.benchmark import ResultRow
 from plait_bench.disagg import big_table, crossing, goodput, in_process, one_by_one, overload, refresh, split_cost
 from plait_bench.disagg.bodies import HEADER_BYTES, write_bodies
 from plait_bench.disagg.packages import packaged
 from plait_bench.disagg.scores import compare
-from plait_bench.disagg.serving import Served, serving
+from plait_bench.disagg.serving import BenchServer, serving
 from plait_bench.errors import BenchError, SystemFailed
 from plait_bench.host import cores
 from plait_bench.runner import Result
-from plait_bench.summary import Summary, pairwise_ratio
+from plait_bench.summary import ValueSummary, pairwise_ratio
 
 NAME = "disagg"
 OURS = "plait"
@@ -39,7 +39,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
+class DisaggWorkload:
     """Requests of ``candidates`` for a configuration whose tables have ``scale`` of their published rows. ``limit_ms``:
     the p99 to keep."""
 
@@ -61,7 +61,7 @@ _LIMITS_MS: Mapping[str, float] = {"rm2-512": 100.0}
 """One request of this takes plain PyTorch tens of milliseconds on two cores: 50 would leave it no rate at all."""
 
 WORKLOADS = tuple(
-    Workload(
+    DisaggWorkload(
         model=model, scale=scale, candidates=candidates,
         limit_ms=_LIMITS_MS.get(f"{model}-{candidates}", goodput.LIMIT_MS),
     )
@@ -71,14 +71,14 @@ WORKLOADS = tuple(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class ServerLayout:
     """One way to run a system: its name in the table, and the arguments of its server."""
 
     name: str
     arguments: tuple[str, ...]
 
 
-COUNTED: Mapping[str, Callable[..., list[Row]]] = {"crossing": crossing.rows, "table-20gb": big_table.rows}
+COUNTED: Mapping[str, Callable[..., list[ResultRow]]] = {"crossing": crossing.rows, "table-20gb": big_table.rows}
 """What is counted once and has no rounds, by the name that ``--workload`` knows it by."""
 
 COMPARED: Mapping[str, Callable[..., Result]] = {
@@ -108,7 +108,9 @@ def measure(*, rounds: int, only: Sequence[str], systems: Sequence[str], say: Sa
             continue
         taken, layouts = _measure_workload(workload, [name for name in SYSTEMS if name in wanted], rounds, say)
         rows = tuple(
-            Row.of(values, system=name, workload=workload.name, metric=METRIC, unit=UNIT, layout=layouts[name].name)
+            ResultRow.of(
+                values, system=name, workload=workload.name, metric=METRIC, unit=UNIT, layout=layouts[name].name
+            )
             for name, values in taken.items()
         )
         yield Result(rows=rows, ratios=_ratios(workload.name, taken), left_out={})
@@ -122,8 +124,8 @@ def _chosen(asked: Sequence[str], there: Sequence[str], what: str) -> Sequence[s
 
 
 def _measure_workload(
-    workload: Workload, systems: Sequence[str], rounds: int, say: Say
-) -> tuple[dict[str, list[float]], dict[str, Layout]]:
+    workload: DisaggWorkload, systems: Sequence[str], rounds: int, say: Say
+) -> tuple[dict[str, list[float]], dict[str, ServerLayout]]:
     """Goodputs of every round by system, and the layouts they were taken in."""
     package = packaged(workload.model, workload.scale, say=say)
     with tempfile.TemporaryDirectory(prefix="plait-bench-") as folder, ExitStack() as stack:
@@ -147,9 +149,11 @@ def _measure_workload(
     return taken, layouts
 
 
-def _best(workload: Workload, name: str, package: Path, bodies: Sequence[Path], say: Say) -> tuple[Layout, float]:
+def _best(
+    workload: DisaggWorkload, name: str, package: Path, bodies: Sequence[Path], say: Say
+) -> tuple[ServerLayout, float]:
     """The layout with the most goodput, and how much it was. Those far behind in a closed loop are not tried."""
-    found: dict[Layout, float] = {}
+    found: dict[ServerLayout, float] = {}
     fastest = 0.0
     for layout in layouts_of(workload, name, package):
         with serving(layout.arguments, bodies[0].read_bytes()) as server:
@@ -169,14 +173,14 @@ def _best(workload: Workload, name: str, package: Path, bodies: Sequence[Path], 
     return best, found[best]
 
 
-def layouts_of(workload: Workload, name: str, package: Path) -> tuple[Layout, ...]:
+def layouts_of(workload: DisaggWorkload, name: str, package: Path) -> tuple[ServerLayout, ...]:
     """The layouts that are tried: on as many threads as there are cores and on one, HTTP in the model's process or in
     one of its own; for the split also one thread for the CN and all cores for the HN, or an HN on each."""
     threads = tuple(dict.fromkeys([1, cores()]))
     if name == "pytorch":
         whole = ("plait_bench.disagg.baseline", workload.model, str(workload.scale))
         return tuple(
-            Layout(name=f"{count} threads, {where}", arguments=(*whole, str(count), where))
+            ServerLayout(name=f"{count} threads, {where}", arguments=(*whole, str(count), where))
             for count in threads
             for where in ("inline", "worker")
         )
@@ -185,21 +189,23 @@ def layouts_of(workload: Workload, name: str, package: Path) -> tuple[Layout, ..
     ours = "plait_bench.disagg.ours", str(package)
     mode = "split" if is_split else "whole"
     found = [
-        Layout(name=f"{count} threads{where}", arguments=(*ours, count, mode, *rest))
+        ServerLayout(name=f"{count} threads{where}", arguments=(*ours, count, mode, *rest))
         for count in counts
         for where, rest in (("", ()), (", model apart", ("apart",)))
     ]
     if is_split and cores() > 1:
         each = "+".join(["1"] * (1 + cores()))
-        found.append(Layout(name=f"{each} threads", arguments=(*ours, each, mode)))
+        found.append(ServerLayout(name=f"{each} threads", arguments=(*ours, each, mode)))
     return tuple(found)
 
 
-def _trial(server: Served, bodies: Sequence[Path], limit_ms: float, rate_per_s: float, *, seed: int) -> goodput.Trial:
+def _trial(
+    server: BenchServer, bodies: Sequence[Path], limit_ms: float, rate_per_s: float, *, seed: int
+) -> goodput.RateAttempt:
     return goodput.attempt(server.url, bodies, HEADER_BYTES, rate_per_s, seed=seed + int(rate_per_s), limit_ms=limit_ms)
 
 
-def _ratios(workload: str, taken: Mapping[str, Sequence[float]]) -> dict[str, Summary]:
+def _ratios(workload: str, taken: Mapping[str, Sequence[float]]) -> dict[str, ValueSummary]:
     if OURS not in taken:
         return {}
     return {

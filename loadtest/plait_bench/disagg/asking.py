@@ -18,7 +18,7 @@ from plait_disagg.protocols import Ranker
 from plait_disagg.queue.jobs import Core
 from plait_disagg.values import RankRequest
 
-__all__ = ["arrivals", "closed_loop_per_s", "requests_of", "wait_until_ready", "without_pauses"]
+__all__ = ["arrivals", "closed_loop_per_s", "gc_paused", "requests_of", "wait_until_ready"]
 
 _LOOK_S = 0.01
 
@@ -61,7 +61,7 @@ async def arrivals(rate_per_s: float, seconds: float, chance: random.Random) -> 
 
 
 @contextmanager
-def without_pauses() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Python collects no garbage inside, but before: thousands of answers are kept to be compared, and looking through
     them takes Python a tenth of a second, which would count as the server's."""
     gc.collect()

@@ -13,14 +13,14 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from plait_bench.benchmark import Row
+from plait_bench.benchmark import ResultRow
 from plait_bench.disagg.bodies import body
 from plait_bench.disagg.packages import SEED
 from plait_bench.disagg.serving import serving
 from plait_disagg.graph.capture import capture
 from plait_disagg.models.configs import build, ids_per_bag
 from plait_disagg.models.requests import random_request
-from plait_disagg.package import Options, write_package
+from plait_disagg.package import PackageOptions, write_package
 from plait_disagg.package.manifest import TABLES
 from plait_disagg.tables.storage import ZeroRows, write_tables
 
@@ -31,7 +31,7 @@ _BYTES = 20e9
 _CANDIDATES, _REQUESTS = 64, 20
 
 
-def rows(*, say: Callable[[str], None]) -> list[Row]:
+def rows(*, say: Callable[[str], None]) -> list[ResultRow]:
     """Seconds from the start of the process to the first answer, and the resident memory of the mapped file."""
     with tempfile.TemporaryDirectory(prefix="plait-bench-") as scratch, ExitStack() as stack:
         package, table_rows = _package(Path(scratch) / "package")
@@ -71,7 +71,7 @@ def _package(folder: Path) -> tuple[Path, int]:
     dims = sum(int(weight.shape[1]) for weight in tables.values())
     count = int(_BYTES / (4 * dims))
     # With clip the package keeps no bounds: the tables that it gets have far more rows than those it was made with.
-    options = Options(ids_per_bag=ids_per_bag(_MODEL), out_of_range="clip")
+    options = PackageOptions(ids_per_bag=ids_per_bag(_MODEL), out_of_range="clip")
     write_package(folder, module, inputs, name="model", options=options)
     (folder / TABLES).unlink()
     write_tables(folder / TABLES, {name: ZeroRows(rows=count, dim=int(w.shape[1])) for name, w in tables.items()})
@@ -92,13 +92,15 @@ def _bodies(table_rows: int) -> list[bytes]:
     ]
 
 
-def _row(system: str, metric: str, unit: str, value: float) -> Row:
-    return Row(system=system, workload=_WORKLOAD, metric=metric, unit=unit, value=value, p20=value, p80=value, n=1)
+def _row(system: str, metric: str, unit: str, value: float) -> ResultRow:
+    return ResultRow(
+        system=system, workload=_WORKLOAD, metric=metric, unit=unit, value=value, p20=value, p80=value, n=1
+    )
 
 
-def _merged(rows_of_both: list[Row]) -> list[Row]:
+def _merged(rows_of_both: list[ResultRow]) -> list[ResultRow]:
     """The worse of the two servers."""
-    worst: dict[str, Row] = {}
+    worst: dict[str, ResultRow] = {}
     for row in rows_of_both:
         if row.metric not in worst or row.value > worst[row.metric].value:
             worst[row.metric] = row

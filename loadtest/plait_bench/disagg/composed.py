@@ -20,7 +20,7 @@ def main(folder: str) -> None:
     import ray
     from ray import serve
 
-    from plait_bench.disagg.composition import Dense, Sparse
+    from plait_bench.disagg.composition import DenseDeployment, SparseDeployment
     from plait_bench.disagg.serving import free_port
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -34,7 +34,11 @@ def main(folder: str) -> None:
             http = {"host": "127.0.0.1", "port": port}
             serve.start(proxy_location="HeadOnly", http_options=http, logging_config={"enable_access_log": False})
             deployed = partial(serve.deployment, ray_actor_options={"num_cpus": 1}, max_ongoing_requests=64)
-            serve.run(deployed(Sparse).bind(folder, deployed(Dense).bind(folder)), name="composed", route_prefix="/")
+            serve.run(
+                deployed(SparseDeployment).bind(folder, deployed(DenseDeployment).bind(folder)),
+                name="composed",
+                route_prefix="/",
+            )
             print(port, flush=True)
             signal.pause()
         finally:

@@ -14,13 +14,13 @@ from plait_bench.disagg.baseline import answer, parse
 from plait_disagg.messages.check import check_request
 from plait_disagg.package import open_package
 
-__all__ = ["Dense", "Sparse"]
+__all__ = ["DenseDeployment", "SparseDeployment"]
 
 _HEADER_BYTES = "inference-header-content-length"
 _APP = FastAPI()
 
 
-class Dense:
+class DenseDeployment:
     """The dense half."""
 
     def __init__(self, folder: str) -> None:
@@ -35,7 +35,7 @@ class Dense:
 
 
 @serve.ingress(_APP)
-class Sparse:
+class SparseDeployment:
     """The sparse half, and what HTTP clients ask."""
 
     def __init__(self, folder: str, dense: Any) -> None:

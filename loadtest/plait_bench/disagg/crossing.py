@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from plait_bench.benchmark import Row
+from plait_bench.benchmark import ResultRow
 from plait_bench.disagg.packages import SEED
 from plait_disagg.graph.capture import Captured, capture
 from plait_disagg.graph.cut import CutProblem, cost_of
@@ -32,10 +32,10 @@ _TINY = 1e-4
 """Of the published rows: widths decide what crosses, not rows."""
 
 
-def rows(*, say: Callable[[str], None], models: Sequence[str] = tuple(CONFIGS)) -> list[Row]:
+def rows(*, say: Callable[[str], None], models: Sequence[str] = tuple(CONFIGS)) -> list[ResultRow]:
     """For each configuration and number of candidates: bytes, modelled seconds and cutting time of each cutter, and the
     bytes when every value has a row per candidate."""
-    made: list[Row] = []
+    made: list[ResultRow] = []
     for model in models:
         say(f"cutting {model}")
         module, inputs = build(model, rows_scale=_TINY, seed=SEED)
@@ -46,7 +46,7 @@ def rows(*, say: Callable[[str], None], models: Sequence[str] = tuple(CONFIGS)) 
     return made
 
 
-def _rows(model: str, candidates: int, user_once: Captured, flat: Captured) -> Iterator[Row]:
+def _rows(model: str, candidates: int, user_once: Captured, flat: Captured) -> Iterator[ResultRow]:
     row = partial(_row, f"{model}-{candidates}")
     problem = _problem(model, candidates, user_once)
     for name, cutter in CUTTERS.items():
@@ -73,8 +73,8 @@ def _item_side(item: Input) -> Input:
     return replace(item, side="item")
 
 
-def _row(workload: str, system: str, metric: str, value: float) -> Row:
+def _row(workload: str, system: str, metric: str, value: float) -> ResultRow:
     unit, kind = _METRICS[metric]
-    return Row(
+    return ResultRow(
         system=system, workload=workload, metric=metric, unit=unit, value=value, p20=value, p80=value, n=1, kind=kind
     )

@@ -8,10 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plait_bench.errors import SystemFailed
-from plait_loadtest.scenario import Closed, Limits, Poisson, RawClass, Scenario, Slo, Target
+from plait_loadtest.scenario import (
+    ClosedLoopCallers,
+    GeneratorLimits,
+    LoadTarget,
+    PoissonArrivals,
+    RawClass,
+    Scenario,
+    Slo,
+)
 from plait_loadtest.session import run_scenario
 
-__all__ = ["LIMIT_MS", "STEP", "Trial", "around", "attempt", "throughput_per_s"]
+__all__ = ["LIMIT_MS", "STEP", "RateAttempt", "around", "attempt", "throughput_per_s"]
 
 LIMIT_MS = 50.0
 """The p99 that a server must keep, if nothing else is said: production asks for tens of milliseconds (Prism), MLPerf's
@@ -29,7 +37,7 @@ _SECONDS, _WARM_UP_S = 3.0, 0.3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class RateAttempt:
     """One run at one rate. Latency counts from the scheduled time, so what the generator does late, on cores that it
     shares with the server, counts too: alike for all systems."""
 
@@ -51,11 +59,13 @@ class Trial:
 
 def attempt(
     url: str, bodies: Sequence[Path], header_bytes: int, rate_per_s: float, *, seed: int, limit_ms: float = LIMIT_MS
-) -> Trial:
+) -> RateAttempt:
     """One run; every body is as likely as every other. All have a JSON header of ``header_bytes``."""
-    scenario = _scenario(url, bodies, header_bytes, Poisson(rate_per_s=rate_per_s), seed=seed, limit_ms=limit_ms)
+    scenario = _scenario(
+        url, bodies, header_bytes, PoissonArrivals(rate_per_s=rate_per_s), seed=seed, limit_ms=limit_ms
+    )
     total = run_scenario(scenario).summary.total
-    return Trial(
+    return RateAttempt(
         rate_per_s=rate_per_s,
         goodput_per_s=total.goodput_per_s,
         p99_ms=total.latency_ms.p99,
@@ -66,7 +76,7 @@ def attempt(
 
 def throughput_per_s(url: str, bodies: Sequence[Path], header_bytes: int) -> float:
     """What a closed loop of `CALLERS` callers reaches: to choose between thread layouts, and to know where to begin."""
-    scenario = _scenario(url, bodies, header_bytes, Closed(concurrency=CALLERS), seed=0)
+    scenario = _scenario(url, bodies, header_bytes, ClosedLoopCallers(concurrency=CALLERS), seed=0)
     return run_scenario(scenario).summary.total.achieved_per_s
 
 
@@ -74,7 +84,7 @@ def _scenario(
     url: str,
     bodies: Sequence[Path],
     header_bytes: int,
-    arrivals: Poisson | Closed,
+    arrivals: PoissonArrivals | ClosedLoopCallers,
     *,
     seed: int,
     limit_ms: float = LIMIT_MS,
@@ -88,18 +98,20 @@ def _scenario(
     )
     return Scenario(
         name="bench",
-        target=Target(url=url, api="raw", path="/v2/models/model/infer"),
+        target=LoadTarget(url=url, api="raw", path="/v2/models/model/infer"),
         mix=mix,
         arrivals=arrivals,
         duration_s=_SECONDS,
         warm_up_s=_WARM_UP_S,
         seed=seed,
         slo=Slo(latency_ms=limit_ms, percentile=99.0),
-        limits=Limits(drain_s=3.0),
+        limits=GeneratorLimits(drain_s=3.0),
     )
 
 
-def around(run: Callable[[float], Trial], known_per_s: float, *, guessed: bool, say: Callable[[str], None]) -> Trial:
+def around(
+    run: Callable[[float], RateAttempt], known_per_s: float, *, guessed: bool, say: Callable[[str], None]
+) -> RateAttempt:
     """The trial with the highest rate that holds, to `STEP`, looked for in growing steps from a rate that should be
     about right. ``guessed``: it may be far off, so the steps begin large.
 
@@ -121,7 +133,7 @@ def around(run: Callable[[float], Trial], known_per_s: float, *, guessed: bool, 
     return best
 
 
-def _twice(run: Callable[[float], Trial], rate_per_s: float, say: Callable[[str], None]) -> Trial:
+def _twice(run: Callable[[float], RateAttempt], rate_per_s: float, say: Callable[[str], None]) -> RateAttempt:
     """Again if it did not hold: one disturbance must not decide."""
     trial = run(rate_per_s)
     if not trial.holds:

@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 
-from plait_bench.benchmark import Row
+from plait_bench.benchmark import ResultRow
 from plait_bench.disagg.asking import requests_of
 from plait_bench.disagg.packages import packaged
 from plait_bench.host import cores
 from plait_bench.runner import Result
-from plait_bench.summary import Summary, pairwise_ratio
+from plait_bench.summary import ValueSummary, pairwise_ratio
 from plait_disagg.package import Package, open_package
 from plait_disagg.protocols import Ranker
 from plait_disagg.values import RankRequest
@@ -39,8 +39,8 @@ def result(*, rounds: int, say: Say, scales: Mapping[str, float]) -> Result:
 
     Raises `SystemFailed`.
     """
-    rows: list[Row] = []
-    ratios: dict[str, Summary] = {}
+    rows: list[ResultRow] = []
+    ratios: dict[str, ValueSummary] = {}
     for model, scale in scales.items():
         package = open_package(packaged(model, scale, say=say))
         for candidates in CANDIDATES:
@@ -48,7 +48,7 @@ def result(*, rounds: int, say: Say, scales: Mapping[str, float]) -> Result:
             requests = requests_of(package, model, candidates=candidates, count=_REQUESTS)
             taken, layouts = asyncio.run(_measure(package, requests, rounds, workload, say))
             rows += [
-                Row.of(values, system=system, workload=workload, metric=METRIC, unit=UNIT, layout=layouts[system])
+                ResultRow.of(values, system=system, workload=workload, metric=METRIC, unit=UNIT, layout=layouts[system])
                 for system, values in taken.items()
             ]
             ratios[f"{workload}:{METRIC}:{SPLIT}/{WHOLE}"] = pairwise_ratio(taken[SPLIT], taken[WHOLE])

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import httpx2
 
-from plait_bench.benchmark import Row
+from plait_bench.benchmark import ResultRow
 from plait_bench.disagg.bodies import write_bodies
 from plait_bench.disagg.packages import packaged
 from plait_bench.disagg.scores import compare
-from plait_bench.disagg.serving import Served, free_port, serving
+from plait_bench.disagg.serving import BenchServer, free_port, serving
 from plait_bench.runner import Result
 from plait_bench.summary import pairwise_ratio
 
@@ -67,13 +67,13 @@ def _result(taken: dict[str, list[tuple[float, float]]]) -> Result:
     rows, ratios = [], {}
     for i, metric in enumerate(("latency_p50_ms", "latency_p99_ms")):
         values = {name: [pair[i] for pair in pairs] for name, pairs in taken.items()}
-        rows += [Row.of(values[name], system=name, workload=NAME, metric=metric, unit="ms") for name in taken]
+        rows += [ResultRow.of(values[name], system=name, workload=NAME, metric=metric, unit="ms") for name in taken]
         for name in (OURS, DIRECT):
             ratios[f"{NAME}:{metric}:{name}/{PEER}"] = pairwise_ratio(values[name], values[PEER])
     return Result(rows=tuple(rows), ratios=ratios, left_out={})
 
 
-def _block(server: Served, contents: Sequence[bytes]) -> tuple[float, float]:
+def _block(server: BenchServer, contents: Sequence[bytes]) -> tuple[float, float]:
     """Median and p99 in milliseconds."""
     taken_ms = []
     for number in range(_BLOCK):
@@ -83,12 +83,12 @@ def _block(server: Served, contents: Sequence[bytes]) -> tuple[float, float]:
     return statistics.median(taken_ms), statistics.quantiles(taken_ms, n=100, method="inclusive")[98]
 
 
-def _composed(package: Path, body: bytes) -> AbstractContextManager[Served]:
+def _composed(package: Path, body: bytes) -> AbstractContextManager[BenchServer]:
     return serving(("plait_bench.disagg.composed", str(package)), body, has_children=True)
 
 
 @contextmanager
-def _plait(folder: Path, package: Path, body: bytes) -> Iterator[dict[str, Served]]:
+def _plait(folder: Path, package: Path, body: bytes) -> Iterator[dict[str, BenchServer]]:
     """``plait serve`` with the package cut in two, at both of its doors."""
     config, direct_port = folder / "plait.yaml", free_port()
     config.write_text(_CONFIG.format(folder=package, direct_port=direct_port), encoding="utf-8")

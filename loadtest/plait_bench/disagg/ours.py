@@ -1,10 +1,10 @@
 """plait without Ray: the packaged model behind plait's own application.
 
 ``python -m plait_bench.disagg.ours FOLDER THREADS whole|split [apart]`` prints its port. ``whole`` runs both halves in
-this process; with ``split`` the dense half runs in a process of its own (``dense``), or in several. ``apart``: this
-process only speaks HTTP, as the ingress of `plait serve` does, so that HTTP and the model do not share Python's lock.
-THREADS are those of each process, or, for ``split``, ``CN+HN``, or, without ``apart``, ``CN+HN+HN`` and so on.
-Processes speak over shared memory.
+this process; with ``split`` the dense half runs in a process of its own (``dense``), or in several. ``in_children``:
+this process only speaks HTTP, as the ingress of `plait serve` does, so that HTTP and the model do not share Python's
+lock. THREADS are those of each process, or, for ``split``, ``CN+HN``, or, without ``in_children``, ``CN+HN+HN`` and so
+on. Processes speak over shared memory.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from plait_disagg.workers.hn import HnWorker
 from plait_disagg.workers.ranker import CoreRanker
 from plait_disagg.workers.whole import WholeRanker
 from plait_fabric import connect, listen, new_secret
+from plait_fabric.gil import shorten_gil_interval
 from plait_fabric.rpc.replicas import Link, NoReplica
-from plait_fabric.turns import take_short_turns
-from plait_serving.deployments.reach import FABRIC
+from plait_serving.deployments.fabric_endpoints import FABRIC
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
-from plait_serving.ranking.service import Recommender
+from plait_serving.ranking.local import LocalRankingService
+from plait_serving.ranking.service import ServedRanker
 
 
 def whole(package: Package, threads: int) -> Ranker:
@@ -43,7 +44,7 @@ def whole(package: Package, threads: int) -> Ranker:
 
 
 @contextmanager
-def apart(package: Package, mode: str, threads: int, hn_threads: int) -> Iterator[Ranker]:
+def in_children(package: Package, mode: str, threads: int, hn_threads: int) -> Iterator[Ranker]:
     """Both halves in one child, or each in one."""
     with served(package, mode) as (ranker, processes):
         for process in processes:
@@ -109,7 +110,7 @@ def serve_dense(package: Package, threads: int, address: str) -> None:
 
 def main(folder: Path, threads: str, mode: str, *rest: str) -> None:
     """See the module docstring."""
-    take_short_turns()  # as the server's processes do
+    shorten_gil_interval()  # as the server's processes do
     package = open_package(folder)
     own, *hns = map(int, threads.split("+"))
     hns = hns or [own]
@@ -118,11 +119,11 @@ def main(folder: Path, threads: str, mode: str, *rest: str) -> None:
         return
     with ExitStack() as stack:
         if rest:
-            ranker: Ranker = stack.enter_context(apart(package, mode, own, hns[0]))
+            ranker: Ranker = stack.enter_context(in_children(package, mode, own, hns[0]))
         else:
             ranker = split(package, own, hns) if mode == "split" else whole(package, own)
-        recommender = Recommender(ranker=ranker, items=package.items)
-        announce(create_app(None, HttpSettings(), recommenders={package.manifest.name: recommender}))
+        model = ServedRanker(ranker=ranker, items=package.items)
+        announce(create_app(None, HttpSettings(), ranking=LocalRankingService({package.manifest.name: model})))
 
 
 if __name__ == "__main__":

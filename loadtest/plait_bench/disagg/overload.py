@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from plait_bench.benchmark import Row
-from plait_bench.disagg.asking import arrivals, closed_loop_per_s, requests_of, without_pauses
+from plait_bench.benchmark import ResultRow
+from plait_bench.disagg.asking import arrivals, closed_loop_per_s, gc_paused, requests_of
 from plait_bench.disagg.goodput import LIMIT_MS
 from plait_bench.disagg.packages import packaged
 from plait_bench.disagg.served import WorkerProcess, served
@@ -26,7 +26,7 @@ from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.values import RankRequest
 from plait_disagg.workers.remote import RemoteRanker
 
-__all__ = ["KNOBS", "LOADS", "NAME", "Phase", "kept", "open_loop", "result"]
+__all__ = ["KNOBS", "LOADS", "NAME", "LoadPhase", "goodput_kept", "open_loop", "result"]
 
 NAME = "overload"
 METRIC, UNIT, SHARE = "in_time_per_s", "requests/s", "share_of_peak"
@@ -51,7 +51,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Phase:
+class LoadPhase:
     """What came of one rate."""
 
     offered_per_s: float
@@ -71,17 +71,17 @@ def result(*, rounds: int, say: Say) -> Result:
     with served(package, "split") as (ranker, processes):
         taken = asyncio.run(_rounds(ranker, requests, processes, rounds, say))
     rows = [
-        Row.of(
+        ResultRow.of(
             [phases[i].goodput_per_s for phases in by_round],
             system=system, workload=f"{NAME}-{load:g}x", metric=METRIC, unit=UNIT,
         )
         for system, by_round in taken.items()
         for i, load in enumerate(LOADS)
     ]  # fmt: skip
-    return Result(rows=(*rows, *kept(taken)), ratios={}, left_out={})
+    return Result(rows=(*rows, *goodput_kept(taken)), ratios={}, left_out={})
 
 
-def kept(taken: Mapping[str, Sequence[Sequence[Phase]]]) -> list[Row]:
+def goodput_kept(taken: Mapping[str, Sequence[Sequence[LoadPhase]]]) -> list[ResultRow]:
     """Goodput in overload by its peak, of every system and round by round."""
     found = []
     for system, by_round in taken.items():
@@ -89,7 +89,7 @@ def kept(taken: Mapping[str, Sequence[Sequence[Phase]]]) -> list[Row]:
         peak = [max(phase.goodput_per_s for phase in phases) for phases in by_round]
         shares = [one / most for one, most in zip(over, peak, strict=True)]
         workload = f"{NAME}-{LOADS[-1]:g}x"
-        found.append(Row.of(shares, system=system, workload=workload, metric=SHARE, unit="of its peak"))
+        found.append(ResultRow.of(shares, system=system, workload=workload, metric=SHARE, unit="of its peak"))
     return found
 
 
@@ -99,10 +99,10 @@ async def _rounds(
     processes: Sequence[WorkerProcess],
     rounds: int,
     say: Say,
-) -> dict[str, list[list[Phase]]]:
+) -> dict[str, list[list[LoadPhase]]]:
     capacity_per_s = await closed_loop_per_s(ranker, requests, callers=_CALLERS, seconds=_CLOSED_S)
     say(f"{NAME}: a closed loop reaches {capacity_per_s:.0f}/s")
-    taken: dict[str, list[list[Phase]]] = {system: [] for system in KNOBS}
+    taken: dict[str, list[list[LoadPhase]]] = {system: [] for system in KNOBS}
     for number in range(rounds):
         for system, knobs in KNOBS.items():
             for process in processes:
@@ -110,7 +110,7 @@ async def _rounds(
             phases = []
             for load in LOADS:
                 rate_per_s = load * capacity_per_s
-                with without_pauses():
+                with gc_paused():
                     phases.append(await open_loop(ranker, requests, rate_per_s, seconds=_PHASE_S, seed=number))
                 say(f"{NAME}: round {number + 1} of {rounds}: {system} {load:g}x: {phases[-1]}")
             taken[system].append(phases)
@@ -119,7 +119,7 @@ async def _rounds(
 
 async def open_loop(
     ranker: RemoteRanker, requests: Sequence[RankRequest], rate_per_s: float, *, seconds: float, seed: int
-) -> Phase:
+) -> LoadPhase:
     """One phase; the deadline of a request counts from the moment at which it was due to be sent."""
     chance = random.Random(seed)
 
@@ -137,7 +137,7 @@ async def open_loop(
         async for due_s in arrivals(rate_per_s, seconds, chance)
     ]
     outcomes = [await task for task in asked]
-    return Phase(
+    return LoadPhase(
         offered_per_s=rate_per_s,
         goodput_per_s=outcomes.count(True) / seconds,
         refused=outcomes.count(None),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from plait_bench.loadtest.peers import cache_folder
 from plait_disagg.models.configs import build, ids_per_bag
-from plait_disagg.package import Options, PackageError, open_package, write_package
+from plait_disagg.package import PackageError, PackageOptions, open_package, write_package
 
 __all__ = ["SEED", "packaged"]
 
@@ -25,5 +25,5 @@ def packaged(model: str, scale: float, *, say: Callable[[str], None]) -> Path:
         shutil.rmtree(folder, ignore_errors=True)
     say(f"packaging {model} with {scale:g} of its rows into {folder} (once)")
     module, inputs = build(model, rows_scale=scale, seed=SEED)
-    write_package(folder, module, inputs, name="model", options=Options(ids_per_bag=ids_per_bag(model)))
+    write_package(folder, module, inputs, name="model", options=PackageOptions(ids_per_bag=ids_per_bag(model)))
     return folder

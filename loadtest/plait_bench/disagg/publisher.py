@@ -10,11 +10,11 @@ import os
 import sys
 from pathlib import Path
 
-from plait_bench.disagg.told import Told
+from plait_bench.disagg.told import WorkerPipes
 from plait_disagg.package import open_package
 from plait_disagg.refresh.errors import RefreshError
 from plait_disagg.refresh.publish import publish
-from plait_fabric.threads import give_way, set_threads
+from plait_fabric.threads import lower_priority, set_threads
 
 __all__ = ["main"]
 
@@ -22,7 +22,7 @@ __all__ = ["main"]
 def main(*workers: str) -> None:
     """See the module docstring."""
     set_threads(1)
-    give_way()
+    lower_priority()
     fleets = [_told(*worker.split(":")) for worker in workers]
     package = open_package(Path(sys.stdin.readline().strip()))
     print("ok", flush=True)
@@ -35,8 +35,8 @@ def main(*workers: str) -> None:
             print("ok", flush=True)
 
 
-def _told(role: str, hears: str, says: str) -> Told:
-    return Told(role, os.fdopen(int(hears), "w"), os.fdopen(int(says)))
+def _told(role: str, hears: str, says: str) -> WorkerPipes:
+    return WorkerPipes(role, os.fdopen(int(hears), "w"), os.fdopen(int(says)))
 
 
 if __name__ == "__main__":

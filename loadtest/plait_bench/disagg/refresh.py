@@ -22,18 +22,18 @@ from pathlib import Path
 
 import torch
 
-from plait_bench.benchmark import Row
-from plait_bench.disagg.asking import arrivals, closed_loop_per_s, requests_of, without_pauses
+from plait_bench.benchmark import ResultRow
+from plait_bench.disagg.asking import arrivals, closed_loop_per_s, gc_paused, requests_of
 from plait_bench.disagg.packages import packaged
 from plait_bench.disagg.served import WorkerProcess, served
-from plait_bench.disagg.told import ToldProcess
+from plait_bench.disagg.told import PipedProcess
 from plait_bench.errors import SystemFailed
 from plait_bench.runner import Result
-from plait_bench.summary import Summary, pairwise_ratio, percentile
+from plait_bench.summary import ValueSummary, pairwise_ratio, percentile
 from plait_disagg.errors import RankError
 from plait_disagg.package import Package, open_package
-from plait_disagg.refresh.live import Live
-from plait_disagg.refresh.update import Rows, Update, read_update, write_update
+from plait_disagg.refresh.live_package import LivePackage
+from plait_disagg.refresh.update import Update, UpdatedRows, read_update, write_update
 from plait_disagg.values import RankRequest
 from plait_disagg.workers.remote import RemoteRanker
 
@@ -58,7 +58,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class LoadAnswer:
     """What came of one request; ``scores`` None: it was lost."""
 
     request: int
@@ -70,16 +70,16 @@ class Answer:
 def result(*, rounds: int, say: Say) -> Result:
     """p99 of both kinds of phases, round by round, and their ratio; answers that were wrong or lost; what was
     refreshed."""
-    made: list[Row] = []
-    ratios: dict[str, Summary] = {}
+    made: list[ResultRow] = []
+    ratios: dict[str, ValueSummary] = {}
     original = packaged(_MODEL, _SCALE, say=say)
     for system, mode in (("plait", "whole"), ("plait_split", "split")):
         with tempfile.TemporaryDirectory(dir=original.parent, prefix=".refresh-") as scratch:
-            package = open_package(linked(original, Path(scratch) / "package"))
+            package = open_package(linked_copy(original, Path(scratch) / "package"))
             updates = write_updates(package, Path(scratch), int(rounds * PHASE_S * UPDATES_PER_S), say=say)
             requests = requests_of(package, _MODEL, candidates=_CANDIDATES, count=_REQUESTS)
             with served(package, mode) as (ranker, workers), closing(Publisher(package, updates, workers)) as publisher:
-                run = Run(ranker, requests, publisher)
+                run = RefreshRun(ranker, requests, publisher)
                 asyncio.run(run.rounds(rounds, partial(_say, say, system)))
             say(f"{system}: comparing {len(run.answers)} answers")
             wrong, step = wrong_answers(package, updates, requests, run.answers)
@@ -93,7 +93,7 @@ def _say(say: Say, system: str, text: str) -> None:
     say(f"{system}: {text}")
 
 
-def linked(original: Path, folder: Path) -> Path:
+def linked_copy(original: Path, folder: Path) -> Path:
     """A package of one's own that shares the files, which nobody writes: updates go into its journal."""
     folder.mkdir()
     for path in original.iterdir():
@@ -120,7 +120,7 @@ def make_update(package: Package, number: int, chance: torch.Generator) -> Updat
     new_rows = {}
     for table in package.tables.tables:
         ids = torch.unique(torch.randint(0, table.rows, (max(1, round(share * table.rows)),), generator=chance))
-        new_rows[table.name] = Rows(ids=ids, rows=torch.randn(len(ids), table.dim, generator=chance))
+        new_rows[table.name] = UpdatedRows(ids=ids, rows=torch.randn(len(ids), table.dim, generator=chance))
     weights = {}
     if number % _WEIGHTS_EVERY == _WEIGHTS_EVERY - 1:
         weights = {
@@ -138,7 +138,7 @@ class Publisher:
     def __init__(self, package: Package, updates: Sequence[Path], workers: Sequence[WorkerProcess]) -> None:
         """Waits until it has opened the package. Raises `SystemFailed`."""
         pipes = [(worker.role, *worker.pipes) for worker in workers]
-        self._process = ToldProcess(
+        self._process = PipedProcess(
             "publisher",
             "plait_bench.disagg.publisher",
             *(f"{role}:{hears}:{says}" for role, hears, says in pipes),
@@ -164,7 +164,7 @@ class Publisher:
         self._process.end()
 
 
-class Run:
+class RefreshRun:
     """One system under load: the answers of every phase, without updates and with."""
 
     def __init__(
@@ -177,11 +177,11 @@ class Run:
     ) -> None:
         self._ranker, self._requests, self._phase_s = ranker, requests, phase_s
         self.publisher = publisher
-        self.still: list[list[Answer]] = []
-        self.refreshed: list[list[Answer]] = []
+        self.still: list[list[LoadAnswer]] = []
+        self.refreshed: list[list[LoadAnswer]] = []
 
     @property
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[LoadAnswer]:
         """Of all phases."""
         return [answer for phase in (*self.still, *self.refreshed) for answer in phase]
 
@@ -206,25 +206,25 @@ class Run:
             still, refreshed = self.p99_ms
             say(f"round {number + 1} of {count}: p99 {still[-1]:.2f} ms still, {refreshed[-1]:.2f} ms refreshed")
 
-    async def _phase(self, rate_per_s: float, seed: int) -> list[Answer]:
-        with without_pauses():
+    async def _phase(self, rate_per_s: float, seed: int) -> list[LoadAnswer]:
+        with gc_paused():
             return await open_loop(self._ranker, self._requests, rate_per_s, self._phase_s, seed=seed)
 
 
 async def open_loop(
     ranker: RemoteRanker, requests: Sequence[RankRequest], rate_per_s: float, seconds: float, *, seed: int
-) -> list[Answer]:
+) -> list[LoadAnswer]:
     """One phase. Latency counts from the moment at which a request was due."""
     chance = random.Random(seed)
 
-    async def ask(number: int, due_s: float) -> Answer:
+    async def ask(number: int, due_s: float) -> LoadAnswer:
         try:
             answer = await ranker.rank(requests[number])
         except RankError:
-            return Answer(request=number, latency_s=time.monotonic() - due_s)
+            return LoadAnswer(request=number, latency_s=time.monotonic() - due_s)
         latency_s = time.monotonic() - due_s
         scores = next(iter(answer.outputs.values()))
-        return Answer(request=number, latency_s=latency_s, version=answer.version, scores=scores)
+        return LoadAnswer(request=number, latency_s=latency_s, version=answer.version, scores=scores)
 
     asked = [
         asyncio.create_task(ask(chance.randrange(len(requests)), due_s))
@@ -234,15 +234,15 @@ async def open_loop(
 
 
 def wrong_answers(
-    package: Package, updates: Sequence[Path], requests: Sequence[RankRequest], answers: Sequence[Answer]
+    package: Package, updates: Sequence[Path], requests: Sequence[RankRequest], answers: Sequence[LoadAnswer]
 ) -> tuple[int, float]:
     """How many answers are not the scores of the version that they name; and by how much a request's scores change
     from one version to the next (the largest change; median), which says whether a wrong one would be seen.
 
     Goes through the versions again, from the packaged one, with the updates themselves and no journal.
     """
-    live = Live(package, sparse=True, dense=True)
-    by_version: dict[str, list[Answer]] = {}
+    live = LivePackage(package, sparse=True, dense=True)
+    by_version: dict[str, list[LoadAnswer]] = {}
     for answer in answers:
         if answer.scores is not None:
             by_version.setdefault(answer.version, []).append(answer)
@@ -264,23 +264,23 @@ def wrong_answers(
     return wrong, percentile(steps, 0.5) if steps else 0.0
 
 
-def _scores(live: Live, request: RankRequest) -> torch.Tensor:
+def _scores(live: LivePackage, request: RankRequest) -> torch.Tensor:
     assert live.sparse is not None
     outputs = live.dense[live.dense_version].run(live.sparse.run([request]), [request.candidates])
     return next(iter(outputs.values())).clone()
 
 
-def p99_ms(phase: Sequence[Answer]) -> float:
+def p99_ms(phase: Sequence[LoadAnswer]) -> float:
     """Of one phase."""
     return 1e3 * percentile([answer.latency_s for answer in phase], 0.99)
 
 
-def _rows(system: str, run: Run, wrong: int, step: float) -> list[Row]:
+def _rows(system: str, run: RefreshRun, wrong: int, step: float) -> list[ResultRow]:
     count = len(run.answers)
     lost = sum(answer.scores is None for answer in run.answers)
     updates_per_s = run.publisher.published / run.publisher.seconds
     made = [
-        Row.of(values, system=f"{system}_{name}", workload=WORKLOAD, metric=METRIC, unit="ms")
+        ResultRow.of(values, system=f"{system}_{name}", workload=WORKLOAD, metric=METRIC, unit="ms")
         for name, values in zip(("still", "refreshed"), run.p99_ms, strict=True)
     ]
     counted = [
@@ -290,7 +290,7 @@ def _rows(system: str, run: Run, wrong: int, step: float) -> list[Row]:
         ("rows_refreshed_per_s", "share of all rows/s", ROWS_SHARE_PER_S * updates_per_s / UPDATES_PER_S, 1),
     ]
     return made + [
-        Row(
+        ResultRow(
             system=f"{system}_refreshed", workload=WORKLOAD, metric=metric, unit=unit, value=value,
             p20=value, p80=value, n=n,
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from plait_bench.disagg.serving import Served
+from plait_bench.disagg.serving import BenchServer
 from plait_bench.errors import Disagreement
 
 __all__ = ["compare", "scores_of"]
@@ -20,7 +20,7 @@ RTOL, ATOL = 1e-5, 1e-6
 _COMPARED = 4
 
 
-def compare(servers: Mapping[str, Served], bodies: Sequence[Path]) -> None:
+def compare(servers: Mapping[str, BenchServer], bodies: Sequence[Path]) -> None:
     """Raises `Disagreement` if two systems differ on one of the first bodies."""
     for path in bodies[:_COMPARED]:
         found = {name: scores_of(server, path.read_bytes()) for name, server in servers.items()}
@@ -31,7 +31,7 @@ def compare(servers: Mapping[str, Served], bodies: Sequence[Path]) -> None:
                 raise Disagreement(f"{path.stem}: {name} and {first} differ by up to {worst:.2g}")
 
 
-def scores_of(server: Served, body: bytes) -> npt.NDArray[np.float32]:
+def scores_of(server: BenchServer, body: bytes) -> npt.NDArray[np.float32]:
     """The first output of an infer request, float32."""
     answer = server.ask(body)
     head_bytes = int(answer.headers["inference-header-content-length"])

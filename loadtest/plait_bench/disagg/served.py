@@ -10,19 +10,19 @@ from dataclasses import asdict
 from pathlib import Path
 
 from plait_bench.disagg.asking import wait_until_ready
-from plait_bench.disagg.told import ToldProcess
+from plait_bench.disagg.told import PipedProcess
 from plait_bench.errors import SystemFailed
 from plait_disagg.package import Package
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.workers.remote import RemoteRanker
 from plait_fabric import connect, new_secret
 from plait_fabric.rpc.replicas import Link
-from plait_serving.deployments.reach import FABRIC
+from plait_serving.deployments.fabric_endpoints import FABRIC
 
 __all__ = ["WorkerProcess", "served"]
 
 
-class WorkerProcess(ToldProcess):
+class WorkerProcess(PipedProcess):
     """A process of `worker`."""
 
     def __init__(self, folder: Path, role: str, secret: bytes, *addresses: str) -> None:

@@ -58,7 +58,7 @@ HEADERS = {"inference-header-content-length": str(HEADER_BYTES), "content-type":
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
+class BenchServer:
     """A server process that has answered a request."""
 
     url: str
@@ -76,7 +76,7 @@ class Served:
 @contextmanager
 def serving(
     arguments: Sequence[str], body: bytes, *, environ: Mapping[str, str] | None = None, has_children: bool = False
-) -> Iterator[Served]:
+) -> Iterator[BenchServer]:
     """A server process that has answered ``body``. Raises `SystemFailed`. It prints its port, or its address.
 
     ``has_children``: it is asked to end (SIGTERM), so that it ends its processes too.
@@ -95,7 +95,7 @@ def serving(
             raise SystemFailed(f"{' '.join(arguments)} did not start")
         with httpx2.Client() as client:
             url = f"http://127.0.0.1:{line}" if line.isdigit() else line
-            server = Served(url=url, pid=process.pid, client=client)
+            server = BenchServer(url=url, pid=process.pid, client=client)
             _wait(server, body)
             yield server
     finally:
@@ -107,7 +107,7 @@ def serving(
         process.wait()
 
 
-def _wait(server: Served, body: bytes) -> None:
+def _wait(server: BenchServer, body: bytes) -> None:
     deadline_s = time.monotonic() + _START_S
     while True:
         try:

@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-from plait_bench.benchmark import Row
+from plait_bench.benchmark import ResultRow
 from plait_bench.disagg.asking import requests_of, wait_until_ready
 from plait_bench.disagg.packages import packaged
 from plait_bench.runner import Result
@@ -45,7 +45,7 @@ def result(*, rounds: int, say: Say) -> Result:
         workload = f"{NAME}-{candidates}"
         added = [theirs - ours for ours, theirs in zip(whole, split, strict=True)]
         for system, metric, values in ((WHOLE, METRIC, whole), (SPLIT, METRIC, split), (SPLIT, ADDED, added)):
-            rows.append(Row.of(values, system=system, workload=workload, metric=metric, unit="us"))
+            rows.append(ResultRow.of(values, system=system, workload=workload, metric=metric, unit="us"))
         ratios[f"{workload}:{METRIC}:{SPLIT}/{WHOLE}"] = pairwise_ratio(split, whole)
     return Result(rows=tuple(rows), ratios=ratios, left_out={})
 

@@ -9,10 +9,10 @@ from typing import IO
 
 from plait_bench.errors import SystemFailed
 
-__all__ = ["Told", "ToldProcess"]
+__all__ = ["PipedProcess", "WorkerPipes"]
 
 
-class Told:
+class WorkerPipes:
     """Its two pipes; a `Fleet` of one, if it is a worker. One thread at a time tells."""
 
     def __init__(self, role: str, stdin: IO[str], stdout: IO[str]) -> None:
@@ -40,7 +40,7 @@ class Told:
         return {self.role: self.tell(f"switch {version}")}
 
 
-class ToldProcess(Told):
+class PipedProcess(WorkerPipes):
     """A child of this process: ``python -m MODULE ARGUMENTS...``."""
 
     def __init__(self, role: str, module: str, *arguments: str, pass_fds: Sequence[int] = ()) -> None:

@@ -15,22 +15,22 @@ from typing import TypeAlias
 from plait_bench.disagg.asking import wait_until_ready
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.refresh.errors import RefreshError
-from plait_disagg.refresh.live import Live, open_live
+from plait_disagg.refresh.live_package import LivePackage, open_live
 from plait_disagg.workers.cn import CnCore
-from plait_disagg.workers.front import Front
+from plait_disagg.workers.core_server import CoreServer
 from plait_disagg.workers.hn import HnWorker
 from plait_disagg.workers.refresher import Refresher
 from plait_disagg.workers.whole import WholeCore
 from plait_fabric import connect, listen
+from plait_fabric.gil import shorten_gil_interval
 from plait_fabric.rpc.replicas import Link
-from plait_fabric.threads import apart, set_threads
-from plait_fabric.turns import take_short_turns
-from plait_serving.deployments.reach import FABRIC
+from plait_fabric.threads import run_on_own_thread, set_threads
+from plait_serving.deployments.fabric_endpoints import FABRIC
 
 Worker: TypeAlias = CnCore | WholeCore | HnWorker
 
 
-def worker(live: Live, role: str, secret: bytes, address: str, *hn: str) -> Worker:
+def worker(live: LivePackage, role: str, secret: bytes, address: str, *hn: str) -> Worker:
     """Starts a worker on one compute thread; it ends with the process."""
     listener = listen(address, secret=secret, options=FABRIC)
     dense = live.dense.get(live.dense_version)
@@ -48,12 +48,12 @@ def worker(live: Live, role: str, secret: bytes, address: str, *hn: str) -> Work
     else:
         assert dense is not None
         core = WholeCore(live.card(), live.sparse, dense)
-    Front(core, [listener])
+    CoreServer(core, [listener])
     wait_until_ready(core)  # its HN
     return core
 
 
-def obey(running: Worker, refresher: Refresher, line: str) -> None:
+def run_command(running: Worker, refresher: Refresher, line: str) -> None:
     """One command, on the calling thread."""
     set_threads(1)
     word, _, argument = line.strip().partition(" ")
@@ -67,7 +67,7 @@ def obey(running: Worker, refresher: Refresher, line: str) -> None:
 
 def main(folder: str, role: str, *addresses: str) -> None:
     """See the module docstring."""
-    take_short_turns()  # as the deployments do
+    shorten_gil_interval()  # as the deployments do
     secret = bytes.fromhex(sys.stdin.readline().strip())
     live = open_live(Path(folder), sparse=role != "hn", dense=role != "cn")
     running = worker(live, role, secret, *addresses)
@@ -75,7 +75,7 @@ def main(folder: str, role: str, *addresses: str) -> None:
     print("ok", flush=True)
     for line in sys.stdin:
         try:
-            apart(lambda line=line: obey(running, refresher, line))  # type: ignore[misc]
+            run_on_own_thread(lambda line=line: run_command(running, refresher, line))  # type: ignore[misc]
         except RefreshError as error:
             print(error, flush=True)
         else:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from plait_bench.benchmark import Row
+from plait_bench.benchmark import ResultRow
 from plait_bench.errors import BenchError
 from plait_bench.fabric import links, round_trips, throughput
-from plait_bench.fabric.values import Taken
+from plait_bench.fabric.values import RoundValue
 from plait_bench.runner import Result
-from plait_bench.summary import Summary, pairwise_ratio
+from plait_bench.summary import ValueSummary, pairwise_ratio
 
 NAME = "fabric"
 OURS = "plait"
@@ -28,7 +28,7 @@ UNITS: Mapping[str, str] = {"gb_per_s": "GB/s", "round_trip_us": "us", "one_way_
 _COMPARED = ("memcpy", "model")
 """The systems that ours is compared with, where they have the same metric."""
 
-WORKLOADS: Mapping[str, Callable[[], list[Taken]]] = {
+WORKLOADS: Mapping[str, Callable[[], list[RoundValue]]] = {
     throughput.WORKLOAD: throughput.take,
     round_trips.WORKLOAD: round_trips.take,
     links.WORKLOAD: links.take,
@@ -43,7 +43,7 @@ def measure(*, rounds: int, only: Sequence[str], say: Say) -> Result:
     unknown = sorted(set(only) - set(NAMES))
     if unknown:
         raise BenchError(f"there is no workload {unknown[0]!r}; there are {', '.join(NAMES)}")
-    taken: dict[tuple[str, str, str], list[Taken]] = {}
+    taken: dict[tuple[str, str, str], list[RoundValue]] = {}
     for number in range(1, rounds + 1):
         for name in only or NAMES:
             for one in WORKLOADS[name]():
@@ -54,16 +54,16 @@ def measure(*, rounds: int, only: Sequence[str], say: Say) -> Result:
     return Result(rows=tuple(_row(values) for values in taken.values()), ratios=_ratios(taken), left_out={})
 
 
-def _row(values: Sequence[Taken]) -> Row:
+def _row(values: Sequence[RoundValue]) -> ResultRow:
     one = values[-1]
-    return Row.of(
+    return ResultRow.of(
         [each.value for each in values],
         system=one.system, workload=one.workload, metric=one.metric, unit=UNITS[one.metric], layout=one.layout,
         kind=one.kind,
     )  # fmt: skip
 
 
-def _ratios(taken: Mapping[tuple[str, str, str], Sequence[Taken]]) -> dict[str, Summary]:
+def _ratios(taken: Mapping[tuple[str, str, str], Sequence[RoundValue]]) -> dict[str, ValueSummary]:
     """Ours to what it is compared with, round by round."""
     ratios = {}
     for (workload, system, metric), values in taken.items():

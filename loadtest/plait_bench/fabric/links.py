@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from plait_bench.fabric.values import PEER_START_S, WAIT_S, Taken
+from plait_bench.fabric.values import PEER_START_S, WAIT_S, RoundValue
 from plait_bench.summary import percentile
 from plait_fabric import Channel, listen, new_secret
 from plait_fabric.link.link import PARAMETERS
@@ -31,10 +31,10 @@ SIZES_BYTES = {"64B": 64, "1MiB": 1 << 20, "4MiB": 1 << 22, "16MiB": 1 << 24, "6
 FAR = "10g-far"
 """A link that nobody ships: 10 Gb/s and 1 ms away, so that alpha is more than what a host takes."""
 _LINKS = ("100g-same-switch", "100g-cross-pod", FAR)
-_SECONDS, _LEAST, _MOST = 0.4, 11, 400
+_SECONDS, _MIN, _MAX = 0.4, 11, 400
 
 
-def take() -> list[Taken]:
+def take() -> list[RoundValue]:
     """Every link and size once: the median of a run, what the model says, and alpha and beta through all sizes."""
     links = known_links()
     with tempfile.TemporaryDirectory(prefix="plait-bench-") as folder:
@@ -51,9 +51,9 @@ def known_links() -> dict[str, SourcedLink]:
     return links | {FAR: SourcedLink(link=far, sources=dict.fromkeys(PARAMETERS, "made for this benchmark"))}
 
 
-def _take_link(name: str, sourced: SourcedLink, file: Path) -> list[Taken]:
+def _take_link(name: str, sourced: SourcedLink, file: Path) -> list[RoundValue]:
     link = sourced.link
-    found: list[Taken] = []
+    found: list[RoundValue] = []
     in_time: dict[int, float] = {}
     secret = new_secret()
     with (
@@ -77,10 +77,10 @@ def _take_link(name: str, sourced: SourcedLink, file: Path) -> list[Taken]:
     return found
 
 
-def _both(workload: str, metric: str, ours: float, model: float, remark: str) -> list[Taken]:
+def _both(workload: str, metric: str, ours: float, model: float, remark: str) -> list[RoundValue]:
     return [
-        Taken(workload=workload, system="plait", metric=metric, value=ours, layout=remark),
-        Taken(workload=workload, system="model", metric=metric, value=model, kind="modelled"),
+        RoundValue(workload=workload, system="plait", metric=metric, value=ours, layout=remark),
+        RoundValue(workload=workload, system="model", metric=metric, value=model, kind="modelled"),
     ]
 
 
@@ -94,7 +94,7 @@ def _one_way_s(channel: Channel, nbytes: int) -> tuple[float, float]:
     late = 0
     lease = channel.pool.acquire(nbytes)
     until_s = time.perf_counter() + _SECONDS
-    while len(delivered_s) < _LEAST or (len(delivered_s) < _MOST and time.perf_counter() < until_s):
+    while len(delivered_s) < _MIN or (len(delivered_s) < _MAX and time.perf_counter() < until_s):
         channel.send({}, [lease])
         lease = channel.pool.acquire(nbytes)  # for the next one, while this one is under way
         answer = channel.recv(WAIT_S)

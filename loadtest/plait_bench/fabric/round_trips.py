@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 
-from plait_bench.fabric.values import PEER_START_S, Taken
+from plait_bench.fabric.values import PEER_START_S, RoundValue
 from plait_bench.summary import percentile
 from plait_fabric import FabricOptions, listen, new_secret
 from plait_fabric.testing.peer import spawned_peer
@@ -21,12 +21,12 @@ _SPIN_S = 0.2
 """Longer than any answer takes, so that nobody ever sleeps."""
 
 
-def take() -> list[Taken]:
+def take() -> list[RoundValue]:
     """The median of one run of each."""
     return [_taken(system, spin_s) for system, spin_s in (("spinning", _SPIN_S), ("blocking", 0.0))]
 
 
-def _taken(system: str, spin_s: float) -> Taken:
+def _taken(system: str, spin_s: float) -> RoundValue:
     secret = new_secret()
     options = FabricOptions(spin_s=spin_s)
     with (
@@ -37,4 +37,4 @@ def _taken(system: str, spin_s: float) -> Taken:
     ):
         round_trips_us(channel, _BYTES, min(500, _REPEATS))
         median_us = percentile(round_trips_us(channel, _BYTES, _REPEATS), 0.5)
-    return Taken(workload=WORKLOAD, system=system, metric="round_trip_us", value=median_us)
+    return RoundValue(workload=WORKLOAD, system=system, metric="round_trip_us", value=median_us)

@@ -12,7 +12,7 @@ import time
 import numpy as np
 
 from plait_bench.errors import BenchError
-from plait_bench.fabric.values import PEER_START_S, WAIT_S, Taken, apart_from
+from plait_bench.fabric.values import PEER_START_S, WAIT_S, RoundValue, pinned_apart
 from plait_fabric import Channel, listen, new_secret
 from plait_fabric.memory.pool import copy_bytes
 from plait_fabric.testing.peer import spawned_peer
@@ -24,7 +24,7 @@ MESSAGE_BYTES, SOURCE_BYTES = 1 << 20, 64 << 20
 _PASSES = 12
 
 
-def take() -> list[Taken]:
+def take() -> list[RoundValue]:
     """One round: memcpy, the fabric, memcpy again; memcpy's value is that of both."""
     source = np.random.default_rng(1).integers(0, 2**63, SOURCE_BYTES // 8, dtype=np.uint64)
     view = memoryview(source.data).cast("B")
@@ -35,8 +35,8 @@ def take() -> list[Taken]:
     copied_s = (before_s + _copy_s(pieces, target)) / 2
     nbytes = _PASSES * SOURCE_BYTES
     return [
-        Taken(workload=WORKLOAD, system="plait", metric="gb_per_s", value=nbytes / sent_s / 1e9, layout=layout),
-        Taken(workload=WORKLOAD, system="memcpy", metric="gb_per_s", value=nbytes / copied_s / 1e9),
+        RoundValue(workload=WORKLOAD, system="plait", metric="gb_per_s", value=nbytes / sent_s / 1e9, layout=layout),
+        RoundValue(workload=WORKLOAD, system="memcpy", metric="gb_per_s", value=nbytes / copied_s / 1e9),
     ]
 
 
@@ -59,7 +59,7 @@ def _sent_s(pieces: list[memoryview], checksum: int) -> tuple[float, str]:
         listen(f"shm://{folder}/socket", secret=secret) as listener,
         spawned_peer("drain", listener.address, secret) as peer,
         listener.accept(PEER_START_S) as channel,
-        apart_from(peer.pid) as layout,
+        pinned_apart(peer.pid) as layout,
     ):
         _send_all(channel, pieces, 1, checksum)
         started_s = time.perf_counter()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-__all__ = ["PEER_START_S", "WAIT_S", "Taken", "apart_from"]
+__all__ = ["PEER_START_S", "WAIT_S", "RoundValue", "pinned_apart"]
 
 PEER_START_S = 60.0
 """How long a peer's process may take to come up on a busy machine."""
@@ -16,7 +16,7 @@ WAIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
+class RoundValue:
     """One value of one round. ``layout``: a remark that goes with it."""
 
     workload: str
@@ -28,7 +28,7 @@ class Taken:
 
 
 @contextmanager
-def apart_from(pid: int) -> Iterator[str]:
+def pinned_apart(pid: int) -> Iterator[str]:
     """This process on one core and that one on another, if there are two; says so. A scheduler that puts both on one
     makes them take turns, which says nothing about the fabric."""
     cores = sorted(os.sched_getaffinity(0))

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from statistics import mean
 
-from plait_bench.benchmark import Benchmark, Measure, Sample, System, Workload
+from plait_bench.benchmark import Benchmark, MetricValue, RunSample, System, Workload
 from plait_bench.images import pixels
 from plait_bench.images.models import open_models
 from plait_bench.images.workloads import cost, lora_set, workloads
@@ -39,15 +39,15 @@ def definition(root: Path, *, only: Sequence[str] | None = None, systems: Sequen
     )
 
 
-def measures(workload: Workload, sample: Sample) -> Mapping[str, Measure]:
+def measures(workload: Workload, sample: RunSample) -> Mapping[str, MetricValue]:
     """Throughput of the whole workload, and latency: of a picture that runs alone, or the mean of those at once."""
     per_s = len(workload.items) / sample.wall_s
     result = {
-        "images_per_s": Measure(unit="images/s", value=per_s),
-        "seconds_per_image": Measure(unit="s", value=1 / per_s),
+        "images_per_s": MetricValue(unit="images/s", value=per_s),
+        "seconds_per_image": MetricValue(unit="s", value=1 / per_s),
     }
     if not workload.one_by_one:
-        result["mean_latency_s"] = Measure(unit="s", value=mean(sample.latencies_s))
+        result["mean_latency_s"] = MetricValue(unit="s", value=mean(sample.latencies_s))
     return result
 
 

@@ -6,14 +6,14 @@ import threading
 import time
 from collections.abc import Sequence
 
-from plait_bench.benchmark import Item, Outcome
+from plait_bench.benchmark import Item, ItemOutcome
 from plait_bench.errors import BenchError
 from plait_bench.images.models import ModelFolder
 from plait_bench.images.pixels import encode
 from plait_bench.images.requests import image_request
-from plait_bench.images.workloads import Order
+from plait_bench.images.workloads import ImageSpec
 from plait_serving.diffusion.assemble import EngineSettings, build_engine
-from plait_serving.diffusion.knobs import Exact, Knobs
+from plait_serving.diffusion.knobs import EngineKnobs, Exact
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest
 
@@ -34,7 +34,7 @@ class Ours:
     def __init__(self, models: ModelFolder) -> None:
         folders = {path.parent for path in models.loras.values()} or {models.root / "loras"}
         # Orders of a workload come at once, but one by one: without a wait the first would take its first step alone.
-        self._knobs = Knobs(batch_wait_ms=5.0)
+        self._knobs = EngineKnobs(batch_wait_ms=5.0)
         self._assembled = build_engine(
             EngineSettings(
                 model=models.base,
@@ -52,9 +52,9 @@ class Ours:
         self._knobs = self._knobs.model_copy(update={"threads": threads, **_VARIANTS[variant]})
         self._assembled.engine.reconfigure(self._knobs)
 
-    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool) -> list[Outcome]:
+    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool) -> list[ItemOutcome]:
         """See `Subject.run`."""
-        requests = [self._request(Order.from_json(item)) for item in items]
+        requests = [self._request(ImageSpec.from_json(item)) for item in items]
         waves = [[request] for request in requests] if one_by_one else [requests]
         return [outcome for wave in waves for outcome in self._run_wave(wave, keep)]
 
@@ -62,13 +62,13 @@ class Ours:
         """See `Subject.close`."""
         self._assembled.engine.stop(drain_s=0.0)
 
-    def _run_wave(self, requests: Sequence[ImageRequest], keep: bool) -> list[Outcome]:
+    def _run_wave(self, requests: Sequence[ImageRequest], keep: bool) -> list[ItemOutcome]:
         sinks = [_Sink() for _ in requests]
         for request, sink in zip(requests, sinks, strict=True):
             self._assembled.engine.submit(request, sink)
         return [sink.outcome(keep) for sink in sinks]
 
-    def _request(self, order: Order) -> ImageRequest:
+    def _request(self, order: ImageSpec) -> ImageRequest:
         self._count += 1
         bundle = self._assembled.bundle
         return image_request(order, request_id=f"bench-{self._count}", width=bundle.width, height=bundle.height)
@@ -88,12 +88,12 @@ class _Sink:
             self._last = event
             self._done.set()
 
-    def outcome(self, keep: bool) -> Outcome:
+    def outcome(self, keep: bool) -> ItemOutcome:
         """Waits for the end. Raises `BenchError` if the request failed or takes for ever."""
         if not self._done.wait(_TIMEOUT_S):
             raise BenchError(f"a request took longer than {_TIMEOUT_S:.0f} s")
         if isinstance(self._last, Failed):
             raise BenchError(f"a request failed: {self._last.error}") from self._last.error
         assert isinstance(self._last, Finished)
-        picture = self._last.result.images[0]
-        return Outcome(finished_s=self._at_s, result=encode(picture) if keep else None)
+        image = self._last.result.images[0]
+        return ItemOutcome(finished_s=self._at_s, result=encode(image) if keep else None)

@@ -27,15 +27,15 @@ from diffusers import (
 from diffusers.utils import logging
 from PIL import Image
 
-from plait_bench.benchmark import Item, Outcome
-from plait_bench.errors import BenchError, Unavailable
+from plait_bench.benchmark import Item, ItemOutcome
+from plait_bench.errors import BenchError, SystemUnavailable
 from plait_bench.images.drawings import control_map
 from plait_bench.images.merging import MergedLoras, read_factors
 from plait_bench.images.models import ModelFolder
 from plait_bench.images.pixels import encode
-from plait_bench.images.workloads import Order
+from plait_bench.images.workloads import ImageSpec
 
-Picture = npt.NDArray[np.uint8]
+ImageArray = npt.NDArray[np.uint8]
 
 _SCHEDULERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "ddim": (DDIMScheduler, {}),
@@ -64,7 +64,7 @@ class Pipelines:
             pipeline.set_progress_bar_config(disable=True)
         self.width = self.height = int(self.plain.unet.config.sample_size) * self.plain.vae_scale_factor
 
-    def draw(self, orders: Sequence[Order]) -> list[Picture]:
+    def draw(self, orders: Sequence[ImageSpec]) -> list[ImageArray]:
         """One call for all ``orders``; they agree in everything but prompt and seed (and its drawing)."""
         first = orders[0]
         pipeline, extra = self.plain, {}
@@ -91,11 +91,14 @@ class Pipelines:
             module.to(memory_format=memory_format)
 
 
-class Peer:
+class DiffusersSubject:
     """Implements `Subject`: orders are cut into calls, each call runs inside ``with_loras``."""
 
     def __init__(
-        self, pipelines: Pipelines, with_loras: Callable[[Order], Any], calls: Callable[[list[Order]], list[list[int]]]
+        self,
+        pipelines: Pipelines,
+        with_loras: Callable[[ImageSpec], Any],
+        calls: Callable[[list[ImageSpec]], list[list[int]]],
     ) -> None:
         self._pipelines = pipelines
         self._with_loras = with_loras
@@ -107,31 +110,31 @@ class Peer:
         formats = {"": torch.contiguous_format, "channels_last": torch.channels_last}
         self._pipelines.set_memory_format(formats[variant])
 
-    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool) -> list[Outcome]:
+    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool) -> list[ItemOutcome]:
         """See `Subject.run`. One by one, every order is a call of its own."""
-        orders = [Order.from_json(item) for item in items]
+        orders = [ImageSpec.from_json(item) for item in items]
         calls = [[i] for i in range(len(orders))] if one_by_one else self._calls(orders)
-        outcomes: dict[int, Outcome] = {}
+        outcomes: dict[int, ItemOutcome] = {}
         with torch.inference_mode():
             for call in calls:
                 with self._with_loras(orders[call[0]]):
-                    pictures = self._pipelines.draw([orders[i] for i in call])
+                    images = self._pipelines.draw([orders[i] for i in call])
                 now_s = time.monotonic()
-                for i, picture in zip(call, pictures, strict=True):
-                    outcomes[i] = Outcome(finished_s=now_s, result=encode(picture) if keep else None)
+                for i, image in zip(call, images, strict=True):
+                    outcomes[i] = ItemOutcome(finished_s=now_s, result=encode(image) if keep else None)
         return [outcomes[i] for i in range(len(orders))]
 
     def close(self) -> None:
         """Nothing to release."""
 
 
-def stock(models: ModelFolder) -> Peer:
-    """See the module docstring. Raises `Unavailable` without PEFT."""
+def stock(models: ModelFolder) -> DiffusersSubject:
+    """See the module docstring. Raises `SystemUnavailable` without PEFT."""
     _need_peft("diffusers")
     pipelines = Pipelines(models)
 
     @contextmanager
-    def with_loras(order: Order) -> Iterator[None]:
+    def with_loras(order: ImageSpec) -> Iterator[None]:
         if not order.loras:
             yield
             return
@@ -143,39 +146,40 @@ def stock(models: ModelFolder) -> Peer:
         yield
         pipelines.plain.unload_lora_weights()
 
-    return Peer(pipelines, with_loras, _arrival)
+    return DiffusersSubject(pipelines, with_loras, _arrival)
 
 
-def fair(models: ModelFolder) -> Peer:
-    """See the module docstring. Raises `Unavailable` without PEFT, which reads the LoRA files once, at the start."""
+def fair(models: ModelFolder) -> DiffusersSubject:
+    """See the module docstring. Raises `SystemUnavailable` without PEFT, which reads the LoRA files once, at the
+    start."""
     _need_peft("diffusers_fair")
     return _merging(models, _arrival)
 
 
-def batched(models: ModelFolder) -> Peer:
-    """See the module docstring. Raises `Unavailable` without PEFT."""
+def batched(models: ModelFolder) -> DiffusersSubject:
+    """See the module docstring. Raises `SystemUnavailable` without PEFT."""
     _need_peft("diffusers_batched")
     return _merging(models, _all_at_once)
 
 
-def _merging(models: ModelFolder, calls: Callable[[list[Order]], list[list[int]]]) -> Peer:
+def _merging(models: ModelFolder, calls: Callable[[list[ImageSpec]], list[list[int]]]) -> DiffusersSubject:
     pipelines = Pipelines(models)
     merged = MergedLoras({name: read_factors(pipelines.plain, path) for name, path in models.loras.items()})
 
     @contextmanager
-    def with_loras(order: Order) -> Iterator[None]:
+    def with_loras(order: ImageSpec) -> Iterator[None]:
         merged.switch(order.loras)
         yield
 
-    return Peer(pipelines, with_loras, calls)
+    return DiffusersSubject(pipelines, with_loras, calls)
 
 
-def _arrival(orders: list[Order]) -> list[list[int]]:
+def _arrival(orders: list[ImageSpec]) -> list[list[int]]:
     """One call for each order, in the order that the share was cut (`sharing.in_runs` has sorted it by LoRA set)."""
     return [[i] for i in range(len(orders))]
 
 
-def _all_at_once(orders: list[Order]) -> list[list[int]]:
+def _all_at_once(orders: list[ImageSpec]) -> list[list[int]]:
     return [list(range(len(orders)))]
 
 
@@ -183,4 +187,4 @@ def _need_peft(system: str) -> None:
     try:
         import peft  # noqa: F401 - only whether it is there
     except ImportError:
-        raise Unavailable(f"{system} needs PEFT to read LoRA files: pip install 'plait[dev]'") from None
+        raise SystemUnavailable(f"{system} needs PEFT to read LoRA files: pip install 'plait[dev]'") from None

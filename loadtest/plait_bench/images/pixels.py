@@ -9,19 +9,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from plait_bench.benchmark import Json, Row, Workload
+from plait_bench.benchmark import Json, ResultRow, Workload
 from plait_bench.errors import Disagreement
 from plait_bench.summary import summarise
 
 # In fp32 the systems differ by rounding (batching, merged weights instead of a LoRA branch), which a picture shows as
 # a level here or there. A wrong scale, seed, scheduler or ControlNet shows as tens of levels in most pictures.
-LARGEST_DIFFERENCE_LEVELS = 8
+MAX_DIFFERENCE_LEVELS = 8
 
 
-def encode(picture: npt.NDArray[np.uint8]) -> Json:
+def encode(image: npt.NDArray[np.uint8]) -> Json:
     """``uint8 (H, W, 3)`` as JSON."""
-    height, width, _ = picture.shape
-    return {"height": height, "width": width, "rgb": base64.b64encode(picture.tobytes()).decode()}
+    height, width, _ = image.shape
+    return {"height": height, "width": width, "rgb": base64.b64encode(image.tobytes()).decode()}
 
 
 def decode(value: Mapping[str, Any]) -> npt.NDArray[np.uint8]:
@@ -31,23 +31,23 @@ def decode(value: Mapping[str, Any]) -> npt.NDArray[np.uint8]:
 
 
 def check(
-    workload: Workload, results: Mapping[str, Sequence[Json]], *, largest: int = LARGEST_DIFFERENCE_LEVELS
-) -> list[Row]:
+    workload: Workload, results: Mapping[str, Sequence[Json]], *, largest: int = MAX_DIFFERENCE_LEVELS
+) -> list[ResultRow]:
     """Each system's largest difference to `diffusers` (or the last system) by picture, in levels of 255.
 
     Raises `Disagreement` if a picture differs by more than ``largest``, or if all of them are one flat colour.
     """
     reference = "diffusers" if "diffusers" in results else list(results)[-1]
     expected = [decode(value) for value in results[reference]]
-    if all(int(picture.max()) == int(picture.min()) for picture in expected):
+    if all(int(image.max()) == int(image.min()) for image in expected):
         raise Disagreement(f"{workload.name}: {reference} made flat pictures only; comparing them proves nothing")
     rows = []
     for system, values in results.items():
         if system == reference:
             continue
         worst = [
-            float(np.abs(decode(value).astype(np.int16) - picture.astype(np.int16)).max())
-            for value, picture in zip(values, expected, strict=True)
+            float(np.abs(decode(value).astype(np.int16) - image.astype(np.int16)).max())
+            for value, image in zip(values, expected, strict=True)
         ]
         if max(worst) > largest:
             raise Disagreement(
@@ -56,7 +56,7 @@ def check(
             )
         spread = summarise(worst)
         rows.append(
-            Row(
+            ResultRow(
                 system=system, workload=workload.name, metric="largest_pixel_difference", unit="levels of 255",
                 value=max(worst), p20=spread.p20, p80=spread.p80, n=spread.n,
             )

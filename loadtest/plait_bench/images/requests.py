@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from plait_bench.images.drawings import control_map
-from plait_bench.images.workloads import Order
+from plait_bench.images.workloads import ImageSpec
 from plait_serving.diffusion.values import ControlRef, ImageRequest, LoraRef, Scheduler
 
 __all__ = ["image_request"]
 
 
-def image_request(order: Order, *, request_id: str, width: int, height: int) -> ImageRequest:
+def image_request(order: ImageSpec, *, request_id: str, width: int, height: int) -> ImageRequest:
     """What the server would make of the order, as a picture of ``width`` x ``height`` pixels."""
     controls: tuple[ControlRef, ...] = ()
     if order.control is not None:

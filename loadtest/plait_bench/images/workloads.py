@@ -15,7 +15,7 @@ from plait_bench.benchmark import Item, Workload
 
 STEPS = 20
 GUIDANCE = 3.0
-FEWEST_STEPS, MOST_STEPS = 12, 30
+FEWEST_STEPS, MAX_STEPS = 12, 30
 # Solvers of second order need three steps to use every one of their formulas.
 _WARM_UP_STEPS = 3
 _ARRIVAL_SEED = 20_251
@@ -35,7 +35,7 @@ SCHEDULERS = ("ddim", "euler", "dpmpp_2m", "unipc")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class ImageSpec:
     """One picture. ``control`` is a ControlNet's name and the number of its drawing (`drawings.control_map`)."""
 
     prompt: str
@@ -77,15 +77,15 @@ def workloads(names: Sequence[str] | None = None) -> tuple[Workload, ...]:
 def _all() -> list[Workload]:
     same16 = _workload("same16", _same16(), one_by_one=False)
     return [
-        _workload("single", [Order(prompt=PROMPTS[i], seed=i) for i in range(3)]),
-        _workload("controlnet", [Order(prompt=PROMPTS[i], seed=i, control=("edges", i)) for i in range(3)]),
-        _workload("lora", [Order(prompt=PROMPTS[i], seed=i, loras=LORA_SETS[i]) for i in range(len(LORA_SETS))]),
+        _workload("single", [ImageSpec(prompt=PROMPTS[i], seed=i) for i in range(3)]),
+        _workload("controlnet", [ImageSpec(prompt=PROMPTS[i], seed=i, control=("edges", i)) for i in range(3)]),
+        _workload("lora", [ImageSpec(prompt=PROMPTS[i], seed=i, loras=LORA_SETS[i]) for i in range(len(LORA_SETS))]),
         same16,
         _workload("mixed16", _mixed16(), one_by_one=False),
     ]
 
 
-def _workload(name: str, orders: Sequence[Order], *, one_by_one: bool = True) -> Workload:
+def _workload(name: str, orders: Sequence[ImageSpec], *, one_by_one: bool = True) -> Workload:
     # One call for a whole list is possible only where all orders agree: the batched peer runs same16 alone.
     everyone = None if name == "same16" else frozenset({"plait", "diffusers_fair", "diffusers"})
     return Workload(
@@ -97,21 +97,21 @@ def _workload(name: str, orders: Sequence[Order], *, one_by_one: bool = True) ->
     )
 
 
-def _same16() -> list[Order]:
-    return [Order(prompt=prompt, seed=100 + i, loras=LORA_SETS[0]) for i, prompt in enumerate(PROMPTS)]
+def _same16() -> list[ImageSpec]:
+    return [ImageSpec(prompt=prompt, seed=100 + i, loras=LORA_SETS[0]) for i, prompt in enumerate(PROMPTS)]
 
 
-def _mixed16() -> list[Order]:
+def _mixed16() -> list[ImageSpec]:
     """4 LoRA sets x 4 orders: every set has each scheduler once, and one order with each ControlNet."""
     draw = random.Random(_ARRIVAL_SEED)
     orders = []
     for i, prompt in enumerate(PROMPTS):
         group, member = divmod(i, 4)
         orders.append(
-            Order(
+            ImageSpec(
                 prompt=prompt,
                 seed=200 + i,
-                steps=draw.randint(FEWEST_STEPS, MOST_STEPS),
+                steps=draw.randint(FEWEST_STEPS, MAX_STEPS),
                 scheduler=SCHEDULERS[member],
                 loras=LORA_SETS[group],
                 control=(CONTROLNETS[member], i) if member < len(CONTROLNETS) else None,

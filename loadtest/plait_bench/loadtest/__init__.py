@@ -9,25 +9,25 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from plait_bench.benchmark import Row
-from plait_bench.errors import BenchError, Unavailable
+from plait_bench.benchmark import ResultRow
+from plait_bench.errors import BenchError, SystemUnavailable
 from plait_bench.loadtest import ours, peers
-from plait_bench.loadtest.window import NoopServer, Window, noop_server
+from plait_bench.loadtest.window import NoopServer, ThroughputWindow, noop_server
 from plait_bench.runner import Result
-from plait_bench.summary import Summary, pairwise_ratio
+from plait_bench.summary import ValueSummary, pairwise_ratio
 
 NAME = "loadtest"
 OURS = "plait"
 SYSTEMS = ("plait", "locust", "wrk")
 WORKLOAD = "noop"
 _TRIAL_S, _ROUND_S = 3.0, 8.0
-_METRICS: Mapping[str, tuple[str, Callable[[Window], float]]] = {
+_METRICS: Mapping[str, tuple[str, Callable[[ThroughputWindow], float]]] = {
     "requests_per_s": ("requests/s", lambda window: window.per_s),
     "cpu_s_per_1000": ("s/1000", lambda window: window.cpu_s_per_1000),
 }
 
 Say = Callable[[str], None]
-Contender = tuple[str, Callable[[], Window]]
+Contender = tuple[str, Callable[[], ThroughputWindow]]
 """What its rows say of its settings, and one measured run."""
 
 
@@ -43,10 +43,10 @@ def measure(*, rounds: int, systems: Sequence[str], say: Say) -> Result:
         for name in wanted:
             try:
                 contenders[name] = _PREPARE[name](server, say)
-            except Unavailable as reason:
+            except SystemUnavailable as reason:
                 left_out[name] = str(reason)
                 say(f"left out: {reason}")
-        taken: dict[str, list[Window]] = {name: [] for name in contenders}
+        taken: dict[str, list[ThroughputWindow]] = {name: [] for name in contenders}
         for round_number in range(1, rounds + 1):
             for name, (_, take) in contenders.items():
                 taken[name].append(take())
@@ -59,10 +59,10 @@ def measure(*, rounds: int, systems: Sequence[str], say: Say) -> Result:
     return Result(rows=tuple(rows(taken, layouts)), ratios=ratios(taken), left_out=left_out)
 
 
-def rows(taken: Mapping[str, Sequence[Window]], layouts: Mapping[str, str]) -> list[Row]:
+def rows(taken: Mapping[str, Sequence[ThroughputWindow]], layouts: Mapping[str, str]) -> list[ResultRow]:
     """One for each system and metric."""
     return [
-        Row.of(
+        ResultRow.of(
             [value(window) for window in windows],
             system=name, workload=WORKLOAD, metric=metric, unit=unit, layout=layouts[name],
         )
@@ -71,7 +71,7 @@ def rows(taken: Mapping[str, Sequence[Window]], layouts: Mapping[str, str]) -> l
     ]  # fmt: skip
 
 
-def ratios(taken: Mapping[str, Sequence[Window]]) -> dict[str, Summary]:
+def ratios(taken: Mapping[str, Sequence[ThroughputWindow]]) -> dict[str, ValueSummary]:
     """Ours to each of the others, round by round."""
     return {
         f"{WORKLOAD}:{metric}:{OURS}/{name}": pairwise_ratio(
@@ -104,7 +104,7 @@ def _prepare_wrk(server: NoopServer, say: Say) -> Contender:
     return f"{peers.PROCESSES} threads, {connections} connections", partial(take, connections, seconds=_ROUND_S)
 
 
-def _best(take: Callable[..., Window], name: str, say: Say) -> int:
+def _best(take: Callable[..., ThroughputWindow], name: str, say: Say) -> int:
     """The number of callers with which a closed loop is fastest."""
     tried = {callers: take(callers, seconds=_TRIAL_S).per_s for callers in peers.USERS}
     say(f"{name}: " + ", ".join(f"{callers} callers {per_s:.0f}/s" for callers, per_s in tried.items()))

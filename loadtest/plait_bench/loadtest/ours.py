@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from plait_bench.errors import SystemFailed
-from plait_bench.loadtest.window import NoopServer, Window, measure
+from plait_bench.loadtest.window import NoopServer, ThroughputWindow, measure
 from plait_loadtest.plan import make_plan
 from plait_loadtest.run.coordinator import run
-from plait_loadtest.scenario import Limits, Poisson, RawClass, Scenario, Target
-from plait_loadtest.values import Outcome
+from plait_loadtest.scenario import GeneratorLimits, LoadTarget, PoissonArrivals, RawClass, Scenario
+from plait_loadtest.values import RequestOutcome
 
 PROCESSES = 2
 LAG_LIMIT_MS = 5.0
@@ -29,11 +29,11 @@ _STEP = 1.05  # the rate is found to 5 %
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class GeneratorTrial:
     """One run: what the server saw, and whether the run may be believed."""
 
     rate_per_s: float
-    window: Window
+    window: ThroughputWindow
     lag_p99_ms: float
     errors: int
 
@@ -43,16 +43,16 @@ class Trial:
         return self.lag_p99_ms <= LAG_LIMIT_MS and self.errors == 0 and self.window.per_s >= 0.98 * self.rate_per_s
 
 
-def try_rate(server: NoopServer, rate_per_s: float, *, seconds: float) -> Trial:
+def try_rate(server: NoopServer, rate_per_s: float, *, seconds: float) -> GeneratorTrial:
     """One run with Poisson arrivals. Raises `SystemFailed`."""
     whole_s = seconds + _SETTLE_S + 0.5  # the window ends before the load does
     command = [sys.executable, "-m", __name__, server.url, str(rate_per_s), str(whole_s)]
     window, told = measure(command, server, settle_s=_SETTLE_S, seconds=seconds)
     facts = json.loads(told)
-    return Trial(rate_per_s=rate_per_s, window=window, lag_p99_ms=facts["lag_p99_ms"], errors=facts["errors"])
+    return GeneratorTrial(rate_per_s=rate_per_s, window=window, lag_p99_ms=facts["lag_p99_ms"], errors=facts["errors"])
 
 
-def highest_rate(attempt: Callable[[float], Trial], *, say: Callable[[str], None]) -> float:
+def highest_rate(attempt: Callable[[float], GeneratorTrial], *, say: Callable[[str], None]) -> float:
     """The highest rate whose run was valid: doubling, then bisection to 5 %. Raises `SystemFailed` if none is."""
     low, high = 0.0, _FIRST_PER_S
     while _passes(attempt, high, say):
@@ -65,7 +65,9 @@ def highest_rate(attempt: Callable[[float], Trial], *, say: Callable[[str], None
     return low
 
 
-def hold(attempt: Callable[[float], Trial], rate_per_s: float, *, say: Callable[[str], None]) -> Trial:
+def hold(
+    attempt: Callable[[float], GeneratorTrial], rate_per_s: float, *, say: Callable[[str], None]
+) -> GeneratorTrial:
     """A valid run at that rate, or at the first lower one (5 % steps) that is valid."""
     while not (trial := attempt(rate_per_s)).is_valid:
         say(_sentence(trial))
@@ -75,7 +77,7 @@ def hold(attempt: Callable[[float], Trial], rate_per_s: float, *, say: Callable[
     return trial
 
 
-def _passes(attempt: Callable[[float], Trial], rate_per_s: float, say: Callable[[str], None]) -> bool:
+def _passes(attempt: Callable[[float], GeneratorTrial], rate_per_s: float, say: Callable[[str], None]) -> bool:
     """Twice, if need be: one disturbance must not end the search."""
     for _ in range(2):
         trial = attempt(rate_per_s)
@@ -85,7 +87,7 @@ def _passes(attempt: Callable[[float], Trial], rate_per_s: float, say: Callable[
     return False
 
 
-def _sentence(trial: Trial) -> str:
+def _sentence(trial: GeneratorTrial) -> str:
     return (
         f"plait: {trial.rate_per_s:.0f}/s offered, {trial.window.per_s:.0f}/s served, p99 send lag "
         f"{trial.lag_p99_ms:.2f} ms, {trial.errors} errors: {'valid' if trial.is_valid else 'not valid'}"
@@ -96,17 +98,17 @@ def main(url: str, rate_per_s: float, seconds: float) -> None:
     """See the module docstring."""
     scenario = Scenario(
         name="bench",
-        target=Target(url=url, api="raw"),
+        target=LoadTarget(url=url, api="raw"),
         mix=(RawClass(),),
-        arrivals=Poisson(rate_per_s=rate_per_s),
+        arrivals=PoissonArrivals(rate_per_s=rate_per_s),
         duration_s=seconds,
         processes=PROCESSES,
-        limits=Limits(drain_s=5.0),
+        limits=GeneratorLimits(drain_s=5.0),
     )
     records = run(make_plan(scenario), scenario).records
     sent = records[records["sent_ns"] >= 0]
     lag_ms = (sent["sent_ns"] - sent["scheduled_ns"]) / 1e6
-    errors = int((records["outcome"] != Outcome.OK).sum())
+    errors = int((records["outcome"] != RequestOutcome.OK).sum())
     print(json.dumps({"lag_p99_ms": float(np.percentile(lag_ms, 99)), "errors": errors}))
 
 

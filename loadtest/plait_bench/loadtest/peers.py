@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from plait_bench.errors import Unavailable
-from plait_bench.loadtest.window import NoopServer, Window, measure
+from plait_bench.errors import SystemUnavailable
+from plait_bench.loadtest.window import NoopServer, ThroughputWindow, measure
 
 LOCUST = "locust==2.47.0"
 PROCESSES = 2
@@ -41,7 +41,7 @@ def cache_folder() -> Path:
 
 
 def install_locust(folder: Path) -> Path:
-    """Locust in a virtual environment of its own; the path of its command. Raises `Unavailable`."""
+    """Locust in a virtual environment of its own; the path of its command. Raises `SystemUnavailable`."""
     environment = folder / LOCUST.replace("==", "-")
     command = environment / "bin" / "locust"
     if not command.exists():
@@ -50,12 +50,12 @@ def install_locust(folder: Path) -> Path:
             _call(str(environment / "bin" / "python"), "-m", "pip", "install", "--quiet", LOCUST)
         except (OSError, subprocess.SubprocessError) as error:
             shutil.rmtree(environment, ignore_errors=True)
-            raise Unavailable(f"locust could not be installed: {_reason(error)}") from error
+            raise SystemUnavailable(f"locust could not be installed: {_reason(error)}") from error
     (folder / "locustfile.py").write_text(_LOCUSTFILE, encoding="utf-8")
     return command
 
 
-def locust(command: Path, server: NoopServer, users: int, *, seconds: float) -> Window:
+def locust(command: Path, server: NoopServer, users: int, *, seconds: float) -> ThroughputWindow:
     """One run. Raises `SystemFailed`."""
     whole_s = int(seconds + _SETTLE_S + 2)
     arguments = ["--locustfile", str(command.parents[2] / "locustfile.py"), "--host", server.url, "--headless"]
@@ -66,14 +66,14 @@ def locust(command: Path, server: NoopServer, users: int, *, seconds: float) -> 
 
 
 def find_wrk() -> Path:
-    """The wrk on PATH (Debian: ``apt install wrk``). Raises `Unavailable`."""
+    """The wrk on PATH (Debian: ``apt install wrk``). Raises `SystemUnavailable`."""
     found = shutil.which("wrk")
     if found is None:
-        raise Unavailable("wrk is not on PATH")
+        raise SystemUnavailable("wrk is not on PATH")
     return Path(found)
 
 
-def wrk(command: Path, server: NoopServer, connections: int, *, seconds: float) -> Window:
+def wrk(command: Path, server: NoopServer, connections: int, *, seconds: float) -> ThroughputWindow:
     """One run. Raises `SystemFailed`."""
     whole_s = int(seconds + 3)
     arguments = [f"--threads={PROCESSES}", f"--connections={connections}", f"--duration={whole_s}s", server.url]

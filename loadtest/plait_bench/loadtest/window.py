@@ -21,7 +21,7 @@ _START_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
+class ThroughputWindow:
     """``requests`` served in ``seconds``, for ``cpu_s`` of the generator."""
 
     requests: int
@@ -80,7 +80,9 @@ def noop_server() -> Iterator[NoopServer]:
         server.close()
 
 
-def measure(command: Sequence[str], server: NoopServer, *, settle_s: float, seconds: float) -> tuple[Window, str]:
+def measure(
+    command: Sequence[str], server: NoopServer, *, settle_s: float, seconds: float
+) -> tuple[ThroughputWindow, str]:
     """Starts a generator, lets it settle after its first request, measures, and waits for its end.
 
     Returns the window and the generator's standard output. Raises `SystemFailed` if it sends nothing or fails.
@@ -92,7 +94,7 @@ def measure(command: Sequence[str], server: NoopServer, *, settle_s: float, seco
         time.sleep(settle_s)
         started, started_s, cpu_s = server.served(), time.monotonic(), _tree_cpu_s(generator.pid)
         time.sleep(seconds)
-        window = Window(
+        window = ThroughputWindow(
             requests=server.served() - started,
             seconds=time.monotonic() - started_s,
             cpu_s=_tree_cpu_s(generator.pid) - cpu_s,

@@ -6,31 +6,27 @@ from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from plait_loadtest.distributions import Floats, cumulative
 from plait_loadtest.mix.chunks import CHUNK, Chunks
 from plait_loadtest.mix.images import ImageRequests
 from plait_loadtest.mix.infer import InferRequests
 from plait_loadtest.mix.raw import RawRequests
-from plait_loadtest.scenario import ImageClass, InferClass, MixClass, Scenario, Target
+from plait_loadtest.scenario import ImageClass, InferClass, LoadTarget, MixClass, Scenario
 from plait_loadtest.seeds import Numbered, Stream
-from plait_loadtest.values import Mix, Prepared
+from plait_loadtest.values import Mix, PreparedRequest
 
 __all__ = ["RequestMix", "build_mix"]
 
 
-class Requests(Protocol):
+class ClassRequests(Protocol):
     """The requests of one class."""
 
-    def build(self, index: int) -> Prepared:
+    def build(self, index: int) -> PreparedRequest:
         """The request itself."""
 
     def facts(self, index: int) -> Mapping[str, float]:
         """Numbers of request ``index`` for a summary of the mix."""
-
-    def names(self, index: int) -> Mapping[str, tuple[str, ...]]:
-        """Names that request ``index`` uses, by kind."""
 
 
 def build_mix(scenario: Scenario) -> RequestMix:
@@ -58,12 +54,7 @@ class RequestMix(Mix):
         """The class of request ``index``, without building it."""
         return self._kinds[index // CHUNK][index % CHUNK]
 
-    def kinds_of(self, count: int) -> npt.NDArray[np.uint16]:
-        """The classes of requests 0..count-1, uint16 (count,)."""
-        chunks = [np.array(self._kinds[chunk], dtype=np.uint16) for chunk in range(-(-count // CHUNK))]
-        return np.concatenate([*chunks, np.empty(0, dtype=np.uint16)])[:count]
-
-    def build(self, index: int) -> Prepared:
+    def build(self, index: int) -> PreparedRequest:
         """The request itself."""
         return self._requests[self.kind(index)].build(index)
 
@@ -71,15 +62,11 @@ class RequestMix(Mix):
         """Numbers of request ``index`` for a summary: steps, candidates, ..."""
         return self._requests[self.kind(index)].facts(index)
 
-    def names(self, index: int) -> Mapping[str, tuple[str, ...]]:
-        """LoRAs and ControlNets of request ``index``."""
-        return self._requests[self.kind(index)].names(index)
-
     def _draw_kinds(self, uniforms: Floats) -> list[int]:
         return [int(kind) for kind in np.searchsorted(self._sums, uniforms[:, 0], side="right").tolist()]
 
 
-def _requests(spec: MixClass, target: Target, seed: int, position: int) -> Requests:
+def _requests(spec: MixClass, target: LoadTarget, seed: int, position: int) -> ClassRequests:
     """Streams go by the class's position, so that classes draw independently of each other."""
     details = Numbered(seed, Stream.MIX, position, 0)
     if isinstance(spec, ImageClass):

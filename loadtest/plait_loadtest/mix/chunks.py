@@ -42,7 +42,7 @@ class Chunks(Generic[Drawn]):
         return drawn
 
 
-class Choice:
+class WeightedChoice:
     """Weighted choice: values and the cumulative of their weights."""
 
     def __init__(self, weights: dict[int, float]) -> None:

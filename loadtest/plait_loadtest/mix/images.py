@@ -12,17 +12,17 @@ import numpy as np
 
 from plait_loadtest.distributions import Floats, cumulative, pick_distinct, zipf_weights
 from plait_loadtest.errors import ScenarioError
-from plait_loadtest.mix.chunks import CHUNK, Choice, Chunks, pick_texts
-from plait_loadtest.mix.pictures import control_picture
-from plait_loadtest.scenario import ControlNets, ImageClass, Loras, Target
+from plait_loadtest.mix.chunks import CHUNK, Chunks, WeightedChoice, pick_texts
+from plait_loadtest.mix.control_images import control_image
+from plait_loadtest.scenario import ControlNets, ImageClass, LoadTarget, Loras
 from plait_loadtest.seeds import Numbered
-from plait_loadtest.values import Prepared
+from plait_loadtest.values import PreparedRequest
 
 DEFAULT_PATH = "/v1/images/generations"
-MOST_CONTROLNETS = 3
+MAX_CONTROLNETS = 3
 OWN_FIELDS = frozenset(
     {"prompt", "model", "n", "size", "num_inference_steps", "seed", "guidance_scale", "scheduler", "loras"}
-    | {"controlnets", "priority", "deadline_ms", "stream"}
+    | {"controlnets", "deadline_ms", "stream"}
 )
 """What the generator writes itself; ``extra`` may add other fields, ``partial_images`` among them."""
 
@@ -46,7 +46,7 @@ class ImageDraw:
 class ImageRequests:
     """Builds the requests of one class. Reads prompts and control images once; raises `ScenarioError` if it can not."""
 
-    def __init__(self, spec: ImageClass, target: Target, numbered: Numbered) -> None:
+    def __init__(self, spec: ImageClass, target: LoadTarget, numbered: Numbered) -> None:
         self._spec = spec
         self._path = target.path or DEFAULT_PATH
         self._headers: tuple[tuple[str, str], ...] = (("content-type", "application/json"),)
@@ -54,11 +54,11 @@ class ImageRequests:
             self._headers += (("accept", "text/event-stream"),)
         self._fixed = _fixed_fields(spec, target)
         self._prompts = _prompts(spec)
-        self._size = None if spec.size is None else Choice(dict(enumerate(spec.size.values())))
+        self._size = None if spec.size is None else WeightedChoice(dict(enumerate(spec.size.values())))
         self._sizes = list(spec.size or {})
-        self._steps, self._images = Choice(spec.steps), Choice(spec.images)
+        self._steps, self._images = WeightedChoice(spec.steps), WeightedChoice(spec.images)
         self._loras, self._controlnets = _AddOns(spec.loras), _AddOns(spec.controlnets)
-        self._pictures = [_read_picture(path) for path in spec.controlnets.images]
+        self._pictures = [_read_image(path) for path in spec.controlnets.images]
         columns = 5 + self._loras.columns + self._controlnets.columns
         self._chunks = Chunks(numbered, columns, self._draw_chunk)
 
@@ -77,7 +77,7 @@ class ImageRequests:
         loras, controlnets = self._loras.pick(uniforms[:, 5:first]), self._controlnets.pick(uniforms[:, first:])
         return [ImageDraw(*row) for row in zip(prompts, sizes, steps, images, seeds, loras, controlnets, strict=True)]
 
-    def build(self, index: int) -> Prepared:
+    def build(self, index: int) -> PreparedRequest:
         """The request itself."""
         draw, spec = self.draw(index), self._spec
         body: dict[str, object] = {"prompt": draw.prompt, "n": draw.images, "num_inference_steps": draw.steps}
@@ -93,13 +93,13 @@ class ImageRequests:
             ]
         body |= self._fixed
         text = json.dumps(body, separators=(",", ":"))
-        return Prepared(method="POST", path=self._path, headers=self._headers, body=text.encode())
+        return PreparedRequest(method="POST", path=self._path, headers=self._headers, body=text.encode())
 
     def _control_image(self, index: int, slot: int, size: str | None) -> str:
         if self._pictures:
             return self._pictures[(index + slot) % len(self._pictures)]
         width, height = pixels(size) or (_DRAWN_EDGE_PX, _DRAWN_EDGE_PX)
-        return base64.b64encode(control_picture(index * MOST_CONTROLNETS + slot, width, height)).decode()
+        return base64.b64encode(control_image(index * MAX_CONTROLNETS + slot, width, height)).decode()
 
     def facts(self, index: int) -> Mapping[str, float]:
         """Numbers of request ``index`` for a summary of the mix."""
@@ -107,11 +107,6 @@ class ImageRequests:
         return {
             "steps": draw.steps, "images": draw.images, "loras": len(draw.loras), "controlnets": len(draw.controlnets),
         }  # fmt: skip
-
-    def names(self, index: int) -> Mapping[str, tuple[str, ...]]:
-        """Names that request ``index`` uses, by kind."""
-        draw = self.draw(index)
-        return {"loras": draw.loras, "controlnets": draw.controlnets}
 
 
 class _AddOns:
@@ -123,8 +118,8 @@ class _AddOns:
     def __init__(self, spec: Loras | ControlNets) -> None:
         self._names, weights = popularity(spec)
         self._sums: list[float] = cumulative(weights).tolist() if self._names else []
-        self._count = Choice(spec.count)
-        self.columns = 1 + most_drawn(spec.count)
+        self._count = WeightedChoice(spec.count)
+        self.columns = 1 + max_drawn(spec.count)
 
     def pick(self, uniforms: Floats) -> list[tuple[str, ...]]:
         """Names for each row of ``uniforms`` (rows, columns)."""
@@ -137,7 +132,7 @@ class _AddOns:
         ]
 
 
-def most_drawn(count: Mapping[int, float]) -> int:
+def max_drawn(count: Mapping[int, float]) -> int:
     """The largest number that may be drawn."""
     return max((number for number, weight in count.items() if weight > 0), default=0)
 
@@ -155,14 +150,13 @@ def pixels(size: str | None) -> tuple[int, int] | None:
     return (int(width), int(height)) if cross and width.isdecimal() and height.isdecimal() else None
 
 
-def _fixed_fields(spec: ImageClass, target: Target) -> dict[str, object]:
+def _fixed_fields(spec: ImageClass, target: LoadTarget) -> dict[str, object]:
     """Fields of the body that are alike in all requests of the class; absent where the scenario gives none."""
     deadline = spec.deadline_ms
     given: dict[str, object] = {
         "model": target.model,
         "guidance_scale": spec.guidance_scale,
         "scheduler": spec.scheduler,
-        "priority": spec.priority,
         "deadline_ms": int(deadline) if deadline is not None and deadline.is_integer() else deadline,
         "stream": True if spec.stream else None,
         "partial_images": 1 if spec.stream else None,  # one preview, so that a first part can be timed
@@ -183,7 +177,7 @@ def _prompts(spec: ImageClass) -> tuple[str, ...]:
     return prompts
 
 
-def _read_picture(path: Path) -> str:
+def _read_image(path: Path) -> str:
     try:
         return base64.b64encode(path.read_bytes()).decode()
     except OSError as error:

@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from plait_loadtest.distributions import MLPERF_CANDIDATES, Floats, ZipfRanks
-from plait_loadtest.mix.chunks import CHUNK, Choice, Chunks
-from plait_loadtest.scenario import InferClass, InferInput, Target
+from plait_loadtest.mix.chunks import CHUNK, Chunks, WeightedChoice
+from plait_loadtest.scenario import InferClass, InferInput, LoadTarget
 from plait_loadtest.seeds import Numbered
-from plait_loadtest.values import Prepared
+from plait_loadtest.values import PreparedRequest
 
 Tensor: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.int64]
 
@@ -31,12 +31,12 @@ Named: TypeAlias = tuple[str, str, Tensor]
 class InferRequests:
     """Builds the requests of one class. ``counts`` and ``values`` are independent streams."""
 
-    def __init__(self, spec: InferClass, target: Target, counts: Numbered, values: Numbered) -> None:
+    def __init__(self, spec: InferClass, target: LoadTarget, counts: Numbered, values: Numbered) -> None:
         self._spec = spec
         self._path = target.path or f"/v2/models/{target.model}/infer"
         self._values = values
         self._draw = _Declared(spec) if spec.inputs else _Flat(spec)
-        self._choice = Choice(MLPERF_CANDIDATES if spec.candidates == "mlperf" else spec.candidates)
+        self._choice = WeightedChoice(MLPERF_CANDIDATES if spec.candidates == "mlperf" else spec.candidates)
         self._candidates = Chunks(counts, 1, self._draw_chunk)
 
     def _draw_chunk(self, uniforms: Floats) -> list[int]:
@@ -50,19 +50,19 @@ class InferRequests:
         """The inputs of request ``index``."""
         return self._draw(self._values.piece(index), self.candidates(index))
 
-    def build(self, index: int) -> Prepared:
+    def build(self, index: int) -> PreparedRequest:
         """The request itself."""
         inputs = self.tensors(index)
         return self._binary(index, inputs) if self._spec.binary else self._plain(index, inputs)
 
-    def _plain(self, index: int, inputs: Sequence[Named]) -> Prepared:
+    def _plain(self, index: int, inputs: Sequence[Named]) -> PreparedRequest:
         head: dict[str, object] = {"id": str(index)}
         head["inputs"] = [_described(*entry) | {"data": entry[2].ravel().tolist()} for entry in inputs]
         if self._spec.outputs:
             head["outputs"] = [{"name": name} for name in self._spec.outputs]
         return self._prepare(_json(head), (("content-type", "application/json"),))
 
-    def _binary(self, index: int, inputs: Sequence[Named]) -> Prepared:
+    def _binary(self, index: int, inputs: Sequence[Named]) -> PreparedRequest:
         head: dict[str, object] = {"id": str(index)}
         head["inputs"] = [
             _described(*entry) | {"parameters": {"binary_data_size": entry[2].nbytes}} for entry in inputs
@@ -80,17 +80,13 @@ class InferRequests:
         tensors = [data.astype(data.dtype.newbyteorder("<"), copy=False).tobytes() for _, _, data in inputs]
         return self._prepare(b"".join([text, *tensors]), headers)
 
-    def _prepare(self, body: bytes, headers: tuple[tuple[str, str], ...]) -> Prepared:
-        return Prepared(method="POST", path=self._path, headers=headers, body=body)
+    def _prepare(self, body: bytes, headers: tuple[tuple[str, str], ...]) -> PreparedRequest:
+        return PreparedRequest(method="POST", path=self._path, headers=headers, body=body)
 
     def facts(self, index: int) -> Mapping[str, float]:
         """Numbers of request ``index`` for a summary of the mix."""
         candidates = self.candidates(index)
         return {"candidates": candidates, "ids": self._draw.ids(candidates)}
-
-    def names(self, index: int) -> Mapping[str, tuple[str, ...]]:  # noqa: ARG002 - the face of all classes
-        """Names that request ``index`` uses, by kind."""
-        return {}
 
 
 class _Flat:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from plait_loadtest.errors import ScenarioError
-from plait_loadtest.scenario import RawClass, Target
-from plait_loadtest.values import Prepared
+from plait_loadtest.scenario import LoadTarget, RawClass
+from plait_loadtest.values import PreparedRequest
 
 _MARK = "{index}"
 
@@ -14,7 +14,7 @@ _MARK = "{index}"
 class RawRequests:
     """Builds the requests of one class; one without ``{index}`` is the same object each time."""
 
-    def __init__(self, spec: RawClass, target: Target) -> None:
+    def __init__(self, spec: RawClass, target: LoadTarget) -> None:
         self._method = spec.method
         self._path = (spec.path or target.path or "/").split(_MARK)
         self._body = _body(spec).split(_MARK.encode())
@@ -22,13 +22,13 @@ class RawRequests:
         self._headers = ((("content-type", spec.content_type),) if self._body != [b""] else ()) + more
         self._constant = self._prepare(0) if len(self._path) == len(self._body) == 1 else None
 
-    def build(self, index: int) -> Prepared:
+    def build(self, index: int) -> PreparedRequest:
         """The request itself."""
         return self._constant or self._prepare(index)
 
-    def _prepare(self, index: int) -> Prepared:
+    def _prepare(self, index: int) -> PreparedRequest:
         number = str(index)
-        return Prepared(
+        return PreparedRequest(
             method=self._method,
             path=number.join(self._path),
             headers=self._headers,
@@ -38,10 +38,6 @@ class RawRequests:
     def facts(self, index: int) -> Mapping[str, float]:
         """Numbers of request ``index`` for a summary of the mix."""
         return {"body_bytes": len(self.build(index).body)}
-
-    def names(self, index: int) -> Mapping[str, tuple[str, ...]]:  # noqa: ARG002 - the face of all classes
-        """Names that request ``index`` uses, by kind."""
-        return {}
 
 
 def _body(spec: RawClass) -> bytes:

@@ -16,7 +16,7 @@ from plait_loadtest.report.scale import Scale, span, time_text
 
 WIDTH, HEIGHT = 980, 300
 LEFT, RIGHT, TOP, BOTTOM = 56, 96, 18, 34
-_MOST_DOTS = 1500  # a page stays below half a megabyte
+_MAX_DOTS = 1500  # a page stays below half a megabyte
 _BUCKETS = 60  # of time
 _BARS = 80
 
@@ -140,12 +140,12 @@ def _over(ms: float, slo_ms: float | None) -> str:
 
 def _thinned(at_s: Floats, latency_ms: Floats, seconds: float) -> npt.NDArray[np.int64]:
     """Indices of at most some 1,500 points: the slowest of every moment, and an even choice of the others."""
-    if at_s.size <= _MOST_DOTS:
+    if at_s.size <= _MAX_DOTS:
         return np.arange(at_s.size)
     moment = (at_s / max(seconds, 1e-9) * 300).astype(np.int64)
     order = np.lexsort((-latency_ms, moment))
     slowest = order[np.unique(moment[order], return_index=True)[1]]
-    even = np.arange(0, at_s.size, -(-at_s.size // (_MOST_DOTS - 300)))
+    even = np.arange(0, at_s.size, -(-at_s.size // (_MAX_DOTS - 300)))
     return np.unique(np.concatenate([slowest, even]))
 
 

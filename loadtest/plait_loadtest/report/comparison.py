@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from plait_loadtest.compare import Change, Comparison
+from plait_loadtest.compare import Comparison, MetricChange
 from plait_loadtest.report.document import rounded
 from plait_loadtest.report.table import number
 
@@ -27,7 +27,7 @@ def as_text(outcome: Comparison) -> str:
     return "\n".join(lines)
 
 
-def _line(change: Change) -> str:
+def _line(change: MetricChange) -> str:
     what = f"{change.kind} {change.metric}"
     values = f"{number(change.before)} -> {number(change.after)}"
     unit = "" if change.metric in ("attainment", "error_rate") else " %"

@@ -13,7 +13,7 @@ from typing import Any
 
 from plait_loadtest import host
 from plait_loadtest.histogram import encoded
-from plait_loadtest.measure import ClassSummary, Percentiles, Summary
+from plait_loadtest.measure import ClassSummary, Percentiles, RunSummary
 from plait_loadtest.scenario import Scenario
 from plait_loadtest.thresholds import Verdict
 
@@ -22,7 +22,7 @@ _DIGITS = 5  # significant: one more than three, so that rounding stays far belo
 
 
 def document(
-    summary: Summary, scenario: Scenario, verdicts: Iterable[Verdict] = (), *, started_unix_s: float
+    summary: RunSummary, scenario: Scenario, verdicts: Iterable[Verdict] = (), *, started_unix_s: float
 ) -> dict[str, Any]:
     """The whole document, ready for `json.dumps`."""
     total = summary.total

@@ -10,20 +10,20 @@ import numpy as np
 import yaml
 
 from plait_loadtest.judging import Judged, judge_records
-from plait_loadtest.measure import ClassSummary, Percentiles, Summary
+from plait_loadtest.measure import ClassSummary, Percentiles, RunSummary
 from plait_loadtest.report import charts
 from plait_loadtest.report.markup import cell, html_page, row_head, section, table
 from plait_loadtest.report.style import CSS
 from plait_loadtest.report.table import number
-from plait_loadtest.values import NO_ERROR, Outcome
+from plait_loadtest.values import NO_ERROR, RequestOutcome
 
 if TYPE_CHECKING:
-    from plait_loadtest.session import Session
+    from plait_loadtest.session import FinishedRun
 
 _PARTS = 60  # of the time axis in the charts of rates and errors
 
 
-def page(session: Session, report: Mapping[str, Any]) -> str:
+def page(session: FinishedRun, report: Mapping[str, Any]) -> str:
     """The page. ``report``: the JSON document of the same session, for what the numbers alone do not say."""
     summary, run = session.summary, judge_records(session.result, session.scenario)
     name = report["scenario"]["name"]
@@ -45,7 +45,7 @@ def page(session: Session, report: Mapping[str, Any]) -> str:
 # ---- the verdict -----------------------------------------------------------------------------------------------------
 
 
-def _verdict(summary: Summary) -> tuple[str, str]:
+def _verdict(summary: RunSummary) -> tuple[str, str]:
     """CSS class and words."""
     if not summary.valid:
         return "invalid", "Run invalid"
@@ -55,7 +55,7 @@ def _verdict(summary: Summary) -> tuple[str, str]:
     return words[summary.total.slo_met]
 
 
-def _head(summary: Summary, report: Mapping[str, Any]) -> str:
+def _head(summary: RunSummary, report: Mapping[str, Any]) -> str:
     kind, words = _verdict(summary)
     scenario = report["scenario"]
     over = [
@@ -72,7 +72,7 @@ def _head(summary: Summary, report: Mapping[str, Any]) -> str:
     )
 
 
-def _lead(summary: Summary) -> str:
+def _lead(summary: RunSummary) -> str:
     total = summary.total
     if not summary.valid:
         return "The numbers below do not speak about the server alone. Fix this first and run again:"
@@ -91,7 +91,7 @@ def _lead(summary: Summary) -> str:
     return " ".join(lines)
 
 
-def _tiles(summary: Summary) -> str:
+def _tiles(summary: RunSummary) -> str:
     total = summary.total
     tiles = [
         ("offered", number(total.offered_per_s), "/s", ""),
@@ -119,7 +119,7 @@ def _short(milliseconds: float) -> tuple[str, str]:
 # ---- charts ----------------------------------------------------------------------------------------------------------
 
 
-def _latency(summary: Summary, run: Judged) -> list[str]:
+def _latency(summary: RunSummary, run: Judged) -> list[str]:
     records = run.records[run.answered]
     if not records.size:
         return [section("Latency", "No request got an answer.", "")]
@@ -147,7 +147,7 @@ def _latency(summary: Summary, run: Judged) -> list[str]:
 
 def _rates(run: Judged) -> str:
     records = run.records
-    came = records["done_ns"][(records["outcome"] == Outcome.OK)]
+    came = records["done_ns"][(records["outcome"] == RequestOutcome.OK)]
     offered = _per_part(run, records["scheduled_ns"][run.measured])
     achieved = _per_part(run, came)
     part_s = run.window.seconds / offered.size
@@ -160,7 +160,7 @@ def _rates(run: Judged) -> str:
 
 def _errors(run: Judged) -> str:
     records = run.records[run.measured]
-    names = [kind for kind in Outcome if kind not in NO_ERROR and (records["outcome"] == kind).any()]
+    names = [kind for kind in RequestOutcome if kind not in NO_ERROR and (records["outcome"] == kind).any()]
     if not names:
         return section("Errors", "None: every request that was judged succeeded.", "")
     counts = {kind: _per_part(run, records["scheduled_ns"][records["outcome"] == kind]) for kind in names}
@@ -179,7 +179,7 @@ def _per_part(run: Judged, instants_ns: Any) -> Any:
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 
-def _classes(summary: Summary) -> str:
+def _classes(summary: RunSummary) -> str:
     columns = (
         "",
         "requests",
@@ -241,7 +241,7 @@ def _capacity(found: Mapping[str, Any] | None) -> str:
     return section("Capacity", found["statement"], table(columns, rows))
 
 
-def _generator(summary: Summary) -> str:
+def _generator(summary: RunSummary) -> str:
     limit = f"limit {number(summary.lag_limit_ms)} ms at p99"
     rows = [
         _spread("send lag", summary.send_lag_ms, f"how late requests left; {limit}"),

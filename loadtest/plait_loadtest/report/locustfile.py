@@ -10,10 +10,18 @@ import json
 from typing import Any
 
 from plait_loadtest.plan import make_plan
-from plait_loadtest.scenario import Closed, Constant, Gamma, Poisson, Ramp, Scenario, Step
-from plait_loadtest.values import Prepared
+from plait_loadtest.scenario import (
+    ClosedLoopCallers,
+    ConstantArrivals,
+    GammaArrivals,
+    PoissonArrivals,
+    RampArrivals,
+    Scenario,
+    StepArrivals,
+)
+from plait_loadtest.values import PreparedRequest
 
-_MOST_REQUESTS, _MOST_BYTES = 200, 4 << 20  # prepared requests that the file carries: the first of the plan
+_MAX_REQUESTS, _MAX_BYTES = 200, 4 << 20  # prepared requests that the file carries: the first of the plan
 _USERS = 100
 
 _TEMPLATE = '''"""Made by `plait loadtest run --locust` from the scenario {name}. Run:
@@ -66,8 +74,8 @@ class Scenario(FastHttpUser):
 def locustfile(scenario: Scenario, *, file: str = "locustfile.py") -> str:
     """The text of the file. Header values stay out of it: they are read from the environment."""
     rate_per_s, notes = _mean_rate(scenario)
-    users = scenario.arrivals.concurrency if isinstance(scenario.arrivals, Closed) else _USERS
-    wait_name = "constant" if isinstance(scenario.arrivals, Closed) else "poisson"
+    users = scenario.arrivals.concurrency if isinstance(scenario.arrivals, ClosedLoopCallers) else _USERS
+    wait_name = "constant" if isinstance(scenario.arrivals, ClosedLoopCallers) else "poisson"
     wait = "constant(0)" if wait_name == "constant" else f"poisson({rate_per_s / users!r})"
     requests = _requests(scenario)
     return _TEMPLATE.format(
@@ -93,8 +101,8 @@ def _requests(scenario: Scenario) -> list[list[Any]]:
     mix = make_plan(scenario).mix
     rows: list[list[Any]] = []
     size = 0
-    while len(rows) < _MOST_REQUESTS and size < _MOST_BYTES:
-        prepared: Prepared = mix.build(len(rows))
+    while len(rows) < _MAX_REQUESTS and size < _MAX_BYTES:
+        prepared: PreparedRequest = mix.build(len(rows))
         name = mix.kinds[mix.kind(len(rows))]
         body = base64.b64encode(prepared.body).decode("ascii")
         rows.append([name, prepared.method, prepared.path, list(map(list, prepared.headers)), body])
@@ -105,13 +113,17 @@ def _requests(scenario: Scenario) -> list[list[Any]]:
 def _mean_rate(scenario: Scenario) -> tuple[float, str]:
     """Requests per second on average, and what that leaves out."""
     arrivals = scenario.arrivals
-    if isinstance(arrivals, Constant | Poisson):
+    if isinstance(arrivals, ConstantArrivals | PoissonArrivals):
         return arrivals.rate_per_s, ""
-    if isinstance(arrivals, Gamma):
+    if isinstance(arrivals, GammaArrivals):
         return arrivals.rate_per_s, "\nBursts of the original (gamma arrivals) are not in it."
-    if isinstance(arrivals, Closed):
+    if isinstance(arrivals, ClosedLoopCallers):
         return 0.0, "\nThe original is a closed loop too: its users ask again at once."
-    what = "The change of the rate over time" if isinstance(arrivals, Ramp | Step) else "The trace's arrival times"
+    what = (
+        "The change of the rate over time"
+        if isinstance(arrivals, RampArrivals | StepArrivals)
+        else "The trace's arrival times"
+    )
     plan = make_plan(scenario)
     seconds = scenario.warm_up_s + scenario.duration_s
     return max(plan.scheduled_ns.size, 1) / seconds, f"\n{what} is not in it, only the mean rate."

@@ -15,7 +15,7 @@ from plait_loadtest.report.document import document, rounded
 
 if TYPE_CHECKING:
     from plait_loadtest.capacity import Capacity
-    from plait_loadtest.session import Session
+    from plait_loadtest.session import FinishedRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +36,12 @@ class Outputs:
             if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
                 raise ScenarioError(f"{path} can not be written: its folder does not exist, or it is a folder itself")
 
-    def write(self, session: Session, *, capacity: Capacity | None = None) -> None:
+    def write(self, session: FinishedRun, *, capacity: Capacity | None = None) -> None:
         """Writes everything; the table, or the JSON document, goes to stdout. Raises OSError."""
         text = self.write_files(session, capacity=capacity)
         _to_stdout(text if self.json == "-" else None, session, capacity)
 
-    def write_files(self, session: Session, *, capacity: Capacity | None = None) -> str:
+    def write_files(self, session: FinishedRun, *, capacity: Capacity | None = None) -> str:
         """Writes the files alone; returns the JSON document. Raises OSError."""
         found = report(session, capacity)
         text = json.dumps(found, indent=1, allow_nan=False)
@@ -60,7 +60,7 @@ class Outputs:
         return text
 
 
-def report(session: Session, capacity: Capacity | None = None) -> dict[str, Any]:
+def report(session: FinishedRun, capacity: Capacity | None = None) -> dict[str, Any]:
     """The JSON document of a session, and of the search that it confirmed."""
     found = document(session.summary, session.scenario, session.verdicts, started_unix_s=session.result.started_unix_s)
     found["reconnects"] = session.result.reconnects
@@ -69,7 +69,7 @@ def report(session: Session, capacity: Capacity | None = None) -> dict[str, Any]
     return found
 
 
-def _to_stdout(text: str | None, session: Session, capacity: Capacity | None) -> None:
+def _to_stdout(text: str | None, session: FinishedRun, capacity: Capacity | None) -> None:
     from rich.console import Console
 
     from plait_loadtest.report.table import print_capacity, print_table

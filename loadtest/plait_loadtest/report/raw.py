@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from plait_loadtest.errors import ScenarioError
-from plait_loadtest.values import RECORD, Outcome, Records
+from plait_loadtest.values import RECORD, Records, RequestOutcome
 
 SUFFIXES = (".csv", ".jsonl", ".npz")
 COLUMNS = tuple({"kind": "class"}.get(name, name) for name in RECORD.names or ())
@@ -45,7 +45,7 @@ def write(path: Path, records: Records, *, classes: Sequence[str]) -> None:
 
 
 def _rows(records: Records, classes: Sequence[str]) -> Iterator[dict[str, Any]]:
-    names = {outcome.value: outcome.name.lower() for outcome in Outcome}
+    names = {outcome.value: outcome.name.lower() for outcome in RequestOutcome}
     for values in records.tolist():
         row = dict(zip(COLUMNS, values, strict=True))
         row["class"], row["outcome"] = classes[row["class"]], names[row["outcome"]]

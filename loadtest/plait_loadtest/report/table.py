@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from plait_loadtest.measure import ClassSummary, Percentiles, Summary
+from plait_loadtest.measure import ClassSummary, Percentiles, RunSummary
 from plait_loadtest.thresholds import Verdict
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from plait_loadtest.capacity import Capacity
 
 
-def print_table(summary: Summary, verdicts: Iterable[Verdict], console: Console) -> None:
+def print_table(summary: RunSummary, verdicts: Iterable[Verdict], console: Console) -> None:
     """Writes the report for people to ``console``."""
     from rich.table import Table
     from rich.text import Text
@@ -33,7 +33,7 @@ def print_table(summary: Summary, verdicts: Iterable[Verdict], console: Console)
         console.print(Text(line))
 
 
-def headline(summary: Summary) -> str:
+def headline(summary: RunSummary) -> str:
     """The verdict in one line."""
     if not summary.valid:
         return "INVALID RUN: " + "; ".join(reason.text for reason in summary.reasons)
@@ -42,7 +42,7 @@ def headline(summary: Summary) -> str:
     return {True: "SLO met", False: "SLO MISSED", None: unjudged}[summary.total.slo_met]
 
 
-def notes(summary: Summary, verdicts: Iterable[Verdict]) -> list[str]:
+def notes(summary: RunSummary, verdicts: Iterable[Verdict]) -> list[str]:
     """Lines below the table: errors by class, lag, control request, thresholds."""
     lines = []
     if summary.total.errors:

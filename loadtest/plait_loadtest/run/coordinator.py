@@ -13,10 +13,19 @@ import numpy as np
 from plait_loadtest.errors import LoadtestError
 from plait_loadtest.run import worker
 from plait_loadtest.run.echo import EchoClock
-from plait_loadtest.run.processes import ctrl_c, fresh_processes, start_deaf
-from plait_loadtest.run.share import Left, Share, Told, shares
+from plait_loadtest.run.messages import Share, WorkerProgress, WorkerResult, shares
+from plait_loadtest.run.processes import ctrl_c, fresh_processes, start_ignoring_sigint
 from plait_loadtest.scenario import Scenario
-from plait_loadtest.values import RECORD, OnProgress, Outcome, Plan, Progress, Records, RunResult, StopWhen
+from plait_loadtest.values import (
+    RECORD,
+    OnProgress,
+    Records,
+    RequestOutcome,
+    RequestPlan,
+    RunProgress,
+    RunResult,
+    StopWhen,
+)
 
 # From "all are ready" to the common start: the word must have reached every worker.
 _HEAD_START_NS = 200_000_000
@@ -25,7 +34,7 @@ _JOIN_S = 5.0
 
 
 def run(
-    plan: Plan, scenario: Scenario, *, on_progress: OnProgress | None = None, stop_when: StopWhen | None = None
+    plan: RequestPlan, scenario: Scenario, *, on_progress: OnProgress | None = None, stop_when: StopWhen | None = None
 ) -> RunResult:
     """Runs the plan and returns its records, in order of index; all of the plan's requests are among them.
 
@@ -83,7 +92,7 @@ class _Crew:
         self._members = [_Member(share) for share in given]
 
     @property
-    def left(self) -> list[Left]:
+    def left(self) -> list[WorkerResult]:
         """What those left that are done."""
         return [member.left for member in self._members if member.left is not None]
 
@@ -117,12 +126,12 @@ class _Crew:
                 self.problems.append(problem)
         return not any(member.is_alive for member in self._members)
 
-    def progress(self, planned: int | None, start_ns: int) -> Progress:
+    def progress(self, planned: int | None, start_ns: int) -> RunProgress:
         """The sum of what the workers told last."""
         told = [member.told for member in self._members if member.told is not None]
         recent_ms = np.array([ns for one in told for ns in one.recent_ns]) / 1e6
         p50_ms, p95_ms = np.percentile(recent_ms, (50, 95)).tolist() if len(recent_ms) else (None, None)
-        return Progress(
+        return RunProgress(
             elapsed_s=(time.perf_counter_ns() - start_ns) / 1e9,
             planned=planned,
             handed=sum(one.handed for one in told),
@@ -135,7 +144,7 @@ class _Crew:
             recent_p95_ms=p95_ms,
         )
 
-    def records(self, plan: Plan, scenario: Scenario) -> Records:
+    def records(self, plan: RequestPlan, scenario: Scenario) -> Records:
         """All records in order of index. Raises `LoadtestError` if no worker left any."""
         if not self.left:
             raise LoadtestError("; ".join(self.problems) or "no worker process left any results")
@@ -161,8 +170,8 @@ class _Member:
 
     def __init__(self, share: Share) -> None:
         self.share = share
-        self.told: Told | None = None
-        self.left: Left | None = None
+        self.told: WorkerProgress | None = None
+        self.left: WorkerResult | None = None
         self.is_preparing = True
         self.is_alive = True
         context = fresh_processes()
@@ -171,7 +180,7 @@ class _Member:
         self._process = context.Process(
             target=worker.main, args=(share, theirs), name=f"loadtest-worker-{share.rank}", daemon=True
         )
-        start_deaf(self._process)
+        start_ignoring_sigint(self._process)
         theirs.close()
 
     def tell(self, word: int | str) -> None:
@@ -190,9 +199,9 @@ class _Member:
             return self._died()
         if isinstance(message, LoadtestError):
             raise message
-        if isinstance(message, Told):
+        if isinstance(message, WorkerProgress):
             self.told = message
-        elif isinstance(message, Left):
+        elif isinstance(message, WorkerResult):
             self.left = message
             self.is_alive = self.is_preparing = False
         else:
@@ -212,12 +221,12 @@ class _Member:
         return f"worker process {self.share.rank} of {self.share.processes} died (exit code {self._process.exitcode})"
 
 
-def _lost(share: Share, plan: Plan) -> Records:
+def _lost(share: Share, plan: RequestPlan) -> Records:
     """What is known of a dead worker's requests: that they were planned."""
     records = np.zeros(len(share.scheduled_ns), dtype=RECORD)
     records["index"] = share.rank + share.processes * np.arange(len(records))
     records["kind"] = [plan.mix.kind(int(index)) for index in records["index"]]
-    records["outcome"] = Outcome.INTERRUPTED
+    records["outcome"] = RequestOutcome.INTERRUPTED
     records["warm_up"] = records["index"] < share.warm_up
     records["scheduled_ns"] = share.scheduled_ns
     records["server_ms"] = np.nan

@@ -12,7 +12,7 @@ from types import TracebackType
 import numpy as np
 
 from plait_loadtest.run import echo_process
-from plait_loadtest.run.processes import fresh_processes, start_deaf
+from plait_loadtest.run.processes import fresh_processes, start_ignoring_sigint
 from plait_loadtest.values import Echo
 
 RATE_PER_S = 20.0
@@ -31,7 +31,7 @@ class EchoClock:
         self._process = context.Process(
             target=echo_process.main, args=(theirs, int(1e9 / rate_per_s)), name="loadtest-echo", daemon=True
         )
-        start_deaf(self._process)
+        start_ignoring_sigint(self._process)
         theirs.close()
 
     def __enter__(self) -> EchoClock:

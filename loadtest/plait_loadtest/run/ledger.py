@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from plait_loadtest.values import NO_ERROR, RECORD, Outcome, Records
+from plait_loadtest.values import NO_ERROR, RECORD, Records, RequestOutcome
 from plait_loadtest.wire.check import Judge
-from plait_loadtest.wire.http1 import Connection
+from plait_loadtest.wire.http1 import HttpConnection
 
 _RECENT = 512
-_LARGEST = 2**32 - 1  # of the byte counts
+_MAX = 2**32 - 1  # of the byte counts
 _FIRST_OPEN = 1024
 
 
@@ -27,7 +27,7 @@ class Ledger:
     def __init__(self, judge: Judge, scheduled_ns: Sequence[int]) -> None:
         self.scheduled_ns = array("q", scheduled_ns)
         self.done = 0
-        self.counts = [0] * len(Outcome)
+        self.counts = [0] * len(RequestOutcome)
         self.recent: deque[int] = deque(maxlen=_RECENT)
         self._judge = judge
         self._size = 0
@@ -46,15 +46,15 @@ class Ledger:
             self._grow(max(_FIRST_OPEN, self._size))
         return slot
 
-    def close(self, slot: int, outcome: Outcome, now_ns: int, connection: Connection | None) -> None:
+    def close(self, slot: int, outcome: RequestOutcome, now_ns: int, connection: HttpConnection | None) -> None:
         """The end of a request; ``connection`` None: it never had one."""
         if connection is not None:
             self._sent_ns[slot] = connection.sent_ns
             self._first_byte_ns[slot] = connection.first_byte_ns
             self._status[slot] = connection.head.status
             self._sent_bytes[slot] = len(connection.request)
-            self._received_bytes[slot] = min(connection.received_bytes, _LARGEST)
-            if outcome is Outcome.OK:
+            self._received_bytes[slot] = min(connection.received_bytes, _MAX)
+            if outcome is RequestOutcome.OK:
                 outcome = self._look_closer(slot, connection)
         self._outcome[slot] = outcome
         self._done_ns[slot] = now_ns
@@ -82,19 +82,19 @@ class Ledger:
             records[name] = np.where(times < 0, -1, times - start_ns)
         return records
 
-    def _look_closer(self, slot: int, connection: Connection) -> Outcome:
+    def _look_closer(self, slot: int, connection: HttpConnection) -> RequestOutcome:
         self._first_part_ns[slot] = connection.first_part_ns
         judge = self._judge
         if not judge.keeps_body:
             self._server_ms[slot] = connection.head.server_ms
-            return Outcome.OK
+            return RequestOutcome.OK
         body = connection.body
         self._server_ms[slot] = judge.server_ms(connection.head, body)
         return judge.outcome(body)
 
     def _grow(self, by: int) -> None:
         self._size += by
-        self._outcome.extend([Outcome.INTERRUPTED] * by)
+        self._outcome.extend([RequestOutcome.INTERRUPTED] * by)
         self._status.extend([0] * by)
         for times in (self._sent_ns, self._first_byte_ns, self._first_part_ns, self._done_ns):
             times.extend([-1] * by)

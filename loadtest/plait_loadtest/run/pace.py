@@ -8,16 +8,16 @@ from time import perf_counter_ns
 
 from plait_loadtest.run.clock import Alarm
 from plait_loadtest.run.ledger import Ledger
-from plait_loadtest.run.requests import Requests
-from plait_loadtest.run.share import Share
-from plait_loadtest.values import Outcome
-from plait_loadtest.wire.http1 import Connection
-from plait_loadtest.wire.pool import Job, Pool
+from plait_loadtest.run.messages import Share
+from plait_loadtest.run.requests import RequestFeed
+from plait_loadtest.values import RequestOutcome
+from plait_loadtest.wire.http1 import HttpConnection
+from plait_loadtest.wire.pool import ConnectionPool, SendJob
 
 # The least time between two looks at the schedule: a wake-up costs as much as a request. It grows with the rate, 0.1 us
 # for each request per second of this process, from exact at DLRM's rates per process to 1 ms, a fifth of the lag limit;
 # measured at 2 x 10,000/s on two busy cores: 54, 45, 35 us of CPU a request at 0.2, 0.5, 1 ms.
-_QUANTUM_NS, _LARGEST_QUANTUM_NS, _QUANTUM_NS_PER_RATE = 100_000, 1_000_000, 100
+_QUANTUM_NS, _MAX_QUANTUM_NS, _QUANTUM_NS_PER_RATE = 100_000, 1_000_000, 100
 # Connections for so much of the load are open before it starts. Opening one costs as much as ten requests, so that at
 # 10,000/s per process the first tenth of a second would be late for want of them.
 _AHEAD_S = 0.005
@@ -31,7 +31,7 @@ _PAUSE_S = 0.1
 
 def quantum_ns(due_ns: Sequence[int]) -> int:
     """The least time between two looks at a schedule; see the constants."""
-    return int(min(_LARGEST_QUANTUM_NS, max(_QUANTUM_NS, _QUANTUM_NS_PER_RATE * _mean_rate_per_s(due_ns))))
+    return int(min(_MAX_QUANTUM_NS, max(_QUANTUM_NS, _QUANTUM_NS_PER_RATE * _mean_rate_per_s(due_ns))))
 
 
 def first_connections(due_ns: Sequence[int]) -> int:
@@ -51,7 +51,7 @@ class OpenLoop:
     ``finished`` is set when all have ended. `ended` is the pool's ``on_end``.
     """
 
-    def __init__(self, ledger: Ledger, requests: Requests, cancels: bytes) -> None:
+    def __init__(self, ledger: Ledger, requests: RequestFeed, cancels: bytes) -> None:
         """``cancels``: one byte for each slot, not 0 for requests that are given up on purpose."""
         self.finished = asyncio.Event()
         self.handed = 0  # requests that were due and went to the pool
@@ -60,12 +60,12 @@ class OpenLoop:
         self._cancels = cancels
         self._due_ns = ledger.scheduled_ns
         self._quantum_ns = quantum_ns(self._due_ns)
-        self._pool: Pool | None = None
+        self._pool: ConnectionPool | None = None
         self._loop = asyncio.get_running_loop()
         self._alarm = Alarm(self._loop, self._send_due)
         self._is_building = False
 
-    def start(self, pool: Pool) -> None:
+    def start(self, pool: ConnectionPool) -> None:
         """From now on it sends what is due."""
         self._pool = pool
         if self._due_ns:
@@ -77,7 +77,7 @@ class OpenLoop:
         """Sends nothing more. Idempotent."""
         self._alarm.close()
 
-    def ended(self, slot: int, outcome: Outcome, now_ns: int, connection: Connection | None) -> None:
+    def ended(self, slot: int, outcome: RequestOutcome, now_ns: int, connection: HttpConnection | None) -> None:
         """Records an end."""
         self._ledger.close(slot, outcome, now_ns, connection)
         if self._ledger.done == len(self._due_ns):
@@ -88,7 +88,7 @@ class OpenLoop:
         due_ns, slot, now_ns = self._due_ns, self.handed, perf_counter_ns()
         stop = min(len(due_ns), slot + _BURST)
         while slot < stop and due_ns[slot] <= now_ns:
-            self._pool.submit(Job(slot, self._requests.next(), self._cancels[slot] != 0))
+            self._pool.submit(SendJob(slot, self._requests.next(), self._cancels[slot] != 0))
             slot += 1
         self.handed = slot
         if slot == len(due_ns):
@@ -113,7 +113,7 @@ class OpenLoop:
 class ClosedLoop:
     """A share's callers: each asks, waits for the reply, and asks again, until the time is over or all have asked."""
 
-    def __init__(self, ledger: Ledger, requests: Requests, share: Share, *, start_ns: int) -> None:
+    def __init__(self, ledger: Ledger, requests: RequestFeed, share: Share, *, start_ns: int) -> None:
         self.finished = asyncio.Event()
         self.handed = 0
         self._ledger = ledger
@@ -123,12 +123,12 @@ class ClosedLoop:
         self._measured_ns = start_ns + int(share.scenario.warm_up_s * 1e9)
         self._until_ns = self._measured_ns + int(share.duration_s * 1e9)
         self._left = share.count
-        self._pool: Pool | None = None
+        self._pool: ConnectionPool | None = None
         self._loop = asyncio.get_running_loop()
         self._alarm = Alarm(self._loop, self._start_all)
         self._is_stopped = False
 
-    def start(self, pool: Pool) -> None:
+    def start(self, pool: ConnectionPool) -> None:
         """All callers ask when it is time."""
         self._pool = pool
         self._alarm.set(self._start_ns)
@@ -138,7 +138,7 @@ class ClosedLoop:
         self._is_stopped = True
         self._alarm.close()
 
-    def ended(self, slot: int, outcome: Outcome, now_ns: int, connection: Connection | None) -> None:
+    def ended(self, slot: int, outcome: RequestOutcome, now_ns: int, connection: HttpConnection | None) -> None:
         """Records an end and asks again."""
         self._ledger.close(slot, outcome, now_ns, connection)
         if connection is None:
@@ -162,4 +162,4 @@ class ClosedLoop:
         self.handed += 1
         if self._left is not None and now_ns >= self._measured_ns:
             self._left -= 1
-        self._pool.submit(Job(self._ledger.open(now_ns), self._requests.next()))
+        self._pool.submit(SendJob(self._ledger.open(now_ns), self._requests.next()))

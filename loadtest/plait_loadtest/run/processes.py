@@ -31,7 +31,7 @@ def fresh_processes() -> ForkServerContext | SpawnContext:
     return context
 
 
-def start_deaf(process: BaseProcess) -> None:
+def start_ignoring_sigint(process: BaseProcess) -> None:
     """Starts it with SIGINT ignored from its first instruction on, imports included."""
     if threading.current_thread() is not threading.main_thread():
         process.start()  # only the main thread may change what signals do; the process itself ignores it a bit later

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from plait_loadtest.values import Mix, Prepared
-from plait_loadtest.wire.dial import Writer
+from plait_loadtest.values import Mix, PreparedRequest
+from plait_loadtest.wire.dial import RequestWriter
 
 BUDGET_BYTES = 256 << 20
 """Of all processes together: a minute of image requests with control images at 50/s, or an hour of small ones."""
@@ -17,10 +17,10 @@ BUDGET_BYTES = 256 << 20
 _SLOT_BYTES = 64  # of a request that shares its bytes with the one before it
 
 
-class Requests:
+class RequestFeed:
     """Hands out the bytes of requests in order of their slots."""
 
-    def __init__(self, mix: Mix, writer: Writer, indices: Iterator[int], *, budget_bytes: int) -> None:
+    def __init__(self, mix: Mix, writer: RequestWriter, indices: Iterator[int], *, budget_bytes: int) -> None:
         self._mix = mix
         self._writer = writer
         self._indices = indices
@@ -28,7 +28,7 @@ class Requests:
         self._ready: deque[bytes] = deque()
         self._ready_bytes = 0
         self._is_complete = False
-        self._last: tuple[Prepared, bytes] | None = None
+        self._last: tuple[PreparedRequest, bytes] | None = None
 
     def next(self) -> bytes:
         """The next request; built now if it is not ready. Raises StopIteration after the last."""

@@ -20,13 +20,13 @@ import uvloop
 
 from plait_loadtest.errors import LoadtestError
 from plait_loadtest.run.ledger import Ledger
+from plait_loadtest.run.messages import Share, WorkerProgress, WorkerResult
 from plait_loadtest.run.pace import ClosedLoop, OpenLoop, first_connections
-from plait_loadtest.run.requests import BUDGET_BYTES, Requests
-from plait_loadtest.run.share import Left, Share, Told
-from plait_loadtest.values import Outcome
+from plait_loadtest.run.requests import BUDGET_BYTES, RequestFeed
+from plait_loadtest.values import RequestOutcome
 from plait_loadtest.wire.check import judge_of
-from plait_loadtest.wire.dial import Dialler, Writer, place_of
-from plait_loadtest.wire.pool import Pool, Rules
+from plait_loadtest.wire.dial import Dialler, RequestWriter, place_of
+from plait_loadtest.wire.pool import ConnectionPool, Rules
 
 READY, STOP = "ready", "stop"
 """Words on the pipe: "ready" from the worker; then an int (the start, perf_counter_ns) and maybe "stop" to it."""
@@ -54,9 +54,9 @@ class Worker:
         self._place = place_of(share.scenario.target.url)
         self._judge = judge_of(share.scenario)
         indices = iter(range(share.rank, share.rank + len(share.scheduled_ns) * share.processes, share.processes))
-        self._requests = Requests(
+        self._requests = RequestFeed(
             share.mix,
-            Writer(self._place, share.scenario.target.headers),
+            RequestWriter(self._place, share.scenario.target.headers),
             indices if share.callers == 0 else count(share.rank, share.processes),
             budget_bytes=BUDGET_BYTES // share.processes,
         )
@@ -89,7 +89,7 @@ class Worker:
             pace = ClosedLoop(ledger, self._requests, share, start_ns=start_ns)
         else:
             pace = OpenLoop(ledger, self._requests, share.cancelled.tobytes())
-        pool = Pool(Dialler(self._place, share.scenario.target).dial, self._rules(), pace.ended)
+        pool = ConnectionPool(Dialler(self._place, share.scenario.target).dial, self._rules(), pace.ended)
         broken: list[str] = []
 
         def on_bug(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -107,7 +107,7 @@ class Worker:
             raise RuntimeError(broken[0])  # our own mistake: better no numbers than wrong ones
         return ledger, pool.reconnects
 
-    async def _until_over(self, pace: OpenLoop | ClosedLoop, pool: Pool, ledger: Ledger, end_ns: int) -> None:
+    async def _until_over(self, pace: OpenLoop | ClosedLoop, pool: ConnectionPool, ledger: Ledger, end_ns: int) -> None:
         """Until all ended, the drain time is over, or the coordinator says stop; tells how far it is in between."""
         while not pace.finished.is_set() and not self._pipe.poll(0):
             left_s = (end_ns - time.perf_counter_ns()) / 1e9
@@ -117,13 +117,13 @@ class Worker:
                 await asyncio.wait_for(pace.finished.wait(), min(_TELL_S, left_s))
             self._tell(pace, pool, ledger)
 
-    def _tell(self, pace: OpenLoop | ClosedLoop, pool: Pool, ledger: Ledger) -> None:
+    def _tell(self, pace: OpenLoop | ClosedLoop, pool: ConnectionPool, ledger: Ledger) -> None:
         recent_ns = tuple(ledger.recent)
         ledger.recent.clear()
-        told = Told(
+        told = WorkerProgress(
             handed=pace.handed,
             done=ledger.done,
-            ok=ledger.counts[Outcome.OK],
+            ok=ledger.counts[RequestOutcome.OK],
             errors=ledger.errors,
             in_flight=pool.in_flight,
             waiting=pool.waiting,
@@ -148,14 +148,14 @@ class Worker:
             limit_bytes=scenario.limits.response_bytes,
         )
 
-    def _left(self, ledger: Ledger, start_ns: int, cpu_s: float, reconnects: int) -> Left:
+    def _left(self, ledger: Ledger, start_ns: int, cpu_s: float, reconnects: int) -> WorkerResult:
         share = self._share
         requests = len(ledger.scheduled_ns)
         kinds = [share.mix.kind(share.rank + slot * share.processes) for slot in range(requests)]
         records = ledger.records(
             rank=share.rank, processes=share.processes, start_ns=start_ns, kinds=kinds, warm_up=share.warm_up
         )
-        return Left(records=records.tobytes(), cpu_s=cpu_s, reconnects=reconnects)
+        return WorkerResult(records=records.tobytes(), cpu_s=cpu_s, reconnects=reconnects)
 
 
 def _raise_file_limit() -> None:

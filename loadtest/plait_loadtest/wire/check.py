@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from plait_loadtest.scenario import Check, Scenario
-from plait_loadtest.values import Outcome
+from plait_loadtest.scenario import ResponseCheck, Scenario
+from plait_loadtest.values import RequestOutcome
 from plait_loadtest.wire.framing import Head
 
 # What every answer of these APIs has: OpenAI Images, Open Inference Protocol v2 (also with binary tensors).
@@ -30,11 +30,11 @@ class Judge:
     accepts: Callable[[bytes], bool]
     is_images: bool
 
-    def outcome(self, body: bytes) -> Outcome:
+    def outcome(self, body: bytes) -> RequestOutcome:
         """Of a response with a good status: OK or CHECK. A stream of pictures that ends in an error event failed."""
         if self.is_images and (_ERROR_EVENT in body or body.startswith(_ERROR_EVENT[1:])):
-            return Outcome.CHECK
-        return Outcome.OK if not self.keeps_body or self.accepts(body) else Outcome.CHECK
+            return RequestOutcome.CHECK
+        return RequestOutcome.OK if not self.keeps_body or self.accepts(body) else RequestOutcome.CHECK
 
     def server_ms(self, head: Head, body: bytes) -> float:
         """Milliseconds that the server says it took, nan if it does not; the body's word goes before the header's."""
@@ -45,7 +45,7 @@ class Judge:
 def judge_of(scenario: Scenario) -> Judge:
     """The scenario's check; if it has none, what its API always answers. ``raw`` has no check of its own."""
     check, api = scenario.target.check, scenario.target.api
-    is_default = check == Check()
+    is_default = check == ResponseCheck()
     if is_default and api == "raw":
         return Judge(keeps_body=False, accepts=lambda _: True, is_images=False)
     if is_default:
@@ -63,7 +63,7 @@ class _Marked:
 
 @dataclass(frozen=True, slots=True)
 class _Checked:
-    check: Check
+    check: ResponseCheck
 
     def __call__(self, body: bytes) -> bool:
         check = self.check

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from urllib.parse import quote, urlsplit
 
 from plait_loadtest.errors import ScenarioError
-from plait_loadtest.scenario import Target
-from plait_loadtest.values import Outcome, Prepared
+from plait_loadtest.scenario import LoadTarget
+from plait_loadtest.values import PreparedRequest, RequestOutcome
 
 _DEFAULT_HEADERS = (("accept", "*/*"), ("user-agent", "plait-loadtest"))
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
@@ -47,14 +47,14 @@ def place_of(url: str) -> Place:
     )
 
 
-class Writer:
+class RequestWriter:
     """Prepared requests as bytes for one server. The scenario's headers win over a request's own."""
 
     def __init__(self, place: Place, headers: Mapping[str, str]) -> None:
         self._place = place
         self._headers = {name.lower(): value for name, value in headers.items()}
 
-    def bytes_of(self, prepared: Prepared) -> bytes:
+    def bytes_of(self, prepared: PreparedRequest) -> bytes:
         """The whole request. Raises `ScenarioError` if a header holds a line end or leaves Latin-1."""
         host = {"host": self._place.authority, **dict(_DEFAULT_HEADERS)}
         fields = {**host, **{name.lower(): value for name, value in prepared.headers}, **self._headers}
@@ -76,24 +76,24 @@ class Writer:
 class Dialler:
     """Opens connections to one place. A name is looked up until it is found once; then its addresses are kept."""
 
-    def __init__(self, place: Place, target: Target) -> None:
+    def __init__(self, place: Place, target: LoadTarget) -> None:
         self._place = place
         self._timeout_s = target.connect_timeout_s
         self._tls = _tls(verify=target.verify_tls) if place.uses_tls else None
         self._addresses: list[str] = []
         self._lookup: asyncio.Task[list[str]] | None = None
 
-    async def dial(self, factory: Callable[[], asyncio.Protocol]) -> asyncio.Protocol | Outcome:
+    async def dial(self, factory: Callable[[], asyncio.Protocol]) -> asyncio.Protocol | RequestOutcome:
         """An open connection (TLS included), or why there is none: DNS or CONNECT, also when it took too long."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await self._dial(factory)
         except (socket.gaierror, UnicodeError):  # the second: what no name can be
-            return Outcome.DNS
+            return RequestOutcome.DNS
         except TimeoutError:
-            return Outcome.CONNECT if self._addresses else Outcome.DNS
+            return RequestOutcome.CONNECT if self._addresses else RequestOutcome.DNS
         except OSError:  # TLS errors are among them
-            return Outcome.CONNECT
+            return RequestOutcome.CONNECT
 
     async def _dial(self, factory: Callable[[], asyncio.Protocol]) -> asyncio.Protocol:
         if not self._addresses:

@@ -79,7 +79,7 @@ def _length(value: bytes | None) -> int:
     return int(value)
 
 
-class Fed(NamedTuple):
+class FeedResult(NamedTuple):
     """What a piece of input was: payload, whether the body is complete, and bytes that came after its end."""
 
     payload: bytes
@@ -90,7 +90,7 @@ class Fed(NamedTuple):
 class Framing(Protocol):
     """Finds the end of one body."""
 
-    def feed(self, data: bytes) -> Fed:
+    def feed(self, data: bytes) -> FeedResult:
         """Takes the next bytes. Raises ValueError if they can not be part of a body."""
 
     def end(self) -> bool:
@@ -103,11 +103,11 @@ class Length:
     def __init__(self, length: int) -> None:
         self._left = length
 
-    def feed(self, data: bytes) -> Fed:
+    def feed(self, data: bytes) -> FeedResult:
         """See `Framing.feed`."""
         payload, extra = data[: self._left], data[self._left :]
         self._left -= len(payload)
-        return Fed(payload, self._left == 0, extra)
+        return FeedResult(payload, self._left == 0, extra)
 
     def end(self) -> bool:
         """See `Framing.end`."""
@@ -117,9 +117,9 @@ class Length:
 class UntilClose:
     """A body that ends with the connection."""
 
-    def feed(self, data: bytes) -> Fed:
+    def feed(self, data: bytes) -> FeedResult:
         """See `Framing.feed`."""
-        return Fed(data, False, b"")
+        return FeedResult(data, False, b"")
 
     def end(self) -> bool:
         """See `Framing.end`."""
@@ -135,7 +135,7 @@ class Chunked:
         self._line_end = b""  # what must still come after it
         self._in_trailers = False
 
-    def feed(self, data: bytes) -> Fed:
+    def feed(self, data: bytes) -> FeedResult:
         """See `Framing.feed`."""
         payload: list[bytes] = []
         while data:
@@ -151,8 +151,8 @@ class Chunked:
                 if line is not None and not self._in_trailers:
                     self._open(line)
                 elif line == b"":
-                    return Fed(b"".join(payload), True, data)
-        return Fed(b"".join(payload), False, b"")
+                    return FeedResult(b"".join(payload), True, data)
+        return FeedResult(b"".join(payload), False, b"")
 
     def end(self) -> bool:
         """See `Framing.end`."""

@@ -1,4 +1,4 @@
-"""One HTTP/1.1 client connection: one request at a time, every end an `Outcome`, never an exception.
+"""One HTTP/1.1 client connection: one request at a time, every end an `RequestOutcome`, never an exception.
 
 Written for little CPU: requests come as finished bytes and go out in one write; a response that arrives in one piece
 costs one search, one look-up of its head and two calls. Times are absolute, of ``time.perf_counter_ns`` (on Linux
@@ -11,11 +11,11 @@ import asyncio
 from time import perf_counter_ns
 from typing import Protocol, cast
 
-from plait_loadtest.values import Outcome
+from plait_loadtest.values import RequestOutcome
 from plait_loadtest.wire.framing import HEAD_LIMIT_BYTES, Framing, Head, framing_of, parse_head
 
 IDLE = -1
-_OUTCOMES = {2: Outcome.OK, 4: Outcome.HTTP_4XX, 5: Outcome.HTTP_5XX}
+_OUTCOMES = {2: RequestOutcome.OK, 4: RequestOutcome.HTTP_4XX, 5: RequestOutcome.HTTP_5XX}
 _BLANK_LINE = b"\r\n\r\n"
 _EVENT = b"\ndata:"
 _LARGE_BYTES = 64 << 10
@@ -25,14 +25,14 @@ _NO_HEAD = Head(status=0, length=-1, chunked=False, keep_alive=False, is_event_s
 class Owner(Protocol):
     """Who hears of a connection."""
 
-    def ended(self, connection: Connection, slot: int, outcome: Outcome, now_ns: int) -> None:
-        """Request ``slot`` ended. Facts stay on the connection until its next `Connection.send`."""
+    def ended(self, connection: HttpConnection, slot: int, outcome: RequestOutcome, now_ns: int) -> None:
+        """Request ``slot`` ended. Facts stay on the connection until its next `HttpConnection.send`."""
 
-    def lost(self, connection: Connection) -> None:
+    def lost(self, connection: HttpConnection) -> None:
         """The connection closed while it was idle."""
 
 
-class Connection(asyncio.Protocol):
+class HttpConnection(asyncio.Protocol):
     """Facts of the last request: ``sent_ns``, ``first_byte_ns``, ``first_part_ns`` (-1: never), ``head``, ``body`` (if
     ``keeps_body``), ``received_bytes`` (of the whole response), ``is_reusable`` once it ended. ``slot`` is the request
     under way, or `IDLE`; ``is_kept`` is the owner's: the connection was there before its request.
@@ -102,7 +102,7 @@ class Connection(asyncio.Protocol):
         self.sent_ns = perf_counter_ns()
         self._transport.write(request)
 
-    def give_up(self, outcome: Outcome, now_ns: int) -> None:
+    def give_up(self, outcome: RequestOutcome, now_ns: int) -> None:
         """Ends the request on purpose; the connection is of no more use."""
         self._end(outcome, now_ns, is_reusable=False)
 
@@ -128,7 +128,7 @@ class Connection(asyncio.Protocol):
             else:
                 self._take_head(data, now_ns)
         except ValueError:
-            self._end(Outcome.GARBLED, now_ns, is_reusable=False)
+            self._end(RequestOutcome.GARBLED, now_ns, is_reusable=False)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         """Part of asyncio.Protocol; also what an end of file from the server leads to."""
@@ -142,10 +142,10 @@ class Connection(asyncio.Protocol):
         if self._framing is not None and self._framing.end():
             self._complete(now_ns, is_reusable=False)
         elif self.first_byte_ns < 0:
-            self._end(Outcome.RESET, now_ns, is_reusable=False)
+            self._end(RequestOutcome.RESET, now_ns, is_reusable=False)
         else:
             is_http = self._framing is not None or b"HTTP/1."[: len(self._buffer)] == self._buffer[:7]
-            self._end(Outcome.TRUNCATED if is_http else Outcome.GARBLED, now_ns, is_reusable=False)
+            self._end(RequestOutcome.TRUNCATED if is_http else RequestOutcome.GARBLED, now_ns, is_reusable=False)
 
     def _take_head(self, data: bytes, now_ns: int) -> None:
         if self._buffer:
@@ -191,13 +191,13 @@ class Connection(asyncio.Protocol):
         self._events_tail = text[1 - len(_EVENT) :]
 
     def _complete(self, now_ns: int, *, is_reusable: bool) -> None:
-        outcome = _OUTCOMES.get(self.head.status // 100, Outcome.HTTP_OTHER)
+        outcome = _OUTCOMES.get(self.head.status // 100, RequestOutcome.HTTP_OTHER)
         if len(self.request) > _LARGE_BYTES and self._transport is not None:
             # The server may have answered before it took all: what is left would precede the next request.
             is_reusable = is_reusable and self._transport.get_write_buffer_size() == 0
         self._end(outcome, now_ns, is_reusable=is_reusable)
 
-    def _end(self, outcome: Outcome, now_ns: int, *, is_reusable: bool) -> None:
+    def _end(self, outcome: RequestOutcome, now_ns: int, *, is_reusable: bool) -> None:
         self.is_reusable = is_reusable
         slot, self.slot = self.slot, IDLE
         self._owner.ended(self, slot, outcome, now_ns)

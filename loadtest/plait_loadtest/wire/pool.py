@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import NamedTuple
 
-from plait_loadtest.values import Outcome
-from plait_loadtest.wire.http1 import Connection
+from plait_loadtest.values import RequestOutcome
+from plait_loadtest.wire.http1 import HttpConnection
 
 STALE_S = 1.0
 """A round trip, generously: a server that closes later had the request and gave up on it."""
 
 
-class Job(NamedTuple):
+class SendJob(NamedTuple):
     """A request for the pool. ``cancels``: given up some time after it was sent."""
 
     slot: int
@@ -44,14 +44,14 @@ class Rules:
     limit_bytes: int
 
 
-Dial = Callable[[Callable[[], asyncio.Protocol]], Awaitable[asyncio.Protocol | Outcome]]
+Dial = Callable[[Callable[[], asyncio.Protocol]], Awaitable[asyncio.Protocol | RequestOutcome]]
 """Opens a connection, or says why there is none; raises nothing."""
 
-OnEnd = Callable[[int, Outcome, int, Connection | None], None]
+OnEnd = Callable[[int, RequestOutcome, int, HttpConnection | None], None]
 """``(slot, outcome, now_ns, connection)``; None: it never got a connection. The facts are on the connection."""
 
 
-class Pool:
+class ConnectionPool:
     """Implements `http1.Owner`. Must live on one running loop."""
 
     def __init__(self, dial: Dial, rules: Rules, on_end: OnEnd) -> None:
@@ -61,12 +61,12 @@ class Pool:
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         self._timeout_ns = int(rules.timeout_s * 1e9)
-        self._idle: list[Connection] = []
-        self._in_flight: dict[Connection, Job] = {}  # oldest first
-        self._waiting: deque[Job] = deque()
+        self._idle: list[HttpConnection] = []
+        self._in_flight: dict[HttpConnection, SendJob] = {}  # oldest first
+        self._waiting: deque[SendJob] = deque()
         self._open = 0  # connections, those being opened included
         self._opening = 0  # for whoever waits longest
-        self._dials: dict[asyncio.Task[None], Job | None] = {}
+        self._dials: dict[asyncio.Task[None], SendJob | None] = {}
         self._watch: asyncio.TimerHandle | None = None
         self._is_closed = False
 
@@ -80,7 +80,7 @@ class Pool:
         """Requests without a connection."""
         return len(self._waiting)
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: SendJob) -> None:
         """Sends it now if there is room, else as soon as there is. Its end is told, never before this returns."""
         if self._idle:
             self._send(self._idle.pop(), job)
@@ -105,20 +105,22 @@ class Pool:
             if job is not None:
                 self._waiting.appendleft(job)
         for place, job in enumerate(self._waiting):
-            self._on_end(job.slot, Outcome.INTERRUPTED if place < opening else Outcome.NOT_SENT, now_ns, None)
+            self._on_end(
+                job.slot, RequestOutcome.INTERRUPTED if place < opening else RequestOutcome.NOT_SENT, now_ns, None
+            )
         self._waiting.clear()
         for connection in list(self._in_flight):
-            connection.give_up(Outcome.INTERRUPTED, now_ns)
+            connection.give_up(RequestOutcome.INTERRUPTED, now_ns)
         for connection in self._idle:
             connection.close()
         self._idle.clear()
 
     # ---- told by connections
 
-    def ended(self, connection: Connection, slot: int, outcome: Outcome, now_ns: int) -> None:
+    def ended(self, connection: HttpConnection, slot: int, outcome: RequestOutcome, now_ns: int) -> None:
         """See `http1.Owner.ended`."""
         job = self._in_flight.pop(connection)
-        if outcome is Outcome.RESET and self._was_stale(connection, now_ns):
+        if outcome is RequestOutcome.RESET and self._was_stale(connection, now_ns):
             self.reconnects += 1
             self._start_dial(job)  # in the place of the one that closed
             return
@@ -132,23 +134,23 @@ class Pool:
         else:
             self._idle.append(connection)
 
-    def lost(self, connection: Connection) -> None:
+    def lost(self, connection: HttpConnection) -> None:
         """See `http1.Owner.lost`."""
         if connection in self._idle:
             self._idle.remove(connection)
             self._open -= 1
 
-    def _was_stale(self, connection: Connection, now_ns: int) -> bool:
+    def _was_stale(self, connection: HttpConnection, now_ns: int) -> bool:
         return connection.is_kept and now_ns - connection.sent_ns < STALE_S * 1e9 and not self._is_closed
 
-    def _drop(self, connection: Connection) -> None:
+    def _drop(self, connection: HttpConnection) -> None:
         connection.close()
         self._open -= 1
         self._grow()
 
     # ---- sending
 
-    def _send(self, connection: Connection, job: Job) -> None:
+    def _send(self, connection: HttpConnection, job: SendJob) -> None:
         self._in_flight[connection] = job
         connection.send(job.slot, job.request)
         if job.cancels:
@@ -156,9 +158,9 @@ class Pool:
         if self._watch is None:
             self._watch = self._loop.call_later(self._rules.timeout_s, self._give_up_old)
 
-    def _cancel(self, connection: Connection, slot: int) -> None:
+    def _cancel(self, connection: HttpConnection, slot: int) -> None:
         if connection.slot == slot:
-            connection.give_up(Outcome.CANCELLED, perf_counter_ns())
+            connection.give_up(RequestOutcome.CANCELLED, perf_counter_ns())
 
     def _give_up_old(self) -> None:
         """All have the same time, so only the oldest is watched: no timer per request."""
@@ -171,7 +173,7 @@ class Pool:
                 # The loop counts in whole milliseconds and may be a little early.
                 self._watch = self._loop.call_later(left_ns / 1e9 + 0.001, self._give_up_old)
                 return
-            oldest.give_up(Outcome.TIMEOUT, now_ns)
+            oldest.give_up(RequestOutcome.TIMEOUT, now_ns)
 
     # ---- opening
 
@@ -185,7 +187,7 @@ class Pool:
         self._opening += 1
         self._start_dial(None)
 
-    def _start_dial(self, job: Job | None) -> None:
+    def _start_dial(self, job: SendJob | None) -> None:
         """``job`` None: the connection goes to whoever waits longest when it is open."""
         task = self._loop.create_task(self._open_one(job))
         self._dials[task] = job
@@ -196,23 +198,23 @@ class Pool:
         if not task.cancelled():
             task.result()  # raises what should never be, for the loop's exception handler
 
-    async def _open_one(self, job: Job | None) -> None:
+    async def _open_one(self, job: SendJob | None) -> None:
         opened = await self._dial(self._connection)
         if job is None:
             self._opening -= 1
             job = self._waiting.popleft() if self._waiting else None
-        if isinstance(opened, Connection):
+        if isinstance(opened, HttpConnection):
             if job is not None:
                 self._send(opened, job)
             else:
                 opened.is_kept = True
                 self._idle.append(opened)
             return
-        assert isinstance(opened, Outcome)
+        assert isinstance(opened, RequestOutcome)
         self._open -= 1
         if job is not None:
             self._on_end(job.slot, opened, perf_counter_ns(), None)
         self._grow()
 
-    def _connection(self) -> Connection:
-        return Connection(self, keeps_body=self._rules.keeps_body, limit_bytes=self._rules.limit_bytes)
+    def _connection(self) -> HttpConnection:
+        return HttpConnection(self, keeps_body=self._rules.keeps_body, limit_bytes=self._rules.limit_bytes)

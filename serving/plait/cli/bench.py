@@ -35,12 +35,12 @@ def bench(
 ) -> None:
     """Measures plait and its peers in turn; data on stdout, progress on stderr."""
     from plait_bench.errors import BenchError
-    from plait_bench.job import NAMES, Job, measure, rounds_of, text_table
+    from plait_bench.job import NAMES, BenchJob, measure, rounds_of, text_table
 
     if name not in NAMES:
         print(f"plait bench: there is no benchmark {name!r}; there is: {', '.join(NAMES)}", file=sys.stderr)
         raise typer.Exit(2)
-    job = Job(
+    job = BenchJob(
         name=name,
         rounds=rounds or rounds_of(name, quick=quick),
         models=models,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)
 
 
-class Target(StrEnum):
+class RenderTarget(StrEnum):
     """What can be rendered."""
 
     SERVE = "serve"
@@ -28,7 +28,7 @@ def deploy() -> None:
 @app.command()
 def render(
     config: Annotated[Path | None, typer.Argument(help="plait.yaml; without one the defaults")] = None,
-    target: Annotated[Target, typer.Option(help="serve: a Ray Serve config file")] = Target.SERVE,  # noqa: ARG001
+    target: Annotated[RenderTarget, typer.Option(help="serve: a Ray Serve config file")] = RenderTarget.SERVE,  # noqa: ARG001
     settings: Annotated[list[str] | None, typer.Option("--set", help="path=value")] = None,
 ) -> None:
     """Prints the Serve YAML; `serve deploy FILE` runs it on the Ray that it is sent to."""

@@ -19,7 +19,7 @@ def doctor(
     import json
     from dataclasses import asdict
 
-    from plait.doctor import Verdict, examine
+    from plait.doctor import CheckStatus, examine
     from plait_serving.images.config import STARTER_FOLDER
 
     findings = examine(os.environ, host="127.0.0.1", port=port, starter=STARTER_FOLDER)
@@ -28,4 +28,4 @@ def doctor(
     else:
         for finding in findings:
             print(f"{finding.verdict:<4}  {finding.name:<9} {finding.detail}")
-    raise typer.Exit(1 if any(finding.verdict is Verdict.FAIL for finding in findings) else 0)
+    raise typer.Exit(1 if any(finding.verdict is CheckStatus.FAIL for finding in findings) else 0)

@@ -19,7 +19,7 @@ class RowFormat(StrEnum):
     INT8 = "int8"
 
 
-class Cutter(StrEnum):
+class CutterName(StrEnum):
     """How the cut is chosen."""
 
     MINCUT = "mincut"
@@ -46,7 +46,7 @@ def package_model(
     version: Annotated[str, typer.Option(help="the model's version")] = "1",
     row_format: Annotated[RowFormat, typer.Option(help="how rows of tables are stored")] = RowFormat.FLOAT32,
     candidates: Annotated[int, typer.Option(min=1, max=10_000, help="the request that the cut is made for")] = 64,
-    cutter: Annotated[Cutter, typer.Option(help="the exact minimum, or Prism's colouring")] = Cutter.MINCUT,
+    cutter: Annotated[CutterName, typer.Option(help="the exact minimum, or Prism's colouring")] = CutterName.MINCUT,
     bag: Bags = None,
     tile: Annotated[bool, typer.Option("--tile/--no-tile", help="compute the user's side once per request")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="print package.json")] = False,
@@ -57,11 +57,11 @@ def package_model(
     """
     from plait.offline.packaging import make, package
     from plait_disagg.package.manifest import MANIFEST
-    from plait_disagg.package.write import Options
+    from plait_disagg.package.write import PackageOptions
 
     print(f"making {target} ...", file=sys.stderr, flush=True)
     made = make(target)
-    options = Options(
+    options = PackageOptions(
         version=version,
         row_format=row_format.value,
         cutter=cutter.value,
@@ -80,23 +80,23 @@ def cut_model(
         str, typer.Argument(help="a packaged model's folder, or a configuration: rm1, rm2, criteo-kaggle, ...")
     ],
     *,
-    cutter: Annotated[Cutter | None, typer.Option(help="cut it again; as it was packaged if left out")] = None,
+    cutter: Annotated[CutterName | None, typer.Option(help="cut it again; as it was packaged if left out")] = None,
     candidates: Annotated[int, typer.Option(min=1, max=10_000, help="the request that the cut is made for")] = 64,
     bag: Bags = None,
     svg: Annotated[Path | None, typer.Option(help="draw it into this file")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Shows where a model is cut: what runs on which side, what crosses, bytes per request."""
-    from plait.offline.cutting import SHOWN, Question, look
-    from plait_disagg.graph.draw import cut_svg
+    from plait.offline.cutting import SHOWN, CutQuestion, inspect_cut
+    from plait_disagg.graph.svg import cut_svg
 
-    question = Question(
+    question = CutQuestion(
         model=model,
         cutter=None if cutter is None else cutter.value,
         candidates=candidates,
         ids_per_bag=_bags(bag),
     )
-    cut = look(question)
+    cut = inspect_cut(question)
     if svg is not None:
         _write(svg, cut_svg(cut.report, title=cut.title, candidates=SHOWN))
         print(f"drawn into {svg}", file=sys.stderr)

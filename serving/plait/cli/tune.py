@@ -40,7 +40,7 @@ def run_command(
     as_json: AsJson = False,
 ) -> None:
     """Runs a job, or goes on with one that was stopped or killed; a second one beside it helps."""
-    from plait.tuning.job.work import run
+    from plait.tuning.job.local_run import run
 
     state, folder = run(job, folder=out, live=live)
     print(_document(state) if as_json else _answer(state))
@@ -51,8 +51,8 @@ def run_command(
 @app.command("status")
 def status_command(job: Job, *, as_json: AsJson = False) -> None:
     """Says how far a job is: every measurement, the best so far, what is left."""
+    from plait.tuning.job.local_run import open_state
     from plait.tuning.job.progress import headline, row_line
-    from plait.tuning.job.work import open_state
 
     state, _ = open_state(job)
     if as_json:
@@ -69,7 +69,7 @@ def status_command(job: Job, *, as_json: AsJson = False) -> None:
 @app.command("best")
 def best_command(job: Job, *, as_json: AsJson = False) -> None:
     """Prints the recommended knobs, or the best so far; exit code 99 if nothing keeps the limits."""
-    from plait.tuning.job.work import open_state
+    from plait.tuning.job.local_run import open_state
 
     state, _ = open_state(job)
     config = _best(state)
@@ -96,7 +96,7 @@ def apply_command(
     """Writes the recommended knobs into a plait.yaml, comments kept, or gives them to a running server."""
     from plait.errors import PlaitError
     from plait.tuning.job.applying import apply_to_file, apply_to_server
-    from plait.tuning.job.work import open_state
+    from plait.tuning.job.local_run import open_state
 
     state, _ = open_state(job)
     chosen = state.recommendation.config if state.recommendation is not None else None
@@ -119,7 +119,7 @@ def report_command(
     job: Job, out: Annotated[Path | None, typer.Option(help="file (default: report.html in the job's folder)")] = None
 ) -> None:
     """Writes the report of a job, finished or not: one HTML file that opens offline. Prints its path."""
-    from plait.tuning.job.work import open_state, write_report
+    from plait.tuning.job.local_run import open_state, write_report
 
     _, store = open_state(job)
     path = out or store.folder / "report.html"
@@ -132,7 +132,7 @@ def compare_command(
     jobs: Annotated[list[Path], typer.Argument(help="two jobs or more: folders or files")], *, as_json: AsJson = False
 ) -> None:
     """Shows jobs side by side: what each found, how sure, for how many trials."""
-    from plait.tuning.job.work import open_state
+    from plait.tuning.job.local_run import open_state
     from plait_autoconfig.report.compare import compare, comparison_text, comparison_to_json
 
     if len(jobs) < 2:

@@ -16,7 +16,7 @@ MODEL = "picks"
 BEST = 5
 
 
-class AsksToRank(Protocol):
+class PostsRanking(Protocol):
     """Sends a body to ``/v1/recommend`` and returns the answer's JSON."""
 
     def __call__(self, body: Mapping[str, Any], /) -> Mapping[str, Any]:
@@ -34,8 +34,8 @@ class Person:
 
     def features(self) -> dict[str, Any]:
         """In the model's words: ids. Nothing has been seen yet, so only the likes tell the taste."""
-        from plait_serving.starter.recommend.catalog import GENRES
-        from plait_serving.starter.recommend.generate import AGE_BANDS, DAYPARTS
+        from plait_serving.starter.ranking.catalog import GENRES
+        from plait_serving.starter.ranking.generate import AGE_BANDS, DAYPARTS
 
         return {
             "age_band": AGE_BANDS.index(self.age),
@@ -51,7 +51,7 @@ PEOPLE = (
 )
 
 
-def rank_for_everybody(ask: AsksToRank, *, say: Callable[[str], None]) -> list[Mapping[str, Any]]:
+def rank_for_everybody(ask: PostsRanking, *, say: Callable[[str], None]) -> list[Mapping[str, Any]]:
     """Asks for each person's best of all films, and says which and how long it took. Returns the answers."""
     answers = []
     for person in PEOPLE:

@@ -29,7 +29,7 @@ _STOP_TIMEOUT_S = 60.0
 _THUMBNAIL_PX, _CAPTION_PX, _GAP_PX = 192, 34, 8
 
 
-class Asks(Protocol):
+class PostsImages(Protocol):
     """Sends a body to the image API and returns the answer's JSON."""
 
     def __call__(self, body: Mapping[str, Any], /) -> Mapping[str, Any]:
@@ -48,7 +48,7 @@ class Scene:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Picture:
+class DemoImage:
     """A picture that was made. Times in seconds: of the whole request as the client saw it, and the server's parts."""
 
     scene: Scene
@@ -79,7 +79,7 @@ def run(out: Path, *, say: Callable[[str], None]) -> Path:
     started_s = time.monotonic()
     with own_server() as url:
         say(f"server ready at {url} after {time.monotonic() - started_s:.1f} s")
-        pictures = play(lambda body: post(url, body), out, say=say)
+        images = play(lambda body: post(url, body), out, say=say)
         if ranks := offers_ranking(url):
             import httpx2
 
@@ -88,30 +88,30 @@ def run(out: Path, *, say: Callable[[str], None]) -> Path:
         say(smoke(url, out / "load.html"))
     say("server stopped")
     if ranks:
-        from plait.demo.tuning import tune_recommender
+        from plait.demo.tuning import tune_ranking
 
-        say(tune_recommender(out / "tune"))
+        say(tune_ranking(out / "tune"))
     sheet = out / "contact-sheet.png"
-    contact_sheet(pictures).save(sheet)
+    contact_sheet(images).save(sheet)
     return sheet
 
 
-def play(ask: Asks, out: Path, *, say: Callable[[str], None]) -> list[Picture]:
+def play(ask: PostsImages, out: Path, *, say: Callable[[str], None]) -> list[DemoImage]:
     """Makes the scenes one after the other, then those that go together at once."""
-    pictures: list[Picture] = []
+    images: list[DemoImage] = []
     for scene in ALONE:
-        pictures.append(make(scene, ask, out))
-        say(describe(pictures[-1]))
+        images.append(make(scene, ask, out))
+        say(describe(images[-1]))
     started_s = time.monotonic()
     with ThreadPoolExecutor(len(TOGETHER)) as threads:
         both = list(threads.map(lambda scene: make(scene, ask, out), TOGETHER))
     for picture in both:
         say(describe(picture))
     say(f"  the last {len(both)} were asked for at once and took {time.monotonic() - started_s:.2f} s together")
-    return pictures + both
+    return images + both
 
 
-def make(scene: Scene, ask: Asks, out: Path) -> Picture:
+def make(scene: Scene, ask: PostsImages, out: Path) -> DemoImage:
     """Asks for one scene and writes its picture."""
     body: dict[str, Any] = {"prompt": scene.prompt, "seed": scene.seed}
     if scene.loras:
@@ -125,7 +125,7 @@ def make(scene: Scene, ask: Asks, out: Path) -> Picture:
     seconds = time.monotonic() - started_s
     path = out / f"{scene.name}.png"
     path.write_bytes(base64.b64decode(answer["data"][0]["b64_json"]))
-    return Picture(scene=scene, path=path, seconds=seconds, timings=answer.get("timings", {}))
+    return DemoImage(scene=scene, path=path, seconds=seconds, timings=answer.get("timings", {}))
 
 
 def smoke(url: str, page: Path) -> str:
@@ -146,23 +146,23 @@ def smoke(url: str, page: Path) -> str:
     return f"  {page}  {headline(session.summary)}: {total.requests} requests, median {median} ms, p95 {p95} ms"
 
 
-def describe(picture: Picture) -> str:
+def describe(picture: DemoImage) -> str:
     """One line: where it is and how long it took."""
     parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in picture.timings.items() if name != "total")
     return f"  {picture.path}  {picture.seconds:.2f} s ({parts})"
 
 
-def contact_sheet(pictures: Sequence[Picture]) -> Image:
+def contact_sheet(images: Sequence[DemoImage]) -> Image:
     """All pictures on one page, four in a row, enlarged without smoothing, each with its caption."""
     from PIL import Image as Images
     from PIL import ImageDraw
 
-    columns = min(4, len(pictures))
-    rows = -(-len(pictures) // columns)
+    columns = min(4, len(images))
+    rows = -(-len(images) // columns)
     cell = (_THUMBNAIL_PX + _GAP_PX, _THUMBNAIL_PX + _CAPTION_PX + _GAP_PX)
     sheet = Images.new("RGB", (columns * cell[0] + _GAP_PX, rows * cell[1] + _GAP_PX), "white")
     draw = ImageDraw.Draw(sheet)
-    for i, picture in enumerate(pictures):
+    for i, picture in enumerate(images):
         x, y = _GAP_PX + (i % columns) * cell[0], _GAP_PX + (i // columns) * cell[1]
         image = Images.open(io.BytesIO(picture.path.read_bytes())).convert("RGB")
         sheet.paste(image.resize((_THUMBNAIL_PX, _THUMBNAIL_PX), Images.Resampling.NEAREST), (x, y))

@@ -5,21 +5,21 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from plait.tuning.job.work import run
+from plait.tuning.job.local_run import run
 from plait_autoconfig.jobs.state import JobState
 
 JOB = Path(__file__).parents[1] / "tuning" / "examples" / "demo.yaml"
 
 
-def tune_recommender(folder: Path) -> str:
+def tune_ranking(folder: Path) -> str:
     """Runs the job anew in ``folder``, progress on stderr; returns what it found, and where the report is."""
     if (folder / "resolved.json").is_file():  # of an earlier demo
         shutil.rmtree(folder)
     state, _ = run(JOB, folder=folder)
-    return told(state, folder)
+    return result_lines(state, folder)
 
 
-def told(state: JobState, folder: Path) -> str:
+def result_lines(state: JobState, folder: Path) -> str:
     """Two lines: where the report is, and the answer or why there is none."""
     answer = state.recommendation
     sentence = answer.sentence if answer is not None else state.binding or state.reason

@@ -19,7 +19,7 @@ from plait_disagg.tables.fused import FusedTables
 from plait_disagg.tables.protocols import Tables
 from plait_disagg.tables.reference import SeparateTables
 
-__all__ = ["SHOWN", "Cut", "Question", "look"]
+__all__ = ["SHOWN", "Cut", "CutQuestion", "inspect_cut"]
 
 SHOWN = 64
 """Candidates of the request whose bytes the picture shows."""
@@ -30,7 +30,7 @@ _DEFAULT_CUTTER = "mincut"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class CutQuestion:
     """What to cut, and how. ``cutter`` None: as it was packaged (mincut for a configuration). ``ids_per_bag``: ids in a
     typical row of each bag, 1 if it is not named."""
 
@@ -48,7 +48,7 @@ class Cut:
     report: CutReport
 
 
-def look(question: Question) -> Cut:
+def inspect_cut(question: CutQuestion) -> Cut:
     """The cut of a packaged model's folder, or of a named configuration (`plait_disagg.models.configs`).
 
     Raises `PlaitError`.
@@ -65,7 +65,7 @@ def look(question: Question) -> Cut:
     raise PlaitError(f"{question.model} is neither the folder of a packaged model nor one of: {known}")
 
 
-def _of_package(package: Package, question: Question) -> Cut:
+def _of_package(package: Package, question: CutQuestion) -> Cut:
     manifest = package.manifest
     cutter = question.cutter or manifest.cut.cutter
     ready = cuttable(
@@ -83,7 +83,7 @@ def _of_package(package: Package, question: Question) -> Cut:
     return Cut(title=f"{manifest.name}, cut by {cutter}", report=_report(ready, nodes, question, question.ids_per_bag))
 
 
-def _of_configuration(question: Question) -> Cut:
+def _of_configuration(question: CutQuestion) -> Cut:
     module, inputs = build(question.model, rows_scale=_ROWS_SCALE)
     captured = capture(module, inputs)
     per_bag = {**ids_per_bag(question.model), **question.ids_per_bag}
@@ -94,16 +94,16 @@ def _of_configuration(question: Question) -> Cut:
     return Cut(title=title, report=_report(ready, nodes, question, per_bag))
 
 
-def _cut(ready: Cuttable, tables: Tables, question: Question, per_bag: Mapping[str, int]) -> frozenset[str]:
+def _cut(ready: Cuttable, tables: Tables, question: CutQuestion, per_bag: Mapping[str, int]) -> frozenset[str]:
     """Measured on this machine, now."""
     problem = cut_problem(ready, tables, candidates=question.candidates, ids_per_bag=per_bag)
     return CUTTERS[question.cutter or _DEFAULT_CUTTER].cut(problem)
 
 
-def _report(ready: Cuttable, nodes: frozenset[str], question: Question, per_bag: Mapping[str, int]) -> CutReport:
+def _report(ready: Cuttable, nodes: frozenset[str], question: CutQuestion, per_bag: Mapping[str, int]) -> CutReport:
     return cut_report(ready.program, nodes, ids_per_bag=per_bag, candidates=_sizes(question))
 
 
-def _sizes(question: Question) -> tuple[int, ...]:
+def _sizes(question: CutQuestion) -> tuple[int, ...]:
     """The sizes that every report shows, and the one that was asked for."""
     return tuple(sorted({*CANDIDATES, SHOWN, question.candidates}))

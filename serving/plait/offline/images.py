@@ -18,16 +18,17 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from plait_serving.diffusion.admission import RequestLimits
+from plait_serving.deployments.images.source import ImagesSource
+from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.errors import EngineStopped, RequestError
 from plait_serving.diffusion.knobs import Placement
 from plait_serving.diffusion.values import Failed, Finished, ImageRequest, ImageResult, Preview
-from plait_serving.http.images.resolve import RANDOM_SEED_END, Preprocessors, resolve
+from plait_serving.http.images.resolve import resolve
 from plait_serving.http.images.schemas import GenerationBody
 from plait_serving.images.codec import DecodeLimits, OutputFormat, encode_image
 from plait_serving.images.config import ImagesSection
 from plait_serving.images.infotext import infotext
-from plait_serving.images.service import ImageService
+from plait_serving.images.service import ImageService, Preprocessors, random_seed
 
 SUFFIXES: Mapping[str, OutputFormat] = {
     ".png": OutputFormat.PNG,
@@ -47,8 +48,6 @@ def open_local(images: ImagesSection) -> Iterator[ImageService]:
 
     ControlNets run here too, whatever the configuration says of a server's: there is nobody else.
     """
-    from plait_serving.deployments.images_source import ImagesSource  # torch comes with it
-
     knobs = images.knobs.model_copy(update={"controlnet_placement": Placement.LOCAL})
     hosted = ImagesSource(images.model_copy(update={"knobs": knobs})).open({})
     try:
@@ -62,7 +61,7 @@ class OrderError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class ImageOrder:
     """What to make and where to put it."""
 
     body: GenerationBody
@@ -71,7 +70,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class WrittenFiles:
     """The files, in order of their seeds, and what the engine told."""
 
     files: tuple[Path, ...]
@@ -82,13 +81,13 @@ class Written:
     def as_json(self) -> str:
         """One JSON object for programs."""
         timings = {key.removesuffix("_s"): round(seconds, 6) for key, seconds in asdict(self.result.timings).items()}
-        pictures = [
+        images = [
             {"file": str(path), "seed": seed, "flagged": flagged}
             for path, seed, flagged in zip(self.files, self.result.seeds, self.result.flagged, strict=True)
         ]
         size = f"{self.request.width}x{self.request.height}"
         facts = {"model": self.model, "size": size, "num_inference_steps": self.request.steps, "timings": timings}
-        return json.dumps({"pictures": pictures, **facts}, indent=1)
+        return json.dumps({"pictures": images, **facts}, indent=1)
 
 
 def parse_order(
@@ -98,7 +97,7 @@ def parse_order(
     loras: Sequence[str] = (),
     controlnets: Sequence[str] = (),
     preprocess: bool = False,
-) -> Order:
+) -> ImageOrder:
     """Checks everything that can be checked before a model is loaded. Reads the control pictures. Raises OrderError."""
     output_format = SUFFIXES.get(output.suffix.lower())
     if output_format is None:
@@ -116,10 +115,10 @@ def parse_order(
     except ValidationError as error:
         first = error.errors()[0]
         raise OrderError(f"{option_of('.'.join(map(str, first['loc'])))}: {first['msg']}") from error
-    most_steps = RequestLimits().largest_steps
+    most_steps = ImageLimits().max_steps
     if (checked.num_inference_steps or 1) > most_steps:
         raise OrderError(f"--steps: at most {most_steps} steps")
-    return Order(body=checked, output=output, output_format=output_format)
+    return ImageOrder(body=checked, output=output, output_format=output_format)
 
 
 def option_of(param: str | None) -> str:
@@ -161,7 +160,9 @@ def _number(text: str, option: str, whole: str) -> float:
     return value
 
 
-async def make_pictures(order: Order, service: ImageService, *, preprocessors: Preprocessors, say: Say) -> Written:
+async def make_images(
+    order: ImageOrder, service: ImageService, *, preprocessors: Preprocessors, say: Say
+) -> WrittenFiles:
     """Runs the order and writes its files. Raises RequestError and other errors of the engine, and OSError.
 
     If the task is cancelled (Ctrl-C), the work ends at the next step and no file is written.
@@ -171,7 +172,7 @@ async def make_pictures(order: Order, service: ImageService, *, preprocessors: P
         order.body,
         catalog,
         request_id=f"cli_{secrets.token_hex(4)}",
-        random_seed=secrets.randbelow(RANDOM_SEED_END),
+        random_seed=random_seed(),
         preprocessors=preprocessors,
         decode_limits=DecodeLimits(),
     )
@@ -180,7 +181,7 @@ async def make_pictures(order: Order, service: ImageService, *, preprocessors: P
     for index, (path, image) in enumerate(zip(files, result.images, strict=True)):
         text = infotext(request, model=catalog.model.name, index=index)
         path.write_bytes(encode_image(image, order.output_format, parameters=text))
-    return Written(files=files, request=request, result=result, model=catalog.model.name)
+    return WrittenFiles(files=files, request=request, result=result, model=catalog.model.name)
 
 
 async def _run(request: ImageRequest, service: ImageService, say: Say) -> ImageResult:
@@ -202,10 +203,10 @@ def _file(output: Path, index: int, count: int) -> Path:
     return output if count == 1 else output.with_name(f"{output.stem}-{index + 1}{output.suffix}")
 
 
-def run_order(order: Order, service: ImageService, *, preprocessors: Preprocessors, say: Say) -> Written:
-    """`make_pictures` for commands. Raises OrderError where the request is at fault."""
+def run_order(order: ImageOrder, service: ImageService, *, preprocessors: Preprocessors, say: Say) -> WrittenFiles:
+    """`make_images` for commands. Raises OrderError where the request is at fault."""
     try:
-        return asyncio.run(make_pictures(order, service, preprocessors=preprocessors, say=say))
+        return asyncio.run(make_images(order, service, preprocessors=preprocessors, say=say))
     except RequestError as error:
         raise OrderError(f"{option_of(error.param)}: {error.message}") from error
     except OSError as error:

@@ -12,14 +12,14 @@ from typing import Any, Literal
 from plait.errors import PlaitError
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.images.config import STARTER_FOLDER, ImagesSection
-from plait_serving.ranking.config import RecommenderSection
+from plait_serving.ranking.config import RankModelSection
 
 # The header of a LoRA with a few thousand tensors is some 300 KB; anything near this is no LoRA.
 HEADER_MAX_BYTES = 100 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class ModelEntry:
     """One model. ``folder`` is a file for a LoRA, and ``owner/name@commit`` for a hub id."""
 
     name: str
@@ -30,28 +30,28 @@ class Entry:
 
 
 def inventory(
-    images: ImagesSection | None, recommenders: Mapping[str, RecommenderSection] | None = None
-) -> list[Entry]:
+    images: ImagesSection | None, recommenders: Mapping[str, RankModelSection] | None = None
+) -> list[ModelEntry]:
     """The base model, its ControlNets and LoRAs in order of their names, then the recommendation models.
 
     Raises PlaitError for a broken folder.
     """
     ranking = [
-        Entry(name=name, kind="recommender", family="graph", folder=str(section.folder), format=_package(section))
+        ModelEntry(name=name, kind="recommender", family="graph", folder=str(section.folder), format=_package(section))
         for name, section in sorted((recommenders or {}).items())
     ]
     return [*([] if images is None else _of_images(images)), *ranking]
 
 
-def _package(section: RecommenderSection) -> str:
+def _package(section: RankModelSection) -> str:
     """The format of a packaged model's folder."""
     return f"package {_json(section.folder / 'package.json').get('format', '')}".strip()
 
 
-def _of_images(images: ImagesSection) -> list[Entry]:
+def _of_images(images: ImagesSection) -> list[ModelEntry]:
     base = _base(images)
     controlnets = [
-        Entry(
+        ModelEntry(
             name=name,
             kind="controlnet",
             family=_family(_json(section.folder / "config.json")),
@@ -63,28 +63,30 @@ def _of_images(images: ImagesSection) -> list[Entry]:
     return [base, *controlnets, *_loras(images, base.family)]
 
 
-def _base(images: ImagesSection) -> Entry:
+def _base(images: ImagesSection) -> ModelEntry:
     if images.is_hub_id:
         where = f"{images.model}@{images.revision}"
-        return Entry(name=images.public_name, kind="base", family="unknown", folder=where, format="diffusers")
+        return ModelEntry(name=images.public_name, kind="base", family="unknown", folder=where, format="diffusers")
     folder = STARTER_FOLDER / images.model if images.is_starter else Path(images.model)
     family = _family(_json(folder / "unet" / "config.json"))
-    return Entry(name=images.public_name, kind="base", family=family, folder=str(folder), format="diffusers")
+    return ModelEntry(name=images.public_name, kind="base", family=family, folder=str(folder), format="diffusers")
 
 
-def _loras(images: ImagesSection, family: str) -> list[Entry]:
+def _loras(images: ImagesSection, family: str) -> list[ModelEntry]:
     store = images.loras.store
     if store is not None:
         root = store.url.rstrip("/")
         return [
-            Entry(name=name, kind="lora", family=family, folder=f"{root}/{entry.path}", format="unknown")
+            ModelEntry(name=name, kind="lora", family=family, folder=f"{root}/{entry.path}", format="unknown")
             for name, entry in sorted(store.entries.items())
         ]
     folder = images.resolved_lora_folder()
     source = None if folder is None else FolderSource(folder)
     files = {} if source is None else {name: source.fetch(name) for name in source.list()}
     return [
-        Entry(name=name, kind="lora", family=family, folder=str(path), format=lora_format(safetensors_header(path)))
+        ModelEntry(
+            name=name, kind="lora", family=family, folder=str(path), format=lora_format(safetensors_header(path))
+        )
         for name, path in files.items()
     ]
 

@@ -15,15 +15,15 @@ from plait_disagg.graph.inputs import Bag, Dense, Ids, Input
 from plait_disagg.package.errors import PackageError
 from plait_disagg.package.items import Items
 from plait_disagg.package.manifest import Manifest
-from plait_disagg.package.write import Options, write_package
+from plait_disagg.package.write import PackageOptions, write_package
 
-__all__ = ["Made", "make", "package"]
+__all__ = ["UserModel", "make", "package"]
 
 _RETURNS = "must return (module, inputs) or (module, inputs, items)"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Made:
+class UserModel:
     """What a user's function made."""
 
     module: nn.Module
@@ -31,7 +31,7 @@ class Made:
     items: Items | None = None
 
 
-def make(target: str) -> Made:
+def make(target: str) -> UserModel:
     """Calls the function behind ``module:function`` or ``file.py:function``. Raises `PlaitError` if it is not there or
     returns something else; what it raises itself is the user's to see."""
     returned = load_target(target)()
@@ -45,10 +45,10 @@ def make(target: str) -> Made:
         raise PlaitError(f"{target}: {_RETURNS}; inputs must be a list of Dense, Ids and Bag")
     if items is not None and not isinstance(items, Items):
         raise PlaitError(f"{target}: {_RETURNS}; items must be plait_disagg.package.items.Items")
-    return Made(module=module.eval(), inputs=tuple(inputs), items=items)
+    return UserModel(module=module.eval(), inputs=tuple(inputs), items=items)
 
 
-def package(made: Made, folder: Path, *, name: str, options: Options) -> Manifest:
+def package(made: UserModel, folder: Path, *, name: str, options: PackageOptions) -> Manifest:
     """Writes the folder. Raises `PlaitError`, naming the operator or the input, if the model can not be packaged."""
     try:
         return write_package(folder, made.module, made.inputs, name=name, items=made.items, options=options)

@@ -9,11 +9,12 @@ from typing import Any
 
 from plait.errors import PlaitError
 from plait_disagg.package.errors import PackageError
-from plait_disagg.refresh.live import Live, open_live
+from plait_disagg.refresh.live_package import LivePackage, open_live
 from plait_disagg.workers.whole import WholeRanker
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
-from plait_serving.ranking.service import Recommender
+from plait_serving.ranking.local import LocalRankingService
+from plait_serving.ranking.service import ServedRanker
 
 __all__ = ["recommend"]
 
@@ -27,13 +28,13 @@ def recommend(folder: Path, body: Mapping[str, Any]) -> Mapping[str, Any]:
         raise PlaitError(str(error)) from error
 
 
-async def _ask(live: Live, body: Mapping[str, Any]) -> Mapping[str, Any]:
+async def _ask(live: LivePackage, body: Mapping[str, Any]) -> Mapping[str, Any]:
     import httpx2
 
     assert live.sparse is not None
     ranker = WholeRanker(live.card(), live.sparse, live.dense[live.dense_version])
-    models = {live.package.manifest.name: Recommender(ranker=ranker, items=live.package.items)}
-    app = create_app(None, HttpSettings(), recommenders=models)
+    models = {live.package.manifest.name: ServedRanker(ranker=ranker, items=live.package.items)}
+    app = create_app(None, HttpSettings(), ranking=LocalRankingService(models))
     try:
         transport = httpx2.ASGITransport(app=app)
         async with httpx2.AsyncClient(transport=transport, base_url="http://plait") as client:

@@ -20,7 +20,7 @@ from plait_serving.images.config import (
 from plait_serving.images.service import Catalog, ImageService
 from plait_serving.starter.manifest import manifest_problems
 from plait_serving.starter.references import load_references
-from plait_serving.starter.verify import PARTS, Ask, verify
+from plait_serving.starter.verify import PARTS, VerificationImage, verify
 
 # Enough for full batches, few enough for any queue.
 AT_ONCE = 32
@@ -68,7 +68,7 @@ def measure(
             made += 1
             say(made, asked)
 
-        def generate(asks: Sequence[Ask]) -> list[RgbImage]:
+        def generate(asks: Sequence[VerificationImage]) -> list[RgbImage]:
             nonlocal asked
             asked += len(asks)
             return runner.run(_make_all(service, catalog, asks, tell))
@@ -77,11 +77,11 @@ def measure(
 
 
 async def _make_all(
-    service: ImageService, catalog: Catalog, asks: Sequence[Ask], tell: Callable[[], None]
+    service: ImageService, catalog: Catalog, asks: Sequence[VerificationImage], tell: Callable[[], None]
 ) -> list[RgbImage]:
     slots = asyncio.Semaphore(AT_ONCE)
 
-    async def make(index: int, ask: Ask) -> RgbImage:
+    async def make(index: int, ask: VerificationImage) -> RgbImage:
         async with slots:
             image = await _make(service, request_of(ask, catalog, f"verify-{index}"))
         tell()
@@ -108,7 +108,7 @@ async def _make(service: ImageService, request: ImageRequest) -> RgbImage:
     raise EngineError("the engine ended without a result")
 
 
-def request_of(ask: Ask, catalog: Catalog, request_id: str) -> ImageRequest:
+def request_of(ask: VerificationImage, catalog: Catalog, request_id: str) -> ImageRequest:
     """One picture at the server's defaults, except for what ``ask`` names."""
     model = catalog.model
     controls: tuple[ControlRef, ...] = ()

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from plait.config import CONTROLNET_PREFIX, ENGINE, INGRESS, Served, worker_name
+from plait.config import CONTROLNET_PREFIX, ENGINE, INGRESS, ServedConfig, worker_name
 from plait_serving.images.config import ImagesSection
-from plait_serving.ranking.config import RecommenderSection
+from plait_serving.ranking.config import RankModelSection
 
-__all__ = ["Effect", "Plan", "effects", "plans", "versions"]
+__all__ = ["DeploymentPlan", "Effect", "effects", "plans", "versions"]
 
 
 class Effect(StrEnum):
@@ -33,7 +33,7 @@ class Effect(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class DeploymentPlan:
     """One deployment as the configuration wants it. ``fixed``: what only a restart changes, as JSON."""
 
     fixed: str
@@ -42,16 +42,16 @@ class Plan:
     num_gpus: float = 0.0
 
 
-def plans(config: Served) -> dict[str, Plan]:
+def plans(config: ServedConfig) -> dict[str, DeploymentPlan]:
     """All deployments by name."""
-    found = {INGRESS: Plan(fixed=_json(_ingress(config)), knobs={})}
+    found = {INGRESS: DeploymentPlan(fixed=_json(_ingress(config)), knobs={})}
     if config.images is not None:
         found |= _images(config.images)
     for name, section in config.recommenders.items():
         for role, part in section.parts.items():
             rest = part.model_dump(mode="json")
             knobs, replicas = rest.pop("knobs"), rest.pop("replicas")
-            found[worker_name(name, role)] = Plan(
+            found[worker_name(name, role)] = DeploymentPlan(
                 fixed=_json({**_package(section), "role": role, **rest}),
                 knobs=knobs,
                 replicas=replicas,
@@ -60,7 +60,7 @@ def plans(config: Served) -> dict[str, Plan]:
     return found
 
 
-def versions(config: Served, *, salt: str) -> dict[str, str]:
+def versions(config: ServedConfig, *, salt: str) -> dict[str, str]:
     """Serve's version of each deployment. ``salt``: one for each run of a server, so that new code is never old."""
     return {
         name: hashlib.sha256(f"{salt}\n{name}\n{plan.fixed}".encode()).hexdigest()[:16]
@@ -68,7 +68,7 @@ def versions(config: Served, *, salt: str) -> dict[str, str]:
     }
 
 
-def effects(before: Served, after: Served) -> dict[str, Effect]:
+def effects(before: ServedConfig, after: ServedConfig) -> dict[str, Effect]:
     """What going from one to the other does, by deployment; those that nothing happens to are left out."""
     old, new = plans(before), plans(after)
     found: dict[str, Effect] = {name: Effect.REMOVED for name in old if name not in new}
@@ -84,7 +84,7 @@ def effects(before: Served, after: Served) -> dict[str, Effect]:
     return found
 
 
-def _ingress(config: Served) -> dict[str, Any]:
+def _ingress(config: ServedConfig) -> dict[str, Any]:
     return {
         "server": config.server.model_dump(mode="json"),
         "images": config.images is not None,
@@ -93,15 +93,17 @@ def _ingress(config: Served) -> dict[str, Any]:
     }
 
 
-def _images(images: ImagesSection) -> dict[str, Plan]:
+def _images(images: ImagesSection) -> dict[str, DeploymentPlan]:
     dumped = images.model_dump(mode="json", exclude={"knobs", "replicas", "controlnets"})
     controlnets = {name: str(section.folder) for name, section in images.resolved_controlnets().items()}
     fixed = {**dumped, "controlnets": controlnets, "services": sorted(images.controlnet_services())}
     knobs = images.knobs.model_dump(mode="json")
-    found = {ENGINE: Plan(fixed=_json(fixed), knobs=knobs, replicas=images.replicas, num_gpus=images.num_gpus)}
+    found = {
+        ENGINE: DeploymentPlan(fixed=_json(fixed), knobs=knobs, replicas=images.replicas, num_gpus=images.num_gpus)
+    }
     for name, section in images.controlnet_services().items():
         own = {"folder": str(section.folder), "dtype": images.dtype, "device": images.device, "gpus": section.num_gpus}
-        found[CONTROLNET_PREFIX + name] = Plan(
+        found[CONTROLNET_PREFIX + name] = DeploymentPlan(
             fixed=_json(own),
             knobs={"threads": section.threads},
             replicas=section.replicas,
@@ -110,7 +112,7 @@ def _images(images: ImagesSection) -> dict[str, Plan]:
     return found
 
 
-def _package(section: RecommenderSection) -> dict[str, str]:
+def _package(section: RankModelSection) -> dict[str, str]:
     return {"folder": str(section.folder), "mode": section.mode}
 
 

@@ -1,140 +1,29 @@
-"""The HTTP deployment, and the `ImageService` that speaks to the base model's deployment through a Serve handle."""
+"""The HTTP deployment, in front of those that hold models."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException, RequestCancelledError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from plait_fabric.turns import take_short_turns
+from plait_fabric.gil import shorten_gil_interval
 from plait_serving.deployments.direct import Direct, DirectListener
+from plait_serving.deployments.images.handle import HandleImageService
 from plait_serving.deployments.logs import configure_logging
-from plait_serving.deployments.ranking_source import RankSource
-from plait_serving.diffusion.errors import Cancelled, EngineError, EngineStopped, Overloaded
-from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest, Preview
+from plait_serving.deployments.ranking.source import RankModel
 from plait_serving.http.context import HttpSettings
-from plait_serving.images.service import Catalog, Health
 
 if TYPE_CHECKING:
     from fastapi import APIRouter, FastAPI
 
-    from plait_serving.ranking.service import Recommender
+    from plait_serving.ranking.service import RankingService
 
 _log = logging.getLogger(__name__)
-
-HEALTH_TIMEOUT_S = 5.0
-"""A replica that takes longer to say that it is well is not."""
-
-
-class HandleImageService:
-    """All calls of the base model's handle are made here; Serve's errors become the engine's."""
-
-    def __init__(self, handle: Any) -> None:
-        self._handle = handle
-        self._stream = handle.options(stream=True)
-
-    async def catalog(self) -> Catalog:
-        """See ImageService."""
-        catalog = await self._call("catalog")
-        assert isinstance(catalog, Catalog)
-        return catalog
-
-    async def metrics_text(self) -> str:
-        """See ImageService."""
-        return str(await self._call("metrics_text"))
-
-    async def health(self) -> Health:
-        """See ImageService. No replica, or one that does not answer, is a reason and no error."""
-        try:
-            health = await asyncio.wait_for(self._call("health"), HEALTH_TIMEOUT_S)
-        except TimeoutError:
-            return Health(ready=False, reason=f"no engine replica answered within {HEALTH_TIMEOUT_S:g} s")
-        except EngineError as error:
-            return Health(ready=False, reason=error.message)
-        assert isinstance(health, Health)
-        return health
-
-    async def generate(self, request: ImageRequest) -> AsyncGenerator[Event, None]:
-        """See ImageService. If the replica dies, the request is made once more: a seed gives the same picture."""
-        previews = 0
-        for attempt in (1, 2):
-            events = self._events(request)
-            try:
-                async for event in events:
-                    if isinstance(event, Preview):
-                        if event.index < previews:
-                            continue  # the client has it from the first attempt
-                        previews = event.index + 1
-                    if attempt == 1 and isinstance(event, Failed) and isinstance(event.error, _ReplicaDied):
-                        _log.warning("request %s: its engine replica died; once more", request.request_id)
-                        break
-                    yield event
-                    if isinstance(event, Finished | Failed):
-                        return
-            finally:
-                await events.aclose()
-
-    async def _events(self, request: ImageRequest) -> AsyncGenerator[Event, None]:
-        """One attempt. Leaving early cancels the call, and with it the work."""
-        response = self._stream.generate.remote(request)
-        ended = False
-        try:
-            async for event in response:
-                ended = isinstance(event, Finished | Failed)
-                yield event
-            if not ended:
-                yield Failed(error=_ReplicaDied("the engine's replica ended without a result"))
-            ended = True
-        except (RayError, RayServeException) as error:
-            ended = True
-            yield Failed(error=translate(error))
-        finally:
-            if not ended:
-                response.cancel()
-
-    async def _call(self, method: str) -> object:
-        try:
-            return await getattr(self._handle, method).remote()
-        except (RayError, RayServeException) as error:
-            raise translate(error) from error
-
-
-class _ReplicaDied(EngineStopped):
-    """The replica that had the request is gone."""
-
-
-def translate(error: Exception) -> EngineError:
-    """What an error of Ray or Serve means to a caller."""
-    if isinstance(error, RayTaskError) and isinstance(error.cause, EngineError):
-        return error.cause
-    if isinstance(error, BackPressureError):
-        return Overloaded("too many requests are waiting", retry_after_s=1.0)
-    if isinstance(error, TaskCancelledError | RequestCancelledError):
-        return Cancelled("the request was cancelled")
-    if isinstance(error, DeploymentUnavailableError):
-        return EngineStopped("the model could not be loaded; the server's log says why")
-    if isinstance(error, RayActorError):
-        return _ReplicaDied("the engine's replica died; it is started again")
-    _log.error("unexpected error from the engine's deployment", exc_info=error)
-    return EngineError("internal error; the engine's log has the details")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankModel:
-    """What the ingress must know of a recommendation model besides its workers' handle: there are ``replicas`` or more,
-    up to ``most_replicas``."""
-
-    source: RankSource
-    replicas: int
-    most_replicas: int
 
 
 class Ingress:
@@ -156,12 +45,12 @@ class Ingress:
         ``routers``: makes routes that others add to ours, in the replica. ``direct``: where it listens itself, beside
         Serve's proxy."""
         configure_logging("ingress", os.environ)
-        take_short_turns()
+        shorten_gil_interval()
         self._images = None if engine is None else HandleImageService(engine)
         self._settings = settings
         self._routers = routers
-        self._recommenders = _recommenders(rankers or {}, rank_models or {}, hns or {})
-        self._answers = OpenAnswers()
+        self._ranking = _ranking_service(rankers or {}, rank_models or {}, hns or {})
+        self._answers = OpenResponses()
         self._direct = None if direct is None else DirectListener(direct)
 
     def check_health(self) -> None:
@@ -183,7 +72,7 @@ class Ingress:
         app = create_app(
             self._images,
             self._settings(),
-            recommenders=self._recommenders,
+            ranking=self._ranking,
             routers=self._routers(),
             lifespan=None if self._direct is None else self._answer_directly,
         )
@@ -194,28 +83,18 @@ class Ingress:
         return self._direct.answering(self._answers.count(app))
 
 
-def _recommenders(
+def _ranking_service(
     rankers: Mapping[str, Any], models: Mapping[str, RankModel], hns: Mapping[str, Any]
-) -> dict[str, Recommender]:
+) -> RankingService | None:
+    """None on a server of images alone, which does without torch."""
     if not rankers:
-        return {}
-    from plait_serving.deployments.ranking import remote_ranker
-    from plait_serving.deployments.refreshing import ServeRefresh
-    from plait_serving.ranking.service import Recommender
+        return None
+    from plait_serving.deployments.ranking.service import remote_ranking_service
 
-    return {
-        name: Recommender(
-            ranker=remote_ranker(
-                name, handle, replicas=models[name].replicas, most_replicas=models[name].most_replicas
-            ),
-            items=models[name].source.items(),
-            refreshes=ServeRefresh(name, models[name].source, handle, hns.get(name)),
-        )
-        for name, handle in rankers.items()
-    }
+    return remote_ranking_service(rankers, models, hns)
 
 
-class OpenAnswers:
+class OpenResponses:
     """Counts the requests whose answer is not sent yet."""
 
     def __init__(self) -> None:

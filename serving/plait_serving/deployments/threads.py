@@ -11,7 +11,7 @@ from plait_serving.ranking.config import OmpWait
 _log = logging.getLogger(__name__)
 
 
-def take_threads_back(environ: MutableMapping[str, str]) -> None:
+def unset_ray_threads(environ: MutableMapping[str, str]) -> None:
     """Removes ``OMP_NUM_THREADS`` from the replica's environment; call it before torch is imported.
 
     Ray sets it to the actor's logical CPUs. The engine sets its threads by the knobs, and an OpenMP that began with

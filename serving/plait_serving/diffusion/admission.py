@@ -7,40 +7,41 @@ from collections.abc import Container
 from dataclasses import dataclass
 
 from plait_serving.diffusion.errors import NotFound, RequestError
-from plait_serving.diffusion.values import NAME_PATTERN, ImageRequest, LoraPolicy
+from plait_serving.diffusion.values import MAX_IMAGES, MAX_SCALE, MAX_SEED, NAME_PATTERN, ImageRequest, LoraPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestLimits:
-    """Bounds of one engine. ``size_multiple`` pixels: the VAE's factor times what the family's UNet needs."""
+class ImageLimits:
+    """The largest request that an engine accepts; the catalog shows the same object to clients.
+
+    Edges are multiples of ``size_multiple`` pixels: the VAE's factor times what the family's UNet needs.
+    """
 
     size_multiple: int = 8
-    smallest_side: int = 8
-    largest_pixels: int = 2048 * 2048
-    largest_n: int = 10
-    largest_steps: int = 1000
-    largest_guidance: float = 100.0
-    largest_lora_scale: float = 100.0
-    most_loras: int = 16
-    most_controlnets: int = 8
+    min_edge_px: int = 8
+    max_edge_px: int = 4096
+    max_pixels: int = 4 * 2**20
+    max_steps: int = 1000
+    max_loras: int = 16
+    max_controlnets: int = 8
 
 
 def check_request(
-    request: ImageRequest, limits: RequestLimits, *, loras: Container[str], controlnets: Container[str]
+    request: ImageRequest, limits: ImageLimits, *, loras: Container[str], controlnets: Container[str]
 ) -> None:
     """Raises `RequestError` or `NotFound` naming the field; returns silently if the request can run."""
     _check_numbers(request, limits)
     _check_policy(request)
-    if len(request.loras) > limits.most_loras:
-        raise RequestError(f"at most {limits.most_loras} LoRAs", param="loras")
+    if len(request.loras) > limits.max_loras:
+        raise RequestError(f"at most {limits.max_loras} LoRAs", param="loras")
     for i, lora in enumerate(request.loras):
         _check_name(lora.name, f"loras.{i}.name", "LoRA", loras)
-        if not math.isfinite(lora.scale) or abs(lora.scale) > limits.largest_lora_scale:
+        if not math.isfinite(lora.scale) or abs(lora.scale) > MAX_SCALE:
             raise RequestError("scale must be a finite number", param=f"loras.{i}.scale")
     if len({lora.name for lora in request.loras}) < len(request.loras):
         raise RequestError("a LoRA may appear only once in a set", param="loras")
-    if len(request.controlnets) > limits.most_controlnets:
-        raise RequestError(f"at most {limits.most_controlnets} ControlNets", param="controlnets")
+    if len(request.controlnets) > limits.max_controlnets:
+        raise RequestError(f"at most {limits.max_controlnets} ControlNets", param="controlnets")
     for i, control in enumerate(request.controlnets):
         _check_name(control.name, f"controlnets.{i}.name", "ControlNet", controlnets)
         if not math.isfinite(control.scale):
@@ -56,19 +57,21 @@ def _check_name(name: str, param: str, kind: str, known: Container[str]) -> None
         raise NotFound(f"there is no {kind} named {name!r}", param=param)
 
 
-def _check_numbers(request: ImageRequest, limits: RequestLimits) -> None:
+def _check_numbers(request: ImageRequest, limits: ImageLimits) -> None:
     for param, side in (("width", request.width), ("height", request.height)):
-        if side < limits.smallest_side or side % limits.size_multiple:
+        if side < limits.min_edge_px or side % limits.size_multiple:
             raise RequestError(f"{param} must be a multiple of {limits.size_multiple} pixels, not {side}", param="size")
-    if request.width * request.height > limits.largest_pixels:
-        raise RequestError(f"size may have at most {limits.largest_pixels} pixels", param="size")
-    if not 1 <= request.n <= limits.largest_n:
-        raise RequestError(f"n must be 1..{limits.largest_n}", param="n")
-    if not 1 <= request.steps <= limits.largest_steps:
-        raise RequestError(f"num_inference_steps must be 1..{limits.largest_steps}", param="num_inference_steps")
-    if not math.isfinite(request.guidance_scale) or not 0 <= request.guidance_scale <= limits.largest_guidance:
-        raise RequestError(f"guidance_scale must be 0..{limits.largest_guidance}", param="guidance_scale")
-    if request.seed < 0 or request.seed + request.n > 2**63:
+        if side > limits.max_edge_px:
+            raise RequestError(f"{param} may be at most {limits.max_edge_px} pixels", param="size")
+    if request.width * request.height > limits.max_pixels:
+        raise RequestError(f"size may have at most {limits.max_pixels} pixels", param="size")
+    if not 1 <= request.n <= MAX_IMAGES:
+        raise RequestError(f"n must be 1..{MAX_IMAGES}", param="n")
+    if not 1 <= request.steps <= limits.max_steps:
+        raise RequestError(f"num_inference_steps must be 1..{limits.max_steps}", param="num_inference_steps")
+    if not math.isfinite(request.guidance_scale) or not 0 <= request.guidance_scale <= MAX_SCALE:
+        raise RequestError(f"guidance_scale must be 0..{MAX_SCALE}", param="guidance_scale")
+    if request.seed < 0 or request.seed + request.n - 1 > MAX_SEED:
         raise RequestError("seed must be 0..2**63-n", param="seed")
     if request.deadline_s is not None and not request.deadline_s > 0:
         raise RequestError("deadline_ms must be positive", param="deadline_ms")

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from plait_fabric.threads import apart
-from plait_serving.diffusion.admission import RequestLimits
+from plait_fabric.threads import run_on_own_thread
+from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.bundle import Bundle, load_bundle
 from plait_serving.diffusion.bundle import load_controlnet as check_and_load_controlnet
 from plait_serving.diffusion.controlnet.local import LocalControlNetClient
@@ -23,7 +23,7 @@ from plait_serving.diffusion.decoding import Decoder
 from plait_serving.diffusion.denoisers.unet import UNetDenoiser
 from plait_serving.diffusion.engine import Engine
 from plait_serving.diffusion.errors import ControlNetUnavailable
-from plait_serving.diffusion.knobs import Knobs
+from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.lora.cache import LoraCache
 from plait_serving.diffusion.lora.formats import parse
 from plait_serving.diffusion.lora.merge import Merger
@@ -55,7 +55,7 @@ class EngineSettings:
     safety_checker: bool = True
     lora_source: LoraSource = field(default_factory=lambda: ChainSource(()))
     controlnets: Mapping[str, Path] = field(default_factory=dict)
-    knobs: Knobs = field(default_factory=Knobs)
+    knobs: EngineKnobs = field(default_factory=EngineKnobs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -104,7 +104,7 @@ def build_engine(
 
     ``remote[name]`` makes a client of a ControlNet that runs elsewhere; without one it can only run in this process.
     """
-    return apart(lambda: _build(settings, remote or {}))
+    return run_on_own_thread(lambda: _build(settings, remote or {}))
 
 
 def _build(settings: EngineSettings, remote: Mapping[str, Callable[[], ControlNetClient]]) -> Assembled:
@@ -122,7 +122,7 @@ def _build(settings: EngineSettings, remote: Mapping[str, Callable[[], ControlNe
     # The engine may be reconfigured: what the parts ask of its knobs is read from it, once there is one.
     engines: list[Engine] = []
 
-    def knobs() -> Knobs:
+    def knobs() -> EngineKnobs:
         return engines[0].knobs if engines else settings.knobs
 
     denoiser = UNetDenoiser(bundle, exact=lambda: knobs().exact)
@@ -151,7 +151,7 @@ def _build(settings: EngineSettings, remote: Mapping[str, Callable[[], ControlNe
         loras=loras,
         controlnets=controlnets,
         switch_cost_s=merger.switch_cost_s,
-        limits=RequestLimits(size_multiple=bundle.size_multiple, smallest_side=bundle.size_multiple),
+        limits=ImageLimits(size_multiple=bundle.size_multiple, min_edge_px=bundle.size_multiple),
         knobs=settings.knobs,
         clock=time.monotonic,
     )

@@ -12,24 +12,24 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from plait_fabric.threads import set_threads
-from plait_serving.diffusion.admission import RequestLimits, check_request
+from plait_serving.diffusion.admission import ImageLimits, check_request
 from plait_serving.diffusion.costs import StepCosts
 from plait_serving.diffusion.decoding import Decoder
-from plait_serving.diffusion.desk import Desk, EngineStatistics
 from plait_serving.diffusion.errors import DeadlineMissed
-from plait_serving.diffusion.knobs import Knobs
-from plait_serving.diffusion.loop import SURELY_LATE, ComputeLoop
+from plait_serving.diffusion.knobs import EngineKnobs
+from plait_serving.diffusion.loop import SURELY_LATE, DenoiseLoop
 from plait_serving.diffusion.policy import GroupKey
 from plait_serving.diffusion.protocols import ControlNetClient, LoraProvider
+from plait_serving.diffusion.request_registry import EngineStatistics, RequestRegistry
 from plait_serving.diffusion.stepper import Stepper
-from plait_serving.diffusion.units import Job, Spent
+from plait_serving.diffusion.units import ImageJob, SpentSeconds
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest, ImageResult, LoraSet
 
 
 class Ticket:
     """A caller's hold on an accepted request."""
 
-    def __init__(self, job: Job, wake: Callable[[], None]) -> None:
+    def __init__(self, job: ImageJob, wake: Callable[[], None]) -> None:
         self._job = job
         self._wake = wake
 
@@ -55,8 +55,8 @@ class Engine:
         loras: LoraProvider,
         controlnets: Mapping[str, ControlNetClient],
         switch_cost_s: Callable[[LoraSet], float],
-        limits: RequestLimits,
-        knobs: Knobs,
+        limits: ImageLimits,
+        knobs: EngineKnobs,
         clock: Callable[[], float],
     ) -> None:
         self._loras = loras
@@ -64,11 +64,11 @@ class Engine:
         self._limits = limits
         self._knobs = knobs
         self._clock = clock
-        self._desk = Desk(clock)
+        self._desk = RequestRegistry(clock)
         self._costs = StepCosts()
         # VAE and text encoder share the cores with the compute thread: one thread each keeps them out of its way.
         self._decode_threads = ThreadPoolExecutor(1, "plait-decode", initializer=set_threads, initargs=(1,))
-        loop = ComputeLoop(
+        loop = DenoiseLoop(
             desk=self._desk,
             stepper=stepper,
             decoder=decoder,
@@ -91,12 +91,12 @@ class Engine:
         return self._compute.is_alive() and self._desk.takes_requests
 
     @property
-    def limits(self) -> RequestLimits:
+    def limits(self) -> ImageLimits:
         """What requests may ask for."""
         return self._limits
 
     @property
-    def knobs(self) -> Knobs:
+    def knobs(self) -> EngineKnobs:
         """The knobs in force."""
         return self._knobs
 
@@ -115,10 +115,10 @@ class Engine:
             )
         now_s = self._clock()
         lease = self._loras.acquire([lora.name for lora in request.loras]) if request.loras else None
-        job = Job(
+        job = ImageJob(
             request=request,
             sink=sink,
-            spent=Spent(accepted_at_s=now_s),
+            spent=SpentSeconds(accepted_at_s=now_s),
             loras=lease,
             deadline_at_s=None if request.deadline_s is None else now_s + request.deadline_s,
         )
@@ -149,7 +149,7 @@ class Engine:
             ticket.cancel()
             raise
 
-    def reconfigure(self, knobs: Knobs) -> None:
+    def reconfigure(self, knobs: EngineKnobs) -> None:
         """Applies new knobs at the next step boundary; running requests go on."""
         self._loras.reconfigure(host_bytes=knobs.host_lora_bytes)
         self._knobs = knobs
@@ -177,6 +177,6 @@ class Engine:
         key = GroupKey(request.width, request.height, request.uses_cfg, request.loras)
         return self._costs.step_s(key, request.n) if self._costs.knows(key) else 0.0
 
-    def _loaded(self, job: Job) -> None:
+    def _loaded(self, job: ImageJob) -> None:
         job.spent.loaded_at_s = self._clock()
         self._desk.wake()

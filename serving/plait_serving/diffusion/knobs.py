@@ -27,7 +27,7 @@ class Exact(StrEnum):
     NEVER = "never"
 
 
-class Knobs(BaseModel):
+class EngineKnobs(BaseModel):
     """The engine's tunables; carried in Serve's ``user_config``, so a change is a reconfigure and no restart."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -10,12 +10,12 @@ import torch
 
 from plait_serving.diffusion.costs import StepCosts
 from plait_serving.diffusion.decoding import Decoder
-from plait_serving.diffusion.desk import Desk, result_of
 from plait_serving.diffusion.errors import Cancelled, DeadlineMissed, EngineError, EngineStopped
-from plait_serving.diffusion.knobs import Knobs
-from plait_serving.diffusion.policy import Costs, Limits, choose, overtaken_by
+from plait_serving.diffusion.knobs import EngineKnobs
+from plait_serving.diffusion.policy import BatchLimits, Costs, choose, overtaken_by
+from plait_serving.diffusion.request_registry import RequestRegistry, result_of
 from plait_serving.diffusion.stepper import Outcome, Stepper
-from plait_serving.diffusion.units import Job, Phase, Unit, cut_into_units
+from plait_serving.diffusion.units import ImageJob, RequestPhase, Unit, cut_into_units
 from plait_serving.diffusion.values import Failed, Finished, LoraSet, Preview, Progress
 
 _log = logging.getLogger(__name__)
@@ -27,19 +27,19 @@ SURELY_LATE = 0.8
 _IDLE_POLL_S = 0.05
 
 
-class ComputeLoop:
+class DenoiseLoop:
     """Owns the jobs between admission and decoding. `run` is the compute thread's body."""
 
     def __init__(
         self,
         *,
-        desk: Desk,
+        desk: RequestRegistry,
         stepper: Stepper,
         decoder: Decoder,
         decode_threads: ThreadPoolExecutor,
         costs: StepCosts,
         switch_cost_s: Callable[[LoraSet], float],
-        knobs: Callable[[], Knobs],
+        knobs: Callable[[], EngineKnobs],
         set_threads: Callable[[int], None],
         clock: Callable[[], float],
     ) -> None:
@@ -52,7 +52,7 @@ class ComputeLoop:
         self._knobs = knobs
         self._set_threads = set_threads
         self._clock = clock
-        self._jobs: list[Job] = []
+        self._jobs: list[ImageJob] = []
         self._next_order = 0
 
     def run(self) -> None:
@@ -75,7 +75,7 @@ class ComputeLoop:
             for job in list(self._jobs):
                 self._fail(job, EngineStopped("the engine stopped before the request was finished"))
 
-    def _turn(self, knobs: Knobs) -> None:
+    def _turn(self, knobs: EngineKnobs) -> None:
         """One step of one group, or a nap."""
         self._take_in(knobs)
         self._drop_lost()
@@ -86,7 +86,7 @@ class ComputeLoop:
             wait_s = min(_IDLE_POLL_S, knobs.batch_wait_ms / 1000 or _IDLE_POLL_S)
             self._desk.wait_for_news(wait_s if self._jobs else None)
 
-    def _take_in(self, knobs: Knobs) -> None:
+    def _take_in(self, knobs: EngineKnobs) -> None:
         for job in self._desk.take_in():
             job.units = cut_into_units(job, knobs.largest_batch, self._next_order)
             self._next_order += len(job.units)
@@ -105,7 +105,7 @@ class ComputeLoop:
                 done = f"{job.steps_done} of {job.request.steps} steps were done"
                 self._fail(job, DeadlineMissed(f"the deadline can not be met; {done}", param="deadline_ms"))
 
-    def _choose(self, knobs: Knobs) -> list[Unit]:
+    def _choose(self, knobs: EngineKnobs) -> list[Unit]:
         ready = [unit for job in self._jobs for unit in job.units if unit.step < unit.steps and unit.ready]
         if self._should_wait_for_mates(ready, knobs):
             return []
@@ -115,13 +115,13 @@ class ComputeLoop:
             step_s=self._costs.step_s,
             switch_s=lambda target: 0.0 if target == self._stepper.live_loras else self._switch_cost_s(target),
         )
-        limits = Limits(largest_batch=knobs.largest_batch, overtake_limit=knobs.overtake_limit)
+        limits = BatchLimits(largest_batch=knobs.largest_batch, overtake_limit=knobs.overtake_limit)
         batch = choose(candidates, costs=costs, limits=limits, now_s=self._clock())
         for order in overtaken_by(batch, candidates):
             units[order].overtaken += 1
         return [units[candidate.order] for candidate in batch]
 
-    def _should_wait_for_mates(self, units: list[Unit], knobs: Knobs) -> bool:
+    def _should_wait_for_mates(self, units: list[Unit], knobs: EngineKnobs) -> bool:
         """The batch-wait knob: nothing runs yet, the batch is not full, and the oldest has not waited long enough."""
         if not units or knobs.batch_wait_ms == 0 or any(unit.step for unit in units):
             return False
@@ -153,7 +153,7 @@ class ComputeLoop:
 
     def _prepare(self, unit: Unit) -> bool:
         """Whether the unit can take part; if preparing fails, its job alone fails."""
-        if unit.job.phase is not Phase.ACTIVE:
+        if unit.job.phase is not RequestPhase.ACTIVE:
             return False
         try:
             self._stepper.prepare(unit)
@@ -164,7 +164,7 @@ class ComputeLoop:
 
     def _settle(self, unit: Unit, outcome: Outcome) -> None:
         job = unit.job
-        if job.phase is not Phase.ACTIVE:
+        if job.phase is not RequestPhase.ACTIVE:
             return
         if isinstance(outcome, EngineError):
             self._fail(job, outcome)
@@ -176,28 +176,28 @@ class ComputeLoop:
         if all(part.step == part.steps for part in job.units):
             self._finish(job)
 
-    def _finish(self, job: Job) -> None:
+    def _finish(self, job: ImageJob) -> None:
         self._let_go(job)
-        job.advance(Phase.DECODING)
+        job.advance(RequestPhase.DECODING)
         latents = torch.cat([unit.latents for unit in job.units if unit.latents is not None])
         self._decode_threads.submit(self._decode, job, latents)
 
-    def _fail(self, job: Job, error: Exception) -> None:
+    def _fail(self, job: ImageJob, error: Exception) -> None:
         """Ends a job; its batch mates are not touched. An error that is no `EngineError` is a bug and logged as one."""
-        if job.phase is not Phase.ACTIVE:
+        if job.phase is not RequestPhase.ACTIVE:
             return
         if not isinstance(error, EngineError):
             _log.error("request %s failed", job.request.request_id, exc_info=error)
         self._let_go(job)
         self._desk.close(job, Failed(error=error))
 
-    def _let_go(self, job: Job) -> None:
+    def _let_go(self, job: ImageJob) -> None:
         for unit in job.units:
             self._stepper.close_controls(unit)
         job.release_loras()
         self._jobs.remove(job)
 
-    def _least_left_s(self, job: Job) -> float:
+    def _least_left_s(self, job: ImageJob) -> float:
         """The least time that a job's remaining steps can take; 0 before anything like it was measured."""
         unit = min(job.units, key=lambda unit: unit.step)
         key = unit.candidate().key
@@ -207,7 +207,7 @@ class ComputeLoop:
 
     # The two below run on the decode thread.
 
-    def _decode(self, job: Job, latents: torch.Tensor) -> None:
+    def _decode(self, job: ImageJob, latents: torch.Tensor) -> None:
         started_s = self._clock()
         try:
             if job.cancelled:
@@ -222,8 +222,8 @@ class ComputeLoop:
         result = result_of(job, images, flagged, decode_s=now_s - started_s, now_s=now_s)
         self._desk.close(job, Finished(result=result))
 
-    def _preview(self, job: Job, latents: torch.Tensor, index: int, step: int) -> None:
-        if job.phase is not Phase.FAILED and not job.cancelled:
+    def _preview(self, job: ImageJob, latents: torch.Tensor, index: int, step: int) -> None:
+        if job.phase is not RequestPhase.FAILED and not job.cancelled:
             images, _ = self._decoder.decode(latents)
             self._desk.send(job, Preview(index=index, step=step, image=images[0]))
 

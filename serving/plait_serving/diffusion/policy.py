@@ -55,7 +55,7 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class BatchLimits:
     """``largest_batch`` rows per call (a bigger unit runs alone); see module docstring for ``overtake_limit``.
 
     ``urgent_factor``: a deadline is urgent when less than this many times the unit's remaining work is left to it.
@@ -66,7 +66,9 @@ class Limits:
     urgent_factor: float = 2.0
 
 
-def choose(candidates: Sequence[Candidate], *, costs: Costs, limits: Limits, now_s: float) -> tuple[Candidate, ...]:
+def choose(
+    candidates: Sequence[Candidate], *, costs: Costs, limits: BatchLimits, now_s: float
+) -> tuple[Candidate, ...]:
     """The units of the next step, in arrival order; empty iff ``candidates`` is. They share one `GroupKey`."""
     if not candidates:
         return ()
@@ -91,7 +93,7 @@ def overtaken_by(batch: Sequence[Candidate], candidates: Sequence[Candidate]) ->
     return frozenset(unit.order for unit in candidates if unit.order not in chosen and unit.order < latest)
 
 
-def _with_mates(seed: Candidate, units: Sequence[Candidate], limits: Limits) -> tuple[Candidate, ...]:
+def _with_mates(seed: Candidate, units: Sequence[Candidate], limits: BatchLimits) -> tuple[Candidate, ...]:
     """``seed`` and as many units of its group as fit, oldest first, so that no due unit outside is overtaken."""
     mates = [unit for unit in units if unit.key == seed.key and unit.order != seed.order]
     batch, rows = [seed], seed.rows
@@ -108,7 +110,7 @@ def _with_mates(seed: Candidate, units: Sequence[Candidate], limits: Limits) -> 
     return tuple(sorted(batch, key=lambda unit: unit.order))
 
 
-def _most_urgent(units: Sequence[Candidate], costs: Costs, limits: Limits, now_s: float) -> Candidate | None:
+def _most_urgent(units: Sequence[Candidate], costs: Costs, limits: BatchLimits, now_s: float) -> Candidate | None:
     """Earliest deadline among the units that are short of time and can still make it; None if there is none."""
 
     def left_and_need(unit: Candidate) -> tuple[float, float]:

@@ -24,7 +24,7 @@ class FolderSafetyChecker:
     def check(self, images: torch.Tensor) -> tuple[torch.Tensor, tuple[bool, ...]]:
         """``float (n, 3, H, W)`` in [0, 1] to a copy with flagged images black, and the flags."""
         with torch.inference_mode():
-            pictures = [Image.fromarray(picture) for picture in to_rgb(images)]
+            pictures = [Image.fromarray(image) for image in to_rgb(images)]
             pixels = self._feature_extractor(pictures, return_tensors="pt").pixel_values
             parameter = next(self._checker.parameters())
             checked, flags = self._checker(

@@ -115,11 +115,6 @@ class Sampler:
         return signal, sigma * signal, 1.0 / signal if kept_scaled else 1.0
 
 
-def check_steps(kind: Scheduler, config: Mapping[str, Any], steps: int) -> None:
-    """Raises `RequestError` naming ``num_inference_steps`` if ``kind`` can not take ``steps`` steps."""
-    _make(kind, config, steps, "cpu")
-
-
 def sampler_factory(bundle: Bundle) -> Callable[[ImageRequest, Sequence[int], tuple[int, int, int]], Sampler]:
     """``(request, seeds of the images, latent shape) -> Sampler`` for a loaded model."""
 

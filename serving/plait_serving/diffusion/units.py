@@ -18,7 +18,7 @@ from plait_serving.diffusion.protocols import ActiveControl, Conditioning, LoraL
 from plait_serving.diffusion.values import Event, ImageRequest, LoraSet
 
 
-class Phase(Enum):
+class RequestPhase(Enum):
     """Where a request stands."""
 
     ACTIVE = auto()
@@ -27,17 +27,17 @@ class Phase(Enum):
     FAILED = auto()
 
 
-NEXT: dict[Phase, frozenset[Phase]] = {
-    Phase.ACTIVE: frozenset({Phase.DECODING, Phase.FAILED}),
-    Phase.DECODING: frozenset({Phase.DONE, Phase.FAILED}),
-    Phase.DONE: frozenset(),
-    Phase.FAILED: frozenset(),
+NEXT: dict[RequestPhase, frozenset[RequestPhase]] = {
+    RequestPhase.ACTIVE: frozenset({RequestPhase.DECODING, RequestPhase.FAILED}),
+    RequestPhase.DECODING: frozenset({RequestPhase.DONE, RequestPhase.FAILED}),
+    RequestPhase.DONE: frozenset(),
+    RequestPhase.FAILED: frozenset(),
 }
-"""Which phase may follow which; `Job.advance` refuses everything else."""
+"""Which phase may follow which; `ImageJob.advance` refuses everything else."""
 
 
 @dataclass(slots=True, eq=False)
-class Spent:
+class SpentSeconds:
     """Seconds by kind, for `Timings`. ``loaded_at_s``: when the LoRA set arrived."""
 
     accepted_at_s: float
@@ -45,24 +45,23 @@ class Spent:
     merge_s: float = 0.0
     encode_s: float = 0.0
     denoise_s: float = 0.0
-    decode_started_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class ImageJob:
     """One accepted request."""
 
     request: ImageRequest
     sink: Callable[[Event], None]
-    spent: Spent
+    spent: SpentSeconds
     loras: Future[LoraLease] | None
     deadline_at_s: float | None
-    phase: Phase = Phase.ACTIVE
+    phase: RequestPhase = RequestPhase.ACTIVE
     cancelled: bool = False
     units: list[Unit] = field(default_factory=list)
     previews_sent: int = 0
 
-    def advance(self, phase: Phase) -> None:
+    def advance(self, phase: RequestPhase) -> None:
         """Moves on; raises ValueError and changes nothing if the table does not allow it."""
         if phase not in NEXT[self.phase]:
             raise ValueError(f"{self.request.request_id}: {self.phase.name} can not become {phase.name}")
@@ -100,7 +99,7 @@ class Job:
 class Unit:
     """Some images of a request that are denoised together. ``sampler`` and the rest are None until its first step."""
 
-    job: Job
+    job: ImageJob
     order: int
     first_image: int
     rows: int
@@ -146,7 +145,7 @@ def _release(loras: Future[LoraLease]) -> None:
         loras.result().release()
 
 
-def cut_into_units(job: Job, largest_batch: int, first_order: int) -> list[Unit]:
+def cut_into_units(job: ImageJob, largest_batch: int, first_order: int) -> list[Unit]:
     """Units of at most ``largest_batch`` images, orders counted up from ``first_order``."""
     n = job.request.n
     starts = range(0, n, largest_batch)

@@ -19,6 +19,10 @@ RgbImage: TypeAlias = npt.NDArray[np.uint8]
 NAME_PATTERN = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
 """What a model, ControlNet or LoRA may be called: a name, never a path or URL."""
 
+MAX_IMAGES = 10  # of a request: OpenAI's limit
+MAX_SEED = 2**63 - 1
+MAX_SCALE = 100.0  # of guidance and add-ons: far beyond any use; keeps products finite in fp16
+
 
 class Scheduler(StrEnum):
     """Samplers a request may choose; the value is the HTTP spelling."""

@@ -1,9 +1,9 @@
-"""Builds the FastAPI application around an `ImageService`, rankers, or both."""
+"""Builds the FastAPI application around an `ImageService`, a `RankingService`, or both."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
@@ -17,16 +17,16 @@ from starlette.responses import Response
 from plait_disagg.errors import RankError
 from plait_serving.diffusion.errors import EngineError
 from plait_serving.http import health, metrics, models
-from plait_serving.http.context import Context, HttpSettings, installed_version
+from plait_serving.http.context import HttpSettings, RouteContext, installed_version
 from plait_serving.http.edge.auth import AuthMiddleware
 from plait_serving.http.edge.body_limit import BodyLimitMiddleware, BodyTooLarge
-from plait_serving.http.edge.errors import ApiError, ClientGone, wire_error
+from plait_serving.http.edge.errors import ApiError, ClientDisconnected, wire_error
 from plait_serving.http.edge.hosts import HostMiddleware
 from plait_serving.http.edge.request_id import RequestIdMiddleware
 from plait_serving.http.images import routes as images
 from plait_serving.http.images.schemas import GenerationBody
 from plait_serving.images.service import ImageService
-from plait_serving.ranking.service import Recommender, Recommenders
+from plait_serving.ranking.service import RankingService
 
 # What users of other servers type first.
 ALIASES = {
@@ -57,7 +57,7 @@ class _App(FastAPI):
     def openapi(self) -> dict[str, Any]:
         """The schema; made once."""
         schema = super().openapi()
-        if self.state.context.recommenders:
+        if self.state.context.ranking is not None:
             from plait_serving.http.ranking.v2 import INFER_DOCUMENTATION
 
             schema["paths"].update(INFER_DOCUMENTATION)
@@ -68,18 +68,18 @@ def create_app(
     images: ImageService | None,
     settings: HttpSettings,
     *,
-    recommenders: Mapping[str, Recommender] | None = None,
+    ranking: RankingService | None = None,
     routers: Sequence[APIRouter] = (),
     lifespan: Lifespan | None = None,
 ) -> FastAPI:
     """The application; only the routes of what is there, and ``routers`` of others. The interactive documentation pages
     are off: they load scripts from a CDN."""
-    context = Context(images=images, settings=settings, recommenders=Recommenders(recommenders or {}))
+    context = RouteContext(images=images, settings=settings, ranking=ranking)
     return app_from_context(context, routers=routers, lifespan=lifespan)
 
 
 def app_from_context(
-    context: Context, *, routers: Sequence[APIRouter] = (), lifespan: Lifespan | None = None
+    context: RouteContext, *, routers: Sequence[APIRouter] = (), lifespan: Lifespan | None = None
 ) -> FastAPI:
     """As `create_app`, for tests that fix the clock or the seeds."""
     app = _App(
@@ -108,14 +108,14 @@ def app_from_context(
         app.add_exception_handler(kind, _known_error)
     app.add_exception_handler(RequestValidationError, _invalid_body)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(ClientGone, _client_gone)
+    app.add_exception_handler(ClientDisconnected, _client_gone)
     return app
 
 
-def _add_routes(app: FastAPI, context: Context) -> None:
+def _add_routes(app: FastAPI, context: RouteContext) -> None:
     """Routes are tried one after the other: the hot one comes first. Those that rank need torch, which
     takes long to load: a server of pictures alone does without."""
-    if context.recommenders:
+    if context.ranking is not None:
         from plait_serving.http.ranking import recommend, v2
 
         app.router.routes[:0] = v2.infer_routes(context)
@@ -158,10 +158,10 @@ async def _invalid_body(request: Request, error: Exception) -> Response:
     return wire_error(validation_error(error.errors(), known=known)).response(path)
 
 
-def _fields_of(path: str, context: Context) -> list[str]:
-    if context.recommenders:
+def _fields_of(path: str, context: RouteContext) -> list[str]:
+    if context.ranking is not None:
         from plait_serving.http.ranking.recommend import PATH
-        from plait_serving.http.ranking.recommend_schemas import RecommendBody
+        from plait_serving.http.ranking.recommend_body import RecommendBody
 
         if path == PATH:
             return list(RecommendBody.model_fields)

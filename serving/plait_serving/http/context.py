@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,12 +12,12 @@ from typing import Annotated
 from fastapi import Depends
 from starlette.requests import Request
 
+from plait_serving.health import Health
 from plait_serving.http.edge.auth import ApiKey
 from plait_serving.http.edge.counters import HttpMetrics
-from plait_serving.http.images.resolve import RANDOM_SEED_END, Preprocessors
 from plait_serving.images.codec import DecodeLimits
-from plait_serving.images.service import ImageService
-from plait_serving.ranking.service import Recommenders
+from plait_serving.images.service import ImageService, Preprocessors, random_seed
+from plait_serving.ranking.service import RankingService
 
 
 def installed_version() -> str:
@@ -27,11 +26,6 @@ def installed_version() -> str:
         return version("plait")
     except PackageNotFoundError:
         return "unknown"
-
-
-def random_seed() -> int:
-    """A seed for a request that gives none."""
-    return secrets.randbelow(RANDOM_SEED_END)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,15 +48,15 @@ class HttpSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Context:
+class RouteContext:
     """The services, the settings and the few impure things that routes use, so that tests can fix them.
 
-    ``images`` is None on a server that only ranks; one that makes pictures only has no ``recommenders``.
+    ``images`` is None on a server that only ranks; one that makes pictures only has no ``ranking``.
     """
 
     images: ImageService | None
     settings: HttpSettings
-    recommenders: Recommenders = field(default_factory=lambda: Recommenders({}))
+    ranking: RankingService | None = None
     metrics: HttpMetrics = field(default_factory=HttpMetrics)
     now_s: Callable[[], float] = time.time
     monotonic_s: Callable[[], float] = time.monotonic
@@ -73,17 +67,31 @@ class Context:
         object.__setattr__(self, "codec_slots", asyncio.Semaphore(self.settings.codec_threads))
 
     @property
-    def service(self) -> ImageService:
+    def image_service(self) -> ImageService:
         """The image service, for routes that exist only where there is one."""
         assert self.images is not None
         return self.images
 
+    @property
+    def ranking_service(self) -> RankingService:
+        """The ranking service, for routes that exist only where there is one."""
+        assert self.ranking is not None
+        return self.ranking
 
-def get_context(request: Request) -> Context:
+    async def health(self) -> Health:
+        """Of everything that the server offers; the image service's first: its warm-up takes longest."""
+        state = Health(ready=True) if self.images is None else await self.images.health()
+        if self.ranking is None or not state.ready:
+            return state
+        ranking = await self.ranking.health()
+        return state if ranking.ready else Health(ready=False, reason=ranking.reason, warmup_s=state.warmup_s)
+
+
+def get_context(request: Request) -> RouteContext:
     """FastAPI dependency."""
     context = request.app.state.context
-    assert isinstance(context, Context)
+    assert isinstance(context, RouteContext)
     return context
 
 
-ContextDep = Annotated[Context, Depends(get_context)]
+ContextDep = Annotated[RouteContext, Depends(get_context)]

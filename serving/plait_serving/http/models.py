@@ -12,12 +12,12 @@ from typing import Any
 from fastapi import APIRouter
 
 from plait_disagg.errors import RankError
-from plait_disagg.values import ModelCard as RankCard
+from plait_disagg.values import ModelCard
 from plait_serving.diffusion.errors import NotFound
 from plait_serving.diffusion.values import Scheduler
-from plait_serving.http.context import Context, ContextDep
+from plait_serving.http.context import ContextDep, RouteContext
 from plait_serving.http.ranking.describe import metadata
-from plait_serving.images.service import ModelCard
+from plait_serving.images.service import BaseModelCard
 
 router = APIRouter(prefix="/v1", tags=["models"])
 image_router = APIRouter(prefix="/v1", tags=["models"])
@@ -36,7 +36,7 @@ def _item(kind: str, name: str, family: str) -> dict[str, Any]:
     return {"id": name, "object": kind, "created": CREATED_S, "owned_by": "plait", "family": family}
 
 
-def _model(card: ModelCard) -> dict[str, Any]:
+def _model(card: BaseModelCard) -> dict[str, Any]:
     return {
         **_item("model", card.name, card.family),
         "kind": "base",
@@ -49,7 +49,7 @@ def _model(card: ModelCard) -> dict[str, Any]:
     }
 
 
-def _recommender(name: str, card: RankCard) -> dict[str, Any]:
+def _recommender(name: str, card: ModelCard) -> dict[str, Any]:
     about = metadata(name, card)
     return {
         **_item("model", name, "recommender"),
@@ -61,15 +61,15 @@ def _recommender(name: str, card: RankCard) -> dict[str, Any]:
     }
 
 
-async def _models(context: Context) -> dict[str, dict[str, Any]]:
+async def _models(context: RouteContext) -> dict[str, dict[str, Any]]:
     """By name; a recommender whose workers are not there yet is left out until they are."""
     found: dict[str, dict[str, Any]] = {}
     if context.images is not None:
         card = (await context.images.catalog()).model
         found[card.name] = _model(card)
-    for name in context.recommenders:
+    for name in () if context.ranking is None else context.ranking.names():
         with suppress(RankError):
-            found.setdefault(name, _recommender(name, context.recommenders.get(name).card))
+            found.setdefault(name, _recommender(name, context.ranking_service.get(name).card))
     return found
 
 
@@ -92,14 +92,14 @@ async def model(model_id: str, context: ContextDep) -> dict[str, Any]:
 @image_router.get("/loras", summary="The LoRAs")
 async def loras(context: ContextDep) -> dict[str, Any]:
     """The LoRAs that a set may name; new files appear without a restart."""
-    cards = (await context.service.catalog()).loras
+    cards = (await context.image_service.catalog()).loras
     return _listing([{**_item("lora", card.name, card.family), "format": card.format} for card in cards])
 
 
 @image_router.get("/controlnets", summary="The ControlNets")
 async def controlnets(context: ContextDep) -> dict[str, Any]:
     """The ControlNets, each with the preprocessor that ``preprocess: true`` runs (or null)."""
-    catalog = await context.service.catalog()
+    catalog = await context.image_service.catalog()
     items = [
         {**_item("controlnet", card.name, card.family), "preprocessor": card.preprocessor}
         for card in catalog.controlnets

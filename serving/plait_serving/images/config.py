@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from plait_serving.diffusion.knobs import Knobs, Placement
-from plait_serving.diffusion.values import NAME_PATTERN, Scheduler
+from plait_serving.diffusion.knobs import EngineKnobs, Placement
+from plait_serving.diffusion.values import Scheduler
+from plait_serving.sections import FolderPath, Name, Section
 from plait_serving.starter.manifest import WEIGHTS
 
 STARTER_MODEL = "emoji"
@@ -25,7 +26,7 @@ STARTER_FOLDER = WEIGHTS
 STARTER_GUIDANCE = 3.0
 """What the starter model was judged with while it was trained (starter/train/measure.py)."""
 
-INGRESS_CPUS, MODEL_CPUS = 0.1, 0.4
+MODEL_CPUS = 0.4
 """Logical CPUs that Ray counts per replica. Small, so that all fit on a small machine; threads are a knob."""
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$")
@@ -34,28 +35,7 @@ _SHA256 = r"^[0-9a-f]{64}$"
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
-def _absolute(path: Path, info: ValidationInfo) -> Path:
-    """A relative path of a file is meant relative to that file."""
-    folder = (info.context or {}).get("folder") if isinstance(info.context, dict) or info.context is None else None
-    path = path.expanduser()
-    return path if path.is_absolute() or folder is None else Path(folder) / path
-
-
-def _name(value: str) -> str:
-    if not NAME_PATTERN.fullmatch(value):
-        raise ValueError(f"a name must match {NAME_PATTERN.pattern}")
-    return value
-
-
-FolderPath = Annotated[Path, AfterValidator(_absolute)]
-Name = Annotated[str, AfterValidator(_name)]
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class StoredLora(_Section):
+class StoredLora(Section):
     """One file of a store, pinned."""
 
     path: Annotated[str, Field(min_length=1, description="below the store's URL")]
@@ -63,7 +43,7 @@ class StoredLora(_Section):
     nbytes: Annotated[int, Field(gt=0)]
 
 
-class LoraStore(_Section):
+class LoraStore(Section):
     """A remote store of LoRA files: every entry is pinned by its SHA-256, so the store itself need not be trusted."""
 
     url: Annotated[str, Field(description="fsspec URL of the folder, for example s3://bucket/loras")]
@@ -78,7 +58,7 @@ class LoraStore(_Section):
         return value
 
 
-class LorasSection(_Section):
+class LorasSection(Section):
     """Where LoRAs come from. Both unset: the starter model's own, or none."""
 
     folder: FolderPath | None = None
@@ -91,7 +71,7 @@ class LorasSection(_Section):
         return self
 
 
-class ControlNetSection(_Section):
+class ControlNetSection(Section):
     """One ControlNet: its diffusers folder, and how many replicas its own deployment has."""
 
     folder: FolderPath
@@ -101,7 +81,7 @@ class ControlNetSection(_Section):
     preprocessor: Annotated[str | None, Field(description="turns an ordinary picture into the control map")] = None
 
 
-class DefaultsSection(_Section):
+class DefaultsSection(Section):
     """What a request gets that leaves a field out."""
 
     steps: Annotated[int, Field(ge=1, le=1000)] = 20
@@ -111,7 +91,7 @@ class DefaultsSection(_Section):
     scheduler: Scheduler = Scheduler.EULER
 
 
-class ImagesSection(_Section):
+class ImagesSection(Section):
     """A base model with its ControlNets and LoRAs."""
 
     model: Annotated[str, Field(description="'emoji' (ships with plait), a diffusers folder, or a hub id")] = (
@@ -131,7 +111,7 @@ class ImagesSection(_Section):
     defaults: DefaultsSection = DefaultsSection()
     replicas: Annotated[int, Field(ge=1, le=1024)] = 1
     num_gpus: Annotated[float, Field(ge=0, description="GPUs of a base replica")] = 0.0
-    knobs: Knobs = Knobs()
+    knobs: EngineKnobs = EngineKnobs()
 
     @model_validator(mode="before")
     @classmethod

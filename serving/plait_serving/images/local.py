@@ -6,41 +6,28 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from typing import Protocol
 
-from plait_serving.diffusion.admission import RequestLimits
 from plait_serving.diffusion.errors import EngineError
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest
-from plait_serving.images.service import Catalog, Health, Limits
+from plait_serving.health import Health
+from plait_serving.images.service import Catalog
 
 
-class Ticket(Protocol):
+class RequestTicket(Protocol):
     """A hold on an accepted request."""
 
     def cancel(self) -> None:
         """Gives the request up at the next step boundary. Idempotent."""
 
 
-class Engine(Protocol):
-    """What the adapter needs of `plait_serving.diffusion.engine.Engine`."""
+class ImageEngine(Protocol):
+    """What the adapter needs of `plait_serving.diffusion.engine.ImageEngine`."""
 
     @property
     def alive(self) -> bool:
         """Whether it takes requests."""
 
-    def submit(self, request: ImageRequest, sink: Callable[[Event], None]) -> Ticket:
+    def submit(self, request: ImageRequest, sink: Callable[[Event], None]) -> RequestTicket:
         """Accepts a request; ``sink`` is called from engine threads, last with Finished or Failed."""
-
-
-def limits_of(limits: RequestLimits) -> Limits:
-    """What an engine accepts, in the words of the catalog; so HTTP refuses first and names the same bounds."""
-    return Limits(
-        size_multiple=limits.size_multiple,
-        min_edge_px=limits.smallest_side,
-        max_edge_px=limits.largest_pixels // limits.smallest_side,
-        max_pixels=limits.largest_pixels,
-        max_steps=limits.largest_steps,
-        max_loras=limits.most_loras,
-        max_controlnets=limits.most_controlnets,
-    )
 
 
 class LocalImageService:
@@ -51,7 +38,7 @@ class LocalImageService:
     """
 
     def __init__(
-        self, *, engine: Engine, catalog: Callable[[], Catalog], metrics_text: Callable[[], str] = str
+        self, *, engine: ImageEngine, catalog: Callable[[], Catalog], metrics_text: Callable[[], str] = str
     ) -> None:
         self._engine = engine
         self._catalog = catalog
@@ -117,6 +104,6 @@ class LocalImageService:
                 ticket.cancel()
 
 
-def _cancel_ticket(submitting: asyncio.Future[Ticket]) -> None:
+def _cancel_ticket(submitting: asyncio.Future[RequestTicket]) -> None:
     if not submitting.cancelled() and submitting.exception() is None:
         submitting.result().cancel()

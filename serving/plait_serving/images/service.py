@@ -5,28 +5,18 @@ Imports neither FastAPI nor torch, so a command, a test or a replica can use it 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import secrets
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from plait_serving.diffusion.values import Event, ImageRequest, Scheduler
+from plait_serving.diffusion.admission import ImageLimits
+from plait_serving.diffusion.values import Event, ImageRequest, RgbImage, Scheduler
+from plait_serving.health import Health
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """The largest request that is accepted. Edges are multiples of ``size_multiple`` pixels."""
-
-    size_multiple: int = 8
-    min_edge_px: int = 8
-    max_edge_px: int = 4096
-    max_pixels: int = 4 * 2**20
-    max_steps: int = 200
-    max_loras: int = 8
-    max_controlnets: int = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelCard:
+class BaseModelCard:
     """A base model and what a request gets when it leaves a field out."""
 
     name: str
@@ -36,7 +26,7 @@ class ModelCard:
     default_steps: int = 20
     default_guidance_scale: float = 7.5
     default_scheduler: Scheduler = Scheduler.EULER
-    limits: Limits = field(default_factory=Limits)
+    limits: ImageLimits = field(default_factory=ImageLimits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +51,7 @@ class ControlNetCard:
 class Catalog:
     """What can be asked for at this moment; LoRAs may come and go while the server runs."""
 
-    model: ModelCard
+    model: BaseModelCard
     loras: tuple[LoraCard, ...] = ()
     controlnets: tuple[ControlNetCard, ...] = ()
     preprocessors: tuple[str, ...] = ()
@@ -75,13 +65,17 @@ class Catalog:
         return next((card for card in self.controlnets if card.name == name), None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Health:
-    """``ready`` only after a warm-up picture was made; otherwise ``reason`` says what is missing."""
+Preprocessors = Mapping[str, Callable[[RgbImage], RgbImage]]
+"""What makes a control map of an ordinary picture, by name."""
 
-    ready: bool
-    reason: str | None = None
-    warmup_s: float | None = None
+# A new request's seed is below 2**32: short to type, and exact in every JSON reader (those of browsers lose bits at
+# 2**53).
+_RANDOM_SEED_END = 2**32
+
+
+def random_seed() -> int:
+    """A seed for a request that gives none."""
+    return secrets.randbelow(_RANDOM_SEED_END)
 
 
 class ImageService(Protocol):
@@ -98,7 +92,7 @@ class ImageService(Protocol):
         """
 
     async def health(self) -> Health:
-        """Never blocks on the queue."""
+        """Ready only after a warm-up picture was made. Never blocks on the queue."""
 
     async def metrics_text(self) -> str:
         """The service's own metrics in Prometheus' text format; may be empty."""

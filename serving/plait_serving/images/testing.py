@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Mapping
 
 import numpy as np
 
+from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.values import (
     Event,
     Failed,
@@ -19,16 +20,25 @@ from plait_serving.diffusion.values import (
     RgbImage,
     Timings,
 )
-from plait_serving.images.service import Catalog, ControlNetCard, Health, Limits, LoraCard, ModelCard
+from plait_serving.health import Health
+from plait_serving.images.service import BaseModelCard, Catalog, ControlNetCard, LoraCard
 
 FAKE_CATALOG = Catalog(
-    model=ModelCard(
+    model=BaseModelCard(
         name="emoji",
         family="sd1",
         default_width=16,
         default_height=16,
         default_steps=4,
-        limits=Limits(size_multiple=8, min_edge_px=8, max_edge_px=128, max_pixels=64 * 64, max_steps=50),
+        limits=ImageLimits(
+            size_multiple=8,
+            min_edge_px=8,
+            max_edge_px=128,
+            max_pixels=64 * 64,
+            max_steps=50,
+            max_loras=8,
+            max_controlnets=4,
+        ),
     ),
     loras=(
         LoraCard(name="noto", family="sd1", format="peft"),
@@ -42,7 +52,7 @@ FAKE_CATALOG = Catalog(
 )
 
 
-def fake_picture(request: ImageRequest, seed: int) -> RgbImage:
+def fake_image(request: ImageRequest, seed: int) -> RgbImage:
     """A picture that depends on everything in the request that should change a picture."""
     loras = [(ref.name, ref.scale) for ref in request.loras]
     controls = [
@@ -62,7 +72,7 @@ def fake_picture(request: ImageRequest, seed: int) -> RgbImage:
 
 
 class FakeImageService:
-    """Makes `fake_picture` in ``steps`` steps of ``step_s`` seconds.
+    """Makes `fake_image` in ``steps`` steps of ``step_s`` seconds.
 
     A prompt in ``failures`` fails with that error after ``fail_at_step`` steps. ``submitted``, ``finished`` and
     ``cancelled`` hold request ids' stories; ``steps_run`` shows how soon a cancelled request stopped.
@@ -123,7 +133,7 @@ class FakeImageService:
             self.steps_run += 1
             yield Progress(step=step + 1, steps=request.steps)
             if step + 1 in previews:
-                image = fake_picture(request, request.seed + step + 1)
+                image = fake_image(request, request.seed + step + 1)
                 yield Preview(index=previews.index(step + 1), step=step + 1, image=image)
         yield Finished(result=fake_result(request))
 
@@ -132,7 +142,7 @@ def fake_result(request: ImageRequest) -> ImageResult:
     """A finished request with fixed timings."""
     return ImageResult(
         request_id=request.request_id,
-        images=tuple(fake_picture(request, seed) for seed in request.seeds),
+        images=tuple(fake_image(request, seed) for seed in request.seeds),
         seeds=request.seeds,
         flagged=(False,) * request.n,
         lora_policy=request.lora_policy,

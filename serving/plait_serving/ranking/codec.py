@@ -51,9 +51,9 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
 _BODY_FIELDS = frozenset({"id", "parameters", "inputs", "outputs", "model_name", "model_version"})
 _INPUT_FIELDS = frozenset({"name", "shape", "datatype", "parameters", "data"})
 _OUTPUT_FIELDS = frozenset({"name", "parameters"})
-_MOST_TENSORS = 4096  # more than any model of ours has, few enough to look at one by one
-_MOST_DIMENSIONS = 8
-_MOST_VALUES = 2**40  # numpy refuses shapes near 2^63, even of arrays without values
+_MAX_TENSORS = 4096  # more than any model of ours has, few enough to look at one by one
+_MAX_DIMENSIONS = 8
+_MAX_VALUES = 2**40  # numpy refuses shapes near 2^63, even of arrays without values
 _LONGEST_TEXT = 1024
 _PARAMETER_TYPES = frozenset((str, int, float, bool))
 _NUMBERS, _WHOLE_NUMBERS = frozenset((int, float)), frozenset((int,))
@@ -79,13 +79,13 @@ class InferBody:
     binary_output: bool
 
 
-def parse_infer(body: bytes, header_length: int | None, *, largest_json_bytes: int) -> InferBody:
+def parse_infer(body: bytes, header_length: int | None, *, max_json_bytes: int) -> InferBody:
     """``header_length``: bytes of the JSON part at the body's start; None if all of it is JSON. Raises `BadInput`."""
     if header_length is not None and not 0 < header_length <= len(body):
         told = f"{header_length} is not between 1 and the body's {len(body)} bytes"
         raise BadInput(f"{HEADER_LENGTH}: {told}", param=HEADER_LENGTH)
     end = len(body) if header_length is None else header_length
-    document = _document(memoryview(body)[:end], largest_json_bytes)
+    document = _document(memoryview(body)[:end], max_json_bytes)
     parameters = _parameters(document.get("parameters"))
     with np.errstate(over="ignore"):  # a number beyond its datatype becomes infinity
         arrays = _arrays(document.get("inputs"), body, header_length)
@@ -128,9 +128,9 @@ def hint(name: str, known: Collection[str]) -> str:
 # --- the JSON part -----------------------------------------------------------------------------------------------
 
 
-def _document(json: memoryview, largest_bytes: int) -> dict[str, Any]:
-    if len(json) > largest_bytes:
-        raise TooLarge(f"the JSON is larger than {largest_bytes} bytes; send large tensors as binary data")
+def _document(json: memoryview, max_bytes: int) -> dict[str, Any]:
+    if len(json) > max_bytes:
+        raise TooLarge(f"the JSON is larger than {max_bytes} bytes; send large tensors as binary data")
     try:
         document = orjson.loads(json)
     except orjson.JSONDecodeError as error:
@@ -152,8 +152,8 @@ def _check_fields(data: Mapping[str, Any], known: frozenset[str], where: str) ->
 def _objects(value: Any, where: str) -> list[dict[str, Any]]:
     if type(value) is not list or not all(type(each) is dict for each in value):
         raise BadInput(f"{where}: must be a list of objects", param=where)
-    if len(value) > _MOST_TENSORS:
-        raise BadInput(f"{where}: has {len(value)} entries, more than {_MOST_TENSORS}", param=where)
+    if len(value) > _MAX_TENSORS:
+        raise BadInput(f"{where}: has {len(value)} entries, more than {_MAX_TENSORS}", param=where)
     return value
 
 
@@ -247,15 +247,15 @@ def _arrays(value: Any, body: bytes, offset: int | None) -> dict[str, Array]:
 
 def _count(shape: Any, name: str) -> int:
     """Values of a tensor of this shape."""
-    if type(shape) is not list or not 0 < len(shape) <= _MOST_DIMENSIONS:
-        raise BadInput(f"{name}: shape must be a list of 1 to {_MOST_DIMENSIONS} sizes", param=name)
+    if type(shape) is not list or not 0 < len(shape) <= _MAX_DIMENSIONS:
+        raise BadInput(f"{name}: shape must be a list of 1 to {_MAX_DIMENSIONS} sizes", param=name)
     count, bound = 1, 1
     for size in shape:
         if type(size) is not int or not 0 <= size < 2**31:
             raise BadInput(f"{name}: shape must hold whole numbers from 0 to {2**31 - 1}", param=name)
         count *= size
         bound *= size or 1
-    if bound > _MOST_VALUES:
+    if bound > _MAX_VALUES:
         raise BadInput(f"{name}: shape {shape} is larger than any body", param=name)
     return count
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from plait_disagg.queue.knobs import CachePolicy, Order, WireFormat, WorkerKnobs
-from plait_serving.images.config import FolderPath, Name
+from plait_serving.sections import FolderPath, Name, Section
 from plait_serving.starter.manifest import WEIGHTS
 
 __all__ = [
@@ -18,12 +18,12 @@ __all__ = [
     "WORKER_CPUS",
     "CnKnobs",
     "CnSection",
+    "HnKnobs",
     "HnSection",
-    "Knobs",
     "OmpWait",
+    "RankModelSection",
     "RankRole",
-    "RecommendSection",
-    "RecommenderSection",
+    "RankingSection",
     "Replicas",
     "WholeSection",
 ]
@@ -41,11 +41,7 @@ RankRole = Literal["whole", "cn", "hn"]
 OmpWait = Literal["default", "active", "passive"]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Knobs(_Section):
+class HnKnobs(Section):
     """What can change on a running HN or whole worker; `WorkerKnobs` explains the fields."""
 
     threads: Annotated[int, Field(ge=0, le=1024, description="CPU threads of a batch; 0: all cores")] = 1
@@ -65,7 +61,7 @@ class Knobs(_Section):
         return WorkerKnobs(**self.model_dump())
 
 
-class CnKnobs(Knobs):
+class CnKnobs(HnKnobs):
     """What can change on a running CN."""
 
     window: Annotated[int, Field(ge=1, le=64, description="batches at an HN at once, at most")] = 4
@@ -75,7 +71,7 @@ class CnKnobs(Knobs):
     cache: Annotated[CachePolicy, Field(description="which rows: used last (lru) or asked for first")] = "lru"
 
 
-class Replicas(_Section):
+class Replicas(Section):
     """A number of replicas that follows the load; `plait_disagg.queue.scale` says how."""
 
     min: Annotated[int, Field(ge=1, le=64)] = 1
@@ -90,7 +86,7 @@ class Replicas(_Section):
         return self
 
 
-class _WorkerSection(_Section):
+class _WorkerSection(Section):
     replicas: Annotated[int, Field(ge=1, le=64)] | Replicas = 1
     omp_wait: Annotated[
         OmpWait, Field(description="OpenMP workers between operations: spin (active), sleep (passive)")
@@ -117,17 +113,17 @@ class HnSection(_WorkerSection):
     """The dense half."""
 
     num_gpus: Annotated[float, Field(ge=0, description="GPUs of a replica")] = 0.0
-    knobs: Knobs = Knobs()
+    knobs: HnKnobs = HnKnobs()
 
 
 class WholeSection(_WorkerSection):
     """Both halves in one process."""
 
     num_gpus: Annotated[float, Field(ge=0, description="GPUs of a replica")] = 0.0
-    knobs: Knobs = Knobs()
+    knobs: HnKnobs = HnKnobs()
 
 
-class RecommenderSection(_Section):
+class RankModelSection(Section):
     """One packaged model: a folder that ``plait models package`` made. ``mode`` says which of its parts run."""
 
     folder: FolderPath
@@ -147,20 +143,20 @@ class RecommenderSection(_Section):
         return "whole" if self.mode == "whole" else "cn"
 
 
-class RecommendSection(_Section):
+class RankingSection(Section):
     """The recommendation models by the names that requests call them."""
 
     models: Annotated[
-        dict[Name, RecommenderSection] | None, Field(description="unset: the starter model, if it is there")
+        dict[Name, RankModelSection] | None, Field(description="unset: the starter model, if it is there")
     ] = None
 
-    def resolved_models(self) -> dict[str, RecommenderSection]:
+    def resolved_models(self) -> dict[str, RankModelSection]:
         """The models by name; looks into the starter's folder if none are given."""
         if self.models is not None:
             return dict(self.models)
         if not (STARTER_RECOMMENDER_FOLDER / "package.json").is_file():
             return {}
-        return {STARTER_RECOMMENDER: RecommenderSection(folder=STARTER_RECOMMENDER_FOLDER)}
+        return {STARTER_RECOMMENDER: RankModelSection(folder=STARTER_RECOMMENDER_FOLDER)}
 
     @property
     def logical_cpus(self) -> float:

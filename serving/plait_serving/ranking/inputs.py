@@ -37,7 +37,7 @@ class Binder:
     """Binds arrays to a fixed set of inputs. ``largest_candidates`` bounds N."""
 
     def __init__(self, inputs: Sequence[Input], *, largest_candidates: int) -> None:
-        self._plans = tuple(_Plan.of(item, inputs) for item in inputs)
+        self._plans = tuple(_InputPlan.of(item, inputs) for item in inputs)
         self._largest = largest_candidates
         self._known = frozenset(name for plan in self._plans for name in plan.names)
 
@@ -80,7 +80,7 @@ class Binder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Plan:
+class _InputPlan:
     """How one input is found and shaped. ``row_shape``: of one row; None for a bag."""
 
     name: str
@@ -91,7 +91,7 @@ class _Plan:
     lengths: str | None
 
     @classmethod
-    def of(cls, item: Input, inputs: Sequence[Input]) -> _Plan:
+    def of(cls, item: Input, inputs: Sequence[Input]) -> _InputPlan:
         lengths = item.name + LENGTHS
         return cls(
             name=item.name,

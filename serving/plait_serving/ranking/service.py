@@ -1,25 +1,24 @@
-"""The recommendation models of a server: found by name and version, each with what its requests need.
+"""The seam between the routers and whatever ranks: rankers in this process, or beyond a fabric.
 
-The seam between the routers and whatever ranks: `plait_disagg.protocols.Ranker`, in this process or beyond a
-fabric. `plait_serving.ranking.testing` has a fake one.
+Imports neither FastAPI nor torch, so a command, a test or a replica can use it alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from plait_disagg.errors import RankError, UnknownModel
+from plait_disagg.errors import RankError
 from plait_disagg.graph.inputs import Input, Side
 from plait_disagg.protocols import ItemStore, Ranker
 from plait_disagg.values import ModelCard
+from plait_serving.health import Health
 
 if TYPE_CHECKING:
-    from plait_serving.ranking.inputs import Binder
+    from plait_serving.ranking.inputs import Binder  # holds tensors
 
-__all__ = ["Bound", "Recommender", "Recommenders", "Refreshes"]
+__all__ = ["BoundModel", "RankingService", "Refreshes", "ServedRanker", "why_not_ready"]
 
 
 class Refreshes(Protocol):
@@ -31,7 +30,7 @@ class Refreshes(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recommender:
+class ServedRanker:
     """A model that is served. ``items``: the items it knows by id, None if it knows none. ``refreshes``: None if the
     model stays as it is."""
 
@@ -41,7 +40,7 @@ class Recommender:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bound:
+class BoundModel:
     """A model with its card of this moment, and what turns arrays into its tensors: all of them, or one side's.
 
     ``name`` is what requests call it; the card says what it was packaged as.
@@ -60,56 +59,26 @@ class Bound:
         return tuple(item for item in self.card.inputs if item.side == side)
 
 
-class Recommenders:
-    """The models by name. The mapping may change while it is used.
+class RankingService(Protocol):
+    """Finds the models that rank. All methods may be called from many tasks of one event loop at once."""
 
-    Cheap to ask: what hangs on a card is made again only when the card is another one.
-    """
+    def names(self) -> tuple[str, ...]:
+        """What requests may call the models; they may come and go while the server runs."""
 
-    def __init__(self, models: Mapping[str, Recommender]) -> None:
-        self._models = models
-        self._bound: dict[str, Bound] = {}
+    def get(self, name: str, version: str | None = None) -> BoundModel:
+        """The model as it is now. Cheap: it is asked for with every request.
 
-    def __bool__(self) -> bool:
-        return bool(self._models)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(tuple(self._models))
+        Raises `UnknownModel`, and whatever the ranker says if it has no card yet.
+        """
 
     def refreshes(self, name: str) -> Refreshes | None:
-        """What refreshes the model, if it can be. Raises `UnknownModel`."""
-        return self._named(name).refreshes
+        """What refreshes the model, if anything does. Raises `UnknownModel`."""
 
-    def _named(self, name: str) -> Recommender:
-        model = self._models.get(name)
-        if model is None:
-            known = ", ".join(self._models) or "none"
-            raise UnknownModel(f"there is no model {name[:100]!r} that ranks; there is: {known}", param="model")
-        return model
+    async def health(self) -> Health:
+        """Ready if every model would answer now. Never blocks on a queue."""
 
-    def get(self, name: str, version: str | None = None) -> Bound:
-        """Raises `UnknownModel`, and whatever the ranker says if it has no card yet."""
-        model = self._named(name)
-        card = model.ranker.card
-        bound = self._bound.get(name)
-        if bound is None or bound.card is not card or bound.ranker is not model.ranker:
-            bound = self._bound[name] = _bind(name, model, card)
-        if version is not None and version != card.version:
-            told = f"model {name!r} has no version {version[:100]!r}; it is at {card.version!r}"
-            raise UnknownModel(told, param="model")
-        return bound
-
-    async def missing(self) -> str | None:
-        """None if every model would answer now; else which would not, and why."""
-        for name, model in tuple(self._models.items()):
-            reason = await why_not_ready(model.ranker)
-            if reason is not None:
-                return f"model {name}: {reason}"
-        return None
-
-    def metrics(self) -> Mapping[str, Mapping[str, float]]:
-        """What every ranker counts, by model."""
-        return {name: model.ranker.metrics() for name, model in tuple(self._models.items())}
+    async def metrics_text(self) -> str:
+        """The service's own metrics in Prometheus' text format; may be empty."""
 
 
 async def why_not_ready(ranker: Ranker) -> str | None:
@@ -118,21 +87,3 @@ async def why_not_ready(ranker: Ranker) -> str | None:
         return await ranker.ready()
     except RankError as error:
         return error.message
-
-
-def _bind(name: str, model: Recommender, card: ModelCard) -> Bound:
-    from plait_serving.ranking.inputs import Binder  # brings torch, which a server that ranks nothing can do without
-
-    def binder(*sides: Side) -> Binder:
-        inputs = [item for item in card.inputs if item.side in sides]
-        return Binder(inputs, largest_candidates=card.largest_candidates)
-
-    return Bound(
-        name=name,
-        ranker=model.ranker,
-        items=model.items,
-        card=card,
-        binder=binder("user", "item"),
-        user=binder("user"),
-        item=binder("item"),
-    )

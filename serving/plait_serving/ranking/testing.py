@@ -11,7 +11,7 @@ import torch
 from plait_disagg.errors import Busy, DeadlinePassed, RankError
 from plait_disagg.graph.inputs import OFFSETS, Bag, Dense, Ids
 from plait_disagg.values import ModelCard, RankAnswer, RankRequest, RankTimings
-from plait_serving.ranking.service import Recommender
+from plait_serving.ranking.service import ServedRanker
 
 FAKE_CARD = ModelCard(
     name="picks",
@@ -124,7 +124,7 @@ class FakeItems:
         return [f"item number {i}" for i in ids] if self._named else None
 
 
-def fake_recommenders(ranker: FakeRanker | None = None, *, items: bool = True) -> dict[str, Recommender]:
-    """One model, as `create_app` wants it."""
+def fake_rankers(ranker: FakeRanker | None = None, *, items: bool = True) -> dict[str, ServedRanker]:
+    """One model, as `LocalRankingService` wants it."""
     ranker = ranker or FakeRanker()
-    return {ranker.card.name: Recommender(ranker=ranker, items=FakeItems() if items else None)}
+    return {ranker.card.name: ServedRanker(ranker=ranker, items=FakeItems() if items else None)}

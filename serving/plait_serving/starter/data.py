@@ -47,7 +47,7 @@ class NpmUnavailableError(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pictures:
+class TrainingImages:
     """The training set: ``names[i]`` is drawn in ``twemoji[i]`` and ``noto[i]`` (``uint8[n, 64, 64, 3]``)."""
 
     names: tuple[str, ...]
@@ -55,9 +55,9 @@ class Pictures:
     noto: NDArray[np.uint8]
 
 
-def pooled(pictures: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def pooled(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """16x16 mean colours of each 64x64 picture: ``uint8[n, 16, 16, 3]``."""
-    return np.stack([np.rint(block_means(p, SIDE_PX // 16)).astype(np.uint8) for p in pictures])
+    return np.stack([np.rint(block_means(p, SIDE_PX // 16)).astype(np.uint8) for p in images])
 
 
 def fetch_package(name: str, cache: Path) -> Path:
@@ -85,11 +85,11 @@ def fetch_package(name: str, cache: Path) -> Path:
 def _on_white(raw: bytes) -> NDArray[np.uint8]:
     """Decode one PNG and lay it on white, ``uint8[64, 64, 3]``."""
     with Image.open(io.BytesIO(raw)) as opened:
-        picture = opened.convert("RGBA")
-    if picture.size != (SIDE_PX, SIDE_PX):
-        picture = picture.resize((SIDE_PX, SIDE_PX), Image.Resampling.LANCZOS)
-    white = Image.new("RGBA", picture.size, (255, 255, 255, 255))
-    return np.asarray(Image.alpha_composite(white, picture).convert("RGB"))
+        image = opened.convert("RGBA")
+    if image.size != (SIDE_PX, SIDE_PX):
+        image = image.resize((SIDE_PX, SIDE_PX), Image.Resampling.LANCZOS)
+    white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+    return np.asarray(Image.alpha_composite(white, image).convert("RGB"))
 
 
 def _read_archive(archive: Path, folder: str) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
@@ -147,7 +147,7 @@ def drop_look_alikes(names: list[str], means: NDArray[np.uint8], count: int) -> 
     return sorted(left)
 
 
-def load_pictures(cache: Path, count: int = DEFAULT_COUNT) -> Pictures:
+def load_images(cache: Path, count: int = DEFAULT_COUNT) -> TrainingImages:
     """The training set, from ``cache`` or npm; the unpacked arrays are kept in ``cache`` too.
 
     Raises NpmUnavailableError.
@@ -155,7 +155,7 @@ def load_pictures(cache: Path, count: int = DEFAULT_COUNT) -> Pictures:
     kept = cache / f"pictures-{VERSION}-{count}.npz"
     if kept.exists():
         with np.load(kept) as stored:
-            return Pictures(
+            return TrainingImages(
                 names=tuple(str(n) for n in stored["names"]), twemoji=stored["twemoji"], noto=stored["noto"]
             )
     archives = {style: fetch_package(package, cache) for style, package in PACKAGES.items()}
@@ -164,12 +164,12 @@ def load_pictures(cache: Path, count: int = DEFAULT_COUNT) -> Pictures:
     pairs = [(name, image) for name, image in _candidates(entries) if image in twemoji and image in noto]
     all_twemoji = np.stack([_on_white(twemoji[image]) for _, image in pairs])
     stay = drop_look_alikes([name for name, _ in pairs], pooled(all_twemoji), count)
-    pictures = Pictures(
+    images = TrainingImages(
         names=tuple(pairs[i][0] for i in stay),
         twemoji=all_twemoji[stay],
         noto=np.stack([_on_white(noto[pairs[i][1]]) for i in stay]),
     )
     partial = kept.with_suffix(".tmp.npz")
-    np.savez_compressed(partial, names=np.array(pictures.names), twemoji=pictures.twemoji, noto=pictures.noto)
+    np.savez_compressed(partial, names=np.array(images.names), twemoji=images.twemoji, noto=images.noto)
     partial.replace(kept)
-    return pictures
+    return images

@@ -8,7 +8,6 @@ from pathlib import Path
 
 WEIGHTS = Path(__file__).parent / "weights"
 MANIFEST = "MANIFEST.json"
-LIMIT_BYTES = 32 * 1024 * 1024
 
 
 def files_in(folder: Path) -> list[str]:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
 
-Picture = NDArray[np.uint8]
+ImageArray = NDArray[np.uint8]
 Plane = NDArray[np.float64]
 
 COLOR_BLOCK_PX = 4
@@ -26,13 +26,13 @@ SKETCH_SIGMA_PX = 0.6
 SKETCH_GAIN = 8.0
 
 
-def check_picture(image: Picture) -> None:
+def check_image(image: ImageArray) -> None:
     """Raise ValueError unless ``image`` is a non-empty ``uint8[H, W, 3]``."""
     if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or image.size == 0:
         raise ValueError(f"expected uint8[H, W, 3], got {image.dtype}{list(image.shape)}")
 
 
-def _gradient(image: Picture, sigma_px: float) -> tuple[Plane, Plane]:
+def _gradient(image: ImageArray, sigma_px: float) -> tuple[Plane, Plane]:
     """Horizontal and vertical slope of the colour channel that changes most, per pixel."""
     smooth = ndimage.gaussian_filter(image.astype(np.float64), (sigma_px, sigma_px, 0.0), mode="nearest")
     # ndimage.sobel would blur across the colour channels too.
@@ -61,9 +61,9 @@ def _thin(dx: Plane, dy: Plane) -> Plane:
     return np.where(keep, size, 0.0)
 
 
-def edge_mask(image: Picture, high: float = EDGE_HIGH, low: float = EDGE_LOW) -> NDArray[np.bool_]:
+def edge_mask(image: ImageArray, high: float = EDGE_HIGH, low: float = EDGE_LOW) -> NDArray[np.bool_]:
     """Canny edges as ``bool[H, W]``: blur, slope, thinning, hysteresis between ``low`` and ``high``."""
-    check_picture(image)
+    check_image(image)
     thin = _thin(*_gradient(image, EDGE_SIGMA_PX))
     labels, count = ndimage.label(thin >= low, structure=np.ones((3, 3)))
     strong = np.zeros(count + 1, dtype=bool)
@@ -72,14 +72,14 @@ def edge_mask(image: Picture, high: float = EDGE_HIGH, low: float = EDGE_LOW) ->
     return np.asarray(strong[labels], dtype=np.bool_)
 
 
-def edges(image: Picture) -> Picture:
+def edges(image: ImageArray) -> ImageArray:
     """White one-pixel lines on black: the control map of the ``edges`` ControlNet."""
     return np.repeat(edge_mask(image)[..., None].astype(np.uint8) * np.uint8(255), 3, axis=2)
 
 
-def block_means(image: Picture, block_px: int) -> NDArray[np.float64]:
+def block_means(image: ImageArray, block_px: int) -> NDArray[np.float64]:
     """Mean colour of each block, ``float64[ceil(H/b), ceil(W/b), 3]``; blocks at the border may be cut."""
-    check_picture(image)
+    check_image(image)
     rows = np.arange(0, image.shape[0], block_px)
     columns = np.arange(0, image.shape[1], block_px)
     total = np.add.reduceat(np.add.reduceat(image.astype(np.float64), rows, 0), columns, 1)
@@ -88,28 +88,28 @@ def block_means(image: Picture, block_px: int) -> NDArray[np.float64]:
     return np.asarray(total / (heights[:, None] * widths[None, :])[..., None])
 
 
-def unblock(means: NDArray[np.float64], block_px: int, height: int, width: int) -> Picture:
+def unblock(means: NDArray[np.float64], block_px: int, height: int, width: int) -> ImageArray:
     """The flat picture whose blocks have these means: the inverse of ``block_means``."""
     flat = np.clip(np.rint(means), 0, 255).astype(np.uint8)
     return flat.repeat(block_px, axis=0).repeat(block_px, axis=1)[:height, :width]
 
 
-def colors(image: Picture) -> Picture:
+def colors(image: ImageArray) -> ImageArray:
     """Every 4x4-pixel block replaced by its mean: the control map of the ``colors`` ControlNet."""
     return unblock(block_means(image, COLOR_BLOCK_PX), COLOR_BLOCK_PX, image.shape[0], image.shape[1])
 
 
-def pixel(image: Picture) -> Picture:
+def pixel(image: ImageArray) -> ImageArray:
     """Every 8x8-pixel block replaced by its mean: what the ``pixel`` LoRA was trained on."""
     return unblock(block_means(image, PIXEL_BLOCK_PX), PIXEL_BLOCK_PX, image.shape[0], image.shape[1])
 
 
-def sketch(image: Picture) -> Picture:
+def sketch(image: ImageArray) -> ImageArray:
     """Grey pencil lines on white, darker where the colour changes faster: the ``sketch`` LoRA's target."""
-    check_picture(image)
+    check_image(image)
     slope = np.hypot(*_gradient(image, SKETCH_SIGMA_PX))
     ink = np.clip(255.0 - SKETCH_GAIN * slope, 0.0, 255.0)
     return np.repeat(np.rint(ink).astype(np.uint8)[..., None], 3, axis=2)
 
 
-PREPROCESSORS: Mapping[str, Callable[[Picture], Picture]] = MappingProxyType({"edges": edges, "colors": colors})
+PREPROCESSORS: Mapping[str, Callable[[ImageArray], ImageArray]] = MappingProxyType({"edges": edges, "colors": colors})

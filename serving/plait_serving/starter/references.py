@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from plait_serving.starter.preprocess import COLOR_BLOCK_PX, Picture, block_means, edge_mask, sketch, unblock
+from plait_serving.starter.preprocess import COLOR_BLOCK_PX, ImageArray, block_means, edge_mask, sketch, unblock
 
 SIDE_PX = 64
 
@@ -34,18 +34,18 @@ class References:
         """All rows, ordered by the sha256 of their name: a fixed choice that nobody picked."""
         return sorted(range(len(self.names)), key=lambda i: hashlib.sha256(self.names[i].encode()).digest())
 
-    def edge_map(self, row: int) -> Picture:
+    def edge_map(self, row: int) -> ImageArray:
         """The control picture of ``edges`` for this concept, ``uint8[64, 64, 3]``."""
         return np.repeat(self.edges[row][..., None].astype(np.uint8) * np.uint8(255), 3, axis=2)
 
-    def color_map(self, row: int) -> Picture:
+    def color_map(self, row: int) -> ImageArray:
         """The control picture of ``colors`` for this concept, ``uint8[64, 64, 3]``."""
         return unblock(self.twemoji[row].astype(np.float64), COLOR_BLOCK_PX, SIDE_PX, SIDE_PX)
 
 
-def pool(pictures: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def pool(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """16x16 mean colours of ``uint8[n, 64, 64, 3]``."""
-    return np.stack([np.rint(block_means(p, SIDE_PX // 16)).astype(np.uint8) for p in pictures])
+    return np.stack([np.rint(block_means(p, SIDE_PX // 16)).astype(np.uint8) for p in images])
 
 
 def make_references(names: tuple[str, ...], twemoji: NDArray[np.uint8], noto: NDArray[np.uint8]) -> References:

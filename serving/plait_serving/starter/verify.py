@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
 
-from plait_serving.starter.preprocess import PIXEL_BLOCK_PX, Picture, block_means, edge_mask, unblock
+from plait_serving.starter.preprocess import PIXEL_BLOCK_PX, ImageArray, block_means, edge_mask, unblock
 from plait_serving.starter.references import References, pool
 
 STEPS = 20
@@ -25,19 +25,19 @@ STYLE_COUNT = 50
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ask:
+class VerificationImage:
     """One picture to make: 64x64, everything not named here at the server's defaults."""
 
     prompt: str
     seed: int
     steps: int = STEPS
     controlnet: str | None = None
-    control_image: Picture | None = None
+    control_image: ImageArray | None = None
     lora: str | None = None
     lora_scale: float = 1.0
 
 
-Generate = Callable[[Sequence[Ask]], list[Picture]]
+Generate = Callable[[Sequence[VerificationImage]], list[ImageArray]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +57,8 @@ class Figure:
         return self.value >= self.threshold if self.bound == ">=" else self.value <= self.threshold
 
 
-def _vectors(pictures: NDArray[np.uint8]) -> NDArray[np.float64]:
-    return pictures.reshape(len(pictures), -1).astype(np.float64)
+def _vectors(images: NDArray[np.uint8]) -> NDArray[np.float64]:
+    return images.reshape(len(images), -1).astype(np.float64)
 
 
 def ranks(made: NDArray[np.uint8], references: NDArray[np.uint8], rows: Sequence[int]) -> NDArray[np.int64]:
@@ -85,13 +85,13 @@ def edge_f1(found: NDArray[np.bool_], wanted: NDArray[np.bool_]) -> float:
     return float(2 * precision * recall / max(1e-9, precision + recall))
 
 
-def unevenness(picture: Picture) -> float:
+def unevenness(image: ImageArray) -> float:
     """Root mean square difference between a picture and its 8x8-pixel blocks, 0 for perfect blocks."""
-    flat = unblock(block_means(picture, PIXEL_BLOCK_PX), PIXEL_BLOCK_PX, picture.shape[0], picture.shape[1])
-    return float(np.sqrt(((picture.astype(np.float64) - flat) ** 2).mean()))
+    flat = unblock(block_means(image, PIXEL_BLOCK_PX), PIXEL_BLOCK_PX, image.shape[0], image.shape[1])
+    return float(np.sqrt(((image.astype(np.float64) - flat) ** 2).mean()))
 
 
-def _recognition(_: Generate, refs: References, plain: list[Picture], rows: list[int]) -> list[Figure]:
+def _recognition(_: Generate, refs: References, plain: list[ImageArray], rows: list[int]) -> list[Figure]:
     rank = ranks(pool(np.stack(plain)), refs.twemoji, rows)
     meaning = "share of prompts whose picture is nearest to (or has among its five nearest) the right training picture"
     top1, top5 = float((rank < 1).mean()), float((rank < 5).mean())
@@ -101,10 +101,10 @@ def _recognition(_: Generate, refs: References, plain: list[Picture], rows: list
     ]
 
 
-def _edges(generate: Generate, refs: References, plain: list[Picture], rows: list[int]) -> list[Figure]:
+def _edges(generate: Generate, refs: References, plain: list[ImageArray], rows: list[int]) -> list[Figure]:
     rows, sources = rows[:CONTROL_COUNT], other_rows(rows)[:CONTROL_COUNT]
     asks = [
-        Ask(prompt=refs.names[row], seed=seed, controlnet="edges", control_image=refs.edge_map(source))
+        VerificationImage(prompt=refs.names[row], seed=seed, controlnet="edges", control_image=refs.edge_map(source))
         for seed, (row, source) in enumerate(zip(rows, sources, strict=True))
     ]
     made = generate(asks)
@@ -118,10 +118,10 @@ def _edges(generate: Generate, refs: References, plain: list[Picture], rows: lis
     ]
 
 
-def _colors(generate: Generate, refs: References, plain: list[Picture], rows: list[int]) -> list[Figure]:
+def _colors(generate: Generate, refs: References, plain: list[ImageArray], rows: list[int]) -> list[Figure]:
     rows, sources = rows[:CONTROL_COUNT], other_rows(rows)[:CONTROL_COUNT]
     asks = [
-        Ask(prompt=refs.names[row], seed=seed, controlnet="colors", control_image=refs.color_map(source))
+        VerificationImage(prompt=refs.names[row], seed=seed, controlnet="colors", control_image=refs.color_map(source))
         for seed, (row, source) in enumerate(zip(rows, sources, strict=True))
     ]
     wanted = _vectors(refs.twemoji[sources])
@@ -132,11 +132,11 @@ def _colors(generate: Generate, refs: References, plain: list[Picture], rows: li
     return [Figure(name="colors_error", value=ratio, bound="<=", threshold=0.5, count=len(rows), meaning=meaning)]
 
 
-def _styled(generate: Generate, refs: References, rows: list[int], lora: str) -> list[Picture]:
-    return generate([Ask(prompt=refs.names[row], seed=seed, lora=lora) for seed, row in enumerate(rows)])
+def _styled(generate: Generate, refs: References, rows: list[int], lora: str) -> list[ImageArray]:
+    return generate([VerificationImage(prompt=refs.names[row], seed=seed, lora=lora) for seed, row in enumerate(rows)])
 
 
-def _noto(generate: Generate, refs: References, plain: list[Picture], rows: list[int]) -> list[Figure]:
+def _noto(generate: Generate, refs: References, plain: list[ImageArray], rows: list[int]) -> list[Figure]:
     rows = rows[:NOTO_COUNT]
     noto, twemoji, count = refs.noto[rows], refs.twemoji[rows], len(rows)
     got = nearer(pool(np.stack(_styled(generate, refs, rows, "noto"))), noto, twemoji)
@@ -148,7 +148,7 @@ def _noto(generate: Generate, refs: References, plain: list[Picture], rows: list
     ]
 
 
-def _sketch(generate: Generate, refs: References, _: list[Picture], rows: list[int]) -> list[Figure]:
+def _sketch(generate: Generate, refs: References, _: list[ImageArray], rows: list[int]) -> list[Figure]:
     rows = rows[:STYLE_COUNT]
     drawn = np.repeat(refs.sketch[rows][..., None], 3, axis=3)
     share = nearer(pool(np.stack(_styled(generate, refs, rows, "sketch"))), drawn, refs.twemoji[rows])
@@ -156,7 +156,7 @@ def _sketch(generate: Generate, refs: References, _: list[Picture], rows: list[i
     return [Figure(name="sketch_share", value=share, bound=">=", threshold=0.8, count=len(rows), meaning=meaning)]
 
 
-def _pixel(generate: Generate, refs: References, plain: list[Picture], rows: list[int]) -> list[Figure]:
+def _pixel(generate: Generate, refs: References, plain: list[ImageArray], rows: list[int]) -> list[Figure]:
     rows = rows[:STYLE_COUNT]
     got = np.mean([unevenness(p) for p in _styled(generate, refs, rows, "pixel")])
     without = np.mean([unevenness(p) for p in plain[: len(rows)]])
@@ -186,7 +186,7 @@ def verify(
     if unknown:
         raise ValueError(f"unknown parts: {sorted(unknown)}; known: {sorted(PARTS)}")
     rows = references.hash_order()[: limit or RECOGNITION_COUNT]
-    plain = generate([Ask(prompt=references.names[row], seed=seed) for seed, row in enumerate(rows)])
+    plain = generate([VerificationImage(prompt=references.names[row], seed=seed) for seed, row in enumerate(rows)])
     figures = [figure for part in parts for figure in PARTS[part](generate, references, plain, rows)]
     return {
         "passed": all(figure.passed for figure in figures),

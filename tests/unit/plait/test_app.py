@@ -8,9 +8,9 @@ import pytest
 from pydantic import ValidationError
 
 from plait.app import http_settings
-from plait.config import ApiKey, ServerSection
+from plait.config import ApiKeySection, ServerSection
 
-KEY = ApiKey(sha256=hashlib.sha256(b"secret").hexdigest())
+KEY = ApiKeySection(sha256=hashlib.sha256(b"secret").hexdigest())
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from plait.config import PlaitConfig, dump_config, load_config, parse_config
 from plait.errors import ConfigError
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_serving.images.config import ControlNetSection
-from plait_serving.ranking.config import CnSection, HnSection, RecommenderSection, RecommendSection, WholeSection
+from plait_serving.ranking.config import CnSection, HnSection, RankingSection, RankModelSection, WholeSection
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 
@@ -126,12 +126,12 @@ def test_config_cpus_cover_every_replica():
     controlnets = {name: ControlNetSection(folder=Path("/x"), replicas=3) for name in "ab"}
     images = PlaitConfig().images.model_copy(update={"controlnets": controlnets, "replicas": 2})
     models = {
-        "a": RecommenderSection(folder=Path("/x"), cn=CnSection(replicas=4), hn=HnSection(replicas=2)),
-        "b": RecommenderSection(folder=Path("/x"), mode="whole", whole=WholeSection(replicas=3)),
+        "a": RankModelSection(folder=Path("/x"), cn=CnSection(replicas=4), hn=HnSection(replicas=2)),
+        "b": RankModelSection(folder=Path("/x"), mode="whole", whole=WholeSection(replicas=3)),
     }
-    config = PlaitConfig(images=images, recommend=RecommendSection(models=models))
+    config = PlaitConfig(images=images, recommend=RankingSection(models=models))
     assert config.logical_cpus >= 0.1 + 8 * 0.4 + 9 * 0.2
-    assert PlaitConfig(images=None, recommend=RecommendSection(models=models)).logical_cpus == 2
+    assert PlaitConfig(images=None, recommend=RankingSection(models=models)).logical_cpus == 2
 
 
 def test_config_of_one_workload_leaves_the_other_out():

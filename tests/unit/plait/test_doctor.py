@@ -10,7 +10,7 @@ import pytest
 
 from plait import doctor
 from plait.cli import main as root
-from plait.doctor import Verdict
+from plait.doctor import CheckStatus
 from plait_serving.starter.manifest import write_manifest
 
 
@@ -24,7 +24,7 @@ def starter(tmp_path):
 def test_cli_doctor_accepts_intact_starter_files(starter):
     """Files that match their manifest are fine."""
     (finding,) = doctor.check_starter(starter)
-    assert finding.verdict is Verdict.OK
+    assert finding.verdict is CheckStatus.OK
 
 
 @pytest.mark.parametrize("harm", ["changed", "missing", "no manifest", "broken manifest"])
@@ -39,7 +39,7 @@ def test_cli_doctor_finds_harmed_starter_files(starter, harm):
     else:
         (starter / "MANIFEST.json").write_text("[]")
     (finding,) = doctor.check_starter(starter)
-    assert finding.verdict is Verdict.FAIL
+    assert finding.verdict is CheckStatus.FAIL
     assert ("a.bin" if harm in ("changed", "missing") else "manifest") in finding.detail.lower()
 
 
@@ -50,7 +50,7 @@ def test_cli_doctor_compares_versions_with_the_floors(monkeypatch):
     )
     monkeypatch.setattr(importlib.metadata, "version", fake_version)
     (finding,) = doctor.check_packages()
-    assert finding.verdict is Verdict.FAIL
+    assert finding.verdict is CheckStatus.FAIL
     assert finding.detail == "starlette 0.40.0 is not >=1.0.1; nothing-like-this is missing"
 
 
@@ -64,21 +64,21 @@ def test_cli_doctor_says_who_has_the_port():
     """A busy port is a warning: another port will do."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         (finding,) = doctor.check_port("127.0.0.1", other.getsockname()[1])
-    assert finding.verdict is Verdict.WARN
+    assert finding.verdict is CheckStatus.WARN
 
 
 def test_cli_doctor_unusable_home_is_no_failure(tmp_path):
     """Without a home the state goes elsewhere, and doctor says where."""
     (finding,) = doctor.check_home({"HOME": "/proc/nothing"})
-    assert finding.verdict is Verdict.OK
+    assert finding.verdict is CheckStatus.OK
     assert "/proc/nothing is not writable" in finding.detail
     (finding,) = doctor.check_home({"PLAIT_STATE_DIR": "/proc/nothing"})
-    assert finding.verdict is Verdict.FAIL
+    assert finding.verdict is CheckStatus.FAIL
 
 
-@pytest.mark.parametrize(("verdict", "code"), [(Verdict.OK, 0), (Verdict.WARN, 0), (Verdict.FAIL, 1)])
+@pytest.mark.parametrize(("verdict", "code"), [(CheckStatus.OK, 0), (CheckStatus.WARN, 0), (CheckStatus.FAIL, 1)])
 def test_cli_doctor_exit_code_and_json(monkeypatch, capsys, verdict, code):
     """Only a failure is exit code 1; --json is a list that a program can read."""
-    monkeypatch.setattr(doctor, "examine", lambda *_, **__: [doctor.Finding("cores", verdict, "2")])
+    monkeypatch.setattr(doctor, "examine", lambda *_, **__: [doctor.CheckResult("cores", verdict, "2")])
     assert root.main(["doctor", "--json"]) == code
     assert json.loads(capsys.readouterr().out) == [{"name": "cores", "verdict": verdict.value, "detail": "2"}]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from plait_autoconfig.knobs import ChoiceKnob, IntKnob
-from plait_autoconfig.library import Staleness, usable_for, usable_runs, weight_of, why_unusable
+from plait_autoconfig.library import Staleness, usable_for, usable_runs, weight_of
 from plait_autoconfig.objective import Objective, maximise
 from plait_autoconfig.space import Space
 from plait_autoconfig.values import FailureKind, Hardware
@@ -52,13 +52,13 @@ def test_units_must_agree():
 
 
 def test_only_runs_with_a_measurement_teach():
-    """Runs whose usable trials all failed, or of another space, are left out, and said to be."""
+    """Runs whose usable trials all failed, or of another space, are left out; the latter say why."""
     good = run_of(measured(0, {"cpu": 1, "batch": 1}, rate=1.0), failed(1, {"cpu": 9, "batch": 1}), run_id="good")
     broken = run_of(failed(0, {"cpu": 1, "batch": 1}), run_id="broken")
     other = run_of(measured(0, {"threads": 1}, rate=1.0), run_id="other", units={"threads": ""})
     used = usable_runs([good, broken, other], GRID, RATE)
     assert [(run.run_id, len(run.trials)) for run in used] == [("good", 1)]
-    said = why_unusable([good, other], GRID, RATE)
+    said = str(usable_for(other, GRID, RATE))
     assert (
         said == "picks (other): 0 of 1 trials can be used; 1 not: threads is no knob of this space; they are cpu, batch"
     )

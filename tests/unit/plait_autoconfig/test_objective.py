@@ -13,12 +13,10 @@ from plait_autoconfig.objective import (
     at_most,
     max_goodput_per_cost,
     maximise,
-    min_cost_at_rate,
-    min_p99_at_rate,
     minimise,
     parse_objective,
 )
-from plait_autoconfig.values import FailureKind, Outcome
+from plait_autoconfig.values import FailureKind, TrialOutcome
 from support.autoconfig import failed, measured
 
 BOTH = Objective((maximise("rate"), minimise("cost")))
@@ -27,25 +25,25 @@ LIMITED = Objective((maximise("rate"),), (at_most("p99_ms", 50.0), at_least("rec
 
 def test_loss_is_lower_for_better():
     """A metric to make large counts negative; a failed trial has no loss, a missing metric is named."""
-    assert Objective((maximise("rate"),)).loss(Outcome.measured(rate=3.0)) == -3.0
-    assert Objective((minimise("cost"),)).loss(Outcome.measured(cost=3.0)) == 3.0
-    assert LIMITED.loss(Outcome.failed(FailureKind.CRASH)) is None
-    assert BOTH.losses(Outcome.measured(rate=3.0, cost=2.0)) == (-3.0, 2.0)
+    assert Objective((maximise("rate"),)).loss(TrialOutcome.measured(rate=3.0)) == -3.0
+    assert Objective((minimise("cost"),)).loss(TrialOutcome.measured(cost=3.0)) == 3.0
+    assert LIMITED.loss(TrialOutcome.failed(FailureKind.CRASH)) is None
+    assert BOTH.losses(TrialOutcome.measured(rate=3.0, cost=2.0)) == (-3.0, 2.0)
     with pytest.raises(ObjectiveError, match="needs rate, but a trial measured only cost"):
-        LIMITED.loss(Outcome.measured(cost=1.0))
+        LIMITED.loss(TrialOutcome.measured(cost=1.0))
     with pytest.raises(ObjectiveError, match="needs one goal, but the objective has 2: max rate, min cost"):
-        BOTH.loss(Outcome.measured(rate=3.0, cost=2.0))
+        BOTH.loss(TrialOutcome.measured(rate=3.0, cost=2.0))
 
 
 def test_limits_are_relative_and_include_their_value():
     """Violations are shares of the limit, 0 when it is kept; excesses also say how much room is left."""
-    outcome = Outcome.measured(rate=1.0, p99_ms=60.0, recall=0.945)
+    outcome = TrialOutcome.measured(rate=1.0, p99_ms=60.0, recall=0.945)
     assert LIMITED.violations(outcome) == pytest.approx({"p99_ms <= 50": 0.2, "recall >= 0.9": 0.0})
     assert LIMITED.excesses(outcome) == pytest.approx({"p99_ms <= 50": 0.2, "recall >= 0.9": -0.05})
     assert not LIMITED.feasible(outcome)
-    assert LIMITED.feasible(Outcome.measured(rate=1.0, p99_ms=50.0, recall=0.9))
-    assert not LIMITED.feasible(Outcome.failed(FailureKind.TIME_OUT))
-    assert LIMITED.violations(Outcome.failed(FailureKind.TIME_OUT)) == {}
+    assert LIMITED.feasible(TrialOutcome.measured(rate=1.0, p99_ms=50.0, recall=0.9))
+    assert not LIMITED.feasible(TrialOutcome.failed(FailureKind.TIME_OUT))
+    assert LIMITED.violations(TrialOutcome.failed(FailureKind.TIME_OUT)) == {}
     assert at_most("errors", 0.0).excess({"errors": 0.25}) == 0.25
 
 
@@ -112,14 +110,17 @@ def test_wrong_objectives_are_named():
 
 
 def test_the_named_objectives():
-    """What the command line calls them is what the functions build."""
+    """What the command line calls them stands for goals and limits."""
     assert parse_objective("max goodput_per_cost") == max_goodput_per_cost()
-    assert parse_objective("min cost at rate 20", ["p99_ms <= 50"]) == min_cost_at_rate(20.0, at_most("p99_ms", 50.0))
-    assert parse_objective("min p99 at rate 2.5e1") == min_p99_at_rate(25.0)
+    cheapest = Objective((minimise("cost_per_hour"),), (at_least("goodput_per_s", 20.0),))
+    in_time = (*cheapest.limits, at_most("p99_ms", 50.0))
+    assert parse_objective("min cost at rate 20", ["p99_ms <= 50"]) == Objective(cheapest.goals, in_time)
+    fastest = Objective((minimise("p99_ms"),), (at_least("goodput_per_s", 25.0),))
+    assert parse_objective("min p99 at rate 2.5e1") == fastest
     assert parse_objective("max rate,min watts", ["recall>=0.9"]) == Objective(
         (Goal("rate", "max"), Goal("watts", "min")), (Limit("recall", "at_least", 0.9),)
     )
-    assert str(min_cost_at_rate(20.0)) == "min cost_per_hour with goodput_per_s >= 20"
+    assert str(cheapest) == "min cost_per_hour with goodput_per_s >= 20"
 
 
 @pytest.mark.parametrize(

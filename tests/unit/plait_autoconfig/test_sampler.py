@@ -11,7 +11,7 @@ from plait_autoconfig.designers.testing import CONDITIONAL, OBJECTIVE, SMALL, se
 from plait_autoconfig.errors import DesignerError, OutsideSpace, TrialFailed
 from plait_autoconfig.objective import Objective, at_most, maximise, minimise
 from plait_autoconfig.sampler import DesignerSampler, report
-from plait_autoconfig.values import FailureKind, Outcome
+from plait_autoconfig.values import FailureKind, TrialOutcome
 
 RATE = Objective((maximise("rate_per_s"),))
 optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -43,10 +43,10 @@ def test_every_ending_is_told():
     study.tell(ask(study), state=TrialState.PRUNED)
     trial = ask(study)
     with pytest.raises(TrialFailed, match="at once"):
-        report(trial, RATE, Outcome.failed(FailureKind.REFUSED_START, "at once"))
+        report(trial, RATE, TrialOutcome.failed(FailureKind.REFUSED_START, "at once"))
     study.tell(trial, state=TrialState.FAIL)
     outcomes = [trial.outcome for trial in designer.trials]
-    assert outcomes[0] == Outcome.measured(rate_per_s=2.5)
+    assert outcomes[0] == TrialOutcome.measured(rate_per_s=2.5)
     assert [outcome.failure for outcome in outcomes[1:]] == ["crash", "time_out", "refused_start"]
 
 
@@ -55,7 +55,7 @@ def test_limits_and_goals_come_back_as_metrics():
     objective = Objective((maximise("rate_per_s"), minimise("cost")), (at_most("p99_ms", 30.0), at_most("cost", 3.0)))
     designer, study = begin(objective)
     trial = ask(study)
-    outcome = Outcome.measured(rate_per_s=2.0, cost=4.0, p99_ms=45.0)
+    outcome = TrialOutcome.measured(rate_per_s=2.0, cost=4.0, p99_ms=45.0)
     study.tell(trial, report(trial, objective, outcome))
     assert designer.trials[0].outcome.metrics == pytest.approx(outcome.metrics)
     assert study.trials[0].constraints == pytest.approx({"p99_ms <= 30": 0.5, "cost <= 3": 1 / 3})

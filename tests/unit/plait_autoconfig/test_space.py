@@ -157,16 +157,16 @@ def test_contradictory_constraints_are_counted(monkeypatch):
     )
     with pytest.raises(EmptySpace, match=r"`cpu > 4` leaves 0$"):
         Space((CPU,), ("cpu > 4",))
-    monkeypatch.setattr(module, "_MOST_DRAWN", 1000)
-    monkeypatch.setattr(module, "MOST_CELLS", 1000)
+    monkeypatch.setattr(module, "_MAX_DRAWN", 1000)
+    monkeypatch.setattr(module, "MAX_CELLS", 1000)
     with pytest.raises(EmptySpace, match=r"1000 configurations drawn from its knobs, `x > 2` leaves 0$"):
         Space((FloatKnob(name="x", low=0.0, high=1.0),), ("x > 2",))
 
 
 def test_a_large_space_is_sampled(monkeypatch):
     """A space with too many cells is stood for by valid, different ones, the same in every process."""
-    monkeypatch.setattr(module, "MOST_CELLS", 50)
-    monkeypatch.setattr(module, "MOST_SAMPLED", 32)
+    monkeypatch.setattr(module, "MAX_CELLS", 50)
+    monkeypatch.setattr(module, "MAX_SAMPLED", 32)
     knobs = (IntKnob(name="a", low=1, high=100, log=True), FloatKnob(name="b", low=0.0, high=1.0), DEVICE, SHARE)
     spaces = [Space(knobs, ("a * b <= 20",)) for _ in range(2)]
     cells = spaces[0].cells()

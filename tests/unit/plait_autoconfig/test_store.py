@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from plait_autoconfig.errors import LibraryError
-from plait_autoconfig.rows import Foreign, dump_lines, load_lines
+from plait_autoconfig.rows import UnreadableLine, dump_lines, load_lines
 from plait_autoconfig.store import LibraryStore, read_library, write_library
 from plait_autoconfig.values import FailureKind
 from support.autoconfig import failed, measured, run_of
@@ -49,7 +49,7 @@ def test_lines_of_a_later_version_are_kept():
     """They are marked, and written back as they were."""
     loaded = load_lines([*dump_lines([OTHER]), NEWER])
     assert loaded.runs == (OTHER,)
-    assert loaded.foreign == (Foreign(text=NEWER, reason="line 3 has format 2, this version reads 1"),)
+    assert loaded.foreign == (UnreadableLine(text=NEWER, reason="line 3 has format 2, this version reads 1"),)
     assert load_lines(dump_lines(loaded.runs, loaded.foreign)).foreign == loaded.foreign
 
 

@@ -7,50 +7,54 @@ import math
 import pytest
 
 from plait_autoconfig.errors import TunerError
-from plait_autoconfig.values import FailureKind, Hardware, Outcome, Trial, cells_of, pooled
+from plait_autoconfig.values import FailureKind, Hardware, Trial, TrialOutcome, cells_of, pooled
 from support.autoconfig import failed, measured
 
 
 def test_an_outcome_is_metrics_or_a_failure():
     """Neither both nor none of the two, and no metric that is not a number."""
     with pytest.raises(TunerError, match="either metrics or a failure"):
-        Outcome()
+        TrialOutcome()
     with pytest.raises(TunerError, match="either metrics or a failure"):
-        Outcome(metrics={"a": 1.0}, failure=FailureKind.CRASH)
+        TrialOutcome(metrics={"a": 1.0}, failure=FailureKind.CRASH)
     for wrong in (math.nan, math.inf):
         with pytest.raises(TunerError, match="p99_ms is"):
-            Outcome.measured(p99_ms=wrong)
+            TrialOutcome.measured(p99_ms=wrong)
 
 
 def test_a_trial_has_a_real_duration():
     """A negative or endless duration is refused."""
     for wrong in (-1.0, math.nan, math.inf):
         with pytest.raises(TunerError, match="duration_s"):
-            Trial(number=0, config={"cpu": 1}, outcome=Outcome.measured(a=1.0), duration_s=wrong)
+            Trial(number=0, config={"cpu": 1}, outcome=TrialOutcome.measured(a=1.0), duration_s=wrong)
 
 
 def test_values_do_not_follow_their_source():
     """Changing the mapping that a trial was made from does not change the trial."""
     config, metrics = {"cpu": 1}, {"rate": 1.0}
-    trial = Trial(number=0, config=config, outcome=Outcome(metrics=metrics))
+    trial = Trial(number=0, config=config, outcome=TrialOutcome(metrics=metrics))
     config["cpu"], metrics["rate"] = 2, 2.0
     assert (trial.config, trial.outcome.metrics) == ({"cpu": 1}, {"rate": 1.0})
 
 
 def test_repeats_are_averaged():
     """The mean of the metrics that all repeats have; invalid ones do not count."""
-    outcomes = [Outcome.measured(a=1.0, b=5.0), Outcome.failed(FailureKind.INVALID), Outcome.measured(a=3.0)]
-    assert pooled(outcomes) == Outcome.measured(a=2.0)
-    assert pooled([Outcome.failed(FailureKind.INVALID)]) is None
+    outcomes = [
+        TrialOutcome.measured(a=1.0, b=5.0),
+        TrialOutcome.failed(FailureKind.INVALID),
+        TrialOutcome.measured(a=3.0),
+    ]
+    assert pooled(outcomes) == TrialOutcome.measured(a=2.0)
+    assert pooled([TrialOutcome.failed(FailureKind.INVALID)]) is None
     assert pooled([]) is None
     with pytest.raises(TunerError, match="no metric in common"):
-        pooled([Outcome.measured(a=1.0), Outcome.measured(b=1.0)])
+        pooled([TrialOutcome.measured(a=1.0), TrialOutcome.measured(b=1.0)])
 
 
 def test_one_failure_among_repeats_decides():
     """A configuration that ran out of memory once is not one to recommend."""
-    bad = Outcome.failed(FailureKind.OUT_OF_MEMORY)
-    assert pooled([Outcome.measured(a=1.0), bad, Outcome.measured(a=1.0)]) == bad
+    bad = TrialOutcome.failed(FailureKind.OUT_OF_MEMORY)
+    assert pooled([TrialOutcome.measured(a=1.0), bad, TrialOutcome.measured(a=1.0)]) == bad
 
 
 def test_trials_by_cell():

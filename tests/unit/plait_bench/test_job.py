@@ -12,7 +12,7 @@ from plait_bench import job
 from plait_bench.document import document
 from plait_bench.errors import SystemFailed
 from plait_bench.runner import Result
-from plait_bench.summary import Summary
+from plait_bench.summary import ValueSummary
 
 
 def run(capsys, *arguments):
@@ -30,7 +30,7 @@ def measured(monkeypatch):
     def measure(asked, *, say):
         jobs.append(asked)
         say("round 1")
-        ratios = {"single:images_per_s:plait/diffusers": Summary(value=2.0, p20=1.9, p80=2.1, n=3)}
+        ratios = {"single:images_per_s:plait/diffusers": ValueSummary(value=2.0, p20=1.9, p80=2.1, n=3)}
         return document("images", "abc123", {"cpu": "Some CPU"}, Result(rows=(), ratios=ratios, left_out={}))
 
     monkeypatch.setattr(job, "measure", measure)

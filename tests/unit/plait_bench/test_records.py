@@ -7,12 +7,12 @@ import json
 import pytest
 
 from plait_bench import records, tables
-from plait_bench.benchmark import Row
+from plait_bench.benchmark import ResultRow
 from plait_bench.document import document
 from plait_bench.errors import BenchError, RecordError
 from plait_bench.host import commit, host_facts
 from plait_bench.runner import Result
-from plait_bench.summary import Summary
+from plait_bench.summary import ValueSummary
 
 HOST = {
     "cpu": "Some CPU", "cores": 2, "ram_gib": 15.6, "os": "Linux 6", "python": "3.11.7", "torch": "2.13.0",
@@ -23,7 +23,7 @@ HOST = {
 
 def row(system, workload, metric, value):
     """A row whose spread is 10 %."""
-    return Row(
+    return ResultRow(
         system=system,
         workload=workload,
         metric=metric,
@@ -48,8 +48,8 @@ def written(at="abc123", date=HOST["date"], speed=2.0, **host):
         row("plait", "same16", "largest_pixel_difference", 1.0),
     ]
     ratios = {
-        "single:images_per_s:plait/peer": Summary(value=1.5, p20=1.4, p80=1.6, n=5),
-        "single:seconds_per_image:plait/peer": Summary(value=0.67, p20=0.6, p80=0.7, n=5),
+        "single:images_per_s:plait/peer": ValueSummary(value=1.5, p20=1.4, p80=1.6, n=5),
+        "single:seconds_per_image:plait/peer": ValueSummary(value=0.67, p20=0.6, p80=0.7, n=5),
     }
     result = Result(rows=tuple(rows), ratios=ratios, left_out={"third": "needs PEFT"})
     return document("images", at, {**HOST, "date": date, **host}, result)
@@ -126,20 +126,20 @@ def test_the_table_shows_the_newest_run(tmp_path):
         path, records.records_of(written(at="old", date="2026-11-20T23:00:00+00:00", speed=1.0)), overwrite=False
     )
     records.append(path, records.records_of(written(speed=7.0)), overwrite=False)
-    text = tables.with_tables("before\n<!-- bench:images -->\nstale\n<!-- /bench -->\nafter\n", tmp_path)
-    assert text.startswith("before\n<!-- bench:images -->\n| workload | unit | plait | peer | plait / peer |\n")
+    text = tables.with_tables("before\n<!-- table: images -->\nstale\n<!-- /table -->\nafter\n", tmp_path)
+    assert text.startswith("before\n<!-- table: images -->\n| workload | unit | plait | peer | plait / peer |\n")
     assert "| `single` | s per image | 0.333 (2x1) | 0.5 (2x1) | **1.50** (1.40 to 1.60) |" in text
     assert "| `same16` | images/s | 7 (2x1) |  |  |" in text
     assert "Some CPU, 2 cores" in text
     assert "`abc123`" in text
     assert "stale" not in text
-    assert text.endswith("<!-- /bench -->\nafter\n")
+    assert text.endswith("<!-- /table -->\nafter\n")
     assert tables.with_tables(text, tmp_path) == text
 
 
 def test_the_table_says_when_the_host_was_busy(tmp_path):
     """The slowest of what is shown counts; a quiet host is not mentioned."""
-    path, block = tmp_path / "images.jsonl", "<!-- bench:images -->\n<!-- /bench -->\n"
+    path, block = tmp_path / "images.jsonl", "<!-- table: images -->\n<!-- /table -->\n"
     records.append(path, records.records_of(written()), overwrite=False)
     assert "busy" not in tables.with_tables(block, tmp_path)
     later = records.records_of(written(at="new", date="2026-11-22T00:00:00+00:00", wake_us=312.4))
@@ -149,16 +149,16 @@ def test_the_table_says_when_the_host_was_busy(tmp_path):
 
 def test_lost_markers_are_an_error_and_no_results_are_said(tmp_path):
     """A README without a block would never be updated; a block without results says so."""
-    with pytest.raises(BenchError, match="no <!-- bench"):
+    with pytest.raises(BenchError, match="no <!-- table"):
         tables.with_tables("# plait\n", tmp_path)
-    assert tables.NOT_MEASURED in tables.with_tables("<!-- bench:images -->\n<!-- /bench -->", tmp_path)
+    assert tables.NOT_MEASURED in tables.with_tables("<!-- table: images -->\n<!-- /table -->", tmp_path)
 
 
 def test_the_generator_rewrites_or_only_checks(tmp_path, monkeypatch):
     """``--check`` is 1 and writes nothing while the file is stale, 0 after the table was written."""
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     readme = tmp_path / "README.md"
-    readme.write_text("<!-- bench:images -->\n<!-- /bench -->\n")
+    readme.write_text("<!-- table: images -->\n<!-- /table -->\n")
     assert tables.main(["--check", str(readme)]) == 1
     assert "Not measured" not in readme.read_text()
     assert tables.main([str(readme)]) == 0
@@ -168,10 +168,10 @@ def test_the_generator_rewrites_or_only_checks(tmp_path, monkeypatch):
     assert tables.main([str(readme)]) == 1
 
 
-def test_readme_shows_the_recorded_results():
-    """README's tables are what the generator makes of ``loadtest/results`` today."""
-    readme = (tables.ROOT / "README.md").read_text(encoding="utf-8")
-    assert tables.with_tables(readme, tables.RESULTS) == readme
+def test_the_guides_show_the_recorded_results():
+    """The tables of every guide are what the generator makes of ``loadtest/results`` today."""
+    assert {path.parent.name for path in tables.guides()} >= {"serving", "disagg", "autoconfig", "loadtest"}
+    assert tables.main(["--check"]) == 0
 
 
 def test_a_block_can_show_one_metric(tmp_path):
@@ -185,7 +185,7 @@ def test_a_block_can_show_one_metric(tmp_path):
          "layout": ""},
     ]  # fmt: skip
     (tmp_path / "disagg.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    blocks = ["<!-- bench:disagg -->\n<!-- /bench -->", "<!-- bench:disagg crossing_bytes -->\n<!-- /bench -->"]
+    blocks = ["<!-- table: disagg -->\n<!-- /table -->", "<!-- table: crossing -->\n<!-- /table -->"]
     rates, counted = (tables.with_tables(block, tmp_path) for block in blocks)
     assert "| `a-1` | requests/s | 50 (1 threads) |" in rates
     later = {**lines[1], "value": 1600.0, "host": {**host, "date": "2026-01-02T00:00:00+00:00"}}
@@ -209,8 +209,8 @@ def test_every_workload_is_shown_as_it_was_recorded_last(tmp_path):
     later = {**lines[0], "commit": "new", "value": 70.0, "host": {**host, "date": "2026-01-02T00:00:00+00:00"}}
     other = {**later, "metric": "latency_p50_ms", "unit": "ms", "value": 3.5}
     (tmp_path / "disagg.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (*lines, later, other)))
-    text = tables.with_tables("<!-- bench:disagg -->\n<!-- /bench -->", tmp_path)
+    text = tables.with_tables("<!-- table: disagg -->\n<!-- /table -->", tmp_path)
     assert "| `a-1` | requests/s | 70 |\n| `b-1` | requests/s | 60 |" in text
     assert "commits `new`, `old`" in text
-    both = tables.with_tables("<!-- bench:disagg goodput_per_s latency_p50_ms -->\n<!-- /bench -->", tmp_path)
+    both = tables.with_tables("<!-- table: serve-one-by-one -->\n<!-- /table -->", tmp_path)
     assert "| `a-1` | ms, median | 3.5 |" in both

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from plait_bench.benchmark import Layout, System
-from plait_bench.errors import Disagreement, Unavailable
-from plait_bench.runner import Plan, find_best_layout, layouts, layouts_for, run
+from plait_bench.benchmark import ProcessLayout, System
+from plait_bench.errors import Disagreement, SystemUnavailable
+from plait_bench.runner import RunPlan, find_best_layout, layouts, layouts_for, run
 from support.bench import FakeFleet, fake_benchmark, fake_workload
 
 
@@ -48,8 +48,8 @@ def test_the_fastest_layout_is_found_then_the_fastest_variant():
     log: list[str] = []
     cost = {"1x1": 5.0, "1x2": 3.0, "2x1": 4.0, "1x2 wide": 2.0, "1x2 slow": 9.0}
     fleet = FakeFleet("a", lambda layout, _: cost[str(layout)], log)
-    best, tried = find_best_layout(fleet, ("", "wide", "slow"), fake_workload(), Plan(rounds=1, cores=2))
-    assert best == Layout(processes=1, threads=2, variant="wide")
+    best, tried = find_best_layout(fleet, ("", "wide", "slow"), fake_workload(), RunPlan(rounds=1, cores=2))
+    assert best == ProcessLayout(processes=1, threads=2, variant="wide")
     assert {str(layout): seconds for layout, seconds in tried.items()} == cost
     assert fleet.run((), one_by_one=False).wall_s == 2.0
 
@@ -58,7 +58,7 @@ def test_every_layout_is_warmed_up_before_it_is_timed():
     """The first run of a layout is the warm-up's, and its time does not count."""
     log: list[str] = []
     fleet = FakeFleet("a", lambda _, n: 100.0 if n % 2 == 0 else 1.0, log)
-    _, tried = find_best_layout(fleet, ("",), fake_workload(items=4), Plan(rounds=1, cores=2))
+    _, tried = find_best_layout(fleet, ("",), fake_workload(items=4), RunPlan(rounds=1, cores=2))
     assert log == ["a 1", "a 4"] * 3
     assert set(tried.values()) == {1.0}
 
@@ -69,7 +69,7 @@ def test_rounds_take_the_systems_in_turn_after_the_check():
     open_fleet, _ = fleets(log, ours=lambda *_: 1.0, theirs=lambda *_: 2.0)
     run(
         fake_benchmark("ours", "theirs", workloads=[fake_workload()]),
-        Plan(rounds=3, cores=1),
+        RunPlan(rounds=3, cores=1),
         open_fleet=open_fleet,
         say=quiet,
     )
@@ -83,7 +83,7 @@ def test_ratios_are_taken_inside_rounds():
     open_fleet, _ = fleets(log, ours=lambda _, n: slow[n], theirs=lambda _, n: 2 * slow[n])
     result = run(
         fake_benchmark("ours", "theirs", workloads=[fake_workload()]),
-        Plan(rounds=3, cores=1),
+        RunPlan(rounds=3, cores=1),
         open_fleet=open_fleet,
         say=quiet,
     )
@@ -99,14 +99,16 @@ def test_a_system_that_can_not_run_is_left_out_with_its_reason():
     """The others go on; ours must be there."""
     workload = fake_workload()
     benchmark = fake_benchmark("ours", "theirs", "third", workloads=[workload, replace(workload, name="more")])
-    open_fleet, made = fleets([], ours=lambda *_: 1.0, theirs=Unavailable("theirs needs PEFT"), third=lambda *_: 4.0)
-    result = run(benchmark, Plan(rounds=1, cores=1), open_fleet=open_fleet, say=quiet)
+    open_fleet, made = fleets(
+        [], ours=lambda *_: 1.0, theirs=SystemUnavailable("theirs needs PEFT"), third=lambda *_: 4.0
+    )
+    result = run(benchmark, RunPlan(rounds=1, cores=1), open_fleet=open_fleet, say=quiet)
     assert result.left_out == {"theirs": "theirs needs PEFT"}
     assert list(result.ratios) == ["work:per_s:ours/third", "more:per_s:ours/third"]
     assert all(fleet.closed for fleet in made.values())
-    open_fleet, _ = fleets([], ours=Unavailable("no engine"), theirs=lambda *_: 1.0, third=lambda *_: 1.0)
-    with pytest.raises(Unavailable, match="no engine"):
-        run(benchmark, Plan(rounds=1, cores=1), open_fleet=open_fleet, say=quiet)
+    open_fleet, _ = fleets([], ours=SystemUnavailable("no engine"), theirs=lambda *_: 1.0, third=lambda *_: 1.0)
+    with pytest.raises(SystemUnavailable, match="no engine"):
+        run(benchmark, RunPlan(rounds=1, cores=1), open_fleet=open_fleet, say=quiet)
 
 
 def test_a_workload_runs_only_its_systems():
@@ -115,7 +117,7 @@ def test_a_workload_runs_only_its_systems():
     open_fleet, made = fleets(log, ours=lambda *_: 1.0, theirs=lambda *_: 1.0)
     only = fake_workload(systems=frozenset({"ours"}))
     result = run(
-        fake_benchmark("ours", "theirs", workloads=[only]), Plan(rounds=1, cores=1), open_fleet=open_fleet, say=quiet
+        fake_benchmark("ours", "theirs", workloads=[only]), RunPlan(rounds=1, cores=1), open_fleet=open_fleet, say=quiet
     )
     assert set(made) == {"ours"}
     assert result.ratios == {}
@@ -127,7 +129,7 @@ def test_different_results_stop_the_run_and_the_processes():
     benchmark = replace(fake_benchmark("ours", workloads=[fake_workload()]), check=_disagree)
     open_fleet, made = fleets(log, ours=lambda *_: 1.0)
     with pytest.raises(Disagreement):
-        run(benchmark, Plan(rounds=9, cores=1), open_fleet=open_fleet, say=quiet)
+        run(benchmark, RunPlan(rounds=9, cores=1), open_fleet=open_fleet, say=quiet)
     assert log == ["ours 1", "ours 4", "ours keep"]
     assert made["ours"].closed
 

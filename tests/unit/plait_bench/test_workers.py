@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from plait_bench.benchmark import Layout, System
-from plait_bench.errors import SystemFailed, Unavailable
+from plait_bench.benchmark import ProcessLayout, System
+from plait_bench.errors import SystemFailed, SystemUnavailable
 from plait_bench.sharing import evenly
 from plait_bench.workers import WorkerFleet, sample
 
@@ -30,7 +30,7 @@ def fleet():
 
 def test_items_come_back_in_order_whatever_process_did_them(fleet, capfd):
     """Two processes share the items; results are in item order, and nothing that a library prints reaches stdout."""
-    fleet.configure(Layout(processes=2, threads=3, variant="wide"))
+    fleet.configure(ProcessLayout(processes=2, threads=3, variant="wide"))
     taken = fleet.run([{"i": i} for i in range(5)], one_by_one=False, keep=True)
     assert [result["i"] for result in taken.results] == [0, 1, 2, 3, 4]
     assert {(r["threads"], r["variant"], r["greeting"], r["one_by_one"]) for r in taken.results} == {
@@ -42,14 +42,14 @@ def test_items_come_back_in_order_whatever_process_did_them(fleet, capfd):
 
 def test_results_are_not_sent_unless_asked_for(fleet):
     """A timed run carries times only."""
-    fleet.configure(Layout(processes=1, threads=1))
+    fleet.configure(ProcessLayout(processes=1, threads=1))
     assert fleet.run([{"i": 0}], one_by_one=False).results == (None,)
 
 
 def test_more_processes_than_there_are_is_an_error(fleet):
     """A layout that the fleet can not do is refused."""
     with pytest.raises(ValueError, match="has 2 processes, not 3"):
-        fleet.configure(Layout(processes=3, threads=1))
+        fleet.configure(ProcessLayout(processes=3, threads=1))
 
 
 def test_latencies_count_from_the_right_moment():
@@ -65,7 +65,7 @@ def test_latencies_count_from_the_right_moment():
     [
         ("support.bench:echo", {"fail": True}, SystemFailed, "echo: ValueError: no such thing"),
         ("support.bench:echo", {"die": True}, SystemFailed, r"its process died \(exit code 3\)"),
-        ("support.bench:absent", {}, Unavailable, "hello needs a library"),
+        ("support.bench:absent", {}, SystemUnavailable, "hello needs a library"),
     ],
 )
 def test_a_failure_is_one_sentence(factory, item, error, sentence):

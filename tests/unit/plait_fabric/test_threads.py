@@ -16,7 +16,7 @@ _COUNT = """
 import os, sys, threading, time
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import torch
-from plait_fabric.threads import apart, set_threads
+from plait_fabric.threads import run_on_own_thread, set_threads
 def foreign(expected=None):
     # A thread that was told to end is given a while.
     until_s = time.monotonic() + 60
@@ -45,7 +45,7 @@ def test_apart_leaves_no_workers() -> None:
     before, apart, naive = _run(f"""
 set_threads(2); before = foreign()
 def work(): set_threads(2); return {_OPERATION}
-assert apart(work)[0] == 2; between = foreign(before)
+assert run_on_own_thread(work)[0] == 2; between = foreign(before)
 work(); print(before, between, foreign())
 """)
     assert (apart - before, naive - before) == (0, 1)
@@ -53,33 +53,33 @@ work(); print(before, between, foreign())
 
 def test_apart_raises_what_the_function_raises() -> None:
     """With its type and text."""
-    from plait_fabric.threads import apart
+    from plait_fabric.threads import run_on_own_thread
 
     def fail() -> None:
         raise LookupError("not there")
 
     with pytest.raises(LookupError, match="not there"):
-        apart(fail)
+        run_on_own_thread(fail)
 
 
 @linux
 @linux
 def test_a_thread_that_gives_way_does_so_alone() -> None:
     """Its own niceness rises, and once only; that of its process and of threads after it does not."""
-    from plait_fabric.threads import apart, give_way
+    from plait_fabric.threads import lower_priority, run_on_own_thread
 
     def niceness() -> int:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
     def given_way() -> int:
-        give_way()
-        give_way()
+        lower_priority()
+        lower_priority()
         return niceness()
 
     before = niceness()
-    assert apart(given_way) == max(10, before)
+    assert run_on_own_thread(given_way) == max(10, before)
     assert niceness() == before
-    assert apart(niceness) == before
+    assert run_on_own_thread(niceness) == before
 
 
 def test_building_an_engine_leaves_its_compute_thread_alone_with_workers(tiny_sd_folder: Path) -> None:
@@ -89,9 +89,9 @@ def test_building_an_engine_leaves_its_compute_thread_alone_with_workers(tiny_sd
 set_threads(2)
 from pathlib import Path
 from plait_serving.diffusion.assemble import EngineSettings, build_engine
-from plait_serving.diffusion.knobs import Knobs
+from plait_serving.diffusion.knobs import EngineKnobs
 before = foreign()
-it = build_engine(EngineSettings(model=Path(sys.argv[1]), device="cpu", dtype="float32", knobs=Knobs(threads=2)))
+it = build_engine(EngineSettings(model=Path(sys.argv[1]), device="cpu", dtype="float32", knobs=EngineKnobs(threads=2)))
 built = foreign(before)
 it.warm_up()
 print(built - before, foreign() - before)

@@ -12,9 +12,16 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from plait_loadtest.arrivals import MOST_REQUESTS, rate_profile, schedule
+from plait_loadtest.arrivals import MAX_REQUESTS, rate_profile, schedule
 from plait_loadtest.errors import ScenarioError
-from plait_loadtest.scenario import Closed, Constant, Gamma, Poisson, Ramp, Step
+from plait_loadtest.scenario import (
+    ClosedLoopCallers,
+    ConstantArrivals,
+    GammaArrivals,
+    PoissonArrivals,
+    RampArrivals,
+    StepArrivals,
+)
 
 FIXED, FRESH = 1e-3, 1e-6
 
@@ -37,14 +44,14 @@ def gaps(times_s):
 def test_poisson_gaps_are_exponential():
     """Kolmogorov-Smirnov of some 20,000 gaps against the exponential law."""
     for seed, chance in seeds_and_chances():
-        times, _ = draw(Poisson(rate_per_s=1000), seed=seed)
+        times, _ = draw(PoissonArrivals(rate_per_s=1000), seed=seed)
         assert stats.kstest(gaps(times), stats.expon(scale=1e-3).cdf).pvalue > chance, f"seed {seed}"
 
 
 def test_poisson_counts_are_poisson():
     """Requests in each of 2,000 windows vary as Poisson numbers do (chi-square of the dispersion)."""
     for seed, chance in seeds_and_chances():
-        times, _ = draw(Poisson(rate_per_s=1000), seed=seed)
+        times, _ = draw(PoissonArrivals(rate_per_s=1000), seed=seed)
         counts = np.histogram(times, bins=2000, range=(0, 20))[0]
         dispersion = ((counts - counts.mean()) ** 2).sum() / counts.mean()
         assert chance / 2 < stats.chi2(1999).cdf(dispersion) < 1 - chance / 2, f"seed {seed}"
@@ -55,14 +62,14 @@ def test_gamma_gaps_are_gamma(burstiness):
     """Kolmogorov-Smirnov against the gamma law of that shape and mean."""
     for seed, chance in seeds_and_chances():
         # One a second: at high rates bursts have many gaps below the nanosecond that times are rounded to.
-        times, _ = draw(Gamma(rate_per_s=1, burstiness=burstiness), duration_s=20_000, seed=seed)
+        times, _ = draw(GammaArrivals(rate_per_s=1, burstiness=burstiness), duration_s=20_000, seed=seed)
         law = stats.gamma(burstiness, scale=1 / burstiness)
         assert stats.kstest(gaps(times), law.cdf).pvalue > chance, f"seed {seed}"
 
 
 def test_the_law_test_can_tell_laws_apart():
     """Slightly bursty arrivals fail the test that Poisson arrivals pass."""
-    times, _ = draw(Gamma(rate_per_s=1000, burstiness=0.9))
+    times, _ = draw(GammaArrivals(rate_per_s=1000, burstiness=0.9))
     assert stats.kstest(gaps(times), stats.expon(scale=1e-3).cdf).pvalue < FRESH
 
 
@@ -70,14 +77,14 @@ def test_the_law_test_can_tell_laws_apart():
 def test_a_ramp_is_a_poisson_process_of_that_rate(start, end):
     """Time-rescaled by the expected number of requests, gaps are exponential of mean 1 (Kolmogorov-Smirnov)."""
     for seed, chance in seeds_and_chances():
-        times, _ = draw(Ramp(rate_per_s=start, to_rate_per_s=end), seed=seed)
+        times, _ = draw(RampArrivals(rate_per_s=start, to_rate_per_s=end), seed=seed)
         expected = start * times + (end - start) * times**2 / 40
         assert stats.kstest(gaps(expected), stats.expon.cdf).pvalue > chance, f"seed {seed}"
 
 
 def test_a_step_has_the_rate_of_each_stage():
     """Requests of each stage are Poisson numbers of its rate times its length; each bound fails once in a million."""
-    times, _ = draw(Step(stages=((2, 1000), (3, 0), (1, 50))), duration_s=10, seed=secrets.randbits(62))
+    times, _ = draw(StepArrivals(stages=((2, 1000), (3, 0), (1, 50))), duration_s=10, seed=secrets.randbits(62))
     counts = np.histogram(times, bins=[0, 2, 5, 10])[0]
     assert counts[1] == 0
     for count, mean in ((counts[0], 2000), (counts[2], 250)):
@@ -86,7 +93,7 @@ def test_a_step_has_the_rate_of_each_stage():
 
 def test_constant_arrivals_have_equal_gaps_and_start_at_once():
     """Ten a second are at 0, 0.1, ...: exactly ten in each second."""
-    times, warm_up = draw(Constant(rate_per_s=10), duration_s=2, warm_up_s=1)
+    times, warm_up = draw(ConstantArrivals(rate_per_s=10), duration_s=2, warm_up_s=1)
     assert times.tolist() == [i / 10 for i in range(30)]
     assert warm_up == 10
 
@@ -94,11 +101,11 @@ def test_constant_arrivals_have_equal_gaps_and_start_at_once():
 @pytest.mark.parametrize(
     "arrivals",
     [
-        Constant(rate_per_s=37),
-        Poisson(rate_per_s=37),
-        Gamma(rate_per_s=37, burstiness=0.3),
-        Ramp(rate_per_s=10, to_rate_per_s=60),
-        Step(stages=((1, 20), (1, 60))),
+        ConstantArrivals(rate_per_s=37),
+        PoissonArrivals(rate_per_s=37),
+        GammaArrivals(rate_per_s=37, burstiness=0.3),
+        RampArrivals(rate_per_s=10, to_rate_per_s=60),
+        StepArrivals(stages=((1, 20), (1, 60))),
     ],
     ids=lambda arrivals: arrivals.kind,
 )
@@ -131,25 +138,25 @@ class TestEveryKind:
 
 def test_ramps_and_steps_begin_after_the_warm_up():
     """The warm-up runs at the first rate; the ramp ends at its last rate."""
-    ramp = rate_profile(Ramp(rate_per_s=10, to_rate_per_s=30), duration_s=20, warm_up_s=5)
+    ramp = rate_profile(RampArrivals(rate_per_s=10, to_rate_per_s=30), duration_s=20, warm_up_s=5)
     assert ramp.expected(5) == 50
     assert ramp.expected(25) == 50 + 20 * 20
     assert ramp.expected(26) == 50 + 20 * 20 + 30
-    step = rate_profile(Step(stages=((2, 10), (1, 40))), duration_s=20, warm_up_s=5)
+    step = rate_profile(StepArrivals(stages=((2, 10), (1, 40))), duration_s=20, warm_up_s=5)
     assert [step.expected(time_s) for time_s in (5, 7, 8)] == [50, 70, 110]
 
 
 def test_a_million_arrivals_are_drawn():
     """The mean rate of a million is right to five standard errors (fails by chance in 6 of 10 million runs)."""
-    times, _ = draw(Poisson(rate_per_s=20_000), duration_s=50, seed=secrets.randbits(62))
+    times, _ = draw(PoissonArrivals(rate_per_s=20_000), duration_s=50, seed=secrets.randbits(62))
     assert abs(times.size - 1_000_000) < 5 * 1000
 
 
 def test_what_can_not_be_scheduled_is_refused():
     """A plan too large for memory, a count that is never reached, callers without a schedule."""
     with pytest.raises(ScenarioError, match="more than 50,000,000"):
-        draw(Poisson(rate_per_s=MOST_REQUESTS), duration_s=2)
+        draw(PoissonArrivals(rate_per_s=MAX_REQUESTS), duration_s=2)
     with pytest.raises(ScenarioError, match="fewer than count = 100 requests"):
-        draw(Step(stages=((1, 10), (1, 0))), count=100)
+        draw(StepArrivals(stages=((1, 10), (1, 0))), count=100)
     with pytest.raises(ScenarioError, match="no schedule"):
-        draw(Closed(concurrency=3))
+        draw(ClosedLoopCallers(concurrency=3))

@@ -7,17 +7,26 @@ import math
 import numpy as np
 import pytest
 
-from plait_loadtest.capacity import ClassCount, Need, Observed, Search, find_capacity, judge, observe, trial_s
+from plait_loadtest.capacity import (
+    CapacitySearch,
+    ClassCount,
+    ClassTarget,
+    Observed,
+    find_capacity,
+    judge,
+    observe,
+    trial_s,
+)
 from plait_loadtest.confidence import doubt, is_refuted, is_shown, requests_needed
 from plait_loadtest.measure import summarise
 from plait_loadtest.scenario import Slo
-from plait_loadtest.values import Outcome
+from plait_loadtest.values import RequestOutcome
 from support.loadtest_records import queue, result, scenario
 
 
 def search(**settings):
-    needs = (Need(percentile=95.0, latency_ms=100.0, share=1.0),)
-    return Search(**({"needs": needs, "first_per_s": 10.0, "least_trial_s": 20.0} | settings))
+    needs = (ClassTarget(percentile=95.0, latency_ms=100.0, share=1.0),)
+    return CapacitySearch(**({"needs": needs, "first_per_s": 10.0, "min_trial_s": 20.0} | settings))
 
 
 def seen(good, judged, *, percentile=95.0, invalid=()):
@@ -58,7 +67,9 @@ def test_a_sharp_limit_is_found_from_any_start(first_per_s, capacity_per_s):
     """The found rate is at most the capacity and within the tolerance (5 %) below it; the next rate up was refused."""
     found = find_capacity(sharp(capacity_per_s), search(first_per_s=first_per_s))
     assert found.confirmed
-    assert capacity_per_s / 1.051 <= found.rate_per_s <= capacity_per_s < found.rejected_per_s
+    assert capacity_per_s / 1.051 <= found.rate_per_s <= capacity_per_s
+    refused_per_s = min(trial.rate_per_s for trial in found.trials if trial.verdict == "missed")
+    assert capacity_per_s < refused_per_s <= found.rate_per_s * 1.051
     assert found.trials[-1].purpose == "confirm"
     assert all(trial.why for trial in found.trials if trial.verdict != "held")
     assert all(not trial.why for trial in found.trials if trial.verdict == "held")
@@ -79,7 +90,7 @@ def test_a_queue_finds_its_known_capacity():
         chosen = scenario(duration_s=duration_s, slo=Slo(latency_ms=100.0, percentile=95.0))
         return observe(summarise(result(rows), chosen))
 
-    found = find_capacity(measure, search(first_per_s=20.0, least_trial_s=120.0))
+    found = find_capacity(measure, search(first_per_s=20.0, min_trial_s=120.0))
     assert found.confirmed
     assert 0.8 * limit <= found.rate_per_s <= 1.1 * limit
 
@@ -87,9 +98,9 @@ def test_a_queue_finds_its_known_capacity():
 def test_trials_are_long_enough():
     """A p95 with two late ones takes so many requests; at 1000/s ten SLOs' time; a rare class takes longer."""
     assert trial_s(1.0, search()) >= requests_needed(0.95, late=2) > 90
-    slow = Need(percentile=95.0, latency_ms=10_000.0, share=1.0)
+    slow = ClassTarget(percentile=95.0, latency_ms=10_000.0, share=1.0)
     assert trial_s(1000.0, search(needs=(slow,))) == 100.0
-    rare = Need(percentile=95.0, latency_ms=100.0, share=0.1)
+    rare = ClassTarget(percentile=95.0, latency_ms=100.0, share=0.1)
     assert trial_s(10.0, search(needs=(rare,))) == pytest.approx(trial_s(1.0, search()))
 
 
@@ -154,7 +165,7 @@ def test_an_unproven_trial_is_repeated_twice_as_long():
 
 def test_nothing_holds_and_interruption():
     """A dead server: no rate, and it ends. Ctrl-C: the search ends with what it has, unconfirmed."""
-    dead = find_capacity(lambda rate, s: seen(0, 100), search(least_per_s=0.1))
+    dead = find_capacity(lambda rate, s: seen(0, 100), search(min_per_s=0.1))
     assert (dead.rate_per_s, dead.confirmed) == (None, False)
     assert len(dead.trials) < 12
     calls = []
@@ -189,7 +200,7 @@ def failing(outcome, *, but=0):
     return measure, tried
 
 
-@pytest.mark.parametrize("outcome", [Outcome.CONNECT, Outcome.HTTP_4XX])
+@pytest.mark.parametrize("outcome", [RequestOutcome.CONNECT, RequestOutcome.HTTP_4XX])
 def test_a_search_against_nobody_ends_at_once(outcome):
     """Halving the rate down to one in a thousand seconds would take hours, and say no more."""
     measure, tried = failing(outcome)
@@ -200,9 +211,11 @@ def test_a_search_against_nobody_ends_at_once(outcome):
     )
 
 
-@pytest.mark.parametrize(("outcome", "but"), [(Outcome.TIMEOUT, 0), (Outcome.HTTP_5XX, 0), (Outcome.CONNECT, 3)])
+@pytest.mark.parametrize(
+    ("outcome", "but"), [(RequestOutcome.TIMEOUT, 0), (RequestOutcome.HTTP_5XX, 0), (RequestOutcome.CONNECT, 3)]
+)
 def test_an_overloaded_server_is_tried_with_less(outcome, but):
     """It may answer nothing in time, or refuse most: a lower rate may hold."""
     measure, tried = failing(outcome, but=but)
-    find_capacity(measure, search(most_trials=4))
+    find_capacity(measure, search(max_trials=4))
     assert tried[:2] == [10.0, 5.0]

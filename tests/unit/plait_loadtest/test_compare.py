@@ -11,7 +11,7 @@ from plait_loadtest.compare import compare
 from plait_loadtest.errors import ReportError
 from plait_loadtest.report.comparison import as_document, as_text
 from plait_loadtest.report.outputs import report
-from plait_loadtest.values import Outcome
+from plait_loadtest.values import RequestOutcome
 from support.loadtest_records import queue, records, scenario, session
 
 
@@ -46,7 +46,7 @@ def test_new_errors_are_a_regression():
     """From no errors to 3 %: compared by difference, there is no ratio."""
     at_s = [i / 100.0 for i in range(3000)]
     rows_before, rows_after = records(at_s, 20.0), records(at_s, 20.0)
-    rows_after["outcome"][::33] = Outcome.HTTP_5XX
+    rows_after["outcome"][::33] = RequestOutcome.HTTP_5XX
     outcome = compare(*(report(session(rows, scenario(duration_s=30.0))) for rows in (rows_before, rows_after)))
     assert outcome.regressed
     assert "error_rate" in {change.metric for change in outcome.changes if change.verdict == "worse"}

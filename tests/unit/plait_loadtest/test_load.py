@@ -11,7 +11,7 @@ import yaml
 
 from plait_loadtest.errors import ScenarioError
 from plait_loadtest.load import as_yaml, builtin_names, load_scenario
-from plait_loadtest.scenario import Gamma, Poisson, Ramp, Scenario, Trace
+from plait_loadtest.scenario import GammaArrivals, PoissonArrivals, RampArrivals, Scenario, TraceArrivals
 
 
 def refused(source, overrides=None) -> str:
@@ -53,10 +53,10 @@ def test_weights_have_a_short_form():
 def test_another_kind_of_arrivals_keeps_the_rate():
     """What both kinds have stays, whatever the order of the flags; what only the old one had goes."""
     gamma = {"arrivals": {"kind": "gamma", "rate_per_s": 7, "burstiness": 0.5}}
-    assert load_scenario(gamma, {"arrivals.kind": "poisson"}).arrivals == Poisson(rate_per_s=7)
-    assert load_scenario(gamma, {"arrivals.kind": "gamma"}).arrivals == Gamma(rate_per_s=7, burstiness=0.5)
+    assert load_scenario(gamma, {"arrivals.kind": "poisson"}).arrivals == PoissonArrivals(rate_per_s=7)
+    assert load_scenario(gamma, {"arrivals.kind": "gamma"}).arrivals == GammaArrivals(rate_per_s=7, burstiness=0.5)
     ramp = load_scenario(gamma, {"arrivals.to_rate_per_s": 9, "arrivals.kind": "ramp"}).arrivals
-    assert ramp == Ramp(rate_per_s=7, to_rate_per_s=9)
+    assert ramp == RampArrivals(rate_per_s=7, to_rate_per_s=9)
     assert "arrivals.concurrency must be given" in refused(gamma, {"arrivals.kind": "closed"})
 
 
@@ -78,7 +78,7 @@ def test_paths_of_a_file_are_relative_to_it(tmp_path, monkeypatch):
     assert scenario.mix[0].controlnets.images[0].samefile(folder / "c.png")
     assert scenario.arrivals.file.samefile(tmp_path / "t.csv")
     given = load_scenario(Path("scenarios/mine.yaml"), {"arrivals.file": "scenarios/../t.csv"})
-    assert isinstance(given.arrivals, Trace)
+    assert isinstance(given.arrivals, TraceArrivals)
     monkeypatch.chdir(folder)
     assert load_scenario(yaml.safe_load(as_yaml(scenario)), {}) == scenario
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from plait_loadtest.measure import summarise
-from plait_loadtest.scenario import Closed, ImageClass, Slo
-from plait_loadtest.values import Outcome
+from plait_loadtest.scenario import ClosedLoopCallers, ImageClass, Slo
+from plait_loadtest.values import RequestOutcome
 from support.loadtest_records import MS, SECOND, queue, records, result, scenario, session
 
 EVERY_10_MS = np.arange(1000) / 100.0
@@ -59,7 +59,7 @@ def test_the_warm_up_is_not_measured():
     """Neither its latency, nor its errors, nor its requests."""
     rows = records(np.arange(1200) / 100.0, np.where(np.arange(1200) < 200, 9000.0, 20.0))
     rows["warm_up"][:200] = True
-    rows["outcome"][:100] = Outcome.HTTP_5XX
+    rows["outcome"][:100] = RequestOutcome.HTTP_5XX
     total = summarise(result(rows), scenario(warm_up_s=2.0)).total
     assert (total.requests, total.error_rate, total.errors) == (1000, 0.0, {})
     assert total.latency_ms.max == pytest.approx(20.0)
@@ -69,27 +69,27 @@ def test_the_warm_up_is_not_measured():
 @pytest.mark.parametrize(
     ("outcome", "has_latency", "is_error"),
     [
-        (Outcome.OK, True, False), (Outcome.NOT_SENT, False, True), (Outcome.CONNECT, False, True),
-        (Outcome.DNS, False, True), (Outcome.TIMEOUT, True, True), (Outcome.RESET, False, True),
-        (Outcome.TRUNCATED, True, True), (Outcome.GARBLED, True, True), (Outcome.HTTP_4XX, True, True),
-        (Outcome.HTTP_5XX, True, True), (Outcome.HTTP_OTHER, True, True), (Outcome.CHECK, True, True),
-        (Outcome.CANCELLED, False, False),
+        (RequestOutcome.OK, True, False), (RequestOutcome.NOT_SENT, False, True), (RequestOutcome.CONNECT, False, True),
+        (RequestOutcome.DNS, False, True), (RequestOutcome.TIMEOUT, True, True), (RequestOutcome.RESET, False, True),
+        (RequestOutcome.TRUNCATED, True, True), (RequestOutcome.GARBLED, True, True), (RequestOutcome.HTTP_4XX, True,
+        True), (RequestOutcome.HTTP_5XX, True, True), (RequestOutcome.HTTP_OTHER, True, True), (RequestOutcome.CHECK,
+        True, True), (RequestOutcome.CANCELLED, False, False),
     ],
 )  # fmt: skip
 def test_what_each_outcome_counts_as(outcome, has_latency, is_error):
     """Of 100 requests 10 end in an outcome: whether that has a latency, is an error, and is never good."""
-    rows = records(np.arange(100) / 10.0, 20.0, outcome=np.where(np.arange(100) < 10, outcome, Outcome.OK))
+    rows = records(np.arange(100) / 10.0, 20.0, outcome=np.where(np.arange(100) < 10, outcome, RequestOutcome.OK))
     total = summarise(result(rows), scenario()).total
     assert total.latency_ms.n == (100 if has_latency else 90)
     assert total.error_rate == pytest.approx(0.1 if is_error else 0.0)
-    assert total.errors == ({} if outcome is Outcome.OK else {outcome.name.lower(): 10})
-    assert total.good == (100 if outcome is Outcome.OK else 90)
+    assert total.errors == ({} if outcome is RequestOutcome.OK else {outcome.name.lower(): 10})
+    assert total.good == (100 if outcome is RequestOutcome.OK else 90)
 
 
 def test_what_nobody_knows_is_not_judged_and_what_is_already_late_is():
     """Under way at the end: a miss if it had waited longer than the SLO, else left out; the run is invalid."""
     rows = records(np.arange(100) / 10.0, 20.0)
-    rows["outcome"][:2] = Outcome.INTERRUPTED
+    rows["outcome"][:2] = RequestOutcome.INTERRUPTED
     rows["done_ns"][0] = rows["scheduled_ns"][0] + 150 * MS
     rows["done_ns"][1] = rows["scheduled_ns"][1] + 50 * MS
     summary = summarise(result(rows), scenario())
@@ -100,7 +100,7 @@ def test_what_nobody_knows_is_not_judged_and_what_is_already_late_is():
 def test_an_interrupted_run_ends_when_it_was_interrupted():
     """What was not yet due does not count, and the rates are those of the time that passed."""
     rows = records(EVERY_10_MS, 20.0)
-    rows["outcome"][500:] = Outcome.INTERRUPTED
+    rows["outcome"][500:] = RequestOutcome.INTERRUPTED
     rows["done_ns"][500:] = -1
     summary = summarise(result(rows, interrupted=True, wall_s=5.0), scenario())
     assert (summary.total.requests, summary.seconds) == (500, 5.0)
@@ -124,7 +124,7 @@ def test_other_reasons_for_an_invalid_run():
     rows = records(EVERY_10_MS, 20.0)
     assert codes(summarise(result(rows, echo_ms=6.0), scenario())) == ["echo"]
     assert codes(summarise(result(rows, problems=("worker 0 died",)), scenario())) == ["generator"]
-    rows["outcome"][0] = Outcome.NOT_SENT
+    rows["outcome"][0] = RequestOutcome.NOT_SENT
     assert codes(summarise(result(rows), scenario())) == ["not_sent"]
     assert codes(summarise(result(rows[:0]), scenario())) == ["too_few"]
 
@@ -159,7 +159,7 @@ def test_a_run_by_count_lasts_as_long_as_its_requests():
     rows = records(np.arange(100) / 10.0, 20.0)
     total = summarise(result(rows), scenario(count=100, duration_s=3600.0)).total
     assert total.offered_per_s == pytest.approx(10.0)
-    closed = scenario(arrivals=Closed(concurrency=4), duration_s=10.0)
+    closed = scenario(arrivals=ClosedLoopCallers(concurrency=4), duration_s=10.0)
     assert summarise(result(rows), closed).total.offered_per_s == pytest.approx(10.0)
 
 
@@ -177,7 +177,7 @@ def test_times_that_the_server_and_the_stream_tell():
 def test_images_per_second():
     """Pictures of successes that came within the measured time; unknown stays unknown."""
     rows = records(EVERY_10_MS, 20.0)
-    rows["outcome"][::2] = Outcome.HTTP_5XX
+    rows["outcome"][::2] = RequestOutcome.HTTP_5XX
     summary = summarise(result(rows), scenario(), images=np.full(1000, 3))
     assert summary.images_per_s == pytest.approx(150.0, rel=0.01)
     assert summarise(result(rows), scenario()).images_per_s is None

@@ -9,21 +9,23 @@ from plait_loadtest import session as sessions
 from plait_loadtest.errors import ScenarioError
 from plait_loadtest.load import load_scenario
 from plait_loadtest.plan import make_plan
-from plait_loadtest.scenario import Closed, Gamma, ImageClass, Poisson, Ramp, Slo
+from plait_loadtest.scenario import ClosedLoopCallers, GammaArrivals, ImageClass, PoissonArrivals, RampArrivals, Slo
 from support.loadtest_records import records, result, scenario, session
 
 
 def test_a_trial_is_the_scenario_at_another_rate():
     """The rate and the duration change; count and thresholds go; nobody waits long for what is late anyway."""
-    chosen = scenario(arrivals=Gamma(rate_per_s=3.0, burstiness=0.5), count=10, thresholds=("p95_ms < 1",))
+    chosen = scenario(arrivals=GammaArrivals(rate_per_s=3.0, burstiness=0.5), count=10, thresholds=("p95_ms < 1",))
     trial = sessions.at_rate(chosen, 8.0, 12.0)
-    assert trial.arrivals == Gamma(rate_per_s=8.0, burstiness=0.5)
+    assert trial.arrivals == GammaArrivals(rate_per_s=8.0, burstiness=0.5)
     assert (trial.duration_s, trial.count, trial.thresholds, trial.limits.drain_s) == (12.0, None, (), 5.0)
     slow = scenario(slo=Slo(latency_ms=10_000.0))
     assert sessions.at_rate(slow, 8.0, 12.0).limits.drain_s == 30.0
 
 
-@pytest.mark.parametrize("arrivals", [Closed(concurrency=3), Ramp(rate_per_s=1.0, to_rate_per_s=2.0)])
+@pytest.mark.parametrize(
+    "arrivals", [ClosedLoopCallers(concurrency=3), RampArrivals(rate_per_s=1.0, to_rate_per_s=2.0)]
+)
 def test_arrivals_without_one_rate_can_not_be_searched(arrivals):
     """The message names the field and what could be used."""
     with pytest.raises(ScenarioError, match=r"arrivals\.kind.*poisson"):
@@ -38,7 +40,7 @@ def test_a_search_needs_an_slo_and_takes_each_class_share():
     search = sessions.search_of(scenario(mix=mix, slo=Slo(latency_ms=200.0)), beyond=1.3)
     wanted = [(need.share, need.percentile, need.latency_ms) for need in search.needs]
     assert wanted == [(0.75, 95.0, 200.0), (0.25, 95.0, 200.0)]
-    assert (search.first_per_s, search.least_trial_s, search.beyond) == (100.0, 10.0, 1.3)
+    assert (search.first_per_s, search.min_trial_s, search.beyond) == (100.0, 10.0, 1.3)
 
 
 def test_each_trial_has_arrivals_of_its_own(monkeypatch):
@@ -53,7 +55,7 @@ def test_each_trial_has_arrivals_of_its_own(monkeypatch):
     measure = sessions.measure_at(scenario(seed=7), keep=kept.append)
     observed = [measure(50.0, 10.0), measure(50.0, 10.0)]
     assert len({chosen.seed for chosen in asked}) == 2
-    assert [chosen.arrivals for chosen in asked] == [Poisson(rate_per_s=50.0)] * 2
+    assert [chosen.arrivals for chosen in asked] == [PoissonArrivals(rate_per_s=50.0)] * 2
     assert len(kept) == 2
     assert [(each.classes[0].good, each.classes[0].judged) for each in observed] == [(1000, 1000)] * 2
 

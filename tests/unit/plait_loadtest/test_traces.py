@@ -16,7 +16,7 @@ from plait_loadtest.arrivals import schedule
 from plait_loadtest.errors import ScenarioError
 from plait_loadtest.load import load_scenario
 from plait_loadtest.plan import make_plan
-from plait_loadtest.scenario import Trace
+from plait_loadtest.scenario import TraceArrivals
 from plait_loadtest.traces import read_times
 
 TRACES = os.environ.get("PLAIT_TRACES")
@@ -84,8 +84,8 @@ def test_a_damaged_file_is_no_traceback(tmp_path, content):
         read_times(binary, "at")
 
 
-def trace(path, **settings) -> Trace:
-    return Trace(file=path, column="at", **settings)
+def trace(path, **settings) -> TraceArrivals:
+    return TraceArrivals(file=path, column="at", **settings)
 
 
 def test_offset_speed_and_warm_up_choose_the_window(tmp_path):

@@ -11,7 +11,7 @@ import yaml
 
 from plait.config import PlaitConfig, load_config, parse_config
 from plait.server.state import state_root
-from plait.tuning.job.writing import diff, with_settings
+from plait.tuning.job.yaml_edit import diff, with_settings
 from plait.tuning.measure.knobs import apply_knobs, check_names, known_values, settings_of
 
 __all__ = ["apply_to_file", "apply_to_server"]
@@ -36,14 +36,14 @@ def apply_to_file(knobs: Mapping[str, Any], path: Path, *, dry_run: bool) -> str
 def apply_to_server(knobs: Mapping[str, Any], *, port: int, dry_run: bool) -> str:
     """Gives the knobs to the ``plait serve`` of this user on the port; returns what changes, a line each. It keeps them
     until it is started anew. Raises `PlaitError`."""
-    from plait.tuning.measure.live import Live, running_config
-    from plait.tuning.measure.running import compose_of
+    from plait.tuning.measure.application import compose_of
+    from plait.tuning.measure.live import LiveServer, running_config
 
     root = state_root(os.environ)
     config = running_config(root, port)
     text = _changes(config, knobs)
     if text and not dry_run:
-        live = Live(compose_of(), root=root, port=port)
+        live = LiveServer(compose_of(), root=root, port=port)
         try:
             live.keep(apply_knobs(live.original, knobs))
         finally:

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from typing import TextIO
 
 from plait_autoconfig.jobs.loop import JobEvent
-from plait_autoconfig.jobs.state import JobState, Remaining, Row
+from plait_autoconfig.jobs.state import JobState, MeasurementRow, Remaining
 from plait_loadtest.report.table import number
 
-__all__ = ["headline", "row_line", "shown", "spent"]
+__all__ = ["headline", "row_line", "shown", "time_breakdown"]
 
 Show = Callable[[JobEvent], None]
 
@@ -57,7 +57,7 @@ def headline(state: JobState) -> str:
     return ", ".join(parts)
 
 
-def spent(before: Remaining, after: Remaining, wall_s: float) -> str:
+def time_breakdown(before: Remaining, after: Remaining, wall_s: float) -> str:
     """Where the ``wall_s`` seconds between two moments of a job went; all there is to say if a second worker helped."""
     load_s, measured_s = after.load_s - before.load_s, after.used_s - before.used_s
     if not load_s or measured_s > wall_s:
@@ -68,7 +68,7 @@ def spent(before: Remaining, after: Remaining, wall_s: float) -> str:
     )
 
 
-def row_line(row: Row, goals: tuple[str, ...]) -> str:
+def row_line(row: MeasurementRow, goals: tuple[str, ...]) -> str:
     """One measurement in a line: what it was, what it showed, why it is not the best."""
     config = " ".join(f"{name}={value}" for name, value in row.config.items())
     metrics = {} if row.outcome is None else row.outcome.metrics

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from plait.errors import PlaitError, StateError
 from plait.server.state import state_root
-from plait.tuning.measure.live import Live, left_notes, note_path
-from plait.tuning.measure.running import compose_of
+from plait.tuning.measure.application import compose_of
+from plait.tuning.measure.live import LiveServer, left_notes, note_path
 
 __all__ = ["main", "recover_all"]
 
@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> int:
     root, port = state_root(os.environ), int(arguments[0])
     compose = compose_of(*arguments[1:])
     try:
-        Live(compose, root=root, port=port).close()
+        LiveServer(compose, root=root, port=port).close()
     except StateError:
         note_path(root, port).unlink(missing_ok=True)  # the server is gone, and with it what there was to roll back
     except PlaitError as error:

@@ -12,21 +12,21 @@ from typing import Any
 
 from plait.config import PlaitConfig, ServerSection, TuningSection, load_config
 from plait.errors import PlaitError
+from plait.tuning.measure.early_stop import GuardLimits
 from plait.tuning.measure.knobs import apply_knobs, check_names, check_values
-from plait.tuning.measure.patience import GuardLimits
 from plait_autoconfig.jobs.errors import JobRefused
-from plait_autoconfig.jobs.spec import Choice, JobSpec, KnobSpec, Target, guard_limits
+from plait_autoconfig.jobs.spec import Choice, JobSpec, KnobSpec, TuningTarget, guard_limits
 from plait_autoconfig.values import Value
 from plait_disagg.package.errors import PackageError
 from plait_disagg.package.manifest import read_manifest
 from plait_loadtest.errors import LoadtestError
 from plait_loadtest.judging import percentile_of, slo_of
 from plait_loadtest.load import load_scenario
-from plait_loadtest.measure import least_requests
+from plait_loadtest.measure import min_requests
 from plait_loadtest.scenario import InferClass, Scenario
 from plait_loadtest.session import at_rate
 
-__all__ = ["Prepared", "guard_of", "prepare", "roomiest", "scenario_of", "target_config"]
+__all__ = ["PreparedJob", "guard_of", "largest_config", "prepare", "scenario_of", "target_config"]
 
 _GUARDED = ("p50_ms", "p95_ms", "p99_ms", "error_rate")
 METRICS = frozenset(
@@ -40,7 +40,7 @@ _API = {"images": "images", "recommend": "infer"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class PreparedJob:
     """A job that can be measured: the configuration that trials start from, and the scenarios without an address."""
 
     config: PlaitConfig
@@ -48,7 +48,7 @@ class Prepared:
     guard: GuardLimits | None
 
 
-def prepare(spec: JobSpec, config: PlaitConfig) -> Prepared:
+def prepare(spec: JobSpec, config: PlaitConfig) -> PreparedJob:
     """Checks knobs, scenarios and guard against the configuration. Raises `JobRefused`."""
     _check_metrics(spec)
     sets = {name: knob.sets or name for name, knob in spec.knobs.items()}
@@ -67,10 +67,10 @@ def prepare(spec: JobSpec, config: PlaitConfig) -> Prepared:
     loads_s = sum(scenario.warm_up_s + scenario.duration_s for scenario in scenarios)
     if spec.trial_limit_s <= loads_s:
         raise JobRefused(f"trial_limit_s: {spec.trial_limit_s:g} s end before the loads, which take {loads_s:g} s")
-    return Prepared(config=config, scenarios=scenarios, guard=guard_of(spec))
+    return PreparedJob(config=config, scenarios=scenarios, guard=guard_of(spec))
 
 
-def target_config(target: Target, *, live: bool) -> PlaitConfig:
+def target_config(target: TuningTarget, *, live: bool) -> PlaitConfig:
     """The configuration of the job's target. A clone serves only what is tuned, to this machine alone, without keys.
 
     Raises `JobRefused`.
@@ -116,7 +116,7 @@ def scenario_of(spec: JobSpec, source: Any) -> Scenario:
     slos = [(item, slo_of(scenario, item.name)) for item in scenario.mix]
     if spec.offered == "capacity" and not any(slo for _, slo in slos):
         raise JobRefused(f"scenarios: {scenario.name} has no slo, which a search for capacity needs")
-    needed = max((least_requests(percentile_of(slo, item.api)) for item, slo in slos if slo is not None), default=1)
+    needed = max((min_requests(percentile_of(slo, item.api)) for item, slo in slos if slo is not None), default=1)
     if rate is not None and rate * scenario.duration_s < needed:
         raise JobRefused(
             f"scenarios: {scenario.name} sends about {rate * scenario.duration_s:.0f} requests in "
@@ -139,7 +139,7 @@ def guard_of(spec: JobSpec) -> GuardLimits | None:
     return GuardLimits(**found, every_s=spec.target.live.check_every_s)
 
 
-def roomiest(spec: JobSpec, config: PlaitConfig) -> PlaitConfig:
+def largest_config(spec: JobSpec, config: PlaitConfig) -> PlaitConfig:
     """The configuration with the most replicas of the space, for the size of a Ray that carries all of them."""
     most = {
         knob.sets or name: max(_numbers(_extremes(knob)))
@@ -182,7 +182,7 @@ def _check_model(scenario: Scenario, config: PlaitConfig) -> None:
             raise JobRefused(f"{where} lacks the input {min(lacking)!r} of {name}")
 
 
-def _check_deployments(target: Target, sets: Iterable[str]) -> None:
+def _check_deployments(target: TuningTarget, sets: Iterable[str]) -> None:
     if not target.deployments:
         return
     for name in sets:

@@ -25,7 +25,7 @@ from plait.server.ports import free_port, hold_port
 from plait.server.restarts import Effect
 from plait.server.state import PortState, RunRecord, scratch_root
 from plait.server.supervise import start_ray
-from plait.tuning.measure.running import Compose, Running
+from plait.tuning.measure.application import Compose, RunningApplication
 from plait_serving.deployments.logs import LOG_PATH_VARIABLE
 
 __all__ = ["Clone"]
@@ -47,14 +47,14 @@ class Clone:
         self._num_cpus = 1
         self._port = 0
         self._direct: socket.socket | None = None
-        self._running: Running | None = None
+        self._running: RunningApplication | None = None
         self._state: PortState | None = None
         self._ray_folder: Path | None = None
         self._note: Path | None = None
         clean_up_others(root)
 
     @property
-    def running(self) -> Running:
+    def running(self) -> RunningApplication:
         """The application. Only after `start`."""
         assert self._running is not None, "start comes first"
         return self._running
@@ -73,10 +73,13 @@ class Clone:
             app = f"{_APP}-{self._run_id[:8]}"
             cluster, prefix = self._attach(config, app), f"/{app}"
         run_id = self._run_id if config.ray.is_local else None
-        self._running = Running(cluster, self._compose, app=app, salt=self._run_id, prefix=prefix, run_id=run_id)
+        self._running = RunningApplication(
+            cluster, self._compose, app=app, salt=self._run_id, prefix=prefix, run_id=run_id
+        )
 
     def apply(self, config: PlaitConfig, *, limit_s: float) -> dict[str, Effect]:
-        """See `Running.apply`. What an earlier configuration broke is taken away first, all of Ray if need be.
+        """See `RunningApplication.apply`. What an earlier configuration broke is taken away first, all of Ray if need
+        be.
 
         Raises `ServeError` if a Ray that is not ours is gone.
         """

@@ -12,43 +12,43 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from plait.config import INGRESS, PlaitConfig, Served
+from plait.config import INGRESS, PlaitConfig, ServedConfig
 from plait.errors import PlaitError
 from plait.server.restarts import plans
 from plait.tuning.measure.knobs import apply_knobs
 from plait_autoconfig.jobs.spec import JobSpec
 
-__all__ = ["Reserved", "cost_per_hour", "known_costs", "reserved"]
+__all__ = ["ReservedResources", "cost_per_hour", "known_costs", "reserved"]
 
 _INGRESS_CORES = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reserved:
+class ReservedResources:
     """Of all deployments together."""
 
     cores: float
     gpus: float
 
 
-def reserved(config: Served, *, machine_cores: int) -> Reserved:
+def reserved(config: ServedConfig, *, machine_cores: int) -> ReservedResources:
     """The cores and GPUs that the deployments reserve."""
     cores, gpus = _INGRESS_CORES, 0.0
     for name, plan in plans(config).items():
         if name != INGRESS:
-            count = largest_count(plan.replicas)
+            count = max_count(plan.replicas)
             cores += count * (int(plan.knobs.get("threads", 1)) or machine_cores)
             gpus += count * plan.num_gpus
-    return Reserved(cores=cores, gpus=gpus)
+    return ReservedResources(cores=cores, gpus=gpus)
 
 
-def largest_count(replicas: Any) -> int:
+def max_count(replicas: Any) -> int:
     """Of a number of replicas, or of bounds for one (``{min: 1, max: 4}``)."""
     return int(replicas["max"] if isinstance(replicas, Mapping) else replicas)
 
 
 def cost_per_hour(
-    what: Reserved, *, memory_gib: float, core_hour: float, gpu_hour: float = 0.0, gib_hour: float = 0.0
+    what: ReservedResources, *, memory_gib: float, core_hour: float, gpu_hour: float = 0.0, gib_hour: float = 0.0
 ) -> float:
     """In the currency of the prices."""
     return what.cores * core_hour + what.gpus * gpu_hour + memory_gib * gib_hour

@@ -1,13 +1,14 @@
-"""What went wrong in a trial, as the kind that a designer learns from. Pure: texts and counts in, `Outcome` out."""
+"""What went wrong in a trial, as the kind that a designer learns from. Pure: texts and counts in, `TrialOutcome`
+out."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from plait.tuning.measure.load import Loaded
-from plait_autoconfig.jobs.exits import speaks_of_memory
-from plait_autoconfig.values import FailureKind, Outcome
+from plait.tuning.measure.load import LoadResult
+from plait_autoconfig.jobs.exit_status import mentions_out_of_memory
+from plait_autoconfig.values import FailureKind, TrialOutcome
 
 __all__ = ["Evidence", "of_load", "of_start"]
 
@@ -25,39 +26,39 @@ class Evidence:
     log: str = ""
 
 
-def of_start(reason: str, *, oom_kills: int = 0) -> Outcome:
+def of_start(reason: str, *, oom_kills: int = 0) -> TrialOutcome:
     """The outcome of a configuration that Serve could not bring up."""
-    kind = FailureKind.OUT_OF_MEMORY if oom_kills or speaks_of_memory(reason) else FailureKind.REFUSED_START
-    return Outcome.failed(kind, reason)
+    kind = FailureKind.OUT_OF_MEMORY if oom_kills or mentions_out_of_memory(reason) else FailureKind.REFUSED_START
+    return TrialOutcome.failed(kind, reason)
 
 
-def of_load(loaded: Loaded, evidence: Evidence, *, guard: bool = False) -> Outcome | None:
+def of_load(loaded: LoadResult, evidence: Evidence, *, guard: bool = False) -> TrialOutcome | None:
     """Why a load that was run is no measurement; None: it is one. ``guard``: a guard ended it."""
     if evidence.died:
         return _of_deaths(evidence, loaded.errors)
     if guard:
         kind = FailureKind.CRASH if "requests failed" in loaded.ended_early else FailureKind.TIME_OUT
-        return Outcome.failed(kind, loaded.ended_early)
+        return TrialOutcome.failed(kind, loaded.ended_early)
     if loaded.timed_out:
-        return Outcome.failed(FailureKind.TIME_OUT, loaded.ended_early)
+        return TrialOutcome.failed(FailureKind.TIME_OUT, loaded.ended_early)
     if loaded.invalid:
-        return Outcome.failed(FailureKind.INVALID, loaded.invalid)
+        return TrialOutcome.failed(FailureKind.INVALID, loaded.invalid)
     if not loaded.metrics:
         return _of_silence(loaded)
     return None
 
 
-def _of_deaths(evidence: Evidence, errors: Mapping[str, int]) -> Outcome:
+def _of_deaths(evidence: Evidence, errors: Mapping[str, int]) -> TrialOutcome:
     who = ", ".join(sorted(set(evidence.died)))
     told = ", ".join(f"{count} {kind}" for kind, count in errors.items()) or "no request failed"
-    if evidence.oom_kills or speaks_of_memory(evidence.log):
-        return Outcome.failed(
+    if evidence.oom_kills or mentions_out_of_memory(evidence.log):
+        return TrialOutcome.failed(
             FailureKind.OUT_OF_MEMORY, f"a replica of {who} was killed for memory under load ({told})"
         )
-    return Outcome.failed(FailureKind.CRASH, f"a replica of {who} died under load ({told})")
+    return TrialOutcome.failed(FailureKind.CRASH, f"a replica of {who} died under load ({told})")
 
 
-def _of_silence(loaded: Loaded) -> Outcome:
+def _of_silence(loaded: LoadResult) -> TrialOutcome:
     told = ", ".join(f"{count} {kind}" for kind, count in loaded.errors.items()) or "nothing was sent"
     kind = FailureKind.CRASH if any(name in loaded.errors for name in _LOST) else FailureKind.TIME_OUT
-    return Outcome.failed(kind, f"not one request was answered ({told})")
+    return TrialOutcome.failed(kind, f"not one request was answered ({told})")

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from plait.config import CONTROLNET_PREFIX, ENGINE, PlaitConfig, parse_config, worker_name
 from plait.errors import ConfigError, PlaitError
 from plait_serving.images.config import ImagesSection
-from plait_serving.ranking.config import RecommenderSection
+from plait_serving.ranking.config import RankModelSection
 
 __all__ = ["KnobPlace", "apply_knobs", "check_names", "check_values", "knob_places", "known_values", "settings_of"]
 
@@ -124,7 +124,7 @@ def _of_images(images: ImagesSection) -> Iterator[KnobPlace]:
             )
 
 
-def _of_recommender(name: str, section: RecommenderSection) -> Iterator[KnobPlace]:
+def _of_recommender(name: str, section: RankModelSection) -> Iterator[KnobPlace]:
     own = ("recommend", "models", name)
     yield KnobPlace(
         name=f"{name}.mode", path=(*own, "mode"), value=section.mode, about="split, or whole in one process"

@@ -22,9 +22,9 @@ from plait.server import processes
 from plait.server.cluster import Cluster, prepare_environment
 from plait.server.restarts import Effect
 from plait.server.state import RunRecord
-from plait.tuning.measure.running import Compose, Running
+from plait.tuning.measure.application import Compose, RunningApplication
 
-__all__ = ["Live", "LiveBusy", "Note", "left_notes", "note_path", "running_config"]
+__all__ = ["LiveBusy", "LiveServer", "RollbackNote", "left_notes", "note_path", "running_config"]
 
 _APP = "plait"
 _ROLL_BACK_S = 120.0
@@ -35,7 +35,7 @@ class LiveBusy(PlaitError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Note:
+class RollbackNote:
     """What to go back to, and who changed it."""
 
     run_id: str
@@ -44,7 +44,7 @@ class Note:
     boot_id: str
 
     @classmethod
-    def read(cls, path: Path) -> Note | None:
+    def read(cls, path: Path) -> RollbackNote | None:
         """None if there is none, or none that can be read: then nothing is known to roll back to."""
         try:
             data: dict[str, Any] = json.loads(path.read_text())
@@ -79,20 +79,20 @@ def left_notes(root: Path) -> list[int]:
     """The ports whose server somebody has left with a configuration that is not its own."""
     ports = []
     for path in sorted((root / "live").glob("port-*.json")):
-        note = Note.read(path)
+        note = RollbackNote.read(path)
         if note is not None and note.is_left:
             ports.append(int(path.stem.removeprefix("port-")))
     return ports
 
 
-class Live:
+class LiveServer:
     """The server that ``plait serve`` runs on a port of this machine."""
 
     def __init__(self, compose: Compose, *, root: Path, port: int) -> None:
         """Attaches to its Ray, and rolls back what a killed tuner has left. Raises `StateError` if no such server runs,
         `LiveBusy` if somebody else tunes it."""
         self._path = note_path(root, port)
-        note = Note.read(self._path)
+        note = RollbackNote.read(self._path)
         if note is not None and not note.is_left and note.owner.pid != os.getpid():
             raise LiveBusy(f"process {note.owner.pid} tunes the server on port {port} already")
         self._folder = root / f"port-{port}"
@@ -104,12 +104,12 @@ class Live:
             self._roll_back_to(note)
 
     @property
-    def running(self) -> Running:
+    def running(self) -> RunningApplication:
         """The application."""
         return self._running
 
     def apply(self, config: PlaitConfig, *, limit_s: float) -> dict[str, Effect]:
-        """See `Running.apply`; the original is on disk before anything changes."""
+        """See `RunningApplication.apply`; the original is on disk before anything changes."""
         self._write_note()
         return self._running.apply(config, limit_s=limit_s)
 
@@ -121,7 +121,7 @@ class Live:
         self._path.unlink(missing_ok=True)
 
     def restore(self) -> None:
-        """Back to the original. Idempotent. Raises what `Running.apply` raises; the note then stays."""
+        """Back to the original. Idempotent. Raises what `RunningApplication.apply` raises; the note then stays."""
         if self._path.exists():
             self._running.apply(self.original, limit_s=_ROLL_BACK_S)
             self._path.unlink(missing_ok=True)
@@ -130,7 +130,7 @@ class Live:
         """Lets go of the service, as it is."""
         self._running.cluster.detach()
 
-    def _attach(self, compose: Compose, port: int) -> Running:
+    def _attach(self, compose: Compose, port: int) -> RunningApplication:
         if self._record.gcs_address is not None:
             prepare_environment(self._folder / "auth_token")
         address = self._record.gcs_address or self._record.address
@@ -140,21 +140,21 @@ class Live:
         marked = (
             self._record.run_id if self._record.ray_folder is not None else None
         )  # only our own Ray's processes are
-        return Running(cluster, compose, app=_APP, salt=self._record.run_id, run_id=marked)
+        return RunningApplication(cluster, compose, app=_APP, salt=self._record.run_id, run_id=marked)
 
     def _write_note(self) -> None:
         if self._path.exists():
             return
         owner = processes.identify(os.getpid())
         assert owner is not None
-        Note(
+        RollbackNote(
             run_id=self._record.run_id,
             config=dump_config(self.original),
             owner=owner,
             boot_id=processes.boot_id(),
         ).write(self._path)
 
-    def _roll_back_to(self, note: Note) -> None:
+    def _roll_back_to(self, note: RollbackNote) -> None:
         if note.run_id == self._record.run_id:
             self.original = parse_config(yaml.safe_load(note.config), source="the note", folder=Path.cwd())
             self._running.config = None  # nobody knows how far the killed tuner was

@@ -14,16 +14,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from plait.tuning.measure.patience import Hopeless, needs_of
-from plait.tuning.measure.rates import Tried, search_rate
+from plait.tuning.measure.early_stop import EarlyStop, needs_of
+from plait.tuning.measure.rate_search import RateResult, search_rate
 from plait_loadtest.histogram import of_ns
 from plait_loadtest.judging import judge_records
 from plait_loadtest.scenario import Scenario
-from plait_loadtest.session import Session, at_rate, run_scenario
-from plait_loadtest.values import OnProgress, Progress, StopWhen
-from plait_loadtest.values import Outcome as Ended
+from plait_loadtest.session import FinishedRun, at_rate, run_scenario
+from plait_loadtest.values import OnProgress, RunProgress, StopWhen
+from plait_loadtest.values import RequestOutcome as Ended
 
-__all__ = ["Loaded", "Watch", "metrics_of", "run_given", "run_search"]
+__all__ = ["LoadResult", "Watch", "metrics_of", "run_given", "run_search"]
 
 _OWN_FAULT = frozenset({"send_lag", "echo", "generator", "interrupted", "not_sent"})
 """Reasons for which the numbers speak of the load generator, not of the configuration."""
@@ -39,7 +39,7 @@ class Watch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
+class LoadResult:
     """What a load showed: metrics; empty if not one request ended. ``invalid``: why the numbers are the generator's
     own. ``ended_early``: why it was. ``errors`` by kind."""
 
@@ -49,17 +49,17 @@ class Loaded:
     timed_out: bool = False
     errors: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    sessions: tuple[Session, ...] = field(default=(), repr=False)
+    sessions: tuple[FinishedRun, ...] = field(default=(), repr=False)
 
 
-def run_given(scenario: Scenario, watch: Watch) -> Loaded:
+def run_given(scenario: Scenario, watch: Watch) -> LoadResult:
     """The load at the scenario's own rate. Raises `ScenarioError`."""
     stops = [*watch.stop]
     if (needs := needs_of(scenario)) is not None:
-        stops.append(Hopeless(needs))
+        stops.append(EarlyStop(needs))
     hit_limit = False
 
-    def stop(told: Progress) -> str | None:
+    def stop(told: RunProgress) -> str | None:
         nonlocal hit_limit
         if told.elapsed_s > watch.limit_s:
             hit_limit = True
@@ -69,7 +69,7 @@ def run_given(scenario: Scenario, watch: Watch) -> Loaded:
     session = run_scenario(scenario, on_progress=watch.show, stop_when=stop)
     summary, early = session.summary, session.result.abandoned
     invalid = [reason.text for reason in summary.reasons if reason.code in _OWN_FAULT]
-    return Loaded(
+    return LoadResult(
         metrics=metrics_of(session),
         invalid="; ".join(invalid),
         ended_early=early,
@@ -80,14 +80,14 @@ def run_given(scenario: Scenario, watch: Watch) -> Loaded:
     )
 
 
-def run_search(scenario: Scenario, watch: Watch, *, runs: int = 5) -> Loaded:
+def run_search(scenario: Scenario, watch: Watch, *, runs: int = 5) -> LoadResult:
     """A short search from the scenario's rate for the most good that the configuration does while it holds the SLO.
 
     Raises `ScenarioError` if the arrivals have no single rate.
     """
-    loads: list[Loaded] = []
+    loads: list[LoadResult] = []
 
-    def run(rate_per_s: float) -> Tried:
+    def run(rate_per_s: float) -> RateResult:
         trial = at_rate(scenario, rate_per_s, scenario.duration_s).model_copy(
             update={"seed": scenario.seed + len(loads)}
         )
@@ -95,14 +95,14 @@ def run_search(scenario: Scenario, watch: Watch, *, runs: int = 5) -> Loaded:
         metrics = loads[-1].metrics
         good = metrics.get("goodput_per_s", 0.0)
         held = not loads[-1].ended_early and bool(loads[-1].sessions[0].summary.total.slo_met)
-        return Tried(rate_per_s=rate_per_s, held=held, goodput_per_s=good)
+        return RateResult(rate_per_s=rate_per_s, held=held, goodput_per_s=good)
 
     tried = search_rate(run, getattr(scenario.arrivals, "rate_per_s", 1.0), runs=runs)
     held = [index for index, each in enumerate(tried) if each.held]
     best = max(held, key=lambda index: tried[index].goodput_per_s, default=len(tried) - 1)
     rates = ", ".join(f"{each.rate_per_s:.3g}/s {'held' if each.held else 'missed'}" for each in tried)
     chosen = loads[best]
-    return Loaded(
+    return LoadResult(
         metrics=chosen.metrics,
         invalid=chosen.invalid,
         ended_early=chosen.ended_early,
@@ -113,7 +113,7 @@ def run_search(scenario: Scenario, watch: Watch, *, runs: int = 5) -> Loaded:
     )
 
 
-def metrics_of(session: Session) -> dict[str, float]:
+def metrics_of(session: FinishedRun) -> dict[str, float]:
     """The metrics of a run; empty if not one request ended, since then there is no number to tell."""
     total = session.summary.total
     judged = judge_records(session.result, session.scenario)

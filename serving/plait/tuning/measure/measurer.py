@@ -20,20 +20,20 @@ from plait.config import PlaitConfig
 from plait.errors import PlaitError, StateError
 from plait.server.restarts import Effect
 from plait.server.state import state_root
-from plait.tuning.measure.checks import Prepared, prepare, roomiest, target_config
+from plait.tuning.measure.application import Compose, NotReady, RefusedStart, compose_of
+from plait.tuning.measure.checks import PreparedJob, largest_config, prepare, target_config
 from plait.tuning.measure.clone import Clone
 from plait.tuning.measure.cost import known_costs
+from plait.tuning.measure.early_stop import Guard
 from plait.tuning.measure.failures import of_start
 from plait.tuning.measure.knobs import apply_knobs
-from plait.tuning.measure.live import Live, LiveBusy
-from plait.tuning.measure.patience import Guard
+from plait.tuning.measure.live import LiveBusy, LiveServer
 from plait.tuning.measure.quality import QUALITY_DRIFT, NoAnswer, quality_drift
-from plait.tuning.measure.running import Compose, NotReady, RefusedStart, compose_of
-from plait.tuning.measure.trial import LoadPlan, aimed, count_kills, run_loads
+from plait.tuning.measure.trial import LoadPlan, count_kills, run_loads, with_address
 from plait_autoconfig.jobs.errors import JobBusy, JobRefused
-from plait_autoconfig.jobs.measurer import Measured, Say, Subject, Task
+from plait_autoconfig.jobs.measurer import Measured, MeasurementTask, Say, TuningSubject
 from plait_autoconfig.jobs.spec import JobSpec
-from plait_autoconfig.values import Config, FailureKind, Hardware, Outcome
+from plait_autoconfig.values import Config, FailureKind, Hardware, TrialOutcome
 
 __all__ = ["PlaitMeasurer", "open_measurer"]
 
@@ -61,10 +61,10 @@ class PlaitMeasurer:
         self._compose = compose
         self._may_be_live = may_be_live
         self._spec: JobSpec | None = None
-        self._prepared: Prepared | None = None
-        self._application: Clone | Live | None = None
+        self._prepared: PreparedJob | None = None
+        self._application: Clone | LiveServer | None = None
 
-    def check(self, spec: JobSpec) -> Subject:
+    def check(self, spec: JobSpec) -> TuningSubject:
         """Refuses what can not be measured; then starts the clone's Ray, or attaches to the live service."""
         live = bool(spec.target.live)
         if live and not self._may_be_live:
@@ -78,10 +78,10 @@ class PlaitMeasurer:
         else:
             clone = Clone(self._compose, root=self._root, log_path=self._folder / "clone.log", say=_log.info)
             self._application = clone
-            clone.start(config, num_cpus=roomiest(spec, config).logical_cpus + 1)
+            clone.start(config, num_cpus=largest_config(spec, config).logical_cpus + 1)
         return _subject(spec, self._prepared)
 
-    def measure(self, task: Task, say: Say) -> Measured:
+    def measure(self, task: MeasurementTask, say: Say) -> Measured:
         """Applies the configuration, runs the load, judges. What a guard breaks off is rolled back at once."""
         started_s = time.monotonic()
         spec, prepared, application = self._checked()
@@ -94,7 +94,7 @@ class PlaitMeasurer:
             outcome = (
                 of_start(str(error), oom_kills=count_kills() - kills)
                 if isinstance(error, RefusedStart)
-                else Outcome.failed(FailureKind.TIME_OUT, str(error))
+                else TrialOutcome.failed(FailureKind.TIME_OUT, str(error))
             )
             self._after_failure()
             return Measured(outcome=outcome, duration_s=time.monotonic() - started_s, note="never ready")
@@ -103,7 +103,7 @@ class PlaitMeasurer:
             drifted = self._drifted(task, say)
         except NoAnswer as error:
             self._after_failure()
-            outcome = Outcome.failed(FailureKind.CRASH, str(error))
+            outcome = TrialOutcome.failed(FailureKind.CRASH, str(error))
             return Measured(outcome=outcome, duration_s=time.monotonic() - started_s, note="no answer to a probe")
         plan = LoadPlan(
             scenarios=prepared.scenarios,
@@ -137,12 +137,12 @@ class PlaitMeasurer:
     def apply(self, config: Config) -> None:
         """Leaves this configuration in the live service for good."""
         spec, prepared, application = self._checked()
-        if isinstance(application, Live):
+        if isinstance(application, LiveServer):
             application.keep(apply_knobs(prepared.config, spec.settings(config)))
 
     def restore(self) -> None:
         """The live service gets its original configuration back."""
-        if isinstance(self._application, Live):
+        if isinstance(self._application, LiveServer):
             self._application.restore()
 
     def close(self) -> None:
@@ -151,19 +151,19 @@ class PlaitMeasurer:
         if application is not None:
             application.close()
 
-    def _drifted(self, task: Task, say: Say) -> dict[str, float]:
+    def _drifted(self, task: MeasurementTask, say: Say) -> dict[str, float]:
         """The metric of `quality`, if the job asks for it."""
         spec, prepared, application = self._checked()
         if QUALITY_DRIFT not in spec.goal.metrics:
             return {}
         say("asking the probes")
         running = application.running
-        scenarios = [aimed(scenario, running.url, running.prefix) for scenario in prepared.scenarios]
+        scenarios = [with_address(scenario, running.url, running.prefix) for scenario in prepared.scenarios]
         return {QUALITY_DRIFT: quality_drift(scenarios, self._folder, is_default=task.config == spec.default)}
 
-    def _attach(self, config: PlaitConfig) -> Live:
+    def _attach(self, config: PlaitConfig) -> LiveServer:
         try:
-            return Live(self._compose, root=self._root, port=config.server.port)
+            return LiveServer(self._compose, root=self._root, port=config.server.port)
         except LiveBusy as error:
             raise JobBusy(str(error)) from error
         except StateError as error:
@@ -171,18 +171,18 @@ class PlaitMeasurer:
 
     def _after_failure(self) -> None:
         """A live service never stays with what hurt it; a clone is made anew by the next trial."""
-        if isinstance(self._application, Live):
+        if isinstance(self._application, LiveServer):
             self._application.restore()
         elif self._application is not None:
             self._application.running.config = None
 
-    def _checked(self) -> tuple[JobSpec, Prepared, Clone | Live]:
+    def _checked(self) -> tuple[JobSpec, PreparedJob, Clone | LiveServer]:
         if self._spec is None or self._prepared is None or self._application is None:
             raise PlaitError("check comes first")
         return self._spec, self._prepared, self._application
 
 
-def _subject(spec: JobSpec, prepared: Prepared) -> Subject:
+def _subject(spec: JobSpec, prepared: PreparedJob) -> TuningSubject:
     """What the library remembers of the service, its load and this machine."""
     config = prepared.config
     rates = [getattr(each.arrivals, "rate_per_s", 0.0) for each in prepared.scenarios]
@@ -198,7 +198,7 @@ def _subject(spec: JobSpec, prepared: Prepared) -> Subject:
         name=platform.machine(), cpus=_cores(), memory_bytes=memory_bytes, price_per_hour=spec.prices.core * _cores()
     )
     versions = {name: version(name) for name in ("plait", "ray", "torch")}
-    return Subject(
+    return TuningSubject(
         service=service,
         workload=workload,
         hardware=hardware,

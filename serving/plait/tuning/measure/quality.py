@@ -23,7 +23,7 @@ import numpy.typing as npt
 from plait.errors import PlaitError
 from plait_loadtest.plan import make_plan
 from plait_loadtest.scenario import Scenario
-from plait_loadtest.values import Prepared
+from plait_loadtest.values import PreparedRequest
 
 __all__ = ["QUALITY_DRIFT", "NoAnswer", "quality_drift"]
 
@@ -72,12 +72,12 @@ def _asked(scenario: Scenario) -> Answers:
     found: dict[str, npt.NDArray[np.float32]] = {}
     for index in range(_PROBES):
         head, body = _ask(scenario, mix.build(index))
-        parts = _pictures(body) if scenario.target.api == "images" else _scores(head, body)
+        parts = _images(body) if scenario.target.api == "images" else _scores(head, body)
         found |= {f"{scenario.name}-{index}-{name}": values for name, values in parts.items()}
     return found
 
 
-def _ask(scenario: Scenario, request: Prepared) -> tuple[Mapping[str, str], bytes]:
+def _ask(scenario: Scenario, request: PreparedRequest) -> tuple[Mapping[str, str], bytes]:
     headers = {**scenario.target.headers, **dict(request.headers)}
     url = f"{scenario.target.url}{request.path}"
     asked = urllib.request.Request(url, data=request.body, headers=headers, method=request.method)  # noqa: S310 - ours
@@ -92,14 +92,14 @@ def _ask(scenario: Scenario, request: Prepared) -> tuple[Mapping[str, str], byte
         raise NoAnswer(f"a probe was not answered: {error}") from error
 
 
-def _pictures(body: bytes) -> dict[str, npt.NDArray[np.float32]]:
+def _images(body: bytes) -> dict[str, npt.NDArray[np.float32]]:
     """Channels of each picture, 0 to 1: (height, width, 3)."""
     from PIL import Image
 
-    pictures = [base64.b64decode(entry["b64_json"]) for entry in json.loads(body)["data"]]
+    images = [base64.b64decode(entry["b64_json"]) for entry in json.loads(body)["data"]]
     return {
         f"picture-{i}": np.asarray(Image.open(io.BytesIO(data)).convert("RGB"), np.float32) / 255.0
-        for i, data in enumerate(pictures)
+        for i, data in enumerate(images)
     }
 
 

@@ -9,21 +9,21 @@ from pathlib import Path
 
 from plait.config import PlaitConfig
 from plait.server.restarts import plans
+from plait.tuning.measure.application import RunningApplication
 from plait.tuning.measure.cost import cost_per_hour, reserved
 from plait.tuning.measure.failures import Evidence, of_load
-from plait.tuning.measure.load import Loaded, Watch, run_given, run_search
-from plait.tuning.measure.running import Running
-from plait.tuning.measure.usage import Sampler, Used
-from plait_autoconfig.jobs.exits import count_oom_kills
+from plait.tuning.measure.load import LoadResult, Watch, run_given, run_search
+from plait.tuning.measure.usage import ResourceUsage, UsageSampler
+from plait_autoconfig.jobs.exit_status import count_oom_kills
 from plait_autoconfig.jobs.measurer import Samples
 from plait_autoconfig.jobs.spec import Prices
-from plait_autoconfig.values import Outcome
+from plait_autoconfig.values import TrialOutcome
 from plait_loadtest.mix.images import DEFAULT_PATH
 from plait_loadtest.report.outputs import Outputs
 from plait_loadtest.scenario import Scenario
-from plait_loadtest.values import Progress, StopWhen
+from plait_loadtest.values import RunProgress, StopWhen
 
-__all__ = ["LoadPlan", "Shown", "aimed", "run_loads", "worst"]
+__all__ = ["LoadPlan", "TrialMetrics", "run_loads", "with_address", "worst_metrics"]
 
 _GIB = 1 << 30
 _HIGHER_IS_BETTER = frozenset({"offered_per_s", "goodput_per_s", "attainment"})
@@ -41,10 +41,10 @@ class LoadPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
+class TrialMetrics:
     """What a trial showed. ``load_s``: how long requests were sent and awaited."""
 
-    outcome: Outcome
+    outcome: TrialOutcome
     load_s: float
     samples: Samples
     notes: tuple[str, ...]
@@ -53,7 +53,7 @@ class Shown:
 
 
 def run_loads(
-    running: Running,
+    running: RunningApplication,
     plan: LoadPlan,
     *,
     prices: Prices,
@@ -62,7 +62,7 @@ def run_loads(
     log_path: Path | None,
     say: Callable[[str], None],
     known: Mapping[str, float],
-) -> Shown:
+) -> TrialMetrics:
     """Runs the load and judges it. ``log_path``: where the replicas write; ``known``: metrics that are there by now.
 
     Raises `ScenarioError`.
@@ -71,12 +71,12 @@ def run_loads(
     before, kills, said_bytes = running.pids(), count_kills(), _size(log_path)
     started_s = time.monotonic()
     breached: list[str] = []
-    loads: list[Loaded] = []
-    with Sampler(lambda: before) as sampler:
+    loads: list[LoadResult] = []
+    with UsageSampler(lambda: before) as sampler:
         for scenario in plan.scenarios:
-            there = aimed(scenario, running.url, running.prefix).model_copy(update={"seed": plan.seed})
+            there = with_address(scenario, running.url, running.prefix).model_copy(update={"seed": plan.seed})
             watch = Watch(
-                show=_Shows(there, say),
+                show=_ProgressTicker(there, say),
                 stop=() if plan.guard is None else (_noted(plan.guard(), breached),),
                 limit_s=plan.limit_s - (time.monotonic() - started_s),
             )
@@ -91,9 +91,11 @@ def run_loads(
         cpu_cores=used.cpu_s / seconds, memory_bytes=used.memory_bytes, gpu_memory_bytes=used.gpu_memory_bytes
     )
     failed = next((bad for load in loads if (bad := of_load(load, evidence, guard=bool(breached)))), None)
-    metrics = {**known, **worst([load.metrics for load in loads])} | _costs(running.config, used, prices, machine_cores)
-    return Shown(
-        outcome=failed or Outcome(metrics=_with_ratios(metrics, samples)),
+    metrics = {**known, **worst_metrics([load.metrics for load in loads])} | _costs(
+        running.config, used, prices, machine_cores
+    )
+    return TrialMetrics(
+        outcome=failed or TrialOutcome(metrics=_with_ratios(metrics, samples)),
         load_s=sum(session.result.wall_s for load in loads for session in load.sessions),
         samples=samples,
         notes=tuple(note for load in loads for note in load.notes),
@@ -102,7 +104,7 @@ def run_loads(
     )
 
 
-def aimed(scenario: Scenario, url: str, prefix: str) -> Scenario:
+def with_address(scenario: Scenario, url: str, prefix: str) -> Scenario:
     """The scenario against this address. ``prefix``: the path that the application lies below, or nothing."""
     target = scenario.target
     default = {"images": DEFAULT_PATH, "infer": f"/v2/models/{target.model}/infer", "raw": "/"}[target.api]
@@ -110,7 +112,7 @@ def aimed(scenario: Scenario, url: str, prefix: str) -> Scenario:
     return scenario.model_copy(update={"target": target.model_copy(update={"url": url, "path": path})})
 
 
-def worst(of: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def worst_metrics(of: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Each metric as the worst of the scenarios showed it; those that all have."""
     names = [name for name in of[0] if all(name in each for each in of)] if of else []
     return {name: (min if name in _HIGHER_IS_BETTER else max)(each[name] for each in of) for name in names}
@@ -121,7 +123,7 @@ def count_kills() -> int:
     return count_oom_kills(vmstat=Path("/proc/vmstat"), memory_events=Path("/sys/fs/cgroup/memory.events"))
 
 
-def _costs(config: PlaitConfig, used: Used, prices: Prices, machine_cores: int) -> dict[str, float]:
+def _costs(config: PlaitConfig, used: ResourceUsage, prices: Prices, machine_cores: int) -> dict[str, float]:
     memory_gib = used.memory_bytes / _GIB
     cost = cost_per_hour(
         reserved(config, machine_cores=machine_cores),
@@ -141,7 +143,7 @@ def _with_ratios(metrics: Mapping[str, float], samples: Samples) -> dict[str, fl
     return {**metrics, **own}
 
 
-def _died(running: Running, before: Mapping[int, str]) -> tuple[str, ...]:
+def _died(running: RunningApplication, before: Mapping[int, str]) -> tuple[str, ...]:
     """Deployments of processes that are gone. One that scales by itself stops some of its own."""
     assert running.config is not None
     scaling = {name for name, plan in plans(running.config).items() if isinstance(plan.replicas, Mapping)}
@@ -149,7 +151,7 @@ def _died(running: Running, before: Mapping[int, str]) -> tuple[str, ...]:
     return tuple(name for pid, name in before.items() if pid not in there and name not in scaling)
 
 
-def _written(loads: Sequence[Loaded], folder: Path) -> tuple[str, ...]:
+def _written(loads: Sequence[LoadResult], folder: Path) -> tuple[str, ...]:
     names: list[str] = []
     for session in (session for load in loads for session in load.sessions):
         names.append(f"load-{len(names)}.json")
@@ -158,7 +160,7 @@ def _written(loads: Sequence[Loaded], folder: Path) -> tuple[str, ...]:
 
 
 def _noted(guard: StopWhen, breached: list[str]) -> StopWhen:
-    def watched(told: Progress) -> str | None:
+    def watched(told: RunProgress) -> str | None:
         why = guard(told)
         if why is not None:
             breached.append(why)
@@ -167,7 +169,7 @@ def _noted(guard: StopWhen, breached: list[str]) -> StopWhen:
     return watched
 
 
-class _Shows:
+class _ProgressTicker:
     """Tells once a second how far the load is."""
 
     def __init__(self, scenario: Scenario, say: Callable[[str], None]) -> None:
@@ -175,7 +177,7 @@ class _Shows:
         self._say = say
         self._told_s = -1.0
 
-    def __call__(self, told: Progress) -> None:
+    def __call__(self, told: RunProgress) -> None:
         """See the class."""
         if told.elapsed_s - self._told_s >= 1.0:
             self._told_s = told.elapsed_s

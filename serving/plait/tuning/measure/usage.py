@@ -17,7 +17,7 @@ from typing import Self
 
 from plait.server import processes
 
-__all__ = ["Sampler", "Used", "gpu_memory_bytes", "replica_pids"]
+__all__ = ["ResourceUsage", "UsageSampler", "gpu_memory_bytes", "replica_pids"]
 
 _PROC = Path("/proc")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -25,7 +25,7 @@ _PERIOD_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Used:
+class ResourceUsage:
     """Over a stretch of time: processor seconds, and the largest memory seen."""
 
     cpu_s: float
@@ -47,7 +47,7 @@ def replica_pids(app: str, *, run_id: str | None = None) -> dict[int, str]:
     return {pid: name for pid, name in found.items() if pid in members}
 
 
-class Sampler:
+class UsageSampler:
     """Looks every half second, for as long as the block runs, at the processes that ``pids`` names."""
 
     def __init__(self, pids: Callable[[], Iterable[int]]) -> None:
@@ -65,10 +65,10 @@ class Sampler:
         self._stop.set()
         self._thread.join()
 
-    def used(self) -> Used:
+    def used(self) -> ResourceUsage:
         """Since the block began."""
         self._look()
-        return Used(
+        return ResourceUsage(
             cpu_s=max(0.0, sum(map(_cpu_s, self._pids)) - self._before_s),
             memory_bytes=self._memory_bytes,
             gpu_memory_bytes=gpu_memory_bytes(self._pids),

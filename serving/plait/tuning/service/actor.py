@@ -1,4 +1,4 @@
-"""The Ray actor that holds the `TuningDesk`, and the service that speaks to it. All its Ray calls are made here.
+"""The Ray actor that holds the `TuningJobQueue`, and the service that speaks to it. All its Ray calls are made here.
 
 The actor is detached: it survives the client, the request and the ingress' replica. Ray starts it again when its
 process dies, and it is found again by its name, which follows from the folder of the jobs.
@@ -18,9 +18,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from plait.tuning.service.desk import DeskSettings, RunsJobs, TuningDesk
-from plait.tuning.service.errors import DeskError
+from plait.tuning.service.errors import JobQueueError
 from plait.tuning.service.job_process import JobProcesses
+from plait.tuning.service.job_queue import JobLauncher, JobQueueSettings, TuningJobQueue
 from plait_serving.http.edge.errors import ApiError
 
 __all__ = ["ActorTuningService", "TuningActor"]
@@ -36,9 +36,9 @@ _IDLE_S = 900.0
 class TuningActor:
     """The desk and the thread that works."""
 
-    def __init__(self, settings: DeskSettings, runner: RunsJobs | None, idle_s: float) -> None:
+    def __init__(self, settings: JobQueueSettings, runner: JobLauncher | None, idle_s: float) -> None:
         logging.basicConfig(level=logging.INFO)
-        self._desk = TuningDesk(settings, runner or JobProcesses(environ=os.environ))
+        self._desk = TuningJobQueue(settings, runner or JobProcesses(environ=os.environ))
         self._idle_s, self._asked_s = idle_s, time.monotonic()
         self._me = ray.get_runtime_context().current_actor
         threading.Thread(target=self._work, name="plait-tuning", daemon=True).start()
@@ -63,32 +63,34 @@ class ActorTuningService:
     """See `TuningService`. Finds the actor, or starts it: when it is made, so that jobs which a stop of the server has
     interrupted go on, and again whenever it is gone."""
 
-    def __init__(self, settings: DeskSettings, *, runner: RunsJobs | None = None, idle_s: float = _IDLE_S) -> None:
+    def __init__(
+        self, settings: JobQueueSettings, *, runner: JobLauncher | None = None, idle_s: float = _IDLE_S
+    ) -> None:
         self._settings, self._runner, self._idle_s = settings, runner, idle_s
         self._actor = self._found()
 
     async def submit(self, text: str, tenant: str) -> dict[str, Any]:
-        """See `TuningDesk.submit`. The token makes a repeated call harmless."""
+        """See `TuningJobQueue.submit`. The token makes a repeated call harmless."""
         return dict(await self._call("submit", text, tenant, secrets.token_hex(4)))
 
     async def jobs(self) -> list[dict[str, Any]]:
-        """See `TuningDesk.jobs`."""
+        """See `TuningJobQueue.jobs`."""
         return list(await self._call("jobs"))
 
     async def job(self, job_id: str) -> dict[str, Any]:
-        """See `TuningDesk.job`."""
+        """See `TuningJobQueue.job`."""
         return dict(await self._call("job", job_id))
 
     async def cancel(self, job_id: str) -> dict[str, Any]:
-        """See `TuningDesk.cancel`."""
+        """See `TuningJobQueue.cancel`."""
         return dict(await self._call("cancel", job_id))
 
     async def since(self, job_id: str, known: int) -> dict[str, Any]:
-        """See `TuningDesk.since`."""
+        """See `TuningJobQueue.since`."""
         return dict(await self._call("since", job_id, known))
 
     async def report(self, job_id: str) -> str:
-        """See `TuningDesk.report`."""
+        """See `TuningJobQueue.report`."""
         return str(await self._call("report", job_id))
 
     def _found(self) -> Any:
@@ -111,12 +113,13 @@ class ActorTuningService:
         return actor
 
     async def _call(self, method: str, *arguments: Any) -> Any:
-        """Waits while Ray starts the actor again; starts another if it had ended. Raises `DeskError`, `ApiError`."""
+        """Waits while Ray starts the actor again; starts another if it had ended. Raises `JobQueueError`,
+        `ApiError`."""
         for _ in range(2):
             try:
                 return await asyncio.wait_for(self._answer(method, *arguments), _LONGEST_CALL_S)
             except RayTaskError as error:
-                if isinstance(error.cause, DeskError):
+                if isinstance(error.cause, JobQueueError):
                     raise error.cause from error
                 raise
             except RayActorError:

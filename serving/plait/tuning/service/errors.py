@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from plait.errors import PlaitError
 
-__all__ = ["Conflict", "DeskError", "NoSuchJob", "Refused", "TooMany", "Unreadable"]
+__all__ = ["Conflict", "InvalidJob", "JobQueueError", "NoSuchJob", "TooMany", "Unreadable"]
 
 
-class DeskError(PlaitError):
+class JobQueueError(PlaitError):
     """One sentence for whoever sent the request. ``param``: the part of the job that must change."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
@@ -26,21 +26,21 @@ class DeskError(PlaitError):
         return self.message
 
 
-class Refused(DeskError):
+class InvalidJob(JobQueueError):
     """The job must be written differently."""
 
 
-class NoSuchJob(DeskError):
+class NoSuchJob(JobQueueError):
     """There is no job with this id."""
 
 
-class Conflict(DeskError):
+class Conflict(JobQueueError):
     """The job is over."""
 
 
-class TooMany(DeskError):
+class TooMany(JobQueueError):
     """Too many jobs are waiting."""
 
 
-class Unreadable(DeskError):
+class Unreadable(JobQueueError):
     """The job's folder is damaged."""

@@ -14,24 +14,24 @@ from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
-from plait.tuning.service.errors import Conflict, DeskError, NoSuchJob, Refused, TooMany, Unreadable
+from plait.tuning.service.errors import Conflict, InvalidJob, JobQueueError, NoSuchJob, TooMany, Unreadable
 from plait.tuning.service.events import job_events
 from plait_autoconfig.report.page import POLICY
 from plait_serving.http.context import ContextDep
 from plait_serving.http.edge.auth import Principal, require_admin
 from plait_serving.http.edge.errors import ApiError
+from plait_serving.http.edge.schemas import ErrorBody
 from plait_serving.http.edge.sse import EventStream
-from plait_serving.http.images.schemas import ErrorBody
 
 __all__ = ["TuningService", "tuning_router"]
 
-LARGEST_JOB_BYTES = 1 << 20
+MAX_JOB_BYTES = 1 << 20
 _TYPES = ("application/json", "application/yaml", "application/x-yaml", "text/yaml")
 """No type that a web page of somebody else's may send without being asked about it first."""
 
-_ANSWERS: dict[type[DeskError], tuple[int, str, dict[str, str]]] = {
+_ANSWERS: dict[type[JobQueueError], tuple[int, str, dict[str, str]]] = {
     NoSuchJob: (404, "job_not_found", {}),
-    Refused: (400, "invalid_job", {}),
+    InvalidJob: (400, "invalid_job", {}),
     Conflict: (409, "job_is_over", {"x-should-retry": "false"}),
     Unreadable: (500, "job_unreadable", {"x-should-retry": "false"}),
     TooMany: (429, "too_many_jobs", {"retry-after": "60"}),
@@ -41,8 +41,8 @@ Admin = Annotated[Principal, Depends(require_admin)]
 
 
 class TuningService(Protocol):
-    """What does the work: see `TuningDesk`, whose methods these are. Raises `DeskError`, or an `ApiError` if it can not
-    be reached."""
+    """What does the work: see `TuningDesk`, whose methods these are. Raises `JobQueueError`, or an `ApiError` if it can
+    not be reached."""
 
     async def submit(self, text: str, tenant: str) -> dict[str, Any]:
         """Takes a job."""
@@ -71,7 +71,7 @@ class _Translated:
         return None
 
     async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, DeskError):
+        if isinstance(error, JobQueueError):
             status, code, headers = _ANSWERS[type(error)]
             raise ApiError(status, str(error), code=code, param=error.param, headers=headers) from error
 
@@ -152,8 +152,8 @@ async def _job_text(request: Request) -> str:
         message = "send the job with content-type: application/yaml or application/json"
         raise ApiError(415, message, code="unsupported_media_type")
     body = await request.body()
-    if len(body) > LARGEST_JOB_BYTES:
-        raise ApiError(413, f"a job may have {LARGEST_JOB_BYTES} bytes", code="body_too_large")
+    if len(body) > MAX_JOB_BYTES:
+        raise ApiError(413, f"a job may have {MAX_JOB_BYTES} bytes", code="body_too_large")
     try:
         return body.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from plait.tuning.service.telling import note_progress
+from plait.tuning.service.job_view import write_progress
 from plait_autoconfig.jobs.measurer import MeasurerSource
 
 __all__ = ["JobProcesses", "main"]
@@ -74,8 +74,8 @@ class JobProcess:
 def main(arguments: list[str]) -> int:
     """``FOLDER FACTORY ARGUMENTS``: where the job is, and what measures it (`MeasurerSource`)."""
     from plait.server.state import state_root
+    from plait.tuning.job.local_run import write_report
     from plait.tuning.job.recover import recover_all
-    from plait.tuning.job.work import write_report
     from plait_autoconfig.errors import TunerError
     from plait_autoconfig.jobs.loop import run_job
     from plait_autoconfig.jobs.store import JobStore
@@ -86,7 +86,7 @@ def main(arguments: list[str]) -> int:
     store = JobStore.open(folder)
     source = MeasurerSource(factory=arguments[1], arguments=json.loads(arguments[2]))
     try:
-        run_job(store, source, on_event=partial(note_progress, folder), stop=stop)
+        run_job(store, source, on_event=partial(write_progress, folder), stop=stop)
     except TunerError as error:
         _say(str(error))
         return 1
@@ -95,7 +95,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _own_source(live: bool) -> MeasurerSource:
-    from plait.tuning.job.work import FACTORY
+    from plait.tuning.job.local_run import FACTORY
 
     return MeasurerSource(factory=FACTORY, arguments={"live": live})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from plait_serving.diffusion.controlnet.model import Constants, ControlNetModelRunner, Rows
+from plait_serving.diffusion.controlnet.model import Constants, ControlNetModelRunner, ControlRows
 from plait_serving.diffusion.errors import ControlNetUnavailable, EngineError
 from plait_serving.diffusion.protocols import (
     Conditioning,
@@ -47,7 +47,7 @@ class LocalControlNetClient(ControlNetClient):
 
     def start(self, calls: Sequence[ControlCall]) -> PendingResiduals:
         """See `ControlNetClient.start`."""
-        return _Pending(self, tuple(calls))
+        return _LocalPending(self, tuple(calls))
 
     def close(self, session: ControlSession) -> None:
         """See `ControlNetClient.close`."""
@@ -64,7 +64,7 @@ class LocalControlNetClient(ControlNetClient):
         """Nothing to release: the weights go with the last reference."""
 
 
-class _Pending(PendingResiduals):
+class _LocalPending(PendingResiduals):
     """Calls that were not computed yet."""
 
     def __init__(self, client: LocalControlNetClient, calls: tuple[ControlCall, ...]) -> None:
@@ -78,11 +78,11 @@ class _Pending(PendingResiduals):
         return self._answers
 
     def _compute(self) -> list[Residuals | EngineError]:
-        blocks: dict[int, Rows] = {}
+        blocks: dict[int, ControlRows] = {}
         for i, call in enumerate(self._calls):
             constants = self._client.constants_of(call.session)
             if constants is not None:
-                blocks[i] = Rows(
+                blocks[i] = ControlRows(
                     constants=constants,
                     sample=call.sample,
                     timestep=call.timestep,

@@ -24,7 +24,7 @@ from plait_serving.diffusion.errors import EngineError, ModelError, OutOfMemory,
 from plait_serving.diffusion.protocols import Conditioning, Residuals
 from plait_serving.diffusion.values import RgbImage
 
-__all__ = ["Constants", "ControlNetModelRunner", "Rows", "by_key", "check_image", "load_controlnet"]
+__all__ = ["Constants", "ControlNetModelRunner", "ControlRows", "by_key", "check_image", "load_controlnet"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,7 +41,7 @@ class Constants:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Rows:
+class ControlRows:
     """One request's rows in one step: ``sample (R, c, h, w)``, 0-dim ``timestep``; ``exact`` as in `ControlCall`."""
 
     constants: Constants
@@ -64,7 +64,7 @@ def check_image(image: RgbImage) -> None:
         raise RequestError(f"a control image must be uint8 (H, W, 3), not {image.dtype} {image.shape}", param="image")
 
 
-def by_key(blocks: Sequence[Rows]) -> list[list[int]]:
+def by_key(blocks: Sequence[ControlRows]) -> list[list[int]]:
     """Indices of the blocks that can share a forward pass, each list in order."""
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for i, block in enumerate(blocks):
@@ -137,8 +137,8 @@ class ControlNetModelRunner:
         return Constants(embedding=self.embed(image, width, height), conditioning=there)
 
     @torch.inference_mode()
-    def residuals(self, blocks: Sequence[Rows]) -> list[Residuals]:
-        """Residuals times scale, per block, from one forward pass; the blocks must agree in `Rows.key`.
+    def residuals(self, blocks: Sequence[ControlRows]) -> list[Residuals]:
+        """Residuals times scale, per block, from one forward pass; the blocks must agree in `ControlRows.key`.
 
         Timesteps and scales may differ. The results are views of one batch, in the device and dtype of the samples.
         Raises `ModelError` if samples and embedding do not fit each other.
@@ -152,7 +152,9 @@ class ControlNetModelRunner:
         parts = [_split(tensor.to(self.dtype), sizes, like) for tensor in (*down, mid)]
         return [Residuals(down=tuple(part[i] for part in parts[:-1]), mid=parts[-1][i]) for i in range(len(blocks))]
 
-    def _forward(self, blocks: Sequence[Rows], sizes: Sequence[int]) -> tuple[Sequence[torch.Tensor], torch.Tensor]:
+    def _forward(
+        self, blocks: Sequence[ControlRows], sizes: Sequence[int]
+    ) -> tuple[Sequence[torch.Tensor], torch.Tensor]:
         conditionings = [block.constants.conditioning for block in blocks]
         down, mid = self._headless(
             sample=self._here(torch.cat([block.sample for block in blocks])),
@@ -165,7 +167,9 @@ class ControlNetModelRunner:
         )
         return down, mid
 
-    def _quickly(self, blocks: Sequence[Rows], sizes: Sequence[int]) -> tuple[Sequence[torch.Tensor], torch.Tensor]:
+    def _quickly(
+        self, blocks: Sequence[ControlRows], sizes: Sequence[int]
+    ) -> tuple[Sequence[torch.Tensor], torch.Tensor]:
         assert self._fast is not None
         conditionings = [block.constants.conditioning for block in blocks]
         return self._fast.residuals(
@@ -178,7 +182,7 @@ class ControlNetModelRunner:
             added=_added(conditionings),
         )
 
-    def try_residuals(self, blocks: Sequence[Rows]) -> list[Residuals | EngineError]:
+    def try_residuals(self, blocks: Sequence[ControlRows]) -> list[Residuals | EngineError]:
         """Like `residuals`, but never raises: blocks of any key, and what fails, fails for its own block only.
 
         A batch that does not fit the device is halved until it does.
@@ -189,7 +193,7 @@ class ControlNetModelRunner:
                 answers[i] = answer
         return answers
 
-    def _try_batch(self, blocks: list[Rows]) -> list[Residuals | EngineError]:
+    def _try_batch(self, blocks: list[ControlRows]) -> list[Residuals | EngineError]:
         try:
             return list(self.residuals(blocks))
         except Exception as error:
@@ -203,12 +207,12 @@ class ControlNetModelRunner:
     def _here(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(device=self.device, dtype=self.dtype)
 
-    def _timesteps(self, blocks: Sequence[Rows], sizes: Sequence[int]) -> torch.Tensor:
+    def _timesteps(self, blocks: Sequence[ControlRows], sizes: Sequence[int]) -> torch.Tensor:
         """``(B,)``. The model's first act is ``.float()``, so integer and float timesteps can share a tensor."""
         rows = [block.timestep.reshape(1).float().expand(size) for block, size in zip(blocks, sizes, strict=True)]
         return torch.cat(rows).to(self.device)
 
-    def _scales(self, blocks: Sequence[Rows], sizes: Sequence[int]) -> float | torch.Tensor:
+    def _scales(self, blocks: Sequence[ControlRows], sizes: Sequence[int]) -> float | torch.Tensor:
         """One number if all agree, else ``float32 (B, 1, 1, 1)``.
 
         A product with the tensor is float32 and rounded to the model's dtype afterwards; one with a number, at once.
@@ -261,7 +265,7 @@ def _without_image_encoder(model: ControlNetModel) -> ControlNetModel:
     return headless
 
 
-def _check_fit(block: Rows) -> None:
+def _check_fit(block: ControlRows) -> None:
     constants = block.constants
     if block.sample.shape[0] != constants.rows:
         raise ModelError(f"a session of {constants.rows} rows was asked about {block.sample.shape[0]}")
@@ -270,7 +274,7 @@ def _check_fit(block: Rows) -> None:
         raise ModelError(f"the control image is {image} after embedding, the latents are {latent}: not the same family")
 
 
-def _embeddings(blocks: Sequence[Rows], sizes: Sequence[int]) -> torch.Tensor:
+def _embeddings(blocks: Sequence[ControlRows], sizes: Sequence[int]) -> torch.Tensor:
     """``(B, E, h, w)``; one block needs no copies, its single row is broadcast."""
     if len(blocks) == 1:
         return blocks[0].constants.embedding

@@ -27,7 +27,7 @@ __all__ = ["PlacedControlNetClient"]
 
 _log = logging.getLogger(__name__)
 
-_LARGEST_TRIES = 3
+_MAX_TRIES = 3
 """How often AUTO tries to measure, one session after the other; a service may come up later than the base model."""
 
 
@@ -128,7 +128,7 @@ class PlacedControlNetClient(ControlNetClient):
 
     def _may_measure(self, wanted: Placement) -> bool:
         possible = self._measure is not None and all(factory is not None for factory in self._factories.values())
-        return wanted is Placement.AUTO and possible and self._times is None and self._failures < _LARGEST_TRIES
+        return wanted is Placement.AUTO and possible and self._times is None and self._failures < _MAX_TRIES
 
     def _measured(self, wanted: Placement) -> StepTimes | None:
         """Times for AUTO, measured once; a place that fails while it is measured leaves the choice to the rule."""

@@ -18,7 +18,7 @@ from plait_serving.diffusion.errors import ControlNetUnavailable, EngineError
 from plait_serving.diffusion.knobs import Placement
 from plait_serving.diffusion.protocols import ControlCall, ControlNetClient
 
-__all__ = ["Choice", "StepTimes", "choose_placement", "measure", "time_step_s"]
+__all__ = ["PlacementChoice", "StepTimes", "choose_placement", "measure", "time_step_s"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class StepTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class PlacementChoice:
     """LOCAL or REMOTE, and why, for the log."""
 
     placement: Placement
@@ -53,7 +53,7 @@ class Choice:
 
 def choose_placement(
     wanted: Placement, *, local_possible: bool, remote_possible: bool, times: StepTimes | None = None
-) -> Choice:
+) -> PlacementChoice:
     """LOCAL or REMOTE. An explicit wish that can not be met raises `ControlNetUnavailable`; AUTO takes what is faster.
 
     AUTO without ``times`` prefers LOCAL, which needs nobody else.
@@ -62,16 +62,16 @@ def choose_placement(
     if wanted is not Placement.AUTO:
         if not possible[wanted]:
             raise ControlNetUnavailable(f"controlnet_placement is {wanted.value}, which is not possible here")
-        return Choice(placement=wanted, why="as configured")
+        return PlacementChoice(placement=wanted, why="as configured")
     open_to = [placement for placement, can in possible.items() if can]
     if not open_to:
         raise ControlNetUnavailable("the ControlNet can run neither here nor as a service")
     if len(open_to) == 1:
-        return Choice(placement=open_to[0], why="nothing else is possible")
+        return PlacementChoice(placement=open_to[0], why="nothing else is possible")
     if times is None:
-        return Choice(placement=Placement.LOCAL, why="nothing was measured")
+        return PlacementChoice(placement=Placement.LOCAL, why="nothing was measured")
     faster = Placement.REMOTE if times.remote_s < times.local_s else Placement.LOCAL
-    return Choice(
+    return PlacementChoice(
         placement=faster,
         why=f"measured {times.local_s * 1e3:.1f} ms local, {times.remote_s * 1e3:.1f} ms remote until the decoder half",
     )

@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 _MOVE_EVERY_S = 30.0
 """How often a client asks whether another replica has fewer clients: after one was added, or came back."""
 
-_LARGEST_TRIES = 3
+_MAX_TRIES = 3
 """Replicas that one step is tried on; a step that kills whoever computes it must not kill them all."""
 
 _BACKOFF = Backoff(first_s=0.2, max_s=5.0)
@@ -113,7 +113,7 @@ class RemoteControlNetClient(ControlNetClient):
             send_timeout_s=answer_timeout_s,
         )
         self._place: OnDemand[_Step] = OnDemand(
-            self._dial, protocol, name=f"ControlNet {name}", max_tries=_LARGEST_TRIES, backoff=backoff, clock=clock
+            self._dial, protocol, name=f"ControlNet {name}", max_tries=_MAX_TRIES, backoff=backoff, clock=clock
         )
 
     @property
@@ -333,11 +333,7 @@ def _messages(calls: Sequence[ControlCall], indices: Sequence[int]) -> list[list
     for i in indices:
         sample = calls[i].sample
         groups.setdefault((sample.shape[1:], sample.dtype), []).append(i)
-    return [
-        group[at : at + wire.LARGEST_CALLS]
-        for group in groups.values()
-        for at in range(0, len(group), wire.LARGEST_CALLS)
-    ]
+    return [group[at : at + wire.MAX_CALLS] for group in groups.values() for at in range(0, len(group), wire.MAX_CALLS)]
 
 
 def _wire_call(call: ControlCall) -> wire.Call:

@@ -21,7 +21,7 @@ from plait_fabric.rpc.fields import only
 from plait_fabric.rpc.server import Peer, Server, ServerProtocol
 from plait_fabric.tensors import pack_tensors, tensors_of
 from plait_fabric.threads import set_threads
-from plait_serving.diffusion.controlnet.model import ControlNetModelRunner, Rows
+from plait_serving.diffusion.controlnet.model import ControlNetModelRunner, ControlRows
 from plait_serving.diffusion.controlnet.sessions import SessionTable
 from plait_serving.diffusion.controlnet.wire import (
     UNKNOWN_SESSION,
@@ -94,7 +94,7 @@ class _Job:
     peer: Peer
     seq: int
     answers: list[Residuals | tuple[str, str] | None]
-    blocks: dict[int, Rows]
+    blocks: dict[int, ControlRows]
 
     @property
     def keys(self) -> frozenset[Hashable]:
@@ -295,22 +295,22 @@ class ControlNetService:
     def _queue(self, peer: Peer, step: Step) -> None:
         """Resolves the sessions now, so that a close that follows the step does not take them away."""
         answers: list[Residuals | tuple[str, str] | None] = []
-        blocks: dict[int, Rows] = {}
+        blocks: dict[int, ControlRows] = {}
         for i, call in enumerate(step.calls):
             found = self._rows(peer, call)
-            answers.append(None if isinstance(found, Rows) else found)
-            if isinstance(found, Rows):
+            answers.append(None if isinstance(found, ControlRows) else found)
+            if isinstance(found, ControlRows):
                 blocks[i] = found
         self._jobs.append(_Job(peer=peer, seq=step.seq, answers=answers, blocks=blocks))
 
-    def _rows(self, peer: Peer, call: Call) -> Rows | tuple[str, str]:
+    def _rows(self, peer: Peer, call: Call) -> ControlRows | tuple[str, str]:
         held = self._sessions.get(peer.number, call.session)
         if held is None:
             return UNKNOWN_SESSION, f"session {call.session} is not known"
         if isinstance(held, EngineError):
             return held.code, held.message
         timestep = torch.tensor(call.timestep, dtype=torch.float32)
-        return Rows(constants=held, sample=call.sample, timestep=timestep, scale=call.scale, exact=call.exact)
+        return ControlRows(constants=held, sample=call.sample, timestep=timestep, scale=call.scale, exact=call.exact)
 
     def _run_batch(self) -> None:
         """One forward pass for the oldest step and all that wait and fit it."""

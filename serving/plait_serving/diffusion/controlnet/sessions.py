@@ -14,12 +14,12 @@ __all__ = ["SessionTable"]
 Held = Constants | EngineError
 """A session's constants, or why they could not be computed."""
 
-_LEAST_BYTES = 1_024
+_MIN_BYTES = 1_024
 """What a session counts as at least, so that errors are bounded too."""
 
 
 @dataclass(slots=True, eq=False)
-class _Entry:
+class _StoredSession:
     held: Held
     nbytes: int
     used_at_s: float
@@ -36,7 +36,7 @@ class SessionTable:
         self._capacity_bytes = capacity_bytes
         self._idle_s = idle_s
         self._clock = clock
-        self._entries: OrderedDict[tuple[int, int], _Entry] = OrderedDict()
+        self._entries: OrderedDict[tuple[int, int], _StoredSession] = OrderedDict()
         self._nbytes = 0
 
     def __len__(self) -> int:
@@ -50,7 +50,7 @@ class SessionTable:
     def put(self, peer: int, session: int, held: Held) -> None:
         """Remembers a session; one of that number before is replaced."""
         self.forget(peer, session)
-        entry = _Entry(held, _nbytes_of(held), self._clock())
+        entry = _StoredSession(held, _nbytes_of(held), self._clock())
         self._entries[peer, session] = entry
         self._nbytes += entry.nbytes
         while self._nbytes > self._capacity_bytes and len(self._entries) > 1:
@@ -90,6 +90,6 @@ class SessionTable:
 
 def _nbytes_of(held: Held) -> int:
     if isinstance(held, EngineError):
-        return _LEAST_BYTES
+        return _MIN_BYTES
     tensors = [held.embedding, held.conditioning.text, *held.conditioning.added.values()]
-    return _LEAST_BYTES + sum(tensor.nbytes for tensor in tensors)
+    return _MIN_BYTES + sum(tensor.nbytes for tensor in tensors)

@@ -29,7 +29,7 @@ from plait_serving.diffusion.protocols import Conditioning, Residuals
 from plait_serving.diffusion.values import RgbImage
 
 __all__ = [
-    "LARGEST_CALLS",
+    "MAX_CALLS",
     "UNKNOWN_SESSION",
     "VERSION",
     "Answer",
@@ -59,11 +59,11 @@ UNKNOWN_SESSION = "unknown_session"
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
 
-_LARGEST_SIDE = 16_384  # pixels; far above any model's native size, far below what exhausts a process
-_LARGEST_IMAGES = 1_024  # per request
-LARGEST_CALLS = 32
+_MAX_SIDE = 16_384  # pixels; far above any model's native size, far below what exhausts a process
+_MAX_IMAGES = 1_024  # per request
+MAX_CALLS = 32
 """Calls in one step message: 32 x 13 residual tensors stay far below the fabric's 1,024 buffers and 64 KiB header."""
-_LARGEST_MESSAGE_CHARS = 2_000
+_MAX_MESSAGE_CHARS = 2_000
 _KINDS: dict[str, type[EngineError]] = {kind.code: kind for kind in (ModelError, NotFound, OutOfMemory, RequestError)}
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -162,7 +162,7 @@ def reply_message(reply: Reply) -> tuple[Header, Tensors]:
             tensors.update({f"{i}.{j}": tensor for j, tensor in enumerate(answer.down)})
             tensors[f"{i}.mid"] = answer.mid
         else:
-            listed.append([answer[0], answer[1][:_LARGEST_MESSAGE_CHARS]])
+            listed.append([answer[0], answer[1][:_MAX_MESSAGE_CHARS]])
     return {"op": "residuals", "seq": reply.seq, "errors": listed}, tensors
 
 
@@ -191,7 +191,7 @@ def parse_reply(header: Header, tensors: Tensors) -> Reply:
     fields.only(header, {"op", "seq", "errors"})
     if header["op"] != "residuals":
         raise WireError("the service sent something that is not an answer")
-    listed = fields.entries(header, "errors", LARGEST_CALLS)
+    listed = fields.entries(header, "errors", MAX_CALLS)
     parts: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
     for name, tensor in tensors.items():
         if tensor.dim() != 4 or tensor.dtype not in _FLOATS:
@@ -218,7 +218,7 @@ def _parse_open(header: Header, tensors: Tensors) -> Open:
     uses_cfg = fields.boolean(header, "cfg")
     branches = 2 if uses_cfg else 1
     image, encoded = tensors["image"], tensors["text"]
-    if image.dtype != torch.uint8 or image.dim() != 3 or image.shape[2] != 3 or max(image.shape) > _LARGEST_SIDE:
+    if image.dtype != torch.uint8 or image.dim() != 3 or image.shape[2] != 3 or max(image.shape) > _MAX_SIDE:
         raise WireError(f"image must be uint8 (H, W, 3), not {image.dtype} {tuple(image.shape)}")
     if encoded.dtype not in _FLOATS or encoded.dim() != 3 or encoded.shape[0] != branches:
         raise WireError(f"text must be float ({branches}, L, C), not {encoded.dtype} {tuple(encoded.shape)}")
@@ -229,15 +229,15 @@ def _parse_open(header: Header, tensors: Tensors) -> Open:
         session=fields.integer(header, "session"),
         image=image.numpy(),
         conditioning=Conditioning(
-            text=encoded, added=added, n=fields.integer(header, "n", 1, _LARGEST_IMAGES), uses_cfg=uses_cfg
+            text=encoded, added=added, n=fields.integer(header, "n", 1, _MAX_IMAGES), uses_cfg=uses_cfg
         ),
-        width=fields.integer(header, "width", 8, _LARGEST_SIDE),
-        height=fields.integer(header, "height", 8, _LARGEST_SIDE),
+        width=fields.integer(header, "width", 8, _MAX_SIDE),
+        height=fields.integer(header, "height", 8, _MAX_SIDE),
     )
 
 
 def _parse_step(header: Header, tensors: Tensors) -> Step:
-    listed = fields.entries(header, "calls", LARGEST_CALLS)
+    listed = fields.entries(header, "calls", MAX_CALLS)
     if not listed:
         raise WireError("calls must not be empty")
     _expect(header, {"op", "seq", "calls"}, tensors, {f"sample.{i}" for i in range(len(listed))})

@@ -15,7 +15,7 @@ from plait_serving.diffusion.protocols import Conditioning, StepCall
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Layout:
+class BatchLayout:
     """Where each request's images are: ``starts[k] .. starts[k] + counts[k]`` of N, in each of ``branches`` parts."""
 
     starts: tuple[int, ...]
@@ -24,7 +24,7 @@ class Layout:
     branches: int
 
     @classmethod
-    def of(cls, conditionings: Sequence[Conditioning]) -> Layout:
+    def of(cls, conditionings: Sequence[Conditioning]) -> BatchLayout:
         """The layout of requests in order."""
         counts = tuple(conditioning.n for conditioning in conditionings)
         starts = tuple(sum(counts[:k]) for k in range(len(counts)))
@@ -36,7 +36,7 @@ class Layout:
                 for b in range(self.branches)]  # fmt: skip
 
 
-def stack_conditionings(values: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
+def stack_conditionings(values: Sequence[torch.Tensor], layout: BatchLayout) -> torch.Tensor:
     """Requests' ``(branches, ...)`` to ``(R, ...)``, every branch row once per image."""
     pieces = [
         value[branch : branch + 1].expand(count, *value.shape[1:])
@@ -46,13 +46,13 @@ def stack_conditionings(values: Sequence[torch.Tensor], layout: Layout) -> torch
     return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces)
 
 
-def stack_samples(calls: Sequence[StepCall], layout: Layout) -> torch.Tensor:
+def stack_samples(calls: Sequence[StepCall], layout: BatchLayout) -> torch.Tensor:
     """``(R, c, h, w)``: all images' samples, once per branch."""
     samples = [call.sample for call in calls] * layout.branches
     return samples[0] if len(samples) == 1 else torch.cat(samples)
 
 
-def stack_timesteps(calls: Sequence[StepCall], layout: Layout) -> torch.Tensor:
+def stack_timesteps(calls: Sequence[StepCall], layout: BatchLayout) -> torch.Tensor:
     """``(R,)``, every request's own timestep on its rows; schedulers differ in dtype, so a mix is float32."""
     steps = [call.timestep.reshape(1).expand(count) for call, count in zip(calls, layout.counts, strict=True)]
     if len({step.dtype for step in steps}) > 1:
@@ -60,13 +60,13 @@ def stack_timesteps(calls: Sequence[StepCall], layout: Layout) -> torch.Tensor:
     return torch.cat(steps * layout.branches)
 
 
-def own_rows(stacked: torch.Tensor, layout: Layout, k: int) -> torch.Tensor:
+def own_rows(stacked: torch.Tensor, layout: BatchLayout, k: int) -> torch.Tensor:
     """Request k's rows of ``stacked (R, ...)``, unconditional ones first."""
     parts = [stacked[rows] for rows in layout.rows(k)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def guide(output: torch.Tensor, layout: Layout, k: int, guidance_scale: float) -> torch.Tensor:
+def guide(output: torch.Tensor, layout: BatchLayout, k: int, guidance_scale: float) -> torch.Tensor:
     """Request k's guided model output ``(n, c, h, w)`` from the model's ``output (R, c, h, w)``."""
     parts = [output[rows] for rows in layout.rows(k)]
     if len(parts) == 1:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from plait_serving.diffusion.denoisers.batch import Layout, stack_conditionings
+from plait_serving.diffusion.denoisers.batch import BatchLayout, stack_conditionings
 from plait_serving.diffusion.denoisers.fast import FastText, fast_text
 from plait_serving.diffusion.protocols import Conditioning
 
@@ -37,7 +37,7 @@ class BatchConstants:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Entry:
+class _StoredConstants:
     """``owners`` keeps the texts alive, so that an id in the key can not be taken by another tensor."""
 
     owners: tuple[torch.Tensor, ...]
@@ -52,7 +52,7 @@ class ConstantsStore:
         self._unet = unet
         self._version = version
         self._limit_bytes = limit_bytes
-        self._entries: OrderedDict[tuple[object, ...], _Entry] = OrderedDict()
+        self._entries: OrderedDict[tuple[object, ...], _StoredConstants] = OrderedDict()
         self.hits = 0
         self.misses = 0
 
@@ -61,7 +61,7 @@ class ConstantsStore:
         """Memory held by all entries."""
         return sum(entry.constants.nbytes for entry in self._entries.values())
 
-    def of(self, conditionings: Sequence[Conditioning], layout: Layout, *, fast: bool) -> BatchConstants:
+    def of(self, conditionings: Sequence[Conditioning], layout: BatchLayout, *, fast: bool) -> BatchConstants:
         """The batch's constants, computed unless they are known for these texts and the present weights."""
         key = (fast, layout.counts, tuple(id(conditioning.text) for conditioning in conditionings))
         version = self._version()
@@ -72,10 +72,12 @@ class ConstantsStore:
             return entry.constants
         self.misses += 1
         constants = self._compute(conditionings, layout, fast=fast)
-        self._keep(key, _Entry(tuple(conditioning.text for conditioning in conditionings), version, constants))
+        self._keep(
+            key, _StoredConstants(tuple(conditioning.text for conditioning in conditionings), version, constants)
+        )
         return constants
 
-    def _compute(self, conditionings: Sequence[Conditioning], layout: Layout, *, fast: bool) -> BatchConstants:
+    def _compute(self, conditionings: Sequence[Conditioning], layout: BatchLayout, *, fast: bool) -> BatchConstants:
         text = stack_conditionings([conditioning.text for conditioning in conditionings], layout)
         added = {
             name: stack_conditionings([conditioning.added[name] for conditioning in conditionings], layout)
@@ -83,7 +85,7 @@ class ConstantsStore:
         }
         return BatchConstants(text, added, fast_text(self._unet, text) if fast else None)
 
-    def _keep(self, key: tuple[object, ...], entry: _Entry) -> None:
+    def _keep(self, key: tuple[object, ...], entry: _StoredConstants) -> None:
         """Makes room first: stale entries, then the least recently used. What alone is too large is not kept."""
         for old in [k for k, v in self._entries.items() if v.version != entry.version or k == key]:
             del self._entries[old]

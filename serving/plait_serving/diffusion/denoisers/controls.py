@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from plait_serving.diffusion.denoisers.batch import Layout, own_rows
+from plait_serving.diffusion.denoisers.batch import BatchLayout, own_rows
 from plait_serving.diffusion.errors import EngineError
 from plait_serving.diffusion.protocols import ControlCall, ControlNetClient, PendingResiduals, Residuals, StepCall
 
 
 @dataclass(slots=True, eq=False)
-class _Asked:
+class _PendingQuestions:
     """One batch of questions to one client. ``places[i]`` is (request, position in its list) of question i."""
 
     client: ControlNetClient
@@ -30,20 +30,22 @@ class _Asked:
 class ControlQuestions:
     """One step's questions to all ControlNets. Made by `ask`; then exactly one of `answers` or `abandon`."""
 
-    def __init__(self, asked: list[_Asked], lengths: list[int]) -> None:
+    def __init__(self, asked: list[_PendingQuestions], lengths: list[int]) -> None:
         self._asked = asked
         self._lengths = lengths
 
     @classmethod
-    def ask(cls, calls: Sequence[StepCall], sample: torch.Tensor, layout: Layout, *, exact: bool) -> ControlQuestions:
+    def ask(
+        cls, calls: Sequence[StepCall], sample: torch.Tensor, layout: BatchLayout, *, exact: bool
+    ) -> ControlQuestions:
         """Sends every question; returns before the answers are computed. ``sample (R, c, h, w)``."""
-        by_client: dict[int, _Asked] = {}
+        by_client: dict[int, _PendingQuestions] = {}
         for k, call in enumerate(calls):
             if not call.controls:
                 continue
             rows = own_rows(sample, layout, k)
             for place, control in enumerate(call.controls):
-                asked = by_client.setdefault(id(control.client), _Asked(control.client))
+                asked = by_client.setdefault(id(control.client), _PendingQuestions(control.client))
                 asked.calls.append(
                     ControlCall(
                         session=control.session,
@@ -85,7 +87,7 @@ class ControlQuestions:
         _drain(self._asked)
 
 
-def _wait(asked: _Asked) -> Sequence[Residuals | EngineError]:
+def _wait(asked: _PendingQuestions) -> Sequence[Residuals | EngineError]:
     if asked.pending is None:
         assert asked.refusal is not None
         return [asked.refusal] * len(asked.calls)
@@ -95,7 +97,7 @@ def _wait(asked: _Asked) -> Sequence[Residuals | EngineError]:
         return [error] * len(asked.calls)
 
 
-def _drain(asked: Sequence[_Asked]) -> None:
+def _drain(asked: Sequence[_PendingQuestions]) -> None:
     for one in asked:
         if one.pending is not None:
             with suppress(Exception):

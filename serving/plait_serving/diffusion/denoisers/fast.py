@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from plait_serving.diffusion.denoisers.convolutions import Convolutions
-from plait_serving.diffusion.denoisers.halves import Halfway, needs_forward_size
+from plait_serving.diffusion.denoisers.halves import EncoderOutput, needs_forward_size
 from plait_serving.diffusion.denoisers.layers import (
     KeysValues,
     downsample,
@@ -54,7 +54,7 @@ class FastHalves:
 
     def encode(
         self, sample: torch.Tensor, embedding: torch.Tensor, text: FastText, augmentation: torch.Tensor | None
-    ) -> Halfway:
+    ) -> EncoderOutput:
         """The first half, for `decode`."""
         unet = self._unet
         forward_size = needs_forward_size(unet, sample)
@@ -67,9 +67,9 @@ class FastHalves:
         time = F.silu(embedding)
         sample = self._conv(unet.conv_in, sample.contiguous(memory_format=torch.channels_last))
         skips, sample = down_and_mid(unet, sample, time, text, self._conv)
-        return Halfway(sample, skips, time, text, forward_size, exact=False)
+        return EncoderOutput(sample, skips, time, text, forward_size, exact=False)
 
-    def decode(self, half: Halfway) -> torch.Tensor:
+    def decode(self, half: EncoderOutput) -> torch.Tensor:
         """The second half of what `encode` made: the model output ``(R, c, h, w)``."""
         unet, sample, skips = self._unet, half.sample, list(half.skips)
         for number, block in enumerate(unet.up_blocks):

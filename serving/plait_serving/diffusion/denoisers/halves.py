@@ -17,7 +17,7 @@ from plait_serving.diffusion.protocols import Residuals
 
 
 @dataclass(slots=True, eq=False)
-class Halfway:
+class EncoderOutput:
     """What the encoder half leaves for the decoder half. ``skips`` oldest first.
 
     ``exact``: made by `encoder_half`, for `decoder_half`. Else by `fast.FastHalves`: ``embedding`` is activated
@@ -66,7 +66,7 @@ def needs_forward_size(unet: Any, sample: torch.Tensor) -> bool:
 
 def encoder_half(
     unet: Any, sample: torch.Tensor, embedding: torch.Tensor, text: torch.Tensor, augmentation: torch.Tensor | None
-) -> Halfway:
+) -> EncoderOutput:
     """Runs ``conv_in``, the down blocks and the mid block on ``sample (R, c, h, w)`` and ``text (R, L, C)``."""
     forward_size = needs_forward_size(unet, sample)
     if unet.config.center_input_sample:
@@ -90,10 +90,10 @@ def encoder_half(
             sample = unet.mid_block(sample, embedding)
     if sample is skips[-1]:
         sample = sample.clone()  # without a mid block they are one tensor, and `add` writes into both
-    return Halfway(sample, skips, embedding, text, forward_size, exact=True)
+    return EncoderOutput(sample, skips, embedding, text, forward_size, exact=True)
 
 
-def decoder_half(unet: Any, half: Halfway) -> torch.Tensor:
+def decoder_half(unet: Any, half: EncoderOutput) -> torch.Tensor:
     """Runs the up blocks and the output layers: the model output ``(R, c, h, w)``."""
     sample, skips = half.sample, half.skips
     for i, block in enumerate(unet.up_blocks):

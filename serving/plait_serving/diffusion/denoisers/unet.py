@@ -9,14 +9,14 @@ from typing import Any, cast
 import torch
 
 from plait_serving.diffusion.bundle import Bundle
-from plait_serving.diffusion.denoisers.batch import Layout, guide, stack_samples, stack_timesteps
+from plait_serving.diffusion.denoisers.batch import BatchLayout, guide, stack_samples, stack_timesteps
 from plait_serving.diffusion.denoisers.constants import ConstantsStore
 from plait_serving.diffusion.denoisers.controls import ControlQuestions
 from plait_serving.diffusion.denoisers.decode import decode_latents
 from plait_serving.diffusion.denoisers.fast import FastHalves
 from plait_serving.diffusion.denoisers.guidance import guidance_embedding
 from plait_serving.diffusion.denoisers.halves import (
-    Halfway,
+    EncoderOutput,
     added_embedding,
     decoder_half,
     encoder_half,
@@ -81,7 +81,7 @@ class UNetDenoiser:
     @torch.inference_mode()
     def predict(self, calls: Sequence[StepCall]) -> list[torch.Tensor | EngineError]:
         """See `Denoiser.predict`."""
-        layout = Layout.of([call.conditioning for call in calls])
+        layout = BatchLayout.of([call.conditioning for call in calls])
         sample = stack_samples(calls, layout)
         questions = ControlQuestions.ask(calls, sample, layout, exact=self._fast_for(calls) is None)
         try:
@@ -97,10 +97,10 @@ class UNetDenoiser:
     @torch.inference_mode()
     def run_encoder_half(self, calls: Sequence[StepCall]) -> None:
         """The part of a step that ControlNets can run beside, for measuring; asks no ControlNet."""
-        layout = Layout.of([call.conditioning for call in calls])
+        layout = BatchLayout.of([call.conditioning for call in calls])
         self._encode(calls, stack_samples(calls, layout), layout)
 
-    def _encode(self, calls: Sequence[StepCall], sample: torch.Tensor, layout: Layout) -> Halfway:
+    def _encode(self, calls: Sequence[StepCall], sample: torch.Tensor, layout: BatchLayout) -> EncoderOutput:
         fast = self._fast_for(calls)
         constants = self._store.of([call.conditioning for call in calls], layout, fast=fast is not None)
         timesteps = stack_timesteps(calls, layout)
@@ -114,7 +114,7 @@ class UNetDenoiser:
         exact = self._exact()
         return None if exact is Exact.ALWAYS or (exact is Exact.ALONE and len(calls) == 1) else self._fast
 
-    def _guidance(self, calls: Sequence[StepCall], layout: Layout) -> torch.Tensor | None:
+    def _guidance(self, calls: Sequence[StepCall], layout: BatchLayout) -> torch.Tensor | None:
         if not self._bundle.embeds_guidance:
             return None
         scales = [call.guidance_scale for call, count in zip(calls, layout.counts, strict=True) for _ in range(count)]
@@ -129,7 +129,9 @@ def _can_be_fast(bundle: Bundle) -> bool:
     return reason is None
 
 
-def _apply(half: Halfway, layout: Layout, k: int, answer: Residuals | EngineError | None) -> EngineError | None:
+def _apply(
+    half: EncoderOutput, layout: BatchLayout, k: int, answer: Residuals | EngineError | None
+) -> EngineError | None:
     """Adds request k's residuals to its rows; its error if there is one."""
     if answer is None or isinstance(answer, EngineError):
         return answer
@@ -140,7 +142,7 @@ def _apply(half: Halfway, layout: Layout, k: int, answer: Residuals | EngineErro
 
 
 def _take_apart(
-    output: torch.Tensor, calls: Sequence[StepCall], layout: Layout, errors: Sequence[EngineError | None]
+    output: torch.Tensor, calls: Sequence[StepCall], layout: BatchLayout, errors: Sequence[EngineError | None]
 ) -> list[torch.Tensor | EngineError]:
     """Guided outputs per request; a request with an error or a non-finite row gets its error instead."""
     finite = output.isfinite().flatten(1).all(dim=1).tolist()

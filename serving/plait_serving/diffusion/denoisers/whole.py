@@ -74,7 +74,7 @@ class WholeSession:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Now:
+class _Immediate:
     residuals: list[Residuals | EngineError]
 
     def wait(self) -> list[Residuals | EngineError]:
@@ -96,7 +96,7 @@ class WholeControlNet:
 
     def start(self, calls: Sequence[ControlCall]) -> PendingResiduals:
         """Computes at once."""
-        return _Now([self._residuals(call) for call in calls])
+        return _Immediate([self._residuals(call) for call in calls])
 
     def close(self, session: object) -> None:
         """Nothing is held."""

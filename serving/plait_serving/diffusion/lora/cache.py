@@ -19,8 +19,8 @@ from types import MappingProxyType
 
 from plait_fabric.threads import set_threads
 from plait_serving.diffusion.errors import EngineError, EngineStopped, LoraError
+from plait_serving.diffusion.lora.cache_policy import Admission, CachePolicy, EntryState, Key
 from plait_serving.diffusion.lora.formats import LoadedLora
-from plait_serving.diffusion.lora.shelf import Admission, Key, Shelf, State
 from plait_serving.diffusion.lora.source import LoraEntry, LoraSource, not_found
 from plait_serving.diffusion.protocols import LoraLease, LoraWeights
 
@@ -63,7 +63,7 @@ class _Set:
 
 
 @dataclass(slots=True)
-class _Counts:
+class _CacheCounts:
     hits: int = 0
     misses: int = 0
     evictions: int = 0
@@ -72,7 +72,7 @@ class _Counts:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Lease:
+class LoraCacheLease:
     """`protocols.LoraLease`: nothing in ``weights`` is evicted before `release`."""
 
     weights: Mapping[str, LoraWeights]
@@ -115,11 +115,11 @@ class LoraCache:
         self._parse = parse
         self._clock = clock
         self._lock = threading.Lock()
-        self._shelf: Shelf[int] = Shelf(host_bytes)
+        self._shelf: CachePolicy[int] = CachePolicy(host_bytes)
         self._values: dict[Key, LoadedLora] = {}
         self._sets: dict[int, _Set] = {}
         self._tickets = 0
-        self._counts = _Counts()
+        self._counts = _CacheCounts()
         self._closed = False
         # One torch thread per loader: parsing must not fight the compute thread for cores.
         self._pool = ThreadPoolExecutor(threads, "plait-lora", initializer=set_threads, initargs=(1,))
@@ -224,7 +224,7 @@ class LoraCache:
         self._evicted(admission.evicted)
         self._counts.misses += len(admission.to_load)
         self._counts.hits += len(entered.keys) - len(admission.to_load)
-        entered.missing = {key for key in entered.keys if self._shelf.state(key) is State.LOADING}
+        entered.missing = {key for key in entered.keys if self._shelf.state(key) is EntryState.LOADING}
         for key in admission.to_load:
             self._pool.submit(self._load, key)
         if not entered.missing:
@@ -239,7 +239,7 @@ class LoraCache:
     def _complete(self, ticket: int, deliveries: Deliveries) -> None:
         finished = self._sets.pop(ticket)
         weights = MappingProxyType({key.name: self._values[key] for key in finished.keys})
-        lease = Lease(weights, _Once(lambda: self._release(finished.keys)))
+        lease = LoraCacheLease(weights, _Once(lambda: self._release(finished.keys)))
         deliveries.append(_delivery(finished.future, lease))
 
     def _evicted(self, keys: Iterable[Key]) -> None:
@@ -311,7 +311,7 @@ class LoraCache:
         _run(deliveries)
 
 
-def _delivery(future: Future[LoraLease], lease: Lease) -> Callable[[], None]:
+def _delivery(future: Future[LoraLease], lease: LoraCacheLease) -> Callable[[], None]:
     def deliver() -> None:
         if future.set_running_or_notify_cancel():
             future.set_result(lease)

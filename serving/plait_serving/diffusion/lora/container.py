@@ -20,7 +20,7 @@ import torch
 
 from plait_serving.diffusion.errors import LoraError
 
-LARGEST_HEADER_BYTES = 16 << 20
+MAX_HEADER_BYTES = 16 << 20
 """The SDXL LoRA with the most keys that we know has 1972 tensors, some 300 KB of header."""
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
@@ -71,17 +71,17 @@ class Header:
     file_bytes: int
 
 
-def inspect(path: Path, *, largest_bytes: int) -> Header:
+def inspect(path: Path, *, max_bytes: int) -> Header:
     """Reads and checks the header only. Raises `LoraError`."""
     with _open(path) as file:
-        return _read_header(file, largest_bytes)
+        return _read_header(file, max_bytes)
 
 
-def read(path: Path, *, largest_bytes: int) -> tuple[Header, bytearray]:
+def read(path: Path, *, max_bytes: int) -> tuple[Header, bytearray]:
     """Header and the data part, from one open file. Raises `LoraError`, also if the file changed meanwhile."""
     with _open(path) as file:
         before = os.fstat(file.fileno())
-        header = _read_header(file, largest_bytes)
+        header = _read_header(file, max_bytes)
         data = bytearray(header.file_bytes - header.data_start)
         file.seek(header.data_start)
         _read_into(file, memoryview(data))
@@ -111,16 +111,16 @@ def _open(path: Path) -> FileIO:
         raise LoraError(f"the file can not be opened ({error.strerror})") from error
 
 
-def _read_header(file: FileIO, largest_bytes: int) -> Header:
+def _read_header(file: FileIO, max_bytes: int) -> Header:
     file_bytes = os.fstat(file.fileno()).st_size
-    if file_bytes > largest_bytes:
-        raise LoraError(f"the file has {file_bytes} bytes; the largest allowed is {largest_bytes}")
+    if file_bytes > max_bytes:
+        raise LoraError(f"the file has {file_bytes} bytes; the largest allowed is {max_bytes}")
     start = file.read(32)
     _refuse_other_formats(start)
     if len(start) < 8:
         raise LoraError("the file is too short for a safetensors file")
     header_bytes = int.from_bytes(start[:8], "little")
-    if header_bytes > min(LARGEST_HEADER_BYTES, file_bytes - 8):
+    if header_bytes > min(MAX_HEADER_BYTES, file_bytes - 8):
         raise LoraError("the file is no safetensors file, or it is cut off: its header does not fit in it")
     raw = bytearray(header_bytes)
     file.seek(8)

@@ -17,11 +17,11 @@ import torch
 
 from plait_serving.diffusion.errors import LoraError
 from plait_serving.diffusion.lora import container
-from plait_serving.diffusion.lora.keys import LoraFormat, Role, meaning, refuse_foreign
+from plait_serving.diffusion.lora.keys import LoraFormat, TensorRole, meaning, refuse_foreign
 from plait_serving.diffusion.lora.metadata import AlphaRules
 from plait_serving.diffusion.lora.targets import LoraTargets, ModuleRef
 
-LARGEST_FILE_BYTES = 4 << 30
+MAX_FILE_BYTES = 4 << 30
 """A rank-256 LoRA of every SDXL layer has some 1.7 GB."""
 
 _LISTED = 8
@@ -64,19 +64,19 @@ class LoadedLora:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class LoraPlan:
     """What a header promises: per module its keys, all matched, shapes checked. No tensor was read."""
 
     format: LoraFormat
-    parts: Mapping[ModuleRef, Mapping[Role, str]]
+    parts: Mapping[ModuleRef, Mapping[TensorRole, str]]
     rules: AlphaRules
 
 
-def parse(name: str, path: Path, targets: LoraTargets, *, largest_bytes: int = LARGEST_FILE_BYTES) -> LoadedLora:
+def parse(name: str, path: Path, targets: LoraTargets, *, max_bytes: int = MAX_FILE_BYTES) -> LoadedLora:
     """Reads a whole file. Raises `LoraError` whose message starts with the LoRA's name."""
     try:
-        plan(container.inspect(path, largest_bytes=largest_bytes), targets)
-        header, data = container.read(path, largest_bytes=largest_bytes)
+        plan(container.inspect(path, max_bytes=max_bytes), targets)
+        header, data = container.read(path, max_bytes=max_bytes)
         agreed = plan(header, targets)  # again, of the very bytes that were read
         factors = {
             ref: _factor(ref, {role: container.tensor(header, data, key) for role, key in roles.items()}, agreed.rules)
@@ -87,7 +87,7 @@ def parse(name: str, path: Path, targets: LoraTargets, *, largest_bytes: int = L
     return LoadedLora(name=name, format=agreed.format, factors=MappingProxyType(factors), nbytes=len(data))
 
 
-def plan(header: container.Header, targets: LoraTargets) -> Plan:
+def plan(header: container.Header, targets: LoraTargets) -> LoraPlan:
     """Matches every key of a header to a module. Raises `LoraError`."""
     keys = header.tensors.keys()
     if not keys:
@@ -97,7 +97,7 @@ def plan(header: container.Header, targets: LoraTargets) -> Plan:
     unmatched = sorted(key for key, what in found.items() if what is None)
     if unmatched:
         raise LoraError(f"{len(unmatched)} of {len(keys)} keys match nothing in this model: {listed(unmatched)}")
-    parts: dict[ModuleRef, dict[Role, str]] = {}
+    parts: dict[ModuleRef, dict[TensorRole, str]] = {}
     formats = set()
     for key, what in found.items():
         assert what is not None
@@ -110,7 +110,7 @@ def plan(header: container.Header, targets: LoraTargets) -> Plan:
         raise LoraError("the file mixes kohya and PEFT keys")
     for ref, roles in parts.items():
         _check_shapes(ref, roles, header, targets.shapes[ref])
-    return Plan(format=formats.pop(), parts=parts, rules=AlphaRules.of(header.metadata))
+    return LoraPlan(format=formats.pop(), parts=parts, rules=AlphaRules.of(header.metadata))
 
 
 def listed(keys: Iterable[str]) -> str:
@@ -120,12 +120,14 @@ def listed(keys: Iterable[str]) -> str:
     return ", ".join(keys[:_LISTED]) + more
 
 
-def _check_shapes(ref: ModuleRef, roles: Mapping[Role, str], header: container.Header, base: tuple[int, ...]) -> None:
-    missing = [role.name.lower() for role in (Role.DOWN, Role.UP) if role not in roles]
+def _check_shapes(
+    ref: ModuleRef, roles: Mapping[TensorRole, str], header: container.Header, base: tuple[int, ...]
+) -> None:
+    missing = [role.name.lower() for role in (TensorRole.DOWN, TensorRole.UP) if role not in roles]
     if missing:
         raise LoraError(f"{ref} has no {' and no '.join(missing)} factor")
-    down, up = header.tensors[roles[Role.DOWN]], header.tensors[roles[Role.UP]]
-    for role in (Role.DOWN, Role.UP):
+    down, up = header.tensors[roles[TensorRole.DOWN]], header.tensors[roles[TensorRole.UP]]
+    for role in (TensorRole.DOWN, TensorRole.UP):
         dtype = header.tensors[roles[role]].dtype
         if dtype not in container.DTYPES:
             raise LoraError(f"{roles[role]} is {dtype}; LoRA weights must be F16, BF16, F32 or F64")
@@ -135,8 +137,8 @@ def _check_shapes(ref: ModuleRef, roles: Mapping[Role, str], header: container.H
     fits_up = _without_ones(up.shape) == (base[0], rank)
     if rank < 1 or rank > 4096 or not fits_down or not fits_up:
         raise LoraError(f"{ref}: factors {down.shape} and {up.shape} do not make a weight of {base}")
-    if Role.ALPHA in roles and math.prod(header.tensors[roles[Role.ALPHA]].shape) != 1:
-        raise LoraError(f"{roles[Role.ALPHA]} is not one number")
+    if TensorRole.ALPHA in roles and math.prod(header.tensors[roles[TensorRole.ALPHA]].shape) != 1:
+        raise LoraError(f"{roles[TensorRole.ALPHA]} is not one number")
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -144,10 +146,10 @@ def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape[:2] if len(shape) == 4 and shape[2:] == (1, 1) else shape
 
 
-def _factor(ref: ModuleRef, tensors: Mapping[Role, torch.Tensor], rules: AlphaRules) -> Factor:
-    down, up = tensors[Role.DOWN].flatten(1), tensors[Role.UP].flatten(1)
+def _factor(ref: ModuleRef, tensors: Mapping[TensorRole, torch.Tensor], rules: AlphaRules) -> Factor:
+    down, up = tensors[TensorRole.DOWN].flatten(1), tensors[TensorRole.UP].flatten(1)
     rank = down.shape[0]
-    alpha = float(tensors[Role.ALPHA].item()) if Role.ALPHA in tensors else rules.alpha(ref, rank)
+    alpha = float(tensors[TensorRole.ALPHA].item()) if TensorRole.ALPHA in tensors else rules.alpha(ref, rank)
     if not math.isfinite(alpha) or alpha == 0.0:
         raise LoraError(f"{ref} has alpha {alpha}")
     return Factor(down=down, up=up, alpha=alpha, bound=_bound(ref, up, down))

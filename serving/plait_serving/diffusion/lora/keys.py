@@ -14,7 +14,7 @@ from plait_serving.diffusion.errors import LoraError
 from plait_serving.diffusion.lora.targets import LoraTargets, ModuleRef
 
 
-class Role(Enum):
+class TensorRole(Enum):
     """What a tensor is to its module."""
 
     DOWN = auto()
@@ -34,7 +34,7 @@ class KeyMeaning:
     """A key that was understood."""
 
     ref: ModuleRef
-    role: Role
+    role: TensorRole
     format: LoraFormat
 
 
@@ -61,23 +61,23 @@ _FOREIGN: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     )
 )
 
-_ROLES: tuple[tuple[str, Role], ...] = (
-    (".lora_A.weight", Role.DOWN),
-    (".lora_B.weight", Role.UP),
-    (".lora_A.default.weight", Role.DOWN),
-    (".lora_B.default.weight", Role.UP),
-    (".lora_linear_layer.down.weight", Role.DOWN),
-    (".lora_linear_layer.up.weight", Role.UP),
-    (".lora.down.weight", Role.DOWN),
-    (".lora.up.weight", Role.UP),
-    ("_lora.down.weight", Role.DOWN),
-    ("_lora.up.weight", Role.UP),
-    (".alpha", Role.ALPHA),
+_ROLES: tuple[tuple[str, TensorRole], ...] = (
+    (".lora_A.weight", TensorRole.DOWN),
+    (".lora_B.weight", TensorRole.UP),
+    (".lora_A.default.weight", TensorRole.DOWN),
+    (".lora_B.default.weight", TensorRole.UP),
+    (".lora_linear_layer.down.weight", TensorRole.DOWN),
+    (".lora_linear_layer.up.weight", TensorRole.UP),
+    (".lora.down.weight", TensorRole.DOWN),
+    (".lora.up.weight", TensorRole.UP),
+    ("_lora.down.weight", TensorRole.DOWN),
+    ("_lora.up.weight", TensorRole.UP),
+    (".alpha", TensorRole.ALPHA),
 )
-_KOHYA_ROLES: tuple[tuple[str, Role], ...] = (
-    (".lora_down.weight", Role.DOWN),
-    (".lora_up.weight", Role.UP),
-    (".alpha", Role.ALPHA),
+_KOHYA_ROLES: tuple[tuple[str, TensorRole], ...] = (
+    (".lora_down.weight", TensorRole.DOWN),
+    (".lora_up.weight", TensorRole.UP),
+    (".alpha", TensorRole.ALPHA),
 )
 _KOHYA_START = ("lora_unet_", "lora_te_", "lora_te1_", "lora_te2_")
 

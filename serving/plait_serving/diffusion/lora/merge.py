@@ -38,13 +38,10 @@ _FIRST_RESTORE_S_PER_BYTE = 2e-10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergerStatistics:
-    """``pristine_bytes``: copies of touched weights kept; the other numbers count since the start."""
+    """``pristine_bytes``: copies of touched weights kept now; ``weights_merged`` counts since the start."""
 
-    switches: int
     weights_merged: int
-    weights_restored: int
     pristine_bytes: int
-    merge_s: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,8 +91,7 @@ class Merger:
         self._touched: dict[str, frozenset[ModuleRef]] = {}
         self._merge_s_per_byte: float | None = None
         self._restore_s_per_byte: float | None = None
-        self._counts = {"switches": 0, "merged": 0, "restored": 0}
-        self._merge_s = 0.0
+        self._merged = 0
 
     @property
     def current(self) -> LoraSet:
@@ -146,11 +142,8 @@ class Merger:
     def statistics(self) -> MergerStatistics:
         """Counts since the start."""
         return MergerStatistics(
-            switches=self._counts["switches"],
-            weights_merged=self._counts["merged"],
-            weights_restored=self._counts["restored"],
+            weights_merged=self._merged,
             pristine_bytes=sum(pristine.copy.nbytes for pristine in self._pristine.values()),
-            merge_s=self._merge_s,
         )
 
     # ---- before the first write ---------------------------------------------------------------------------------
@@ -209,7 +202,6 @@ class Merger:
 
     def _write(self, rewrites: list[_Rewrite]) -> None:
         self._version += 1
-        self._counts["switches"] += 1
         restores = [rewrite for rewrite in rewrites if not rewrite.factors]
         merges = [rewrite for rewrite in rewrites if rewrite.factors]
         try:
@@ -222,9 +214,7 @@ class Merger:
             raise
         self._restore_s_per_byte = _average(self._restore_s_per_byte, restored_s, restores)
         self._merge_s_per_byte = _average(self._merge_s_per_byte, merged_s, merges)
-        self._counts["merged"] += len(merges)
-        self._counts["restored"] += len(restores)
-        self._merge_s += merged_s + restored_s
+        self._merged += len(merges)
 
     def _timed(self, rewrites: list[_Rewrite]) -> float:
         """Rewrites the weights of ``rewrites``; seconds it took, device work included."""

@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import Any, BinaryIO
 
 from plait_serving.diffusion.errors import EngineStopped, LoraError
-from plait_serving.diffusion.lora.formats import LARGEST_FILE_BYTES
+from plait_serving.diffusion.lora.formats import MAX_FILE_BYTES
 from plait_serving.diffusion.lora.source import SUFFIX, LoraEntry, not_found
 from plait_serving.diffusion.values import NAME_PATTERN
 
@@ -44,8 +44,8 @@ class RemoteEntry:
     def __post_init__(self) -> None:
         if not _SHA256.fullmatch(self.sha256):
             raise ValueError(f"{self.path}: sha256 must be 64 lower-case hex digits, not {self.sha256!r}")
-        if not 0 < self.nbytes <= LARGEST_FILE_BYTES:
-            raise ValueError(f"{self.path}: nbytes must be 1..{LARGEST_FILE_BYTES}, not {self.nbytes}")
+        if not 0 < self.nbytes <= MAX_FILE_BYTES:
+            raise ValueError(f"{self.path}: nbytes must be 1..{MAX_FILE_BYTES}, not {self.nbytes}")
         if not self.path or ".." in self.path.split("/"):
             raise ValueError(f"{self.path!r} is not a path below the store's URL")
 

@@ -13,13 +13,13 @@ from plait_serving.diffusion.lora.source import LoraEntry, LoraSource
 class DelayedSource:
     """Another source whose fetches take ``delay_s`` seconds longer, or wait until they are let go.
 
-    ``fetched`` lists every fetch that began, in order; ``most_at_once`` is how many ever ran at the same time.
+    ``fetched`` lists every fetch that began, in order; ``max_at_once`` is how many ever ran at the same time.
     """
 
     def __init__(self, source: LoraSource, *, delay_s: float = 0.0) -> None:
         self.delay_s = delay_s
         self.fetched: list[str] = []
-        self.most_at_once = 0
+        self.max_at_once = 0
         self._source = source
         self._held: set[str] = set()
         self._running = 0
@@ -56,7 +56,7 @@ class DelayedSource:
         with self._changed:
             self.fetched.append(name)
             self._running += 1
-            self.most_at_once = max(self.most_at_once, self._running)
+            self.max_at_once = max(self.max_at_once, self._running)
             self._changed.notify_all()
             try:
                 if self.delay_s:

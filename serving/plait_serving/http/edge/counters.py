@@ -60,7 +60,7 @@ class HttpMetrics:
         series[0].inc()
         series[1].observe(seconds)
 
-    def observe_pictures(self, count: int, timings: Timings) -> None:
+    def observe_images(self, count: int, timings: Timings) -> None:
         """``count`` pictures were made."""
         self.images.inc(count)
         for stage in STAGES:

@@ -57,12 +57,12 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
 
-class ClientGone(Exception):  # it is an event, nobody is left to read an error
+class ClientDisconnected(Exception):  # it is an event, nobody is left to read an error
     """The client closed the connection before its answer was ready."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class ErrorReply:
     """How one class of errors is told. ``retry``: None says nothing, else ``x-should-retry``; waits are 1..120 s."""
 
     status: int
@@ -75,34 +75,34 @@ _CALLER = "invalid_request_error"
 _SERVER = "server_error"
 
 # Most specific first; the first class that matches counts.
-ANSWERS: tuple[tuple[type[engine.EngineError], Answer], ...] = (
-    (engine.NotFound, Answer(status=404, kind=_CALLER)),
-    (engine.RequestError, Answer(status=400, kind=_CALLER)),
-    (engine.Overloaded, Answer(status=429, kind="rate_limit_error", retry=True)),
-    (engine.DeadlineMissed, Answer(status=504, kind="timeout_error", retry=False, param="deadline_ms")),
-    (engine.Refused, Answer(status=503, kind=_SERVER, retry=True)),
-    (engine.Cancelled, Answer(status=499, kind=_CALLER)),
-    (engine.LoraError, Answer(status=422, kind=_CALLER, param="loras")),
-    (engine.ControlNetUnavailable, Answer(status=503, kind=_SERVER, retry=True, param="controlnets")),
-    (engine.NumericalError, Answer(status=500, kind=_SERVER, retry=False)),
-    (engine.OutOfMemory, Answer(status=422, kind=_CALLER, param="size")),
-    (engine.ModelError, Answer(status=500, kind=_SERVER, retry=False)),
-    (engine.EngineStopped, Answer(status=503, kind=_SERVER, retry=True)),
-    (engine.EngineError, Answer(status=500, kind=_SERVER, retry=False)),
+ANSWERS: tuple[tuple[type[engine.EngineError], ErrorReply], ...] = (
+    (engine.NotFound, ErrorReply(status=404, kind=_CALLER)),
+    (engine.RequestError, ErrorReply(status=400, kind=_CALLER)),
+    (engine.Overloaded, ErrorReply(status=429, kind="rate_limit_error", retry=True)),
+    (engine.DeadlineMissed, ErrorReply(status=504, kind="timeout_error", retry=False, param="deadline_ms")),
+    (engine.Refused, ErrorReply(status=503, kind=_SERVER, retry=True)),
+    (engine.Cancelled, ErrorReply(status=499, kind=_CALLER)),
+    (engine.LoraError, ErrorReply(status=422, kind=_CALLER, param="loras")),
+    (engine.ControlNetUnavailable, ErrorReply(status=503, kind=_SERVER, retry=True, param="controlnets")),
+    (engine.NumericalError, ErrorReply(status=500, kind=_SERVER, retry=False)),
+    (engine.OutOfMemory, ErrorReply(status=422, kind=_CALLER, param="size")),
+    (engine.ModelError, ErrorReply(status=500, kind=_SERVER, retry=False)),
+    (engine.EngineStopped, ErrorReply(status=503, kind=_SERVER, retry=True)),
+    (engine.EngineError, ErrorReply(status=500, kind=_SERVER, retry=False)),
 )
 
-RANK_ANSWERS: tuple[tuple[type[rank.RankError], str, Answer], ...] = (
-    (rank.UnknownModel, "model_not_found", Answer(status=404, kind=_CALLER, param="model")),
-    (TooLarge, "body_too_large", Answer(status=413, kind=_CALLER)),
-    (rank.BadInput, "invalid_value", Answer(status=400, kind=_CALLER)),
-    (rank.Busy, "overloaded", Answer(status=429, kind="rate_limit_error", retry=True)),
+RANK_ANSWERS: tuple[tuple[type[rank.RankError], str, ErrorReply], ...] = (
+    (rank.UnknownModel, "model_not_found", ErrorReply(status=404, kind=_CALLER, param="model")),
+    (TooLarge, "body_too_large", ErrorReply(status=413, kind=_CALLER)),
+    (rank.BadInput, "invalid_value", ErrorReply(status=400, kind=_CALLER)),
+    (rank.Busy, "overloaded", ErrorReply(status=429, kind="rate_limit_error", retry=True)),
     (
         rank.DeadlinePassed,
         "deadline_missed",
-        Answer(status=504, kind="timeout_error", retry=False, param="deadline_ms"),
+        ErrorReply(status=504, kind="timeout_error", retry=False, param="deadline_ms"),
     ),
-    (rank.Unavailable, "worker_unavailable", Answer(status=503, kind=_SERVER, retry=True)),
-    (rank.RankError, "rank_failed", Answer(status=500, kind=_SERVER, retry=False)),
+    (rank.WorkerUnavailable, "worker_unavailable", ErrorReply(status=503, kind=_SERVER, retry=True)),
+    (rank.RankError, "rank_failed", ErrorReply(status=500, kind=_SERVER, retry=False)),
 )
 """The class, its code, its answer."""
 
@@ -113,7 +113,7 @@ _NOT_FOUND_CODES = {"model": "model_not_found", "loras": "lora_not_found", "cont
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WireError:
+class ErrorPayload:
     """An error ready for the wire: status and headers for a whole response, ``body`` also for an SSE event."""
 
     status: int
@@ -136,10 +136,10 @@ class WireError:
         return Response(body, status_code=self.status, headers=dict(self.headers), media_type="application/json")
 
 
-def wire_error(error: BaseException) -> WireError:
+def wire_error(error: BaseException) -> ErrorPayload:
     """What a client is told about ``error``. An unexpected one is logged with its traceback and told without it."""
     if isinstance(error, ApiError):
-        return WireError(
+        return ErrorPayload(
             status=error.status,
             headers=error.headers,
             message=error.message,
@@ -152,7 +152,7 @@ def wire_error(error: BaseException) -> WireError:
     if isinstance(error, rank.RankError):
         return _rank_error(error)
     log.error("unexpected error", exc_info=error)
-    return WireError(
+    return ErrorPayload(
         status=500,
         headers={"x-should-retry": "false"},
         message="internal error; the server's log has the details under this request id",
@@ -162,12 +162,12 @@ def wire_error(error: BaseException) -> WireError:
     )
 
 
-def _engine_error(error: engine.EngineError) -> WireError:
+def _engine_error(error: engine.EngineError) -> ErrorPayload:
     answer = next(answer for kind, answer in ANSWERS if isinstance(error, kind))
     if answer.status >= 500:
         log.warning("request failed: %s: %s", error.code, error.message)
     param = error.param or answer.param
-    return WireError(
+    return ErrorPayload(
         status=answer.status,
         headers=_headers(answer, getattr(error, "retry_after_s", None)),
         message=error.message,
@@ -177,11 +177,11 @@ def _engine_error(error: engine.EngineError) -> WireError:
     )
 
 
-def _rank_error(error: rank.RankError) -> WireError:
+def _rank_error(error: rank.RankError) -> ErrorPayload:
     code, answer = next((code, answer) for kind, code, answer in RANK_ANSWERS if isinstance(error, kind))
     if answer.status >= 500:
         log.warning("ranking failed: %s: %s", code, error.message)
-    return WireError(
+    return ErrorPayload(
         status=answer.status,
         headers=_headers(answer, RANK_RETRY_AFTER_S),
         message=error.message,
@@ -197,7 +197,7 @@ def _code(error: engine.EngineError, param: str | None) -> str:
     return error.code
 
 
-def _headers(answer: Answer, retry_after_s: float | None) -> dict[str, str]:
+def _headers(answer: ErrorReply, retry_after_s: float | None) -> dict[str, str]:
     if answer.retry is None:
         return {}
     if not answer.retry:

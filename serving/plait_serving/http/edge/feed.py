@@ -14,7 +14,7 @@ from starlette.types import Receive
 
 from plait_serving.diffusion.errors import EngineStopped
 from plait_serving.diffusion.values import Event, Failed
-from plait_serving.http.edge.errors import ClientGone
+from plait_serving.http.edge.errors import ClientDisconnected
 
 T = TypeVar("T")
 
@@ -65,7 +65,7 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise ClientGone
+        raise ClientDisconnected
     finally:
         for each in (task, watch):
             each.cancel()

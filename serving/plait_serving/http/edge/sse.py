@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Mapping
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from plait_serving.http.edge.errors import ClientGone
+from plait_serving.http.edge.errors import ClientDisconnected
 from plait_serving.http.edge.feed import until_disconnect
 
 PARTIAL = "image_generation.partial_image"
@@ -54,7 +54,7 @@ class EventStream(Response):
         """The ASGI call."""
         try:
             await until_disconnect(receive, self._send_all(send))
-        except ClientGone:
+        except ClientDisconnected:
             pass
         finally:
             await self._chunks.aclose()

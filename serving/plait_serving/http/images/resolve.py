@@ -6,19 +6,21 @@ Everything cheap is judged before the first control picture is decoded.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
 
 from plait_serving.diffusion.errors import NotFound, RequestError
-from plait_serving.diffusion.values import ControlRef, ImageRequest, LoraPolicy, LoraRef, LoraSet, RgbImage, Scheduler
-from plait_serving.http.images.schemas import MAX_SEED, ControlNetBody, GenerationBody
+from plait_serving.diffusion.values import (
+    MAX_SEED,
+    ControlRef,
+    ImageRequest,
+    LoraPolicy,
+    LoraRef,
+    LoraSet,
+    Scheduler,
+)
+from plait_serving.http.images.schemas import ControlNetBody, GenerationBody
 from plait_serving.images.codec import DecodeLimits, decode_base64, decode_image, resize
-from plait_serving.images.service import Catalog, ModelCard
+from plait_serving.images.service import BaseModelCard, Catalog, Preprocessors
 
-Preprocessors = Mapping[str, Callable[[RgbImage], RgbImage]]
-
-# A new request's seed is below 2**32: short to type, and exact in every JSON reader (those of browsers lose bits at
-# 2**53).
-RANDOM_SEED_END = 2**32
 # The share of steps that bounded_async may run without its LoRAs if the request gives no k. SwiftDiffusion
 # (ATC'25) lets about the first 10 of 50 steps run without them.
 LORA_FREE_SHARE = 5
@@ -69,7 +71,7 @@ def resolve(
     )
 
 
-def _size(text: str | None, model: ModelCard) -> tuple[int, int]:
+def _size(text: str | None, model: BaseModelCard) -> tuple[int, int]:
     if text is None or text == "auto":
         return model.default_width, model.default_height
     match = _SIZE.fullmatch(text)
@@ -86,7 +88,7 @@ def _size(text: str | None, model: ModelCard) -> tuple[int, int]:
     return width, height
 
 
-def _steps(body: GenerationBody, model: ModelCard) -> int:
+def _steps(body: GenerationBody, model: BaseModelCard) -> int:
     steps = model.default_steps if body.num_inference_steps is None else body.num_inference_steps
     if steps > model.limits.max_steps:
         raise RequestError(f"at most {model.limits.max_steps} steps", param="num_inference_steps")

@@ -24,12 +24,13 @@ from plait_serving.diffusion.values import (
     Progress,
     RgbImage,
 )
-from plait_serving.http.context import Context, ContextDep
+from plait_serving.http.context import ContextDep, RouteContext
 from plait_serving.http.edge import sse
-from plait_serving.http.edge.errors import ClientGone, wire_error
+from plait_serving.http.edge.errors import ClientDisconnected, wire_error
 from plait_serving.http.edge.feed import EventFeed, until_disconnect
+from plait_serving.http.edge.schemas import ErrorBody
 from plait_serving.http.images.resolve import resolve
-from plait_serving.http.images.schemas import ErrorBody, GenerationBody, GenerationResponse
+from plait_serving.http.images.schemas import GenerationBody, GenerationResponse
 from plait_serving.images.codec import encode_image
 from plait_serving.images.infotext import infotext
 
@@ -55,7 +56,7 @@ async def generate(body: GenerationBody, request: Request, context: ContextDep) 
     work = _open_stream if body.stream else _generate
     try:
         return await until_disconnect(request.receive, work(body, request, context))
-    except (ClientGone, asyncio.CancelledError):
+    except (ClientDisconnected, asyncio.CancelledError):
         context.metrics.cancelled.inc()
         raise
     except Exception as error:
@@ -63,15 +64,15 @@ async def generate(body: GenerationBody, request: Request, context: ContextDep) 
         raise
 
 
-async def _generate(body: GenerationBody, request: Request, context: Context) -> Response:
+async def _generate(body: GenerationBody, request: Request, context: RouteContext) -> Response:
     job = await _resolve(body, request, context)
-    feed = EventFeed(context.service.generate(job.request))
+    feed = EventFeed(context.image_service.generate(job.request))
     with context.metrics.in_flight.track_inprogress():
         try:
             result = await _result(feed)
         finally:
             await feed.aclose()
-    context.metrics.observe_pictures(len(result.images), result.timings)
+    context.metrics.observe_images(len(result.images), result.timings)
     content = await _in_codec(context, partial(job.response_json, result, created=int(context.now_s())))
     return Response(content, media_type="application/json")
 
@@ -85,10 +86,10 @@ async def _result(feed: EventFeed) -> ImageResult:
             raise event.error
 
 
-async def _open_stream(body: GenerationBody, request: Request, context: Context) -> Response:
+async def _open_stream(body: GenerationBody, request: Request, context: RouteContext) -> Response:
     """Waits briefly for the first event, so that a refusal is still a proper status, then starts the stream."""
     job = await _resolve(body, request, context)
-    feed = EventFeed(context.service.generate(job.request))
+    feed = EventFeed(context.image_service.generate(job.request))
     try:
         first = await feed.next(context.settings.first_event_wait_s)
         if isinstance(first, Failed):
@@ -99,7 +100,9 @@ async def _open_stream(body: GenerationBody, request: Request, context: Context)
     return sse.EventStream(_chunks(feed, first, job, context))
 
 
-async def _chunks(feed: EventFeed, event: Event | None, job: Job, context: Context) -> AsyncGenerator[bytes, None]:
+async def _chunks(
+    feed: EventFeed, event: Event | None, job: ImageReply, context: RouteContext
+) -> AsyncGenerator[bytes, None]:
     context.metrics.in_flight.inc()
     try:
         while not isinstance(event, Failed | Finished):
@@ -107,7 +110,7 @@ async def _chunks(feed: EventFeed, event: Event | None, job: Job, context: Conte
             event = await feed.next(context.settings.ping_interval_s)
         if isinstance(event, Failed):
             raise event.error
-        context.metrics.observe_pictures(len(event.result.images), event.result.timings)
+        context.metrics.observe_images(len(event.result.images), event.result.timings)
         yield await _in_codec(context, partial(job.completed_event, event.result, created=int(context.now_s())))
     except (GeneratorExit, asyncio.CancelledError):
         context.metrics.cancelled.inc()
@@ -120,7 +123,7 @@ async def _chunks(feed: EventFeed, event: Event | None, job: Job, context: Conte
         await feed.aclose()
 
 
-async def _going_on(event: Progress | Preview | None, job: Job, context: Context) -> bytes:
+async def _going_on(event: Progress | Preview | None, job: ImageReply, context: RouteContext) -> bytes:
     if event is None:
         return sse.PING
     if isinstance(event, Progress):
@@ -128,8 +131,8 @@ async def _going_on(event: Progress | Preview | None, job: Job, context: Context
     return await _in_codec(context, partial(job.partial_event, event, created=int(context.now_s())))
 
 
-async def _resolve(body: GenerationBody, request: Request, context: Context) -> Job:
-    catalog = await context.service.catalog()
+async def _resolve(body: GenerationBody, request: Request, context: RouteContext) -> ImageReply:
+    catalog = await context.image_service.catalog()
     state = request.state
     # The engine's id must be unique even if a proxy or a careless client sends one id twice.
     suffix = f".{secrets.token_hex(4)}" if state.request_id_given else ""
@@ -143,16 +146,16 @@ async def _resolve(body: GenerationBody, request: Request, context: Context) -> 
         decode_limits=context.settings.decode_limits,
     )
     resolved = await _in_codec(context, work) if body.controlnets else work()
-    return Job(body=body, request=resolved, model=catalog.model.name, http_id=state.request_id)
+    return ImageReply(body=body, request=resolved, model=catalog.model.name, http_id=state.request_id)
 
 
-async def _in_codec(context: Context, work: Callable[[], T]) -> T:
+async def _in_codec(context: RouteContext, work: Callable[[], T]) -> T:
     """Pictures are decoded and encoded off the event loop, a few at a time."""
     async with context.codec_slots:
         return await asyncio.to_thread(work)
 
 
-class Job:
+class ImageReply:
     """One accepted request and how its pictures are told; the methods that encode run in threads."""
 
     def __init__(self, *, body: GenerationBody, request: ImageRequest, model: str, http_id: str) -> None:

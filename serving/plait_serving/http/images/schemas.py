@@ -10,18 +10,15 @@ from __future__ import annotations
 import unicodedata
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from plait_serving.diffusion.values import NAME_PATTERN, LoraPolicy, Scheduler
+from plait_serving.diffusion.values import MAX_IMAGES, MAX_SCALE, MAX_SEED, NAME_PATTERN, LoraPolicy, Scheduler
+from plait_serving.http.edge.schemas import MAX_DEADLINE_MS, StrictBody
 from plait_serving.images.codec import OutputFormat
 
 MAX_PROMPT_CHARS = 32_000  # OpenAI's limit
-MAX_IMAGES = 10  # OpenAI's limit
-MAX_SEED = 2**63 - 1
-MAX_SCALE = 100.0  # far beyond any use; keeps products finite in fp16
 MAX_LIST = 64  # a guard against parsing a million entries; the model's own limits are lower
-MAX_DEADLINE_MS = 24 * 3_600_000
 
 IGNORED_FIELDS = (
     "quality",
@@ -92,18 +89,14 @@ Scale = Annotated[float, Field(ge=-MAX_SCALE, le=MAX_SCALE), AfterValidator(_pos
 Fraction = Annotated[float, Field(ge=0.0, le=1.0), AfterValidator(_positive_zero)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-
-class LoraBody(_Strict):
+class LoraBody(StrictBody):
     """One LoRA of the set, addressed by name."""
 
     name: Name
     scale: Scale = 1.0
 
 
-class ControlNetBody(_Strict):
+class ControlNetBody(StrictBody):
     """One ControlNet with its control picture.
 
     ``image`` is base64 (or a data URL) of a PNG, JPEG or WebP and is stretched to the size of the output. With
@@ -118,7 +111,7 @@ class ControlNetBody(_Strict):
     preprocess: Annotated[bool | str, BeforeValidator(_bool_or_name)] = False
 
 
-class GenerationBody(_Strict):
+class GenerationBody(StrictBody):
     """``POST /v1/images/generations``: OpenAI's fields, and ours at the top level beside them."""
 
     prompt: Annotated[Text, Field(min_length=1)]
@@ -211,18 +204,3 @@ class GenerationResponse(BaseModel):
     lora_free_steps: int
     timings: TimingsBody
     ignored: list[str]
-
-
-class ErrorDetail(BaseModel):
-    """``param`` is dotted, for example ``loras.0.name``."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorBody(BaseModel):
-    """The body of every 4xx and 5xx answer."""
-
-    error: ErrorDetail

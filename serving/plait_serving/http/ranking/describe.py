@@ -16,10 +16,10 @@ from plait_disagg.values import ModelCard
 if TYPE_CHECKING:
     import torch  # takes two seconds, and the lists of models need none of it
 
-__all__ = ["LARGEST_EXAMPLE", "example", "metadata"]
+__all__ = ["MAX_EXAMPLE", "example", "metadata"]
 
 PLATFORM = "plait"
-LARGEST_EXAMPLE = 1024
+MAX_EXAMPLE = 1024
 """Candidates of the largest example: enough to see what a large request is like."""
 
 _SMALL_BAG = 4

@@ -19,12 +19,12 @@ from starlette.types import Receive, Scope, Send
 from plait_disagg.errors import BadInput, UnknownModel
 from plait_disagg.messages.check import check_request
 from plait_disagg.values import RankAnswer, RankRequest
-from plait_serving.http.context import Context
-from plait_serving.http.edge.errors import ClientGone
-from plait_serving.http.ranking.ask import deadline, rank, unique_id
+from plait_serving.http.context import RouteContext
+from plait_serving.http.edge.errors import ClientDisconnected
 from plait_serving.http.ranking.inflate import inflate
+from plait_serving.http.ranking.submit import deadline, rank, unique_id
 from plait_serving.ranking.codec import BINARY_OUTPUT, HEADER_LENGTH, InferBody, encode_answer, hint, parse_infer
-from plait_serving.ranking.service import Bound
+from plait_serving.ranking.service import BoundModel
 
 __all__ = ["Infer"]
 
@@ -63,20 +63,20 @@ class _Headers:
 class Infer:
     """The application. Errors leave it as exceptions; the application around it knows their forms."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: RouteContext) -> None:
         self._context = context
         self._numbers = itertools.count()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The ASGI call. Raises `RankError`, `ClientGone`, and what the middlewares raise from ``receive``."""
+        """The ASGI call. Raises `RankError`, `ClientDisconnected`, and what the middlewares raise from ``receive``."""
         path = scope["path_params"]
-        bound = self._context.recommenders.get(path["model"], path.get("version"))
+        bound = self._context.ranking_service.get(path["model"], path.get("version"))
         headers = _Headers.of(scope)
         raw = await _read(receive)
         read = partial(self._request, scope["state"], bound, headers)
         if headers.encoding:
             raw = await self._on_thread(
-                partial(inflate, raw, headers.encoding, largest_bytes=self._context.settings.max_body_bytes)
+                partial(inflate, raw, headers.encoding, max_bytes=self._context.settings.max_body_bytes)
             )
             scope["state"]["hold_bytes"](len(raw))
         body, request = read(raw) if headers.is_quick(len(raw)) else await self._on_thread(partial(read, raw))
@@ -90,11 +90,11 @@ class Infer:
             return await asyncio.to_thread(work)
 
     def _request(
-        self, state: dict[str, Any], bound: Bound, headers: _Headers, raw: bytes
+        self, state: dict[str, Any], bound: BoundModel, headers: _Headers, raw: bytes
     ) -> tuple[InferBody, RankRequest]:
         """From bytes to a checked request. Raises `BadInput`."""
         settings = self._context.settings
-        body = parse_infer(raw, headers.json_length, largest_json_bytes=settings.max_infer_json_bytes)
+        body = parse_infer(raw, headers.json_length, max_json_bytes=settings.max_infer_json_bytes)
         for name in body.outputs:
             if name not in bound.card.outputs:
                 told = f"{name[:64]}: the model has no such output{hint(name, bound.card.outputs)}"
@@ -109,7 +109,7 @@ class Infer:
         return body, request
 
 
-def _encode(bound: Bound, body: InferBody, answer: RankAnswer) -> tuple[bytes, int | None]:
+def _encode(bound: BoundModel, body: InferBody, answer: RankAnswer) -> tuple[bytes, int | None]:
     head: dict[str, Any] = {"model_name": bound.name, "model_version": _version(bound, answer)}
     if body.id is not None:
         head["id"] = body.id
@@ -121,12 +121,12 @@ def _encode(bound: Bound, body: InferBody, answer: RankAnswer) -> tuple[bytes, i
     return encode_answer(head, outputs)
 
 
-def _version(bound: Bound, answer: RankAnswer) -> str:
+def _version(bound: BoundModel, answer: RankAnswer) -> str:
     """The one that made the answer: the model may have been refreshed since the request came."""
     return answer.version or bound.card.version
 
 
-def _check_version(bound: Bound, asked: str | None, answer: RankAnswer) -> None:
+def _check_version(bound: BoundModel, asked: str | None, answer: RankAnswer) -> None:
     if asked is not None and _version(bound, answer) != asked:
         told = f"model {bound.name!r} is being refreshed: the answer was of version {answer.version!r}, not {asked!r}"
         raise UnknownModel(told, param="model")
@@ -137,12 +137,12 @@ def _array(answer: RankAnswer, name: str) -> npt.NDArray[np.float32]:
 
 
 async def _read(receive: Receive) -> bytes:
-    """The whole body. Raises `ClientGone`."""
+    """The whole body. Raises `ClientDisconnected`."""
     parts: list[bytes] = []
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise ClientGone
+            raise ClientDisconnected
         parts.append(message.get("body", b""))
         if not message.get("more_body", False):
             return parts[0] if len(parts) == 1 else b"".join(parts)

@@ -15,18 +15,18 @@ _ENCODINGS = ("gzip", "deflate")
 _WINDOW_BITS = 15 + 32
 
 
-def inflate(raw: bytes, encoding: str, *, largest_bytes: int) -> bytes:
-    """The body behind a content-encoding. Never makes more than ``largest_bytes`` + 1. Raises `BadInput`."""
+def inflate(raw: bytes, encoding: str, *, max_bytes: int) -> bytes:
+    """The body behind a content-encoding. Never makes more than ``max_bytes`` + 1. Raises `BadInput`."""
     if encoding.strip().lower() not in _ENCODINGS:
         told = f"content-encoding: only {' and '.join(_ENCODINGS)} are understood"
         raise BadInput(told, param="content-encoding")
     unpacker = zlib.decompressobj(_WINDOW_BITS)
     try:
-        body = unpacker.decompress(raw, largest_bytes + 1)
+        body = unpacker.decompress(raw, max_bytes + 1)
     except zlib.error as error:
         raise BadInput(f"the body is not {encoding}: {error}", param="content-encoding") from error
-    if len(body) > largest_bytes:
-        raise TooLarge(f"the body is larger than {largest_bytes} bytes when it is unpacked")
+    if len(body) > max_bytes:
+        raise TooLarge(f"the body is larger than {max_bytes} bytes when it is unpacked")
     if not unpacker.eof or unpacker.unused_data:
         told = "ends too early" if not unpacker.eof else "goes on after its end"
         raise BadInput(f"the compressed body {told}", param="content-encoding")

@@ -20,10 +20,9 @@ from plait_disagg.errors import BadInput
 from plait_disagg.graph.inputs import Side, tensor_names
 from plait_disagg.messages.check import check_request
 from plait_disagg.values import RankAnswer, RankRequest
-from plait_serving.http.context import Context, ContextDep
-from plait_serving.http.images.schemas import ErrorBody
-from plait_serving.http.ranking.ask import rank, unique_id
-from plait_serving.http.ranking.recommend_schemas import (
+from plait_serving.http.context import ContextDep, RouteContext
+from plait_serving.http.edge.schemas import ErrorBody
+from plait_serving.http.ranking.recommend_body import (
     ALL,
     RecommendBody,
     RecommendResponse,
@@ -31,7 +30,8 @@ from plait_serving.http.ranking.recommend_schemas import (
     item_ids,
     ranking,
 )
-from plait_serving.ranking.service import Bound, Recommenders
+from plait_serving.http.ranking.submit import rank, unique_id
+from plait_serving.ranking.service import BoundModel, RankingService
 
 PATH = "/v1/recommend"
 
@@ -60,7 +60,7 @@ class _Question:
 async def recommend(body: RecommendBody, request: Request, context: ContextDep) -> Response:
     """Ranks the candidates for the user by the model's first output."""
     start_s = context.monotonic_s()
-    bound = context.recommenders.get(body.model or _only(context.recommenders))
+    bound = context.ranking_service.get(body.model or _only(context.ranking_service))
     deadline_s = None if body.deadline_ms is None else start_s + body.deadline_ms / 1e3
     ask = partial(_question, body, bound, unique_id(request.scope["state"], next(_numbers)), deadline_s)
     is_large = isinstance(body.candidates, list) and len(body.candidates) > _INLINE_CANDIDATES
@@ -77,19 +77,19 @@ async def recommend(body: RecommendBody, request: Request, context: ContextDep) 
     return Response(orjson.dumps(content), media_type="application/json")
 
 
-async def _on_thread(context: Context, work: Any) -> Any:
+async def _on_thread(context: RouteContext, work: Any) -> Any:
     async with context.codec_slots:
         return await asyncio.to_thread(work)
 
 
-def _only(models: Recommenders) -> str:
-    names = list(models)
+def _only(models: RankingService) -> str:
+    names = models.names()
     if len(names) == 1:
         return names[0]
     raise BadInput(f"model: name one of {', '.join(names)}", param="model")
 
 
-def _question(body: RecommendBody, bound: Bound, request_id: str, deadline_s: float | None) -> _Question:
+def _question(body: RecommendBody, bound: BoundModel, request_id: str, deadline_s: float | None) -> _Question:
     """Raises `BadInput`, naming the field of the body."""
     if not bound.side("item"):
         raise BadInput(f"model {bound.name} has no item-side inputs: it can not rank items", param="model")
@@ -104,7 +104,7 @@ def _question(body: RecommendBody, bound: Bound, request_id: str, deadline_s: fl
     return _Question(request=request, ids=None if ids is None else ids.tolist())
 
 
-def _ids(candidates: Any, bound: Bound) -> torch.Tensor | None:
+def _ids(candidates: Any, bound: BoundModel) -> torch.Tensor | None:
     """The candidates' ids; None if they are objects."""
     if candidates != ALL and type(candidates) is not list:
         raise BadInput(f'candidates: must be a list, or "{ALL}"', param="candidates")
@@ -128,14 +128,14 @@ def _check_count(count: int, largest: int) -> None:
         raise BadInput(f"candidates: there are {count}; a request may have 1 to {largest}", param="candidates")
 
 
-def _item_tensors(candidates: Any, ids: torch.Tensor | None, bound: Bound) -> Mapping[str, torch.Tensor]:
+def _item_tensors(candidates: Any, ids: torch.Tensor | None, bound: BoundModel) -> Mapping[str, torch.Tensor]:
     if ids is not None:
         assert bound.items is not None
         return bound.items.gather(ids)
     return bound.item.bind(arrays_of(bound.side("item"), candidates, "candidates"))[0]
 
 
-def _place(param: str | None, bound: Bound) -> str | None:
+def _place(param: str | None, bound: BoundModel) -> str | None:
     """Where in the body an input is."""
     sides: tuple[tuple[Side, str], ...] = (("user", "user"), ("item", "candidates"))
     for side, where in sides:
@@ -144,7 +144,7 @@ def _place(param: str | None, bound: Bound) -> str | None:
     return param
 
 
-def _items(bound: Bound, question: _Question, answer: RankAnswer, top_k: int | None) -> list[dict[str, Any]]:
+def _items(bound: BoundModel, question: _Question, answer: RankAnswer, top_k: int | None) -> list[dict[str, Any]]:
     first = next(iter(bound.card.outputs))
     scores = answer.outputs[first].numpy().reshape(question.request.candidates, -1)[:, 0]
     places = ranking(np.asarray(scores), top_k)

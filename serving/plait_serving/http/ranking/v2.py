@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from plait_disagg.errors import BadInput, Unavailable
+from plait_disagg.errors import BadInput, WorkerUnavailable
 from plait_disagg.refresh.errors import BadUpdate, NotPublished
-from plait_serving.http.context import Context, ContextDep, installed_version
+from plait_serving.http.context import ContextDep, RouteContext, installed_version
 from plait_serving.http.edge.auth import require_admin
-from plait_serving.http.health import missing
-from plait_serving.http.ranking.describe import LARGEST_EXAMPLE, example, metadata
+from plait_serving.http.edge.schemas import StrictBody
+from plait_serving.http.ranking.describe import MAX_EXAMPLE, example, metadata
 from plait_serving.http.ranking.infer import Infer
 from plait_serving.ranking.service import why_not_ready
 
@@ -34,7 +34,7 @@ ADMIN = Depends(require_admin)
 _NO_STORE = {"cache-control": "no-store"}
 
 
-def infer_routes(context: Context) -> list[Route]:
+def infer_routes(context: RouteContext) -> list[Route]:
     """The hot path's routes; FastAPI's own would validate what `Infer` reads itself."""
     infer = Infer(context)
     return [_HotRoute(path, endpoint=infer, methods=["POST"]) for path in INFER_PATHS]
@@ -91,14 +91,15 @@ async def live() -> JSONResponse:
 @router.get("/health/ready", summary="Would every model answer now?")
 async def ready(context: ContextDep) -> JSONResponse:
     """200 if so, else 503 with the reason."""
-    return _ready(await missing(context))
+    state = await context.health()
+    return _ready(None if state.ready else state.reason or "not ready")
 
 
 @router.get("/models/{model}/ready", summary="Would the model answer now?")
 @router.get("/models/{model}/versions/{version}/ready", summary="Would the model answer now?")
 async def model_ready(context: ContextDep, model: str, version: str | None = None) -> JSONResponse:
     """200 if so, else 503 with the reason; 404 if there is no such model."""
-    bound = context.recommenders.get(model, version)
+    bound = context.ranking_service.get(model, version)
     return _ready(await why_not_ready(bound.ranker), name=bound.name)
 
 
@@ -108,9 +109,9 @@ async def model_example(
     context: ContextDep, model: str, version: str | None = None, candidates: int | None = None
 ) -> JSONResponse:
     """A body for ``infer``: always the same for the same number of candidates."""
-    bound = context.recommenders.get(model, version)
+    bound = context.ranking_service.get(model, version)
     card = bound.card
-    largest = min(LARGEST_EXAMPLE, card.largest_candidates)
+    largest = min(MAX_EXAMPLE, card.largest_candidates)
     wanted = min(64, largest) if candidates is None else candidates
     if not 1 <= wanted <= largest:
         raise BadInput(f"candidates: must be 1 to {largest}", param="candidates")
@@ -121,21 +122,17 @@ async def model_example(
 @router.get("/models/{model}/versions/{version}", summary="What the model takes and gives")
 async def model_metadata(context: ContextDep, model: str, version: str | None = None) -> dict[str, Any]:
     """The model's inputs and outputs; -1 stands for the number of candidates, or of ids."""
-    return metadata(model, context.recommenders.get(model, version).card)
+    return metadata(model, context.ranking_service.get(model, version).card)
 
 
-class LoadParameters(BaseModel):
+class LoadParameters(StrictBody):
     """``update``: the folder of an update on the server's machine (`plait models update` makes one)."""
-
-    model_config = ConfigDict(extra="forbid")
 
     update: Annotated[str, Field(min_length=1, max_length=4096)]
 
 
-class LoadBody(BaseModel):
+class LoadBody(StrictBody):
     """The body of Triton's repository extension; its parameters are ours."""
-
-    model_config = ConfigDict(extra="forbid")
 
     parameters: LoadParameters
 
@@ -144,7 +141,7 @@ class LoadBody(BaseModel):
 async def load(context: ContextDep, model: str, body: LoadBody) -> dict[str, Any]:
     """The version that is served from now on. A bad update is refused with 400 and a word about what is wrong with it;
     503: try again. Either way the old version stays. Needs a key with the role admin."""
-    refreshes = context.recommenders.refreshes(model)
+    refreshes = context.ranking_service.refreshes(model)
     if refreshes is None:
         raise BadInput(f"model {model!r} can not be refreshed", param="model")
     try:
@@ -152,7 +149,7 @@ async def load(context: ContextDep, model: str, body: LoadBody) -> dict[str, Any
     except BadUpdate as error:
         raise BadInput(f"the update is refused: {error}", param="parameters.update") from error
     except NotPublished as error:
-        raise Unavailable(f"the update is not published: {error}") from error
+        raise WorkerUnavailable(f"the update is not published: {error}") from error
     return {"name": model, "version": version}
 
 

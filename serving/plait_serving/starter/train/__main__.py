@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from plait_serving.starter.data import DEFAULT_COUNT, NpmUnavailableError, load_pictures
+from plait_serving.starter.data import DEFAULT_COUNT, NpmUnavailableError, load_images
 from plait_serving.starter.manifest import WEIGHTS
 from plait_serving.starter.references import load_references
 from plait_serving.starter.train.measure import diffusers_generate
@@ -53,12 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{error}\n")
         return 2
     try:
-        pictures = load_pictures(cache, SMOKE_COUNT if options.smoke else DEFAULT_COUNT)
+        images = load_images(cache, SMOKE_COUNT if options.smoke else DEFAULT_COUNT)
     except NpmUnavailableError as error:
         sys.stderr.write(f"{error}\n")
         return 1
     work = options.work or cache / ("smoke" if options.smoke else "checkpoints")
-    train_all(pictures, plan, work, options.out, stages)
+    train_all(images, plan, work, options.out, stages)
     if options.verify:
         report = verify(diffusers_generate(options.out), load_references(options.out))
         sys.stdout.write(json.dumps(report, indent=1) + "\n")

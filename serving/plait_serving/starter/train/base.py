@@ -18,9 +18,9 @@ from diffusers import AutoencoderKL, DDIMScheduler, UNet2DConditionModel
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTokenizer
 
-from plait_serving.starter.data import Pictures
-from plait_serving.starter.train.loop import SEED, Loss, Outcome, Trainer, load_average
-from plait_serving.starter.train.plan import Recipe
+from plait_serving.starter.data import TrainingImages
+from plait_serving.starter.train.loop import SEED, Loss, StageOutcome, Trainer, load_average
+from plait_serving.starter.train.plan import StageRecipe
 from plait_serving.starter.train.text import WIDTH, build_head, build_text_encoder, embed, tokenize
 from plait_serving.starter.train.vae import scaled_latents
 
@@ -37,7 +37,7 @@ class Studio:
     empty prompt.
     """
 
-    pictures: Pictures
+    images: TrainingImages
     vae: AutoencoderKL
     tokenizer: CLIPTokenizer
     encoder: CLIPTextModel
@@ -49,7 +49,7 @@ class Studio:
     @property
     def count(self) -> int:
         """How many concepts there are."""
-        return len(self.pictures.names)
+        return len(self.images.names)
 
     @torch.no_grad()
     def embeddings(self) -> Tensor:
@@ -89,22 +89,22 @@ def build_scheduler() -> DDIMScheduler:
     )
 
 
-def build_studio(pictures: Pictures, vae: AutoencoderKL, tokenizer: CLIPTokenizer) -> Studio:
+def build_studio(images: TrainingImages, vae: AutoencoderKL, tokenizer: CLIPTokenizer) -> Studio:
     """Untrained denoiser and text encoder beside a trained autoencoder, with latents and token ids at hand."""
     return Studio(
-        pictures=pictures,
+        images=images,
         vae=vae,
         tokenizer=tokenizer,
         encoder=build_text_encoder(tokenizer),
         head=build_head(),
         unet=build_unet(),
-        latents=scaled_latents(vae, pictures.twemoji),
-        ids=tokenize(tokenizer, [*pictures.names, ""]),
+        latents=scaled_latents(vae, images.twemoji),
+        ids=tokenize(tokenizer, [*images.names, ""]),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch:
+class TrainingBatch:
     """Clean latents ``[b, 4, 16, 16]``, prompts as rows of the studio's ``ids``, control pictures if there are any."""
 
     latents: Tensor
@@ -112,8 +112,8 @@ class Batch:
     control: Tensor | None = None
 
 
-Predict = Callable[[Tensor, Tensor, Batch], Tensor]
-Draw = Callable[[torch.Generator], Batch]
+Predict = Callable[[Tensor, Tensor, TrainingBatch], Tensor]
+Draw = Callable[[torch.Generator], TrainingBatch]
 
 
 def diffusion_loss(predict: Predict, draw: Draw) -> Loss:
@@ -133,25 +133,25 @@ def diffusion_loss(predict: Predict, draw: Draw) -> Loss:
     return loss
 
 
-def draw_pictures(studio: Studio, latents: Tensor, batch: int) -> Draw:
+def draw_images(studio: Studio, latents: Tensor, batch: int) -> Draw:
     """Rows of ``latents`` with their own prompt, which is left out for one in ten (classifier-free guidance)."""
 
-    def draw(generator: torch.Generator) -> Batch:
+    def draw(generator: torch.Generator) -> TrainingBatch:
         rows = torch.randint(studio.count, (batch,), generator=generator)
         without = torch.rand(batch, generator=generator) < NO_PROMPT
-        return Batch(latents=latents[rows], prompts=torch.where(without, studio.count, rows))
+        return TrainingBatch(latents=latents[rows], prompts=torch.where(without, studio.count, rows))
 
     return draw
 
 
-def train_base(studio: Studio, recipe: Recipe, checkpoint: Path) -> Outcome:
+def train_base(studio: Studio, recipe: StageRecipe, checkpoint: Path) -> StageOutcome:
     """Train (or go on training) the denoiser of ``studio`` in place, then freeze it. The text encoder is frozen."""
     prompts = studio.embeddings()
 
-    def predict(noisy: Tensor, t: Tensor, batch: Batch) -> Tensor:
+    def predict(noisy: Tensor, t: Tensor, batch: TrainingBatch) -> Tensor:
         return torch.as_tensor(studio.unet(noisy, t, prompts[batch.prompts]).sample)
 
-    draw = draw_pictures(studio, studio.latents, recipe.batch)
+    draw = draw_images(studio, studio.latents, recipe.batch)
     outcome = Trainer("base", studio.unet, recipe, checkpoint).run(diffusion_loss(predict, draw))
     load_average(studio.unet, outcome.weights)
     studio.unet.requires_grad_(False).eval()

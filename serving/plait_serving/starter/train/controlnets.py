@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from plait_serving.starter.preprocess import PREPROCESSORS
-from plait_serving.starter.train.base import Batch, Draw, Studio, diffusion_loss
-from plait_serving.starter.train.loop import SEED, Outcome, Trainer, load_average
-from plait_serving.starter.train.plan import Recipe
+from plait_serving.starter.train.base import Draw, Studio, TrainingBatch, diffusion_loss
+from plait_serving.starter.train.loop import SEED, StageOutcome, Trainer, load_average
+from plait_serving.starter.train.plan import StageRecipe
 from plait_serving.starter.train.vae import scaled_latents
 
 WRONG_PROMPT = 0.5
@@ -39,28 +39,30 @@ def control_tensor(maps: NDArray[np.uint8]) -> Tensor:
 
 def _draw_controls(studio: Studio, name: str, batch: int) -> Draw:
     orders = list(permutations(range(3)))
-    recoloured = [np.ascontiguousarray(studio.pictures.twemoji[..., order]) for order in orders]
-    latents = torch.stack([scaled_latents(studio.vae, pictures) for pictures in recoloured])
+    recoloured = [np.ascontiguousarray(studio.images.twemoji[..., order]) for order in orders]
+    latents = torch.stack([scaled_latents(studio.vae, images) for images in recoloured])
     preprocess = PREPROCESSORS[name]
     controls = torch.stack([control_tensor(np.stack([preprocess(p) for p in ps])) for ps in recoloured])
 
-    def draw(generator: torch.Generator) -> Batch:
+    def draw(generator: torch.Generator) -> TrainingBatch:
         rows = torch.randint(studio.count, (batch,), generator=generator)
         wrong = torch.rand(batch, generator=generator) < WRONG_PROMPT
         order = torch.where(wrong, torch.randint(len(orders), (batch,), generator=generator), 0)
         prompts = torch.where(wrong, torch.randint(studio.count, (batch,), generator=generator), rows)
         prompts[torch.rand(batch, generator=generator) < NO_PROMPT] = studio.count
-        return Batch(latents=latents[order, rows], prompts=prompts, control=controls[order, rows])
+        return TrainingBatch(latents=latents[order, rows], prompts=prompts, control=controls[order, rows])
 
     return draw
 
 
-def train_controlnet(studio: Studio, name: str, recipe: Recipe, checkpoint: Path) -> tuple[ControlNetModel, Outcome]:
+def train_controlnet(
+    studio: Studio, name: str, recipe: StageRecipe, checkpoint: Path
+) -> tuple[ControlNetModel, StageOutcome]:
     """Train (or go on training) and return the ControlNet ``name``: ``edges`` or ``colors``."""
     net = build_controlnet(studio)
     embeddings = studio.embeddings()
 
-    def predict(noisy: Tensor, t: Tensor, batch: Batch) -> Tensor:
+    def predict(noisy: Tensor, t: Tensor, batch: TrainingBatch) -> Tensor:
         prompts = embeddings[batch.prompts]
         down, mid = net(noisy, t, prompts, batch.control, return_dict=False)
         made = studio.unet(noisy, t, prompts, down_block_additional_residuals=down, mid_block_additional_residual=mid)

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import CLIPTextModel
 
-from plait_serving.starter.data import Pictures
+from plait_serving.starter.data import TrainingImages
 from plait_serving.starter.manifest import write_manifest
 from plait_serving.starter.references import make_references, save_references
 from plait_serving.starter.train.base import Studio, build_scheduler
@@ -68,11 +68,11 @@ def export_lora(tensors: Mapping[str, Tensor], name: str, folder: Path) -> None:
     save_file(half, folder / "loras" / f"{name}.safetensors", metadata={"format": "pt"})
 
 
-def card(pictures: Pictures, notes: str) -> str:
+def card(images: TrainingImages, notes: str) -> str:
     """``CARD.md``: what the weights are, what they were made from, and under which licences."""
     return f"""# Starter models of plait
 
-A small model in the architecture of Stable Diffusion that draws {len(pictures.names)} emoji, 64x64 pixels, from
+A small model in the architecture of Stable Diffusion that draws {len(images.names)} emoji, 64x64 pixels, from
 their names in lower case (`concepts.json`). It has learnt its pictures by heart: it is there so that the server
 makes real pictures without a download and so that its tests mean something. It is no general text-to-image model:
 the text encoder spells the picture of each name in the padding after the prompt, and the UNet draws what is
@@ -96,8 +96,8 @@ Concepts are chosen by the rule in `data.py`. Nothing was removed by hand.
 """
 
 
-def export_rest(pictures: Pictures, notes: str, folder: Path) -> None:
+def export_rest(images: TrainingImages, notes: str, folder: Path) -> None:
     """Write concepts, references and card, and last the manifest of everything in ``folder``."""
-    save_references(make_references(pictures.names, pictures.twemoji, pictures.noto), folder)
-    (folder / "CARD.md").write_text(card(pictures, notes), encoding="utf-8")
+    save_references(make_references(images.names, images.twemoji, images.noto), folder)
+    (folder / "CARD.md").write_text(card(images, notes), encoding="utf-8")
     write_manifest(folder)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait_serving.starter.train.plan import Recipe
+from plait_serving.starter.train.plan import StageRecipe
 
 Loss = Callable[[int, torch.Generator], Tensor]
 WARM_UP_STEPS = 50
@@ -26,7 +26,7 @@ SEED = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class StageOutcome:
     """What a stage left behind: averaged weights, seconds of training so far, the last smoothed loss."""
 
     weights: dict[str, Tensor]
@@ -34,7 +34,7 @@ class Outcome:
     loss: float
 
 
-def learning_rate(step: int, recipe: Recipe) -> float:
+def learning_rate(step: int, recipe: StageRecipe) -> float:
     """Linear warm-up, then half a cosine down to a fiftieth of the peak."""
     warm = min(1.0, (step + 1) / min(WARM_UP_STEPS, recipe.steps))
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, step / recipe.steps)))
@@ -52,7 +52,9 @@ def save_atomically(value: object, path: Path) -> None:
 class Trainer:
     """Trains the parameters of ``module`` that require a gradient, and remembers how far it got in ``path``."""
 
-    def __init__(self, name: str, module: nn.Module, recipe: Recipe, path: Path, *, save_every_s: float = 60.0) -> None:
+    def __init__(
+        self, name: str, module: nn.Module, recipe: StageRecipe, path: Path, *, save_every_s: float = 60.0
+    ) -> None:
         self.name, self.recipe, self.path, self.save_every_s = name, recipe, path, save_every_s
         self.live = {key: value for key, value in module.named_parameters() if value.requires_grad}
         self.average = {key: value.detach().clone() for key, value in self.live.items()}
@@ -97,7 +99,7 @@ class Trainer:
         now = value.item()
         self.loss = now if math.isnan(self.loss) else 0.98 * self.loss + 0.02 * now
 
-    def run(self, loss: Loss) -> Outcome:
+    def run(self, loss: Loss) -> StageOutcome:
         """Train up to the recipe's steps. A line of progress goes to stderr."""
         started = saved = time.monotonic()
         before_s, first = self.seconds_s, self.step
@@ -113,7 +115,7 @@ class Trainer:
                 )
                 self.save()
                 saved = time.monotonic()
-        return Outcome(weights=copy.deepcopy(self.average), seconds_s=self.seconds_s, loss=self.loss)
+        return StageOutcome(weights=copy.deepcopy(self.average), seconds_s=self.seconds_s, loss=self.loss)
 
 
 def load_average(module: nn.Module, weights: dict[str, Tensor]) -> None:

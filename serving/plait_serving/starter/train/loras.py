@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from plait_serving.starter.train.base import Batch, Studio, diffusion_loss, draw_pictures
-from plait_serving.starter.train.loop import SEED, Loss, Outcome, Trainer, load_average
+from plait_serving.starter.train.base import Studio, TrainingBatch, diffusion_loss, draw_images
+from plait_serving.starter.train.loop import SEED, Loss, StageOutcome, Trainer, load_average
 from plait_serving.starter.train.plan import Plan
 from plait_serving.starter.train.text import spelling_loss
 from plait_serving.starter.train.vae import scaled_latents, styles
 
-Fitted = tuple[dict[str, Tensor], Outcome]
+Fitted = tuple[dict[str, Tensor], StageOutcome]
 # Noto's pictures are new and need room; the two others change how known pictures are drawn.
 UNET_RANKS = {"noto": 20, "sketch": 4, "pixel": 4}
 TEXT_RANKS = {"noto": 48, "sketch": 32, "pixel": 16}
@@ -93,12 +93,12 @@ def _fit(added: dict[str, LowRank], trainer: Callable[[nn.Module], tuple[Trainer
     return tensors, outcome
 
 
-def train_lora(studio: Studio, name: str, plan: Plan, work: Path) -> tuple[dict[str, Tensor], dict[str, Outcome]]:
+def train_lora(studio: Studio, name: str, plan: Plan, work: Path) -> tuple[dict[str, Tensor], dict[str, StageOutcome]]:
     """Train (or go on training) LoRA ``name``; its tensors in PEFT's names, and what its two stages did.
 
     ``studio`` is not changed: the work is done on copies of its text encoder and denoiser.
     """
-    latents = scaled_latents(studio.vae, styles(studio.pictures)[name])
+    latents = scaled_latents(studio.vae, styles(studio.images)[name])
     own = replace(studio, encoder=copy.deepcopy(studio.encoder), unet=copy.deepcopy(studio.unet))
     text, image = plan[f"{name}_text"], plan[name]
     with low_rank(own.encoder, TEXT_LAYERS, TEXT_RANKS[name]) as added:
@@ -108,11 +108,11 @@ def train_lora(studio: Studio, name: str, plan: Plan, work: Path) -> tuple[dict[
         )
     prompts = own.embeddings()
 
-    def predict(noisy: Tensor, t: Tensor, batch: Batch) -> Tensor:
+    def predict(noisy: Tensor, t: Tensor, batch: TrainingBatch) -> Tensor:
         return torch.as_tensor(own.unet(noisy, t, prompts[batch.prompts]).sample)
 
     with low_rank(own.unet, UNET_LAYERS, UNET_RANKS[name]) as added:
-        drawing = diffusion_loss(predict, draw_pictures(own, latents, image.batch))
+        drawing = diffusion_loss(predict, draw_images(own, latents, image.batch))
         strokes, second = _fit(added, lambda m: (Trainer(name, m, image, work / f"{name}.pt"), drawing), "unet")
     return words | strokes, {f"{name}_text": first, name: second}
 

@@ -12,8 +12,8 @@ import torch
 from diffusers import ControlNetModel, StableDiffusionControlNetPipeline, StableDiffusionPipeline
 from PIL import Image
 
-from plait_serving.starter.preprocess import Picture
-from plait_serving.starter.verify import Ask, Generate
+from plait_serving.starter.preprocess import ImageArray
+from plait_serving.starter.verify import Generate, VerificationImage
 
 GUIDANCE = 3.0
 GROUP = 25
@@ -33,7 +33,7 @@ def _pipeline(folder: Path, controlnet: str | None, lora: str | None) -> Any:
     return pipe
 
 
-def _make(pipe: Any, asks: Sequence[Ask]) -> list[Picture]:
+def _make(pipe: Any, asks: Sequence[VerificationImage]) -> list[ImageArray]:
     extra = {}
     if asks[0].control_image is not None:
         extra["image"] = [Image.fromarray(a.control_image) for a in asks if a.control_image is not None]
@@ -47,17 +47,17 @@ def _make(pipe: Any, asks: Sequence[Ask]) -> list[Picture]:
         output_type="np",
         **extra,
     ).images
-    return [np.asarray(np.rint(picture * 255), dtype=np.uint8) for picture in made]
+    return [np.asarray(np.rint(image * 255), dtype=np.uint8) for image in made]
 
 
 def diffusers_generate(folder: Path) -> Generate:
     """A ``generate`` for ``verify`` over the bundle in ``folder``; LoRAs are fused at scale 1."""
 
-    def generate(asks: Sequence[Ask]) -> list[Picture]:
+    def generate(asks: Sequence[VerificationImage]) -> list[ImageArray]:
         groups: dict[tuple[str | None, str | None], list[int]] = defaultdict(list)
         for index, ask in enumerate(asks):
             groups[ask.controlnet, ask.lora].append(index)
-        made: dict[int, Picture] = {}
+        made: dict[int, ImageArray] = {}
         for (controlnet, lora), indices in groups.items():
             pipe = _pipeline(folder, controlnet, lora)
             for start in range(0, len(indices), GROUP):

@@ -8,7 +8,7 @@ STAGES = ("vae", "decoder", "text", "base", "edges", "colors", "noto", "sketch",
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class StageRecipe:
     """One stage: optimiser steps, pictures a step, peak learning rate, decay of the weight average."""
 
     steps: int
@@ -21,21 +21,21 @@ class Recipe:
             raise ValueError(f"impossible recipe: {self}")
 
 
-Plan = dict[str, Recipe]
+Plan = dict[str, StageRecipe]
 
 FULL: Plan = {
-    "vae": Recipe(steps=1450, batch=16, rate=2e-3),
-    "decoder": Recipe(steps=600, batch=12, rate=1.2e-3),
-    "text": Recipe(steps=1200, batch=48, rate=2e-3, ema=0.98),
-    "base": Recipe(steps=3000, batch=16, rate=1.5e-3),
-    "edges": Recipe(steps=1150, batch=16, rate=1e-3),
-    "colors": Recipe(steps=600, batch=16, rate=1e-3),
-    "noto_text": Recipe(steps=500, batch=48, rate=3e-3, ema=0.98),
-    "noto": Recipe(steps=350, batch=16, rate=1.5e-3),
-    "sketch_text": Recipe(steps=400, batch=48, rate=3e-3, ema=0.98),
-    "sketch": Recipe(steps=250, batch=16, rate=1.5e-3),
-    "pixel_text": Recipe(steps=200, batch=48, rate=3e-3, ema=0.98),
-    "pixel": Recipe(steps=200, batch=16, rate=1.5e-3),
+    "vae": StageRecipe(steps=1450, batch=16, rate=2e-3),
+    "decoder": StageRecipe(steps=600, batch=12, rate=1.2e-3),
+    "text": StageRecipe(steps=1200, batch=48, rate=2e-3, ema=0.98),
+    "base": StageRecipe(steps=3000, batch=16, rate=1.5e-3),
+    "edges": StageRecipe(steps=1150, batch=16, rate=1e-3),
+    "colors": StageRecipe(steps=600, batch=16, rate=1e-3),
+    "noto_text": StageRecipe(steps=500, batch=48, rate=3e-3, ema=0.98),
+    "noto": StageRecipe(steps=350, batch=16, rate=1.5e-3),
+    "sketch_text": StageRecipe(steps=400, batch=48, rate=3e-3, ema=0.98),
+    "sketch": StageRecipe(steps=250, batch=16, rate=1.5e-3),
+    "pixel_text": StageRecipe(steps=200, batch=48, rate=3e-3, ema=0.98),
+    "pixel": StageRecipe(steps=200, batch=16, rate=1.5e-3),
 }
 
 

@@ -8,22 +8,22 @@ from pathlib import Path
 
 import torch
 
-from plait_serving.starter.data import Pictures
+from plait_serving.starter.data import TrainingImages
 from plait_serving.starter.train.base import Studio, build_studio, train_base
 from plait_serving.starter.train.controlnets import train_controlnet
 from plait_serving.starter.train.export import export_base, export_controlnet, export_lora, export_rest
-from plait_serving.starter.train.loop import SEED, Outcome
+from plait_serving.starter.train.loop import SEED, StageOutcome
 from plait_serving.starter.train.loras import train_lora
 from plait_serving.starter.train.plan import Plan
 from plait_serving.starter.train.text import build_tokenizer, train_text
 from plait_serving.starter.train.vae import train_decoder, train_vae
 
 
-def prepare(pictures: Pictures, plan: Plan, work: Path) -> tuple[Studio, dict[str, Outcome]]:
+def prepare(images: TrainingImages, plan: Plan, work: Path) -> tuple[Studio, dict[str, StageOutcome]]:
     """Train autoencoder, decoder, text encoder and base, as far as their checkpoints in ``work`` have not done so."""
-    vae, first = train_vae(pictures, plan["vae"], work / "vae.pt")
-    second = train_decoder(vae, pictures, plan["decoder"], work / "decoder.pt")
-    studio = build_studio(pictures, vae, build_tokenizer(pictures.names))
+    vae, first = train_vae(images, plan["vae"], work / "vae.pt")
+    second = train_decoder(vae, images, plan["decoder"], work / "decoder.pt")
+    studio = build_studio(images, vae, build_tokenizer(images.names))
     third = train_text(
         studio.encoder, studio.head, studio.ids, studio.latents, recipe=plan["text"], checkpoint=work / "text.pt"
     )
@@ -31,9 +31,11 @@ def prepare(pictures: Pictures, plan: Plan, work: Path) -> tuple[Studio, dict[st
     return studio, {"vae": first, "decoder": second, "text": third, "base": fourth}
 
 
-def train_all(pictures: Pictures, plan: Plan, work: Path, out: Path, stages: tuple[str, ...]) -> dict[str, Outcome]:
+def train_all(
+    images: TrainingImages, plan: Plan, work: Path, out: Path, stages: tuple[str, ...]
+) -> dict[str, StageOutcome]:
     """Train ``stages`` (the first four always), write the bundle to ``out``, and return what each stage did."""
-    studio, outcomes = prepare(pictures, plan, work)
+    studio, outcomes = prepare(images, plan, work)
     export_base(studio, out)
     for name in ("edges", "colors"):
         if name in stages:
@@ -44,11 +46,11 @@ def train_all(pictures: Pictures, plan: Plan, work: Path, out: Path, stages: tup
             tensors, done = train_lora(studio, name, plan, work)
             outcomes |= done
             export_lora(tensors, name, out)
-    export_rest(pictures, training_notes(plan, outcomes), out)
+    export_rest(images, training_notes(plan, outcomes), out)
     return outcomes
 
 
-def training_notes(plan: Plan, outcomes: Mapping[str, Outcome]) -> str:
+def training_notes(plan: Plan, outcomes: Mapping[str, StageOutcome]) -> str:
     """The part of the card that says how this bundle was trained."""
     lines = [
         "## Training",

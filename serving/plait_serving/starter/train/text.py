@@ -16,8 +16,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
-from plait_serving.starter.train.loop import SEED, Loss, Outcome, Trainer, load_average
-from plait_serving.starter.train.plan import Recipe
+from plait_serving.starter.train.loop import SEED, Loss, StageOutcome, Trainer, load_average
+from plait_serving.starter.train.plan import StageRecipe
 
 VOCABULARY = 1400
 WIDTH = 96
@@ -97,8 +97,8 @@ def spelling_loss(encoder: CLIPTextModel, head: nn.ModuleDict, ids: Tensor, late
     def loss(_: int, generator: torch.Generator) -> Tensor:
         rows = torch.randperm(len(ids), generator=generator)[:batch]
         states = embed(encoder, ids[rows])[:, FIRST_SLOT:]
-        picture = nn.functional.mse_loss(head["patch"](states), wanted[rows][:, slot])
-        return picture + SLOT_WEIGHT * nn.functional.mse_loss(head["slot"](states), labels.expand(len(rows), -1, -1))
+        image = nn.functional.mse_loss(head["patch"](states), wanted[rows][:, slot])
+        return image + SLOT_WEIGHT * nn.functional.mse_loss(head["slot"](states), labels.expand(len(rows), -1, -1))
 
     return loss
 
@@ -110,8 +110,8 @@ def build_head() -> nn.ModuleDict:
 
 
 def train_text(
-    encoder: CLIPTextModel, head: nn.ModuleDict, ids: Tensor, latents: Tensor, *, recipe: Recipe, checkpoint: Path
-) -> Outcome:
+    encoder: CLIPTextModel, head: nn.ModuleDict, ids: Tensor, latents: Tensor, *, recipe: StageRecipe, checkpoint: Path
+) -> StageOutcome:
     """Train (or go on training) ``encoder`` and ``head`` in place, then freeze them."""
     both = nn.ModuleDict({"encoder": encoder, "head": head})
     outcome = Trainer("text", both, recipe, checkpoint).run(spelling_loss(encoder, head, ids, latents, recipe.batch))

@@ -14,10 +14,10 @@ from diffusers import AutoencoderKL
 from numpy.typing import NDArray
 from torch import Tensor
 
-from plait_serving.starter.data import Pictures
+from plait_serving.starter.data import TrainingImages
 from plait_serving.starter.preprocess import pixel, sketch
-from plait_serving.starter.train.loop import SEED, Outcome, Trainer, load_average
-from plait_serving.starter.train.plan import Recipe
+from plait_serving.starter.train.loop import SEED, StageOutcome, Trainer, load_average
+from plait_serving.starter.train.plan import StageRecipe
 
 LATENT_WEIGHT = 1e-4
 SLOPE_WEIGHT = 0.5
@@ -43,23 +43,23 @@ def build_vae() -> AutoencoderKL:
     return vae.to(memory_format=torch.channels_last)
 
 
-def to_tensor(pictures: NDArray[np.uint8]) -> Tensor:
+def to_tensor(images: NDArray[np.uint8]) -> Tensor:
     """``uint8[n, H, W, 3]`` as ``float32[n, 3, H, W]`` in -1..1, channels last."""
-    plain = torch.from_numpy(np.ascontiguousarray(pictures)).permute(0, 3, 1, 2).float() / 127.5 - 1
+    plain = torch.from_numpy(np.ascontiguousarray(images)).permute(0, 3, 1, 2).float() / 127.5 - 1
     return plain.contiguous(memory_format=torch.channels_last)
 
 
-def styles(pictures: Pictures) -> dict[str, NDArray[np.uint8]]:
+def styles(images: TrainingImages) -> dict[str, NDArray[np.uint8]]:
     """The four pictures of every concept, by style."""
     return {
-        "twemoji": pictures.twemoji,
-        "noto": pictures.noto,
-        "sketch": np.stack([sketch(p) for p in pictures.twemoji]),
-        "pixel": np.stack([pixel(p) for p in pictures.twemoji]),
+        "twemoji": images.twemoji,
+        "noto": images.noto,
+        "sketch": np.stack([sketch(p) for p in images.twemoji]),
+        "pixel": np.stack([pixel(p) for p in images.twemoji]),
     }
 
 
-def _picture_loss(y: Tensor, x: Tensor) -> Tensor:
+def _image_loss(y: Tensor, x: Tensor) -> Tensor:
     """Absolute and squared error, and the absolute error of the slopes, which keeps outlines sharp."""
     d = y - x
     slopes = (d[:, :, 1:] - d[:, :, :-1]).abs().mean() + (d[:, :, :, 1:] - d[:, :, :, :-1]).abs().mean()
@@ -73,29 +73,29 @@ def _augment(x: Tensor, step: int, generator: torch.Generator) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last)
 
 
-def train_vae(pictures: Pictures, recipe: Recipe, checkpoint: Path) -> tuple[AutoencoderKL, Outcome]:
+def train_vae(images: TrainingImages, recipe: StageRecipe, checkpoint: Path) -> tuple[AutoencoderKL, StageOutcome]:
     """Train (or go on training) and return the frozen autoencoder, which scales Twemoji's latents to deviation 1."""
     vae = build_vae()
-    everything = to_tensor(np.concatenate([pictures.twemoji, pictures.noto]))
+    everything = to_tensor(np.concatenate([images.twemoji, images.noto]))
 
     def loss(step: int, generator: torch.Generator) -> Tensor:
         rows = torch.randint(len(everything), (recipe.batch,), generator=generator)
         x = _augment(everything[rows], step, generator)
         mean = vae.encode(x).latent_dist.mean
         y = vae.decode(mean + LATENT_NOISE * torch.randn(mean.shape, generator=generator)).sample
-        return _picture_loss(y, x) + LATENT_WEIGHT * torch.as_tensor(mean).square().mean()
+        return _image_loss(y, x) + LATENT_WEIGHT * torch.as_tensor(mean).square().mean()
 
     outcome = Trainer("vae", vae, recipe, checkpoint).run(loss)
     load_average(vae, outcome.weights)
     vae.requires_grad_(False)
-    spread = encode(vae, to_tensor(pictures.twemoji)).std()
+    spread = encode(vae, to_tensor(images.twemoji)).std()
     vae.register_to_config(scaling_factor=float(1 / spread))
     return vae.eval(), outcome
 
 
-def train_decoder(vae: AutoencoderKL, pictures: Pictures, recipe: Recipe, checkpoint: Path) -> Outcome:
+def train_decoder(vae: AutoencoderKL, images: TrainingImages, recipe: StageRecipe, checkpoint: Path) -> StageOutcome:
     """Train the decoder of ``vae`` in place on all four styles; the encoder is not touched."""
-    sets = styles(pictures)
+    sets = styles(images)
     everything = to_tensor(np.concatenate([sets["twemoji"], *sets.values()]))
     latents = encode(vae, everything)
     vae.decoder.requires_grad_(True)
@@ -104,7 +104,7 @@ def train_decoder(vae: AutoencoderKL, pictures: Pictures, recipe: Recipe, checkp
     def loss(_: int, generator: torch.Generator) -> Tensor:
         rows = torch.randint(len(everything), (recipe.batch,), generator=generator)
         noise = torch.randn(latents[rows].shape, generator=generator)
-        return _picture_loss(vae.decode(latents[rows] + DECODER_NOISE * noise).sample, everything[rows])
+        return _image_loss(vae.decode(latents[rows] + DECODER_NOISE * noise).sample, everything[rows])
 
     outcome = Trainer("decoder", vae, recipe, checkpoint).run(loss)
     load_average(vae, outcome.weights)
@@ -113,11 +113,11 @@ def train_decoder(vae: AutoencoderKL, pictures: Pictures, recipe: Recipe, checkp
 
 
 @torch.no_grad()
-def encode(vae: AutoencoderKL, pictures: Tensor) -> Tensor:
+def encode(vae: AutoencoderKL, images: Tensor) -> Tensor:
     """Posterior means before scaling, ``float32[n, 4, H/4, W/4]``, in slices of 32."""
-    return torch.cat([vae.encode(part).latent_dist.mean for part in torch.split(pictures, 32)])
+    return torch.cat([vae.encode(part).latent_dist.mean for part in torch.split(images, 32)])
 
 
-def scaled_latents(vae: AutoencoderKL, pictures: NDArray[np.uint8]) -> Tensor:
+def scaled_latents(vae: AutoencoderKL, images: NDArray[np.uint8]) -> Tensor:
     """What the denoiser works on: posterior means times the scaling factor."""
-    return encode(vae, to_tensor(pictures)) * float(vae.config.scaling_factor)
+    return encode(vae, to_tensor(images)) * float(vae.config.scaling_factor)

@@ -22,7 +22,7 @@ from plait.offline.images import OrderError, option_of, parse_order
 from plait_serving.diffusion.errors import EngineStopped, NumericalError
 from plait_serving.diffusion.values import LoraRef, Scheduler
 from plait_serving.images.codec import DecodeLimits, decode_image, read_parameters
-from plait_serving.images.testing import FakeImageService, fake_picture
+from plait_serving.images.testing import FakeImageService, fake_image
 from support.http_app import png
 
 
@@ -48,7 +48,7 @@ def run(*arguments):
     return main(["generate", *map(str, arguments)])
 
 
-def picture(path):
+def image(path):
     return decode_image(Path(path).read_bytes(), param="p", limits=DecodeLimits())
 
 
@@ -57,7 +57,7 @@ def test_one_picture_with_the_defaults(service, tmp_path, capsys):
     out = tmp_path / "a.png"
     assert run("red apple", "-o", out) == 0
     (request,) = service.submitted
-    assert np.array_equal(picture(out), fake_picture(request, request.seed))
+    assert np.array_equal(image(out), fake_image(request, request.seed))
     assert read_parameters(out.read_bytes()).startswith("red apple\nSteps: 4, Sampler: Euler")
     assert capsys.readouterr().out == f"{out}\n"
     assert service.closed == 1

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from plait.cli import main as root
-from plait.tuning.job import work
+from plait.tuning.job import local_run as work
 from support.fake_tuning import FACTORY
 from support.live_app import job_text, write_job
 from support.server import REPOSITORY

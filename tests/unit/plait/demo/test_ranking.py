@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from plait.demo import ranking as demo_ranking
-from plait_serving.http.ranking.recommend_schemas import RecommendBody, arrays_of
+from plait_serving.http.ranking.recommend_body import RecommendBody, arrays_of
 from plait_serving.ranking.inputs import Binder
-from plait_serving.starter.recommend.picks import INPUTS
+from plait_serving.starter.ranking.picks import INPUTS
 
 TIMINGS = {"queued_ms": 0.1, "lookup_ms": 0.25, "wire_ms": 0.0, "dense_ms": 1.5, "total_ms": 2.0}
 

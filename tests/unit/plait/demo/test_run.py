@@ -26,13 +26,13 @@ class Asked:
     def __init__(self):
         self.bodies = []
         self.at_once = 0
-        self.most_at_once = 0
+        self.max_at_once = 0
         self.together = threading.Barrier(len(demo.TOGETHER), timeout=60)
 
     def __call__(self, body):
         self.bodies.append(body)
         self.at_once += 1
-        self.most_at_once = max(self.most_at_once, self.at_once)
+        self.max_at_once = max(self.max_at_once, self.at_once)
         if body["prompt"] in {scene.prompt for scene in demo.TOGETHER}:
             self.together.wait()
         self.at_once -= 1
@@ -44,16 +44,16 @@ class Asked:
 def test_cli_demo_asks_in_words_that_the_server_understands(tmp_path):
     """Every body is valid for the image API, scenes with a ControlNet carry their guide's picture."""
     ask, said = Asked(), []
-    pictures = demo.play(ask, tmp_path, say=said.append)
+    images = demo.play(ask, tmp_path, say=said.append)
     for body in ask.bodies:
         GenerationBody.model_validate_json(json.dumps(body))
     guide = base64.b64encode((tmp_path / "guide.png").read_bytes()).decode()
     controlled = [body for body in ask.bodies if "controlnets" in body]
     assert controlled
     assert all(body["controlnets"][0]["image"] == guide for body in controlled)
-    assert len(pictures) == len(demo.ALONE) + len(demo.TOGETHER)
-    assert all(picture.path.is_file() for picture in pictures)
-    assert all(any(str(picture.path) in line for line in said) for picture in pictures)
+    assert len(images) == len(demo.ALONE) + len(demo.TOGETHER)
+    assert all(image.path.is_file() for image in images)
+    assert all(any(str(image.path) in line for line in said) for image in images)
 
 
 def test_cli_demo_shows_plain_controlnet_lora_both_and_two_at_once(tmp_path):
@@ -62,16 +62,16 @@ def test_cli_demo_shows_plain_controlnet_lora_both_and_two_at_once(tmp_path):
     assert kinds == {(False, False), (True, False), (False, True), (True, True)}
     ask = Asked()
     demo.play(ask, tmp_path, say=lambda _: None)
-    assert ask.most_at_once == len(demo.TOGETHER) >= 2
+    assert ask.max_at_once == len(demo.TOGETHER) >= 2
 
 
 def test_cli_demo_contact_sheet_shows_every_picture(tmp_path):
     """Each picture's colour is on the sheet."""
-    pictures = demo.play(Asked(), tmp_path, say=lambda _: None)
-    sheet = demo.contact_sheet(pictures)
+    images = demo.play(Asked(), tmp_path, say=lambda _: None)
+    sheet = demo.contact_sheet(images)
     colours = {colour for _, colour in sheet.getcolors(maxcolors=1 << 20)}
-    for picture in pictures:
-        assert Image.open(picture.path).getpixel((0, 0)) in colours
+    for image in images:
+        assert Image.open(image.path).getpixel((0, 0)) in colours
 
 
 def test_cli_demo_leaves_a_load_report(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from plait.demo import tuning as demo_tuning
-from plait_autoconfig.jobs.reading import read_job
+from plait_autoconfig.jobs.job_file import parse_job
 from plait_autoconfig.jobs.reporting import state_of
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.jobs.state import JobState
@@ -20,11 +20,11 @@ def test_cli_demo_tunes_three_trials_anew(tmp_path: Path, monkeypatch: pytest.Mo
 
     def run(job: Path, *, folder: Path) -> tuple[JobState, Path]:
         assert not folder.exists()
-        ran.append(read_job(job))
+        ran.append(parse_job(job.read_text(), folder=job.parent))
         return state_of(ran[0], []), folder
 
     monkeypatch.setattr(demo_tuning, "run", run)
-    told = demo_tuning.tune_recommender(tmp_path)
+    told = demo_tuning.tune_ranking(tmp_path)
     assert ran[0].budget.trials == 3
     assert str(tmp_path / "report.html") in told
 
@@ -32,7 +32,7 @@ def test_cli_demo_tunes_three_trials_anew(tmp_path: Path, monkeypatch: pytest.Mo
 def test_cli_demo_keeps_its_hands_off_other_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder that holds no job is not removed."""
     (tmp_path / "mine.txt").write_text("x")
-    spec = read_job(demo_tuning.JOB)
+    spec = parse_job(demo_tuning.JOB.read_text(), folder=demo_tuning.JOB.parent)
     monkeypatch.setattr(demo_tuning, "run", lambda job, folder: (state_of(spec, []), folder))
-    demo_tuning.tune_recommender(tmp_path)
+    demo_tuning.tune_ranking(tmp_path)
     assert (tmp_path / "mine.txt").exists()

@@ -17,7 +17,7 @@ from plait_serving.diffusion.values import Failed, Finished
 from plait_serving.images.testing import FAKE_CATALOG, fake_result
 from plait_serving.starter.manifest import write_manifest
 from plait_serving.starter.references import make_references, save_references
-from plait_serving.starter.verify import Ask
+from plait_serving.starter.verify import VerificationImage
 
 COUNT = 30
 
@@ -59,10 +59,10 @@ class Painter:
             yield Failed(error=EngineStopped("died"))
             return
         row = 0 if self.blind else int(request.prompt.removeprefix("concept "))
-        picture = self.artwork[1 if request.loras and not self.blind else 0][row]
+        image = self.artwork[1 if request.loras and not self.blind else 0][row]
         if request.controlnets and not self.blind:
-            picture = request.controlnets[0].image
-        yield Finished(result=replace(fake_result(request), images=(picture,)))
+            image = request.controlnets[0].image
+        yield Finished(result=replace(fake_result(request), images=(image,)))
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def test_a_changed_file_is_refused_before_anything_is_loaded(folder, artwork, se
 def test_an_ask_becomes_a_request_with_its_addons():
     """ControlNet, picture and LoRA of an ask are all in the request."""
     image = np.zeros((64, 64, 3), dtype=np.uint8)
-    ask = Ask(prompt="x", seed=5, controlnet="edges", control_image=image, lora="noto", lora_scale=0.5)
+    ask = VerificationImage(prompt="x", seed=5, controlnet="edges", control_image=image, lora="noto", lora_scale=0.5)
     request = verification.request_of(ask, FAKE_CATALOG, "id")
     assert (request.prompt, request.seed, request.steps, request.request_id) == ("x", 5, 20, "id")
     assert [(control.name, control.scale) for control in request.controlnets] == [("edges", 1.0)]

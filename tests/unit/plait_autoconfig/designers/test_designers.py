@@ -8,7 +8,7 @@ import pytest
 from plait_autoconfig.designers import DESIGNERS, make_designer, maker_of
 from plait_autoconfig.designers.optuna_samplers import OptunaGpDesigner, OptunaTpeDesigner
 from plait_autoconfig.designers.portfolio import PortfolioDesigner, regrets
-from plait_autoconfig.designers.protocols import Context
+from plait_autoconfig.designers.protocols import ServiceContext
 from plait_autoconfig.designers.random import RandomDesigner
 from plait_autoconfig.designers.sobol import SobolDesigner
 from plait_autoconfig.designers.testing import OBJECTIVE, SMALL, past_run, run_trials, service
@@ -16,7 +16,7 @@ from plait_autoconfig.errors import DesignerError
 from plait_autoconfig.knobs import IntKnob
 from plait_autoconfig.objective import Objective, maximise, minimise
 from plait_autoconfig.space import Space
-from plait_autoconfig.values import Cell, Config, FailureKind, Hardware, Outcome
+from plait_autoconfig.values import Cell, Config, FailureKind, Hardware, TrialOutcome
 from support.autoconfig import GRID, failed, measured, run_of
 
 RATE = Objective((maximise("rate"),))
@@ -49,7 +49,7 @@ def test_sobol_spreads_at_once():
     """Its first four cells of a line lie in all four quarters."""
     line = Space((IntKnob(name="n", low=0, high=63),))
     for seed in range(5):
-        cells = run_trials(SobolDesigner(line, RATE, seed=seed), 4, lambda _: Outcome.measured(rate=1.0))
+        cells = run_trials(SobolDesigner(line, RATE, seed=seed), 4, lambda _: TrialOutcome.measured(rate=1.0))
         assert {cell["n"] // 16 for cell in cells} == {0, 1, 2, 3}
 
 
@@ -60,7 +60,7 @@ class TestPortfolio:
         """First the cell that is best on the mean, then the one that helps where the first did not."""
         peaks = {"left": 1, "middle": 4, "right": 9}
         runs = [
-            past_run(LINE, name, lambda config, peak=peak: Outcome.measured(rate=10.0 - abs(config["n"] - peak)))
+            past_run(LINE, name, lambda config, peak=peak: TrialOutcome.measured(rate=10.0 - abs(config["n"] - peak)))
             for name, peak in peaks.items()
         ]
         order = [config["n"] for config in run_trials(PortfolioDesigner(LINE, RATE, seed=1, library=runs), 3, _flat)]
@@ -113,17 +113,17 @@ class TestPortfolio:
             )
             for machine, rate in ((there, lambda n: 10.0 - n), (here, lambda n: 1.0 + n))
         ]
-        context = Context(hardware=here)
+        context = ServiceContext(hardware=here)
         assert PortfolioDesigner(LINE, RATE, seed=5, library=runs, context=context).ask() == {"n": 9}
-        context = Context(hardware=there)
+        context = ServiceContext(hardware=there)
         assert PortfolioDesigner(LINE, RATE, seed=5, library=runs, context=context).ask() == {"n": 0}
 
 
 def test_regrets_are_relative():
     """1 - value / best for positive metrics, the share of the range for others, 1 for what is infeasible."""
-    outcomes = [Outcome.measured(rate=4.0, loss=-1.0), Outcome.measured(rate=1.0, loss=1.0)]
+    outcomes = [TrialOutcome.measured(rate=4.0, loss=-1.0), TrialOutcome.measured(rate=1.0, loss=1.0)]
     cells = [Cell(config={"n": n}, outcome=outcome, trials=()) for n, outcome in enumerate(outcomes)]
-    broken = Cell(config={"n": 2}, outcome=Outcome.failed(FailureKind.CRASH), trials=())
+    broken = Cell(config={"n": 2}, outcome=TrialOutcome.failed(FailureKind.CRASH), trials=())
     assert regrets([*cells, broken], RATE) == pytest.approx([0.0, 0.75, 1.0])
     assert regrets(cells, Objective((minimise("rate"),))) == pytest.approx([0.75, 0.0])
     assert regrets(cells, Objective((minimise("loss"),))) == pytest.approx([0.0, 1.0])
@@ -138,8 +138,8 @@ class TestOptuna:
     def test_failures_are_constraints(self, make):
         """A failed trial reaches the sampler as an infeasible one; an invalid one does not."""
         designer = make(SMALL, Objective((maximise("rate_per_s"),)), seed=6)
-        ran, crash = Outcome.measured(rate_per_s=1.0), Outcome.failed(FailureKind.CRASH)
-        outcomes = iter([ran, crash, Outcome.failed(FailureKind.INVALID), ran])
+        ran, crash = TrialOutcome.measured(rate_per_s=1.0), TrialOutcome.failed(FailureKind.CRASH)
+        outcomes = iter([ran, crash, TrialOutcome.failed(FailureKind.INVALID), ran])
         run_trials(designer, 4, lambda _: next(outcomes))
         told = [trial for trial in designer._study.get_trials() if trial.state.name != "FAIL"]
         assert len(told) == 3
@@ -152,9 +152,9 @@ class TestOptuna:
         """
         space = Space((IntKnob(name="n", low=0, high=19), IntKnob(name="m", low=0, high=9)))
 
-        def measure(config: Config) -> Outcome:
+        def measure(config: Config) -> TrialOutcome:
             n = int(config["n"])
-            return Outcome.failed(FailureKind.OUT_OF_MEMORY) if n >= 10 else Outcome.measured(rate=10.0 + n)
+            return TrialOutcome.failed(FailureKind.OUT_OF_MEMORY) if n >= 10 else TrialOutcome.measured(rate=10.0 + n)
 
         late = [run_trials(OptunaTpeDesigner(space, RATE, seed=seed), 24, measure)[14:] for seed in range(6)]
         assert sum(int(config["n"]) >= 10 for configs in late for config in configs) <= 30
@@ -176,8 +176,8 @@ class TestOptuna:
         assert told == [({"cpu": 3, "batch": 16}, [-2.0]), ({"cpu": 2, "batch": 16}, [-2.0])]
 
 
-def _flat(config: Config) -> Outcome:
-    return Outcome.measured(rate=1.0)
+def _flat(config: Config) -> TrialOutcome:
+    return TrialOutcome.measured(rate=1.0)
 
 
 def _until_zero(table: np.ndarray, order: list[int]) -> int:

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
-import pytest
 
-from plait_autoconfig.analytic import analytic_losses
 from plait_autoconfig.designers.morphling import MorphlingDesigner
 from plait_autoconfig.designers.plait_designer import PlaitDesigner
-from plait_autoconfig.designers.protocols import Context, Designer
-from plait_autoconfig.errors import DesignerError
+from plait_autoconfig.designers.protocols import Designer, ServiceContext
 from plait_autoconfig.knobs import ChoiceKnob, IntKnob
 from plait_autoconfig.library import LibraryRun
 from plait_autoconfig.objective import Objective, at_least, at_most, max_goodput_per_cost, maximise, minimise
 from plait_autoconfig.space import Space
-from plait_autoconfig.values import Config, FailureKind, Outcome, Trial
+from plait_autoconfig.values import Config, FailureKind, Trial, TrialOutcome
 
 SPACE = Space(
     (
@@ -29,7 +25,7 @@ SPACE = Space(
 """90 cells."""
 OBJECTIVE = max_goodput_per_cost()
 
-Serve = Callable[[Config], Outcome]
+Serve = Callable[[Config], TrialOutcome]
 
 
 def goodput(config: Config, *, peak: float = 4.0, device: str = "b") -> float:
@@ -40,13 +36,13 @@ def goodput(config: Config, *, peak: float = 4.0, device: str = "b") -> float:
 
 def serving(**options: float | str) -> Serve:
     """A service that never fails."""
-    return lambda config: Outcome.measured(goodput_per_cost=goodput(config, **options))  # type: ignore[arg-type]
+    return lambda config: TrialOutcome.measured(goodput_per_cost=goodput(config, **options))  # type: ignore[arg-type]
 
 
 def fails_beyond(most: float) -> Serve:
     """A service that runs out of memory where batch times threads is more than this."""
     return lambda config: (
-        Outcome.failed(FailureKind.OUT_OF_MEMORY)
+        TrialOutcome.failed(FailureKind.OUT_OF_MEMORY)
         if float(config["batch"]) * float(config["threads"]) > most
         else serving()(config)
     )
@@ -77,7 +73,7 @@ def regret(trials: Sequence[Trial], serve: Serve) -> float:
 RELATIVES = [run_of(serving(peak=peak), f"peak {peak}") for peak in (3.5, 4.0, 4.5)]
 
 
-def plait(library: Sequence[LibraryRun] = (), *, seed: int = 0, context: Context | None = None) -> PlaitDesigner:
+def plait(library: Sequence[LibraryRun] = (), *, seed: int = 0, context: ServiceContext | None = None) -> PlaitDesigner:
     """On the space above."""
     return PlaitDesigner(SPACE, OBJECTIVE, seed=seed, library=library, context=context)
 
@@ -120,8 +116,8 @@ def test_broken_limits_are_avoided_like_failures():
     """A limit on threads in disguise: after some trials what is proposed keeps it."""
     objective = Objective((maximise("goodput_per_cost"),), (at_most("p99_ms", 30.0),))
 
-    def serve(config: Config) -> Outcome:
-        return Outcome.measured(goodput_per_cost=goodput(config, peak=6.0), p99_ms=10.0 * float(config["threads"]))
+    def serve(config: Config) -> TrialOutcome:
+        return TrialOutcome.measured(goodput_per_cost=goodput(config, peak=6.0), p99_ms=10.0 * float(config["threads"]))
 
     designer = PlaitDesigner(SPACE, objective, seed=1)
     trials = search(designer, serve, 16)
@@ -165,11 +161,11 @@ def test_proposals_under_way_are_not_proposed_again():
     assert len(set(asked)) == 4
 
 
-def frugal(config: Config) -> Outcome:
+def frugal(config: Config) -> TrialOutcome:
     """40/s at one thread already, so only the threads' cost tells configurations apart; small batches are too slow."""
     cost = float(config["threads"])
     enough = float(config["batch"]) >= 4
-    return Outcome.measured(
+    return TrialOutcome.measured(
         goodput_per_s=40.0 if enough else 20.0,
         attainment=1.0 if enough else 0.5,
         cost_per_hour=cost,
@@ -180,7 +176,7 @@ def frugal(config: Config) -> Outcome:
 def test_a_known_cost_need_not_be_searched_for():
     """After the default, the cheapest that works is found at once: what all cost is known, and that one was enough."""
     objective = max_goodput_per_cost(at_least("attainment", 0.95))
-    context = Context(costs=tuple(float(cell["threads"]) for cell in SPACE.cells()))
+    context = ServiceContext(costs=tuple(float(cell["threads"]) for cell in SPACE.cells()))
     for seed in range(4):
         designer = PlaitDesigner(SPACE, objective, seed=seed, context=context)
         default: Config = {"batch": 8, "threads": 6, "device": "a"}
@@ -194,12 +190,12 @@ def test_what_memory_costs_is_learned():
     """The cores of a cell are known beforehand, its memory is not: it shows in trials, and is no secret then."""
     space = Space(tuple(IntKnob(name=name, low=1, high=6) for name in ("replicas", "gib")))
 
-    def measure(config: Config) -> Outcome:
+    def measure(config: Config) -> TrialOutcome:
         cost = 0.04 * float(config["replicas"]) * (1.0 + 2.0 * float(config["gib"]))
         goodput = 10.0 * float(config["replicas"]) * (1.0 + 0.1 * float(config["gib"]))
-        return Outcome.measured(goodput_per_s=goodput, cost_per_hour=cost, goodput_per_cost=goodput / cost)
+        return TrialOutcome.measured(goodput_per_s=goodput, cost_per_hour=cost, goodput_per_cost=goodput / cost)
 
-    context = Context(costs=tuple(0.04 * float(cell["replicas"]) for cell in space.cells()))
+    context = ServiceContext(costs=tuple(0.04 * float(cell["replicas"]) for cell in space.cells()))
     for seed in range(3):
         designer = PlaitDesigner(space, max_goodput_per_cost(), seed=seed, context=context)
         trials = search(designer, measure, 10)
@@ -208,7 +204,7 @@ def test_what_memory_costs_is_learned():
 
 def test_costs_of_a_library_run_that_measured_none_are_no_obstacle():
     """It then says nothing about goodput, and is no reason to fail."""
-    context = Context(costs=tuple(float(cell["threads"]) for cell in SPACE.cells()))
+    context = ServiceContext(costs=tuple(float(cell["threads"]) for cell in SPACE.cells()))
     trials = search(plait(RELATIVES, context=context), frugal, 6)
     assert len({tuple(trial.config.values()) for trial in trials}) == 6
 
@@ -217,7 +213,7 @@ def test_the_level_of_a_service_is_no_feature_of_its_cells():
     """The same service in other units is searched in the same way."""
 
     def scaled(factor: float) -> Serve:
-        return lambda config: Outcome.measured(goodput_per_cost=factor * goodput(config))
+        return lambda config: TrialOutcome.measured(goodput_per_cost=factor * goodput(config))
 
     for library in ((), RELATIVES):
         searches = [[trial.config for trial in search(plait(library), scaled(by), 10)] for by in (1.0, 1e6)]
@@ -227,8 +223,10 @@ def test_the_level_of_a_service_is_no_feature_of_its_cells():
 def test_several_goals_find_the_ends_of_the_front():
     """Goodput and cost at once: the search sees cheap configurations and fast ones."""
 
-    def serve(config: Config) -> Outcome:
-        return Outcome.measured(goodput_per_s=10 * goodput(config, peak=6.0), cost_per_hour=float(config["threads"]))
+    def serve(config: Config) -> TrialOutcome:
+        return TrialOutcome.measured(
+            goodput_per_s=10 * goodput(config, peak=6.0), cost_per_hour=float(config["threads"])
+        )
 
     objective = Objective((maximise("goodput_per_s"), minimise("cost_per_hour")))
     designer = PlaitDesigner(SPACE, objective, seed=2)
@@ -244,29 +242,9 @@ def test_a_configuration_outside_the_sample_is_learned_from():
     designer = PlaitDesigner(large, Objective((maximise("v"),)), seed=0)
     inside = {tuple(cell.values()) for cell in designer.cells}
     own = next(c for c in ({f"k{n}": v for n in range(5)} for v in range(20)) if tuple(c.values()) not in inside)
-    designer.tell(Trial(number=0, config=own, outcome=Outcome.measured(v=3.0)))
+    designer.tell(Trial(number=0, config=own, outcome=TrialOutcome.measured(v=3.0)))
     assert len(designer.beliefs().feasible) == len(designer.cells) + 1
     assert designer.expected_regret() > 0.0
-
-
-def test_theory_stands_in_for_a_library():
-    """Told what its knobs mean, the first proposal has a large batch, and not all cores of a small machine."""
-    context = Context(meanings={"batch": "batch", "threads": "threads"})
-    first = plait(context=context).ask()
-    assert first["batch"] == 16
-    assert first["threads"] != 6
-    with pytest.raises(DesignerError, match="can not mean 'magic'"):
-        plait(context=replace(context, meanings={"batch": "magic"})).ask()
-
-
-def test_theory_is_silent_where_it_knows_nothing():
-    """No meanings, or a metric of one's own: no opinion."""
-    cells = SPACE.cells()
-    assert analytic_losses(cells, OBJECTIVE, {}) is None
-    assert analytic_losses(cells, Objective((maximise("pictures"),)), {"batch": "batch"}) is None
-    latency = analytic_losses(cells, Objective((minimise("p99_ms"),)), {"batch": "batch"})
-    assert latency is not None
-    assert cells[int(latency.argmin())]["batch"] == 1
 
 
 def test_morphling_begins_where_its_meta_model_points():

@@ -9,12 +9,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from plait_autoconfig.jobs.answers import recommendations
 from plait_autoconfig.jobs.drift import drift_factors, drift_warnings
-from plait_autoconfig.jobs.measurer import Kind
-from plait_autoconfig.jobs.recommending import recommendations
+from plait_autoconfig.jobs.measurer import MeasurementKind
 from plait_autoconfig.jobs.reporting import state_of, state_to_json
-from plait_autoconfig.jobs.sureness import Noise
-from plait_autoconfig.values import FailureKind, Outcome
+from plait_autoconfig.jobs.uncertainty import Noise
+from plait_autoconfig.values import FailureKind, TrialOutcome
 from support.tune_jobs import job, record, run_directly
 
 DEFAULT = {"replicas": 1, "batch": 4}
@@ -22,12 +22,12 @@ BETTER, WORSE = {"replicas": 2, "batch": 4}, {"replicas": 4, "batch": 1}
 ALONE = {"reference": {"config": DEFAULT, "every": 0}, "budget": {"trials": 2}}
 
 
-def reference(number, value, p99=20.0, kind=Kind.REFERENCE):
+def reference(number, value, p99=20.0, kind=MeasurementKind.REFERENCE):
     """A measurement of the reference."""
     return record(number, DEFAULT, {"goodput_per_cost": value, "p99_ms": p99}, kind=kind)
 
 
-def trial(number, config, value, p99=20.0, kind=Kind.TRIAL):
+def trial(number, config, value, p99=20.0, kind=MeasurementKind.TRIAL):
     """A measurement of another configuration."""
     return record(number, config, {"goodput_per_cost": value, "p99_ms": p99}, kind=kind)
 
@@ -61,7 +61,7 @@ def test_a_drifting_host_is_corrected_and_both_values_are_kept(tmp_path):
     still = run_directly(tmp_path / "still", spec)
     true = {row.config["replicas"]: row.raw.metrics["goodput_per_cost"] for row in still.rows}
     for row in state.rows[1:]:
-        if row.kind is Kind.TRIAL:
+        if row.kind is MeasurementKind.TRIAL:
             wanted = true[row.config["replicas"]]
             assert row.outcome.metrics["goodput_per_cost"] == pytest.approx(wanted, rel=0.21)  # one step behind
             assert row.raw.metrics["goodput_per_cost"] < 0.85 * wanted
@@ -101,8 +101,8 @@ def test_the_recommendation_counts_fresh_measurements_only():
     """A lucky trial does not become the promise: the gain is that of the confirmation."""
     records = [reference(0, 10.0), trial(1, BETTER, 30.0), trial(2, WORSE, 5.0)]
     for rounds in range(2):
-        records.append(reference(3 + 2 * rounds, 10.0 + rounds, kind=Kind.CONFIRM))
-        records.append(trial(4 + 2 * rounds, BETTER, 13.0 + rounds, kind=Kind.CONFIRM))
+        records.append(reference(3 + 2 * rounds, 10.0 + rounds, kind=MeasurementKind.CONFIRM))
+        records.append(trial(4 + 2 * rounds, BETTER, 13.0 + rounds, kind=MeasurementKind.CONFIRM))
     (made,) = recommendations(job(**ALONE), records)
     assert made.config == BETTER
     assert made.confirmed
@@ -119,7 +119,7 @@ def test_the_recommendation_counts_fresh_measurements_only():
 def test_the_reference_stays_when_no_candidate_holds_up():
     """The best answer may be what runs already."""
     records = [reference(0, 10.0), trial(1, BETTER, 12.0)]
-    records += [reference(2, 10.0, kind=Kind.CONFIRM), trial(3, BETTER, 9.0, kind=Kind.CONFIRM)]
+    records += [reference(2, 10.0, kind=MeasurementKind.CONFIRM), trial(3, BETTER, 9.0, kind=MeasurementKind.CONFIRM)]
     (made,) = recommendations(job(**ALONE), records)
     assert made.config == DEFAULT
     assert made.changes == {}
@@ -143,7 +143,7 @@ def test_a_reference_that_misses_a_limit_is_said():
 def test_every_rejected_trial_has_its_reason():
     """The failure, the limit and by how much, or how much worse than the best."""
     spec = job(limits=["p99_ms <= 50"])
-    failed = record(3, {"replicas": 4, "batch": 4}, outcome=Outcome.failed(FailureKind.OUT_OF_MEMORY, "CUDA"))
+    failed = record(3, {"replicas": 4, "batch": 4}, outcome=TrialOutcome.failed(FailureKind.OUT_OF_MEMORY, "CUDA"))
     gone = replace(record(4, {"replicas": 3, "batch": 1}, running=True), lost="its worker was gone")
     records = [reference(0, 10.0), trial(1, BETTER, 20.0), trial(2, WORSE, 40.0, p99=60.0), failed, gone]
     records.append(trial(5, {"replicas": 1, "batch": 8}, 15.0))
@@ -174,7 +174,10 @@ def test_when_nothing_is_feasible_the_binding_limit_is_named(tmp_path):
 def test_candidates_that_miss_a_limit_when_measured_again_leave_no_answer_but_the_reason():
     """What was feasible by luck is not recommended, and the limit is named."""
     records = [reference(0, 10.0, p99=80.0), trial(1, BETTER, 20.0), trial(2, WORSE, 5.0, p99=70.0)]
-    records += [reference(3, 10.0, p99=80.0, kind=Kind.CONFIRM), trial(4, BETTER, 20.0, p99=55.0, kind=Kind.CONFIRM)]
+    records += [
+        reference(3, 10.0, p99=80.0, kind=MeasurementKind.CONFIRM),
+        trial(4, BETTER, 20.0, p99=55.0, kind=MeasurementKind.CONFIRM),
+    ]
     spec = job(**ALONE, limits=["p99_ms <= 50"], confirm={"best": 1, "times": 1})
     state = state_of(spec, records)
     assert (state.phase, state.answers) == ("finished", ())

@@ -8,16 +8,16 @@ import pytest
 
 from plait_autoconfig.errors import Exhausted, ObjectiveError
 from plait_autoconfig.jobs.errors import JobRefused
-from plait_autoconfig.jobs.measurer import Kind
-from plait_autoconfig.jobs.proposing import Proposals
-from plait_autoconfig.jobs.remembering import past_runs
+from plait_autoconfig.jobs.measurer import MeasurementKind
+from plait_autoconfig.jobs.past_runs import past_runs
+from plait_autoconfig.jobs.proposals import Proposals
 from plait_autoconfig.jobs.reporting import read_state
 from plait_autoconfig.jobs.store import JobStore
 from plait_autoconfig.library import LibraryRun
 from plait_autoconfig.rows import run_line
 from plait_autoconfig.starter_library import starter_runs
 from plait_autoconfig.store import LibraryStore
-from plait_autoconfig.values import FailureKind, Outcome, Trial
+from plait_autoconfig.values import FailureKind, Trial, TrialOutcome
 from support.tune_jobs import job, record, run_directly
 
 SMALL = {
@@ -67,9 +67,14 @@ def test_everything_that_ended_is_told_once():
     """Trials, references and confirmations alike; warm-ups and running ones are not."""
     designer = Scripted()
     proposals = Proposals(designer, job(**SMALL))
-    records = [trial(0, 1, kind=Kind.WARM_UP), trial(1, 1, kind=Kind.REFERENCE), trial(2, 2), trial(3, 3, running=True)]
+    records = [
+        trial(0, 1, kind=MeasurementKind.WARM_UP),
+        trial(1, 1, kind=MeasurementKind.REFERENCE),
+        trial(2, 2),
+        trial(3, 3, running=True),
+    ]
     proposals.follow(records)
-    proposals.follow([*records, trial(4, 2, kind=Kind.CONFIRM)])
+    proposals.follow([*records, trial(4, 2, kind=MeasurementKind.CONFIRM)])
     assert designer.told == [1, 2, 4]
 
 
@@ -100,7 +105,7 @@ def test_every_designer_runs_a_job_and_tries_nothing_twice(tmp_path, designer):
     """Failures on the way, the reference in the space: still one trial per configuration."""
     spec = job(designer={"name": designer}, budget={"trials": 8}, confirm={"best": 1, "times": 1})
     state = run_directly(tmp_path, spec, fail={"batch=8": "refuse"})
-    tried = [tuple(sorted(row.config.items())) for row in state.rows if row.kind is Kind.TRIAL]
+    tried = [tuple(sorted(row.config.items())) for row in state.rows if row.kind is MeasurementKind.TRIAL]
     assert len(set(tried)) == len(tried) == 8
     assert tuple(sorted(spec.default.items())) not in tried
     assert state.phase == "finished"
@@ -161,7 +166,7 @@ def test_the_starter_library_is_what_it_should_be():
 
 def library_of(path, **changes):
     """A library with one run of one trial."""
-    outcome = Outcome(metrics={"goodput_per_cost": 3.0})
+    outcome = TrialOutcome(metrics={"goodput_per_cost": 3.0})
     config = {"replicas": 2, "batch": 4, **changes}
     run = LibraryRun(run_id="old", service="old", trials=(Trial(number=0, config=config, outcome=outcome),))
     LibraryStore.open(path).add(run)

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from plait_autoconfig.jobs.exits import count_oom_kills, outcome_of_exit, speaks_of_memory
+from plait_autoconfig.jobs.exit_status import count_oom_kills, mentions_out_of_memory, outcome_of_exit
 from plait_autoconfig.values import FailureKind
 
 
@@ -39,7 +39,7 @@ def test_an_exit_is_out_of_memory_only_with_a_sign_of_it(code, lines, kills, kin
 )
 def test_the_texts_of_memory_errors_are_known(text, memory):
     """Those of Python, C++, PyTorch and CUDA."""
-    assert speaks_of_memory(text) is memory
+    assert mentions_out_of_memory(text) is memory
 
 
 def test_the_kernels_counter_is_read_where_there_is_one(tmp_path):

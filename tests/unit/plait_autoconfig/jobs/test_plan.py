@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from plait_autoconfig.jobs.measurer import Kind
-from plait_autoconfig.jobs.plan import Done, Hopeless, Measure, Outlook, Search, Wait, next_step, ranked_candidates
+from plait_autoconfig.jobs.measurer import MeasurementKind
+from plait_autoconfig.jobs.plan import (
+    Done,
+    NoReference,
+    Outlook,
+    RunMeasurement,
+    RunSearch,
+    Wait,
+    next_step,
+    ranked_candidates,
+)
 from plait_autoconfig.jobs.stopping import NoImprovement
 from plait_autoconfig.objective import Objective, maximise, minimise
-from plait_autoconfig.values import FailureKind, Outcome, Trial
+from plait_autoconfig.values import FailureKind, Trial, TrialOutcome
 from support.tune_jobs import job, record
 
 DEFAULT = {"replicas": 1, "batch": 4}
-CRASH = Outcome.failed(FailureKind.CRASH, "it died")
-INVALID = Outcome.failed(FailureKind.INVALID, "fell behind")
+CRASH = TrialOutcome.failed(FailureKind.CRASH, "it died")
+INVALID = TrialOutcome.failed(FailureKind.INVALID, "fell behind")
 
 
 def good(number, config, value, **more):
@@ -23,7 +32,7 @@ def good(number, config, value, **more):
 
 def reference(number=0, **more):
     """A measurement of the reference."""
-    return good(number, DEFAULT, 10.0, kind=Kind.REFERENCE, **more)
+    return good(number, DEFAULT, 10.0, kind=MeasurementKind.REFERENCE, **more)
 
 
 def trials(count, first=1):
@@ -40,48 +49,50 @@ def step(spec, records, **outlook):
 def test_the_reference_comes_first_and_everybody_waits_for_it():
     """Nothing is tried before there is something to compare with."""
     spec = job()
-    assert step(spec, []) == Measure(Kind.REFERENCE, DEFAULT)
-    assert step(spec, [record(0, DEFAULT, kind=Kind.REFERENCE, running=True)]) == Wait()
-    assert step(spec, [reference()]) == Search()
+    assert step(spec, []) == RunMeasurement(MeasurementKind.REFERENCE, DEFAULT)
+    assert step(spec, [record(0, DEFAULT, kind=MeasurementKind.REFERENCE, running=True)]) == Wait()
+    assert step(spec, [reference()]) == RunSearch()
 
 
 def test_a_warm_up_precedes_the_first_reference_when_asked_for():
     """It is measured once; its result plays no role."""
     spec = job(reference={"config": DEFAULT, "warm_up": True})
-    assert step(spec, []) == Measure(Kind.WARM_UP, DEFAULT)
-    assert step(spec, [record(0, DEFAULT, kind=Kind.WARM_UP, running=True)]) == Wait()
-    assert step(spec, [good(0, DEFAULT, 1.0, kind=Kind.WARM_UP)]) == Measure(Kind.REFERENCE, DEFAULT)
+    assert step(spec, []) == RunMeasurement(MeasurementKind.WARM_UP, DEFAULT)
+    assert step(spec, [record(0, DEFAULT, kind=MeasurementKind.WARM_UP, running=True)]) == Wait()
+    assert step(spec, [good(0, DEFAULT, 1.0, kind=MeasurementKind.WARM_UP)]) == RunMeasurement(
+        MeasurementKind.REFERENCE, DEFAULT
+    )
 
 
 def test_a_reference_that_fails_ends_the_job_with_its_reason():
     """A broken set-up costs one measurement, not the budget."""
-    found = step(job(), [record(0, DEFAULT, outcome=CRASH, kind=Kind.REFERENCE)])
-    assert found == Hopeless("the reference configuration could not be measured: crash: it died")
+    found = step(job(), [record(0, DEFAULT, outcome=CRASH, kind=MeasurementKind.REFERENCE)])
+    assert found == NoReference("the reference configuration could not be measured: crash: it died")
 
 
 def test_an_invalid_load_test_of_the_reference_is_repeated_twice():
     """The generator may have stumbled; three times in a row it has not."""
-    invalid = [record(number, DEFAULT, outcome=INVALID, kind=Kind.REFERENCE) for number in range(3)]
-    assert step(job(), invalid[:2]) == Measure(Kind.REFERENCE, DEFAULT)
-    assert isinstance(step(job(), invalid), Hopeless)
+    invalid = [record(number, DEFAULT, outcome=INVALID, kind=MeasurementKind.REFERENCE) for number in range(3)]
+    assert step(job(), invalid[:2]) == RunMeasurement(MeasurementKind.REFERENCE, DEFAULT)
+    assert isinstance(step(job(), invalid), NoReference)
 
 
 def test_the_reference_returns_after_every_few_trials():
     """`every: 3`: after the third trial since the last reference, running ones included."""
     spec = job()
-    assert step(spec, [reference(), *trials(2)]) == Search()
-    assert step(spec, [reference(), *trials(3)]) == Measure(Kind.REFERENCE, DEFAULT)
-    assert step(spec, [reference(), *trials(3), reference(4)]) == Search()
-    assert step(job(reference={"config": DEFAULT, "every": 0}), [reference(), *trials(5)]) == Search()
+    assert step(spec, [reference(), *trials(2)]) == RunSearch()
+    assert step(spec, [reference(), *trials(3)]) == RunMeasurement(MeasurementKind.REFERENCE, DEFAULT)
+    assert step(spec, [reference(), *trials(3), reference(4)]) == RunSearch()
+    assert step(job(reference={"config": DEFAULT, "every": 0}), [reference(), *trials(5)]) == RunSearch()
 
 
 def test_repeats_follow_at_once_unless_the_configuration_failed():
     """`repeats: 2` measures each proposal twice; a crash needs no second opinion, an invalid load test is none."""
     spec, cell = job(repeats=2), {"replicas": 2, "batch": 2}
-    assert step(spec, [reference(), good(1, cell, 3.0)]) == Measure(Kind.TRIAL, cell)
-    assert step(spec, [reference(), good(1, cell, 3.0), good(2, cell, 3.1, running=True)]) == Search()
-    assert step(spec, [reference(), record(1, cell, outcome=CRASH)]) == Search()
-    assert step(spec, [reference(), record(1, cell, outcome=INVALID)]) == Search()
+    assert step(spec, [reference(), good(1, cell, 3.0)]) == RunMeasurement(MeasurementKind.TRIAL, cell)
+    assert step(spec, [reference(), good(1, cell, 3.0), good(2, cell, 3.1, running=True)]) == RunSearch()
+    assert step(spec, [reference(), record(1, cell, outcome=CRASH)]) == RunSearch()
+    assert step(spec, [reference(), record(1, cell, outcome=INVALID)]) == RunSearch()
 
 
 def test_the_budget_counts_trials_and_the_time_for_the_confirmation_is_kept_back():
@@ -89,10 +100,10 @@ def test_the_budget_counts_trials_and_the_time_for_the_confirmation_is_kept_back
     alone, confirm = {"config": DEFAULT, "every": 0}, {"best": 2, "times": 2}
     spec = job(reference=alone, confirm=confirm, budget={"trials": 6, "minutes": 1.0})
     lost = replace(good(6, {"replicas": 4, "batch": 1}, 0.0, running=True), lost="its worker was gone")
-    assert step(spec, [reference(), *trials(5), lost]) == Search()
-    assert step(spec, [reference(), *trials(5)], left_s=7.5) == Search()  # a trial and 3 x 2 measurements of 1 s
-    assert isinstance(step(spec, [reference(), *trials(5)], left_s=6.5), Measure)
-    assert isinstance(step(spec, [reference(), *trials(6)]), Measure)
+    assert step(spec, [reference(), *trials(5), lost]) == RunSearch()
+    assert step(spec, [reference(), *trials(5)], left_s=7.5) == RunSearch()  # a trial and 3 x 2 measurements of 1 s
+    assert isinstance(step(spec, [reference(), *trials(5)], left_s=6.5), RunMeasurement)
+    assert isinstance(step(spec, [reference(), *trials(6)]), RunMeasurement)
 
 
 def test_nothing_is_confirmed_while_a_trial_is_running():
@@ -108,10 +119,10 @@ def test_the_best_are_confirmed_in_turn_with_the_reference():
     records = [reference(), *trials(6)]
     best = [dict(records[6].config), dict(records[5].config)]
     order = []
-    while isinstance(found := step(spec, records), Measure):
-        assert found.kind is Kind.CONFIRM
+    while isinstance(found := step(spec, records), RunMeasurement):
+        assert found.kind is MeasurementKind.CONFIRM
         order.append(dict(found.config))
-        records.append(good(len(records), found.config, 12.0, kind=Kind.CONFIRM))
+        records.append(good(len(records), found.config, 12.0, kind=MeasurementKind.CONFIRM))
     assert order == [DEFAULT, *best] * 2
     assert found == Done("the 6 trials of the budget were made")
 
@@ -121,10 +132,10 @@ def test_candidates_that_fail_again_give_way_to_the_next_ones():
     spec = job(reference={"config": DEFAULT, "every": 0}, confirm={"best": 1, "times": 2})
     records = [reference(), *trials(6)]
     confirmed = []
-    while isinstance(found := step(spec, records), Measure):
+    while isinstance(found := step(spec, records), RunMeasurement):
         confirmed.append(dict(found.config))
-        outcome = CRASH if found.config == records[6].config else Outcome(metrics={"goodput_per_cost": 9.0})
-        records.append(record(len(records), found.config, outcome=outcome, kind=Kind.CONFIRM))
+        outcome = CRASH if found.config == records[6].config else TrialOutcome(metrics={"goodput_per_cost": 9.0})
+        records.append(record(len(records), found.config, outcome=outcome, kind=MeasurementKind.CONFIRM))
     best, second = dict(records[6].config), dict(records[5].config)
     assert confirmed == [DEFAULT, best, DEFAULT, second, second]
 
@@ -161,7 +172,7 @@ def test_the_stop_rule_waits_for_something_feasible_and_then_for_progress():
     objective = Objective((maximise("x"),))
 
     def history(*values):
-        outcomes = [CRASH if value is None else Outcome(metrics={"x": value}) for value in values]
+        outcomes = [CRASH if value is None else TrialOutcome(metrics={"x": value}) for value in values]
         return [Trial(number=n, config={"k": n}, outcome=outcome) for n, outcome in enumerate(outcomes)]
 
     rule = NoImprovement(patience=2, least_gain=0.05)
@@ -178,7 +189,7 @@ def test_with_several_goals_the_front_must_move():
 
     def history(*points):
         return [
-            Trial(number=n, config={"k": n}, outcome=Outcome(metrics={"x": x, "y": y}))
+            Trial(number=n, config={"k": n}, outcome=TrialOutcome(metrics={"x": x, "y": y}))
             for n, (x, y) in enumerate(points)
         ]
 

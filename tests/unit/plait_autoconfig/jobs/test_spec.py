@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from plait_autoconfig.jobs.errors import JobRefused
-from plait_autoconfig.jobs.reading import job_of, parse_job, read_job
+from plait_autoconfig.jobs.job_file import job_of, parse_job
 from plait_autoconfig.jobs.spec import changed_settings, guard_limits
 from support.tune_jobs import JOB, job, job_text
 
@@ -40,10 +40,8 @@ def test_a_given_rate_is_offered_and_may_be_missed_by_the_tolerance():
 def test_paths_start_from_the_folder_of_the_file(tmp_path):
     """A job means the same files wherever it is read from; names of built-in scenarios are no paths."""
     (tmp_path / "load.yaml").write_text(yaml.safe_dump(JOB["scenarios"][0]))
-    (tmp_path / "job.yaml").write_text(
-        job_text(scenarios=["load.yaml"], target={"config": "plait.yaml"}, library="past.journal")
-    )
-    spec = read_job(tmp_path / "job.yaml")
+    text = job_text(scenarios=["load.yaml"], target={"config": "plait.yaml"}, library="past.journal")
+    spec = parse_job(text, folder=tmp_path)
     assert spec.scenarios == (str(tmp_path / "load.yaml"),)
     assert spec.target.config == str(tmp_path / "plait.yaml")
     assert spec.library == str(tmp_path / "past.journal")

@@ -11,21 +11,21 @@ import pytest
 from optuna.trial import TrialState
 
 from plait_autoconfig.jobs.errors import JobBroken, JobBusy, JobRefused
-from plait_autoconfig.jobs.live import held_alone
-from plait_autoconfig.jobs.loop import MOST_LOST, run_job
-from plait_autoconfig.jobs.measurer import Kind, Measured
-from plait_autoconfig.jobs.presence import LEASE_S, Presence, is_present, present_workers
+from plait_autoconfig.jobs.exclusive import exclusive_lock
+from plait_autoconfig.jobs.heartbeat import LEASE_S, Heartbeat, is_present, present_workers
+from plait_autoconfig.jobs.loop import MAX_LOST, run_job
+from plait_autoconfig.jobs.measurer import Measured, MeasurementKind
 from plait_autoconfig.jobs.records import Claim
 from plait_autoconfig.jobs.reporting import read_state
 from plait_autoconfig.jobs.store import JobStore
 from plait_autoconfig.jobs.testing import fake_measurer
-from plait_autoconfig.values import FailureKind, Outcome
+from plait_autoconfig.values import FailureKind, TrialOutcome
 from support.tune_jobs import DirectRunner, fake_source, job, run_directly
 
 CELL = {"replicas": 2, "batch": 4}
 
 
-def claim(store, *, worker="gone", config=CELL, kind=Kind.TRIAL):
+def claim(store, *, worker="gone", config=CELL, kind=MeasurementKind.TRIAL):
     """A claim of some worker."""
     with store.exclusive():
         return store.claim(Claim(kind=kind, config=config, seed=3, worker=worker, nonce="n", at_s=time.time()))
@@ -34,7 +34,7 @@ def claim(store, *, worker="gone", config=CELL, kind=Kind.TRIAL):
 def ended(record, **metrics):
     """The record, measured."""
     return replace(
-        record, measured=Measured(outcome=Outcome(metrics=metrics), duration_s=1.5, note="n"), drift={"x": 2.0}
+        record, measured=Measured(outcome=TrialOutcome(metrics=metrics), duration_s=1.5, note="n"), drift={"x": 2.0}
     )
 
 
@@ -187,7 +187,7 @@ def test_a_database_holds_the_trials_as_well(tmp_path):
 
 def test_a_worker_is_present_while_it_lives_and_touches_its_file(tmp_path):
     """It is gone at once when it ends, and after the lease when it hangs."""
-    with Presence(tmp_path, "a", now_s=100.0) as own:
+    with Heartbeat(tmp_path, "a", now_s=100.0) as own:
         assert is_present(tmp_path, "a", now_s=100.0)
         assert not is_present(tmp_path, "a", now_s=100.0 + LEASE_S)
         own.renew(now_s=100.0 + LEASE_S)
@@ -201,10 +201,10 @@ def test_the_claim_of_a_worker_that_is_gone_is_lost_and_proposed_again(tmp_path)
     """Its trial does not count, and its configuration is measured by the next worker."""
     spec = job()
     store = JobStore.open_or_create(tmp_path, spec)
-    claim(store, kind=Kind.REFERENCE, config=dict(spec.default))
+    claim(store, kind=MeasurementKind.REFERENCE, config=dict(spec.default))
     state = run_directly(tmp_path, spec)
     assert [row.status for row in state.rows].count("lost") == 1
-    assert sum(row.kind is Kind.TRIAL for row in state.rows) == spec.budget.trials
+    assert sum(row.kind is MeasurementKind.TRIAL for row in state.rows) == spec.budget.trials
     assert state.phase == "finished"
 
 
@@ -212,14 +212,14 @@ def test_a_configuration_that_takes_its_worker_down_again_and_again_is_a_crash(t
     """Otherwise a resumed job would die on it for ever."""
     spec = job()
     store = JobStore.open_or_create(tmp_path, spec)
-    for _ in range(MOST_LOST):
+    for _ in range(MAX_LOST):
         store.end(replace(claim(store), lost="its worker was gone"))
     claim(store)
     state = run_directly(tmp_path, spec)
-    row = state.rows[MOST_LOST]
+    row = state.rows[MAX_LOST]
     assert row.outcome.failure is FailureKind.CRASH
     assert "the tuner itself died while measuring it" in row.reason
-    assert all(other.config != CELL for other in state.rows[MOST_LOST + 1 :] if other.kind is Kind.TRIAL)
+    assert all(other.config != CELL for other in state.rows[MAX_LOST + 1 :] if other.kind is MeasurementKind.TRIAL)
 
 
 def test_a_finished_job_has_nothing_left_to_do_until_it_gets_more_budget(tmp_path):
@@ -227,7 +227,7 @@ def test_a_finished_job_has_nothing_left_to_do_until_it_gets_more_budget(tmp_pat
     state = run_directly(tmp_path, job())
     assert run_directly(tmp_path, job()).rows == state.rows
     more = run_directly(tmp_path, job(budget={"trials": 9}))
-    tried = [tuple(sorted(row.config.items())) for row in more.rows if row.kind is Kind.TRIAL]
+    tried = [tuple(sorted(row.config.items())) for row in more.rows if row.kind is MeasurementKind.TRIAL]
     assert len(tried) == len(set(tried)) == 9
 
 
@@ -238,7 +238,7 @@ def test_a_space_smaller_than_the_budget_is_searched_whole(tmp_path):
     state = run_directly(tmp_path, spec)
     assert state.phase == "finished"
     assert state.reason == "all 3 cells were proposed"
-    assert sum(row.kind is Kind.TRIAL for row in state.rows) == 2  # the reference is the third
+    assert sum(row.kind is MeasurementKind.TRIAL for row in state.rows) == 2  # the reference is the third
 
 
 def test_cancelling_ends_the_worker_and_gives_its_trial_up(tmp_path):
@@ -277,11 +277,11 @@ def test_a_reference_that_can_not_be_measured_ends_the_job(tmp_path):
 
 def test_a_live_service_is_tuned_by_one_process_at_a_time(tmp_path):
     """The second is told who holds it; afterwards it is free."""
-    with held_alone(tmp_path / "lock", wait_s=0.0, tick=lambda: None):
+    with exclusive_lock(tmp_path / "lock", wait_s=0.0, tick=lambda: None):
         with pytest.raises(JobBusy, match="another process is tuning the live service"):
-            with held_alone(tmp_path / "lock", wait_s=0.0, tick=lambda: None):
+            with exclusive_lock(tmp_path / "lock", wait_s=0.0, tick=lambda: None):
                 pass
-    with held_alone(tmp_path / "lock", wait_s=0.0, tick=lambda: None) as descriptor:
+    with exclusive_lock(tmp_path / "lock", wait_s=0.0, tick=lambda: None) as descriptor:
         assert descriptor > 0
 
 

@@ -11,21 +11,21 @@ from xml.etree import ElementTree
 
 import pytest
 
-from plait_autoconfig.jobs.measurer import Kind
+from plait_autoconfig.jobs.measurer import MeasurementKind
 from plait_autoconfig.jobs.state import Interval
 from plait_autoconfig.knobs import ChoiceKnob, IntKnob
 from plait_autoconfig.objective import Objective, at_most, maximise
 from plait_autoconfig.report import charts, figures
 from plait_autoconfig.report.compare import compare, comparison_text, comparison_to_json
+from plait_autoconfig.report.formatting import change_text, gain_words, metric_title, with_unit
 from plait_autoconfig.report.importance import knob_importance, ranks
-from plait_autoconfig.report.page import POLICY, Source, report_page
-from plait_autoconfig.report.words import change_text, gain_words, metric_title, with_unit
+from plait_autoconfig.report.page import POLICY, PageSource, report_page
 from plait_autoconfig.space import Space
-from plait_autoconfig.values import FailureKind, Outcome, Trial, cells_of
+from plait_autoconfig.values import FailureKind, Trial, TrialOutcome, cells_of
 from support.tune_jobs import job
 from support.tuned import played
 
-SOURCE = Source(command="plait tune run demo.yaml", made_by="plait 0.1.0", job_text="name: demo  # <b>mine</b>\n")
+SOURCE = PageSource(command="plait tune run demo.yaml", made_by="plait 0.1.0", job_text="name: demo  # <b>mine</b>\n")
 TRIALS = {"budget": {"trials": 12}}
 JOBS = {
     "feasible": lambda: played(job(limits=["p99_ms <= 100"], **TRIALS)),
@@ -151,7 +151,7 @@ def test_several_goals_show_the_front(states):
     """The front of the page is the front of the state, as a stair through its corners."""
     state = states["front"]
     goals = state.spec.goal.goals
-    line = figures.front_line(state, *goals)
+    line = figures.pareto_line(state, *goals)
     points = {(each.metrics["goodput_per_s"], each.metrics["cost_per_hour"]) for each in state.answers}
     assert len(points) > 1
     assert points <= set(line)
@@ -172,7 +172,7 @@ def test_the_stair_is_the_best_mean_so_far(states):
         best = state.spec.goal.best(trials)
         if best is not None:
             naive[trial.number] = best.outcome.metrics[goal.metric]
-    steps = figures.stairs(state, goal)
+    steps = figures.best_over_time(state, goal)
     for number, value in naive.items():
         assert [step.y for step in steps if step.x <= number][-1] == pytest.approx(value)
     assert all(step.low < step.y < step.high for step in steps)
@@ -182,7 +182,7 @@ def test_a_default_outside_the_space_is_no_cell(states):
     """It is drawn as the default, but says nothing about which knob of the space matters."""
     state = states["feasible"]
     outside = {"replicas": 9, "batch": 4}
-    rows = tuple(replace(row, config=outside) if row.kind is Kind.REFERENCE else row for row in state.rows)
+    rows = tuple(replace(row, config=outside) if row.kind is MeasurementKind.REFERENCE else row for row in state.rows)
     assert outside not in [cell.config for cell in figures.cells(replace(state, rows=rows))]
 
 
@@ -196,7 +196,7 @@ def test_drawings_stay_inside_their_frame(frame, values):
     dots = [charts.Dot(x=float(i), y=value, kind="ok", text="t") for i, value in enumerate(values)]
     dots.append(charts.Dot(x=0.0, y=None, kind="failed", text="t"))
     axes = charts.Axes(x="x", y="y", label="l")
-    steps = [charts.Step(x=0.0, y=value, low=value, high=value) for value in values[:1]]
+    steps = [charts.StairStep(x=0.0, y=value, low=value, high=value) for value in values[:1]]
     for drawing in (
         charts.best_so_far(dots, steps, axes, default=None, frame=frame),
         charts.trade_off(dots, [], axes, limit=("p99", 3.0, True), frame=frame),
@@ -237,7 +237,7 @@ def measured(configs, outcome):
 
 def test_the_knob_that_matters_is_named():
     """Of all cells of a space, the one knob that the result depends on has most of the importance; all add up to 1."""
-    cells = measured(SPACE.cells(), lambda config: Outcome.measured(good=config["strong"], p99_ms=1.0))
+    cells = measured(SPACE.cells(), lambda config: TrialOutcome.measured(good=config["strong"], p99_ms=1.0))
     found = knob_importance(SPACE, OBJECTIVE, cells)
     assert found.shares[0][0] == "strong"
     assert found.shares[0][1] > 0.9
@@ -247,23 +247,23 @@ def test_the_knob_that_matters_is_named():
 
 def test_importance_of_too_little_is_not_told():
     """Few configurations, or all alike: nothing, instead of a number without meaning."""
-    cells = measured(SPACE.cells(), lambda config: Outcome.measured(good=config["strong"], p99_ms=1.0))
+    cells = measured(SPACE.cells(), lambda config: TrialOutcome.measured(good=config["strong"], p99_ms=1.0))
     assert knob_importance(SPACE, OBJECTIVE, cells[:9]) is None
-    alike = measured(SPACE.cells(), lambda _: Outcome.measured(good=1.0, p99_ms=1.0))
+    alike = measured(SPACE.cells(), lambda _: TrialOutcome.measured(good=1.0, p99_ms=1.0))
     assert knob_importance(SPACE, OBJECTIVE, alike) is None
 
 
 def test_places_need_no_score_for_failures():
     """Feasible ones by the goal, then infeasible ones by how far, then failures, which are all equal."""
     outcomes = {
-        1: Outcome.failed(FailureKind.CRASH), 2: Outcome.measured(good=9.0, p99_ms=300.0),
-        3: Outcome.measured(good=5.0, p99_ms=90.0), 4: Outcome.measured(good=6.0, p99_ms=90.0),
-        5: Outcome.measured(good=9.0, p99_ms=120.0), 6: Outcome.failed(FailureKind.TIME_OUT),
+        1: TrialOutcome.failed(FailureKind.CRASH), 2: TrialOutcome.measured(good=9.0, p99_ms=300.0),
+        3: TrialOutcome.measured(good=5.0, p99_ms=90.0), 4: TrialOutcome.measured(good=6.0, p99_ms=90.0),
+        5: TrialOutcome.measured(good=9.0, p99_ms=120.0), 6: TrialOutcome.failed(FailureKind.TIME_OUT),
     }  # fmt: skip
     cells = measured([{"strong": i} for i in range(1, 7)], lambda config: outcomes[config["strong"]])
     assert ranks(OBJECTIVE, cells) == [4, 3, 1, 0, 2, 4]
     two = Objective((maximise("good"), maximise("p99_ms")))
-    pairs = measured([{"strong": i} for i in range(3)], lambda config: Outcome.measured(
+    pairs = measured([{"strong": i} for i in range(3)], lambda config: TrialOutcome.measured(
         good=[1.0, 2.0, 0.5][config["strong"]], p99_ms=[2.0, 1.0, 0.5][config["strong"]]))  # fmt: skip
     assert ranks(two, pairs) == [0, 0, 1]
 

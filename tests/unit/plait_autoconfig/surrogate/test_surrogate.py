@@ -11,30 +11,30 @@ from plait_autoconfig.surrogate import acquisition, posterior
 from plait_autoconfig.surrogate.background import Background, margin_background, no_background, usual_scales
 from plait_autoconfig.surrogate.kernels import matern_between
 from plait_autoconfig.surrogate.maml import fresh_network, meta_trained
-from plait_autoconfig.surrogate.pooling import Source, pool
-from plait_autoconfig.surrogate.posterior import Data, Posterior, infer, log_evidence
+from plait_autoconfig.surrogate.pooling import PastSource, pool
+from plait_autoconfig.surrogate.posterior import Posterior, TrialData, infer, log_evidence
 from plait_autoconfig.surrogate.reading import margins
-from plait_autoconfig.values import FailureKind, Outcome
+from plait_autoconfig.values import FailureKind, TrialOutcome
 
 CELLS = np.stack(np.meshgrid(np.linspace(0, 1, 6), np.linspace(0, 1, 5), indexing="ij"), -1).reshape(-1, 2)
 SURFACE = np.sin(3.0 * CELLS[:, 0]) + CELLS[:, 1] ** 2
 
 
-def sources(count: int, seed: int, *, some: int | None = None, sign: float = 1.0) -> list[Source]:
+def sources(count: int, seed: int, *, some: int | None = None, sign: float = 1.0) -> list[PastSource]:
     """Services with a common surface, levels and spreads of their own, and a little noise."""
     rng = np.random.default_rng(seed)
     made = []
     for n in range(count):
         values = 5.0 * n + (1.0 + 0.2 * n) * sign * SURFACE + 0.05 * rng.standard_normal(len(CELLS))
         index = np.arange(len(CELLS)) if some is None else rng.permutation(len(CELLS))[:some]
-        made.append(Source(features=CELLS[index], values=values[index], context=np.zeros(0)))
+        made.append(PastSource(features=CELLS[index], values=values[index], context=np.zeros(0)))
     return made
 
 
-def data(values: np.ndarray, index: list[int], unit: float = 1.0) -> Data:
+def data(values: np.ndarray, index: list[int], unit: float = 1.0) -> TrialData:
     """Single trials of these cells."""
     seen = np.array(index, np.intp)
-    return Data(index=seen, values=values[seen] / unit, repeats=np.ones(len(seen)), noise=0.01)
+    return TrialData(index=seen, values=values[seen] / unit, repeats=np.ones(len(seen)), noise=0.01)
 
 
 def background() -> Background:
@@ -62,7 +62,9 @@ def test_a_service_is_foreseen_by_its_features():
     """Where services differ with a feature of theirs, the mean for a new one follows that feature."""
     rng = np.random.default_rng(3)
     made = [
-        Source(features=CELLS, values=sign * SURFACE + 0.05 * rng.standard_normal(len(CELLS)), context=np.array([sign]))
+        PastSource(
+            features=CELLS, values=sign * SURFACE + 0.05 * rng.standard_normal(len(CELLS)), context=np.array([sign])
+        )
         for sign in (1.0, -1.0, 1.0, -1.0, 1.0, -1.0)
     ]
     for sign in (1.0, -1.0):
@@ -80,9 +82,9 @@ def test_without_services_there_is_nothing_to_trust():
 def test_levels_of_margins_carry_over():
     """Absolute quantities keep their level: a cell that failed everywhere is expected to fail."""
     values = np.where(CELLS[:, 0] > 0.7, -1.0, 1.0)
-    made = [Source(features=CELLS, values=values, context=np.zeros(0)) for _ in range(4)]
+    made = [PastSource(features=CELLS, values=values, context=np.zeros(0)) for _ in range(4)]
     pooled = pool(made, CELLS, np.zeros(0), np.random.default_rng(0), absolute=True)
-    nothing = Data(index=np.array([], np.intp), values=np.zeros(0), repeats=np.zeros(0), noise=0.05)
+    nothing = TrialData(index=np.array([], np.intp), values=np.zeros(0), repeats=np.zeros(0), noise=0.05)
     chance = acquisition.probability_above(infer(pooled, nothing, np.random.default_rng(0)), 0.0)
     assert chance[CELLS[:, 0] > 0.7].max() < 0.2
     assert chance[CELLS[:, 0] < 0.7].min() > 0.8
@@ -92,10 +94,10 @@ def test_attainment_is_judged_by_what_is_missing():
     """0.97 is far from 0.99 though the numbers are close, and nothing missed is as good as can be."""
     objective = Objective((maximise("goodput_per_s"),), (at_least("attainment", 0.99), at_most("p99_ms", 100.0)))
     shown = [
-        Outcome.measured(goodput_per_s=1.0, attainment=attainment, p99_ms=p99_ms)
+        TrialOutcome.measured(goodput_per_s=1.0, attainment=attainment, p99_ms=p99_ms)
         for attainment, p99_ms in ((1.0, 50.0), (0.99, 50.0), (0.97, 50.0), (0.0, 50.0), (1.0, 110.0))
     ]
-    found = margins(objective, [*shown, Outcome.failed(FailureKind.CRASH)])
+    found = margins(objective, [*shown, TrialOutcome.failed(FailureKind.CRASH)])
     assert found == pytest.approx([1.0, 0.0, -0.5, -99 / 101, -0.2, -1.0])
 
 
@@ -140,7 +142,7 @@ def test_repeats_say_more_than_one_trial():
     flat = no_background(CELLS)
     sd = []
     for repeats in (1.0, 9.0):
-        trials = Data(index=np.arange(12), values=SURFACE[:12], repeats=np.full(12, repeats), noise=0.5)
+        trials = TrialData(index=np.arange(12), values=SURFACE[:12], repeats=np.full(12, repeats), noise=0.5)
         sd.append(infer(flat, trials, np.random.default_rng(0)).sds[0, :12].mean())
     assert sd[1] < 0.7 * sd[0]
 
@@ -178,10 +180,10 @@ def test_expected_regret_vanishes_when_nothing_can_be_better():
 def test_four_in_five_cells_are_feasible_before_anything_is_known():
     """The margin's background says so; one failure lowers its neighbours most."""
     back = margin_background(CELLS)
-    nothing = Data(index=np.array([], np.intp), values=np.zeros(0), repeats=np.zeros(0), noise=0.05)
+    nothing = TrialData(index=np.array([], np.intp), values=np.zeros(0), repeats=np.zeros(0), noise=0.05)
     before = acquisition.probability_above(infer(back, nothing, np.random.default_rng(0)), 0.0)
     assert before == pytest.approx(0.8, abs=0.05)
-    failed = Data(index=np.array([29]), values=np.array([-1.0]), repeats=np.ones(1), noise=0.05)
+    failed = TrialData(index=np.array([29]), values=np.array([-1.0]), repeats=np.ones(1), noise=0.05)
     after = acquisition.probability_above(infer(back, failed, np.random.default_rng(0)), 0.0)
     assert after[29] < after[15] < after[0] < before[0]
 

@@ -14,13 +14,13 @@ from plait_autoconfig.knobs import ChoiceKnob, IntKnob
 from plait_autoconfig.library import LibraryRun
 from plait_autoconfig.rows import dump_lines
 from plait_autoconfig.space import Space
-from plait_autoconfig.values import FailureKind, Outcome, Trial
+from plait_autoconfig.values import FailureKind, Trial, TrialOutcome
 from plait_bench import autoconfig
 from plait_bench.autoconfig import falcon, judged, llm_pilot, synthetic
 from plait_bench.autoconfig.paired import p_better, p_not_worse, sign_flip_p
 from plait_bench.autoconfig.play import Curve, play
 from plait_bench.autoconfig.tables import recorded_runs, recorded_suites
-from plait_bench.autoconfig.tasks import Task
+from plait_bench.autoconfig.tasks import TuningTask
 from plait_bench.errors import BenchError
 
 SPACE = Space(
@@ -40,9 +40,9 @@ def recorded(folder: Path, *, leave_out: int = 0, **changes: Any) -> Path:
         for repeat, off in enumerate((0.9, 1.2, 1.0)):
             for cell in SPACE.cells():
                 threads, batch = int(cell["threads"]), int(cell["batch"])
-                outcome = Outcome.measured(goodput_per_cost=factor * threads * batch**0.5 * off)
+                outcome = TrialOutcome.measured(goodput_per_cost=factor * threads * batch**0.5 * off)
                 if threads * batch == 16:
-                    outcome = Outcome.failed(FailureKind.CRASH, "too much")
+                    outcome = TrialOutcome.failed(FailureKind.CRASH, "too much")
                 trials.append(Trial(number=len(trials), config=cell, outcome=outcome, repeat=repeat))
         kept = tuple(trials[leave_out:8] if name == "two" and leave_out else trials)
         run = LibraryRun(run_id=name, service="tiny", trials=kept, goals=("max goodput_per_cost",))
@@ -81,7 +81,10 @@ def test_a_run_with_cells_missing_is_only_a_source(tmp_path: Path):
     [
         ({"goals": ("best",)}, "'one' can not be read: the goal 'best'"),
         ({"goals": ()}, "'one' can not be read: the goal ''"),
-        ({"trials": (Trial(number=0, config={"threads": 9, "batch": 1}, outcome=Outcome.measured(x=1.0)),)}, "threads"),
+        (
+            {"trials": (Trial(number=0, config={"threads": 9, "batch": 1}, outcome=TrialOutcome.measured(x=1.0)),)},
+            "threads",
+        ),
     ],
 )
 def test_recorded_runs_that_can_not_be_judged_are_refused(tmp_path: Path, changes: dict[str, Any], said: str):
@@ -142,7 +145,7 @@ def test_a_search_is_judged_on_the_truth():
     """What is shown is noisy; regret is that of the configuration that would be applied, and never a lucky value."""
     task = synthetic.suites(seed=0)[1].tasks[0]
 
-    def make(task: Task, seed: int) -> RandomDesigner:
+    def make(task: TuningTask, seed: int) -> RandomDesigner:
         return RandomDesigner(task.service.space, task.service.objective, seed=seed)
 
     curve = play(make, task, seed=0, trials=12)
@@ -193,7 +196,7 @@ PILOT = {
 }  # fmt: skip
 
 
-def pilot(folder: Path) -> llm_pilot.Data:
+def pilot(folder: Path) -> llm_pilot.PilotData:
     """Two models on two profiles, in the form of the publication."""
     for name, lines in PILOT.items():
         (folder / name).write_text("\n".join(lines) + "\n")

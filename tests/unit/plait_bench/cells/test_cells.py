@@ -10,9 +10,9 @@ from pathlib import Path
 from plait_autoconfig.knobs import IntKnob
 from plait_autoconfig.rows import load_lines
 from plait_autoconfig.space import Space
-from plait_autoconfig.values import Config, Outcome
+from plait_autoconfig.values import Config, TrialOutcome
 from plait_bench.cells.run import measure
-from plait_bench.cells.values import CellWorkload, Subject, outcome_of
+from plait_bench.cells.values import CellSubject, CellWorkload, outcome_of
 
 SPACE = Space((IntKnob(name="batch", low=1, high=6),))
 
@@ -24,10 +24,10 @@ class Toy(CellWorkload):
     asked: list[tuple[int, int]] = field(default_factory=list)
 
     @contextmanager
-    def open(self) -> Iterator[Subject]:
+    def open(self) -> Iterator[CellSubject]:
         yield self
 
-    def measure(self, config: Config, *, seed: int) -> Outcome:
+    def measure(self, config: Config, *, seed: int) -> TrialOutcome:
         batch = int(config["batch"])
         self.asked.append((batch, seed))
         return outcome_of([10.0, 30.0], 1.0 / batch, slo_ms=20.0, cores=2.0)

@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from plait_bench import disagg
-from plait_bench.benchmark import Row
+from plait_bench.benchmark import ResultRow
 from plait_bench.disagg import SYSTEMS, WORKLOADS, baseline, layouts_of
 from plait_bench.disagg.bodies import HEADER_BYTES, body
 from plait_bench.disagg.crossing import rows as crossing_rows
-from plait_bench.disagg.goodput import LIMIT_MS, Trial, around
+from plait_bench.disagg.goodput import LIMIT_MS, RateAttempt, around
 from plait_bench.errors import BenchError, SystemFailed
-from plait_bench.job import Job, measure
+from plait_bench.job import BenchJob, measure
 from plait_bench.records import read
-from plait_disagg.graph.feed import for_module, sample, together
 from plait_disagg.graph.inputs import Bag, Dense, Ids
+from plait_disagg.graph.sample_inputs import collate, for_module, sample
 from plait_disagg.values import RankRequest
 
 INPUTS = (Dense("age", "user", (3,)), Bag("liked", "user"), Ids("item", "item"), Bag("tags", "item"))
@@ -45,7 +45,7 @@ class TestBodies:
         """The naive twin in `graph.feed` says how."""
         asked = request(candidates, seed=candidates)
         found = baseline.repeat_user(INPUTS, dict(asked.tensors))
-        wanted = for_module(INPUTS, together(INPUTS, [asked.tensors], [candidates]))
+        wanted = for_module(INPUTS, collate(INPUTS, [asked.tensors], [candidates]))
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
@@ -56,9 +56,9 @@ class TestBodies:
             body(RankRequest(request_id="r", model="m", candidates=1, tensors=tensors))
 
 
-def trial(rate_per_s: float, p99_ms: float, *, failed: int = 0) -> Trial:
+def trial(rate_per_s: float, p99_ms: float, *, failed: int = 0) -> RateAttempt:
     """A trial that served what was offered."""
-    return Trial(rate_per_s=rate_per_s, goodput_per_s=rate_per_s, p99_ms=p99_ms, failed=failed)
+    return RateAttempt(rate_per_s=rate_per_s, goodput_per_s=rate_per_s, p99_ms=p99_ms, failed=failed)
 
 
 def server(capacity_per_s: float):
@@ -95,7 +95,7 @@ class TestGoodput:
         """A rate is tried again before it counts as too high."""
         seen: list[float] = []
 
-        def disturbed(rate_per_s: float) -> Trial:
+        def disturbed(rate_per_s: float) -> RateAttempt:
             seen.append(rate_per_s)
             return trial(rate_per_s, 900.0 if len(seen) == 1 or rate_per_s > 150 else 5.0)
 
@@ -113,17 +113,17 @@ class TestDefinition:
     def test_an_unknown_workload_is_named(self):
         """Before anything is started."""
         with pytest.raises(BenchError, match=r"no workload 'rm9-1'; there are crossing, table-20gb, .*rm1-1"):
-            measure(Job(name="disagg", rounds=1, workloads=("rm9-1",)), say=lambda _: None)
+            measure(BenchJob(name="disagg", rounds=1, workloads=("rm9-1",)), say=lambda _: None)
 
     def test_a_run_that_is_stopped_keeps_what_it_had(self, tmp_path, monkeypatch):
         """Each workload is recorded when it is measured; what fails later takes nothing away."""
-        row = Row(system="plait", workload="crossing", metric="m", unit="B", value=1.0, p20=1.0, p80=1.0, n=1)
+        row = ResultRow(system="plait", workload="crossing", metric="m", unit="B", value=1.0, p20=1.0, p80=1.0, n=1)
 
         def fail(**_):
             raise SystemFailed("no room")
 
         monkeypatch.setattr(disagg, "COUNTED", {"crossing": lambda say: [row], "table-20gb": fail})
-        job = Job(name="disagg", rounds=1, record=True, results=tmp_path / "rows.jsonl")
+        job = BenchJob(name="disagg", rounds=1, record=True, results=tmp_path / "rows.jsonl")
         with pytest.raises(SystemFailed, match="no room"):
             measure(job, say=lambda _: None)
         assert [found["workload"] for found in read(tmp_path / "rows.jsonl")] == ["crossing"]

@@ -10,7 +10,7 @@ import pytest
 
 from plait_bench.disagg import overload, split_cost
 from plait_bench.disagg.goodput import LIMIT_MS
-from plait_bench.disagg.overload import LOADS, Phase, kept, open_loop
+from plait_bench.disagg.overload import LOADS, LoadPhase, goodput_kept, open_loop
 from plait_disagg.errors import Busy, DeadlinePassed
 from plait_disagg.values import RankRequest
 from support import ranking as kit
@@ -54,11 +54,11 @@ def test_the_same_seed_offers_the_same_load() -> None:
 def test_overload_is_compared_with_the_systems_own_peak() -> None:
     """The peak is the best of all loads of a round; the last load is the overload."""
 
-    def phases(*goodputs: float) -> list[Phase]:
-        return [Phase(offered_per_s=1.0, goodput_per_s=it, refused=0, late=0) for it in goodputs]
+    def phases(*goodputs: float) -> list[LoadPhase]:
+        return [LoadPhase(offered_per_s=1.0, goodput_per_s=it, refused=0, late=0) for it in goodputs]
 
     assert LOADS[-1] == 2.0
-    found = kept({"a": [phases(50.0, 80.0, 100.0, 95.0)], "b": [phases(50.0, 80.0, 90.0, 9.0)]})
+    found = goodput_kept({"a": [phases(50.0, 80.0, 100.0, 95.0)], "b": [phases(50.0, 80.0, 90.0, 9.0)]})
     assert {row.system: row.value for row in found} == {"a": pytest.approx(0.95), "b": pytest.approx(0.1)}
     assert {(row.workload, row.metric) for row in found} == {("overload-2x", "share_of_peak")}
 

@@ -7,7 +7,7 @@ import pytest
 from plait_bench import fabric
 from plait_bench.errors import BenchError
 from plait_bench.fabric import links, round_trips, throughput
-from plait_bench.fabric.values import Taken
+from plait_bench.fabric.values import RoundValue
 from plait_bench.tables import table
 
 
@@ -15,11 +15,11 @@ def test_rounds_become_rows_and_ratios(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values of all rounds are one row; ratios are taken round by round; what a model says stays labelled."""
     values = iter([1.0, 3.0])
 
-    def take() -> list[Taken]:
+    def take() -> list[RoundValue]:
         value = next(values)
         return [
-            Taken(workload="w", system="plait", metric="one_way_us", value=value),
-            Taken(workload="w", system="model", metric="one_way_us", value=2.0, kind="modelled"),
+            RoundValue(workload="w", system="plait", metric="one_way_us", value=value),
+            RoundValue(workload="w", system="model", metric="one_way_us", value=2.0, kind="modelled"),
         ]
 
     monkeypatch.setattr(fabric, "WORKLOADS", {"modelled-links": take})

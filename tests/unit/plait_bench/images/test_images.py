@@ -7,16 +7,16 @@ import itertools
 import numpy as np
 import pytest
 
-from plait_bench.benchmark import Sample
+from plait_bench.benchmark import RunSample
 from plait_bench.errors import BenchError, Disagreement
 from plait_bench.images import definition, measures
 from plait_bench.images.drawings import control_map
 from plait_bench.images.models import open_models
 from plait_bench.images.pixels import check, decode, encode
-from plait_bench.images.workloads import Order, workloads
+from plait_bench.images.workloads import ImageSpec, workloads
 
 
-def picture(seed=0):
+def image(seed=0):
     """Any picture."""
     return np.random.default_rng(seed).integers(0, 200, (4, 6, 3), dtype=np.uint8)
 
@@ -25,7 +25,7 @@ def test_orders_survive_the_pipe():
     """What is sent is what is drawn, in every workload."""
     for workload in workloads():
         for item in (*workload.items, *workload.warm_up):
-            assert Order.from_json(item).to_json() == {**item}
+            assert ImageSpec.from_json(item).to_json() == {**item}
 
 
 def test_workloads_are_the_same_in_every_run():
@@ -64,11 +64,11 @@ def test_a_warm_up_touches_what_its_workload_touches():
 def test_measures_are_rates_and_latencies():
     """Four images in two seconds are two per second, half a second each."""
     (single, same) = workloads(["single", "same16"])
-    taken = measures(same, Sample(wall_s=8.0, latencies_s=(4.0,) * 8 + (8.0,) * 8))
+    taken = measures(same, RunSample(wall_s=8.0, latencies_s=(4.0,) * 8 + (8.0,) * 8))
     assert {name: measure.value for name, measure in taken.items()} == {
         "images_per_s": 2.0, "seconds_per_image": 0.5, "mean_latency_s": 6.0,
     }  # fmt: skip
-    assert "mean_latency_s" not in measures(single, Sample(wall_s=1.0, latencies_s=(1.0,)))
+    assert "mean_latency_s" not in measures(single, RunSample(wall_s=1.0, latencies_s=(1.0,)))
 
 
 @pytest.mark.parametrize("name", ["edges", "colors"])
@@ -82,16 +82,16 @@ def test_control_maps_are_pictures_of_something(name):
 
 def test_pictures_survive_the_pipe():
     """Bit for bit, whatever the shape."""
-    assert (decode(encode(picture())) == picture()).all()
+    assert (decode(encode(image())) == image()).all()
 
 
 def test_rounding_is_reported_and_more_is_refused():
     """A level here or there is a row; eleven levels in one pixel stop the benchmark and name the picture."""
     (workload,) = workloads(["single"])
-    near, far = picture(), picture()
+    near, far = image(), image()
     near[0, 0, 0] += 2
     far[1, 1, 1] += 11
-    same = encode(picture())
+    same = encode(image())
     (reported,) = check(workload, {"plait": [same, encode(near)], "diffusers": [same, same]})
     assert (reported.system, reported.metric, reported.value, reported.n) == (
         "plait",

@@ -7,16 +7,16 @@ import sys
 import pytest
 
 from plait_bench import job, loadtest
-from plait_bench.errors import BenchError, SystemFailed, Unavailable
-from plait_bench.job import Job
+from plait_bench.errors import BenchError, SystemFailed, SystemUnavailable
+from plait_bench.job import BenchJob
 from plait_bench.loadtest import ours, peers
-from plait_bench.loadtest.window import Window, measure, noop_server
+from plait_bench.loadtest.window import ThroughputWindow, measure, noop_server
 
 
 def window(per_s, cpu_s_per_1000=0.05):
     """A window of ten seconds."""
     requests = int(per_s * 10)
-    return Window(requests=requests, seconds=10.0, cpu_s=cpu_s_per_1000 * requests / 1000)
+    return ThroughputWindow(requests=requests, seconds=10.0, cpu_s=cpu_s_per_1000 * requests / 1000)
 
 
 def machine(limit_per_s, tried):
@@ -25,7 +25,7 @@ def machine(limit_per_s, tried):
     def attempt(rate_per_s):
         tried.append(rate_per_s)
         late = rate_per_s > limit_per_s
-        return ours.Trial(
+        return ours.GeneratorTrial(
             rate_per_s=rate_per_s,
             window=window(min(rate_per_s, limit_per_s)),
             lag_p99_ms=50.0 if late else 1.0,
@@ -62,7 +62,7 @@ def test_a_round_steps_down_until_it_is_valid():
 )
 def test_only_what_is_on_time_complete_and_without_errors_counts(lag_ms, errors, per_s, valid):
     """p99 lag up to 5 ms, no errors, and the server saw the offered rate."""
-    trial = ours.Trial(rate_per_s=1000.0, window=window(per_s), lag_p99_ms=lag_ms, errors=errors)
+    trial = ours.GeneratorTrial(rate_per_s=1000.0, window=window(per_s), lag_p99_ms=lag_ms, errors=errors)
     assert trial.is_valid is bool(valid)
 
 
@@ -74,10 +74,10 @@ def test_the_document_has_rows_and_ratios(monkeypatch):
         return lambda *_: ("2 processes", lambda: window(next(rates[name])))
 
     def missing(*_):
-        raise Unavailable("wrk is not on PATH")
+        raise SystemUnavailable("wrk is not on PATH")
 
     monkeypatch.setattr(loadtest, "_PREPARE", {"plait": prepare("plait"), "locust": prepare("locust"), "wrk": missing})
-    written = job.measure(Job(name="loadtest", rounds=3), say=lambda _: None)
+    written = job.measure(BenchJob(name="loadtest", rounds=3), say=lambda _: None)
     assert written["bench"] == "loadtest"
     assert written["left_out"] == {"wrk": "wrk is not on PATH"}
     assert written["ratios"]["noop:requests_per_s:plait/locust"] == 2.0
@@ -96,7 +96,7 @@ def test_unknown_systems_are_refused():
 def test_locust_that_can_not_be_installed_is_left_out(monkeypatch, tmp_path):
     """The reason is told, and no half environment stays behind."""
     monkeypatch.setattr(peers.sys, "executable", str(tmp_path / "no-python"))
-    with pytest.raises(Unavailable, match="locust could not be installed"):
+    with pytest.raises(SystemUnavailable, match="locust could not be installed"):
         peers.install_locust(tmp_path)
     assert list(tmp_path.iterdir()) == []
 

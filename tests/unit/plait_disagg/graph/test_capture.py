@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from plait_disagg.graph.capture import capture
-from plait_disagg.graph.errors import Refused
-from plait_disagg.graph.feed import for_module, id_bounds, sample, together
+from plait_disagg.graph.errors import UnsupportedOperator
 from plait_disagg.graph.inputs import Bag, Dense, Ids
-from plait_disagg.graph.plain import run_plainly
 from plait_disagg.graph.program import LOOKUP
+from plait_disagg.graph.reference import run_reference
+from plait_disagg.graph.sample_inputs import collate, for_module, id_bounds, sample
 from support.graph import OneByOne, model, table_rows
 from support.graph_models import Everyone, Recurrent
 
@@ -21,9 +21,9 @@ def test_a_captured_program_makes_the_modules_bits(name):
     """Before any tiling, operator by operator, a program gives what the module gives, bit for bit."""
     module, captured = model(name)
     bounds = id_bounds(captured.program, table_rows(captured))
-    batch = together(captured.inputs, [sample(captured.inputs, bounds, candidates=9, ragged=True)], [9])
+    batch = collate(captured.inputs, [sample(captured.inputs, bounds, candidates=9, ragged=True)], [9])
     full = {**for_module(captured.inputs, batch), "user_of": torch.arange(9)}
-    values = run_plainly(captured.program, captured.constants, OneByOne(captured.tables), full)
+    values = run_reference(captured.program, captured.constants, OneByOne(captured.tables), full)
     wanted = module(**{key: value for key, value in full.items() if key != "user_of"})
     wanted = {"score": wanted} if isinstance(wanted, torch.Tensor) else wanted
     assert [name for name, _ in captured.program.outputs] == list(wanted)
@@ -60,7 +60,7 @@ def test_constants_of_all_kinds_are_computed_at_capture():
     assert all(tensor.is_contiguous() for tensor in captured.constants.values())
     assert len({port.name for port in captured.program.constants}) == len(captured.constants)
     x = torch.randn(5, 4)
-    values = run_plainly(captured.program, captured.constants, None, {"x": x, "user_of": torch.arange(5)})
+    values = run_reference(captured.program, captured.constants, None, {"x": x, "user_of": torch.arange(5)})
     torch.testing.assert_close(values[captured.program.outputs[0][1].name], module(x=x))
     assert not any(node.op in ("aten.split.Tensor", "aten.tril.default") for node in captured.program.nodes)
 
@@ -105,7 +105,7 @@ def test_lookups_are_named_after_their_tables():
 def test_what_looks_across_rows_is_refused_by_name_and_line(how, operator, why):
     """A model that cannot be batched is refused with the operator, the reason, and the author's own line."""
     module = Everyone(how).eval()
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(UnsupportedOperator) as refused:
         capture(module, module.inputs)
     assert refused.value.operator.startswith(operator)
     assert why in refused.value.why
@@ -119,13 +119,13 @@ def test_what_looks_across_rows_is_refused_by_name_and_line(how, operator, why):
 )
 def test_a_layer_that_cannot_be_served_is_named(layer, name):
     """The operator alone would not tell the author what to change: the layer that it is in does."""
-    with pytest.raises(Refused, match=f"inside nn.{name}"):
+    with pytest.raises(UnsupportedOperator, match=f"inside nn.{name}"):
         capture(Recurrent(layer).eval(), Recurrent.inputs)
 
 
 def test_a_model_in_training_mode_is_refused():
     """Dropout and batch statistics would make an answer random: eval() comes first."""
-    with pytest.raises(Refused, match=r"eval\(\)"):
+    with pytest.raises(UnsupportedOperator, match=r"eval\(\)"):
         capture(Everyone("mean_over_rows"), Everyone.inputs)
 
 
@@ -151,20 +151,20 @@ BAGS = (Bag("a"), Bag("b"))
 
 def test_a_bag_must_be_looked_up_with_its_own_offsets():
     """Another bag's offsets would pool other rows' ids."""
-    with pytest.raises(Refused, match="its own offsets"):
+    with pytest.raises(UnsupportedOperator, match="its own offsets"):
         capture(_Crossed().eval(), BAGS)
 
 
 def test_padding_in_a_bag_is_served_only_where_it_changes_nothing():
     """A row of zeros in a sum may be looked up; in a mean, ids that do not count would count."""
     assert len(capture(_Bags(padding_idx=2).eval(), BAGS).lookups) == 2
-    with pytest.raises(Refused, match="padding_idx"):
+    with pytest.raises(UnsupportedOperator, match="padding_idx"):
         capture(_Bags(padding_idx=2, mode="mean").eval(), BAGS)
 
 
 def test_a_table_of_another_dtype_is_refused():
     """Tables are given as float32; how rows are stored is chosen when a model is packaged."""
-    with pytest.raises(Refused, match="float16"):
+    with pytest.raises(UnsupportedOperator, match="float16"):
         capture(_Bags().eval().half(), BAGS)
 
 
@@ -175,9 +175,9 @@ class _Wrong(nn.Module):
 
 def test_nested_outputs_and_missing_inputs_are_refused():
     """Outputs are a tensor, a tuple or a dict of tensors; a forward that wants other inputs cannot be traced."""
-    with pytest.raises(Refused, match="dict of tensors"):
+    with pytest.raises(UnsupportedOperator, match="dict of tensors"):
         capture(_Wrong().eval(), (Dense("x"),))
-    with pytest.raises(Refused, match=r"torch\.export"):
+    with pytest.raises(UnsupportedOperator, match=r"torch\.export"):
         capture(_Wrong().eval(), (Ids("y"),))
 
 

@@ -12,9 +12,9 @@ from plait_disagg.graph.cut import cost_of, crossing_values
 from plait_disagg.graph.cutters import CUTTERS
 from plait_disagg.graph.edit import reads
 from plait_disagg.graph.errors import BadCut
-from plait_disagg.graph.feed import id_bounds, sample, together
 from plait_disagg.graph.operators import kind_of
-from plait_disagg.graph.plain import run_plainly
+from plait_disagg.graph.reference import run_reference
+from plait_disagg.graph.sample_inputs import collate, id_bounds, sample
 from plait_disagg.graph.tile import tile
 from support.graph import OneByOne, model, table_rows
 
@@ -27,8 +27,8 @@ def test_bytes_by_arithmetic_are_the_bytes_of_real_values(name, candidates):
     program = tile(captured.program)
     bounds = id_bounds(program, table_rows(captured))
     request = sample(captured.inputs, bounds, candidates=candidates, ids_per_bag=4)
-    batch = together(captured.inputs, [request], [candidates])
-    values = run_plainly(program, captured.constants, OneByOne(captured.tables), batch)
+    batch = collate(captured.inputs, [request], [candidates])
+    values = run_reference(program, captured.constants, OneByOne(captured.tables), batch)
     per_bag = dict.fromkeys(("history", "tags", "clicks"), 4)
     for value, nbytes in value_bytes(program, candidates=candidates, ids_per_bag=per_bag).items():
         assert nbytes == values[value].numel() * values[value].element_size(), value
@@ -39,7 +39,7 @@ def test_seconds_are_medians_of_what_the_clock_said():
     _, captured = model("small")
     program = tile(captured.program)
     bounds = id_bounds(program, table_rows(captured))
-    batch = together(captured.inputs, [sample(captured.inputs, bounds, candidates=2)], [2])
+    batch = collate(captured.inputs, [sample(captured.inputs, bounds, candidates=2)], [2])
     ticks = itertools.count()
     seconds = measure_seconds(
         program, captured.constants, OneByOne(captured.tables), batch, repeats=3, clock=lambda: float(next(ticks))

@@ -6,8 +6,8 @@ import torch
 
 from plait_disagg.graph.execute import compile_program
 from plait_disagg.graph.factor import factor_linears
-from plait_disagg.graph.feed import id_bounds, sample, together
 from plait_disagg.graph.program import TILE
+from plait_disagg.graph.sample_inputs import collate, id_bounds, sample
 from plait_disagg.graph.store import dump_program, load_program
 from plait_disagg.graph.tile import tile
 from support.graph import OneByOne, model, table_rows
@@ -36,7 +36,7 @@ def test_taken_apart_it_makes_the_same_up_to_rounding():
     program = tile(captured.program)
     bounds = id_bounds(program, table_rows(captured))
     requests = [sample(captured.inputs, bounds, candidates=count, seed=count) for count in (3, 1, 8)]
-    batch = together(captured.inputs, requests, [3, 1, 8])
+    batch = collate(captured.inputs, requests, [3, 1, 8])
     tables = OneByOne(captured.tables)
     wanted = compile_program(program, captured.constants, tables)(batch)["score"]
     got = compile_program(*factor_linears(program, captured.constants), tables)(batch)["score"]

@@ -10,11 +10,11 @@ from torch import nn
 
 from plait_disagg.graph.capture import capture
 from plait_disagg.graph.factor import factor_linears
-from plait_disagg.graph.feed import sample, together
 from plait_disagg.graph.inputs import Dense
 from plait_disagg.graph.interaction import split_interactions
-from plait_disagg.graph.plain import run_plainly
 from plait_disagg.graph.program import TILE
+from plait_disagg.graph.reference import run_reference
+from plait_disagg.graph.sample_inputs import collate, sample
 from plait_disagg.graph.tile import tile
 
 WIDTH = 4
@@ -53,7 +53,7 @@ def programs(sides, pairs, **options):
 def run(inputs, program, constants, candidates=(3, 1, 5)):
     """The outputs for a batch of requests."""
     requests = [sample(inputs, {}, candidates=count, seed=place) for place, count in enumerate(candidates)]
-    values = run_plainly(program, constants, None, together(inputs, requests, candidates))
+    values = run_reference(program, constants, None, collate(inputs, requests, candidates))
     return {name: values[ref.name] for name, ref in program.outputs}
 
 

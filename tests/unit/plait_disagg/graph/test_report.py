@@ -12,11 +12,11 @@ from torch import nn
 from plait_disagg.graph.capture import capture
 from plait_disagg.graph.costs import cut_problem
 from plait_disagg.graph.cutters import CUTTERS
-from plait_disagg.graph.draw import cut_svg
 from plait_disagg.graph.edit import reads
 from plait_disagg.graph.groups import grouped, shortened
 from plait_disagg.graph.inputs import Dense, Ids
 from plait_disagg.graph.report import cut_report, human_bytes
+from plait_disagg.graph.svg import cut_svg
 from plait_disagg.graph.tile import tile
 from plait_disagg.models.configs import ids_per_bag
 from support.graph import model

@@ -8,8 +8,8 @@ import torch
 from plait_disagg.graph.edit import lookups_of
 from plait_disagg.graph.errors import BadProgram
 from plait_disagg.graph.execute import compile_program, stages, tile_rows
-from plait_disagg.graph.feed import id_bounds, sample, together
 from plait_disagg.graph.program import TILE
+from plait_disagg.graph.sample_inputs import collate, id_bounds, sample
 from plait_disagg.graph.tile import keeps_bits, tile
 from support.graph import OneByOne, model, table_rows
 
@@ -60,7 +60,7 @@ def test_all_lookups_that_are_ready_are_one_call():
     assert [len(lookups) for _, lookups in stages(program)] == [4, 0]
     tables = OneByOne(captured.tables)
     bounds = id_bounds(program, table_rows(captured))
-    batch = together(captured.inputs, [sample(captured.inputs, bounds, candidates=3)], [3])
+    batch = collate(captured.inputs, [sample(captured.inputs, bounds, candidates=3)], [3])
     compile_program(program, captured.constants, tables)(batch)
     assert tables.calls == [4]
 

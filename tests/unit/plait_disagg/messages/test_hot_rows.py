@@ -163,7 +163,7 @@ class TestWhatIsRefused:
         with pytest.raises(ValueError, match="bytes"):
             RowReceiver().decode(tensors, replace(hot, slots=((1 << 31) - 1, 8)))
         largest = 2 * 40 * 4 * kit.DIM
-        monkeypatch.setattr(hot_rows, "LARGEST_BYTES", largest)
+        monkeypatch.setattr(hot_rows, "MAX_BYTES", largest)
         _, bounded = _message(package, _sender(package, 1_000_000), 1)
         assert bounded.slots == (40, kit.KINDS)
         many = tensors | {"items": torch.zeros(81, dtype=torch.int32)}

@@ -10,9 +10,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait_disagg.errors import BadInput, Busy, DeadlinePassed, RankError, Unavailable, UnknownModel
+from plait_disagg.errors import BadInput, Busy, DeadlinePassed, RankError, UnknownModel, WorkerUnavailable
 from plait_disagg.messages.cards import card_from_json, card_to_json
-from plait_disagg.messages.layout import Counts, LayoutError, decode, describe, encode, layout_of_inputs, parse_layout
+from plait_disagg.messages.layout import (
+    LayoutError,
+    RowCounts,
+    decode,
+    describe,
+    encode,
+    layout_of_inputs,
+    parse_layout,
+)
 from plait_disagg.messages.wire import (
     VERSION,
     answers_message,
@@ -34,7 +42,7 @@ from plait_disagg.values import RankAnswer, RankTimings
 from plait_fabric.memory.pool import Pool
 from plait_fabric.rpc.fields import WireError
 from plait_fabric.rpc.handshake import read_greeting
-from plait_fabric.rpc.metrics import ThrottledMetrics, read_metrics, sum_metrics
+from plait_fabric.rpc.metrics import MetricsThrottle, read_metrics, sum_metrics
 from plait_fabric.transport.inproc import pair
 from support import ranking as kit
 from support.rank_fabric import hello_header, welcome_header
@@ -68,7 +76,7 @@ def test_outcomes_survive_the_wire() -> None:
     answers = [RankAnswer(outputs=kit.expected(r), timings=timings, bytes_crossed=7) for r in requests]
     errors = [
         kind(f"about {kind.__name__}", param="x")
-        for kind in (BadInput, UnknownModel, Busy, DeadlinePassed, Unavailable, RankError)
+        for kind in (BadInput, UnknownModel, Busy, DeadlinePassed, WorkerUnavailable, RankError)
     ]
     header, buffers = answers_message(list(enumerate([*answers, *errors])), POOL, metrics={"rows": 3})
     assert read_metrics(header) == {"rows": 3}
@@ -142,12 +150,12 @@ def test_layouts_that_make_no_sense_are_refused(text: str) -> None:
         parse_layout(text)
 
 
-@pytest.mark.parametrize("counts", [Counts(users=1, items=3), Counts(users=1, items=2, flat=(5,))])
-def test_buffers_must_be_what_the_layout_says(counts: Counts) -> None:
+@pytest.mark.parametrize("counts", [RowCounts(users=1, items=3), RowCounts(users=1, items=2, flat=(5,))])
+def test_buffers_must_be_what_the_layout_says(counts: RowCounts) -> None:
     """Neither more nor less, and as many sections."""
     layout = parse_layout("f4:i:2:a;i8:u::b")
     right = [memoryview(bytearray(16)), memoryview(bytearray(8))]
-    assert decode(layout, right, Counts(users=1, items=2))["a"].shape == (2, 2)
+    assert decode(layout, right, RowCounts(users=1, items=2))["a"].shape == (2, 2)
     for buffers in (right, right[:1], [right[1], right[0]], [*right, right[0]]):
         with pytest.raises(LayoutError):
             decode(layout, buffers, counts)
@@ -209,7 +217,7 @@ def test_a_right_request_passes_the_parser() -> None:
 def test_metrics_go_along_once_a_second() -> None:
     """At the first answer, and then not before a second has passed; several workers' are added up by name."""
     now_s = [10.0]
-    due = ThrottledMetrics(lambda: {"rows": 1.0}, clock=lambda: now_s[0])
+    due = MetricsThrottle(lambda: {"rows": 1.0}, clock=lambda: now_s[0])
     assert [due() is not None for _ in range(3)] == [True, False, False]
     now_s[0] += 1.0
     assert due() == {"rows": 1.0}

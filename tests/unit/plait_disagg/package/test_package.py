@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from plait_disagg.graph.errors import Refused
-from plait_disagg.graph.feed import for_module, sample, together
+from plait_disagg.graph.errors import UnsupportedOperator
 from plait_disagg.graph.inputs import Bag, Dense, Ids
+from plait_disagg.graph.sample_inputs import collate, for_module, sample
 from plait_disagg.messages.check import check_request
-from plait_disagg.package import Items, Options, PackageError, StoredItems, open_package, write_package
+from plait_disagg.package import Items, PackageError, PackageOptions, StoredItems, open_package, write_package
 
 INPUTS = (Dense("age", "user"), Bag("liked", "user"), Ids("item", "item"), Bag("genres", "item"), Dense("year", "item"))
 ITEMS, GENRES = 40, 12
@@ -71,7 +71,7 @@ def some_request(candidates, seed=0):
 def wanted(*requests, candidates):
     """The module's own scores."""
     with torch.inference_mode():
-        return model()(**for_module(INPUTS, together(INPUTS, requests, candidates)))["scores"]
+        return model()(**for_module(INPUTS, collate(INPUTS, requests, candidates)))["scores"]
 
 
 class TestRoundTrip:
@@ -86,14 +86,14 @@ class TestRoundTrip:
     @pytest.mark.parametrize("candidates", [1, 5, 64])
     def test_without_tiling_they_have_its_bits(self, tmp_path, candidates):
         """Bit for bit: a user who must reproduce scores can."""
-        write_package(tmp_path / "exact", model(), INPUTS, name="exact", options=Options(tile=False))
+        write_package(tmp_path / "exact", model(), INPUTS, name="exact", options=PackageOptions(tile=False))
         request = some_request(candidates)
         assert torch.equal(scores(open_package(tmp_path / "exact"), request), wanted(request, candidates=[candidates]))
 
     @pytest.mark.parametrize(("row_format", "tolerance"), [("float16", 1e-3), ("int8", 1e-2)])
     def test_smaller_rows_move_scores_a_little(self, tmp_path, row_format, tolerance):
         """But they do move, so that a format that is ignored would be seen."""
-        write_package(tmp_path / "p", model(), INPUTS, name="p", options=Options(row_format=row_format))
+        write_package(tmp_path / "p", model(), INPUTS, name="p", options=PackageOptions(row_format=row_format))
         request = some_request(64)
         found, exact = scores(open_package(tmp_path / "p"), request), wanted(request, candidates=[64])
         assert 0 < (found - exact).abs().max() < tolerance
@@ -107,7 +107,7 @@ class TestRoundTrip:
 
     def test_ids_that_a_table_takes_in_are_not_refused_before(self, tmp_path):
         """With the policy clip an id beyond the table is the last row."""
-        options = Options(out_of_range={"items": "clip"})
+        options = PackageOptions(out_of_range={"items": "clip"})
         write_package(tmp_path / "p", model(), INPUTS, name="p", options=options)
         request = some_request(3)
         last = {**request, "item": torch.full((3,), ITEMS - 1)}
@@ -131,7 +131,7 @@ class TestRefusals:
                 made = super().forward(*args)["scores"]
                 return {"scores": torch.softmax(made, 0)}
 
-        with pytest.raises((Refused, ValueError)):
+        with pytest.raises((UnsupportedOperator, ValueError)):
             write_package(tmp_path / "p", Mixing().eval(), INPUTS, name="p")
         assert list(tmp_path.iterdir()) == []
 
@@ -157,13 +157,13 @@ class TestRefusals:
         with pytest.raises(PackageError, match="outputs: '' is not a name"):
             write_package(tmp_path / "a", Nameless().eval(), INPUTS, name="a")
         with pytest.raises(PackageError, match=r"the version '../x' must match"):
-            write_package(tmp_path / "a", model(), INPUTS, name="a", options=Options(version="../x"))
+            write_package(tmp_path / "a", model(), INPUTS, name="a", options=PackageOptions(version="../x"))
         assert list(tmp_path.iterdir()) == []
 
     def test_an_unknown_cutter_is_named(self, tmp_path):
         """With those that there are."""
         with pytest.raises(PackageError, match="no cutter 'best'; there are mincut, prism"):
-            write_package(tmp_path / "p", model(), INPUTS, name="p", options=Options(cutter="best"))
+            write_package(tmp_path / "p", model(), INPUTS, name="p", options=PackageOptions(cutter="best"))
 
     @pytest.mark.parametrize("file", ["whole.json", "cn.json", "hn.json", "constants.safetensors"])
     def test_a_changed_file_is_found(self, copy, file):

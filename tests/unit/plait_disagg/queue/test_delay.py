@@ -13,7 +13,7 @@ import pytest
 
 from plait_disagg.errors import DeadlinePassed
 from plait_disagg.queue.delay import Delay
-from plait_disagg.queue.jobs import Job
+from plait_disagg.queue.jobs import RankJob
 from support import ranking as kit
 from support.rank_fabric import Rig
 
@@ -49,7 +49,7 @@ async def test_a_worker_is_told_an_earlier_deadline_by_what_the_way_takes() -> N
         core = rig.whole()
         submit = core.submit
 
-        def late(job: Job) -> None:
+        def late(job: RankJob) -> None:
             assert job.due_s is not None
             told.append(job.due_s)
             threading.Timer(SLOW_S, lambda: answered_later(submit, job)).start()
@@ -68,7 +68,7 @@ async def test_a_worker_is_told_an_earlier_deadline_by_what_the_way_takes() -> N
     assert early[2] <= 0.25 * 0.08 + SLOW_S / 10
 
 
-def answered_later(submit: Callable[[Job], None], job: Job) -> None:
+def answered_later(submit: Callable[[RankJob], None], job: RankJob) -> None:
     """As if what went before had been in the channel."""
     job.came_s = time.monotonic()
     with suppress(DeadlinePassed):

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from plait_disagg.errors import Busy, RankError, Unavailable
+from plait_disagg.errors import Busy, RankError, WorkerUnavailable
 from plait_disagg.queue.knobs import WorkerKnobs
-from plait_disagg.queue.loop import ComputeLoop, Inbox
+from plait_disagg.queue.loop import BatchLoop, Inbox
 from plait_disagg.queue.pace import Pace
 from support import rank_queue
 
 
-class Piece(rank_queue.Piece):
+class Piece(rank_queue.QueuedItem):
     """An item whose end can be waited for."""
 
     def __init__(self, rows: int = 1, *, alone: bool = False, gone: bool = False) -> None:
@@ -32,8 +32,8 @@ def _inbox(**knobs: Any) -> Inbox[Piece]:
     return Inbox(WorkerKnobs(**knobs), Pace(), time.monotonic)
 
 
-def _loop(work: Callable[[list[Piece]], None], **knobs: Any) -> ComputeLoop[Piece]:
-    return ComputeLoop(work, name="test", knobs=WorkerKnobs(**knobs), clock=time.monotonic)
+def _loop(work: Callable[[list[Piece]], None], **knobs: Any) -> BatchLoop[Piece]:
+    return BatchLoop(work, name="test", knobs=WorkerKnobs(**knobs), clock=time.monotonic)
 
 
 def test_batches_keep_the_order_and_the_bound() -> None:
@@ -63,7 +63,7 @@ def test_a_full_inbox_is_busy_and_a_closed_one_unavailable() -> None:
     taken = inbox.take()
     assert taken is not None
     assert len(taken) == 3
-    with pytest.raises(Unavailable):
+    with pytest.raises(WorkerUnavailable):
         inbox.put(Piece())
     assert not inbox.put_again(Piece())
 
@@ -104,11 +104,11 @@ def test_what_everybody_would_meet_is_not_tried_again() -> None:
 
     def work(batch: list[Piece]) -> None:
         attempts.append(len(batch))
-        raise Unavailable("nobody there")
+        raise WorkerUnavailable("nobody there")
 
     pieces = [Piece(), Piece(), Piece()]
     room = threading.Event()
-    loop: ComputeLoop[Piece] = ComputeLoop(
+    loop: BatchLoop[Piece] = BatchLoop(
         work, name="test", knobs=WorkerKnobs(), clock=time.monotonic, wait_for_room=lambda: _wait(room)
     )
     for piece in pieces:
@@ -116,7 +116,7 @@ def test_what_everybody_would_meet_is_not_tried_again() -> None:
     room.set()
     assert all(piece.ended.wait(60) for piece in pieces)
     assert attempts == [3]
-    assert all(isinstance(piece.error, Unavailable) for piece in pieces)
+    assert all(isinstance(piece.error, WorkerUnavailable) for piece in pieces)
     loop.close()
     assert loop.join(60)
 
@@ -141,13 +141,13 @@ def test_closing_works_off_what_waits_and_abandoning_fails_it() -> None:
         loop.close()
         assert not loop.join(0.01)
         if abandon:
-            loop.abandon(Unavailable("stopped"))
+            loop.abandon(WorkerUnavailable("stopped"))
         go.set()
         assert loop.join(60)
         assert running.ended.is_set()
         assert waiting.ended.is_set()
         assert running.error is None
-        assert isinstance(waiting.error, Unavailable) is abandon
+        assert isinstance(waiting.error, WorkerUnavailable) is abandon
 
 
 def test_knobs_change_between_batches() -> None:

@@ -6,16 +6,16 @@ import pytest
 
 from plait_disagg.errors import Busy, DeadlinePassed
 from plait_disagg.queue.knobs import WorkerKnobs
-from plait_disagg.queue.order import PATIENCE_S, Elsewhere, Waiting, too_late
-from plait_disagg.queue.pace import LEAST_MARGIN, Pace
-from support.rank_queue import Piece, run_queue
+from plait_disagg.queue.order import PATIENCE_S, Downstream, WaitQueue, too_late
+from plait_disagg.queue.pace import MIN_MARGIN, Pace
+from support.rank_queue import QueuedItem, run_queue
 
 OFF = WorkerKnobs(order="arrival", refuse_late=False, largest_batch_rows=512)
 ON = WorkerKnobs(largest_batch_rows=512)
 
 
-def _waiting(pace: Pace | None = None, **knobs: object) -> Waiting[Piece]:
-    return Waiting(WorkerKnobs(**knobs), pace or Pace())  # type: ignore[arg-type]
+def _waiting(pace: Pace | None = None, **knobs: object) -> WaitQueue[QueuedItem]:
+    return WaitQueue(WorkerKnobs(**knobs), pace or Pace())  # type: ignore[arg-type]
 
 
 def _pace(batch_s: float) -> Pace:
@@ -28,7 +28,7 @@ def _pace(batch_s: float) -> Pace:
 def test_what_waits_is_shared_out_among_those_who_could_work() -> None:
     """Half each for two, in order; a request is never cut, and more workers than requests get one each. Nothing is
     shared while it is not known what it brings, while all are busy, or if handing out takes as long as the work."""
-    pieces = [Piece(came_s=0.1 * n, rows=10) for n in range(5)]
+    pieces = [QueuedItem(came_s=0.1 * n, rows=10) for n in range(5)]
     for idle, after_s, sizes in (
         (0, 1.0, [5]), (1, 1.0, [5]), (2, 1.0, [2, 1, 1, 1]), (9, 1.0, [1, 1, 1, 1, 1]), (9, 0.0, [5]),
         (9, 0.0015, [5]),
@@ -39,7 +39,7 @@ def test_what_waits_is_shared_out_among_those_who_could_work() -> None:
             waiting.add(piece)
         batches = []
         while len(waiting):
-            batches.append(waiting.take(1.0, Elsewhere(idle=idle, room=4 * idle)).batch)
+            batches.append(waiting.take(1.0, Downstream(idle=idle, room=4 * idle)).batch)
         assert [len(batch) for batch in batches] == sizes
         assert [piece for batch in batches for piece in batch] == pieces
 
@@ -64,10 +64,10 @@ def test_one_batch_is_made_ready_while_the_other_is_worked_on(
     pace.after_s = after_s
     waiting = _waiting(pace, threads=threads)
     for n in range(6):
-        waiting.add(Piece(came_s=0.1 * n, rows=10))
-    batches = [waiting.take(1.0, Elsewhere(idle=1, room=room)).batch]
+        waiting.add(QueuedItem(came_s=0.1 * n, rows=10))
+    batches = [waiting.take(1.0, Downstream(idle=1, room=room)).batch]
     while len(waiting):
-        batches.append(waiting.take(1.0, Elsewhere(open=1, room=room - 1)).batch)
+        batches.append(waiting.take(1.0, Downstream(open=1, room=room - 1)).batch)
     assert [len(batch) for batch in batches] == sizes
 
 
@@ -75,11 +75,11 @@ def test_the_most_urgent_go_first_and_arrival_decides_among_equals() -> None:
     """Requests without a deadline come after those that are in a hurry, in their own order."""
     waiting = _waiting(largest_batch_rows=1)
     pieces = [
-        Piece(came_s=0.0),
-        Piece(came_s=0.1, due_s=0.9),
-        Piece(came_s=0.2),
-        Piece(came_s=0.3, due_s=0.5),
-        Piece(came_s=0.4, due_s=0.9),
+        QueuedItem(came_s=0.0),
+        QueuedItem(came_s=0.1, due_s=0.9),
+        QueuedItem(came_s=0.2),
+        QueuedItem(came_s=0.3, due_s=0.5),
+        QueuedItem(came_s=0.4, due_s=0.9),
     ]
     for piece in pieces:
         waiting.add(piece)
@@ -90,7 +90,7 @@ def test_the_most_urgent_go_first_and_arrival_decides_among_equals() -> None:
 def test_by_arrival_deadlines_do_not_matter() -> None:
     """The knob gives back first come, first served."""
     waiting = _waiting(order="arrival", largest_batch_rows=1)
-    pieces = [Piece(came_s=0.0, due_s=9.0), Piece(came_s=0.1), Piece(came_s=0.2, due_s=1.0)]
+    pieces = [QueuedItem(came_s=0.0, due_s=9.0), QueuedItem(came_s=0.1), QueuedItem(came_s=0.2, due_s=1.0)]
     for piece in pieces:
         waiting.add(piece)
     assert [waiting.take(0.3).batch[0] for _ in pieces] == pieces
@@ -99,12 +99,12 @@ def test_by_arrival_deadlines_do_not_matter() -> None:
 def test_nobody_starves() -> None:
     """However many urgent ones keep coming, a patient one waits no longer than its patience and what was before it."""
     waiting = _waiting(largest_batch_rows=1)
-    patient = Piece(came_s=0.0)
+    patient = QueuedItem(came_s=0.0)
     waiting.add(patient)
     for step in range(1_000):
         now_s = step * 0.01
         for _ in range(2):  # twice as many as are served
-            waiting.add(Piece(came_s=now_s, due_s=now_s + 0.05))
+            waiting.add(QueuedItem(came_s=now_s, due_s=now_s + 0.05))
         if patient in waiting.take(now_s).batch:
             assert now_s <= PATIENCE_S + 0.05
             return
@@ -116,21 +116,21 @@ def test_what_can_not_be_answered_in_time_is_refused_with_a_hint() -> None:
     waiting = _waiting(_pace(0.1), largest_batch_rows=1)
     waiting.busy_until_s = 0.05
     for _ in range(5):
-        waiting.add(Piece(due_s=0.3))
+        waiting.add(QueuedItem(due_s=0.3))
     with pytest.raises(Busy, match=r"would take 650 ms.*try again in 21\d ms"):
-        waiting.check(Piece(due_s=0.6), 0.0)
-    waiting.check(Piece(due_s=0.9), 0.0)
-    waiting.check(Piece(due_s=0.2), 0.0)
-    waiting.check(Piece(due_s=None), 0.0)
+        waiting.check(QueuedItem(due_s=0.6), 0.0)
+    waiting.check(QueuedItem(due_s=0.9), 0.0)
+    waiting.check(QueuedItem(due_s=0.2), 0.0)
+    waiting.check(QueuedItem(due_s=None), 0.0)
 
 
 def test_an_idle_worker_refuses_nothing() -> None:
     """However bad the forecast, the next batch mends it; but a deadline that has passed already has passed."""
     waiting = _waiting(_pace(100.0))
-    waiting.check(Piece(due_s=0.001), 0.0)
+    waiting.check(QueuedItem(due_s=0.001), 0.0)
     with pytest.raises(DeadlinePassed):
-        waiting.check(Piece(due_s=0.001), 0.002)
-    waiting.add(Piece(due_s=0.001))
+        waiting.check(QueuedItem(due_s=0.001), 0.002)
+    waiting.add(QueuedItem(due_s=0.001))
     assert len(waiting.take(0.0).batch) == 1
 
 
@@ -138,7 +138,7 @@ def test_a_worker_whose_batches_are_elsewhere_is_not_idle() -> None:
     """A CN that sent everything on has HNs that are busy: what it lets in joins their queue."""
     waiting = _waiting(_pace(100.0))
     with pytest.raises(Busy):
-        waiting.check(Piece(due_s=0.001), 0.0, elsewhere=True)
+        waiting.check(QueuedItem(due_s=0.001), 0.0, elsewhere=True)
 
 
 def test_a_worker_that_does_not_judge_keeps_batches_short_all_the_same() -> None:
@@ -146,9 +146,9 @@ def test_a_worker_that_does_not_judge_keeps_batches_short_all_the_same() -> None
     pace = Pace()
     for rows in (1, 10, 20):
         pace.saw_batch(rows, 0.001 * rows)
-    waiting: Waiting[Piece] = Waiting(WorkerKnobs(), pace, refuses=False)
+    waiting: WaitQueue[QueuedItem] = WaitQueue(WorkerKnobs(), pace, refuses=False)
     for _ in range(10):
-        piece = Piece(rows=10, due_s=0.1)
+        piece = QueuedItem(rows=10, due_s=0.1)
         waiting.check(piece, 0.0, elsewhere=True)
         waiting.add(piece)
     taken = waiting.take(0.099)
@@ -159,7 +159,7 @@ def test_a_worker_that_knows_nothing_yet_refuses_nothing() -> None:
     """The first requests of a burst are not judged by a guess."""
     waiting = _waiting()
     for _ in range(100):
-        piece = Piece(due_s=0.001)
+        piece = QueuedItem(due_s=0.001)
         waiting.check(piece, 0.0)
         waiting.add(piece)
 
@@ -167,8 +167,8 @@ def test_a_worker_that_knows_nothing_yet_refuses_nothing() -> None:
 def test_the_hopeless_are_given_up_before_they_cost_anything() -> None:
     """Before their deadline, if others wait; after it, and when nobody waits for them, in any case."""
     waiting = _waiting(_pace(0.1), largest_batch_rows=1)
-    passed, gone, hopeless = Piece(due_s=-0.01), Piece(gone=True, due_s=0.01), Piece(due_s=0.05)
-    good = Piece(due_s=0.5)
+    passed, gone, hopeless = QueuedItem(due_s=-0.01), QueuedItem(gone=True, due_s=0.01), QueuedItem(due_s=0.05)
+    good = QueuedItem(due_s=0.5)
     for piece in (passed, gone, hopeless, good):
         waiting.add(piece)
     taken = waiting.take(0.0)
@@ -181,10 +181,10 @@ def test_the_hopeless_are_given_up_before_they_cost_anything() -> None:
 def test_without_refusal_only_passed_deadlines_are_given_up() -> None:
     """As the knob says."""
     waiting = _waiting(_pace(0.1), refuse_late=False)
-    passed, late, good = Piece(due_s=-0.01), Piece(due_s=0.05), Piece(due_s=0.5)
+    passed, late, good = QueuedItem(due_s=-0.01), QueuedItem(due_s=0.05), QueuedItem(due_s=0.5)
     for piece in (passed, late, good):
         waiting.add(piece)
-    waiting.check(Piece(due_s=0.001), 0.0)
+    waiting.check(QueuedItem(due_s=0.001), 0.0)
     assert waiting.take(0.0).batch == [late, good]
 
 
@@ -195,11 +195,11 @@ def test_a_batch_is_no_longer_than_its_most_urgent_item_can_bear() -> None:
         pace.saw_batch(rows, 0.001 * rows)
     waiting = _waiting(pace)
     for _ in range(100):
-        waiting.add(Piece(rows=10, due_s=0.2))
+        waiting.add(QueuedItem(rows=10, due_s=0.2))
     assert len(waiting.take(0.0).batch) == 5
     patient = _waiting(pace)
     for _ in range(100):
-        patient.add(Piece(rows=10))
+        patient.add(QueuedItem(rows=10))
     assert len(patient.take(0.0).batch) == 100
 
 
@@ -238,7 +238,7 @@ def test_goodput_holds_where_answers_are_later_than_any_forecast(monkeypatch: py
 
     learned = goodputs()
     assert min(learned[2:]) > 0.9 * max(learned)
-    monkeypatch.setattr("plait_disagg.queue.pace._MOST_MARGIN", LEAST_MARGIN)
+    monkeypatch.setattr("plait_disagg.queue.pace._MAX_MARGIN", MIN_MARGIN)
     fixed = goodputs()
     assert max(fixed[2:]) < 0.75 * max(fixed)
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from plait_disagg.queue.scale import Gauge, Scaling, State, cn_pressure, decide, hn_pressure
+from plait_disagg.queue.scale import Gauge, ScaleState, Scaling, cn_pressure, decide, hn_pressure
 
 SCALING = Scaling(least=1, most=6, up_after_s=2.0, down_after_s=20.0)
 
@@ -16,7 +16,7 @@ class Fleet:
 
     def __init__(self, scaling: Scaling = SCALING, *, start_s: float = 3.0) -> None:
         self.scaling, self.start_s = scaling, start_s
-        self.state, self.now_s = State(), 0.0
+        self.state, self.now_s = ScaleState(), 0.0
         self.ready_s = [0.0]
         self.changes: list[tuple[float, int]] = []
 
@@ -77,9 +77,9 @@ def test_bounds_hold_and_silence_changes_nothing() -> None:
     """Never fewer than least or more than most, also if the bounds changed; without news, no change."""
     fleet = Fleet()
     assert fleet.run(100.0, 60.0) == SCALING.most
-    wanted, _ = decide([], replicas=3, scaling=SCALING, state=State(side=1), now_s=99.0)
+    wanted, _ = decide([], replicas=3, scaling=SCALING, state=ScaleState(side=1), now_s=99.0)
     assert wanted == 3
-    wanted, _ = decide([0.6] * 9, replicas=9, scaling=SCALING, state=State(), now_s=0.0)
+    wanted, _ = decide([0.6] * 9, replicas=9, scaling=SCALING, state=ScaleState(), now_s=0.0)
     assert wanted == SCALING.most
 
 

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from plait_disagg.errors import Unavailable
+from plait_disagg.errors import WorkerUnavailable
 from plait_disagg.package import Package, PackageError, open_package
-from plait_disagg.queue.between import Between
+from plait_disagg.queue.batch_boundary import BatchBoundary
 from plait_disagg.refresh.errors import BadUpdate, NotPublished
 from plait_disagg.refresh.fold import fold_updates
 from plait_disagg.refresh.journal import Journal
-from plait_disagg.refresh.live import Live, open_live
+from plait_disagg.refresh.live_package import LivePackage, open_live
 from plait_disagg.refresh.make import make_update
 from plait_disagg.refresh.publish import publish
 from plait_disagg.refresh.update import Update
@@ -50,7 +50,7 @@ def rig() -> Iterator[Rig]:
         yield made
 
 
-def live_scores(live: Live, seed: int) -> torch.Tensor:
+def live_scores(live: LivePackage, seed: int) -> torch.Tensor:
     """The newest halves, joined directly."""
     assert live.sparse is not None
     asked = kit.request(live.package, seed)
@@ -63,18 +63,18 @@ def answered(answer: RankAnswer) -> torch.Tensor:
     return next(iter(answer.outputs.values()))
 
 
-async def patiently(served: kit.Served, seed: int) -> RankAnswer:
-    """The answer, as soon as the CN has found its HN again; nothing but `Unavailable` before."""
+async def patiently(served: kit.ServedPackage, seed: int) -> RankAnswer:
+    """The answer, as soon as the CN has found its HN again; nothing but `WorkerUnavailable` before."""
     until_s = time.monotonic() + 60.0
     while True:
         try:
             return await served.rank(seed)
-        except Unavailable:
+        except WorkerUnavailable:
             assert time.monotonic() < until_s, "the HN never came back"
             await asyncio.sleep(0.02)
 
 
-def applied(live: Live, update: Update) -> None:
+def applied(live: LivePackage, update: Update) -> None:
     """Staged and taken on, as workers do it."""
     change = live.stage(update)
     change.touch()
@@ -252,7 +252,7 @@ class TestFolding:
 class TestPublishing:
     async def test_all_workers_switch_and_answers_say_it(self, package, tmp_path, rig):
         """Two CNs, two HNs; the next answer of each CN is the new version's, bit for bit."""
-        served = kit.Served(rig, package.folder, cns=2, hns=2)
+        served = kit.ServedPackage(rig, package.folder, cns=2, hns=2)
         await served.ready()
         old = await served.rank(0)
         assert old.version == "1"
@@ -266,7 +266,7 @@ class TestPublishing:
 
     async def test_a_bad_update_changes_nothing_anywhere(self, package, tmp_path, rig):
         """It is not even kept, and the next good one is published."""
-        served = kit.Served(rig, package.folder)
+        served = kit.ServedPackage(rig, package.folder)
         await served.ready()
         good = kit.update(package, "1", "2", seed=2)
         nan = {**good.constants, "top.bias": torch.tensor([float("nan")])}
@@ -283,7 +283,7 @@ class TestPublishing:
     @pytest.mark.parametrize("dead", ["hns", "cns"])
     async def test_a_worker_that_can_not_stage_stops_the_update(self, package, tmp_path, rig, dead):
         """The old version stays everywhere; when the worker is back, publishing again does it."""
-        served = kit.Served(rig, package.folder, cns=2, hns=2)
+        served = kit.ServedPackage(rig, package.folder, cns=2, hns=2)
         await served.ready()
         folder = kit.written(tmp_path / "u", kit.update(package, "1", "2", seed=2))
         getattr(served, dead).dead.add(1)
@@ -297,7 +297,7 @@ class TestPublishing:
 
     async def test_another_update_may_follow_one_that_was_staged_only(self, package, tmp_path, rig):
         """What HNs had prepared for the first is forgotten, and what they serve is not."""
-        served = kit.Served(rig, package.folder)
+        served = kit.ServedPackage(rig, package.folder)
         await served.ready()
         await served.publish(kit.written(tmp_path / "u2", kit.update(package, "1", "2", seed=2)))
         served.cns.dead.add(0)
@@ -313,7 +313,7 @@ class TestPublishing:
 
     async def test_a_publisher_that_dies_before_the_switch_can_be_run_again(self, package, tmp_path, rig):
         """The journal decides: one CN has not switched and still answers, by the old version alone; it follows."""
-        served = kit.Served(rig, package.folder, cns=2)
+        served = kit.ServedPackage(rig, package.folder, cns=2)
         await served.ready()
         folder = kit.written(tmp_path / "u", kit.update(package, "1", "2", seed=2))
         stage = served.cns.stage
@@ -364,7 +364,7 @@ class TestPublishing:
 
     async def test_an_hn_that_restarts_between_the_phases_gets_the_version(self, package, tmp_path, rig):
         """It came up before the update was listed, and the CNs ask it for what it was never told of."""
-        served = kit.Served(rig, package.folder)
+        served = kit.ServedPackage(rig, package.folder)
         await served.ready()
         stage = served.cns.stage
 
@@ -385,7 +385,7 @@ class TestPublishing:
 
     async def test_workers_follow_the_journal_by_themselves(self, package, tmp_path, rig):
         """A replica that started while an update was published, and whom nobody told."""
-        served = kit.Served(rig, package.folder)
+        served = kit.ServedPackage(rig, package.folder)
         await served.ready()
         published(package, tmp_path, "2", "3")
         (cn,), (hn,) = served.cns.refreshers, served.hns.refreshers
@@ -399,13 +399,13 @@ class TestPublishing:
 
     async def test_an_hn_without_the_version_is_no_answer(self, package, tmp_path, rig):
         """The CN asks another one; a version that is nowhere is a clear error, never another version's scores."""
-        served = kit.Served(rig, package.folder, hns=2)
+        served = kit.ServedPackage(rig, package.folder, hns=2)
         await served.ready()
         (cn,) = served.cns.refreshers
         folder = kit.written(tmp_path / "u", kit.update(package, "1", "2", seed=2))
         served.hns.refreshers[1].stage(folder)
         cn.stage(folder)
-        cn._take_on(cn._staged)
+        cn._apply_update(cn._staged)
         answers = [await served.rank(seed) for seed in range(6)]
         assert {answer.version for answer in answers} == {"2"}
         served.hns.refreshers[1].stage(kit.written(tmp_path / "v", kit.update(package, "1", "3", seed=3)))
@@ -462,7 +462,7 @@ async def connected(rig: Rig) -> RemoteRanker:
 class TestClients:
     async def test_clients_hear_of_the_new_version_at_once(self, package, tmp_path, rig):
         """Without a request, and without a new connection; those that come later are greeted with it."""
-        served = kit.Served(rig, package.folder)
+        served = kit.ServedPackage(rig, package.folder)
         await served.ready()
         front = rig.front(served.cores[0])
         ranker = await connected(rig)
@@ -477,7 +477,7 @@ class TestClients:
 
     async def test_hot_rows_follow(self, package, tmp_path, rig):
         """Rows that an HN keeps are sent anew when they have changed; the scores are those without a cache."""
-        served = kit.Served(rig, package.folder, knobs=dataclasses.replace(kit.ALONE, cache_rows=64))
+        served = kit.ServedPackage(rig, package.folder, knobs=dataclasses.replace(kit.ALONE, cache_rows=64))
         await served.ready()
         for seed in range(20):
             await served.rank(seed)
@@ -494,7 +494,7 @@ class TestClients:
 class TestBetween:
     def test_no_change_is_made_inside_a_batch(self):
         """It waits, and is made before the next batch, though batches follow each other without a pause."""
-        between, log = Between(), []
+        between, log = BatchBoundary(), []
         with between.batch():
             thread = threading.Thread(target=between.change, args=(lambda: log.append("change"),))
             thread.start()
@@ -508,7 +508,7 @@ class TestBetween:
 
     def test_what_a_change_raises_comes_back(self):
         """To the one who wanted it, and to nobody else."""
-        between = Between()
+        between = BatchBoundary()
 
         def fail() -> None:
             raise ValueError("no")
@@ -521,5 +521,5 @@ class TestBetween:
     def test_an_idle_worker_changes_at_once(self):
         """Nobody has to send a request first."""
         made: list[int] = []
-        Between().change(lambda: made.append(1))
+        BatchBoundary().change(lambda: made.append(1))
         assert made == [1]

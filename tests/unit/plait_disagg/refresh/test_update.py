@@ -16,8 +16,8 @@ from safetensors.torch import save
 
 from plait_disagg.package import Package
 from plait_disagg.refresh.errors import BadUpdate
-from plait_disagg.refresh.live import checked
-from plait_disagg.refresh.update import Rows, Update, read_update, read_update_manifest, write_update
+from plait_disagg.refresh.live_package import checked
+from plait_disagg.refresh.update import Update, UpdatedRows, read_update, read_update_manifest, write_update
 from plait_disagg.tables.formats import encode_rows
 from support import refresh as kit
 
@@ -157,7 +157,9 @@ def test_stored_rows_and_floats_mean_the_same(package, made):
     formats = {"liked": "int8", "items": "float32", "kinds": "float16"}
     stored = dataclasses.replace(
         made,
-        rows={name: Rows(ids=it.ids, rows=encode_rows(it.rows, formats[name])) for name, it in made.rows.items()},
+        rows={
+            name: UpdatedRows(ids=it.ids, rows=encode_rows(it.rows, formats[name])) for name, it in made.rows.items()
+        },
     )
     one, other = checked(package, made, "1"), checked(package, stored, "1")
     assert one.keys() == other.keys()

@@ -11,7 +11,7 @@ import torch
 from plait_disagg.tables import fused
 from plait_disagg.tables.fused import FusedTables
 from plait_disagg.tables.ids import hash_ids
-from plait_disagg.tables.protocols import Ask
+from plait_disagg.tables.protocols import LookupRequest
 from plait_disagg.tables.reference import SeparateTables
 from plait_disagg.tables.storage import pack_tables
 from plait_disagg.tables.values import Lookup
@@ -25,7 +25,7 @@ def make_tables() -> FusedTables:
     return FusedTables(pack_tables(WEIGHTS))
 
 
-def assert_same(tables: FusedTables, asks: list[Ask]) -> None:
+def assert_same(tables: FusedTables, asks: list[LookupRequest]) -> None:
     """The naive twin's bits."""
     for value, twin in zip(tables.lookup(asks), SeparateTables(WEIGHTS).lookup(asks), strict=True):
         assert torch.equal(value, twin)
@@ -33,7 +33,7 @@ def assert_same(tables: FusedTables, asks: list[Ask]) -> None:
 
 def test_a_model_asks_again_and_again(monkeypatch: pytest.MonkeyPatch):
     """The same lookups with other ids, and other numbers of them, are answered right while layouts come and go."""
-    monkeypatch.setattr(fused, "_MOST_KEPT_NUMBERS", 3000)
+    monkeypatch.setattr(fused, "_MAX_KEPT_NUMBERS", 3000)
     tables, draw = make_tables(), random.Random(0)
     lookups = [make_ask(table, mode, [[0]]).lookup for table in ("t0", "t1", "t3") for mode in ("sum", "rows", "max")]
     for _ in range(60):
@@ -43,7 +43,7 @@ def test_a_model_asks_again_and_again(monkeypatch: pytest.MonkeyPatch):
 
 def test_lookups_are_told_apart_by_what_they_are(monkeypatch: pytest.MonkeyPatch):
     """Lookups made anew for every call, perhaps at an address that was another's, are not mixed up."""
-    monkeypatch.setattr(fused, "_MOST_PLANS", 4)
+    monkeypatch.setattr(fused, "_MAX_PLANS", 4)
     tables, draw = make_tables(), random.Random(0)
     for _ in range(60):
         assert_same(tables, [make_ask(draw.choice(("t0", "t1", "t3")), draw.choice(("sum", "mean")), [[1, 2], [6]])])
@@ -51,7 +51,7 @@ def test_lookups_are_told_apart_by_what_they_are(monkeypatch: pytest.MonkeyPatch
 
 def test_large_layouts_are_not_kept(monkeypatch: pytest.MonkeyPatch):
     """A layout beyond the limit is made each time, with the same answers."""
-    monkeypatch.setattr(fused, "_MOST_KEPT_NUMBERS", 2)
+    monkeypatch.setattr(fused, "_MAX_KEPT_NUMBERS", 2)
     tables, ask = make_tables(), make_ask("t1", "sum", [[1, 2, 3]])
     for _ in range(3):
         assert_same(tables, [ask, make_ask("t0", "sum", [[5], [0, 0]])])
@@ -97,7 +97,7 @@ GOOD = make_ask("t1", "sum", [[1, 2], [3]])
         (replace(GOOD, lookup=Lookup(name="x", table="nowhere", mode="sum")), "no table nowhere"),
     ],
 )
-def test_asks_that_do_not_fit_are_refused(bad: Ask, says: str):
+def test_asks_that_do_not_fit_are_refused(bad: LookupRequest, says: str):
     """An ask that no checked request makes is refused by name, and the tables stay usable."""
     tables = make_tables()
     with pytest.raises(ValueError, match=says):

@@ -17,7 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from plait_disagg.tables import ahead, storage
+from plait_disagg.tables import readahead as ahead
+from plait_disagg.tables import storage
 from plait_disagg.tables.errors import BadTableFile
 from plait_disagg.tables.fused import FusedTables
 from plait_disagg.tables.storage import ZeroRows, open_tables, pack_tables, write_tables

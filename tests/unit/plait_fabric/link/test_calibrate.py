@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from plait_fabric.link.calibrate import BadMeasurement, Measurements, Sample, calibrate, parse_measurements
+from plait_fabric.link.calibrate import BadMeasurement, LinkSample, Measurements, calibrate, parse_measurements
 from plait_fabric.link.link import BadLink, Link
 from plait_fabric.link.link_files import links_document, parse_links
 from support.fabric_links import send_lat, shipped, write_bw
@@ -34,7 +34,7 @@ def test_a_links_own_measurement_gives_it_back(name: str) -> None:
 def test_alpha_and_beta_come_from_latencies_alone(alpha_s: float, bytes_per_s: float) -> None:
     """Large latencies that lie on a line give its two parameters, whatever they are."""
     sizes = (8_192, 65_536, 1 << 20, 1 << 24)
-    samples = tuple(Sample(nbytes=n, latency_s=alpha_s + n / bytes_per_s) for n in sizes)
+    samples = tuple(LinkSample(nbytes=n, latency_s=alpha_s + n / bytes_per_s) for n in sizes)
     link = calibrate("mine", [Measurements(samples=samples)], BASE, source="a test").link
     assert link.alpha_s == pytest.approx(alpha_s, rel=1e-6)
     assert link.bytes_per_s == pytest.approx(bytes_per_s, rel=1e-6)

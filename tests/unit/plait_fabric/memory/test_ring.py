@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from plait_fabric import FabricOptions, connect, listen
 from plait_fabric.errors import ProtocolViolation
-from plait_fabric.memory.ring import Reader, Writer, ring_bytes
+from plait_fabric.memory.ring import RingReader, RingWriter, ring_bytes
 from plait_fabric.testing.channel import SECRET, WAIT_S
 from plait_fabric.transport import shm
 
@@ -20,10 +20,10 @@ PAGE, SIZE = 4096, 512
 WORDS = {"written": 0, "taken": 8, "sleeping": 16, "goodbye": 24, "size": 32}
 
 
-def _ends() -> tuple[bytearray, Writer, Reader]:
+def _ends() -> tuple[bytearray, RingWriter, RingReader]:
     memory = bytearray(PAGE + SIZE)
-    writer = Writer(memoryview(memory))
-    return memory, writer, Reader(memoryview(memory))
+    writer = RingWriter(memoryview(memory))
+    return memory, writer, RingReader(memoryview(memory))
 
 
 def _room(nbytes: int) -> int:
@@ -57,7 +57,7 @@ def test_every_packet_fits_an_empty_ring() -> None:
     """A ring made for packets of a size takes one wherever the last one ended."""
     largest = 200_000
     memory = memoryview(bytearray(ring_bytes(largest)))
-    writer, reader = Writer(memory), Reader(memory)
+    writer, reader = RingWriter(memory), RingReader(memory)
     for nbytes in (1, largest, 77_777, largest, 8, largest, largest):
         assert writer.put(bytes(nbytes))
         taken = reader.take()
@@ -112,9 +112,9 @@ def test_a_segment_without_a_ring_is_refused(size: int) -> None:
     memory = bytearray(PAGE + SIZE)
     memoryview(memory).cast("Q")[WORDS["size"]] = size
     with pytest.raises(ProtocolViolation):
-        Reader(memoryview(memory))
+        RingReader(memoryview(memory))
     with pytest.raises(ProtocolViolation):
-        Reader(memoryview(bytearray(100)))
+        RingReader(memoryview(bytearray(100)))
 
 
 @pytest.mark.parametrize("spin_s", [0.0, 2e-5])

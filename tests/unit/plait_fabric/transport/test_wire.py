@@ -20,7 +20,7 @@ from plait_fabric import (
     FabricError,
     FabricOptions,
     FrameTooLarge,
-    Limits,
+    MessageLimits,
     PoolExhausted,
     ProtocolViolation,
     WeakSecret,
@@ -30,7 +30,7 @@ from plait_fabric.memory.pool import Lease, Pool
 from plait_fabric.transport.auth import REFUSED, ClientHandshake, ServerHandshake
 from plait_fabric.transport.frames import (
     PREFIX_BYTES,
-    Kind,
+    FrameKind,
     decode_header,
     encode_header,
     pack_head,
@@ -45,7 +45,7 @@ from plait_fabric.transport.frames import (
 from plait_fabric.transport.tcp import FrameReader
 from plait_fabric.values import Address, Message
 
-LIMITS = Limits(header_bytes=2_000, buffers=8, message_bytes=10_000)
+LIMITS = MessageLimits(header_bytes=2_000, buffers=8, message_bytes=10_000)
 SECRET = b"0123456789abcdef"
 
 _scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
@@ -98,7 +98,7 @@ def test_places_stay_inside_the_segment(lengths: list[int], message_id: int, seg
     """A table of places comes back as it was, or is refused because a buffer leaves the segment."""
     places = [(100 * index, nbytes) for index, nbytes in enumerate(lengths)]
     table = pack_places(message_id, places)
-    head = pack_head(Kind.SHARED, b"{}", table, buffers=len(places), payload_bytes=sum(lengths))
+    head = pack_head(FrameKind.SHARED, b"{}", table, buffers=len(places), payload_bytes=sum(lengths))
     prefix = unpack_prefix(head, LIMITS)
     assert prefix.table_bytes == len(table)
     fits = all(offset + nbytes <= segment_bytes for offset, nbytes in places)
@@ -115,7 +115,7 @@ def test_the_quick_way_for_one_buffer_is_the_slow_way(
 ) -> None:
     """A message of one buffer is packed as any other; a damaged one is left to the way that knows the errors."""
     encoded = encode_header(header)
-    head = pack_head(Kind.MESSAGE, encoded, pack_lengths([len(payload)]), buffers=1, payload_bytes=len(payload))
+    head = pack_head(FrameKind.MESSAGE, encoded, pack_lengths([len(payload)]), buffers=1, payload_bytes=len(payload))
     packet = pack_one(encoded, len(payload)) + payload
     assert packet == head + payload
     assert unpack_one(packet, LIMITS) == (header, bytearray(payload))
@@ -151,7 +151,7 @@ def test_headers_that_a_quick_parser_would_spoil_survive(header: dict[str, objec
 
 def test_lengths_must_add_up() -> None:
     """A table that does not add up to the payload is a violation."""
-    prefix = unpack_prefix(pack_head(Kind.MESSAGE, b"", b"", buffers=2, payload_bytes=7), LIMITS)
+    prefix = unpack_prefix(pack_head(FrameKind.MESSAGE, b"", b"", buffers=2, payload_bytes=7), LIMITS)
     assert unpack_lengths(pack_lengths([3, 4]), prefix) == (3, 4)
     with pytest.raises(ProtocolViolation):
         unpack_lengths(pack_lengths([3, 5]), prefix)
@@ -161,7 +161,7 @@ def _frame(header: dict[str, object], buffers: list[bytes]) -> bytes:
     encoded = encode_header(header)
     table = pack_lengths([len(buffer) for buffer in buffers])
     payload = b"".join(buffers)
-    head = pack_head(Kind.MESSAGE, encoded, table, buffers=len(buffers), payload_bytes=len(payload))
+    head = pack_head(FrameKind.MESSAGE, encoded, table, buffers=len(buffers), payload_bytes=len(payload))
     return head + payload
 
 
@@ -206,7 +206,7 @@ def test_a_stream_cut_anywhere_gives_the_same_messages(
     def acquire(nbytes: int) -> Lease:
         if stubborn and next(calls) % 2 == 0:
             raise PoolExhausted("not now")
-        return pool.acquire_nowait(nbytes)
+        return pool.acquire(nbytes, 0.0)
 
     stream = b"".join(_frame(header, buffers) for header, buffers in sent)
     assert _feed(FrameReader(LIMITS), stream, chunk_bytes, acquire) == sent
@@ -225,7 +225,7 @@ def test_a_damaged_stream_is_never_a_crash(
 
     def acquire(nbytes: int) -> Lease:
         largest.append(nbytes)
-        return Pool(memoryview(bytearray(nbytes + 64))).acquire_nowait(nbytes)
+        return Pool(memoryview(bytearray(nbytes + 64))).acquire(nbytes, 0.0)
 
     with contextlib.suppress(FabricError):
         _feed(FrameReader(LIMITS), bytes(stream), 64, acquire)

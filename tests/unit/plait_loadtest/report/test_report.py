@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from plait_loadtest import histogram
-from plait_loadtest.capacity import ClassCount, Need, Observed, Search, find_capacity
+from plait_loadtest.capacity import CapacitySearch, ClassCount, ClassTarget, Observed, find_capacity
 from plait_loadtest.errors import ScenarioError
 from plait_loadtest.progress import line, live_line
 from plait_loadtest.report import raw
@@ -25,8 +25,17 @@ from plait_loadtest.report.locustfile import locustfile
 from plait_loadtest.report.outputs import Outputs, report
 from plait_loadtest.report.scale import linear_ticks, log_ticks, span, time_text
 from plait_loadtest.report.table import number, print_table
-from plait_loadtest.scenario import Check, Closed, Gamma, ImageClass, Poisson, Ramp, RawClass, Target
-from plait_loadtest.values import RECORD, Outcome, Progress
+from plait_loadtest.scenario import (
+    ClosedLoopCallers,
+    GammaArrivals,
+    ImageClass,
+    LoadTarget,
+    PoissonArrivals,
+    RampArrivals,
+    RawClass,
+    ResponseCheck,
+)
+from plait_loadtest.values import RECORD, RequestOutcome, RunProgress
 from support.loadtest_records import MS, queue, records, scenario, session
 
 EVERY_10_MS = np.arange(1000) / 100.0
@@ -36,13 +45,13 @@ def missed():
     """Two classes, errors of two kinds, late requests, a threshold."""
     chosen = scenario(mix=(ImageClass(name="plain"), ImageClass(name="slow")), thresholds=("p95_ms < 10",))
     rows = records(EVERY_10_MS, np.where(np.arange(1000) % 5 == 0, 300.0, 20.0), kind=np.arange(1000) % 2)
-    rows["outcome"][10:30], rows["outcome"][30:35] = Outcome.HTTP_5XX, Outcome.RESET
+    rows["outcome"][10:30], rows["outcome"][30:35] = RequestOutcome.HTTP_5XX, RequestOutcome.RESET
     return session(rows, chosen)
 
 
 def runs():
     """Sessions that differ in what there is to draw."""
-    nothing = records(EVERY_10_MS, 20.0, outcome=Outcome.CONNECT)
+    nothing = records(EVERY_10_MS, 20.0, outcome=RequestOutcome.CONNECT)
     one = scenario(slo=None)
     return {
         "met": session(records(EVERY_10_MS, 20.0)),
@@ -97,8 +106,8 @@ def test_a_capacity_search_is_part_of_the_document():
         count = ClassCount(name="images", percentile=95.0, latency_ms=100.0, judged=n, good=n if rate < 30 else 0)
         return Observed(classes=(count,), achieved_per_s=rate, goodput_per_s=rate)
 
-    needs = (Need(percentile=95.0, latency_ms=100.0, share=1.0),)
-    found = find_capacity(measure, Search(needs=needs, first_per_s=10.0))
+    needs = (ClassTarget(percentile=95.0, latency_ms=100.0, share=1.0),)
+    found = find_capacity(measure, CapacitySearch(needs=needs, first_per_s=10.0))
     document = json.loads(json.dumps(report(session(records(EVERY_10_MS, 20.0)), found), allow_nan=False))
     assert document["capacity"]["confirmed"] is True
     assert len(document["capacity"]["trials"]) == len(found.trials)
@@ -112,7 +121,7 @@ def test_a_capacity_search_is_part_of_the_document():
 def test_raw_rows_lose_nothing(tmp_path):
     """CSV, JSON lines and NPZ hold the same integers; class and outcome are names; what never came is -1 or empty."""
     rows = records(EVERY_10_MS[:50], 20.0, kind=np.arange(50) % 2)
-    rows["outcome"][3] = Outcome.TIMEOUT
+    rows["outcome"][3] = RequestOutcome.TIMEOUT
     rows["server_ms"][0] = 1.5
     for suffix in raw.SUFFIXES:
         raw.write(tmp_path / f"rows{suffix}", rows, classes=["plain", "styled"])
@@ -251,12 +260,12 @@ def test_numbers_have_three_digits(value, text):
 
 @pytest.mark.parametrize(
     ("arrivals", "wait"),
-    [(Poisson(rate_per_s=20.0), "poisson(0.2)"), (Gamma(rate_per_s=50.0, burstiness=0.5), "poisson(0.5)"),
-     (Ramp(rate_per_s=10.0, to_rate_per_s=30.0), "poisson(0.2"), (Closed(concurrency=7), "constant(0)")],
-)  # fmt: skip
+    [(PoissonArrivals(rate_per_s=20.0), "poisson(0.2)"), (GammaArrivals(rate_per_s=50.0, burstiness=0.5),
+     "poisson(0.5)"), (RampArrivals(rate_per_s=10.0, to_rate_per_s=30.0), "poisson(0.2"),
+(ClosedLoopCallers(concurrency=7), "constant(0)")], )  # fmt: skip
 def test_the_locustfile_asks_for_the_same(arrivals, wait):
     """It is Python, waits so that all users together have the rate, and carries the plan's own bodies."""
-    target = Target(api="raw", headers={"x-api-key": "sesame"}, check=Check(contains="it's"))
+    target = LoadTarget(api="raw", headers={"x-api-key": "sesame"}, check=ResponseCheck(contains="it's"))
     mix = (RawClass(method="POST", path="/x?i={index}", body='{"i": {index}}'),)
     text = locustfile(scenario(arrivals=arrivals, target=target, mix=mix, slo=None, name='a """ name \\'))
     module = ast.parse(text)
@@ -273,7 +282,7 @@ def test_the_locustfile_asks_for_the_same(arrivals, wait):
 # ---- the live line ---------------------------------------------------------------------------------------------------
 
 
-PROGRESS = Progress(
+PROGRESS = RunProgress(
     elapsed_s=3.2, planned=100, handed=34, done=30, ok=28, errors=2, in_flight=4, waiting=0,
     recent_p50_ms=12.3, recent_p95_ms=45.6,
 )  # fmt: skip

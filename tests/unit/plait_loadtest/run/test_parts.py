@@ -13,17 +13,17 @@ import uvloop
 
 from plait_loadtest.run.clock import Alarm
 from plait_loadtest.run.ledger import Ledger
+from plait_loadtest.run.messages import part, shares
 from plait_loadtest.run.pace import first_connections, quantum_ns
 from plait_loadtest.run.processes import fresh_processes
-from plait_loadtest.run.requests import Requests
-from plait_loadtest.run.share import part, shares
-from plait_loadtest.scenario import Closed, Limits, Scenario, Target
-from plait_loadtest.values import RECORD, Outcome, Plan, Prepared
+from plait_loadtest.run.requests import RequestFeed
+from plait_loadtest.scenario import ClosedLoopCallers, GeneratorLimits, LoadTarget, Scenario
+from plait_loadtest.values import RECORD, PreparedRequest, RequestOutcome, RequestPlan
 from plait_loadtest.wire.check import judge_of
-from plait_loadtest.wire.dial import Writer, place_of
+from plait_loadtest.wire.dial import RequestWriter, place_of
 from support.http_app import until
 
-RAW = Scenario(target=Target(url="http://h", api="raw"))
+RAW = Scenario(target=LoadTarget(url="http://h", api="raw"))
 
 
 class Numbers:
@@ -41,7 +41,7 @@ class Numbers:
     def build(self, index):
         """The number as its body."""
         self.built.append(index)
-        return Prepared(method="POST", path="/", body=str(index).encode())
+        return PreparedRequest(method="POST", path="/", body=str(index).encode())
 
 
 def ended(**facts):
@@ -54,13 +54,13 @@ def ended(**facts):
 def test_the_ledger_tells_what_happened():
     """Times count from the start, what never came is -1, and a slot that nobody closed was interrupted."""
     ledger = Ledger(judge_of(RAW), [1000, 2000, 3000])
-    ledger.close(0, Outcome.OK, 1900, ended(sent_ns=1100, first_byte_ns=1800, first_part_ns=1850, server_ms=2.5))
-    ledger.close(2, Outcome.NOT_SENT, 5000, None)
+    ledger.close(0, RequestOutcome.OK, 1900, ended(sent_ns=1100, first_byte_ns=1800, first_part_ns=1850, server_ms=2.5))
+    ledger.close(2, RequestOutcome.NOT_SENT, 5000, None)
     records = ledger.records(rank=1, processes=2, start_ns=500, kinds=[1, 1, 1], warm_up=2)
     assert records.dtype == RECORD
     assert records["index"].tolist() == [1, 3, 5]
     assert records["warm_up"].tolist() == [True, False, False]
-    assert records["outcome"].tolist() == [Outcome.OK, Outcome.INTERRUPTED, Outcome.NOT_SENT]
+    assert records["outcome"].tolist() == [RequestOutcome.OK, RequestOutcome.INTERRUPTED, RequestOutcome.NOT_SENT]
     first = records[0]
     times = ("scheduled_ns", "sent_ns", "first_byte_ns", "first_part_ns", "done_ns")
     assert [int(first[name]) for name in times] == [500, 600, 1300, 1350, 1400]
@@ -74,7 +74,7 @@ def test_the_ledger_grows_without_a_schedule():
     """A closed loop opens as many slots as it needs."""
     ledger = Ledger(judge_of(RAW), [])
     for number in range(3000):
-        ledger.close(ledger.open(number), Outcome.OK, number + 7, ended(sent_ns=number))
+        ledger.close(ledger.open(number), RequestOutcome.OK, number + 7, ended(sent_ns=number))
     records = ledger.records(rank=0, processes=1, start_ns=0, kinds=[0] * 3000, warm_up=0)
     np.testing.assert_array_equal(records["done_ns"] - records["scheduled_ns"], np.full(3000, 7))
 
@@ -82,7 +82,7 @@ def test_the_ledger_grows_without_a_schedule():
 def test_byte_counts_saturate():
     """More than 4 GiB read as 4 GiB; they never wrap around to little."""
     ledger = Ledger(judge_of(RAW), [0])
-    ledger.close(0, Outcome.OK, 1, ended(received_bytes=2**32 + 5))
+    ledger.close(0, RequestOutcome.OK, 1, ended(received_bytes=2**32 + 5))
     records = ledger.records(rank=0, processes=1, start_ns=0, kinds=[0], warm_up=0)
     assert records["received_bytes"][0] == 2**32 - 1
 
@@ -90,7 +90,7 @@ def test_byte_counts_saturate():
 def test_requests_are_ready_in_order_within_the_budget():
     """A window is built ahead and topped up; whatever was not built ahead is built when it is due."""
     mix = Numbers()
-    requests = Requests(mix, Writer(place_of("http://h"), {}), iter(range(0, 20, 2)), budget_bytes=600)
+    requests = RequestFeed(mix, RequestWriter(place_of("http://h"), {}), iter(range(0, 20, 2)), budget_bytes=600)
     requests.fill(lambda: False)
     ready = list(mix.built)
     assert 0 < len(ready) < 10
@@ -104,15 +104,17 @@ def test_requests_are_ready_in_order_within_the_budget():
 
 def test_equal_requests_share_their_bytes():
     """A million equal requests are one."""
-    same = SimpleNamespace(build=lambda _: Prepared(method="GET", path="/"))
-    requests = Requests(same, Writer(place_of("http://h"), {}), iter(range(2)), budget_bytes=1000)
+    same = SimpleNamespace(build=lambda _: PreparedRequest(method="GET", path="/"))
+    requests = RequestFeed(same, RequestWriter(place_of("http://h"), {}), iter(range(2)), budget_bytes=1000)
     assert requests.next() is requests.next()
 
 
 def test_preparing_stops_when_told():
     """Ctrl-C while requests are prepared does not wait for the rest."""
     mix = Numbers()
-    Requests(mix, Writer(place_of("http://h"), {}), iter(range(10_000)), budget_bytes=1 << 30).fill(lambda: True)
+    RequestFeed(mix, RequestWriter(place_of("http://h"), {}), iter(range(10_000)), budget_bytes=1 << 30).fill(
+        lambda: True
+    )
     assert len(mix.built) <= 256
 
 
@@ -125,7 +127,7 @@ def test_parts_add_up(whole, processes):
 
 def plan(size, **settings):
     """Requests a millisecond apart."""
-    return Plan(
+    return RequestPlan(
         scheduled_ns=np.arange(size, dtype=np.int64) * 1_000_000,
         warm_up=0,
         duration_s=1.0,
@@ -138,7 +140,7 @@ def plan(size, **settings):
 
 def test_shares_are_the_plan():
     """Every request is in exactly one share, in order, and the limits are dealt out."""
-    scenario = RAW.model_copy(update={"processes": 3, "limits": Limits(connections=100, in_flight=8)})
+    scenario = RAW.model_copy(update={"processes": 3, "limits": GeneratorLimits(connections=100, in_flight=8)})
     given = shares(plan(10), scenario)
     assert [share.room for share in given] == [3, 3, 2]
     dealt = {share.rank + i * share.processes: int(at) for share in given for i, at in enumerate(share.scheduled_ns)}
@@ -148,8 +150,8 @@ def test_shares_are_the_plan():
 def test_there_are_no_processes_without_room():
     """A process that may not send one request would never end; so there are no more than the limits, or the callers."""
     many = RAW.model_copy(update={"processes": 8})
-    assert len(shares(plan(10), many.model_copy(update={"limits": Limits(in_flight=2)}))) == 2
-    closed = many.model_copy(update={"arrivals": Closed(concurrency=3)})
+    assert len(shares(plan(10), many.model_copy(update={"limits": GeneratorLimits(in_flight=2)}))) == 2
+    closed = many.model_copy(update={"arrivals": ClosedLoopCallers(concurrency=3)})
     given = shares(plan(0, concurrency=3, count=5), closed)
     assert ([share.callers for share in given], [share.count for share in given]) == ([1, 1, 1], [2, 2, 1])
 

@@ -8,10 +8,10 @@ import math
 import pytest
 
 from plait_loadtest.errors import ScenarioError
-from plait_loadtest.scenario import Check, Scenario, Target
-from plait_loadtest.values import Outcome, Prepared
+from plait_loadtest.scenario import LoadTarget, ResponseCheck, Scenario
+from plait_loadtest.values import PreparedRequest, RequestOutcome
 from plait_loadtest.wire.check import has_path, judge_of, timings_ms
-from plait_loadtest.wire.dial import Writer, place_of
+from plait_loadtest.wire.dial import RequestWriter, place_of
 from plait_loadtest.wire.framing import Chunked, Length, UntilClose, framing_of, parse_head, server_timing_ms
 
 
@@ -114,23 +114,25 @@ def test_server_timing_is_the_total_or_the_sum():
 
 def test_request_bytes():
     """Host, the scenario's headers over the request's own, a length where there is a body, and a quoted path."""
-    writer = Writer(place_of("http://Server:81/base/"), {"Authorization": "Bearer x", "Content-Type": "text/plain"})
+    writer = RequestWriter(
+        place_of("http://Server:81/base/"), {"Authorization": "Bearer x", "Content-Type": "text/plain"}
+    )
     sent = writer.bytes_of(
-        Prepared(method="POST", path="/a b?c=%20d", headers=(("content-type", "application/json"),), body=b"{}")
+        PreparedRequest(method="POST", path="/a b?c=%20d", headers=(("content-type", "application/json"),), body=b"{}")
     )
     first, *lines = sent.split(b"\r\n\r\n")[0].decode().split("\r\n")
     assert first == "POST /base/a%20b?c=%20d HTTP/1.1"
     assert sent.endswith(b"\r\n\r\n{}")
     assert {"host: Server:81", "authorization: Bearer x", "content-type: text/plain", "content-length: 2"} <= set(lines)
-    assert b"content-length" not in writer.bytes_of(Prepared(method="GET", path="/"))
-    assert b"content-length: 0" in writer.bytes_of(Prepared(method="POST", path="/"))
+    assert b"content-length" not in writer.bytes_of(PreparedRequest(method="GET", path="/"))
+    assert b"content-length: 0" in writer.bytes_of(PreparedRequest(method="POST", path="/"))
 
 
 @pytest.mark.parametrize("value", ["a\r\nx: y", "\N{SNOWMAN}"])
 def test_headers_can_not_smuggle(value):
     """A line end or a letter that headers can not carry is an error of the scenario, before anything is sent."""
     with pytest.raises(ScenarioError):
-        Writer(place_of("http://h"), {"x": value}).bytes_of(Prepared(method="GET", path="/"))
+        RequestWriter(place_of("http://h"), {"x": value}).bytes_of(PreparedRequest(method="GET", path="/"))
 
 
 @pytest.mark.parametrize(
@@ -154,25 +156,25 @@ LATE_ERROR = b'data: {"b64_json": "' + b"x" * 999 + b'"}\n\ndata: {"error": {"me
 
 def judge(api, **check):
     """The judge of a scenario with that check."""
-    return judge_of(Scenario(target=Target(url="http://h", api=api, check=Check(**check))))
+    return judge_of(Scenario(target=LoadTarget(url="http://h", api=api, check=ResponseCheck(**check))))
 
 
 @pytest.mark.parametrize(
     ("api", "check", "body", "outcome"),
     [
-        ("raw", {}, b"", Outcome.OK),
-        ("raw", {"contains": "good"}, b"all good", Outcome.OK),
-        ("raw", {"contains": "good"}, b"bad", Outcome.CHECK),
-        ("raw", {"least_bytes": 4}, b"abc", Outcome.CHECK),
-        ("raw", {"json_path": "a.1.b"}, b'{"a": [0, {"b": null}]}', Outcome.OK),
-        ("raw", {"json_path": "a.2.b"}, b'{"a": [0, {"b": null}]}', Outcome.CHECK),
-        ("raw", {"json_path": "a"}, b"no json", Outcome.CHECK),
-        ("images", {}, b'{"data": [{"b64_json": "x"}]}', Outcome.OK),
-        ("images", {}, b'{"data": []}', Outcome.CHECK),
-        ("images", {}, b'data: {"error": {"message": "x"}}\n\n', Outcome.CHECK),
-        ("images", {"contains": "x"}, LATE_ERROR, Outcome.CHECK),
-        ("infer", {}, b'{"outputs": []}\x00\x01', Outcome.OK),
-        ("infer", {}, b'{"error": "x"}', Outcome.CHECK),
+        ("raw", {}, b"", RequestOutcome.OK),
+        ("raw", {"contains": "good"}, b"all good", RequestOutcome.OK),
+        ("raw", {"contains": "good"}, b"bad", RequestOutcome.CHECK),
+        ("raw", {"least_bytes": 4}, b"abc", RequestOutcome.CHECK),
+        ("raw", {"json_path": "a.1.b"}, b'{"a": [0, {"b": null}]}', RequestOutcome.OK),
+        ("raw", {"json_path": "a.2.b"}, b'{"a": [0, {"b": null}]}', RequestOutcome.CHECK),
+        ("raw", {"json_path": "a"}, b"no json", RequestOutcome.CHECK),
+        ("images", {}, b'{"data": [{"b64_json": "x"}]}', RequestOutcome.OK),
+        ("images", {}, b'{"data": []}', RequestOutcome.CHECK),
+        ("images", {}, b'data: {"error": {"message": "x"}}\n\n', RequestOutcome.CHECK),
+        ("images", {"contains": "x"}, LATE_ERROR, RequestOutcome.CHECK),
+        ("infer", {}, b'{"outputs": []}\x00\x01', RequestOutcome.OK),
+        ("infer", {}, b'{"error": "x"}', RequestOutcome.CHECK),
     ],
 )
 def test_checks(api, check, body, outcome):

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from plait_serving.diffusion.admission import RequestLimits
+from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.decoding import Decoder
 from plait_serving.diffusion.engine import Engine
 from plait_serving.diffusion.errors import (
@@ -21,10 +21,10 @@ from plait_serving.diffusion.errors import (
     Overloaded,
     RequestError,
 )
-from plait_serving.diffusion.knobs import Knobs
+from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.stepper import Stepper
 from plait_serving.diffusion.testing import FakeDenoiser, FakeMerger, FakeProvider, fake_samplers
-from plait_serving.diffusion.units import NEXT, Job, Phase, Spent
+from plait_serving.diffusion.units import NEXT, ImageJob, RequestPhase, SpentSeconds
 from plait_serving.diffusion.values import (
     Failed,
     Finished,
@@ -87,8 +87,8 @@ class Rig:
             loras=self.provider,
             controlnets={},
             switch_cost_s=lambda loras: 0.001,
-            limits=RequestLimits(),
-            knobs=Knobs(threads=1, **knobs),
+            limits=ImageLimits(),
+            knobs=EngineKnobs(threads=1, **knobs),
             clock=time.monotonic,
         )
         self.engine.start()
@@ -402,7 +402,7 @@ def test_batch_wait_gathers_mates(rig):
 def test_reconfigure_takes_effect_without_a_restart(rig):
     """A smaller largest_batch cuts the next request into smaller units."""
     built = rig(largest_batch=8)
-    built.engine.reconfigure(Knobs(threads=1, largest_batch=1))
+    built.engine.reconfigure(EngineKnobs(threads=1, largest_batch=1))
     built.ask(n=3, steps=1).result()
     assert [len(call.timesteps) for call in built.denoiser.calls] == [1, 1, 1]
 
@@ -473,9 +473,11 @@ def test_bad_requests_are_refused_and_name_the_field(rig, change, param, kind):
 
 def test_illegal_phase_changes_raise_and_change_nothing():
     """The table decides: a finished job can not fail, a failed one can not finish."""
-    for start in Phase:
-        for target in Phase:
-            job = Job(request=request(), sink=print, spent=Spent(accepted_at_s=0), loras=None, deadline_at_s=None)
+    for start in RequestPhase:
+        for target in RequestPhase:
+            job = ImageJob(
+                request=request(), sink=print, spent=SpentSeconds(accepted_at_s=0), loras=None, deadline_at_s=None
+            )
             job.phase = start
             if target in NEXT[start]:
                 job.advance(target)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from plait_serving.diffusion.errors import RequestError
-from plait_serving.diffusion.samplers import Sampler, check_steps
+from plait_serving.diffusion.samplers import Sampler
 from plait_serving.diffusion.values import Scheduler
 
 SHAPE = (4, 6, 5)
@@ -120,7 +120,7 @@ def test_ordinary_step_counts_run_to_finite_latents(kind, steps, config):
 def test_step_counts_that_a_scheduler_can_not_take_are_refused(kind, steps, config):
     """A `RequestError` that names the field, where diffusers would raise an IndexError or end in NaN."""
     with pytest.raises(RequestError) as caught:
-        check_steps(kind, config, steps)
+        make(kind, config, steps=steps)
     assert caught.value.param == "num_inference_steps"
 
 

@@ -11,11 +11,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.requests import Request
 
 from plait_serving.diffusion.errors import NumericalError, Overloaded
+from plait_serving.health import Health
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.edge.auth import ANYONE, ApiKey, Principal, Role, authenticate, require_admin
 from plait_serving.http.edge.errors import ApiError
 from plait_serving.http.edge.hosts import LOOPBACK_HOSTS
-from plait_serving.images.service import Health
 from plait_serving.images.testing import FakeImageService
 from support.http_app import AsgiCall, b64, make_app, make_client, png, until
 

@@ -28,9 +28,9 @@ from plait_serving.images.codec import (
 LIMITS = DecodeLimits(max_bytes=100_000, max_pixels=64 * 64, max_edge_px=128)
 
 
-def saved(picture, kind="PNG", **options):
+def saved(image, kind="PNG", **options):
     out = io.BytesIO()
-    picture.save(out, kind, **options)
+    image.save(out, kind, **options)
     return out.getvalue()
 
 
@@ -61,9 +61,9 @@ def test_png_is_lossless_both_ways():
 @pytest.mark.parametrize("output_format", list(OutputFormat))
 def test_each_format_is_what_it_says(output_format):
     """The bytes carry the format that was asked for, at the picture's size."""
-    with Image.open(io.BytesIO(encode_image(noise(), output_format))) as picture:
-        assert picture.format == output_format.value.upper()
-        assert picture.size == (5, 7)
+    with Image.open(io.BytesIO(encode_image(noise(), output_format))) as image:
+        assert image.format == output_format.value.upper()
+        assert image.size == (5, 7)
 
 
 def test_quality_is_honoured_for_lossy_formats():

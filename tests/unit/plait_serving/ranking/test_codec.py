@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 def parse(body, header_length=None, *, largest=MIB):
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return parse_infer(raw, header_length, largest_json_bytes=largest)
+    return parse_infer(raw, header_length, max_json_bytes=largest)
 
 
 def tensor(**changes):

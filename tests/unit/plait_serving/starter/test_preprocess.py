@@ -10,37 +10,37 @@ from plait_serving.starter.preprocess import block_means, colors, edge_mask, edg
 
 def square(side_px: int = 64, low_px: int = 20, high_px: int = 44) -> np.ndarray:
     """A red square on white."""
-    picture = np.full((side_px, side_px, 3), 255, dtype=np.uint8)
-    picture[low_px:high_px, low_px:high_px] = (200, 20, 20)
-    return picture
+    image = np.full((side_px, side_px, 3), 255, dtype=np.uint8)
+    image[low_px:high_px, low_px:high_px] = (200, 20, 20)
+    return image
 
 
-def naive_means(picture: np.ndarray, block_px: int) -> np.ndarray:
+def naive_means(image: np.ndarray, block_px: int) -> np.ndarray:
     """``block_means`` the slow way."""
-    rows = range(0, picture.shape[0], block_px)
-    columns = range(0, picture.shape[1], block_px)
-    blocks = [[picture[y : y + block_px, x : x + block_px].reshape(-1, 3).mean(0) for x in columns] for y in rows]
+    rows = range(0, image.shape[0], block_px)
+    columns = range(0, image.shape[1], block_px)
+    blocks = [[image[y : y + block_px, x : x + block_px].reshape(-1, 3).mean(0) for x in columns] for y in rows]
     return np.array(blocks)
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (5, 9), (8, 3), (1, 1)])
 def test_block_means_equal_the_slow_way(shape):
     """Means of whole and of cut blocks are what a plain loop gives."""
-    picture = np.random.default_rng(1).integers(0, 256, (*shape, 3), dtype=np.uint8)
-    assert np.allclose(block_means(picture, 4), naive_means(picture, 4))
+    image = np.random.default_rng(1).integers(0, 256, (*shape, 3), dtype=np.uint8)
+    assert np.allclose(block_means(image, 4), naive_means(image, 4))
 
 
 @pytest.mark.parametrize("make", [edges, colors, sketch, pixel])
 @pytest.mark.parametrize("shape", [(64, 64), (33, 70)])
 def test_filters_keep_shape_and_input(make, shape):
     """Each filter returns a new uint8 picture of the same size and leaves its input alone."""
-    picture = np.random.default_rng(2).integers(0, 256, (*shape, 3), dtype=np.uint8)
-    before = picture.copy()
-    made = make(picture)
-    assert made.shape == picture.shape
+    image = np.random.default_rng(2).integers(0, 256, (*shape, 3), dtype=np.uint8)
+    before = image.copy()
+    made = make(image)
+    assert made.shape == image.shape
     assert made.dtype == np.uint8
-    assert np.array_equal(picture, before)
-    assert np.array_equal(make(picture), made)
+    assert np.array_equal(image, before)
+    assert np.array_equal(make(image), made)
 
 
 def test_edges_follow_the_outline_and_only_that():
@@ -55,10 +55,10 @@ def test_edges_follow_the_outline_and_only_that():
 
 def test_edges_see_a_change_of_hue_alone():
     """Red against green of the same brightness is an edge: channels are judged apart."""
-    picture = np.zeros((32, 32, 3), dtype=np.uint8)
-    picture[:, :16, 0] = 150
-    picture[:, 16:, 1] = 150
-    assert edge_mask(picture)[:, 14:18].any(axis=1).all()
+    image = np.zeros((32, 32, 3), dtype=np.uint8)
+    image[:, :16, 0] = 150
+    image[:, 16:, 1] = 150
+    assert edge_mask(image)[:, 14:18].any(axis=1).all()
 
 
 def test_edges_drop_weak_lines_without_a_strong_end():
@@ -79,12 +79,12 @@ def test_edge_picture_is_black_and_white():
 
 def test_colors_and_pixel_are_flat_in_blocks_and_stay_when_repeated():
     """``colors`` is flat in 4x4 and ``pixel`` in 8x8 blocks, and doing it twice changes nothing."""
-    picture = np.random.default_rng(3).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    image = np.random.default_rng(3).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     for make, block_px in ((colors, 4), (pixel, 8)):
-        made = make(picture)
+        made = make(image)
         assert np.array_equal(made, unblock(block_means(made, block_px), block_px, 64, 64))
         assert np.array_equal(make(made), made)
-        assert np.abs(block_means(made, block_px) - block_means(picture, block_px)).max() <= 0.5
+        assert np.abs(block_means(made, block_px) - block_means(image, block_px)).max() <= 0.5
 
 
 def test_sketch_is_grey_and_dark_on_outlines():

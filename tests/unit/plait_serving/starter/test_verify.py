@@ -7,7 +7,7 @@ import pytest
 
 from plait_serving.starter.preprocess import pixel, sketch
 from plait_serving.starter.references import make_references
-from plait_serving.starter.verify import Ask, edge_f1, nearer, ranks, unevenness, verify
+from plait_serving.starter.verify import VerificationImage, edge_f1, nearer, ranks, unevenness, verify
 
 COUNT = 12
 
@@ -32,7 +32,7 @@ def perfect(artwork, refs):
     """A generator that does exactly what is asked for."""
     twemoji, noto = artwork
 
-    def make(ask: Ask) -> np.ndarray:
+    def make(ask: VerificationImage) -> np.ndarray:
         row = refs.names.index(ask.prompt)
         if ask.control_image is not None:
             maps = refs.edge_map if ask.controlnet == "edges" else refs.color_map
@@ -56,7 +56,7 @@ def test_a_perfect_model_passes(artwork, refs):
 def test_a_model_that_ignores_add_ons_fails(artwork, refs):
     """Without effect of ControlNets and LoRAs their figures miss the bounds, recognition does not."""
     make = perfect(artwork, refs)
-    report = verify(lambda asks: make([Ask(prompt=a.prompt, seed=a.seed) for a in asks]), refs)
+    report = verify(lambda asks: make([VerificationImage(prompt=a.prompt, seed=a.seed) for a in asks]), refs)
     passed = {figure["name"]: figure["passed"] for figure in report["figures"]}
     assert passed["recognition_top1"]
     for name in ("edges_f1", "edges_f1_gain", "colors_error", "noto_share", "sketch_share", "pixel_unevenness"):
@@ -66,7 +66,7 @@ def test_a_model_that_ignores_add_ons_fails(artwork, refs):
 
 def test_another_concept_is_used_as_control(artwork, refs):
     """No ControlNet request carries the map of its own prompt, and seeds are the positions."""
-    asked: list[Ask] = []
+    asked: list[VerificationImage] = []
     make = perfect(artwork, refs)
     verify(lambda asks: (asked.extend(asks), make(asks))[1], refs, parts=("edges", "colors"))
     controlled = [ask for ask in asked if ask.controlnet is not None]
@@ -97,9 +97,9 @@ def test_nearer_and_unevenness():
     """Shares count rows; perfect blocks have unevenness 0."""
     a, b = np.zeros((2, 16, 16, 3), np.uint8), np.full((2, 16, 16, 3), 200, np.uint8)
     assert nearer(np.stack([a[0], b[0]]), a, b) == 0.5
-    picture = np.random.default_rng(6).integers(0, 256, (64, 64, 3), dtype=np.uint8)
-    assert unevenness(pixel(picture)) == 0
-    assert unevenness(picture) > 10
+    image = np.random.default_rng(6).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    assert unevenness(pixel(image)) == 0
+    assert unevenness(image) > 10
 
 
 def test_unknown_parts_are_refused(artwork, refs):

@@ -9,20 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from plait.tuning.job.progress import headline, shown, spent
+from plait.tuning.job.progress import headline, shown, time_breakdown
+from plait_autoconfig.jobs.job_file import parse_job
 from plait_autoconfig.jobs.loop import JobEvent
-from plait_autoconfig.jobs.measurer import Kind, Measured, measured_from_json, measured_to_json
-from plait_autoconfig.jobs.reading import parse_job
+from plait_autoconfig.jobs.measurer import Measured, MeasurementKind, measured_from_json, measured_to_json
 from plait_autoconfig.jobs.records import Claim, Record
 from plait_autoconfig.jobs.reporting import state_of
 from plait_autoconfig.jobs.state import JobState
-from plait_autoconfig.values import Config, Outcome
+from plait_autoconfig.values import Config, TrialOutcome
 from support.live_app import job_text
 
 
-def record(number: int, kind: Kind, config: Config, goodput_per_cost: float) -> Record:
+def record(number: int, kind: MeasurementKind, config: Config, goodput_per_cost: float) -> Record:
     """A measurement that is over."""
-    outcome = Outcome.measured(goodput_per_cost=goodput_per_cost, attainment=1.0)
+    outcome = TrialOutcome.measured(goodput_per_cost=goodput_per_cost, attainment=1.0)
     claim = Claim(kind=kind, config=config, seed=0, worker="w", nonce=str(number), at_s=0.0)
     return Record(number=number, claim=claim, measured=Measured(outcome=outcome, duration_s=2.0), finished_at_s=2.0)
 
@@ -39,8 +39,8 @@ def state(records: Sequence[Record]) -> JobState:
     return state_of(spec, records)
 
 
-REFERENCE = record(0, Kind.REFERENCE, {"threads": 4, "batch": 8}, 100.0)
-TRIAL = record(1, Kind.TRIAL, {"threads": 1, "batch": 8}, 150.0)
+REFERENCE = record(0, MeasurementKind.REFERENCE, {"threads": 4, "batch": 8}, 100.0)
+TRIAL = record(1, MeasurementKind.TRIAL, {"threads": 1, "batch": 8}, 150.0)
 EVENTS = (
     JobEvent(kind="started", at_s=0.0, text="started"),
     JobEvent(kind="trial_progress", at_s=1.0, text="load, 1 of 2 s", number=1),
@@ -67,17 +67,17 @@ def test_the_headline_has_the_best_and_what_is_left() -> None:
 def test_where_the_time_went() -> None:
     """Of one run of the job: what others measured before, or at the same time, is none of its own."""
     before, after = state([REFERENCE]), state([REFERENCE, loaded(TRIAL, 1.5)])
-    assert spent(before.remaining, after.remaining, 3.0) == (
+    assert time_breakdown(before.remaining, after.remaining, 3.0) == (
         "took 3.0 s: load tests 1.5 s, the rest of the measurements 0.5 s, start, end and in between 1.0 s "
         "(50.0% was not load)"
     )
-    assert spent(before.remaining, after.remaining, 1.0) == "took 1.0 s"
-    assert spent(before.remaining, state([REFERENCE, TRIAL]).remaining, 3.0) == "took 3.0 s"
+    assert time_breakdown(before.remaining, after.remaining, 1.0) == "took 1.0 s"
+    assert time_breakdown(before.remaining, state([REFERENCE, TRIAL]).remaining, 3.0) == "took 3.0 s"
 
 
 def test_jobs_of_earlier_versions_do_not_say_what_was_load() -> None:
     """They can be gone on with."""
-    measured = Measured(outcome=Outcome.measured(goodput_per_cost=1.0), duration_s=2.0, load_s=1.5)
+    measured = Measured(outcome=TrialOutcome.measured(goodput_per_cost=1.0), duration_s=2.0, load_s=1.5)
     raw = measured_to_json(measured)
     assert measured_from_json(raw) == measured
     del raw["load_s"]

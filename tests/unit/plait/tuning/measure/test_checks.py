@@ -10,11 +10,11 @@ import pytest
 import yaml
 
 import plait.tuning
-from plait.tuning.measure.checks import guard_of, prepare, roomiest, target_config
+from plait.tuning.measure.checks import guard_of, largest_config, prepare, target_config
+from plait.tuning.measure.early_stop import GuardLimits
 from plait.tuning.measure.measurer import PlaitMeasurer
-from plait.tuning.measure.patience import GuardLimits
 from plait_autoconfig.jobs.errors import JobRefused
-from plait_autoconfig.jobs.reading import parse_job, read_job
+from plait_autoconfig.jobs.job_file import parse_job
 from plait_autoconfig.jobs.spec import JobSpec
 from support.live_app import compose, job_text
 
@@ -93,7 +93,7 @@ def test_a_clone_has_room_for_the_largest_configuration() -> None:
     """Ray's logical processors are counted for the most replicas of the space."""
     knobs = {"replicas": {"kind": "int", "low": 1, "high": 5, "sets": "engine.replicas"}}
     spec = job(knobs=knobs, reference={"config": {"replicas": 1}})
-    config = roomiest(spec, target_config(spec.target, live=False))
+    config = largest_config(spec, target_config(spec.target, live=False))
     assert config.images is not None
     assert config.images.replicas == 5
 
@@ -127,7 +127,7 @@ def test_the_live_service_is_tuned_only_by_the_flag(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["images", "picks", "demo"])
 def test_the_examples_are_sound_jobs(name: str) -> None:
     """They can be measured as they are, within the trials and minutes that they promise."""
-    spec = read_job(EXAMPLES / f"{name}.yaml")
+    spec = parse_job((EXAMPLES / f"{name}.yaml").read_text(), folder=EXAMPLES)
     check(spec)
     assert spec.reference.why
     assert spec.budget.trials <= 12

@@ -9,7 +9,7 @@ import pytest
 from plait.config import PlaitConfig, load_config, parse_config
 from plait.errors import PlaitError
 from plait.server.restarts import Effect, effects, versions
-from plait.tuning.measure.cost import Reserved, cost_per_hour, known_costs, reserved
+from plait.tuning.measure.cost import ReservedResources, cost_per_hour, known_costs, reserved
 from plait.tuning.measure.knobs import apply_knobs, check_names, check_values, knob_places, settings_of
 from support.tune_jobs import job
 
@@ -115,7 +115,7 @@ def test_a_configuration_costs_what_it_reserves(config: PlaitConfig) -> None:
     """Cores are replicas times threads, 0 meaning all; GPUs as asked for; one core for the ingress."""
     knobs = {"engine.threads": 0, "cn-shop.replicas": 3, "hn-shop.threads": 2, "hn-shop.num_gpus": 0.5}
     what = reserved(apply_knobs(config, knobs), machine_cores=8)
-    assert what == Reserved(cores=1 + 8 + 1 + 3 + 2, gpus=0.5)
+    assert what == ReservedResources(cores=1 + 8 + 1 + 3 + 2, gpus=0.5)
     assert cost_per_hour(what, memory_gib=2.0, core_hour=0.1, gpu_hour=4.0, gib_hour=0.01) == pytest.approx(3.52)
 
 

@@ -17,7 +17,7 @@ from plait.server.processes import ProcessId
 from plait.server.state import RunRecord
 from plait.tuning.job import recover
 from plait.tuning.measure.clone import Clone
-from plait.tuning.measure.live import Live, LiveBusy, Note, left_notes, note_path, running_config
+from plait.tuning.measure.live import LiveBusy, LiveServer, RollbackNote, left_notes, note_path, running_config
 from support.live_app import compose
 
 GONE = ProcessId(pid=2**22 - 1, start_ticks=1)
@@ -113,9 +113,9 @@ def test_the_application_of_a_killed_clone_is_deleted_on_a_foreign_ray(
     assert {path.stem for path in notes.glob("*.json")} == {"elsewhere", "alive", "torn"}
 
 
-def live_note(owner: ProcessId, *, boot_id: str | None = None) -> Note:
+def live_note(owner: ProcessId, *, boot_id: str | None = None) -> RollbackNote:
     """A note about a live server."""
-    return Note(run_id="r", config="images: null", owner=owner, boot_id=boot_id or processes.boot_id())
+    return RollbackNote(run_id="r", config="images: null", owner=owner, boot_id=boot_id or processes.boot_id())
 
 
 def test_a_note_says_whether_its_owner_is_gone(root: Path) -> None:
@@ -125,8 +125,8 @@ def test_a_note_says_whether_its_owner_is_gone(root: Path) -> None:
     live_note(me(), boot_id="another").write(note_path(root, 3))
     note_path(root, 4).write_text("{}")
     assert left_notes(root) == [1, 3]
-    assert Note.read(note_path(root, 1)) == live_note(GONE)
-    assert Note.read(note_path(root, 4)) is None
+    assert RollbackNote.read(note_path(root, 1)) == live_note(GONE)
+    assert RollbackNote.read(note_path(root, 4)) is None
 
 
 def test_a_live_server_is_tuned_by_one_at_a_time(root: Path) -> None:
@@ -137,7 +137,7 @@ def test_a_live_server_is_tuned_by_one_at_a_time(root: Path) -> None:
         assert owner is not None
         live_note(owner).write(note_path(root, 8000))
         with pytest.raises(LiveBusy, match=str(other.pid)):
-            Live(compose, root=root, port=8000)
+            LiveServer(compose, root=root, port=8000)
     finally:
         other.kill()
         other.wait()

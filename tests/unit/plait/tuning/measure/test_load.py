@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from plait.tuning.measure.load import Watch, metrics_of, run_given, run_search
-from plait.tuning.measure.trial import aimed
+from plait.tuning.measure.trial import with_address
 from plait_loadtest.load import load_scenario
 from plait_loadtest.measure import summarise
 from plait_loadtest.scenario import Scenario
-from plait_loadtest.values import Outcome
+from plait_loadtest.values import RequestOutcome
 from support.loadtest_records import records, result, scenario, session
 from support.stub_server import server_process
 
@@ -33,7 +33,7 @@ def test_metrics_are_those_of_the_rate_that_was_asked_for() -> None:
 def test_what_a_run_left_unanswered_counts_as_late() -> None:
     """Of 10 requests 4 were in time when the run was ended: 40 %, and those that waited raise the latencies."""
     rows = records(np.arange(10) / 10, 50.0)
-    rows["outcome"][4:] = Outcome.INTERRUPTED
+    rows["outcome"][4:] = RequestOutcome.INTERRUPTED
     rows["done_ns"][4:8] = 1_000_000_000  # under way when the end came after a second
     rows["done_ns"][8:] = -1
     run = replace(result(rows, interrupted=True, wall_s=1.0), abandoned="no hope")
@@ -46,7 +46,7 @@ def test_what_a_run_left_unanswered_counts_as_late() -> None:
 
 def test_a_run_without_answers_has_no_metrics() -> None:
     """No number is made up."""
-    rows = records(np.arange(5) / 10, 50.0, outcome=Outcome.CONNECT)
+    rows = records(np.arange(5) / 10, 50.0, outcome=RequestOutcome.CONNECT)
     rows["done_ns"] = -1
     assert metrics_of(session(rows, scenario(duration_s=1.0))) == {}
 
@@ -97,7 +97,7 @@ def test_a_search_tries_several_rates(url: str) -> None:
 
 def test_a_scenario_is_aimed_at_the_application(url: str) -> None:
     """At its address, and below its path if it has one."""
-    assert aimed(small("http://h:1"), url, "").target.url == url
-    assert aimed(small("http://h:1"), url, "/trial").target.path == "/trial/v1/images/generations"
+    assert with_address(small("http://h:1"), url, "").target.url == url
+    assert with_address(small("http://h:1"), url, "/trial").target.path == "/trial/v1/images/generations"
     infer = load_scenario("picks", {})
-    assert aimed(infer, url, "/trial").target.path == "/trial/v2/models/picks/infer"
+    assert with_address(infer, url, "/trial").target.path == "/trial/v2/models/picks/infer"

@@ -8,24 +8,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from plait.tuning.measure.early_stop import EarlyStop, Guard, GuardLimits, SloTarget
 from plait.tuning.measure.failures import Evidence, of_load, of_start
-from plait.tuning.measure.load import Loaded
-from plait.tuning.measure.patience import Guard, GuardLimits, Hopeless, Needs
-from plait.tuning.measure.rates import Tried, search_rate
-from plait.tuning.measure.trial import worst
+from plait.tuning.measure.load import LoadResult
+from plait.tuning.measure.rate_search import RateResult, search_rate
+from plait.tuning.measure.trial import worst_metrics
 from plait.tuning.measure.usage import _parse_gpu
 from plait_autoconfig.values import FailureKind
-from plait_loadtest.values import Progress
+from plait_loadtest.values import RunProgress
 
-NEEDS = Needs(slo_s=1.0, share=0.95, warm_up_s=0.0, duration_s=40.0)
+NEEDS = SloTarget(slo_s=1.0, share=0.95, warm_up_s=0.0, duration_s=40.0)
 
 
 def progress(
     elapsed_s: float, handed: int, done: int, errors: int = 0,
     *, recent_p95_ms: float | None = None, planned: int | None = 400,
-) -> Progress:  # fmt: skip
+) -> RunProgress:  # fmt: skip
     """How far a load is."""
-    return Progress(
+    return RunProgress(
         elapsed_s=elapsed_s, planned=planned, handed=handed, done=done, ok=done - errors, errors=errors,
         in_flight=handed - done, waiting=0, recent_p50_ms=recent_p95_ms, recent_p95_ms=recent_p95_ms,
     )  # fmt: skip
@@ -33,7 +33,7 @@ def progress(
 
 def load(
     rate_per_s: float, served_per_s: float, *, seconds: float = 40.0, error_share: float = 0.0
-) -> Iterator[Progress]:
+) -> Iterator[RunProgress]:
     """A server that answers so many a second of those that were handed over, told four times a second."""
     for tick in range(1, int(4 * seconds)):
         now_s = tick / 4
@@ -41,14 +41,14 @@ def load(
         yield progress(now_s, int(rate_per_s * now_s), done, int(done * error_share))
 
 
-def first_word(policy: Hopeless | Guard, told: Iterator[Progress]) -> tuple[float, str] | None:
+def first_word(policy: EarlyStop | Guard, told: Iterator[RunProgress]) -> tuple[float, str] | None:
     """When it gave up, and why."""
     return next(((each.elapsed_s, why) for each in told if (why := policy(each))), None)
 
 
 def test_a_load_far_beyond_capacity_is_given_up_early() -> None:
     """Twice the capacity leaves a backlog that the rest of the run can not answer."""
-    found = first_word(Hopeless(NEEDS), load(20, 4))
+    found = first_word(EarlyStop(NEEDS), load(20, 4))
     assert found is not None
     assert found[0] <= 20
     assert "wait" in found[1]
@@ -57,33 +57,33 @@ def test_a_load_far_beyond_capacity_is_given_up_early() -> None:
 @pytest.mark.parametrize("served_per_s", [19.5, 20, 100])
 def test_a_load_that_may_still_hold_runs_to_its_end(served_per_s: float) -> None:
     """At or just below the rate nobody can tell before the end."""
-    assert first_word(Hopeless(NEEDS), load(20, served_per_s)) is None
+    assert first_word(EarlyStop(NEEDS), load(20, served_per_s)) is None
 
 
 def test_a_pause_of_a_slow_server_is_no_sign() -> None:
     """At one request a second two seconds without an answer happen; the pace of ten answers decides."""
     done = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 12, 12, 15, 16, 17, 18, 19]
     told = [progress(float(second), second, answered) for second, answered in enumerate(done, start=1)]
-    assert first_word(Hopeless(Needs(slo_s=2.0, share=0.95, warm_up_s=0.0, duration_s=20.0)), iter(told)) is None
+    assert first_word(EarlyStop(SloTarget(slo_s=2.0, share=0.95, warm_up_s=0.0, duration_s=20.0)), iter(told)) is None
 
 
 def test_nothing_is_given_up_before_an_answer_was_possible() -> None:
     """A server whose answers take nearly the SLO has none at first: that is no sign."""
-    slow = Needs(slo_s=5.0, share=0.95, warm_up_s=0.0, duration_s=16.0)
+    slow = SloTarget(slo_s=5.0, share=0.95, warm_up_s=0.0, duration_s=16.0)
     told = [progress(t / 4, int(2 * t / 4), max(0, int(2 * (t / 4 - 4.5)))) for t in range(1, 64)]
-    assert first_word(Hopeless(slow), iter(told)) is None
+    assert first_word(EarlyStop(slow), iter(told)) is None
 
 
 def test_a_server_that_only_errs_is_given_up() -> None:
     """Quick errors leave no backlog, and are no service."""
-    found = first_word(Hopeless(NEEDS), load(20, 20, error_share=0.8))
+    found = first_word(EarlyStop(NEEDS), load(20, 20, error_share=0.8))
     assert found is not None
     assert "failed" in found[1]
 
 
 def test_a_closed_loop_is_never_given_up() -> None:
     """Without a plan there is no backlog."""
-    assert Hopeless(NEEDS)(progress(20.0, 400, 0, planned=None)) is None
+    assert EarlyStop(NEEDS)(progress(20.0, 400, 0, planned=None)) is None
 
 
 def test_a_guard_forgives_one_slow_look_and_no_two() -> None:
@@ -121,7 +121,9 @@ def test_a_guard_without_limits_says_nothing() -> None:
 @given(capacity=st.floats(0.5, 400.0), first=st.floats(1.0, 50.0))
 def test_a_short_search_brackets_the_capacity(capacity: float, first: float) -> None:
     """Whatever held is below the capacity, and with enough runs the best of it is within a factor of two."""
-    tried = search_rate(lambda rate: Tried(rate_per_s=rate, held=rate <= capacity, goodput_per_s=rate), first, runs=12)
+    tried = search_rate(
+        lambda rate: RateResult(rate_per_s=rate, held=rate <= capacity, goodput_per_s=rate), first, runs=12
+    )
     held = [each.rate_per_s for each in tried if each.held]
     assert len(tried) <= 12
     assert held
@@ -147,28 +149,28 @@ def test_failures_under_load_are_told_apart() -> None:
     """Death by memory, death, a guard, time, the generator's own fault, silence; a measurement is none of these."""
     good = {"goodput_per_s": 1.0}
     cases = [
-        (Loaded(metrics=good), Evidence(died=("engine",), oom_kills=1), False, FailureKind.OUT_OF_MEMORY),
-        (Loaded(metrics=good), Evidence(died=("engine",), log="MemoryError"), False, FailureKind.OUT_OF_MEMORY),
-        (Loaded(metrics=good), Evidence(died=("engine",), log="some room"), False, FailureKind.CRASH),
-        (Loaded(metrics=good, ended_early="guard: p95"), Evidence(), True, FailureKind.TIME_OUT),
-        (Loaded(metrics=good, ended_early="guard: 5 requests failed"), Evidence(), True, FailureKind.CRASH),
-        (Loaded(metrics=good, timed_out=True), Evidence(), False, FailureKind.TIME_OUT),
-        (Loaded(metrics=good, invalid="requests left late"), Evidence(), False, FailureKind.INVALID),
-        (Loaded(metrics={}, errors={"connect": 3}), Evidence(), False, FailureKind.CRASH),
-        (Loaded(metrics={}, errors={"interrupted": 3}), Evidence(), False, FailureKind.TIME_OUT),
+        (LoadResult(metrics=good), Evidence(died=("engine",), oom_kills=1), False, FailureKind.OUT_OF_MEMORY),
+        (LoadResult(metrics=good), Evidence(died=("engine",), log="MemoryError"), False, FailureKind.OUT_OF_MEMORY),
+        (LoadResult(metrics=good), Evidence(died=("engine",), log="some room"), False, FailureKind.CRASH),
+        (LoadResult(metrics=good, ended_early="guard: p95"), Evidence(), True, FailureKind.TIME_OUT),
+        (LoadResult(metrics=good, ended_early="guard: 5 requests failed"), Evidence(), True, FailureKind.CRASH),
+        (LoadResult(metrics=good, timed_out=True), Evidence(), False, FailureKind.TIME_OUT),
+        (LoadResult(metrics=good, invalid="requests left late"), Evidence(), False, FailureKind.INVALID),
+        (LoadResult(metrics={}, errors={"connect": 3}), Evidence(), False, FailureKind.CRASH),
+        (LoadResult(metrics={}, errors={"interrupted": 3}), Evidence(), False, FailureKind.TIME_OUT),
     ]
     for loaded, evidence, guard, kind in cases:
         outcome = of_load(loaded, evidence, guard=guard)
         assert outcome is not None
         assert outcome.failure is kind
-    assert of_load(Loaded(metrics=good), Evidence(oom_kills=1)) is None
+    assert of_load(LoadResult(metrics=good), Evidence(oom_kills=1)) is None
 
 
 def test_of_several_scenarios_the_worst_counts() -> None:
     """Less good, slower, dearer; what only one of them has is left out."""
     one = {"goodput_per_s": 5.0, "p99_ms": 10.0, "extra": 1.0}
-    assert worst([one, {"goodput_per_s": 4.0, "p99_ms": 8.0}]) == {"goodput_per_s": 4.0, "p99_ms": 10.0}
-    assert worst([]) == {}
+    assert worst_metrics([one, {"goodput_per_s": 4.0, "p99_ms": 8.0}]) == {"goodput_per_s": 4.0, "p99_ms": 10.0}
+    assert worst_metrics([]) == {}
 
 
 def test_gpu_memory_is_that_of_our_processes() -> None:

@@ -65,7 +65,7 @@ def ranking(server: Server) -> Scenario:
     return load_scenario({"name": "rank", "target": target, "mix": mix, "duration_s": 5}, {})
 
 
-def pictures(server: Server) -> Scenario:
+def images(server: Server) -> Scenario:
     mix = [{"prompts": ["a", "b"], "size": {"8x8": 1}, "steps": {"2": 1}}]
     return load_scenario({"name": "draw", "target": {"url": server.url, "api": "images"}, "mix": mix}, {})
 
@@ -103,9 +103,9 @@ def test_pictures_drift_by_their_mean_difference(server: Server, tmp_path: Path)
         return {}, json.dumps({"data": [{"b64_json": base64.b64encode(file.getvalue()).decode()}]}).encode()
 
     server.answer = answer
-    assert quality_drift([pictures(server)], tmp_path, is_default=True) == 0.0
+    assert quality_drift([images(server)], tmp_path, is_default=True) == 0.0
     shade = 51
-    assert quality_drift([pictures(server)], tmp_path, is_default=False) == pytest.approx(51 / 255 / 3, rel=1e-4)
+    assert quality_drift([images(server)], tmp_path, is_default=False) == pytest.approx(51 / 255 / 3, rel=1e-4)
     assert asked[:4] == asked[4:]
     assert len(set(asked)) == 4
 

@@ -13,9 +13,9 @@ from fastapi import APIRouter
 from pydantic import ValidationError
 from starlette.testclient import TestClient
 
-from plait.config import Served, ServerSection, TuningSection
-from plait.tuning.service.desk import MOST_DEATHS
-from plait.tuning.service.http import LARGEST_JOB_BYTES, tuning_router
+from plait.config import ServedConfig, ServerSection, TuningSection
+from plait.tuning.service.http import MAX_JOB_BYTES, tuning_router
+from plait.tuning.service.job_queue import MAX_DEATHS
 from plait_autoconfig.jobs.store import JobStore
 from plait_autoconfig.report.page import POLICY
 from plait_serving.deployments.ingress import Ingress
@@ -294,13 +294,13 @@ def test_bodies_of_other_kinds_are_refused(client):
     """A type that a foreign web page could send, one too large, one that is no text."""
     assert error_of(posted(client, headers={**BOSS, "content-type": "text/plain"}))[0] == 415
     assert error_of(posted(client, headers=BOSS))[0] == 415
-    assert error_of(posted(client, "#" * (LARGEST_JOB_BYTES + 1)))[:2] == (413, "body_too_large")
+    assert error_of(posted(client, "#" * (MAX_JOB_BYTES + 1)))[:2] == (413, "body_too_large")
     assert error_of(posted(client, b"\xff\xfe"))[:2] == (400, "invalid_job")
 
 
 def test_a_queue_has_an_end(client, monkeypatch):
     """429 with a time to come back."""
-    monkeypatch.setattr("plait.tuning.service.desk.MOST_WAITING", 2)
+    monkeypatch.setattr("plait.tuning.service.job_queue.MAX_WAITING", 2)
     for _ in range(2):
         started(client)
     answer = posted(client)
@@ -332,9 +332,9 @@ def test_a_new_desk_goes_on_where_a_killed_one_stopped(tmp_path):
 
 def test_a_job_that_only_dies_is_given_up(tmp_path):
     """After three deaths without a measurement, with the exit code; the next job runs."""
-    desk = desk_in(tmp_path, Threads(deaths=MOST_DEATHS))
+    desk = desk_in(tmp_path, Threads(deaths=MAX_DEATHS))
     one, two = desk.submit(SHORT, "ops", "1")["id"], desk.submit(SHORT, "ops", "2")["id"]
-    for _ in range(MOST_DEATHS + 1):
+    for _ in range(MAX_DEATHS + 1):
         assert desk.work_once(never)
     job = desk.job(one)
     assert job["status"] == "failed"
@@ -386,13 +386,13 @@ def test_tuning_is_off_and_wants_an_admin():
     """Nobody but a key with the role admin, or the machine itself, may start processes."""
     user = {"sha256": "0" * 64}
     admin = {**user, "role": "admin"}
-    assert not Served().tuning.enabled
+    assert not ServedConfig().tuning.enabled
     on = TuningSection(enabled=True)
-    assert Served(tuning=on).tuning.enabled
-    assert Served(tuning=on, server=ServerSection(host="0.0.0.0", api_keys=(admin,))).tuning.enabled
+    assert ServedConfig(tuning=on).tuning.enabled
+    assert ServedConfig(tuning=on, server=ServerSection(host="0.0.0.0", api_keys=(admin,))).tuning.enabled
     for server in ({"api_keys": (user,)}, {"host": "0.0.0.0"}):
         with pytest.raises(ValidationError, match="a key with the role admin"):
-            Served(tuning=on, server=server)
+            ServedConfig(tuning=on, server=server)
 
 
 def test_the_ingress_adds_the_routes(desk):

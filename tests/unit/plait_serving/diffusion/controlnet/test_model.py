@@ -13,7 +13,7 @@ import torch
 from diffusers import ControlNetModel, StableDiffusionControlNetPipeline
 from PIL import Image
 
-from plait_serving.diffusion.controlnet.model import ControlNetModelRunner, Rows, by_key, load_controlnet
+from plait_serving.diffusion.controlnet.model import ControlNetModelRunner, ControlRows, by_key, load_controlnet
 from plait_serving.diffusion.errors import EngineError, ModelError, OutOfMemory, RequestError
 from plait_serving.diffusion.protocols import Residuals
 from support import controlnet as kit
@@ -34,9 +34,9 @@ def sdxl(tiny_sdxl_controlnets: tuple[Path, Path]) -> Path:
     return tiny_sdxl_controlnets[0]
 
 
-def _rows(runner: ControlNetModelRunner, asks: list[kit.Ask]) -> list[Rows]:
+def _rows(runner: ControlNetModelRunner, asks: list[kit.ControlCase]) -> list[ControlRows]:
     return [
-        Rows(
+        ControlRows(
             constants=runner.constants(image=a.image, conditioning=a.conditioning, width=kit.SIZE, height=kit.SIZE),
             sample=a.sample,
             timestep=a.timestep,
@@ -46,7 +46,7 @@ def _rows(runner: ControlNetModelRunner, asks: list[kit.Ask]) -> list[Rows]:
     ]
 
 
-def _mixed(width: int, added: int = 0) -> list[kit.Ask]:
+def _mixed(width: int, added: int = 0) -> list[kit.ControlCase]:
     return [
         kit.make_ask(1, width=width, n=1, scale=0.7, step=981, added=added),
         kit.make_ask(2, width=width, n=3, scale=1.0, step=3, added=added),
@@ -81,7 +81,7 @@ def test_batch_that_needs_no_exact_bits_stays_within_rounding(sd: Path) -> None:
     loose = [replace(rows, exact=False) for rows in exact]
     expected = kit.twin_answers(kit.load_twin(sd), asks)
     differences = [
-        kit.largest_difference(answer, wanted) for answer, wanted in zip(runner.residuals(loose), expected, strict=True)
+        kit.max_difference(answer, wanted) for answer, wanted in zip(runner.residuals(loose), expected, strict=True)
     ]
     assert 0 < max(differences) < 1e-5
     mixed = runner.residuals([*loose[:2], exact[2]])
@@ -103,7 +103,7 @@ def test_embedding_once_stays_within_rounding_of_embedding_per_row(sd: Path) -> 
     answers = runner.residuals(_rows(runner, asks))
     expected = kit.twin_answers(kit.load_twin(sd, one_by_one=False), asks)
     for answer, wanted in zip(answers, expected, strict=True):
-        assert kit.largest_difference(answer, wanted) < BATCHED_EMBEDDING[torch.float32]
+        assert kit.max_difference(answer, wanted) < BATCHED_EMBEDDING[torch.float32]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -114,7 +114,7 @@ def test_scales_as_a_tensor_round_like_scales_as_numbers(sd: Path, dtype: torch.
     together = runner.residuals(_rows(runner, [a, b]))
     for i, scale in enumerate((0.3, 0.9)):
         blocks = [
-            Rows(constants=r.constants, sample=r.sample, timestep=r.timestep, scale=scale)
+            ControlRows(constants=r.constants, sample=r.sample, timestep=r.timestep, scale=scale)
             for r in _rows(runner, [a, b])
         ]
         assert kit.same_bits(together[i], runner.residuals(blocks)[i])
@@ -132,17 +132,17 @@ def test_integer_and_float_timesteps_share_a_batch(sd: Path) -> None:
 def test_picture_is_prepared_as_the_pipeline_does(sd: Path) -> None:
     """Resized, scaled and laid out bit for bit like `StableDiffusionControlNetPipeline.prepare_image`."""
     runner = load_controlnet(sd, dtype=torch.float32)
-    picture = np.random.default_rng(0).integers(0, 256, (50, 41, 3), dtype=np.uint8)
+    image = np.random.default_rng(0).integers(0, 256, (50, 41, 3), dtype=np.uint8)
     pipeline = StableDiffusionControlNetPipeline(
         vae=None, text_encoder=None, tokenizer=None, unet=None, controlnet=runner.model, scheduler=None,
         safety_checker=None, feature_extractor=None, requires_safety_checker=False,
     )  # fmt: skip
     prepared = pipeline.prepare_image(
-        Image.fromarray(picture), kit.SIZE, kit.SIZE, 1, 1, torch.device("cpu"), torch.float32
+        Image.fromarray(image), kit.SIZE, kit.SIZE, 1, 1, torch.device("cpu"), torch.float32
     )
     with torch.no_grad():
         expected = kit.load_twin(sd).controlnet_cond_embedding(prepared)
-    assert torch.equal(runner.embed(picture, kit.SIZE, kit.SIZE), expected)
+    assert torch.equal(runner.embed(image, kit.SIZE, kit.SIZE), expected)
 
 
 def test_bgr_channel_order(sd: Path) -> None:
@@ -209,7 +209,7 @@ def test_wrong_family_is_refused(sd: Path) -> None:
     ask = kit.make_ask(1, width=32)
     constants = runner.constants(image=ask.image, conditioning=ask.conditioning, width=64, height=64)
     with pytest.raises(ModelError, match="family"):
-        runner.residuals([Rows(constants=constants, sample=ask.sample, timestep=ask.timestep, scale=1.0)])
+        runner.residuals([ControlRows(constants=constants, sample=ask.sample, timestep=ask.timestep, scale=1.0)])
     with pytest.raises(RequestError):
         runner.embed(np.zeros((8, 8), dtype=np.uint8), 32, 32)
 
@@ -218,8 +218,8 @@ def test_one_block_that_fails_fails_alone(sd: Path) -> None:
     """`try_residuals`: blocks of unequal shapes are split, and the bad one gets its own error."""
     runner = load_controlnet(sd, dtype=torch.float32)
     good, bad, longer = _rows(runner, [kit.make_ask(i, width=32) for i in range(3)])
-    wrong = Rows(constants=bad.constants, sample=bad.sample[:1], timestep=bad.timestep, scale=1.0)
-    wide = Rows(
+    wrong = ControlRows(constants=bad.constants, sample=bad.sample[:1], timestep=bad.timestep, scale=1.0)
+    wide = ControlRows(
         constants=longer.constants, sample=longer.sample.repeat(1, 1, 2, 1), timestep=longer.timestep, scale=1.0
     )
     assert by_key([good, wrong, wide, good]) == [[0, 1, 3], [2]]
@@ -232,7 +232,7 @@ def test_batch_that_does_not_fit_is_halved(sd: Path) -> None:
     room = 2
 
     class Small(ControlNetModelRunner):
-        def residuals(self, blocks: list[Rows]) -> list[Residuals]:
+        def residuals(self, blocks: list[ControlRows]) -> list[Residuals]:
             if len(blocks) > room:
                 raise torch.OutOfMemoryError("full")
             return super().residuals(blocks)
@@ -241,7 +241,7 @@ def test_batch_that_does_not_fit_is_halved(sd: Path) -> None:
     blocks = _rows(runner, [kit.make_ask(i, width=32) for i in range(5)])
     alone = [runner.residuals([block])[0] for block in blocks]
     for answer, wanted in zip(runner.try_residuals(blocks), alone, strict=True):
-        assert kit.largest_difference(answer, wanted) < 1e-5
+        assert kit.max_difference(answer, wanted) < 1e-5
     room = 0
     assert all(isinstance(answer, OutOfMemory) for answer in runner.try_residuals(blocks[:2]))
 

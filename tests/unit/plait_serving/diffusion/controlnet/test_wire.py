@@ -92,13 +92,13 @@ def test_long_error_messages_are_cut() -> None:
 
 def test_a_step_with_the_most_calls_fits_one_message() -> None:
     """32 calls of 13 residual tensors stay within the fabric's default limits."""
-    from plait_fabric import Limits
+    from plait_fabric import MessageLimits
     from plait_fabric.transport.frames import encode_header
 
     residuals = Residuals(down=(SAMPLE,) * 12, mid=SAMPLE)
-    header, tensors = wire.reply_message(Reply(seq=2**53 - 1, answers=(residuals,) * wire.LARGEST_CALLS))
+    header, tensors = wire.reply_message(Reply(seq=2**53 - 1, answers=(residuals,) * wire.MAX_CALLS))
     described = [[name, "bfloat16", [64, 1280, 128, 128], [0, 2, 3, 1]] for name in tensors]
-    Limits().check(
+    MessageLimits().check(
         header_bytes=len(encode_header({**header, "_tensors": described})), buffers=len(tensors), message_bytes=0
     )
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from plait_serving.diffusion.bundle import load_bundle, load_controlnet
-from plait_serving.diffusion.denoisers.batch import Layout
+from plait_serving.diffusion.denoisers.batch import BatchLayout
 from plait_serving.diffusion.denoisers.constants import ConstantsStore
 from plait_serving.diffusion.denoisers.unet import UNetDenoiser
 from plait_serving.diffusion.denoisers.whole import WholeControlNet
@@ -15,7 +15,7 @@ from plait_serving.diffusion.knobs import Exact
 from plait_serving.diffusion.protocols import Conditioning, Residuals
 from plait_serving.diffusion.values import ControlRef
 from plait_serving.diffusion.versions import parameter_version
-from support.denoise import control_image, largest_difference, make_request, start
+from support.denoise import control_image, make_request, max_difference, start
 
 
 class Client:
@@ -82,7 +82,7 @@ def test_a_failing_controlnet_fails_its_request_only(bundle, denoiser, real):
     outputs = denoiser.predict(calls)
     assert [isinstance(output, ControlNetUnavailable) for output in outputs] == [False, True, False, True, True]
     for k in (0, 2):
-        assert largest_difference(outputs[k], denoiser.predict([calls[k]])[0]) < 1e-4
+        assert max_difference(outputs[k], denoiser.predict([calls[k]])[0]) < 1e-4
 
 
 def test_residuals_of_another_shape_are_refused(bundle, denoiser):
@@ -154,7 +154,7 @@ def test_packed_convolutions_follow_their_weights(bundle, denoiser):
     exact = UNetDenoiser(bundle, exact=lambda: Exact.ALWAYS).predict(calls)[0]
     weight.copy_(pristine)
     assert not torch.allclose(before, fast, atol=1e-3)
-    assert largest_difference(fast, exact) < 1e-4
+    assert max_difference(fast, exact) < 1e-4
     assert torch.equal(denoiser.predict(calls)[0], before)
 
 
@@ -163,7 +163,7 @@ def test_a_single_request_may_run_fast_too(bundle):
     exact, fast = UNetDenoiser(bundle), UNetDenoiser(bundle, exact=lambda: Exact.NEVER)
     call = controlled(bundle, exact)
     a, b = exact.predict([call])[0], fast.predict([call])[0]
-    assert 0.0 < largest_difference(a, b) < 1e-4
+    assert 0.0 < max_difference(a, b) < 1e-4
 
 
 def conditioning(value: float, n: int = 1, length: int = 77) -> Conditioning:
@@ -176,12 +176,12 @@ def test_constants_are_kept_per_composition_and_version(bundle):
     versions = [0]
     store = ConstantsStore(bundle.unet, lambda: versions[0], limit_bytes=1 << 30)
     a, b = conditioning(1.0), conditioning(2.0)
-    first = store.of([a, b], Layout.of([a, b]), fast=True)
-    assert store.of([a, b], Layout.of([a, b]), fast=True) is first
-    store.of([b, a], Layout.of([b, a]), fast=True)
+    first = store.of([a, b], BatchLayout.of([a, b]), fast=True)
+    assert store.of([a, b], BatchLayout.of([a, b]), fast=True) is first
+    store.of([b, a], BatchLayout.of([b, a]), fast=True)
     assert (store.hits, store.misses) == (1, 2)
     versions[0] = 1
-    assert store.of([a, b], Layout.of([a, b]), fast=True) is not first
+    assert store.of([a, b], BatchLayout.of([a, b]), fast=True) is not first
     assert (store.hits, store.misses) == (1, 3)
     assert store.nbytes == first.nbytes, "what belongs to old weights is gone"
 
@@ -189,22 +189,24 @@ def test_constants_are_kept_per_composition_and_version(bundle):
 def test_constants_stay_within_their_budget(bundle):
     """The least recently used go first, and what is too large alone is computed every time."""
     texts = [conditioning(float(i)) for i in range(5)]
-    one = ConstantsStore(bundle.unet, lambda: 0, limit_bytes=1 << 30).of(texts[:1], Layout.of(texts[:1]), fast=True)
+    one = ConstantsStore(bundle.unet, lambda: 0, limit_bytes=1 << 30).of(
+        texts[:1], BatchLayout.of(texts[:1]), fast=True
+    )
     store = ConstantsStore(bundle.unet, lambda: 0, limit_bytes=2 * one.nbytes)
     for text in texts:
-        store.of([text], Layout.of([text]), fast=True)
+        store.of([text], BatchLayout.of([text]), fast=True)
         assert store.nbytes <= 2 * one.nbytes
-    store.of(texts[-1:], Layout.of(texts[-1:]), fast=True)
-    store.of(texts[:1], Layout.of(texts[:1]), fast=True)
+    store.of(texts[-1:], BatchLayout.of(texts[-1:]), fast=True)
+    store.of(texts[:1], BatchLayout.of(texts[:1]), fast=True)
     assert (store.hits, store.misses) == (1, 6)
     tight = ConstantsStore(bundle.unet, lambda: 0, limit_bytes=one.nbytes - 1)
-    tight.of(texts[:1], Layout.of(texts[:1]), fast=True)
+    tight.of(texts[:1], BatchLayout.of(texts[:1]), fast=True)
     assert tight.nbytes == 0
 
 
 def test_layout_places_every_row_once():
     """Unconditional rows of all requests first, then the conditional ones, in request order."""
-    layout = Layout.of([conditioning(0.0, n=2), conditioning(1.0), conditioning(2.0, n=3)])
+    layout = BatchLayout.of([conditioning(0.0, n=2), conditioning(1.0), conditioning(2.0, n=3)])
     rows = [range(part.start, part.stop) for k in range(3) for part in layout.rows(k)]
     assert [list(part) for part in rows] == [[0, 1], [6, 7], [2], [8], [3, 4, 5], [9, 10, 11]]
 

@@ -54,7 +54,7 @@ class StubChecker(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(1))
 
     def forward(self, images, clip_input):
-        flags = [bool(picture.mean() > 0.5) for picture in clip_input]
+        flags = [bool(image.mean() > 0.5) for image in clip_input]
         for i, flag in enumerate(flags):
             if flag:
                 images[i] = torch.zeros_like(images[i])
@@ -65,7 +65,7 @@ class StubExtractor:
     """Pictures as tensors in [0, 1]."""
 
     def __call__(self, pictures, return_tensors):
-        arrays = [torch.from_numpy(np.asarray(picture).copy()).permute(2, 0, 1) / 255 for picture in pictures]
+        arrays = [torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1) / 255 for image in pictures]
         return type("Features", (), {"pixel_values": torch.stack(arrays)})()
 
 
@@ -99,7 +99,7 @@ def test_the_folders_own_checker_agrees_with_diffusers(tmp_path):
     pictures, flags = Decoder(denoiser, checker).decode(latents)
     assert list(flags) == theirs
     assert set(flags) == {True, False}
-    assert [bool((picture == 0).all()) for picture in pictures] == list(flags)
+    assert [bool((image == 0).all()) for image in pictures] == list(flags)
     assert safety_of(load_bundle(folder, safety_checker=False)) is None
 
 

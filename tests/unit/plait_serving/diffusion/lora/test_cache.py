@@ -97,7 +97,7 @@ def test_distinct_names_load_at_the_same_time(make):
     bench.source.hold("a", "b", "c", "d")
     futures = [bench.cache.acquire(["a", "b"]), bench.cache.acquire(["c"]), bench.cache.acquire(["d"])]
     bench.source.wait_fetching(4)
-    assert bench.source.most_at_once == 4
+    assert bench.source.max_at_once == 4
     bench.source.let_go("a", "b", "c", "d")
     for future in futures:
         future.result(SOON_S)

@@ -46,7 +46,7 @@ def test_reads_what_safetensors_writes(tmp_path):
     from safetensors.torch import load_file
 
     path = good_file(tmp_path / "a.safetensors")
-    header, data = container.read(path, largest_bytes=CAP)
+    header, data = container.read(path, max_bytes=CAP)
     expected = load_file(path)
     assert header.tensors.keys() == expected.keys()
     assert header.metadata == {"format": "pt", "x": "y"}
@@ -64,14 +64,14 @@ def test_unaligned_tensors_are_read(tmp_path):
         "floats": {"dtype": "F32", "shape": [2], "data_offsets": [1, 9]},
     }
     path = raw_file(tmp_path / "a.safetensors", table, b"\x07" + wanted.numpy().tobytes())
-    header, data = container.read(path, largest_bytes=CAP)
+    header, data = container.read(path, max_bytes=CAP)
     assert torch.equal(container.tensor(header, data, "floats"), wanted)
 
 
 def test_nothing_refers_to_the_file_once_it_is_read(tmp_path):
     """A file that is overwritten and cut in place changes no tensor that was read before."""
     path = good_file(tmp_path / "a.safetensors")
-    header, data = container.read(path, largest_bytes=CAP)
+    header, data = container.read(path, max_bytes=CAP)
     before = container.tensor(header, data, "half").clone()
     with path.open("r+b") as file:
         file.write(b"\xff" * 64)
@@ -86,7 +86,7 @@ def test_every_truncation_is_noticed(tmp_path):
     for length in [*range(40), *range(40, len(whole), 37), len(whole) - 1]:
         cut.write_bytes(whole[:length])
         with pytest.raises(LoraError):
-            container.inspect(cut, largest_bytes=CAP)
+            container.inspect(cut, max_bytes=CAP)
 
 
 class Bomb:
@@ -132,7 +132,7 @@ def test_other_formats_are_named(tmp_path, monkeypatch, content, sentence):
     path = tmp_path / "a.safetensors"
     path.write_bytes(content)
     with pytest.raises(LoraError, match=sentence):
-        container.inspect(path, largest_bytes=CAP)
+        container.inspect(path, max_bytes=CAP)
     assert not (tmp_path / "pwned").exists()
 
 
@@ -166,7 +166,7 @@ F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 def test_damaged_headers_are_refused(tmp_path, table, data):
     """A header that lies about the file raises `LoraError`, whatever the lie."""
     with pytest.raises(LoraError):
-        container.inspect(raw_file(tmp_path / "a.safetensors", table, data), largest_bytes=CAP)
+        container.inspect(raw_file(tmp_path / "a.safetensors", table, data), max_bytes=CAP)
 
 
 def test_a_huge_header_is_not_allocated(tmp_path):
@@ -174,22 +174,22 @@ def test_a_huge_header_is_not_allocated(tmp_path):
     path = tmp_path / "a.safetensors"
     path.write_bytes((1 << 60).to_bytes(8, "little") + b"{}")
     with pytest.raises(LoraError, match="does not fit"):
-        container.inspect(path, largest_bytes=CAP)
+        container.inspect(path, max_bytes=CAP)
 
 
 def test_size_cap(tmp_path):
     """A file over the cap is refused by its size alone."""
     path = good_file(tmp_path / "a.safetensors")
     with pytest.raises(LoraError, match="largest allowed is 100"):
-        container.inspect(path, largest_bytes=100)
+        container.inspect(path, max_bytes=100)
 
 
 def test_missing_files_and_folders_are_refused(tmp_path):
     """What can not be opened or read is a `LoraError`, not an OSError."""
     with pytest.raises(LoraError, match="can not be opened"):
-        container.inspect(tmp_path / "none.safetensors", largest_bytes=CAP)
+        container.inspect(tmp_path / "none.safetensors", max_bytes=CAP)
     with pytest.raises(LoraError):
-        container.inspect(tmp_path, largest_bytes=CAP)
+        container.inspect(tmp_path, max_bytes=CAP)
 
 
 def test_a_change_while_reading_is_noticed(tmp_path, monkeypatch):
@@ -208,4 +208,4 @@ def test_a_change_while_reading_is_noticed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(container, "_read_into", overwrite_first)
     with pytest.raises(LoraError, match="changed while"):
-        container.read(path, largest_bytes=CAP)
+        container.read(path, max_bytes=CAP)

@@ -413,7 +413,7 @@ def test_size_cap_names_the_lora(tmp_path):
     """The cap of the container reaches the caller with the LoRA's name."""
     path = write(tmp_path / "a.safetensors", peft_tensors(factors({"lin": (10, 6)})))
     with pytest.raises(LoraError, match=r"LoRA 'big': .*largest allowed is 10"):
-        parse("big", path, UNET, largest_bytes=10)
+        parse("big", path, UNET, max_bytes=10)
 
 
 def test_header_is_enough_to_refuse(tmp_path, monkeypatch):

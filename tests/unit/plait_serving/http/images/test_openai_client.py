@@ -11,7 +11,7 @@ import pytest
 from plait_serving.diffusion import errors as engine
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.edge.auth import ApiKey, Role
-from plait_serving.images.testing import FakeImageService, fake_picture
+from plait_serving.images.testing import FakeImageService, fake_image
 from support.http_app import b64, make_client, pixels, png
 
 
@@ -40,7 +40,7 @@ def test_generate_returns_pictures(client, service):
     (request,) = service.submitted
     assert len(result.data) == 2
     for image, seed in zip(result.data, request.seeds, strict=True):
-        assert np.array_equal(pixels(image.b64_json), fake_picture(request, seed))
+        assert np.array_equal(pixels(image.b64_json), fake_image(request, seed))
         assert image.seed == seed
     assert (result.size, result.output_format) == ("24x16", "png")
     assert result.created > 0

@@ -13,11 +13,12 @@ import pytest
 from PIL import Image
 
 from plait_serving.diffusion.errors import EngineStopped, Overloaded
-from plait_serving.diffusion.values import LoraPolicy, LoraRef, Scheduler
+from plait_serving.diffusion.values import MAX_SEED, LoraPolicy, LoraRef, Scheduler
 from plait_serving.http.context import HttpSettings
-from plait_serving.http.images.schemas import IGNORED_FIELDS, MAX_PROMPT_CHARS, MAX_SEED, ErrorBody, GenerationResponse
+from plait_serving.http.edge.schemas import ErrorBody
+from plait_serving.http.images.schemas import IGNORED_FIELDS, MAX_PROMPT_CHARS, GenerationResponse
 from plait_serving.images.codec import DecodeLimits, read_parameters
-from plait_serving.images.testing import FakeImageService, fake_picture
+from plait_serving.images.testing import FakeImageService, fake_image
 from support.http_app import FIXED_SEED, FIXED_TIME_S, AsgiCall, b64, make_app, make_client, pixels, png, until
 
 URL = "/v1/images/generations"
@@ -96,7 +97,7 @@ def test_the_answer_holds_the_pictures_and_how_to_make_them_again(client, servic
     (request,) = service.submitted
     assert [item.seed for item in body.data] == [40, 41]
     for item in body.data:
-        assert np.array_equal(pixels(item.b64_json), fake_picture(request, item.seed))
+        assert np.array_equal(pixels(item.b64_json), fake_image(request, item.seed))
     assert (body.model, body.size, body.output_format, body.created) == ("emoji", "16x16", "png", int(FIXED_TIME_S))
     assert body.timings.model_dump() == {
         "queue": 0.125, "lora": 0.25, "encode": 0.5, "denoise": 1.0, "decode": 0.0625, "total": 1.9375,
@@ -448,7 +449,7 @@ async def test_many_requests_at_once_keep_their_own_answers():
     requests = {request.prompt: request for request in service.submitted}
     for i, call in enumerate(calls):
         body = json.loads(b"".join(call.chunks))
-        assert np.array_equal(pixels(body["data"][0]["b64_json"]), fake_picture(requests[f"p{i}"], i))
+        assert np.array_equal(pixels(body["data"][0]["b64_json"]), fake_image(requests[f"p{i}"], i))
 
 
 def test_a_service_that_ends_without_a_result_is_a_503():

@@ -16,7 +16,7 @@ from plait_serving.http.edge import sse
 from plait_serving.http.edge.feed import EventFeed
 from plait_serving.images.codec import OutputFormat, encode_image
 from plait_serving.images.infotext import infotext
-from plait_serving.images.testing import FakeImageService, fake_picture
+from plait_serving.images.testing import FakeImageService, fake_image
 from support.http_app import AsgiCall, make_app, make_client, pixels, until
 
 URL = "/v1/images/generations"
@@ -32,10 +32,8 @@ def test_golden_bytes():
     service = FakeImageService()
     answer = stream(service, num_inference_steps=2, partial_images=1, quality="low")
     (request,) = service.submitted
-    preview = encode_image(fake_picture(request, 4), OutputFormat.PNG)
-    final = encode_image(
-        fake_picture(request, 3), OutputFormat.PNG, parameters=infotext(request, model="emoji", index=0)
-    )
+    preview = encode_image(fake_image(request, 4), OutputFormat.PNG)
+    final = encode_image(fake_image(request, 3), OutputFormat.PNG, parameters=infotext(request, model="emoji", index=0))
     fields = (
         '"created_at": 1790000000, "size": "16x16", "quality": "auto", "background": "opaque", "output_format": "png"'
     )
@@ -190,4 +188,4 @@ def test_partial_images_are_pictures_of_the_right_size(wanted):
     blocks = [json.loads(line[6:]) for line in text.split("\n") if line.startswith("data: ")]
     assert [block["type"] for block in blocks] == [sse.PARTIAL] * wanted + [sse.COMPLETED]
     assert all(pixels(block["b64_json"]).shape == (16, 16, 3) for block in blocks)
-    assert np.array_equal(pixels(blocks[-1]["b64_json"]), fake_picture(service.submitted[0], 3))
+    assert np.array_equal(pixels(blocks[-1]["b64_json"]), fake_image(service.submitted[0], 3))

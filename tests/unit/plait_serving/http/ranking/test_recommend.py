@@ -8,13 +8,14 @@ import pytest
 import torch
 from starlette.testclient import TestClient
 
-from plait_disagg.errors import Unavailable
+from plait_disagg.errors import WorkerUnavailable
 from plait_disagg.graph.inputs import Dense, Ids
 from plait_disagg.values import ModelCard, RankAnswer
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
-from plait_serving.http.ranking.recommend_schemas import ranking
-from plait_serving.ranking.service import Recommender
+from plait_serving.http.ranking.recommend_body import ranking
+from plait_serving.ranking.local import LocalRankingService
+from plait_serving.ranking.service import ServedRanker
 from plait_serving.ranking.testing import FakeItems, FakeRanker, fake_outputs
 from support.http_rank import make_client
 
@@ -176,8 +177,8 @@ def test_without_a_store_ids_mean_nothing():
 def test_items_without_names_have_none():
     """A store may know features only."""
     ranker = FakeRanker()
-    models = {"picks": Recommender(ranker=ranker, items=FakeItems(named=False))}
-    client = TestClient(create_app(None, HttpSettings(), recommenders=models))
+    models = {"picks": ServedRanker(ranker=ranker, items=FakeItems(named=False))}
+    client = TestClient(create_app(None, HttpSettings(), ranking=LocalRankingService(models)))
     assert all(set(item) == {"id", "score"} for item in ask(client).json()["items"])
 
 
@@ -200,8 +201,8 @@ class Column:
 
 def test_with_several_models_one_must_be_named():
     """The message lists them; an unknown one is a 404 with the code that OpenAI's client knows."""
-    models = {"picks": Recommender(ranker=FakeRanker()), "column": Recommender(ranker=Column())}
-    client = TestClient(create_app(None, HttpSettings(), recommenders=models))
+    models = {"picks": ServedRanker(ranker=FakeRanker()), "column": ServedRanker(ranker=Column())}
+    client = TestClient(create_app(None, HttpSettings(), ranking=LocalRankingService(models)))
     error = ask(client).json()["error"]
     assert (error["param"], "picks, column" in error["message"]) == ("model", True)
     answer = ask(client, model="nope")
@@ -217,7 +218,7 @@ def test_with_several_models_one_must_be_named():
 def test_a_lost_worker_is_a_503_to_come_back_for():
     """In the form of the rest of /v1."""
     ranker = FakeRanker()
-    ranker.error = Unavailable("the CN worker is starting again")
+    ranker.error = WorkerUnavailable("the CN worker is starting again")
     answer = ask(make_client(ranker))
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
     assert answer.json()["error"]["code"] == "worker_unavailable"

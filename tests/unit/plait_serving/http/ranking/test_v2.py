@@ -14,14 +14,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from plait_disagg import errors as rank_errors
-from plait_disagg.errors import Busy, DeadlinePassed, RankError, Unavailable
+from plait_disagg.errors import Busy, DeadlinePassed, RankError, WorkerUnavailable
+from plait_serving.health import Health
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.edge.auth import ApiKey, Role
 from plait_serving.http.edge.errors import RANK_ANSWERS
-from plait_serving.images.service import Health
 from plait_serving.images.testing import FakeImageService
-from plait_serving.ranking.testing import FAKE_CARD, FakeRanker, fake_outputs, fake_recommenders
+from plait_serving.ranking.local import LocalRankingService
+from plait_serving.ranking.testing import FAKE_CARD, FakeRanker, fake_outputs, fake_rankers
 from support.http_app import AsgiCall
 from support.http_rank import HEADER, INFER, arrays, as_binary, as_json, make_client, outputs_of
 
@@ -304,7 +305,7 @@ def test_a_large_body_is_answered_too():
     ("error", "status", "header"),
     [
         (Busy("full"), 429, ("retry-after", "1")),
-        (Unavailable("the worker is gone"), 503, ("retry-after", "1")),
+        (WorkerUnavailable("the worker is gone"), 503, ("retry-after", "1")),
         (DeadlinePassed("late"), 504, ("x-should-retry", "false")),
         (RankError("a bug"), 500, ("x-should-retry", "false")),
         (RuntimeError("unexpected"), 500, ("x-should-retry", "false")),
@@ -359,7 +360,7 @@ def test_a_senseless_deadline_is_a_400(client, value):
 async def test_a_client_that_goes_while_it_sends_hurts_nobody():
     """Its body never ended: nothing reaches the ranker, and nothing is logged as a fault."""
     ranker = FakeRanker()
-    app = create_app(None, HttpSettings(), recommenders=fake_recommenders(ranker))
+    app = create_app(None, HttpSettings(), ranking=LocalRankingService(fake_rankers(ranker)))
     call = AsgiCall(app, b"", path=INFER)
     call._requests[:] = [{"type": "http.request", "body": b"{", "more_body": True}]
     call.disconnect()
@@ -370,7 +371,9 @@ async def test_a_client_that_goes_while_it_sends_hurts_nobody():
 async def test_a_large_body_does_not_stop_the_others():
     """While a thread reads 5 MB of numbers, a small request is answered."""
     ranker = FakeRanker()
-    app = create_app(None, HttpSettings(max_infer_json_bytes=16 << 20), recommenders=fake_recommenders(ranker))
+    app = create_app(
+        None, HttpSettings(max_infer_json_bytes=16 << 20), ranking=LocalRankingService(fake_rankers(ranker))
+    )
     large = AsgiCall(app, json.dumps(as_json({"x": np.zeros(2_000_000, np.int64)})).encode(), path=INFER)
     await asyncio.sleep(0)
     small = AsgiCall(app, json.dumps(as_json(arrays())).encode(), path=INFER)
@@ -397,7 +400,7 @@ def test_readiness_takes_the_rankers_into_account():
 def test_a_server_may_have_both():
     """Both families of routes; ready only when both are; the rankers do not wait for the image model's own routes."""
     images = FakeImageService(health=Health(ready=False, reason="no warm-up picture yet"))
-    client = TestClient(create_app(images, HttpSettings(), recommenders=fake_recommenders()))
+    client = TestClient(create_app(images, HttpSettings(), ranking=LocalRankingService(fake_rankers())))
     assert client.get("/v2/health/ready").json() == {"ready": False, "error": "no warm-up picture yet"}
     assert client.get("/v2/models/picks/ready").status_code == 200
     images.state = Health(ready=True, warmup_s=1.0)
@@ -472,8 +475,8 @@ def test_metrics_count_rankings():
 
 def test_a_model_answers_under_the_name_that_it_is_served_by():
     """A configuration may call a package anything; no answer shows the name it was packaged under."""
-    recommenders = {"films": fake_recommenders()["picks"]}
-    client = TestClient(create_app(None, HttpSettings(), recommenders=recommenders))
+    models = {"films": fake_rankers()["picks"]}
+    client = TestClient(create_app(None, HttpSettings(), ranking=LocalRankingService(models)))
     assert client.get("/v2/models/films").json()["name"] == "films"
     assert client.get("/v2/models/films/ready").json()["name"] == "films"
     assert client.post("/v2/models/films/infer", json=as_json(arrays())).json()["model_name"] == "films"

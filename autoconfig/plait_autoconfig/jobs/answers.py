@@ -1,0 +1,160 @@
+"""The answer of a job: which configuration, how much better than the reference, and how sure that is.
+
+After the search the best candidates and the reference are measured again, in turn. Only these fresh measurements count:
+the best of many trials is partly the luckiest. They are compared as measured, since drift hits all of them alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
+
+from plait_autoconfig.jobs.measurer import MeasurementKind
+from plait_autoconfig.jobs.plan import ranked_candidates
+from plait_autoconfig.jobs.records import Record, config_key, trials_of
+from plait_autoconfig.jobs.spec import JobSpec
+from plait_autoconfig.jobs.state import Interval, Recommendation
+from plait_autoconfig.jobs.uncertainty import Noise
+from plait_autoconfig.objective import Goal
+from plait_autoconfig.values import Cell, Config, Trial, TrialOutcome, Value, cells_of
+
+
+def recommendations(spec: JobSpec, records: Sequence[Record]) -> tuple[Recommendation, ...]:
+    """The answer of a search that is over: one, or the front of several goals; none if nothing is feasible."""
+    fresh = fresh_trials(records)
+    own = config_key(spec.default)
+    confirmed = any(config_key(trial.config) != own for trial in fresh)
+    trials = fresh if confirmed else trials_of(records)
+    goal = spec.goal
+    if len(goal.goals) > 1:
+        chosen: Sequence[Cell] = goal.front(trials)
+    else:
+        best = goal.best(trials)
+        chosen = [] if best is None else [best]
+    reference = next((cell for cell in cells_of(trials) if config_key(cell.config) == own), None)
+    return tuple(_recommendation(spec, records, cell, reference, trials, confirmed=confirmed) for cell in chosen)
+
+
+def noise_of(goal: Goal, groups: Mapping[Hashable, Sequence[TrialOutcome]], *, seed: int) -> Noise:
+    """The noise of a goal's metric over the outcomes by configuration."""
+    values = [[each.metrics[goal.metric] for each in group if each.failure is None] for group in groups.values()]
+    return Noise(values, seed=seed)
+
+
+def gain_of(goal: Goal, metrics: Mapping[str, float], reference: Mapping[str, float]) -> float | None:
+    """How many times better than the reference; None if that has no meaning."""
+    ours, theirs = metrics.get(goal.metric, 0.0), reference.get(goal.metric, 0.0)
+    if ours <= 0.0 or theirs <= 0.0:
+        return None
+    return ours / theirs if goal.direction == "max" else theirs / ours
+
+
+def fresh_trials(records: Sequence[Record]) -> tuple[Trial, ...]:
+    """The measurements of the confirmation."""
+    return trials_of(record for record in records if record.kind is MeasurementKind.CONFIRM)
+
+
+def _recommendation(
+    spec: JobSpec,
+    records: Sequence[Record],
+    cell: Cell,
+    reference: Cell | None,
+    trials: Sequence[Trial],
+    *,
+    confirmed: bool,
+) -> Recommendation:
+    groups: dict[Hashable, list[TrialOutcome]] = {}
+    for trial in trials:
+        groups.setdefault(config_key(trial.config), []).append(trial.outcome)
+    gain: dict[str, Interval] = {}
+    chances: list[float | None] = []
+    for goal in spec.goal.goals if reference is not None else ():
+        ours, theirs = _values(goal, cell), _values(goal, reference)
+        if not ours or not theirs or min(*ours, *theirs) <= 0.0:
+            continue
+        over, under = (ours, theirs) if goal.direction == "max" else (theirs, ours)
+        noise = noise_of(goal, groups, seed=spec.seed)
+        gain[goal.metric] = noise.ratio(over, under)
+        chances.append(noise.chance_above(over, under))
+    is_reference = config_key(cell.config) == config_key(spec.default)
+    chance = chances[0] if len(chances) == 1 and not is_reference else None
+    made = Recommendation(
+        config=cell.config,
+        metrics=cell.outcome.metrics,
+        gain=gain,
+        chance=chance,
+        confirmed=confirmed,
+        rounds=len(cell.trials),
+        changes=changes_of(spec.default, cell.config),
+        sentence="",
+    )
+    return _with_sentence(spec, records, made, reference)
+
+
+def changes_of(reference: Config, config: Config) -> dict[str, tuple[Value | None, Value | None]]:
+    """The knobs that differ, from what to what; None: the knob has no meaning on that side."""
+    names = dict.fromkeys([*reference, *config])
+    pairs = {name: (reference.get(name), config.get(name)) for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _values(goal: Goal, cell: Cell | None) -> list[float]:
+    trials = cell.trials if cell is not None else ()
+    return [trial.outcome.metrics[goal.metric] for trial in trials if trial.outcome.failure is None]
+
+
+# ---- in words --------------------------------------------------------------------------------------------------------
+
+
+def _with_sentence(
+    spec: JobSpec, records: Sequence[Record], made: Recommendation, reference: Cell | None
+) -> Recommendation:
+    if made.changes:
+        text = f"{_settings(made)}: {_gains(made)}{_verdict(made)}."
+    else:
+        text = f"Keep the reference: {_why_keep(spec, records)}."
+    text += f" {_basis(made)}"
+    if reference is not None and reference.outcome.failure is None and not spec.goal.feasible(reference.outcome):
+        missed = [name for name, excess in spec.goal.excesses(reference.outcome).items() if excess > 0.0]
+        text += f" The reference itself misses {' and '.join(missed)}."
+    return replace(made, sentence=text)
+
+
+def _settings(made: Recommendation) -> str:
+    return ", ".join(f"{name} = {new}" for name, (_, new) in made.changes.items() if new is not None) or "The reference"
+
+
+def _gains(made: Recommendation) -> str:
+    if not made.gain:
+        return "it can not be put as a multiple of the reference"
+    return " and ".join(_gain(metric, interval) for metric, interval in made.gain.items())
+
+
+def _gain(metric: str, interval: Interval) -> str:
+    said = f"{interval.value:.2f} times as good as the reference in {metric}"
+    if interval.low is None or interval.high is None:
+        return said
+    return f"{said} (95 % sure: {interval.low:.2f} to {interval.high:.2f})"
+
+
+def _verdict(made: Recommendation) -> str:
+    if made.chance is None:
+        return ""
+    levels = ((0.99, "almost certainly"), (0.95, "very likely"), (0.8, "probably"))
+    said = next((word for level, word in levels if made.chance >= level), None)
+    if said is None:
+        return f"; that may be noise (the chance that it is better at all is {100.0 * made.chance:.0f} %)"
+    return f"; {said} better"
+
+
+def _basis(made: Recommendation) -> str:
+    if made.confirmed:
+        return f"From {made.rounds} fresh measurement{'s' * (made.rounds != 1)} of each, in turn, after the search."
+    return "It was not measured again after the search, and the best of several trials is partly the luckiest."
+
+
+def _why_keep(spec: JobSpec, records: Sequence[Record]) -> str:
+    candidates = ranked_candidates(spec, records)
+    if not candidates:
+        return "no other configuration that was tried keeps every limit"
+    return "none of the candidates was better when it was measured again"

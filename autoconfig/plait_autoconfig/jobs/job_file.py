@@ -1,0 +1,120 @@
+"""From the text of a job file to a `JobSpec`: paths made absolute, every fault named with its line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from plait_autoconfig.designers import check_name
+from plait_autoconfig.errors import DesignerError
+from plait_autoconfig.jobs.errors import JobRefused
+from plait_autoconfig.jobs.spec import JobSpec
+from plait_loadtest import strict_yaml
+from plait_loadtest.errors import LoadtestError
+from plait_loadtest.load import builtin_names, load_scenario
+
+_Location = tuple[int | str, ...]
+
+
+def parse_job(text: str, *, folder: Path, source: str = "the job") -> JobSpec:
+    """The job of a YAML (or JSON) text; its relative paths start from ``folder``.
+
+    Raises `JobRefused`: one sentence with ``source``, line and field.
+    """
+    try:
+        root, settings = strict_yaml.parse(text, source)
+    except strict_yaml.NotYaml as error:
+        raise JobRefused(str(error)) from error
+    if not isinstance(settings, dict):
+        msg = f"{source}: a job is a mapping of settings"
+        raise JobRefused(msg)
+    try:
+        return job_of(settings, folder=folder)
+    except ValidationError as error:
+        first = min(error.errors(include_url=False), key=lambda each: each["type"] != "extra_forbidden")
+        location = tuple(part for part in first["loc"] if part not in {"int", "float", "choice"} or part in settings)
+        at = _line_of(root, location)
+        msg = f"{source}{f', line {at}' if at else ''}: {_sentence(first, location)}"
+        raise JobRefused(msg) from error
+    except JobRefused as error:
+        msg = f"{source}: {error}"
+        raise JobRefused(msg) from error
+
+
+def job_of(settings: Mapping[str, Any], *, folder: Path) -> JobSpec:
+    """The job of a mapping, as a route gets it. Raises pydantic's `ValidationError`, or `JobRefused` for a scenario."""
+    try:
+        text = json.dumps(_absolute(settings, folder), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        msg = f"a value is neither text, number, list nor mapping ({error}); quote dates"
+        raise JobRefused(msg) from error
+    spec = JobSpec.model_validate_json(text)
+    try:
+        check_name(spec.designer.name)
+    except DesignerError as error:
+        msg = f"designer.name: {error}"
+        raise JobRefused(msg) from error
+    for scenario in spec.scenarios:
+        try:
+            load_scenario(scenario, {})
+        except LoadtestError as error:
+            msg = f"scenarios: {error}"
+            raise JobRefused(msg) from error
+    return spec
+
+
+def _absolute(settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """With absolute paths, so that a job means the same files wherever its text is kept."""
+    changed = dict(settings)
+    target, library, scenarios = changed.get("target"), changed.get("library"), changed.get("scenarios")
+    if isinstance(target, Mapping) and isinstance(target.get("config"), str):
+        changed["target"] = {**target, "config": str(folder / Path(target["config"]).expanduser())}
+    if isinstance(library, str) and "://" not in library:
+        changed["library"] = str(folder / Path(library).expanduser())
+    if isinstance(scenarios, list):
+        names = builtin_names()
+        changed["scenarios"] = [
+            str(folder / Path(each).expanduser()) if isinstance(each, str) and each not in names else each
+            for each in scenarios
+        ]
+    return changed
+
+
+def _sentence(first: Mapping[str, Any], location: _Location) -> str:
+    field = ".".join(map(str, location)) or "the job"
+    message = str(first["msg"]).removeprefix("Value error, ")
+    if first["type"] == "missing":
+        return f"{field} must be given"
+    if first["type"] == "extra_forbidden":
+        return f"{field}: there is no such setting"
+    if first["type"] == "value_error":
+        return message if not location else f"{field}: {message}"
+    given = repr(first["input"])
+    shown = given if len(given) <= 60 else f"{given[:57]}..."
+    return f"{field}: {message[0].lower()}{message[1:]}, not {shown}"
+
+
+def _line_of(root: yaml.Node | None, location: _Location) -> int | None:
+    """The line of the deepest part of the location that the text has; None for the job as a whole."""
+    node, line = root, None
+    for part in location:
+        found = _child(node, part)
+        if found is None:
+            break
+        node, line = found[0], found[1]
+    return line
+
+
+def _child(node: yaml.Node | None, part: int | str) -> tuple[yaml.Node, int] | None:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value == str(part):
+                return value, key.start_mark.line + 1
+    if isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+        return node.value[part], node.value[part].start_mark.line + 1
+    return None

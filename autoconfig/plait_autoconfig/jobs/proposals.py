@@ -1,0 +1,83 @@
+"""The designer of a job, kept in step with its records. It is rebuilt from them when a job is resumed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable, Sequence
+
+from plait_autoconfig.designers.protocols import Designer
+from plait_autoconfig.errors import Exhausted, OutsideSpace
+from plait_autoconfig.jobs.measurer import MeasurementKind
+from plait_autoconfig.jobs.records import Record, config_key
+from plait_autoconfig.jobs.spec import JobSpec
+from plait_autoconfig.jobs.stopping import why_nothing_is_left
+from plait_autoconfig.values import Config
+
+
+class Proposals:
+    """One worker's designer. Workers of a job share no memory: what others measure reaches it as records."""
+
+    def __init__(self, designer: Designer, spec: JobSpec) -> None:
+        self._designer, self._spec = designer, spec
+        self._told: set[int] = set()
+        self._asked: dict[Hashable, Config] = {}
+        self.exhausted = ""
+
+    def follow(self, records: Sequence[Record]) -> None:
+        """Tells what finished since, and gives back what was lost."""
+        for record in records:
+            if record.number in self._told or record.status == "running" or record.kind is MeasurementKind.WARM_UP:
+                continue
+            self._told.add(record.number)
+            if record.status == "lost":
+                self._give_back(record)
+            else:
+                self._tell(record)
+
+    def next(self, records: Sequence[Record]) -> Config | None:
+        """A configuration that nobody measured or is measuring; None to end the search (then see ``exhausted``).
+
+        The same one until it is claimed, by us or another worker.
+        """
+        self.follow(records)
+        taken = {record.key for record in records if _takes(record)}
+        for key, config in self._asked.items():
+            if key not in taken:
+                return config
+        self.exhausted = self._why_stop(records)
+        if self.exhausted:
+            return None
+        try:
+            while True:
+                config = self._designer.ask()
+                key = config_key(config)
+                self._asked[key] = config
+                if key not in taken:
+                    return config
+        except Exhausted as error:
+            self.exhausted = str(error)
+            return None
+
+    def _why_stop(self, records: Sequence[Record]) -> str:
+        stop = self._spec.stop
+        made = sum(record.kind is MeasurementKind.TRIAL and record.valid for record in records)
+        enough = made >= stop.least_trials
+        return why_nothing_is_left(self._designer, expected_gain=stop.expected_gain) if enough else ""
+
+    def _tell(self, record: Record) -> None:
+        self._asked.pop(record.key, None)
+        trial = record.trial()
+        if trial is None:
+            return
+        with contextlib.suppress(OutsideSpace):  # the reference may lie outside: it says nothing about any cell
+            self._designer.tell(trial)
+
+    def _give_back(self, record: Record) -> None:
+        config = self._asked.pop(record.key, None)
+        if config is not None:
+            self._designer.drop(config)
+
+
+def _takes(record: Record) -> bool:
+    """Whether a record keeps its configuration from being proposed."""
+    return record.kind is MeasurementKind.TRIAL and (record.status == "running" or record.valid)

@@ -1,0 +1,70 @@
+"""The naive twin of `execute.py`: one operator after the other. It also lets somebody watch, which is how costs are
+measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+
+from plait_disagg.graph.operators import SIZE, overload
+from plait_disagg.graph.program import LOOKUP, TILE, DType, Node, Program, Ref
+from plait_disagg.tables.protocols import LookupRequest, Tables
+from plait_disagg.tables.values import Lookup
+
+__all__ = ["Watch", "run_reference"]
+
+Watch: TypeAlias = "Callable[[Node, Callable[[], Any]], Any]"
+"""Gets a node and what computes it; returns what it made."""
+
+
+def run_reference(
+    program: Program,
+    constants: Mapping[str, torch.Tensor],
+    tables: Tables | None,
+    tensors: Mapping[str, torch.Tensor],
+    watch: Watch = lambda _, compute: compute(),
+) -> dict[str, torch.Tensor]:
+    """Every value of the program by name, inputs and numbers included. ``tensors``: its inputs."""
+    values: dict[str, Any] = {name: tensors[name] for name in (port.name for port in program.inputs)}
+    values |= {port.name: constants[port.name].detach() for port in program.constants}
+    with torch.inference_mode():
+        for node in program.nodes:
+            args = _resolved(node.args, values)
+            kwargs = {key: _resolved(value, values) for key, value in node.kwargs.items()}
+            values[node.name] = watch(node, _computation(node, args, kwargs, tables))
+    return values
+
+
+def _computation(node: Node, args: Any, kwargs: dict[str, Any], tables: Tables | None) -> Callable[[], Any]:
+    if node.op == LOOKUP:
+        assert tables is not None
+        ask = _ask(node.name, args, kwargs)
+        return lambda: tables.lookup([ask])[0]
+    if node.op == TILE:
+        return lambda: args[0][args[1]]
+    if node.op == SIZE:
+        return lambda: args[0].shape[0]
+    operator = overload(node.op)
+    return lambda: operator(*args, **kwargs)
+
+
+def _ask(name: str, args: Any, kwargs: dict[str, Any]) -> LookupRequest:
+    ids, offsets, weights = args
+    if kwargs["mode"] != "rows" and offsets is None:
+        offsets = torch.arange(ids.shape[0] + 1) * ids.shape[1]
+        ids = ids.flatten()
+    lookup = Lookup(name=name, table=kwargs["table"], mode=kwargs["mode"])
+    return LookupRequest(lookup=lookup, ids=ids, offsets=offsets, weights=weights)
+
+
+def _resolved(argument: Any, values: Mapping[str, Any]) -> Any:
+    if isinstance(argument, Ref):
+        return values[argument.name]
+    if isinstance(argument, DType):
+        return getattr(torch, argument.name)
+    if isinstance(argument, tuple):
+        return tuple(_resolved(part, values) for part in argument)
+    return argument

@@ -1,0 +1,103 @@
+"""A process's own copy of a model: the halves that its worker needs, at the version that the package's journal says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from plait_disagg.package.errors import PackageError
+from plait_disagg.package.halves import CompiledDense, CompiledSparse
+from plait_disagg.package.read import Package, open_package
+from plait_disagg.refresh.check import RowWrites, check_constants, check_names, stored_rows
+from plait_disagg.refresh.errors import BadUpdate
+from plait_disagg.refresh.journal import Journal
+from plait_disagg.refresh.prepared_update import KEPT, PreparedUpdate, RowWrite
+from plait_disagg.refresh.update import Update, read_update
+from plait_disagg.values import ModelCard
+
+__all__ = ["LivePackage", "checked", "open_live"]
+
+
+class LivePackage:
+    """A package and what became of it. Not thread-safe.
+
+    ``sparse``: the CN half, or None; its tables are a private copy-on-write mapping of the package's file. ``dense``:
+    the HN half by dense version, newest last, or none.
+    """
+
+    def __init__(self, package: Package, *, sparse: bool, dense: bool, device: torch.device | str = "cpu") -> None:
+        """At the version that was packaged. Raises `PackageError`."""
+        self.package = package
+        self.version = self.dense_version = package.manifest.version
+        self.sparse: CompiledSparse | None = package.sparse() if sparse else None
+        self.dense: dict[str, CompiledDense] = {self.version: package.dense(device)} if dense else {}
+        self._cn_constants = frozenset(port.name for port in package.cn.constants)
+        self._hn_constants = frozenset(port.name for port in package.hn.constants)
+
+    def card(self, *, mode: str = "whole") -> ModelCard:
+        """As of now."""
+        return self.package.card(mode=mode, version=self.version)
+
+    def read(self, folder: Path) -> Update:
+        """The parts of an update that this process needs. Raises `BadUpdate`."""
+        return read_update(folder, rows=self.sparse is not None)
+
+    def stage(self, update: Update) -> PreparedUpdate:
+        """What the update changes here; nothing has changed yet. Raises `BadUpdate`."""
+        mine = update if self.sparse is not None else replace(update, rows={})
+        rows = checked(self.package, mine, self.version)
+        matrices = self.package.tables.matrices if rows else {}
+        writes = tuple(RowWrite(matrix=matrices[group], ids=ids, rows=new) for group, (ids, new) in rows.items())
+        new_dense = not self._hn_constants.isdisjoint(update.constants)
+        new_sparse = self.sparse is not None and not self._cn_constants.isdisjoint(update.constants)
+        return PreparedUpdate(
+            version=update.version,
+            dense_version=update.version if new_dense else self.dense_version,
+            writes=writes,
+            row_ids={table: rows.ids for table, rows in update.rows.items()},
+            sparse=self.sparse.with_constants(update.constants) if new_sparse and self.sparse is not None else None,
+            dense=self._newest_dense().with_constants(update.constants) if new_dense and self.dense else None,
+        )
+
+    def adopt(self, change: PreparedUpdate) -> None:
+        """The change was made: it is what the next update goes on from."""
+        self.version, self.dense_version = change.version, change.dense_version
+        if isinstance(change.sparse, CompiledSparse):
+            self.sparse = change.sparse
+        if isinstance(change.dense, CompiledDense):
+            kept = [*self.dense.items(), (change.dense_version, change.dense)][-KEPT:]
+            self.dense = dict(kept)
+
+    def _newest_dense(self) -> CompiledDense:
+        return self.dense[self.dense_version]
+
+
+def checked(package: Package, update: Update, version: str) -> RowWrites:
+    """The update's rows as the package's tables store them. Raises `BadUpdate` if the update does not fit the package,
+    or does not go on from ``version``. Reads no row of the package."""
+    manifest = package.manifest
+    if update.version == manifest.version:
+        raise BadUpdate("update.json.version", f"{update.version} is the version that was packaged")
+    check_names(update, model=manifest.name, version=version)
+    used = frozenset(port.name for port in (*package.cn.constants, *package.hn.constants))
+    check_constants(update, package.constants, used)
+    if not update.rows:
+        return {}
+    if not package.tables.is_writable:
+        raise BadUpdate("rows", "vm.overcommit_memory=2 allows this process no private copy of tables of this size")
+    return stored_rows(update, package.tables)
+
+
+def open_live(folder: Path, *, sparse: bool, dense: bool, device: torch.device | str = "cpu") -> LivePackage:
+    """The package at ``folder`` with the updates of its journal. Raises `PackageError`."""
+    live = LivePackage(open_package(folder), sparse=sparse, dense=dense, device=device)
+    try:
+        for path in Journal(folder).after(live.version):
+            change = live.stage(live.read(path))
+            change.write()
+            live.adopt(change)
+    except BadUpdate as error:
+        raise PackageError(f"{folder}: an update of its journal can not be read: {error}") from error
+    return live

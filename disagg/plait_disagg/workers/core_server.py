@@ -1,0 +1,148 @@
+"""The fabric's face of a core: ingress processes send requests over channels and get answers back."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from plait_disagg.errors import BadInput, RankError
+from plait_disagg.messages.layout import layout_of_inputs
+from plait_disagg.messages.wire import (
+    SEND_S,
+    VERSION,
+    answers_message,
+    card_payload,
+    check_role,
+    own_buffers,
+    parse_number,
+    parse_rank,
+    version_header,
+)
+from plait_disagg.queue.jobs import Core, Outcome, RankJob
+from plait_fabric import Listener, Message
+from plait_fabric.rpc.fields import WireError
+from plait_fabric.rpc.server import Peer, Server, ServerProtocol
+from plait_fabric.threads import set_threads
+
+__all__ = ["CoreServer"]
+
+_log = logging.getLogger(__name__)
+
+_LAST_SENDS_S = 0.2
+"""BatchBoundary the last outcome and hanging up: a channel that is closed may lose what its peer has not received."""
+
+
+class CoreServer:
+    """Serves a core on listeners, which it owns, as it does the core."""
+
+    def __init__(self, core: Core, listeners: Sequence[Listener]) -> None:
+        """Starts at once."""
+        self._core = core
+        self._card = core.card
+        self._layout = layout_of_inputs(core.card.inputs)
+        self._sinks: dict[int, _PeerSink] = {}
+        protocol = ServerProtocol(
+            version=VERSION,
+            on_hello=partial(check_role, role="rank"),
+            welcome=lambda: card_payload(core.card),
+            on_message=self._on_message,
+            on_lost=self._on_lost,
+            metrics=core.metrics,
+            send_timeout_s=SEND_S,
+        )
+        self._server = Server(protocol, listeners, name="rank", on_thread=partial(set_threads, 1))
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where it listens."""
+        return self._server.addresses
+
+    @property
+    def alive(self) -> bool:
+        """False when the process must be replaced."""
+        return self._server.alive and self._core.alive
+
+    @property
+    def channels(self) -> int:
+        """Clients now."""
+        return self._server.peers
+
+    def announce(self) -> None:
+        """The core has become another version: clients are told."""
+        self._server.announce(version_header(self._core.card.version))
+
+    def stop(self, *, drain_s: float) -> None:
+        """Accepts nothing new, answers what was accepted within ``drain_s``, hangs up. Idempotent."""
+        self._server.close_listeners()
+        self._core.stop(drain_s=drain_s)
+        until_s = time.monotonic() + _LAST_SENDS_S
+        while any(sink.jobs for sink in self._sinks.values()) and time.monotonic() < until_s:
+            time.sleep(0.01)
+        self._server.hang_up()
+
+    def _on_message(self, peer: Peer, message: Message) -> None:
+        sink = self._sinks.get(peer.number)
+        if sink is None:
+            sink = self._sinks[peer.number] = _PeerSink(peer)
+        with message:
+            kind, number = message.header.get("kind"), parse_number(message.header)
+            if kind == "rank":
+                # Copied: the lookups may come much later than the next message.
+                self._rank(sink, number, message.header, own_buffers(message.buffers))
+            elif kind == "cancel":
+                self._cancel(sink, number)
+            else:
+                raise WireError(f"a message of kind {str(kind)[:50]!r}")
+
+    def _rank(self, sink: _PeerSink, number: int, header: Mapping[str, Any], buffers: list[memoryview]) -> None:
+        try:
+            request = parse_rank(header, buffers, self._card, self._layout)
+        except WireError as error:  # perhaps it was made for another version of the model
+            sink.refuse(number, BadInput(f"the request does not fit model {self._card.name}: {error}"))
+            return
+        job = RankJob(request=request, sink=sink, ticket=number)
+        sink.jobs[number] = job
+        try:
+            self._core.submit(job)
+        except RankError as error:
+            sink.deliver([(job, error)])
+
+    def _cancel(self, sink: _PeerSink, number: int) -> None:
+        job = sink.jobs.pop(number, None)
+        if job is not None:
+            self._core.cancel(job)
+
+    def _on_lost(self, peer: Peer) -> None:
+        sink = self._sinks.pop(peer.number, None)
+        for job in list(sink.jobs.values()) if sink is not None else ():
+            self._core.cancel(job)
+
+
+class _PeerSink:
+    """Sends outcomes to one client; their jobs' tickets are its numbers."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+        self.jobs: dict[int, RankJob] = {}
+
+    def deliver(self, outcomes: Sequence[tuple[RankJob, Outcome]]) -> None:
+        """See `Sink`."""
+        self._send([(job.ticket, outcome) for job, outcome in outcomes if isinstance(job.ticket, int)])
+
+    def refuse(self, number: int, error: RankError) -> None:
+        """The outcome of a request that never became a job."""
+        self._send([(number, error)])
+
+    def _send(self, numbered: Sequence[tuple[int, Outcome]]) -> None:
+        try:
+            header, buffers = answers_message(numbered, self._peer.pool, metrics=self._peer.metrics())
+        except Exception as error:
+            _log.exception("answers that can not be sent")
+            broken = RankError(f"internal error ({type(error).__name__}); the worker's log has the details")
+            header, buffers = answers_message([(number, broken) for number, _ in numbered], self._peer.pool)
+        self._peer.send(header, buffers)
+        for number, _ in numbered:
+            self.jobs.pop(number, None)

@@ -1,0 +1,155 @@
+"""The few ratios that README.md opens with, from ``loadtest/results``: ``python -m plait_bench.headlines [--check]``.
+
+They stand between ``<!-- headlines -->`` and ``<!-- /headlines -->``. Beside each on which plait is ahead stands one on
+which it is not, so that the page promises no more than the tables hold.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from plait_bench import records
+from plait_bench.errors import BenchError
+
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
+RESULTS = ROOT / "loadtest" / "results"
+NOT_AHEAD = "**not ahead**: "
+NOT_RECORDED = "Without a number, because none was recorded at a commit of this history:"
+_BLOCK = re.compile(r"(?<=<!-- headlines -->\n).*?(?=<!-- /headlines -->)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Headline:
+    """One ratio: its place in the results, and what it says. ``guide`` is the document with the whole table."""
+
+    bench: str
+    workload: str
+    metric: str
+    systems: str
+    says: str
+    guide: str
+    less_is_better: bool = False
+
+    def is_row(self, row: Mapping[str, Any]) -> bool:
+        """Whether a recorded row is this ratio."""
+        return (row["unit"], row["workload"], row["metric"], row["system"]) == (
+            "ratio", self.workload, self.metric, self.systems,
+        )  # fmt: skip
+
+    def is_ahead(self, row: Mapping[str, Any]) -> bool:
+        """Whether the whole spread lies on the good side of 1."""
+        return bool(row["p80"] < 1.0 if self.less_is_better else row["p20"] > 1.0)
+
+
+HEADLINES = (
+    Headline(
+        bench="images", workload="mixed16", metric="images_per_s", systems="plait/diffusers_fair", guide="serving",
+        says="images/s against a fair diffusers server: sixteen starter-size requests at once, mixed LoRAs, "
+        "ControlNets, steps and schedulers",
+    ),
+    Headline(
+        bench="images", workload="same16", metric="images_per_s", systems="plait/diffusers_batched", guide="serving",
+        says="images/s: sixteen equal requests, for which one batched diffusers call is enough",
+    ),
+    Headline(
+        bench="disagg", workload="rm2-64", metric="goodput_per_s", systems="plait/pytorch", guide="disagg",
+        says="rankings/s with p99 within 50 ms against PyTorch behind FastAPI: DeepRecSys' RM2, 64 candidates",
+    ),
+    Headline(
+        bench="disagg", workload="one-by-one-64", metric="latency_p50_us", systems="plait_split/plait", guide="disagg",
+        says="median latency of one ranking, cut in two against whole, in process (less is better): on one machine the "
+        "cut costs time and brings nothing",
+        less_is_better=True,
+    ),
+    Headline(
+        bench="disagg", workload="serve-one-by-one", metric="latency_p50_ms", systems="plait_split/serve_composition",
+        guide="disagg",
+        says="median latency of one small ranking over HTTP against Ray Serve's own composition of the same halves "
+        "(less is better)",
+        less_is_better=True,
+    ),
+    Headline(
+        bench="fabric", workload="shm-1mib", metric="gb_per_s", systems="plait/memcpy", guide="disagg",
+        says="throughput of 1 MiB messages between two processes against a memcpy of the same data",
+    ),
+    Headline(
+        bench="autoconfig", workload="falcon", metric="trials_to_5pct", systems="plait/optuna-tpe", guide="autoconfig",
+        says="trials until within 5 % of the optimum against Optuna's TPE (less is better): replayed measurements, "
+        "library of 29 other services",
+        less_is_better=True,
+    ),
+    Headline(
+        bench="autoconfig", workload="own-images", metric="trials_to_5pct", systems="plait/optuna-tpe",
+        guide="autoconfig",
+        says="the same on plait's own image engine, with a library of few, noisy runs",
+        less_is_better=True,
+    ),
+)  # fmt: skip
+
+
+def with_headlines(
+    text: str, read: Callable[[str], Sequence[Mapping[str, Any]]], *, is_known: Callable[[str], bool]
+) -> str:
+    """``text`` with its block filled. ``read``: the rows of a benchmark; ``is_known``: whether a commit is in the
+    history; no other row is shown. Raises `BenchError` if there is no block."""
+    if _BLOCK.search(text) is None:
+        raise BenchError("there is no <!-- headlines --> block")
+    block = "\n".join(_lines(read, is_known)) + "\n"
+    return _BLOCK.sub(lambda _: block, text)
+
+
+def _lines(read: Callable[[str], Sequence[Mapping[str, Any]]], is_known: Callable[[str], bool]) -> Iterator[str]:
+    yield "| ratio | of what | recorded |"
+    yield "| ---: | --- | --- |"
+    hosts: dict[str, None] = {}
+    missing: list[Headline] = []
+    for headline in HEADLINES:
+        found = [row for row in read(headline.bench) if headline.is_row(row) and is_known(str(row["commit"]))]
+        if not found:
+            missing.append(headline)
+            continue
+        row = max(found, key=lambda row: str(row["host"]["date"]))
+        host = row["host"]
+        hosts[f"{host['cpu']}, {host['cores']} cores, {host['ram_gib']:.0f} GiB"] = None
+        where = f"{host['date'][:10]}, load {host['loadavg_1m']:.1f}, `{row['commit'][:7]}`"
+        ahead = "" if headline.is_ahead(row) else NOT_AHEAD
+        yield f"| **{row['value']:.2f}** ({row['p20']:.2f} to {row['p80']:.2f}) | {ahead}{_what(headline)} | {where} |"
+    yield ""
+    yield f"Measured on {'; '.join(hosts) or 'no machine yet'}. Load: the load average when the run began."
+    if missing:
+        yield f"{NOT_RECORDED} {'; '.join(_what(headline) for headline in missing)}."
+
+
+def _what(headline: Headline) -> str:
+    return f"[`{headline.workload}`]({headline.guide}/README.md#benchmarks) `{headline.systems}`: {headline.says}"
+
+
+def is_in_history(commit: str) -> bool:
+    """Whether HEAD descends from it. A checkout without git knows none."""
+    done = subprocess.run(
+        ["git", "merge-base", "--is-ancestor", commit, "HEAD"],
+        cwd=ROOT, capture_output=True, check=False,
+    )  # fmt: skip
+    return done.returncode == 0  # a dirty tree (COMMIT+changes) is no commit
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Rewrites README.md, or with ``--check`` only says (exit code 1) whether it is up to date."""
+    old = README.read_text(encoding="utf-8")
+    new = with_headlines(old, lambda bench: records.read(RESULTS / f"{bench}.jsonl"), is_known=is_in_history)
+    if "--check" in arguments:
+        return int(new != old)
+    if new != old:
+        README.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,62 @@
+"""Control pictures drawn from a number, and the smallest PNG encoder that will do. numpy and zlib only."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+
+import numpy as np
+import numpy.typing as npt
+
+_GRID = 64  # cells across; larger pictures repeat each cell, so that drawing one costs little at any size
+_SHAPES = 3
+_BACKGROUND, _LINE = 0, 1
+_PALETTE_SIZE = 2 + _SHAPES
+
+
+def control_image(number: int, width: int, height: int) -> bytes:
+    """A PNG of ``width`` x ``height``: white outlines of three filled discs and boxes on black.
+
+    The same number gives the same bytes; another number gives another picture. It has lines for an edge map and
+    areas for a colour map.
+    """
+    rng = np.random.Generator(np.random.Philox(key=[number & (2**64 - 1), 0]))
+    cells = _shapes(rng.random((_SHAPES, 4)))
+    colours = rng.integers(32, 224, (_PALETTE_SIZE, 3), dtype=np.uint8)
+    colours[_BACKGROUND], colours[_LINE] = 0, 255
+    rows, columns = (np.arange(edge) * _GRID // edge for edge in (height, width))
+    return encode_png(cells[rows[:, None], columns[None, :]], colours)
+
+
+def _shapes(places: npt.NDArray[np.float64]) -> npt.NDArray[np.uint8]:
+    """Palette indices, uint8 (_GRID, _GRID). ``places`` (shapes, 4): centre x, centre y, radius, disc or box."""
+    cells = np.full((_GRID, _GRID), _BACKGROUND, dtype=np.uint8)
+    axis = np.arange(_GRID, dtype=np.float64)
+    for shape, (x, y, size, form) in enumerate(places):
+        across, down = np.abs(axis - x * _GRID)[None, :], np.abs(axis - y * _GRID)[:, None]
+        distance = np.hypot(across, down) if form < 0.5 else np.maximum(across, down)
+        radius = _GRID * (0.12 + 0.25 * size)
+        cells[distance < radius] = 2 + shape
+        cells[np.abs(distance - radius) < 0.75] = _LINE
+    return cells
+
+
+def encode_png(pixels: npt.NDArray[np.uint8], palette: npt.NDArray[np.uint8]) -> bytes:
+    """``pixels`` (H, W) are indices into ``palette`` (N, 3): PNG colour type 3, eight bits, no filter (RFC 2083)."""
+    height, width = pixels.shape
+    lines = np.zeros((height, width + 1), dtype=np.uint8)  # each line begins with its filter, 0: none
+    lines[:, 1:] = pixels
+    header = struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)
+    return b"".join(
+        [
+            b"\x89PNG\r\n\x1a\n",
+            _chunk(b"IHDR", header),
+            _chunk(b"PLTE", palette.tobytes()),
+            _chunk(b"IDAT", zlib.compress(lines.tobytes(), 1)),
+            _chunk(b"IEND", b""),
+        ]
+    )
+
+
+def _chunk(kind: bytes, content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))

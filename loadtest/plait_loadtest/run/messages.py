@@ -1,0 +1,77 @@
+"""What a worker is given and what it tells: plain values that cross a pipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from plait_loadtest.scenario import Scenario
+from plait_loadtest.values import Mix, RequestCounts, RequestPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Share:
+    """One process's part of a plan: every ``processes``-th request, counted from ``rank``."""
+
+    rank: int
+    processes: int
+    scenario: Scenario
+    mix: Mix
+    scheduled_ns: npt.NDArray[np.int64]
+    cancelled: npt.NDArray[np.bool_]
+    cancel_after_s: float
+    warm_up: int
+    duration_s: float
+    callers: int
+    count: int | None
+
+    @property
+    def room(self) -> int:
+        """This process's part of the limit on connections and on requests under way."""
+        limits = self.scenario.limits
+        return part(min(limits.connections, limits.in_flight), self.rank, self.processes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerProgress(RequestCounts):
+    """How far a worker is. ``recent_ns``: latencies of requests that ended last."""
+
+    recent_ns: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerResult:
+    """What a worker leaves: its records as bytes of `RECORD`, and what it cost."""
+
+    records: bytes
+    cpu_s: float
+    reconnects: int
+
+
+def part(whole: int, rank: int, processes: int) -> int:
+    """``whole`` dealt out to ``processes`` as evenly as integers allow."""
+    return whole // processes + (rank < whole % processes)
+
+
+def shares(plan: RequestPlan, scenario: Scenario) -> list[Share]:
+    """One for each process; no more processes than connections, requests under way or callers."""
+    limits = scenario.limits
+    processes = min(scenario.processes, limits.connections, limits.in_flight, plan.concurrency or scenario.processes)
+    return [
+        Share(
+            rank=rank,
+            processes=processes,
+            scenario=scenario,
+            mix=plan.mix,
+            scheduled_ns=plan.scheduled_ns[rank::processes].copy(),
+            cancelled=plan.cancelled[rank::processes].copy(),
+            cancel_after_s=plan.cancel_after_s,
+            warm_up=plan.warm_up,
+            duration_s=plan.duration_s,
+            callers=part(plan.concurrency, rank, processes),
+            count=None if plan.count is None else part(plan.count, rank, processes),
+        )
+        for rank in range(processes)
+    ]

@@ -1,0 +1,132 @@
+"""Running a job from the command line or the demo: the folder, the worker, the report at the end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, TextIO
+
+from plait.errors import PlaitError
+from plait.server.state import state_root
+from plait.tuning.job.progress import shown, time_breakdown
+from plait.tuning.job.recover import recover_all
+from plait_autoconfig.errors import TunerError
+from plait_autoconfig.jobs.job_file import parse_job
+from plait_autoconfig.jobs.loop import run_job
+from plait_autoconfig.jobs.measurer import MeasurerSource
+from plait_autoconfig.jobs.reporting import read_state
+from plait_autoconfig.jobs.state import JobState
+from plait_autoconfig.jobs.store import JobStore
+from plait_autoconfig.report.page import PageSource, report_page
+from plait_loadtest.host import tool_version
+
+__all__ = ["DEFAULT_OUT", "errors_as_messages", "open_state", "report_of", "run", "write_report"]
+
+DEFAULT_OUT = Path("out/tune")
+FACTORY = "plait.tuning.measure.measurer:open_measurer"
+
+
+def run(
+    job: Path,
+    *,
+    folder: Path | None = None,
+    live: bool = False,
+    stream: TextIO = sys.stderr,
+    arguments: Mapping[str, Any] | None = None,
+) -> tuple[JobState, Path]:
+    """Works on the job in a file, or resumes it, until it is done or somebody stops it; then its report is written.
+
+    Returns the state and the job's folder. ``arguments``: more for the measurer's factory. Raises `PlaitError`.
+    """
+    with errors_as_messages():
+        text = _text_of(job)
+        spec = parse_job(text, folder=job.absolute().parent, source=str(job))
+        store = JobStore.open_or_create(folder or DEFAULT_OUT / spec.name, spec, text)
+        recover_all(state_root(os.environ), say=lambda line: print(line, file=stream, flush=True))
+        began_s, before = time.monotonic(), read_state(store)
+        state = before
+        if before.phase != "finished":  # else there is nothing to start a clone for
+            source = MeasurerSource(factory=FACTORY, arguments={"live": live, **(arguments or {})})
+            with shown(stream, lambda: read_state(store)) as show, _stopped_by_signal() as stop:
+                state = run_job(store, source, on_event=show, stop=stop)
+            print(
+                time_breakdown(before.remaining, state.remaining, time.monotonic() - began_s), file=stream, flush=True
+            )
+        write_report(store, store.folder / "report.html")
+        return state, store.folder
+
+
+def open_state(job: Path) -> tuple[JobState, JobStore]:
+    """A job by its folder, or by its file if it was run into the usual folder. Raises `PlaitError`."""
+    with errors_as_messages():
+        store = JobStore.open(_folder_of(job))
+        return read_state(store), store
+
+
+def write_report(store: JobStore, path: Path) -> None:
+    """The report of the job as it is now. Raises `PlaitError`."""
+    with errors_as_messages():
+        page = report_of(store)
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise PlaitError(f"{path} can not be written: {error.strerror or error}") from error
+
+
+def report_of(store: JobStore) -> str:
+    """The report of the job as it is now, as HTML. Raises `TunerError`."""
+    job = store.folder / "job.yaml"
+    source = PageSource(
+        command=f"plait tune run {job}",
+        made_by=f"plait {tool_version()}",
+        job_text=job.read_text(encoding="utf-8") if job.is_file() else "",
+    )
+    return report_page(read_state(store), source)
+
+
+@contextmanager
+def errors_as_messages() -> Iterator[None]:
+    """The tuner's errors as plait's, for the command."""
+    try:
+        yield
+    except TunerError as error:
+        raise PlaitError(str(error)) from error
+
+
+def _text_of(job: Path) -> str:
+    try:
+        return job.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlaitError(f"{job} can not be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _folder_of(job: Path) -> Path:
+    if job.is_dir():
+        return job
+    spec = parse_job(_text_of(job), folder=job.absolute().parent, source=str(job))
+    return DEFAULT_OUT / spec.name
+
+
+@contextmanager
+def _stopped_by_signal() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C and SIGTERM end the job in good order: the running measurement is given up, clones go, services are rolled
+    back. A second one is the ordinary Ctrl-C."""
+    seen: list[int] = []
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        seen.append(number)
+        if len(seen) > 1:
+            raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(seen)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

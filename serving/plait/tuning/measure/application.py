@@ -1,0 +1,103 @@
+"""An application that runs and whose configuration can be changed: what a clone and a live service have in common.
+
+A change goes to Serve as the whole application again; replicas whose version stays are only given their new knobs
+(`plait.server.restarts`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, cast
+
+from plait.config import PlaitConfig
+from plait.errors import PlaitError
+from plait.server.cluster import Cluster
+from plait.server.ports import health, with_port
+from plait.server.restarts import Effect, effects, plans, versions
+from plait.targets import load_target
+from plait.tuning.measure.usage import replica_pids
+
+__all__ = ["Compose", "NotReady", "RefusedStart", "RunningApplication", "compose_of"]
+
+Compose = Callable[[PlaitConfig], Any]
+"""Makes the Serve application of a configuration; called when Ray's environment is set."""
+
+_APPLICATION = ("plait.app", "application")
+"""plait's own. Named, as Serve names applications, not imported: the application has the routes of tuning jobs."""
+
+
+def compose_of(target: str = "") -> Compose:
+    """What makes the application: ``module:function``, or nothing for plait's own. Raises `PlaitError`."""
+    return cast("Compose", load_target(target)) if target else _compose_plait
+
+
+def _compose_plait(config: PlaitConfig) -> Any:
+    module, function = _APPLICATION
+    return getattr(import_module(module), function)(config)  # imports Ray, whose environment is set by now
+
+
+class RefusedStart(PlaitError):
+    """Serve says that the application can not come up with this configuration."""
+
+
+class NotReady(PlaitError):
+    """The application did not come up in time."""
+
+
+class RunningApplication:
+    """``config`` is what runs; None while nothing does, or after a change failed. ``url`` is where requests go."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        compose: Compose,
+        *,
+        app: str,
+        salt: str,
+        prefix: str = "",
+        run_id: str | None = None,
+        config: PlaitConfig | None = None,
+    ) -> None:
+        self.cluster = cluster
+        self.app = app
+        self.prefix = prefix
+        self.config = config
+        self._compose = compose
+        self._salt = salt
+        self._run_id = run_id
+
+    @property
+    def url(self) -> str:
+        """Scheme, host, port; of the ingress itself if it listens, as users then go there."""
+        direct_port = None if self.config is None or self.prefix else self.config.server.direct_port
+        return self.cluster.url if direct_port is None else with_port(self.cluster.url, direct_port)
+
+    def apply(self, config: PlaitConfig, *, limit_s: float) -> dict[str, Effect]:
+        """Changes the application and waits until all of it runs; returns what happened to which deployment.
+
+        Raises `RefusedStart`, `NotReady`; the application is then in an unknown state, and ``config`` None.
+        """
+        before, self.config = self.config, None
+        found = dict.fromkeys(plans(config), Effect.ADDED) if before is None else effects(before, config)
+        if found:
+            pinned = versions(config, salt=self._salt)
+            self.cluster.deploy(self._compose(config), name=self.app, versions=pinned, route_prefix=self.prefix or "/")
+            self._wait(limit_s)
+        self.config = config
+        return found
+
+    def pids(self) -> dict[int, str]:
+        """The replicas that run on this machine: pid to deployment."""
+        return replica_pids(self.app, run_id=self._run_id)
+
+    def _wait(self, limit_s: float) -> None:
+        waiting_for: tuple[str, ...] = ()
+        for state in self.cluster.states(limit_s):
+            if state.failure is not None:
+                raise RefusedStart(state.failure)
+            if state.running and health(self.url + self.prefix) is None:
+                return
+            waiting_for = state.waiting_for
+        missing = ", ".join(waiting_for) or health(self.url + self.prefix)
+        raise NotReady(f"not ready after {limit_s:.0f} s: {missing}")

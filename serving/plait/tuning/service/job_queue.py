@@ -1,0 +1,315 @@
+"""Tuning jobs that come over HTTP: kept in a folder, worked on one after the other, through crashes of anything.
+
+One at a time, because two jobs on one machine would measure each other. A job is a folder of `plait_autoconfig.jobs`
+with three files of ours: ``ticket.json`` (whose it is; written last, so what has one is whole), ``cancel`` (somebody
+gave it up) and ``ended.json`` (what became of it). A desk that is opened on the folder goes on where the last one died.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import yaml
+
+from plait.tuning.service.errors import Conflict, InvalidJob, NoSuchJob, TooMany, Unreadable
+from plait.tuning.service.job_view import job_summary, progress_of, unreadable_summary
+from plait.tuning.service.untrusted import check_untrusted
+from plait_autoconfig.errors import TunerError
+from plait_autoconfig.jobs.errors import JobRefused
+from plait_autoconfig.jobs.job_file import parse_job
+from plait_autoconfig.jobs.reporting import read_state, state_to_json
+from plait_autoconfig.jobs.spec import JobSpec
+from plait_autoconfig.jobs.state import JobState
+from plait_autoconfig.jobs.store import JobStore
+
+__all__ = ["JobLauncher", "JobQueueSettings", "RunningJob", "TuningJobQueue"]
+
+MAX_WAITING = 20
+MAX_DEATHS = 3
+"""A job whose process died so often without finishing a measurement is given up."""
+
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,120}")
+_POLL_S = 0.2
+_FRESH_S = 0.5  # a state is worked out anew after so long
+
+
+class RunningJob(Protocol):
+    """A job that is being worked on."""
+
+    def wait(self, timeout_s: float) -> int | None:
+        """The exit code, or None if it is not over by then."""
+
+    def stop(self) -> None:
+        """Asks it to end in good order. Idempotent."""
+
+
+class JobLauncher(Protocol):
+    """Starts a process, in production."""
+
+    def start(self, folder: Path, *, live: bool) -> RunningJob:
+        """Works on the job in the folder until it is over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobQueueSettings:
+    """``folder`` of all jobs. ``config``: the plait.yaml, as text, of the server; they tune a clone of its application.
+    ``live``: whether a job may tune the server that users are on."""
+
+    folder: Path
+    config: str
+    live: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _JobRecord:
+    id: str
+    name: str
+    tenant: str
+    created_s: float
+
+
+class TuningJobQueue:
+    """All methods but `work` return at once and may be called from several threads."""
+
+    def __init__(
+        self,
+        settings: JobQueueSettings,
+        runner: JobLauncher,
+        *,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._settings, self._runner, self._now = settings, runner, now
+        self._lock = threading.RLock()
+        self._stores: dict[str, JobStore] = {}
+        self._states: dict[str, tuple[float, JobState]] = {}
+        self._deaths: dict[str, tuple[int, int]] = {}  # by job: deaths in a row, measurements at the last one
+        self._running: str | None = None
+        settings.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    # ---- requests ----------------------------------------------------------------------------------------------------
+
+    def configure(self, settings: JobQueueSettings) -> None:
+        """What holds for jobs to come; the folder stays."""
+        self._settings = settings
+
+    def submit(self, text: str, tenant: str, token: str) -> dict[str, Any]:
+        """Takes a job; it starts when those before it are over. ``token``: the same one again is the same job again.
+
+        Raises `InvalidJob`, `TooMany`.
+        """
+        spec = self._checked(text)
+        job_id = f"{spec.name}-{token}"
+        with self._lock:
+            if (self._settings.folder / job_id / "ticket.json").exists():
+                return self._summary(self._ticket(job_id))
+            if len(self._open_tickets()) >= MAX_WAITING:
+                raise TooMany(f"{MAX_WAITING} jobs are waiting already")
+            ticket = _JobRecord(id=job_id, name=spec.name, tenant=tenant, created_s=round(self._now(), 3))
+            folder = self._settings.folder / job_id
+            self._stores[job_id] = JobStore.open_or_create(folder, spec, text)
+            _write(folder / "ticket.json", asdict(ticket))
+        return self._summary(ticket)
+
+    def jobs(self) -> list[dict[str, Any]]:
+        """All jobs, the newest first."""
+        return [self._summary(ticket) for ticket in reversed(self._tickets())]
+
+    def job(self, job_id: str) -> dict[str, Any]:
+        """One job with its whole state. Raises `NoSuchJob`."""
+        ticket = self._ticket(job_id)
+        return {**self._summary(ticket), "state": state_to_json(self._state(job_id))}
+
+    def cancel(self, job_id: str) -> dict[str, Any]:
+        """Gives a job up. What it is measuring is broken off. Raises `NoSuchJob`; `Conflict` if it is over."""
+        ticket = self._ticket(job_id)
+        with self._lock:
+            if self._ended(job_id) is not None:
+                raise Conflict(f"job {job_id} is over")
+            (self._settings.folder / job_id / "cancel").touch()
+            if self._running != job_id:
+                self._end(ticket, "cancelled", "it was cancelled before it began")
+        return self._summary(ticket)
+
+    def since(self, job_id: str, known: int) -> dict[str, Any]:
+        """What is new to somebody who knows the first ``known`` measurements: ``{"job", "measured", "progress"}``.
+
+        Raises `NoSuchJob`.
+        """
+        ticket, state = self._ticket(job_id), self._state(job_id)
+        rows = state_to_json(state)["rows"]
+        over = [row for row in rows if row["status"] != "running"]
+        progress = progress_of(self._settings.folder / job_id)
+        return {"job": self._summary(ticket), "measured": over[known:], "progress": progress}
+
+    def report(self, job_id: str) -> str:
+        """The report as HTML, also of a job that is not over. Raises `NoSuchJob`."""
+        from plait.tuning.job.local_run import report_of
+
+        self._ticket(job_id)
+        with _readable(job_id):
+            return report_of(self._store(job_id))
+
+    # ---- work --------------------------------------------------------------------------------------------------------
+
+    def work(self, stop: Callable[[], bool]) -> None:
+        """Works on one job after the other until ``stop``."""
+        while not stop():
+            if not self.work_once(stop):
+                time.sleep(_POLL_S)
+
+    def work_once(self, stop: Callable[[], bool]) -> bool:
+        """Works on the oldest open job until it is over; False if there is none."""
+        with self._lock:
+            tickets = self._open_tickets()
+            if not tickets:
+                return False
+            ticket = tickets[0]
+            if (self._settings.folder / ticket.id / "cancel").exists():
+                self._end(ticket, "cancelled", "it was cancelled")
+                return True
+            self._running = ticket.id
+        try:
+            self._work_on(ticket, stop)
+        except Exception as error:  # the desk goes on with the next job, whatever this one did
+            self._end(ticket, "failed", f"{type(error).__name__}: {error}")
+        finally:
+            with self._lock:
+                self._running = None
+        return True
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self._open_tickets()
+
+    def _work_on(self, ticket: _JobRecord, stop: Callable[[], bool]) -> None:
+        folder, store = self._settings.folder / ticket.id, self._store(ticket.id)
+        while store.workers(now_s=self._now()) and not stop():
+            time.sleep(_POLL_S)  # of a desk that was killed: its worker is cleaning up
+        before = read_state(store, now_s=self._now())
+        if before.phase == "failed":  # its process said so, and we were killed before we could note it
+            self._end(ticket, "failed", before.reason)
+            return
+        work = self._runner.start(folder, live=self._settings.live and bool(store.spec.target.live))
+        code: int | None = None
+        while code is None:
+            code = work.wait(_POLL_S)
+            if stop():
+                work.stop()
+            if (folder / "cancel").exists() and not store.cancelled:
+                store.cancel()  # again and again: a worker that begins forgets older signs
+        if not stop():
+            self._conclude(ticket, store, code)
+
+    def _conclude(self, ticket: _JobRecord, store: JobStore, code: int) -> None:
+        """What became of a job whose process has ended; nothing if it is to be started again."""
+        state = read_state(store, now_s=self._now())
+        if (self._settings.folder / ticket.id / "cancel").exists():
+            self._end(ticket, "cancelled", "it was cancelled")
+        elif state.phase in {"finished", "failed"}:
+            self._end(ticket, state.phase, state.reason)
+        else:
+            deaths, before = self._deaths.get(ticket.id, (0, -1))
+            measured = sum(row.status == "finished" for row in state.rows)
+            deaths = 1 if measured > before else deaths + 1
+            self._deaths[ticket.id] = (deaths, measured)
+            if deaths >= MAX_DEATHS:
+                why = f"its process ended {deaths} times without a measurement (exit code {code}); see logs/process.log"
+                self._end(ticket, "failed", why)
+
+    # ---- files -------------------------------------------------------------------------------------------------------
+
+    def _checked(self, text: str) -> JobSpec:
+        """The job, with what a job that comes from elsewhere may not name, and what it gets from us."""
+        try:
+            check_untrusted(text)
+            spec = parse_job(text, folder=self._settings.folder)
+        except (yaml.YAMLError, JobRefused) as error:
+            raise InvalidJob(" ".join(str(error).split())[:1000].removeprefix("the job: ")) from error
+        if spec.target.live and not self._settings.live:
+            raise InvalidJob("target.live: this server does not allow it (tuning.live)", "target.live")
+        config = self._settings.folder / "server.yaml"
+        config.write_text(self._settings.config, encoding="utf-8")
+        target = spec.target.model_copy(update={"config": str(config)})
+        library = str(self._settings.folder / "library.journal")
+        return spec.model_copy(update={"target": target, "library": library})
+
+    def _tickets(self) -> list[_JobRecord]:
+        """Of all jobs, the oldest first."""
+        found = []
+        for path in self._settings.folder.glob("*/ticket.json"):
+            try:
+                found.append(_JobRecord(**json.loads(path.read_text(encoding="utf-8"))))
+            except (OSError, ValueError, TypeError):
+                continue  # not ours, or removed by hand in this moment
+        return sorted(found, key=lambda ticket: (ticket.created_s, ticket.id))
+
+    def _open_tickets(self) -> list[_JobRecord]:
+        return [ticket for ticket in self._tickets() if self._ended(ticket.id) is None]
+
+    def _ticket(self, job_id: str) -> _JobRecord:
+        path = self._settings.folder / job_id / "ticket.json"
+        if not _ID.fullmatch(job_id) or not path.is_file():
+            raise NoSuchJob(f"there is no tuning job {job_id[:130]!r}")
+        return _JobRecord(**json.loads(path.read_text(encoding="utf-8")))
+
+    def _ended(self, job_id: str) -> dict[str, Any] | None:
+        try:
+            found: dict[str, Any] = json.loads((self._settings.folder / job_id / "ended.json").read_text("utf-8"))
+        except FileNotFoundError:
+            return None
+        return found
+
+    def _end(self, ticket: _JobRecord, status: str, reason: str) -> None:
+        self._states.pop(ticket.id, None)
+        _write(self._settings.folder / ticket.id / "ended.json", self._told(ticket, status, reason))
+
+    def _store(self, job_id: str) -> JobStore:
+        with self._lock:
+            if job_id not in self._stores:
+                self._stores[job_id] = JobStore.open(self._settings.folder / job_id)
+            return self._stores[job_id]
+
+    def _state(self, job_id: str) -> JobState:
+        with self._lock:
+            at_s, state = self._states.get(job_id, (0.0, None))
+            if state is None or self._now() - at_s > _FRESH_S:
+                with _readable(job_id):
+                    state = read_state(self._store(job_id), now_s=self._now())
+                    self._states[job_id] = (self._now(), state)
+            return state
+
+    def _summary(self, ticket: _JobRecord) -> dict[str, Any]:
+        ended = self._ended(ticket.id)
+        if ended is not None:
+            return ended
+        return self._told(ticket, "running" if self._running == ticket.id else "queued", "")
+
+    def _told(self, ticket: _JobRecord, status: str, reason: str) -> dict[str, Any]:
+        try:
+            return job_summary(asdict(ticket), status, reason, self._state(ticket.id))
+        except Unreadable as error:  # a folder that somebody damaged must not hide the others
+            return unreadable_summary(asdict(ticket), str(error))
+
+
+@contextmanager
+def _readable(job_id: str) -> Iterator[None]:
+    try:
+        yield
+    except (TunerError, ValueError) as error:
+        raise Unreadable(f"job {job_id} can not be read: {' '.join(str(error).split())[:300]}") from error
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    """Whole or not at all."""
+    partial = path.with_name(f"{path.name}.new")
+    partial.write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
+    partial.replace(path)

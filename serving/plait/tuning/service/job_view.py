@@ -1,0 +1,73 @@
+"""A tuning job in the words of the HTTP interface."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from plait_autoconfig.jobs.loop import JobEvent
+from plait_autoconfig.jobs.state import JobState
+from plait_autoconfig.report.page import verdict
+
+__all__ = ["job_summary", "progress_of", "unreadable_summary", "write_progress"]
+
+_PROGRESS = "progress.json"
+
+
+def job_summary(ticket: Mapping[str, Any], status: str, reason: str, state: JobState) -> dict[str, Any]:
+    """What lists and events say of a job. ``knobs`` are named as ``plait tune apply`` sets them."""
+    best, left = state.best, state.remaining
+    return {
+        **_whose(ticket),
+        "status": status,
+        "phase": state.phase,
+        "reason": reason or state.reason,
+        "headline": verdict(state),
+        "objective": str(state.spec.goal),
+        "trials": {"done": left.used_trials, "budget": state.spec.budget.trials},
+        "used_s": round(left.used_s, 3),
+        "left_s": None if left.seconds is None else round(left.seconds, 3),
+        "best": None
+        if best is None
+        else {"knobs": state.spec.settings(best.config), "metrics": dict(best.metrics), "gain": dict(best.gain)},
+        "recommended": [
+            {
+                "knobs": state.spec.settings(answer.config),
+                "metrics": dict(answer.metrics),
+                "gain": {name: each.value for name, each in answer.gain.items()},
+                "confirmed": answer.confirmed,
+                "sentence": answer.sentence,
+            }
+            for answer in state.answers
+        ],
+        "binding": state.binding,
+        "warnings": list(state.warnings),
+    }
+
+
+def unreadable_summary(ticket: Mapping[str, Any], reason: str) -> dict[str, Any]:
+    """The summary of a job whose folder can not be read."""
+    return {**_whose(ticket), "status": "failed", "reason": reason}
+
+
+def write_progress(folder: Path, event: JobEvent) -> None:
+    """Leaves a word about what is going on in the job's folder; the last one counts."""
+    partial = folder / f"{_PROGRESS}.new"
+    partial.write_text(json.dumps({"kind": event.kind, "text": event.text, "number": event.number}), encoding="utf-8")
+    partial.replace(folder / _PROGRESS)
+
+
+def progress_of(folder: Path) -> dict[str, Any] | None:
+    """The last word of `write_progress`; None if there is none."""
+    try:
+        found: dict[str, Any] = json.loads((folder / _PROGRESS).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    return found
+
+
+def _whose(ticket: Mapping[str, Any]) -> dict[str, Any]:
+    own = {name: ticket[name] for name in ("id", "name", "tenant")}
+    return {"object": "tuning.job", **own, "created": int(ticket["created_s"])}

@@ -1,0 +1,206 @@
+"""The engine of an ``images`` section with its way in: what the engine's replica and ``plait generate`` both open."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from plait_serving.deployments.images.controlnet import ServeConnect
+from plait_serving.diffusion.assemble import Assembled, EngineSettings, build_engine
+from plait_serving.diffusion.controlnet.remote import RemoteControlNetClient
+from plait_serving.diffusion.errors import ControlNetUnavailable, EngineError
+from plait_serving.diffusion.knobs import EngineKnobs
+from plait_serving.diffusion.lora.container import inspect
+from plait_serving.diffusion.lora.formats import MAX_FILE_BYTES
+from plait_serving.diffusion.lora.remote import RemoteEntry, RemoteSource
+from plait_serving.diffusion.lora.source import ChainSource, FolderSource, LoraSource
+from plait_serving.images.config import STARTER_FOLDER, ImagesSection
+from plait_serving.images.local import LocalImageService
+from plait_serving.images.service import BaseModelCard, Catalog, ControlNetCard, ImageService, LoraCard
+from plait_serving.starter.preprocess import PREPROCESSORS
+
+__all__ = ["HostedImages", "open_images"]
+
+_log = logging.getLogger(__name__)
+
+_CONTROLNETS_TIMEOUT_S = 120.0
+"""Loading torch and a ControlNet beside the base model, on two busy cores."""
+
+
+def open_images(images: ImagesSection, controlnets: Mapping[str, Any]) -> HostedImages:
+    """Loads the models and makes the warm-up images. ``controlnets``: Serve handles of those that are deployments.
+
+    Raises `ModelError`.
+    """
+    loras = lora_source(images)
+    settings = EngineSettings(
+        model=model_folder(images),
+        revision=images.revision,
+        dtype=images.dtype,
+        device=images.device,
+        safety_checker=images.safety_checker,
+        lora_source=loras,
+        controlnets={name: section.folder for name, section in images.resolved_controlnets().items()},
+        knobs=images.knobs,
+    )
+    services = _services(controlnets)
+    remote = {
+        name: partial(RemoteControlNetClient, name, connect, worth_moving=connect.worth_moving)
+        for name, connect in services.items()
+    }
+    hosted = HostedImages(images, build_engine(settings, remote=remote), loras)
+    for name in wait_for_replicas(services, timeout_s=_CONTROLNETS_TIMEOUT_S):
+        _log.warning("ControlNet %s has no replica after %.0f s; going on", name, _CONTROLNETS_TIMEOUT_S)
+    hosted.warm_up()
+    return hosted
+
+
+class HostedImages:
+    """A `HostedEngine` around a real one."""
+
+    def __init__(self, images: ImagesSection, assembled: Assembled, loras: LoraSource) -> None:
+        self._images = images
+        self._assembled = assembled
+        self._shelf = LoraCards(loras, str(assembled.bundle.family))
+        self._service = LocalImageService(
+            engine=assembled.engine, catalog=self._catalog, metrics_text=lambda: metrics_text(assembled)
+        )
+
+    @property
+    def service(self) -> ImageService:
+        """The way in for requests."""
+        return self._service
+
+    @property
+    def alive(self) -> bool:
+        """Whether the compute thread runs."""
+        return self._assembled.engine.alive
+
+    def warm_up(self) -> None:
+        """Makes the warm-up pictures; from then on the service is ready."""
+        seconds = self._assembled.warm_up()
+        _log.info("%s is warm after %.1f s", self._images.public_name, seconds)
+        self._service.warmed_up(seconds)
+
+    def reconfigure(self, knobs: EngineKnobs) -> None:
+        """Applies new knobs; running requests go on."""
+        self._assembled.engine.reconfigure(knobs)
+        _log.info("knobs: %s", knobs)
+
+    def stop(self, *, drain_s: float) -> None:
+        """Refuses new requests, gives the accepted ones ``drain_s``, fails the rest."""
+        self._assembled.engine.stop(drain_s=drain_s)
+
+    def _catalog(self) -> Catalog:
+        bundle = self._assembled.bundle
+        family = str(bundle.family)
+        model = BaseModelCard(
+            name=self._images.public_name,
+            family=family,
+            default_width=bundle.width,
+            default_height=bundle.height,
+            default_steps=self._images.defaults.steps,
+            default_guidance_scale=self._images.default_guidance_scale,
+            default_scheduler=self._images.defaults.scheduler,
+            limits=self._assembled.engine.limits,
+        )
+        controlnets = tuple(
+            ControlNetCard(name=name, family=family, preprocessor=section.preprocessor)
+            for name, section in self._images.resolved_controlnets().items()
+        )
+        return Catalog(
+            model=model, loras=self._shelf.cards(), controlnets=controlnets, preprocessors=tuple(sorted(PREPROCESSORS))
+        )
+
+
+class LoraCards:
+    """The LoRAs that exist now, as cards. A file is looked into once, and again when it changes."""
+
+    def __init__(self, source: LoraSource, family: str) -> None:
+        self._source = source
+        self._family = family
+        self._formats: dict[tuple[str, str], str] = {}
+
+    def cards(self) -> tuple[LoraCard, ...]:
+        """In order of their names."""
+        entries = self._source.list()
+        known = {(name, entry.stamp): self._formats.get((name, entry.stamp)) for name, entry in entries.items()}
+        self._formats = {key: found or self._format(*key) for key, found in known.items()}
+        return tuple(LoraCard(name=name, family=self._family, format=fmt) for (name, _), fmt in self._formats.items())
+
+    def _format(self, name: str, stamp: str) -> str:  # noqa: ARG002  # the stamp is the key's other half
+        """Of a file in a folder; a store's entry is not downloaded for a listing."""
+        if not isinstance(self._source, FolderSource):
+            return "unknown"
+        try:
+            keys = inspect(self._source.fetch(name), max_bytes=MAX_FILE_BYTES).tensors
+        except EngineError:
+            return "unreadable"
+        return "kohya" if any(key.startswith(("lora_unet_", "lora_te")) for key in keys) else "peft"
+
+
+def model_folder(images: ImagesSection) -> str:
+    """What the engine loads: a folder or a hub id."""
+    return str(STARTER_FOLDER / images.model) if images.is_starter else images.model
+
+
+def lora_source(images: ImagesSection) -> LoraSource:
+    """Where the section's LoRAs come from."""
+    store, folder = images.loras.store, images.resolved_lora_folder()
+    if store is not None:
+        entries = {
+            name: RemoteEntry(path=entry.path, sha256=entry.sha256, nbytes=entry.nbytes)
+            for name, entry in store.entries.items()
+        }
+        return RemoteSource(store.url, entries, cache_folder=store.cache_folder)
+    return ChainSource(()) if folder is None else FolderSource(folder)
+
+
+def metrics_text(assembled: Assembled) -> str:
+    """The engine's and the LoRA cache's numbers in Prometheus' text format."""
+    engine, loras = assembled.engine.statistics(), assembled.loras.statistics()
+    gauges = {
+        "engine_requests_waiting": engine.waiting,
+        "engine_requests_running": engine.running,
+        "lora_cache_resident_bytes": loras.resident_bytes,
+        "lora_cache_resident": loras.resident,
+    }
+    counters = {
+        "engine_steps": engine.steps,
+        "engine_rows": engine.rows,
+        "engine_lora_switches": engine.lora_switches,
+        "engine_finished": engine.finished,
+        "engine_failed": engine.failed,
+        "engine_cancelled": engine.cancelled,
+        "engine_rejected": engine.rejected,
+        "lora_cache_hits": loras.hits,
+        "lora_cache_misses": loras.misses,
+        "lora_cache_evictions": loras.evictions,
+    }
+    lines = [f"# TYPE plait_{name} gauge\nplait_{name} {value}" for name, value in gauges.items()]
+    lines += [f"# TYPE plait_{name}_total counter\nplait_{name}_total {value}" for name, value in counters.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _services(handles: Mapping[str, Any]) -> dict[str, ServeConnect]:
+    """How to reach each ControlNet that is a deployment."""
+    return {name: ServeConnect(name, handle) for name, handle in handles.items()}
+
+
+def wait_for_replicas(services: Mapping[str, ServeConnect], *, timeout_s: float, poll_s: float = 0.5) -> list[str]:
+    """Waits until every ControlNet has a replica that answers, at most ``timeout_s``; the names of those without.
+
+    All deployments start at once; a placement that is measured before they are up would be wrong for good.
+    """
+    until_s = time.monotonic() + timeout_s
+    missing = list(services)
+    while missing and time.monotonic() < until_s:
+        try:
+            services[missing[0]].replicas()
+            missing.pop(0)
+        except ControlNetUnavailable:
+            time.sleep(poll_s)
+    return missing

@@ -1,0 +1,84 @@
+"""Publishing updates to the workers of a model through Serve; imported in the ingress replica only."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from plait_disagg.package.errors import PackageError
+from plait_disagg.package.read import Package
+from plait_disagg.refresh.errors import NotPublished
+from plait_disagg.refresh.publish import publish
+from plait_fabric.threads import lower_priority, run_on_own_thread, set_threads
+from plait_serving.deployments.ranking.source import RankSource
+
+__all__ = ["ServeFleet", "ServeRefresh"]
+
+_STAGE_TIMEOUT_S = 600.0
+"""Gigabytes of new rows may come over a slow disk."""
+_SWITCH_TIMEOUT_S = 60.0
+
+
+class ServeFleet:
+    """A `Fleet`: the replicas of one deployment. All calls of its handle for refreshes are made here."""
+
+    def __init__(self, what: str, handle: Any) -> None:
+        """``what`` names the deployment for people."""
+        self._what = what
+        self._handle = handle
+
+    def stage(self, folder: Path) -> Mapping[str, Exception | None]:
+        """See `Fleet`."""
+        return self._all("stage_update", str(folder), _STAGE_TIMEOUT_S)
+
+    def switch(self, version: str) -> Mapping[str, Exception | None]:
+        """See `Fleet`."""
+        return self._all("switch_version", version, _SWITCH_TIMEOUT_S)
+
+    def _all(self, method: str, argument: str, timeout_s: float) -> Mapping[str, Exception | None]:
+        def ask() -> Sequence[Any]:
+            found: Sequence[Any] = self._handle.broadcast(method, argument).results(
+                timeout_s=timeout_s, return_exceptions=True
+            )
+            return found
+
+        try:
+            with ThreadPoolExecutor(1) as thread:  # results() refuses to block where a loop runs
+                outcomes = thread.submit(ask).result()
+        except Exception as error:  # Ray's and Serve's errors have no common base
+            return {self._what: NotPublished(str(error))}
+        return {f"{self._what} {number}": outcome for number, outcome in enumerate(outcomes)}
+
+
+class ServeRefresh:
+    """A `Refreshes`: publishes to the HNs, if there are any, and to the deployment that the ingress asks."""
+
+    def __init__(self, name: str, source: RankSource, asked: Any, hns: Any) -> None:
+        """``asked``, ``hns``: Serve's handles; ``hns`` None: the workers are whole."""
+        fleets = [ServeFleet(f"HN of {name}", hns)] if hns is not None else []
+        self._fleets = (*fleets, ServeFleet(f"CN of {name}" if fleets else f"worker of {name}", asked))
+        self._name = name
+        self._source = source
+
+    async def refresh(self, update: Path) -> str:
+        """See `Refreshes`."""
+        return await asyncio.to_thread(run_on_own_thread, partial(self._publish, update))
+
+    def _publish(self, update: Path) -> str:
+        set_threads(1)
+        lower_priority()  # requests want the cores
+        try:
+            return publish(self._package, update, self._fleets)
+        except PackageError as error:
+            raise NotPublished(str(error)) from error
+
+    @cached_property
+    def _package(self) -> Package:
+        found = self._source.package()
+        if found is None:
+            raise NotPublished(f"model {self._name} can not be refreshed: it is no package")
+        return found

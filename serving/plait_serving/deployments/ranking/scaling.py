@@ -1,0 +1,61 @@
+"""How Serve scales the workers of recommendation models: each replica says its pressure, and `scale.decide` judges.
+
+Serve's controller imports this module: no torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from plait_disagg.queue.scale import ScaleState, Scaling, decide
+
+if TYPE_CHECKING:
+    from plait_serving.ranking.config import Replicas
+
+__all__ = ["PRESSURE", "ScaleByPressure", "autoscaling"]
+
+PRESSURE = "pressure"
+"""The metric's name on its way from the replicas to the controller."""
+
+_LOOK_BACK_S = 15.0
+"""What a replica says is averaged over this. Serve collects every ten seconds unless its environment says otherwise
+(``RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S``)."""
+
+
+class ScaleByPressure:
+    """A policy for Serve's ``AutoscalingConfig``; its arguments are those of `Scaling`."""
+
+    def __init__(self, **scaling: Any) -> None:
+        self._scaling = Scaling(**scaling)
+
+    def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
+        """Serve calls it several times a second with an ``AutoscalingContext``."""
+        said: Mapping[str, Mapping[Any, float]] = context.aggregated_metrics or {}
+        wanted, state = decide(
+            list(said.get(PRESSURE, {}).values()),
+            replicas=context.target_num_replicas,
+            scaling=self._scaling,
+            state=ScaleState(**context.policy_state.get("plait", {})),
+            now_s=context.current_time,
+        )
+        return wanted, {"plait": asdict(state)}
+
+
+def autoscaling(replicas: Replicas) -> dict[str, Any]:
+    """Serve's ``autoscaling_config`` for a number of replicas that changes. Delays are `decide`'s, not Serve's."""
+    scaling = Scaling(
+        least=replicas.min, most=replicas.max, up_after_s=replicas.up_after_s, down_after_s=replicas.down_after_s
+    )
+    return {
+        "min_replicas": replicas.min,
+        "max_replicas": replicas.max,
+        "upscale_delay_s": 0.0,
+        "downscale_delay_s": 0.0,
+        "look_back_period_s": _LOOK_BACK_S,
+        "policy": {
+            "policy_function": f"{__name__}:{ScaleByPressure.__name__}",
+            "policy_kwargs": asdict(scaling),
+        },
+    }

@@ -1,0 +1,222 @@
+"""The deployments of recommendation models, and how the ingress reaches them.
+
+A model is one deployment of whole workers, or one of CNs and one of HNs; the CNs find the HNs through Serve. This
+module is imported in the replicas only: it needs torch, and nothing that makes pictures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from plait_disagg.queue.knobs import WorkerKnobs
+from plait_disagg.queue.scale import Gauge, cn_pressure, hn_pressure
+from plait_disagg.refresh.errors import NotPublished, RefreshError
+from plait_disagg.values import ModelCard
+from plait_disagg.workers.cn import CnCore
+from plait_disagg.workers.core_server import CoreServer
+from plait_disagg.workers.hn import HnWorker
+from plait_disagg.workers.refresher import Refresher
+from plait_disagg.workers.remote import RemoteRanker
+from plait_disagg.workers.whole import WholeCore
+from plait_fabric import Listener, new_secret
+from plait_fabric.gil import shorten_gil_interval
+from plait_fabric.rpc.replicas import Replica
+from plait_fabric.threads import run_on_own_thread, set_threads
+from plait_serving.deployments.fabric_endpoints import (
+    ServeReplicas,
+    cpu_threads,
+    host_id,
+    open_listeners,
+    socket_folder,
+)
+from plait_serving.deployments.logs import configure_logging
+from plait_serving.deployments.ranking.scaling import PRESSURE
+from plait_serving.deployments.ranking.source import OpenedPackage, RankSource
+from plait_serving.ranking.config import CnKnobs, HnKnobs, RankRole
+
+__all__ = ["RankWorker", "remote_ranker"]
+
+_log = logging.getLogger(__name__)
+
+_DRAIN_S = 5.0
+
+T = TypeVar("T")
+
+
+class RankWorker:
+    """One replica of a CN, HN or whole deployment. All that Serve does with it is here."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        source: RankSource,
+        role: RankRole,
+        knobs: Mapping[str, Any],
+        hns: Any = None,
+        hn_count: int = 1,
+        max_hns: int | None = None,
+    ) -> None:
+        """Loads its half and listens. ``hns``: Serve's handle of the model's HN deployment, for a CN; it has
+        ``hn_count`` replicas, or as many as are found up to ``max_hns``.
+
+        ``knobs`` hold until Serve's ``user_config`` says otherwise. Raises what the source raises.
+        """
+        import ray
+        from ray import serve
+
+        configure_logging(f"{role}-{name}", os.environ)
+        shorten_gil_interval()
+        self._name = str(serve.get_replica_context().replica_id.to_full_id_str())
+        self._role: RankRole = role
+        self._model = name
+        self._secret = new_secret()
+        self._stopped = False
+        opened = run_on_own_thread(lambda: source.open(role))
+        card = replace(opened.card, name=name)  # what requests call it, not what its maker did
+        plain = self._plain(knobs)
+        listeners = open_listeners(
+            self._secret, kind="rank", ip_address=ray.util.get_node_ip_address(), folder=socket_folder()
+        )
+        self._refresher: Refresher | None = None
+        self._core: CnCore | WholeCore | HnWorker
+        self._worker: CoreServer | HnWorker
+        if role == "hn":
+            self._core = self._worker = self._hn(card, opened, listeners, plain)
+        elif role == "cn":
+            connect = ServeReplicas(f"the HNs of {name}", hns).connect
+            self._core = CnCore(
+                card,
+                _there(opened.sparse),
+                connect,
+                hns=hn_count,
+                max_hns=max_hns,
+                dense_version=opened.dense_version,
+                knobs=plain,
+            )
+            self._worker = CoreServer(self._core, listeners)
+        else:
+            self._core = WholeCore(card, _there(opened.sparse), _there(opened.dense), knobs=plain)
+            self._worker = CoreServer(self._core, listeners)
+        self._plain_knobs = plain
+        self._gauge = Gauge(self._core.metrics, self._pressure)
+        if opened.live is not None:
+            self._refresher = Refresher(opened.live, self._core, on_version=self._announce)
+        _log.info("%s of %s listens at %s", role, name, ", ".join(self._worker.addresses))
+
+    def _hn(
+        self, card: ModelCard, opened: OpenedPackage, listeners: Sequence[Listener], knobs: WorkerKnobs
+    ) -> HnWorker:
+        dense = _there(opened.dense)
+        earlier = {version: half for version, half in opened.dense_versions.items() if half is not dense}
+        return HnWorker(
+            card,
+            dense,
+            listeners,
+            dense_version=opened.dense_version,
+            earlier=earlier,
+            catch_up=self._catch_up,
+            knobs=knobs,
+        )
+
+    def _plain(self, knobs: Mapping[str, Any]) -> WorkerKnobs:
+        model = (CnKnobs if self._role == "cn" else HnKnobs).model_validate(dict(knobs))
+        plain = model.plain()
+        return replace(plain, threads=cpu_threads(plain.threads))
+
+    async def describe(self) -> Replica:
+        """Where and with which secret this replica can be reached. For our own processes only: Serve carries it."""
+        return Replica(
+            name=self._name,
+            host=host_id(),
+            addresses=self._worker.addresses,
+            secret=self._secret,
+            channels=self._worker.channels,
+            pid=os.getpid(),
+        )
+
+    async def metrics(self) -> Mapping[str, float]:
+        """Counters and gauges by name."""
+        return self._core.metrics()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve collects it where the number of replicas follows the load."""
+        return {PRESSURE: self._gauge.read()}
+
+    def _pressure(self, before: Mapping[str, float], after: Mapping[str, float], seconds: float) -> float:
+        if self._role != "hn":
+            return cn_pressure(before, after, seconds)
+        return hn_pressure(before, after, seconds, largest_batch_rows=self._plain_knobs.largest_batch_rows)
+
+    async def stage_update(self, folder: str) -> RefreshError | None:
+        """See `Refresher.stage`. What goes wrong is returned: Serve would wrap what is raised."""
+        return await asyncio.to_thread(self._refreshed, lambda refresher: refresher.stage(Path(folder)))
+
+    async def switch_version(self, version: str) -> RefreshError | None:
+        """See `Refresher.switch`; errors are returned."""
+        return await asyncio.to_thread(self._refreshed, lambda refresher: refresher.switch(version))
+
+    def _refreshed(self, step: Callable[[Refresher], None]) -> RefreshError | None:
+        if self._refresher is None:
+            return NotPublished(f"model {self._model} can not be refreshed: it is no package")
+        refresher = self._refresher
+
+        def alone() -> None:
+            set_threads(1)
+            step(refresher)
+
+        try:
+            run_on_own_thread(alone)
+        except RefreshError as error:
+            return error
+        return None
+
+    def _catch_up(self) -> None:
+        if self._refresher is not None:
+            self._refresher.catch_up()
+
+    def _announce(self, version: str) -> None:
+        if isinstance(self._worker, CoreServer):
+            self._worker.announce()
+        _log.info("%s of %s is at version %s", self._role, self._model, version)
+
+    async def drain(self, drain_s: float) -> None:
+        """Refuses new requests from now on; returns when nothing runs any more, after ``drain_s`` at the latest."""
+        self._stopped = True
+        await asyncio.to_thread(self._worker.stop, drain_s=drain_s)
+
+    def reconfigure(self, user_config: Mapping[str, Any]) -> None:
+        """Serve calls it after the constructor and whenever ``user_config`` changes. Raises on a bad knob."""
+        self._plain_knobs = self._plain(user_config)
+        self._core.reconfigure(self._plain_knobs)
+
+    def check_health(self) -> None:
+        """Serve calls it every few seconds and replaces the replica when it keeps raising."""
+        if not self._stopped and not self._worker.alive:
+            raise RuntimeError(f"the {self._role}'s threads have died")
+        if self._refresher is not None and self._refresher.is_behind():  # an update came while this replica started
+            threading.Thread(target=self._catch_up, name="plait-catch-up", daemon=True).start()
+
+    def __del__(self) -> None:
+        """Serve calls it when it takes the replica away: what has arrived is answered, then clients go elsewhere."""
+        if not self._stopped and hasattr(self, "_worker"):
+            self._stopped = True
+            self._worker.stop(drain_s=_DRAIN_S)
+
+
+def remote_ranker(name: str, handle: Any, *, replicas: int, max_replicas: int | None = None) -> RemoteRanker:
+    """A ranker of the model whose CNs or whole workers are that deployment. Starts to connect at once."""
+    connect = ServeReplicas(f"model {name}", handle).connect
+    return RemoteRanker(name, connect, replicas=replicas, max_replicas=max_replicas)
+
+
+def _there(half: T | None) -> T:
+    assert half is not None, "the source left out what the role needs"
+    return half

@@ -1,0 +1,164 @@
+"""The front desk: who is in, what they were told, what is counted. The only state shared between threads."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from plait_serving.diffusion.errors import Cancelled, EngineStopped, Overloaded
+from plait_serving.diffusion.units import ImageJob, RequestPhase
+from plait_serving.diffusion.values import Event, Failed, Finished, ImageResult, RgbImage, Timings
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStatistics:
+    """Counters since the start (``waiting`` and ``running``: right now)."""
+
+    accepted: int = 0
+    finished: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    rejected: int = 0
+    steps: int = 0
+    rows: int = 0
+    lora_switches: int = 0
+    waiting: int = 0
+    running: int = 0
+
+
+class RequestRegistry:
+    """Thread-safe. A job enters with `admit`, is handed to the compute thread by `take_in`, and leaves with `close`."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._inbox: deque[ImageJob] = deque()
+        self._open_jobs = 0
+        self._stepping = 0
+        self._counts = dict.fromkeys(EngineStatistics.__dataclass_fields__, 0)
+        self._closed_to_new = False
+        self._shut = False
+
+    @property
+    def shut(self) -> bool:
+        """Whether the compute thread must end (or has ended)."""
+        return self._shut
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether `admit` can succeed."""
+        return not self._closed_to_new and not self._shut
+
+    def admit(self, job: ImageJob, *, queue_limit: int, retry_after_s: float) -> None:
+        """Lets a job in. Raises `EngineStopped` or `Overloaded`; the job is then not in."""
+        with self._changed:
+            if not self.takes_requests:
+                raise EngineStopped("the engine is shutting down")
+            if self._open_jobs >= queue_limit:
+                self._counts["rejected"] += 1
+                raise Overloaded(f"{self._open_jobs} requests are waiting or running", retry_after_s=retry_after_s)
+            self._open_jobs += 1
+            self._counts["accepted"] += 1
+            self._inbox.append(job)
+            self._changed.notify_all()
+
+    def take_in(self) -> list[ImageJob]:
+        """Everything that arrived since the last call."""
+        with self._changed:
+            arrived = list(self._inbox)
+            self._inbox.clear()
+            return arrived
+
+    def wake(self) -> None:
+        """Makes a sleeper in `wait_for_news` look again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait_for_news(self, timeout_s: float | None) -> None:
+        """Sleeps until something arrives or `wake` is called, at most ``timeout_s``."""
+        with self._changed:
+            if not self._inbox and not self._shut:
+                self._changed.wait(timeout_s)
+
+    def close_to_new(self) -> None:
+        """From now on `admit` raises."""
+        with self._changed:
+            self._closed_to_new = True
+
+    def wait_until_empty(self, timeout_s: float) -> bool:
+        """Whether every job has left within ``timeout_s``."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._open_jobs == 0 or self._shut, timeout=timeout_s)
+
+    def shut_down(self) -> None:
+        """Tells the compute thread to end."""
+        with self._changed:
+            self._shut = True
+            self._changed.notify_all()
+
+    def count(self, **increments: int) -> None:
+        """Adds to counters."""
+        with self._changed:
+            for name, increment in increments.items():
+                self._counts[name] += increment
+
+    def set_stepping(self, jobs: int) -> None:
+        """How many jobs have begun to step and are not decoded yet."""
+        self._stepping = jobs
+
+    def statistics(self) -> EngineStatistics:
+        """A snapshot."""
+        with self._changed:
+            running = min(self._stepping, self._open_jobs)
+            return EngineStatistics(**{**self._counts, "running": running, "waiting": self._open_jobs - running})
+
+    def send(self, job: ImageJob, event: Event) -> None:
+        """Tells the caller. A sink that raises has gone away: the job is cancelled."""
+        try:
+            job.sink(event)
+        except Exception:
+            _log.exception("request %s: its sink failed; the request is cancelled", job.request.request_id)
+            job.cancelled = True
+
+    def close(self, job: ImageJob, event: Finished | Failed) -> None:
+        """The one place where a job ends: moves it to its last phase, counts it, tells the caller."""
+        job.advance(RequestPhase.DONE if isinstance(event, Finished) else RequestPhase.FAILED)
+        cancelled = isinstance(event, Failed) and isinstance(event.error, Cancelled)
+        outcome = "finished" if isinstance(event, Finished) else "cancelled" if cancelled else "failed"
+        with self._changed:
+            self._open_jobs -= 1
+            self._counts[outcome] += 1
+            self._changed.notify_all()
+        self.send(job, event)
+
+
+def result_of(
+    job: ImageJob, images: tuple[RgbImage, ...], flagged: tuple[bool, ...], *, decode_s: float, now_s: float
+) -> ImageResult:
+    """A finished job's result; what was neither loading, merging, encoding, denoising nor decoding was queueing."""
+    request, spent = job.request, job.spent
+    total_s = now_s - spent.accepted_at_s
+    # A bounded-asynchronous set loads while the first steps run, so waiting for it is not time of its own.
+    waited_s = spent.loaded_at_s - spent.accepted_at_s if spent.loaded_at_s and request.lora_free_steps == 0 else 0.0
+    lora_s = spent.merge_s + waited_s
+    return ImageResult(
+        request_id=request.request_id,
+        images=images,
+        seeds=request.seeds,
+        flagged=flagged,
+        lora_policy=request.lora_policy,
+        lora_free_steps=request.lora_free_steps,
+        timings=Timings(
+            queue_s=max(0.0, total_s - lora_s - spent.encode_s - spent.denoise_s - decode_s),
+            lora_s=lora_s,
+            encode_s=spent.encode_s,
+            denoise_s=spent.denoise_s,
+            decode_s=decode_s,
+            total_s=total_s,
+        ),
+    )

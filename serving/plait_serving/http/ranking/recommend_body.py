@@ -1,0 +1,106 @@
+"""The words of ``POST /v1/recommend``, to the arrays of a model and back to a ranked list. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Annotated, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from pydantic import BaseModel, Field
+
+from plait_disagg.errors import BadInput
+from plait_disagg.graph.inputs import Bag, Dense, Input
+from plait_serving.http.edge.schemas import MAX_DEADLINE_MS, StrictBody
+from plait_serving.ranking.codec import Array, array_of, hint
+from plait_serving.ranking.inputs import LENGTHS
+
+__all__ = ["ALL", "RecommendBody", "RecommendResponse", "arrays_of", "item_ids", "ranking"]
+
+ALL = "all"
+
+
+class RecommendBody(StrictBody):
+    """A user and candidates; ``null`` means "left out"."""
+
+    model: Annotated[str | None, Field(description="may be left out if the server has one model that ranks")] = None
+    user: Annotated[dict[str, Any], Field(description="every user-side input by name: a number or a list")]
+    candidates: Annotated[
+        Any, Field(description='item ids; or objects with every item-side input; or "all" items that the model knows')
+    ]
+    top_k: Annotated[int | None, Field(ge=1, description="only the best so many; all if left out")] = None
+    deadline_ms: Annotated[
+        float | None, Field(gt=0, le=MAX_DEADLINE_MS, description="an answer after it is worthless")
+    ] = None
+
+
+class RankedItem(BaseModel):
+    """One candidate. ``id`` if it was named by one, else ``index``, its place among the candidates."""
+
+    id: int | None = None
+    index: int | None = None
+    score: float | None
+    name: str | None = None
+
+
+class RecommendResponse(BaseModel):
+    """``items``: the best first; of equal scores the one that was named first. ``timings`` in milliseconds."""
+
+    model: str
+    items: list[RankedItem]
+    timings: dict[str, float]
+
+
+def arrays_of(inputs: Sequence[Input], rows: Sequence[Mapping[str, Any]], where: str) -> dict[str, Array]:
+    """Arrays for `Binder.bind` from one object per row. ``where``: what the rows are called in messages.
+
+    Raises `BadInput` for a row that has not exactly these inputs, and for values that are no numbers.
+    """
+    _check_names([item.name for item in inputs], rows, where)
+    arrays: dict[str, Array] = {}
+    for item in inputs:
+        values, name = [row[item.name] for row in rows], f"{where}.{item.name}"
+        if isinstance(item, Bag):
+            # One id may be written without its brackets.
+            bags = [value if type(value) is list else [value] for value in values]
+            ids = list(chain.from_iterable(bags))
+            arrays[item.name] = array_of(ids, (len(ids),), "INT64", name)
+            arrays[item.name + LENGTHS] = np.array([len(bag) for bag in bags], np.int64)
+            continue
+        is_plain = all(size == 1 for size in item.shape) and not any(type(value) is list for value in values)
+        shape = (len(rows),) if is_plain else (len(rows), *item.shape)
+        if not is_plain and not all(type(value) is list for value in values):
+            raise BadInput(f"{name}: must be a list of shape {list(item.shape)}", param=name)
+        arrays[item.name] = array_of(values, shape, "FP32" if isinstance(item, Dense) else "INT64", name)
+    return arrays
+
+
+def _check_names(wanted: Sequence[str], rows: Sequence[Mapping[str, Any]], where: str) -> None:
+    names = frozenset(wanted)
+    for i, row in enumerate(rows):
+        if row.keys() == names:
+            continue
+        place = where if where == "user" else f"{where}[{i}]"
+        for name in row:
+            if name not in names:
+                param = f"{place}.{name[:64]}"
+                raise BadInput(f"{param}: the model has no such input{hint(name, wanted)}", param=param)
+        missing = [name for name in wanted if name not in row]
+        raise BadInput(f"{place}: misses {', '.join(missing[:20])}", param=f"{place}.{missing[0]}")
+
+
+def item_ids(candidates: Sequence[Any], known: int) -> torch.Tensor:
+    """``(N,)`` int64. Raises `BadInput` for what is no id of 0 to ``known`` - 1."""
+    for i, each in enumerate(candidates):
+        if type(each) is not int or not 0 <= each < known:
+            told = f"candidates[{i}]: there is no item {str(each)[:40]}; ids are 0 to {known - 1}"
+            raise BadInput(told, param=f"candidates[{i}]")
+    return torch.tensor(candidates, dtype=torch.int64)
+
+
+def ranking(scores: npt.NDArray[np.float32], top_k: int | None) -> list[int]:
+    """Places of the candidates, the highest score first, equal ones in their order, NaN last."""
+    order = np.argsort(-scores, kind="stable")
+    return [int(place) for place in order[:top_k]]

@@ -1,0 +1,54 @@
+"""What both ranking routes do with a checked request: ask the ranker, keep the deadline, count."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from plait_disagg.errors import BadInput, DeadlinePassed
+from plait_disagg.values import RankAnswer, RankRequest
+from plait_serving.http.context import RouteContext
+from plait_serving.http.edge.schemas import MAX_DEADLINE_MS
+from plait_serving.ranking.service import BoundModel
+
+__all__ = ["deadline", "rank", "unique_id"]
+
+
+def deadline(parameters: Mapping[str, Any], now_s: float) -> float | None:
+    """The moment that ``deadline_ms`` (ours) or ``timeout`` (Triton's, in microseconds; 0 is none) asks for.
+
+    Raises `BadInput`.
+    """
+    wait_ms, name = parameters.get("deadline_ms"), "deadline_ms"
+    if wait_ms is None:
+        timeout_us, name = parameters.get("timeout", 0), "timeout"
+        if timeout_us == 0:
+            return None
+        wait_ms = timeout_us / 1e3 if type(timeout_us) in (int, float) else timeout_us
+    if type(wait_ms) not in (int, float) or not 0 < wait_ms <= MAX_DEADLINE_MS:
+        told = f"parameters.{name}: must be a number above 0, at most {MAX_DEADLINE_MS} ms"
+        raise BadInput(told, param=f"parameters.{name}")
+    return now_s + float(wait_ms) / 1e3
+
+
+async def rank(context: RouteContext, bound: BoundModel, request: RankRequest) -> RankAnswer:
+    """Raises `RankError`; never later than the deadline, whatever the ranker does."""
+    start_s = context.monotonic_s()
+    if request.deadline_s is None:
+        answer = await bound.ranker.rank(request)
+    else:
+        left_s = request.deadline_s - start_s
+        try:
+            async with asyncio.timeout(left_s):
+                answer = await bound.ranker.rank(request)
+        except TimeoutError as error:
+            raise DeadlinePassed("the deadline passed before the answer was there") from error
+    context.metrics.observe_rank(bound.name, request.candidates, context.monotonic_s() - start_s, answer)
+    return answer
+
+
+def unique_id(state: Mapping[str, Any], number: int) -> str:
+    """The request's id; one that the client gave may repeat, so it gets a number."""
+    request_id = str(state["request_id"])
+    return f"{request_id}.{number}" if state["request_id_given"] else request_id

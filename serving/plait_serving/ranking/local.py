@@ -1,0 +1,94 @@
+"""A `RankingService` over rankers in this process; where their workers are is the rankers' own affair."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+
+from plait_disagg.errors import UnknownModel
+from plait_disagg.graph.inputs import Side
+from plait_disagg.values import ModelCard
+from plait_serving.health import Health
+from plait_serving.ranking.inputs import Binder
+from plait_serving.ranking.service import BoundModel, Refreshes, ServedRanker, why_not_ready
+
+__all__ = ["LocalRankingService"]
+
+_NO_METRIC = re.compile(r"[^a-zA-Z0-9_]")
+
+
+class LocalRankingService:
+    """The models by name. The mapping may change while it is used.
+
+    Cheap to ask: what hangs on a card is made again only when the card is another one.
+    """
+
+    def __init__(self, models: Mapping[str, ServedRanker]) -> None:
+        self._models = models
+        self._bound: dict[str, BoundModel] = {}
+
+    def names(self) -> tuple[str, ...]:
+        """What requests may call the models."""
+        return tuple(self._models)
+
+    def get(self, name: str, version: str | None = None) -> BoundModel:
+        """The model with its card of this moment. Raises `UnknownModel`, and what the ranker raises without a card."""
+        model = self._named(name)
+        card = model.ranker.card
+        bound = self._bound.get(name)
+        if bound is None or bound.card is not card or bound.ranker is not model.ranker:
+            bound = self._bound[name] = _bind(name, model, card)
+        if version is not None and version != card.version:
+            told = f"model {name!r} has no version {version[:100]!r}; it is at {card.version!r}"
+            raise UnknownModel(told, param="model")
+        return bound
+
+    def refreshes(self, name: str) -> Refreshes | None:
+        """What refreshes the model, if anything does. Raises `UnknownModel`."""
+        return self._named(name).refreshes
+
+    async def health(self) -> Health:
+        """Ready if every model would answer now; else the first that would not, and why."""
+        for name, model in tuple(self._models.items()):
+            reason = await why_not_ready(model.ranker)
+            if reason is not None:
+                return Health(ready=False, reason=f"model {name}: {reason}")
+        return Health(ready=True)
+
+    async def metrics_text(self) -> str:
+        """One untyped metric ``plait_ranker_NAME`` for each thing that the rankers count."""
+        return "".join(_metrics({name: model.ranker.metrics() for name, model in tuple(self._models.items())}))
+
+    def _named(self, name: str) -> ServedRanker:
+        model = self._models.get(name)
+        if model is None:
+            known = ", ".join(self._models) or "none"
+            raise UnknownModel(f"there is no model {name[:100]!r} that ranks; there is: {known}", param="model")
+        return model
+
+
+def _bind(name: str, model: ServedRanker, card: ModelCard) -> BoundModel:
+    def binder(*sides: Side) -> Binder:
+        inputs = [item for item in card.inputs if item.side in sides]
+        return Binder(inputs, largest_candidates=card.largest_candidates)
+
+    return BoundModel(
+        name=name,
+        ranker=model.ranker,
+        items=model.items,
+        card=card,
+        binder=binder("user", "item"),
+        user=binder("user"),
+        item=binder("item"),
+    )
+
+
+def _metrics(models: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
+    """The samples of one metric stand together, as the format wants it."""
+    for name in sorted({name for counts in models.values() for name in counts}):
+        metric = f"plait_ranker_{_NO_METRIC.sub('_', name)}"
+        yield f"# TYPE {metric} untyped\n"
+        for model, counts in models.items():
+            if name in counts:
+                yield f"{metric}{{model={json.dumps(model)}}} {float(counts[name])!r}\n"

@@ -1,0 +1,65 @@
+"""``python -m plait_serving.starter.ranking picks|movielens``: train a recommender; its figures on stdout as JSON.
+
+``picks`` writes the starter model's state, its films and the package that is served. ``movielens`` needs the recbole
+wheel, in which MovieLens-100k comes:
+
+    pip download --no-deps --dest /tmp recbole==1.2.1
+    python -m plait_serving.starter.ranking movielens /tmp/recbole-1.2.1-py3-none-any.whl
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from plait_disagg.package.errors import PackageError
+from plait_serving.starter.manifest import WEIGHTS, write_manifest
+from plait_serving.starter.ranking.movielens import BadArchive, train_movielens
+from plait_serving.starter.ranking.picks import FOLDER
+from plait_serving.starter.ranking.train import PicksAuc, package_picks, train_picks
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0 ok, 1 failed, 2 usage."""
+    parser = argparse.ArgumentParser(
+        prog="python -m plait_serving.starter.ranking",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    picks = commands.add_parser("picks", help="the starter model")
+    picks.add_argument("--out", type=Path, default=FOLDER, help="where it goes")
+    movielens = commands.add_parser("movielens", help="a model of MovieLens-100k")
+    movielens.add_argument("wheel", type=Path, help="the recbole wheel")
+    movielens.add_argument("--out", type=Path, help="a new folder for the package, to be served")
+    options = parser.parse_args(argv)
+    # One thread: the same recipe then gives the same bits wherever it runs.
+    torch.set_num_threads(1)
+    try:
+        figures = (
+            train_picks(options.out) if options.command == "picks" else train_movielens(options.wheel, options.out)
+        )
+    except (BadArchive, PackageError, OSError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    json.dump(asdict(figures), sys.stdout, indent=1)
+    sys.stdout.write("\n")
+    return 0
+
+
+def _train_picks(folder: Path) -> PicksAuc:
+    figures = train_picks(folder)
+    package_picks(folder)
+    if folder == FOLDER:
+        write_manifest(WEIGHTS)
+    return figures
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

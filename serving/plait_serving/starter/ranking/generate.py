@@ -1,0 +1,156 @@
+"""People and their clicks, by a planted law.
+
+U people, I films, G genres, S styles. A person has an age band, two to four favourite genres and a hidden liking for
+styles; a film has genres and a hidden style. The law of a click of person u on film i at daypart d:
+
+    logit = (taste_u + habit_d) . genres_i / sqrt(genres of i) + 0.4 style_u . style_i
+            + quality_i + near(year_i, youth_u) - 3.2
+
+The model sees neither taste, nor style, nor quality: only what a person said to like (most favourites, now and then
+something else), what they clicked before, and the films' public features. So the law's own AUC is more than any model
+can reach.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plait_serving.starter.ranking.catalog import GENRES, FilmCatalog
+
+__all__ = ["AGE_BANDS", "DAYPARTS", "LONGEST_HISTORY", "Clicks", "make_clicks"]
+
+AGE_BANDS = ("under 18", "18-24", "25-34", "35-44", "45-54", "55-64", "65 and over")
+DAYPARTS = ("morning", "afternoon", "evening", "night")
+LONGEST_HISTORY = 30
+
+_STYLES = 4
+_STYLE = 0.4
+_BIAS = -3.2
+_AGES = np.array([14, 21, 30, 40, 50, 60, 72])
+_SEEN_BEFORE = 80
+"""Films that a person was shown before; the clicked ones, latest `LONGEST_HISTORY`, are the history."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clicks:
+    """What U people were shown: N films each, all at once. Histories and likings are padded with -1 on the right.
+
+    ``age_band``, ``daypart`` (U,), ``liked_genres`` (U, G), ``history`` (U, H), ``item`` (U, N) int64; ``label`` (U,
+    N) bool; ``law`` (U, N) float64: the planted logit.
+    """
+
+    age_band: NDArray[np.int64]
+    daypart: NDArray[np.int64]
+    liked_genres: NDArray[np.int64]
+    history: NDArray[np.int64]
+    item: NDArray[np.int64]
+    label: NDArray[np.bool_]
+    law: NDArray[np.float64]
+
+    def __len__(self) -> int:
+        return len(self.age_band)
+
+
+def make_clicks(catalog: FilmCatalog, people: int, *, shown: int = 30, seed: int = 0) -> Clicks:
+    """People of this seed and what they clicked. The law is the catalogue's, whatever the seed."""
+    rng = np.random.default_rng([seed, 2])
+    age_band = rng.choice(len(AGE_BANDS), people, p=[0.1, 0.2, 0.22, 0.18, 0.14, 0.1, 0.06])
+    daypart = rng.integers(0, len(DAYPARTS), people)
+    favourites = _favourites(people, rng)
+    taste = favourites * 2.0 + rng.normal(0, 0.25, favourites.shape) + _age_taste()[age_band]
+    style = rng.normal(0, 1, (people, _STYLES))
+    law = _Law(catalog)
+
+    weights = 0.05 + catalog.popularity**3
+    item = rng.choice(len(catalog), (people, _SEEN_BEFORE + shown), p=weights / weights.sum())
+    before, now = item[:, :_SEEN_BEFORE], item[:, _SEEN_BEFORE:]
+    earlier = law.logits(before, taste, style, age_band, rng.integers(0, len(DAYPARTS), people))
+    logits = law.logits(now, taste, style, age_band, daypart)
+    return Clicks(
+        age_band=age_band,
+        daypart=daypart,
+        liked_genres=_padded(_said_likings(favourites, rng), len(GENRES)),
+        history=_clicked(before, _happens(earlier, rng)),
+        item=now,
+        label=_happens(logits, rng),
+        law=logits,
+    )
+
+
+class _Law:
+    """The hidden part of the catalogue, and the law."""
+
+    def __init__(self, catalog: FilmCatalog) -> None:
+        rng = np.random.default_rng([len(catalog), 3])
+        self._genres = catalog.genres / np.sqrt(catalog.genres.sum(1, keepdims=True))
+        self._style = rng.normal(0, 1, (len(catalog), _STYLES))
+        self._quality = rng.normal(0, 0.5, len(catalog)) + catalog.popularity
+        self._year = catalog.year
+
+    def logits(
+        self,
+        item: NDArray[np.int64],
+        taste: NDArray[np.float64],
+        style: NDArray[np.float64],
+        age_band: NDArray[np.int64],
+        daypart: NDArray[np.int64],
+    ) -> NDArray[np.float64]:
+        """(U, N) for items (U, N)."""
+        liking = np.einsum("ung,ug->un", self._genres[item], taste + _habits()[daypart])
+        styled = np.einsum("uns,us->un", self._style[item], style)
+        youth = 2024 - _AGES[age_band] + 20
+        near = np.exp(-(((self._year[item] - youth[:, None]) / 12.0) ** 2))
+        return np.asarray(liking + _STYLE * styled + self._quality[item] + near + _BIAS)
+
+
+def _favourites(people: int, rng: np.random.Generator) -> NDArray[np.float64]:
+    """(U, G): 1 for two to four favourites of each person, else 0."""
+    rank = rng.random((people, len(GENRES))).argsort(1).argsort(1)
+    return np.asarray(rank < rng.integers(2, 5, (people, 1)), dtype=np.float64)
+
+
+def _said_likings(favourites: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.bool_]:
+    """What people say to like: a favourite in four of five cases, anything else in one of thirty."""
+    draws = rng.random(favourites.shape)
+    return np.where(favourites > 0, draws < 0.8, draws < 1 / 30)
+
+
+def _age_taste() -> NDArray[np.float64]:
+    """(bands, G): the young like action and science fiction more, the old westerns, music and documentaries."""
+    young = _weights({"action": 0.6, "science fiction": 0.5, "horror": 0.5, "children": 0.3})
+    old = _weights({"western": 0.7, "music": 0.5, "documentary": 0.6, "drama": 0.4})
+    share = np.linspace(1, 0, len(AGE_BANDS))[:, None]
+    return np.asarray(share * young + (1 - share) * old)
+
+
+def _habits() -> NDArray[np.float64]:
+    """(dayparts, G): what is rather watched when."""
+    morning = _weights({"children": 0.8, "documentary": 0.5, "horror": -1.0})
+    afternoon = _weights({"comedy": 0.4, "adventure": 0.4})
+    evening = _weights({"drama": 0.4, "crime": 0.5, "romance": 0.3})
+    night = _weights({"horror": 0.9, "science fiction": 0.4, "children": -1.2})
+    return np.stack([morning, afternoon, evening, night])
+
+
+def _weights(by_genre: dict[str, float]) -> NDArray[np.float64]:
+    return np.array([by_genre.get(genre, 0.0) for genre in GENRES])
+
+
+def _happens(logits: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.bool_]:
+    return np.asarray(rng.random(logits.shape) < 1 / (1 + np.exp(-logits)))
+
+
+def _clicked(item: NDArray[np.int64], clicked: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """(U, H): the latest clicked films, oldest first, -1 behind."""
+    latest = clicked & (np.cumsum(clicked[:, ::-1], axis=1)[:, ::-1] <= LONGEST_HISTORY)
+    order = np.argsort(~latest, axis=1, kind="stable")[:, :LONGEST_HISTORY]
+    return np.where(np.take_along_axis(latest, order, 1), np.take_along_axis(item, order, 1), -1)
+
+
+def _padded(chosen: NDArray[np.bool_], width: int) -> NDArray[np.int64]:
+    """(U, width): the chosen columns of each row, -1 behind."""
+    order = np.argsort(~chosen, axis=1, kind="stable")[:, :width]
+    return np.where(np.take_along_axis(chosen, order, 1), order, -1)

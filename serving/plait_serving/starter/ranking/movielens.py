@@ -1,0 +1,343 @@
+"""A recommender of MovieLens-100k: will this person like this film? Trained here, judged on what was rated later.
+
+::
+
+    data = read_movielens(wheel)
+    model, inputs = fit(data)
+    evaluate(data, scorer_of(model))                              AUC of the module itself
+    evaluate(data, packaged_scorer(folder, wire="float16"))       AUC of its two halves
+    evaluate(data, lambda tensors: ...)                           AUC of whatever else answers requests
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.nn import functional as F
+
+from plait_disagg.graph.inputs import Bag, Dense, Ids, Input
+from plait_disagg.package import PackageOptions, open_package, write_package
+from plait_disagg.package.items import Items
+from plait_disagg.values import RankRequest
+from plait_serving.starter.ranking.auc import auc
+from plait_serving.starter.ranking.match import Match
+from plait_serving.starter.ranking.movielens_data import AGES, BadArchive, MovieLens, RatingSession, read_movielens
+from plait_serving.starter.ranking.train import as_bag
+
+__all__ = [
+    "BadArchive",
+    "Films",
+    "MovieLensAuc",
+    "MovieLensRecipe",
+    "Scorer",
+    "evaluate",
+    "fit",
+    "inputs_of",
+    "item_arrays",
+    "packaged_scorer",
+    "read_movielens",
+    "request_tensors",
+    "scorer_of",
+    "train_movielens",
+]
+
+DIM = 16
+
+_USUAL_SHARE = 0.55
+"""About the share of ratings that are likes (facts of the data set: 55.4 %)."""
+
+Scorer = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
+"""A request's tensors (user inputs with one row, item inputs with N) to scores (N,)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MovieLensRecipe:
+    """How it is trained; ``sessions_per_batch`` sessions of up to 16 films each."""
+
+    epochs: int = 3
+    sessions_per_batch: int = 32
+    learning_rate: float = 2e-3
+    weight_decay: float = 0.1
+    dropout: float = 0.5
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MovieLensAuc:
+    """AUC over all later ratings: of the module, of its halves, of those with int8 rows and a float16 wire, and of the
+    films' mean rating alone.
+
+    ``ratings`` are what it was judged on, ``liked`` their share of positives, ``seconds`` what training took.
+    """
+
+    auc: float
+    auc_cut: float
+    auc_cut_int8_rows_float16_wire: float
+    auc_of_mean_rating: float
+    ratings: int
+    liked: float
+    seconds: float
+
+
+class Films(nn.Module):
+    """The probability that a person likes a film, (B,) float32. Inputs as `inputs_of` declares them."""
+
+    def __init__(self, *, films: int, genres: int, occupations: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.age_band = nn.Embedding(len(AGES) + 1, DIM)
+        self.gender = nn.Embedding(2, DIM)
+        self.occupation = nn.Embedding(occupations, DIM)
+        self.liked = nn.EmbeddingBag(films, DIM, mode="mean", include_last_offset=True)
+        self.disliked = nn.EmbeddingBag(films, DIM, mode="mean", include_last_offset=True)
+        self.item = nn.Embedding(films, DIM)
+        self.genres = nn.EmbeddingBag(genres, DIM, mode="mean", include_last_offset=True)
+        self.facts = nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Linear(32, DIM))
+        self.habit = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, DIM))
+        self.match = Match(person=6, film=3, dim=DIM, dropout=dropout)
+
+    def person(
+        self,
+        *,
+        age_band: torch.Tensor,
+        gender: torch.Tensor,
+        occupation: torch.Tensor,
+        liked: torch.Tensor,
+        liked_offsets: torch.Tensor,
+        disliked: torch.Tensor,
+        disliked_offsets: torch.Tensor,
+        habit: torch.Tensor,
+    ) -> torch.Tensor:
+        """(B, 6, D)."""
+        who = [self.age_band(age_band), self.gender(gender), self.occupation(occupation)]
+        rated = [self.liked(liked, liked_offsets), self.disliked(disliked, disliked_offsets), self.habit(habit)]
+        return torch.stack([*who, *rated], dim=1)
+
+    def film(
+        self, *, item: torch.Tensor, genres: torch.Tensor, genres_offsets: torch.Tensor, facts: torch.Tensor
+    ) -> torch.Tensor:
+        """(B, 3, D)."""
+        return torch.stack([self.item(item), self.genres(genres, genres_offsets), self.facts(facts)], dim=1)
+
+    def forward(
+        self,
+        *,
+        age_band: torch.Tensor,
+        gender: torch.Tensor,
+        occupation: torch.Tensor,
+        liked: torch.Tensor,
+        liked_offsets: torch.Tensor,
+        disliked: torch.Tensor,
+        disliked_offsets: torch.Tensor,
+        habit: torch.Tensor,
+        item: torch.Tensor,
+        genres: torch.Tensor,
+        genres_offsets: torch.Tensor,
+        facts: torch.Tensor,
+    ) -> dict[str, torch.Tensor]:
+        """The output ``score``."""
+        person = self.person(
+            age_band=age_band,
+            gender=gender,
+            occupation=occupation,
+            liked=liked,
+            liked_offsets=liked_offsets,
+            disliked=disliked,
+            disliked_offsets=disliked_offsets,
+            habit=habit,
+        )
+        film = self.film(item=item, genres=genres, genres_offsets=genres_offsets, facts=facts)
+        return {"score": torch.sigmoid(self.match(person, film))}
+
+
+def inputs_of(data: MovieLens) -> tuple[Input, ...]:
+    """What the model takes."""
+    largest = len(data.names)
+    return (
+        Ids("age_band", side="user"),
+        Ids("gender", side="user"),
+        Ids("occupation", side="user"),
+        Bag("liked", side="user", largest=largest),
+        Bag("disliked", side="user", largest=largest),
+        Dense("habit", side="user", shape=(2,)),
+        Ids("item", side="item"),
+        Bag("genres", side="item", largest=data.genres.shape[1]),
+        Dense("facts", side="item", shape=(3,)),
+    )
+
+
+def train_movielens(wheel: Path, out: Path | None = None, recipe: MovieLensRecipe | None = None) -> MovieLensAuc:
+    """Read, train, package, judge; the package stays in the new folder ``out``, ready to be served.
+
+    Raises `BadArchive`, `PackageError` (the folder is taken), OSError.
+    """
+    data = read_movielens(wheel)
+    start = time.perf_counter()
+    model, inputs = fit(data, recipe)
+    seconds = time.perf_counter() - start
+    films = Items(features=item_arrays(data), names=data.names)
+    with tempfile.TemporaryDirectory() as scratch:
+        exact, small = out or Path(scratch, "exact"), Path(scratch, "small")
+        write_package(exact, model, inputs, name="movielens", items=films)
+        write_package(small, model, inputs, name="movielens", options=PackageOptions(row_format="int8"))
+        auc_cut = evaluate(data, packaged_scorer(exact))
+        auc_small = evaluate(data, packaged_scorer(small, wire="float16"))
+    labels = np.concatenate([session.liked for session in data.test])
+    means = item_arrays(data)["facts"][:, 2].numpy()
+    return MovieLensAuc(
+        auc=evaluate(data, scorer_of(model)),
+        auc_cut=auc_cut,
+        auc_cut_int8_rows_float16_wire=auc_small,
+        auc_of_mean_rating=auc(labels, np.concatenate([means[session.films] for session in data.test])),
+        ratings=labels.size,
+        liked=float(labels.mean()),
+        seconds=seconds,
+    )
+
+
+def fit(data: MovieLens, recipe: MovieLensRecipe | None = None) -> tuple[Films, tuple[Input, ...]]:
+    """The trained model in eval mode, and what it takes. Same recipe, same bits (one thread)."""
+    recipe = recipe or MovieLensRecipe()
+    torch.manual_seed(recipe.seed)
+    model = _new_model(data, recipe.dropout)
+    films = item_arrays(data)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
+    batches = -(-len(data.train) // recipe.sessions_per_batch)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=recipe.epochs * batches)
+    rng = np.random.default_rng(recipe.seed)
+    for _ in range(recipe.epochs):
+        for chosen in np.array_split(rng.permutation(len(data.train)), batches):
+            sessions = [data.train[index] for index in chosen]
+            labels = torch.from_numpy(np.concatenate([session.liked for session in sessions])).float()
+            loss = F.binary_cross_entropy_with_logits(_logits(model, data, films, sessions), labels)
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            schedule.step()
+    return model.eval().requires_grad_(requires_grad=False), inputs_of(data)
+
+
+def evaluate(data: MovieLens, scorer: Scorer) -> float:
+    """AUC over all test ratings; each session is one request."""
+    films = item_arrays(data)
+    scores = [scorer(request_tensors(data, films, session)).numpy() for session in data.test]
+    return auc(np.concatenate([session.liked for session in data.test]), np.concatenate(scores))
+
+
+def scorer_of(model: Films) -> Scorer:
+    """The module itself as a scorer: user inputs are repeated for every candidate, as ``forward`` wants them."""
+
+    def scored(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        person = {name: tensors[name] for name in _PERSON}
+        film = {name: tensors[name] for name in _FILM}
+        with torch.inference_mode():
+            vectors = model.person(**person).expand(len(film["item"]), -1, -1)
+            return torch.sigmoid(model.match(vectors, model.film(**film)))
+
+    return scored
+
+
+def packaged_scorer(folder: Path, *, wire: Literal["float32", "float16"] = "float32") -> Scorer:
+    """The two halves of a package as a scorer. What crosses is rounded as ``wire`` would round it."""
+    package = open_package(folder)
+    sparse, dense = package.sparse(), package.dense()
+
+    def scored(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        candidates = len(tensors["item"])
+        request = RankRequest(request_id="", model=package.manifest.name, candidates=candidates, tensors=tensors)
+        crossing = dict(sparse.run([request]))
+        if wire == "float16":
+            rounded = {name: value.half().float() for name, value in crossing.items() if value.is_floating_point()}
+            crossing |= rounded
+        return dense.run(crossing, [candidates])["score"]
+
+    return scored
+
+
+def item_arrays(data: MovieLens) -> Mapping[str, torch.Tensor]:
+    """The item-side inputs of all films, by tensor name. ``facts``: year, number and mean of the training ratings."""
+    genres, offsets = as_bag(np.where(data.genres, np.arange(data.genres.shape[1]), -1))
+    films = np.concatenate([session.films for session in data.train])
+    liked = np.concatenate([session.liked for session in data.train])
+    count = np.bincount(films, minlength=len(data.names))
+    # Ten ratings of the average film are added, so that one rating does not make a film the best.
+    mean = (np.bincount(films, weights=liked, minlength=len(data.names)) + 10 * liked.mean()) / (count + 10)
+    year = np.where(data.year > 0, data.year, 1995)
+    facts = np.stack([(year - 1990) / 10, np.log1p(count) / 5, mean], axis=1)
+    return {
+        "item": torch.arange(len(data.names)),
+        "genres": genres,
+        "genres_offsets": offsets,
+        "facts": torch.from_numpy(facts).float(),
+    }
+
+
+def request_tensors(
+    data: MovieLens, films: Mapping[str, torch.Tensor], session: RatingSession
+) -> dict[str, torch.Tensor]:
+    """One session as a request: user inputs with one row, item inputs with a row per film. ``films``: `item_arrays`."""
+    genres, offsets = as_bag(np.where(data.genres[session.films], np.arange(data.genres.shape[1]), -1))
+    shown = torch.from_numpy(session.films)
+    film = {"item": shown, "genres": genres, "genres_offsets": offsets, "facts": films["facts"][shown]}
+    return _person_tensors(data, [session]) | film
+
+
+_PERSON = ("age_band", "gender", "occupation", "liked", "liked_offsets", "disliked", "disliked_offsets", "habit")
+_FILM = ("item", "genres", "genres_offsets", "facts")
+
+
+def _new_model(data: MovieLens, dropout: float) -> Films:
+    model = Films(
+        films=len(data.names),
+        genres=data.genres.shape[1],
+        occupations=int(data.occupation.max()) + 1,
+        dropout=dropout,
+    )
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            nn.init.normal_(module.weight, std=0.05)
+    return model
+
+
+def _logits(
+    model: Films, data: MovieLens, films: Mapping[str, torch.Tensor], sessions: Sequence[RatingSession]
+) -> torch.Tensor:
+    """(films of all sessions,): person's vectors once per session, films' vectors once per film."""
+    sizes = torch.tensor([session.films.size for session in sessions])
+    person = model.person(**_person_tensors(data, sessions)).repeat_interleave(sizes, dim=0)
+    shown = torch.from_numpy(np.concatenate([session.films for session in sessions]))
+    film = model.film(**films).index_select(0, shown)
+    logits: torch.Tensor = model.match(person, film)
+    return logits
+
+
+def _person_tensors(data: MovieLens, sessions: Sequence[RatingSession]) -> dict[str, torch.Tensor]:
+    """User inputs, a row per session. ``habit``: share of likes (ten usual ratings added), and how many ratings."""
+    people = np.array([session.person for session in sessions])
+    liked, liked_offsets = _flat([session.liked_before for session in sessions])
+    disliked, disliked_offsets = _flat([session.disliked_before for session in sessions])
+    likes, dislikes = liked_offsets.diff(), disliked_offsets.diff()
+    share = (likes + 10 * _USUAL_SHARE) / (likes + dislikes + 10)
+    return {
+        "age_band": torch.from_numpy(data.age_band[people]),
+        "gender": torch.from_numpy(data.gender[people]),
+        "occupation": torch.from_numpy(data.occupation[people]),
+        "liked": liked,
+        "liked_offsets": liked_offsets,
+        "disliked": disliked,
+        "disliked_offsets": disliked_offsets,
+        "habit": torch.stack([share, torch.log1p(likes + dislikes) / 5], dim=1).float(),
+    }
+
+
+def _flat(bags: Sequence[NDArray[np.int64]]) -> tuple[torch.Tensor, torch.Tensor]:
+    offsets = np.cumsum([0, *(bag.size for bag in bags)])
+    return torch.from_numpy(np.concatenate(bags)), torch.from_numpy(offsets)

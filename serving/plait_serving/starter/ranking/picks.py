@@ -1,0 +1,132 @@
+"""The model ``picks``: a small DLRM over a person and a film, with its trained state and the films' features.
+
+Symbols: B rows, D width of every vector. Four vectors of the person (age band, liked genres, history, daypart) meet
+three of the film (itself, its genres, its year and popularity) in `Match`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+
+from plait_disagg.graph.inputs import Bag, Dense, Ids, Input
+from plait_serving.starter.manifest import WEIGHTS
+from plait_serving.starter.ranking.catalog import GENRES
+from plait_serving.starter.ranking.generate import AGE_BANDS, DAYPARTS, LONGEST_HISTORY
+from plait_serving.starter.ranking.match import Match
+
+__all__ = ["FOLDER", "INPUTS", "ITEMS", "STATE", "Picks", "build", "item_names", "items"]
+
+FOLDER = WEIGHTS / "recommend"
+STATE = "picks.safetensors"
+ITEMS = "items.safetensors"
+DIM = 16
+FILMS = 2000
+
+INPUTS: tuple[Input, ...] = (
+    Ids("age_band", side="user"),
+    Bag("liked_genres", side="user", largest=len(GENRES)),
+    Bag("history", side="user", largest=4 * LONGEST_HISTORY),
+    Ids("daypart", side="user"),
+    Ids("item", side="item"),
+    Bag("genres", side="item", largest=len(GENRES)),
+    Dense("year", side="item"),
+    Dense("popularity", side="item"),
+)
+
+
+class Picks(nn.Module):
+    """Scores film i for person u: the probability of a click, (B,) float32. Inputs as `INPUTS` declares them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.age_band = nn.Embedding(len(AGE_BANDS), DIM)
+        self.liked_genres = nn.EmbeddingBag(len(GENRES), DIM, mode="mean", include_last_offset=True)
+        self.history = nn.EmbeddingBag(FILMS, DIM, mode="mean", include_last_offset=True)
+        self.daypart = nn.Embedding(len(DAYPARTS), DIM)
+        self.item = nn.Embedding(FILMS, DIM)
+        self.genres = nn.EmbeddingBag(len(GENRES), DIM, mode="mean", include_last_offset=True)
+        self.facts = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, DIM))
+        self.match = Match(person=4, film=3, dim=DIM)
+
+    def person(
+        self,
+        *,
+        age_band: torch.Tensor,
+        liked_genres: torch.Tensor,
+        liked_genres_offsets: torch.Tensor,
+        history: torch.Tensor,
+        history_offsets: torch.Tensor,
+        daypart: torch.Tensor,
+    ) -> torch.Tensor:
+        """(B, 4, D)."""
+        liked = self.liked_genres(liked_genres, liked_genres_offsets)
+        seen = self.history(history, history_offsets)
+        return torch.stack([self.age_band(age_band), liked, seen, self.daypart(daypart)], dim=1)
+
+    def film(
+        self,
+        *,
+        item: torch.Tensor,
+        genres: torch.Tensor,
+        genres_offsets: torch.Tensor,
+        year: torch.Tensor,
+        popularity: torch.Tensor,
+    ) -> torch.Tensor:
+        """(B, 3, D)."""
+        facts = self.facts(torch.cat([(year - 2000.0) / 25.0, popularity], dim=1))
+        return torch.stack([self.item(item), self.genres(genres, genres_offsets), facts], dim=1)
+
+    def forward(
+        self,
+        *,
+        age_band: torch.Tensor,
+        liked_genres: torch.Tensor,
+        liked_genres_offsets: torch.Tensor,
+        history: torch.Tensor,
+        history_offsets: torch.Tensor,
+        daypart: torch.Tensor,
+        item: torch.Tensor,
+        genres: torch.Tensor,
+        genres_offsets: torch.Tensor,
+        year: torch.Tensor,
+        popularity: torch.Tensor,
+    ) -> dict[str, torch.Tensor]:
+        """The output ``score``."""
+        person = self.person(
+            age_band=age_band,
+            liked_genres=liked_genres,
+            liked_genres_offsets=liked_genres_offsets,
+            history=history,
+            history_offsets=history_offsets,
+            daypart=daypart,
+        )
+        film = self.film(item=item, genres=genres, genres_offsets=genres_offsets, year=year, popularity=popularity)
+        return {"score": torch.sigmoid(self.match(person, film))}
+
+
+def build(folder: Path = FOLDER) -> tuple[Picks, tuple[Input, ...]]:
+    """The trained model in eval mode, and what it takes. Raises FileNotFoundError where it was not trained yet."""
+    model = Picks()
+    model.load_state_dict(load_file(folder / STATE))
+    return model.eval().requires_grad_(requires_grad=False), INPUTS
+
+
+def items(folder: Path = FOLDER) -> Mapping[str, torch.Tensor]:
+    """The item-side inputs of every film by their tensor names: row i of each is film i; ``genres_offsets`` is (I +
+    1,)."""
+    return dict(load_file(folder / ITEMS))
+
+
+@cache
+def item_names(folder: Path = FOLDER) -> tuple[str, ...]:
+    """The films' names by id."""
+    with safe_open(folder / ITEMS, framework="pt") as file:
+        return tuple(json.loads(file.metadata()["names"]))

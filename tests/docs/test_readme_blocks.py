@@ -1,0 +1,109 @@
+"""Every block of code in a README.md and in CONTRIBUTING.md runs, in order, in one folder per document."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from plait.app import AppArgs, build
+from plait.config import ServerSection, load_config
+from plait_autoconfig.jobs.job_file import parse_job
+from plait_serving.diffusion.knobs import EngineKnobs, Placement
+from plait_serving.images.config import ImagesSection
+from plait_serving.ranking.config import STARTER_RECOMMENDER_FOLDER, RankingSection, RankModelSection
+from support.app_server import wait_for
+from support.cluster import SharedServe
+from support.documents import GUIDES, CodeBlock, blocks_of, read
+from support.readme_commands import USUAL_URL, DocumentShell, run_python
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+APP = "documents"
+CONFIGS = {
+    "plait.yaml": load_config,
+    "job.yaml": lambda file: parse_job(file.read_text(encoding="utf-8"), folder=file.parent),
+}
+"""Who reads a yaml block that begins with the name."""
+
+
+class StarterServer:
+    """The starter models on the session's Ray, and packages that a document made before it asks."""
+
+    def __init__(self, shared: SharedServe) -> None:
+        self.url = f"http://127.0.0.1:{shared.port}"
+        self._serve = shared.serve
+        self._packages: frozenset[Path] | None = None
+
+    def start(self, packages: Sequence[Path]) -> str:
+        """Returns its address once it serves these packages too."""
+        if self._packages is None or not self._packages.issuperset(packages):
+            self._packages = frozenset(packages)
+            models = {"picks": RankModelSection(folder=STARTER_RECOMMENDER_FOLDER, mode="whole")}
+            models |= {folder.name: RankModelSection(folder=folder) for folder in packages}
+            images = ImagesSection(knobs=EngineKnobs(controlnet_placement=Placement.LOCAL, threads=1))
+            args = AppArgs(images=images, recommend=RankingSection(models=models), server=ServerSection(drain_s=2))
+            self._serve.run(build(args), name=APP, route_prefix="/")
+            wait_for(self._is_ready, timeout_s=240)
+        return self.url
+
+    def stop(self) -> None:
+        """Its replicas are gone."""
+        if self._packages is not None:
+            self._serve.delete(APP)
+
+    def _is_ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(self.url + "/v2/health/ready", timeout=30) as answer:
+                return json.load(answer)["ready"] is True
+        except urllib.error.HTTPError as error:
+            error.close()
+            return False
+
+
+@pytest.fixture(scope="module")
+def server(shared_serve: SharedServe) -> Iterator[StarterServer]:
+    """Started by the first document that needs it."""
+    made = StarterServer(shared_serve)
+    yield made
+    made.stop()
+
+
+@pytest.mark.parametrize("document", GUIDES)
+def test_the_blocks_of_a_document_run(document: str, server: StarterServer, tmp_path: Path) -> None:
+    """Commands and programs end well, and configurations are read by the loaders that people's files meet."""
+    blocks = [block for block in blocks_of(document, read(document)) if block.reason is None]
+    shell = DocumentShell(tmp_path)
+    try:
+        for number, block in enumerate(blocks):
+            if _asks_a_server(block):
+                shell.url = server.start(sorted(path.parent for path in tmp_path.glob("models/*/package.json")))
+            began_s = time.monotonic()
+            _run(block, shell, blocks[number + 1 :])
+            print(f"{block.place}: {time.monotonic() - began_s:.1f} s")
+    finally:
+        shell.close()
+
+
+def _asks_a_server(block: CodeBlock) -> bool:
+    return USUAL_URL in block.text or "plait models refresh" in block.text
+
+
+def _run(block: CodeBlock, shell: DocumentShell, later: Sequence[CodeBlock]) -> None:
+    file = shell.folder / (block.file or "block.py")
+    if block.language == "bash":
+        shell.run(block.text)
+    elif block.language == "python":
+        file.write_text(block.text.replace(USUAL_URL, shell.url), encoding="utf-8")
+        if not any(file.name in other.text for other in later):  # else it is a later command's business
+            run_python(file)
+    elif block.language == "yaml" and block.file in CONFIGS:
+        file.write_text(block.text, encoding="utf-8")
+        CONFIGS[block.file](file)
+    else:
+        pytest.fail(f"{block.place}: neither runs nor says why not (<!-- no-run: reason -->)")

@@ -1,0 +1,180 @@
+"""The commands of documents: `make` and `plait` as a shell finds them while a test runs a block.
+
+``plait`` is a client of three lines. The command itself runs in the test's process, which has torch imported already:
+a start of its own would cost each of them five seconds. What would tune for minutes, or ask a server at its usual
+address, has a twin here; ``make`` says what it would do (``make -n``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import json
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from plait.cli.main import main
+from plait_autoconfig.jobs.job_file import parse_job
+from support.documents import ROOT
+from support.tune_jobs import job, run_directly
+
+USUAL_URL = "http://127.0.0.1:8000"
+BLOCK_TIMEOUT_S = 240.0
+_LOAD_S = "3"
+
+_CLIENT = """#!{python} -SE
+import json, os, socket, sys
+with socket.socket(socket.AF_UNIX) as peer:
+    peer.connect({address!r})
+    peer.sendall(json.dumps([os.getcwd(), sys.argv[1:]]).encode() + b"\\n")
+    code, out, err = json.loads(peer.makefile().read())
+sys.stdout.write(out), sys.stderr.write(err)
+sys.exit(code)
+"""
+
+_CURL = """#!{python} -SE
+import argparse, sys, urllib.error, urllib.request
+parser = argparse.ArgumentParser("curl")
+parser.add_argument("url")
+parser.add_argument("-s", "-f", "-S", "-sfS", action="store_true")
+parser.add_argument("-H", action="append", default=[])
+parser.add_argument("-d")
+asked = parser.parse_args()
+data = open(asked.d[1:], "rb").read() if (asked.d or "").startswith("@") else asked.d and asked.d.encode()
+headers = dict(each.split(": ", 1) for each in asked.H)
+try:
+    with urllib.request.urlopen(urllib.request.Request(asked.url, data=data, headers=headers)) as answer:
+        sys.stdout.buffer.write(answer.read())
+except urllib.error.HTTPError as error:
+    sys.exit(f"curl: (22) {{error}}")
+"""
+"""For machines without curl: the options that documents use."""
+
+
+class DocumentShell:
+    """Runs the blocks of one document in a folder. ``url``: of the server that stands for the usual address."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.url = USUAL_URL
+        self._bin = folder / ".bin"
+        self._bin.mkdir()
+        address = f"\0plait-documents-{os.getpid()}-{folder.name}"  # abstract: a path may have 107 bytes only
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(address)
+        self._listener.listen()
+        self._listener.settimeout(0.1)
+        self._write("plait", _CLIENT.format(python=sys.executable, address=address))
+        self._write("python", f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+        self._write("generate.yaml", "images: {knobs: {threads: 1}}")  # two teams of threads on two cores spin
+        self._write("curl-twin", _CURL.format(python=sys.executable))
+        if shutil.which("curl") is None:
+            self._write("curl", _CURL.format(python=sys.executable))
+        make = shutil.which("make") or "make"
+        self._write("make", f'#!/bin/sh\nexec {make} --dry-run --directory {shlex.quote(str(ROOT))} "$@"\n')
+
+    def close(self) -> None:
+        """Commands are not answered any more."""
+        self._listener.close()
+
+    def run(self, text: str) -> str:
+        """Runs a bash block; returns what it printed. Fails at the first command that fails."""
+        text = text.replace(USUAL_URL, self.url).replace("curl -s ", "curl -sfS ")
+        path = os.pathsep.join([str(self._bin), os.environ["PATH"]])
+        process = subprocess.Popen(
+            ["bash", "-euo", "pipefail", "-c", text],
+            cwd=self.folder,
+            env={**os.environ, "PATH": path},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        printed: list[str] = []
+        assert process.stdout is not None
+        reader = threading.Thread(target=lambda: printed.append(process.stdout.read()))  # type: ignore[union-attr]
+        reader.start()
+        watchdog = threading.Timer(BLOCK_TIMEOUT_S, process.kill)
+        watchdog.start()
+        while process.poll() is None:
+            self._answer_one()
+        watchdog.cancel()
+        reader.join()
+        process.stdout.close()
+        assert process.returncode == 0, f"exit code {process.returncode}:\n{text}\n{printed[0]}"
+        return printed[0]
+
+    def _answer_one(self) -> None:
+        try:
+            peer, _ = self._listener.accept()
+        except TimeoutError:
+            return
+        with peer:
+            peer.settimeout(BLOCK_TIMEOUT_S)
+            folder, arguments = json.loads(peer.makefile().readline())
+            with contextlib.chdir(folder):
+                code, out, err = self._command(arguments)
+            peer.sendall(json.dumps([code, out, err]).encode())
+
+    def _command(self, arguments: list[str]) -> tuple[int, str, str]:
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = self._twin(arguments)
+        return code, out.getvalue(), err.getvalue()
+
+    def _twin(self, arguments: list[str]) -> int:
+        """The command, or what stands for it."""
+        options = dict(itertools.pairwise(arguments))
+        match arguments[:2]:
+            case ["tune", "run"]:
+                job_file = _in_checkout(arguments[2])
+                parse_job(job_file.read_text(encoding="utf-8"), folder=job_file.parent)
+                run_directly(Path(options["--out"]), job(name=Path(arguments[2]).stem))
+                return 0
+            case ["models", "refresh"]:
+                return main([*arguments, "--url", self.url])
+            case ["loadtest", "run"] if "--show-config" not in arguments:
+                return _any_verdict(main([*arguments, "--duration", _LOAD_S]))
+            case ["loadtest", "compare"]:
+                reports = [json.loads(Path(name).read_text(encoding="utf-8")) for name in arguments[2:4]]
+                return _any_verdict(main(arguments)) if all(report["valid"] for report in reports) else 0
+            case ["generate", _]:
+                return main([*arguments, "--steps", "3", "--config", str(self._bin / "generate.yaml")])
+        return main(arguments)
+
+    def _write(self, name: str, text: str) -> None:
+        path = self._bin / name
+        path.write_text(text)
+        path.chmod(0o755)
+
+
+def _any_verdict(code: int) -> int:
+    """A threshold that was missed is no fault of the document: on a busy machine runs are invalid or differ."""
+    return 0 if code == 99 else code
+
+
+def _in_checkout(path: str) -> Path:
+    """A path that a document gives: of a file that its own blocks wrote, or from the root of a clone."""
+    return Path(path) if Path(path).exists() else ROOT / path
+
+
+def run_python(file: Path) -> None:
+    """Runs a file as a program would, in its folder and in this process."""
+    import runpy
+
+    before: dict[str, Any] = dict(sys.modules)
+    with contextlib.chdir(file.parent):
+        try:
+            runpy.run_path(str(file), run_name="__main__")
+        finally:
+            for name in set(sys.modules) - set(before):
+                if getattr(sys.modules[name], "__file__", None) == str(file):
+                    del sys.modules[name]

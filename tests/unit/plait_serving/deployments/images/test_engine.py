@@ -1,0 +1,125 @@
+"""The deployment class of a base model, without a cluster."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+
+from plait_serving.deployments.images.engine import EngineReplica, portable
+from plait_serving.deployments.lazy import LazyEngine
+from plait_serving.diffusion.errors import (
+    EngineError,
+    EngineStopped,
+    NotFound,
+)
+from plait_serving.diffusion.knobs import EngineKnobs
+from plait_serving.diffusion.values import Failed, Finished, ImageRequest, Preview, Progress, Scheduler
+from plait_serving.images.testing import FakeImageService
+from support.fake_serve import FakeHosted
+
+REQUEST = ImageRequest(
+    request_id="r",
+    prompt="x",
+    width=16,
+    height=16,
+    steps=4,
+    guidance_scale=7.5,
+    seed=1,
+    scheduler=Scheduler.EULER,
+    partial_images=1,
+)
+
+
+class Source:
+    """A recipe of a given hosted engine."""
+
+    def __init__(self, hosted):
+        self.hosted = hosted
+
+    def open(self, controlnets):
+        self.controlnets = controlnets
+        return self.hosted
+
+
+async def test_serve_replica_streams_reconfigures_and_drains():
+    """The deployment passes events on, validates knobs, and refuses requests once it drains."""
+    hosted = FakeHosted(step_s=0.0)
+    replica = EngineReplica(Source(hosted), {"edges": object()})
+    events = [event async for event in replica.generate(REQUEST)]
+    assert isinstance(events[-1], Finished)
+    replica.reconfigure({"largest_batch": 3})
+    assert hosted.knobs == [EngineKnobs(largest_batch=3)]
+    with pytest.raises(ValueError, match="largest_batch"):
+        replica.reconfigure({"largest_batch": 0})
+    assert (await replica.health()).ready
+    await replica.drain(1.0)
+    assert not (await replica.health()).ready
+    (event,) = [event async for event in replica.generate(REQUEST)]
+    assert isinstance(event.error, EngineStopped)
+    replica.check_health()
+
+
+async def test_serve_replica_thins_progress_and_nothing_else():
+    """However fast the steps, only some progress events cross the handle; previews and the end always do."""
+    replica = EngineReplica(Source(FakeHosted(step_s=0.0)), {})
+    many = replace(REQUEST, steps=50, partial_images=3)
+    kinds = [type(event) for event in [event async for event in replica.generate(many)]]
+    assert 1 <= kinds.count(Progress) < 50
+    assert kinds.count(Preview) == 3
+    assert kinds[-1] is Finished
+    await replica.drain(0)
+
+
+async def test_serve_replica_reports_a_dead_compute_thread():
+    """Serve replaces a replica whose engine died: check_health raises."""
+    hosted = FakeHosted(step_s=0.0)
+    replica = EngineReplica(Source(hosted), {})
+    replica.check_health()
+    hosted.alive = False
+    with pytest.raises(RuntimeError, match="compute thread"):
+        replica.check_health()
+    hosted.alive = True
+    await replica.drain(0)
+
+
+async def test_serve_replica_cancels_the_request_of_a_closed_stream():
+    """Closing the stream on the replica closes the engine's generator."""
+    hosted = FakeHosted(step_s=0.01)
+    replica = EngineReplica(Source(hosted), {})
+    events = replica.generate(REQUEST)
+    await anext(events)
+    await events.aclose()
+    assert hosted.service.cancelled == ["r"]
+    await replica.drain(0)
+
+
+def test_serve_portable_keeps_engine_errors_and_hides_bugs():
+    """An error that might not pickle, or might tell too much, is reduced to its kind."""
+    known = Failed(error=NotFound("x", param="model"))
+    assert portable(known) is known
+    hidden = portable(Failed(error=ValueError("secret")))
+    assert isinstance(hidden.error, EngineError)
+    assert "secret" not in hidden.error.message
+    assert "ValueError" in hidden.error.message
+
+
+async def test_serve_fake_service_is_what_the_replica_hosts():
+    """The fake that the process tests use is the HTTP side's own fake."""
+    assert isinstance(FakeHosted(0.0).service, FakeImageService)
+
+
+async def test_serve_replica_takes_its_threads_back_from_ray(monkeypatch):
+    """Ray's OMP_NUM_THREADS is gone before the engine is opened: with it, two threads burn their time in waiting."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    seen = []
+
+    class Looks(Source):
+        def open(self, controlnets):
+            seen.append(os.environ.get("OMP_NUM_THREADS"))
+            return super().open(controlnets)
+
+    replica = LazyEngine(Looks(FakeHosted(step_s=0.0)), {})
+    assert seen == [None]
+    await replica.drain(0)

@@ -1,0 +1,72 @@
+"""The numbers of CNs and HNs in a configuration, and how Serve is told to follow the load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from pydantic import ValidationError
+from ray.serve._private.autoscaling_state import _resolve_policy_callable
+from ray.serve.autoscaling_policy import _apply_autoscaling_config
+from ray.serve.config import AutoscalingConfig
+
+from plait_disagg.queue.knobs import WorkerKnobs
+from plait_serving.deployments.ranking.scaling import PRESSURE, autoscaling
+from plait_serving.deployments.threads import choose_omp_wait
+from plait_serving.ranking.config import CnKnobs, HnKnobs, HnSection, RankingSection, RankModelSection, Replicas
+
+
+def test_a_number_or_a_range() -> None:
+    """Both kinds of workers have their own; Ray must have room for the most."""
+    model = RankModelSection.model_validate(
+        {"folder": "/x", "cn": {"replicas": {"min": 2, "max": 5}}, "hn": {"replicas": 3}}
+    )
+    assert (model.cn.least, model.cn.most) == (2, 5)
+    assert (model.hn.least, model.hn.most) == (3, 3)
+    assert RankingSection(models={"m": model}).logical_cpus == pytest.approx(0.2 * 8)
+    for bad in ({"min": 3, "max": 2}, {"min": 0, "max": 2}, {"max": 65}, {"min": 1}, 0, "many"):
+        with pytest.raises(ValidationError):
+            HnSection.model_validate({"replicas": bad})
+
+
+def test_serve_follows_the_pressure_of_its_replicas() -> None:
+    """Through Serve's own configuration and wrapper: up at once after the time that was asked for, then down."""
+    config = AutoscalingConfig(**autoscaling(Replicas(min=1, max=4, up_after_s=5.0, down_after_s=60.0)))
+    policy = _apply_autoscaling_config(_resolve_policy_callable(config.policy))
+    state: dict[str, object] = {}
+    count = 1
+
+    def tick(now_s: float, *pressures: float) -> int:
+        nonlocal state
+        context = SimpleNamespace(
+            aggregated_metrics={PRESSURE: dict(enumerate(pressures))}, policy_state=state, current_time=now_s,
+            target_num_replicas=count, current_num_replicas=len(pressures) or 1, total_num_requests=0.0, config=config,
+        )  # fmt: skip
+        wanted, state = policy(context)
+        return int(wanted)
+
+    assert [tick(now_s, 1.4) for now_s in (0.0, 4.0, 5.0)] == [1, 1, 3]
+    count = 3
+    assert [tick(now_s, 0.1, 0.1, 0.1) for now_s in (10.0, 60.0, 70.0)] == [3, 3, 1]
+    count = 1
+    assert tick(80.0) == 1
+
+
+def test_every_knob_of_a_worker_can_be_configured() -> None:
+    """The pydantic twins have the same fields and defaults, so a reconfigure says what it means."""
+    assert CnKnobs().plain() == WorkerKnobs()
+    assert HnKnobs().plain() == WorkerKnobs()
+    knobs = CnKnobs.model_validate({"cores": [0, 1], "order": "arrival", "refuse_late": False, "batch_wait_ms": 2})
+    assert knobs.plain() == WorkerKnobs(cores=(0, 1), order="arrival", refuse_late=False, batch_wait_ms=2.0)
+    assert CnKnobs.model_validate(knobs.model_dump(mode="json")) == knobs
+    assert RankModelSection(folder=Path("/x")).cn.omp_wait == "default"
+
+
+def test_openmp_is_told_before_it_starts() -> None:
+    """Or left as it is."""
+    environ: dict[str, str] = {}
+    choose_omp_wait(environ, "default")
+    assert environ == {}
+    choose_omp_wait(environ, "passive")
+    assert environ == {"OMP_WAIT_POLICY": "PASSIVE"}

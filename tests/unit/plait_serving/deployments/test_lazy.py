@@ -1,0 +1,130 @@
+"""Deployment classes that import what they stand for in the replica."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import AsyncGenerator
+from importlib import import_module
+from typing import Protocol
+
+import cloudpickle
+import pytest
+from ray import serve
+
+from plait_serving.deployments.lazy import LazyControlNet, LazyEngine, LazyRankWorker, LazyReplica
+
+LAZY = (LazyEngine, LazyControlNet, LazyRankWorker)
+
+
+def kind(method):
+    """How Serve would call it."""
+    kinds = (inspect.isasyncgenfunction, inspect.iscoroutinefunction, inspect.isfunction)
+    return next(check.__name__ for check in kinds if check(method))
+
+
+def public(cls):
+    """Methods by name, those of Python's own excepted."""
+    return {name: it for name, it in inspect.getmembers(cls, inspect.isfunction) if not name.startswith("_")}
+
+
+@pytest.mark.parametrize("lazy", LAZY)
+def test_a_lazy_class_has_exactly_its_targets_methods(lazy):
+    """A method that is added to a deployment is reachable, of the same kind and with the same parameters."""
+    module, _, name = lazy._target.partition(":")
+    target = public(getattr(import_module(module), name))
+    assert {name: kind(it) for name, it in public(lazy).items()} == {name: kind(it) for name, it in target.items()}
+    for name, method in public(lazy).items():
+        assert list(inspect.signature(method).parameters) == list(inspect.signature(target[name]).parameters)
+
+
+@pytest.mark.parametrize("lazy", LAZY)
+def test_a_lazy_class_travels_by_name(lazy):
+    """Serve pickles it on its way to the replica: as a reference, without anything of the builder's process."""
+    again = cloudpickle.loads(cloudpickle.dumps(lazy))
+    assert again is lazy
+    assert len(cloudpickle.dumps(lazy)) < 200
+    assert serve.deployment(lazy).func_or_class is not None
+
+
+def test_building_the_application_imports_no_target():
+    """Neither torch nor the modules that hold models are there where the application is built."""
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from plait.app import AppArgs, build\n"
+        "build(AppArgs())\n"
+        "print(*(name for name in sys.modules if name.startswith('plait_serving.deployments.')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "plait_serving.deployments.lazy" in done.stdout
+    for lazy in LAZY:
+        assert lazy._target.partition(":")[0] not in done.stdout.split()
+
+
+class Target:
+    """What the class below stands for."""
+
+    def __init__(self, log):
+        self.log = log
+
+    async def ask(self, question, *, loudly=False):
+        return question.upper() if loudly else question
+
+    async def count(self, to):
+        try:
+            for i in range(to):
+                yield i
+        finally:
+            self.log.append("closed")
+
+    def reconfigure(self, user_config):
+        if not user_config:
+            raise ValueError("no knobs")
+        self.log.append(user_config)
+
+    def __del__(self):
+        self.log.append("gone")
+
+
+class Methods(Protocol):
+    """Its methods."""
+
+    async def ask(self, question: str, *, loudly: bool = False) -> str: ...
+
+    def count(self, to: int) -> AsyncGenerator[int, None]: ...
+
+    def reconfigure(self, user_config: dict) -> None: ...
+
+
+class LazyTarget(LazyReplica, target=f"{__name__}:Target", methods=Methods, streams=("count",)):
+    """Stands for `Target`."""
+
+
+async def test_calls_streams_and_errors_are_passed_on():
+    """Arguments, results, exceptions, and the end of a stream that is left early."""
+    log = []
+    lazy = LazyTarget(log)
+    assert await lazy.ask("a", loudly=True) == "A"
+    assert [i async for i in lazy.count(3)] == [0, 1, 2]
+    stream = lazy.count(3)
+    await anext(stream)
+    await stream.aclose()
+    assert log == ["closed", "closed"]
+    with pytest.raises(ValueError, match="no knobs"):
+        lazy.reconfigure({})
+    lazy.reconfigure({"threads": 1})
+    assert log[-1] == {"threads": 1}
+    lazy.__del__()
+    assert log[-1] == "gone"
+
+
+async def test_threads_are_settled_before_the_import(monkeypatch):
+    """OpenMP reads its environment once, when torch is imported."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    LazyTarget([], omp_wait="passive")
+    assert "OMP_NUM_THREADS" not in os.environ
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"

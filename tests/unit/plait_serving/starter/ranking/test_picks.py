@@ -1,0 +1,189 @@
+"""The starter recommender: its films, its people, how it was trained, and what it ranks."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plait_disagg.graph.inputs import Bag, check_inputs, tensor_names
+from plait_disagg.package import open_package
+from plait_disagg.values import RankRequest
+from plait_serving.starter.manifest import manifest_problems
+from plait_serving.starter.ranking import build, item_names, items
+from plait_serving.starter.ranking.auc import auc
+from plait_serving.starter.ranking.catalog import GENRES, make_catalog
+from plait_serving.starter.ranking.generate import LONGEST_HISTORY, make_clicks
+from plait_serving.starter.ranking.picks import FILMS, FOLDER, INPUTS, ITEMS, STATE
+from plait_serving.starter.ranking.train import PicksRecipe, as_bag, judge, train_picks
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 4)), min_size=2, max_size=30))
+def test_auc_counts_pairs(pairs: list[tuple[bool, int]]):
+    """AUC is the share of pairs in which the positive scores higher, ties counted half."""
+    positives = [score for label, score in pairs if label]
+    negatives = [score for label, score in pairs if not label]
+    if not positives or not negatives:
+        with pytest.raises(ValueError, match="positives and negatives"):
+            auc(*zip(*pairs, strict=True))
+        return
+    wins = [(good > bad) + (good == bad) / 2 for good, bad in itertools.product(positives, negatives)]
+    assert auc(*zip(*pairs, strict=True)) == pytest.approx(sum(wins) / len(wins))
+
+
+def test_films_have_readable_names_of_their_own():
+    """2,000 names, no two alike, and a film always has its first genre."""
+    catalog = make_catalog(FILMS)
+    assert len(set(catalog.names)) == FILMS
+    assert catalog.names == make_catalog(FILMS).names
+    assert catalog.names != make_catalog(FILMS, seed=1).names
+    assert bool(catalog.genres[np.arange(FILMS), catalog.first_genre].all())
+    assert catalog.genres.sum(1).max() <= 3
+
+
+def test_people_are_drawn_from_their_seed():
+    """The same seed gives the same clicks; another seed gives others by the same law."""
+    catalog = make_catalog(200)
+    one, again, other = (make_clicks(catalog, 300, seed=seed) for seed in (1, 1, 2))
+    assert np.array_equal(one.label, again.label)
+    assert np.array_equal(one.history, again.history)
+    assert not np.array_equal(one.label, other.label)
+    # Labels of one person hang together; 300 people each, so 0.06 is more than three standard errors.
+    assert abs(one.label.mean() - other.label.mean()) < 0.06
+
+
+def test_the_law_tells_clicks_from_others():
+    """The planted logits are the chances of clicks: they are calibrated, and rank far better than popularity."""
+    catalog = make_catalog(FILMS)
+    clicks = make_clicks(catalog, 2000, seed=5)
+    chance = 1 / (1 + np.exp(-clicks.law))
+    assert clicks.label.mean() == pytest.approx(chance.mean(), abs=0.006)  # 60,000 draws: three standard errors
+    assert auc(clicks.label, clicks.law) > auc(clicks.label, catalog.popularity[clicks.item]) + 0.1
+
+
+def test_histories_are_what_was_clicked():
+    """A history holds films, oldest first, with -1 only behind, and people with the same tastes do not share it."""
+    clicks = make_clicks(make_catalog(FILMS), 500, seed=3)
+    assert clicks.history.shape == (500, LONGEST_HISTORY)
+    there = clicks.history >= 0
+    assert bool((np.diff(there.astype(int), axis=1) <= 0).all())
+    assert clicks.history.max() < FILMS
+    assert 5 < there.sum(1).mean() < LONGEST_HISTORY
+
+
+def test_bags_leave_padding_out():
+    """Padded rows become flat ids and offsets; an empty row is an empty bag."""
+    ids, offsets = as_bag(np.array([[3, 1, -1], [-1, -1, -1], [2, -1, -1]]))
+    assert ids.tolist() == [3, 1, 2]
+    assert offsets.tolist() == [0, 2, 2, 3]
+
+
+SMALL = PicksRecipe(people=300, people_judged=200, rounds=1)
+
+
+def test_training_is_reproducible_and_learns(tmp_path: Path):
+    """The same recipe writes the same bytes, another seed others; even a little training beats popularity."""
+    figures = train_picks(tmp_path / "one", replace(SMALL, people=2000, rounds=4))
+    assert figures.auc > figures.auc_of_popularity + 0.03
+    states = {}
+    for name, recipe in (("a", SMALL), ("b", SMALL), ("c", replace(SMALL, seed=1))):
+        train_picks(tmp_path / name, recipe)
+        states[name] = (tmp_path / name / STATE).read_bytes(), (tmp_path / name / ITEMS).read_bytes()
+    assert states["a"] == states["b"]
+    assert states["a"][0] != states["c"][0]
+
+
+def test_what_was_shipped_is_whole():
+    """The state and the films are there, small, and as the manifest lists them."""
+    assert sum((FOLDER / name).stat().st_size for name in (STATE, ITEMS)) < 1 << 20
+    assert manifest_problems(FOLDER.parent) == []
+
+
+def test_items_feed_the_model():
+    """The films' arrays are the item-side inputs, and every film can be scored with them."""
+    model, inputs = build()
+    check_inputs(inputs)
+    arrays = items()
+    wanted = tensor_names([one for one in inputs if one.side == "item"])
+    assert sorted(arrays) == sorted(wanted)
+    assert len(item_names()) == FILMS == len(arrays["item"])
+    scores = model(**person(FILMS), **arrays)["score"]
+    assert scores.shape == (FILMS,)
+    assert bool(((scores > 0) & (scores < 1)).all())
+
+
+def person(rows: int, *, liked: tuple[str, ...] = (), history: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:
+    """One person's inputs, repeated for every row."""
+    genres = torch.tensor([GENRES.index(genre) for genre in liked], dtype=torch.int64)
+    seen = torch.tensor(history, dtype=torch.int64)
+    return {
+        "age_band": torch.full((rows,), 2),
+        "liked_genres": genres.repeat(rows),
+        "liked_genres_offsets": torch.arange(rows + 1) * len(genres),
+        "history": seen.repeat(rows),
+        "history_offsets": torch.arange(rows + 1) * len(seen),
+        "daypart": torch.full((rows,), 2),
+    }
+
+
+def test_the_package_is_the_trained_model():
+    """What is served is what was trained: the package's halves score films as the module does."""
+    model, _ = build()
+    package = open_package(FOLDER / "picks")
+    assert package.items is not None
+    shown = torch.tensor([5, 1999, 0, 77])
+    film = package.items.gather(shown)
+    someone = person(1, liked=("drama", "crime"), history=(3, 4))
+    request = RankRequest(request_id="", model="picks", candidates=4, tensors=someone | film)
+    scores = package.dense().run(package.sparse().run([request]), [4])["score"]
+    wanted = model(**person(4, liked=("drama", "crime"), history=(3, 4)), **film)["score"]
+    torch.testing.assert_close(scores, wanted, rtol=1e-5, atol=1e-6)
+    assert package.items.names([77]) == [item_names()[77]]
+
+
+@pytest.mark.parametrize("genre", ["western", "horror", "comedy"])
+def test_picks_follow_taste(genre: str):
+    """Somebody who likes a genre gets mostly films of it: at least 14 of the best 20."""
+    model, _ = build()
+    arrays = items()
+    catalog = make_catalog(FILMS)
+    best = {}
+    for liked in (genre, "music"):
+        scores = model(**person(FILMS, liked=(liked,)), **arrays)["score"]
+        best[liked] = catalog.genres[scores.topk(20).indices.numpy(), GENRES.index(genre)].sum()
+    assert best[genre] >= 14
+    assert best["music"] <= 10
+
+
+def test_history_changes_the_picks():
+    """A history is read: two people who differ in it alone get different lists."""
+    model, _ = build()
+    arrays = items()
+    lists = [
+        model(**person(FILMS, liked=("drama",), history=history), **arrays)["score"].topk(10).indices.tolist()
+        for history in (tuple(range(20)), tuple(range(500, 520)))
+    ]
+    assert lists[0] != lists[1]
+
+
+def test_the_shipped_model_comes_near_the_law():
+    """On people it never met, the shipped model has at least three quarters of the law's lead over chance."""
+    model, _ = build()
+    figures = judge(model, make_catalog(FILMS), PicksRecipe(people_judged=1000, seed=77))
+    assert figures.auc - 0.5 > 0.75 * (figures.auc_of_the_law - 0.5)
+    assert figures.auc > figures.auc_of_popularity + 0.1
+
+
+def test_bags_are_bounded():
+    """What a request may put into a bag is bounded by the declaration."""
+    assert {one.name: one.largest for one in INPUTS if isinstance(one, Bag)} == {
+        "liked_genres": 12,
+        "history": 120,
+        "genres": 12,
+    }
