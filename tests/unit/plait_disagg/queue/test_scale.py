@@ -123,8 +123,6 @@ BAD = [{"min_replicas": 0}, {"min_replicas": 3, "max_replicas": 2}, {"low": 0.7}
 
 
 @pytest.mark.parametrize("bad", BAD)
-    "bad", [{"min_replicas": 0}, {"min_replicas": 3, "max_replicas": 2}, {"low": 0.7}, {"high": 0.5}]
-)
 def test_a_scaling_that_can_not_be_is_refused(bad: dict[str, float]) -> None:
     """When it is made."""
     with pytest.raises(ValueError, match=r"min_replicas|low"):
