@@ -115,7 +115,7 @@ class Connection(Generic[T]):
                 raise
             raise ConnectionLost(link.replica, str(error), hung=isinstance(error, FabricTimeout)) from error
         with self._lock:
-            self.replica, self._channel = link.replica, channel
+            self.replica, self._channel, self.why_down = link.replica, channel, "the peer was lost"
             closed = self._closed  # close() may have looked before there was a channel
         if closed:
             channel.close()
