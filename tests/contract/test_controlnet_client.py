@@ -308,9 +308,9 @@ def test_lost_channel_to_the_only_replica_is_made_again(
 ) -> None:
     """If only the link broke and the replica lives, it is asked again rather than failing the request."""
     ask = _ask(1)
-    links: list[kit.Link] = []
+    links: list[kit.ReplicaLink] = []
 
-    def connect(left_out: frozenset[str]) -> kit.Link:
+    def connect(left_out: frozenset[str]) -> kit.ReplicaLink:
         links.append(fleet.connect(left_out))
         return links[-1]
 

@@ -18,7 +18,7 @@ import torch
 from plait_disagg.errors import RankError
 from plait_disagg.workers.remote import RemoteRanker
 from plait_fabric import Unreachable, connect, new_secret
-from plait_fabric.rpc.replicas import Link, NoReplica
+from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
 from support import ranking as kit
 from support.rank_fabric import QUICK, until
 
@@ -47,12 +47,12 @@ class Cluster:
         self.processes[name] = self._start(name)
         self._wait(name)
 
-    def connect(self, left_out: frozenset[str]) -> Link:
+    def connect(self, left_out: frozenset[str]) -> ReplicaLink:
         """To a CN."""
         for name in ("cn0", "cn1"):
             if name not in left_out:
                 try:
-                    return Link(replica=name, channel=connect(self.addresses[name], secret=self.secret))
+                    return ReplicaLink(replica=name, channel=connect(self.addresses[name], secret=self.secret))
                 except Unreachable:
                     continue
         raise NoReplica("nobody listens")

@@ -18,7 +18,7 @@ from diffusers import ControlNetModel
 from PIL import Image
 
 from plait_fabric import Listener, PeerLost, connect, listen
-from plait_fabric.rpc.replicas import Link, Replica, connect_to_one
+from plait_fabric.rpc.replicas import Replica, ReplicaLink, connect_to_one
 from plait_serving.diffusion.controlnet.model import ControlNetModelRunner, ControlRows
 from plait_serving.diffusion.controlnet.service import ControlNetService, ServiceLimits
 from plait_serving.diffusion.errors import EngineError
@@ -178,7 +178,7 @@ class ReplicaFleet:
     addresses: dict[str, str] = field(default_factory=dict)
     asked: list[frozenset[str]] = field(default_factory=list)
 
-    def connect(self, left_out: frozenset[str]) -> Link:
+    def connect(self, left_out: frozenset[str]) -> ReplicaLink:
         """What `RemoteControlNetClient` wants; the replicas are tried in order."""
         self.asked.append(left_out)
         replicas = [
@@ -282,10 +282,10 @@ __all__ = [
     "ControlNetModelRunner",
     "ForwardGate",
     "GatedRunner",
-    "Link",
     "Listener",
     "PeerLost",
     "ReplicaFleet",
+    "ReplicaLink",
     "connect",
     "hanging_process",
     "listen",

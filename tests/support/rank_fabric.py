@@ -26,7 +26,7 @@ from plait_fabric import Listener, Unreachable, connect, listen, new_secret
 from plait_fabric.rpc.backoff import Backoff
 from plait_fabric.rpc.client import Connect
 from plait_fabric.rpc.handshake import greeting
-from plait_fabric.rpc.replicas import Link, NoReplica
+from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
 from support import ranking as kit
 
 Scheme = Literal["inproc", "shm", "tcp"]
@@ -85,11 +85,11 @@ class Rig:
     def connect(self, *names: str) -> Connect:
         """A `Connect` that tries those names in order."""
 
-        def dial(left_out: frozenset[str]) -> Link:
+        def dial(left_out: frozenset[str]) -> ReplicaLink:
             for name in names:
                 if name not in left_out and name in self.addresses:
                     try:
-                        return Link(replica=name, channel=connect(self.addresses[name], secret=self.secret))
+                        return ReplicaLink(replica=name, channel=connect(self.addresses[name], secret=self.secret))
                     except Unreachable:
                         continue
             raise NoReplica("nobody listens")

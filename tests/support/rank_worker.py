@@ -13,7 +13,7 @@ from plait_disagg.workers.core_server import CoreServer
 from plait_disagg.workers.hn import HnWorker
 from plait_fabric import Unreachable, connect, listen
 from plait_fabric.rpc.backoff import Backoff
-from plait_fabric.rpc.replicas import Link, NoReplica
+from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
 from support import ranking as kit
 
 _QUICK = Backoff(first_s=0.05, max_s=0.2)
@@ -24,11 +24,11 @@ def main(role: str, address: str, secret_hex: str, *hns: str) -> None:
     secret = bytes.fromhex(secret_hex)
     listener = listen(address, secret=secret)
 
-    def dial(left_out: frozenset[str]) -> Link:
+    def dial(left_out: frozenset[str]) -> ReplicaLink:
         for hn in hns:
             if hn not in left_out:
                 try:
-                    return Link(replica=hn, channel=connect(hn, secret=secret))
+                    return ReplicaLink(replica=hn, channel=connect(hn, secret=secret))
                 except Unreachable:
                     continue
         raise NoReplica("nobody listens")

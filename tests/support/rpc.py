@@ -13,7 +13,7 @@ from typing import Any
 from plait_fabric import Buffer, Message, Pool, connect, listen, new_secret
 from plait_fabric.rpc import fields
 from plait_fabric.rpc.connection import ClientProtocol, Connection
-from plait_fabric.rpc.replicas import Link, NoReplica
+from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
 from plait_fabric.rpc.server import Peer, Server, ServerProtocol
 
 SECRET = new_secret()
@@ -136,12 +136,12 @@ class Fleet:
     addresses: dict[str, str] = field(default_factory=dict)
     asked: list[tuple[float, frozenset[str]]] = field(default_factory=list)
 
-    def connect(self, left_out: frozenset[str]) -> Link:
+    def connect(self, left_out: frozenset[str]) -> ReplicaLink:
         """To the first that is not left out."""
         self.asked.append((time.monotonic(), left_out))
         for name, address in list(self.addresses.items()):
             if name not in left_out:
-                return Link(replica=name, channel=connect(address, secret=SECRET, timeout_s=5))
+                return ReplicaLink(replica=name, channel=connect(address, secret=SECRET, timeout_s=5))
         raise NoReplica("there is no other")
 
 

@@ -13,13 +13,13 @@ from plait_fabric.errors import FabricError
 from plait_fabric.rpc.backoff import Backoff
 from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLost
 from plait_fabric.rpc.handshake import HANDSHAKE_S
-from plait_fabric.rpc.replicas import Link, NoReplica
+from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
 
 __all__ = ["Client", "Connect"]
 
 _log = logging.getLogger(__name__)
 
-Connect: TypeAlias = Callable[[frozenset[str]], Link]
+Connect: TypeAlias = Callable[[frozenset[str]], ReplicaLink]
 """A channel to a replica that is not among those. May block for seconds; raises `NoReplica`, `FabricError`."""
 
 T = TypeVar("T")
@@ -142,7 +142,7 @@ class Client(Generic[T]):
             del self._threads[connection]
             return False
 
-    def _dial(self, connection: Connection[T]) -> Link:
+    def _dial(self, connection: Connection[T]) -> ReplicaLink:
         with self._dialling:
             taken = frozenset(other.replica for other in self.connections if other is not connection) - {""}
             link = self._connect(taken)

@@ -19,7 +19,7 @@ from plait_fabric.memory.pool import Pool
 from plait_fabric.protocols import Buffer, Channel, Header
 from plait_fabric.rpc.fields import WireError
 from plait_fabric.rpc.handshake import HANDSHAKE_S, greeting, read_greeting
-from plait_fabric.rpc.replicas import Link
+from plait_fabric.rpc.replicas import ReplicaLink
 from plait_fabric.values import Message
 
 __all__ = ["ClientProtocol", "Connection", "ConnectionLost", "Pack", "Packed", "bare"]
@@ -102,7 +102,7 @@ class Connection(Generic[T]):
         """Count the calls without an answer yet."""
         return len(self._open)
 
-    def attach(self, link: Link) -> None:
+    def attach(self, link: ReplicaLink) -> None:
         """Greet the replica and use its channel. Raises `ConnectionLost`, with the channel closed."""
         protocol, channel = self._protocol, link.channel
         try:
@@ -115,7 +115,7 @@ class Connection(Generic[T]):
                 raise
             raise ConnectionLost(link.replica, str(error), hung=isinstance(error, FabricTimeout)) from error
         with self._lock:
-            self.replica, self._channel = link.replica, channel
+            self.replica, self._channel, self.why_down = link.replica, channel, "the peer was lost"
             closed = self._closed  # close() may have looked before there was a channel
         if closed:
             channel.close()

@@ -13,7 +13,7 @@ from plait_fabric.errors import FabricError
 from plait_fabric.rpc.backoff import Backoff
 from plait_fabric.rpc.client import Connect
 from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLost
-from plait_fabric.rpc.replicas import Link, NoReplica
+from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
 
 __all__ = ["Losses", "OnDemand"]
 
@@ -104,7 +104,7 @@ class OnDemand(Generic[T]):
             self.current.close()
             self.current = None
 
-    def _link(self, losses: Losses) -> Link:
+    def _link(self, losses: Losses) -> ReplicaLink:
         """A channel to a replica that was not lost just now; failing that, to one that may be back."""
         try:
             return self._connect(frozenset(losses.lost))
@@ -113,7 +113,7 @@ class OnDemand(Generic[T]):
                 raise
         return self._connect(frozenset(losses.hung))
 
-    def _greeted(self, link: Link) -> Connection[T]:
+    def _greeted(self, link: ReplicaLink) -> Connection[T]:
         connection = Connection(self._protocol)
         connection.attach(link)
         threading.Thread(target=connection.read, name=f"{self._name} answers", daemon=True).start()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from plait_fabric import Channel, FabricError
 
-__all__ = ["Link", "NoReplica", "Replica", "connect_to_one", "in_order", "worth_moving"]
+__all__ = ["NoReplica", "Replica", "ReplicaLink", "connect_to_one", "in_order", "worth_moving"]
 
 
 class NoReplica(Exception):
@@ -28,7 +28,7 @@ class Replica:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Link:
+class ReplicaLink:
     """A fresh channel to a replica, and the name by which that replica can be left out next time."""
 
     replica: str
@@ -57,7 +57,7 @@ def connect_to_one(
     host: str,
     chance: random.Random,
     dial: Callable[[str, bytes], Channel],
-) -> Link:
+) -> ReplicaLink:
     """A channel to the best replica that can be reached.
 
     ``dial`` connects to an address with a secret, or raises `FabricError`. Raises `NoReplica`.
@@ -65,7 +65,7 @@ def connect_to_one(
     reasons: list[str] = []
     for replica, address in in_order(replicas, left_out, host=host, chance=chance):
         try:
-            return Link(replica=replica.name, channel=dial(address, replica.secret))
+            return ReplicaLink(replica=replica.name, channel=dial(address, replica.secret))
         except FabricError as error:
             reasons.append(f"{replica.name} at {address}: {error}")
     raise NoReplica("; ".join(reasons) or "there is no other replica")

@@ -61,7 +61,7 @@ class Peer:
         return self.channel.pool
 
     def send(self, header: Header, buffers: Sequence[Buffer] = ()) -> bool:
-        """Send now; False, and the client is hung up on, if it can not be."""
+        """Send now; False, and the client is hung up on, if it cannot be."""
         try:
             self.channel.send(header, buffers, timeout_s=self._send_timeout_s)
         except FabricError as error:

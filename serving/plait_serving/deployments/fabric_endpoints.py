@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from plait_fabric import Channel, FabricError, FabricOptions, Listener, MessageLimits, connect, listen
-from plait_fabric.rpc.replicas import Link, NoReplica, Replica, connect_to_one
+from plait_fabric.rpc.replicas import NoReplica, Replica, ReplicaLink, connect_to_one
 
 __all__ = [
     "FABRIC",
@@ -63,7 +63,7 @@ class ServeReplicas:
         self._dial = partial(dial, timeout_s=dial_timeout_s)
         self._chance = chance or random.Random()
 
-    def connect(self, left_out: frozenset[str]) -> Link:
+    def connect(self, left_out: frozenset[str]) -> ReplicaLink:
         """A channel to a replica that is not left out. Blocks, milliseconds mostly. Raises `NoReplica`."""
         return connect_to_one(self.replicas(), left_out, host=host_id(), chance=self._chance, dial=self._dial)
 

@@ -30,7 +30,7 @@ from plait_disagg.workers.ranker import CoreRanker
 from plait_disagg.workers.whole import WholeRanker
 from plait_fabric import connect, listen, new_secret
 from plait_fabric.gil import shorten_gil_interval
-from plait_fabric.rpc.replicas import Link, NoReplica
+from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
 from plait_serving.deployments.fabric_endpoints import FABRIC
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
@@ -57,7 +57,7 @@ def split(package: Package, threads: int, hns: Sequence[int]) -> Ranker:
     Raises `SystemFailed`."""
     dials = {f"hn-{number}": start_dense(package, count) for number, count in enumerate(hns)}
 
-    def connect_to_one(left_out: frozenset[str]) -> Link:
+    def connect_to_one(left_out: frozenset[str]) -> ReplicaLink:
         for name, dial in dials.items():
             if name not in left_out:
                 return replace(dial(left_out), replica=name)
@@ -73,7 +73,7 @@ def split(package: Package, threads: int, hns: Sequence[int]) -> Ranker:
     return CoreRanker(core)
 
 
-def start_dense(package: Package, threads: int) -> Callable[[frozenset[str]], Link]:
+def start_dense(package: Package, threads: int) -> Callable[[frozenset[str]], ReplicaLink]:
     """A child with the dense half, which ends with this process; what is returned reaches it over shared memory."""
     address = f"shm://{tempfile.mkdtemp(prefix='plait-bench-')}/hn"
     secret = new_secret()
@@ -93,7 +93,7 @@ def start_dense(package: Package, threads: int) -> Callable[[frozenset[str]], Li
     child.stdin.flush()
     child.stdout.readline()
     _CHILDREN.append(child)
-    return lambda _: Link(replica="hn", channel=connect(address, secret=secret, options=FABRIC))
+    return lambda _: ReplicaLink(replica="hn", channel=connect(address, secret=secret, options=FABRIC))
 
 
 _LOOK_S, _PATIENCE_S = 0.02, 60.0

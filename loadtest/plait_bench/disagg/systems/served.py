@@ -16,7 +16,7 @@ from plait_disagg.package import Package
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.workers.remote import RemoteRanker
 from plait_fabric import connect, new_secret
-from plait_fabric.rpc.replicas import Link
+from plait_fabric.rpc.replicas import ReplicaLink
 from plait_serving.deployments.fabric_endpoints import FABRIC
 
 __all__ = ["WorkerProcess", "served"]
@@ -50,7 +50,7 @@ def served(package: Package, mode: str) -> Iterator[tuple[RemoteRanker, Sequence
             stack.callback(processes[-1].end)
         ranker = RemoteRanker(
             package.manifest.name,
-            lambda _: Link(replica=mode, channel=connect(front, secret=secret, options=FABRIC)),
+            lambda _: ReplicaLink(replica=mode, channel=connect(front, secret=secret, options=FABRIC)),
         )
         stack.callback(ranker.core.stop, drain_s=0.0)
         wait_until_ready(ranker.core)

@@ -23,7 +23,7 @@ from plait_disagg.workers.refresher import Refresher
 from plait_disagg.workers.whole import WholeCore
 from plait_fabric import connect, listen
 from plait_fabric.gil import shorten_gil_interval
-from plait_fabric.rpc.replicas import Link
+from plait_fabric.rpc.replicas import ReplicaLink
 from plait_fabric.threads import run_on_own_thread, set_threads
 from plait_serving.deployments.fabric_endpoints import FABRIC
 
@@ -42,7 +42,7 @@ def worker(live: LivePackage, role: str, secret: bytes, address: str, *hn: str) 
         core: CnCore | WholeCore = CnCore(
             live.card(mode="split"),
             live.sparse,
-            lambda _: Link(replica="hn", channel=connect(hn[0], secret=secret, options=FABRIC)),
+            lambda _: ReplicaLink(replica="hn", channel=connect(hn[0], secret=secret, options=FABRIC)),
             dense_version=live.dense_version,
         )
     else:

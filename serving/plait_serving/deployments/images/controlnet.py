@@ -29,7 +29,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from plait_fabric import new_secret
-from plait_fabric.rpc.replicas import Link, NoReplica, Replica, worth_moving
+from plait_fabric.rpc.replicas import NoReplica, Replica, ReplicaLink, worth_moving
 from plait_fabric.threads import run_on_own_thread
 from plait_serving.deployments.fabric_endpoints import (
     ServeReplicas,
@@ -153,7 +153,7 @@ class ServeConnect:
             chance=self._chance,
         )
 
-    def __call__(self, left_out: frozenset[str]) -> Link:
+    def __call__(self, left_out: frozenset[str]) -> ReplicaLink:
         """A channel to a replica that is not left out. Raises `ControlNetUnavailable`."""
         try:
             return self._replicas.connect(left_out)

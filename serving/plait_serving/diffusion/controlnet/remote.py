@@ -22,7 +22,7 @@ from plait_fabric.rpc.client import Connect
 from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLost, Packed, bare
 from plait_fabric.rpc.fields import Header, WireError
 from plait_fabric.rpc.on_demand import Losses, OnDemand
-from plait_fabric.rpc.replicas import Link, NoReplica
+from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
 from plait_fabric.tensors import pack_tensors, tensors_of
 from plait_serving.diffusion.controlnet import wire
 from plait_serving.diffusion.controlnet.model import check_image
@@ -224,7 +224,7 @@ class RemoteControlNetClient(ControlNetClient):
         except NoReplica as error:
             raise ControlNetUnavailable(f"no replica of ControlNet {self._name} answers: {error}") from error
 
-    def _dial(self, left_out: frozenset[str]) -> Link:
+    def _dial(self, left_out: frozenset[str]) -> ReplicaLink:
         try:
             return self._connect(left_out)
         except ControlNetUnavailable as error:

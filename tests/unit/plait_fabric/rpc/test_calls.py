@@ -18,7 +18,7 @@ from plait_fabric.rpc.client import Client
 from plait_fabric.rpc.connection import Connection, ConnectionLost, bare
 from plait_fabric.rpc.handshake import greeting
 from plait_fabric.rpc.on_demand import Losses, OnDemand
-from plait_fabric.rpc.replicas import Link, NoReplica
+from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
 from support import rpc as kit
 from support.rpc import Fleet, Question, client_protocol, serving, until
 
@@ -54,7 +54,7 @@ def _ask(client: Client[Question], value: int) -> Question:
 
 def _attached(address: str, **options: object) -> Connection[Question]:
     connection = Connection(client_protocol(**options))  # type: ignore[arg-type]
-    connection.attach(Link(replica="r", channel=connect(address, secret=kit.SECRET)))
+    connection.attach(ReplicaLink(replica="r", channel=connect(address, secret=kit.SECRET)))
     threading.Thread(target=connection.read, daemon=True).start()
     return connection
 
@@ -160,7 +160,7 @@ def test_a_server_of_another_version_or_service_is_refused(tmp_path: Path) -> No
             with listener.accept(kit.WAIT_S) as theirs:
                 theirs.send(greeting("welcome", version, payload))
                 with pytest.raises(ConnectionLost, match=why):
-                    Connection(client_protocol()).attach(Link(replica="r", channel=channel))
+                    Connection(client_protocol()).attach(ReplicaLink(replica="r", channel=channel))
                 assert channel.closed
 
 
