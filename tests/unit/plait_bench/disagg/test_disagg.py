@@ -23,8 +23,8 @@ from plait_bench.errors import BenchError, SystemFailed
 from plait_bench.fabric.values import CallSubject
 from plait_bench.job import BenchJob, measure
 from plait_bench.runner import RunPlan, run
-from plait_disagg.graph.sample_inputs import collate, for_module, sample
 from plait_disagg.graph.inputs import Bag, Dense, Ids
+from plait_disagg.graph.sample_inputs import collate, for_module, sample
 from plait_disagg.values import RankRequest
 from plait_loadtest.capacity import ClassCount, Observed
 from plait_loadtest.confidence import requests_needed
