@@ -24,7 +24,7 @@ from plait_fabric.memory.pool import Lease, Pool, release_all
 from plait_fabric.protocols import Buffer, Channel, Header
 from plait_fabric.values import Message
 
-__all__ = ["DTYPES", "TensorMessage", "lease_tensor", "recv_tensors", "send_tensors", "tensors_of"]
+__all__ = ["DTYPES", "TensorMessage", "lease_tensor", "pack_tensors", "recv_tensors", "send_tensors", "tensors_of"]
 
 KEY = "_tensors"
 MAX_DIMENSIONS = 16
@@ -93,19 +93,27 @@ def send_tensors(
 
     Raises `BadTensor`, `BadHeader` (the key `_tensors` is taken), and what `Channel.send` raises.
     """
+    channel.send(*pack_tensors(channel.pool, header, tensors, timeout_s=timeout_s), timeout_s=timeout_s)
+
+
+def pack_tensors(
+    pool: Pool, header: Header, tensors: Mapping[str, torch.Tensor], *, timeout_s: float | None = None
+) -> tuple[dict[str, Any], list[Buffer]]:
+    """Make the message of `send_tensors` for a channel with that pool. Raises `BadTensor`, `BadHeader`,
+    `PoolExhausted`."""
     if KEY in header:
         raise BadHeader(f"the header key {KEY!r} belongs to the fabric")
     described: list[list[Any]] = []
     buffers: list[Buffer] = []
     try:
         for name, tensor in tensors.items():
-            entry, buffer = _describe(channel.pool, name, tensor, timeout_s)
+            entry, buffer = _describe(pool, name, tensor, timeout_s)
             described.append(entry)
             buffers.append(buffer)
     except BaseException:
         release_all([buffer for buffer in buffers if isinstance(buffer, Lease)])
         raise
-    channel.send({**header, KEY: described}, buffers, timeout_s=timeout_s)
+    return {**header, KEY: described}, buffers
 
 
 def recv_tensors(channel: Channel, timeout_s: float | None = None) -> TensorMessage:

@@ -14,12 +14,14 @@ import pytest
 import torch
 
 from plait_fabric import ChannelClosed, PeerLost, recv_tensors, send_tensors
+from plait_fabric.rpc.backoff import Backoff
+from plait_fabric.rpc.handshake import greeting
 from plait_serving.diffusion.controlnet.local import LocalControlNetClient
 from plait_serving.diffusion.controlnet.model import load_controlnet
 from plait_serving.diffusion.controlnet.placed import PlacedControlNetClient
-from plait_serving.diffusion.controlnet.remote import Backoff, RemoteControlNetClient
+from plait_serving.diffusion.controlnet.remote import RemoteControlNetClient
 from plait_serving.diffusion.controlnet.service import ServiceLimits
-from plait_serving.diffusion.controlnet.wire import Call, hello_header, open_message, step_message
+from plait_serving.diffusion.controlnet.wire import VERSION, Call, open_message, step_message
 from plait_serving.diffusion.errors import ControlNetUnavailable, ModelError, RequestError
 from plait_serving.diffusion.knobs import Placement
 from plait_serving.diffusion.protocols import ControlNetClient, Residuals
@@ -273,7 +275,7 @@ def test_none_left_fails_those_calls_only_and_a_replica_that_is_back_serves_agai
             kit.serving(load_controlnet(folder, dtype=torch.float32), kit.new_address("shm", tmp_path), name="colors")
         )
         fleet.addresses["only"], other_fleet.addresses["x"] = only.addresses[0], another.addresses[0]
-        client = RemoteControlNetClient("edges", fleet.connect, backoff=Backoff(first_s=2, largest_s=8), clock=clock)
+        client = RemoteControlNetClient("edges", fleet.connect, backoff=Backoff(first_s=2, max_s=8), clock=clock)
         other = RemoteControlNetClient("colors", other_fleet.connect, clock=clock)
         session, other_session = ask.open(client), ask.open(other)
         gate.opened.clear()
@@ -585,7 +587,7 @@ def test_client_that_reads_nothing_is_dropped_and_others_are_served(
     with kit.serving(runner, address, limits=ServiceLimits(send_timeout_s=0.5)) as service:
         deaf = kit.connect(service.addresses[0], secret=kit.SECRET)
         ask = _ask(1)
-        send_tensors(deaf, hello_header(), {})
+        send_tensors(deaf, greeting("hello", VERSION, {}), {})
         send_tensors(deaf, *open_message(0, image=ask.image, conditioning=ask.conditioning, width=32, height=32))
         call = Call(session=0, sample=ask.sample, timestep=1.0, scale=1.0)
         fleet.addresses["r"] = service.addresses[0]

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from plait_disagg.errors import BadInput
-from plait_disagg.messages.wire import hello_header
 from plait_disagg.models.configs import build
 from plait_disagg.package import Package, PackageOptions, open_package, write_package
 from plait_disagg.queue.knobs import WorkerKnobs
@@ -19,7 +18,7 @@ from plait_disagg.workers.hn import HnWorker
 from plait_disagg.workers.ranker import CoreRanker
 from plait_fabric import connect
 from support import rank_rows as kit
-from support.rank_fabric import QUICK, Rig, until
+from support.rank_fabric import QUICK, Rig, hello_header, until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -221,8 +220,8 @@ async def test_a_batch_that_fails_before_it_leaves_does_no_harm(
     with pytest.raises(BadInput, match="items"):
         await CoreRanker(cn).rank(type(request)(request_id="r", model="match", candidates=7, tensors=bad))
     await workers.right(cn, 1)
-    line = cn._lines.all[0]
-    channel = line._channel
+    connection = cn._client.connections[0]
+    channel = connection._channel
     assert channel is not None
 
     def fail(*_: object, **__: object) -> None:
@@ -232,7 +231,7 @@ async def test_a_batch_that_fails_before_it_leaves_does_no_harm(
         patch.setattr(channel, "send", fail)
         with pytest.raises(Exception, match="internal error"):
             await workers.asked(cn, 2)
-    assert line._channel is channel
+    assert connection._channel is channel
     for seed in range(2, 6):
         await workers.right(cn, seed)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from plait_disagg.errors import DeadlinePassed, WorkerUnavailable
-from plait_disagg.messages.wire import done_message, failed_header, parse_dense, welcome_header
+from plait_disagg.messages.wire import done_message, failed_header, parse_dense
 from plait_disagg.protocols import Ranker
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.queue.scale import Gauge, ScaleState, Scaling, decide, hn_pressure
@@ -21,7 +21,7 @@ from plait_disagg.workers.cn import CnCore
 from plait_disagg.workers.hn import HnWorker
 from plait_fabric import Channel, FabricError
 from support import ranking as kit
-from support.rank_fabric import Rig, until
+from support.rank_fabric import Rig, until, welcome_header
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -182,14 +182,14 @@ async def test_lines_follow_the_number_of_hns(rig: Rig) -> None:
     """New ones are found, gone ones let go, without a word to the CN; it always looks for one more, up to the most."""
     names = [f"hn{i}" for i in range(4)]
     cn = rig.cn(None, *names, hns=1, max_hns=3)
-    lines = cn._lines
+    client = cn._client
     hns = [rig.hn(name=names[0])]
-    await until(lambda: cn.metrics()["hns"] == 1 and len(lines.all) == 2)
+    await until(lambda: cn.metrics()["hns"] == 1 and len(client.connections) == 2)
     hns += [rig.hn(name=name) for name in names[1:]]
-    await until(lambda: cn.metrics()["hns"] == 3 and len(lines.all) == 3)
+    await until(lambda: cn.metrics()["hns"] == 3 and len(client.connections) == 3)
     for hn in hns[1:]:
         hn.stop(drain_s=0.5)
-    await until(lambda: len(lines.all) == 2)
+    await until(lambda: len(client.connections) == 2)
     await until(lambda: cn.metrics()["hns"] == 1)
     await _right(rig.local(cn))
     rig.hn(name=names[2])

@@ -16,11 +16,10 @@ import pytest
 import torch
 
 from plait_disagg.errors import RankError, WorkerUnavailable
-from plait_disagg.messages.wire import hello_header
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_fabric import connect
 from support import ranking as kit
-from support.rank_fabric import Rig, until
+from support.rank_fabric import Rig, hello_header, until
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -18,9 +18,8 @@ from diffusers import ControlNetModel
 from PIL import Image
 
 from plait_fabric import Listener, PeerLost, connect, listen
+from plait_fabric.rpc.replicas import Link, Replica, connect_to_one
 from plait_serving.diffusion.controlnet.model import ControlNetModelRunner, ControlRows
-from plait_serving.diffusion.controlnet.remote import Link
-from plait_serving.diffusion.controlnet.replicas import Replica, connect_to_one
 from plait_serving.diffusion.controlnet.service import ControlNetService, ServiceLimits
 from plait_serving.diffusion.errors import EngineError
 from plait_serving.diffusion.protocols import (

@@ -12,26 +12,39 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from plait_disagg.messages.wire import VERSION, Role, card_payload, role_payload
 from plait_disagg.queue.jobs import Core
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.values import ModelCard
 from plait_disagg.workers.cn import CnCore
 from plait_disagg.workers.core_server import CoreServer
 from plait_disagg.workers.hn import HnWorker
-from plait_disagg.workers.lines import Backoff, Connect
 from plait_disagg.workers.ranker import CoreRanker
 from plait_disagg.workers.remote import RemoteRanker
 from plait_disagg.workers.whole import WholeCore
 from plait_fabric import Listener, Unreachable, connect, listen, new_secret
+from plait_fabric.rpc.backoff import Backoff
+from plait_fabric.rpc.client import Connect
+from plait_fabric.rpc.handshake import greeting
 from plait_fabric.rpc.replicas import Link, NoReplica
 from support import ranking as kit
 
 Scheme = Literal["inproc", "shm", "tcp"]
 
-QUICK = Backoff(first_s=0.01, most_s=0.05)
+QUICK = Backoff(first_s=0.01, max_s=0.05)
 PATIENCE_S = 60.0
 
 _numbers = itertools.count()
+
+
+def hello_header(role: Role) -> dict[str, Any]:
+    """What a client sends first."""
+    return greeting("hello", VERSION, role_payload(role))
+
+
+def welcome_header(card: ModelCard) -> dict[str, Any]:
+    """What a server sends first."""
+    return greeting("welcome", VERSION, card_payload(card))
 
 
 class Rig:

@@ -11,12 +11,12 @@ import threading
 from plait_disagg.workers.cn import CnCore
 from plait_disagg.workers.core_server import CoreServer
 from plait_disagg.workers.hn import HnWorker
-from plait_disagg.workers.lines import Backoff
 from plait_fabric import Unreachable, connect, listen
+from plait_fabric.rpc.backoff import Backoff
 from plait_fabric.rpc.replicas import Link, NoReplica
 from support import ranking as kit
 
-_QUICK = Backoff(first_s=0.05, most_s=0.2)
+_QUICK = Backoff(first_s=0.05, max_s=0.2)
 
 
 def main(role: str, address: str, secret_hex: str, *hns: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from plait_disagg.messages.fields import Header, WireError
+from plait_fabric.rpc.fields import Header, WireError
 
 __all__ = ["Flow", "due_of", "flow_field", "parse_flow", "parse_queued_s"]
 

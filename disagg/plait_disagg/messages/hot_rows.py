@@ -24,6 +24,7 @@ from plait_disagg.protocols import RowSource
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.tables.cache import CacheCounters, CachedRows, ReceiverCache, SenderCache
 from plait_disagg.tables.values import Table, row_bytes
+from plait_fabric.rpc.fields import WireError
 
 __all__ = ["MAX_BYTES", "HotRows", "RowReceiver", "RowSavings", "RowSender", "can_merge"]
 
@@ -57,17 +58,17 @@ class HotRows:
 
     @classmethod
     def from_json(cls, data: Any) -> Self:
-        """Raises ValueError if it is not what `to_json` makes."""
+        """Raises WireError if it is not what `to_json` makes."""
         if not isinstance(data, list) or len(data) != 3 or type(data[0]) is not int or data[0] < 0:
-            raise ValueError("hot is not number, slots, ports")
+            raise WireError("hot is not number, slots, ports")
         number, slots, ports = data
         if not isinstance(slots, list) or not all(type(one) is int and 0 < one < _MAX_SLOTS for one in slots):
-            raise ValueError("hot has slots that can not be")
+            raise WireError("hot has slots that cannot be")
         if not isinstance(ports, list) or len(ports) != len(slots) or not all(isinstance(one, list) for one in ports):
-            raise ValueError("hot has ports of other tables than it has slots")
+            raise WireError("hot has ports of other tables than it has slots")
         names = [name for one in ports for name in one]
         if not all(isinstance(name, str) for name in names) or len(set(names)) != len(names):
-            raise ValueError("hot has ports that are no names, or one twice")
+            raise WireError("hot has ports that are no names, or one twice")
         return cls(number=number, slots=tuple(slots), ports=tuple(tuple(one) for one in ports))
 
 

@@ -30,6 +30,7 @@ import torch
 from plait_disagg.graph.inputs import OFFSETS, Bag, Dense, Input
 from plait_disagg.queue.knobs import WireFormat
 from plait_fabric import Buffer, Lease, Pool
+from plait_fabric.rpc.fields import WireError
 
 __all__ = [
     "LayoutError",
@@ -58,13 +59,13 @@ _NARROWEST_INT8 = 16
 """Below this row length the scale and bias of an int8 row cost as much as float16 would."""
 
 _NAME = re.compile(r"^[A-Za-z0-9_.][A-Za-z0-9_.:]{0,199}$")
-_MAX_TEXT = 60_000
+MAX_LAYOUT_CHARS = 60_000
 _MAX_SIZE = 1 << 24
 _LEASE_FROM_BYTES = 32_768
 """Smaller sections can ride inside the control packet of a shared-memory channel (`FabricOptions.inline_bytes`)."""
 
 
-class LayoutError(ValueError):
+class LayoutError(WireError):
     """A layout, or the buffers that should follow it, make no sense."""
 
 
@@ -129,7 +130,7 @@ class RowCounts:
 @lru_cache(maxsize=256)
 def parse_layout(text: str) -> MessageLayout:
     """Raises `LayoutError`."""
-    if len(text) > _MAX_TEXT:
+    if len(text) > MAX_LAYOUT_CHARS:
         raise LayoutError(f"a layout of {len(text)} characters")
     parts = tuple(_parse_part(entry) for entry in text.split(";")) if text else ()
     if len({part.name for part in parts}) != len(parts):

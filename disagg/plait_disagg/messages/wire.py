@@ -1,6 +1,7 @@
 """The messages between workers: a small JSON header and the sections of a layout (`layout.py`).
 
-A client says hello, the server welcome; then requests go one way and answers the other, matched by number::
+A client says hello with its role, the server welcome with its model's card; then requests go one way and answers the
+other, matched by number::
 
     rank     ingress -> CN or whole    one request; its layout follows from the model's card
     cancel   ingress -> CN or whole    nobody waits for it any more
@@ -14,49 +15,56 @@ Every header is foreign input and checked field by field; a peer that breaks the
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 
 from plait_disagg.errors import BadInput, Busy, DeadlinePassed, RankError, UnknownModel, WorkerUnavailable
 from plait_disagg.messages.cards import card_from_json, card_to_json
-from plait_disagg.messages.fields import Header, WireError, entries, integer, integers, text
 from plait_disagg.messages.hot_rows import HotRows, can_merge
-from plait_disagg.messages.layout import LayoutError, MessageLayout, RowCounts, decode, describe, encode, parse_layout
+from plait_disagg.messages.layout import (
+    MAX_LAYOUT_CHARS,
+    MessageLayout,
+    RowCounts,
+    decode,
+    describe,
+    encode,
+    parse_layout,
+)
 from plait_disagg.queue.batch import cut
 from plait_disagg.queue.knobs import WireFormat
 from plait_disagg.values import ModelCard, RankAnswer, RankRequest, RankTimings
 from plait_fabric import Buffer, Pool
+from plait_fabric.rpc import fields
+from plait_fabric.rpc.fields import Header, WireError
+from plait_fabric.rpc.metrics import Metrics
 
 __all__ = [
+    "SEND_S",
     "VERSION",
     "DenseAsk",
     "Role",
-    "Welcome",
-    "WireError",
     "answers_message",
     "cancel_header",
+    "card_payload",
+    "check_role",
     "dense_message",
     "done_message",
     "failed_header",
-    "hello_header",
     "own_buffers",
     "parse_answers",
+    "parse_card",
     "parse_dense",
     "parse_done",
-    "parse_hello",
-    "parse_metrics",
     "parse_number",
     "parse_rank",
     "parse_version",
-    "parse_welcome",
     "rank_message",
+    "role_payload",
     "version_header",
-    "welcome_header",
 ]
 
 VERSION = 2
@@ -65,12 +73,9 @@ VERSION = 2
 SEND_S = 1.0
 """A peer that takes no message for so long, with its window of unread ones full, is as good as dead."""
 
-Metrics: TypeAlias = Mapping[str, float]
 Role = Literal["rank", "dense"]
 
-_METRIC = re.compile(r"^[a-z][a-z0-9_]{0,63}$")
-_ROWS = 1 << 31
-_NUMBER = 1 << 62
+_MAX_ROWS = (1 << 31) - 1
 _ERRORS: dict[str, type[RankError]] = {
     "bad_input": BadInput,
     "unknown_model": UnknownModel,
@@ -80,13 +85,6 @@ _ERRORS: dict[str, type[RankError]] = {
     "internal": RankError,
 }
 _CODES = {kind: code for code, kind in _ERRORS.items()}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Welcome:
-    """What a server says of itself."""
-
-    card: ModelCard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,28 +102,27 @@ class DenseAsk:
     dense_version: str = ""
 
 
-def hello_header(role: Role) -> dict[str, Any]:
-    """The first message of a client."""
-    return {"kind": "hello", "version": VERSION, "role": role}
+def role_payload(role: Role) -> Header:
+    """A client's hello."""
+    return {"role": role}
 
 
-def parse_hello(header: Header, role: Role) -> None:
+def check_role(payload: Header, role: Role) -> None:
     """Raises `WireError` if the client is none of ours."""
-    if header.get("kind") != "hello" or header.get("version") != VERSION or header.get("role") != role:
-        raise WireError(f"the client must begin with hello, version {VERSION}, role {role}")
+    if payload != role_payload(role):
+        raise WireError(f"the role must be {role}, not {payload.get('role')!s:.20}")
 
 
-def welcome_header(card: ModelCard) -> dict[str, Any]:
-    """The server's first message."""
-    return {"kind": "welcome", "version": VERSION, "card": card_to_json(card)}
+def card_payload(card: ModelCard) -> Header:
+    """A server's welcome."""
+    return {"card": card_to_json(card)}
 
 
-def parse_welcome(header: Header) -> Welcome:
+def parse_card(payload: Header) -> ModelCard:
     """Raises `WireError`."""
-    if header.get("kind") != "welcome" or header.get("version") != VERSION or not isinstance(header.get("card"), dict):
-        raise WireError(f"the server must begin with welcome, version {VERSION}")
+    card = payload.get("card")
     try:
-        return Welcome(card=card_from_json(header["card"]))
+        return card_from_json(card if isinstance(card, dict) else {})
     except ValueError as error:
         raise WireError(str(error)) from error
 
@@ -149,18 +146,15 @@ def rank_message(
 def parse_rank(header: Header, buffers: Sequence[memoryview], card: ModelCard, layout: MessageLayout) -> RankRequest:
     """The request; its tensors view ``buffers``. What the numbers say was checked by the ingress, and table
     lookups check ids again. Raises `WireError`."""
-    counts = RowCounts(users=1, items=integer(header, "n", _ROWS), flat=integers(header, "flat", _ROWS))
-    left_s = header.get("left_s")
-    if left_s is not None and not isinstance(left_s, int | float):
-        raise WireError("left_s is no number")
-    request_id = header.get("id")
-    if not isinstance(request_id, str):
-        raise WireError("id is no text")
+    counts = RowCounts(
+        users=1, items=fields.integer(header, "n", 0, _MAX_ROWS), flat=fields.integers(header, "flat", _MAX_ROWS)
+    )
+    left_s = fields.number(header, "left_s") if header.get("left_s") is not None else None
     return RankRequest(
-        request_id=request_id,
+        request_id=fields.text(header, "id"),
         model=card.name,
         candidates=counts.items,
-        tensors=_decode(layout, buffers, counts),
+        tensors=decode(layout, buffers, counts),
         deadline_s=None if left_s is None else time.monotonic() + left_s,
     )
 
@@ -172,7 +166,7 @@ def version_header(version: str) -> dict[str, Any]:
 
 def parse_version(header: Header) -> str | None:
     """The version, if the message is such a one. Raises `WireError`."""
-    return text(header, "version") if header.get("kind") == "version" else None
+    return fields.text(header, "version", default="") if header.get("kind") == "version" else None
 
 
 def cancel_header(number: int) -> dict[str, Any]:
@@ -182,7 +176,7 @@ def cancel_header(number: int) -> dict[str, Any]:
 
 def parse_number(header: Header) -> int:
     """The number of any message that has one. Raises `WireError`."""
-    return integer(header, "number", _NUMBER)
+    return fields.integer(header, "number")
 
 
 def answers_message(
@@ -213,28 +207,26 @@ def answers_message(
         "ms": [_times(it.timings) for _, it in answers],
         "bytes": [it.bytes_crossed for _, it in answers],
         "versions": [it.version for _, it in answers],
-        "layout": layout.text,
-        "flat": list(counts.flat),
+        **_tensor_fields(layout, counts),
     }
     return header, encode(layout, outputs, pool, timeout_s=SEND_S)
 
 
 def parse_answers(header: Header, buffers: Sequence[memoryview]) -> list[tuple[int, RankAnswer | RankError]]:
     """The outcomes by number; outputs are copies. Raises `WireError`."""
-    outcomes: list[tuple[int, RankAnswer | RankError]] = [_parse_error(entry) for entry in entries(header, "errors")]
-    numbers = integers(header, "numbers", _NUMBER)
+    outcomes: list[tuple[int, RankAnswer | RankError]] = list(map(_parse_error, fields.entries(header, "errors")))
+    numbers = fields.integers(header, "numbers")
     if not numbers:
         return outcomes
-    rows = integers(header, "n", _ROWS)
-    times, crossed = entries(header, "ms"), integers(header, "bytes", _NUMBER)
-    versions = entries(header, "versions")
+    rows = fields.integers(header, "n", _MAX_ROWS)
+    times, crossed = fields.entries(header, "ms"), fields.integers(header, "bytes")
+    versions = fields.entries(header, "versions")
     if not all(isinstance(version, str) for version in versions):
         raise WireError("versions are no texts")
     if not len(numbers) == len(rows) == len(times) == len(crossed) == len(versions):
         raise WireError("an answer's lists differ in length")
-    counts = RowCounts(users=sum(rows), items=sum(rows), flat=integers(header, "flat", _ROWS))
-    outputs = _decode(_layout(header), own_buffers(buffers), counts)
-    if any(output.shape[0] != counts.items for output in outputs.values()):
+    _, outputs = _parse_tensors(header, own_buffers(buffers), users=sum(rows), items=sum(rows))
+    if any(output.shape[0] != sum(rows) for output in outputs.values()):
         raise WireError("an answer has other rows than it says")
     for number, mine, ms, nbytes, version in zip(numbers, cut(outputs, rows), times, crossed, versions, strict=True):
         answer = RankAnswer(outputs=mine, timings=_parse_times(ms), bytes_crossed=nbytes, version=version)
@@ -261,13 +253,7 @@ def dense_message(
     except OverflowError:
         layout, counts = describe(crossing, users=len(candidates), items=items)
         buffers = encode(layout, crossing, pool, timeout_s=SEND_S)
-    header: dict[str, Any] = {
-        "kind": "dense",
-        "number": number,
-        "n": list(candidates),
-        "layout": layout.text,
-        "flat": list(counts.flat),
-    }
+    header = {"kind": "dense", "number": number, "n": list(candidates), **_tensor_fields(layout, counts)}
     if hot is not None:
         header["hot"] = hot.to_json()
     if dense_version:
@@ -279,20 +265,19 @@ def parse_dense(header: Header, buffers: Sequence[memoryview]) -> DenseAsk:
     """The batch. Raises `WireError`."""
     if header.get("kind") != "dense":
         raise WireError(f"a message of kind {str(header.get('kind'))[:50]!r}")
-    candidates = integers(header, "n", _ROWS)
+    candidates = fields.integers(header, "n", _MAX_ROWS)
     if not candidates:
         raise WireError("a batch without requests")
-    layout = _layout(header)
-    counts = RowCounts(users=len(candidates), items=sum(candidates), flat=integers(header, "flat", _ROWS))
-    hot = _hot(header)
+    layout, crossing = _parse_tensors(header, buffers, users=len(candidates), items=sum(candidates))
+    hot = HotRows.from_json(header["hot"]) if "hot" in header else None
     return DenseAsk(
         number=parse_number(header),
         candidates=candidates,
-        crossing=_decode(layout, buffers, counts),
+        crossing=crossing,
         layout=layout,
         mergeable=can_merge(layout, hot),
         hot=hot,
-        dense_version=text(header, "dense"),
+        dense_version=fields.text(header, "dense", default=""),
     )
 
 
@@ -302,14 +287,7 @@ def done_message(
     """A batch's outputs, (N, ...) each. ``metrics``: what the HN counts, now and then."""
     items = next(iter(outputs.values())).shape[0]
     layout, counts = describe(outputs, users=items, items=items)
-    header = {
-        "kind": "done",
-        "number": number,
-        "n": items,
-        "ms": dense_ms,
-        "layout": layout.text,
-        "flat": list(counts.flat),
-    }
+    header = {"kind": "done", "number": number, "n": items, "ms": dense_ms, **_tensor_fields(layout, counts)}
     if metrics is not None:
         header["metrics"] = dict(metrics)
     return header, encode(layout, outputs, pool, timeout_s=SEND_S)
@@ -326,28 +304,13 @@ def parse_done(
     """Number, and outputs (copies) with the HN's milliseconds or its error. Raises `WireError`."""
     if header.get("kind") != "done":
         raise WireError(f"a message of kind {str(header.get('kind'))[:50]!r}")
-    number = parse_number(header)
+    asked = parse_number(header)
     error = header.get("error")
     if error is not None:
-        return number, _parse_error([number, *error, None] if isinstance(error, list) else error)[1]
-    items = integer(header, "n", _ROWS)
-    counts = RowCounts(users=items, items=items, flat=integers(header, "flat", _ROWS))
-    ms = header.get("ms")
-    if not isinstance(ms, int | float):
-        raise WireError("ms is no number")
-    return number, (_decode(_layout(header), own_buffers(buffers), counts), float(ms))
-
-
-def parse_metrics(header: Header) -> Metrics | None:
-    """What the peer counts, if it says so in this message. Raises `WireError`."""
-    metrics = header.get("metrics")
-    if metrics is None:
-        return None
-    if not isinstance(metrics, dict) or len(metrics) > 64:
-        raise WireError("metrics are no small object")
-    if not all(_METRIC.match(name) and type(value) in (int, float) for name, value in metrics.items()):
-        raise WireError("metrics are not numbers by name")
-    return metrics
+        return asked, _parse_error([asked, *error, None] if isinstance(error, list) else error)[1]
+    items = fields.integer(header, "n", 0, _MAX_ROWS)
+    _, outputs = _parse_tensors(header, own_buffers(buffers), users=items, items=items)
+    return asked, (outputs, fields.number(header, "ms"))
 
 
 def own_buffers(buffers: Sequence[memoryview]) -> list[memoryview]:
@@ -355,28 +318,16 @@ def own_buffers(buffers: Sequence[memoryview]) -> list[memoryview]:
     return [memoryview(bytearray(buffer)) for buffer in buffers]
 
 
-def _decode(layout: MessageLayout, buffers: Sequence[memoryview], counts: RowCounts) -> dict[str, torch.Tensor]:
-    try:
-        return decode(layout, buffers, counts)
-    except LayoutError as error:
-        raise WireError(str(error)) from error
+def _tensor_fields(layout: MessageLayout, counts: RowCounts) -> Header:
+    return {"layout": layout.text, "flat": list(counts.flat)}
 
 
-def _layout(header: Header) -> MessageLayout:
-    text = header.get("layout")
-    if not isinstance(text, str):
-        raise WireError("layout is no text")
-    try:
-        return parse_layout(text)
-    except LayoutError as error:
-        raise WireError(str(error)) from error
-
-
-def _hot(header: Header) -> HotRows | None:
-    try:
-        return HotRows.from_json(header["hot"]) if "hot" in header else None
-    except ValueError as error:
-        raise WireError(str(error)) from error
+def _parse_tensors(
+    header: Header, buffers: Sequence[memoryview], *, users: int, items: int
+) -> tuple[MessageLayout, dict[str, torch.Tensor]]:
+    layout = parse_layout(fields.text(header, "layout", MAX_LAYOUT_CHARS))
+    counts = RowCounts(users=users, items=items, flat=fields.integers(header, "flat", _MAX_ROWS))
+    return layout, decode(layout, buffers, counts)
 
 
 def _times(timings: RankTimings) -> list[float]:

@@ -15,6 +15,7 @@ from typing import Protocol, TypeAlias
 from plait_disagg.errors import BadInput, RankError
 from plait_disagg.tables.protocols import BadId
 from plait_disagg.values import ModelCard, RankAnswer, RankRequest
+from plait_fabric import FabricError
 
 __all__ = ["Core", "Outcome", "RankJob", "Sink", "as_rank_error", "settle"]
 
@@ -108,5 +109,7 @@ def as_rank_error(error: Exception) -> RankError:
         return error
     if isinstance(error, BadId):
         return BadInput(str(error), param=error.table)
+    if isinstance(error, FabricError):
+        return RankError(f"the request does not fit the fabric: {error}")
     _log.error("a batch failed unexpectedly", exc_info=error)
     return RankError(f"internal error ({type(error).__name__}); the worker's log has the details")

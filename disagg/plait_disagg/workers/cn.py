@@ -19,19 +19,24 @@ import torch
 from plait_disagg.errors import Busy, DeadlinePassed, RankError, WorkerUnavailable
 from plait_disagg.messages.flow import Flow, due_of, flow_field, parse_queued_s
 from plait_disagg.messages.hot_rows import HotRows, RowSavings, RowSender
-from plait_disagg.messages.wire import WireError, dense_message, parse_done, parse_metrics
+from plait_disagg.messages.wire import SEND_S, VERSION, dense_message, parse_card, parse_done, role_payload
 from plait_disagg.protocols import RowSource, SparseHalf
 from plait_disagg.queue.batch import cut
 from plait_disagg.queue.batch_boundary import BatchBoundary
 from plait_disagg.queue.jobs import RankJob, settle
 from plait_disagg.queue.knobs import WireFormat, WorkerKnobs
 from plait_disagg.queue.loop import BatchLoop
-from plait_disagg.queue.metrics_throttle import sum_metrics
+from plait_disagg.queue.order import Downstream
 from plait_disagg.queue.window import Window
 from plait_disagg.refresh.prepared_update import PreparedUpdate
 from plait_disagg.values import ModelCard, RankAnswer, RankTimings
-from plait_disagg.workers.lines import Backoff, Connect, Line, Lines
 from plait_fabric import Buffer, Message, Pool
+from plait_fabric.rpc.backoff import Backoff
+from plait_fabric.rpc.client import Client, Connect
+from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLost
+from plait_fabric.rpc.fields import Header, WireError
+from plait_fabric.rpc.metrics import read_metrics, sum_metrics
+from plait_fabric.threads import set_threads
 
 __all__ = ["CnCore"]
 
@@ -81,26 +86,32 @@ class CnCore:
         self._source = _row_source(sparse)
         self._dense_version = dense_version
         self._between = BatchBoundary()
-        self._senders: dict[Line[_SentBatch], tuple[_SenderKey, RowSender]] = {}
+        self._senders: dict[Connection[_SentBatch], tuple[_SenderKey, RowSender]] = {}
         self._savings = RowSavings()
         self._knobs = knobs or WorkerKnobs()
         self._clock = clock
         self._stopping = False
-        self._hn_metrics: dict[Line[_SentBatch], Mapping[str, float]] = {}
+        self._hn_metrics: dict[Connection[_SentBatch], Mapping[str, float]] = {}
         self._room = threading.Condition()
-        self._windows: dict[Line[_SentBatch], Window] = {}
+        self._windows: dict[Connection[_SentBatch], Window] = {}
         self._lookup_s = self._bytes = self._lost = self._late = 0.0
-        self._lines: Lines[_SentBatch] = Lines(
-            connect,
-            count=hns,
-            most=max_hns,
-            role="dense",
-            name=f"cn {card.name}",
-            on_up=self._on_up,
+        protocol = ClientProtocol(
+            version=VERSION,
+            hello=role_payload("dense"),
+            on_welcome=self._on_welcome,
             on_message=self._on_message,
             on_lost=self._on_lost,
+            send_timeout_s=SEND_S,
             answer_timeout_s=answer_timeout_s,
+        )
+        self._client: Client[_SentBatch] = Client(
+            connect,
+            protocol,
+            name=f"cn {card.name}",
+            count=hns,
+            max_count=max_hns,
             backoff=backoff,
+            on_thread=partial(set_threads, 1),
         )
         self._loop: BatchLoop[RankJob] = BatchLoop(
             self._work,
@@ -108,7 +119,7 @@ class CnCore:
             knobs=self._knobs,
             clock=clock,
             wait_for_room=self._wait_for_room,
-            elsewhere=lambda: self._lines.elsewhere,
+            elsewhere=self._elsewhere,
         )
 
     @property
@@ -147,7 +158,7 @@ class CnCore:
         """See `Core.ready`."""
         if not self._loop.alive:
             return "the compute thread has died"
-        return None if self._lines.up else f"no HN: {self._lines.why_down}"
+        return None if self._client.up else f"no HN: {self._client.why_down}"
 
     def metrics(self) -> Mapping[str, float]:
         """As a whole worker's; bytes and lost batches so far; HNs connected and batches there now; if rows cross, what
@@ -163,9 +174,9 @@ class CnCore:
             "busy_seconds_total": self._lookup_s,
             "crossed_bytes_total": self._bytes,
             "lost_batches_total": self._lost,
-            "hns": self._lines.up,
-            "at_hns": self._lines.open_questions,
-            "window": sum(line.window for line in self._lines.all if line.up),
+            "hns": self._client.up,
+            "at_hns": self._client.open_calls,
+            "window": sum(connection.window for connection in self._client.connections if connection.up),
             "late_answers_total": self._late,
             **(self._savings.metrics() if self._source is not None else {}),
             **sum_metrics("hn_", list(self._hn_metrics.values())),
@@ -179,8 +190,16 @@ class CnCore:
         if not self._loop.join(drain_s):
             self._loop.abandon(WorkerUnavailable("the worker was stopped"))
         with self._room:
-            self._room.wait_for(lambda: not self._lines.open_questions, max(0.0, until_s - time.monotonic()))
-        self._lines.close()
+            self._room.wait_for(lambda: not self._client.open_calls, max(0.0, until_s - time.monotonic()))
+        self._client.close()
+
+    def _elsewhere(self) -> Downstream:
+        up = [(it.open_calls, it.window) for it in self._client.connections if it.up]
+        return Downstream(
+            open=self._client.open_calls,
+            idle=sum(not asked for asked, _ in up),
+            room=sum(max(0, window - asked) for asked, window in up),
+        )
 
     # On the compute thread, or while it runs no batch.
 
@@ -196,11 +215,11 @@ class CnCore:
 
     def _wait_for_room(self) -> None:
         """Returns when a window has room, or when there is no HN at all: then requests fail at once."""
-        lines = self._lines
-        if lines.best() is not None or not lines.up:
+        client = self._client
+        if client.best() is not None or not client.up:
             return
         with self._room:
-            while lines.up and lines.best() is None:
+            while client.up and client.best() is None:
                 self._room.wait(_LOOK_S)
 
     def _work(self, jobs: list[RankJob]) -> None:
@@ -208,41 +227,42 @@ class CnCore:
             self._ask_hn(jobs)
 
     def _ask_hn(self, jobs: list[RankJob]) -> None:
-        line = self._lines.best(full=True)
-        if line is None:
-            raise WorkerUnavailable(f"no HN: {self._lines.why_down}")
+        connection = self._client.best(full=True)
+        if connection is None:
+            raise WorkerUnavailable(f"no HN: {self._client.why_down}")
         knobs = self._knobs
         batch = _SentBatch(jobs=jobs, began_s=self._clock(), wire=knobs.wire, version=self._card.version)
         try:
-            self._send(line, batch, knobs)
-        except WorkerUnavailable as error:  # the line was lost since it was chosen
-            line.rest()
-            self._ask_another(batch, error)
+            self._send(connection, batch, knobs)
+        except ConnectionLost as error:  # since it was chosen
+            connection.rest()
+            self._ask_another(batch, WorkerUnavailable(f"the HN: {error}"))
 
-    def _send(self, line: Line[_SentBatch], batch: _SentBatch, knobs: WorkerKnobs) -> None:
+    def _send(self, connection: Connection[_SentBatch], batch: _SentBatch, knobs: WorkerKnobs) -> None:
         requests = [job.request for job in batch.jobs]
         if self._source is None or not knobs.cache_rows:
             crossing = self._sparse.run(requests)
-            line.ask(batch, partial(self._pack, line, batch, lambda _: (crossing, None)))
+            connection.call(batch, partial(self._pack, connection, batch, lambda _: (crossing, None)))
             return
         ids = self._source.run_ids(requests)
         try:
-            line.ask(batch, partial(self._pack, line, batch, lambda pool: self._sender(line, pool, knobs).encode(ids)))
+            crossing_ids: _Crossing = lambda pool: self._sender(connection, pool, knobs).encode(ids)  # noqa: E731
+            connection.call(batch, partial(self._pack, connection, batch, crossing_ids))
         except BaseException:
-            self._senders.pop(line, None)  # whether the HN has seen the batch is not known
+            self._senders.pop(connection, None)  # whether the HN has seen the batch is not known
             raise
 
-    def _sender(self, line: Line[_SentBatch], pool: Pool, knobs: WorkerKnobs) -> RowSender:
-        """The line's, which begins anew with every channel and when its knobs change."""
+    def _sender(self, connection: Connection[_SentBatch], pool: Pool, knobs: WorkerKnobs) -> RowSender:
+        """The connection's, which begins anew with every channel and when its knobs change."""
         assert self._source is not None
         key = (pool, knobs.cache_rows, knobs.cache, knobs.wire)
-        found = self._senders.get(line)
+        found = self._senders.get(connection)
         if found is None or found[0] != key:
-            found = self._senders[line] = key, RowSender(self._source, knobs, self._savings)
+            found = self._senders[connection] = key, RowSender(self._source, knobs, self._savings)
         return found[1]
 
     def _pack(
-        self, line: Line[_SentBatch], batch: _SentBatch, crossing: _Crossing, number: int, pool: Pool
+        self, connection: Connection[_SentBatch], batch: _SentBatch, crossing: _Crossing, number: int, pool: Pool
     ) -> tuple[Mapping[str, Any], list[Buffer]]:
         tensors, hot = crossing(pool)
         batch.looked_up_s = self._clock()
@@ -256,47 +276,48 @@ class CnCore:
         )
         self._bytes += batch.nbytes
         due_s, lost_s = due_of(job.due_s for job in batch.jobs)
-        flow = Flow(window=line.window, open=line.open_questions, due_s=due_s, lost_s=lost_s)
+        flow = Flow(window=connection.window, open=connection.open_calls, due_s=due_s, lost_s=lost_s)
         header["flow"] = flow_field(flow, self._clock())
         return header, buffers
 
-    # On a line's thread.
+    # On a connection's thread.
 
-    def _on_up(self, line: Line[_SentBatch], card: ModelCard) -> None:
+    def _on_welcome(self, connection: Connection[_SentBatch], payload: Header) -> None:
+        card = parse_card(payload)
         mine = self._card.name, self._card.packaged or self._card.version
         theirs = card.name, card.packaged or card.version
         if mine != theirs:  # refreshes are the batches' business: each names the dense version that it wants
             raise WireError(f"the HN has {' '.join(theirs)}, not {' '.join(mine)}")
-        window = self._windows[line] = Window(most=self._knobs.window, adapts=self._knobs.adapt_window)
-        line.window = window.size
+        window = self._windows[connection] = Window(most=self._knobs.window, adapts=self._knobs.adapt_window)
+        connection.window = window.size
 
-    def _on_message(self, line: Line[_SentBatch], message: Message) -> None:
+    def _on_message(self, connection: Connection[_SentBatch], message: Message) -> None:
         with message:
             number, outcome = parse_done(message.header, message.buffers)
-            said = parse_metrics(message.header)
+            said = read_metrics(message.header)
             queued_s = parse_queued_s(message.header)
         if said is not None:
-            self._hn_metrics[line] = said
-        open_now = line.open_questions
-        batch = line.take(number)
+            self._hn_metrics[connection] = said
+        open_now = connection.open_calls
+        batch = connection.take(number)
         if batch is None:
-            if not line.asked(number):
+            if not connection.was_called(number):
                 raise WireError(f"an answer to batch {number}, which was never asked")
             self._late += 1  # a second answer; whoever waited has the first
             return
         if isinstance(outcome, RankError):
             self._wake()
-            self._failed(line, batch, outcome)
+            self._failed(connection, batch, outcome)
         else:
-            self._adapt(line, queued_s=queued_s, dense_s=outcome[1] / 1e3, open_now=open_now)
+            self._adapt(connection, queued_s=queued_s, dense_s=outcome[1] / 1e3, open_now=open_now)
             self._wake()
             self._answered(batch, *outcome)
 
-    def _adapt(self, line: Line[_SentBatch], *, queued_s: float, dense_s: float, open_now: int) -> None:
-        window, knobs = self._windows[line], self._knobs
+    def _adapt(self, connection: Connection[_SentBatch], *, queued_s: float, dense_s: float, open_now: int) -> None:
+        window, knobs = self._windows[connection], self._knobs
         window.most, window.adapts = knobs.window, knobs.adapt_window
         window.answered(queued_s=queued_s, dense_s=dense_s, open_now=open_now)
-        line.window = window.size
+        connection.window = window.size
 
     def _answered(self, batch: _SentBatch, outputs: dict[str, torch.Tensor], dense_ms: float) -> None:
         jobs = batch.jobs
@@ -327,10 +348,10 @@ class CnCore:
             for job, mine in zip(jobs, cut(outputs, candidates), strict=True)
         )
 
-    def _failed(self, line: Line[_SentBatch], batch: _SentBatch, error: RankError) -> None:
+    def _failed(self, connection: Connection[_SentBatch], batch: _SentBatch, error: RankError) -> None:
         """A fault hurts only its own request: the others are asked again, each alone. An HN that stops has no fault."""
         if isinstance(error, WorkerUnavailable | Busy):
-            line.rest()
+            connection.rest()
             self._ask_another(batch, error)
             return
         if isinstance(error, DeadlinePassed):
@@ -342,9 +363,9 @@ class CnCore:
             job.alone = True
             self._loop.put_again(job)
 
-    def _on_lost(self, line: Line[_SentBatch], batches: list[_SentBatch], why: str) -> None:
-        self._senders.pop(line, None)  # frees it; the next channel would not use it anyway
-        self._hn_metrics.pop(line, None)
+    def _on_lost(self, connection: Connection[_SentBatch], batches: list[_SentBatch], why: str) -> None:
+        self._senders.pop(connection, None)  # frees it; the next channel would not use it anyway
+        self._hn_metrics.pop(connection, None)
         self._lost += len(batches)
         self._wake()
         for batch in batches:
@@ -355,7 +376,7 @@ class CnCore:
         gives up those whose deadline passed meanwhile."""
         for job in batch.jobs:
             job.tries += 1
-            if job.tries > 1 or self._stopping or not self._lines.up:
+            if job.tries > 1 or self._stopping or not self._client.up:
                 job.fail(error)
             else:
                 self._loop.put_again(job)

@@ -5,21 +5,34 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from plait_disagg.errors import BadInput, RankError
 from plait_disagg.messages.layout import layout_of_inputs
-from plait_disagg.messages.wire import WireError, answers_message, own_buffers, parse_number, parse_rank
+from plait_disagg.messages.wire import (
+    SEND_S,
+    VERSION,
+    answers_message,
+    card_payload,
+    check_role,
+    own_buffers,
+    parse_number,
+    parse_rank,
+    version_header,
+)
 from plait_disagg.queue.jobs import Core, Outcome, RankJob
-from plait_disagg.workers.server import Peer, Server
 from plait_fabric import Listener, Message
+from plait_fabric.rpc.fields import WireError
+from plait_fabric.rpc.server import Peer, Server, ServerProtocol
+from plait_fabric.threads import set_threads
 
 __all__ = ["CoreServer"]
 
 _log = logging.getLogger(__name__)
 
 _LAST_SENDS_S = 0.2
-"""Between the last outcome and hanging up: a channel that is closed may lose what its peer has not received."""
+"""BatchBoundary the last outcome and hanging up: a channel that is closed may lose what its peer has not received."""
 
 
 class CoreServer:
@@ -31,9 +44,16 @@ class CoreServer:
         self._card = core.card
         self._layout = layout_of_inputs(core.card.inputs)
         self._sinks: dict[int, _PeerSink] = {}
-        self._server = Server(
-            core.card, listeners, role="rank", on_message=self._on_message, on_lost=self._on_lost, metrics=core.metrics
+        protocol = ServerProtocol(
+            version=VERSION,
+            on_hello=partial(check_role, role="rank"),
+            welcome=lambda: card_payload(core.card),
+            on_message=self._on_message,
+            on_lost=self._on_lost,
+            metrics=core.metrics,
+            send_timeout_s=SEND_S,
         )
+        self._server = Server(protocol, listeners, name="rank", on_thread=partial(set_threads, 1))
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -48,11 +68,11 @@ class CoreServer:
     @property
     def channels(self) -> int:
         """Clients now."""
-        return self._server.channels
+        return self._server.peers
 
     def announce(self) -> None:
         """The core has become another version: clients are told."""
-        self._server.announce(self._core.card)
+        self._server.announce(version_header(self._core.card.version))
 
     def stop(self, *, drain_s: float) -> None:
         """Accepts nothing new, answers what was accepted within ``drain_s``, hangs up. Idempotent."""

@@ -10,13 +10,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from plait_disagg.errors import RankError, WorkerUnavailable
 from plait_disagg.messages.flow import Flow, parse_flow
 from plait_disagg.messages.hot_rows import RowReceiver
-from plait_disagg.messages.wire import DenseAsk, WireError, done_message, failed_header, parse_dense
+from plait_disagg.messages.wire import (
+    SEND_S,
+    VERSION,
+    DenseAsk,
+    card_payload,
+    check_role,
+    done_message,
+    failed_header,
+    parse_dense,
+)
 from plait_disagg.protocols import DenseHalf
 from plait_disagg.queue.jobs import as_rank_error
 from plait_disagg.queue.knobs import WorkerKnobs
@@ -24,13 +34,15 @@ from plait_disagg.queue.loop import BatchLoop
 from plait_disagg.refresh.prepared_update import KEPT, PreparedUpdate
 from plait_disagg.tables.cache import OutOfStep
 from plait_disagg.values import ModelCard
-from plait_disagg.workers.server import Peer, Server
 from plait_fabric import FabricError, Listener, Message
+from plait_fabric.rpc.fields import WireError
+from plait_fabric.rpc.server import Peer, Server, ServerProtocol
+from plait_fabric.threads import set_threads
 
 __all__ = ["HnWorker"]
 
 _CATCH_UP_S = 1.0
-"""Between two looks for a version that is not here."""
+"""BatchBoundary two looks for a version that is not here."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -98,9 +110,16 @@ class HnWorker:
         self._loop: BatchLoop[_Dense] = BatchLoop(
             self._work, name=f"hn {card.name}", knobs=knobs or WorkerKnobs(), clock=clock, refuses=False
         )
-        self._server = Server(
-            card, listeners, role="dense", on_message=self._on_message, on_lost=self._on_lost, metrics=self.metrics
+        protocol = ServerProtocol(
+            version=VERSION,
+            on_hello=partial(check_role, role="dense"),
+            welcome=lambda: card_payload(card),
+            on_message=self._on_message,
+            on_lost=self._on_lost,
+            metrics=self.metrics,
+            send_timeout_s=SEND_S,
         )
+        self._server = Server(protocol, listeners, name="dense", on_thread=partial(set_threads, 1))
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -115,7 +134,7 @@ class HnWorker:
     @property
     def channels(self) -> int:
         """CNs connected now."""
-        return self._server.channels
+        return self._server.peers
 
     def reconfigure(self, knobs: WorkerKnobs) -> None:
         """Holds from the next batch on."""

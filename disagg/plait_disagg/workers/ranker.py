@@ -23,7 +23,7 @@ class CoreRanker:
 
     @property
     def card(self) -> ModelCard:
-        """See `Ranker.card`; raises `Unavailable` while no worker has said it yet."""
+        """See `Ranker.card`; raises `WorkerUnavailable` while no worker has said it yet."""
         return self.core.card
 
     async def rank(self, request: RankRequest) -> RankAnswer:

@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from plait_disagg.errors import BadInput, Busy, DeadlinePassed, RankError, WorkerUnavailable
 from plait_disagg.messages.layout import MessageLayout, layout_of_inputs
 from plait_disagg.messages.wire import (
-    WireError,
+    SEND_S,
+    VERSION,
     cancel_header,
     parse_answers,
-    parse_metrics,
+    parse_card,
     parse_version,
     rank_message,
+    role_payload,
 )
 from plait_disagg.queue.delay import Delay
-from plait_disagg.queue.jobs import Outcome, RankJob, settle
-from plait_disagg.queue.metrics_throttle import sum_metrics
+from plait_disagg.queue.jobs import Outcome, RankJob, as_rank_error, settle
 from plait_disagg.values import ModelCard, RankAnswer
-from plait_disagg.workers.lines import Backoff, Connect, Line, Lines
 from plait_disagg.workers.ranker import CoreRanker
-from plait_fabric import Message
+from plait_fabric import FabricError, Message
+from plait_fabric.rpc.backoff import Backoff
+from plait_fabric.rpc.client import Client, Connect
+from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLost, bare
+from plait_fabric.rpc.fields import Header, WireError
+from plait_fabric.rpc.metrics import read_metrics, sum_metrics
+from plait_fabric.threads import set_threads
 
 __all__ = ["RemoteCore", "RemoteRanker"]
 
@@ -51,30 +59,36 @@ class RemoteCore:
         self._model = model
         self._window = window
         self._card: ModelCard | None = None
-        self._worker_metrics: dict[Line[RankJob], Mapping[str, float]] = {}
-        self._layouts: dict[Line[RankJob], MessageLayout] = {}
+        self._worker_metrics: dict[Connection[RankJob], Mapping[str, float]] = {}
+        self._layouts: dict[Connection[RankJob], MessageLayout] = {}
         self._way = Delay()
         self._stopping = False
         self._requests = self._lost = 0
-        self._lines: Lines[RankJob] = Lines(
-            connect,
-            count=replicas,
-            most=max_replicas,
-            window=window,
-            role="rank",
-            name=f"ingress {model}",
-            on_up=self._on_up,
+        protocol = ClientProtocol(
+            version=VERSION,
+            hello=role_payload("rank"),
+            on_welcome=self._on_welcome,
             on_message=self._on_message,
             on_lost=self._on_lost,
+            send_timeout_s=SEND_S,
             answer_timeout_s=answer_timeout_s,
+        )
+        self._client: Client[RankJob] = Client(
+            connect,
+            protocol,
+            name=f"ingress {model}",
+            count=replicas,
+            max_count=max_replicas,
+            window=window,
             backoff=backoff,
+            on_thread=partial(set_threads, 1),
         )
 
     @property
     def card(self) -> ModelCard:
         """See `Core.card`."""
         if self._card is None:
-            raise WorkerUnavailable(f"model {self._model} is starting: {self._lines.why_down}")
+            raise WorkerUnavailable(f"model {self._model} is starting: {self._client.why_down}")
         return self._card
 
     @property
@@ -90,14 +104,18 @@ class RemoteCore:
         self._send(job)
 
     def _send(self, job: RankJob) -> None:
-        line = self._lines.best()
-        if line is None:
-            if self._lines.up:
+        connection = self._client.best()
+        if connection is None:
+            if self._client.up:
                 raise Busy(f"{self._window} requests are at the model's worker already")
-            raise WorkerUnavailable(f"model {self._model}: {self._lines.why_down}")
+            raise WorkerUnavailable(f"model {self._model}: {self._client.why_down}")
         try:
             request = replace(job.request, deadline_s=self._due_there_s(job))
-            line.ask(job, lambda number, pool: rank_message(number, request, self._layouts[line], pool))
+            connection.call(job, lambda number, pool: rank_message(number, request, self._layouts[connection], pool))
+        except ConnectionLost as error:
+            raise WorkerUnavailable(str(error)) from error
+        except FabricError as error:
+            raise as_rank_error(error) from error
         except (KeyError, ValueError) as error:  # it was checked against the card of another version
             raise BadInput(f"the request does not fit model {self._model}: {error}") from error
 
@@ -111,14 +129,15 @@ class RemoteCore:
     def cancel(self, job: RankJob) -> None:
         """See `Core.cancel`."""
         job.gone = True
-        for line in self._lines.all:
-            number = line.withdraw(job)
+        for connection in self._client.connections:
+            number = connection.withdraw(job)
             if number is not None:
-                line.tell(cancel_header(number))
+                with suppress(ConnectionLost):
+                    connection.send(bare(cancel_header(number)))
 
     def ready(self) -> str | None:
         """See `Core.ready`."""
-        return None if self._lines.up else f"model {self._model}: {self._lines.why_down}"
+        return None if self._client.up else f"model {self._model}: {self._client.why_down}"
 
     def metrics(self) -> Mapping[str, float]:
         """Requests sent, and lost with a worker, so far; workers connected and requests at them now; what the workers
@@ -126,8 +145,8 @@ class RemoteCore:
         return {
             "sent_total": self._requests,
             "lost_total": self._lost,
-            "workers": self._lines.up,
-            "at_workers": self._lines.open_questions,
+            "workers": self._client.up,
+            "at_workers": self._client.open_calls,
             **sum_metrics("worker_", list(self._worker_metrics.values())),
         }
 
@@ -135,36 +154,37 @@ class RemoteCore:
         """See `Core.stop`."""
         self._stopping = True
         until_s = time.monotonic() + drain_s
-        while self._lines.open_questions and time.monotonic() < until_s:
+        while self._client.open_calls and time.monotonic() < until_s:
             time.sleep(_LOOK_S)
-        self._lines.close()
+        self._client.close()
 
-    # On a line's thread.
+    # On a connection's thread.
 
-    def _on_up(self, line: Line[RankJob], card: ModelCard) -> None:
+    def _on_welcome(self, connection: Connection[RankJob], payload: Header) -> None:
+        card = parse_card(payload)
         if card.name != self._model:
             raise WireError(f"the worker ranks with {card.name!r}, not {self._model!r}")
-        self._layouts[line] = layout_of_inputs(card.inputs)
+        self._layouts[connection] = layout_of_inputs(card.inputs)
         if card != self._card:
             self._card = card
 
-    def _on_message(self, line: Line[RankJob], message: Message) -> None:
+    def _on_message(self, connection: Connection[RankJob], message: Message) -> None:
         with message:
             version = parse_version(message.header)
             if version is not None:
                 self._now_at(version)
                 return
             answers = parse_answers(message.header, message.buffers)
-            said = parse_metrics(message.header)
+            said = read_metrics(message.header)
         if said is not None:
-            self._worker_metrics[line] = said
+            self._worker_metrics[connection] = said
         outcomes: list[tuple[RankJob, Outcome]] = []
         for number, outcome in answers:
-            job = line.take(number)  # None: cancelled meanwhile
+            job = connection.take(number)  # None: cancelled meanwhile
             if job is None:
                 continue
-            if isinstance(outcome, WorkerUnavailable) and self._lines.up > 1:
-                line.rest()
+            if isinstance(outcome, WorkerUnavailable) and self._client.up > 1:
+                connection.rest()
                 self._ask_another(job, outcome)
             else:
                 outcomes.append((job, outcome))
@@ -176,8 +196,8 @@ class RemoteCore:
         if self._card is not None and self._card.version != version:
             self._card = replace(self._card, version=version)
 
-    def _on_lost(self, line: Line[RankJob], jobs: list[RankJob], why: str) -> None:
-        self._worker_metrics.pop(line, None)
+    def _on_lost(self, connection: Connection[RankJob], jobs: list[RankJob], why: str) -> None:
+        self._worker_metrics.pop(connection, None)
         self._lost += len(jobs)
         for job in jobs:
             self._ask_another(job, WorkerUnavailable(why))

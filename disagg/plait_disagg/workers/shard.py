@@ -16,6 +16,7 @@ from plait_disagg.tables.protocols import BadId, LookupRequest, Tables
 from plait_disagg.tables.rows_wire import RowsWireError, failed_header, pack_found, parse_asks
 from plait_disagg.tables.values import Lookup, Mode, Table
 from plait_fabric import Channel, ChannelClosed, FabricError, Listener, Message, PeerLost
+from plait_fabric.rpc.server import start_accepting
 from plait_fabric.threads import set_threads
 
 __all__ = ["ShardWorker"]
@@ -47,8 +48,7 @@ class ShardWorker:
         self._stopped = False
         self._listeners = tuple(listeners)
         self.lookups = 0
-        for listener in self._listeners:
-            threading.Thread(target=self._accept, args=(listener,), name="shard accept", daemon=True).start()
+        start_accepting(self._listeners, self._admit, name="shard")
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -70,20 +70,13 @@ class ShardWorker:
         for channel in channels:
             channel.close()
 
-    def _accept(self, listener: Listener) -> None:
-        while True:
-            try:
-                channel = listener.accept()
-            except FabricError as error:
-                if not self._stopped:
-                    _log.error("%s accepts no more: %s", listener.address, error)
+    def _admit(self, channel: Channel) -> None:
+        with self._lock:
+            if self._stopped:
+                channel.close()
                 return
-            with self._lock:
-                if self._stopped:
-                    channel.close()
-                    return
-                self._channels.add(channel)
-            threading.Thread(target=self._serve, args=(channel,), name="shard client", daemon=True).start()
+            self._channels.add(channel)
+        threading.Thread(target=self._serve, args=(channel,), name="shard client", daemon=True).start()
 
     def _serve(self, channel: Channel) -> None:
         set_threads(1)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from plait_fabric import Channel, FabricError
 
-__all__ = ["Link", "NoReplica", "Replica", "connect_to_one", "in_order"]
+__all__ = ["Link", "NoReplica", "Replica", "connect_to_one", "in_order", "worth_moving"]
 
 
 class NoReplica(Exception):
@@ -69,3 +69,16 @@ def connect_to_one(
         except FabricError as error:
             reasons.append(f"{replica.name} at {address}: {error}")
     raise NoReplica("; ".join(reasons) or "there is no other replica")
+
+
+def worth_moving(replicas: Sequence[Replica], current: str, *, chance: random.Random) -> bool:
+    """Whether a client of ``current`` should go to another replica, because that has at least two clients fewer.
+
+    Each client of the fuller one decides by lot, so that half of the difference moves and not all at once.
+    """
+    clients = {replica.name: replica.channels for replica in replicas}
+    others = [count for name, count in clients.items() if name != current]
+    if current not in clients or not others:
+        return False
+    difference = clients[current] - min(others)
+    return difference >= 2 and chance.random() < difference / (2 * clients[current])

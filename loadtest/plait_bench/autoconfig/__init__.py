@@ -23,7 +23,7 @@ from plait_bench.errors import SystemUnavailable
 NAME = "autoconfig"
 SEEDS, QUICK_SEEDS = 20, 2
 COLD, MISLED = "synthetic-cold", "synthetic-misled"
-GIVEN, OWN = ("falcon", "llm-pilot", "synthetic", COLD, MISLED), ("own-images", "own-recommend")
+OWN = ("own-images", "own-recommend")
 
 
 def benchmark(*, only: Sequence[str] = (), data: Path | None = None, recorded: Sequence[Path] = ()) -> Benchmark:

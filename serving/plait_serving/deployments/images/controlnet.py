@@ -29,7 +29,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from plait_fabric import new_secret
-from plait_fabric.rpc.replicas import Link, NoReplica, Replica
+from plait_fabric.rpc.replicas import Link, NoReplica, Replica, worth_moving
 from plait_fabric.threads import run_on_own_thread
 from plait_serving.deployments.fabric_endpoints import (
     ServeReplicas,
@@ -40,7 +40,6 @@ from plait_serving.deployments.fabric_endpoints import (
 )
 from plait_serving.deployments.logs import configure_logging
 from plait_serving.diffusion.controlnet.model import load_controlnet
-from plait_serving.diffusion.controlnet.replicas import worth_moving
 from plait_serving.diffusion.controlnet.service import ControlNetService, ServiceLimits
 from plait_serving.diffusion.errors import ControlNetUnavailable
 

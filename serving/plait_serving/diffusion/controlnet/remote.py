@@ -7,17 +7,25 @@ is lost costs its steps in flight a second computation, nothing else.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
 
-from plait_fabric import FabricError
-from plait_serving.diffusion.controlnet.connection import Answer, Connection, ConnectionLost, Link
+from plait_fabric import FabricError, Message, Pool
+from plait_fabric.rpc.backoff import Backoff
+from plait_fabric.rpc.client import Connect
+from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLost, Packed, bare
+from plait_fabric.rpc.fields import Header, WireError
+from plait_fabric.rpc.on_demand import Losses, OnDemand
+from plait_fabric.rpc.replicas import Link, NoReplica
+from plait_fabric.tensors import pack_tensors, tensors_of
+from plait_serving.diffusion.controlnet import wire
 from plait_serving.diffusion.controlnet.model import check_image
-from plait_serving.diffusion.controlnet.wire import MAX_CALLS, UNKNOWN_SESSION, Call, error_of
 from plait_serving.diffusion.errors import ControlNetUnavailable, EngineError
 from plait_serving.diffusion.protocols import (
     Conditioning,
@@ -29,12 +37,9 @@ from plait_serving.diffusion.protocols import (
 )
 from plait_serving.diffusion.values import RgbImage
 
-__all__ = ["Backoff", "Connect", "Link", "RemoteControlNetClient"]
+__all__ = ["RemoteControlNetClient"]
 
 _log = logging.getLogger(__name__)
-
-Connect: TypeAlias = Callable[[frozenset[str]], Link]
-"""``(replicas to leave out) -> a channel to one of the others``. Raises `ControlNetUnavailable` or `FabricError`."""
 
 _MOVE_EVERY_S = 30.0
 """How often a client asks whether another replica has fewer clients: after one was added, or came back."""
@@ -42,17 +47,7 @@ _MOVE_EVERY_S = 30.0
 _MAX_TRIES = 3
 """Replicas that one step is tried on; a step that kills whoever computes it must not kill them all."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Backoff:
-    """How long nobody is called after nobody answered: doubling from ``first_s`` to ``largest_s``."""
-
-    first_s: float = 0.2
-    largest_s: float = 5.0
-
-    def wait_s(self, failures: int) -> float:
-        """The pause after ``failures`` (>= 1) failures in a row."""
-        return min(self.largest_s, self.first_s * 2.0 ** min(failures - 1, 30))
+_BACKOFF = Backoff(first_s=0.2, max_s=5.0)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -65,31 +60,24 @@ class RemoteSession:
     conditioning: Conditioning
     width: int
     height: int
-    opened_on: Connection | None = None
+    opened_on: _Connection | None = None
     closed: bool = False
 
 
 @dataclass(slots=True, eq=False)
-class _Losses:
-    """Replicas that were lost during one step (or open); those that hung are not asked again for it."""
+class _Step:
+    """A step message under way, with the calls of those ``indices``.
 
-    lost: set[str] = field(default_factory=set)
-    hung: set[str] = field(default_factory=set)
-    count: int = 0
+    ``answers`` is set before ``ready``; it stays None if the connection was lost first.
+    """
 
-    def add(self, error: ConnectionLost) -> None:
-        self.count += 1
-        self.lost.add(error.replica)
-        if error.hung:
-            self.hung.add(error.replica)
+    connection: _Connection
+    indices: list[int]
+    ready: threading.Event = field(default_factory=threading.Event)
+    answers: tuple[wire.Answer, ...] | None = None
 
 
-@dataclass(slots=True, eq=False)
-class _Asked:
-    """Steps under way on one connection: indices of the calls by the number of their answer."""
-
-    connection: Connection
-    indices: dict[int, list[int]] = field(default_factory=dict)
+_Connection: TypeAlias = Connection[_Step]
 
 
 class RemoteControlNetClient(ControlNetClient):
@@ -106,20 +94,27 @@ class RemoteControlNetClient(ControlNetClient):
         *,
         worth_moving: Callable[[str], bool] | None = None,
         answer_timeout_s: float = 60.0,
-        backoff: Backoff | None = None,
+        backoff: Backoff = _BACKOFF,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._name = name
         self._connect = connect
         self._worth_moving = worth_moving
         self._answer_timeout_s = answer_timeout_s
-        self._backoff = backoff or Backoff()
         self._clock = clock
-        self._connection: Connection | None = None
         self._next_session = 0
-        self._failures = 0
-        self._closed_until_s = -float("inf")
         self._move_at_s = clock() + _MOVE_EVERY_S
+        protocol = ClientProtocol(
+            version=wire.VERSION,
+            hello={},
+            on_welcome=self._on_welcome,
+            on_message=_deliver,
+            on_lost=lambda _, steps, __: _wake(steps),
+            send_timeout_s=answer_timeout_s,
+        )
+        self._place: OnDemand[_Step] = OnDemand(
+            self._dial, protocol, name=f"ControlNet {name}", max_tries=_MAX_TRIES, backoff=backoff, clock=clock
+        )
 
     @property
     def name(self) -> str:
@@ -139,14 +134,14 @@ class RemoteControlNetClient(ControlNetClient):
         )
         self._next_session += 1
         self._move_if_worth_it()
-        losses = _Losses()
+        losses = Losses()
         while True:
             connection = self._connected(losses)
             try:
-                _open_on(connection, session)
+                self._open_on(connection, session)
                 return session
             except ConnectionLost as error:
-                self._drop(connection, error, losses)
+                self._place.drop(connection, error, losses)
 
     def start(self, calls: Sequence[ControlCall]) -> PendingResiduals:
         """See `ControlNetClient.start`."""
@@ -160,103 +155,98 @@ class RemoteControlNetClient(ControlNetClient):
             return
         session.closed = True
         connection, session.opened_on = session.opened_on, None
-        if connection is not None and connection.usable:
-            connection.forget(session.number)
+        if connection is not None:
+            with suppress(ConnectionLost):
+                connection.send(bare(wire.close_header(session.number)))
 
     def shutdown(self) -> None:
         """See `ControlNetClient.shutdown`."""
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        self._place.close()
 
-    def ask(self, calls: Sequence[ControlCall], indices: Sequence[int], losses: _Losses) -> _Asked:
-        """Sends some of the calls to a replica, opening their sessions first where it does not have them.
+    def ask(self, calls: Sequence[ControlCall], indices: Sequence[int], losses: Losses) -> list[_Step]:
+        """Send some of the calls to a replica, opening their sessions first where it does not have them.
 
         Raises `ControlNetUnavailable`, or `ConnectionLost` after noting it in ``losses``.
         """
         connection = self._connected(losses)
-        asked = _Asked(connection)
+        steps: list[_Step] = []
         try:
             for part in _messages(calls, indices):
                 for i in part:
-                    _open_on(connection, _remote(calls[i].session))
-                asked.indices[connection.ask([_wire_call(calls[i]) for i in part])] = part
+                    self._open_on(connection, _remote(calls[i].session))
+                steps.append(self._call(connection, part, tuple(_wire_call(calls[i]) for i in part)))
         except ConnectionLost as error:
-            self._drop(connection, error, losses)
+            self._place.drop(connection, error, losses)
             raise
-        return asked
+        return steps
 
-    def collect(self, asked: _Asked, losses: _Losses) -> dict[int, Answer]:
-        """Waits for what was asked, by call. Raises `ConnectionLost` after noting it in ``losses``."""
-        answers: dict[int, Answer] = {}
+    def collect(self, step: _Step, losses: Losses) -> dict[int, wire.Answer]:
+        """Wait for a step's answers, by call. Raises `ConnectionLost` after noting it in ``losses``; a replica that
+        takes too long counts as lost."""
+        connection, timeout_s = step.connection, self._answer_timeout_s
+        hung = not step.ready.wait(timeout_s)
+        if step.answers is not None:
+            return dict(zip(step.indices, step.answers, strict=True))
+        why = f"no answer within {timeout_s:g} s" if hung else connection.why_down
+        error = ConnectionLost(connection.replica, why, hung=hung)
+        self._place.drop(connection, error, losses)
+        raise error
+
+    def _open_on(self, connection: _Connection, session: RemoteSession) -> None:
+        """Hand the constants over if this connection does not have them. Raises `ConnectionLost`."""
+        if session.opened_on is not connection:
+            message = wire.open_message(
+                session.number,
+                image=session.image,
+                conditioning=session.conditioning,
+                width=session.width,
+                height=session.height,
+            )
+            connection.send(lambda pool: self._pack(connection, pool, message))
+            session.opened_on = connection
+
+    def _call(self, connection: _Connection, indices: list[int], calls: tuple[wire.Call, ...]) -> _Step:
+        step = _Step(connection, indices)
+        connection.call(step, lambda seq, pool: self._pack(connection, pool, wire.step_message(seq, calls)))
+        return step
+
+    def _pack(self, connection: _Connection, pool: Pool, message: tuple[Header, wire.Tensors]) -> Packed:
+        """A replica that gives no memory back hangs: another one may have room. Raises `ConnectionLost`."""
         try:
-            for seq, indices in asked.indices.items():
-                answers.update(zip(indices, asked.connection.wait(seq), strict=True))
-        except ConnectionLost as error:
-            self._drop(asked.connection, error, losses)
-            raise
-        return answers
+            return pack_tensors(pool, *message, timeout_s=self._answer_timeout_s)
+        except FabricError as error:
+            raise ConnectionLost(connection.replica, str(error)) from error
 
-    def _connected(self, losses: _Losses) -> Connection:
+    def _connected(self, losses: Losses) -> _Connection:
         """The connection that is there, or a new one. Raises `ControlNetUnavailable`."""
-        current = self._connection
-        if current is not None and current.usable:
-            return current
-        if self._clock() < self._closed_until_s:
-            raise ControlNetUnavailable(f"no replica of ControlNet {self._name} answered a moment ago")
-        while losses.count < _MAX_TRIES:
-            try:
-                link = self._link(losses)
-                self._connection = Connection(link, controlnet=self._name, timeout_s=self._answer_timeout_s)
-            except ConnectionLost as error:
-                _log.warning("ControlNet %s: %s", self._name, error)
-                losses.add(error)
-            except (ControlNetUnavailable, FabricError) as error:
-                raise self._nobody(str(error)) from error
-            else:
-                self._failures = 0
-                return self._connection
-        raise self._nobody(f"lost one after the other: {', '.join(sorted(losses.lost))}")
+        try:
+            return self._place.get(losses)
+        except NoReplica as error:
+            raise ControlNetUnavailable(f"no replica of ControlNet {self._name} answers: {error}") from error
+
+    def _dial(self, left_out: frozenset[str]) -> Link:
+        try:
+            return self._connect(left_out)
+        except ControlNetUnavailable as error:
+            raise NoReplica(str(error)) from error
 
     def _move_if_worth_it(self) -> None:
         """Between two steps nothing is under way; sessions follow to the new replica with their next step."""
-        current = self._connection
+        current = self._place.current
         if self._worth_moving is None or current is None or self._clock() < self._move_at_s:
             return
         self._move_at_s = self._clock() + _MOVE_EVERY_S
         try:
             if not self._worth_moving(current.replica):
                 return
-            link = self._connect(frozenset({current.replica}))
-            self._connection = Connection(link, controlnet=self._name, timeout_s=self._answer_timeout_s)
-        except (ConnectionLost, ControlNetUnavailable, FabricError) as error:
+            self._place.move()
+        except (ConnectionLost, ControlNetUnavailable, NoReplica, FabricError) as error:
             _log.info("ControlNet %s stays at replica %s: %s", self._name, current.replica, error)
-            return
-        _log.info("ControlNet %s moves from replica %s to %s", self._name, current.replica, link.replica)
-        current.close()
 
-    def _link(self, losses: _Losses) -> Link:
-        """A channel to a replica that was not lost just now; failing that, to one that may be back."""
-        try:
-            return self._connect(frozenset(losses.lost))
-        except (ControlNetUnavailable, FabricError):
-            if losses.lost == losses.hung:
-                raise
-        return self._connect(frozenset(losses.hung))
-
-    def _nobody(self, why: str) -> ControlNetUnavailable:
-        self._failures += 1
-        pause_s = self._backoff.wait_s(self._failures)
-        self._closed_until_s = self._clock() + pause_s
-        _log.warning("ControlNet %s: no replica answers; next try in %.1f s: %s", self._name, pause_s, why)
-        return ControlNetUnavailable(f"no replica of ControlNet {self._name} answers: {why}")
-
-    def _drop(self, connection: Connection, error: ConnectionLost, losses: _Losses) -> None:
-        _log.warning("ControlNet %s: %s", self._name, error)
-        losses.add(error)
-        connection.close()
-        if self._connection is connection:
-            self._connection = None
+    def _on_welcome(self, _: _Connection, payload: Header) -> None:
+        name = wire.parse_welcome(payload)
+        if name != self._name:
+            raise WireError(f"it serves ControlNet {name!r}, not {self._name!r}")
 
 
 class _Pending(PendingResiduals):
@@ -267,8 +257,8 @@ class _Pending(PendingResiduals):
         self._calls = calls
         self._answers: dict[int, Residuals | EngineError] = {}
         self._reopened: set[int] = set()
-        self._losses = _Losses()
-        self._asked: _Asked | None = None
+        self._losses = Losses()
+        self._steps: list[_Step] = []
         for i, call in enumerate(calls):
             session = call.session
             if not isinstance(session, RemoteSession) or session.closed or session.controlnet != client.name:
@@ -277,67 +267,64 @@ class _Pending(PendingResiduals):
     def ask(self) -> None:
         """Sends what has no answer yet, if a replica can be reached."""
         try:
-            self._asked = self._client.ask(self._calls, self._open_indices(), self._losses)
+            self._steps = self._client.ask(self._calls, self._open_indices(), self._losses)
         except ConnectionLost:
-            self._asked = None
+            return
         except ControlNetUnavailable as error:
-            self._asked = None
-            self._fail_rest(error)
+            self._answers |= dict.fromkeys(self._open_indices(), error)
 
     def wait(self) -> list[Residuals | EngineError]:
         while self._open_indices():
-            if self._asked is None:
+            if not self._steps:
                 self.ask()
-            else:
-                self._collect()
+            while self._steps:
+                self._collect(self._steps.pop(0))
         return [self._answers[i] for i in range(len(self._calls))]
 
     def _open_indices(self) -> list[int]:
         return [i for i in range(len(self._calls)) if i not in self._answers]
 
-    def _collect(self) -> None:
-        asked, self._asked = self._asked, None
-        assert asked is not None
+    def _collect(self, step: _Step) -> None:
         try:
-            answers = self._client.collect(asked, self._losses)
+            answers = self._client.collect(step, self._losses)
         except ConnectionLost:
+            self._steps = []  # they were lost with it
             return
         for i, answer in answers.items():
             if isinstance(answer, Residuals):
                 self._answers[i] = _like(answer, self._calls[i].sample)
-            elif answer[0] == UNKNOWN_SESSION and i not in self._reopened:
+            elif answer[0] == wire.UNKNOWN_SESSION and i not in self._reopened:
                 self._reopened.add(i)
                 _remote(self._calls[i].session).opened_on = None
             else:
                 self._answers[i] = self._error(*answer)
 
     def _error(self, code: str, message: str) -> EngineError:
-        if code == UNKNOWN_SESSION:
+        if code == wire.UNKNOWN_SESSION:
             return ControlNetUnavailable(f"ControlNet {self._client.name} has no room for the sessions of this step")
-        return error_of(code, f"ControlNet {self._client.name}: {message}")
+        return wire.error_of(code, f"ControlNet {self._client.name}: {message}")
 
-    def _fail_rest(self, error: EngineError) -> None:
-        for i in self._open_indices():
-            self._answers[i] = error
+
+def _deliver(connection: _Connection, message: Message) -> None:
+    """Copy the answer out of the channel's memory. A number that nobody asked for is a broken replica."""
+    with tensors_of(message) as arrived:
+        reply = wire.parse_reply(arrived.header, {name: tensor.clone() for name, tensor in arrived.tensors.items()})
+    step = connection.take(reply.seq)
+    if step is None or len(step.indices) != len(reply.answers):
+        _wake([] if step is None else [step])
+        raise WireError(f"an answer to step {reply.seq}, which was not asked like that")
+    step.answers = reply.answers
+    step.ready.set()
+
+
+def _wake(lost: Sequence[_Step]) -> None:
+    for step in lost:
+        step.ready.set()
 
 
 def _remote(session: ControlSession) -> RemoteSession:
     assert isinstance(session, RemoteSession)
     return session
-
-
-def _open_on(connection: Connection, session: RemoteSession) -> None:
-    """Hands the constants over if this connection does not have them."""
-    if session.opened_on is connection:
-        return
-    connection.open(
-        session.number,
-        image=session.image,
-        conditioning=session.conditioning,
-        width=session.width,
-        height=session.height,
-    )
-    session.opened_on = connection
 
 
 def _messages(calls: Sequence[ControlCall], indices: Sequence[int]) -> list[list[int]]:
@@ -346,11 +333,11 @@ def _messages(calls: Sequence[ControlCall], indices: Sequence[int]) -> list[list
     for i in indices:
         sample = calls[i].sample
         groups.setdefault((sample.shape[1:], sample.dtype), []).append(i)
-    return [group[at : at + MAX_CALLS] for group in groups.values() for at in range(0, len(group), MAX_CALLS)]
+    return [group[at : at + wire.MAX_CALLS] for group in groups.values() for at in range(0, len(group), wire.MAX_CALLS)]
 
 
-def _wire_call(call: ControlCall) -> Call:
-    return Call(
+def _wire_call(call: ControlCall) -> wire.Call:
+    return wire.Call(
         session=_remote(call.session).number,
         sample=call.sample,
         timestep=float(call.timestep),

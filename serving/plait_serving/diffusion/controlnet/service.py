@@ -12,21 +12,39 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
-from plait_fabric import Channel, FabricError, Listener
+from plait_fabric import Listener, Message
+from plait_fabric.rpc.fields import only
+from plait_fabric.rpc.server import Peer, Server, ServerProtocol
+from plait_fabric.tensors import pack_tensors, tensors_of
 from plait_fabric.threads import set_threads
 from plait_serving.diffusion.controlnet.model import ControlNetModelRunner, ControlRows
-from plait_serving.diffusion.controlnet.peers import Peer
 from plait_serving.diffusion.controlnet.sessions import SessionTable
-from plait_serving.diffusion.controlnet.wire import UNKNOWN_SESSION, Call, Close, Open, Reply, Request, Step
+from plait_serving.diffusion.controlnet.wire import (
+    UNKNOWN_SESSION,
+    VERSION,
+    Call,
+    Close,
+    Open,
+    Reply,
+    Request,
+    Step,
+    parse_request,
+    reply_message,
+    welcome_payload,
+)
 from plait_serving.diffusion.errors import EngineError, ModelError
 from plait_serving.diffusion.protocols import Residuals
 
 __all__ = ["ControlNetService", "ServiceLimits", "ServiceStatistics"]
 
 _log = logging.getLogger(__name__)
+
+_MAX_BACKLOG = 64
+"""Messages of one client that wait for their turn, or whose answer waits to be sent; a correct client has a handful."""
 
 _NAP_S = 1.0
 """How often idle sessions are looked for when nothing else happens."""
@@ -95,7 +113,6 @@ class _Counts:
     batches: int = 0
     shared_batches: int = 0
     failed_calls: int = 0
-    refused_channels: int = 0
     busy_s: float = 0.0
 
 
@@ -142,7 +159,6 @@ class ControlNetService:
         """Starts at once. ``threads``: CPU threads of a forward pass, 0 leaves what is set."""
         self._name = name
         self._runner = runner
-        self._listeners = tuple(listeners)
         self._clock = clock
         self._limits = limits or ServiceLimits()
         self._threads = threads
@@ -152,27 +168,31 @@ class ControlNetService:
         self._inbox = _Inbox()
         self._jobs: deque[_Job] = deque()
         self._counts = _Counts()
-        self._peers: dict[int, Peer] = {}
-        self._next_peer = 0
-        self._lock = threading.Lock()
+        self._stopping = threading.Lock()
         self._stopped = False
         self._compute = threading.Thread(target=self._run, name=f"controlnet {name}", daemon=True)
-        self._acceptors = [
-            threading.Thread(target=self._accept, args=(listener,), name=f"controlnet {name} accept", daemon=True)
-            for listener in self._listeners
-        ]
-        for thread in (self._compute, *self._acceptors):
-            thread.start()
+        self._compute.start()
+        protocol = ServerProtocol(
+            version=VERSION,
+            on_hello=lambda payload: only(payload, set()),
+            welcome=lambda: welcome_payload(name),
+            on_message=self._on_message,
+            on_lost=lambda peer: self._inbox.put(peer, None),
+            send_timeout_s=self._limits.send_timeout_s,
+            max_peers=self._limits.channels,
+            backlog=_MAX_BACKLOG,
+        )
+        self._server = Server(protocol, listeners, name=f"controlnet {name}")
 
     @property
     def addresses(self) -> tuple[str, ...]:
         """Where it listens, in the order of the listeners."""
-        return tuple(listener.address for listener in self._listeners)
+        return self._server.addresses
 
     @property
     def alive(self) -> bool:
         """Whether it accepts and computes."""
-        return not self._stopped and self._compute.is_alive() and all(thread.is_alive() for thread in self._acceptors)
+        return not self._stopped and self._compute.is_alive() and self._server.alive
 
     def reconfigure(self, *, threads: int, largest_batch_rows: int) -> None:
         """Changes what can change without a restart; holds from the next forward pass on."""
@@ -189,10 +209,12 @@ class ControlNetService:
     def statistics(self) -> ServiceStatistics:
         """A snapshot; a batch that is just being counted may be in it by half. A client that was greeted is in it."""
         counts = {name: getattr(self._counts, name) for name in self._counts.__slots__}
-        with self._lock:
-            channels = len(self._peers)
         return ServiceStatistics(
-            channels=channels, sessions=len(self._sessions), sessions_bytes=self._sessions.nbytes, **counts
+            channels=self._server.peers,
+            sessions=len(self._sessions),
+            sessions_bytes=self._sessions.nbytes,
+            refused_channels=self._server.refused,
+            **counts,
         )
 
     def stop(self, *, drain_s: float = 5.0) -> None:
@@ -200,56 +222,21 @@ class ControlNetService:
 
         Clients whose steps were not answered within ``drain_s`` see the channel end and ask another replica.
         """
-        with self._lock:
+        with self._stopping:
             if self._stopped:
                 return
             self._stopped = True
-        for listener in self._listeners:
-            listener.close()
+        self._server.close_listeners()
         self._inbox.stop()
         self._compute.join(drain_s)
-        with self._lock:
-            peers = list(self._peers.values())
-        for peer in peers:
-            peer.close(flush_s=min(1.0, drain_s))
-        for peer in peers:
-            peer.join(1.0)
+        self._server.hang_up(flush_s=min(1.0, drain_s))
 
-    def _accept(self, listener: Listener) -> None:
-        while not self._stopped:
-            try:
-                channel = listener.accept()
-            except FabricError as error:
-                if not self._stopped:
-                    _log.error("ControlNet %s: %s accepts no more: %s", self._name, listener.address, error)
-                return
-            self._admit(channel)
-
-    def _admit(self, channel: Channel) -> None:
-        with self._lock:
-            if self._stopped or len(self._peers) >= self._limits.channels:
-                self._counts.refused_channels += 1
-                refused = True
-            else:
-                refused = False
-                number = self._next_peer
-                self._next_peer += 1
-                self._peers[number] = Peer(
-                    number,
-                    channel,
-                    controlnet=self._name,
-                    send_timeout_s=self._limits.send_timeout_s,
-                    on_request=self._inbox.put,
-                    on_lost=self._lost,
-                )
-        if refused:
-            _log.warning("ControlNet %s: too many channels; %s is refused", self._name, channel.peer)
-            channel.close()
-
-    def _lost(self, peer: Peer) -> None:
-        with self._lock:
-            self._peers.pop(peer.number, None)
-        self._inbox.put(peer, None)
+    def _on_message(self, peer: Peer, message: Message) -> None:
+        """Hand the request on with tensors of its own: those of a message go back to the channel."""
+        with tensors_of(message) as arrived:
+            request = parse_request(arrived.header, {name: it.clone() for name, it in arrived.tensors.items()})
+        peer.admit()
+        self._inbox.put(peer, request)
 
     # What follows runs on the compute thread.
 
@@ -286,8 +273,6 @@ class ControlNetService:
                 self._queue(peer, request)
             case Close():
                 self._sessions.forget(peer.number, request.session)
-                peer.done()
-            case _:
                 peer.done()
 
     def _open(self, peer: Peer, request: Open) -> None:
@@ -353,7 +338,8 @@ class ControlNetService:
     def _reply(self, job: _Job) -> None:
         answered = tuple(answer for answer in job.answers if answer is not None)
         self._counts.failed_calls += sum(not isinstance(answer, Residuals) for answer in answered)
-        job.peer.answer(Reply(seq=job.seq, answers=answered))
+        header, tensors = reply_message(Reply(seq=job.seq, answers=answered))
+        job.peer.reply(partial(pack_tensors, header=header, tensors=tensors, timeout_s=self._limits.send_timeout_s))
 
     def _count(self, batch: list[_Job], seconds: float) -> None:
         counts = self._counts

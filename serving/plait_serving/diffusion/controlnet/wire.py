@@ -2,11 +2,10 @@
 
 ::
 
-    client -> service   hello {version}                                      answered by welcome
-                        open {session, width, height, n, cfg} + image, text, added.*      no answer
-                        step {seq, calls: [[session, timestep, scale], ...]} + sample.0, sample.1, ...
-                        close {session}                                      no answer
-    service -> client   welcome {version, controlnet}
+    client -> service   open {session, width, height, n, cfg} + image, text, added.*              no answer
+                        step {seq, calls: [[session, timestep, scale, exact], ...]} + sample.0, sample.1, ...
+                        close {session}                                                           no answer
+    service -> client   welcome {controlnet}, after the client's hello
                         residuals {seq, errors: [null | [code, message], ...]} + i.0, i.1, ..., i.mid for each call i
 
 An open that fails is remembered; the first step that names the session gets the error. A reply carries the tensors of
@@ -15,15 +14,16 @@ the calls that worked. Messages are JSON and raw tensors: nothing is unpickled.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
 
+from plait_fabric.rpc import fields
+from plait_fabric.rpc.fields import Header, WireError
 from plait_serving.diffusion.errors import EngineError, ModelError, NotFound, OutOfMemory, RequestError
 from plait_serving.diffusion.protocols import Conditioning, Residuals
 from plait_serving.diffusion.values import RgbImage
@@ -32,36 +32,33 @@ __all__ = [
     "MAX_CALLS",
     "UNKNOWN_SESSION",
     "VERSION",
+    "Answer",
     "Call",
     "Close",
-    "Header",
-    "Hello",
     "Open",
     "Reply",
     "Request",
     "Step",
     "Tensors",
-    "WireError",
     "close_header",
     "error_of",
-    "hello_header",
     "open_message",
     "parse_reply",
     "parse_request",
     "parse_welcome",
     "reply_message",
     "step_message",
-    "welcome_header",
+    "welcome_payload",
 ]
 
 VERSION = 1
+"""Of all that is defined here; both sides of a channel must have the same."""
+
 UNKNOWN_SESSION = "unknown_session"
 """A call's error code that asks the client to open the session again: it was never seen, or was pushed out."""
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
-Header: TypeAlias = dict[str, Any]
 
-_MAX_ID = 2**53 - 1  # integers that every JSON reader keeps exact
 _MAX_SIDE = 16_384  # pixels; far above any model's native size, far below what exhausts a process
 _MAX_IMAGES = 1_024  # per request
 MAX_CALLS = 32
@@ -69,17 +66,6 @@ MAX_CALLS = 32
 _MAX_MESSAGE_CHARS = 2_000
 _KINDS: dict[str, type[EngineError]] = {kind.code: kind for kind in (ModelError, NotFound, OutOfMemory, RequestError)}
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-
-
-class WireError(Exception):
-    """The peer sent what no correct peer sends; the channel is to be closed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
-    """The first message of a client."""
-
-    version: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -119,25 +105,24 @@ class Close:
     session: int
 
 
-Request: TypeAlias = Hello | Open | Step | Close
+Request: TypeAlias = Open | Step | Close
+
+
+Answer: TypeAlias = Residuals | tuple[str, str]
+"""Of one call: residuals, or ``(code, message)``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reply:
-    """The answer to a step: one `Residuals`, or one ``(code, message)``, for each call in order."""
+    """The answer to a step: one for each call in order."""
 
     seq: int
-    answers: tuple[Residuals | tuple[str, str], ...]
+    answers: tuple[Answer, ...]
 
 
-def hello_header() -> Header:
-    """A client's first message."""
-    return {"op": "hello", "version": VERSION}
-
-
-def welcome_header(controlnet: str) -> Header:
-    """The service's answer to hello."""
-    return {"op": "welcome", "version": VERSION, "controlnet": controlnet}
+def welcome_payload(controlnet: str) -> Header:
+    """What the service says of itself."""
+    return {"controlnet": controlnet}
 
 
 def close_header(session: int) -> Header:
@@ -149,7 +134,7 @@ def open_message(
     session: int, *, image: RgbImage, conditioning: Conditioning, width: int, height: int
 ) -> tuple[Header, Tensors]:
     """A request's constants, as header and tensors."""
-    header: Header = {
+    header = {
         "op": "open",
         "session": session,
         "width": width,
@@ -163,12 +148,8 @@ def open_message(
 
 def step_message(seq: int, calls: tuple[Call, ...]) -> tuple[Header, Tensors]:
     """A step's questions, as header and tensors."""
-    header: Header = {
-        "op": "step",
-        "seq": seq,
-        "calls": [[call.session, call.timestep, call.scale, call.exact] for call in calls],
-    }
-    return header, {f"sample.{i}": call.sample for i, call in enumerate(calls)}
+    listed = [[call.session, call.timestep, call.scale, call.exact] for call in calls]
+    return {"op": "step", "seq": seq, "calls": listed}, {f"sample.{i}": call.sample for i, call in enumerate(calls)}
 
 
 def reply_message(reply: Reply) -> tuple[Header, Tensors]:
@@ -185,52 +166,44 @@ def reply_message(reply: Reply) -> tuple[Header, Tensors]:
     return {"op": "residuals", "seq": reply.seq, "errors": listed}, tensors
 
 
-def parse_request(header: Mapping[str, Any], tensors: Tensors) -> Request:
+def parse_request(header: Header, tensors: Tensors) -> Request:
     """A client's message. Its tensors are still those given: clone what must outlive them. Raises `WireError`."""
     match header.get("op"):
-        case "hello":
-            _expect(header, {"op", "version"}, tensors, set())
-            return Hello(version=_integer(header, "version"))
         case "open":
             return _parse_open(header, tensors)
         case "step":
             return _parse_step(header, tensors)
         case "close":
             _expect(header, {"op", "session"}, tensors, set())
-            return Close(session=_integer(header, "session"))
+            return Close(session=fields.integer(header, "session"))
         case other:
             raise WireError(f"unknown operation {str(other)[:40]!r}")
 
 
-def parse_welcome(header: Mapping[str, Any], tensors: Tensors) -> str:
-    """The name of the ControlNet that answers. Raises `WireError`, also when it speaks another version."""
-    _expect(header, {"op", "version", "controlnet"}, tensors, set())
-    if header["op"] != "welcome" or not isinstance(header["controlnet"], str):
-        raise WireError("the service did not say welcome")
-    if header["version"] != VERSION:
-        raise WireError(f"the service speaks version {str(header['version'])[:20]}, this client {VERSION}")
-    return header["controlnet"]
+def parse_welcome(payload: Header) -> str:
+    """The name of the ControlNet that answers. Raises `WireError`."""
+    fields.only(payload, {"controlnet"})
+    return fields.text(payload, "controlnet")
 
 
-def parse_reply(header: Mapping[str, Any], tensors: Tensors) -> Reply:
+def parse_reply(header: Header, tensors: Tensors) -> Reply:
     """The service's answer to a step. Raises `WireError`."""
-    if header.get("op") != "residuals" or set(header) != {"op", "seq", "errors"}:
+    fields.only(header, {"op", "seq", "errors"})
+    if header["op"] != "residuals":
         raise WireError("the service sent something that is not an answer")
-    listed = header["errors"]
-    if not isinstance(listed, list) or not 1 <= len(listed) <= MAX_CALLS:
-        raise WireError("errors must be a short list")
+    listed = fields.entries(header, "errors", MAX_CALLS)
     parts: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
     for name, tensor in tensors.items():
         if tensor.dim() != 4 or tensor.dtype not in _FLOATS:
             raise WireError("residuals must be four-dimensional floats")
         call, _, part = name.partition(".")
         parts[call][part] = tensor
-    if set(parts) != {str(i) for i, entry in enumerate(listed) if entry is None}:
+    if not listed or set(parts) != {str(i) for i, entry in enumerate(listed) if entry is None}:
         raise WireError("the answer's tensors are not those of the calls that worked")
     answers = tuple(
         _residuals(parts[str(i)]) if entry is None else _error_entry(entry) for i, entry in enumerate(listed)
     )
-    return Reply(seq=_integer(header, "seq"), answers=answers)
+    return Reply(seq=fields.integer(header, "seq"), answers=answers)
 
 
 def error_of(code: str, message: str) -> EngineError:
@@ -238,42 +211,41 @@ def error_of(code: str, message: str) -> EngineError:
     return _KINDS.get(code, EngineError)(message)
 
 
-def _parse_open(header: Mapping[str, Any], tensors: Tensors) -> Open:
+def _parse_open(header: Header, tensors: Tensors) -> Open:
     added = {name.removeprefix("added."): value for name, value in tensors.items() if name.startswith("added.")}
     expected = {"image", "text"} | {f"added.{name}" for name in added}
     _expect(header, {"op", "session", "width", "height", "n", "cfg"}, tensors, expected)
-    if not isinstance(header["cfg"], bool):
-        raise WireError("cfg must be true or false")
-    branches = 2 if header["cfg"] else 1
-    image, text = tensors["image"], tensors["text"]
+    uses_cfg = fields.boolean(header, "cfg")
+    branches = 2 if uses_cfg else 1
+    image, encoded = tensors["image"], tensors["text"]
     if image.dtype != torch.uint8 or image.dim() != 3 or image.shape[2] != 3 or max(image.shape) > _MAX_SIDE:
         raise WireError(f"image must be uint8 (H, W, 3), not {image.dtype} {tuple(image.shape)}")
-    if text.dtype not in _FLOATS or text.dim() != 3 or text.shape[0] != branches:
-        raise WireError(f"text must be float ({branches}, L, C), not {text.dtype} {tuple(text.shape)}")
+    if encoded.dtype not in _FLOATS or encoded.dim() != 3 or encoded.shape[0] != branches:
+        raise WireError(f"text must be float ({branches}, L, C), not {encoded.dtype} {tuple(encoded.shape)}")
     for name, value in added.items():
         if name not in ("text_embeds", "time_ids") or value.dim() != 2 or value.shape[0] != branches:
             raise WireError(f"added.{name[:40]} must be text_embeds or time_ids of {branches} rows")
     return Open(
-        session=_integer(header, "session"),
+        session=fields.integer(header, "session"),
         image=image.numpy(),
         conditioning=Conditioning(
-            text=text, added=added, n=_integer(header, "n", 1, _MAX_IMAGES), uses_cfg=header["cfg"]
+            text=encoded, added=added, n=fields.integer(header, "n", 1, _MAX_IMAGES), uses_cfg=uses_cfg
         ),
-        width=_integer(header, "width", 8, _MAX_SIDE),
-        height=_integer(header, "height", 8, _MAX_SIDE),
+        width=fields.integer(header, "width", 8, _MAX_SIDE),
+        height=fields.integer(header, "height", 8, _MAX_SIDE),
     )
 
 
-def _parse_step(header: Mapping[str, Any], tensors: Tensors) -> Step:
-    entries = header.get("calls")
-    if not isinstance(entries, list) or not 1 <= len(entries) <= MAX_CALLS:
-        raise WireError("calls must be a list that is neither empty nor endless")
-    _expect(header, {"op", "seq", "calls"}, tensors, {f"sample.{i}" for i in range(len(entries))})
-    calls = tuple(_parse_call(entry, tensors[f"sample.{i}"]) for i, entry in enumerate(entries))
+def _parse_step(header: Header, tensors: Tensors) -> Step:
+    listed = fields.entries(header, "calls", MAX_CALLS)
+    if not listed:
+        raise WireError("calls must not be empty")
+    _expect(header, {"op", "seq", "calls"}, tensors, {f"sample.{i}" for i in range(len(listed))})
+    calls = tuple(_parse_call(entry, tensors[f"sample.{i}"]) for i, entry in enumerate(listed))
     first = calls[0].sample
     if any(call.sample.shape[1:] != first.shape[1:] or call.sample.dtype != first.dtype for call in calls):
         raise WireError("the samples of a step must agree in shape and dtype")
-    return Step(seq=_integer(header, "seq"), calls=calls)
+    return Step(seq=fields.integer(header, "seq"), calls=calls)
 
 
 def _parse_call(entry: object, sample: torch.Tensor) -> Call:
@@ -281,14 +253,14 @@ def _parse_call(entry: object, sample: torch.Tensor) -> Call:
         raise WireError("a call is [session, timestep, scale, exact]")
     if sample.dtype not in _FLOATS or sample.dim() != 4 or 0 in sample.shape:
         raise WireError(f"a sample must be float (R, c, h, w), not {sample.dtype} {tuple(sample.shape)}")
-    session, timestep, scale, exact = entry
-    if type(session) is not int or not 0 <= session <= _MAX_ID:
-        raise WireError("a session must be a number that was given to open")
-    if not _is_finite(timestep) or not _is_finite(scale):
-        raise WireError("timestep and scale must be finite numbers")
-    if not isinstance(exact, bool):
-        raise WireError("exact must be true or false")
-    return Call(session=session, sample=sample, timestep=float(timestep), scale=float(scale), exact=exact)
+    named = dict(zip(("session", "timestep", "scale", "exact"), entry, strict=True))
+    return Call(
+        session=fields.integer(named, "session"),
+        sample=sample,
+        timestep=fields.number(named, "timestep"),
+        scale=fields.number(named, "scale"),
+        exact=fields.boolean(named, "exact"),
+    )
 
 
 def _residuals(parts: Mapping[str, torch.Tensor]) -> Residuals:
@@ -306,19 +278,7 @@ def _error_entry(entry: object) -> tuple[str, str]:
             raise WireError("an error is [code, message]")
 
 
-def _is_finite(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
-
-
-def _integer(header: Mapping[str, Any], field: str, least: int = 0, most: int = _MAX_ID) -> int:
-    value = header.get(field)
-    if type(value) is not int or not least <= value <= most:
-        raise WireError(f"{field} must be an integer in [{least}, {most}]")
-    return value
-
-
-def _expect(header: Mapping[str, Any], fields: set[str], tensors: Tensors, names: set[str]) -> None:
-    if set(header) != fields:
-        raise WireError(f"{str(header.get('op'))[:40]} has the fields {sorted(fields)}")
+def _expect(header: Header, keys: set[str], tensors: Tensors, names: set[str]) -> None:
+    fields.only(header, keys)
     if set(tensors) != names:
         raise WireError(f"{header['op']} carries the tensors {sorted(names)}")

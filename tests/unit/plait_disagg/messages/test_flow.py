@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from plait_disagg.messages.fields import WireError
 from plait_disagg.messages.flow import Flow, due_of, flow_field, parse_flow, parse_queued_s
+from plait_fabric.rpc.fields import WireError
 
 
 def test_deadlines_survive_another_clock() -> None:

@@ -13,7 +13,7 @@ from plait_disagg.graph.program import LOOKUP, Node, Port, Program, Ref
 from plait_disagg.messages import hot_rows
 from plait_disagg.messages.check import check_request
 from plait_disagg.messages.hot_rows import HotRows, RowReceiver, RowSavings, RowSender
-from plait_disagg.messages.wire import WireError, dense_message, parse_dense
+from plait_disagg.messages.wire import dense_message, parse_dense
 from plait_disagg.package import Package
 from plait_disagg.package.cached import CachedPort, without_rows
 from plait_disagg.protocols import RowSource
@@ -22,6 +22,7 @@ from plait_disagg.tables.cache import OutOfStep
 from plait_disagg.tables.protocols import BadId
 from plait_disagg.tables.values import OutOfRange, Table
 from plait_fabric.memory.pool import Pool
+from plait_fabric.rpc.fields import WireError
 from support import rank_rows as kit
 from support.ranking import FakeSparse
 

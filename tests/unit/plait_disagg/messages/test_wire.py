@@ -22,30 +22,30 @@ from plait_disagg.messages.layout import (
     parse_layout,
 )
 from plait_disagg.messages.wire import (
-    WireError,
+    VERSION,
     answers_message,
+    check_role,
     dense_message,
     done_message,
     failed_header,
-    hello_header,
     parse_answers,
+    parse_card,
     parse_dense,
     parse_done,
-    parse_hello,
-    parse_metrics,
     parse_rank,
     parse_version,
-    parse_welcome,
     rank_message,
     version_header,
-    welcome_header,
 )
 from plait_disagg.queue.batch import cut
-from plait_disagg.queue.metrics_throttle import MetricsThrottle, sum_metrics
 from plait_disagg.values import RankAnswer, RankTimings
 from plait_fabric.memory.pool import Pool
+from plait_fabric.rpc.fields import WireError
+from plait_fabric.rpc.handshake import read_greeting
+from plait_fabric.rpc.metrics import MetricsThrottle, read_metrics, sum_metrics
 from plait_fabric.transport.inproc import pair
 from support import ranking as kit
+from support.rank_fabric import hello_header, welcome_header
 
 POOL = Pool.anonymous(1 << 22)
 
@@ -58,14 +58,15 @@ def test_a_card_survives_the_wire() -> None:
     """Every field, and what is no card is refused."""
     card = dataclasses.replace(kit.CARD, items=12, mode="split")
     assert card_from_json(card_to_json(card)) == card
-    assert parse_welcome(welcome_header(card)).card == card
+    assert parse_card(read_greeting("welcome", VERSION, welcome_header(card))) == card
     for field in card_to_json(card):
         data = card_to_json(card)
         del data[field]
         with pytest.raises(ValueError, match="card"):
             card_from_json(data)
         with pytest.raises(WireError):
-            parse_welcome({**welcome_header(card), "card": {**card_to_json(card), field: object()}} | {"version": 0})
+            broken = {**welcome_header(card), "card": {**card_to_json(card), field: object()}} | {"version": 0}
+            parse_card(read_greeting("welcome", VERSION, broken))
 
 
 def test_outcomes_survive_the_wire() -> None:
@@ -78,7 +79,7 @@ def test_outcomes_survive_the_wire() -> None:
         for kind in (BadInput, UnknownModel, Busy, DeadlinePassed, WorkerUnavailable, RankError)
     ]
     header, buffers = answers_message(list(enumerate([*answers, *errors])), POOL, metrics={"rows": 3})
-    assert parse_metrics(header) == {"rows": 3}
+    assert read_metrics(header) == {"rows": 3}
     arrived = dict(parse_answers(header, _views(buffers)))
     assert sorted(arrived) == list(range(9))
     for number, answer in enumerate(answers):
@@ -188,10 +189,10 @@ def test_no_header_gets_past_the_parsers(data: st.DataObject) -> None:
         (dense_message(1, crossing, [4], POOL, wire="int8"), parse_dense),
         (done_message(1, kit.expected(request), 1.0, POOL), parse_done),
         ((failed_header(1, Busy("x")), []), parse_done),
-        (({"metrics": {"rows": 1}}, []), lambda header, _: parse_metrics(header)),
-        ((welcome_header(kit.CARD), []), lambda header, _: parse_welcome(header)),
+        (({"metrics": {"rows": 1}}, []), lambda header, _: read_metrics(header)),
+        ((welcome_header(kit.CARD), []), lambda header, _: parse_card(read_greeting("welcome", VERSION, header))),
         ((version_header("2"), []), lambda header, _: parse_version(header)),
-        ((hello_header("rank"), []), lambda header, _: parse_hello(header, "rank")),
+        ((hello_header("rank"), []), lambda header, _: check_role(read_greeting("hello", VERSION, header), "rank")),
     ]
     (header, buffers), parse = data.draw(st.sampled_from(parsers))
     changed = {**header}

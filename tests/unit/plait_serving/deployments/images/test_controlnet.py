@@ -13,9 +13,9 @@ import pytest
 from pydantic import ValidationError
 
 from plait_fabric import connect, listen, new_secret
+from plait_fabric.rpc.replicas import Replica
 from plait_serving.deployments.fabric_endpoints import host_id, open_listeners, remove_stale_sockets
 from plait_serving.deployments.images.controlnet import ControlNetKnobs, ServeConnect
-from plait_serving.diffusion.controlnet.replicas import Replica
 from plait_serving.diffusion.errors import ControlNetUnavailable
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from plait_fabric import Unreachable
+from plait_fabric.rpc.backoff import Backoff
+from plait_fabric.rpc.replicas import NoReplica, Replica, connect_to_one, in_order, worth_moving
 from plait_serving.diffusion.controlnet.model import Constants
 from plait_serving.diffusion.controlnet.placed import PlacedControlNetClient
 from plait_serving.diffusion.controlnet.placement import StepTimes, choose_placement, measure
-from plait_serving.diffusion.controlnet.remote import Backoff
-from plait_serving.diffusion.controlnet.replicas import Replica, connect_to_one, in_order, worth_moving
 from plait_serving.diffusion.controlnet.service import ServiceLimits
 from plait_serving.diffusion.controlnet.sessions import SessionTable
 from plait_serving.diffusion.errors import ControlNetUnavailable, ModelError
@@ -312,10 +312,10 @@ def test_unreachable_replicas_are_passed_over() -> None:
 
     link = connect_to_one(REPLICAS, frozenset(), host="me", chance=random.Random(0), dial=dial)
     assert (link.replica, link.channel) == ("far", ("tcp://1.2.3.5:1", b"2"))
-    with pytest.raises(ControlNetUnavailable, match="near at shm:///s: nobody there"):
+    with pytest.raises(NoReplica, match="near at shm:///s: nobody there"):
         connect_to_one(REPLICAS, frozenset({"far"}), host="me", chance=random.Random(0), dial=dial)
     assert "b'1'" not in repr(REPLICAS)
-    with pytest.raises(ControlNetUnavailable, match="no other replica"):
+    with pytest.raises(NoReplica, match="no other replica"):
         connect_to_one([], frozenset(), host="me", chance=random.Random(0), dial=dial)
 
 
@@ -335,5 +335,5 @@ def test_half_of_the_difference_moves() -> None:
 
 def test_backoff_doubles_up_to_its_bound() -> None:
     """The pause grows with failures in a row and stays bounded however many there are."""
-    backoff = Backoff(first_s=0.5, largest_s=3.0)
+    backoff = Backoff(first_s=0.5, max_s=3.0)
     assert [backoff.wait_s(n) for n in (1, 2, 3, 4, 10_000)] == [0.5, 1.0, 2.0, 3.0, 3.0]

@@ -10,15 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plait_fabric.rpc.fields import WireError
+from plait_fabric.rpc.handshake import greeting, read_greeting
 from plait_serving.diffusion.controlnet import wire
 from plait_serving.diffusion.controlnet.wire import (
+    VERSION,
     Call,
     Close,
-    Hello,
     Open,
     Reply,
     Step,
-    WireError,
     error_of,
     parse_reply,
     parse_request,
@@ -47,9 +48,13 @@ def _step() -> tuple[wire.Header, dict[str, torch.Tensor]]:
     return header, dict(tensors)
 
 
+def _parse_welcome(header: wire.Header, _: object) -> str:
+    return parse_welcome(read_greeting("welcome", VERSION, header))
+
+
 def test_requests_arrive_as_sent() -> None:
     """Every request survives the round through its message."""
-    assert parse_request(wire.hello_header(), {}) == Hello(version=wire.VERSION)
+    assert read_greeting("hello", VERSION, greeting("hello", VERSION, {})) == {}
     assert parse_request(wire.close_header(9), {}) == Close(session=9)
     opened = parse_request(*_open(text_embeds=torch.ones(2, 7), time_ids=torch.zeros(2, 6)))
     assert isinstance(opened, Open)
@@ -73,7 +78,10 @@ def test_replies_arrive_as_sent() -> None:
     assert isinstance(reply.answers[1], Residuals)
     assert torch.equal(reply.answers[1].down[1], SAMPLE + 1)
     assert torch.equal(reply.answers[1].mid, SAMPLE + 2)
-    assert parse_welcome(wire.welcome_header("edges"), {}) == "edges"
+    assert (
+        parse_welcome(read_greeting("welcome", VERSION, greeting("welcome", VERSION, wire.welcome_payload("edges"))))
+        == "edges"
+    )
 
 
 def test_long_error_messages_are_cut() -> None:
@@ -164,7 +172,7 @@ def test_bad_reply_tensors_are_refused(names: set[str]) -> None:
 def test_another_version_is_refused() -> None:
     """Client and service must speak the same version."""
     with pytest.raises(WireError, match="version"):
-        parse_welcome(wire.welcome_header("edges") | {"version": 2}, {})
+        _parse_welcome(greeting("welcome", VERSION, wire.welcome_payload("edges")) | {"version": 2}, {})
 
 
 def test_errors_keep_their_kind() -> None:
@@ -193,7 +201,11 @@ def test_whatever_arrives_is_parsed_or_refused(
     op: object, header: dict[str, object], tensors: dict[str, torch.Tensor]
 ) -> None:
     """No header and no tensors make a parser fail in any other way than `WireError`."""
-    for parse in (parse_request, parse_reply, parse_welcome):
+    for parse in (
+        parse_request,
+        parse_reply,
+        _parse_welcome,
+    ):
         try:
             parse(header | {"op": op}, tensors)
         except WireError:

@@ -1,0 +1,150 @@
+"""Connections to several replicas, kept up: each call goes where the fewest are open, and they follow the replicas."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Generic, TypeAlias, TypeVar
+
+from plait_fabric.errors import FabricError
+from plait_fabric.rpc.backoff import Backoff
+from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLost
+from plait_fabric.rpc.handshake import HANDSHAKE_S
+from plait_fabric.rpc.replicas import Link, NoReplica
+
+__all__ = ["Client", "Connect"]
+
+_log = logging.getLogger(__name__)
+
+Connect: TypeAlias = Callable[[frozenset[str]], Link]
+"""A channel to a replica that is not among those. May block for seconds; raises `NoReplica`, `FabricError`."""
+
+T = TypeVar("T")
+
+
+class Client(Generic[T]):
+    """Each connection goes to another replica, and dials again when that is lost.
+
+    Where the number of replicas changes there are at least ``count`` connections and at most ``max_count``: one more
+    than are up, so that there is always one that looks for a replica that is new, and no more than one.
+    """
+
+    def __init__(
+        self,
+        connect: Connect,
+        protocol: ClientProtocol[T],
+        *,
+        name: str,
+        count: int = 1,
+        max_count: int | None = None,
+        window: int = 1,
+        backoff: Backoff | None = None,
+        rng: random.Random | None = None,
+        on_thread: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Start to dial at once, one connection at a time, so that no two take the same replica. Each has a thread of
+        its own, which begins with ``on_thread``."""
+        self._connect = connect
+        self._protocol = protocol
+        self._name = name
+        self._count, self._max_count = count, max(count, max_count or count)
+        self._window = window
+        self._backoff = backoff or Backoff()
+        self._rng = rng or random.Random()
+        self._on_thread = on_thread
+        self._dialling = threading.Lock()
+        self._changing = threading.Lock()
+        self._stop = threading.Event()
+        self._threads: dict[Connection[T], threading.Thread] = {}
+        self.connections: tuple[Connection[T], ...] = ()
+        with self._dialling:  # who dials looks which replicas the others have
+            for _ in range(count):
+                self._add()
+
+    @property
+    def up(self) -> int:
+        """Count the connections that can be asked now."""
+        return sum(connection.up for connection in self.connections)
+
+    @property
+    def open_calls(self) -> int:
+        """Count the open calls of all connections."""
+        return sum(connection.open_calls for connection in self.connections)
+
+    @property
+    def why_down(self) -> str:
+        """Say why no connection is up."""
+        return "; ".join(sorted({connection.why_down for connection in self.connections}))
+
+    def best(self, *, full: bool = False) -> Connection[T] | None:
+        """Choose the connection that is up with the fewest open calls, fewer than its window unless it may be ``full``;
+        one that rests only if all do."""
+        usable = [it for it in self.connections if it.up and (full or it.open_calls < it.window)]
+        if len(usable) < 2:
+            return usable[0] if usable else None
+        now_s = time.monotonic()
+        return min(usable, key=lambda it: (it.rests_until_s > now_s, it.open_calls))
+
+    def close(self) -> None:
+        """Hang up for good; open calls are lost. Idempotent; waits for the threads."""
+        with self._changing:
+            self._stop.set()
+            threads = list(self._threads.items())
+        for connection, _ in threads:
+            connection.close()
+        for _, thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(HANDSHAKE_S)
+
+    def _add(self) -> None:
+        connection = Connection(self._protocol, window=self._window)
+        name = f"{self._name} connection {len(self._threads)}"
+        thread = self._threads[connection] = threading.Thread(
+            target=self._keep_up, args=(connection,), name=name, daemon=True
+        )
+        self.connections = (*self.connections, connection)
+        thread.start()
+
+    def _keep_up(self, connection: Connection[T]) -> None:
+        self._on_thread()
+        failures = 0
+        while not self._stop.is_set():
+            try:
+                connection.attach(self._dial(connection))
+            except (NoReplica, FabricError, ConnectionLost) as error:
+                connection.replica = ""
+                connection.why_down = str(error)
+                failures += 1
+                if not self._is_wanted(connection):
+                    return
+                self._stop.wait(self._backoff.wait_s(failures, self._rng))
+                continue
+            _log.info("%s: connected to %s", self._name, connection.replica)
+            failures = 0
+            self._is_wanted(connection)
+            connection.read()
+            connection.replica = ""
+
+    def _is_wanted(self, connection: Connection[T]) -> bool:
+        """After a dial: add one more if all are up; False, and it is forgotten, if this is one too many."""
+        with self._changing:
+            if self._stop.is_set():
+                return True  # `close` ends it
+            down = sum(not other.up for other in self.connections)
+            if not down and len(self.connections) < self._max_count:
+                self._add()
+            if connection.up or down < 2 or len(self.connections) <= self._count:
+                return True
+            self.connections = tuple(other for other in self.connections if other is not connection)
+            del self._threads[connection]
+            return False
+
+    def _dial(self, connection: Connection[T]) -> Link:
+        with self._dialling:
+            taken = frozenset(other.replica for other in self.connections if other is not connection) - {""}
+            link = self._connect(taken)
+            connection.replica = link.replica
+            return link

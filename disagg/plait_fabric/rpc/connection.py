@@ -1,0 +1,229 @@
+"""The asking end of a channel: calls leave from their callers' threads, answers come in on the one that reads.
+
+So an answer crosses the wire while the caller computes, and a large question leaves while a large answer arrives.
+Whoever made a call hears of it exactly once: by an answer that is taken, or by ``on_lost``.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeAlias, TypeVar
+
+from plait_fabric.errors import FabricError, FabricTimeout, RecvTimeout
+from plait_fabric.memory.pool import Pool
+from plait_fabric.protocols import Buffer, Channel, Header
+from plait_fabric.rpc.fields import WireError
+from plait_fabric.rpc.handshake import HANDSHAKE_S, greeting, read_greeting
+from plait_fabric.rpc.replicas import Link
+from plait_fabric.values import Message
+
+__all__ = ["ClientProtocol", "Connection", "ConnectionLost", "Pack", "Packed", "bare"]
+
+_log = logging.getLogger(__name__)
+
+_LOOK_S = 1.0
+"""How often a connection that hears nothing looks whether an answer is overdue."""
+
+_REST_S = 1.0
+"""After a server said that it takes no more; by then it has hung up, or thought better of it."""
+
+Packed: TypeAlias = tuple[Header, Sequence[Buffer]]
+Pack: TypeAlias = Callable[[Pool], Packed]
+"""Makes a message; large buffers may be leases of the channel's pool."""
+
+T = TypeVar("T")
+
+
+def bare(header: Header) -> Pack:
+    """Pack a header alone."""
+    return lambda _: (header, ())
+
+
+class ConnectionLost(Exception):
+    """The replica died, hung or misbehaved, or was never there; it answers nothing of what was asked there.
+
+    ``hung``: it did not answer in time, so asking it again may cost as much again.
+    """
+
+    def __init__(self, replica: str, why: str, *, hung: bool = False) -> None:
+        super().__init__(why)
+        self.replica = replica
+        self.hung = hung
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientProtocol(Generic[T]):
+    """What a workload says and hears as a client. ``T`` is what it wants to remember of a call.
+
+    The callbacks run on the thread that attaches or reads. ``on_welcome`` and ``on_message``, which owns the message,
+    may raise `WireError` to hang up. ``on_lost`` gets the calls that will not be answered any more, and why. A call
+    that is older than ``answer_timeout_s``, if that is given, costs the connection.
+    """
+
+    version: int
+    hello: Mapping[str, Any]
+    on_welcome: Callable[[Connection[T], Mapping[str, Any]], None]
+    on_message: Callable[[Connection[T], Message], None]
+    on_lost: Callable[[Connection[T], list[T], str], None]
+    send_timeout_s: float
+    answer_timeout_s: float | None = None
+
+
+class Connection(Generic[T]):
+    """One channel at a time to one replica at a time, and the calls that are open there. Any thread may call.
+
+    ``window``: how many calls should be open at most; it is for those who choose among connections.
+    """
+
+    def __init__(self, protocol: ClientProtocol[T], *, window: int = 1) -> None:
+        self._protocol = protocol
+        self._channel: Channel | None = None
+        self._open: dict[int, tuple[T, float]] = {}
+        self._next_number = 0
+        self._lock = threading.Lock()
+        self._closed = False
+        self.window = window
+        self.replica = ""
+        self.why_down = "not connected yet"
+        self.rests_until_s = 0.0
+
+    @property
+    def up(self) -> bool:
+        """Whether a call would be sent now."""
+        return self._channel is not None
+
+    @property
+    def open_calls(self) -> int:
+        """Count the calls without an answer yet."""
+        return len(self._open)
+
+    def attach(self, link: Link) -> None:
+        """Greet the replica and use its channel. Raises `ConnectionLost`, with the channel closed."""
+        protocol, channel = self._protocol, link.channel
+        try:
+            channel.send(greeting("hello", protocol.version, protocol.hello), timeout_s=protocol.send_timeout_s)
+            with channel.recv(HANDSHAKE_S) as message:
+                protocol.on_welcome(self, read_greeting("welcome", protocol.version, message.header))
+        except BaseException as error:
+            channel.close()
+            if not isinstance(error, FabricError | WireError):
+                raise
+            raise ConnectionLost(link.replica, str(error), hung=isinstance(error, FabricTimeout)) from error
+        with self._lock:
+            self.replica, self._channel = link.replica, channel
+            closed = self._closed  # close() may have looked before there was a channel
+        if closed:
+            channel.close()
+
+    def call(self, item: T, pack: Callable[[int, Pool], Packed]) -> int:
+        """Send a call, whose message ``pack`` makes from its number, and return that.
+
+        Raises `ConnectionLost` if it was not taken, a `FabricError` if its message does not fit the fabric (the channel
+        stays), or what ``pack`` raises.
+        """
+        with self._lock:
+            channel = self._usable()
+            number = self._next_number
+            self._next_number += 1
+            self._open[number] = (item, time.monotonic())
+        try:
+            self._send(channel, partial(pack, number))
+        except BaseException as error:
+            mine = self.take(number) is not None  # else on_lost was faster and has it
+            if mine or not isinstance(error, ConnectionLost):
+                raise
+        return number
+
+    def send(self, pack: Pack) -> None:
+        """Send what wants no answer. Raises as `call` does."""
+        self._send(self._usable(), pack)
+
+    def take(self, number: int) -> T | None:
+        """Return the call of that number, once; None if it is not open (any more)."""
+        with self._lock:
+            found = self._open.pop(number, None)
+        return None if found is None else found[0]
+
+    def was_called(self, number: int) -> bool:
+        """Tell whether there ever was a call of that number: no two have the same, on whatever channel."""
+        return number < self._next_number
+
+    def withdraw(self, item: T) -> int | None:
+        """Take back an open call; its number, or None if it is not open here. Looks at all of them."""
+        with self._lock:
+            number = next((number for number, (open_item, _) in self._open.items() if open_item is item), None)
+            if number is not None:
+                del self._open[number]
+        return number
+
+    def rest(self) -> None:
+        """Let others be asked first for a while: the server takes no more, it is stopping."""
+        self.rests_until_s = time.monotonic() + _REST_S
+
+    def close(self) -> None:
+        """Hang up for good; open calls are lost. Idempotent."""
+        with self._lock:
+            self._closed = True
+            channel = self._channel
+        if channel is not None:
+            channel.close()
+
+    def read(self) -> None:
+        """Take in answers until the channel is lost, and then report the calls that were open."""
+        channel = self._channel
+        if channel is None:
+            return
+        why = self._read(channel)
+        channel.close()
+        with self._lock:
+            self._channel = None
+            self.why_down = f"the peer was lost: {why}"
+            lost = [item for item, _ in self._open.values()]
+            self._open.clear()
+        if not self._closed:
+            _log.warning("lost %s: %s", self.replica, why)
+        self._protocol.on_lost(self, lost, self.why_down)
+
+    def _usable(self) -> Channel:
+        if self._channel is None:
+            raise ConnectionLost(self.replica, self.why_down)
+        return self._channel
+
+    def _send(self, channel: Channel, pack: Pack) -> None:
+        try:
+            header, buffers = pack(channel.pool)
+            channel.send(header, buffers, timeout_s=self._protocol.send_timeout_s)
+        except FabricError as error:
+            hung = isinstance(error, FabricTimeout)
+            if error.channel_usable and not hung:
+                raise
+            channel.close()
+            raise ConnectionLost(self.replica, f"the peer was lost: {error}", hung=hung) from error
+
+    def _read(self, channel: Channel) -> str:
+        on_message, look_s = self._protocol.on_message, None if self._protocol.answer_timeout_s is None else _LOOK_S
+        try:
+            while True:
+                try:
+                    message = channel.recv(look_s)
+                except RecvTimeout:
+                    self._check_overdue()
+                    continue
+                on_message(self, message)
+        except (FabricError, WireError) as error:
+            return str(error)
+        except Exception as error:
+            _log.exception("an answer of %s could not be taken", self.replica)
+            return f"internal error ({type(error).__name__})"
+
+    def _check_overdue(self) -> None:
+        with self._lock:
+            oldest = next(iter(self._open.values()), None)
+        timeout_s = self._protocol.answer_timeout_s
+        if oldest is not None and timeout_s is not None and time.monotonic() - oldest[1] > timeout_s:
+            raise WireError(f"no answer within {timeout_s:g} s")

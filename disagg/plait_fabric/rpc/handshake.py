@@ -1,0 +1,27 @@
+"""The first message each way: both peers must be of one version; what else they say is the workload's."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from plait_fabric.rpc.fields import Header, WireError
+
+__all__ = ["HANDSHAKE_S", "greeting", "read_greeting"]
+
+HANDSHAKE_S = 10.0
+"""How long a client may take to say hello, or a server to answer it; a thread of its own does, whatever it computes."""
+
+
+def greeting(op: Literal["hello", "welcome"], version: int, payload: Header) -> dict[str, Any]:
+    """Make a client's hello or a server's welcome. ``version``: of all messages of the workload."""
+    return {"op": op, "version": version, **payload}
+
+
+def read_greeting(op: Literal["hello", "welcome"], version: int, header: Header) -> dict[str, Any]:
+    """Return the payload of one. Raises `WireError`, also if it is of another version."""
+    if header.get("op") != op:
+        raise WireError(f"the peer must begin with {op}, version {version}")
+    if header.get("version") != version:
+        raise WireError(f"the peer speaks version {header.get('version')!s:.20}, this side {version}")
+    own = ("op", "version", "_tensors")
+    return {field: value for field, value in header.items() if field not in own}

@@ -1,0 +1,127 @@
+"""One connection, made when somebody needs it, and made to another replica when it is lost."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from plait_fabric.errors import FabricError
+from plait_fabric.rpc.backoff import Backoff
+from plait_fabric.rpc.client import Connect
+from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLost
+from plait_fabric.rpc.replicas import Link, NoReplica
+
+__all__ = ["Losses", "OnDemand"]
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class Losses:
+    """Replicas that were lost during one task; those that hung are not asked again for it."""
+
+    lost: set[str] = field(default_factory=set)
+    hung: set[str] = field(default_factory=set)
+    count: int = 0
+
+    def add(self, error: ConnectionLost) -> None:
+        """Note one more."""
+        self.count += 1
+        self.lost.add(error.replica)
+        if error.hung:
+            self.hung.add(error.replica)
+
+
+class OnDemand(Generic[T]):
+    """For callers that ask from one thread and wait for what they asked."""
+
+    def __init__(
+        self,
+        connect: Connect,
+        protocol: ClientProtocol[T],
+        *,
+        name: str,
+        max_tries: int,
+        backoff: Backoff,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """A task is tried on ``max_tries`` replicas: one that kills whoever works on it must not kill them all."""
+        self._connect = connect
+        self._protocol = protocol
+        self._name = name
+        self._max_tries = max_tries
+        self._backoff = backoff
+        self._clock = clock
+        self._failures = 0
+        self._closed_until_s = -float("inf")
+        self.current: Connection[T] | None = None
+
+    def get(self, losses: Losses) -> Connection[T]:
+        """Return the connection that is there, or a new one. Raises `NoReplica`, without a look where the last one was
+        not long ago."""
+        if self.current is not None and self.current.up:
+            return self.current
+        if self._clock() < self._closed_until_s:
+            raise NoReplica("nobody answered a moment ago")
+        while losses.count < self._max_tries:
+            try:
+                self.current = self._greeted(self._link(losses))
+            except ConnectionLost as error:
+                _log.warning("%s: replica %s: %s", self._name, error.replica, error)
+                losses.add(error)
+            except (NoReplica, FabricError) as error:
+                raise self._nobody(str(error)) from error
+            else:
+                self._failures = 0
+                return self.current
+        raise self._nobody(f"lost one after the other: {', '.join(sorted(losses.lost))}")
+
+    def drop(self, connection: Connection[T], error: ConnectionLost, losses: Losses) -> None:
+        """Note that a connection was lost; the next `get` makes another one."""
+        _log.warning("%s: replica %s: %s", self._name, error.replica, error)
+        losses.add(error)
+        connection.close()
+        if self.current is connection:
+            self.current = None
+
+    def move(self) -> None:
+        """Go to another replica. Raises `NoReplica`, `FabricError`, `ConnectionLost`; then the connection stays."""
+        before = self.current
+        self.current = self._greeted(self._connect(frozenset() if before is None else frozenset({before.replica})))
+        if before is not None:
+            _log.info("%s moves from replica %s to %s", self._name, before.replica, self.current.replica)
+            before.close()
+
+    def close(self) -> None:
+        """Hang up. Idempotent."""
+        if self.current is not None:
+            self.current.close()
+            self.current = None
+
+    def _link(self, losses: Losses) -> Link:
+        """A channel to a replica that was not lost just now; failing that, to one that may be back."""
+        try:
+            return self._connect(frozenset(losses.lost))
+        except (NoReplica, FabricError):
+            if losses.lost == losses.hung:
+                raise
+        return self._connect(frozenset(losses.hung))
+
+    def _greeted(self, link: Link) -> Connection[T]:
+        connection = Connection(self._protocol)
+        connection.attach(link)
+        threading.Thread(target=connection.read, name=f"{self._name} answers", daemon=True).start()
+        return connection
+
+    def _nobody(self, why: str) -> NoReplica:
+        self._failures += 1
+        pause_s = self._backoff.wait_s(self._failures)
+        self._closed_until_s = self._clock() + pause_s
+        _log.warning("%s: no replica answers; next try in %.1f s: %s", self._name, pause_s, why)
+        return NoReplica(why)

@@ -1,0 +1,261 @@
+"""The serving end of channels, whatever is served: accepts clients, greets them, and hands their messages on.
+
+One thread per client receives. Answers are sent by whoever has them, straight into the channel: a hop through a thread
+of the client's own would cost more than a small send. Where answers are large and a slow client must hold up nobody,
+``backlog`` gives each client a thread that sends, and bounds what of it waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from plait_fabric.errors import ChannelClosed, FabricError, PeerLost
+from plait_fabric.memory.pool import Pool
+from plait_fabric.protocols import Buffer, Channel, Header, Listener
+from plait_fabric.rpc.connection import Pack
+from plait_fabric.rpc.fields import WireError
+from plait_fabric.rpc.handshake import HANDSHAKE_S, greeting, read_greeting
+from plait_fabric.rpc.metrics import Metrics, MetricsThrottle
+from plait_fabric.values import Message
+
+__all__ = ["Peer", "Server", "ServerProtocol", "start_accepting"]
+
+_log = logging.getLogger(__name__)
+
+
+class Peer:
+    """A connected client."""
+
+    def __init__(self, number: int, channel: Channel, protocol: ServerProtocol) -> None:
+        self.number = number
+        self.channel = channel
+        self.metrics = MetricsThrottle(protocol.metrics)
+        self.is_greeted = False
+        self._send_timeout_s = protocol.send_timeout_s
+        self._room = threading.Semaphore(protocol.backlog or 1)
+        self._replies: queue.SimpleQueue[Pack | None] = queue.SimpleQueue()
+        self._backlog = protocol.backlog
+        self._threads: list[threading.Thread] = []
+
+    def start(self, receive: Callable[[], None], *, name: str) -> None:
+        """Start its threads."""
+        targets = [receive] if self._backlog is None else [self._send_replies, receive]
+        self._threads = [threading.Thread(target=target, name=name, daemon=True) for target in targets]
+        for thread in self._threads:
+            thread.start()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for its threads; call `hang_up` first."""
+        for thread in self._threads:
+            thread.join(timeout_s)
+
+    @property
+    def pool(self) -> Pool:
+        """Where large buffers for it are written."""
+        return self.channel.pool
+
+    def send(self, header: Header, buffers: Sequence[Buffer] = ()) -> bool:
+        """Send now; False, and the client is hung up on, if it can not be."""
+        try:
+            self.channel.send(header, buffers, timeout_s=self._send_timeout_s)
+        except FabricError as error:
+            self.drop(error)
+            return False
+        return True
+
+    def drop(self, error: Exception) -> None:
+        """Hang up because of ``error``."""
+        if not isinstance(error, PeerLost | ChannelClosed):
+            _log.warning("dropping client %s: %s", self.channel.peer, error)
+        self.channel.close()
+
+    # With a backlog.
+
+    def admit(self) -> None:
+        """Wait until less than the backlog of this client's messages waits; then its channel pushes back."""
+        self._room.acquire()
+
+    def done(self) -> None:
+        """Make room: a message that was admitted wants no reply and was worked on."""
+        self._room.release()
+
+    def reply(self, pack: Pack) -> None:
+        """Send soon, from the client's own thread, and make room."""
+        self._replies.put(pack)
+
+    def hang_up(self, flush_s: float = 0.0) -> None:
+        """Close the channel, after what is to be sent was sent or ``flush_s`` passed."""
+        self._replies.put(None)
+        if flush_s > 0:
+            for thread in self._threads[:-1]:
+                thread.join(flush_s)
+        self.channel.close()
+        self._room.release()
+
+    def _send_replies(self) -> None:
+        while (pack := self._replies.get()) is not None:
+            try:
+                header, buffers = pack(self.pool)
+            except FabricError as error:
+                self.drop(error)
+                return
+            if not self.send(header, buffers):
+                return
+            self._room.release()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerProtocol:
+    """What a workload says and hears as a server. The callbacks run on the client's thread.
+
+    ``on_hello`` gets a client's payload and raises `WireError` to refuse it; ``welcome`` makes the answer's.
+    ``on_message`` owns the message and releases it; it raises `WireError` to hang up. ``on_lost`` is called once per
+    client. ``metrics``: what clients are told now and then, with their answers. A client that leaves its whole window
+    of messages unread is hung up on after ``send_timeout_s``.
+    """
+
+    version: int
+    on_hello: Callable[[Mapping[str, Any]], None]
+    welcome: Callable[[], Mapping[str, Any]]
+    on_message: Callable[[Peer, Message], None]
+    on_lost: Callable[[Peer], None]
+    send_timeout_s: float
+    metrics: Callable[[], Metrics] = dict
+    max_peers: int = 128
+    backlog: int | None = None
+
+
+class Server:
+    """Serves every channel that the listeners accept. Owns the listeners."""
+
+    def __init__(
+        self,
+        protocol: ServerProtocol,
+        listeners: Sequence[Listener],
+        *,
+        name: str,
+        on_thread: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Start at once. The threads that receive begin with ``on_thread``."""
+        self._protocol = protocol
+        self._name = name
+        self._on_thread = on_thread
+        self._listeners = tuple(listeners)
+        self._peers: dict[int, Peer] = {}
+        self._numbers = 0
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._announced: Header | None = None
+        self.refused = 0
+        self._acceptors = start_accepting(self._listeners, self._admit, name=name)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where it listens, in the order of the listeners."""
+        return tuple(listener.address for listener in self._listeners)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it accepts."""
+        return not self._stopped and all(thread.is_alive() for thread in self._acceptors)
+
+    @property
+    def peers(self) -> int:
+        """Count the clients that are here now."""
+        return len(self._peers)
+
+    def announce(self, header: Header) -> None:
+        """Send this to all clients, and to those that are being greeted just now. Who comes later hears the welcome."""
+        self._announced = header
+        with self._lock:
+            peers = list(self._peers.values())
+        for peer in peers:
+            if peer.is_greeted:
+                peer.send(header)
+
+    def close_listeners(self) -> None:
+        """Nobody new; who is here stays. Idempotent."""
+        with self._lock:
+            self._stopped = True
+        for listener in self._listeners:
+            listener.close()
+
+    def hang_up(self, flush_s: float = 0.0) -> None:
+        """Everybody leaves, after replies that wait were sent or ``flush_s`` passed. Call `close_listeners` first."""
+        with self._lock:
+            peers = list(self._peers.values())
+        for peer in peers:
+            peer.hang_up(flush_s)
+        if flush_s > 0:
+            for peer in peers:
+                peer.join(flush_s)
+
+    def _admit(self, channel: Channel) -> None:
+        with self._lock:
+            is_welcome = not self._stopped and len(self._peers) < self._protocol.max_peers
+            if is_welcome:
+                self._numbers += 1
+                peer = self._peers[self._numbers] = Peer(self._numbers, channel, self._protocol)
+                peer.start(partial(self._receive, peer), name=f"{self._name} {peer.number}")
+            else:
+                self.refused += 1
+        if not is_welcome:
+            _log.warning("%s: too many channels; %s is refused", self._name, channel.peer)
+            channel.close()
+
+    def _receive(self, peer: Peer) -> None:
+        self._on_thread()
+        try:
+            self._greet(peer)
+            while True:
+                self._protocol.on_message(peer, peer.channel.recv())
+        except (PeerLost, ChannelClosed) as error:
+            _log.info("%s: client %s left: %s", self._name, peer.channel.peer, error)
+        except (FabricError, WireError) as error:
+            peer.drop(error)
+        finally:
+            peer.hang_up()
+            with self._lock:
+                self._peers.pop(peer.number, None)
+            self._protocol.on_lost(peer)
+
+    def _greet(self, peer: Peer) -> None:
+        protocol = self._protocol
+        with peer.channel.recv(HANDSHAKE_S) as message:
+            protocol.on_hello(read_greeting("hello", protocol.version, message.header))
+        announced = self._announced
+        welcome = greeting("welcome", protocol.version, protocol.welcome())
+        peer.channel.send(welcome, timeout_s=protocol.send_timeout_s)
+        peer.is_greeted = True
+        if self._announced is not None and self._announced is not announced:
+            peer.send(self._announced)
+
+
+def start_accepting(
+    listeners: Sequence[Listener], on_channel: Callable[[Channel], None], *, name: str
+) -> list[threading.Thread]:
+    """Hand every channel that is accepted to ``on_channel``, on one thread per listener, until that is closed."""
+
+    def accept(listener: Listener) -> None:
+        while True:
+            try:
+                channel = listener.accept()
+            except ChannelClosed:
+                return
+            except FabricError as error:
+                _log.error("%s: %s accepts no more: %s", name, listener.address, error)
+                return
+            on_channel(channel)
+
+    threads = [
+        threading.Thread(target=accept, args=(listener,), name=f"{name} accept", daemon=True) for listener in listeners
+    ]
+    for thread in threads:
+        thread.start()
+    return threads

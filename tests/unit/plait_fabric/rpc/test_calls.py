@@ -1,0 +1,436 @@
+"""Calls over each transport: whatever happens to the peer, every call ends once, and the next one finds a way."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from plait_fabric import FrameTooLarge, PeerLost, connect
+from plait_fabric.rpc.backoff import Backoff
+from plait_fabric.rpc.client import Client
+from plait_fabric.rpc.connection import Connection, ConnectionLost, bare
+from plait_fabric.rpc.handshake import greeting
+from plait_fabric.rpc.on_demand import Losses, OnDemand
+from plait_fabric.rpc.replicas import Link, NoReplica
+from support import rpc as kit
+from support.rpc import Fleet, Question, client_protocol, serving, until
+
+pytestmark = pytest.mark.timeout(120)
+
+QUICK = Backoff(first_s=0.01, max_s=0.05)
+
+
+@pytest.fixture(params=["inproc", "shm", "tcp"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Somewhere to listen, on each transport."""
+    return _address(request.param, tmp_path)
+
+
+def _address(scheme: str, folder: Path, name: str = "numbers") -> str:
+    return {"inproc": f"inproc://{folder.name}-{name}", "shm": f"shm://{folder}/{name}", "tcp": "tcp://127.0.0.1:0"}[
+        scheme
+    ]
+
+
+def _client(fleet: Fleet, *, count: int = 1, **options: object) -> Client[Question]:
+    protocol = client_protocol(answer_timeout_s=options.pop("answer_timeout_s", None))  # type: ignore[arg-type]
+    return Client(fleet.connect, protocol, name="test", count=count, backoff=QUICK, **options)  # type: ignore[arg-type]
+
+
+def _ask(client: Client[Question], value: int) -> Question:
+    question = Question(value)
+    connection = client.best(full=True)
+    assert connection is not None
+    connection.call(question, question.pack)
+    return question
+
+
+def _attached(address: str, **options: object) -> Connection[Question]:
+    connection = Connection(client_protocol(**options))  # type: ignore[arg-type]
+    connection.attach(Link(replica="r", channel=connect(address, secret=kit.SECRET)))
+    threading.Thread(target=connection.read, daemon=True).start()
+    return connection
+
+
+# ---- calls and answers ----------------------------------------------------------------------------------------------
+
+
+def test_answers_find_their_calls_in_any_order(address: str) -> None:
+    """The last question is answered first; a server that numbers mix up would confuse nobody."""
+    with serving(address, doubles=False) as numbers:
+        connection = _attached(numbers.address)
+        questions = [Question(value) for value in range(20)]
+        for question in questions:
+            connection.call(question, question.pack)
+        assert connection.open_calls == 20
+        waiting = [numbers.asked.get(timeout=kit.WAIT_S) for _ in questions]
+        for peer, number, value in reversed(waiting):
+            peer.send({"number": number, "value": value + 100})
+        assert [question.wait() for question in questions] == [value + 100 for value in range(20)]
+        assert connection.open_calls == 0
+        connection.close()
+
+
+def test_many_threads_call_at_once(address: str) -> None:
+    """Each gets its own answers."""
+    with serving(address) as numbers:
+        client = _client(Fleet({"r": numbers.address}))
+        until(lambda: client.up == 1)
+        wrong: list[int] = []
+
+        def ask(start: int) -> None:
+            wrong.extend(value for value in range(start, start + 50) if _ask(client, value).wait() != 2 * value)
+
+        threads = [threading.Thread(target=ask, args=(1_000 * number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(kit.WAIT_S)
+        assert wrong == []
+        client.close()
+
+
+def test_an_answer_that_nobody_asked_for_costs_the_connection(address: str) -> None:
+    """What was open there is lost, with the reason."""
+    with serving(address, doubles=False) as numbers:
+        connection, question = _attached(numbers.address), Question(1)
+        connection.call(question, question.pack)
+        peer, number, _ = numbers.asked.get(timeout=kit.WAIT_S)
+        peer.send({"number": number + 5, "value": 1})
+        assert question.done.wait(kit.WAIT_S)
+        assert "not asked" in question.why_lost
+        until(lambda: not connection.up)
+
+
+def test_a_call_that_was_withdrawn_hears_nothing(address: str) -> None:
+    """Its number stays known, so a late answer can be told from nonsense."""
+    with serving(address, doubles=False) as numbers:
+        connection, question = _attached(numbers.address), Question(1)
+        number = connection.call(question, question.pack)
+        assert connection.withdraw(question) == number
+        assert connection.withdraw(question) is None
+        assert (connection.was_called(number), connection.was_called(number + 1)) == (True, False)
+        connection.close()
+        until(lambda: not connection.up)
+        assert not question.done.is_set()
+
+
+def test_a_message_that_does_not_fit_costs_only_its_call(address: str) -> None:
+    """The channel stays; so it does when a message cannot be made."""
+    with serving(address) as numbers:
+        connection = _attached(numbers.address)
+        with pytest.raises(FrameTooLarge):
+            connection.call(Question(1), lambda number, _: ({"number": number, "value": "x" * 10_000_000}, []))
+        with pytest.raises(KeyError):
+            connection.call(Question(1), lambda *_: {}["there is none"])
+        assert connection.open_calls == 0
+        question = Question(3)
+        connection.call(question, question.pack)
+        assert question.wait() == 6
+        connection.close()
+
+
+# ---- greetings ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"version": kit.VERSION + 1}, {"service": "letters"}])
+def test_a_client_that_is_none_of_ours_is_hung_up_on(address: str, options: dict[str, object]) -> None:
+    """Another version, or a hello that the workload refuses: no connection, and the server goes on."""
+    with serving(address) as numbers:
+        with pytest.raises(ConnectionLost):
+            _attached(numbers.address, **options)
+        connection, question = _attached(numbers.address), Question(1)
+        connection.call(question, question.pack)
+        assert question.wait() == 2
+        connection.close()
+
+
+def test_a_server_of_another_version_or_service_is_refused(tmp_path: Path) -> None:
+    """The client says why; its channel is closed."""
+    for version, payload, why in ((8, {"service": "numbers"}, "version 8"), (7, {"service": "letters"}, "letters")):
+        with kit.listen(f"inproc://{tmp_path.name}-{version}", secret=kit.SECRET) as listener:
+            channel = connect(listener.address, secret=kit.SECRET)
+            with listener.accept(kit.WAIT_S) as theirs:
+                theirs.send(greeting("welcome", version, payload))
+                with pytest.raises(ConnectionLost, match=why):
+                    Connection(client_protocol()).attach(Link(replica="r", channel=channel))
+                assert channel.closed
+
+
+@pytest.mark.parametrize("first", [{"op": "hello"}, {"number": 0, "value": 1}, {}])
+def test_nothing_is_answered_before_the_greeting(address: str, first: dict[str, object]) -> None:
+    """Who does not begin with hello is hung up on."""
+    with serving(address) as numbers, connect(numbers.address, secret=kit.SECRET) as channel:
+        channel.send(first)
+        with pytest.raises(PeerLost):
+            channel.recv(kit.WAIT_S)
+        assert numbers.server.alive
+
+
+# ---- losses ---------------------------------------------------------------------------------------------------------
+
+PROCESS = """
+import sys, threading
+from support import rpc as kit
+kit.SECRET = bytes.fromhex(sys.argv[2])
+with kit.serving(sys.argv[1], doubles=False) as numbers:
+    print(numbers.address, flush=True)
+    numbers.asked.get()
+    print("asked", flush=True)
+    threading.Event().wait()
+"""
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def stuck(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process that is asked and does not answer, and where it listens."""
+    paths = [path for path in sys.path if path]
+    code = f"import sys\nsys.path[:0] = {paths!r}\n{PROCESS}"
+    command = [sys.executable, "-c", code, _address(request.param, tmp_path), kit.SECRET.hex()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process, process.stdout.readline().strip()
+        finally:
+            process.kill()
+
+
+def test_kill_nine_in_mid_call_is_noticed_at_once_and_the_next_replica_answers(
+    stuck: tuple[subprocess.Popen[str], str], tmp_path: Path
+) -> None:
+    """The call ends with a reason, without a time-out; the client has dialled elsewhere by itself."""
+    process, where = stuck
+    fleet = Fleet({"first": where})
+    with serving(_address("inproc", tmp_path)) as second:
+        client = _client(fleet)
+        until(lambda: client.up == 1)
+        question = _ask(client, 1)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "asked\n"
+        fleet.addresses = {"second": second.address}
+        process.kill()
+        assert question.done.wait(kit.WAIT_S)
+        assert "the peer was lost" in question.why_lost
+        until(lambda: client.up == 1)
+        assert _ask(client, 2).wait() == 4
+        client.close()
+
+
+def test_a_server_that_hangs_counts_as_lost(address: str) -> None:
+    """No answer in time: the call ends, and the client dials again."""
+    with serving(address, doubles=False) as numbers:
+        client = _client(Fleet({"r": numbers.address}), answer_timeout_s=0.2)
+        until(lambda: client.up == 1)
+        question = _ask(client, 1)
+        assert question.done.wait(kit.WAIT_S)
+        assert "no answer within 0.2 s" in question.why_lost
+        until(lambda: client.up == 1)
+        client.close()
+
+
+def test_a_client_dials_again_with_growing_pauses(tmp_path: Path) -> None:
+    """While nobody listens; as soon as somebody does, calls are answered."""
+    fleet = Fleet()
+    client = Client(fleet.connect, client_protocol(), name="test", backoff=Backoff(first_s=0.02, max_s=0.16))
+    until(lambda: len(fleet.asked) >= 6)
+    assert client.best() is None
+    assert client.why_down == "there is no other"
+    moments = [moment for moment, _ in fleet.asked]
+    pauses = [later - sooner for sooner, later in itertools.pairwise(moments)]
+    assert all(pause >= least for pause, least in zip(pauses, (0.01, 0.02, 0.04, 0.08, 0.08), strict=False))
+    with serving(_address("inproc", tmp_path)) as numbers:
+        fleet.addresses["r"] = numbers.address
+        until(lambda: client.up == 1)
+        assert _ask(client, 4).wait() == 8
+        client.close()
+
+
+def test_each_connection_goes_to_another_replica_and_their_number_follows(tmp_path: Path) -> None:
+    """Between ``count`` and ``max_count``, one looks for a replica that is new; the least busy one is asked."""
+    fleet = Fleet()
+    with (
+        serving(_address("inproc", tmp_path, "a"), doubles=False) as first,
+        serving(_address("inproc", tmp_path, "b")) as second,
+    ):
+        fleet.addresses = {"a": first.address}
+        client = _client(fleet, count=1, max_count=2)
+        until(lambda: client.up == 1 and len(client.connections) == 2)
+        stuck = _ask(client, 1)
+        fleet.addresses["b"] = second.address
+        until(lambda: client.up == 2)
+        assert {connection.replica for connection in client.connections} == {"a", "b"}
+        assert _ask(client, 2).wait() == 4
+        busy = next(connection for connection in client.connections if connection.replica == "b")
+        busy.rest()
+        best = client.best(full=True)
+        assert best is not None
+        assert best.replica == "a"
+        assert client.open_calls == 1
+        client.close()
+        assert stuck.done.wait(kit.WAIT_S)
+
+
+# ---- the server ----------------------------------------------------------------------------------------------------
+
+
+def test_draining_sends_what_waits_and_takes_nobody_new(address: str) -> None:
+    """Replies that were given before the end arrive; a new client finds nobody."""
+    with serving(address, doubles=False, backlog=8) as numbers:
+        connection = _attached(numbers.address)
+        questions = [Question(value) for value in range(5)]
+        for question in questions:
+            connection.call(question, question.pack)
+        for _ in questions:
+            peer, number, value = numbers.asked.get(timeout=kit.WAIT_S)
+            peer.reply(lambda _, number=number, value=value: ({"number": number, "value": value}, ()))  # type: ignore[misc]
+        numbers.stop(flush_s=kit.WAIT_S)
+        assert [question.wait() for question in questions] == list(range(5))
+        until(lambda: not connection.up)
+        assert not numbers.server.alive
+        with pytest.raises(Exception, match=r"listen|refused"):
+            connect(numbers.address, secret=kit.SECRET)
+
+
+def test_a_client_that_asks_without_end_is_pushed_back(address: str) -> None:
+    """With a backlog, no more of its messages are taken than may wait; others are served."""
+    admitted: list[int] = []
+
+    def on_message(peer: kit.Peer, message: kit.Message) -> None:
+        with message:
+            value = kit.fields.integer(message.header, "value")
+        peer.admit()
+        admitted.append(value)
+
+    with serving(address, backlog=3, on_message=on_message) as numbers:
+        connection = _attached(numbers.address)
+        for value in range(10):
+            connection.send(bare({"number": value, "value": value}))
+        until(lambda: len(admitted) == 3)
+        time.sleep(0.05)
+        assert admitted == [0, 1, 2]
+        other = _attached(numbers.address)
+        other.send(bare({"number": 0, "value": 99}))
+        until(lambda: admitted == [0, 1, 2, 99])
+        (asking,) = (peer for peer in numbers.server._peers.values() if peer.number == 1)
+        asking.done()
+        until(lambda: admitted[-1] == 3)
+        connection.close()
+        other.close()
+
+
+def test_clients_are_counted_bounded_and_reported_once(address: str) -> None:
+    """One more than allowed is refused; who leaves is reported, and makes room."""
+    with serving(address, max_peers=1) as numbers:
+        first = _attached(numbers.address)
+        assert numbers.server.peers == 1
+        with pytest.raises(ConnectionLost):
+            _attached(numbers.address)
+        assert numbers.server.refused == 1
+        first.close()
+        assert numbers.lost.get(timeout=kit.WAIT_S).number == 1
+        until(lambda: numbers.server.peers == 0)
+        assert numbers.lost.empty()
+        _attached(numbers.address).close()
+
+
+def test_news_reaches_those_who_are_here(address: str) -> None:
+    """An announcement goes to every client that was greeted; later ones hear the welcome alone."""
+    with serving(address) as numbers:
+        channels = [connect(numbers.address, secret=kit.SECRET) for _ in range(2)]
+        for channel in channels:
+            channel.send(greeting("hello", kit.VERSION, {"service": "numbers"}))
+            channel.recv(kit.WAIT_S).release()
+        until(lambda: all(peer.is_greeted for peer in numbers.server._peers.values()))
+        numbers.server.announce({"news": 1})
+        for channel in channels:
+            with channel.recv(kit.WAIT_S) as message:
+                assert message.header["news"] == 1
+            channel.close()
+
+
+# ---- one connection on demand ---------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Time that stands still until it is told to move."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def _on_demand(fleet: Fleet, clock: Clock, max_tries: int = 3) -> OnDemand[Question]:
+    backoff = Backoff(first_s=2.0, max_s=8.0)
+    return OnDemand(fleet.connect, client_protocol(), name="test", max_tries=max_tries, backoff=backoff, clock=clock)
+
+
+def test_on_demand_leaves_out_what_was_lost(tmp_path: Path) -> None:
+    """A replica that refuses costs a try; the one that answers is kept until it is dropped."""
+    with (
+        serving(_address("inproc", tmp_path, "a"), version=99) as other,
+        serving(_address("inproc", tmp_path, "b")) as right,
+    ):
+        fleet, losses = Fleet({"a": other.address, "b": right.address}), Losses()
+        place = _on_demand(fleet, Clock())
+        connection = place.get(losses)
+        assert (connection.replica, losses.lost, place.get(Losses())) == ("b", {"a"}, connection)
+        assert [left_out for _, left_out in fleet.asked] == [frozenset(), frozenset({"a"})]
+        place.drop(connection, ConnectionLost("b", "hung", hung=True), losses)
+        assert losses.hung == {"b"}
+        place.close()
+
+
+def test_on_demand_asks_nobody_during_the_pause(tmp_path: Path) -> None:
+    """After nobody answered; the pause doubles, and ends with the first success."""
+    fleet, clock = Fleet(), Clock()
+    place = _on_demand(fleet, clock)
+    for pause_s in (2.0, 4.0):
+        with pytest.raises(NoReplica, match="no other"):
+            place.get(Losses())
+        asked = len(fleet.asked)
+        clock.now_s += pause_s - 0.1
+        with pytest.raises(NoReplica, match="a moment ago"):
+            place.get(Losses())
+        assert len(fleet.asked) == asked
+        clock.now_s += 0.1
+    with serving(_address("inproc", tmp_path)) as numbers:
+        fleet.addresses["r"] = numbers.address
+        assert place.get(Losses()).replica == "r"
+        place.close()
+
+
+def test_on_demand_gives_up_after_so_many_replicas(tmp_path: Path) -> None:
+    """A task that kills whoever works on it must not kill all of them."""
+    with serving(_address("inproc", tmp_path), version=99) as other:
+        fleet = Fleet(dict.fromkeys("abcd", other.address))
+        with pytest.raises(NoReplica, match="one after the other: a, b"):
+            _on_demand(fleet, Clock(), max_tries=2).get(Losses())
+        assert len(fleet.asked) == 2
+
+
+def test_on_demand_moves_only_where_somebody_answers(tmp_path: Path) -> None:
+    """Otherwise it stays; the connection that was left is closed."""
+    with (
+        serving(_address("inproc", tmp_path, "a")) as first,
+        serving(_address("inproc", tmp_path, "b")) as second,
+    ):
+        fleet = Fleet({"a": first.address})
+        place = _on_demand(fleet, Clock())
+        before = place.get(Losses())
+        with pytest.raises(NoReplica):
+            place.move()
+        assert place.get(Losses()) is before
+        fleet.addresses["b"] = second.address
+        place.move()
+        assert place.get(Losses()).replica == "b"
+        until(lambda: not before.up)
+        place.close()
