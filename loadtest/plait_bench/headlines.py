@@ -7,15 +7,15 @@ which it is not, so that the page promises no more than the tables hold.
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plait_bench import records
+from plait_bench import host, records
 from plait_bench.errors import BenchError
+from plait_bench.tabulated import is_busy_row, latest_runs, load_of, spread_of
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -43,9 +43,9 @@ class Headline:
             "ratio", self.workload, self.metric, self.systems,
         )  # fmt: skip
 
-    def is_ahead(self, row: Mapping[str, Any]) -> bool:
+    def is_ahead(self, low: float, high: float) -> bool:
         """Whether the whole spread lies on the good side of 1."""
-        return bool(row["p80"] < 1.0 if self.less_is_better else row["p20"] > 1.0)
+        return high < 1.0 if self.less_is_better else low > 1.0
 
 
 HEADLINES = (
@@ -115,12 +115,14 @@ def _lines(read: Callable[[str], Sequence[Mapping[str, Any]]], is_known: Callabl
         if not found:
             missing.append(headline)
             continue
-        row = max(found, key=lambda row: str(row["host"]["date"]))
-        host = row["host"]
-        hosts[f"{host['cpu']}, {host['cores']} cores, {host['ram_gib']:.0f} GiB"] = None
-        where = f"{host['date'][:10]}, load {host['loadavg_1m']:.1f}, `{row['commit'][:7]}`"
-        ahead = "" if headline.is_ahead(row) else NOT_AHEAD
-        yield f"| **{row['value']:.2f}** ({row['p20']:.2f} to {row['p80']:.2f}) | {ahead}{_what(headline)} | {where} |"
+        runs = latest_runs(found)
+        row, machine = runs[-1], runs[-1]["host"]
+        value, low, high = spread_of(runs)
+        hosts[f"{machine['cpu']}, {machine['cores']} cores, {machine['ram_gib']:.0f} GiB"] = None
+        load = f"load {max(map(load_of, runs)):.1f}" + (" (busy)" if any(map(is_busy_row, runs)) else "")
+        where = f"{machine['date'][:10]}, {load}, `{row['commit'][:7]}`"
+        ahead = "" if headline.is_ahead(low, high) else NOT_AHEAD
+        yield f"| **{value:.2f}** ({low:.2f} to {high:.2f}) | {ahead}{_what(headline)} | {where} |"
     yield ""
     yield f"Measured on {'; '.join(hosts) or 'no machine yet'}. Load: the load average when the run began."
     if missing:
@@ -132,12 +134,8 @@ def _what(headline: Headline) -> str:
 
 
 def is_in_history(commit: str) -> bool:
-    """Whether HEAD descends from it. A checkout without git knows none."""
-    done = subprocess.run(
-        ["git", "merge-base", "--is-ancestor", commit, "HEAD"],
-        cwd=ROOT, capture_output=True, check=False,
-    )  # fmt: skip
-    return done.returncode == 0  # a dirty tree (COMMIT+changes) is no commit
+    """Whether HEAD descends from it; a dirty tree (COMMIT+changes) is no commit."""
+    return host.is_in_history(ROOT, commit)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -113,6 +113,22 @@ TABLES: Mapping[str, TableSpec] = {
         verb="Searched",
         says=_SEEDS,
     ),
+    "autoconfig-scores": TableSpec(
+        bench="autoconfig",
+        metrics={"so_score_3_trials": "S/O score at trial 3", "so_score_zero_shot": "S/O score, no trial"},
+        verb="Searched",
+        says=_SEEDS,
+    ),
+    "autoconfig-costs": TableSpec(
+        bench="autoconfig",
+        metrics={
+            "infeasible_6_to_15": "infeasible of trials 6 to 15",
+            "ask_ms_after_100": "ms per proposal after 100",
+            "pretrain_s": "s to learn from the library",
+        },
+        verb="Searched",
+        says=_SEEDS,
+    ),
     "crossing": TableSpec(bench="disagg", metrics={"crossing_bytes": "bytes"}, verb="Counted", says=""),
 }
 """By the name that stands in a marker."""

@@ -10,7 +10,7 @@ from plait_bench.host import BUSY_LOAD, SLOW_WAKE_US
 from plait_bench.summary import percentile
 from plait_bench.table_specs import TableSpec
 
-__all__ = ["TableLine", "lines_of"]
+__all__ = ["TableLine", "is_busy_row", "latest_runs", "lines_of", "load_of", "spread_of"]
 
 Record = Mapping[str, Any]
 _Key = tuple[str, str, str]
@@ -50,19 +50,21 @@ def lines_of(table: TableSpec, shown: Sequence[Record]) -> list[TableLine]:
 
 
 def _groups(shown: Sequence[Record]) -> dict[_Key, list[Record]]:
-    """By row: the runs of the commit that it was recorded at last, oldest first."""
+    """By row: its `latest_runs`."""
     by_key: dict[_Key, list[Record]] = {}
     for row in shown:
         by_key.setdefault((row["workload"], row["system"], row["metric"]), []).append(row)
-    found = {}
-    for key, rows in by_key.items():
-        newest = max(rows, key=date_of)
-        found[key] = sorted((row for row in rows if row["commit"] == newest["commit"]), key=date_of)
-    return found
+    return {key: latest_runs(rows) for key, rows in by_key.items()}
+
+
+def latest_runs(rows: Sequence[Record]) -> list[Record]:
+    """Of the records of one row: those of the commit at which it was recorded last, oldest first."""
+    newest = max(rows, key=date_of)
+    return sorted((row for row in rows if row["commit"] == newest["commit"]), key=date_of)
 
 
 def date_of(row: Record) -> str:
-    """When a row was recorded; rows of the first format have it in their host."""
+    """Say when a row was recorded; rows of the first format have it in their host."""
     return str(row.get("date") or row["host"].get("date", ""))
 
 
@@ -74,27 +76,28 @@ def _line(workload: str, system: str, cells: tuple[str, ...], ratio: str, runs: 
         ratio=ratio,
         rounds=max(int(row["n"]) for row in runs),
         runs=len(runs),
-        load=max(_load(row) for row in runs),
-        busy=any(_is_busy(row) for row in runs),
+        load=max(load_of(row) for row in runs),
+        busy=any(is_busy_row(row) for row in runs),
         commit=str(runs[-1]["commit"]),
         date=date_of(runs[-1]),
     )
 
 
-def _load(row: Record) -> float:
-    """Before the run began."""
+def load_of(row: Record) -> float:
+    """Return the load average before the run began."""
     return float(row["host"].get("loadavg_1m", 0.0))
 
 
-def _is_busy(row: Record) -> bool:
-    return bool(row.get("busy")) or _load(row) > BUSY_LOAD or row["host"].get("wake_us", 0.0) > SLOW_WAKE_US
+def is_busy_row(row: Record) -> bool:
+    """Whether the host was busy; rows of the first format did not say so."""
+    return bool(row.get("busy")) or load_of(row) > BUSY_LOAD or row["host"].get("wake_us", 0.0) > SLOW_WAKE_US
 
 
 def _ratio(groups: Mapping[_Key, Sequence[Record]], workload: str, system: str, metric: str) -> str:
     """Of the pair whose second is the system."""
     for (where, pair, what), runs in groups.items():
         if where == workload and what == metric and pair.endswith(f"/{system}") and runs[-1]["unit"] == "ratio":
-            value, low, high = _spread(runs)
+            value, low, high = spread_of(runs)
             return f"**{value:.2f}** ({low:.2f} to {high:.2f})"
     return ""
 
@@ -103,7 +106,7 @@ def _cell(runs: Sequence[Record], table: TableSpec, metric: str) -> str:
     """Value, spread and, where lines have different ones, the unit."""
     if not runs:
         return ""
-    value, low, high = _spread(runs)
+    value, low, high = spread_of(runs)
     text = _number(value)
     if low != high:
         text += f" ({_number(low)} to {_number(high)})"
@@ -112,8 +115,8 @@ def _cell(runs: Sequence[Record], table: TableSpec, metric: str) -> str:
     return text + (" modelled" if runs[-1].get("kind") == "modelled" else "")
 
 
-def _spread(runs: Sequence[Record]) -> tuple[float, float, float]:
-    """Value, low and high: of one run its median, p20 and p80; of several the median, lowest and highest median."""
+def spread_of(runs: Sequence[Record]) -> tuple[float, float, float]:
+    """Return value, low and high: of one run median, p20 and p80; of several the median, lowest and highest median."""
     if len(runs) == 1:
         return float(runs[0]["value"]), float(runs[0]["p20"]), float(runs[0]["p80"])
     values = [float(row["value"]) for row in runs]

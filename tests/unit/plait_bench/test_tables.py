@@ -124,7 +124,7 @@ def test_metrics_stand_side_by_side_or_below_each_other(tmp_path):
 
 def test_an_unknown_table_is_an_error(tmp_path):
     """And the sentence says which there are."""
-    with pytest.raises(BenchError, match="no table 'cakes'; there are autoconfig, crossing"):
+    with pytest.raises(BenchError, match="no table 'cakes'; there are autoconfig, autoconfig-costs"):
         tables.with_tables("<!-- table: cakes -->\n<!-- /table -->\n", tmp_path)
 
 

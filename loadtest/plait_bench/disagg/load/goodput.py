@@ -75,8 +75,12 @@ def search_goodput(
     )
 
 
-def load_on(url: str, bodies: Sequence[Path], header_bytes: int, *, limit_ms: float, seed: int) -> Measure:
+def load_on(
+    url: str, bodies: Sequence[Path], header_bytes: int, *, limit_ms: float, seed: int, settle: Callable[[], object]
+) -> Measure:
     """Return what runs the load at a rate; every body is as likely as every other, each run's arrivals differ.
+
+    ``settle``: returns when the server has worked off what the last load left, which is not the next one's fault.
 
     Latency counts from the scheduled time, so what the generator does late, on cores that it shares with the server,
     counts too: alike for all systems.
@@ -87,6 +91,7 @@ def load_on(url: str, bodies: Sequence[Path], header_bytes: int, *, limit_ms: fl
     def load(rate_per_s: float, duration_s: float) -> Observed:
         nonlocal runs
         runs += 1
+        settle()
         at = at_rate(scenario, rate_per_s, min(duration_s, MAX_LOAD_S)).model_copy(update={"seed": seed + runs})
         return observed(run_scenario(at).summary, limit_ms)
 

@@ -122,7 +122,15 @@ class _Loaded:
         """Search for the highest rate that holds; in a trial none may, which is 0."""
         workload = self.workload
         limit_ms = workload.load.limit_ms
-        load = load_on(self.server.url, workload.bodies, HEADER_BYTES, limit_ms=limit_ms, seed=1000 * number)
+        content = workload.bodies[0].read_bytes()
+        load = load_on(
+            self.server.url,
+            workload.bodies,
+            HEADER_BYTES,
+            limit_ms=limit_ms,
+            seed=1000 * number,
+            settle=lambda: self.server.ask(content),
+        )
         first_per_s = workload.known_per_s[self.key]
         try:
             held = search_goodput(load, first_per_s=first_per_s, limit_ms=limit_ms, trial=trial, say=workload.say)

@@ -128,7 +128,7 @@ class TestGoodput:
 
     def test_a_load_is_capped_in_time(self, monkeypatch, tmp_path):
         """However slow a server is, nobody waits longer; what it then shows is too little."""
-        durations = []
+        durations, settled = [], []
 
         def run(scenario):
             durations.append((scenario.duration_s, scenario.arrivals.rate_per_s, scenario.seed))
@@ -137,10 +137,12 @@ class TestGoodput:
 
         monkeypatch.setattr(goodput, "run_scenario", run)
         (tmp_path / "a.bin").write_bytes(b"x")
-        load = goodput.load_on("http://127.0.0.1:1", [tmp_path / "a.bin"], 1, limit_ms=50.0, seed=1000)
+        bodies, settle = [tmp_path / "a.bin"], lambda: settled.append(len(durations))
+        load = goodput.load_on("http://127.0.0.1:1", bodies, 1, limit_ms=50.0, seed=1000, settle=settle)
         load(2.0, 10_000.0)
         load(2.0, 10.0)
         assert durations == [(MAX_LOAD_S, 2.0, 1001), (10.0, 2.0, 1002)]
+        assert settled == [0, 1]  # before each load
 
 
 class TestDefinition:
