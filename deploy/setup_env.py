@@ -1,7 +1,7 @@
-"""Make `.venv` with plait in it. Standard library only: it runs before anything is installed.
+"""Create `.venv` with plait in it. Standard library only: it runs before anything is installed.
 
-Says what will be downloaded before it downloads, because the usual index offers a CUDA build of torch that is
-some twenty times larger than the CPU build.
+Announces the downloads before they start, because the default index offers a CUDA build of torch that is some twenty
+times larger than the CPU build.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ CPU_MB, CUDA_MB, REST_MB = 190, 3000, 350
 
 
 def torch_build(pip: list[str], pip_args: list[str]) -> str:
-    """'installed', 'cpu', 'cuda' or 'unknown': what pip would install for our torch pin, without installing it."""
+    """Return 'installed', 'cpu', 'cuda' or 'unknown': what pip would install for our torch pin, without installing
+    it."""
     pin = re.search(r"^torch==\S+", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     requirement = pin.group(0) if pin else "torch"
     with tempfile.TemporaryDirectory() as folder:
@@ -50,7 +51,7 @@ def torch_build(pip: list[str], pip_args: list[str]) -> str:
 
 
 def announce(build: str) -> None:
-    """One or two lines on what the next minutes will download."""
+    """Print one or two lines about the downloads of the next minutes."""
     if build == "installed":
         print("setup: torch is there; other packages are checked against constraints.txt")
     elif build == "cpu":
@@ -64,7 +65,7 @@ def announce(build: str) -> None:
 
 
 def main() -> int:
-    """Create or update `.venv`; exit code of the first step that failed."""
+    """Create or update `.venv`; return the exit code of the first step that failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--pip-args", default="")

@@ -1,7 +1,7 @@
-"""Constraints between knobs: small arithmetic expressions such as ``cpu * replicas <= 2``, never run as Python.
+"""Constraints between knobs: small arithmetic expressions such as `cpu * replicas <= 2`, never executed as Python.
 
-The text is parsed by `ast` and only what is listed here is translated: numbers, texts, knobs, ``+ - * / // %``,
-comparisons (also chained), ``in`` a list, ``and``, ``or``, ``not``, and the functions ``min``, ``max``, ``abs``.
+The text is parsed with `ast`, and only the following is translated: numbers, strings, knobs, `+ - * / // %`,
+comparisons (chained ones included), `in` a list, `and`, `or`, `not`, and the functions `min`, `max` and `abs`.
 A constraint that names an inactive knob does not apply.
 """
 
@@ -44,7 +44,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {"min": min, "max": max, "abs": abs}
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """One condition on a configuration, and the knobs that it names."""
+    """A condition on a configuration, and the knobs that it names."""
 
     text: str
     names: frozenset[str]
@@ -52,7 +52,7 @@ class Constraint:
 
     @classmethod
     def parse(cls, text: str, knobs: Collection[str]) -> Self:
-        """Reads a constraint over these knobs. Raises `SpaceError`, which quotes the text and names the problem."""
+        """Parse a constraint over these knobs. Raises `SpaceError`, which quotes the text and names the problem."""
         if len(text) > _LONGEST:
             msg = f"a constraint has {len(text)} characters, more than {_LONGEST}"
             raise SpaceError(msg)
@@ -72,7 +72,7 @@ class Constraint:
         return cls(text, frozenset(reader.names), term)
 
     def holds(self, config: Config) -> bool:
-        """Whether the configuration satisfies it; True when a knob that it names is inactive."""
+        """Return whether the configuration satisfies the constraint; True if any knob that it names is inactive."""
         if not all(name in config for name in self.names):
             return True
         try:
@@ -84,7 +84,7 @@ class Constraint:
 
 
 def _arithmetic(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """The operator on numbers only: ``*`` would also repeat a text, and ``%`` format one, to any length."""
+    """Restrict the operator to numbers: on strings `*` would repeat and `%` would format, to any length."""
 
     def on_numbers(left: Any, right: Any) -> Any:
         if not isinstance(left, int | float) or not isinstance(right, int | float):

@@ -1,4 +1,4 @@
-"""Knobs as Optuna's distributions. Imported late: Optuna takes a second."""
+"""Knobs as Optuna's distributions. Imported lazily: importing Optuna takes a second."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from plait_autoconfig.knobs import ChoiceKnob, IntKnob, Knob
 
 
 def distribution_of(knob: Knob) -> BaseDistribution:
-    """The same range or choices. The order of an ordered choice has no place in Optuna."""
+    """Return the same range or choices. Optuna cannot represent the order of an ordered choice."""
     if isinstance(knob, ChoiceKnob):
         return CategoricalDistribution(knob.values)
     if isinstance(knob, IntKnob):

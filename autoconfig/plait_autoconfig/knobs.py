@@ -1,8 +1,8 @@
-"""One knob each: which values it takes, in which unit, and where a value lies between 0 and 1.
+"""The kinds of knobs: which values a knob takes, in which unit, and where a value lies between 0 and 1.
 
-All kinds have the same methods. ``count`` is the number of values (None: a continuous range), ``value_at`` the n-th of
-them, ``canonical`` the knob's own form of a value, ``place`` and ``draw`` go to and from the unit interval (on a
-logarithmic scale with ``log``). ``when`` makes a knob conditional: it is active only while each knob named there is
+All kinds have the same methods. `count` is the number of values (None: a continuous range), `value_at` the n-th of
+them, `canonical` the knob's own form of a value; `place` and `draw` map to and from the unit interval (on a
+logarithmic scale with `log`). `when` makes a knob conditional: it is active only while each knob named there is
 active and has one of the values listed.
 """
 
@@ -23,7 +23,7 @@ When: TypeAlias = Mapping[str, tuple[Value, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntKnob:
-    """``low``, ``low + step``, ... up to ``high``. ``log`` needs ``step`` 1; powers of two are an ordered choice."""
+    """`low`, `low + step`, ... up to `high`. `log` requires `step` 1; powers of two are an ordered choice."""
 
     name: str
     low: int
@@ -39,15 +39,15 @@ class IntKnob:
 
     @property
     def count(self) -> int | None:
-        """How many values there are."""
+        """The number of values."""
         return (self.high - self.low) // self.step + 1
 
     def value_at(self, index: int) -> Value:
-        """The value with this index."""
+        """Return the value with this index."""
         return self.low + index * self.step
 
     def canonical(self, value: object) -> Value:
-        """The value, or `OutsideSpace`."""
+        """Return the value as an int of the range. Raises `OutsideSpace` if it is not one."""
         inside = isinstance(value, int) and not isinstance(value, bool) and self.low <= value <= self.high
         if not isinstance(value, int) or not inside or (value - self.low) % self.step:
             steps = f" in steps of {self.step}" if self.step != 1 else ""
@@ -55,11 +55,11 @@ class IntKnob:
         return value
 
     def place(self, value: Value) -> float:
-        """Where the value lies in [0, 1]."""
+        """Return the position of the value in [0, 1]."""
         return _place(float(value), self.low, self.high, log=self.log)
 
     def draw(self, u: float) -> Value:
-        """The value at ``u`` in [0, 1); every value has the same share, or every octave with ``log``."""
+        """Return the value at `u` in [0, 1); every value has the same share, or every octave with `log`."""
         if self.log:
             return min(self.high, int(self.low * math.pow((self.high + 1) / self.low, u)))
         return self.value_at(int(u * ((self.high - self.low) // self.step + 1)))
@@ -67,7 +67,7 @@ class IntKnob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FloatKnob:
-    """``low`` to ``high``, in steps if ``step`` is given (exact in decimal: 0.1, 0.2, 0.3)."""
+    """`low` to `high`, in increments of `step` if given (exact in decimal: 0.1, 0.2, 0.3)."""
 
     name: str
     low: float
@@ -83,18 +83,18 @@ class FloatKnob:
 
     @property
     def count(self) -> int | None:
-        """How many values there are; None: a continuous range."""
+        """The number of values; None: a continuous range."""
         if self.step is None:
             return 1 if self.low == self.high else None
         return int((Decimal(str(self.high)) - Decimal(str(self.low))) / Decimal(str(self.step))) + 1
 
     def value_at(self, index: int) -> Value:
-        """The value with this index."""
+        """Return the value with this index."""
         step = 0.0 if self.step is None else self.step
         return float(Decimal(str(self.low)) + index * Decimal(str(step)))
 
     def canonical(self, value: object) -> Value:
-        """The value as a float on the grid, or `OutsideSpace`."""
+        """Return the value as a float on the grid. Raises `OutsideSpace` if it is not on it."""
         wanted = f"a number from {self.low:g} to {self.high:g}"
         wanted += f" in steps of {self.step:g}{_of(self.unit)}" if self.step else _of(self.unit)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -111,11 +111,11 @@ class FloatKnob:
         return self.value_at(index)
 
     def place(self, value: Value) -> float:
-        """Where the value lies in [0, 1]."""
+        """Return the position of the value in [0, 1]."""
         return _place(float(value), self.low, self.high, log=self.log)
 
     def draw(self, u: float) -> Value:
-        """The value at ``u`` in [0, 1)."""
+        """Return the value at `u` in [0, 1)."""
         count = self.count
         if count is not None:
             return self.value_at(int(u * count))
@@ -126,7 +126,7 @@ class FloatKnob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceKnob:
-    """One of the ``values``. ``ordered``: they are a scale (1, 2, 4, 8), so that neighbours are alike."""
+    """One of the `values`. `ordered`: they form a scale (1, 2, 4, 8), so that neighbours are similar."""
 
     name: str
     values: tuple[Value, ...]
@@ -145,26 +145,26 @@ class ChoiceKnob:
 
     @property
     def count(self) -> int | None:
-        """How many values there are."""
+        """The number of values."""
         return len(self.values)
 
     def value_at(self, index: int) -> Value:
-        """The value with this index."""
+        """Return the value with this index."""
         return self.values[index]
 
     def canonical(self, value: object) -> Value:
-        """The knob's own form of the value, or `OutsideSpace`."""
+        """Return the knob's own form of the value. Raises `OutsideSpace` if it is none of them."""
         for own in self.values:
             if own == value and isinstance(own, bool) == isinstance(value, bool):
                 return own
         raise _outside(self.name, value, f"one of {', '.join(map(repr, self.values))}{_of(self.unit)}")
 
     def place(self, value: Value) -> float:
-        """Its rank among the values, in [0, 1]."""
+        """Return its rank among the values, in [0, 1]."""
         return self.values.index(value) / max(1, len(self.values) - 1)
 
     def draw(self, u: float) -> Value:
-        """The value at ``u`` in [0, 1)."""
+        """Return the value at `u` in [0, 1)."""
         return self.values[int(u * len(self.values))]
 
 

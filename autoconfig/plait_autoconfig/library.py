@@ -1,6 +1,6 @@
-"""Past runs of the tuner: what later runs learn from, which of it can be used, and how much it counts.
+"""Past runs of the tuner: what later runs learn from, which parts are usable, and how much they count.
 
-Runs keep metrics, not losses: whatever the objective of today is, a run serves it if it measured its metrics.
+Runs keep metrics, not losses: whatever today's objective is, a run is useful if it measured the metrics involved.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from plait_autoconfig.values import Hardware, Trial, WorkloadFeatures
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LibraryRun:
-    """One run of the tuner: a service on a machine, its trials, and the versions that it ran with.
+    """One run of the tuner: a service on a machine, its trials, and the software versions.
 
-    ``units``: the knobs of its space and their units. ``goals``: what it looked for, such as ``max goodput_per_cost``
-    (for people; nothing is computed from it). ``started_at``: ISO 8601.
+    `units`: the knobs of its space and their units. `goals`: what it optimised, such as `max goodput_per_cost`
+    (for people; nothing is computed from it). `started_at`: ISO 8601.
     """
 
     run_id: str
@@ -38,7 +38,7 @@ class LibraryRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usable:
-    """What of a run can be read in a space. ``unusable``: why other trials can not, and how many each reason hits."""
+    """The usable part of a run in a space. `unusable`: why other trials are not, and how many each reason affects."""
 
     run: LibraryRun
     trials: tuple[Trial, ...]
@@ -53,9 +53,10 @@ class Usable:
 
 
 def usable_for(run: LibraryRun, space: Space, objective: Objective | None = None) -> Usable:
-    """The trials of a run that are configurations of this space, in its form, and measured what the objective needs.
+    """Return the trials of a run that are configurations of this space, in its form, and measured what the objective
+    needs.
 
-    Invalid trials are left out: they say nothing. Failures stay: they say where not to go.
+    Invalid trials are left out, as they are no evidence. Failures stay: they show what to avoid.
     """
     other_unit = _other_unit(run, space)
     trials, reasons = [], Counter[str]()
@@ -76,7 +77,7 @@ def usable_for(run: LibraryRun, space: Space, objective: Objective | None = None
 
 
 def usable_runs(runs: Iterable[LibraryRun], space: Space, objective: Objective) -> tuple[LibraryRun, ...]:
-    """The runs with a usable trial that ran, reduced to their usable trials."""
+    """Return the runs with at least one usable trial that ran, reduced to their usable trials."""
     found = []
     for run in runs:
         usable = usable_for(run, space, objective)
@@ -87,9 +88,11 @@ def usable_runs(runs: Iterable[LibraryRun], space: Space, objective: Objective) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staleness:
-    """How much less a run counts. The factors are judgement, not measurement: what may have changed counts half.
+    """How much less a run counts. The factors are judgement, not measurement: whatever may have changed halves the
+    weight.
 
-    Nothing is dropped. A designer that weighs runs by how well they predict the new trials soon corrects a wrong guess.
+    Nothing is dropped. A designer that weights runs by how well they predict the new trials soon corrects a wrong
+    guess.
     """
 
     version_factor: float = 0.5  # for each version that differs in its first two numbers
@@ -101,9 +104,9 @@ class Staleness:
 def weight_of(
     run: LibraryRun, *, versions: Mapping[str, str], hardware: Hardware, at: str, staleness: Staleness | None = None
 ) -> float:
-    """How much a run counts, in (0, 1]; 1 for the same versions and hardware today.
+    """Return how much a run counts, in (0, 1]; 1 for the same versions and hardware today.
 
-    What is unknown on either side (a version, the hardware, ``at``) plays no role.
+    Whatever is unknown on either side (a version, the hardware, `at`) is ignored.
     """
     rule = staleness or Staleness()
     shared = versions.keys() & run.versions.keys()

@@ -1,4 +1,4 @@
-"""What Optuna has to say, kept to warnings."""
+"""Optuna's log output, limited to warnings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """While Optuna would announce each study that it makes."""
+    """Silence Optuna, which would announce each study that it creates."""
     logger = logging.getLogger("optuna")
     level = logger.level
     logger.setLevel(logging.WARNING)

@@ -1,7 +1,7 @@
-"""What the tuner looks for: goals to make large or small, and limits that a configuration must keep.
+"""What the tuner optimises: goals to maximise or minimise, and limits that a configuration must keep.
 
-A limit is never traded against a goal: an outcome that breaks one is infeasible, however good its goal. A failed trial
-has no loss at all. ``loss`` is what designers minimise.
+A limit is never traded against a goal: an outcome that violates one is infeasible, however good its goal. A failed
+trial has no loss at all. `loss` is what designers minimise.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Goal:
     direction: Literal["max", "min"]
 
     def loss(self, metrics: Mapping[str, float]) -> float:
-        """Lower is better: the metric, or its negative. Raises `ObjectiveError` if it was not measured."""
+        """Return the loss, lower is better: the metric or its negative. Raises `ObjectiveError` if not measured."""
         value = _metric(metrics, self.metric)
         return value if self.direction == "min" else -value
 
     @property
     def has_cost(self) -> bool:
-        """Whether it is made of the cost: then its log loss is the log cost and something that is not known."""
+        """Whether the metric contains the cost: then its log loss is the log cost plus something unknown."""
         return (self.metric, self.direction) in {(GOODPUT_PER_COST, "max"), (COST_PER_HOUR, "min")}
 
     def __str__(self) -> str:
@@ -48,19 +48,19 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A metric that must stay on one side of a value (which itself is allowed)."""
+    """A metric that must stay on one side of a value (inclusive)."""
 
     metric: str
     bound: Literal["at_most", "at_least"]
     value: float
 
     def excess(self, metrics: Mapping[str, float]) -> float:
-        """How far beyond the limit, relative to it (absolute for a limit of 0); negative: so much room is left."""
+        """Return how far beyond the limit, relative to it (absolute for a limit of 0); negative: that room is left."""
         over = _metric(metrics, self.metric) - self.value
         return (over if self.bound == "at_most" else -over) / (abs(self.value) or 1.0)
 
     def metric_at(self, excess: float) -> float:
-        """The metric that has this excess."""
+        """Return the metric that has this excess."""
         over = excess * (abs(self.value) or 1.0)
         return self.value + (over if self.bound == "at_most" else -over)
 
@@ -69,22 +69,22 @@ class Limit:
 
 
 def maximise(metric: str) -> Goal:
-    """The larger, the better."""
+    """Return a goal to maximise the metric."""
     return Goal(metric, "max")
 
 
 def minimise(metric: str) -> Goal:
-    """The smaller, the better."""
+    """Return a goal to minimise the metric."""
     return Goal(metric, "min")
 
 
 def at_most(metric: str, value: float) -> Limit:
-    """``metric <= value``."""
+    """Return the limit `metric <= value`."""
     return Limit(metric, "at_most", value)
 
 
 def at_least(metric: str, value: float) -> Limit:
-    """``metric >= value``."""
+    """Return the limit `metric >= value`."""
     return Limit(metric, "at_least", value)
 
 
@@ -113,47 +113,48 @@ class Objective:
         return tuple(dict.fromkeys([*(goal.metric for goal in self.goals), *(limit.metric for limit in self.limits)]))
 
     def losses(self, outcome: TrialOutcome) -> tuple[float, ...] | None:
-        """One number per goal, lower is better; None for a failed trial."""
+        """Return one number per goal, lower is better; None for a failed trial."""
         return None if outcome.failure is not None else tuple(goal.loss(outcome.metrics) for goal in self.goals)
 
     def loss(self, outcome: TrialOutcome) -> float | None:
-        """The loss of the only goal, lower is better; None for a failed trial. `ObjectiveError` with several goals."""
+        """Return the loss of the only goal, lower is better; None for a failed trial. `ObjectiveError` for several
+        goals."""
         self.require_one_goal()
         losses = self.losses(outcome)
         return None if losses is None else losses[0]
 
     def require_one_goal(self) -> Goal:
-        """The goal; `ObjectiveError` if there are several."""
+        """Return the goal. Raises `ObjectiveError` if there are several."""
         if len(self.goals) > 1:
             msg = f"this needs one goal, but the objective has {len(self.goals)}: {', '.join(map(str, self.goals))}"
             raise ObjectiveError(msg)
         return self.goals[0]
 
     def excesses(self, outcome: TrialOutcome) -> dict[str, float]:
-        """By limit, how far beyond it (`Limit.excess`; negative: room is left). Empty for a failed trial."""
+        """Return how far beyond each limit (`Limit.excess`; negative: room is left). Empty for a failed trial."""
         return {} if outcome.failure is not None else {str(each): each.excess(outcome.metrics) for each in self.limits}
 
     def violations(self, outcome: TrialOutcome) -> dict[str, float]:
-        """By limit, how far beyond it; 0: it is kept. Empty for a failed trial."""
+        """Return how far beyond each limit; 0 if it is kept. Empty for a failed trial."""
         return {name: max(0.0, excess) for name, excess in self.excesses(outcome).items()}
 
     def feasible(self, outcome: TrialOutcome) -> bool:
-        """It ran, and keeps every limit."""
+        """Return whether the trial ran and keeps every limit."""
         return outcome.failure is None and all(excess <= 0.0 for excess in self.excesses(outcome).values())
 
     def best(self, trials: Iterable[Trial]) -> Cell | None:
-        """The feasible cell with the lowest loss (trials averaged), the earliest of equals; None if there is none."""
+        """Return the feasible cell with the lowest loss (trials averaged), the earliest of equals; None without one."""
         self.require_one_goal()
         return min(self._feasible_cells(trials), key=lambda cell: self.losses(cell.outcome) or (), default=None)
 
     def front(self, trials: Iterable[Trial]) -> tuple[Cell, ...]:
-        """The feasible cells that no other one beats in one goal without losing in another. Equals are all kept."""
+        """Return the feasible cells that no other beats in one goal without losing in another. Equals are all kept."""
         cells = self._feasible_cells(trials)
         losses = [self.losses(cell.outcome) or () for cell in cells]
         return tuple(cell for cell, own in zip(cells, losses, strict=True) if not any(_beats(o, own) for o in losses))
 
     def why_none(self, trials: Sequence[Trial]) -> str:
-        """Which limit binds and by how much, in a sentence or two, when no trial is feasible; empty if one is."""
+        """Return which limit binds and by how much, in a sentence or two; empty if some trial is feasible."""
         cells = cells_of(trials)
         if not cells:
             return f"none of {len(trials)} trials gave a valid measurement" if trials else "nothing was measured yet"
@@ -166,7 +167,7 @@ class Objective:
         return f"none of {len(cells)} configurations is feasible: {'; '.join(parts)}"
 
     def _missed(self, cells: Sequence[Cell]) -> list[str]:
-        """A sentence per limit that somebody broke, the one most often broken first."""
+        """Return a sentence per violated limit, the one most often violated first."""
         said = []
         for limit in self.limits:
             excesses = [limit.excess(cell.outcome.metrics) for cell in cells]
@@ -191,7 +192,7 @@ class Objective:
 
 
 def max_goodput_per_cost(*limits: Limit) -> Objective:
-    """The most responses in time for the money."""
+    """Return the objective of the most responses within the SLO per unit of cost."""
     return Objective((maximise(GOODPUT_PER_COST),), limits)
 
 
@@ -200,10 +201,10 @@ _LIMIT = re.compile(r"(\w+)\s*(<=|>=)\s*([0-9.eE+-]+)")
 
 
 def parse_objective(text: str, limits: Sequence[str] = ()) -> Objective:
-    """An objective from texts: ``max goodput_per_cost``, ``min cost at rate 20``, ``min p99_ms, min cost_per_hour``.
+    """Parse an objective: `max goodput_per_cost`, `min cost at rate 20`, `min p99_ms, min cost_per_hour`.
 
-    ``cost`` and ``p99`` are short for ``cost_per_hour`` and ``p99_ms``. Limits: ``p99_ms <= 50``. Raises
-    `ObjectiveError`, which quotes what can not be read.
+    `cost` and `p99` are short for `cost_per_hour` and `p99_ms`. Limits: `p99_ms <= 50`. Raises
+    `ObjectiveError`, which quotes the part that cannot be parsed.
     """
     short, goals, found = {"cost": COST_PER_HOUR, "p99": P99_MS}, [], []
     for part in text.split(","):
@@ -236,7 +237,7 @@ def _number(text: str) -> float:
 
 
 def _check_limits(limits: Sequence[Limit]) -> None:
-    """Two limits of one metric must leave something between them."""
+    """Check that two limits of one metric leave some room between them."""
     highs = [limit for limit in limits if limit.bound == "at_most"]
     lows = [limit for limit in limits if limit.bound == "at_least"]
     for high, low in itertools.product(highs, lows):

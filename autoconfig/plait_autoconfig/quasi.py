@@ -1,4 +1,4 @@
-"""Points that fill a cube evenly, from a seed."""
+"""Low-discrepancy points in a cube, from a seed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _BATCH = 512
 
 
 def sobol_points(dimensions: int, *, seed: int) -> Iterator[list[float]]:
-    """An endless scrambled Sobol sequence in [0, 1)^dimensions (Owen scrambling, `scipy.stats.qmc`)."""
+    """Yield an endless scrambled Sobol sequence in [0, 1)^dimensions (Owen scrambling, `scipy.stats.qmc`)."""
     from scipy.stats import qmc  # takes most of a second to import
 
     sequence = qmc.Sobol(dimensions, scramble=True, rng=seed)

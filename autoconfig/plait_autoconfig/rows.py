@@ -1,9 +1,9 @@
-"""The library as JSON lines: one line per run, then one per trial. Strict to read, and every line stands alone.
+"""The library as JSON lines: one line per run, then one per trial. Parsing is strict, and lines are self-contained.
 
-A line has ``plait_library`` (the version of this format, 1), ``kind`` (``run`` or ``trial``) and the fields of
-`LibraryRun` or `Trial`; a trial names its run. A last line that breaks off is dropped: a writer died. Lines of a later
-version are kept as they are (`UnreadableLine`), marked, and written back by `dump_lines`. Anything else that is wrong
-is a `LibraryError` with the number of the line.
+A line has `plait_library` (the version of this format, 1), `kind` (`run` or `trial`) and the fields of `LibraryRun`
+or `Trial`; a trial names its run. A truncated last line is dropped: its writer died. Lines of a later version are
+kept unchanged (`UnreadableLine`), flagged, and written back by `dump_lines`. Any other error is a `LibraryError`
+with the line number.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Row(BaseModel):
 
 
 class HardwareRow(BaseModel):
-    """`Hardware`, at the edge."""
+    """The stored form of `Hardware`."""
 
     model_config = _STRICT
     name: str = ""
@@ -77,7 +77,7 @@ class RunRow(_Row):
 
 
 class TrialRow(_Row):
-    """The line of a trial: ``metrics``, or ``failure`` and ``detail``."""
+    """The line of a trial: either `metrics`, or `failure` and `detail`."""
 
     kind: Literal["trial"] = "trial"
     run_id: Annotated[str, Field(min_length=1)]
@@ -96,7 +96,7 @@ _LINE: TypeAdapter[RunRow | TrialRow] = TypeAdapter(Annotated[RunRow | TrialRow,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnreadableLine:
-    """A line that this version can not read, kept as it is, and why."""
+    """A line that this version cannot read, kept unchanged, and why."""
 
     text: str
     reason: str
@@ -104,7 +104,7 @@ class UnreadableLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedLines:
-    """What was read. ``torn``: the last line broke off and was dropped."""
+    """The result of loading. `torn`: the last line was truncated and was dropped."""
 
     runs: tuple[LibraryRun, ...]
     unreadable: tuple[UnreadableLine, ...] = ()
@@ -112,7 +112,7 @@ class LoadedLines:
 
 
 def dump_lines(runs: Iterable[LibraryRun], unreadable: Iterable[UnreadableLine] = ()) -> Iterator[str]:
-    """The lines of runs (and what was kept of a later version), without line ends."""
+    """Yield the lines of runs (and those kept from a later version), without line ends."""
     for run in runs:
         yield run_line(run)
         for trial in run.trials:
@@ -122,7 +122,7 @@ def dump_lines(runs: Iterable[LibraryRun], unreadable: Iterable[UnreadableLine] 
 
 
 def load_lines(lines: Iterable[str]) -> LoadedLines:
-    """Reads lines in any order of runs; see the module docstring. Raises `LibraryError` naming the line."""
+    """Parse lines, in any order of runs; see the module docstring. Raises `LibraryError` naming the line."""
     runs: dict[str, LibraryRun] = {}
     trials: dict[str, list[Trial]] = {}
     unreadable: list[UnreadableLine] = []
@@ -154,20 +154,20 @@ def load_lines(lines: Iterable[str]) -> LoadedLines:
 
 
 def run_line(run: LibraryRun) -> str:
-    """What is stored of a run, but for its trials."""
+    """Return the line that stores a run, without its trials."""
     fields = {name: value for name, value in asdict(run).items() if name != "trials"}
     return _line("run", fields)
 
 
 def trial_line(run_id: str, trial: Trial) -> str:
-    """What is stored of a trial."""
+    """Return the line that stores a trial."""
     fields = asdict(trial)
     said = {name: value for name, value in fields.pop("outcome").items() if value}
     return _line("trial", {"run_id": run_id, **fields, **said})
 
 
 def run_from(line: str) -> LibraryRun:
-    """A stored run, without its trials. Raises `LibraryError`."""
+    """Parse a stored run, without its trials. Raises `LibraryError`."""
     row = _row(line, 0)
     if not isinstance(row, RunRow):
         msg = "a trial is stored where a run should be"
@@ -176,7 +176,7 @@ def run_from(line: str) -> LibraryRun:
 
 
 def trial_from(line: str) -> Trial:
-    """A stored trial. Raises `LibraryError`."""
+    """Parse a stored trial. Raises `LibraryError`."""
     row = _row(line, 0)
     if not isinstance(row, TrialRow):
         msg = "a run is stored where a trial should be"

@@ -1,8 +1,8 @@
 """Any designer as an Optuna sampler: `study.optimize` and ask/tell work, with our de-duplication and feasibility.
 
 The study's objective returns the values of the designer's goals, in their order, and reports each limit with
-`report` (or `Trial.set_constraint` under the text of the limit). A trial that raises, or is told as FAIL, is a crash,
-unless its user attribute ``failure`` names another `FailureKind`; a pruned one has run out of time. All knobs of the
+`report` (or `Trial.set_constraint` under the text of the limit). A trial that raises, or ends as FAIL, is a crash,
+unless its user attribute `failure` names another `FailureKind`; a pruned one has run out of time. All knobs of the
 space must be suggested with exactly its distributions (`Space.distributions`), conditional ones only when active.
 """
 
@@ -31,10 +31,10 @@ _logger = logging.getLogger(__name__)
 
 
 def report(trial: OptunaTrial, objective: Objective, outcome: TrialOutcome) -> tuple[float, ...]:
-    """Sets the constraints of a trial and returns what the objective function should return.
+    """Set the constraints of a trial and return the value for the objective function to return.
 
-    A failed outcome is noted in the trial's attributes and raised as `TrialFailed`, for Optuna to record a FAIL: give
-    ``catch=(TrialFailed,)`` to `study.optimize`.
+    A failed outcome is recorded in the trial's attributes and raised as `TrialFailed`, for Optuna to record a FAIL:
+    pass `catch=(TrialFailed,)` to `study.optimize`.
     """
     if outcome.failure is not None:
         trial.set_user_attr(FAILURE, outcome.failure.value)
@@ -45,7 +45,8 @@ def report(trial: OptunaTrial, objective: Objective, outcome: TrialOutcome) -> t
 
 
 class DesignerSampler(BaseSampler):
-    """All of Optuna's calls to a designer are made here. It learns from other workers' trials of the study as well."""
+    """A sampler that gets its proposals from a designer and makes all of Optuna's calls to it. It also learns from
+    other workers' trials of the study."""
 
     def __init__(self, designer: Designer, space: Space, objective: Objective) -> None:
         self._designer, self._space, self._objective = designer, space, objective
@@ -55,13 +56,13 @@ class DesignerSampler(BaseSampler):
         self._lock = threading.Lock()  # study.optimize(n_jobs=2) shares the sampler between threads
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        """The whole space, from the first trial on."""
+        """Return the whole space, from the first trial on."""
         return self._distributions
 
     def sample_relative(
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        """The designer's proposal; nothing for a trial of which the user enqueued all knobs."""
+        """Return the designer's proposal; nothing for a trial whose knobs were all enqueued by the user."""
         self._check(study)
         if self._is_whole(trial.system_attrs.get(_FIXED, {})):
             return {}
@@ -73,7 +74,7 @@ class DesignerSampler(BaseSampler):
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
-        """Only called for what is not part of the proposal, which is a mistake in the objective function."""
+        """Raise `OutsideSpace`: only called for parameters outside the proposal, an error in the objective function."""
         knob = self._space.by_name.get(param_name)
         if knob is None:
             msg = f"{param_name} is no knob of the space; they are {', '.join(self._space.by_name)}"
@@ -85,7 +86,7 @@ class DesignerSampler(BaseSampler):
         raise OutsideSpace(msg)
 
     def after_trial(self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> None:
-        """Tells the designer what the trial showed, also when it failed."""
+        """Tell the designer the result of the trial, also when it failed."""
         with self._lock:
             asked = self._asked.pop(trial.number, None)
             self._reported.add(trial.number)
@@ -94,7 +95,7 @@ class DesignerSampler(BaseSampler):
             self._tell(trial, state, values)
 
     def _catch_up(self, study: Study) -> None:
-        """Learns from finished trials that this sampler did not see: of other workers, or before a restart."""
+        """Learn from finished trials that this sampler did not see: of other workers, or before a restart."""
         for trial in study.get_trials(deepcopy=False):
             if trial.state.is_finished() and trial.number not in self._reported:
                 self._reported.add(trial.number)

@@ -1,7 +1,7 @@
-"""The search space: knobs, constraints between them, and the cells, the configurations that satisfy all of it.
+"""The search space: knobs, constraints between them, and the cells, i.e. the configurations that satisfy all of them.
 
-A designer looks at all cells at once, so there are at most `MAX_CELLS`. A larger or continuous space is stood for by
-`MAX_SAMPLED` cells of a Sobol sequence with a fixed seed: every designer, in every process, sees the same ones.
+A designer evaluates all cells at once, so there are at most `MAX_CELLS`. A larger or continuous space is represented
+by `MAX_SAMPLED` cells of a Sobol sequence with a fixed seed: every designer, in every process, sees the same ones.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MAX_VISITS = 1_000_000  # steps in the tree of partial configurations: about a 
 
 @dataclass(frozen=True)
 class Space:
-    """Knobs in a fixed order and constraints, as texts (`Constraint`).
+    """Knobs in a fixed order and constraints as strings (`Constraint`).
 
     Raises `SpaceError` naming the knob or the constraint that is wrong, `EmptySpace` when no configuration is valid.
     A conditional knob comes after the knobs that it depends on.
@@ -50,25 +50,25 @@ class Space:
 
     @cached_property
     def by_name(self) -> dict[str, Knob]:
-        """The knobs by name, in their order."""
+        """The knobs by name, in order."""
         return {knob.name: knob for knob in self.knobs}
 
     @cached_property
     def parsed(self) -> tuple[Constraint, ...]:
-        """The constraints, ready to be tested."""
+        """The parsed constraints."""
         return tuple(Constraint.parse(text, tuple(self.by_name)) for text in self.constraints)
 
     @property
     def exhaustive(self) -> bool:
-        """True: `cells` are all cells there are; False: they are a sample."""
+        """Whether `cells` are all the cells there are; otherwise they are a sample."""
         return self._all_cells is not None
 
     def cells(self) -> tuple[Config, ...]:
-        """All valid configurations in a fixed order (the first knob varies slowest), or the sample of them."""
+        """Return all valid configurations in a fixed order (the first knob varies slowest), or the sample of them."""
         return self._sampled_cells if self._all_cells is None else self._all_cells
 
     def check(self, config: Config) -> Config:
-        """The configuration with the knobs in order and their own form of each value.
+        """Return the configuration with the knobs in order and each value in the knob's own form.
 
         Raises `OutsideSpace` naming the knob that is unknown, missing, inactive or out of range, or the constraint.
         """
@@ -96,25 +96,25 @@ class Space:
         return checked
 
     def key(self, config: Config) -> Hashable:
-        """What two equal configurations have in common; None stands for an inactive knob."""
+        """Return a key that is the same for equal configurations; None stands for an inactive knob."""
         return tuple(config.get(name) for name in self.by_name)
 
     @cached_property
     def feature_names(self) -> tuple[str, ...]:
-        """What each column of `encode` is: ``cpu``, ``gpu=T4``, ``window?`` (whether the knob is active)."""
+        """The meaning of each column of `encode`: `cpu`, `gpu=T4`, `window?` (whether the knob is active)."""
         return tuple(name for knob in self.knobs for name in _columns(knob))
 
     def encode(self, configs: Sequence[Config]) -> NDArray[np.float64]:
-        """The configurations as numbers in [0, 1], float64 of shape (N, len(feature_names)).
+        """Return the configurations as numbers in [0, 1], float64 of shape (N, len(feature_names)).
 
         Ranges and ordered choices have one column (rank or value, on the knob's scale), unordered ones with three or
-        more values a column per value. An inactive knob stands in the middle (0.5) and has a 0 in its column ``?``.
+        more values have a column per value. An inactive knob is at the middle (0.5) and has a 0 in its column `?`.
         """
         rows = [[number for knob in self.knobs for number in _encoded(knob, config)] for config in configs]
         return np.asarray(rows, np.float64).reshape(len(configs), len(self.feature_names))
 
     def configuration_at(self, point: Sequence[float]) -> Config:
-        """The configuration at a point of [0, 1)^knobs, constraints not tested; inactive knobs leave theirs unused."""
+        """Return the configuration at a point of [0, 1)^knobs, constraints unchecked; inactive knobs ignore theirs."""
         config: dict[str, Value] = {}
         for knob, u in zip(self.knobs, point, strict=True):
             if is_active(knob, config):
@@ -122,14 +122,14 @@ class Space:
         return config
 
     def distributions(self) -> dict[str, BaseDistribution]:
-        """The knobs as Optuna has them. Conditions and constraints have no place there: `check` knows them."""
+        """Return the knobs as Optuna distributions, which lack conditions and constraints: `check` covers those."""
         from plait_autoconfig.distributions import distribution_of
 
         return {knob.name: distribution_of(knob) for knob in self.knobs}
 
     @cached_property
     def _all_cells(self) -> tuple[Config, ...] | None:
-        """Every cell, or None when there are too many to look at."""
+        """Every cell, or None when there are too many to enumerate."""
         return self._listed(self.parsed)
 
     def _listed(self, constraints: Sequence[Constraint]) -> tuple[Config, ...] | None:
@@ -150,14 +150,14 @@ class Space:
         return tuple(found.values())
 
     def _drawn(self) -> Iterator[Config]:
-        """Configurations of a Sobol sequence, constraints not yet tested."""
+        """Yield configurations of a Sobol sequence, constraints not yet checked."""
         from plait_autoconfig.quasi import sobol_points
 
         for row in sobol_points(len(self.knobs), seed=0):
             yield self.configuration_at(row)
 
     def _search(self, constraints: Sequence[Constraint]) -> Iterator[Config]:
-        """All cells, depth first; a partial configuration that breaks a constraint is not continued.
+        """Yield all cells, depth first; a partial configuration that violates a constraint is not extended.
 
         Raises `_TooLarge` at a continuous knob or after `_MAX_VISITS` steps.
         """
@@ -188,7 +188,7 @@ class Space:
         return extend(0, {})
 
     def _what_binds(self) -> str:
-        """The smallest set of constraints (up to three, else all) that leaves no cell, and what each of them leaves."""
+        """Return the smallest set of constraints (up to three, else all) that leaves no cell, and what each leaves."""
         everything = self._listed(())
         drawn = list(itertools.islice(self._drawn(), MAX_CELLS)) if everything is None else everything
         what = "drawn from its knobs" if everything is None else "of its knobs"
@@ -204,11 +204,11 @@ class Space:
 
 
 class _TooLarge(Exception):
-    """The cells can not be listed."""
+    """The cells cannot be listed."""
 
 
 def is_active(knob: Knob, config: Config) -> bool:
-    """Whether the knob has a meaning in this (perhaps partial) configuration."""
+    """Return whether the knob is active in this (possibly partial) configuration."""
     return all(name in config and config[name] in allowed for name, allowed in knob.when.items())
 
 
@@ -247,7 +247,7 @@ def _check_condition(owner: str, parent: Knob | None, name: str, allowed: Sequen
 
 
 def _one_hot(knob: Knob) -> tuple[Value, ...]:
-    """The values that get a column each; empty for a knob with one column."""
+    """Return the values that get a column each; empty for a knob with one column."""
     return knob.values if isinstance(knob, ChoiceKnob) and not knob.ordered and len(knob.values) > 2 else ()
 
 

@@ -1,7 +1,7 @@
-"""The runs that come with plait: its own engine and recommender under eight loads, on a small machine.
+"""The runs that ship with plait: its image engine and its ranker under eight loads, on a small machine.
 
-``starter_library.jsonl.gz`` holds them as lines of the library; ``python -m plait_bench.cells WORKLOAD --out FILE``
-measured each.
+`starter_library.jsonl.gz` holds them as lines of the library; each was measured by `python -m plait_bench.cells
+WORKLOAD --out FILE`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,6 @@ __all__ = ["starter_runs"]
 
 @cache
 def starter_runs() -> tuple[LibraryRun, ...]:
-    """All of them."""
+    """Return all runs that ship with plait."""
     stored = resources.files("plait_autoconfig").joinpath("starter_library.jsonl.gz").read_bytes()
     return load_lines(gzip.decompress(stored).decode().splitlines()).runs

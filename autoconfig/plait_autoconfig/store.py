@@ -1,8 +1,8 @@
-"""Where the library lives: an Optuna journal file, or a database by URL; and JSON-lines files to carry it around.
+"""Storage of the library: an Optuna journal file, or a database by URL; and JSON-lines files for transfer.
 
-Each run is an Optuna study, each trial one of its trials, so that Optuna's own tools can look at them; what counts for
-us is in their user attributes, as lines of `rows`. A trial becomes one line of the journal, written and synced at once:
-a process that dies loses at most the trial that it was writing.
+Each run is an Optuna study and each trial one of its trials, so that Optuna's own tools can display them; the
+authoritative data is in their user attributes, as lines of `rows`. A trial becomes one line of the journal, written
+and synced at once: a process that dies loses at most the trial that it was writing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _DATA = "plait"
 
 
 def read_library(path: str | Path) -> LoadedLines:
-    """A JSON-lines file (`rows`). Raises `LibraryError` naming the file and the line."""
+    """Read a JSON-lines file (`rows`). Raises `LibraryError` naming the file and the line."""
     try:
         with Path(path).open(encoding="utf-8", errors="replace") as file:
             return load_lines(file)
@@ -52,7 +52,7 @@ def read_library(path: str | Path) -> LoadedLines:
 
 
 def write_library(path: str | Path, runs: Iterable[LibraryRun], unreadable: Iterable[UnreadableLine] = ()) -> None:
-    """Writes a JSON-lines file, whole or not at all. Raises `LibraryError`."""
+    """Write a JSON-lines file atomically. Raises `LibraryError`."""
     target = Path(path)
     partial = target.with_name(f"{target.name}.{os.getpid()}.part")
     try:
@@ -72,9 +72,10 @@ class LibraryStore:
 
     @classmethod
     def open(cls, location: str | Path) -> LibraryStore:
-        """``location``: a database URL (``postgresql://...``, ``sqlite:///...``), or the path of a journal file.
+        """Open the store. `location`: a database URL (`postgresql://...`, `sqlite:///...`), or the path of a journal
+        file.
 
-        A journal whose last line broke off is mended. Raises `LibraryError` if the store can not be opened.
+        A journal with a truncated last line is repaired. Raises `LibraryError` if the store cannot be opened.
         """
         with _translated(str(location)):
             if "://" in str(location):
@@ -86,7 +87,7 @@ class LibraryStore:
             return cls(JournalStorage(JournalFileBackend(str(path), lock_obj=lock)), str(location))
 
     def add(self, run: LibraryRun) -> int:
-        """Stores a run, or those of its trials (by number) that are not stored yet; returns how many these were."""
+        """Store a run, or those of its trials (by number) that are not stored yet; return how many these were."""
         with _translated(self._location), quiet():
             study = self._study(run)
             known = {trial.number for trial in _trials(study)}
@@ -96,7 +97,7 @@ class LibraryStore:
             return len(new)
 
     def runs(self) -> tuple[LibraryRun, ...]:
-        """All runs, in the order in which they were begun."""
+        """Return all runs in the order in which they were started."""
         with _translated(self._location), quiet():
             found = []
             for name in optuna.get_all_study_names(self._storage):
@@ -107,7 +108,7 @@ class LibraryStore:
             return tuple(found)
 
     def unreadable(self) -> tuple[UnreadableLine, ...]:
-        """Lines of a later version that were imported; kept for the day that somebody can read them."""
+        """Return imported lines of a later version, kept for a version that can read them."""
         with _translated(self._location), quiet():
             if _UNREADABLE not in optuna.get_all_study_names(self._storage):
                 return ()
@@ -115,7 +116,7 @@ class LibraryStore:
             return load_lines(kept.values()).unreadable
 
     def import_file(self, path: str | Path) -> LoadedLines:
-        """Adds what a JSON-lines file holds (again: nothing is doubled) and returns it. Raises `LibraryError`."""
+        """Add the contents of a JSON-lines file (twice duplicates nothing) and return them. Raises `LibraryError`."""
         loaded = read_library(path)
         for run in loaded.runs:
             self.add(run)
@@ -127,7 +128,7 @@ class LibraryStore:
         return loaded
 
     def export_file(self, path: str | Path) -> None:
-        """Writes everything to a JSON-lines file. Raises `LibraryError`."""
+        """Write everything to a JSON-lines file. Raises `LibraryError`."""
         write_library(path, self.runs(), self.unreadable())
 
     def _study(self, run: LibraryRun) -> optuna.Study:
@@ -143,7 +144,7 @@ class LibraryStore:
 
 
 def _template(run: LibraryRun, trial: Trial) -> optuna.trial.FrozenTrial:
-    """As Optuna shows it: with the values of the run's goals, as a FAIL, or (a run without goals) without values."""
+    """Return the trial for Optuna to display: with the values of the run's goals (none without goals), or as a FAIL."""
     metrics = [goal.partition(" ")[2] for goal in run.goals]
     values = [trial.outcome.metrics[name] for name in metrics if name in trial.outcome.metrics]
     state = TrialState.COMPLETE if values and len(values) == len(metrics) else TrialState.PRUNED
@@ -170,7 +171,7 @@ def _database(url: str) -> RDBStorage:
 
 
 def _mend(path: Path, lock: JournalFileSymlinkLock) -> None:
-    """Cuts off a last line without its end: what is appended behind it would make the whole file unreadable."""
+    """Cut off an unterminated last line: whatever is appended to it would make the whole file unreadable."""
     if not path.exists():
         return
     lock.acquire()  # nobody is in the middle of writing
@@ -185,7 +186,7 @@ def _mend(path: Path, lock: JournalFileSymlinkLock) -> None:
 
 @contextmanager
 def _translated(location: str) -> Iterator[None]:
-    """Optuna's, the database's and the file system's errors as `LibraryError` that names the store."""
+    """Translate errors of Optuna, the database and the file system into a `LibraryError` that names the store."""
     try:
         yield
     except (LibraryError, OptunaError, OSError, ValueError, ImportError, KeyError) as error:

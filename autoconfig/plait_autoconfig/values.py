@@ -1,6 +1,7 @@
-"""The values that all parts of the tuner exchange: configurations, outcomes, trials. Frozen, and checked when made.
+"""The values that all parts of the tuner exchange: configurations, outcomes, trials. Frozen, and validated when
+created.
 
-A *cell* is one configuration of the space; a *trial* measured one cell once. What could not be measured is a
+A *cell* is one configuration of the space; a *trial* measured one cell once. A failed measurement is a
 `FailureKind`, never a made-up number.
 """
 
@@ -23,7 +24,7 @@ WorkloadFeatures: TypeAlias = Mapping[str, float]
 
 
 class FailureKind(StrEnum):
-    """Why a trial has no metrics. All but `INVALID` say something about the configuration."""
+    """Why a trial has no metrics. All except `INVALID` are evidence about the configuration."""
 
     OUT_OF_MEMORY = "out_of_memory"
     CRASH = "crash"
@@ -34,7 +35,7 @@ class FailureKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialOutcome:
-    """What a trial showed: metrics (finite numbers, units in their names), or why there are none.
+    """The result of a trial: metrics (finite numbers, units in their names), or why there are none.
 
     Raises `TunerError` if it has both or neither, or a metric that is NaN or infinite.
     """
@@ -55,23 +56,23 @@ class TrialOutcome:
 
     @classmethod
     def measured(cls, **metrics: float) -> Self:
-        """The outcome of a trial that ran to its end."""
+        """Return the outcome of a trial that ran to completion."""
         return cls(metrics=metrics)
 
     @classmethod
     def failed(cls, kind: FailureKind, detail: str = "") -> Self:
-        """The outcome of a trial without a measurement."""
+        """Return the outcome of a trial without a measurement."""
         return cls(failure=kind, detail=detail)
 
     @property
     def invalid(self) -> bool:
-        """The measurement went wrong; nothing is known about the configuration."""
+        """Whether the measurement went wrong, so that nothing is known about the configuration."""
         return self.failure is FailureKind.INVALID
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One configuration, measured once. ``repeat``: 0 for the first trial of its cell, 1 for the next, ..."""
+    """One measurement of one configuration. `repeat`: 0 for the first trial of its cell, 1 for the next, ..."""
 
     number: int
     config: Config
@@ -89,7 +90,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """The machine that a trial ran on. ``accelerator``: a product name such as ``H100``; empty if there is none."""
+    """The machine that a trial ran on. `accelerator`: a product name such as `H100`; empty if there is none."""
 
     name: str = ""
     cpus: int = 0
@@ -100,7 +101,7 @@ class Hardware:
     price_per_hour: float = 0.0
 
     def features(self) -> dict[str, float]:
-        """Its numbers, for a model to learn from; bytes become GiB."""
+        """Return its numbers, for a model to learn from; bytes become GiB."""
         return {
             "hw_cpus": float(self.cpus),
             "hw_memory_gib": self.memory_bytes / 2**30,
@@ -112,7 +113,7 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One configuration and everything its trials showed (`pooled`)."""
+    """One configuration and the combined results of its trials (`pooled`)."""
 
     config: Config
     outcome: TrialOutcome
@@ -120,10 +121,10 @@ class Cell:
 
 
 def pooled(outcomes: Iterable[TrialOutcome]) -> TrialOutcome | None:
-    """One outcome of several of the same cell; None if all of them are invalid (or there are none).
+    """Combine several outcomes of one cell into one; None if all of them are invalid (or there are none).
 
-    The mean of each metric that all valid ones have. One failure among them decides: a configuration that runs out of
-    memory now and then is no configuration to recommend.
+    The mean of each metric that all valid ones have. A single failure decides: a configuration that occasionally
+    runs out of memory must not be recommended.
     """
     valid = [outcome for outcome in outcomes if not outcome.invalid]
     for outcome in valid:
@@ -139,7 +140,7 @@ def pooled(outcomes: Iterable[TrialOutcome]) -> TrialOutcome | None:
 
 
 def cells_of(trials: Iterable[Trial]) -> tuple[Cell, ...]:
-    """The trials by configuration, in order of first appearance; cells with only invalid trials are left out."""
+    """Return the trials by configuration, in order of first appearance; cells with only invalid trials are left out."""
     groups: dict[tuple[tuple[str, Value], ...], list[Trial]] = {}
     for trial in trials:
         groups.setdefault(tuple(sorted(trial.config.items())), []).append(trial)

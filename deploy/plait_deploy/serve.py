@@ -1,7 +1,7 @@
-"""A Ray Serve config file (what ``serve deploy`` and KubeRay's ``serveConfigV2`` take) from plain data.
+"""A Ray Serve config file (as accepted by `serve deploy` and KubeRay's `serveConfigV2`) from plain data.
 
-What may change on running replicas, the knobs, goes into each deployment's ``user_config``, so that editing it and
-deploying again reconfigures instead of restarting; everything else goes into the application's ``args``.
+The knobs, which may change on running replicas, go into each deployment's `user_config`, so that editing them and
+deploying again reconfigures instead of restarting; everything else goes into the application's `args`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ServeApplication:
 
 
 def render_serve(application: ServeApplication, *, host: str, port: int) -> str:
-    """The YAML, checked against Ray's own schema. Raises ValueError if Ray would refuse it."""
+    """Return the YAML, checked against Ray's own schema. Raises ValueError if Ray would refuse it."""
     document = {
         "proxy_location": "HeadOnly",
         "http_options": {"host": host, "port": port},
@@ -47,7 +47,8 @@ def render_serve(application: ServeApplication, *, host: str, port: int) -> str:
 
 
 def _check(document: Mapping[str, Any]) -> None:
-    """Ray ignores unknown keys silently, so the check also compares what it understood with what was written."""
+    """Validate the document with Ray's schema and compare the result with the document: Ray silently ignores unknown
+    keys."""
     from ray.serve.schema import ServeDeploySchema
 
     understood = ServeDeploySchema.model_validate(document).model_dump(mode="json", exclude_unset=True)

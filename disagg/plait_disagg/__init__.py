@@ -1,1 +1,1 @@
-"""Disaggregated serving: the fabric, the graph cut, the tables, the workers and the simulator."""
+"""Disaggregated serving: fabric, graph cut, embedding tables, workers and simulator."""

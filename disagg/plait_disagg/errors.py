@@ -1,4 +1,4 @@
-"""What can go wrong with a ranking request. Each says what the caller can do; HTTP decides the status."""
+"""Errors that a ranking request can end with. Each tells the caller how to react; the HTTP layer picks the status."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ __all__ = ["BadInput", "Busy", "DeadlinePassed", "RankError", "UnknownModel", "W
 
 
 class RankError(Exception):
-    """The base of all; on its own it is a bug or a broken worker."""
+    """Base class of all ranking errors; raised on its own, it means a bug or a broken worker."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -15,20 +15,20 @@ class RankError(Exception):
 
 
 class BadInput(RankError):
-    """The request can never work; ``param`` names the tensor or field."""
+    """The request is invalid and can never succeed; `param` names the tensor or field."""
 
 
 class UnknownModel(RankError):
-    """No such model or version."""
+    """There is no such model or version."""
 
 
 class Busy(RankError):
-    """Too many requests wait; the same one can work a little later."""
+    """Too many requests are waiting; the same request may succeed a little later."""
 
 
 class DeadlinePassed(RankError):
-    """The request's deadline passed before its answer was there."""
+    """The request's deadline passed before its answer was ready."""
 
 
 class WorkerUnavailable(RankError):
-    """A worker is gone or not there yet; it is being started again."""
+    """A worker is lost or not ready yet; it is being restarted."""

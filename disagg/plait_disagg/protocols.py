@@ -1,4 +1,4 @@
-"""The seams of ranking: who answers requests, and the two halves of a model."""
+"""The interfaces of ranking: who answers requests, and the two halves of a model."""
 
 from __future__ import annotations
 
@@ -15,66 +15,76 @@ __all__ = ["DenseHalf", "ItemStore", "Ranker", "RowSource", "SparseHalf"]
 
 
 class Ranker(Protocol):
-    """Ranks candidates of one model. All methods may be called from many tasks of one event loop at once."""
+    """Ranks candidates with one model. All methods may be called concurrently from many tasks of one event loop."""
 
     @property
     def card(self) -> ModelCard:
-        """What the model takes and gives. Raises `Unavailable` until a worker in another process has said it once."""
+        """What the model takes and returns. Raises `WorkerUnavailable` until a worker in another process has reported
+        it."""
 
     async def rank(self, request: RankRequest) -> RankAnswer:
-        """Raises `RankError`. Cancelling the task gives the request up."""
+        """Rank the candidates. Raises `RankError`. Cancelling the task abandons the request."""
 
     async def ready(self) -> str | None:
-        """None when a request would be answered now; else what is missing."""
+        """Return None if a request would be answered now, otherwise what is missing."""
 
     def metrics(self) -> Mapping[str, float]:
-        """Counters and gauges by name."""
+        """Return counters and gauges by name."""
 
     async def close(self, *, drain_s: float) -> None:
-        """Refuses new requests, gives the accepted ones ``drain_s``. Idempotent."""
+        """Reject new requests and give the accepted ones `drain_s`. Idempotent."""
 
 
 class ItemStore(Protocol):
-    """The item-side inputs of the items that a package knows; an item's id is its row. Many threads may use it."""
+    """The item-side inputs of a package's items; an item's id is its row. Thread-safe."""
 
     def __len__(self) -> int:
-        """How many items there are: ids are 0 to this minus 1."""
+        """Return the number of items: ids are 0 to this minus 1."""
 
     def gather(self, ids: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """``ids (N,)`` int64, each of them known, to the item-side tensors of `tensor_names`, a row per id in their
-        order, as `RankRequest` wants them."""
+        """Return the item-side tensors of `tensor_names` for `ids` (N,) int64, all of them known.
+
+        One row per id in their order, as `RankRequest` requires.
+        """
 
     def names(self, ids: Sequence[int]) -> Sequence[str] | None:
-        """What people call these items; None if the package does not say."""
+        """Return the display names of these items, or None if the package has none."""
 
 
 class SparseHalf(Protocol):
     """The CN side: id processing, table lookups, whatever the cut leaves there. Not thread-safe: one thread owns it."""
 
     def run(self, requests: Sequence[RankRequest]) -> Mapping[str, torch.Tensor]:
-        """The tensors that cross, of all requests as one batch in their order: user-side ones with a row per request,
-        item-side ones with a row per candidate. Raises `BadInput` (only for what `check_request` can not see)."""
+        """Return the tensors that cross, of all requests as one batch in their order.
+
+        User-side tensors have a row per request, item-side ones a row per candidate. Raises `BadInput` (only for
+        what `check_request` cannot see).
+        """
 
 
 @runtime_checkable
 class RowSource(Protocol):
-    """What a `SparseHalf` can be besides: some of its crossing tensors are bare rows of tables, and it can make their
-    ids instead, so that rows that the HN has already need not be sent. Owned by the same thread."""
+    """An optional interface of a `SparseHalf` some of whose crossing tensors are bare rows of tables.
+
+    It can make their ids instead, so that rows that the HN already has need not be sent. Owned by the same thread.
+    """
 
     @property
     def row_ports(self) -> Mapping[str, Table]:
-        """The crossing tensors that are rows, and of which table; often none."""
+        """The crossing tensors that are rows, with their tables; often none."""
 
     def run_ids(self, requests: Sequence[RankRequest]) -> Mapping[str, torch.Tensor]:
-        """As `SparseHalf.run`, with the ids of the rows in the place of each of `row_ports`: int64, of the rows' shape
-        without its last dimension, each one inside the table."""
+        """Run like `SparseHalf.run`, but with ids in place of each of `row_ports`.
+
+        They are int64, of the rows' shape without its last dimension, each one inside the table.
+        """
 
     def rows(self, table: str, ids: torch.Tensor) -> torch.Tensor:
-        """The rows (k, D) float32 of distinct ``ids`` (k,) int64 of a table of `row_ports`."""
+        """Return the rows (k, D) float32 of distinct `ids` (k,) int64 of a table of `row_ports`."""
 
 
 class DenseHalf(Protocol):
     """The HN side. Not thread-safe: one thread owns it."""
 
     def run(self, crossing: Mapping[str, torch.Tensor], candidates: Sequence[int]) -> Mapping[str, torch.Tensor]:
-        """Outputs by name, (sum of candidates, ...) float32, from the crossing tensors of a batch."""
+        """Return the outputs by name, (sum of candidates, ...) float32, from the crossing tensors of a batch."""

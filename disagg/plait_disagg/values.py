@@ -1,4 +1,4 @@
-"""The records of ranking: what a model offers, what is asked of it, what it answers. No input or output here."""
+"""The records of ranking: what a model offers, its requests and its answers. No I/O here."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["ModelCard", "RankAnswer", "RankRequest", "RankTimings"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCard:
-    """What a client must know of a model. ``outputs``: name to shape of one row, all float32.
+    """What a client must know about a model. `outputs`: name to shape of one row, all float32.
 
-    ``largest_candidates`` bounds one request. ``items``: how many items the package knows the features of by
-    their ids (`/v1/recommend` then takes bare ids); None: it knows none. ``version`` changes with every refresh;
-    ``packaged`` is the one that the model was packaged as ("": it never changed).
+    `largest_candidates` bounds one request. `items`: how many items the package knows the features of by
+    their ids (`/v1/recommend` then takes bare ids), or None. `version` changes with every refresh;
+    `packaged` is the version that the model was packaged as ("" if it never changed).
     """
 
     name: str
@@ -36,16 +36,17 @@ class ModelCard:
 
     @cached_property
     def tensor_names(self) -> frozenset[str]:
-        """The names of a request's tensors."""
+        """Names of a request's tensors."""
         return frozenset(tensor_names(self.inputs))
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankRequest:
-    """One user and N candidates, checked. ``tensors`` has exactly the names of `tensor_names`: user inputs have
-    one row, item inputs N, float32 or int64, contiguous; a bag's offsets are (rows + 1,) and start at 0.
+    """One user and N candidates, checked.
 
-    ``deadline_s`` is a moment of ``time.monotonic()`` after which nobody waits for the answer.
+    `tensors` has exactly the names of `tensor_names`: user inputs have one row, item inputs N, float32 or int64,
+    contiguous; a bag's offsets are (rows + 1,) and start at 0. `deadline_s` is the `time.monotonic()` after which
+    nobody waits for the answer.
     """
 
     request_id: str
@@ -57,7 +58,7 @@ class RankRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class RankTimings:
-    """Where the time went, in milliseconds: waiting for a batch, lookups, the wire, the dense half."""
+    """Where the time was spent, in milliseconds: waiting for a batch, lookups, the wire, the dense half."""
 
     queued_ms: float = 0.0
     lookup_ms: float = 0.0
@@ -66,14 +67,17 @@ class RankTimings:
 
     @property
     def total_s(self) -> float:
-        """From the moment at which the worker had the request, in seconds."""
+        """Seconds from when the worker received the request."""
         return (self.queued_ms + self.lookup_ms + self.wire_ms + self.dense_ms) / 1e3
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankAnswer:
-    """``outputs``: name to (N, ...) float32 on the CPU, in the order of the request's candidates. ``version``: the
-    model's, which made all of them."""
+    """The answer to a request.
+
+    `outputs`: name to (N, ...) float32 on the CPU, in the order of the request's candidates. `version`: that of the
+    model that computed all of them.
+    """
 
     outputs: Mapping[str, torch.Tensor]
     timings: RankTimings = field(default_factory=RankTimings)

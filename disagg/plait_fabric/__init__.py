@@ -105,7 +105,7 @@ _NEED_TORCH = frozenset({"TensorMessage", "lease_tensor", "recv_tensors", "send_
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch only when tensors are asked for: a process that moves bytes starts faster without."""
+    """Import torch only when tensor functions are used: a process that only moves bytes starts faster without it."""
     if name in _NEED_TORCH:
         from plait_fabric import tensors
 

@@ -1,4 +1,4 @@
-"""The composition root of the fabric: an address chooses the channel."""
+"""The composition root of the fabric: the address selects the channel."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def connect(address: str, *, secret: bytes, timeout_s: float = 10.0, options: Fa
 def listen(address: str, *, secret: bytes, options: FabricOptions | None = None) -> Listener:
     """Listen at `inproc://name`, `shm:///path/of/socket` or `tcp://host:port` (0: any free port).
 
-    The folder of an shm socket is made with mode 0700 if it is missing, and must be private to
+    The folder of an shm socket is created with mode 0700 if it is missing, and must be private to
     this user if it exists. Raises `BadAddress`, `WeakSecret`, `AddressInUse`, `Unsupported`.
     """
     parsed, options = Address.parse(address), options or FabricOptions()

@@ -1,4 +1,4 @@
-"""Every failure of the fabric, and whether the channel can be used after it.
+"""All errors of the fabric, and whether the channel can be used afterwards.
 
 ::
 
@@ -8,7 +8,7 @@
     +-- BadHeader            caller: the header is not a small JSON object      channel usable
     +-- BadTensor            caller or peer: a tensor cannot be described        channel usable
     +-- LeaseMisuse          caller: double release, or use after hand-over      channel usable
-    +-- FabricTimeout        nobody is at fault; also a builtin TimeoutError
+    +-- FabricTimeout        no one's fault; also a builtin TimeoutError
     |   +-- ConnectTimeout   no channel was made
     |   +-- AcceptTimeout    the listener is usable
     |   +-- RecvTimeout      channel usable, nothing was lost
@@ -17,12 +17,12 @@
     +-- FrameTooLarge        usable when we refused to send, closed when the peer announced it
     +-- ProtocolViolation    peer: it sent what no correct peer sends            channel closed
     +-- AuthFailed           operator: the two sides hold different secrets      no channel was made
-    +-- AddressInUse         operator: somebody listens there already
-    +-- Unreachable          operator: nobody listens there
+    +-- AddressInUse         operator: another process listens there already
+    +-- Unreachable          operator: nothing listens there
     +-- Unsupported          operator: this platform lacks what the channel needs
-    +-- Closed               caller: this side was closed
+    +-- ChannelClosed        caller: this side was closed
     +-- PeerLost             peer: it died or the link was cut                   channel closed
-        +-- PeerClosed       the peer said goodbye before it left
+        +-- PeerClosed       the peer sent a goodbye before it closed
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ __all__ = [
 
 
 class FabricError(Exception):
-    """Base of the tree.
+    """Base class of all fabric errors.
 
-    `channel_usable` says whether the channel (or listener) that raised it can be used again.
+    `channel_usable` tells whether the channel (or listener) that raised it can be used again.
     """
 
     channel_usable: bool = False
@@ -81,7 +81,7 @@ class BadHeader(FabricError, ValueError):
 
 
 class BadTensor(FabricError, ValueError):
-    """A tensor has a type or layout that the fabric does not carry, or its description is wrong."""
+    """A tensor has a type or layout that the fabric does not carry, or its description is invalid."""
 
     channel_usable = True
 
@@ -93,7 +93,7 @@ class LeaseMisuse(FabricError, RuntimeError):
 
 
 class FabricTimeout(FabricError, TimeoutError):
-    """Something did not happen in time."""
+    """An operation did not finish in time."""
 
     channel_usable = True
 
@@ -109,7 +109,7 @@ class AcceptTimeout(FabricTimeout):
 
 
 class RecvTimeout(FabricTimeout):
-    """No whole message arrived in time; what has arrived so far is kept for the next `recv`."""
+    """No complete message arrived in time; what has arrived so far is kept for the next `recv`."""
 
 
 class SendTimeout(FabricTimeout):
@@ -117,13 +117,13 @@ class SendTimeout(FabricTimeout):
 
 
 class PoolExhausted(FabricError):
-    """The pool has no room for the lease and none was given back in time."""
+    """The pool has no room for the lease and none was released in time."""
 
     channel_usable = True
 
 
 class FrameTooLarge(FabricError):
-    """A header, a buffer count or a payload is over its limit."""
+    """A header, a buffer count or a payload exceeds its limit."""
 
 
 class ProtocolViolation(FabricError):
@@ -131,15 +131,15 @@ class ProtocolViolation(FabricError):
 
 
 class AuthFailed(FabricError):
-    """The peer does not hold our secret."""
+    """The peer does not have our secret."""
 
 
 class AddressInUse(FabricError):
-    """Another listener has the address."""
+    """Another listener is using the address."""
 
 
 class Unreachable(FabricError):
-    """Nobody listens at the address."""
+    """Nothing listens at the address."""
 
 
 class Unsupported(FabricError):
@@ -155,4 +155,4 @@ class PeerLost(FabricError):
 
 
 class PeerClosed(PeerLost):
-    """The peer closed the channel in good order."""
+    """The peer closed the channel cleanly."""

@@ -1,4 +1,4 @@
-"""How long the threads of a process wait for Python's lock. Imports nothing heavy: every server does it."""
+"""How long the threads of a process wait for Python's GIL. Imports nothing heavy, because every server uses it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _TURN_S = 5e-4
 
 
 def shorten_gil_interval() -> None:
-    """Lets this process's threads wait for Python's lock for half a millisecond at most, not for 5 (Python's default).
+    """Make this process's threads wait for the GIL for at most half a millisecond, not 5 ms (Python's default).
 
-    For processes in which an event loop and a compute thread share the lock: a lookup of 50 us releases it, and would
-    have to wait for the loop to read half a megabyte before the next one. What it gains no benchmark shows yet.
+    For processes in which an event loop and a compute thread share the GIL: a lookup of 50 us releases it, and would
+    have to wait for the loop to read half a megabyte before the next one. No benchmark shows a gain yet.
     """
     sys.setswitchinterval(_TURN_S)

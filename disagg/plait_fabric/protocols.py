@@ -1,4 +1,4 @@
-"""The contracts of the fabric. Everything else in this package implements or wraps them."""
+"""The interfaces of the fabric. Everything else in this package implements or wraps them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Buffer = Lease | memoryview | bytes | bytearray
 class Channel(Protocol):
     """A two-way, ordered, message-oriented connection to one authenticated peer.
 
-    Threads: one thread may send while another receives; `close` and `Message.release` may come
+    Threads: one thread may send while another receives; `close` and `Message.release` may be called
     from any thread. A send may wait until the peer receives, so two peers that each send
-    something large before either receives can wait for each other: receive in another thread,
+    something large before either receives can deadlock: receive in another thread,
     or take turns. Delivery is at most once and in order. A channel is not inherited by a fork.
     """
 
@@ -32,68 +32,68 @@ class Channel(Protocol):
 
     @property
     def peer(self) -> str:
-        """Who is at the other end, for logs."""
+        """Name of the other end, for logs."""
 
     @property
     def closed(self) -> bool:
-        """True once this side was closed, the peer was lost or the peer broke the protocol."""
+        """True once this side was closed, the peer was lost or the peer violated the protocol."""
 
     def send(self, header: Header, buffers: Sequence[Buffer] = (), *, timeout_s: float | None = None) -> None:
         """Send one message.
 
-        A `Lease` is handed over: after the call, also after one that raises, it is no longer the
-        caller's. Bytes are copied (shm, inproc) or written to the socket (tcp) before the call
+        A `Lease` is handed over: after the call, even after one that raises, it no longer belongs to the
+        caller. Bytes are copied (shm, inproc) or written to the socket (tcp) before the call
         returns, so the caller may change them at once. Waits for credit, at most `timeout_s`
         seconds (None: for ever).
 
         Raises `BadHeader`, `FrameTooLarge`, `PoolExhausted` (the message can never fit),
-        `SendTimeout`, `Closed`, `PeerLost`.
+        `SendTimeout`, `ChannelClosed`, `PeerLost`.
         """
 
     def recv(self, timeout_s: float | None = None) -> Message:
-        """Wait at most `timeout_s` seconds (None: for ever; 0: only look) for the next message.
+        """Wait at most `timeout_s` seconds (None: for ever; 0: only check) for the next message.
 
-        The caller owns the message until `Message.release()`. Whoever holds all the memory of a
-        channel and then waits without a time-out for another message waits for ever: release first.
-        Raises `RecvTimeout` (the channel stays usable and nothing is lost), `PoolExhausted` (as
-        usable: release messages, then call again), `ProtocolViolation`, `FrameTooLarge`, `Closed`,
+        The caller owns the message until `Message.release()`. A caller that holds all the memory of a
+        channel and then waits without a timeout for another message waits for ever: release first.
+        Raises `RecvTimeout` (the channel stays usable and nothing is lost), `PoolExhausted` (likewise
+        usable: release messages, then call again), `ProtocolViolation`, `FrameTooLarge`, `ChannelClosed`,
         `PeerLost` (at once, also while waiting; messages that had arrived come first).
         """
 
     def close(self) -> None:
-        """Hang up. Idempotent; wakes a `recv` or `send` that waits on either side.
+        """Close the channel. Idempotent; wakes a `recv` or `send` that is waiting on either side.
 
-        What was sent and not yet received may be lost. Buffers of messages that were not released
+        Messages that were sent but not yet received may be lost. Buffers of messages that were not released
         stay readable.
         """
 
     def statistics(self) -> ChannelStatistics:
-        """A consistent snapshot of the counters; works after `close`."""
+        """Return a consistent snapshot of the counters; works after `close`."""
 
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *exc_info: object) -> None:
-        """Close."""
+        """Close the channel."""
 
 
 class Listener(Protocol):
-    """Accepts authenticated peers at one address. A peer that does not authenticate is never seen."""
+    """Accepts authenticated peers at one address. A peer that does not authenticate is never returned."""
 
     @property
     def address(self) -> str:
-        """The address to connect to, with the port filled in if it was asked for as 0."""
+        """The address to connect to, with the actual port if port 0 was requested."""
 
     @property
     def rejected(self) -> int:
         """Connections dropped so far because they failed, or did not finish, the handshake."""
 
     def accept(self, timeout_s: float | None = None) -> Channel:
-        """Wait for the next authenticated peer; raises `AcceptTimeout`, `Closed`."""
+        """Wait for the next authenticated peer. Raises `AcceptTimeout`, `ChannelClosed`."""
 
     def close(self) -> None:
-        """Stop listening and wake `accept`. Channels that were accepted live on. Idempotent."""
+        """Stop listening and wake `accept`. Accepted channels stay open. Idempotent."""
 
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *exc_info: object) -> None:
-        """Close."""
+        """Close the listener."""

@@ -1,13 +1,13 @@
 """Tensors over a channel: described in the header, carried as bytes, viewed on arrival.
 
-Header entry `_tensors`: a list of `[name, dtype, shape]` or `[name, dtype, shape, order]`, one a
-buffer. `order` lists the dimensions from the outermost to the innermost in memory and is there
+Header entry `_tensors`: a list of `[name, dtype, shape]` or `[name, dtype, shape, order]`, one per
+buffer. `order` lists the dimensions from the outermost to the innermost in memory and is present
 only when that is not the row-major order (channels-last, transposed), so such tensors arrive with
-the layout that they left with, and no copy is made to straighten them.
+the layout that they were sent with, and no copy is made to reorder them.
 
 Copies on the sending side: a dense CPU tensor costs none here (the channel reads its memory: 1
 copy into the segment for shm, 1 for inproc, 0 for tcp); one on a GPU or with gaps is copied once,
-straight into a lease of the channel's pool, and the channel makes no other.
+straight into a lease of the channel's pool, and the channel makes no other copy.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Order = tuple[int, ...] | None
 class TensorMessage:
     """A received message with its tensors, which view the channel's memory until `release()`.
 
-    You may write to them. Clone what must outlive the message.
+    They are writable. Clone what must outlive the message.
     """
 
     def __init__(self, message: Message, header: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
@@ -64,11 +64,11 @@ class TensorMessage:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Name to tensor; empty after the release."""
+        """Tensors by name; empty after the release."""
         return self._tensors if self._tensors is not None else {}
 
     def release(self) -> None:
-        """Give the memory back; raises `LeaseMisuse` on the second call."""
+        """Release the memory. Raises `LeaseMisuse` on the second call."""
         self._tensors = None
         self._message.release()
 
@@ -91,7 +91,7 @@ def send_tensors(
 ) -> None:
     """Send named tensors in one message. They may be changed as soon as this returns.
 
-    Raises `BadTensor`, `BadHeader` (the key `_tensors` is taken), and what `Channel.send` raises.
+    Raises `BadTensor`, `BadHeader` (the key `_tensors` is taken), and whatever `Channel.send` raises.
     """
     channel.send(*pack_tensors(channel.pool, header, tensors, timeout_s=timeout_s), timeout_s=timeout_s)
 
@@ -99,7 +99,7 @@ def send_tensors(
 def pack_tensors(
     pool: Pool, header: Header, tensors: Mapping[str, torch.Tensor], *, timeout_s: float | None = None
 ) -> tuple[dict[str, Any], list[Buffer]]:
-    """Make the message of `send_tensors` for a channel with that pool. Raises `BadTensor`, `BadHeader`,
+    """Make the message that `send_tensors` sends, for a channel with that pool. Raises `BadTensor`, `BadHeader`,
     `PoolExhausted`."""
     if KEY in header:
         raise BadHeader(f"the header key {KEY!r} belongs to the fabric")
@@ -117,7 +117,7 @@ def pack_tensors(
 
 
 def recv_tensors(channel: Channel, timeout_s: float | None = None) -> TensorMessage:
-    """Receive a message that was sent by `send_tensors`; raises what `Channel.recv` raises.
+    """Receive a message that was sent by `send_tensors`. Raises what `Channel.recv` raises.
 
     A description that does not fit its buffers raises `ProtocolViolation` (that message is
     released, the channel is usable).
@@ -137,7 +137,7 @@ def tensors_of(message: Message) -> TensorMessage:
 
 
 def lease_tensor(pool: Pool, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Lease, torch.Tensor]:
-    """A lease and a row-major tensor over it: compute into the tensor, then send the lease uncopied."""
+    """Return a lease and a row-major tensor over it: compute into the tensor, then send the lease without a copy."""
     lease = pool.acquire(math.prod(shape) * dtype.itemsize)
     return lease, _view(lease.memory, dtype, shape, None)
 

@@ -1,10 +1,10 @@
-"""Keeping OpenMP quick: which threads may have a team of workers.
+"""Keeping OpenMP fast: which threads may have a team of workers.
 
 GCC's OpenMP gives every thread that ever ran a parallel operation workers of its own and keeps them until the thread
-ends. As long as all of them together fit the cores, workers spin for the next operation; beyond, they sleep and are
-woken by the kernel, which costs more than the operations of a small model.
+ends. As long as all of them together fit the cores, workers spin for the next operation; beyond that, they sleep and
+are woken by the kernel, which costs more than the operations of a small model.
 
-So exactly one thread of a process computes with several threads; all others compute alone, or end.
+So exactly one thread of a process computes with several threads; all others compute single-threaded, or end.
 """
 
 from __future__ import annotations
@@ -27,26 +27,29 @@ _GIVES_WAY = 10
 
 
 def set_threads(threads: int) -> None:
-    """Sets the calling thread's share of cores; 0: all of them.
+    """Set the calling thread's share of cores; 0: all of them.
 
-    torch makes a thread's number its own at the thread's first question or parallel operation; until then another
-    thread's later setting (a decode or loader thread's 1) would overwrite it. Asking once pins it.
+    torch fixes a thread's number at the thread's first query or parallel operation; until then another
+    thread's later setting (a decode or loader thread's 1) would overwrite it. Querying once pins it.
     """
     torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
     torch.get_num_threads()
 
 
 def lower_priority() -> None:
-    """From now on the calling thread runs where others leave a core. It can not go back: use a thread that ends."""
+    """Lower the calling thread's priority, so that it runs where others leave a core idle.
+
+    This cannot be undone: use a thread that ends.
+    """
     thread = threading.get_native_id()
     os.setpriority(os.PRIO_PROCESS, thread, max(_GIVES_WAY, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
 def pin_to_cores(cores: Sequence[int]) -> None:
-    """Binds the calling thread, and the team that it will have, to those cores; none: to all that the process may use.
+    """Bind the calling thread, and its future team, to those cores; none: to all that the process may use.
 
-    A team that exists already stays where it is. Cores that the process may not use are left out; if none is left, that
-    is logged and nothing changes.
+    A team that already exists stays where it is. Cores that the process may not use are left out; if none is left,
+    that is logged and nothing changes.
     """
     allowed = os.sched_getaffinity(os.getpid())
     wanted = set(cores) & allowed if cores else allowed
@@ -57,7 +60,7 @@ def pin_to_cores(cores: Sequence[int]) -> None:
 
 
 def run_on_own_thread(function: Callable[[], T]) -> T:
-    """Calls ``function`` on a thread that then ends and takes its workers with it; returns or raises what it does."""
+    """Call `function` on a thread that then ends along with its workers; return or raise what it does."""
     result: Future[T] = Future()
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""The records of the fabric: addresses, limits, options, messages and statistics. No input or output here."""
+"""The records of the fabric: addresses, limits, options, messages and statistics. No I/O here."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MAX_INLINE_BYTES = 32_768
 
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """Where a listener is. `target` is a name (inproc), a socket path (shm) or a host (tcp)."""
+    """The address of a listener. `target` is a name (inproc), a socket path (shm) or a host (tcp)."""
 
     scheme: Scheme
     target: str
@@ -39,7 +39,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Read `inproc://name`, `shm:///path/of/socket` or `tcp://host:port`; raises `BadAddress`."""
+        """Parse `inproc://name`, `shm:///path/of/socket` or `tcp://host:port`. Raises `BadAddress`."""
         scheme, separator, target = text.partition("://")
         if not separator or not target:
             raise BadAddress(f"{text!r} is not an address; use inproc://name, shm:///path or tcp://host:port")
@@ -71,18 +71,18 @@ def _split_host_port(text: str, target: str) -> tuple[str, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class MessageLimits:
-    """What one message may hold. Both sides check before they allocate."""
+    """Limits of one message. Both sides check them before they allocate."""
 
     header_bytes: int = 65_536
     buffers: int = 1_024
     message_bytes: int = 1 << 30
 
     def hold(self, header_bytes: int, buffers: int, message_bytes: int) -> bool:
-        """Whether nothing is over."""
+        """Return whether no limit is exceeded."""
         return header_bytes <= self.header_bytes and buffers <= self.buffers and message_bytes <= self.message_bytes
 
     def check(self, *, header_bytes: int, buffers: int, message_bytes: int) -> None:
-        """Raise `FrameTooLarge` (marked usable: nothing was sent or allocated) if anything is over."""
+        """Raise `FrameTooLarge` (marked usable: nothing was sent or allocated) if a limit is exceeded."""
         if header_bytes > self.header_bytes:
             raise _too_large("header bytes", header_bytes, self.header_bytes)
         if buffers > self.buffers:
@@ -99,16 +99,15 @@ def _too_large(name: str, value: int, ceiling: int) -> FrameTooLarge:
 class FabricOptions:
     """How a channel is built. Each side chooses its own, but `limits` should agree.
 
-    `pool_bytes` bounds the payload that waits in one direction, and so the largest message. It is
-    address space: memory is taken page by page as it is first used, and kept until the channel
-    closes. The default holds one message of the largest size (SDXL's residuals at 1024x1024 in fp16
-    are 53 MB a row). `in_flight_messages` is the credit window: messages
-    sent and not yet released by the receiver (shm and inproc; on tcp the kernel's socket buffers
-    and the receiver's pool are the bound). Payloads up to `inline_bytes` travel in the control
-    packet (shm), which is faster for small ones than a slot and its acknowledgement. A peer that sends part of a frame
-    and then nothing for `stall_timeout_s` is cut off; a host that answers nothing for `tcp_keepalive_idle_s` and
-    three probes is lost (tcp). A `recv` that finds nothing looks again and again for `spin_s` before
-    it sleeps (shm and tcp): waking up costs more than a small message, but a core that looks does nothing else.
+    `pool_bytes` bounds the payload that waits in one direction, and so the largest message. It is address space:
+    memory is allocated page by page on first use, and kept until the channel closes. The default holds one message
+    of the maximum size (SDXL's residuals at 1024x1024 in fp16 are 53 MB per row). `in_flight_messages` is the credit
+    window: messages sent and not yet released by the receiver (shm and inproc; on tcp the kernel's socket buffers
+    and the receiver's pool are the bound). Payloads up to `inline_bytes` travel in the control packet (shm), which
+    is faster for small ones than a slot and its acknowledgement. A peer that sends part of a frame and then nothing
+    for `stall_timeout_s` is disconnected; a host that does not answer for `tcp_keepalive_idle_s` and three probes is
+    lost (tcp). A `recv` that finds nothing polls for `spin_s` before it sleeps (shm and tcp): waking up costs more
+    than a small message, but a polling core does nothing else.
     """
 
     limits: MessageLimits = field(default_factory=MessageLimits)
@@ -137,7 +136,7 @@ class FabricOptions:
 
 
 def check_secret(secret: bytes) -> bytes:
-    """Return the secret, or raise `WeakSecret` when it is too short to authenticate anybody."""
+    """Return the secret, or raise `WeakSecret` when it is too short to authenticate with."""
     if len(secret) < MIN_SECRET_BYTES:
         raise WeakSecret(f"the fabric secret has {len(secret)} bytes; at least {MIN_SECRET_BYTES} are needed")
     return bytes(secret)
@@ -145,10 +144,10 @@ def check_secret(secret: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
-    """How a message came: over what is there (measured), or at the pace of a model of a link.
+    """How a message was delivered: over the real transport (measured), or at the speed of a link model.
 
-    Modelled: ``modelled_s`` from the post to the delivery as the link has it; ``late_s`` by how much the host was
-    slower than that although somebody waited for the message.
+    Modelled: `modelled_s` from the post to the delivery according to the link; `late_s` by how much the host was
+    slower than that although a receiver was waiting for the message.
     """
 
     kind: Literal["measured", "modelled"] = "measured"
@@ -158,7 +157,7 @@ class Delivery:
 
     @property
     def host_slower(self) -> bool:
-        """Whether the model's time is not what the receiver saw."""
+        """Whether the receiver saw a later time than the model's."""
         return self.late_s > 0
 
 
@@ -166,9 +165,9 @@ MEASURED = Delivery()
 
 
 class Message:
-    """A received message. Its buffers are lent: they are yours, writable, until `release()`.
+    """A received message. Its buffers are lent: they are the caller's, writable, until `release()`.
 
-    The buffers view the fabric's own memory (no copy was made for you). After `release()` that
+    The buffers view the fabric's own memory (no copy was made). After `release()` that
     memory carries other messages: read nothing through a view or a tensor that you kept. Such a
     view never crashes the process (it keeps the mapping alive), but its contents change.
     Use the message as a context manager, or call `release()` once, from any thread.
@@ -191,13 +190,13 @@ class Message:
 
     @property
     def buffers(self) -> tuple[memoryview, ...]:
-        """The payload, one writable view of bytes per sent buffer; raises `LeaseMisuse` after release."""
+        """The payload, one writable view of bytes per sent buffer. Raises `LeaseMisuse` after release."""
         if self._buffers is None:
             raise LeaseMisuse("the message was released; its buffers belong to the channel again")
         return self._buffers
 
     def release(self) -> None:
-        """Give the memory back to the sender; raises `LeaseMisuse` on the second call."""
+        """Return the memory to the sender. Raises `LeaseMisuse` on the second call."""
         try:
             on_release = self._releases.pop()
         except IndexError:
@@ -217,7 +216,7 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolStatistics:
-    """A snapshot of a pool. `leases` that stays above zero at rest is a leak."""
+    """A snapshot of a pool. A `leases` count that stays above zero at rest is a leak."""
 
     capacity_bytes: int
     leased_bytes: int
@@ -233,10 +232,10 @@ class ChannelStatistics:
     """A snapshot of a channel, counted since it was made.
 
     `copies` and `copied_bytes` count payload copies that this process made while sending; receiving
-    makes none (but for payloads of at most `inline_bytes`, which are moved out of the packet).
+    makes none (except for payloads of at most `inline_bytes`, which are moved out of the packet).
     `send_waits` counts sends that had to wait for the peer (credit, room in the pool or in the
     socket); `recv_waits` counts receives that found nothing ready.
-    `open_messages` counts received messages that were not released yet.
+    `open_messages` counts received messages that have not been released yet.
     """
 
     messages_sent: int

@@ -1,1 +1,1 @@
-"""Fused operators. ``<op>/reference.py`` is each operator's definition; `registry` chooses an implementation."""
+"""Fused operators. `<op>/reference.py` is each operator's definition; `registry` chooses an implementation."""

@@ -1,6 +1,7 @@
-"""Which implementation of an operator runs: frozen records plus one pure function.
+"""Selects the implementation of an operator: frozen records plus one pure function.
 
-Each operator has a ``reference`` that defines it and runs everywhere, and faster twins that are tested against it.
+Each operator has a `reference` that defines it and runs everywhere, and faster counterparts that are tested against
+it.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImplInfo:
-    """One implementation of ``op``. ``entry`` is ``module:function``, imported only when it is chosen.
+    """One implementation of `op`. `entry` is `module:function`, imported only when it is chosen.
 
-    ``dtypes`` are those of the tensor that the operator writes. ``needs`` names modules that must be importable.
-    Among the implementations that fit, the highest ``rank`` wins.
+    `dtypes` are those of the tensor that the operator writes. `needs` names modules that must be importable.
+    Among the implementations that fit, the highest `rank` wins.
     """
 
     op: str
@@ -39,14 +40,14 @@ class ImplInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """What was chosen; ``passed_over`` says, better ones first, which did not fit and why."""
+    """The chosen implementation; `passed_over` lists, best first, the better ones that did not fit, and why."""
 
     impl: ImplInfo
     passed_over: tuple[str, ...] = ()
 
 
 class KernelError(LookupError):
-    """No implementation fits, or the one that was asked for does not."""
+    """No implementation fits, or the requested one does not."""
 
 
 IMPLS: tuple[ImplInfo, ...] = (
@@ -70,7 +71,7 @@ IMPLS: tuple[ImplInfo, ...] = (
 
 
 def is_importable(module: str) -> bool:
-    """Whether a top-level module is installed; imports nothing."""
+    """Return whether a top-level module is installed, without importing it."""
     return importlib.util.find_spec(module) is not None
 
 
@@ -83,9 +84,10 @@ def select_impl(
     impls: Sequence[ImplInfo] = IMPLS,
     importable: Callable[[str], bool] = is_importable,
 ) -> Selection:
-    """The implementation of ``op`` for a device type ("cpu", "cuda") and dtype. Pure.
+    """Return the implementation of `op` for a device type ("cpu", "cuda") and dtype. Pure.
 
-    ``explicit`` names one: if it does not fit, raises `KernelError` saying why. Without it the best that fits is taken.
+    `explicit` names one: raises `KernelError` with the reason if it does not fit. Without it the best that fits is
+    chosen.
     """
     known = sorted((impl for impl in impls if impl.op == op), key=lambda impl: -impl.rank)
     if explicit is not None:
@@ -113,7 +115,8 @@ def _misfit(impl: ImplInfo, device: str, dtype: torch.dtype, importable: Callabl
 
 @cache
 def load(op: str, device: str, dtype: torch.dtype, explicit: str | None = None) -> Callable[..., Any]:
-    """Selects and imports; says in the log, once, which was chosen and which better ones were passed over and why."""
+    """Select and import an implementation; log once which was chosen, and which better ones were passed over and
+    why."""
     selection = select_impl(op, device, dtype, explicit)
     level = logging.WARNING if selection.passed_over else logging.INFO
     passed_over = f" (not {'; '.join(selection.passed_over)})" if selection.passed_over else ""

@@ -1,1 +1,1 @@
-"""Side-by-side benchmarks: ours and peers in the same process set-up, in turn, on the same requests."""
+"""Side-by-side benchmarks: plait and its peers in the same process setup, in turn, on the same requests."""

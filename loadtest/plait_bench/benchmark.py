@@ -1,7 +1,7 @@
-"""The protocol that every benchmark implements. Contracts only; rounds, turns, pairs and ratios are the runner's.
+"""The protocol that every benchmark implements. Contracts only; rounds, their order, pairs and ratios are the runner's.
 
-A *benchmark* has workloads. A *workload* opens each of its systems, in one of the layouts that the system offers; what
-is open is a *subject*, which is measured once in each round. What a subject measures is a list of *readings*.
+A *benchmark* has workloads. A *workload* opens each of its systems, in one of the layouts that the system offers; an
+open system is a *subject*, which is measured once in each round. What a subject measures is a list of *readings*.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WHOLE = ("",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """``better``: which direction is; None where it is neither (a count, a cost of another kind)."""
+    """A metric's unit and direction. `better` is None where neither direction is (a count, a cost of another kind)."""
 
     unit: str
     better: Literal["higher", "lower"] | None = None
@@ -34,8 +34,7 @@ class Metric:
 class Reading:
     """One metric's value in one round.
 
-    ``system`` and ``workload``: whose row it is, if not that of the subject; ``layout``: a remark in place of the
-    layout's name.
+    `system` and `workload`: whose row it is, if not the subject's; `layout`: a remark in place of the layout's name.
     """
 
     metric: str
@@ -48,10 +47,10 @@ class Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultRow:
-    """A line of the document: median, 20th and 80th percentile over ``n`` rounds, and the ``rounds`` themselves.
+    """A row of the document: median, 20th and 80th percentile over `n` rounds, and the `rounds` themselves.
 
-    ``load``: the load average of the last minute before each round; ``wake_us``: the slowest wake-up of another process
-    before a round; ``busy``: whether the host had other work to do (`host.BUSY_LOAD`, `host.SLOW_WAKE_US`).
+    `load`: the load average of the last minute before each round; `wake_us`: the slowest wake-up of another process
+    before a round; `busy`: whether the host was busy with other work (`host.BUSY_LOAD`, `host.SLOW_WAKE_US`).
     """
 
     system: str
@@ -83,21 +82,21 @@ class ResultRow:
 
 
 class Subject(Protocol):
-    """A system that is open for a workload, in one layout."""
+    """A system opened for a workload, in one layout."""
 
     def warm_up(self) -> None:
-        """Touch all that a round touches. Called once, before trials and again before rounds."""
+        """Touch everything that a round touches. Called once before trials and again before rounds."""
 
     def measure(self, number: int, *, trial: bool = False) -> Sequence[Reading]:
-        """Take round ``number`` (from 1). A trial of the layout may be shorter; it must read the deciding metric."""
+        """Measure round `number` (from 1). A trial of the layout may be shorter, but must read the deciding metric."""
 
 
 class Workload(ABC):
-    """What is asked of all ``systems``, and how they are opened for it.
+    """The same task for all `systems`, and how they are opened for it.
 
-    ``ours``: the system without which there is nothing to compare. ``pairs``: the systems whose ratio is taken, round
-    by round, in each metric that both have (or each of ``compared``). ``deciding``: the metric by which a layout is
-    chosen. ``rounds``: at most so many, by system, where more would say nothing.
+    `ours`: the system without which there is nothing to compare. `pairs`: the systems whose ratio is taken, round by
+    round, in each metric that both have (or each of `compared`). `deciding`: the metric that selects a layout.
+    `rounds`: the maximum number of rounds by system, where more would add nothing.
     """
 
     name: str
@@ -110,33 +109,34 @@ class Workload(ABC):
     rounds: ClassVar[Mapping[str, int]] = {}
 
     def session(self, say: Say) -> AbstractContextManager[None]:
-        """Hold what all systems share: a package, a server. Raises `SystemUnavailable` if it can not be had here."""
+        """Hold what all systems share: a package, a server. Raises `SystemUnavailable` if it is not available here."""
         return nullcontext()
 
     def layouts(self, system: str) -> Sequence[str]:
-        """Name the layouts that the system offers."""
+        """Return the names of the layouts that the system offers."""
         return WHOLE
 
     @abstractmethod
     def open(self, system: str, layout: str) -> AbstractContextManager[Subject]:
-        """Open a system. Raises `SystemUnavailable` if it can not run here, else `BenchError`."""
+        """Open a system. Raises `SystemUnavailable` if it cannot run here, else `BenchError`."""
 
     def check(self, subjects: Mapping[str, Subject]) -> Sequence[ResultRow]:
-        """Compare what the systems answer, before anything counts. Raises `Disagreement`."""
+        """Compare the systems' answers before any measurement. Raises `Disagreement`."""
         return ()
 
     def derive(self, readings: Mapping[str, Sequence[Reading]]) -> Sequence[Reading]:
-        """Read what follows from all systems' readings of one round; each reading names its system."""
+        """Derive further readings from all systems' readings of one round; each names its system."""
         return ()
 
     def conclude(self) -> Sequence[ResultRow]:
-        """Return what is known only after the last round."""
+        """Return the rows that are known only after the last round."""
         return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
-    """``session``: holds what all workloads share. ``rounds`` and ``quick_rounds``: if nobody asks for a number."""
+    """Workloads under one name. `session`: holds what they share. `rounds`, `quick_rounds`: default numbers of
+    rounds."""
 
     name: str
     workloads: tuple[Workload, ...]
@@ -144,12 +144,12 @@ class Benchmark:
 
 
 def pairs_of(ours: str, systems: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """Ours against each of the others."""
+    """Pair our system with each of the others."""
     return tuple((ours, system) for system in systems if system != ours)
 
 
 def chosen(asked: Sequence[str], there: Sequence[str], what: str) -> tuple[str, ...]:
-    """Those of ``there`` that were asked for, or all. Raises `BenchError` naming what is not there."""
+    """Return those of `there` that were asked for, or all. Raises `BenchError` naming any that do not exist."""
     if unknown := sorted(set(asked) - set(there)):
         verb = "is" if len(there) == 1 else "are"
         raise BenchError(f"there is no {what} {unknown[0]!r}; there {verb} {', '.join(there)}")

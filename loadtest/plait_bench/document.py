@@ -1,4 +1,4 @@
-"""The one JSON document that ``plait bench NAME --json`` prints."""
+"""The JSON document that `plait bench NAME --json` prints."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ _DIGITS = 6
 
 
 def document(bench: str, commit: str, host: Mapping[str, Any], result: BenchResult) -> dict[str, Any]:
-    """``ratios`` are medians of pairwise ratios, their 20th and 80th percentiles are in ``ratio_spreads``, those of
-    each round in ``ratio_rounds``. ``layouts``: which was chosen for each system, and what all its trials read."""
+    """Make the document of a result.
+
+    `ratios` are medians of pairwise ratios; their 20th and 80th percentiles are in `ratio_spreads`, those of each
+    round in `ratio_rounds`. `layouts`: the layout chosen for each system, and the readings of all its trials.
+    """
     return {
         "bench": bench,
         "commit": commit,
@@ -31,7 +34,7 @@ def document(bench: str, commit: str, host: Mapping[str, Any], result: BenchResu
 
 
 def _rounded(value: Any) -> Any:
-    """The same with all its floats rounded; tuples become lists."""
+    """Return the value with all its floats rounded; tuples become lists."""
     if isinstance(value, float):
         return round(value, _DIGITS)
     if isinstance(value, Mapping):

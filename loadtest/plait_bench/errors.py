@@ -1,21 +1,21 @@
 """Errors of the benchmarks.
 
 BenchError
-├── SystemUnavailable  a system can not run here (a library or model is missing); the other systems go on
+├── SystemUnavailable  a system cannot run here (a library or model is missing); the other systems go on
 ├── SystemFailed       a system failed or its process died; the run ends
-├── Disagreement       two systems made different results of the same request: nothing they take may be compared
-└── RecordError        the checkout is not clean, or the results file can not be read
+├── Disagreement       two systems gave different results for the same request: they are not comparable
+└── RecordError        the checkout is not clean, or the results file cannot be read
 """
 
 from __future__ import annotations
 
 
 class BenchError(Exception):
-    """Base; the message is one sentence for the person at the terminal."""
+    """Base class; the message is one sentence for the person at the terminal."""
 
 
 class SystemUnavailable(BenchError):
-    """A system can not run here; the other systems go on."""
+    """A system cannot run here; the other systems go on."""
 
 
 class SystemFailed(BenchError):
@@ -23,8 +23,8 @@ class SystemFailed(BenchError):
 
 
 class Disagreement(BenchError):
-    """Two systems made different results of the same request."""
+    """Two systems gave different results for the same request."""
 
 
 class RecordError(BenchError):
-    """The checkout is not clean, or the results file can not be read."""
+    """The checkout is not clean, or the results file cannot be read."""

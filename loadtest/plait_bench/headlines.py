@@ -1,7 +1,7 @@
-"""The few ratios that README.md opens with, from ``loadtest/results``: ``python -m plait_bench.headlines [--check]``.
+"""The few ratios that README.md opens with, from `loadtest/results`: `python -m plait_bench.headlines [--check]`.
 
-They stand between ``<!-- headlines -->`` and ``<!-- /headlines -->``. Beside each on which plait is ahead stands one on
-which it is not, so that the page promises no more than the tables hold.
+They stand between `<!-- headlines -->` and `<!-- /headlines -->`. Each ratio in which plait is ahead is paired with
+one in which it is not, so that the page promises no more than the tables show.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BLOCK = re.compile(r"(?<=<!-- headlines -->\n).*?(?=<!-- /headlines -->)", re.D
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Headline:
-    """One ratio: its place in the results, and what it says. ``guide`` is the document with the whole table."""
+    """One ratio: its place in the results, and its text. `guide` is the document with the whole table."""
 
     bench: str
     workload: str
@@ -38,13 +38,13 @@ class Headline:
     less_is_better: bool = False
 
     def is_row(self, row: Mapping[str, Any]) -> bool:
-        """Whether a recorded row is this ratio."""
+        """Return whether a recorded row is this ratio."""
         return (row["unit"], row["workload"], row["metric"], row["system"]) == (
             "ratio", self.workload, self.metric, self.systems,
         )  # fmt: skip
 
     def is_ahead(self, low: float, high: float) -> bool:
-        """Whether the whole spread lies on the good side of 1."""
+        """Return whether the whole spread lies on the good side of 1."""
         return high < 1.0 if self.less_is_better else low > 1.0
 
 
@@ -97,8 +97,11 @@ HEADLINES = (
 def with_headlines(
     text: str, read: Callable[[str], Sequence[Mapping[str, Any]]], *, is_known: Callable[[str], bool]
 ) -> str:
-    """``text`` with its block filled. ``read``: the rows of a benchmark; ``is_known``: whether a commit is in the
-    history; no other row is shown. Raises `BenchError` if there is no block."""
+    """Return `text` with its block filled.
+
+    `read`: returns the rows of a benchmark; `is_known`: whether a commit is in the history; rows of others are not
+    shown. Raises `BenchError` if there is no block.
+    """
     if _BLOCK.search(text) is None:
         raise BenchError("there is no <!-- headlines --> block")
     block = "\n".join(_lines(read, is_known)) + "\n"
@@ -139,7 +142,7 @@ def is_in_history(commit: str) -> bool:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Rewrites README.md, or with ``--check`` only says (exit code 1) whether it is up to date."""
+    """Rewrite README.md, or with `--check` only report (exit code 1) whether it is up to date."""
     old = README.read_text(encoding="utf-8")
     new = with_headlines(old, lambda bench: records.read(RESULTS / f"{bench}.jsonl"), is_known=is_in_history)
     if "--check" in arguments:

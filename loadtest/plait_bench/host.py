@@ -1,4 +1,4 @@
-"""What a measurement was taken on: hardware, versions, load, date, commit. Nothing here names a host or a user."""
+"""The conditions of a measurement: hardware, versions, load, date, commit. Nothing here names a host or a user."""
 
 from __future__ import annotations
 
@@ -34,31 +34,31 @@ core of it is more than two systems that run in turn can share fairly."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostConditions:
-    """What the host does at a moment: the load average of the last minute, and how long a wake-up takes."""
+    """The state of the host at one moment: the load average of the last minute, and how long a wake-up takes."""
 
     load: float
     wake_us: float
 
 
 def conditions() -> HostConditions:
-    """Look at the host. From the second round on, ``load`` contains the benchmark's own work."""
+    """Measure the host's conditions. From the second round on, `load` includes the benchmark's own work."""
     return HostConditions(load=round(os.getloadavg()[0], 2), wake_us=round(wake_us(), 1))
 
 
 def is_busy(seen: HostConditions) -> bool:
-    """Whether the host had other work to do."""
+    """Return whether the host was busy with other work."""
     return seen.load > BUSY_LOAD or seen.wake_us > SLOW_WAKE_US
 
 
 def cores() -> int:
-    """CPU cores that this process may use."""
+    """Return how many CPU cores this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def host_facts(*, now: datetime | None = None) -> Mapping[str, Any]:
-    """Describe this machine. ``loadavg_1m`` says whether the machine was busy with something else before,
-    ``wake_us`` how long it takes to wake another process and be woken by it, which on a virtual machine can be long
-    while the load average shows nothing."""
+    """Describe this machine. `loadavg_1m` shows whether the machine was busy with something else before; `wake_us`, how
+    long it takes to wake another process and be woken by it, which on a virtual machine can be long while the load
+    average shows nothing."""
     return {
         **facts(),
         "ram_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
@@ -69,7 +69,7 @@ def host_facts(*, now: datetime | None = None) -> Mapping[str, Any]:
 
 
 def wake_us() -> float:
-    """Median round trip of a byte to another process and back, in microseconds."""
+    """Measure the median round trip of a byte to another process and back, in microseconds."""
     with subprocess.Popen([sys.executable, "-c", _ECHO], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as echo:
         assert echo.stdin is not None
         assert echo.stdout is not None
@@ -94,7 +94,7 @@ _RESULTS = "loadtest/results/"
 
 
 def commit(root: Path) -> str:
-    """The checkout's commit, with ``+changes`` if it is dirty (`changes`); `UNKNOWN` outside a checkout."""
+    """Return the checkout's commit, with `+changes` if it is dirty (`changes`); `UNKNOWN` outside a checkout."""
     head = git_says(root, "rev-parse", "--short=12", "HEAD")
     if not head:
         return UNKNOWN
@@ -102,7 +102,7 @@ def commit(root: Path) -> str:
 
 
 def changes(root: Path) -> list[str]:
-    """The paths that make a checkout dirty: tracked files that differ, and untracked ones in package folders.
+    """Return the paths that make a checkout dirty: tracked files that differ, and untracked ones in package folders.
 
     What the benchmarks themselves record does not count.
     """
@@ -119,7 +119,7 @@ def changes(root: Path) -> list[str]:
 
 
 def is_in_history(root: Path, at: str) -> bool:
-    """Whether a commit is HEAD or one of its ancestors. Raises `BenchError` outside a checkout."""
+    """Return whether a commit is HEAD or one of its ancestors. Raises `BenchError` outside a checkout."""
     command = ["git", "merge-base", "--is-ancestor", at, "HEAD"]
     try:
         done = subprocess.run(command, cwd=root, capture_output=True, check=False, timeout=_GIT_S)

@@ -1,4 +1,4 @@
-"""The composition root of ``plait bench``: definition, runner, document, record."""
+"""The composition root of `plait bench`: definition, runner, document, record."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchJob:
-    """What the command line asked for. ``models`` None: the starter's; empty ``workloads``/``systems``: all.
+    """The command line's settings. `models` None: the starter's; empty `workloads` or `systems`: all.
 
-    ``data``: the folder with published tables; ``tables``: recorded ones. Both are for the tuner's benchmark.
+    `data`: the folder with published tables; `tables`: recorded ones. Both are for the tuner's benchmark.
     """
 
     rounds: int
@@ -60,14 +60,14 @@ NAMES = tuple(BENCHMARKS)
 
 
 def rounds_of(name: str, *, quick: bool) -> int:
-    """How often everything is measured if nobody says so; the tuner's rounds are seeds."""
+    """Return the default number of rounds; the tuner's rounds are seeds."""
     if name == autoconfig.NAME:
         return autoconfig.QUICK_SEEDS if quick else autoconfig.SEEDS
     return QUICK_ROUNDS if quick else ROUNDS
 
 
 def measure(job: BenchJob, *, say: Say) -> dict[str, Any]:
-    """Run the benchmark and return its document; records each part when it is there. Raises `BenchError`."""
+    """Run the benchmark and return its document; record each part once it is complete. Raises `BenchError`."""
     if job.overwrite:
         raise RecordError("results are append-only: --overwrite is gone; a second run is recorded beside the first")
     if job.record:
@@ -91,7 +91,7 @@ def measure(job: BenchJob, *, say: Say) -> dict[str, Any]:
 
 
 def _warn(host: Mapping[str, Any], say: Say) -> None:
-    """Say why the rows will be marked as taken on a busy host, if they will."""
+    """Report why the rows will be marked as measured on a busy host, if they will."""
     if host["wake_us"] > SLOW_WAKE_US:
         say(
             f"warning: waking a process takes {host['wake_us']:.0f} us here, more than {SLOW_WAKE_US:.0f}: all that "
@@ -105,7 +105,7 @@ def _warn(host: Mapping[str, Any], say: Say) -> None:
 
 
 def text_table(written: Mapping[str, Any]) -> str:
-    """Lay the document out for people: rows, then ratios."""
+    """Format the document for people: rows, then ratios."""
     lines = [
         f"{row['workload']:<11} {row['system']:<18} {row['metric']:<25} {row['value']:>9.4g} {row['unit']:<14} "
         f"({row['p20']:.4g} to {row['p80']:.4g}, n {row['n']}) {row['layout']}".rstrip()
@@ -120,7 +120,7 @@ def text_table(written: Mapping[str, Any]) -> str:
 
 
 def _starter() -> Path:
-    """The models that ship with plait."""
+    """Return the folder of the models that ship with plait."""
     from plait_serving.images.config import STARTER_FOLDER
 
     return STARTER_FOLDER

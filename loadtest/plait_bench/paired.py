@@ -1,8 +1,9 @@
 """Paired comparisons over services: is a designer better than another, or at least not worse by more than a margin?
 
 The unit is the service, not the search: seeds of one service share its table, so they are averaged first. Under the
-null hypothesis the sign of each service's difference is a coin toss; all 2^S patterns are looked at (a random part of
-them beyond S = 14), so the false-alarm rate is at most `ALPHA` whatever the distribution of the differences.
+null hypothesis the sign of each service's difference is a coin toss; all 2^S patterns are enumerated (a random
+sample of them beyond S = 14), so the false-alarm rate is at most `ALPHA` whatever the distribution of the
+differences.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _EXACT, _DRAWS = 14, 1 << 14
 
 
 def sign_flip_p(differences: Sequence[float]) -> float:
-    """One-sided p-value that the mean of ``differences`` (S,) is below 0; 1 if there are none."""
+    """Return the one-sided p-value that the mean of `differences` (S,) is below 0; 1 if there are none."""
     values = np.asarray(differences, np.float64)
     if not values.size:
         return 1.0
@@ -29,10 +30,10 @@ def sign_flip_p(differences: Sequence[float]) -> float:
 
 
 def p_better(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """p-value against "ours are no lower than theirs"; one number per service."""
+    """Return the p-value against "ours are no lower than theirs"; one number per service."""
     return sign_flip_p([a - b for a, b in zip(ours, theirs, strict=True)])
 
 
 def p_not_worse(ours: Sequence[float], theirs: Sequence[float], margin: float) -> float:
-    """p-value against "ours are higher than theirs by ``margin`` or more": small means non-inferior."""
+    """Return the p-value against "ours are higher than theirs by `margin` or more": small means non-inferior."""
     return sign_flip_p([a - b - margin for a, b in zip(ours, theirs, strict=True)])

@@ -1,7 +1,7 @@
 """The results files: one JSON line for each row of each recorded run, append-only.
 
-A ratio is a row whose system is ``ours/theirs`` and whose unit is ``ratio``. Each row carries its commit, date, load,
-rounds and spread, and whether the host was busy. A row recorded in several runs stands there several times.
+A ratio is a row whose system is `ours/theirs` and whose unit is `ratio`. Each row carries its commit, date, load,
+rounds and spread, and whether the host was busy. A row recorded in several runs appears several times.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MARKS = ("load", "wake_us", "busy")
 
 
 def require_clean(root: Path) -> None:
-    """Raise `RecordError` unless the checkout is exactly its commit: what is recorded can then be run again."""
+    """Raise `RecordError` unless the checkout is exactly its commit, so that recorded runs can be repeated."""
     at = commit(root)
     if at == UNKNOWN:
         raise RecordError(f"--record needs a git checkout, and {root} is none: a recorded row names its commit")
@@ -68,7 +68,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def append(path: Path, new: Sequence[Record]) -> None:
-    """Add the lines; what is there stays as it is. Raises `RecordError` if what is there can not be read."""
+    """Append the lines; existing lines stay unchanged. Raises `RecordError` if the existing ones cannot be read."""
     read(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""The runner: chooses each system's layout, warms up, checks agreement, takes the rounds in turn, and pairs them.
+"""The runner: selects each system's layout, warms up, checks agreement, interleaves the rounds, and pairs them.
 
 Fairness. Every layout of every system gets the same number of trials, which count for nothing else; the best by the
 workload's deciding metric is kept. A round measures all systems one after the other (A B C, A B C, ...), and ratios
@@ -23,7 +23,7 @@ TRIALS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """``rounds`` count; before them every layout has ``trials``. ``systems``: only these, if any are named."""
+    """`rounds` count; before them every layout gets `trials`. `systems`: only these, if any are named."""
 
     rounds: int
     trials: int = TRIALS
@@ -43,7 +43,10 @@ class LayoutChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchResult:
-    """``ratios``: by ``workload:metric:system/system``. ``left_out``: why a system, or a workload, took no part."""
+    """The result of a benchmark, or of one workload of it.
+
+    `ratios`: by `workload:metric:system/system`. `left_out`: why a system, or a workload, took no part.
+    """
 
     rows: tuple[ResultRow, ...]
     ratios: Mapping[str, ValueSummary]
@@ -52,7 +55,7 @@ class BenchResult:
 
 
 def joined(parts: Sequence[BenchResult]) -> BenchResult:
-    """Put all parts together."""
+    """Combine all parts into one result."""
     return BenchResult(
         rows=tuple(row for part in parts for row in part.rows),
         ratios={key: ratio for part in parts for key, ratio in part.ratios.items()},
@@ -64,9 +67,9 @@ def joined(parts: Sequence[BenchResult]) -> BenchResult:
 def run(
     benchmark: Benchmark, plan: RunPlan, *, say: Say, look: Callable[[], HostConditions] = conditions
 ) -> Iterator[BenchResult]:
-    """Measure every workload in turn and yield each as soon as it is whole. Raises `BenchError`.
+    """Measure every workload in turn and yield each result once it is complete. Raises `BenchError`.
 
-    ``look`` says what the host is doing, before each round.
+    `look` returns the host's conditions, before each round.
     """
     there = dict.fromkeys(system for workload in benchmark.workloads for system in workload.systems)
     chosen(plan.systems, tuple(there), "system")
@@ -78,7 +81,10 @@ def run(
 
 
 def choose_layout(workload: Workload, system: str, plan: RunPlan, say: Say) -> LayoutChoice:
-    """Try each layout that the system offers ``plan.trials`` times; the best median wins. One layout is no choice."""
+    """Try each layout of the system `plan.trials` times and return the one with the best median.
+
+    A single layout is not tried.
+    """
     offered = workload.layouts(system)
     tried: dict[str, tuple[float, ...]] = {}
     for layout in offered if len(offered) > 1 else ():
@@ -93,7 +99,7 @@ def choose_layout(workload: Workload, system: str, plan: RunPlan, say: Say) -> L
 
 
 def _deciding(workload: Workload, system: str, subject: Subject, number: int) -> float:
-    """The deciding metric of one trial."""
+    """Measure one trial and return its deciding metric."""
     for reading in subject.measure(number, trial=True):
         if reading.metric == workload.deciding:
             return reading.value
@@ -118,7 +124,7 @@ class _Taken:
 
 
 class _Measuring:
-    """One workload under way."""
+    """One workload being measured."""
 
     def __init__(
         self, workload: Workload, plan: RunPlan, say: Say, look: Callable[[], HostConditions], began: HostConditions
@@ -131,7 +137,7 @@ class _Measuring:
         self._seen: dict[int, HostConditions] = {}
 
     def result(self) -> BenchResult:
-        """Measure it. Raises `BenchError`."""
+        """Measure the workload. Raises `BenchError`."""
         with ExitStack() as stack:
             try:
                 stack.enter_context(self._workload.session(self._say))
@@ -156,7 +162,7 @@ class _Measuring:
         )
 
     def _open(self, stack: ExitStack) -> dict[str, Subject]:
-        """The systems that take part, each in its best layout."""
+        """Open the systems that take part, each in its best layout."""
         for system in filter(lambda name: _wanted(self._plan, name), self._workload.systems):
             try:
                 self._choices[system] = choose_layout(self._workload, system, self._plan, self._say)
@@ -215,7 +221,7 @@ class _Measuring:
         ]  # fmt: skip
 
     def _marked(self, rows: Sequence[ResultRow]) -> list[ResultRow]:
-        """Each row with what the host did in its rounds."""
+        """Return the rows with the host's conditions in their rounds."""
         seen = list(self._seen.values())
         wake_us = max((each.wake_us for each in seen), default=0.0)
         busy = is_busy(self._began) or any(is_busy(replace(each, load=0.0)) for each in seen)
@@ -225,7 +231,7 @@ class _Measuring:
         ]
 
     def _ratios(self) -> dict[str, ValueSummary]:
-        """Pair by pair, of the rounds that both had."""
+        """Compute the ratios pair by pair, from the rounds that both had."""
         found = {}
         for one, other in self._workload.pairs:
             for (workload, system, metric), mine in self._taken.items():
@@ -241,6 +247,6 @@ class _Measuring:
 
 
 def _said(readings: Sequence[Reading]) -> str:
-    """The first few of a round's readings, for progress."""
+    """Format the first few of a round's readings, for progress."""
     shown = ", ".join(f"{reading.metric} {reading.value:.4g}" for reading in readings[:4])
     return shown + (", ..." if len(readings) > 4 else "")

@@ -1,4 +1,4 @@
-"""What is said about repeated measurements: medians, percentiles, and ratios taken pair by pair."""
+"""Statistics of repeated measurements: medians, percentiles, and pairwise ratios."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueSummary:
-    """Median, 20th and 80th percentile of ``n`` values, in the values' unit, and the values by round."""
+    """Median, 20th and 80th percentile of `n` values, in the values' unit, and the values by round."""
 
     value: float
     p20: float
@@ -19,7 +19,8 @@ class ValueSummary:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """What ``share`` (0..1) of ``values`` lie below, linear between neighbours. Raises ValueError if there are none."""
+    """Return the value below which `share` (0..1) of `values` lie, linear between neighbours. Raises ValueError if
+    there are none."""
     if not values:
         raise ValueError("no values")
     if not 0.0 <= share <= 1.0:
@@ -38,7 +39,7 @@ def summarise(values: Sequence[float]) -> ValueSummary:
 
 
 def pairwise_ratio(ours: Sequence[float], theirs: Sequence[float]) -> ValueSummary:
-    """Summary of ours[i] / theirs[i]: round i ran both within seconds, so what slowed the machine slowed both.
+    """Summarise ours[i] / theirs[i]: round i ran both within seconds, so whatever slowed the machine slowed both.
 
     Raises ValueError if the lengths differ or are zero.
     """

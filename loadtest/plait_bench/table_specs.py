@@ -1,4 +1,4 @@
-"""The tables that README files may show, by name: which rows, and which metrics stand side by side."""
+"""The tables that README files may show, by name: which rows, and which metrics side by side."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _SEEDS = "The mean over the services of a workload, then the median of seeds (sl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableSpec:
-    """``metrics``: each a column by its title or, if ``long``, a line of its own. ``ratio``: whose ratio is shown.
+    """A table's rows and columns.
 
-    ``workloads``: only those that begin so. ``counted``: what a row's ``n`` counts, if not rounds.
+    `metrics`: each a column by its title or, if `long`, a line of its own. `ratio`: the metric whose ratio is shown.
+    `workloads`: only those with these prefixes. `counted`: what a row's `n` counts, if not rounds.
     """
 
     bench: str
@@ -34,11 +35,11 @@ class TableSpec:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Titles of the cells with values."""
+        """The titles of the value columns."""
         return ("value",) if self.long else tuple(self.metrics.values())
 
     def shows(self, row: Mapping[str, Any]) -> bool:
-        """Whether a record is part of it."""
+        """Return whether the table shows a record."""
         metrics = {self.ratio} if row["unit"] == "ratio" and self.ratio != "*" else self.metrics
         return row["metric"] in metrics and row["workload"].startswith(self.workloads)
 

@@ -1,7 +1,7 @@
-"""The tables of README files, from ``loadtest/results``: ``python -m plait_bench.tables [--check] [FILE...]``.
+"""The tables of README files, from `loadtest/results`: `python -m plait_bench.tables [--check] [FILE...]`.
 
-A table stands between ``<!-- table: NAME -->`` and ``<!-- /table -->``; NAME is one of `TABLES`. Without FILE,
-README.md and that of every top-level folder is filled. Only rows whose commit is in the history of HEAD are shown.
+A table stands between `<!-- table: NAME -->` and `<!-- /table -->`; NAME is one of `TABLES`. Without FILE, README.md
+and that of every top-level package folder is filled. Only rows whose commit is in the history of HEAD are shown.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _WIDTH = 120
 
 
 def files(root: Path) -> list[Path]:
-    """List the files that may hold tables, of those that are there."""
+    """List the existing files that may hold tables."""
     wanted = [root / "README.md", *(root / folder / "README.md" for folder in PACKAGE_FOLDERS)]
     return [path for path in wanted if path.is_file()]
 
 
 def with_tables(text: str, results: Path, root: Path = ROOT) -> str:
-    """Fill every block of ``text``. Raises `BenchError` for a name that is no table's, or without git."""
+    """Return `text` with every table filled. Raises `BenchError` for an unknown table name, or without git."""
     return _BLOCK.sub(lambda match: match["open"] + _filled(match["name"], results, root) + match["close"], text)
 
 
@@ -47,7 +47,7 @@ def _filled(name: str, results: Path, root: Path) -> str:
 
 
 def render(spec: TableSpec, recorded: Sequence[Mapping[str, Any]], root: Path) -> str:
-    """Render a table of the rows that it shows, and say how many may not be shown."""
+    """Render a table of the rows that it shows, and note how many rows may not be shown."""
     mine = [row for row in recorded if spec.shows(row)]
     shown = [row for row in mine if _may_be_shown(str(row["commit"]), root)]
     left_out = len(mine) - len(shown)
@@ -84,7 +84,7 @@ _is_in_history = cache(is_in_history)
 
 
 def _footer(spec: TableSpec, shown: Sequence[Mapping[str, Any]]) -> str:
-    """What holds for all lines: the machine and what the numbers are."""
+    """Return the text that applies to all lines: the machine, and what the numbers are."""
     hosts = dict.fromkeys(_host(row["host"]) for row in shown)
     where = " and ".join(hosts)
     return textwrap.fill(f"{spec.verb} on {where}. {spec.says}", width=_WIDTH)
@@ -99,7 +99,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Rewrite the files, or with ``--check`` only say (exit code 1) which are stale."""
+    """Rewrite the files, or with `--check` only report which are stale (exit code 1)."""
     paths = [Path(argument) for argument in arguments if not argument.startswith("-")] or files(ROOT)
     stale = 0
     for path in paths:

@@ -1,4 +1,4 @@
-"""From recorded rows to the lines of a table: what was recorded last of each row, and its spread over runs."""
+"""From recorded rows to the lines of a table: each row's latest records, and their spread over runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Key = tuple[str, str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableLine:
-    """One line: a system's values, the ratio to it, and the run (or ``runs``) that they come from."""
+    """One line: a system's values, the ratio to it, and the run (or `runs`) that they come from."""
 
     workload: str
     system: str
@@ -94,7 +94,7 @@ def is_busy_row(row: Record) -> bool:
 
 
 def _ratio(groups: Mapping[_Key, Sequence[Record]], workload: str, system: str, metric: str) -> str:
-    """Of the pair whose second is the system."""
+    """Format the ratio of the pair whose second system this is."""
     for (where, pair, what), runs in groups.items():
         if where == workload and what == metric and pair.endswith(f"/{system}") and runs[-1]["unit"] == "ratio":
             value, low, high = spread_of(runs)
@@ -103,7 +103,7 @@ def _ratio(groups: Mapping[_Key, Sequence[Record]], workload: str, system: str, 
 
 
 def _cell(runs: Sequence[Record], table: TableSpec, metric: str) -> str:
-    """Value, spread and, where lines have different ones, the unit."""
+    """Format value, spread and, where lines have different ones, the unit."""
     if not runs:
         return ""
     value, low, high = spread_of(runs)

@@ -1,4 +1,4 @@
-"""``python -m plait_loadtest``: the load tester without the rest of plait."""
+"""`python -m plait_loadtest`: the load tester without the rest of plait."""
 
 from plait_loadtest.cli import main
 

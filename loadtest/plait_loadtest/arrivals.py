@@ -1,8 +1,8 @@
-"""When requests are sent: drawn before the run, from a seed of their own, deaf to every reply.
+"""When requests are sent: drawn before the run, from a seed of their own, independent of every reply.
 
-All synthetic arrivals are one construction. A renewal process of mean gap 1 (constant, exponential or gamma gaps) is
-drawn in unit time; the inverse of the cumulative rate maps it to seconds. Legend: t seconds since the start of the
-warm-up; r(t) requests per second, piecewise linear; L(t) its integral, requests expected until t.
+All synthetic arrivals share one construction. A renewal process of mean gap 1 (constant, exponential or gamma gaps)
+is drawn in unit time; the inverse of the cumulative rate maps it to seconds. Legend: t seconds since the start of
+the warm-up; r(t) requests per second, piecewise linear; L(t) its integral, requests expected until t.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _BLOCK = 1 << 14  # gaps drawn at once; fixed, so that a longer run starts with 
 def schedule(
     arrivals: Arrivals, *, duration_s: float, warm_up_s: float, count: int | None, seed: int
 ) -> tuple[Times, int]:
-    """Nanoseconds since the start of the warm-up, int64 (N,) ascending, and how many of them are warm-up.
+    """Return nanoseconds since the start of the warm-up, int64 (N,) ascending, and how many of them are warm-up.
 
-    The warm-up is the same load before the measured part; ramps and steps begin after it, at their first rate. Without
-    ``count`` the measured part is ``duration_s`` long, else it ends with its ``count``-th request. Raises
-    `ScenarioError` if the trace can not be read or is too short, or if the plan would be too large.
+    The warm-up is the same load before the measured part; ramps and steps begin after it, at their first rate.
+    Without `count` the measured part is `duration_s` long, otherwise it ends with its `count`-th request. Raises
+    `ScenarioError` if the trace cannot be read or is too short, or if the plan would be too large.
     """
     if isinstance(arrivals, ClosedLoopCallers):
         raise ScenarioError("arrivals.kind: closed-loop callers have no schedule")
@@ -66,7 +66,7 @@ def schedule(
 
 
 def _check_enough(arrivals: Arrivals, times_ns: Times, warm_up: int, count: int | None) -> None:
-    """Raises `ScenarioError` if a trace leaves nothing to measure, or if ``count`` is never reached."""
+    """Raise `ScenarioError` if a trace leaves nothing to measure, or if `count` is never reached."""
     check_size(times_ns.size)
     source = f"arrivals.file: {arrivals.file}" if isinstance(arrivals, TraceArrivals) else "arrivals"
     measured = times_ns.size - warm_up
@@ -80,7 +80,7 @@ def _check_enough(arrivals: Arrivals, times_ns: Times, warm_up: int, count: int 
 
 
 def check_size(expected: float) -> None:
-    """Raises `ScenarioError` if so many requests do not fit into a plan."""
+    """Raise `ScenarioError` if that many requests do not fit into a plan."""
     if expected > MAX_REQUESTS:
         raise ScenarioError(
             f"arrivals: some {expected:.3g} requests are more than {MAX_REQUESTS:,}; lower the rate or the duration"
@@ -89,9 +89,9 @@ def check_size(expected: float) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RateProfile:
-    """r(t) as segments: from ``start_s[i]`` the rate is ``rate[i]`` and grows by ``slope[i]`` each second.
+    """r(t) as segments: from `start_s[i]` the rate is `rate[i]` and grows by `slope[i]` each second.
 
-    The last segment has slope 0 and never ends. All float64 (S,); ``start_s[0]`` is 0.
+    The last segment has slope 0 and never ends. All float64 (S,); `start_s[0]` is 0.
     """
 
     start_s: Floats
@@ -105,13 +105,13 @@ class RateProfile:
         return np.concatenate([[0.0], np.cumsum(self.rate[:-1] * lengths + self.slope[:-1] * lengths**2 / 2)])
 
     def expected(self, time_s: float) -> float:
-        """L(t): requests expected until ``time_s``."""
+        """Return L(t): requests expected until `time_s`."""
         i = int(np.searchsorted(self.start_s, time_s, side="right")) - 1
         inside = time_s - self.start_s[i]
         return float(self.sums[i] + self.rate[i] * inside + self.slope[i] * inside**2 / 2)
 
     def inverse(self, expected: Floats) -> Floats:
-        """The t at which L(t) reaches each of ``expected``; infinite if it never does."""
+        """Return the t at which L(t) reaches each of `expected`; infinite if it never does."""
         sums = self.sums
         # A segment of rate 0 has no width in L: "right" steps over it.
         i = np.searchsorted(sums, expected, side="right") - 1
@@ -130,7 +130,7 @@ def rate_profile(
     duration_s: float,
     warm_up_s: float,
 ) -> RateProfile:
-    """The rate over the run, warm-up included, that ``arrivals`` describes."""
+    """Return the rate that `arrivals` describes over the run, warm-up included."""
     if isinstance(arrivals, RampArrivals):
         slope = (arrivals.to_rate_per_s - arrivals.rate_per_s) / duration_s
         rows = [(0.0, arrivals.rate_per_s, 0.0), (warm_up_s, arrivals.rate_per_s, slope)]
@@ -149,7 +149,7 @@ def rate_profile(
 def _gaps(
     arrivals: ConstantArrivals | PoissonArrivals | GammaArrivals | RampArrivals | StepArrivals, rng: np.random.Generator
 ) -> Callable[[int], Floats]:
-    """Draws so many gaps of mean 1."""
+    """Return a function that draws a number of gaps of mean 1."""
     if isinstance(arrivals, ConstantArrivals):
         return np.ones
     if isinstance(arrivals, GammaArrivals):
@@ -165,9 +165,9 @@ def _unit_times(
     count: int | None,
     seed: int,
 ) -> Floats:
-    """Arrivals in unit time, ascending: at least those of the run, and at most a few more than it needs.
+    """Return arrivals in unit time, ascending: at least those of the run, and at most a few more than it needs.
 
-    ``warm_up``, ``end``: requests expected until the warm-up's end, the run's end.
+    `warm_up`, `end`: requests expected until the end of the warm-up and of the run.
     """
     check_size(end if count is None else warm_up + count)
     draw = _gaps(arrivals, make_rng(seed, Stream.ARRIVALS))

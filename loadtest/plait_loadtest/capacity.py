@@ -1,16 +1,16 @@
 """The highest offered rate that holds the SLO: bracket, bisect, confirm. Pure policy; `Measure` runs the load.
 
 A rate *holds* when a valid run shows every class's SLO with 99 % confidence (`confidence`). Every other rate is
-rejected, with its reason. A run that is invalid through no fault of the server (`RETRIED`) is repeated, at most twice;
-if the generator itself can not offer the rate, that too is a bound, and the result says so. A run that shows neither
-that the SLO holds nor that it does not is repeated once, twice as long.
+rejected, with its reason. A run that is invalid through no fault of the server (`RETRIED`) is repeated, at most
+twice; if the generator itself cannot offer the rate, that is a bound as well, and the result says so. A run that
+shows neither that the SLO holds nor that it does not is repeated once, twice as long.
 
 Each trial is long enough for its requests to show the SLO with `SPARE_LATE` late ones among them, and for a queue to
-build up: a rate slightly above capacity only shows after several SLOs' time. The rate that the search ends with is run
-again, twice as long; only this fresh run carries the confidence statement, because picking the best of several runs
-favours the lucky ones. If it fails, the search goes on below.
+build up: a rate slightly above capacity only shows after several times the SLO. The rate that the search ends with
+is run again, twice as long; only this fresh run carries the confidence statement, because picking the best of
+several runs favours the lucky ones. If it fails, the search continues below.
 
-Where not one request succeeds, for reasons that no lower rate removes (`MISTAKES`), the search ends at once.
+If not a single request succeeds, for reasons that no lower rate removes (`MISTAKES`), the search ends at once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Purpose = Literal["bracket", "bisect", "confirm", "beyond"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassCount:
-    """One class with an SLO: ``good`` of ``judged`` requests were in time, ``percentile`` percent of them should be."""
+    """The counts of one class with an SLO: `good` of `judged` requests were in time, `percentile` percent should be."""
 
     name: str
     percentile: float
@@ -48,7 +48,7 @@ class ClassCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """What a run at a rate showed. ``invalid``: codes and texts of the reasons. ``hopeless``: why no rate can hold."""
+    """The result of a run at a rate. `invalid`: codes and texts of the reasons. `hopeless`: why no rate can hold."""
 
     classes: tuple[ClassCount, ...]
     achieved_per_s: float
@@ -58,13 +58,13 @@ class Observed:
 
     @property
     def interrupted(self) -> bool:
-        """Somebody wants the search to end."""
+        """Whether the run was interrupted, so that the search should end."""
         return any(code == "interrupted" for code, _ in self.invalid)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RateTrial:
-    """A run and what it was taken for. ``why``: the reason that the rate was rejected; empty if it held."""
+    """A run and its verdict. `why`: the reason that the rate was rejected; empty if it held."""
 
     rate_per_s: float
     duration_s: float
@@ -76,7 +76,7 @@ class RateTrial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassTarget:
-    """What one class asks of a trial: its SLO and its share (0 to 1) of the requests."""
+    """What one class requires of a trial: its SLO and its share (0 to 1) of the requests."""
 
     percentile: float
     latency_ms: float
@@ -85,9 +85,9 @@ class ClassTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacitySearch:
-    """Where to begin and when to stop. ``tolerance``: the bracket's upper end over its lower end, less 1.
+    """Where to start and when to stop. `tolerance`: the bracket's upper end over its lower end, less 1.
 
-    ``beyond``: a factor; the confirmed rate times it is run too, to show that it does not hold.
+    `beyond`: a factor; the confirmed rate times this factor is run too, to show that it does not hold.
     """
 
     needs: tuple[ClassTarget, ...]
@@ -101,9 +101,10 @@ class CapacitySearch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """``rate_per_s``: the highest rate that held, and was confirmed; None: none was found. ``statement`` says it all.
+    """The result of a search. `rate_per_s`: the highest rate that held and was confirmed; None: none was found.
+    `statement`: a complete summary.
 
-    ``by_generator``: it was this machine that could not do more.
+    `by_generator`: the limit was this machine, not the server.
     """
 
     rate_per_s: float | None
@@ -118,12 +119,12 @@ Measure = Callable[[float, float], Observed]
 
 
 def find_capacity(measure: Measure, search: CapacitySearch, *, say: Callable[[str], None] = lambda _: None) -> Capacity:
-    """Runs the whole search; see the module docstring. Ends early, with what there is, when a run was interrupted."""
+    """Run the whole search; see the module docstring. When a run is interrupted, returns the results so far."""
     return _Searching(measure, search, say).run()
 
 
 def trial_s(rate_per_s: float, search: CapacitySearch, *, times: float = 1.0) -> float:
-    """How long a trial at a rate lasts; see the module docstring. ``times``: so many times as long."""
+    """Return the duration of a trial at a rate; see the module docstring. `times`: a factor on it."""
     enough = [
         requests_needed(need.percentile / 100.0, late=SPARE_LATE) / (need.share * rate_per_s) for need in search.needs
     ]
@@ -133,7 +134,7 @@ def trial_s(rate_per_s: float, search: CapacitySearch, *, times: float = 1.0) ->
 
 
 def judge(observed: Observed) -> tuple[Verdict, str]:
-    """Whether a rate held, and if not the reason."""
+    """Return whether a rate held and, if not, the reason."""
     why = []
     refuted = False
     for each in observed.classes:
@@ -152,7 +153,7 @@ def judge(observed: Observed) -> tuple[Verdict, str]:
 
 
 def observe(summary: RunSummary) -> Observed:
-    """The part of a run's summary that the search looks at."""
+    """Return the part of a run's summary that the search uses."""
     return Observed(
         classes=tuple(
             ClassCount(
@@ -177,11 +178,11 @@ def _unreachable_reason(total: ClassSummary) -> str:
 
 
 class _Ended(Exception):
-    """Ends the search."""
+    """Signals the end of the search."""
 
 
 class _Searching:
-    """One search under way: the bracket ``low`` (highest that held) to ``high`` (lowest that did not)."""
+    """A search in progress: the bracket is `low` (highest that held) to `high` (lowest that did not)."""
 
     def __init__(self, measure: Measure, search: CapacitySearch, say: Callable[[str], None]) -> None:
         self._measure, self._search, self._say = measure, search, say
@@ -206,7 +207,7 @@ class _Searching:
         return len(self._trials) < self._search.max_trials
 
     def _bracket(self) -> None:
-        """Doubles or halves until one rate held and another did not."""
+        """Double or halve the rate until one rate held and another did not."""
         rate = self._search.first_per_s
         while self._room() and rate >= self._search.min_per_s and (not self._held or self._high is None):
             if self._take(rate, "bracket"):
@@ -219,7 +220,7 @@ class _Searching:
             self._take((self._high * self._held[-1]) ** 0.5, "bisect")
 
     def _confirm(self) -> bool:
-        """A fresh run, twice as long; if it fails, its rate becomes the upper end and the search goes on below."""
+        """Run again, twice as long; on failure the rate becomes the upper end and the search continues below."""
         rate = self._held[-1]
         if self._try(rate, "confirm", times=2.0).verdict == "held":
             return True
@@ -231,7 +232,7 @@ class _Searching:
         return False
 
     def _take(self, rate: float, purpose: Purpose) -> bool:
-        """Tries a rate and moves the bracket; True if it held."""
+        """Try a rate and move the bracket; return True if it held."""
         trial = self._try(rate, purpose)
         if trial.verdict == "held":
             self._held.append(rate)
@@ -276,7 +277,7 @@ class _Searching:
 def _statement(
     rate: float | None, high: float | None, trials: Sequence[RateTrial], *, confirmed: bool, by_generator: bool
 ) -> str:
-    """The result as a sentence or two."""
+    """Return the result as a sentence or two."""
     if rate is None:
         unreachable = trials[-1].observed.unreachable if trials else ""
         return "no rate was found that holds the SLO" + (f": {unreachable}" if unreachable else "")

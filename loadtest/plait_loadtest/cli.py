@@ -1,7 +1,7 @@
-"""``plait loadtest run`` and ``compare``. Data on stdout, progress on stderr.
+"""`plait loadtest run` and `compare`. Data on stdout, progress on stderr.
 
-Exit codes: 0 done, 1 failed (also: not one request succeeded), 2 wrong usage, 99 a threshold was missed or something
-got worse, 130 interrupted.
+Exit codes: 0 done, 1 failed (also: not a single request succeeded), 2 wrong usage, 99 a threshold was missed or
+something regressed, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def run(
     ] = False,
     confirm: Annotated[bool, Option("--confirm", help="then show too that 1.3 times that rate does not hold")] = False,
 ) -> None:
-    """Sends a load and reports what it met. Flags win over the scenario."""
+    """Send a load and report the results. Flags override the scenario."""
     from plait_loadtest.load import as_yaml, load_scenario
     from plait_loadtest.report.outputs import Outputs
 
@@ -90,7 +90,7 @@ def compare(
     least_change: Annotated[float, Option(help="smaller changes of latency do not count; 0.05 is 5 %")] = 0.05,
     as_json: Annotated[bool, Option("--json", help="print one JSON document")] = False,
 ) -> None:
-    """Says what got better or worse beyond noise; exit code 99 if anything got worse."""
+    """Report what got better or worse beyond noise; exit code 99 if anything got worse."""
     from plait_loadtest import compare as comparing
     from plait_loadtest.report.comparison import as_document, as_text
 
@@ -112,7 +112,7 @@ def _run(scenario: Scenario, outputs: Outputs) -> int:
 
 
 def _search(scenario: Scenario, outputs: Outputs, *, confirm: bool) -> int:
-    """The capacity search; its report is that of the run that confirmed the rate, with the trials beside it."""
+    """Run the capacity search; its report is that of the run that confirmed the rate, plus the trials."""
     from plait_loadtest.capacity import find_capacity
     from plait_loadtest.progress import live_line
     from plait_loadtest.session import measure_at, search_of
@@ -149,7 +149,7 @@ def _exit_code(session: FinishedRun) -> int:
 
 
 def _setting(text: str) -> tuple[str, object]:
-    """``KEY=VALUE``; the value is YAML, so numbers are numbers and lists are lists."""
+    """Parse `KEY=VALUE`; the value is YAML, so numbers are numbers and lists are lists."""
     import yaml
 
     from plait_loadtest.errors import ScenarioError
@@ -174,7 +174,7 @@ def _header(text: str) -> tuple[str, object]:
 
 @contextmanager
 def _errors_as_messages() -> Iterator[None]:
-    """Errors made for people become one sentence on stderr and an exit code."""
+    """Print errors meant for users as one sentence on stderr and set the exit code."""
     from plait_loadtest.errors import LoadtestError, ScenarioError
 
     try:
@@ -192,5 +192,5 @@ def _say(line: str) -> None:
 
 
 def main() -> None:
-    """The command without plait's own: ``python -m plait_loadtest``."""
+    """Run the command without plait's own CLI: `python -m plait_loadtest`."""
     app(prog_name="plait loadtest")

@@ -1,13 +1,13 @@
 """What got better or worse between two reports, beyond noise.
 
-The reports hold the latency histograms of equal parts of the measured time. Requests that follow each other share the
-same queue, so single requests must not be resampled as if they were independent: whole parts are (a block bootstrap).
-A change counts if the bootstrap interval of B / A excludes "no change" and the change is at least ``least_change``.
+The reports hold the latency histograms of equal parts of the measured time. Successive requests share the same
+queue, so single requests must not be resampled as if they were independent: whole parts are (a block bootstrap). A
+change counts if the bootstrap interval of B / A excludes "no change" and the change is at least `least_change`.
 
-The intervals of all metrics together are wrong with a probability of some `ALPHA`: each has ``ALPHA / metrics``. (The
+The probability that any of the intervals of all metrics is wrong is about `ALPHA`: each has `ALPHA / metrics`. (The
 bootstrap of 32 parts is approximate: of 150 pairs of runs of one simulated queue, 1 was called worse, where 0.75 are
-expected.) Noise between runs
-that does not show within a run (another host, a warmer cache) is in no interval: that is what ``least_change`` is for.
+expected.) Noise between runs that does not show within a run (another host, a warmer cache) is in no interval: that
+is what `least_change` is for.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Verdict = Literal["better", "worse", "same"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricChange:
-    """One metric of one class. ``low`` to ``high``: interval of the change B / A - 1 (shares: B - A)."""
+    """One metric of one class. `low` to `high`: interval of the change B / A - 1 (shares: B - A)."""
 
     kind: str
     metric: str
@@ -50,7 +50,7 @@ class MetricChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """``differences``: settings of the scenarios that are not alike, as dotted names."""
+    """A comparison of two reports. `differences`: settings in which the scenarios differ, as dotted names."""
 
     changes: tuple[MetricChange, ...]
     differences: tuple[str, ...]
@@ -63,7 +63,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _ClassParts:
-    """A class in S parts: ``counts`` (S, K) of requests by bucket ``middle_ns`` (K,); others (S,)."""
+    """A class in S parts: `counts` (S, K) of requests by bucket `middle_ns` (K,); others (S,)."""
 
     middle_ns: Floats
     counts: Floats
@@ -74,7 +74,7 @@ class _ClassParts:
 
 
 def read(path: Path) -> Mapping[str, Any]:
-    """A report written by ``--json``. Raises `ReportError`."""
+    """Read a report written by `--json`. Raises `ReportError`."""
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -92,7 +92,7 @@ def compare(
     least_change: float = MIN_CHANGE,
     seed: int = 0,
 ) -> Comparison:
-    """Compares two reports; see the module docstring. Raises `ReportError` if one is damaged, or its run invalid."""
+    """Compare two reports; see the module docstring. Raises `ReportError` if one is damaged, or its run invalid."""
     try:
         return _compare(before, after, alpha=alpha, least_change=least_change, rng=np.random.default_rng(seed))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -117,7 +117,7 @@ def _compare(
 
 
 def _pairs(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[_ClassParts, _ClassParts]]:
-    """The classes that both have, with enough requests; the total alone if there is one class only."""
+    """Return the classes that both have, with enough requests; the total alone if there is only one class."""
     shared = [name for name in before["classes"] if name in after["classes"]]
     found = {"total": tuple(_parts(report["histograms"]["total"], report) for report in (before, after))}
     for name in shared if len(before["classes"]) > 1 or len(after["classes"]) > 1 else ():
@@ -185,7 +185,7 @@ def _share(  # noqa: PLR0917 - a row of a table
     min_change: float,
     sign: float,
 ) -> MetricChange:
-    """Shares of the judged requests are compared by difference, at least ``least``: from zero there is no ratio."""
+    """Compare shares of the judged requests by difference, at least `least`: a ratio to zero is undefined."""
     x, y = (float(count.sum() / each.judged.sum()) for count, each in zip(counts, parts, strict=True))
     drawn_a, drawn_b = (
         weight @ count / np.maximum(weight @ each.judged, 1.0)
@@ -203,13 +203,13 @@ def _verdict(change: float, low: float, high: float, min_change: float, sign: fl
 
 
 def _resampled(parts: _ClassParts, rng: np.random.Generator) -> Floats:
-    """How often each part is drawn, (RESAMPLES, S)."""
+    """Return how often each part is drawn, (RESAMPLES, S)."""
     n = parts.judged.size
     return rng.multinomial(n, np.full(n, 1.0 / n), size=RESAMPLES).astype(np.float64)
 
 
 def _percentile_ms(parts: _ClassParts, weights: Floats, percent: float) -> Floats:
-    """Nearest-rank percentile of each row of ``weights`` (R, S), in milliseconds, (R,)."""
+    """Return the nearest-rank percentile of each row of `weights` (R, S), in milliseconds, (R,)."""
     upto = np.cumsum(weights @ parts.counts, axis=1)
     rank = np.maximum(np.ceil(percent / 100.0 * upto[:, -1:]), 1.0)
     return np.asarray(parts.middle_ns[np.minimum((upto < rank).sum(axis=1), parts.middle_ns.size - 1)] / 1e6)
@@ -224,7 +224,7 @@ def _interval(values: Floats, level: float) -> tuple[float, float]:
 
 
 def _differences(a: Any, b: Any, prefix: str = "") -> list[str]:
-    """Dotted names of the leaves that differ; where a report was written to, and its name, do not matter."""
+    """Return the dotted names of the leaves that differ, ignoring the report's own path and name."""
     if isinstance(a, dict) and isinstance(b, dict):
         names = dict.fromkeys([*a, *b])
         return [found for name in names for found in _differences(a.get(name), b.get(name), f"{prefix}{name}.")]

@@ -1,7 +1,7 @@
-"""Laws that requests are drawn from: weighted choice, Zipf's law over n items, MLPerf's candidate counts.
+"""Distributions that requests are drawn from: weighted choice, Zipf's law over n items, MLPerf's candidate counts.
 
-Every draw is a function of uniforms in [0, 1) or of a numpy Generator that the caller owns. Legend: n items, rank
-k = 1..n, exponent s: item k has weight k^-s; ``cumulative`` is float64 (n,), ascending, its last entry 1.
+Every draw is a function of uniforms in [0, 1) or of a numpy Generator that the caller owns. Legend: n items, rank k
+= 1..n, exponent s: item k has weight k^-s; `cumulative` is float64 (n,), ascending, its last entry 1.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ tools/dist_quantile.txt at commit b66003e: twenty quantiles, each drawn alike.""
 
 
 def cumulative(weights: Sequence[float]) -> Floats:
-    """The cumulative shares of ``weights``. Raises ValueError if one is negative or none is positive."""
+    """Return the cumulative shares of `weights`. Raises ValueError if one is negative or none is positive."""
     shares = np.asarray(weights, dtype=np.float64)
     if shares.size == 0 or (shares < 0).any() or not shares.sum() > 0:
         raise ValueError("weights must not be negative, and one must be positive")
@@ -31,20 +31,20 @@ def cumulative(weights: Sequence[float]) -> Floats:
 
 
 def zipf_weights(count: int, exponent: float) -> Floats:
-    """Weights of ranks 1..count: float64 (count,). Exponent 0: all alike."""
+    """Return the weights of ranks 1..count: float64 (count,). With exponent 0 all are equal."""
     return np.arange(1, count + 1, dtype=np.float64) ** -exponent
 
 
 def pick(sums: Floats, uniforms: Floats) -> Ints:
-    """Index of the item that each uniform falls on (inverse of the cumulative). An item of weight 0 is never picked."""
+    """Return the item index for each uniform (inverse of the cumulative). An item of weight 0 is never picked."""
     return np.searchsorted(sums, uniforms, side="right").astype(np.int64)
 
 
 def pick_distinct(sums: Sequence[float], uniforms: Sequence[float]) -> tuple[int, ...]:
-    """One index per uniform, all different: each is drawn by weight from those that are left.
+    """Return one index per uniform, all different: each is drawn by weight from those that are left.
 
-    ``sums`` is a cumulative as a list (bisect on a list is faster than numpy for one number). As many items as
-    ``uniforms`` must have a positive weight.
+    `sums` is a cumulative as a list (bisect on a list is faster than numpy for one number). As many items as
+    `uniforms` must have a positive weight.
     """
     chosen: list[int] = []
     for uniform in uniforms:
@@ -66,7 +66,7 @@ def _weight(sums: Sequence[float], index: int) -> float:
 
 
 def _free_index(sums: Sequence[float], target: float, taken: Sequence[int]) -> int:
-    """The item at ``target``, or the nearest that is free: rounding can hit a neighbour that is taken, or the end."""
+    """Return the item at `target`, or the nearest free one: rounding can hit a neighbour that is taken, or the end."""
     index = min(bisect_right(sums, target), len(sums) - 1)
     if index not in taken and _weight(sums, index) > 0:
         return index
@@ -78,12 +78,12 @@ class ZipfRanks:
     """Zipf's law over exactly n ranks without a table of n entries, so n may be 10^8 and more.
 
     Rejection-inversion: W. Hoermann, G. Derflinger, "Rejection-inversion to generate variates from monotone discrete
-    distributions", ACM TOMACS 6(3), 1996; some 1.1 uniforms a variate. Symbols as there: x under the hat k^-s over
-    [k - 1/2, k + 1/2], its area from 1 to x.
+    distributions", ACM TOMACS 6(3), 1996; about 1.1 uniforms per variate. Symbols as there: x under the hat k^-s
+    over [k - 1/2, k + 1/2], its area from 1 to x.
     """
 
     def __init__(self, rows: npt.NDArray[np.int64], exponent: float) -> None:
-        """``rows`` int64 (I,): n of each column that `draw` fills, at least 1; ``exponent`` at least 0."""
+        """Set up the columns. `rows` int64 (I,): n of each column of `draw`, at least 1; `exponent` at least 0."""
         self._rows = rows
         self._exponent = exponent
         self._start = float(_area(np.float64(1.5), exponent)) - 1.0
@@ -93,7 +93,7 @@ class ZipfRanks:
         self._squeeze = 2.0 - float(_inverse_area(edge, exponent))
 
     def draw(self, rng: np.random.Generator, count: int) -> Ints:
-        """Ranks from 0, the most popular: int64 (count, I)."""
+        """Return ranks from 0, the most popular: int64 (count, I)."""
         shape = (count, self._rows.size)
         if self._exponent == 0:
             return rng.integers(0, self._rows, shape)
@@ -109,7 +109,7 @@ class ZipfRanks:
         return ranks.reshape(shape)
 
     def _try(self, rng: np.random.Generator, rows: Ints, stops: Floats) -> tuple[Floats, npt.NDArray[np.bool_]]:
-        """One proposal for each entry, and whether it is accepted."""
+        """Return one proposal for each entry, and whether it is accepted."""
         area = stops + rng.random(stops.size) * (self._start - stops)
         x = _inverse_area(area, self._exponent)
         rank = np.clip(np.floor(x + 0.5), 1, rows)
@@ -124,7 +124,7 @@ _NEARLY_ONE = 1e-3  # closer to exponent 1 the closed forms lose digits to cance
 
 
 def _area(x: Floats | np.float64, exponent: float) -> Floats:
-    """Integral of t^-s from 1 to x: (x^(1-s) - 1) / (1 - s), or log x for s = 1; accurate near s = 1."""
+    """Return the integral of t^-s from 1 to x: (x^(1-s) - 1) / (1 - s), or log x for s = 1; accurate near s = 1."""
     bend = 1.0 - exponent
     if abs(bend) > _NEARLY_ONE:  # numpy has exp and log in vector instructions, expm1 and log1p not
         return np.asarray((np.exp(bend * np.log(x)) - 1.0) / bend)
@@ -132,7 +132,7 @@ def _area(x: Floats | np.float64, exponent: float) -> Floats:
 
 
 def _inverse_area(area: Floats, exponent: float) -> Floats:
-    """The x whose `_area` is ``area``."""
+    """Return the x whose `_area` is `area`."""
     bend = 1.0 - exponent
     inner = np.maximum(bend * area, -1.0 + 1e-15)
     if abs(bend) > _NEARLY_ONE:
@@ -141,6 +141,6 @@ def _inverse_area(area: Floats, exponent: float) -> Floats:
 
 
 def _ratio(above: Floats, below: Floats) -> Floats:
-    """above / below for two quantities that both go to 0 with ratio 1."""
+    """Return above / below for two quantities that both go to 0 with ratio 1."""
     small = np.abs(below) < 1e-12
     return np.where(small, 1.0, above / np.where(small, 1.0, below))

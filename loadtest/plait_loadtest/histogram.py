@@ -2,8 +2,8 @@
 
 Unit: nanoseconds, 1 to 24 h. (In whole microseconds a loopback reply of 200 us would already be rounded by 0.5 %.)
 
-Symbols: k = index of a bucket, as HdrHistogram numbers them; bucket k >= 2048 holds values whose top 11 bits agree, so
-it is at most 1/1024 of its value wide and its middle is at most 0.05 % away from any value in it.
+Symbols: k = index of a bucket, as HdrHistogram numbers them; bucket k >= 2048 holds values whose top 11 bits agree,
+so it is at most 1/1024 of its value wide and its middle is at most 0.05 % away from any value in it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Histogram:
-    """``bucket`` int64 (K,), ascending, without repeats; ``count`` int64 (K,), positive."""
+    """A histogram: `bucket` int64 (K,), ascending, without repeats; `count` int64 (K,), positive."""
 
     bucket: Ints
     count: Ints
 
     @property
     def n(self) -> int:
-        """How many values were counted."""
+        """The number of values counted."""
         return int(self.count.sum())
 
     @property
@@ -44,7 +44,7 @@ class Histogram:
         return middles_ns(self.bucket)
 
     def percentiles_ns(self, percents: Iterable[float]) -> list[float]:
-        """Percentiles with numpy's linear interpolation between ranks, within 0.05 %; nan if nothing was counted."""
+        """Return percentiles with numpy's linear interpolation between ranks, within 0.05 %; nan without values."""
         n = self.n
         wanted = np.asarray(list(percents), dtype=np.float64)
         if n == 0:
@@ -61,13 +61,13 @@ EMPTY = Histogram(bucket=np.zeros(0, np.int64), count=np.zeros(0, np.int64))
 
 
 def of_ns(values_ns: npt.NDArray[np.integer[Any]]) -> Histogram:
-    """Counts int values (N,); negative ones count as 0, values above 24 h as 24 h."""
+    """Count int values (N,); negative ones count as 0, values above 24 h as 24 h."""
     bucket, count = np.unique(bucket_of(np.asarray(values_ns, dtype=np.int64)), return_counts=True)
     return Histogram(bucket=bucket, count=count.astype(np.int64))
 
 
 def merged(parts: Iterable[Histogram]) -> Histogram:
-    """The histogram of all their values together: exact, whatever the partition was."""
+    """Return the histogram of all their values together: exact, whatever the partition was."""
     parts = list(parts)
     if not parts:
         return EMPTY
@@ -78,7 +78,7 @@ def merged(parts: Iterable[Histogram]) -> Histogram:
 
 
 def bucket_of(values_ns: Ints) -> Ints:
-    """Bucket of each value, int64, same shape."""
+    """Return the bucket of each value, int64, same shape."""
     value = np.clip(values_ns, 0, HIGHEST_NS)
     # frexp gives the bit length exactly: every value is far below 2**53.
     shift = np.maximum(np.frexp(value.astype(np.float64))[1] - _BITS, 0).astype(np.int64)
@@ -86,14 +86,14 @@ def bucket_of(values_ns: Ints) -> Ints:
 
 
 def middles_ns(bucket: Ints) -> Floats:
-    """Middle of each bucket, float64, same shape. Single-value buckets are exact."""
+    """Return the middle of each bucket, float64, same shape. Single-value buckets are exact."""
     shift = np.maximum(bucket // _HALF - 1, 0)
     lowest = (bucket - shift * _HALF) << shift
     return np.asarray(lowest + ((np.int64(1) << shift) - 1) / 2.0)
 
 
 def encoded(histogram: Histogram) -> str:
-    """The HdrHistogram V2 text (base64, compressed) that HdrHistogram tools of any language read."""
+    """Return the HdrHistogram V2 text (base64, compressed), readable by HdrHistogram tools of any language."""
     from hdrh.histogram import HdrHistogram  # type: ignore[import-untyped]
 
     hdr = HdrHistogram(1, HIGHEST_NS, DIGITS)
@@ -104,7 +104,7 @@ def encoded(histogram: Histogram) -> str:
 
 
 def decoded(text: str) -> Histogram:
-    """The inverse of `encoded`. Raises `ReportError` if ``text`` is no such histogram."""
+    """Decode the output of `encoded`. Raises `ReportError` if `text` is no such histogram."""
     from hdrh.histogram import HdrHistogram
 
     try:

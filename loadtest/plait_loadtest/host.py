@@ -1,4 +1,4 @@
-"""What a run was made on, for its report. Nothing here names a host or a user."""
+"""The host that a run was made on, for its report. Nothing here names a host or a user."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def facts() -> dict[str, Any]:
-    """Processor, cores that this process may use, load of the last minute, versions."""
+    """Return the processor, the cores that this process may use, the load of the last minute, and versions."""
     return {
         "cpu": _cpu_model(Path("/proc/cpuinfo")),
         "cores": _cores(),
@@ -23,7 +23,7 @@ def facts() -> dict[str, Any]:
 
 
 def tool_version() -> str:
-    """Of the distribution that this package came in."""
+    """Return the version of the distribution that contains this package."""
     try:
         return version("plait")
     except PackageNotFoundError:
@@ -31,7 +31,7 @@ def tool_version() -> str:
 
 
 def commit() -> str | None:
-    """Commit of the checkout that this package runs from, with ``+changes`` if files differ; None: no checkout."""
+    """Return the commit of this package's checkout, with `+changes` if files differ; None without a checkout."""
     here = Path(__file__).parent
     # An installed package may lie inside somebody else's checkout: only a tracked file speaks for itself.
     if not git_says(here, "ls-files", Path(__file__).name):
@@ -41,12 +41,12 @@ def commit() -> str | None:
 
 
 def utc(unix_s: float) -> str:
-    """ISO date and time in UTC, to the second."""
+    """Return the ISO date and time in UTC, to the second."""
     return datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="seconds")
 
 
 def git_says(folder: Path, *arguments: str) -> str:
-    """What git prints about a folder, stripped; empty if it fails or is not there."""
+    """Return git's output about a folder, stripped; empty if git fails or is not installed."""
     try:
         done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=False, timeout=30)
     except (OSError, subprocess.TimeoutExpired):

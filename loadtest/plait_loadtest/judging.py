@@ -1,11 +1,12 @@
-"""Every record judged: whether it is measured, how long it took from its scheduled time, whether that was good.
+"""The judgement of every record: whether it is measured, its latency from the scheduled time, whether it was good.
 
-What counts. The *measured* requests are those scheduled after the warm-up and, if the run was interrupted, before that.
+What counts. The *measured* requests are those scheduled after the warm-up and, if the run was interrupted, before
+that.
 * Latency runs from the scheduled time to the last byte, for every measured request that got an answer, good or bad
-  (`ANSWERED`), and for timeouts to the moment they were given up. Connections refused or reset have no latency.
+  (`ANSWERED`), and for timeouts to the moment they were abandoned. Connections refused or reset have no latency.
 * A request is *good* if it succeeded within its class's SLO. Without an SLO every success is good.
-* *Judged* are all but those whose end nobody knows: cancelled on purpose, or still under way at the end. The latter are
-  judged, and missed, if they had already waited longer than their SLO.
+* *Judged* are all except those whose end is unknown: cancelled on purpose, or still in flight at the end. The latter
+  are judged, and missed, if they had already waited longer than their SLO.
 
 Symbols: N = records of the run.
 """
@@ -38,19 +39,20 @@ class MeasuredWindow:
 
     @property
     def seconds(self) -> float:
-        """Its length."""
+        """The length of the window in seconds."""
         return max(self.end_ns - self.start_ns, 1) / 1e9
 
     def holds(self, instants_ns: Ints) -> Mask:
-        """Which instants fall into it, bool (N,)."""
+        """Return which instants fall into it, bool (N,)."""
         return np.asarray((instants_ns >= self.start_ns) & (instants_ns < self.end_ns))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Judged:
-    """See the module docstring. All arrays are (N,), in order of the records' ``index``; masks hold measured ones only.
+    """The judged records; see the module docstring. All arrays are (N,), in order of the records' `index`; masks hold
+    measured ones only.
 
-    ``waited_ns`` means something where ``answered``. ``failed``: judged, and no success.
+    `waited_ns` is meaningful where `answered`. `failed`: judged, and no success.
     """
 
     records: Records
@@ -65,7 +67,7 @@ class Judged:
 
 
 def judge_records(result: RunResult, scenario: Scenario) -> Judged:
-    """Judges every record of a run."""
+    """Judge every record of a run."""
     records = np.sort(result.records, order="index")
     window = window_of(records, scenario, result)
     outcome, ended = records["outcome"], records["done_ns"] >= 0
@@ -92,9 +94,9 @@ def judge_records(result: RunResult, scenario: Scenario) -> Judged:
 
 
 def window_of(records: Records, scenario: Scenario, result: RunResult) -> MeasuredWindow:
-    """The measured time: after the warm-up, for the scenario's duration or until its last scheduled request.
+    """Return the measured time: after the warm-up, for the scenario's duration or until its last scheduled request.
 
-    A run of ``count`` requests ends a mean gap after its last one, so that N requests at R per second take N / R.
+    A run of `count` requests ends a mean gap after its last one, so that N requests at R per second take N / R.
     An interrupted run ends when it was interrupted.
     """
     start_ns = int(scenario.warm_up_s * 1e9)
@@ -109,12 +111,12 @@ def window_of(records: Records, scenario: Scenario, result: RunResult) -> Measur
 
 
 def slo_of(scenario: Scenario, name: str) -> Slo | None:
-    """The SLO of a class: its own, or the scenario's."""
+    """Return the SLO of a class: its own, or the scenario's."""
     return scenario.slos.get(name, scenario.slo)
 
 
 def percentile_of(slo: Slo, api: str) -> float:
-    """Which share (percent) of a class must be good: images default to 95 (99 % confidence in a p99 needs 459)."""
+    """Return the percentage of a class that must be good; images default to 95 (99 % confidence in a p99 needs 459)."""
     if slo.percentile is not None:
         return slo.percentile
     return 95.0 if api == "images" else 99.0

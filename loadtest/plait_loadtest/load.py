@@ -1,4 +1,4 @@
-"""From a name, a file or a mapping, and the settings given beside it, to a frozen `Scenario`."""
+"""From a name, a file or a mapping, plus overriding settings, to a frozen `Scenario`."""
 
 from __future__ import annotations
 
@@ -33,18 +33,19 @@ _Node = dict[str, Any]
 
 
 def builtin_names() -> tuple[str, ...]:
-    """The scenarios that come with the package."""
+    """Return the names of the scenarios that ship with the package."""
     files = resources.files("plait_loadtest").joinpath("builtin").iterdir()
     return tuple(sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml")))
 
 
 def load_scenario(source: str | Path | Mapping[str, object], overrides: Mapping[str, object]) -> Scenario:
-    """The scenario of a built-in name, a YAML file or a mapping, with ``overrides`` set, checked and ready to plan.
+    """Return the scenario of a built-in name, a YAML file or a mapping, with `overrides` set, validated and ready to
+    plan.
 
-    ``overrides`` are dotted settings: ``duration_s``, ``arrivals.rate_per_s``, ``target.headers.authorization``; a
-    class of the mix goes by its position, its name or ``*`` for all: ``mix.*.steps``. A new ``arrivals.kind`` keeps the
-    settings that both kinds have, such as the rate. Paths in a file are relative to it, others to the current folder.
-    Raises `ScenarioError`, one sentence that names the field.
+    `overrides` are dotted settings: `duration_s`, `arrivals.rate_per_s`, `target.headers.authorization`; a class of
+    the mix is addressed by its position, its name or `*` for all: `mix.*.steps`. A new `arrivals.kind` keeps the
+    settings that both kinds have, such as the rate. Paths in a file are relative to it, others to the current
+    folder. Raises `ScenarioError`, one sentence that names the field.
     """
     said, folder, settings = _read(source)
     _make_paths_absolute(settings, folder)
@@ -64,7 +65,7 @@ def load_scenario(source: str | Path | Mapping[str, object], overrides: Mapping[
 
 
 def as_yaml(scenario: Scenario) -> str:
-    """Every setting, defaults included; `load_scenario` makes the same scenario of it."""
+    """Return every setting as YAML, defaults included; `load_scenario` makes the same scenario from it."""
     return yaml.safe_dump(_plain(scenario.model_dump()), sort_keys=False, allow_unicode=True, width=120)
 
 
@@ -72,7 +73,7 @@ def as_yaml(scenario: Scenario) -> str:
 
 
 def _read(source: str | Path | Mapping[str, object]) -> tuple[str, Path, _Node]:
-    """How messages begin, the folder that relative paths start from, and the settings."""
+    """Return the prefix of messages, the folder that relative paths start from, and the settings."""
     if isinstance(source, Mapping):
         settings = _plain(source)
         return "", Path.cwd(), dict(settings)
@@ -102,7 +103,7 @@ def _parse(text: str, source: str) -> _Node:
 
 
 def _plain(value: Any) -> Any:
-    """Mappings, lists, texts and numbers of its own, that may be changed and dumped."""
+    """Return a copy made of plain mappings, lists, strings and numbers, which may be changed and dumped."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -114,13 +115,13 @@ def _plain(value: Any) -> Any:
 
 
 def _fill_in(settings: _Node) -> None:
-    """Gives overrides something to hold on to where the scenario leaves the default."""
+    """Add the containers that overrides need where the scenario leaves the default."""
     settings.setdefault("arrivals", model.PoissonArrivals(rate_per_s=1.0).model_dump())
     settings.setdefault("mix", [{}])
 
 
 def _with_apis(settings: _Node) -> _Node:
-    """A class of the mix that does not say its API has the target's."""
+    """Set the target's API on each class of the mix that does not give its own."""
     target, mix = settings.get("target"), settings["mix"]
     api = target.get("api", "images") if isinstance(target, dict) else "images"
     if not isinstance(mix, list):
@@ -129,7 +130,7 @@ def _with_apis(settings: _Node) -> _Node:
 
 
 def _make_paths_absolute(settings: _Node, folder: Path) -> None:
-    """So that a scenario means the same files wherever its text is kept."""
+    """Make paths absolute, so that a scenario means the same files wherever its text is kept."""
     for holder, key in _path_settings(settings):
         value = holder[key]
         if isinstance(value, str):
@@ -182,7 +183,7 @@ def _override(settings: _Node, key: str, value: object) -> None:
 
 
 def _children(holder: object, part: str, path: str) -> list[object]:
-    """What ``part`` means in ``holder``: one entry of a mapping, or one or all of a list."""
+    """Return what `part` refers to in `holder`: one entry of a mapping, or one or all of a list."""
     if isinstance(holder, dict):
         if holder.get(part) is None:
             holder[part] = {}
@@ -200,7 +201,7 @@ def _children(holder: object, part: str, path: str) -> list[object]:
 
 
 def _sentence(error: ValidationError) -> str:
-    """The first problem, by the name of its field."""
+    """Return the first problem, with the name of its field."""
     first = error.errors(include_url=False, include_context=True)[0]
     field = ".".join(_field_parts(first["loc"]))
     given = repr(first["input"])
@@ -218,7 +219,7 @@ def _sentence(error: ValidationError) -> str:
 
 
 def _field_parts(location: tuple[int | str, ...]) -> list[str]:
-    """Without the names of pydantic's union members, which are no part of what a person writes."""
+    """Return the location without the names of pydantic's union members, which users do not write."""
     parts = [str(part) for part in location]
     if len(parts) > 1 and parts[0] == "arrivals" and parts[1] in _ARRIVALS:
         del parts[1]

@@ -1,9 +1,9 @@
-"""Records of a run -> what is reported. Pure: numpy in, frozen values out. `judging` says what counts.
+"""From a run's records to what is reported. Pure: numpy in, frozen values out. `judging` defines what counts.
 
-* ``errors`` counts outcomes by name. ``not_sent`` are errors; ``cancelled`` and ``interrupted`` are listed, but are no
-  errors and leave the denominators.
+* `errors` counts outcomes by name. `not_sent` are errors; `cancelled` and `interrupted` are listed, but are not
+  errors and are excluded from the denominators.
 * Goodput is good responses per second of the measured time; attainment is good / judged.
-* ``offered_per_s`` is what the schedule asked for; ``achieved_per_s`` counts successes that came in the measured time.
+* `offered_per_s` is what the schedule requested; `achieved_per_s` counts successes that arrived in the measured time.
 
 Symbols: N = records of the run. Times are nanoseconds inside, milliseconds in results.
 """
@@ -31,7 +31,7 @@ PERCENTS = (50.0, 90.0, 95.0, 99.0, 99.9)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Percentiles:
-    """Milliseconds of ``n`` values; nan where there are none. ``max`` and ``mean`` are exact, others within 0.05 %."""
+    """Milliseconds of `n` values; nan where there are none. `max` and `mean` are exact, others within 0.05 %."""
 
     n: int
     p50: float
@@ -55,10 +55,10 @@ class TimeSlice:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ClassSummary:
-    """One class of requests, or all of them (``name`` is `TOTAL`). The module docstring says what is counted.
+    """A class of requests, or all of them (`name` is `TOTAL`). The module docstring defines what is counted.
 
-    ``requests`` were scheduled, ``judged`` of them count for attainment and ``error_rate``. ``slo_met``: None if there
-    is no SLO or too few requests to tell. ``service_ms`` counts from sending and hides queueing: for comparison only.
+    `requests` were scheduled, `judged` of them count for attainment and `error_rate`. `slo_met`: None if there is no
+    SLO or too few requests to tell. `service_ms` counts from sending and hides queueing: for comparison only.
     """
 
     name: str
@@ -87,7 +87,7 @@ class ClassSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RunSummary:
-    """A whole run. ``start_s`` and ``seconds``: the measured time, from the start of the run."""
+    """A whole run. `start_s` and `seconds`: the measured time, from the start of the run."""
 
     total: ClassSummary
     classes: tuple[ClassSummary, ...]
@@ -104,12 +104,12 @@ class RunSummary:
 
     @property
     def valid(self) -> bool:
-        """False: the numbers say as much about the generator, or about chance, as about the server."""
+        """Whether the numbers can be trusted; False: they reflect the generator, or chance, as much as the server."""
         return not self.reasons
 
 
 def summarise(result: RunResult, scenario: Scenario, *, images: Ints | None = None) -> RunSummary:
-    """Everything that is reported about a run. ``images`` (N,): pictures that each record asked for, if known."""
+    """Return everything that is reported about a run. `images` (N,): how many each record asked for, if known."""
     run = judge_records(result, scenario)
     kinds = run.records["kind"]
     classes = tuple(
@@ -147,18 +147,18 @@ def summarise(result: RunResult, scenario: Scenario, *, images: Ints | None = No
 
 
 def lag_limit(scenario: Scenario) -> float:
-    """What the p99 of send lag and of the control request may be, in ms: max(5 ms, 5 % of the tightest SLO)."""
+    """Return the limit of the p99 of send lag and of the control request, in ms: max(5 ms, 5 % of the tightest SLO)."""
     slos = [slo_of(scenario, item.name) for item in scenario.mix]
     return max(5.0, 0.05 * min((slo.latency_ms for slo in slos if slo is not None), default=0.0))
 
 
 def min_requests(percentile: float) -> int:
-    """Below so many requests a percentile is only the largest of them: 1 / (1 - p), 100 for a p99."""
+    """Return the fewest requests for which a percentile is more than just their maximum: 1 / (1 - p), 100 for a p99."""
     return round(1.0 / (1.0 - percentile / 100.0))
 
 
 def of_durations(values_ns: Ints) -> Percentiles:
-    """Percentiles of int64 nanoseconds, any number of them."""
+    """Return percentiles of int64 nanoseconds, any number of them."""
     return _percentiles(histogram.of_ns(values_ns), values_ns)
 
 
@@ -171,7 +171,7 @@ def _percentiles(counted: Histogram, values_ns: Ints) -> Percentiles:
 
 
 def _class(name: str, run: Judged, own: Mask, slo: Slo | None, api: str) -> ClassSummary:
-    """``own`` (N,): the measured requests of the class."""
+    """Summarise a class; `own` (N,): its measured requests."""
     records, waited_ns = run.records, run.waited_ns
     answered, ok = own & run.answered, own & run.ok
     judged, good, failed = (int((own & which).sum()) for which in (run.judged, run.good, run.failed))
@@ -206,7 +206,7 @@ def _class(name: str, run: Judged, own: Mask, slo: Slo | None, api: str) -> Clas
 
 
 def _total(run: Judged, scenario: Scenario, classes: tuple[ClassSummary, ...]) -> ClassSummary:
-    """All requests together: met if every class that can be judged meets its own SLO."""
+    """Summarise all requests together: met if every class that can be judged meets its own SLO."""
     shared = {(each.slo, each.slo_percentile) for each in classes}
     slo = classes[0].slo if len(shared) == 1 else None
     total = _class(TOTAL, run, run.measured, slo, scenario.mix[0].api)
@@ -218,7 +218,7 @@ def _total(run: Judged, scenario: Scenario, classes: tuple[ClassSummary, ...]) -
 
 
 def _came(run: Judged, own: Mask) -> Mask:
-    """Successes of the same classes that came within the measured time, also those of requests from the warm-up."""
+    """Return the successes of the same classes that arrived within the measured time, warm-up requests included."""
     records = run.records
     kinds = np.unique(records["kind"][own])
     return np.asarray(
@@ -242,7 +242,7 @@ def _errors(outcome: npt.NDArray[np.uint8]) -> dict[str, int]:
 
 
 def _met(attainment: float | None, percentile: float | None, judged: int, good: int) -> bool | None:
-    """Whether the SLO was met. Too few requests can not show that it was, but can show that it was not."""
+    """Return whether the SLO was met. Too few requests cannot show that it was, but can show that it was not."""
     if attainment is None or percentile is None:
         return None
     share = percentile / 100.0
@@ -285,6 +285,6 @@ def _slices(run: Judged, own: Mask) -> tuple[TimeSlice, ...]:
 
 
 def slice_of(scheduled_ns: Ints, window: MeasuredWindow) -> Ints:
-    """Which of the `SLICES` equal parts of the measured time each instant lies in, int64 (N,)."""
+    """Return which of the `SLICES` equal parts of the measured time each instant lies in, int64 (N,)."""
     part = (scheduled_ns - window.start_ns) * SLICES // max(window.end_ns - window.start_ns, 1)
     return np.clip(part, 0, SLICES - 1)

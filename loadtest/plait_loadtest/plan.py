@@ -1,4 +1,4 @@
-"""From a scenario to the plan of its run: what is sent when, and what is given up on purpose."""
+"""From a scenario to the plan of its run: what is sent when, and what is cancelled on purpose."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from plait_loadtest.values import RequestPlan
 
 
 def make_plan(scenario: Scenario) -> RequestPlan:
-    """Draws the whole run. Raises `ScenarioError` if the scenario, or a file that it names, can not be used.
+    """Draw the whole run. Raises `ScenarioError` if the scenario, or a file that it names, cannot be used.
 
-    ``duration_s`` of the plan is that of the scenario: the length of the measured part, unless ``count`` ends it.
+    `duration_s` of the plan is that of the scenario: the length of the measured part, unless `count` ends it.
     """
     validate(scenario)
     mix = build_mix(scenario)

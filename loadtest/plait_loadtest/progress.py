@@ -12,7 +12,7 @@ from plait_loadtest.values import OnProgress, RunProgress
 
 @contextmanager
 def live_line(total_s: float | None) -> Iterator[OnProgress]:
-    """Gives the function that shows progress for as long as the block runs. ``total_s``: of the whole run, if known."""
+    """Yield the function that shows progress while the block runs. `total_s`: of the whole run, if known."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return
@@ -27,7 +27,7 @@ def live_line(total_s: float | None) -> Iterator[OnProgress]:
 
 
 def line(progress: RunProgress, total_s: float | None) -> str:
-    """One line: time, requests, errors, what is under way, recent latency."""
+    """Return one line: time, requests, errors, requests in flight, recent latency."""
     if progress.elapsed_s < 0:
         return "preparing requests"
     of_s = "" if total_s is None else f" of {total_s:.0f}"

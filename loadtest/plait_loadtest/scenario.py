@@ -1,7 +1,7 @@
 """A load description: what is sent where, how fast, for how long, and what is good enough.
 
-The edge of the package: YAML and flags become one frozen `Scenario`. Unknown keys are errors; nothing is changed
-later. Durations are seconds (``_s``) or milliseconds (``_ms``), rates requests per second (``_per_s``).
+The boundary of the package: YAML and flags become one frozen `Scenario`. Unknown keys are errors; nothing is changed
+later. Durations are seconds (`_s`) or milliseconds (`_ms`), rates requests per second (`_per_s`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _Weight: TypeAlias = Annotated[float, Field(ge=0)]
 
 
 def _alike(value: object) -> object:
-    """``20`` is short for ``{20: 1}`` and ``[20, 30]`` for ``{20: 1, 30: 1}``."""
+    """Expand the short forms: `20` means `{20: 1}` and `[20, 30]` means `{20: 1, 30: 1}`."""
     if isinstance(value, int | str) and not isinstance(value, bool):
         return {value: 1.0}
     if isinstance(value, list | tuple) and all(isinstance(item, int | str) for item in value):
@@ -42,7 +42,7 @@ class _ScenarioModel(BaseModel):
 
 
 class ResponseCheck(_ScenarioModel):
-    """What a response must be to count as a success, beyond a 2xx status."""
+    """The conditions for a response to count as a success, beyond a 2xx status."""
 
     contains: str | None = Field(default=None, description="text that the body must contain")
     json_path: str | None = Field(default=None, description="dotted path that the JSON body must have: data.0.b64_json")
@@ -50,7 +50,7 @@ class ResponseCheck(_ScenarioModel):
 
 
 class LoadTarget(_ScenarioModel):
-    """The server. ``api`` chooses the mix and the default path and check."""
+    """The server. `api` selects the mix and the default path and check."""
 
     url: str = Field(default="http://127.0.0.1:8000", description="scheme, host and port")
     api: Literal["images", "infer", "raw"] = "images"
@@ -64,7 +64,7 @@ class LoadTarget(_ScenarioModel):
 
 
 class GeneratorLimits(_ScenarioModel):
-    """What the generator allows itself; what does not fit is counted as not sent, never hidden."""
+    """The generator's own limits; whatever exceeds them is counted as not sent, never hidden."""
 
     connections: int = Field(default=1024, ge=1, description="open connections of all processes together")
     in_flight: int = Field(default=1024, ge=1, description="requests under way of all processes together")
@@ -78,21 +78,21 @@ class GeneratorLimits(_ScenarioModel):
 
 
 class ConstantArrivals(_ScenarioModel):
-    """Equal gaps."""
+    """Constant gaps."""
 
     kind: Literal["constant"] = "constant"
     rate_per_s: float = Field(gt=0)
 
 
 class PoissonArrivals(_ScenarioModel):
-    """Independent exponential gaps."""
+    """Poisson arrivals: independent exponential gaps."""
 
     kind: Literal["poisson"] = "poisson"
     rate_per_s: float = Field(gt=0)
 
 
 class GammaArrivals(_ScenarioModel):
-    """Gamma gaps of shape ``burstiness``: 1 is Poisson, below 1 comes in bursts, above 1 is more even."""
+    """Gamma gaps of shape `burstiness`: 1 is Poisson, below 1 is burstier, above 1 is more even."""
 
     kind: Literal["gamma"] = "gamma"
     rate_per_s: float = Field(gt=0)
@@ -100,7 +100,7 @@ class GammaArrivals(_ScenarioModel):
 
 
 class RampArrivals(_ScenarioModel):
-    """A Poisson process whose rate grows (or falls) linearly over the run."""
+    """A Poisson process whose rate rises (or falls) linearly over the run."""
 
     kind: Literal["ramp"] = "ramp"
     rate_per_s: float = Field(ge=0, description="at the start")
@@ -108,7 +108,7 @@ class RampArrivals(_ScenarioModel):
 
 
 class StepArrivals(_ScenarioModel):
-    """A Poisson process in stages: ``[[seconds, rate], ...]``; the last stage lasts to the end."""
+    """A Poisson process in stages: `[[seconds, rate], ...]`; the last stage lasts to the end."""
 
     kind: Literal["step"] = "step"
     stages: tuple[tuple[float, float], ...] = Field(min_length=1)
@@ -125,7 +125,7 @@ class TraceArrivals(_ScenarioModel):
 
 
 class ClosedLoopCallers(_ScenarioModel):
-    """Callers that wait for their reply before they ask again. It hides overload: for comparison only."""
+    """Callers that wait for their reply before they send again. This hides overload: for comparison only."""
 
     kind: Literal["closed"] = "closed"
     concurrency: int = Field(ge=1)
@@ -147,7 +147,7 @@ Arrivals: TypeAlias = Annotated[
 
 
 class Loras(_ScenarioModel):
-    """How many LoRAs a request carries and which: by Zipf's law over ``names``, or by ``popularity``."""
+    """How many LoRAs a request carries and which: by Zipf's law over `names`, or by `popularity`."""
 
     count: Counts = Field(default_factory=lambda: {0: 1.0})
     names: tuple[Name, ...] = ()
@@ -188,7 +188,7 @@ class ImageClass(_ScenarioModel):
 
 
 class InferInput(_ScenarioModel):
-    """One input of a recommendation model: ``numbers`` of them in a row, or ids below ``ids``, one in a row or a bag.
+    """One input of a ranking model: `numbers` of them in a row, or ids below `ids`, one in a row or a bag.
 
     A user input has one row, an item input C. Tensors: numbers FP32 (rows, numbers); ids INT64 (rows,), or for bags
     INT64 (rows * bag,) with NAME_offsets INT64 (rows + 1,).
@@ -202,10 +202,10 @@ class InferInput(_ScenarioModel):
 
 
 class InferClass(_ScenarioModel):
-    """One class of recommendation requests (Open Inference Protocol v2).
+    """One class of ranking requests (Open Inference Protocol v2).
 
-    A request scores C candidates: the tensors of ``inputs``; or without them dense float32 (C, dense), and for each
-    table ids int64 (C, ids_per_table[t]) drawn by Zipf's law from ``rows[t]`` rows, in one tensor (C, sum of ids).
+    A request scores C candidates: the tensors of `inputs`; or without them dense float32 (C, dense), and for each
+    table ids int64 (C, ids_per_table[t]) drawn by Zipf's law from `rows[t]` rows, in one tensor (C, sum of ids).
     """
 
     api: Literal["infer"] = "infer"
@@ -224,7 +224,7 @@ class InferClass(_ScenarioModel):
 
 
 class RawClass(_ScenarioModel):
-    """One class of any requests. ``{index}`` in path and body becomes the request's number."""
+    """One class of arbitrary requests. `{index}` in path and body becomes the request's number."""
 
     api: Literal["raw"] = "raw"
     name: Name = "raw"
@@ -244,7 +244,7 @@ MixClass: TypeAlias = Annotated[ImageClass | InferClass | RawClass, Field(discri
 
 
 class Slo(_ScenarioModel):
-    """A response is good if it succeeded within ``latency_ms`` of its scheduled time."""
+    """A response is good if it succeeded within `latency_ms` of its scheduled time."""
 
     latency_ms: float = Field(gt=0)
     percentile: float | None = Field(
@@ -253,7 +253,7 @@ class Slo(_ScenarioModel):
 
 
 class Scenario(_ScenarioModel):
-    """Everything about a run. The same scenario and seed schedule the same requests at the same times."""
+    """The complete description of a run. The same scenario and seed schedule the same requests at the same times."""
 
     name: str = "custom"
     target: LoadTarget = LoadTarget()

@@ -1,4 +1,4 @@
-"""One run from a scenario to its numbers: plan, run, measure, judge. The only place that joins these."""
+"""One run from a scenario to its numbers: plan, run, measure, judge. The only module that combines these."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAX_COUNTED = 200_000  # requests whose pictures are counted by asking the mix;
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FinishedRun:
-    """A run that is over."""
+    """A finished run."""
 
     scenario: Scenario
     result: RunResult
@@ -32,9 +32,10 @@ class FinishedRun:
 def run_scenario(
     scenario: Scenario, *, on_progress: OnProgress | None = None, stop_when: StopWhen | None = None
 ) -> FinishedRun:
-    """Runs a scenario. Raises `ScenarioError` before anything is sent if it can not be run.
+    """Run a scenario. Raises `ScenarioError` before anything is sent if it cannot be run.
 
-    ``stop_when`` is asked a few times a second how it goes; a text ends the run early, as a reason that it is invalid.
+    `stop_when` is called with the progress a few times a second; if it returns a text, the run ends early and is
+    invalid for that reason.
     """
     from plait_loadtest.run.coordinator import run
 
@@ -46,7 +47,7 @@ def run_scenario(
 
 
 def images_of(mix: Mix, result: RunResult, scenario: Scenario) -> Ints | None:
-    """Pictures that each record (in order of index) asked for, int64 (N,); None if that is not known."""
+    """Return how many images each record (in order of index) asked for, int64 (N,); None if that is unknown."""
     facts = getattr(mix, "facts", None)
     if scenario.target.api != "images" or facts is None or result.records.size > _MAX_COUNTED:
         return None
@@ -55,10 +56,10 @@ def images_of(mix: Mix, result: RunResult, scenario: Scenario) -> Ints | None:
 
 
 def at_rate(scenario: Scenario, rate_per_s: float, duration_s: float) -> Scenario:
-    """The same scenario at another rate, for a trial of the capacity search.
+    """Return the same scenario at another rate, for a trial of the capacity search.
 
-    Raises `ScenarioError` if its arrivals have no single rate. What is still under way three SLOs after the last
-    arrival has missed by any measure, so nobody waits longer for it.
+    Raises `ScenarioError` if its arrivals have no single rate. Requests still in flight three SLOs after the last
+    arrival have missed by any measure, so the run does not wait longer for them.
     """
     arrivals = scenario.arrivals
     if not isinstance(arrivals, ConstantArrivals | PoissonArrivals | GammaArrivals):
@@ -77,7 +78,7 @@ def at_rate(scenario: Scenario, rate_per_s: float, duration_s: float) -> Scenari
 
 
 def search_of(scenario: Scenario, *, beyond: float | None = None) -> CapacitySearch:
-    """The search that a scenario asks for: its rate is the first, its duration the least of a trial.
+    """Return the search that a scenario asks for: its rate is the first, its duration the minimum of a trial.
 
     Raises `ScenarioError` without an SLO.
     """
@@ -97,7 +98,7 @@ def search_of(scenario: Scenario, *, beyond: float | None = None) -> CapacitySea
 def measure_at(
     scenario: Scenario, *, on_progress: OnProgress | None = None, keep: Callable[[FinishedRun], None] = lambda _: None
 ) -> Callable[[float, float], Observed]:
-    """The `capacity.Measure` that really runs the load; each run's seed differs, and ``keep`` is told of each run."""
+    """Return the `capacity.Measure` that actually runs the load; seeds differ by run, and `keep` receives each run."""
     runs = 0
 
     def measure(rate_per_s: float, duration_s: float) -> Observed:

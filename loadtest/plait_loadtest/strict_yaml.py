@@ -1,4 +1,4 @@
-"""YAML that a person wrote: nothing is dropped in silence, and every fault has its line."""
+"""YAML written by people: nothing is dropped silently, and every error names its line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["NotYaml", "parse"]
 
 
 class NotYaml(ValueError):
-    """One sentence: the source, the line if it is known, and what is wrong there; ``where`` without the source."""
+    """Invalid YAML, in one sentence: the source, the line if known, and the problem; `where` lacks the source."""
 
     def __init__(self, source: str, problem: str, line: int | None = None) -> None:
         super().__init__(f"{source}{'' if line is None else f', line {line}'}: {problem}")
@@ -18,7 +18,7 @@ class NotYaml(ValueError):
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that is given twice, of which YAML would keep the last in silence."""
+    """Rejects duplicate keys, of which YAML would silently keep the last."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -32,7 +32,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def parse(text: str, source: str) -> tuple[yaml.Node | None, Any]:
-    """The nodes (for the lines of what they say) and the value of a YAML or JSON text. Raises `NotYaml`."""
+    """Return the nodes (for their line numbers) and the value of a YAML or JSON text. Raises `NotYaml`."""
     try:
         return yaml.compose(text, _Loader), _Loader(text).get_single_data()
     except yaml.MarkedYAMLError as error:

@@ -1,8 +1,8 @@
-"""Thresholds: ``p99_ms < 250``, ``error_rate <= 0.01``, ``images.p95_ms < 500``. A missed one makes exit code 99.
+"""Thresholds: `p99_ms < 250`, `error_rate <= 0.01`, `images.p95_ms < 500`. A missed one results in exit code 99.
 
-An invalid run passes no threshold: its numbers prove nothing, and a gate that opens on them would hide that. Nor does
-a threshold pass on a number that does not exist (no answers: no p99), or on a percentile of so few answers that it is
-only the largest of them (fewer than 100 for a p99).
+An invalid run passes no threshold: its numbers prove nothing, and a gate that accepts them would hide that. Nor does
+a threshold pass on a number that does not exist (no answers: no p99), or on a percentile of so few answers that it
+is only their maximum (fewer than 100 for a p99).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _PATTERN = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Threshold:
-    """``text`` as it was written. ``kind``: name of a request class, None: the whole run."""
+    """A parsed threshold. `text`: as written. `kind`: name of a request class, None: the whole run."""
 
     text: str
     metric: str
@@ -65,7 +65,7 @@ class Threshold:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """``value``: what was measured, None: nothing was. ``why``: why a threshold that looks met is not, else empty."""
+    """`value`: what was measured, None: nothing was. `why`: why a threshold that looks met is not, else empty."""
 
     threshold: Threshold
     value: float | None
@@ -74,7 +74,7 @@ class Verdict:
 
 
 def parse(text: str, *, kinds: Sequence[str]) -> Threshold:
-    """One threshold. ``kinds``: the request classes. Raises `ScenarioError` that lists what can be named."""
+    """Parse one threshold. `kinds`: the request classes. Raises `ScenarioError` that lists the valid names."""
     found = _PATTERN.fullmatch(text)
     bound = None if found is None else _number(found["bound"])
     if found is None or bound is None:
@@ -91,12 +91,12 @@ def parse(text: str, *, kinds: Sequence[str]) -> Threshold:
 
 
 def parse_all(texts: Iterable[str], *, kinds: Sequence[str]) -> tuple[Threshold, ...]:
-    """Several; see `parse`."""
+    """Parse several thresholds; see `parse`."""
     return tuple(parse(text, kinds=kinds) for text in texts)
 
 
 def check(thresholds: Iterable[Threshold], summary: RunSummary) -> tuple[Verdict, ...]:
-    """Judges a run; see the module docstring for invalid runs."""
+    """Check the thresholds against a run; see the module docstring for invalid runs."""
     return tuple(_check(threshold, summary) for threshold in thresholds)
 
 
@@ -110,7 +110,7 @@ def _check(threshold: Threshold, summary: RunSummary) -> Verdict:
 
 
 def _doubt(threshold: Threshold, summary: RunSummary) -> str:
-    """Why a number that is on the right side proves nothing; empty: it does."""
+    """Return why a number on the right side of its threshold proves nothing; empty if it does."""
     if not summary.valid:
         return "the run is invalid"
     percentile = _PERCENTILE.search(threshold.metric)

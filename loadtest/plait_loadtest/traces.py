@@ -18,10 +18,10 @@ from plait_loadtest.errors import ScenarioError
 
 
 def read_times(path: Path, column: str) -> npt.NDArray[np.float64]:
-    """Seconds since the earliest entry of ``column``, ascending, float64 (N,), N > 0.
+    """Return seconds since the earliest entry of `column`, ascending, float64 (N,), N > 0.
 
-    The file is CSV with a header line, or that compressed (.gz). Entries are all numbers of seconds, or all dates in
-    ISO 8601 (no zone: UTC). Raises `ScenarioError` naming file and line.
+    The file is CSV with a header line, optionally compressed (.gz). Entries are all numbers of seconds, or all dates
+    in ISO 8601 (no zone: UTC). Raises `ScenarioError` naming file and line.
     """
     try:
         with _open(path) as file:
@@ -64,7 +64,7 @@ def _values(path: Path, column: str, file: TextIO) -> Iterator[float]:
 
 
 def _reader(text: str) -> Callable[[str], float]:
-    """How the first entry reads; the others must read alike."""
+    """Return the parser that fits the first entry; the others must have the same form."""
     try:
         _number(text)
     except ValueError:

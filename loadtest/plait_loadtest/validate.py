@@ -1,4 +1,4 @@
-"""What a scenario must be beyond the types of its fields: everything that can be known before the first request."""
+"""What a scenario must satisfy beyond the types of its fields: everything that can be checked before the run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SIZE = re.compile(r"[1-9]\d{0,4}x[1-9]\d{0,4}|auto")
 
 
 def validate(scenario: Scenario) -> None:
-    """Raises `ScenarioError`, one sentence that names the field, unless the scenario can be run."""
+    """Raise `ScenarioError`, one sentence that names the field, unless the scenario can be run."""
     _check_target(scenario.target)
     _check_arrivals(scenario)
     api = scenario.target.api

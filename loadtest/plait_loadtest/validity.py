@@ -1,4 +1,4 @@
-"""Whether a run's numbers speak about the server. A run with any `Reason` is invalid: report it, do not believe it."""
+"""Whether a run's numbers reflect the server. A run with any `Reason` is invalid: report it, do not trust it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Code = Literal["send_lag", "echo", "not_sent", "interrupted", "unfinished", "too
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:
-    """``code`` for programs, ``text``: one clause for people."""
+    """Why a run is invalid. `code`: for programs, `text`: one clause for people."""
 
     code: Code
     text: str
@@ -28,11 +28,10 @@ def judge(
     problems: Sequence[str] = (),
     abandoned: str = "",
 ) -> tuple[Reason, ...]:
-    """Why the run is invalid; empty: it is valid.
+    """Return why the run is invalid; empty: it is valid.
 
-    ``lag_ms``, ``echo_ms``: p99s, nan where nothing was measured. ``errors`` by outcome name. ``judged``:
-    requests that count. ``problems``: what the runner says went wrong on its side. ``abandoned``: why it
-    was ended early on purpose.
+    `lag_ms`, `echo_ms`: p99s, nan where nothing was measured. `errors` by outcome name. `judged`: requests that
+    count. `problems`: errors on the runner's side. `abandoned`: why it was ended early on purpose.
     """
     reasons: list[Reason] = []
 

@@ -1,4 +1,4 @@
-"""The values that planning, running and measuring hand to each other. numpy only.
+"""The values that planning, running and measuring exchange. numpy only.
 
 Times are nanoseconds since the start of the run (an instant that all worker processes share), int64; -1: never came.
 """
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 
 class RequestOutcome(IntEnum):
-    """How a request ended. Stored as uint8; names in lower case are the error classes of reports."""
+    """How a request ended. Stored as uint8; the names in lower case are the error classes of reports."""
 
     OK = 0
     NOT_SENT = 1  # the cap on requests in flight, or the connection limit, left no room until the run's end
@@ -59,9 +59,9 @@ Records = npt.NDArray[np.void]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRequest:
-    """One request, ready to be put on the wire. ``path`` starts with a slash and carries the query.
+    """One request, ready to be sent. `path` starts with a slash and includes the query.
 
-    ``headers`` holds what the request itself needs (content type, ...); host, length and the scenario's are added.
+    `headers` holds what the request itself needs (content type, ...); host, length and the scenario's are added.
     """
 
     method: str
@@ -71,26 +71,26 @@ class PreparedRequest:
 
 
 class Mix(Protocol):
-    """Which request is the i-th. Pure: the same scenario and index give the same bytes in every process."""
+    """The requests by index. Pure: the same scenario and index give the same bytes in every process."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """Names of the request classes."""
 
     def kind(self, index: int) -> int:
-        """The class of request ``index``, without building it."""
+        """Return the class of request `index`, without building it."""
 
     def build(self, index: int) -> PreparedRequest:
-        """The request itself."""
+        """Return the request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RequestPlan:
     """What is sent when, drawn before anything is sent.
 
-    ``scheduled_ns`` int64 (N,), ascending; the first ``warm_up`` requests are not measured. Closed loop: empty array,
-    ``concurrency`` callers ask without a schedule until ``duration_s`` is over or ``count`` requests are done.
-    ``cancelled`` bool (N,): requests that are given up ``cancel_after_s`` after they were sent.
+    `scheduled_ns` int64 (N,), ascending; the first `warm_up` requests are not measured. Closed loop: empty array,
+    `concurrency` callers send without a schedule until `duration_s` is over or `count` requests are done.
+    `cancelled` bool (N,): requests that are cancelled `cancel_after_s` after they were sent.
     """
 
     scheduled_ns: npt.NDArray[np.int64]
@@ -105,7 +105,7 @@ class RequestPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Echo:
-    """A control request to an echo of the generator's own: what this machine adds to every latency.
+    """Control requests to the generator's own echo: what this machine adds to every latency.
 
     Nanoseconds from its scheduled time to its reply, one per control request, warm-up included; int64 (M,).
     """
@@ -116,12 +116,12 @@ class Echo:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RunResult:
-    """What a run left. ``started_unix_s``: the instant that all record times count from.
+    """The result of a run. `started_unix_s`: the instant that all record times count from.
 
-    ``cpu_s``: processor time of the generator's processes. ``interrupted``: it ended early, by Ctrl-C or because it was
-    ``abandoned``, which says why. ``reconnects``: requests
-    that were sent again because the server had just closed the kept-alive connection. ``problems``: what went wrong on
-    the generator's side, one sentence each; a run with any is not valid.
+    `cpu_s`: processor time of the generator's processes. `interrupted`: it ended early, by Ctrl-C or because it was
+    `abandoned`, which says why. `reconnects`: requests that were sent again because the server had just closed the
+    kept-alive connection. `problems`: errors on the generator's side, one sentence each; a run with any is not
+    valid.
     """
 
     records: Records
@@ -137,8 +137,8 @@ class RunResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestCounts:
-    """Requests by now: ``handed`` were due, ``done`` ended, as ``ok`` or ``errors``; ``in_flight`` are under way,
-    ``waiting`` are due and have no connection yet."""
+    """Requests by now: `handed` were due, `done` ended, as `ok` or `errors`; `in_flight` have been sent and not ended,
+    `waiting` are due and have no connection yet."""
 
     handed: int
     done: int
@@ -150,10 +150,10 @@ class RequestCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunProgress(RequestCounts):
-    """How far a run is; told a few times a second.
+    """The progress of a run, reported a few times a second.
 
-    ``planned``: requests of the plan, None in a closed loop. ``recent_p50_ms``, ``recent_p95_ms``: latencies of
-    requests that ended since the last; None: none did. ``elapsed_s`` is negative while requests are being prepared.
+    `planned`: requests of the plan, None in a closed loop. `recent_p50_ms`, `recent_p95_ms`: latencies of requests
+    that ended since the last report; None: none did. `elapsed_s` is negative while requests are being prepared.
     """
 
     elapsed_s: float

@@ -1,1 +1,1 @@
-"""The face of plait: the command, the composed configuration and the Ray Serve application."""
+"""The user-facing side of plait: the command, the composed configuration and the Ray Serve application."""

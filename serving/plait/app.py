@@ -1,8 +1,8 @@
-"""The Serve application: HTTP ingress -> base model replicas -> one deployment per ControlNet; and beside them one or
-two deployments per ranking model.
+"""The Serve application: HTTP ingress -> base model replicas -> one deployment per ControlNet; and, next to them, one
+or two deployments per recommendation model.
 
-`build` is a Serve application builder: ``import_path: plait.app:build`` in a Serve YAML, its ``args`` are `AppArgs`
-(``plait deploy render`` writes both).
+`build` is a Serve application builder: `import_path: plait.app:build` in a Serve YAML, with `AppArgs` as its `args`
+(`plait deploy render` writes both).
 """
 
 # No `from __future__ import annotations` here: Serve reads the class of `build`'s argument from its signature.
@@ -44,23 +44,23 @@ _START_TRIES = 2
 
 
 class AppArgs(ServedConfig):
-    """What the application needs of a plait.yaml."""
+    """The parts of a plait.yaml that the application needs."""
 
 
 def build(args: AppArgs) -> serve.Application:
-    """The application of a configuration. Builds nothing heavy: models are loaded in the replicas."""
+    """Build the application of a configuration. This is cheap: models are loaded in the replicas."""
     return compose(args, None if args.images is None else ImagesSource(args.images))
 
 
 def application(config: PlaitConfig) -> serve.Application:
-    """The application of a whole plait.yaml."""
+    """Build the application of a whole plait.yaml."""
     return build(AppArgs(server=config.server, images=config.images, recommend=config.recommend, tuning=config.tuning))
 
 
 def compose(
     args: AppArgs, source: EngineSource | None, *, rank_sources: Mapping[str, RankSource] | None = None
 ) -> serve.Application:
-    """The application around any recipe of an engine, and of ranking models by name (tests bring their own)."""
+    """Build the application from any engine source, and from ranking sources by model name (tests supply their own)."""
     server, sources = args.server, rank_sources or {}
     engine = None if source is None or args.images is None else _engine(args.images, source, drain_s=server.drain_s)
     ranking = {
@@ -90,7 +90,7 @@ _COMMON: dict[str, Any] = {
 
 
 def http_settings(server: ServerSection) -> "HttpSettings":
-    """The HTTP side's settings; called in the ingress replica, where its imports belong."""
+    """Return the settings of the HTTP side; called in the ingress replica, where its imports belong."""
     from plait_serving.http.context import HttpSettings
     from plait_serving.http.edge.auth import ApiKey, Principal, Role
     from plait_serving.http.edge.hosts import LOOPBACK_HOSTS
@@ -112,7 +112,7 @@ def http_settings(server: ServerSection) -> "HttpSettings":
 
 
 def tuning_routers(args: AppArgs) -> "tuple[APIRouter, ...]":
-    """The routes of tuning jobs; called in the ingress replica."""
+    """Return the routers for tuning jobs; called in the ingress replica."""
     import yaml
 
     from plait.server.state import state_root
@@ -126,7 +126,7 @@ def tuning_routers(args: AppArgs) -> "tuple[APIRouter, ...]":
 
 
 def _engine(images: ImagesSection, source: EngineSource, *, drain_s: float) -> serve.Application:
-    """The base model with its ControlNets."""
+    """Build the base model's deployment with its ControlNets."""
     controlnets = {name: _controlnet(name, it, images) for name, it in images.controlnet_services().items()}
     engine = serve.deployment(LazyEngine).options(
         name=ENGINE,
@@ -151,7 +151,8 @@ def _controlnet(name: str, section: ControlNetSection, images: ImagesSection) ->
 
 
 def _rank_model(name: str, section: RankModelSection, source: RankSource) -> RankModel:
-    """The deployment that the ingress asks, with the one behind it if the model is split."""
+    """Return a recommendation model with the deployment that the ingress calls and, if it is split, the one behind
+    that."""
     hns = _rank_workers(name, section, "hn", source) if section.mode == "split" else None
     behind = (
         {} if hns is None else {"hns": hns, "hn_count": section.hn.min_replicas, "max_hns": section.hn.max_replicas}

@@ -1,7 +1,7 @@
 """plait.yaml: one frozen model, composed of the sections that the subsystems own.
 
-Precedence: defaults < file < ``--set path=value`` < the command's own options. Relative paths in a file are relative to
-that file. An unknown key or a bad value names its path.
+Precedence: defaults < file < `--set path=value` < the command's own options. Relative paths in a file are relative
+to that file. The error for an unknown key or a bad value names its path.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ INGRESS, ENGINE, CONTROLNET_PREFIX = "ingress", "engine", "controlnet-"
 
 
 class ApiKeySection(Section):
-    """A key that requests may carry as ``Authorization: Bearer``. Only its SHA-256 is written down."""
+    """A key that requests may carry as `Authorization: Bearer`. Only its SHA-256 is stored."""
 
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     tenant: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = "default"
@@ -34,14 +34,14 @@ class ApiKeySection(Section):
 
 
 def _host_name(text: str) -> str:
-    """Raises ValueError for a name with a port, which would never be met."""
+    """Check a host name. Raises ValueError if it includes a port, because such a name would never match."""
     if text.count(":") == 1 or (text.startswith("[") and not text.endswith("]")):
         raise ValueError(f"{text} has a port; a name is meant")
     return text
 
 
 class ServerSection(Section):
-    """Where HTTP listens and who may ask. Without keys everybody who reaches the port may."""
+    """Where HTTP listens and who may send requests. Without keys, anyone who can reach the port may."""
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535, description="0: any free port")] = 8000
@@ -68,7 +68,8 @@ class ServerSection(Section):
         return self
 
     def behind(self, host: str) -> Self:
-        """For a Serve that listens there. Where it is not on loopback, its names are not ours to know."""
+        """Return a copy for a Serve instance that listens on `host`. If that is not loopback, its public names are
+        unknown here."""
         if self.allowed_hosts is not None or self.model_copy(update={"host": host}).is_loopback:
             return self
         return self.model_copy(update={"allowed_hosts": ()})
@@ -83,7 +84,7 @@ class ServerSection(Section):
 
 
 class TuningSection(Section):
-    """Tuning jobs over HTTP (``/v1/tuning/jobs``, for admins). Off by default: a job starts processes."""
+    """Tuning jobs over HTTP (`/v1/tuning/jobs`, for admins). Off by default: a job starts processes."""
 
     enabled: bool = False
     folder: Annotated[
@@ -93,9 +94,9 @@ class TuningSection(Section):
 
 
 class ServedConfig(Section):
-    """What is served, and to whom: all that the application needs of a plait.yaml.
+    """What is served, and to whom: all that the application needs from a plait.yaml.
 
-    ``images: null`` is a server that only ranks, ``recommend: null`` one that only draws.
+    With `images: null` a server only ranks; with `recommend: null` it only makes images.
     """
 
     server: ServerSection = ServerSection()
@@ -124,18 +125,18 @@ class ServedConfig(Section):
 
     @property
     def public_names(self) -> tuple[str, ...]:
-        """What requests call the models."""
+        """The model names that requests use."""
         return (*(() if self.images is None else (self.images.public_name,)), *self.ranking_models)
 
     @property
     def logical_cpus(self) -> int:
-        """The logical CPUs that a Ray must have so that every replica finds a place."""
+        """The logical CPUs that Ray must have so that every replica can be placed."""
         sections = (self.images, self.recommend)
         return math.ceil(INGRESS_CPUS + sum(section.logical_cpus for section in sections if section is not None))
 
     @property
     def drained(self) -> tuple[str, ...]:
-        """The deployments that finish their requests before the end, in this order."""
+        """The deployments that finish their requests before shutdown, in this order."""
         engine = () if self.images is None else (ENGINE,)
         return (
             *engine,
@@ -144,7 +145,7 @@ class ServedConfig(Section):
         )
 
     def knobs(self) -> dict[str, dict[str, Any]]:
-        """What may change on the running deployments, by their names."""
+        """Return the settings that may change on running deployments, by deployment name."""
         found: dict[str, dict[str, Any]] = {}
         if self.images is not None:
             found[ENGINE] = self.images.knobs.model_dump(mode="json")
@@ -157,7 +158,7 @@ class ServedConfig(Section):
 
 
 class RaySection(Section):
-    """The Ray cluster that carries the deployments."""
+    """The Ray cluster that runs the deployments."""
 
     address: Annotated[str, Field(min_length=1, description="'local' starts one; else attach to it")] = "local"
     num_cpus: Annotated[int | None, Field(ge=1, description="logical CPUs of a local Ray; unset: as needed")] = None
@@ -177,12 +178,12 @@ class PlaitConfig(ServedConfig):
 
 
 def worker_name(model: str, role: str) -> str:
-    """The deployment of a recommendation model's workers of that role: cn, hn or whole."""
+    """Return the name of the deployment of a recommendation model's workers with this role: cn, hn or whole."""
     return f"{role}-{model}"
 
 
 def load_config(path: Path | None = None, *, overrides: Sequence[str] = ()) -> PlaitConfig:
-    """Reads and checks a configuration; ``path`` None means the defaults. ``overrides``: ``a.b=value`` in YAML syntax.
+    """Read and check a configuration; `path` None means the defaults. `overrides`: `a.b=value` in YAML syntax.
 
     Raises `ConfigError`.
     """
@@ -198,7 +199,7 @@ def load_config(path: Path | None = None, *, overrides: Sequence[str] = ()) -> P
 
 
 def parse_config(data: Mapping[str, Any], *, source: str, folder: Path) -> PlaitConfig:
-    """Checks plain data as a configuration; relative paths are taken from ``folder``. Raises `ConfigError`."""
+    """Check plain data as a configuration; relative paths are resolved against `folder`. Raises `ConfigError`."""
     try:
         return PlaitConfig.model_validate(data, context={"folder": folder})
     except ValidationError as error:
@@ -206,7 +207,7 @@ def parse_config(data: Mapping[str, Any], *, source: str, folder: Path) -> Plait
 
 
 def dump_config(config: PlaitConfig) -> str:
-    """The configuration as YAML with every default written out; `load_config` reads it back to an equal one."""
+    """Return the configuration as YAML with every default written out; `load_config` reads it back to an equal one."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
@@ -227,7 +228,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _override(data: dict[str, Any], text: str) -> None:
-    """Sets ``a.b.c=value`` inside ``data``; the value is YAML."""
+    """Set `a.b.c=value` inside `data`; the value is YAML."""
     dotted, equals, value = text.partition("=")
     keys = dotted.strip().split(".")
     if not equals or not all(keys):
@@ -245,7 +246,7 @@ def _override(data: dict[str, Any], text: str) -> None:
 
 
 def _problem(item: Mapping[str, Any]) -> str:
-    """``images.knobs.largest_batch: input should be ... (got 0)`` from one of pydantic's error records."""
+    """Format one of pydantic's error records as `images.knobs.largest_batch: input should be ... (got 0)`."""
     where = ".".join(str(part) for part in item["loc"]) or "(top level)"
     if item["type"] == "extra_forbidden":
         return f"{where}: unknown key"

@@ -1,4 +1,4 @@
-"""What `plait doctor` looks at. Each check is a small function that returns findings."""
+"""The checks of `plait doctor`. Each check is a small function that returns findings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NEEDED_DISK_BYTES = 1 * GIB
 
 
 class CheckStatus(StrEnum):
-    """OK; WARN: it runs, but; FAIL: it will not run."""
+    """OK; WARN: plait runs, with a caveat; FAIL: it will not run."""
 
     OK = "ok"
     WARN = "warn"
@@ -40,7 +40,7 @@ class CheckResult:
 
 
 def examine(environ: Mapping[str, str], *, host: str, port: int, starter: Path) -> list[CheckResult]:
-    """All checks."""
+    """Run all checks."""
     checks: Sequence[Callable[[], list[CheckResult]]] = (
         check_python,
         check_packages,
@@ -53,13 +53,13 @@ def examine(environ: Mapping[str, str], *, host: str, port: int, starter: Path) 
 
 
 def check_python() -> list[CheckResult]:
-    """Python 3.11 or newer on Linux."""
+    """Check for Python 3.11 or newer on Linux."""
     fine = sys.version_info >= (3, 11) and platform.system() == "Linux"
     return [_finding("python", fine, f"{platform.python_version()} on {platform.system()}")]
 
 
 def check_packages() -> list[CheckResult]:
-    """Every requirement of the distribution, security floors among them, against what is installed."""
+    """Check the installed packages against every requirement of the distribution, including its security floors."""
     from packaging.requirements import Requirement
 
     try:
@@ -86,7 +86,7 @@ def check_packages() -> list[CheckResult]:
 
 
 def check_machine() -> list[CheckResult]:
-    """Cores, memory, shared memory, disk."""
+    """Check cores, memory, shared memory and disk."""
     cores = len(os.sched_getaffinity(0))
     memory = _available_memory_bytes()
     shm = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0  # noqa: S108  # Ray's shared memory
@@ -104,7 +104,7 @@ def check_machine() -> list[CheckResult]:
 
 
 def check_home(environ: Mapping[str, str]) -> list[CheckResult]:
-    """Where state goes; an unusable home is fine, it only moves the state folder."""
+    """Report where state is stored; an unusable home is fine, it only moves the state folder."""
     from plait.server.state import state_root
 
     home = environ.get("HOME", "")
@@ -118,7 +118,7 @@ def check_home(environ: Mapping[str, str]) -> list[CheckResult]:
 
 
 def check_port(host: str, port: int) -> list[CheckResult]:
-    """Whether the port is free, or a plait has it."""
+    """Check that the port is free, or held by a server that answers `/health`."""
     from plait.server import ports
 
     try:
@@ -131,7 +131,7 @@ def check_port(host: str, port: int) -> list[CheckResult]:
 
 
 def check_starter(folder: Path) -> list[CheckResult]:
-    """The starter's files against the SHA-256 of its manifest."""
+    """Check the starter files against the SHA-256 sums in their manifest."""
     from plait_serving.starter.manifest import files_in, manifest_problems
 
     try:

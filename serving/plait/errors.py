@@ -1,8 +1,8 @@
 """Errors of the command and of the service around the engine.
 
 PlaitError
-├── ConfigError      the configuration is wrong; ``problems`` names each path
-├── StateError       the state folder can not be used, or another plait holds it
+├── ConfigError      the configuration is wrong; `problems` names each path
+├── StateError       the state folder cannot be used, or another plait holds it
 └── ServeError       the server could not be started, or ended by itself
 """
 
@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 
 class PlaitError(Exception):
-    """One sentence for the person at the terminal; the command ends with exit code 1."""
+    """One sentence for the person at the terminal; the command exits with code 1."""
 
 
 class ConfigError(PlaitError):
-    """The configuration is wrong. ``problems``: one ``path: what is wrong`` each."""
+    """The configuration is wrong. `problems`: one `path: what is wrong` each."""
 
     def __init__(self, source: str, problems: Sequence[str]) -> None:
         super().__init__(f"{source}: " + "; ".join(problems))
@@ -24,8 +24,8 @@ class ConfigError(PlaitError):
 
 
 class StateError(PlaitError):
-    """The state folder can not be used, or another plait holds it."""
+    """The state folder cannot be used, or another plait holds it."""
 
 
 class ServeError(PlaitError):
-    """The server could not be started, or ended by itself."""
+    """The server could not be started, or exited by itself."""

@@ -1,4 +1,4 @@
-"""``module:function`` or ``file.py:function``: a function of the user's that a command is to call."""
+"""`module:function` or `file.py:function`: a user's function that a command is to call."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["load_target"]
 
 
 def load_target(text: str) -> Callable[[], Any]:
-    """The function, its module imported: this runs the user's code. Modules and files are looked for from the current
-    folder, like ``python -m`` does. Raises `PlaitError`."""
+    """Import the module and return the function: this runs the user's code. Modules and files are resolved from the
+    current folder, as `python -m` does. Raises `PlaitError`."""
     where, colon, name = text.rpartition(":")
     if not colon or not where or not name:
         raise PlaitError(f"{text!r} is not module:function or file.py:function")

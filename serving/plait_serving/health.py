@@ -1,4 +1,4 @@
-"""How a service says whether it would answer now; the same words for every workload."""
+"""How a service reports whether it would answer now; the same type for every workload."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Health"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """If it is not ready, ``reason`` says what is missing. ``warmup_s``: how long the warm-up image took, if any."""
+    """If not ready, `reason` names what is missing. `warmup_s`: how long the warm-up image took, if any."""
 
     ready: bool
     reason: str | None = None

@@ -1,4 +1,4 @@
-"""What every section of plait.yaml is made of, whatever workload it configures."""
+"""What all sections of plait.yaml have in common, whatever workload they configure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INGRESS_CPUS = 0.1
 
 
 def _absolute(path: Path, info: ValidationInfo) -> Path:
-    """Reads a relative path of a file as relative to that file."""
+    """Resolve a relative path in a file relative to that file."""
     folder = (info.context or {}).get("folder") if isinstance(info.context, dict) or info.context is None else None
     path = path.expanduser()
     return path if path.is_absolute() or folder is None else Path(folder) / path
@@ -33,6 +33,6 @@ Name = Annotated[str, AfterValidator(_name)]
 
 
 class Section(BaseModel):
-    """A frozen part of the configuration; unknown keys are refused."""
+    """A frozen part of the configuration; unknown keys are rejected."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -122,7 +122,7 @@ class EchoSubject:
         return outcomes
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there is nothing to release."""
 
 
 def echo(greeting: str) -> FleetWorker:

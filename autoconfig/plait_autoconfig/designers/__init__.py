@@ -1,7 +1,7 @@
-"""Designers: what proposes the next trial. One protocol (`protocols`), one conformance suite (`testing`).
+"""Designers, which propose the next trial. One protocol (`protocols`), one conformance suite (`testing`).
 
-Adding one is a line in `_MAKERS` and a fixture in the conformance suite. Modules are imported when a designer is made:
-some need torch or Optuna.
+Adding a designer takes a line in `_MAKERS` and a fixture in the conformance suite. Modules are imported when a
+designer is made, because some need torch or Optuna.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ DESIGNERS = tuple(_MAKERS)
 
 
 def maker_of(name: str) -> MakesDesigner:
-    """The constructor of a designer; takes seconds where its modules are not imported yet. Raises as `check_name`."""
+    """Return a designer's constructor; takes seconds if its modules are not imported yet. Raises as `check_name`."""
     check_name(name)
     module, _, attribute = _MAKERS[name].partition(":")
     return cast("MakesDesigner", getattr(import_module(f"{__name__}.{module}"), attribute))
 
 
 def check_name(name: str) -> None:
-    """Raises `DesignerError` for an unknown name."""
+    """Raise `DesignerError` for an unknown name."""
     if name not in DESIGNERS:
         close = difflib.get_close_matches(name, DESIGNERS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"they are {', '.join(DESIGNERS)}"
@@ -59,5 +59,5 @@ def make_designer(
     library: Sequence[LibraryRun] = (),
     context: ServiceContext | None = None,
 ) -> Designer:
-    """A fresh search by the designer of this name; see `MakesDesigner`."""
+    """Return a fresh search by the designer of this name; see `MakesDesigner`."""
     return maker_of(name)(space, objective, seed=seed, library=library, context=context)

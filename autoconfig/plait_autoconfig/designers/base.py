@@ -1,6 +1,6 @@
-"""The bookkeeping that designers over listed cells share: what was tried, what is under way, what it showed.
+"""Bookkeeping shared by designers over listed cells: which were tried, which are pending, and the results.
 
-A designer subclasses `CellDesigner` and says which open cell comes next (`_choose`). Legend: N cells, D features.
+A designer subclasses `CellDesigner` and chooses the next open cell (`_choose`). Legend: N cells, D features.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_INVALID = 2
 
 
 class CellDesigner(ABC):
-    """`Designer`, but for the choice. Cells go by their index in ``self.cells``."""
+    """`Designer` except for the choice of the next cell. Cells are identified by their index in `self.cells`."""
 
     name: ClassVar[str]
 
@@ -51,7 +51,7 @@ class CellDesigner(ABC):
 
     @abstractmethod
     def _choose(self, open_cells: NDArray[np.intp]) -> int:
-        """Which of the open cells (their indices, ascending, at least one) to propose."""
+        """Return which of the open cells (indices, ascending, at least one) to propose."""
 
     @cached_property
     def features(self) -> NDArray[np.float64]:
@@ -60,28 +60,28 @@ class CellDesigner(ABC):
 
     @property
     def trials(self) -> tuple[Trial, ...]:
-        """Everything that was told, in order."""
+        """All trials passed to `tell`, in order."""
         return tuple(self._trials)
 
     def observed(self) -> tuple[Cell, ...]:
-        """What is known, repeats averaged; also of configurations that are not among the (sampled) cells."""
+        """Return the results by cell, repeats averaged, including configurations outside the (sampled) cells."""
         return cells_of(self._trials)
 
     def pending(self) -> tuple[int, ...]:
-        """The cells that were asked for and not told yet, ascending."""
+        """Return the cells that were asked for and have no trial yet, ascending."""
         return tuple(sorted(self._index[key] for key in self._pending))
 
     def index_of(self, config: Config) -> int | None:
-        """The index of a cell; None for a valid configuration that is not in the sample."""
+        """Return the index of a cell; None for a valid configuration that is not in the sample."""
         return self._index.get(self.space.key(config))
 
     def nearest(self, config: Config, among: NDArray[np.intp]) -> int:
-        """The one of these cells that is most like a configuration (L1 distance of `features`)."""
+        """Return whichever of these cells is most similar to a configuration (L1 distance of `features`)."""
         distances = np.abs(self.features[among] - self.space.encode([config])).sum(axis=1)
         return int(among[distances.argmin()])
 
     def ask(self) -> Config:
-        """See `Designer.ask`."""
+        """Return the cell that `_choose` picks among the open ones, and mark it pending."""
         open_cells = np.flatnonzero(self._open)
         if not open_cells.size:
             sample = "" if self.space.exhaustive else " of the sample"
@@ -93,7 +93,7 @@ class CellDesigner(ABC):
         return dict(self.cells[index])
 
     def tell(self, trial: Trial) -> None:
-        """See `Designer.tell`."""
+        """Check and record the trial, and close its cell unless the measurement was invalid."""
         config = self.space.check(trial.config)
         self.objective.losses(trial.outcome)
         self.objective.excesses(trial.outcome)
@@ -106,14 +106,14 @@ class CellDesigner(ABC):
             self._open[index] = self._reopens(key, known)
 
     def drop(self, config: Config) -> None:
-        """See `Designer.drop`."""
+        """Open a pending cell again."""
         key = self.space.key(self.space.check(config))
         if key in self._pending:
             self._pending.discard(key)
             self._open[self._index[key]] = True
 
     def _reopens(self, key: Hashable, trial: Trial) -> bool:
-        """Whether the cell may be proposed (again) after this trial."""
+        """Return whether the cell may be proposed (again) after this trial."""
         if not trial.outcome.invalid:
             self._invalid[key] = MAX_INVALID  # it is known now: later invalid repeats change nothing
             return False

@@ -1,4 +1,4 @@
-"""One cell after the other, in the order of the space: what most tools do."""
+"""Grid search: one cell after the other, in the order of the space, as most tools do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from plait_autoconfig.designers.base import CellDesigner
 
 
 class GridDesigner(CellDesigner):
-    """The last knob varies fastest. The seed has no effect."""
+    """Grid search in which the last knob varies fastest. The seed has no effect."""
 
     name: ClassVar[str] = "grid"
 

@@ -1,13 +1,14 @@
-"""Morphling's search (Wang et al., SoCC 2021), which was never released, re-implemented as the paper describes it.
+"""Morphling's search (Wang et al., SoCC 2021), whose code was never released, re-implemented from the paper.
 
-A network is meta-trained on the library (`surrogate.maml`). Then, for every trial: gradient steps on the trials so far,
-and the cell with the largest f'(x) + delta * |f(x) - f'(x)| over all cells, where f and f' are the network before and
-after those steps. The paper leaves delta, the learning rates and the number of steps open; they were chosen here.
+A network is meta-trained on the library (`surrogate.maml`). Each trial then takes gradient steps on the trials so
+far and proposes the cell with the largest f'(x) + delta * |f(x) - f'(x)| over all cells, where f and f' are the
+network before and after those steps. The paper leaves delta, the learning rates and the number of steps open; they
+were chosen here.
 
-Two things are kinder to it than other re-implementations have been. It learns standardised logarithms: on raw values
-with a ReLU at its head it collapses to zeros (seen in IBM's LLM-Pilot comparison). And as the level of a new service is
-unknown, trials are moved by the mean difference from the meta-model. Failures and broken limits count as one spread
-worse than the worst trial.
+Two things favour it over other re-implementations. It learns standardised logarithms: on raw values with a ReLU at
+its head it collapses to zeros (seen in IBM's LLM-Pilot comparison). And because the level of a new service is
+unknown, trials are shifted by the mean difference from the meta-model. Failures and violated limits count as one
+spread worse than the worst trial.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _STEPS = 10
 
 
 class MorphlingDesigner(CellDesigner):
-    """See the module docstring. ``network``: what an earlier instance with the same library learned (`meta_model`)."""
+    """Morphling's search; see the module docstring. `network`: learned by an earlier instance from the same library."""
 
     name: ClassVar[str] = "morphling"
 
@@ -65,7 +66,7 @@ class MorphlingDesigner(CellDesigner):
 
     @cached_property
     def _past(self) -> list[tuple[Sequence[Cell], Floats, float]]:
-        """Cells, standardised values and spread of each past service that ran at least twice."""
+        """Cells, standardised values and spread of each past service with at least two results."""
         found: list[tuple[Sequence[Cell], Floats, float]] = []
         for past in reading.past_services(self.library, self.space, self.objective, self.context):
             values = self._values(past.cells)
@@ -76,7 +77,7 @@ class MorphlingDesigner(CellDesigner):
 
     @cached_property
     def _spread(self) -> float:
-        """Of a service, in log units; the usual one of the library."""
+        """The spread of a service in log units: the library's typical one."""
         return float(np.median([spread for *_, spread in self._past])) if self._past else 1.0
 
     def _choose(self, open_cells: Indices) -> int:
@@ -96,7 +97,7 @@ class MorphlingDesigner(CellDesigner):
         return int(open_cells[score[open_cells].argmax()])
 
     def _values(self, cells: Sequence[Cell]) -> Floats:
-        """Higher is better, in log units; what is infeasible is one spread worse than the worst that is feasible."""
+        """Return values in log units, higher is better; infeasible is one spread worse than the worst feasible."""
         values = -reading.log_losses(self._goal, [cell.outcome for cell in cells])
         feasible = np.array([self.objective.feasible(cell.outcome) for cell in cells])
         known = values[feasible]

@@ -1,11 +1,12 @@
-"""Optuna's TPE and GP samplers as designers: the peers that users would otherwise run, given their best chance.
+"""Optuna's TPE and GP samplers as designers: the alternatives that users would otherwise run, given their best chance.
 
-Both see the losses as they are, the limits as constraints (`Trial.set_constraint`), pending trials as running, and
-conditional knobs as ordinary ones. Optuna ignores a trial told as FAIL, so that it proposes the same corner again;
-therefore a failed configuration counts as one that breaks every limit: for TPE a pruned trial without a value, for the
-GP, which needs one, a trial with the worst loss seen. Only an invalid measurement is told as FAIL. Neither sampler
-knows which cells were tried or which constraints hold between knobs: a suggestion that is no open cell is drawn again,
-and after ``_max_asks`` replaced by the nearest open cell, which is what the sampler then learns from.
+Both see unmodified losses, the limits as constraints (`Trial.set_constraint`), pending trials as running, and
+conditional knobs as ordinary ones. Optuna ignores trials that end as FAIL, so it would propose the same corner
+again; therefore a failed configuration counts as one that violates every limit: a pruned trial without a value for
+TPE, and a trial with the worst loss seen for the GP, which needs a value. Only an invalid measurement ends as FAIL.
+Neither sampler knows which cells were tried or which constraints hold between knobs: a suggestion that is not an
+open cell is drawn again, and after `_max_asks` draws replaced by the nearest open cell, from which the sampler then
+learns.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _RUNS = "runs"
 
 
 class OptunaDesigner(CellDesigner):
-    """All calls to Optuna are made here; subclasses choose the sampler."""
+    """An Optuna study as a designer. All calls to Optuna are made here; subclasses choose the sampler."""
 
     _max_asks: ClassVar[int]
 
@@ -53,14 +54,14 @@ class OptunaDesigner(CellDesigner):
 
     @abstractmethod
     def _sampler(self, seed: int) -> BaseSampler:
-        """The sampler, with its own defaults."""
+        """Return the sampler, with its own defaults."""
 
     @abstractmethod
     def _tell_failed(self, asked: optuna.trial.Trial) -> None:
-        """Tells the study of a trial that failed; its constraints are set."""
+        """Report a failed trial to the study; its constraints are already set."""
 
     def tell(self, trial: Trial) -> None:
-        """See `Designer.tell`."""
+        """Report the trial to the study, which is rebuilt if earlier trials now count differently."""
         super().tell(trial)
         if self._outdates(trial):
             self._start_anew()
@@ -68,14 +69,14 @@ class OptunaDesigner(CellDesigner):
             self._record(self.trials[-1])
 
     def drop(self, config: Config) -> None:
-        """See `Designer.drop`."""
+        """Reopen the cell, and end its running trial in the study as FAIL."""
         super().drop(config)
         asked = self._running.pop(self.space.key(config), None)
         if asked is not None:
             self._study.tell(asked, state=TrialState.FAIL)
 
     def _outdates(self, trial: Trial) -> bool:  # noqa: ARG002  # the GP asks
-        """Whether earlier trials count differently from now on."""
+        """Return whether earlier trials count differently from now on."""
         return False
 
     def _start_anew(self) -> None:
@@ -101,7 +102,7 @@ class OptunaDesigner(CellDesigner):
         return nearest
 
     def _active(self, params: dict[str, Any]) -> dict[str, Value]:
-        """The configuration that a suggestion stands for: without the knobs that have no meaning in it."""
+        """Return the configuration that a suggestion stands for, without the knobs that are inactive in it."""
         config: dict[str, Value] = {}
         for knob in self.space.knobs:
             if is_active(knob, config):
@@ -109,7 +110,7 @@ class OptunaDesigner(CellDesigner):
         return config
 
     def _start(self, config: Config) -> None:
-        """Makes the sampler see this cell as a running trial."""
+        """Make the sampler see this cell as a running trial."""
         params = {knob.name: config.get(knob.name, knob.draw(0.5)) for knob in self.space.knobs}
         self._study.enqueue_trial(params)
         self._running[self.space.key(config)] = self._study.ask(self._distributions)
@@ -131,7 +132,7 @@ class OptunaDesigner(CellDesigner):
             self._study.tell(asked, list(losses))
 
     def _constraints(self, outcome: TrialOutcome) -> dict[str, float]:
-        """What the sampler should keep at or below 0. A failed trial broke every limit as badly as any trial did."""
+        """Return what the sampler keeps at or below 0. Failures violate every limit by the most seen in any trial."""
         if not self.objective.limits:
             if not any(_failed(trial.outcome) for trial in self.trials):
                 return {}
@@ -150,7 +151,7 @@ class OptunaDesigner(CellDesigner):
 
 
 class OptunaTpeDesigner(OptunaDesigner):
-    """Tree-structured Parzen estimator, as Optuna 5 has it by default (multivariate, constant liar)."""
+    """Tree-structured Parzen estimator with the defaults of Optuna 5 (multivariate, constant liar)."""
 
     name: ClassVar[str] = "optuna-tpe"
     _max_asks: ClassVar[int] = 16
@@ -163,7 +164,7 @@ class OptunaTpeDesigner(OptunaDesigner):
 
 
 class OptunaGpDesigner(OptunaDesigner):
-    """Gaussian process with logarithmic (constrained) expected improvement, Optuna's defaults."""
+    """Gaussian process with logarithmic (constrained) expected improvement and Optuna's defaults."""
 
     name: ClassVar[str] = "optuna-gp"
     _max_asks: ClassVar[int] = 2  # it would mostly suggest the same cell again, at the price of a fit
@@ -172,7 +173,7 @@ class OptunaGpDesigner(OptunaDesigner):
         return GPSampler(seed=seed, warn_independent_sampling=False)
 
     def _outdates(self, trial: Trial) -> bool:
-        """A failure does, and so does the first value after failures: it gives them one (`_tell_failed`)."""
+        """Return True for a failure, and for the first value after failures, which gives them one (`_tell_failed`)."""
         ran = [each for each in self.trials if each.outcome.failure is None]
         return _failed(trial.outcome) or (len(ran) == 1 < len(self.trials) and ran[0] is self.trials[-1])
 

@@ -1,10 +1,10 @@
-"""plait's own designer: what past services have in common, corrected by what this one shows.
+"""Plait's own designer: what past services have in common, corrected by the trials of this one.
 
-Before the first trial it proposes what the library's background says is best and probably feasible. Every trial then
-decides how far that background can be believed (`surrogate.posterior`), and the next proposal has the largest expected
-improvement times probability of being feasible. Without a library there is no background. What a cell costs
-is often known before it runs: then only the rest of the goal, the goodput and what memory adds, is learned. Everything
-is looked at on all cells: there is no inner search.
+Before the first trial it proposes the cell that the library's background predicts to be best and probably feasible.
+Each trial then determines how far that background can be trusted (`surrogate.posterior`), and the next proposal has
+the largest expected improvement times probability of being feasible. Without a library there is no background. The
+cost of a cell is often known before it runs: then only the rest of the goal, the goodput and the cost of memory, is
+learned. Everything is evaluated on all cells: there is no inner search.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ _FIRST = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beliefs:
-    """About all N cells: the ``loss``, in ``unit`` log units and up to a constant, and the chance that each is
-    ``feasible`` (N,).
+    """Beliefs about all N cells: the `loss`, in `unit` log units and up to a constant, and the probability that each is
+    `feasible` (N,).
 
-    ``best`` (K,): the lowest loss known to be feasible, under each hypothesis; None if there is none.
+    `best` (K,): the lowest loss known to be feasible, under each hypothesis; None if there is none.
     """
 
     loss: Posterior
@@ -66,14 +66,14 @@ class Beliefs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pretrained:
-    """What a library says about the cells of a space: backgrounds of the loss and of the margin to the limits."""
+    """What a library predicts about the cells of a space: backgrounds of the loss and of the margin to the limits."""
 
     loss: Background
     margin: Background
 
 
 class PlaitDesigner(SobolDesigner):
-    """See the module docstring. ``pretrained``: of an earlier instance that had the same space, library and context."""
+    """See the module docstring. `pretrained`: of an earlier instance with the same space, library and context."""
 
     name: ClassVar[str] = "plait"
 
@@ -96,13 +96,13 @@ class PlaitDesigner(SobolDesigner):
 
     @property
     def pretrained(self) -> Pretrained:
-        """What the library says, before any trial; for objectives with one goal."""
+        """What the library predicts before any trial; only for objectives with one goal."""
         self.objective.require_one_goal()
         with one_thread():
             return self._backgrounds(np.ones(1))
 
     def beliefs(self) -> Beliefs:
-        """What the library and the trials so far say about every cell: a pure function of them and the seed."""
+        """Return what the library and the trials so far imply for every cell: a pure function of them and the seed."""
         with one_thread():
             return self._believed()
 
@@ -138,9 +138,9 @@ class PlaitDesigner(SobolDesigner):
         )
 
     def expected_regret(self) -> float:
-        """How much worse the best known cell is expected to be than the best of all, as a share of its loss.
+        """Return how much worse the best known cell is expected to be than the best of all, as a share of its loss.
 
-        For stop rules: below 0.01, all that is left to gain is 1 %. Infinite while nothing feasible is known.
+        For stop rules: below 0.01, at most 1 % is left to gain. Infinite while nothing feasible is known.
         """
         beliefs = self.beliefs()
         if beliefs.best is None:
@@ -158,7 +158,7 @@ class PlaitDesigner(SobolDesigner):
         return int(some[self._scores(beliefs)[some].argmax()])
 
     def _scores(self, beliefs: Beliefs) -> Floats:
-        """How much is expected of each cell (N,)."""
+        """Return the score of each cell (N,): its expected gain, discounted by the probability that it is feasible."""
         if not self.trials:
             mean = beliefs.loss.mean()
             gain = np.maximum(np.median(mean) - mean, 1e-9)
@@ -171,11 +171,11 @@ class PlaitDesigner(SobolDesigner):
 
     @property
     def _costed(self) -> bool:
-        """Whether the cost of the cells is known and a part of the goal."""
+        """Whether the cost of the cells is known and part of the goal."""
         return bool(self.context.costs) and len(self.objective.goals) == 1 and self.objective.goals[0].has_cost
 
     def _log_costs(self, observed: Sequence[Cell]) -> Floats:
-        """Of cells and strangers; of these as measured."""
+        """Return the log costs of the cells and the unknown cells; those of the latter as measured."""
         known = np.log(self.context.costs)
         measured = {self.space.key(cell.config): cell.outcome for cell in observed}
         own = reading.log_costs([measured[self.space.key(config)] for config in self._unknown_configs])
@@ -186,7 +186,7 @@ class PlaitDesigner(SobolDesigner):
         return reading.past_services(self.library, self.space, self.objective, self.context)
 
     def _seen(self) -> tuple[Indices, tuple[Cell, ...]]:
-        """What was measured: indices into cells and strangers, and the cells."""
+        """Return what was measured: indices into cells and unknown cells, and the cells themselves."""
         cells = self.observed()
         index = []
         for cell in cells:
@@ -199,7 +199,7 @@ class PlaitDesigner(SobolDesigner):
         return np.array(index, np.intp), cells
 
     def _backgrounds(self, weights: Floats) -> Pretrained:
-        """Made once for each set of goal weights and strangers."""
+        """Return the backgrounds, computed once for each set of goal weights and unknown cells."""
         key = (float(len(self._unknown_configs)), *weights.tolist())
         if key not in self._pooled:
             self._pooled[key] = self._pool(weights)
@@ -223,7 +223,7 @@ class PlaitDesigner(SobolDesigner):
         )
 
     def _goal_weights(self) -> Floats:
-        """One weight per goal; if there are several, a few weightings take turns (ParEGO, Knowles 2006)."""
+        """Return one weight per goal; with several goals, a few weightings alternate (ParEGO, Knowles 2006)."""
         count = len(self.objective.goals)
         if count == 1:
             return np.ones(1)
@@ -231,9 +231,8 @@ class PlaitDesigner(SobolDesigner):
         return np.random.default_rng([self._seed, round_number % _WEIGHTINGS]).dirichlet(np.ones(count))
 
     def _losses(self, outcomes: Sequence[TrialOutcome], weights: Floats) -> Floats:
-        """Log losses (n,), less the cost if that is known; of several goals the largest weighted one, each on its own
-        spread. NaN for failures.
-        """
+        """Return log losses (n,), less the cost if that is known; with several goals the largest weighted one, each
+        scaled by its own spread. NaN for failures."""
         each = [reading.log_losses(goal, outcomes) for goal in self.objective.goals]
         if self._costed:
             return each[0] - reading.log_costs(outcomes)
@@ -243,7 +242,7 @@ class PlaitDesigner(SobolDesigner):
         return np.asarray(scaled.max(0) + 0.05 * scaled.sum(0))
 
     def _noise(self, cells: Sequence[Cell], weights: Floats) -> float:
-        """Standard deviation of a trial about its cell, in log units, from the cells that were measured twice."""
+        """Return the standard deviation of a trial about its cell, in log units, from the cells measured twice."""
         squares, freedom = _NOISE_TRIALS * _NOISE**2, _NOISE_TRIALS
         for cell in cells:
             valid = [trial.outcome for trial in cell.trials if trial.outcome.failure is None]
@@ -254,7 +253,7 @@ class PlaitDesigner(SobolDesigner):
         return float(np.sqrt(squares / freedom))
 
     def _infer_with_pending(self, background: Background, data: TrialData, rng: np.random.Generator) -> Posterior:
-        """What is under way counts as having shown what is expected of it (the kriging believer, Ginsbourger 2010)."""
+        """Infer with pending cells counted as if they had met expectations (the kriging believer, Ginsbourger 2010)."""
         posterior = infer(background, data, rng)
         pending = np.array(self.pending(), np.intp)
         if not pending.size:
@@ -269,16 +268,16 @@ class PlaitDesigner(SobolDesigner):
 
 
 def _unit(background: Background, values: Floats, noise: float, *, first: float) -> float:
-    """Log units in one unit of the background; without one, the spread of what was seen, if it is more than noise, and
-    ``first`` until there are two."""
+    """Return the log units in one unit of the background; without a background the spread of the values if it exceeds
+    the noise, and `first` until there are two."""
     if background.trust > 0.0:
         return background.unit
     return max(float(values.std()), noise) if len(values) > 1 else first
 
 
 def _levelled(values: Floats, mean: Floats) -> Floats:
-    """The values (n,), moved to the level of the background's mean (n,) there: a service's own level says nothing, but
-    one that lies many units away would be taken for a feature of the cells that were measured."""
+    """Shift the values (n,) to the level of the background's mean (n,) there: a service's own level carries no
+    information, but one that lies many units away would be mistaken for a feature of the measured cells."""
     return values - (values - mean).mean() if values.size else values
 
 

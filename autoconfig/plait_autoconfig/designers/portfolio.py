@@ -1,10 +1,10 @@
-"""A fixed order learned from the library: first the cells that together served the past services best.
+"""A fixed order learned from the library: first the cells that together served past services best.
 
-Greedy: the next cell is the one that lowers the mean over past runs of the best-so-far regret most (the portfolios of
-Wistuba et al., "Sequential model-free hyperparameter tuning", ICDM 2015). It learns nothing from the new service, and
-is hard to beat in the first few trials.
+Greedy: the next cell is the one that most lowers the best-so-far regret averaged over past runs (the portfolios of
+Wistuba et al., "Sequential model-free hyperparameter tuning", ICDM 2015). It learns nothing from the new service,
+and is hard to beat in the first few trials.
 
-Legend: R runs, N cells; regret of a cell in a run: how far its value is from the best of that run, 0 to 1.
+Legend: R runs, N cells; the regret of a cell in a run is how far its value is from the best of that run, 0 to 1.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _Floats = NDArray[np.float64]
 
 
 class PortfolioDesigner(CellDesigner):
-    """The static order; without a usable run it is a random one."""
+    """The static order; a random one without a usable run."""
 
     name: ClassVar[str] = "portfolio"
 
     @cached_property
     def _regrets(self) -> _Floats:
-        """(R, N); what a run did not measure is guessed from its nearest measured cells."""
+        """The regrets (R, N); cells that a run did not measure are estimated from its nearest measured cells."""
         rows = [self._row(run) for run in self._runs]
         return np.asarray(rows, np.float64).reshape(len(rows), len(self.cells))
 
@@ -43,19 +43,19 @@ class PortfolioDesigner(CellDesigner):
 
     @cached_property
     def _weights(self) -> _Floats:
-        """(R,), sum 1: stale and foreign runs count less."""
+        """The weights of the runs (R,), sum 1: runs that are old or from other hardware or versions count less."""
         now = self.context
         weights = [weight_of(run, versions=now.versions, hardware=now.hardware, at=now.at) for run in self._runs]
         return np.asarray(weights, np.float64) / sum(weights)
 
     @cached_property
     def _covered(self) -> _Floats:
-        """(R,), changed in place: the lowest regret among the cells proposed or told so far."""
+        """The lowest regret of each run (R,) among the cells proposed so far; changed in place."""
         return np.ones(len(self._runs))
 
     @cached_property
     def _shuffled(self) -> NDArray[np.intp]:
-        """(N,): where each cell stands in a random order, for ties."""
+        """The position of each cell in a random order (N,), to break ties."""
         return self.rng.permutation(len(self.cells))
 
     def _choose(self, open_cells: NDArray[np.intp]) -> int:
@@ -83,10 +83,11 @@ class PortfolioDesigner(CellDesigner):
 
 
 def regrets(cells: Sequence[Cell], objective: Objective) -> list[float]:
-    """How far each cell is from the best feasible one of the same run, in [0, 1]: 0 the best, 1 infeasible.
+    """Return how far each cell is from the best feasible one of the same run, in [0, 1]: 0 is the best, 1 is
+    infeasible.
 
-    For positive metrics 1 - best / value (or value / best where more is better), else relative to the range seen.
-    Several goals: the mean. If nothing is feasible, all are 1.
+    For positive metrics 1 - best / value (or value / best where more is better), otherwise relative to the range
+    seen. Several goals: the mean. If nothing is feasible, all are 1.
     """
     feasible = [cell for cell in cells if objective.feasible(cell.outcome)]
     by_goal = []
@@ -109,7 +110,7 @@ def _relative(values: _Floats, sign: float) -> _Floats:
 
 
 def _nearest_means(wanted: _Floats, measured: _Floats, values: _Floats) -> _Floats:
-    """(N,): for each of (N, D) points the mean of the values of the nearest of (M, D) measured ones, by L1 distance."""
+    """Return (N,): for each of (N, D) points the mean of the nearest of (M, D) measured values, by L1 distance."""
     count = min(_NEIGHBOURS, len(values))
     means = np.empty(len(wanted))
     for start in range(0, len(wanted), 256):  # bounds the memory to 256 x M x D numbers

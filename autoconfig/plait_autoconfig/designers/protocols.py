@@ -1,4 +1,4 @@
-"""What every designer is: it proposes configurations (`ask`) and learns from what they showed (`tell`)."""
+"""The designer interface: a designer proposes configurations (`ask`) and learns from their results (`tell`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from plait_autoconfig.values import Config, Hardware, Trial, WorkloadFeatures
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceContext:
-    """What is known of the service before its first trial."""
+    """What is known about the service before its first trial."""
 
     service: str = ""
     workload: WorkloadFeatures = field(default_factory=dict)
@@ -28,32 +28,32 @@ class ServiceContext:
 
 
 class Designer(Protocol):
-    """One search in one space. It is a state machine without clock or files; a seed fixes everything it does."""
+    """A search in one space. It is a state machine without clock or files; a seed makes it fully deterministic."""
 
     @property
     def name(self) -> str:
-        """How users call it, such as ``optuna-tpe``."""
+        """The name that users give, such as `optuna-tpe`."""
 
     def ask(self) -> Config:
-        """The next configuration to measure: a cell that was neither told nor asked for before, unless invalid.
+        """Return the next configuration to measure: a cell that was never asked for or told before, unless invalid.
 
-        May be called several times before `tell`. A cell whose trial was `FailureKind.INVALID` may come once more.
-        Raises `Exhausted` when every cell was proposed.
+        May be called several times before `tell`. A cell whose trial was `FailureKind.INVALID` may be proposed once
+        more. Raises `Exhausted` when every cell has been proposed.
         """
 
     def tell(self, trial: Trial) -> None:
-        """Learns from a trial, asked for or not. Several trials of one cell are repeats, and are averaged.
+        """Learn from a trial, asked for or not. Several trials of one cell are repeats and are averaged.
 
-        Raises `OutsideSpace` for a configuration of another space, `ObjectiveError` for a missing metric; either
-        changes nothing.
+        Raises `OutsideSpace` for a configuration of another space, `ObjectiveError` for a missing metric; neither
+        changes any state.
         """
 
     def drop(self, config: Config) -> None:
-        """Gives back a configuration that was asked for and will not be measured. It may be proposed again."""
+        """Give back a configuration that was asked for and will not be measured. It may be proposed again."""
 
 
 class MakesDesigner(Protocol):
-    """The constructor that all designers have."""
+    """The constructor signature of all designers."""
 
     def __call__(
         self,
@@ -64,4 +64,4 @@ class MakesDesigner(Protocol):
         library: Sequence[LibraryRun] = (),
         context: ServiceContext | None = None,
     ) -> Designer:
-        """A fresh search. ``library``: past runs of other services, usable or not (`usable_for`)."""
+        """Return a fresh search. `library`: past runs of other services, usable or not (`usable_for`)."""

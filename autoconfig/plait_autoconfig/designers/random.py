@@ -1,4 +1,4 @@
-"""Uniformly at random without replacement: the yardstick of every other designer."""
+"""Uniformly random search without replacement: the baseline for every other designer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from plait_autoconfig.designers.base import CellDesigner
 
 
 class RandomDesigner(CellDesigner):
-    """Every open cell is as likely as any other."""
+    """Random search: every open cell is equally likely."""
 
     name: ClassVar[str] = "random"
 

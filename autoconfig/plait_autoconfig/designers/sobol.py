@@ -1,4 +1,4 @@
-"""Cells along a scrambled Sobol sequence: the first few trials are already spread over all knobs."""
+"""Search along a scrambled Sobol sequence: the first few trials already cover all knobs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_DRAWS = 256  # then most cells are closed, and a random open one fills the 
 
 
 class SobolDesigner(CellDesigner):
-    """Draws points and takes the first whose cell is open, or, of sampled cells, the nearest open one."""
+    """Draw points and take the first whose cell is open or, if the cells are a sample, the nearest open one."""
 
     name: ClassVar[str] = "sobol"
 

@@ -1,4 +1,4 @@
-"""The conformance suite of the designers: what each of them promises, as an importable test class.
+"""The conformance suite of the designers: what each of them guarantees, as an importable test class.
 
 To check a designer, subclass and name it::
 
@@ -7,7 +7,7 @@ To check a designer, subclass and name it::
         def make(self) -> MakesDesigner:
             return maker_of("random")
 
-The services here are pure functions of the configuration, so that every test is fast and exact.
+The services here are pure functions of the configuration, so every test is fast and exact.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ OBJECTIVE = Objective((maximise("rate_per_s"),), (at_most("p99_ms", 30.0),))
 
 
 def service(config: Config) -> TrialOutcome:
-    """The largest batch on the fewest CPUs runs out of memory; half of the others miss ``p99_ms <= 30``."""
+    """Run out of memory for the largest batch on the fewest CPUs; half of the others violate `p99_ms <= 30`."""
     cpu, batch = float(config["cpu"]), float(config["batch"])
     if batch >= 16 and cpu <= 1:
         return TrialOutcome.failed(FailureKind.OUT_OF_MEMORY)
@@ -65,7 +65,7 @@ def service(config: Config) -> TrialOutcome:
 def run_trials(
     designer: Designer, count: int, measure: Callable[[Config], TrialOutcome] = service, *, first: int = 0
 ) -> list[Config]:
-    """Asks, measures and tells so many times; returns the configurations."""
+    """Ask, measure and tell `count` times; return the configurations."""
     configs = []
     for number in range(first, first + count):
         config = designer.ask()
@@ -75,7 +75,7 @@ def run_trials(
 
 
 def past_run(space: Space, name: str = "past", measure: Callable[[Config], TrialOutcome] = service) -> LibraryRun:
-    """A library run that measured every cell of a space."""
+    """Return a library run that measured every cell of a space."""
     trials = (
         Trial(number=number, config=config, outcome=measure(config), duration_s=1.0)
         for number, config in enumerate(space.cells())
@@ -90,23 +90,23 @@ def _must_not_run(config: Config) -> TrialOutcome:
 
 
 class DesignerConformance:
-    """What every designer promises. Each test is one promise."""
+    """The guarantees of every designer, one per test."""
 
     several_goals: ClassVar[bool] = True
     """Override: False for a designer that refuses them (`ObjectiveError` from its constructor)."""
 
     @pytest.fixture
     def make(self) -> MakesDesigner:
-        """The constructor; override."""
+        """Return the constructor; override."""
         raise NotImplementedError
 
     @pytest.fixture
     def library(self) -> Sequence[LibraryRun]:
-        """Past runs in both spaces: a designer uses those that fit."""
+        """Return past runs in both spaces: a designer uses those that fit."""
         return [past_run(SMALL, "one"), past_run(CONDITIONAL, "two")]
 
     def test_visits_every_cell_once(self, make: MakesDesigner, library: Sequence[LibraryRun]) -> None:
-        """No cell comes twice, all come, and then the search says that it is exhausted, again and again."""
+        """No cell is proposed twice, all are proposed, and then every further `ask` raises `Exhausted`."""
         designer = make(SMALL, OBJECTIVE, seed=3, library=library)
         configs = run_trials(designer, len(SMALL.cells()))
         assert len(configs) == len(set(map(SMALL.key, configs)))
@@ -123,7 +123,7 @@ class DesignerConformance:
                 assert CONDITIONAL.check(config) == config
 
     def test_asked_ahead(self, make: MakesDesigner) -> None:
-        """Several cells asked for before the first is told are different ones, told in any order."""
+        """Several cells asked for ahead of any result are all different, and results may arrive in any order."""
         designer = make(SMALL, OBJECTIVE, seed=5)
         run_trials(designer, 2)
         ahead = [designer.ask() for _ in range(4)]
@@ -139,18 +139,18 @@ class DesignerConformance:
 
     @pytest.mark.parametrize("kind", [kind for kind in FailureKind if kind is not FailureKind.INVALID])
     def test_failures_are_reported_and_not_repeated(self, make: MakesDesigner, kind: FailureKind) -> None:
-        """A search in which everything fails, in any way, goes on to new cells."""
+        """A search in which everything fails, in any way, moves on to new cells."""
         configs = run_trials(make(SMALL, OBJECTIVE, seed=7), 12, lambda _: TrialOutcome.failed(kind))
         assert len({SMALL.key(config) for config in configs}) == 12
 
     def test_nothing_feasible(self, make: MakesDesigner, library: Sequence[LibraryRun]) -> None:
-        """A search in which every trial misses the limit goes on to new cells."""
+        """A search in which every trial violates the limit moves on to new cells."""
         designer = make(SMALL, OBJECTIVE, seed=8, library=library)
         configs = run_trials(designer, 12, lambda _: TrialOutcome.measured(rate_per_s=1.0, p99_ms=99.0))
         assert len({SMALL.key(config) for config in configs}) == 12
 
     def test_invalid_comes_at_most_once_more(self, make: MakesDesigner) -> None:
-        """An invalid measurement says nothing about the cell, which is proposed again, but only once."""
+        """An invalid measurement is no evidence about the cell, which is proposed again, but only once."""
         designer = make(SMALL, OBJECTIVE, seed=9)
         configs = run_trials(designer, 24, lambda _: TrialOutcome.failed(FailureKind.INVALID))
         keys = [SMALL.key(config) for config in configs]
@@ -159,7 +159,7 @@ class DesignerConformance:
             designer.ask()
 
     def test_repeats_and_strangers(self, make: MakesDesigner) -> None:
-        """Trials that nobody asked for are learned from: repeats, and cells that then are not proposed."""
+        """Trials that were never asked for are learned from: repeats, and cells that are then not proposed."""
         designer = make(SMALL, OBJECTIVE, seed=10)
         own = SMALL.cells()[5]
         for repeat, rate_per_s in enumerate((9.0, 11.0, 10.0)):
@@ -170,7 +170,7 @@ class DesignerConformance:
         assert SMALL.key(own) not in keys
 
     def test_dropped_cells_come_back(self, make: MakesDesigner) -> None:
-        """A cell that was asked for and given back is open again; one that was measured stays closed."""
+        """A cell that was asked for and dropped is open again; one that was measured stays closed."""
         designer = make(SMALL, OBJECTIVE, seed=11)
         measured = run_trials(designer, 1)[0]
         asked = designer.ask()
@@ -181,7 +181,7 @@ class DesignerConformance:
         assert SMALL.key(measured) not in keys
 
     def test_bad_trials_change_nothing(self, make: MakesDesigner) -> None:
-        """A configuration of another space or a missing metric is refused by name, and the search goes on as before."""
+        """A configuration of another space or a missing metric is rejected by name, and the search is unaffected."""
         designer, twin = (make(SMALL, OBJECTIVE, seed=12) for _ in range(2))
         run_trials(designer, 2)
         outcome = TrialOutcome.measured(rate_per_s=1.0, p99_ms=1.0)
@@ -194,7 +194,7 @@ class DesignerConformance:
         assert run_trials(designer, 10) == run_trials(twin, 10)
 
     def test_an_unrelated_library_is_ignored(self, make: MakesDesigner) -> None:
-        """Runs of another space, or without the objective's metrics, and an unknown machine, change no promise."""
+        """Runs of another space or without the objective's metrics, and an unknown machine, break no guarantee."""
         other = Space((IntKnob(name="threads", low=1, high=4),))
         runs = [past_run(other, "other", lambda _: TrialOutcome.measured(rate_per_s=1.0, p99_ms=1.0))]
         runs.append(past_run(SMALL, "unmeasured", lambda _: TrialOutcome.measured(watts=1.0)))
@@ -211,14 +211,14 @@ class DesignerConformance:
             run_trials(designer, 1, _must_not_run)
 
     def test_a_continuous_space(self, make: MakesDesigner) -> None:
-        """A space that can not be listed is searched on its sample."""
+        """A space that cannot be listed is searched on its sample."""
         space = Space((FloatKnob(name="cpu", low=1.0, high=8.0), ChoiceKnob(name="batch", values=(4, 8), ordered=True)))
         configs = run_trials(make(space, OBJECTIVE, seed=15), 11)
         assert len({space.key(config) for config in configs}) == 11
         assert all(space.check(config) == config for config in configs)
 
     def test_several_goals(self, make: MakesDesigner, library: Sequence[LibraryRun]) -> None:
-        """Two goals are searched, or refused at once: never taken for one."""
+        """Two goals are either searched or rejected at once, never treated as one."""
         objective = Objective((maximise("rate_per_s"), minimise("cost_per_hour")), OBJECTIVE.limits)
         if not self.several_goals:
             with pytest.raises(ObjectiveError, match="one goal"):
@@ -228,7 +228,7 @@ class DesignerConformance:
         assert len({SMALL.key(config) for config in configs}) == 12
 
     def test_as_an_optuna_sampler(self, make: MakesDesigner, library: Sequence[LibraryRun]) -> None:
-        """In an Optuna study it visits every cell once, hears of failures and limits, and ends when exhausted."""
+        """As an Optuna sampler it visits every cell once, receives failures and limits, and ends when exhausted."""
         designer = make(SMALL, OBJECTIVE, seed=17, library=library)
         with quiet():
             study = optuna.create_study(direction="maximize", sampler=DesignerSampler(designer, SMALL, OBJECTIVE))
@@ -244,7 +244,7 @@ class DesignerConformance:
         assert study.best_value == best
 
     def test_optuna_learns_as_tell_does(self, make: MakesDesigner) -> None:
-        """Behind Optuna the search is the same as with ask and tell."""
+        """Used through Optuna, the search is identical to that with ask and tell."""
         direct = run_trials(make(SMALL, OBJECTIVE, seed=18), 8)
         with quiet():
             sampler = DesignerSampler(make(SMALL, OBJECTIVE, seed=18), SMALL, OBJECTIVE)

@@ -1,7 +1,7 @@
-"""``python -m plait_autoconfig.jobs DESCRIPTOR`` is the measuring process (`child`).
+"""`python -m plait_autoconfig.jobs DESCRIPTOR` is the measuring process (`child`).
 
-Imports nothing by itself: processes that a measurer starts (the load generator's, for every trial) import the main
-module of their parent again, but not one of this name.
+Imports nothing at module level: processes that a measurer starts (the load generator's, for every trial) import
+their parent's main module again, unless it has this name.
 """
 
 import sys

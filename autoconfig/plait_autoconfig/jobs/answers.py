@@ -1,7 +1,8 @@
-"""The answer of a job: which configuration, how much better than the reference, and how sure that is.
+"""The answer of a job: which configuration, how much better than the reference, and with what confidence.
 
-After the search the best candidates and the reference are measured again, in turn. Only these fresh measurements count:
-the best of many trials is partly the luckiest. They are compared as measured, since drift hits all of them alike.
+After the search the best candidates and the reference are measured again, alternating. Only these fresh measurements
+count, because the best of many trials is partly the luckiest. They are compared as measured, since drift affects all
+of them alike.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from plait_autoconfig.values import Cell, Config, Trial, TrialOutcome, Value, ce
 
 
 def recommendations(spec: JobSpec, records: Sequence[Record]) -> tuple[Recommendation, ...]:
-    """The answer of a search that is over: one, or the front of several goals; none if nothing is feasible."""
+    """Return the answer of a finished search: one, or the front of several goals; none if nothing is feasible."""
     fresh = fresh_trials(records)
     own = config_key(spec.default)
     confirmed = any(config_key(trial.config) != own for trial in fresh)
@@ -36,13 +37,13 @@ def recommendations(spec: JobSpec, records: Sequence[Record]) -> tuple[Recommend
 
 
 def noise_of(goal: Goal, groups: Mapping[Hashable, Sequence[TrialOutcome]], *, seed: int) -> Noise:
-    """The noise of a goal's metric over the outcomes by configuration."""
+    """Return the noise of a goal's metric, estimated from the outcomes grouped by configuration."""
     values = [[each.metrics[goal.metric] for each in group if each.failure is None] for group in groups.values()]
     return Noise(values, seed=seed)
 
 
 def gain_of(goal: Goal, metrics: Mapping[str, float], reference: Mapping[str, float]) -> float | None:
-    """How many times better than the reference; None if that has no meaning."""
+    """Return how many times better than the reference; None if that is undefined."""
     ours, theirs = metrics.get(goal.metric, 0.0), reference.get(goal.metric, 0.0)
     if ours <= 0.0 or theirs <= 0.0:
         return None
@@ -50,7 +51,7 @@ def gain_of(goal: Goal, metrics: Mapping[str, float], reference: Mapping[str, fl
 
 
 def fresh_trials(records: Sequence[Record]) -> tuple[Trial, ...]:
-    """The measurements of the confirmation."""
+    """Return the measurements of the confirmation."""
     return trials_of(record for record in records if record.kind is MeasurementKind.CONFIRM)
 
 
@@ -92,7 +93,7 @@ def _recommendation(
 
 
 def changes_of(reference: Config, config: Config) -> dict[str, tuple[Value | None, Value | None]]:
-    """The knobs that differ, from what to what; None: the knob has no meaning on that side."""
+    """Return the knobs that differ, with both values; None: the knob is inactive on that side."""
     names = dict.fromkeys([*reference, *config])
     pairs = {name: (reference.get(name), config.get(name)) for name in names}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

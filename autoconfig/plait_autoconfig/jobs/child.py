@@ -1,8 +1,8 @@
 """The measuring process: makes the measurer, then answers JSON lines on the socket that it inherited.
 
-A request is ``{"do": ...}``; the answer any number of ``{"say": text}`` and one ``{"ok": ...}`` or ``{"error": ...}``.
-When the job's process is gone (end of file), the measurer is interrupted, restores and closes; after `PARTING_S`, or
-when that is done, the whole process group ends. Nothing survives a `kill -9` of the job for longer than that.
+A request is `{"do": ...}`; the reply is any number of `{"say": text}` and one `{"ok": ...}` or `{"error": ...}`.
+When the job's process has died (end of file), the measurer is interrupted, restores and closes; once that is done,
+or after `PARTING_S`, the whole process group ends. Nothing outlives a `kill -9` of the job by more than that.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ PARTING_S = 30.0
 
 
 class Child:
-    """One measurer and the requests for it, in the main thread."""
+    """A measurer and the requests for it, in the main thread."""
 
     def __init__(self, tell: Callable[[Mapping[str, Any]], None]) -> None:
         self._tell = tell
         self._measurer: Measurer | None = None
 
     def answer(self, request: Mapping[str, Any]) -> None:
-        """Does what is asked and tells how it went."""
+        """Carry out a request and report the result."""
         try:
             done = self._do(request)
         except (Exception, SystemExit) as error:
@@ -48,7 +48,7 @@ class Child:
             self._tell({"ok": done})
 
     def part(self) -> None:
-        """Restores and closes, as far as that works."""
+        """Restore and close, as far as that works."""
         if self._measurer is None:
             return
         for act in (self._measurer.restore, self._measurer.close):
@@ -84,7 +84,7 @@ def _made(factory: str, folder: Path, arguments: Mapping[str, Any]) -> Measurer:
 
 
 def _described(error: BaseException) -> dict[str, Any]:
-    """``kind``: refused, memory or failed."""
+    """Describe an error as JSON; `kind` is refused, memory or failed."""
     text = str(error) or type(error).__name__
     if isinstance(error, JobError):
         return {"kind": "refused", "text": text}
@@ -93,7 +93,7 @@ def _described(error: BaseException) -> dict[str, Any]:
 
 
 def _listen(connection: socket.socket, requests: queue.SimpleQueue[Any], main: int) -> None:
-    """Passes requests on; at the end of file the main thread is interrupted, and the group has `PARTING_S` left."""
+    """Pass requests on; at the end of file interrupt the main thread and give the group `PARTING_S` to end."""
     with connection.makefile("r", encoding="utf-8") as lines:
         try:
             for line in lines:
@@ -105,7 +105,7 @@ def _listen(connection: socket.socket, requests: queue.SimpleQueue[Any], main: i
 
 
 def main(descriptor: int) -> None:
-    """Answers requests until the other side of the socket ``descriptor`` is closed."""
+    """Answer requests until the other side of the socket `descriptor` is closed."""
     connection = socket.socket(fileno=descriptor)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     writing = threading.Lock()

@@ -1,8 +1,8 @@
-"""How the host drifts, seen in the reference configuration, and what that does to a trial's metrics.
+"""Drift of the host, seen in the reference configuration, and how it affects a trial's metrics.
 
-Legend: x(t) a metric of the reference measured at t, x(0) its first value. The factor is x(t) / x(0) for the latest t.
-A trial's metric is divided by it. A factor within the noise is 1, so that noise of the reference is not added to every
-trial.
+Legend: x(t) is a metric of the reference measured at t, x(0) its first value. The factor is x(t) / x(0) for the
+latest t. A trial's metric is divided by it. A factor within the noise counts as 1, so that the reference's noise is
+not added to every trial.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ class Tolerances(Protocol):
 
     @property
     def noise(self) -> float:
-        """Relative."""
+        """Relative change that counts as noise."""
 
     @property
     def most_drift(self) -> float:
-        """Relative."""
+        """Relative change that is too large to correct."""
 
 
 def reference_outcomes(records: Sequence[Record]) -> tuple[tuple[Record, TrialOutcome], ...]:
-    """The reference measurements that ran, with their raw outcomes."""
+    """Return the reference measurements that ran, with their raw outcomes."""
     found = [(each, each.raw) for each in records if each.kind is MeasurementKind.REFERENCE]
     return tuple((record, raw) for record, raw in found if raw is not None and raw.failure is None)
 
 
 def ratios(first: TrialOutcome, later: TrialOutcome) -> dict[str, float]:
-    """By metric, later over first; metrics that are not positive in both have none."""
+    """Return the ratio of later over first by metric; metrics that are not positive in both are left out."""
     return {
         name: later.metrics[name] / value
         for name, value in first.metrics.items()
@@ -43,7 +43,7 @@ def ratios(first: TrialOutcome, later: TrialOutcome) -> dict[str, float]:
 
 
 def drift_factors(records: Sequence[Record], tolerances: Tolerances) -> dict[str, float]:
-    """By metric, what a trial that ends now is to be divided by; metrics without a drift beyond noise are left out."""
+    """Return, by metric, the divisor for a trial that ends now; metrics without drift beyond the noise are left out."""
     outcomes = [outcome for _, outcome in reference_outcomes(records)]
     if not outcomes:
         return {}
@@ -52,7 +52,7 @@ def drift_factors(records: Sequence[Record], tolerances: Tolerances) -> dict[str
 
 
 def drift_warnings(records: Sequence[Record], metrics: Sequence[str], tolerances: Tolerances) -> tuple[str, ...]:
-    """A sentence for each of these metrics of the reference that once was further off than can be corrected."""
+    """Return a sentence for each of these metrics whose reference once drifted too far to be corrected."""
     outcomes = reference_outcomes(records)
     worst: dict[str, float] = {}
     for _, outcome in outcomes[1:]:
@@ -69,5 +69,5 @@ def _warning(name: str, worst: Mapping[str, float]) -> str:
 
 
 def _change(ratio: float) -> float:
-    """How far from 1, alike in both directions: 0.25 for 1.25 and for 0.8."""
+    """Return the distance from 1, symmetric in both directions: 0.25 for 1.25 and for 0.8."""
     return max(ratio, 1.0 / ratio) - 1.0

@@ -1,9 +1,9 @@
-"""What can go wrong with a job as a whole. A trial that fails is an `Outcome`, never an exception.
+"""Errors that concern a job as a whole. A trial that fails is a `TrialOutcome`, never an exception.
 
 * `TunerError`
   * `JobError`: base of these.
     * `JobRefused`: the job file, the target or the scenario is wrong; nothing was measured. The user must change it.
-    * `JobBroken`: nothing can be measured any more (the child does not start, the disk is full); resume when mended.
+    * `JobBroken`: measuring is no longer possible (the child does not start, the disk is full); resume once repaired.
     * `JobBusy`: another process holds what only one may hold: the live service of this job.
 """
 
@@ -13,15 +13,15 @@ from plait_autoconfig.errors import TunerError
 
 
 class JobError(TunerError):
-    """Base of all; its text is one sentence for the person at the terminal."""
+    """Base of all job errors; its text is one sentence for the person at the terminal."""
 
 
 class JobRefused(JobError):
-    """The job must be written differently."""
+    """The job must be specified differently."""
 
 
 class JobBroken(JobError):
-    """Whatever the message names must be repaired; then the job goes on where it stopped."""
+    """Whatever the message names must be repaired; then the job continues where it stopped."""
 
 
 class JobBusy(JobError):

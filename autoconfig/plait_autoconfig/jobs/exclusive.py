@@ -1,4 +1,4 @@
-"""A live service is tuned by one process at a time, measuring processes that outlive their parent included."""
+"""One process at a time may tune a live service, counting measuring processes that outlive their parent."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from plait_autoconfig.jobs.errors import JobBusy
 
 @contextmanager
 def exclusive_lock(path: Path, *, wait_s: float, tick: Callable[[], None]) -> Iterator[int]:
-    """Holds a lock on a file and yields its descriptor; a process that inherits it holds the lock, too.
+    """Hold a lock on a file and yield its descriptor; a process that inherits it holds the lock, too.
 
-    Waits for a holder that may be about to end, calling ``tick`` meanwhile. Raises `JobBusy` after ``wait_s``.
+    Waits for a holder that may be about to end, calling `tick` meanwhile. Raises `JobBusy` after `wait_s`.
     """
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
     try:

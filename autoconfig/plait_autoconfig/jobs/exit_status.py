@@ -1,4 +1,4 @@
-"""Why a measuring process is gone: out of memory, or a crash. The kernel does not say, so the signs are read."""
+"""Why a measuring process ended: out of memory, or a crash. The kernel gives no reason, so it is inferred."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _OUT_OF_MEMORY = re.compile(
 
 
 def mentions_out_of_memory(text: str) -> bool:
-    """Whether an error's text is one of those that Python, C++, PyTorch and CUDA have for a lack of memory."""
+    """Return whether an error's text is one that Python, C++, PyTorch or CUDA gives for running out of memory."""
     return _OUT_OF_MEMORY.search(text) is not None
 
 
 def outcome_of_exit(return_code: int, *, last_lines: str, oom_kills: int) -> TrialOutcome:
-    """The outcome of a trial whose process ended. ``return_code``: negative for a signal, as in `subprocess`.
+    """Return the outcome of a trial whose process ended. `return_code`: negative for a signal, as in `subprocess`.
 
-    ``oom_kills``: how often the kernel killed for memory on this machine during the trial (`count_oom_kills`).
+    `oom_kills`: how often the kernel killed for memory on this machine during the trial (`count_oom_kills`).
     """
     said = f": {last_lines}" if last_lines else ""
     if return_code == -signal.SIGKILL and oom_kills > 0:
@@ -36,9 +36,9 @@ def outcome_of_exit(return_code: int, *, last_lines: str, oom_kills: int) -> Tri
 
 
 def count_oom_kills(*, vmstat: Path, memory_events: Path) -> int:
-    """Processes that the kernel killed for memory since it started; 0 where it does not tell.
+    """Return how many processes the kernel has killed for memory since boot; 0 where it does not report that.
 
-    ``vmstat``: /proc/vmstat, of the machine. ``memory_events``: /sys/fs/cgroup/memory.events, of a container.
+    `vmstat`: /proc/vmstat, of the machine. `memory_events`: /sys/fs/cgroup/memory.events, of a container.
     """
     return max(_counter(vmstat, "oom_kill"), _counter(memory_events, "oom_kill"))
 

@@ -1,7 +1,7 @@
-"""Which workers of a job are alive. A worker's claims are its own for as long as it is.
+"""Which workers of a job are alive. A worker's claims remain its own while it lives.
 
-A worker holds a kernel lock on a file of its own, and touches it now and then. It is gone when nobody holds the lock
-(it died: known at once) or when the file was not touched for `LEASE_S` (it hangs, or its machine does).
+A worker holds a kernel lock on a file of its own, and touches it periodically. It counts as lost when nobody holds
+the lock (it died: known at once) or when the file was not touched for `LEASE_S` (it hangs, or its machine does).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _RENEW_S = LEASE_S / 6.0
 
 
 class Heartbeat:
-    """This worker's file. ``now_s`` is the time since 1970."""
+    """This worker's file. `now_s` is in seconds since 1970."""
 
     def __init__(self, folder: Path, worker: str, *, now_s: float) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -28,13 +28,13 @@ class Heartbeat:
         self.renew(now_s=now_s)
 
     def renew(self, *, now_s: float) -> None:
-        """Touches the file, when it is time to."""
+        """Touch the file if it is due."""
         if now_s - self._touched_s >= _RENEW_S:
             os.utime(self._descriptor, (now_s, now_s))
             self._touched_s = now_s
 
     def close(self) -> None:
-        """Says that this worker is gone."""
+        """Remove the file and release the lock: this worker has ended."""
         if self._descriptor >= 0:
             self._path.unlink(missing_ok=True)
             os.close(self._descriptor)
@@ -48,7 +48,7 @@ class Heartbeat:
 
 
 def is_present(folder: Path, worker: str, *, now_s: float) -> bool:
-    """Whether this worker is alive and at work."""
+    """Return whether this worker is alive and working."""
     try:
         descriptor = os.open(folder / worker, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -63,6 +63,6 @@ def is_present(folder: Path, worker: str, *, now_s: float) -> bool:
 
 
 def present_workers(folder: Path, *, now_s: float) -> tuple[str, ...]:
-    """The workers that are alive, in order of their names."""
+    """Return the workers that are alive, in order of their names."""
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     return tuple(name for name in names if is_present(folder, name, now_s=now_s))

@@ -1,4 +1,4 @@
-"""From the text of a job file to a `JobSpec`: paths made absolute, every fault named with its line."""
+"""From the text of a job file to a `JobSpec`: paths become absolute, every error names its line."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _Location = tuple[int | str, ...]
 
 
 def parse_job(text: str, *, folder: Path, source: str = "the job") -> JobSpec:
-    """The job of a YAML (or JSON) text; its relative paths start from ``folder``.
+    """Return the job of a YAML (or JSON) text; its relative paths start from `folder`.
 
-    Raises `JobRefused`: one sentence with ``source``, line and field.
+    Raises `JobRefused`: one sentence with `source`, line and field.
     """
     try:
         root, settings = strict_yaml.parse(text, source)
@@ -47,7 +47,8 @@ def parse_job(text: str, *, folder: Path, source: str = "the job") -> JobSpec:
 
 
 def job_of(settings: Mapping[str, Any], *, folder: Path) -> JobSpec:
-    """The job of a mapping, as a route gets it. Raises pydantic's `ValidationError`, or `JobRefused` for a scenario."""
+    """Validate the job of a mapping, e.g. of an HTTP request. Raises pydantic's `ValidationError`, or `JobRefused` for
+    a scenario."""
     try:
         text = json.dumps(_absolute(settings, folder), allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -69,7 +70,7 @@ def job_of(settings: Mapping[str, Any], *, folder: Path) -> JobSpec:
 
 
 def _absolute(settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """With absolute paths, so that a job means the same files wherever its text is kept."""
+    """Make paths absolute, so that a job means the same files wherever its text is kept."""
     changed = dict(settings)
     target, library, scenarios = changed.get("target"), changed.get("library"), changed.get("scenarios")
     if isinstance(target, Mapping) and isinstance(target.get("config"), str):
@@ -100,7 +101,7 @@ def _sentence(first: Mapping[str, Any], location: _Location) -> str:
 
 
 def _line_of(root: yaml.Node | None, location: _Location) -> int | None:
-    """The line of the deepest part of the location that the text has; None for the job as a whole."""
+    """Return the line of the deepest part of the location that the text has; None for the job as a whole."""
     node, line = root, None
     for part in location:
         found = _child(node, part)

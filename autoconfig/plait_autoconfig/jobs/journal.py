@@ -1,4 +1,4 @@
-"""The Optuna storage of a job: a journal file that survives `kill -9` of a writer at any byte, or a database by URL."""
+"""The Optuna storage of a job: a journal file that survives a `kill -9` at any byte, or a database by URL."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ from optuna.storages.journal import JournalFileBackend
 
 
 class KernelLock:
-    """An exclusive lock that the kernel gives back when its holder dies, which Optuna's own locks do after 30 s."""
+    """An exclusive lock that the kernel releases when its holder dies; Optuna's own locks take 30 s for that."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._descriptor: int | None = None
 
     def acquire(self) -> None:
-        """Waits for the lock."""
+        """Wait for the lock."""
         descriptor = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         self._descriptor = descriptor
 
     def release(self) -> None:
-        """Gives it back."""
+        """Release it."""
         assert self._descriptor is not None
         os.close(self._descriptor)
         self._descriptor = None
 
 
 class _MendedBackend(JournalFileBackend):  # type: ignore[misc]  # optuna is untyped for us
-    """Optuna's journal file, but for a last line that its writer never finished.
+    """Optuna's journal file, except for a last line that its writer never finished.
 
-    Optuna appends behind such a line, and then can read no further. Here it is cut off first, under the same lock.
+    Optuna appends after such a line, and then cannot read any further. Here it is cut off first, under the same
+    lock.
     """
 
     def __init__(self, path: Path, lock: KernelLock) -> None:
@@ -42,7 +43,7 @@ class _MendedBackend(JournalFileBackend):  # type: ignore[misc]  # optuna is unt
         self._path, self._kernel_lock = path, lock
 
     def append_logs(self, logs: list[dict[str, object]]) -> None:
-        """One synced write."""
+        """Append in one synced write."""
         lines = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs)
         self._kernel_lock.acquire()
         try:
@@ -56,7 +57,7 @@ class _MendedBackend(JournalFileBackend):  # type: ignore[misc]  # optuna is unt
 
 
 def open_storage(location: str | Path) -> BaseStorage:
-    """``location``: a database URL, or the path of a journal file, which is made if it is not there."""
+    """Open the storage. `location`: a database URL, or the path of a journal file, which is created if missing."""
     if "://" in str(location):
         return RDBStorage(str(location))
     path = Path(location)
@@ -64,7 +65,7 @@ def open_storage(location: str | Path) -> BaseStorage:
 
 
 def cut_torn_line(path: Path) -> None:
-    """Cuts off a last line without its end. The caller holds the lock that writers take."""
+    """Cut off an unterminated last line. The caller holds the lock that writers take."""
     with path.open("r+b") as file:
         end = file.seek(0, os.SEEK_END)
         if end == 0:

@@ -1,7 +1,7 @@
-"""Runs a job: asks `plan` what comes next, claims it, has it measured, stores the end. Until nothing is left.
+"""Runs a job: asks `plan` what comes next, claims it, has it measured and stores the result, until nothing is left.
 
-Workers agree through the store alone. Deciding and claiming happen under its lock, so no two do the same; a claim whose
-worker is gone is declared lost by the next one that looks, and what it measured is proposed again.
+Workers coordinate through the store alone. They decide and claim under its lock, so no two do the same; a claim
+whose worker has died is declared lost by the next worker that looks, and its configuration is proposed again.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ EventKind: TypeAlias = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEvent:
-    """Something that happened, for those who watch. ``number``: of the measurement, if it is about one."""
+    """An event of a job, for observers. `number`: of the measurement, if it concerns one."""
 
     kind: EventKind
     at_s: float
@@ -67,11 +67,11 @@ def run_job(
     now: Callable[[], float] = time.time,
     sleep: Callable[[float], None] = time.sleep,
 ) -> JobState:
-    """Works on a job until it is done, ``stop`` says so, or somebody cancels it; then returns its state.
+    """Work on a job until it is done, `stop` returns True, or it is cancelled; then return its state.
 
-    Call it again to resume, or in another process to help. ``now``: seconds since 1970. ``runner``: default is a
-    process of its own for the measurer of ``source``.
-    Raises `JobRefused` before anything is measured, `JobBroken` and `JobBusy`; the state then is "failed".
+    Call it again to resume, or in another process to help. `now`: seconds since 1970. `runner`: by default, a
+    separate process for the measurer of `source`. Raises `JobRefused` before anything is measured, `JobBroken` and
+    `JobBusy`; the state is then "failed".
     """
     store.clear_signs()
     try:
@@ -98,7 +98,7 @@ def _work(
     now: Callable[[], float],
     sleep: Callable[[float], None],
 ) -> None:
-    """One worker from its sign of presence to its end; what it opens is closed by ``stack``."""
+    """Run one worker from its first heartbeat to its end; `stack` closes what it opens."""
     name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     presence = stack.enter_context(Heartbeat(store.workers_folder, name, now_s=now()))
 
@@ -141,7 +141,7 @@ class _JobWorker:
         self._used_before_s = 0.0
 
     def run(self) -> None:
-        """Until nothing is left to do."""
+        """Measure until nothing is left to do."""
         self._say("started", f"job {self._spec.name} in {self._store.folder}")
         with self._store.exclusive():
             self._store.mend()
@@ -196,7 +196,7 @@ class _JobWorker:
         return Proposals(designer, self._spec)
 
     def _claimed(self) -> Record | Step:
-        """The measurement that is now ours, or why there is none. A designer thinks outside of the lock."""
+        """Return the measurement that is now ours, or why there is none. The designer works outside the lock."""
         proposal = None
         if isinstance(self._planned(self._store.records()), RunSearch):
             proposal = self._proposal()
@@ -225,7 +225,7 @@ class _JobWorker:
         )
 
     def _swept(self, records: Sequence[Record]) -> tuple[Record, ...]:
-        """The records, with claims of workers that are gone declared lost."""
+        """Return the records, with claims of dead workers declared lost."""
         orphans = [record for record in records if record.status == "running" and not self._has_worker(record)]
         for record in orphans:
             lost = replace(record, lost=_GONE, finished_at_s=self._now())
@@ -250,9 +250,10 @@ class _JobWorker:
         return self._store.claim(claim)
 
     def _seed(self, kind: MeasurementKind, config: Config, records: Sequence[Record]) -> int:
-        """Of the load: alike for the n-th measurement of every configuration, so that they meet the same arrivals.
+        """Return the load's seed: equal for the n-th measurement of every configuration, so that they see the same
+        arrivals.
 
-        The reference keeps one seed for good: what changes in it is the host.
+        The reference always keeps the same seed: what changes in it is the host.
         """
         before = sum(each.kind is kind and each.key == config_key(config) and each.status != "lost" for each in records)
         first = self._spec.seed + (_CONFIRM_SEEDS if kind is MeasurementKind.CONFIRM else 0)
@@ -291,7 +292,7 @@ class _JobWorker:
             self._say("trial_lost", "another worker had declared it lost", record.number)
 
     def _drift(self, record: Record) -> dict[str, float]:
-        """What to divide by. Confirmations are compared with references of the same minutes, as measured."""
+        """Return the divisors by metric; none for confirmations, whose references are measured in the same minutes."""
         if record.kind not in {MeasurementKind.TRIAL, MeasurementKind.REFERENCE}:
             return {}
         before = [each for each in self._store.records() if each.number != record.number]

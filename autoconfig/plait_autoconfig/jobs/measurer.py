@@ -1,7 +1,7 @@
-"""The seam between a job and what it tunes. A `Measurer` lives in a child process of its own (`child`, `runner`).
+"""The interface between a job and what it tunes. A `Measurer` lives in a child process of its own (`child`, `runner`).
 
-A factory ``module:function`` makes it; everything that crosses is JSON. Whatever it does wrong (an exception, a hang,
-death by the kernel) becomes the outcome of one trial, and the next trial gets a fresh child.
+A factory `module:function` makes it; everything that crosses is JSON. Whatever goes wrong in it (an exception, a
+hang, being killed by the kernel) becomes the outcome of one trial, and the next trial gets a fresh child.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Say: TypeAlias = Callable[[str], None]
 
 
 class MeasurementKind(StrEnum):
-    """What a measurement is for."""
+    """The purpose of a measurement."""
 
     WARM_UP = "warm_up"  # its result is forgotten
     TRIAL = "trial"  # proposed by the designer
@@ -32,7 +32,7 @@ class MeasurementKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasurementTask:
-    """One measurement. ``folder``: exists, is its own, for artefacts. ``limit_s``: then the child is killed."""
+    """One measurement. `folder`: exists, for this task's artefacts only. `limit_s`: after which the child is killed."""
 
     number: int
     kind: MeasurementKind
@@ -44,7 +44,7 @@ class MeasurementTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """What the application used while the load ran."""
+    """The application's resource use while the load ran."""
 
     cpu_cores: float = 0.0
     memory_bytes: int = 0
@@ -53,10 +53,10 @@ class Samples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What a task showed. ``restarted``: deployments that had to be started anew. ``artefacts``: files in the folder.
+    """The result of a task. `restarted`: deployments that had to be restarted. `artefacts`: files in the folder.
 
-    ``load_s``: of ``duration_s``, what load tests took, warm-up included. ``note``: a sentence for the table of trials,
-    such as why the load test was broken off.
+    `load_s`: the part of `duration_s` that load tests took, warm-up included. `note`: a sentence for the table of
+    trials, such as why the load test was aborted.
     """
 
     outcome: TrialOutcome
@@ -70,7 +70,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningSubject:
-    """What is tuned, as the library remembers it and designers compare it."""
+    """The tuned application, as the library remembers it and designers compare it."""
 
     service: str = ""
     workload: WorkloadFeatures = field(default_factory=dict)
@@ -84,34 +84,32 @@ class Measurer(Protocol):
     """Applies configurations and measures them. Made by a factory in the child; used from one thread."""
 
     def check(self, spec: JobSpec) -> TuningSubject:
-        """Called first, once per process. Raises `JobRefused` for what can not be measured: a knob that the deployment
-        does not have (with those there are), a scenario that can not reach its rate.
-        """
+        """Check the job; called first, once per process. Raises `JobRefused` for what cannot be measured: a knob that
+        the deployment does not have (listing those it has), a scenario that cannot reach its rate."""
 
     def measure(self, task: MeasurementTask, say: Say) -> Measured:
-        """Applies ``task.config``, warms up, measures. Failures that it understands are outcomes; what it raises
-        becomes one: MemoryError and CUDA's out of memory as such, all else as a crash.
-        """
+        """Apply `task.config`, warm up and measure. Failures that it understands are outcomes; whatever it raises
+        becomes one: MemoryError and CUDA's out of memory as such, anything else as a crash."""
 
     def apply(self, config: Config) -> None:
-        """Leaves this configuration in the live application; only called for a live job, at its end.
+        """Leave this configuration in the live application; only called for a live job, at its end.
 
-        It is the original from then on: `restore` changes nothing any more.
+        It counts as the original from then on: `restore` changes nothing any more.
         """
 
     def restore(self) -> None:
-        """Puts the original configuration back where the live application was changed; nothing for a clone."""
+        """Restore the original configuration if the live application was changed; do nothing for a clone."""
 
     def close(self) -> None:
-        """Removes the clone and whatever else is left."""
+        """Remove the clone and anything else that is left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasurerSource:
-    """Where the measurer comes from: ``factory`` is ``module:function``, ``arguments`` are JSON.
+    """Where the measurer comes from: `factory` is `module:function`, `arguments` are JSON.
 
-    The function is called with ``folder``, the job's, and the arguments, and returns a `Measurer`. It must also clear
-    away what an earlier process of the same job left when it was killed.
+    The function is called with `folder`, the job's, and the arguments, and returns a `Measurer`. It must also clean
+    up what an earlier process of the same job left behind when it was killed.
     """
 
     factory: str
@@ -126,21 +124,21 @@ _NEVER_MEASURED = "gpu_share"
 
 
 def outcome_to_json(outcome: TrialOutcome) -> dict[str, Any]:
-    """Plain JSON; `outcome_from_json` is the way back."""
+    """Return plain JSON; `outcome_from_json` is the inverse."""
     if outcome.failure is None:
         return {"metrics": dict(outcome.metrics)}
     return {"failure": outcome.failure.value, "detail": outcome.detail}
 
 
 def outcome_from_json(raw: Mapping[str, Any]) -> TrialOutcome:
-    """Raises `TunerError` or `ValueError` for what is no outcome."""
+    """Return the outcome. Raises `TunerError` or `ValueError` for invalid input."""
     if "failure" in raw:
         return TrialOutcome.failed(FailureKind(raw["failure"]), str(raw.get("detail", "")))
     return TrialOutcome(metrics=raw.get("metrics", {}))
 
 
 def measured_to_json(measured: Measured) -> dict[str, Any]:
-    """Plain JSON; `measured_from_json` is the way back."""
+    """Return plain JSON; `measured_from_json` is the inverse."""
     return {
         "outcome": outcome_to_json(measured.outcome),
         "duration_s": measured.duration_s,
@@ -153,7 +151,7 @@ def measured_to_json(measured: Measured) -> dict[str, Any]:
 
 
 def measured_from_json(raw: Mapping[str, Any]) -> Measured:
-    """Raises `TunerError`, `ValueError`, `TypeError` or `KeyError` for what is none."""
+    """Return the result. Raises `TunerError`, `ValueError`, `TypeError` or `KeyError` for invalid input."""
     return Measured(
         outcome=outcome_from_json(raw["outcome"]),
         duration_s=float(raw["duration_s"]),
@@ -166,20 +164,20 @@ def measured_from_json(raw: Mapping[str, Any]) -> Measured:
 
 
 def task_to_json(task: MeasurementTask) -> dict[str, Any]:
-    """Plain JSON; `task_from_json` is the way back."""
+    """Return plain JSON; `task_from_json` is the inverse."""
     return asdict(task) | {"kind": task.kind.value, "folder": str(task.folder)}
 
 
 def task_from_json(raw: Mapping[str, Any]) -> MeasurementTask:
-    """The task of `task_to_json`."""
+    """Return the task from the output of `task_to_json`."""
     return MeasurementTask(**{**raw, "kind": MeasurementKind(raw["kind"]), "folder": Path(raw["folder"])})
 
 
 def subject_to_json(subject: TuningSubject) -> dict[str, Any]:
-    """Plain JSON; `subject_from_json` is the way back."""
+    """Return plain JSON; `subject_from_json` is the inverse."""
     return asdict(subject)
 
 
 def subject_from_json(raw: Mapping[str, Any]) -> TuningSubject:
-    """The subject of `subject_to_json`."""
+    """Return the subject from the output of `subject_to_json`."""
     return TuningSubject(**{**raw, "hardware": Hardware(**raw["hardware"]), "costs": tuple(raw.get("costs", ()))})

@@ -15,10 +15,10 @@ from plait_autoconfig.starter_library import starter_runs
 
 
 def past_runs(spec: JobSpec, records: Sequence[Record]) -> tuple[tuple[LibraryRun, ...], tuple[str, ...]]:
-    """The runs of the library but this job's own, and a sentence about each that can not be used, or only in part;
-    behind them those of the starter library that can be used.
+    """Return the library's runs except this job's own, followed by the usable runs of the starter library; and a
+    sentence about each run that cannot be used, or only in part.
 
-    Raises `JobRefused` for a library that can not be read: learning nothing in silence would waste trials.
+    Raises `JobRefused` for a library that cannot be read: learning nothing silently would waste trials.
     """
     starter = usable_runs(starter_runs(), spec.space, spec.goal) if spec.starter_library else ()
     if spec.library is None:
@@ -40,7 +40,7 @@ def past_runs(spec: JobSpec, records: Sequence[Record]) -> tuple[tuple[LibraryRu
 
 
 def remember(spec: JobSpec, subject: TuningSubject, records: Sequence[Record]) -> str:
-    """Adds the trials of this job to its library; again, only new ones. Returns what went wrong, or nothing."""
+    """Add the trials of this job to its library, skipping stored ones. Return the error text, or an empty string."""
     trials = trials_of(records)
     if spec.library is None or not trials:
         return ""
@@ -65,10 +65,10 @@ def remember(spec: JobSpec, subject: TuningSubject, records: Sequence[Record]) -
 
 
 def run_id_of(spec: JobSpec, records: Sequence[Record]) -> str:
-    """The same whenever the job is resumed, and different for another job of the same name."""
+    """Return an id that is the same when the job is resumed, and different for another job of the same name."""
     return f"{spec.name}-{records[0].claim.nonce}" if records else ""
 
 
 def began_at(records: Sequence[Record]) -> str:
-    """When the first measurement began, ISO 8601; empty before it."""
+    """Return when the first measurement began, ISO 8601; empty before that."""
     return datetime.fromtimestamp(records[0].claim.at_s, UTC).isoformat(timespec="seconds") if records else ""

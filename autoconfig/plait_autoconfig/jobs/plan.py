@@ -1,7 +1,7 @@
-"""What a job does next, as a pure function of the job and what was measured so far.
+"""What a job does next, as a pure function of the job and its measurements so far.
 
-Every worker asks it before every measurement, and so does one that resumes after a crash: there is no other memory of
-where a job stands. First the reference, then trials with the reference between them, then the confirmation.
+Every worker evaluates it before every measurement, and so does one that resumes after a crash: progress is kept
+nowhere else. First comes the reference, then trials interleaved with the reference, then the confirmation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MAX_INVALID = 2  # measurements more than wanted, for those whose load test was
 
 @dataclass(frozen=True, slots=True)
 class RunMeasurement:
-    """Measure this."""
+    """Take this measurement."""
 
     kind: MeasurementKind
     config: Config
@@ -29,24 +29,24 @@ class RunMeasurement:
 
 @dataclass(frozen=True, slots=True)
 class RunSearch:
-    """Measure what the designer proposes."""
+    """Measure the designer's proposal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Another worker is measuring what the decision depends on."""
+    """Wait for another worker's measurement, on which the decision depends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Nothing is left to do. ``why``: what ended the search."""
+    """Nothing is left to do. `why`: what ended the search."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class NoReference:
-    """The reference can not be measured, so nothing can be compared."""
+    """The reference cannot be measured, so nothing can be compared."""
 
     why: str
 
@@ -56,16 +56,15 @@ Step: TypeAlias = RunMeasurement | RunSearch | Wait | Done | NoReference
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
-    """What the records do not tell. ``left_s``: of the budget, None without a limit. ``stop``: why the stop rule or the
-    designer ends the search; empty if neither does.
-    """
+    """Facts that the records do not contain. `left_s`: of the budget, None without a limit. `stop`: why the stop rule
+    or the designer ends the search; empty if neither does."""
 
     left_s: float | None = None
     stop: str = ""
 
 
 def next_step(spec: JobSpec, records: Sequence[Record], outlook: Outlook) -> Step:
-    """What to do next. ``records``: all of the job, in order."""
+    """Return what to do next. `records`: all of the job, in order."""
     active = [record for record in records if record.status != "lost"]
     first = _first_reference(spec, active)
     if first is not None:
@@ -83,7 +82,7 @@ def next_step(spec: JobSpec, records: Sequence[Record], outlook: Outlook) -> Ste
 
 
 def why_over(spec: JobSpec, active: Sequence[Record], outlook: Outlook) -> str:
-    """Why no further configuration is to be proposed; empty if one is."""
+    """Return why no further configuration is to be proposed; empty if one is."""
     made = sum(record.kind is MeasurementKind.TRIAL for record in active)
     if made >= spec.budget.trials:
         return f"the {spec.budget.trials} trials of the budget were made"
@@ -93,7 +92,7 @@ def why_over(spec: JobSpec, active: Sequence[Record], outlook: Outlook) -> str:
 
 
 def needed_s(spec: JobSpec, active: Sequence[Record]) -> float:
-    """Seconds for one more trial and the confirmation, from the mean of those made."""
+    """Return the seconds for one more trial and the confirmation, from the mean of past measurements."""
     durations = [record.measured.duration_s for record in active if record.measured is not None]
     measurements = 1 + (1 + spec.confirm.best) * spec.confirm.times if spec.confirm.best else 1
     return measurements * sum(durations) / len(durations) if durations else 0.0
@@ -103,7 +102,7 @@ def needed_s(spec: JobSpec, active: Sequence[Record]) -> float:
 
 
 def _first_reference(spec: JobSpec, active: Sequence[Record]) -> Step | None:
-    """None once the reference was measured."""
+    """Return how to measure the first reference; None once it was measured."""
     own = [record for record in active if record.kind is MeasurementKind.REFERENCE]
     raw = [record.raw for record in own if record.raw is not None]
     if any(outcome.failure is None for outcome in raw):
@@ -144,7 +143,7 @@ def _searching(spec: JobSpec, active: Sequence[Record]) -> Step:
 
 
 def _wanted(group: Sequence[Record], times: int) -> bool:
-    """Whether a configuration is to be measured once more: fewer than ``times`` are valid or running, none failed."""
+    """Return whether to measure a configuration once more: fewer than `times` are valid or running, none failed."""
     if any(record.valid and record.raw is not None and record.raw.failure is not None for record in group):
         return False
     counted = sum(record.valid or record.status == "running" for record in group)
@@ -163,9 +162,8 @@ def _by_key(records: Sequence[Record], kind: MeasurementKind) -> dict[Hashable, 
 
 
 def ranked_candidates(spec: JobSpec, records: Sequence[Record]) -> tuple[Cell, ...]:
-    """The feasible configurations of the search but the reference, the best first; with several goals the front, its
-    ends first. They follow from the trials alone, so the confirmation does not change them.
-    """
+    """Return the feasible configurations of the search except the reference, best first; with several goals the front,
+    its ends first. They depend on the trials alone, so the confirmation does not change them."""
     own = config_key(spec.default)
     trials = [
         trial
@@ -180,7 +178,7 @@ def ranked_candidates(spec: JobSpec, records: Sequence[Record]) -> tuple[Cell, .
 
 
 def _ends_first(front: Sequence[Cell], metric: str) -> tuple[Cell, ...]:
-    """Both ends of the front, then the middle of the largest gap left, and so on."""
+    """Return both ends of the front, then the middle of the largest remaining gap, and so on."""
     ordered = sorted(front, key=lambda cell: cell.outcome.metrics[metric])
     if len(ordered) <= 2:
         return tuple(ordered)
@@ -193,7 +191,7 @@ def _ends_first(front: Sequence[Cell], metric: str) -> tuple[Cell, ...]:
 
 
 def _confirming(spec: JobSpec, active: Sequence[Record], outlook: Outlook) -> Step | None:
-    """None when the confirmation is complete, pointless, or out of time."""
+    """Return the next step of the confirmation; None when it is complete, pointless, or out of time."""
     size = spec.confirm.best
     candidates = [cell.config for cell in ranked_candidates(spec, active)] if size else []
     done = _by_key(active, MeasurementKind.CONFIRM)
@@ -210,7 +208,7 @@ def _confirming(spec: JobSpec, active: Sequence[Record], outlook: Outlook) -> St
 
 
 def _next_of_batch(configs: Sequence[Config], done: dict[Hashable, list[Record]], times: int) -> Step | None:
-    """The configuration measured least often so far: so they are measured in turn. None: all were."""
+    """Return the configuration with the fewest measurements so far, so that they alternate. None: all are done."""
     groups = [done.get(config_key(config), []) for config in configs]
     wanted = [index for index, group in enumerate(groups) if _wanted(group, times)]
     if wanted:
@@ -219,6 +217,6 @@ def _next_of_batch(configs: Sequence[Config], done: dict[Hashable, list[Record]]
 
 
 def _is_confirmed(spec: JobSpec, group: Sequence[Record]) -> bool:
-    """It kept all limits again, on average."""
+    """Return whether the configuration again kept all limits, on average."""
     outcome = pooled(record.raw for record in group if record.raw is not None)
     return outcome is not None and spec.goal.feasible(outcome)

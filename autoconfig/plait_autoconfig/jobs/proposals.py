@@ -1,4 +1,4 @@
-"""The designer of a job, kept in step with its records. It is rebuilt from them when a job is resumed."""
+"""The designer of a job, kept in sync with its records. It is rebuilt from them when a job is resumed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from plait_autoconfig.values import Config
 
 
 class Proposals:
-    """One worker's designer. Workers of a job share no memory: what others measure reaches it as records."""
+    """One worker's designer. Workers of a job share no memory: it learns of others' measurements through records."""
 
     def __init__(self, designer: Designer, spec: JobSpec) -> None:
         self._designer, self._spec = designer, spec
@@ -24,7 +24,7 @@ class Proposals:
         self.exhausted = ""
 
     def follow(self, records: Sequence[Record]) -> None:
-        """Tells what finished since, and gives back what was lost."""
+        """Tell the designer what has finished since, and drop what was lost."""
         for record in records:
             if record.number in self._reported or record.status == "running" or record.kind is MeasurementKind.WARM_UP:
                 continue
@@ -35,9 +35,10 @@ class Proposals:
                 self._tell(record)
 
     def next(self, records: Sequence[Record]) -> Config | None:
-        """A configuration that nobody measured or is measuring; None to end the search (then see ``exhausted``).
+        """Return a configuration that nobody has measured or is measuring; None to end the search (then see
+        `exhausted`).
 
-        The same one until it is claimed, by us or another worker.
+        Returns the same one until it is claimed, by us or another worker.
         """
         self.follow(records)
         taken = {record.key for record in records if _takes(record)}
@@ -79,5 +80,5 @@ class Proposals:
 
 
 def _takes(record: Record) -> bool:
-    """Whether a record keeps its configuration from being proposed."""
+    """Return whether a record keeps its configuration from being proposed."""
     return record.kind is MeasurementKind.TRIAL and (record.status == "running" or record.valid)

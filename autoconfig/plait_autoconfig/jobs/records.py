@@ -1,4 +1,4 @@
-"""One measurement of a job as it is stored: claimed by a worker, then finished or lost. Frozen; JSON both ways."""
+"""The stored form of a measurement: claimed by a worker, then finished or lost. Frozen; converts to and from JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Status: TypeAlias = Literal["running", "finished", "lost"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A measurement that a worker took on. ``nonce`` is its alone; times are seconds since 1970."""
+    """A measurement claimed by a worker. `nonce` is unique to the claim; times are seconds since 1970."""
 
     kind: MeasurementKind
     config: Config
@@ -29,10 +29,10 @@ class Claim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """A claim and what became of it. ``number``: counts all measurements of the job, from 0.
+    """A claim and its result. `number`: counts all measurements of the job, from 0.
 
-    ``measured`` has the raw outcome, ``drift`` the factors by which the host had drifted by then, by metric (1 if it is
-    not there); None while running or when lost. ``lost``: why nobody finished it.
+    `measured` has the raw outcome, `drift` the factors by which the host had drifted by then, by metric (1 where
+    absent); None while running or when lost. `lost`: why nobody finished it.
     """
 
     number: int
@@ -51,12 +51,12 @@ class Record:
 
     @property
     def kind(self) -> MeasurementKind:
-        """What it is for."""
+        """The purpose of the measurement."""
         return self.claim.kind
 
     @property
     def config(self) -> Config:
-        """What is measured."""
+        """The measured configuration."""
         return self.claim.config
 
     @property
@@ -66,12 +66,12 @@ class Record:
 
     @property
     def raw(self) -> TrialOutcome | None:
-        """As measured; None if it did not finish."""
+        """The outcome as measured; None if it did not finish."""
         return None if self.measured is None else self.measured.outcome
 
     @property
     def outcome(self) -> TrialOutcome | None:
-        """With the drift of the host divided out; None if it did not finish."""
+        """The outcome with the drift of the host divided out; None if it did not finish."""
         if self.measured is None or self.measured.outcome.failure is not None or not self.drift:
             return self.raw
         metrics = self.measured.outcome.metrics
@@ -79,11 +79,11 @@ class Record:
 
     @property
     def valid(self) -> bool:
-        """It finished, and says something about the configuration."""
+        """Whether it finished and is evidence about the configuration."""
         return self.measured is not None and not self.measured.outcome.invalid
 
     def trial(self) -> Trial | None:
-        """As designers and the library know it, drift divided out; None if it did not finish."""
+        """Return the trial as designers and the library see it, drift divided out; None if it did not finish."""
         if self.measured is None or self.outcome is None:
             return None
         return Trial(
@@ -96,12 +96,12 @@ class Record:
 
 
 def config_key(config: Config) -> Hashable:
-    """Equal for equal configurations, whatever the order of their knobs."""
+    """Return a key that is equal for equal configurations, whatever the order of their knobs."""
     return tuple(sorted(config.items()))
 
 
 def trials_of(records: Iterable[Record]) -> tuple[Trial, ...]:
-    """The finished ones as trials (warm-ups left out), with ``repeat`` counted by configuration."""
+    """Return the finished records as trials (warm-ups left out), with `repeat` counted per configuration."""
     seen: dict[Hashable, int] = {}
     trials = []
     for record in records:
@@ -114,7 +114,7 @@ def trials_of(records: Iterable[Record]) -> tuple[Trial, ...]:
 
 
 def lost_as_crash(record: Record) -> Record:
-    """A measurement whose worker died as one that crashed: for a configuration that took its worker down repeatedly."""
+    """Return a lost measurement as a crashed one: for a configuration that killed its worker repeatedly."""
     outcome = TrialOutcome.failed(FailureKind.CRASH, f"the tuner itself died while measuring it: {record.lost}")
     return replace(record, measured=Measured(outcome=outcome), lost="")
 
@@ -123,7 +123,7 @@ def lost_as_crash(record: Record) -> Record:
 
 
 def claim_to_json(claim: Claim) -> dict[str, Any]:
-    """Plain JSON; `claim_from_json` is the way back."""
+    """Return plain JSON; `claim_from_json` is the inverse."""
     return {
         "kind": claim.kind.value,
         "config": dict(claim.config),
@@ -135,12 +135,12 @@ def claim_to_json(claim: Claim) -> dict[str, Any]:
 
 
 def claim_from_json(raw: Mapping[str, Any]) -> Claim:
-    """The claim of `claim_to_json`."""
+    """Return the claim from the output of `claim_to_json`."""
     return Claim(**{**raw, "kind": MeasurementKind(raw["kind"])})
 
 
 def end_to_json(record: Record) -> dict[str, Any]:
-    """How it ended; `with_end` is the way back."""
+    """Return how the measurement ended; `with_end` is the inverse."""
     return {
         "measured": None if record.measured is None else measured_to_json(record.measured),
         "drift": dict(record.drift),
@@ -150,7 +150,7 @@ def end_to_json(record: Record) -> dict[str, Any]:
 
 
 def with_end(record: Record, raw: Mapping[str, Any]) -> Record:
-    """The record with the end of `end_to_json`."""
+    """Return the record with the end from the output of `end_to_json`."""
     measured = None if raw["measured"] is None else measured_from_json(raw["measured"])
     return replace(
         record, measured=measured, drift=raw["drift"], finished_at_s=raw["finished_at_s"], lost=str(raw["lost"])

@@ -1,4 +1,4 @@
-"""What a job is at this moment, worked out from its records (`state.JobState`)."""
+"""The current state of a job, computed from its records (`state.JobState`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from plait_autoconfig.values import Cell, Trial, TrialOutcome, cells_of
 
 
 def read_state(store: JobStore, *, now_s: float | None = None) -> JobState:
-    """The state of a job, whoever works on it. ``now_s``: seconds since 1970. Raises `JobBroken`."""
+    """Return the state of a job, whoever works on it. `now_s`: seconds since 1970. Raises `JobBroken`."""
     now = time.time() if now_s is None else now_s
     return state_of(
         store.spec,
@@ -48,7 +48,7 @@ def state_of(
     workers: tuple[str, ...] = (),
     now_s: float = 0.0,
 ) -> JobState:
-    """The state that follows from the records. ``exhausted``: see `JobStore.exhausted`."""
+    """Return the state that follows from the records. `exhausted`: see `JobStore.exhausted`."""
     used_s = used_seconds(records, now_s=now_s)
     outlook = outlook_of(spec, records, used_s=used_s, exhausted=exhausted)
     phase, reason = _phase(spec, records, outlook, failure=failure, cancelled=cancelled)
@@ -79,13 +79,13 @@ def state_of(
 
 
 def used_seconds(records: Sequence[Record], *, now_s: float) -> float:
-    """Time spent on measurements, those that are running included."""
+    """Return the seconds spent on measurements, running ones included."""
     finished = sum(record.measured.duration_s for record in records if record.measured is not None)
     return finished + sum(max(0.0, now_s - each.claim.at_s) for each in records if each.status == "running")
 
 
 def outlook_of(spec: JobSpec, records: Sequence[Record], *, used_s: float, exhausted: str) -> Outlook:
-    """What `next_step` must know besides the records."""
+    """Return what `next_step` needs besides the records."""
     minutes = spec.budget.minutes
     rule = NoImprovement(spec.stop.patience, spec.stop.least_gain)
     trials = trials_of(record for record in records if record.kind is MeasurementKind.TRIAL)
@@ -96,7 +96,7 @@ def outlook_of(spec: JobSpec, records: Sequence[Record], *, used_s: float, exhau
 
 
 def state_to_json(state: JobState) -> dict[str, Any]:
-    """Plain JSON, for ``--json`` and HTTP."""
+    """Return plain JSON, for `--json` and HTTP."""
     raw = {name: getattr(state, name) for name in state.__slots__ if name != "spec"}
     plain: dict[str, Any] = _plain({**raw, "name": state.spec.name, "job": state.spec.model_dump(mode="json")})
     return plain
@@ -122,7 +122,7 @@ def _phase(
 
 
 def _binding(spec: JobSpec, records: Sequence[Record], trials: Sequence[Trial]) -> str:
-    """Why nothing is feasible: in the search, or when it was measured again."""
+    """Return why nothing is feasible: in the search, or in the confirmation."""
     why = spec.goal.why_none(trials) if trials else ""
     fresh = fresh_trials(records)
     again = "" if why or not fresh else spec.goal.why_none(fresh)
@@ -160,7 +160,7 @@ def _bests(spec: JobSpec, records: Sequence[Record], trials: Sequence[Trial]) ->
 
 
 def _raw_groups(records: Sequence[Record]) -> Mapping[Hashable, Sequence[TrialOutcome]]:
-    """Outcomes as measured, by configuration: drift is in their scatter, so intervals are rather too wide."""
+    """Return outcomes as measured, by configuration: their scatter includes drift, so intervals are rather too wide."""
     groups: dict[Hashable, list[TrialOutcome]] = {}
     for record in records:
         if record.kind is not MeasurementKind.WARM_UP and record.valid and record.raw is not None:
@@ -188,7 +188,7 @@ def _best(spec: JobSpec, cell: Cell, reference: Cell | None, groups: Mapping[Has
 
 
 def _best_so_far(spec: JobSpec, trials: Sequence[Trial]) -> tuple[tuple[int, float], ...]:
-    """Whenever the best changed; by single trials, as they came."""
+    """Return every change of the best, judged by single trials in their order."""
     if len(spec.goal.goals) > 1:
         return ()
     goal, found = spec.goal.goals[0], []
@@ -225,7 +225,7 @@ def _row(spec: JobSpec, record: Record, best: Best | None, now_s: float) -> Meas
 
 
 def why_rejected(spec: JobSpec, record: Record, best: Best | None) -> str:
-    """In words: the failure, the limits missed and by how much, or how much worse than the best it is."""
+    """Return a description: the failure, the limits violated and by how much, or how much worse than the best it is."""
     outcome = record.outcome
     if outcome is None:
         return f"lost: {record.lost}" if record.lost else ""
@@ -257,7 +257,7 @@ def _worse(goal: Goal, outcome: TrialOutcome, best: Best) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it."""
+    """Convert a value to plain JSON."""
     if hasattr(value, "__dataclass_fields__"):
         return _plain(asdict(value))
     if isinstance(value, Mapping):

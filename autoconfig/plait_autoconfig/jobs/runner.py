@@ -44,25 +44,25 @@ class Runner(Protocol):
     """Measures tasks, whatever they do. Used from one thread."""
 
     def check(self, tick: Tick) -> TuningSubject:
-        """See `Measurer.check`. Raises `JobRefused`, or `JobBroken` if the measurer can not be made."""
+        """Check the job as in `Measurer.check`. Raises `JobRefused`, or `JobBroken` if the measurer cannot be made."""
 
     def measure(self, task: MeasurementTask, say: Say, tick: Tick) -> Measured:
-        """Never longer than ``task.limit_s`` (and the time to start a fresh process). Raises only what `check` does."""
+        """Measure for at most `task.limit_s` (plus the start of a fresh process). Raises only what `check` does."""
 
     def apply(self, config: Config) -> None:
-        """See `Measurer.apply`. Raises `JobBroken`."""
+        """Apply as in `Measurer.apply`. Raises `JobBroken`."""
 
     def finish(self) -> None:
-        """Restores, closes and ends the process. May be called when there is none."""
+        """Restore, close and end the process. May be called when there is none."""
 
 
 class ChildRunner:
-    """A `Runner` with a process that is kept for as long as it behaves, and replaced when it had to be killed."""
+    """A `Runner` whose process is kept as long as it behaves, and replaced after it had to be killed."""
 
     def __init__(
         self, source: MeasurerSource, spec: JobSpec, *, folder: Path, log: Path, held: tuple[int, ...] = ()
     ) -> None:
-        """``held``: descriptors of locks that the process must hold for as long as it lives, too."""
+        """Create the runner. `held`: descriptors of locks that the process must also hold for as long as it lives."""
         self._source, self._spec, self._folder, self._log, self._held = source, spec, folder, log, held
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
@@ -70,11 +70,11 @@ class ChildRunner:
         self._unrestored = False
 
     def check(self, tick: Tick) -> TuningSubject:
-        """See `Runner.check`."""
+        """Implement `Runner.check` in the child process."""
         return self._started(tick)
 
     def measure(self, task: MeasurementTask, say: Say, tick: Tick) -> Measured:
-        """See `Runner.measure`."""
+        """Implement `Runner.measure` in the child process."""
         if self._process is None:
             self._started(tick)
         kills, log_from, began = _oom_kills(), _size(self._log), time.monotonic()
@@ -94,7 +94,7 @@ class ChildRunner:
         return replace(measured, duration_s=time.monotonic() - began)
 
     def apply(self, config: Config) -> None:
-        """See `Runner.apply`."""
+        """Implement `Runner.apply` in the child process."""
         if self._process is None:
             self._started(_no_tick)
         try:
@@ -104,7 +104,7 @@ class ChildRunner:
             raise JobBroken(msg) from error
 
     def finish(self) -> None:
-        """See `Runner.finish`. A process that was killed while it changed a live service is started once more."""
+        """Implement `Runner.finish`; a process that was killed while it changed a live service is started once more."""
         if self._process is None and self._unrestored:
             self._started(_no_tick)
         if self._connection is not None:
@@ -112,7 +112,7 @@ class ChildRunner:
         self._unrestored = False
 
     def _started(self, tick: Tick) -> TuningSubject:
-        """Starts a process, makes the measurer in it and has it check the job."""
+        """Start a process, make the measurer in it and have it check the job."""
         self._spawn()
         make = {
             "do": "make",
@@ -149,9 +149,10 @@ class ChildRunner:
         self._connection, self._received = ours, b""
 
     def _asked(self, request: Mapping[str, Any], limit_s: float, say: Say, tick: Tick) -> Any:
-        """The answer to a request. Raises `_TooLate`, `_Gone` (the process has ended then), `_Failed`, `JobRefused`.
+        """Return the answer to a request. Raises `_TooLate`, `_Gone` (the process has then ended), `_Failed`,
+        `JobRefused`.
 
-        What ``tick`` raises ends the process in good order, because it may have something to restore.
+        An exception from `tick` ends the process in an orderly way, because it may have something to restore.
         """
         try:
             self._send(request)
@@ -184,7 +185,7 @@ class ChildRunner:
             raise _Gone(self._end(grace_s=0.0)) from None
 
     def _message(self, timeout_s: float) -> dict[str, Any] | None:
-        """The next line from the process; None if there is none in time."""
+        """Return the next line from the process; None if there is none in time."""
         assert self._connection is not None
         while b"\n" not in self._received:
             if not select.select([self._connection], [], [], max(0.0, timeout_s))[0]:
@@ -201,7 +202,7 @@ class ChildRunner:
         return message
 
     def _end(self, *, grace_s: float) -> int:
-        """Ends the process and its whole group; it has ``grace_s`` to restore and close. Returns its code."""
+        """End the process and its whole group, after `grace_s` to restore and close. Return its exit code."""
         process, connection = self._process, self._connection
         assert process is not None
         assert connection is not None
@@ -227,7 +228,7 @@ class _Gone(Exception):
 
 
 class _Failed(Exception):
-    """The measurer raised something. ``memory``: for lack of it."""
+    """The measurer raised an exception. `memory`: for lack of memory."""
 
     def __init__(self, text: str, *, memory: bool) -> None:
         super().__init__(text)
@@ -244,7 +245,7 @@ def _answer(message: Mapping[str, Any]) -> Any:
 
 
 def _ends_within(pid: int, limit_s: float) -> bool:
-    """Waits for a process of ours, and leaves it to be reaped."""
+    """Wait for a child process to end, without reaping it."""
     until = time.monotonic() + limit_s
     while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         if time.monotonic() >= until:
@@ -258,7 +259,7 @@ def _failed(kind: FailureKind, detail: str) -> Measured:
 
 
 def _last_lines(log: Path, start: int, *, count: int = 3) -> str:
-    """The last lines of what was written to the log since ``start`` (bytes)."""
+    """Return the last lines written to the log since `start` (bytes)."""
     try:
         with log.open("rb") as file:
             file.seek(max(start, _size(log) - _TAIL_BYTES))
@@ -277,8 +278,8 @@ def _oom_kills() -> int:
 
 
 def _no_say(_text: str) -> None:
-    """Nobody listens."""
+    """Discard the text."""
 
 
 def _no_tick() -> None:
-    """Nothing else to do while waiting."""
+    """Do nothing while waiting."""

@@ -1,7 +1,7 @@
-"""A job as it is written: what is tuned, over which knobs, under which load, for what, and at what price.
+"""The specification of a job: what is tuned, over which knobs, under which load, for what goal, and at what cost.
 
-The edge of the package: YAML becomes one frozen `JobSpec` (`job_file.parse_job`). Unknown keys and wrong types are
-errors; nothing is changed later. What contradicts itself is refused here, before anything is measured.
+The boundary of the package: YAML becomes one frozen `JobSpec` (`job_file.parse_job`). Unknown keys and wrong types
+are errors; nothing is changed later. Contradictions are rejected here, before anything is measured.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _SpecModel(BaseModel):
 
 
 class LiveTuning(_SpecModel):
-    """Leave to tune the application that serves users. ``guard``: limits (``p99_ms <= 200``); a breach rolls back."""
+    """Permission to tune the application that serves users. `guard`: limits (`p99_ms <= 200`); a breach rolls back."""
 
     guard: Annotated[tuple[str, ...], Field(min_length=1)]
     check_every_s: float = Field(default=1.0, gt=0, description="how often the guard looks")
@@ -41,7 +41,7 @@ class LiveTuning(_SpecModel):
 
 
 class TuningTarget(_SpecModel):
-    """The application. A clone of it is tuned, unless ``live`` says otherwise."""
+    """The application to tune. A clone of it is tuned, unless `live` is set."""
 
     config: str | None = Field(default=None, description="a plait.yaml; none: plait's default")
     settings: dict[str, JsonValue] = Field(default_factory=dict, description="path: value, set over the config")
@@ -60,7 +60,7 @@ class _Knob(_SpecModel):
 
 
 class IntRange(_Knob):
-    """Whole numbers from ``low`` to ``high``."""
+    """Integers from `low` to `high`."""
 
     kind: Literal["int"]
     low: int
@@ -69,14 +69,14 @@ class IntRange(_Knob):
     log: bool = False
 
     def knob(self, name: str) -> Knob:
-        """The knob of the space."""
+        """Return the integer knob of the space."""
         return IntKnob(
             name=name, low=self.low, high=self.high, step=self.step, log=self.log, unit=self.unit, when=self.when
         )
 
 
 class FloatRange(_Knob):
-    """Numbers from ``low`` to ``high``, in steps if there is a ``step``."""
+    """Numbers from `low` to `high`, in increments of `step` if given."""
 
     kind: Literal["float"]
     low: float
@@ -85,21 +85,21 @@ class FloatRange(_Knob):
     log: bool = False
 
     def knob(self, name: str) -> Knob:
-        """The knob of the space."""
+        """Return the float knob of the space."""
         return FloatKnob(
             name=name, low=self.low, high=self.high, step=self.step, log=self.log, unit=self.unit, when=self.when
         )
 
 
 class Choice(_Knob):
-    """One of ``values``; ``ordered``: they are a scale, such as powers of two."""
+    """One of `values`; `ordered`: they form a scale, such as powers of two."""
 
     kind: Literal["choice"]
     values: _Values
     ordered: bool = False
 
     def knob(self, name: str) -> Knob:
-        """The knob of the space."""
+        """Return the choice knob of the space."""
         return ChoiceKnob(name=name, values=self.values, ordered=self.ordered, unit=self.unit, when=self.when)
 
 
@@ -110,7 +110,7 @@ KnobSpec: TypeAlias = Annotated[IntRange | FloatRange | Choice, Field(discrimina
 
 
 class Prices(_SpecModel):
-    """Per hour, in any one currency. A configuration costs what it reserves."""
+    """Prices per hour, in any one currency. A configuration costs what it reserves."""
 
     core: float = Field(default=0.04, ge=0)
     gpu: float = Field(default=2.0, ge=0)
@@ -118,10 +118,10 @@ class Prices(_SpecModel):
 
 
 class Budget(_SpecModel):
-    """``trials``: measurements of proposed configurations; reference and confirmation come on top.
+    """The budget. `trials`: measurements of proposed configurations; reference and confirmation come on top.
 
-    ``minutes``: of everything, without the time between a crash and the resumption. Time for the confirmation is kept
-    back. The measurement that runs when time is up is finished.
+    `minutes`: of everything, except the time between a crash and the resumption. Time for the confirmation is
+    reserved. The measurement that runs when the time is up is finished.
     """
 
     trials: int = Field(default=12, ge=1, le=10_000)
@@ -129,18 +129,18 @@ class Budget(_SpecModel):
 
 
 class Confirm(_SpecModel):
-    """The ``best`` candidates are measured ``times`` more, in turn with the reference, before one is recommended."""
+    """The `best` candidates are measured `times` more, alternating with the reference, before one is recommended."""
 
     best: int = Field(default=2, ge=0, le=20)
     times: int = Field(default=2, ge=1, le=50)
 
 
 class Reference(_SpecModel):
-    """The configuration that all are compared with: what runs today, or a rule of thumb.
+    """The configuration that all others are compared with: what runs today, or a rule of thumb.
 
-    ``every``: measured again after so many trials (0: only at the beginning), so that a drifting host is seen. A change
-    of up to ``noise`` is taken for noise, a larger one is divided out of later trials; one of more than ``most_drift``
-    is said aloud, because then the correction is not to be trusted either.
+    `every`: measured again after that many trials (0: only at the start), to detect a drifting host. A change of up
+    to `noise` counts as noise, and a larger one is divided out of later trials; one of more than `most_drift` raises
+    a warning, because then the correction cannot be trusted either.
     """
 
     config: dict[KnobName, Value]
@@ -152,16 +152,16 @@ class Reference(_SpecModel):
 
 
 class DesignerChoice(_SpecModel):
-    """Who proposes the next trial."""
+    """Which designer proposes the trials."""
 
     name: str = "plait"
 
 
 class Stop(_SpecModel):
-    """When to stop before the budget is spent. By default never.
+    """When to stop before the budget is spent. Never, by default.
 
-    ``patience``: the best did not improve by ``least_gain`` (relative) for so many trials. ``expected_gain``: the
-    designer, if it can tell, expects that less than this (relative) is left to gain, after ``least_trials``.
+    `patience`: the best did not improve by `least_gain` (relative) for that many trials. `expected_gain`: the
+    designer, if it can estimate that, expects that less than this (relative) is left to gain, after `least_trials`.
     """
 
     patience: int = Field(default=0, ge=0)
@@ -171,7 +171,7 @@ class Stop(_SpecModel):
 
 
 class JobSpec(_SpecModel):
-    """A whole job. Paths are absolute: `job_file.parse_job` makes them so."""
+    """A complete job. Paths are absolute: `job_file.parse_job` makes them so."""
 
     name: Name
     target: TuningTarget = TuningTarget()
@@ -200,12 +200,12 @@ class JobSpec(_SpecModel):
 
     @cached_property
     def space(self) -> Space:
-        """The knobs and constraints, as designers have them."""
+        """The knobs and constraints in the form that designers use."""
         return Space(tuple(each.knob(name) for name, each in self.knobs.items()), self.constraints)
 
     @cached_property
     def goal(self) -> Objective:
-        """The objective with its limits; ``at rate R`` means at least R less `rate_tolerance`."""
+        """The objective with its limits; `at rate R` means at least R less `rate_tolerance`."""
         wanted = parse_objective(self.objective, self.limits)
         own = len(self.limits)
         at_rate = wanted.limits[: len(wanted.limits) - own]
@@ -214,20 +214,20 @@ class JobSpec(_SpecModel):
 
     @property
     def rate_per_s(self) -> float | None:
-        """The R of ``at rate R``: the rate that a measurer offers whatever the scenario says; None: the scenario's."""
+        """The R of `at rate R`: the rate that a measurer offers instead of the scenario's; None: the scenario's."""
         at_rate = parse_objective(self.objective).limits
         return max(each.value for each in at_rate) if at_rate else None
 
     @property
     def default(self) -> Config:
-        """The reference configuration. It may lie outside the space: then knobs are checked for their names only."""
+        """The reference configuration. It may lie outside the space: then only the names of its knobs are checked."""
         try:
             return self.space.check(self.reference.config)
         except OutsideSpace:
             return dict(self.reference.config)
 
     def settings(self, config: Config) -> dict[str, Value]:
-        """A configuration by what its knobs set: ``{"engine.largest_batch": 4}``."""
+        """Return a configuration by the settings that its knobs stand for: `{"engine.largest_batch": 4}`."""
         return {self.knobs[name].sets or name: value for name, value in config.items()}
 
     @model_validator(mode="after")
@@ -255,14 +255,14 @@ class JobSpec(_SpecModel):
 
 
 def guard_limits(live: LiveTuning) -> tuple[Limit, ...]:
-    """The guard of a live service as limits on metrics. Raises `ObjectiveError`."""
+    """Return the guard of a live service as limits on metrics. Raises `ObjectiveError`."""
     return parse_objective("max goodput_per_s", live.guard).limits
 
 
 def changed_settings(before: JobSpec, after: JobSpec) -> tuple[str, ...]:
-    """What of a job may not change once something was measured, but did: names of fields.
+    """Return the names of fields that changed but may not, once something was measured.
 
-    Budget, confirmation, stop rule and time limits may: they say how far to go, not what is measured.
+    Budget, confirmation, stop rule and time limits may change: they determine how far to go, not what is measured.
     """
     free = {"budget", "confirm", "stop", "trial_limit_s", "start_limit_s", "library"}
     old, new = before.model_dump(), after.model_dump()

@@ -1,6 +1,6 @@
-"""What a job is at a moment: for ``status``, the report, HTTP and the progress bar. Frozen.
+"""The state of a job at one moment: for `status`, the report, HTTP and the progress bar. Frozen.
 
-Everything here follows from the job and its records (`reporting.state_of`); nothing is remembered elsewhere.
+Everything here follows from the job and its records (`reporting.state_of`); nothing is stored elsewhere.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Phase: TypeAlias = Literal["searching", "confirming", "finished", "failed", "can
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasurementRow:
-    """One measurement. ``raw`` as measured, ``outcome`` with the drift of the host (``drift``, by metric) divided out.
+    """One measurement. `raw`: as measured; `outcome`: with the drift of the host (`drift`, by metric) divided out.
 
-    ``feasible``: it ran and keeps every limit. ``reason``: why it was rejected: the failure, the limit and by how much,
+    `feasible`: it ran and keeps every limit. `reason`: why it was rejected: the failure, the limit and by how much,
     or how much worse than the best it is; empty for the best, for references and for what is running.
     """
 
@@ -46,7 +46,7 @@ class MeasurementRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """A value and where it lies with 95 % confidence; without ``low`` and ``high`` nothing was measured twice."""
+    """A value and its 95 % confidence interval; without `low` and `high` nothing was measured twice."""
 
     value: float
     low: float | None = None
@@ -55,9 +55,9 @@ class Interval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Best:
-    """The best feasible configuration so far, by the mean of its ``count`` measurements. ``number``: the first of them.
+    """The best feasible configuration so far, by the mean of its `count` measurements. `number`: the first of them.
 
-    ``goals``: by metric. ``gain``: how many times better than the reference (lower-is-better goals turned around), by
+    `goals`: by metric. `gain`: how many times better than the reference (inverted for lower-is-better goals), by
     metric; empty if one of the two is not positive.
     """
 
@@ -71,10 +71,11 @@ class Best:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recommendation:
-    """The answer. ``gain``: times better than the reference, by goal, with its interval; ``chance``: of being better.
+    """The answer of a job. `gain`: times better than the reference, by goal, with its interval; `chance`: the
+    probability that it is better.
 
-    ``confirmed``: from measurements made for this purpose alone, ``rounds`` of each in turn with the reference.
-    ``sentence`` says it all. ``config`` may be the reference itself. ``changes``: knob: (reference, recommended).
+    `confirmed`: from measurements made for this purpose alone, `rounds` of each, alternating with the reference.
+    `sentence`: a complete summary. `config` may be the reference itself. `changes`: knob: (reference, recommended).
     """
 
     config: Config
@@ -89,8 +90,8 @@ class Recommendation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remaining:
-    """What is left of the budget, and what was used. ``seconds``: None without a limit. ``load_s``: of ``used_s``, what
-    load tests took; 0 if nobody said."""
+    """What is left of the budget, and what was used. `seconds`: None without a limit. `load_s`: the part of `used_s`
+    that load tests took; 0 if unknown."""
 
     trials: int
     seconds: float | None
@@ -101,7 +102,7 @@ class Remaining:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriftPoint:
-    """A reference measurement: by metric, its value over that of the first reference."""
+    """A reference measurement: by metric, its value divided by that of the first reference."""
 
     number: int
     at_s: float
@@ -110,12 +111,12 @@ class DriftPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobState:
-    """A job at a moment. ``front``: for several goals (then ``best`` is None). ``answers``: the recommendation, or the
-    recommended front; empty before the end, or if nothing is feasible.
+    """The state of a job at one moment. `front`: for several goals (then `best` is None). `answers`: the
+    recommendation, or the recommended front; empty before the end, or if nothing is feasible.
 
-    ``reason``: why the search stopped, or why the job failed. ``binding``: when nothing is feasible, which limit binds
-    and by how much. ``warnings``: sentences about drift, the library and the like. ``cells``: how many configurations
-    the space has (``exhaustive``: all of them are listed; else a sample), ``tried`` how many were measured.
+    `reason`: why the search stopped, or why the job failed. `binding`: when nothing is feasible, which limit binds
+    and by how much. `warnings`: sentences about drift, the library and the like. `cells`: how many configurations
+    the space has (`exhaustive`: all of them are listed; otherwise a sample), `tried`: how many were measured.
     """
 
     spec: JobSpec

@@ -1,4 +1,4 @@
-"""When a search is over before its budget is spent. A rule is pure: trials in, a sentence out."""
+"""When a search ends before its budget is spent. A rule is a pure function from trials to a sentence."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from plait_autoconfig.values import Trial
 
 @runtime_checkable
 class PredictsRegret(Protocol):
-    """A designer that can tell what is left to gain."""
+    """A designer that can estimate how much is left to gain."""
 
     def expected_regret(self) -> float:
-        """How much worse the best known cell is expected to be than the best of all, as a share of its loss."""
+        """Return how much worse the best known cell is expected to be than the best of all, as a share of its loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class NoImprovement:
-    """Stops when the best of the last ``patience`` trials is not ``least_gain`` (relative) better than before them.
+    """Stop when the best of the last `patience` trials is not `least_gain` (relative) better than the best before them.
 
-    With several goals: when none of them is on the front. Never stops before something feasible was found.
+    With several goals: when none of them is on the front. Never stops before a feasible configuration was found.
     """
 
     patience: int
     least_gain: float = 0.01
 
     def why_stop(self, objective: Objective, trials: Sequence[Trial]) -> str:
-        """Return a sentence that says why to stop; empty to go on."""
+        """Return a sentence that says why to stop; empty to continue."""
         before = trials[: -self.patience] if self.patience else ()
         if not before or not self._has_stalled(objective, before, trials):
             return ""
@@ -50,7 +50,7 @@ class NoImprovement:
 
 
 def why_nothing_is_left(designer: object, *, expected_gain: float) -> str:
-    """A sentence if the designer expects less than ``expected_gain`` to be left; empty if not, or if it can not say."""
+    """Return a sentence if the designer expects less than `expected_gain` to be left; empty if not, or if unknown."""
     if expected_gain <= 0.0 or not isinstance(designer, PredictsRegret):
         return ""
     regret = designer.expected_regret()

@@ -1,16 +1,16 @@
-"""The folder of a job, which is all there is of it: what was asked for, every measurement, and who works on it.
+"""The folder of a job, which holds all of its state: the job itself, every measurement, and the active workers.
 
 ```
-job.yaml        as it was given, for people
+job.yaml        as the user wrote it, for people
 resolved.json   with every default, for the machine
-study.journal   the measurements: an Optuna study (or in the database of `JobSpec.storage`); opens in optuna-dashboard
+study.journal   the measurements: an Optuna study (or in the database of `JobSpec.storage`), for optuna-dashboard
 trials/0007/    artefacts of measurement 7
-workers/        one file per worker that is at it (`presence`)
-logs/           what measuring processes printed
+workers/        one file per active worker (`heartbeat`)
+logs/           output of the measuring processes
 ```
 
-A claim is one line of the journal, the end of a measurement another, each written and synced at once. What is in our
-attributes counts; Optuna's own state of a trial is a copy of it for Optuna's tools.
+A claim is one line of the journal, the end of a measurement another, each written and synced at once. Our attributes
+are authoritative; Optuna's own state of a trial is a copy for Optuna's tools.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _RESOLVED = "resolved.json"
 
 
 class JobStore:
-    """A job's folder, opened. All methods may be called from several processes at once."""
+    """An open job folder. All methods may be called from several processes at once."""
 
     def __init__(self, folder: Path, spec: JobSpec, storage: BaseStorage, study_id: int) -> None:
         self.folder, self.spec = folder, spec
@@ -53,11 +53,11 @@ class JobStore:
 
     @classmethod
     def open_or_create(cls, folder: Path, spec: JobSpec, text: str = "") -> Self:
-        """Resumes the job in the folder, or makes it. ``text``: the job file, kept for people.
+        """Resume the job in the folder, or create it. `text`: the job file, kept for people.
 
-        Budget, confirmation and limits of time may have changed since (`changed_settings`); then the new ones count;
-        and anything may while nothing was measured, as in a job that was refused for a typing error.
-        Raises `JobRefused` if anything else did, `JobBroken` if the folder can not be used.
+        Budget, confirmation and time limits may have changed since (`changed_settings`); then the new ones apply.
+        Everything may change while nothing was measured, as in a job that was rejected for a typo. Raises
+        `JobRefused` if anything else changed, `JobBroken` if the folder cannot be used.
         """
         with _translated(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ class JobStore:
 
     @classmethod
     def open(cls, folder: Path) -> Self:
-        """The job in a folder. Raises `JobRefused` if there is none, `JobBroken` if it can not be read."""
+        """Open the job in a folder. Raises `JobRefused` if there is none, `JobBroken` if it cannot be read."""
         with _translated(folder):
             if not (folder / _RESOLVED).is_file():
                 msg = f"there is no job in {folder}"
@@ -97,7 +97,7 @@ class JobStore:
         return cls(folder, spec, storage, study_id)
 
     def _forget(self) -> bool:
-        """Makes room for another job, if nothing was measured and nobody measures; whether it did."""
+        """Delete the study to make room for another job, unless it has measurements; return whether it did."""
         if any(record.status != "lost" for record in self.records()):
             return False
         self._storage.delete_study(self._study_id)
@@ -107,12 +107,12 @@ class JobStore:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """While nobody else decides what to measure. Held for milliseconds, not while measuring."""
+        """Hold the lock on deciding what to measure. Held for milliseconds, never while measuring."""
         with _locked(self.folder):
             yield
 
     def records(self) -> tuple[Record, ...]:
-        """All measurements, in the order in which they were claimed. Raises `JobBroken`."""
+        """Return all measurements in the order in which they were claimed. Raises `JobBroken`."""
         found = []
         with _translated(self.folder):
             for trial in self._storage.get_all_trials(self._study_id, deepcopy=False):
@@ -125,7 +125,7 @@ class JobStore:
         return tuple(sorted(found, key=lambda record: record.number))
 
     def claim(self, claim: Claim) -> Record:
-        """Takes a measurement on; the caller holds `exclusive`."""
+        """Claim a measurement; the caller holds `exclusive`."""
         with _translated(self.folder):
             trial_id = self._storage.create_new_trial(self._study_id, self._template(claim))
             record = Record(number=self._storage.get_trial_number_from_id(trial_id), claim=claim)
@@ -133,12 +133,12 @@ class JobStore:
             return record
 
     def end(self, record: Record) -> bool:
-        """Stores how a measurement ended. False, and nothing is stored, if somebody else declared it lost before."""
+        """Store how a measurement ended. Return False, storing nothing, if it was already declared lost."""
         with self.exclusive(), _translated(self.folder):
             return self.end_held(record)
 
     def end_held(self, record: Record) -> bool:
-        """`end` for a caller that holds `exclusive`."""
+        """Do the same as `end` for a caller that holds `exclusive`."""
         known = {each.number: each for each in self.records()}[record.number]
         if known.status != "running":
             return False
@@ -147,7 +147,7 @@ class JobStore:
         return True
 
     def mend(self) -> None:
-        """Completes the copies for Optuna's tools that a killed worker did not; the caller holds `exclusive`."""
+        """Complete the copies for Optuna's tools that a killed worker left unfinished; the caller holds `exclusive`."""
         with _translated(self.folder):
             records = {record.number: record for record in self.records()}
             for trial in self._storage.get_all_trials(self._study_id, deepcopy=False):
@@ -156,7 +156,7 @@ class JobStore:
                     self._mirror(record)
 
     def artefacts(self, number: int) -> Path:
-        """The folder of a measurement, made."""
+        """Create and return the folder of a measurement."""
         folder = self.folder / "trials" / f"{number:04d}"
         folder.mkdir(parents=True, exist_ok=True)
         return folder
@@ -165,29 +165,29 @@ class JobStore:
 
     @property
     def workers_folder(self) -> Path:
-        """Where workers leave their sign (`presence`)."""
+        """The folder of the workers' heartbeat files (`heartbeat`)."""
         return self.folder / "workers"
 
     def workers(self, *, now_s: float) -> tuple[str, ...]:
-        """Those that are at it."""
+        """Return the active workers."""
         return present_workers(self.workers_folder, now_s=now_s)
 
     def subject(self) -> TuningSubject | None:
-        """What is tuned; None before a measurer has said it."""
+        """Return what is tuned; None before a measurer has reported it."""
         raw = self._attributes().get(_SUBJECT)
         return None if raw is None else subject_from_json(raw)
 
     def set_subject(self, subject: TuningSubject) -> None:
-        """Remembers what is tuned."""
+        """Store what is tuned."""
         with _translated(self.folder):
             self._storage.set_study_user_attr(self._study_id, _SUBJECT, subject_to_json(subject))
 
     def warnings(self) -> tuple[str, ...]:
-        """Sentences that concern the whole job."""
+        """Return warnings about the whole job, as sentences."""
         return tuple(self._attributes().get(_WARNINGS, ()))
 
     def warn(self, sentences: tuple[str, ...]) -> None:
-        """Adds sentences, each once."""
+        """Add warnings, each only once."""
         known = self.warnings()
         new = [each for each in dict.fromkeys(sentences) if each not in known]
         if new:
@@ -200,33 +200,33 @@ class JobStore:
         return str(self._attributes().get(_EXHAUSTED, ""))
 
     def set_exhausted(self, why: str) -> None:
-        """Remembers it, or that it is no longer so."""
+        """Store why the designer ends the search; an empty text clears it."""
         with _translated(self.folder):
             self._storage.set_study_user_attr(self._study_id, _EXHAUSTED, why)
 
     def cancel(self) -> None:
-        """Asks all workers to end; what they are measuring is given up, a live service is put back."""
+        """Ask all workers to end; running measurements are abandoned, and a live service is restored."""
         _write_whole(self.folder / "cancelled", "")
 
     @property
     def cancelled(self) -> bool:
-        """Whether somebody asked for that since the job was last started."""
+        """Whether the job was cancelled since it was last started."""
         return (self.folder / "cancelled").exists()
 
     @property
     def failure(self) -> str:
-        """Why the last worker gave up; empty if none did since the job was last started."""
+        """Why the last worker failed; empty if none did since the job was last started."""
         try:
             return (self.folder / "failure").read_text(encoding="utf-8")
         except FileNotFoundError:
             return ""
 
     def set_failure(self, text: str) -> None:
-        """Remembers why a worker gave up."""
+        """Store why a worker failed."""
         _write_whole(self.folder / "failure", text)
 
     def clear_signs(self) -> None:
-        """Forgets cancellation and failure: somebody starts the job again."""
+        """Clear cancellation and failure, because the job is being started again."""
         (self.folder / "cancelled").unlink(missing_ok=True)
         (self.folder / "failure").unlink(missing_ok=True)
 
@@ -238,7 +238,7 @@ class JobStore:
     # ---- for Optuna's tools ------------------------------------------------------------------------------------------
 
     def _template(self, claim: Claim) -> FrozenTrial:
-        """A running trial. Configurations that are not of the space have no parameters there."""
+        """Return a running trial. Configurations outside the space have no parameters there."""
         distributions, params = self.spec.space.distributions(), {}
         try:
             params = dict(self.spec.space.check(claim.config))
@@ -267,7 +267,7 @@ class JobStore:
 
 
 def _record(trial: FrozenTrial) -> Record | None:
-    """None for a trial that is not ours."""
+    """Return the measurement of a trial; None for a trial that is not ours."""
     if _CLAIM not in trial.user_attrs:
         return None
     record = Record(number=trial.number, claim=claim_from_json(trial.user_attrs[_CLAIM]))
@@ -275,7 +275,7 @@ def _record(trial: FrozenTrial) -> Record | None:
 
 
 def _read_spec(folder: Path) -> JobSpec:
-    """Raises `JobBroken` for a file that is not what we wrote."""
+    """Read the resolved job. Raises `JobBroken` for a file that we did not write."""
     try:
         return JobSpec.model_validate_json((folder / _RESOLVED).read_text(encoding="utf-8"))
     except ValueError as error:  # pydantic's, and of bytes that are no text
@@ -285,7 +285,7 @@ def _read_spec(folder: Path) -> JobSpec:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """Whole or not at all."""
+    """Write the file atomically: whole or not at all."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
@@ -303,8 +303,8 @@ def _locked(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _translated(folder: Path) -> Iterator[None]:
-    """Errors of Optuna, its database (or that there is none) and the file system as `JobBroken`; also of a journal that
-    is not what we wrote."""
+    """Translate errors of Optuna, its database (or a missing one) and the file system into `JobBroken`; also those of a
+    journal that we did not write."""
     try:
         yield
     except (OptunaError, OSError, ImportError, ValueError, LookupError, TypeError) as error:

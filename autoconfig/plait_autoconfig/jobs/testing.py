@@ -1,7 +1,7 @@
-"""A measurer for tests and demonstrations: a made-up service that answers at once, fails as told, and drifts.
+"""A measurer for tests and demonstrations: a simulated service that replies at once, fails on demand, and drifts.
 
-Its cost is the sum of all numeric knob values; its goodput grows with their product, up to ``saturation_per_s``.
-Everything is a function of the configuration, the seed and how often it measured.
+Its cost is the sum of all numeric knob values; its goodput grows with their product, up to `saturation_per_s`.
+Everything is a function of the configuration, the seed and the number of measurements so far.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from plait_autoconfig.values import Config, FailureKind, Hardware, TrialOutcome,
 
 
 def service(config: Config, *, saturation_per_s: float = 40.0) -> dict[str, float]:
-    """What the made-up service shows without noise: goodput_per_s, p99_ms, cost_per_hour, goodput_per_cost."""
+    """Return the simulated service's metrics without noise: goodput_per_s, p99_ms, cost_per_hour, goodput_per_cost."""
     numbers = [float(value) for value in config.values() if isinstance(value, int | float)]
     power = math.prod(max(number, 0.1) for number in numbers)
     cost = 0.1 * sum(numbers)
@@ -45,15 +45,15 @@ def fake_measurer(
     fail: Mapping[str, str] | None = None,
     knobs: list[str] | None = None,
 ) -> FakeMeasurer:
-    """The factory. ``seconds``: per measurement. ``noise``: relative, one standard deviation. ``drift``: how much
-    slower the host gets with each measurement, relative. ``fail``: ``"knob=value"`` to what happens then: hang, memory,
-    kill, raise, refuse, invalid. ``knobs``: those that exist (any, if left out).
-    """
+    """Return a simulated measurer. `seconds`: per measurement. `noise`: relative, one standard deviation. `drift`: how
+    much slower the host gets with each measurement, relative. `fail`: maps `"knob=value"` to what happens then:
+    hang, memory, kill, raise, refuse, invalid. `knobs`: those that exist (any, if omitted)."""
     return FakeMeasurer(folder, seconds=seconds, noise=noise, drift=drift, fail=dict(fail or {}), knobs=knobs)
 
 
 class FakeMeasurer:
-    """See `fake_measurer`. It writes a line to ``measured.log`` in the job's folder before and after each task."""
+    """The measurer of `fake_measurer`. It appends a line to `measured.log` in the job's folder when a task begins and
+    when it ends without a failure, warm-ups excepted."""
 
     def __init__(
         self, folder: Path, *, seconds: float, noise: float, drift: float, fail: dict[str, str], knobs: list[str] | None
@@ -62,7 +62,7 @@ class FakeMeasurer:
         self._fail, self._knobs = fail, knobs
 
     def check(self, spec: JobSpec) -> TuningSubject:
-        """See `Measurer.check`."""
+        """Check that the knobs of the job exist."""
         for knob in spec.settings(spec.default):
             if self._knobs is not None and knob not in self._knobs:
                 msg = f"there is no knob {knob}; there are {', '.join(self._knobs)}"
@@ -72,7 +72,7 @@ class FakeMeasurer:
         )
 
     def measure(self, task: MeasurementTask, say: Say) -> Measured:
-        """See `Measurer.measure`."""
+        """Return the metrics of `service` with noise and drift, or the failure configured for the configuration."""
         say("applying")
         self._note("begin", task)
         for value in _settings(task.config):
@@ -94,15 +94,15 @@ class FakeMeasurer:
         )
 
     def apply(self, config: Config) -> None:
-        """See `Measurer.apply`."""
+        """Log that the configuration was applied."""
         self._write(f"apply {sorted(config.items())}")
 
     def restore(self) -> None:
-        """See `Measurer.restore`."""
+        """Log that the original configuration was restored."""
         self._write("restore")
 
     def close(self) -> None:
-        """See `Measurer.close`."""
+        """Log that the measurer was closed."""
         self._write("close")
 
     def _wait(self, say: Say) -> None:

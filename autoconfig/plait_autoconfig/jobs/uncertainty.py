@@ -1,10 +1,11 @@
-"""How sure a mean, or a ratio of two means, is when each was measured only a few times.
+"""How certain a mean, or a ratio of two means, is when each was measured only a few times.
 
-A residual bootstrap: the relative deviations of all repeated measurements from the mean of their own configuration are
-one pool (noise is taken to be alike, relative to the value, in all of them), each scaled by sqrt(n / (n - 1)) because a
-mean of n lies too close to its own measurements. Means of as many draws as there were measurements show how the mean
-scatters. With d = sum(n - 1) degrees of freedom the pool is widened by t(d) / z, Student's factor for a spread that was
-itself estimated from few values (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapters 9 and 11).
+A residual bootstrap: the relative deviations of all repeated measurements from the mean of their own configuration
+form one pool (noise is assumed to be equal in all of them, relative to the value), each scaled by sqrt(n / (n - 1))
+because a mean of n lies too close to its own measurements. Means of as many draws as there were measurements show
+how the mean scatters. With d = sum(n - 1) degrees of freedom the pool is widened by t(d) / z, Student's factor for a
+spread that was itself estimated from few values (Efron and Tibshirani, An Introduction to the Bootstrap, 1993,
+chapters 9 and 11).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _Floats = NDArray[np.float64]
 
 
 class Noise:
-    """The pool of deviations of one metric. ``groups``: the values of each configuration, all measurements of it."""
+    """The pool of deviations of one metric. `groups`: for each configuration, the values of all its measurements."""
 
     def __init__(self, groups: Iterable[Sequence[float]], *, seed: int) -> None:
         self._pool, self._seed = _pool([np.asarray(group, np.float64) for group in groups]), seed
@@ -34,37 +35,37 @@ class Noise:
         return bool(self._pool.size)
 
     def mean(self, values: Sequence[float]) -> Interval:
-        """The mean of these measurements of one configuration."""
+        """Return the mean of these measurements of one configuration, with its interval."""
         middle = float(np.mean(values))
         if not self.known:
             return Interval(value=middle)
         return _interval(middle, middle * self._scatter(len(values), 0))
 
     def ratio(self, over: Sequence[float], under: Sequence[float]) -> Interval:
-        """The mean of the one over the mean of the other, both positive."""
+        """Return the mean of `over` divided by the mean of `under`, both positive, with its interval."""
         middle = float(np.mean(over) / np.mean(under))
         return _interval(middle, middle * self._ratios(len(over), len(under))) if self.known else Interval(value=middle)
 
     def chance_above(self, over: Sequence[float], under: Sequence[float]) -> float | None:
-        """How likely the one is really larger than the other; None if nothing was measured twice."""
+        """Return the probability that the mean of `over` is really the larger; None if nothing was measured twice."""
         if not self.known:
             return None
         middle = float(np.mean(over) / np.mean(under))
         return float(np.mean(middle * self._ratios(len(over), len(under)) > 1.0))
 
     def _ratios(self, over: int, under: int) -> _Floats:
-        """(draws,): what a ratio of 1 is measured as."""
+        """Return what a ratio of 1 is measured as (draws,)."""
         return self._scatter(over, 1) / np.maximum(self._scatter(under, 2), 1e-9)
 
     def _scatter(self, count: int, stream: int) -> _Floats:
-        """(draws,): what a mean of 1, of so many measurements, is measured as."""
+        """Return what a mean of 1, of that many measurements, is measured as (draws,)."""
         rng = np.random.default_rng((self._seed, stream))
         means: _Floats = rng.choice(self._pool, size=(_DRAWS, count)).mean(axis=1)
         return 1.0 + means
 
 
 def _pool(groups: Sequence[_Floats]) -> _Floats:
-    """(N,) relative deviations, mean 0, widened for how few they are; empty if no group has two values."""
+    """Return relative deviations (N,), mean 0, widened because they are few; empty if no group has two values."""
     parts: list[_Floats] = []
     freedom = 0
     for group in groups:

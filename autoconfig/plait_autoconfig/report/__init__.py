@@ -1,1 +1,1 @@
-"""What is told about a tuning job: one HTML file that opens offline, and the comparison of several jobs."""
+"""Reports on tuning jobs: one HTML file that opens offline, and the comparison of several jobs."""

@@ -1,7 +1,7 @@
-"""The charts of the tuning report: inline SVG made of numbers. Colours come from the page's classes (`style`).
+"""The charts of the tuning report: inline SVG generated from numbers. Colours come from the page's classes (`style`).
 
-Every chart is drawn in a `Frame`, whose unit is a pixel of the screen that it is meant for, so that text keeps its
-size: a page shows the wide drawing or the narrow one.
+Every chart is drawn in a `Frame` whose unit is one pixel of the target screen, so that text keeps its size: a page
+shows either the wide drawing or the narrow one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LABEL_PX = 56  # a label on the x axis and the air around it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """A drawing's size and the room for its axes, in pixels."""
+    """A drawing's size and the margins for its axes, in pixels."""
 
     width: int
     height: int
@@ -35,20 +35,20 @@ class Frame:
 
     @property
     def floor(self) -> int:
-        """Where the x axis lies."""
+        """The position of the x axis."""
         return self.height - self.bottom
 
     @property
     def end(self) -> int:
-        """Where the x axis ends."""
+        """The right end of the x axis."""
         return self.width - self.right
 
     def x(self, low: float, high: float) -> Scale:
-        """A scale along the x axis."""
+        """Return a scale along the x axis."""
         return span(low, high, start=self.left, end=self.end)
 
     def y(self, values: Sequence[float]) -> Scale:
-        """A scale along the y axis that holds all values with some air; logarithmic if one of them is far out."""
+        """Return a scale along the y axis with padding around all values; logarithmic if one of them is an outlier."""
         low, high = min(values, default=0.0), max(values, default=1.0)
         middle = sorted(values)[len(values) // 2] if values else 1.0
         if low > 0.0 and high > _LOG_FROM * middle:
@@ -65,7 +65,7 @@ SMALL = Frame(width=300, height=180, left=46, right=12, top=14, bottom=44)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dot:
-    """A trial. ``y`` None: it has no measurement, and is drawn as a cross on the floor. ``text`` shows on hovering."""
+    """A trial. `y` None: it has no measurement, and is drawn as a cross on the floor. `text` is shown on hover."""
 
     x: float
     y: float | None
@@ -76,7 +76,7 @@ class Dot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StairStep:
-    """From ``x`` on, the best known value is ``y``, and lies between ``low`` and ``high``."""
+    """From `x` on, the best known value is `y`, and lies between `low` and `high`."""
 
     x: float
     y: float
@@ -86,7 +86,7 @@ class StairStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axes:
-    """What the axes are called, and the drawing as a sentence for those who can not see it."""
+    """The titles of the axes, and a sentence that describes the drawing to those who cannot see it."""
 
     x: str
     y: str
@@ -96,7 +96,7 @@ class Axes:
 def best_so_far(
     dots: Sequence[Dot], steps: Sequence[StairStep], axes: Axes, *, default: float | None, frame: Frame = WIDE
 ) -> str:
-    """Every trial in the order of time, the best known value as a stair with its interval, and the default's value."""
+    """Draw every trial over time, the best known value as a staircase with its interval, and the default's value."""
     last = max((dot.x for dot in dots), default=1.0)
     x = frame.x(0.4, last + 0.6)
     values = [dot.y for dot in dots if dot.y is not None] + [v for step in steps for v in (step.low, step.high)]
@@ -124,9 +124,10 @@ def trade_off(
     limit: tuple[str, float, bool] | None = None,
     frame: Frame = WIDE,
 ) -> str:
-    """One metric against another: all trials, the front as a line, and a limit of the x metric.
+    """Draw one metric against another: all trials, the front as a line, and a limit of the x metric.
 
-    ``front``: corners in the order of x. ``limit``: its text, its value, and whether what lies right of it is refused.
+    `front`: corners in the order of x. `limit`: its text, its value, and whether what lies to its right is
+    infeasible.
     """
     measured = [(dot.x, dot.y) for dot in dots if dot.y is not None]
     xs = [at for at, _ in measured] + ([] if limit is None else [limit[1]])
@@ -139,7 +140,7 @@ def trade_off(
 
 
 def drift(points: Sequence[tuple[float, float, str]], axes: Axes, *, bound: float, frame: Frame = WIDE) -> str:
-    """The reference over time, as (minutes, ratio to its first measurement, text), and what is taken for noise."""
+    """Draw the reference over time, as (minutes, ratio to its first measurement, text), and the noise band."""
     x = frame.x(0.0, max((at for at, _, _ in points), default=1.0) * 1.02)
     y = frame.y([ratio for _, ratio, _ in points] + [1.0 - bound, 1.0 + bound])
     dots = [Dot(x=at, y=ratio, kind="reference", text=text) for at, ratio, text in points]
@@ -153,7 +154,7 @@ def drift(points: Sequence[tuple[float, float, str]], axes: Axes, *, bound: floa
 
 
 def knob_slice(dots: Sequence[Dot], axes: Axes, *, names: Sequence[str] = (), frame: Frame = SMALL) -> str:
-    """The goal over one knob. ``names``: of a knob with few values, whose dots then have their indices as ``x``."""
+    """Draw the goal over one knob. `names`: of a knob with few values, whose dots then have their indices as `x`."""
     x = frame.x(-0.6, len(names) - 0.4) if names else _padded(frame, [dot.x for dot in dots])
     y = frame.y([dot.y for dot in dots if dot.y is not None])
     axis = _named_axis(frame, x, names, axes.x) if names else _axis_x(frame, x, axes.x)
@@ -209,7 +210,7 @@ def _axis_x(frame: Frame, x: Scale, name: str, *, whole: bool = False) -> str:
 
 
 def _named_axis(frame: Frame, x: Scale, names: Sequence[str], name: str) -> str:
-    """Values by name; every n-th only where all would not fit."""
+    """Draw an axis of named values; only every n-th name where not all fit."""
     room_px = (frame.end - frame.left) / max(len(names), 1)
     widest_px = 7.0 * max(map(len, names), default=1) + 8.0
     every = max(1, round(widest_px / room_px + 0.49))

@@ -1,7 +1,7 @@
-"""Several jobs side by side: what each found, how sure it is, and what it cost to find.
+"""Several jobs side by side: what each found, with what confidence, and how much it cost to find.
 
-Results of different jobs were not measured in turn, so their metrics are not set against each other: what is compared
-is how much each gained over the default, and only of jobs that looked for the same thing under the same load.
+Measurements of different jobs do not alternate, so their metrics are not compared directly, only how much each job
+gained over the default, and only for jobs with the same objective under the same load.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _SEARCH = ("knobs", "constraints", "budget", "repeats", "confirm", "designer", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What one job found. ``config``: recommended, or the best so far (``recommended`` False); None: nothing.
+    """The result of one job. `config`: recommended, or the best so far (`recommended` False); None: nothing.
 
-    ``gain``: times better than the default, by goal.
+    `gain`: times better than the default, by goal.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobsCompared:
-    """``incomparable``: what differs so that gains can not be compared. ``differences``: other settings that differ."""
+    """The comparison. `incomparable`: why gains cannot be compared. `differences`: other settings that differ."""
 
     findings: tuple[Finding, ...]
     incomparable: tuple[str, ...]
@@ -57,7 +57,7 @@ class JobsCompared:
 
 
 def compare(states: Sequence[JobState]) -> JobsCompared:
-    """The jobs in the order given."""
+    """Compare the jobs, in the order given."""
     findings = tuple(_uniquely_named([finding(state) for state in states]))
     specs = [state.spec for state in states]
     incomparable = [name for name in _DECIDE if _differs(specs, name)]
@@ -72,7 +72,7 @@ def compare(states: Sequence[JobState]) -> JobsCompared:
 
 
 def finding(state: JobState) -> Finding:
-    """One job. Of a front, the configuration that is best in the first goal stands for it."""
+    """Return the result of one job. A front is represented by the configuration that is best in its first goal."""
     first = state.spec.goal.goals[0]
     answers, bests = state.answers, state.front or (() if state.best is None else (state.best,))
     answer = min(answers, key=lambda each: first.loss(each.metrics), default=None)
@@ -99,7 +99,7 @@ def finding(state: JobState) -> Finding:
 
 
 def _uniquely_named(findings: Sequence[Finding]) -> list[Finding]:
-    """Jobs with a name in common get their position behind it."""
+    """Append the position to the names of jobs that share one."""
     names = [each.name for each in findings]
     return [
         replace(each, name=f"{each.name} ({at})") if names.count(each.name) > 1 else each
@@ -108,7 +108,7 @@ def _uniquely_named(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def comparison_to_json(found: JobsCompared) -> dict[str, Any]:
-    """Plain JSON: ``jobs``, ``incomparable``, ``differences``, ``sentence``."""
+    """Return plain JSON: `jobs`, `incomparable`, `differences`, `sentence`."""
     jobs = [asdict(each) for each in found.findings]
     return {
         "jobs": jobs,
@@ -119,7 +119,7 @@ def comparison_to_json(found: JobsCompared) -> dict[str, Any]:
 
 
 def comparison_text(found: JobsCompared) -> str:
-    """A column per job, then what it means."""
+    """Return a table with one column per job, followed by what it means."""
     rows = [("", [each.name for each in found.findings]), *_rows(found.findings)]
     width = max(len(name) for name, _ in rows)
     widths = [max(len(row[at]) for _, row in rows) for at in range(len(found.findings))]

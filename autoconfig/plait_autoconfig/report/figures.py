@@ -1,4 +1,4 @@
-"""From a job's state to the numbers that its charts show: which dots there are, what was best when, how sure it is."""
+"""From a job's state to the numbers in its charts: which dots there are, what was best when, and how certain it is."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from plait_autoconfig.values import Cell, Config, Trial, TrialOutcome, cells_of,
 
 
 def finished(state: JobState) -> tuple[MeasurementRow, ...]:
-    """The rows with an outcome, warm-ups left out, in order of their numbers."""
+    """Return the rows with an outcome, warm-ups left out, in order of their numbers."""
     return tuple(row for row in state.rows if row.outcome is not None and row.kind is not MeasurementKind.WARM_UP)
 
 
 def trials(state: JobState) -> tuple[Trial, ...]:
-    """The same as trials, drift divided out."""
+    """Return the finished rows as trials, drift divided out."""
     return tuple(
         Trial(number=row.number, config=row.config, outcome=row.outcome, duration_s=row.duration_s)
         for row in finished(state)
@@ -33,13 +33,13 @@ def trials(state: JobState) -> tuple[Trial, ...]:
 
 
 def cells(state: JobState) -> tuple[Cell, ...]:
-    """What is known of each configuration of the space; a reference outside of it is left out."""
+    """Return the results of each configuration of the space; a reference outside the space is left out."""
     return tuple(cell for cell in cells_of(trials(state)) if _inside(state.spec.space, cell.config))
 
 
 def metrics_of(state: JobState, config: Config, *, confirmed: bool = False) -> Mapping[str, float]:
-    """The mean of each metric over the measurements of the configuration, or over the confirming ones alone; empty if
-    there are none."""
+    """Return the mean of each metric over the measurements of the configuration, or over the confirming ones alone;
+    empty if there are none."""
     wanted = config_key(config)
     rows = [row for row in finished(state) if row.kind is MeasurementKind.CONFIRM or not confirmed]
     found = pooled(row.outcome for row in rows if config_key(row.config) == wanted and row.outcome is not None)
@@ -47,14 +47,14 @@ def metrics_of(state: JobState, config: Config, *, confirmed: bool = False) -> M
 
 
 def default_breaks(state: JobState, *, confirmed: bool) -> frozenset[str]:
-    """The metrics in which the default breaks a limit, by the mean of its measurements."""
+    """Return the metrics in which the default violates a limit, by the mean of its measurements."""
     metrics = metrics_of(state, state.spec.default, confirmed=confirmed)
     limits = [limit for limit in state.spec.goal.limits if limit.metric in metrics]
     return frozenset(limit.metric for limit in limits if limit.excess(metrics) > 0.0)
 
 
 def best_over_time(state: JobState, goal: Goal) -> tuple[StairStep, ...]:
-    """The best feasible configuration's mean after each measurement, whenever it changed, with its interval.
+    """Return the mean of the best feasible configuration after each measurement that changed it, with its interval.
 
     It can get worse: when the best is measured again and was luckier the first time.
     """
@@ -78,7 +78,7 @@ def best_over_time(state: JobState, goal: Goal) -> tuple[StairStep, ...]:
 
 
 def noise_of(state: JobState, goal: Goal) -> Noise:
-    """How much measurements of one configuration differ, as measured: drift is in it, so it is rather too large."""
+    """Return the scatter of measurements of one configuration; it includes the drift, so it is rather too large."""
     groups: dict[Hashable, list[float]] = {}
     for row in finished(state):
         if row.raw is not None and goal.metric in row.raw.metrics:
@@ -94,18 +94,18 @@ def _step(number: int, values: Sequence[float], noise: Noise) -> StairStep:
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """Draws a job's rows as dots: it knows which configurations are the default and the recommended ones."""
+    """Draws a job's rows as dots, distinguishing the default and the recommended configurations."""
 
     default: Hashable
     chosen: frozenset[Hashable]
 
     @classmethod
     def of(cls, state: JobState) -> Marker:
-        """For the rows of this job."""
+        """Return a marker for the rows of this job."""
         return cls(config_key(state.spec.default), recommended_keys(state))
 
     def dot(self, row: MeasurementRow, *, x: float, metric: str) -> Dot:
-        """The row at ``x``; its height is ``metric``."""
+        """Return the row as a dot at `x`; its height is `metric`."""
         y = None if row.outcome is None else row.outcome.metrics.get(metric)
         chosen = config_key(row.config) in self.chosen
         return Dot(x=x, y=y, kind=self._kind(row), text=dot_text(row, metric), chosen=chosen)
@@ -121,7 +121,7 @@ class Marker:
 
 
 def dot_text(row: MeasurementRow, metric: str) -> str:
-    """``trial 7: 12.3 /s; replicas=2; p99_ms <= 50 missed by 12 %``."""
+    """Return `trial 7: 12.3 /s; replicas=2; p99_ms <= 50 missed by 12 %`."""
     outcome = row.outcome
     value = outcome.metrics.get(metric) if outcome is not None else None
     said = [] if value is None else [f"{metric} {with_unit(metric, value)}"]
@@ -129,7 +129,7 @@ def dot_text(row: MeasurementRow, metric: str) -> str:
 
 
 def recommended_keys(state: JobState) -> frozenset[Hashable]:
-    """The configurations that are recommended, or that are the best so far."""
+    """Return the keys of the recommended configurations, or of the best so far."""
     chosen = [each.config for each in state.answers] or [each.config for each in state.front]
     if not chosen and state.best is not None:
         chosen = [state.best.config]
@@ -137,8 +137,8 @@ def recommended_keys(state: JobState) -> frozenset[Hashable]:
 
 
 def pareto_line(state: JobState, x: Goal, y: Goal) -> tuple[tuple[float, float], ...]:
-    """The recommended front (or the one so far), seen in two of its goals: the corners of a stair, in the order of the
-    first goal's metric."""
+    """Return the recommended front (or the one so far) projected onto two of its goals: the corners of a staircase, in
+    the order of the first goal's metric."""
     known = [each.metrics for each in state.answers or state.front]
     points = sorted({(each[x.metric], each[y.metric]) for each in known if not _beaten(each, known, (x, y))})
     corners: list[tuple[float, float]] = []
@@ -152,7 +152,7 @@ def pareto_line(state: JobState, x: Goal, y: Goal) -> tuple[tuple[float, float],
 
 
 def _beaten(metrics: Mapping[str, float], others: Sequence[Mapping[str, float]], goals: Sequence[Goal]) -> bool:
-    """Whether another one is at least as good in all of these goals and better in one."""
+    """Return whether another one is at least as good in all of these goals and better in one."""
     own = [goal.loss(metrics) for goal in goals]
     losses = [[goal.loss(other) for goal in goals] for other in others]
     return any(loss != own and all(a <= b for a, b in zip(loss, own, strict=True)) for loss in losses)

@@ -1,4 +1,4 @@
-"""How the report says things: metrics, configurations, durations, and how much better something is."""
+"""The report's formatting of metrics, configurations, durations, and improvements."""
 
 from __future__ import annotations
 
@@ -13,46 +13,46 @@ _UNITS = {"_per_s": "/s", "_ms": "ms", "_gib": "GiB", "_cores": "cores", "_s": "
 
 
 def metric_words(metric: str) -> str:
-    """``goodput per cost`` of ``goodput_per_cost``, ``p99`` of ``p99_ms``: the unit goes to the number."""
+    """Return `goodput per cost` for `goodput_per_cost`, `p99` for `p99_ms`: the unit goes with the number."""
     unit = next((suffix for suffix in _UNITS if metric.endswith(suffix)), "")
     return metric.removesuffix(unit).replace("_", " ")
 
 
 def metric_unit(metric: str) -> str:
-    """``ms`` of ``p99_ms``; empty if the name has no unit at its end."""
+    """Return `ms` for `p99_ms`; empty if the name does not end in a unit."""
     return next((unit for suffix, unit in _UNITS.items() if metric.endswith(suffix)), "")
 
 
 def metric_title(metric: str) -> str:
-    """``p99 (ms)``: for axes and heads of columns."""
+    """Return `p99 (ms)`: for axes and column headings."""
     unit = metric_unit(metric)
     return f"{metric_words(metric)} ({unit})" if unit else metric_words(metric)
 
 
 def with_unit(metric: str, value: float) -> str:
-    """``12.3 ms``."""
+    """Return `12.3 ms`."""
     return f"{number(value)} {metric_unit(metric)}".strip()
 
 
 def value_text(value: Any) -> str:
-    """A knob's value; a number without noise digits."""
+    """Return the text of a knob's value, a number without spurious digits."""
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def config_text(config: Config) -> str:
-    """``replicas=2, window=4``."""
+    """Return `replicas=2, window=4`."""
     return ", ".join(f"{name}={value_text(value)}" for name, value in config.items())
 
 
 def duration_text(seconds: float) -> str:
-    """``42 s``, ``7.5 min``, ``3.2 h``."""
+    """Return `42 s`, `7.5 min` or `3.2 h`."""
     if seconds < 90.0:
         return f"{seconds:.0f} s"
     return f"{seconds / 60.0:.1f} min" if seconds < 5400.0 else f"{seconds / 3600.0:.1f} h"
 
 
 def gain_words(goal: Goal, gain: float) -> str:
-    """``34 % higher goodput per cost`` for a gain of 1.34; a gain is how many times better something is."""
+    """Return `34 % higher goodput per cost` for a gain of 1.34; a gain is how many times better something is."""
     what = metric_words(goal.metric)
     if goal.direction == "max":
         if gain >= 2.0:
@@ -62,22 +62,22 @@ def gain_words(goal: Goal, gain: float) -> str:
 
 
 def change_text(before: float, after: float) -> str:
-    """``+34 %`` of two measurements of a metric; a dash where no ratio makes sense."""
+    """Return `+34 %` for two measurements of a metric; a dash where a ratio is meaningless."""
     return signed_percent(after / before) if before > 0.0 and after >= 0.0 else "-"
 
 
 def signed_percent(ratio: float) -> str:
-    """``+34 %`` of 1.34, ``0`` of 1."""
+    """Return `+34 %` for 1.34, `0` for 1."""
     if round(100.0 * (ratio - 1.0)) == 0:
         return "0"
     return f"{100.0 * (ratio - 1.0):+.0f} %".replace("-", "−")
 
 
 def sentence(text: str) -> str:
-    """The text with a full stop."""
+    """Return the text with a full stop."""
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
 def facts_text(facts: Mapping[str, Any]) -> str:
-    """``torch 2.13, ray 2.60``."""
+    """Return `torch 2.13, ray 2.60`."""
     return ", ".join(f"{name} {value_text(value)}" for name, value in facts.items())

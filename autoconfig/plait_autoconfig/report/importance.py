@@ -1,8 +1,8 @@
-"""Which knobs made the difference: PED-ANOVA (Watanabe et al., IJCAI 2023), as Optuna 5 implements it.
+"""Which knobs made the difference: PED-ANOVA (Watanabe et al., IJCAI 2023), as implemented in Optuna 5.
 
-It compares how a knob's values are distributed among the best configurations with how they are among all that were
-tried, so it needs nothing but an order of the configurations: those that keep every limit by their goals, then those
-that break one by how far, then those that failed. No failure has to be given a score.
+It compares the distribution of a knob's values among the best configurations with that among all tried ones, so all
+it needs is an order of the configurations: first those that keep every limit, by their goals, then those that
+violate one, by how far, then those that failed. Failures need no score.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MIN_SHARE, _MAX_SHARE = 0.1, 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Importance:
-    """``shares``: by knob, the largest first; they add up to 1. ``best_share``: the part that counted as best."""
+    """`shares`: importance by knob, largest first; they sum to 1. `best_share`: the part that counted as best."""
 
     shares: tuple[tuple[str, float], ...]
     cells: int
@@ -37,7 +37,7 @@ class Importance:
 
 
 def knob_importance(space: Space, objective: Objective, cells: Sequence[Cell]) -> Importance | None:
-    """How much each knob mattered for being among the best; None when that can not be told.
+    """Return how much each knob contributed to being among the best; None when that cannot be determined.
 
     That is so with fewer than `FEWEST_CELLS`, when no knob varied, or when all configurations did equally well.
     """
@@ -54,7 +54,7 @@ def knob_importance(space: Space, objective: Objective, cells: Sequence[Cell]) -
 
 
 def ranks(objective: Objective, cells: Sequence[Cell]) -> list[int]:
-    """The place of each cell, 0 for the best; equals share theirs. With several goals a front counts as one place."""
+    """Return the rank of each cell, 0 for the best; equals share theirs. A front of several goals is one rank."""
     keys = [(*_class(objective, cell), wins) for cell, wins in zip(cells, _beaten_by(objective, cells), strict=True)]
     order = sorted(set(keys))
     return [order.index(key) for key in keys]
@@ -69,7 +69,7 @@ def _class(objective: Objective, cell: Cell) -> tuple[int, float]:
 
 
 def _beaten_by(objective: Objective, cells: Sequence[Cell]) -> list[int]:
-    """By how many feasible cells each feasible cell is beaten in every goal; 0 for the others."""
+    """Return by how many feasible cells each feasible cell is beaten in every goal; 0 for the others."""
     losses = [objective.losses(cell.outcome) if objective.feasible(cell.outcome) else None for cell in cells]
     known = [loss for loss in losses if loss is not None]
     return [0 if own is None else sum(all(a < b for a, b in zip(o, own, strict=True)) for o in known) for own in losses]
@@ -78,7 +78,7 @@ def _beaten_by(objective: Objective, cells: Sequence[Cell]) -> list[int]:
 def _ped_anova(
     space: Space, configs: Sequence[dict[str, Value]], places: Sequence[int], best_share: float
 ) -> dict[str, float]:
-    """All calls to Optuna are made here."""
+    """Return each knob's share according to Optuna; all calls to Optuna are made here."""
     import optuna
     from optuna.importance import PedAnovaImportanceEvaluator
 
@@ -96,7 +96,7 @@ def _ped_anova(
 
 
 def _distribution(knob: Knob) -> BaseDistribution:
-    """An ordered choice goes by its rank, because Optuna's categories have no order."""
+    """Return the knob's distribution; by rank for an ordered choice, as Optuna's categories have no order."""
     from optuna.distributions import IntDistribution
 
     from plait_autoconfig.distributions import distribution_of

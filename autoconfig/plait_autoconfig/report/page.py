@@ -1,7 +1,7 @@
-"""The report of a tuning job: one HTML page that opens offline, at any moment of the job.
+"""The report of a tuning job: one HTML page that opens offline, at any time during the job.
 
-Styles and drawings are inside; the only script sorts the table of measurements, and the page's own policy
-(`POLICY`) forbids the browser to fetch or run anything else.
+Styles and drawings are inline; the only script sorts the table of measurements, and the page's own policy (`POLICY`)
+forbids the browser to fetch or run anything else.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ POLICY = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{_S
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageSource:
-    """What the state does not know: the command that runs the job again, its text as given, and who made the page."""
+    """What the state does not contain: the command that reruns the job, its text as given, and who made the page."""
 
     command: str
     made_by: str = ""
@@ -37,7 +37,7 @@ class PageSource:
 
 
 def report_page(state: JobState, source: PageSource) -> str:
-    """The page. Without ``job_text`` the job is written out with all its defaults."""
+    """Return the page. Without `job_text` the job is written out with all its defaults."""
     several, answer = len(state.spec.goal.goals) > 1, state.recommendation
     body = [
         _head(state),
@@ -64,12 +64,12 @@ def report_page(state: JobState, source: PageSource) -> str:
 
 
 def verdict(state: JobState) -> str:
-    """The headline."""
+    """Return the headline."""
     return _verdict(state)[1]
 
 
 def _verdict(state: JobState) -> tuple[str, str]:
-    """CSS class and words."""
+    """Return the CSS class and the text."""
     if state.phase == "failed":
         return "none", "The job failed"
     if state.phase == "finished" and _nothing_kept(state):
@@ -121,7 +121,7 @@ def _head(state: JobState) -> str:
 
 
 def _leads(state: JobState) -> list[str]:
-    """The answer in a sentence, then why the search stopped."""
+    """Return the answer in a sentence, then why the search stopped."""
     answers = [answer.sentence for answer in state.answers[:1]] if len(state.spec.goal.goals) == 1 else []
     return [each[:1].upper() + sentence(each[1:]) for each in [*(answers or [state.binding]), state.reason] if each]
 

@@ -1,4 +1,4 @@
-"""The sections of the report that hold charts, and the facts at its end."""
+"""The sections of the report that contain charts, and the facts at its end."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _MAX_NAMES = 12  # values of a knob that get a place each; more are drawn along 
 
 
 def progress(state: JobState) -> str:
-    """The best so far, one chart per goal."""
+    """Return the best so far, one chart per goal."""
     rows = figures.finished(state)
     if not rows:
         return ""
@@ -57,7 +57,7 @@ def progress(state: JobState) -> str:
 
 
 def trade_offs(state: JobState) -> str:
-    """Several goals: each against the first. One goal: the goal against the first limit."""
+    """Return charts: with several goals each against the first, with one goal the goal against the first limit."""
     goals, limits = state.spec.goal.goals, state.spec.goal.limits
     if len(goals) > 1:
         drawn = [_pair(state, goals[0].metric, goal, front=goals[0]) for goal in goals[1:]]
@@ -72,7 +72,7 @@ def trade_offs(state: JobState) -> str:
 
 
 def drift(state: JobState) -> str:
-    """How the reference moved, and so the machine."""
+    """Return how the reference drifted, and thus the machine."""
     metric = state.spec.goal.goals[0].metric
     points = [(point.at_s, point.ratios[metric], point.number) for point in state.drift if metric in point.ratios]
     if len(points) < 2:
@@ -92,7 +92,7 @@ def drift(state: JobState) -> str:
 
 
 def importance(state: JobState) -> str:
-    """What each knob mattered."""
+    """Return how much each knob mattered."""
     cells = figures.cells(state)
     found = knob_importance(state.spec.space, state.spec.goal, cells)
     if found is None:
@@ -113,7 +113,7 @@ def importance(state: JobState) -> str:
 
 
 def slices(state: JobState) -> str:
-    """The goal over each knob."""
+    """Return the goal over each knob."""
     rows, goal = figures.finished(state), state.spec.goal.goals[0]
     if not any(row.outcome is not None and row.outcome.metrics for row in rows):
         return ""
@@ -125,7 +125,7 @@ def slices(state: JobState) -> str:
 
 
 def facts(state: JobState) -> str:
-    """On what it was measured, and how."""
+    """Return what was measured on, and how."""
     spec, subject, left = state.spec, state.subject, state.remaining
     space = f"of all {state.cells}" if state.exhaustive else "of more than can be listed"
     said = {"objective": str(spec.goal), "space": f"{state.tried} configurations measured, {space}"}
@@ -149,7 +149,7 @@ def facts(state: JobState) -> str:
 
 
 def reproduction(command: str, job_text: str) -> str:
-    """The command and the job that it needs."""
+    """Return the command and the job that it needs."""
     return section(
         "Run it again",
         "With the job below in a file of that name.",
@@ -159,7 +159,7 @@ def reproduction(command: str, job_text: str) -> str:
 
 
 def job_text(state: JobState) -> str:
-    """The job with every default written out, as YAML."""
+    """Return the job with every default written out, as YAML."""
     return yaml.safe_dump(state.spec.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=110)
 
 
@@ -173,7 +173,7 @@ def _band_words(state: JobState) -> str:
 
 
 def _pair(state: JobState, x: str, goal: Goal, *, front: Goal | None = None, limit: Limit | None = None) -> str:
-    """The goal over another metric, as a figure; empty if nothing was measured."""
+    """Return the goal over another metric, as a figure; empty if nothing was measured."""
     marker = figures.Marker.of(state)
     dots = [
         marker.dot(row, x=row.outcome.metrics[x], metric=goal.metric)
@@ -205,7 +205,7 @@ def _slice(marker: figures.Marker, knob: Knob, rows: Sequence[MeasurementRow], g
 
 
 def _places(knob: Knob, used: Sequence[Value]) -> list[Value]:
-    """The values in their order, if they are few enough to have a place each; else none."""
+    """Return the values in order if they are few enough for a position each; otherwise none."""
     values = list(dict.fromkeys(used))
     numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
     if len(values) > _MAX_NAMES and numbers:
@@ -216,7 +216,7 @@ def _places(knob: Knob, used: Sequence[Value]) -> list[Value]:
 
 
 def _figure(draw: Callable[..., str], dots: Sequence[Dot] = (), *, level: str = "") -> str:
-    """A chart for wide screens and one for narrow ones, of which the page shows one, and what its marks mean."""
+    """Return a chart for wide screens and one for narrow ones, of which the page shows one, and the legend."""
     kinds = [kind for kind in _LEGEND if any(dot.kind == kind for dot in dots)]
     keys = "".join(f"<span>{_key(kind)}{_LEGEND[kind]}</span>" for kind in kinds)
     keys += f"<span>{_key('ok chosen')}recommended</span>" if any(dot.chosen for dot in dots) else ""

@@ -1,4 +1,4 @@
-"""What the tuning report adds to the look of the load test's report, and its one script."""
+"""What the tuning report adds to the style of the load test's report, and its one script."""
 
 from plait_loadtest.report.style import CSS as LOADTEST_CSS
 

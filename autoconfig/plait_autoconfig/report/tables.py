@@ -1,4 +1,4 @@
-"""The tables of the report: what to change, what that does, which limit binds, and every trial."""
+"""The tables of the report: what to change, its effect, which limit binds, and every trial."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TEXT = ("what", "verdict", "why")
 
 
 def difference(state: JobState, answer: Recommendation) -> str:
-    """What the recommendation changes, and what that does to every metric."""
+    """Return what the recommendation changes, and its effect on every metric."""
     if not answer.changes:
         note = "The default itself is recommended: nothing tried was better beyond doubt."
         return section("What to change", note, _metrics(state, answer))
@@ -52,7 +52,7 @@ def difference(state: JobState, answer: Recommendation) -> str:
 
 
 def _metrics(state: JobState, answer: Recommendation) -> str:
-    """The default's metrics against the recommended ones'; those of the objective first."""
+    """Return the default's metrics against those of the recommended configuration; those of the objective first."""
     before = figures.metrics_of(state, state.spec.default, confirmed=answer.confirmed)
     broken = figures.default_breaks(state, confirmed=answer.confirmed)
     names = dict.fromkeys([*state.spec.goal.metrics, *answer.metrics])
@@ -81,7 +81,7 @@ def _setting(value: Any) -> str:
 
 
 def choices(state: JobState) -> str:
-    """The recommended front of several goals: a row per configuration."""
+    """Return the recommended front of several goals: a row per configuration."""
     goals, limits = state.spec.goal.goals, state.spec.goal.limits
     metrics = list(dict.fromkeys([*(goal.metric for goal in goals), *(limit.metric for limit in limits)]))
     found: Sequence[Any] = state.answers or state.front
@@ -99,7 +99,7 @@ def choices(state: JobState) -> str:
 
 
 def limits(state: JobState) -> str:
-    """Every limit: who kept it, and who came nearest."""
+    """Return every limit: how many configurations kept it, and which came nearest."""
     cells = [each for each in figures.cells(state) if each.outcome.failure is None]
     rows = [_limit_row(limit, cells) for limit in state.spec.goal.limits] if cells else []
     failed = [row for row in figures.finished(state) if row.outcome and row.outcome.failure]
@@ -129,7 +129,7 @@ def _limit_row(limit: Limit, cells: Sequence[Any]) -> list[str]:
 
 
 def all_trials(state: JobState) -> str:
-    """Every measurement with its verdict; a column's head sorts by it."""
+    """Return every measurement with its verdict; clicking a column heading sorts by it."""
     metrics = state.spec.goal.metrics
     columns = [
         "number", "what", "verdict", *map(metric_title, metrics), "why",
@@ -167,7 +167,7 @@ def _trial_row(state: JobState, row: MeasurementRow, chosen: frozenset[Hashable]
 
 
 def _verdict(row: MeasurementRow) -> tuple[str, str]:
-    """Words and CSS class."""
+    """Return the text and the CSS class."""
     if row.status != "finished" or row.outcome is None:
         return row.status, "plain quiet"
     if row.outcome.failure is not None:
@@ -176,7 +176,7 @@ def _verdict(row: MeasurementRow) -> tuple[str, str]:
 
 
 def _sorted(value: float | None) -> str:
-    """A number that sorts by its full value."""
+    """Return a number that sorts by its full value."""
     return f'<td data-sort="{"" if value is None else value}">{number(value)}</td>'
 
 

@@ -1,1 +1,1 @@
-"""What the learning designers believe: the library as a background, a Gaussian process over it, what to try next."""
+"""The model of the learning designers: the library as a background, a Gaussian process over it, what to try next."""

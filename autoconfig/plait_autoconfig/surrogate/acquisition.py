@@ -1,4 +1,4 @@
-"""Which cell to try next, and what is still to be gained by trying more. Symbols: N cells, K hypotheses."""
+"""Which cell to try next, and how much further trials can still gain. Symbols: N cells, K hypotheses."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from plait_autoconfig.surrogate.posterior import Posterior
 
 
 def expected_improvement(posterior: Posterior, best: Floats) -> Floats:
-    """How much lower than the best known value each cell is expected to be (N,), over all hypotheses.
+    """Return how much lower than the best known value each cell is expected to be (N,), over all hypotheses.
 
-    ``best`` (K,): the best known value under each of them (Mockus 1978; averaged as by Snoek et al., NeurIPS 2012).
+    `best` (K,): the best known value under each of them (Mockus 1978; averaged as by Snoek et al., NeurIPS 2012).
     """
     gap = best[:, None] - posterior.means
     z = gap / posterior.sds
@@ -21,7 +21,7 @@ def expected_improvement(posterior: Posterior, best: Floats) -> Floats:
 
 
 def best_known(posterior: Posterior, feasible: Indices) -> Floats:
-    """The lowest posterior mean among the ``feasible`` cells (at least one), by hypothesis (K,).
+    """Return the lowest posterior mean among the `feasible` cells (at least one), by hypothesis (K,).
 
     The noise is filtered out: a lucky measurement does not become the value to beat.
     """
@@ -29,15 +29,16 @@ def best_known(posterior: Posterior, feasible: Indices) -> Floats:
 
 
 def probability_above(posterior: Posterior, threshold: float) -> Floats:
-    """That each cell's true value is above the threshold (N,)."""
+    """Return the probability that each cell's true value is above the threshold (N,)."""
     return np.asarray(posterior.weights @ ndtr((posterior.means - threshold) / posterior.sds))
 
 
 def expected_regret(posterior: Posterior, best: Floats, feasible: Floats, rng: np.random.Generator) -> float:
-    """How much lower than the best known value the lowest of all cells is expected to be; ``feasible`` (N,) chances.
+    """Return how much lower than the best known value the lowest of all cells is expected to be; `feasible` (N,) are
+    probabilities.
 
-    Cells count as independent, which says too much rather than too little: a search that stops by it stops late.
-    Only the `_MAX` most promising cells are drawn.
+    Cells count as independent, which overestimates rather than underestimates: a search that stops by this value
+    stops late. Only the `_MAX` most promising cells are sampled.
     """
     score = feasible * expected_improvement(posterior, best)
     some = np.argsort(-score, kind="stable")[:_MAX]

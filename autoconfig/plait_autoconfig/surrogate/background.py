@@ -1,12 +1,12 @@
-"""What earlier services say about a new one, on the cells of its space. Pure numpy; one `Background` per quantity.
+"""What earlier services imply for a new one, on the cells of its space. Pure numpy; one `Background` per quantity.
 
 A quantity (log loss, or the margin to the limits) of a service is modelled as
 
     offset + slope * mean(x) + sum_s c_s * deviations_s(x) + smooth(x) + own(x)
 
-``mean`` is what services have in common, ``deviations_s`` how service s differed from it, ``smooth`` a Gaussian process
-over the knobs, ``own`` one independent effect per cell. `Scales` says how large each part usually is. A background may
-mislead: ``trust`` is the prior probability that it helps at all; without it, mean and deviations are zero.
+`mean` is what services have in common, `deviations_s` how service s differed from it, `smooth` a Gaussian process
+over the knobs, `own` one independent effect per cell. `Scales` holds the typical size of each part. A background may
+mislead: `trust` is the prior probability that it helps at all; without it, mean and deviations are zero.
 
 Symbols: N cells, D features of a cell, S services.
 """
@@ -28,10 +28,10 @@ FREE_OFFSET_SD = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scales:
-    """Logarithms of the typical sizes of the parts, and how far off they may be (``spread``, a standard deviation).
+    """Logarithms of the typical sizes of the parts, and how far off they may be (`spread`, a standard deviation).
 
-    ``mix``: of the coefficients c_s times sqrt(S). ``smooth`` and ``own``: standard deviations of these parts.
-    ``lengths`` (D,): length scales of the smooth part, in units of the encoded features.
+    `mix`: of the coefficients c_s times sqrt(S). `smooth` and `own`: standard deviations of these parts.
+    `lengths` (D,): length scales of the smooth part, in units of the encoded features.
     """
 
     mix: float
@@ -41,21 +41,21 @@ class Scales:
     spread: float
 
     def vector(self) -> Floats:
-        """All but the spread as one vector (3 + D,)."""
+        """Return everything except the spread as one vector (3 + D,)."""
         return np.concatenate([[self.mix, self.smooth, self.own], self.lengths])
 
     @classmethod
     def from_vector(cls, vector: Floats, *, spread: float) -> Scales:
-        """The inverse of `vector`."""
+        """Return the scales from a vector; the inverse of `vector`."""
         mix, smooth, own = (float(value) for value in vector[:3])
         return cls(mix=mix, smooth=smooth, own=own, lengths=vector[3:], spread=spread)
 
 
 def usual_scales(features: int, *, smooth: float, own: float, spread: float) -> Scales:
-    """Scales of which only the sizes are known. The length scales are half of a cube's typical distance.
+    """Return scales of which only the sizes are known. The length scales are half of a cube's typical distance.
 
-    Two random points of a D-cube are about sqrt(D / 6) apart; length scales that grow with sqrt(D) keep a Gaussian
-    process informative in every dimension (Hvarfner et al., ICML 2024).
+    The distance of two random points of a D-cube is about sqrt(D / 6); length scales that grow with sqrt(D) keep a
+    Gaussian process informative in every dimension (Hvarfner et al., ICML 2024).
     """
     lengths = np.full(features, np.log(0.5 * np.sqrt(max(1, features))))
     return Scales(mix=0.0, smooth=np.log(smooth), own=np.log(own), lengths=lengths, spread=spread)
@@ -63,10 +63,11 @@ def usual_scales(features: int, *, smooth: float, own: float, spread: float) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Background:
-    """See the module docstring. ``cells`` (N, D), ``mean`` (N,), ``deviations`` (S, N); S may be 0.
+    """The background of one quantity; see the module docstring. `cells` (N, D), `mean` (N,), `deviations` (S, N); S may
+    be 0.
 
-    ``unit``: how much of the raw quantity one unit of these numbers is. ``scales`` hold if the background helps,
-    ``cold`` if it does not. ``offset_sd``: of the offset.
+    `unit`: how much of the raw quantity one unit of these numbers is. `scales` hold if the background helps, `cold`
+    if it does not. `offset_sd`: of the offset.
     """
 
     cells: Floats
@@ -80,7 +81,7 @@ class Background:
 
 
 def no_background(cells: Floats) -> Background:
-    """Without a library: a flat mean, which nothing trusts."""
+    """Return the background without a library: a flat mean with no trust."""
     count, features = cells.shape
     return Background(
         cells=cells,
@@ -94,7 +95,7 @@ def no_background(cells: Floats) -> Background:
 
 
 def margin_background(cells: Floats) -> Background:
-    """Without a library: four cells in five are feasible, and neighbours are alike."""
+    """Return the margin's background without a library: four cells in five are feasible, and neighbours are similar."""
     count, features = cells.shape
     usual = usual_scales(features, smooth=0.5, own=0.1, spread=0.5)
     return Background(

@@ -1,7 +1,7 @@
 """Morphling's meta-model: a network with two hidden layers of 128 units, pre-trained by MAML with second derivatives.
 
-MAML (Finn et al., ICML 2017): the parameters are moved to where one gradient step on a few points of a service gives a
-good model of that service. All calls to torch are made here; numpy arrays come in and go out.
+MAML (Finn et al., ICML 2017): the parameters are moved to where one gradient step on a few points of a service
+yields a good model of that service. All calls to torch are made here; inputs and outputs are numpy arrays.
 
 Symbols: N cells, D features, n trials, S services, T tasks of a step, K points of a task.
 """
@@ -24,24 +24,24 @@ _INNER_RATE, _META_RATE = 0.05, 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Parameters: weights (.., fan_in, fan_out) and biases (.., 1, fan_out), in turn; ``..`` is nothing or T."""
+    """The parameters: weights (.., fan_in, fan_out) and biases (.., 1, fan_out), alternating; `..` is nothing or T."""
 
     parameters: tuple[Tensor, ...]
 
     def __call__(self, features: Tensor) -> Tensor:
-        """(.., n, D) to (.., n)."""
+        """Map features (.., n, D) to values (.., n)."""
         w1, b1, w2, b2, w3, b3 = self.parameters
         hidden = torch.relu(features @ w1 + b1)
         return (torch.relu(hidden @ w2 + b2) @ w3 + b3)[..., 0]
 
     def stepped(self, features: Tensor, values: Tensor, *, differentiable: bool = False) -> Network:
-        """After one gradient step on the mean squared error of each task."""
+        """Return the network after one gradient step on the mean squared error of each task."""
         loss = ((self(features) - values) ** 2).mean(-1).sum()
         slopes = torch.autograd.grad(loss, self.parameters, create_graph=differentiable)
         return Network(tuple(p - _INNER_RATE * slope for p, slope in zip(self.parameters, slopes, strict=True)))
 
     def adapted(self, features: Floats, values: Floats, steps: int) -> Network:
-        """After ``steps`` gradient steps on the trials (n, D), (n,)."""
+        """Return the network after `steps` gradient steps on the trials (n, D), (n,)."""
         rows, wanted = _tensor(features), _tensor(values)
         network = self
         for _ in range(steps):
@@ -49,13 +49,13 @@ class Network:
         return Network(tuple(p.detach() for p in network.parameters))
 
     def predict(self, features: Floats) -> Floats:
-        """(N, D) to (N,)."""
+        """Map features (N, D) to values (N,)."""
         with torch.no_grad():
             return self(_tensor(features)).double().numpy()
 
 
 def fresh_network(features: int, seed: int) -> Network:
-    """He-initialised, with a head that starts at zero."""
+    """Return a He-initialised network whose head starts at zero."""
     source = torch.Generator().manual_seed(seed)
     sizes = [(features, _HIDDEN), (_HIDDEN, _HIDDEN), (_HIDDEN, 1)]
     parameters: list[Tensor] = []
@@ -66,7 +66,7 @@ def fresh_network(features: int, seed: int) -> Network:
 
 
 def meta_trained(services: Sequence[tuple[Floats, Floats]], seed: int, *, steps: int) -> Network:
-    """MAML over services, each the features (n, D) of its cells and their values (n,); n may differ."""
+    """Run MAML over services, each the features (n, D) of its cells and their values (n,); n may differ."""
     rng = np.random.default_rng(seed)
     network = fresh_network(services[0][0].shape[1], seed)
     parameters = [p.requires_grad_() for p in network.parameters]
@@ -83,7 +83,7 @@ def meta_trained(services: Sequence[tuple[Floats, Floats]], seed: int, *, steps:
 
 
 def _draw(services: Sequence[tuple[Floats, Floats]], rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-    """K points of each service, (T, K, D) and (T, K)."""
+    """Draw K points of each service, (T, K, D) and (T, K)."""
     picks = [rng.integers(0, len(values), _POINTS) for _, values in services]
     rows = np.array([features[pick] for (features, _), pick in zip(services, picks, strict=True)])
     return _tensor(rows), _tensor(np.array([values[pick] for (_, values), pick in zip(services, picks, strict=True)]))

@@ -1,9 +1,9 @@
 """From past services to a `Background`: what they have in common, and how each of them differed.
 
-Every source is brought to one scale first (an offset and a spread of its own: services share shapes, not levels). Where
-a source did not measure a cell of the space, a forest over all sources stands in, with a Gaussian process over what
-this source showed beside it. If services come with features (`PastSource.context`), a forest may know better than the
-plain mean what a new one will be like; which of the two is used is decided by treating past services as if they were
+Every source is first brought to one scale (an offset and a spread of its own: services share shapes, not levels).
+Where a source did not measure a cell of the space, the value comes from a forest over all sources, plus a Gaussian
+process over this source's own results. If services come with features (`PastSource.context`), a forest may predict a
+new one better than the plain mean; which of the two is used is decided by treating past services as if they were
 new.
 
 Symbols: N cells, D features of a cell, S sources, n trials of a source, F features of a service.
@@ -40,7 +40,7 @@ _HELPS = 0.05  # share of a service's variance that a mean must explain to count
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastSource:
-    """One past service: ``features`` (n, D) of its cells, their ``values`` (n,), its ``context`` (F,), its weight."""
+    """One past service: the `features` (n, D) of its cells, their `values` (n,), its `context` (F,) and its weight."""
 
     features: Floats
     values: Floats
@@ -51,9 +51,9 @@ class PastSource:
 def pool(
     sources: Sequence[PastSource], cells: Floats, context: Floats, rng: np.random.Generator, *, absolute: bool = False
 ) -> Background:
-    """What the sources say about a service with this ``context`` (F,) on ``cells`` (N, D).
+    """Return what the sources imply for a service with this `context` (F,) on `cells` (N, D).
 
-    ``absolute``: levels and spreads carry over from service to service, as those of a margin to a limit do.
+    `absolute`: levels and spreads carry over from service to service, as those of a margin to a limit do.
     """
     useful = [source for source in sources if len(source.values) >= 2]
     if not useful:
@@ -83,7 +83,7 @@ def pool(
 
 
 def _levels(sources: Sequence[PastSource], *, absolute: bool) -> tuple[Floats, Floats]:
-    """What to subtract from each source's values, and to divide them by (S,)."""
+    """Return what to subtract from each source's values, and what to divide them by (S,)."""
     if absolute:
         return np.zeros(len(sources)), np.ones(len(sources))
     spreads = np.array([source.values.std() for source in sources])
@@ -94,7 +94,7 @@ def _levels(sources: Sequence[PastSource], *, absolute: bool) -> tuple[Floats, F
 def _shapes(
     sources: Sequence[PastSource], levels: Floats, spreads: Floats, cells: Floats, rng: np.random.Generator
 ) -> Floats:
-    """Every source's values on all cells (S, N), less its level, in its spreads."""
+    """Return every source's values on all cells (S, N), minus its level, in units of its spread."""
     scaled = [(each.values - level) / spread for each, level, spread in zip(sources, levels, spreads, strict=True)]
     place = {row.tobytes(): index for index, row in enumerate(np.round(cells, 9) + 0.0)}
     found = [[place.get(row.tobytes(), -1) for row in np.round(each.features, 9) + 0.0] for each in sources]
@@ -108,7 +108,7 @@ def _shapes(
 
 
 def _filled(sources: Sequence[PastSource], scaled: Sequence[Floats], cells: Floats, rng: np.random.Generator) -> Floats:
-    """A forest over all sources, and over it what each of them showed (S, N)."""
+    """Return a forest over all sources, corrected by each one's own results (S, N)."""
     rows = np.concatenate([_with(each.features, each.context) for each in sources])
     values = np.concatenate(scaled)
     owner = np.repeat(np.arange(len(sources)), [len(each) for each in scaled])
@@ -130,7 +130,7 @@ def _filled(sources: Sequence[PastSource], scaled: Sequence[Floats], cells: Floa
 
 
 def _gain(shapes: Floats, weights: Floats) -> Floats:
-    """The share of each source's variance that the mean of the others explains (S,); 0 if there are no others."""
+    """Return the share of each source's variance explained by the mean of the others (S,); 0 if there are none."""
     if len(shapes) < 2:
         return np.zeros(len(shapes))
     others = (weights @ shapes - weights[:, None] * shapes) / (weights.sum() - weights)[:, None]
@@ -138,7 +138,7 @@ def _gain(shapes: Floats, weights: Floats) -> Floats:
 
 
 class _ByContext:
-    """A forest from a cell and a service's features to the value. ``gain``: as `_gain`, for sources left out."""
+    """A forest from a cell and a service's features to the value. `gain`: as in `_gain`, for held-out sources."""
 
     def __init__(self, shapes: Floats, contexts: Floats, cells: Floats, rng: np.random.Generator) -> None:
         self._cells, self._rng = cells, rng
@@ -151,7 +151,7 @@ class _ByContext:
         self.gain = np.array(gains)
 
     def predict(self, context: Floats) -> Floats:
-        """The mean for a service (N,)."""
+        """Return the mean for a service (N,)."""
         return np.asarray(self._forest.predict(_with(self._cells, context)))
 
     def _fit(self, shapes: Floats, contexts: Floats) -> ExtraTreesRegressor:
@@ -171,7 +171,7 @@ def _with(features: Floats, context: Floats) -> Floats:
 
 
 def _learn_scales(shapes: Floats, weights: Floats, cells: Floats, rng: np.random.Generator) -> Scales:
-    """The scales that explain best, all together, how past services differed from the mean of the others."""
+    """Return the scales that best explain, jointly, how past services differed from the mean of the others."""
     start = usual_scales(cells.shape[1], smooth=0.3, own=0.2, spread=0.7)
     if len(shapes) < 3:
         return start

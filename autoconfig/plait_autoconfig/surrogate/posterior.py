@@ -1,11 +1,12 @@
-"""What a few trials say on top of a `Background`: Gaussian processes, averaged over how large its parts might be.
+"""What a few trials add to a `Background`: Gaussian processes, averaged over the possible sizes of its parts.
 
-Instead of climbing to one best set of scales, a cloud of hypotheses is drawn around the usual ones, drawn again around
-those that explain the trials best, and the best few are averaged by how well they do. Each hypothesis is a Gaussian
-process, so everything below is matrix algebra over the whole cloud at once, without gradients.
+Instead of optimising a single set of scales, a cloud of hypotheses is drawn around the usual ones, drawn again
+around those that explain the trials best, and the best few are averaged, weighted by how well they do. Each
+hypothesis is a Gaussian process, so everything below is matrix algebra over the whole cloud at once, without
+gradients.
 
-Half of the cloud believes the background, half does not. The marginal likelihood of the halves decides how much the
-background weighs: a misleading library loses its say after a few trials.
+Half of the cloud believes the background, half does not. The marginal likelihood of the halves determines the weight
+of the background: a misleading library loses its influence after a few trials.
 
 Symbols: n trials, N cells, D features, P hypotheses, K of them kept.
 """
@@ -32,9 +33,10 @@ _LOST = 0.01  # a half with less weight than this is not looked at any closer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialData:
-    """Trials by cell: ``index`` (n,) of the cells, ``values`` (n,) means over ``repeats`` (n,) trials.
+    """Trials by cell: `index` (n,) of the cells, `values` (n,) means over `repeats` (n,) trials.
 
-    ``noise``: standard deviation of one trial about its cell's true value. Values and noise in the background's unit.
+    `noise`: standard deviation of one trial about its cell's true value. Values and noise are in the background's
+    unit.
     """
 
     index: Indices
@@ -45,9 +47,9 @@ class TrialData:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Posterior:
-    """``weights`` (K,) of the kept hypotheses; ``means`` and ``sds`` (K, N) of the true value of every cell.
+    """The posterior. `weights` (K,) of the kept hypotheses; `means` and `sds` (K, N) of the true value of every cell.
 
-    ``trust``: how probable it is by now that the background helps.
+    `trust`: the probability by now that the background helps.
     """
 
     weights: Floats
@@ -56,12 +58,12 @@ class Posterior:
     trust: float
 
     def mean(self) -> Floats:
-        """(N,) over all hypotheses."""
+        """Return the mean over all hypotheses (N,)."""
         return self.weights @ self.means
 
 
 def infer(background: Background, data: TrialData, rng: np.random.Generator) -> Posterior:
-    """The posterior over all cells. ``data`` may be empty: then it is the background."""
+    """Return the posterior over all cells. `data` may be empty: then it equals the background."""
     parts = _CovarianceParts(background, data)
     size = max(_MIN_SIZE, int(_SIZE * min(1.0, _MANY / max(1, len(data.index)))))
     halves = [(True, background.trust), (False, 1.0 - background.trust)]
@@ -81,15 +83,15 @@ def infer(background: Background, data: TrialData, rng: np.random.Generator) -> 
 
 
 def log_evidence(background: Background, data: TrialData, theta: Floats) -> Floats:
-    """Log marginal likelihood (P,) of the trials under hypotheses ``theta`` (P, 3 + D) that believe the background."""
+    """Return the log marginal likelihood (P,) of the trials under `theta` (P, 3 + D) that believe the background."""
     return _CovarianceParts(background, data).log_evidence(True, theta)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Round:
-    """Hypotheses of one half: ``theta`` (P, 3 + D) as in `Scales.vector`, ``evidence`` and ``fit`` (P,).
+    """Hypotheses of one half: `theta` (P, 3 + D) as in `Scales.vector`, `evidence` and `fit` (P,).
 
-    ``fit`` is the evidence plus how usual the hypothesis is: the log posterior up to a constant.
+    `fit` is the evidence plus the log prior of the hypothesis: the log posterior up to a constant.
     """
 
     parts: _CovarianceParts
@@ -103,7 +105,7 @@ class _Round:
     def first(
         cls, parts: _CovarianceParts, background: Background, believes: bool, size: int, rng: np.random.Generator
     ) -> _Round:
-        """Drawn from what is usual."""
+        """Draw the first round from the prior."""
         scales = background.scales if believes else background.cold
         noise = rng.standard_normal((size, 3 + background.cells.shape[1]))
         noise[0] = 0.0
@@ -116,11 +118,11 @@ class _Round:
         return cls(parts=parts, scales=scales, believes=believes, theta=theta, evidence=evidence, fit=fit)
 
     def mean_evidence(self) -> float:
-        """Log marginal likelihood of this half: the mean over hypotheses that were drawn from the usual."""
+        """Return the log marginal likelihood of this half: the mean over hypotheses drawn from the prior."""
         return float(np.logaddexp.reduce(self.evidence) - np.log(len(self.evidence)))
 
     def refined(self, rng: np.random.Generator) -> _Round:
-        """The best few after two more rounds around the best few."""
+        """Return the best few after two more rounds around the best few."""
         kept = max(1, len(self.theta) // _PER_KEPT)
         best = self._best(kept)
         for step in _STEPS:
@@ -147,7 +149,7 @@ class _Round:
 
 
 class _CovarianceParts:
-    """The pieces of all covariance matrices that do not depend on the hypothesis."""
+    """The parts of all covariance matrices that do not depend on the hypothesis."""
 
     def __init__(self, background: Background, data: TrialData) -> None:
         self._background, self._data = background, data
@@ -161,7 +163,7 @@ class _CovarianceParts:
         self._mixes = self._mixed.T @ self._mixed
 
     def log_evidence(self, believes: bool, theta: Floats) -> Floats:
-        """See `log_evidence`."""
+        """Return the log marginal likelihood (P,) of the trials under hypotheses `theta` (P, 3 + D)."""
         count = len(self._data.index)
         bordered = np.empty((len(theta), count + 1, count + 1))  # the last row of its factor is the whitened rest
         bordered[:, :count, :count] = self._covariance(believes, theta)
@@ -173,7 +175,7 @@ class _CovarianceParts:
         return np.asarray(-0.5 * (white**2).sum(1) - logdet)
 
     def predict(self, believes: bool, theta: Floats) -> tuple[Floats, Floats]:
-        """Mean and standard deviation (N,) of the true value of every cell under one hypothesis (3 + D,)."""
+        """Return mean and standard deviation (N,) of the true value of every cell under one hypothesis (3 + D,)."""
         back, index = self._background, self._data.index
         mix, smooth, own = np.exp(2.0 * theta[:3])
         scaled = back.cells / np.exp(theta[3:])
@@ -194,7 +196,7 @@ class _CovarianceParts:
         return self._data.values - self._mean if believes else self._data.values
 
     def _covariance(self, believes: bool, theta: Floats) -> Floats:
-        """Of the trials, (P, n, n): diagonal and lower triangle."""
+        """Return the covariance of the trials (P, n, n): diagonal and lower triangle."""
         count = len(self._data.index)
         mix, smooth, own = np.exp(2.0 * theta[:, :3]).T[:, :, None]
         matrix = np.zeros((len(theta), count, count))

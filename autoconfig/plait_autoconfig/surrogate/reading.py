@@ -21,7 +21,7 @@ _FLOOR = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastService:
-    """A library run as far as it can be read in this space; weight: how much it counts (0 to 1)."""
+    """The usable part of a library run in this space; weight: how much it counts (0 to 1)."""
 
     name: str
     cells: tuple[Cell, ...]
@@ -32,7 +32,7 @@ class PastService:
 def past_services(
     library: Sequence[LibraryRun], space: Space, objective: Objective, context: ServiceContext
 ) -> tuple[PastService, ...]:
-    """The runs with trials that are valid in the space and measured what the objective needs."""
+    """Return the runs with trials that are valid in the space and measured what the objective needs."""
     return tuple(
         PastService(
             name=run.service,
@@ -45,25 +45,25 @@ def past_services(
 
 
 def features_of(workload: WorkloadFeatures, hardware: Hardware) -> dict[str, float]:
-    """What a model may learn from about a service as a whole."""
+    """Return what a model may learn from about a service as a whole."""
     return {**workload, **hardware.features()}
 
 
 def context_names(services: Sequence[PastService], own: dict[str, float]) -> tuple[str, ...]:
-    """The features that this service and all past ones have, and that differ somewhere."""
+    """Return the features that this service and all past ones have, and that differ somewhere."""
     names = sorted(name for name in own if all(name in each.features for each in services))
     return tuple(name for name in names if len({each.features[name] for each in services} | {own[name]}) > 1)
 
 
 def context_row(features: dict[str, float], names: Sequence[str]) -> Floats:
-    """(F,)."""
+    """Return the named features (F,)."""
     return np.array([features[name] for name in names], np.float64)
 
 
 def log_losses(goal: Goal, outcomes: Sequence[TrialOutcome]) -> Floats:
-    """One number per outcome of one service, lower is better: ratios become differences. Failures are NaN.
+    """Return one number per outcome of one service, lower is better: ratios become differences. Failures are NaN.
 
-    A metric with a negative value among the outcomes has no logarithm: then it is taken as it is.
+    A metric with a negative value among the outcomes has no logarithm: then it is used unchanged.
     """
     raw = np.array([np.nan if each.failure is not None else each.metrics[goal.metric] for each in outcomes])
     sign = 1.0 if goal.direction == "min" else -1.0
@@ -75,13 +75,13 @@ def log_losses(goal: Goal, outcomes: Sequence[TrialOutcome]) -> Floats:
 
 
 def log_costs(outcomes: Sequence[TrialOutcome]) -> Floats:
-    """Logarithms of what the outcomes cost an hour; NaN where that was not measured."""
+    """Return the logarithms of the hourly cost of the outcomes; NaN where it was not measured."""
     costs = np.array([each.metrics.get(COST_PER_HOUR, np.nan) for each in outcomes], np.float64)
     return np.log(np.where(costs > 0.0, costs, np.nan))
 
 
 def margins(objective: Objective, outcomes: Sequence[TrialOutcome]) -> Floats:
-    """How far inside all limits each outcome is: -1 (a failure, or half beyond one) to 1 (half of one is left)."""
+    """Return how far inside all limits each outcome is, from -1 (failed, or half beyond one) to 1 (half is left)."""
     return np.array(
         [
             -1.0 if each.failure is not None else min((_margin(limit, each) for limit in objective.limits), default=1.0)
@@ -100,7 +100,7 @@ def _margin(limit: Limit, outcome: TrialOutcome) -> float:
 
 
 def source_of(service: PastService, space: Space, names: Sequence[str], values: Floats) -> PastSource:
-    """A past service for `pool`; cells with NaN are left out."""
+    """Return a past service for `pool`; cells with NaN are left out."""
     known = np.isfinite(values)
     cells = [cell.config for cell, keep in zip(service.cells, known, strict=True) if keep]
     return PastSource(

@@ -1,4 +1,4 @@
-"""Small matrices on one thread: more threads cost them more than they bring, and would take cores from the trials."""
+"""Small matrices on one thread: more threads slow them down, and would take cores from the trials."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from threadpoolctl import ThreadpoolController
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Limits numpy, scipy, scikit-learn and torch to one thread in this block, and puts back what was."""
+    """Limit numpy, scipy, scikit-learn and torch to one thread in this block, then restore the previous limits."""
     torch = sys.modules.get("torch")  # whose import takes seconds, and which most designers do without
     before = None if torch is None else torch.get_num_threads()
     if torch is not None:
@@ -27,5 +27,5 @@ def one_thread() -> Iterator[None]:
 
 @cache
 def _controller() -> ThreadpoolController:
-    """Looking for the libraries takes milliseconds, so that is done once."""
+    """Return the controller; finding the libraries takes milliseconds, so it is cached."""
     return ThreadpoolController()

@@ -1,3 +1,4 @@
-"""One model to two programs: capture, tile, cut, split, run. Import from the modules: a worker needs neither tracer
-nor cutters.
+"""From one model to two programs: capture, tile, cut, split, run.
+
+Import from the submodules: a worker needs neither the tracer nor the cutters.
 """

@@ -1,4 +1,4 @@
-"""Embedding operators in a trace: which table, which ids, pooled how."""
+"""Embedding operators in a trace: which table, which ids, and how they are pooled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BAGS = ("aten.embedding_bag.padding_idx", "aten.embedding_bag.default")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BagCall:
-    """One embedding operator. ``equal_rows``: the ids are ``(rows, k)`` and every row is a bag of k."""
+    """One embedding operator. With `equal_rows`, the ids are `(rows, k)` and every row is a bag of k."""
 
     op: str
     table: fx.Node
@@ -34,7 +34,7 @@ class BagCall:
     equal_rows: bool = False
 
     def check_table(self, weight: torch.Tensor, where: str) -> None:
-        """Raises `UnsupportedOperator` if the table can not be served."""
+        """Raise `UnsupportedOperator` if the table cannot be served."""
         if weight.dtype != torch.float32 or weight.ndim != 2:
             raise UnsupportedOperator(
                 self.op, f"its table is {weight.dtype} with {weight.ndim} dimensions, not float32 with 2", where
@@ -47,7 +47,7 @@ class BagCall:
 
 
 def bag_call(node: fx.Node) -> BagCall | None:
-    """What an embedding operator asks; None for any other operator."""
+    """Return what an embedding operator looks up, or None for any other operator."""
     op = str(node.target)
     if op == _EMBEDDING:
         bound, _ = bind(node)
@@ -72,8 +72,9 @@ def bag_call(node: fx.Node) -> BagCall | None:
 
 
 def _equal_rows(ids: Any, offsets: Any) -> fx.Node | None:
-    """The ``(rows, k)`` ids of a call that flattens them and makes offsets 0, k, 2k, ... (EmbeddingBag with 2-D
-    input).
+    """Return the `(rows, k)` ids of a call that flattens them and makes offsets 0, k, 2k, ...
+
+    This is how EmbeddingBag treats 2-D input.
     """
     if str(ids.target) not in ("aten.reshape.default", "aten.view.default") or ids.meta["val"].ndim != 1:
         return None

@@ -1,9 +1,9 @@
-"""From a module to a program: `torch.export` traces it, and every operator is looked at before it is let in.
+"""From a module to a program: `torch.export` traces it, and every operator is checked before it is accepted.
 
-ATen overloads stay as the module called them (nothing is decomposed), so a program has the module's bits. On the way:
-embedding operators become `plait.lookup`; what depends on parameters alone is computed once and becomes a constant;
-in-place operators on values that nobody else reads become their functional twins; ``split``, ``chunk`` and ``unbind``
-become slices.
+ATen overloads stay as the module called them (nothing is decomposed), so a program reproduces the module bit for
+bit. On the way, embedding operators become `plait.lookup`; whatever depends on parameters alone is computed once and
+becomes a constant; in-place operators on values that nothing else reads become their functional equivalents;
+`split`, `chunk` and `unbind` become slices.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ __all__ = ["Captured", "capture", "ports_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class Captured:
-    """A module as a program. ``constants`` by `Port` name and ``tables`` by `Lookup.table` are the module's own
-    tensors.
+    """A module as a program.
+
+    `constants` (by `Port` name) and `tables` (by `Lookup.table`) are the module's own tensors.
     """
 
     program: Program
@@ -44,10 +45,10 @@ class Captured:
 
 
 def capture(module: nn.Module, inputs: Sequence[Input]) -> Captured:
-    """The module's ``forward`` (in evaluation mode, called with the tensors of ``inputs`` by name) as a program.
+    """Capture the module's `forward` (in evaluation mode, called with the tensors of `inputs` by name) as a program.
 
-    Every input has as many rows as there are candidates, and all outputs have too. Raises `UnsupportedOperator`, or
-    ValueError for a wrong declaration. The module is not changed.
+    Every input and every output has one row per candidate. Raises `UnsupportedOperator`, or ValueError for an
+    invalid declaration. The module is not changed.
     """
     check_inputs(inputs)
     if module.training:
@@ -62,7 +63,7 @@ def capture(module: nn.Module, inputs: Sequence[Input]) -> Captured:
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """A traced tensor: as an argument, what is known of it, whose rows it has."""
+    """A traced tensor: the argument for it, what is known about it, and whose rows it has."""
 
     ref: Ref
     fact: Fact
@@ -85,7 +86,7 @@ class _Builder:
         self.taken = dict.fromkeys((*self.ports, USER_OF), 1)
 
     def add(self, node: fx.Node) -> None:
-        """Take one node of the trace in."""
+        """Add one node of the trace."""
         if node.op == "placeholder":
             self._add_placeholder(node)
         elif node.op == "call_function":
@@ -98,7 +99,7 @@ class _Builder:
             raise UnsupportedOperator(f"{node.op} {node.target}", "it is not an operator", source_line(node))
 
     def finish(self, inputs: Sequence[Input]) -> Captured:
-        """The program, with the outputs named."""
+        """Return the program, with its outputs named."""
         outputs = []
         for name, node in self.exported.outputs():
             value = self._read(node) if node is not None else None
@@ -157,7 +158,7 @@ class _Builder:
         return None
 
     def _add_python_call(self, node: fx.Node) -> None:
-        """getitem on a list of tensors; anything else makes a number, which its reader judges."""
+        """Handle getitem on a list of tensors; any other call makes a number, which its reader checks."""
         parent = node.args[0] if node.args else None
         if node.target is not getitem or not isinstance(parent, fx.Node):
             return
@@ -214,7 +215,7 @@ class _Builder:
         self.values[node] = _Value(Ref(name), Fact(shape, PER_ROW if pooled else ids.fact.counts), ids.rows)
 
     def _offsets(self, call: BagCall, ids: _Value, where: str) -> Ref | None:
-        """The bag's own offsets; None for ids in equal rows, or not pooled."""
+        """Return the bag's own offsets, or None for ids in equal rows or ids that are not pooled."""
         if call.mode == "rows" or call.equal_rows:
             if ids.fact.counts is None or (call.mode != "rows" and ids.fact.ndim != 2):
                 raise UnsupportedOperator(call.op, "its ids must have one row per candidate", where)
@@ -228,7 +229,7 @@ class _Builder:
         return Ref(bag + OFFSETS)
 
     def _fold(self, node: fx.Node, arguments: Mapping[str, Any], where: str) -> Any:
-        """What depends on parameters alone is computed now."""
+        """Compute now what depends on parameters alone."""
         target: Any = node.target
         if torch.Tag.nondeterministic_seeded in target.tags:
             raise UnsupportedOperator(str(target), "it is random", where)
@@ -247,7 +248,7 @@ class _Builder:
         return [self._named(part, node.name) for part in made]
 
     def _named(self, made: Any, wanted: str) -> Any:
-        """A constant of our own making, laid out as it will be when it was stored and read again."""
+        """Add a constant of our own, laid out as it will be after it has been stored and read back."""
         if isinstance(made, torch.Tensor):
             made = made.contiguous()
             self.names.setdefault(id(made), self._name(wanted))
@@ -264,7 +265,7 @@ class _Builder:
         return {name: self._argument(value, where) for name, value in bound.items()}, given
 
     def _argument(self, value: Any, where: str) -> Any:
-        """An argument of the trace with `_Value`, tensors and `RowCount` in the place of nodes."""
+        """Return an argument of the trace with its nodes replaced by `_Value`, tensors and `RowCount`."""
         if isinstance(value, fx.Node):
             traced = value.meta.get("val")
             if isinstance(traced, torch.SymInt | torch.SymFloat | torch.SymBool):
@@ -277,7 +278,7 @@ class _Builder:
         return value
 
     def _arguments(self, lowered: Lowered, shape: tuple[int, ...]) -> tuple[tuple[Arg, ...], dict[str, Arg]]:
-        """Arguments as a program holds them."""
+        """Return the arguments in the form that a program holds."""
         anchor = next(
             (v.ref for v in _leaves(lowered.arguments) if isinstance(v, _Value) and v.fact.counts == PER_ROW), None
         )
@@ -309,13 +310,13 @@ class _Builder:
         return Ref(name)
 
     def _name(self, wanted: str) -> str:
-        """``wanted``, or with a number behind it if it is taken."""
+        """Return `wanted`, with a number appended if the name is taken."""
         self.taken[wanted] = self.taken.get(wanted, 0) + 1
         return wanted if self.taken[wanted] == 1 else self._name(f"{wanted}_{self.taken[wanted]}")
 
 
 def ports_of(inputs: Sequence[Input]) -> tuple[Port, ...]:
-    """The tensors that ``forward`` takes, as a program lists them."""
+    """Return the tensors that `forward` takes, as a program lists them."""
     ports = []
     for item in inputs:
         if isinstance(item, Bag):
@@ -329,7 +330,7 @@ def ports_of(inputs: Sequence[Input]) -> tuple[Port, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Unknown:
-    """A number that depends on the request in another way than as its number of rows."""
+    """A number that depends on the request other than through its number of rows."""
 
     text: str
 
@@ -350,7 +351,7 @@ def _leaves(arguments: Any) -> list[Any]:
 
 
 def _varies(arguments: Mapping[str, Any]) -> bool:
-    """True if the result depends on the request, in its values or only in its size."""
+    """Return whether the result depends on the request, in its values or only in its size."""
     return any(isinstance(value, _Value | RowCount) for value in _leaves(arguments))
 
 

@@ -1,7 +1,7 @@
-"""What the parts of a program cost: bytes of every value and seconds of every operator, measured by running it.
+"""What the parts of a program cost: the bytes of every value and the seconds of every operator, measured by running it.
 
-The CN's seconds are always measured, on one thread. The HN's are measured if there is a device to measure on; else they
-are *modelled* from the CN's by `HnModel`, and every number that depends on them says so.
+The CN's seconds are always measured, on one thread. The HN's are measured if there is a device to measure on;
+otherwise they are *modelled* from the CN's by `HnModel`, and every number that depends on them is marked as such.
 """
 
 from __future__ import annotations
@@ -46,25 +46,26 @@ _SPEEDUP: Mapping[Kind, float] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class HnModel:
-    """Seconds on the HN as CN seconds / ``speedup`` of the operator's kind, and at least ``floor_s``.
+    """Seconds on the HN: CN seconds / `speedup` for the operator's kind, but at least `floor_s`.
 
-    Defaults are assumptions of ours about one data-centre GPU against one CPU core at the sizes of one request, far
-    below the saturated ratio (MLPerf dlrm-v2: 19.75 M pairs/s on an H200, 20.5 k on a core). The floor is a kernel
-    replayed from a graph.
+    The defaults are our assumptions about one data-centre GPU against one CPU core at the sizes of one request, far
+    below the saturated ratio (MLPerf dlrm-v2: 19.75 M pairs/s on an H200, 20.5 k on a core). The floor is the cost
+    of a kernel replayed from a graph.
     """
 
     speedup: Mapping[Kind, float] = field(default_factory=lambda: _SPEEDUP)
     floor_s: float = 1e-6
 
     def seconds(self, program: Program, cn_s: Mapping[str, float]) -> dict[str, float]:
-        """By node name."""
+        """Return the modelled seconds by node name."""
         nodes = [node for node in program.nodes if node.op != SIZE]
         return {node.name: max(self.floor_s, cn_s[node.name] / self.speedup[kind_of(node.op)]) for node in nodes}
 
 
 def value_bytes(program: Program, *, candidates: int, ids_per_bag: Mapping[str, int], users: int = 1) -> dict[str, int]:
-    """Bytes of every input and result of a tiled program; ``ids_per_bag``: ids in one row of each bag (1 if it is not
-    named).
+    """Return the bytes of every input and result of a tiled program.
+
+    `ids_per_bag`: ids in one row of each bag (1 for a bag that is not named).
     """
     flat = flat_values(program)
     offsets = {name + OFFSETS for name in flat}
@@ -91,7 +92,10 @@ def measure_seconds(
     repeats: int = 5,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
-    """Median seconds of every operator on its own. Everything must be on one device; a CUDA device is waited for."""
+    """Measure the median seconds of every operator on its own.
+
+    Everything must be on one device; a CUDA device is synchronized.
+    """
     seconds: dict[str, float] = {}
     on_gpu = any(tensor.is_cuda for tensor in tensors.values())
 
@@ -119,7 +123,10 @@ def cut_problem(
     hn: Mapping[str, float] | HnModel | None = None,
     link_bytes_per_s: float = LINK_BYTES_PER_S,
 ) -> CutProblem:
-    """A problem for the cutters. ``hn``: seconds measured on the HN's device, or a model of it (the default one)."""
+    """Build the problem for the cutters.
+
+    `hn`: seconds measured on the HN's device, or a model of it (by default the default `HnModel`).
+    """
     if hn is None or isinstance(hn, HnModel):
         hn = (hn or HnModel()).seconds(program, cn_s)
     return CutProblem(

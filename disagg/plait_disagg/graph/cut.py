@@ -1,11 +1,12 @@
-"""What a cut is, what it costs, and which ones are allowed. A cut is the set of nodes that run on the CN.
+"""What a cut is, what it costs, and which cuts are allowed. A cut is the set of nodes that run on the CN.
 
-Raw inputs arrive at the CN; constants and `USER_OF` are on both sides. Nothing flows back: once a value is made on
-the HN, everything that reads it runs there. Tables live on the CN. Outputs leave from the HN.
+Raw inputs arrive at the CN; constants and `USER_OF` are available on both sides. Nothing flows back: once a value is
+made on the HN, everything that reads it runs there. Tables live on the CN. Outputs leave from the HN.
 
     cost = sum of CN times + sum of HN times + crossing bytes / link rate
 
-A value that crosses is paid once, however many read it. The answer's way back is the same for every cut and left out.
+A value that crosses is paid for once, however many nodes read it. The way back of the answer costs the same for
+every cut and is left out.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ __all__ = ["Cost", "CutProblem", "Cutter", "check_cut", "cost_of", "crossing_val
 
 @dataclass(frozen=True, kw_only=True)
 class CutProblem:
-    """A tiled program and what its parts cost for one request of ``candidates``.
+    """A tiled program and what its parts cost for one request of `candidates`.
 
-    ``value_bytes``: bytes of every input and node result. ``cn_s``, ``hn_s``: seconds of every node on either side.
+    `value_bytes`: bytes of every input and node result. `cn_s`, `hn_s`: seconds of every node on either side.
     """
 
     program: Program
@@ -39,7 +40,7 @@ class CutProblem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What a cut costs for one request."""
+    """The cost of a cut for one request."""
 
     cn_s: float
     hn_s: float
@@ -48,21 +49,22 @@ class Cost:
 
     @property
     def total_s(self) -> float:
-        """The sum: what the exact cutter makes smallest."""
+        """The sum, which the exact cutter minimizes."""
         return self.cn_s + self.hn_s + self.link_s
 
 
 class Cutter(Protocol):
-    """Chooses the nodes that run on the CN."""
+    """A strategy that chooses the nodes that run on the CN."""
 
     name: str
 
     def cut(self, problem: CutProblem) -> frozenset[str]:
-        """Names of the CN's nodes; always a cut that `check_cut` accepts. Pure: the same problem, the same answer."""
+        """Return the names of the CN's nodes, a cut that `check_cut` accepts. Pure: the same problem has the same
+        answer."""
 
 
 def crossing_values(program: Program, cn_nodes: frozenset[str]) -> tuple[str, ...]:
-    """Inputs and results of ``cn_nodes`` that the HN reads or that are outputs, in the program's order."""
+    """Return the inputs and results of `cn_nodes` that the HN reads or that are outputs, in program order."""
     needed = {ref.name for _, ref in program.outputs}
     for name, read in reads(program).items():
         if name not in cn_nodes:
@@ -72,7 +74,7 @@ def crossing_values(program: Program, cn_nodes: frozenset[str]) -> tuple[str, ..
 
 
 def cost_of(problem: CutProblem, cn_nodes: frozenset[str]) -> Cost:
-    """The cost of one cut. Raises `BadCut` if it is not allowed."""
+    """Return the cost of one cut. Raises `BadCut` if it is not allowed."""
     check_cut(problem.program, cn_nodes)
     names = [node.name for node in problem.program.nodes if node.op != SIZE]
     nbytes = sum(problem.value_bytes[name] for name in crossing_values(problem.program, cn_nodes))
@@ -85,7 +87,7 @@ def cost_of(problem: CutProblem, cn_nodes: frozenset[str]) -> Cost:
 
 
 def check_cut(program: Program, cn_nodes: frozenset[str]) -> None:
-    """Raises `BadCut` if a value would flow back, a lookup would run on the HN, or a name is no node."""
+    """Raise `BadCut` if a value would flow back, a lookup would run on the HN, or a name is not a node."""
     made_by = reads(program)
     unknown = cn_nodes - made_by.keys()
     if unknown:

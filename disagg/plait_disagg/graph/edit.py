@@ -1,4 +1,4 @@
-"""Small tools to take programs apart: substitute references, drop what nothing needs, ask who reads what."""
+"""Small tools for editing programs: substitute references, drop what is not needed, find who reads what."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _IDENTITIES = frozenset(
 
 
 def map_refs(node: Node, change: Callable[[Ref], Ref]) -> Node:
-    """The node with every reference replaced by what ``change`` makes of it."""
+    """Return the node with every reference replaced by the result of `change`."""
 
     def mapped(argument: Arg) -> Arg:
         if isinstance(argument, Ref):
@@ -31,7 +31,7 @@ def map_refs(node: Node, change: Callable[[Ref], Ref]) -> Node:
 
 
 def simplify(program: Program) -> Program:
-    """Without operators that return their operand as it is, and without those that no output needs."""
+    """Return the program without operators that return their operand unchanged or that no output needs."""
     same: dict[str, Ref] = {}
     nodes = []
     for node in program.nodes:
@@ -47,7 +47,7 @@ def simplify(program: Program) -> Program:
 
 
 def live(program: Program) -> Program:
-    """Without nodes and constants that no output needs. Inputs stay: they are what a caller sends."""
+    """Return the program without the nodes and constants that no output needs. Inputs stay: callers send them."""
     needed = {ref.name for _, ref in program.outputs}
     nodes = []
     for node in reversed(program.nodes):
@@ -59,8 +59,11 @@ def live(program: Program) -> Program:
 
 
 def reads(program: Program) -> Mapping[str, tuple[str, ...]]:
-    """Node to the values that it reads and that a cut can not give away: no constants, not `USER_OF`, and in the
-    place of a number the tensor that it is counted on."""
+    """Map each node to the values that it reads and that a cut may separate from it.
+
+    Constants and `USER_OF` are left out (both sides have them); a number is replaced by the tensor that it is
+    counted on.
+    """
     free = {port.name for port in program.constants} | {USER_OF}
     counted = {node.name: node.inputs for node in program.nodes if node.op == SIZE}
     found = {}
@@ -72,7 +75,7 @@ def reads(program: Program) -> Mapping[str, tuple[str, ...]]:
 
 
 def lookups_of(program: Program) -> tuple[Lookup, ...]:
-    """The lookups of a program, in its order."""
+    """Return the lookups of a program, in program order."""
     found = []
     for node in program.nodes:
         if node.op == LOOKUP:
@@ -82,8 +85,10 @@ def lookups_of(program: Program) -> tuple[Lookup, ...]:
 
 
 def flat_values(program: Program) -> Mapping[str, str]:
-    """Values whose first dimension counts the ids of a bag, to that bag: the flat ids, and what is made of them
-    before a lookup pools it."""
+    """Map each value whose first dimension counts the ids of a bag to that bag.
+
+    These are the flat ids and whatever is computed from them before a lookup pools it.
+    """
     ports = {port.name for port in program.inputs}
     flat = {name: name for name in ports if name + OFFSETS in ports}
     for node in program.nodes:
@@ -95,9 +100,8 @@ def flat_values(program: Program) -> Mapping[str, str]:
 
 
 def is_loose(node: Node) -> bool:
-    """True for a value with a row for whoever asks: made of constants and a number of rows (zeros, an expanded
-    token).
-    """
+    """Return whether a value gets its rows from its readers: made of constants and a row count (zeros, an expanded
+    token)."""
     return node.rows == "none" and node.shape[:1] == (ROWS,)
 
 

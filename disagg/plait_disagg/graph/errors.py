@@ -1,9 +1,9 @@
 """What can go wrong between a module and its two halves.
 
 GraphError
-├── Refused      the model holds something that can not be cut; its author must change it
-├── BadProgram   a stored program is not one; whoever made the file must make it again
-└── BadCut       the chosen nodes can not be a CN half; the cutter is wrong
+├── UnsupportedOperator  the model uses something that cannot be cut; its author must change it
+├── BadProgram           a stored program is invalid; whoever made the file must make it again
+└── BadCut               the chosen nodes cannot be a CN half; the cutter is wrong
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ __all__ = ["BadCut", "BadProgram", "GraphError", "UnsupportedOperator"]
 
 
 class GraphError(Exception):
-    """The base of all."""
+    """Base class of all errors of this package."""
 
 
 class UnsupportedOperator(GraphError):
-    """``operator`` in the author's line ``where`` (file:line: code; may be empty) can not be served, and ``why``."""
+    """The operator `operator` cannot be served, for the reason `why`.
+
+    `where` is the author's line (file:line: code; may be empty).
+    """
 
     def __init__(self, operator: str, why: str, where: str = "") -> None:
         super().__init__(f"{operator}: {why}" + (f"\n    at {where}" if where else ""))

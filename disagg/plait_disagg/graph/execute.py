@@ -1,7 +1,7 @@
-"""Running a program: it becomes an fx graph, whose generated Python frees every value after its last reader.
+"""Running a program: it becomes an fx graph, whose generated Python code frees every value after its last use.
 
-Lookups run in stages: all lookups whose ids are ready are one call of `Tables.lookup`, so that tables can serve them
-as one.
+Lookups run in stages: all lookups whose ids are ready share one call of `Tables.lookup`, so that tables can serve
+them together.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ _MAKERS = ("aten.zeros.default", "aten.ones.default", "aten.full.default")
 
 
 class Compiled:
-    """A program that can be called, with its constants on its device. Not thread-safe if it has lookups (`Tables` is
-    not).
+    """A program that can be called, with its constants on its device.
+
+    Not thread-safe if it has lookups (`Tables` is not).
     """
 
     def __init__(self, program: Program, module: fx.GraphModule, constants: Sequence[torch.Tensor]) -> None:
@@ -62,14 +63,16 @@ class Compiled:
         self._constants = tuple(constants)
 
     def __call__(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Outputs by name. ``tensors``: all inputs of the program by name, on its device. Raises `BadId`."""
+        """Return the outputs by name. `tensors`: all inputs of the program by name, on its device. Raises `BadId`."""
         with torch.inference_mode():
             made = self._forward(*[tensors[name] for name in self._inputs], *self._constants)
         return dict(zip(self._outputs, made, strict=True))
 
     def with_constants(self, constants: Mapping[str, torch.Tensor]) -> Self:
-        """The same program with those of ``constants`` that it reads in the place of its own; this one stays as it is.
-        Raises `BadProgram` if one does not fit."""
+        """Return the same program with those of `constants` that it reads in place of its own; this one is unchanged.
+
+        Raises `BadProgram` if one does not fit.
+        """
         held = [
             _checked(port.name, port.shape, port.dtype, constants).to(old.device) if port.name in constants else old
             for port, old in zip(self.program.constants, self._constants, strict=True)
@@ -86,7 +89,7 @@ def compile_program(
     *,
     device: torch.device | str = "cpu",
 ) -> Compiled:
-    """``tables`` serve the program's lookups. Raises `BadProgram` if a constant is missing or does not fit."""
+    """Compile a program whose lookups `tables` serve. Raises `BadProgram` if a constant is missing or does not fit."""
     held = [_checked(port.name, port.shape, port.dtype, constants).to(device) for port in program.constants]
     root = nn.Module()
     graph = fx.Graph()
@@ -109,7 +112,7 @@ def compile_program(
 
 
 def stages(program: Program) -> list[tuple[list[Node], list[Node]]]:
-    """Per stage: the operators that can run before its lookups, and the lookups, all of which can run then."""
+    """Return for each stage the operators that can run before its lookups, and the lookups that can then run."""
     level = dict.fromkeys((port.name for port in (*program.inputs, *program.constants)), 0)
     found: dict[int, tuple[list[Node], list[Node]]] = {}
     for node in program.nodes:
@@ -121,8 +124,9 @@ def stages(program: Program) -> list[tuple[list[Node], list[Node]]]:
 
 
 def tile_rows(x: torch.Tensor, user_of: torch.Tensor, copy: bool = False) -> torch.Tensor:
-    """(users, ...) to (candidates, ...): row ``user_of[c]`` for candidate c. A single user's row is not copied unless
-    asked.
+    """Expand (users, ...) to (candidates, ...): row `user_of[c]` for candidate c.
+
+    A single user's row is copied only if `copy` is set.
     """
     if x.shape[0] == 1 and not copy:
         return x.expand(user_of.shape[0], *x.shape[1:])
@@ -138,7 +142,7 @@ class _Stage(nn.Module):
         self._tables = tables
 
     def forward(self, *asked: torch.Tensor | None) -> list[torch.Tensor]:
-        """``asked``: ids, offsets and weights of each lookup in turn."""
+        """Run the stage's lookups. `asked`: ids, offsets and weights of each lookup in turn."""
         requests = []
         for index, lookup in enumerate(self._lookups):
             ids, offsets, weights = asked[3 * index : 3 * index + 3]

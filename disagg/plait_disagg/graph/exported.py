@@ -1,4 +1,4 @@
-"""The one place that calls `torch.export`, and what is read from its trace."""
+"""The one place that calls `torch.export` and reads its trace."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 def export(module: nn.Module, inputs: Sequence[Input]) -> Exported:
-    """Traces ``module``. Raises `UnsupportedOperator` if it can not be traced or fixes its number of rows."""
+    """Trace `module`. Raises `UnsupportedOperator` if it cannot be traced or fixes its number of rows."""
     tensors = example_tensors(inputs, rows=_ROWS)
     shapes = {name: {0: Dim.AUTO} for name in tensors}
     try:
@@ -56,7 +56,7 @@ def export(module: nn.Module, inputs: Sequence[Input]) -> Exported:
 
 
 class _ByName(nn.Module):
-    """Takes one dict, so that any forward can be traced: also one with ``**ids``."""
+    """A wrapper that takes one dict, so that any forward can be traced, including one with `**ids`."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class _ByName(nn.Module):
 
 
 class Exported:
-    """A trace. Sizes in it are numbers or symbols; which symbols count rows is found from the inputs."""
+    """A trace. Sizes in it are numbers or symbols; which symbols count rows is derived from the inputs."""
 
     def __init__(self, program: ExportedProgram, tensors: Mapping[str, torch.Tensor]) -> None:
         self._program = program
@@ -83,8 +83,8 @@ class Exported:
         self._counts: set[str] = set()
 
     def check_rows(self, inputs: Sequence[Input]) -> None:
-        """Raises `UnsupportedOperator` if the trace holds for one number of rows only; learns which symbols count
-        what."""
+        """Find out which symbols count what. Raises `UnsupportedOperator` if the trace holds for one number of rows
+        only."""
         for name, front in self._fronts.items():
             if not isinstance(front, torch.SymInt):
                 raise UnsupportedOperator("forward", f"it works only with {front} in the first dimension of {name}")
@@ -96,8 +96,10 @@ class Exported:
                 self._row_counts.add(str(self._fronts[item.name]))
 
     def live_nodes(self) -> Iterator[fx.Node]:
-        """What the outputs need, in order. Raises `UnsupportedOperator` for a change in place that somebody else can
-        see."""
+        """Return the nodes that the outputs need, in order.
+
+        Raises `UnsupportedOperator` for an in-place change that another reader can see.
+        """
         nodes = list(self._program.graph.nodes)
         live: set[fx.Node] = {node for node in nodes if node.op in ("output", "placeholder")}
         for node in reversed(nodes):
@@ -108,7 +110,7 @@ class Exported:
         return (node for node in nodes if node in live)
 
     def constant(self, node: fx.Node) -> tuple[str, torch.Tensor] | None:
-        """Name and tensor of a parameter, buffer or constant; None for an input."""
+        """Return the name and tensor of a parameter, buffer or constant, or None for an input."""
         spec = self._specs[node.name]
         if spec.kind == InputKind.USER_INPUT or spec.target is None:
             return None
@@ -118,11 +120,12 @@ class Exported:
         return spec.target.removeprefix("module."), found.detach()
 
     def input_name(self, node: fx.Node) -> str:
-        """The name in the declaration."""
+        """Return the input's name in the declaration."""
         return str(self._inputs[node.name])
 
     def outputs(self) -> list[tuple[str, fx.Node | None]]:
-        """Public names: the keys of a dict; score for a single tensor; score_0, score_1, ... of a tuple."""
+        """Return the outputs by public name: the keys of a dict; score for a single tensor; score_0, score_1, ... for a
+        tuple."""
         spec = self._program.call_spec.out_spec
         made = self._program.graph.output_node().args[0]
         assert isinstance(made, tuple | list)
@@ -141,11 +144,11 @@ class Exported:
         return named
 
     def is_row_count(self, number: Any) -> bool:
-        """True for a symbolic number that is the number of rows."""
+        """Return whether a symbolic number is the number of rows."""
         return str(number) in self._row_counts
 
     def shape(self, node: fx.Node, op: str, where: str) -> tuple[int, ...]:
-        """The shape of what a node makes, `ROWS` where it counts rows or a bag's ids or offsets."""
+        """Return the shape of a node's result, with `ROWS` where it counts rows or a bag's ids or offsets."""
         made = node.meta.get("val")
         if not isinstance(made, torch.Tensor):
             raise UnsupportedOperator(op, "it makes something else than one tensor", where)
@@ -162,7 +165,7 @@ class Exported:
 
 
 def example_tensors(inputs: Sequence[Input], *, rows: int) -> dict[str, torch.Tensor]:
-    """Zeros of the declared shapes; bags of different sizes, so that no two sizes are equal by accident."""
+    """Return zeros of the declared shapes; bags differ in size, so that no two sizes are equal by accident."""
     tensors: dict[str, torch.Tensor] = {}
     for index, item in enumerate(inputs):
         if isinstance(item, Bag):
@@ -177,14 +180,14 @@ def example_tensors(inputs: Sequence[Input], *, rows: int) -> dict[str, torch.Te
 
 
 def source_line(node: fx.Node) -> str:
-    """``file:line: code`` of the model's author; empty if the trace does not know it."""
+    """Return `file:line: code` of the model's author, or an empty string if the trace does not know it."""
     frames = _FRAME.findall(str(node.meta.get("stack_trace") or ""))
     own = [frame for frame in frames if not frame[0].startswith(_TORCH)] or frames
     return f"{own[-1][0]}:{own[-1][1]}: {own[-1][2].strip()}" if own else ""
 
 
 def module_hint(node: fx.Node) -> str:
-    """What to use instead of a layer of torch that can not be served, if the operator is inside of one."""
+    """Return what to use instead of a torch layer that cannot be served, if the operator is inside one."""
     for _, kind in reversed((node.meta.get("nn_module_stack") or {}).values()):
         name = str(kind if isinstance(kind, str) else kind.__name__).rpartition(".")[2]
         if name in _INSTEAD:
@@ -193,7 +196,7 @@ def module_hint(node: fx.Node) -> str:
 
 
 def _names_in_order(program: ExportedProgram, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """The declared names in the order of the trace's inputs."""
+    """Return the declared names in the order of the trace's inputs."""
     spec = program.call_spec.in_spec
     assert spec is not None
     (places,), _ = _pytree.tree_unflatten(list(range(len(tensors))), spec)
@@ -201,7 +204,7 @@ def _names_in_order(program: ExportedProgram, tensors: Mapping[str, torch.Tensor
 
 
 def _check_unseen(node: fx.Node) -> None:
-    """A dead operator that changes a value which others read would be lost."""
+    """Reject a dead operator that changes a value which others read; its effect would be lost."""
     if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
         return
     for read in node.all_input_nodes:

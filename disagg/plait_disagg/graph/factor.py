@@ -1,9 +1,9 @@
-"""A linear layer over user-side and candidate-side features, taken apart: the user's share is computed once per user.
+"""Factoring of linear layers over user-side and candidate-side features: the user's share is computed once per user.
 
     linear(cat([u, v]), W, b)  =  tile(linear(u, W_u, b)) + linear(v, W_v)        W = [W_u, W_v] by columns
 
 In a DLRM with interaction *cat* most columns of the first top layer are the user's, and they are the same for all
-candidates. The sum is rounded in another order (1e-6 or so), so an exact program is left as it is.
+candidates. The sum is rounded in another order (a difference of about 1e-6), so an exact program is left unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["factor_linears"]
 
 
 def factor_linears(program: Program, constants: Mapping[str, torch.Tensor]) -> tuple[Program, dict[str, torch.Tensor]]:
-    """A tiled ``program`` with every such layer taken apart, and its constants (the columns are copies)."""
+    """Return a tiled `program` with every such layer factored, and its constants (the columns are copies)."""
     work = _LinearFactoring(program, dict(constants))
     nodes = tuple(made for node in program.nodes for made in work.replaced(node))
     ports = (*program.constants, *work.ports)
@@ -30,7 +30,7 @@ def factor_linears(program: Program, constants: Mapping[str, torch.Tensor]) -> t
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """The parts of a cat that one side has, and their columns of the weight."""
+    """The parts of a cat that belong to one side, and their columns of the weight."""
 
     rows: Rows
     parts: tuple[Ref, ...]
@@ -38,7 +38,7 @@ class _Share:
 
     @property
     def width(self) -> int:
-        """Columns."""
+        """Number of columns."""
         return sum(end - start for start, end in self.columns)
 
 
@@ -54,7 +54,7 @@ class _LinearFactoring:
         self.shapes |= {node.name: node.shape for node in self.program.nodes}
 
     def replaced(self, node: Node) -> tuple[Node, ...]:
-        """What stands for ``node``: itself, or the two shares, a tile and their sum (under the node's name)."""
+        """Return what replaces `node`: itself, or the two shares, a tile and their sum (under the node's name)."""
         shares = self._shares(node)
         if shares is None:
             return (node,)
@@ -67,7 +67,7 @@ class _LinearFactoring:
         return (*user_nodes, *item_nodes, tiled, replace(node, op="aten.add.Tensor", args=addends))
 
     def _shares(self, node: Node) -> tuple[_Share, _Share] | None:
-        """The user's and the candidates' share of a linear over a cat of both along its last dimension."""
+        """Return the user's and the candidates' share of a linear layer over a cat of both along its last dimension."""
         if node.op != "aten.linear.default" or node.rows != "item" or not isinstance(node.args[0], Ref):
             return None
         cat = self.nodes.get(node.args[0].name)
@@ -91,7 +91,7 @@ class _LinearFactoring:
         return _share("user", user), _share("item", item)
 
     def _untiled(self, part: Ref) -> Ref | None:
-        """The user-side value that ``part`` repeats; None if it is a candidate's own."""
+        """Return the user-side value that `part` repeats, or None if it is a candidate's own."""
         node = self.nodes.get(part.name)
         if node is None or node.op != TILE or node.kwargs.get("copy"):
             return None
@@ -99,7 +99,7 @@ class _LinearFactoring:
         return source if isinstance(source, Ref) else None
 
     def _linear(self, node: Node, share: _Share, bias: Arg) -> tuple[Node, ...]:
-        """A linear layer over one share, with a cat before it if it has several parts."""
+        """Return a linear layer over one share, preceded by a cat if it has several parts."""
         weight = node.args[1]
         assert isinstance(weight, Ref)
         name = f"{node.name}:{share.rows}"

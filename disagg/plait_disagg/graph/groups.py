@@ -1,6 +1,5 @@
-"""A program for the eye: chains of operators become one box, and boxes that do the same for the same readers become
-one.
-"""
+"""A condensed view of a program for readers: chains of operators become one box, and boxes that do the same for the
+same readers are merged."""
 
 from __future__ import annotations
 
@@ -24,8 +23,10 @@ _IN_MLP = frozenset({"linear", "relu", "prelu", "sigmoid", "tanh", "gelu", "silu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueGroup:
-    """``members``: values (inputs or nodes) in program order. ``readers``: indices of groups in the list that
-    `grouped` returns.
+    """A box of the condensed view.
+
+    `members`: values (inputs or nodes) in program order. `readers`: indices of groups in the list that `grouped`
+    returns.
     """
 
     title: str
@@ -37,7 +38,7 @@ class ValueGroup:
 
 
 def grouped(program: Program, cn_nodes: frozenset[str]) -> list[ValueGroup]:
-    """All inputs (that are read) and nodes of a tiled program, in an order in which they can run."""
+    """Return all inputs that are read and all nodes of a tiled program as groups, in an order in which they can run."""
     sketch = _Sketch(program, cn_nodes)
     merged = sketch.merged(sketch.chains())
     merged.sort(key=lambda chains: max(sketch.order[name] for chain in chains for name in chain))
@@ -46,7 +47,7 @@ def grouped(program: Program, cn_nodes: frozenset[str]) -> list[ValueGroup]:
 
 
 def shortened(names: Sequence[str], max_names: int = 2) -> str:
-    """A list of names for people: all, or the first and the last."""
+    """Format a list of names for display: all of them, or the first and the last."""
     if len(names) <= max_names:
         return ", ".join(names)
     return f"{names[0]} … {names[-1]}"
@@ -79,7 +80,8 @@ class _Sketch:
         return "cn" if name in self.cn_nodes or name not in self.read else "hn"
 
     def chains(self) -> list[_Chain]:
-        """Runs of nodes, each the only reader of the one before, at one place and with the rows of one side."""
+        """Return runs of nodes, each the only reader of the one before, on one side of the cut and with the rows of one
+        side."""
         start_of: dict[str, str] = {}
         chains: dict[str, list[str]] = {}
         for name, value in self.values.items():
@@ -97,7 +99,7 @@ class _Sketch:
         return plain and same and self.readers[before] == [name] and before not in self.outputs
 
     def merged(self, chains: Sequence[_Chain]) -> list[list[_Chain]]:
-        """Chains of the same operators, place and side that are read by the same."""
+        """Merge chains of the same operators, place and side that have the same readers."""
         found: dict[object, list[_Chain]] = {}
         key_of: dict[str, object] = {}
         for chain in reversed(chains):  # readers first

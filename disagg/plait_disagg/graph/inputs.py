@@ -1,8 +1,8 @@
-"""What a recommendation model takes: its inputs by name, as it declares them when it is packaged.
+"""Inputs of a ranking model, by name, as the model declares them when it is packaged.
 
-A request is one user and N candidates. An input belongs to one of two sides: a ``user`` input has one row per request,
-an ``item`` input one row per candidate. The model itself knows nothing of it: its ``forward`` gets every input with as
-many rows as there are candidates, and it must treat each row alone (capture checks that). Three kinds of input::
+A request is one user and N candidates. An input belongs to one of two sides: a `user` input has one row per request,
+an `item` input one row per candidate. The model itself is unaware of this: its `forward` receives every input with one
+row per candidate, and it must treat each row independently (capture checks that). There are three kinds of input::
 
     Dense("age", side="user")                 forward gets age        (rows, 1) float32
     Dense("pixels", side="item", shape=(8,))  forward gets pixels     (rows, 8) float32
@@ -42,7 +42,7 @@ _NAME = re.compile(r"^[a-z][a-z0-9_]{0,62}$")
 
 @dataclass(frozen=True)
 class Dense:
-    """Numbers: ``(rows, *shape)`` float32."""
+    """Dense features: `(rows, *shape)` float32."""
 
     name: str
     side: Side = "item"
@@ -52,7 +52,7 @@ class Dense:
 
 @dataclass(frozen=True)
 class Ids:
-    """A fixed number of ids in each row: ``(rows, *shape)`` int64."""
+    """A fixed number of ids per row: `(rows, *shape)` int64."""
 
     name: str
     side: Side = "item"
@@ -62,9 +62,9 @@ class Ids:
 
 @dataclass(frozen=True)
 class Bag:
-    """Any number of ids in each row, none included: ``name (nnz,)`` int64 and ``name_offsets (rows + 1,)`` int64.
+    """Any number of ids per row, including none: `name (nnz,)` int64 and `name_offsets (rows + 1,)` int64.
 
-    ``largest`` bounds the ids of one row; a request with more is refused.
+    `largest` bounds the ids of one row; a request with more is rejected.
     """
 
     name: str
@@ -79,7 +79,7 @@ _KINDS: Mapping[str, type[Input]] = {"dense": Dense, "ids": Ids, "bag": Bag}
 
 
 def tensor_names(inputs: Sequence[Input]) -> tuple[str, ...]:
-    """The tensors that ``forward`` takes, in the inputs' order: a bag is two."""
+    """Return the names of the tensors that `forward` takes, in the inputs' order: a bag has two."""
     names: list[str] = []
     for item in inputs:
         names.append(item.name)
@@ -89,7 +89,7 @@ def tensor_names(inputs: Sequence[Input]) -> tuple[str, ...]:
 
 
 def check_inputs(inputs: Sequence[Input]) -> None:
-    """Raises ValueError, naming the input, if the declaration can not be served."""
+    """Raise ValueError, naming the input, if the declaration cannot be served."""
     names = tensor_names(inputs)
     for item in inputs:
         if not _NAME.fullmatch(item.name):
@@ -108,7 +108,7 @@ def check_inputs(inputs: Sequence[Input]) -> None:
 
 
 def input_to_json(item: Input) -> dict[str, Any]:
-    """The declaration as plain data; `input_from_json` reads it back."""
+    """Return the declaration as plain data, which `input_from_json` reads back."""
     plain: dict[str, Any] = {"kind": item.kind, "name": item.name, "side": item.side}
     if isinstance(item, Bag):
         return {**plain, "largest": item.largest}
@@ -116,7 +116,7 @@ def input_to_json(item: Input) -> dict[str, Any]:
 
 
 def input_from_json(data: Mapping[str, Any]) -> Input:
-    """Raises ValueError if the data is not a declaration."""
+    """Parse a declaration. Raises ValueError if the data is not one."""
     fields = dict(data)
     kind = _KINDS.get(str(fields.pop("kind", None)))
     if kind is None:

@@ -1,11 +1,11 @@
-"""A dot interaction of user-side and candidate-side vectors, taken apart: dots among the user's vectors once per user.
+"""Splitting of dot interactions: dot products among the user's vectors are computed once per user.
 
     Z = stack(z_1 .. z_F)        P = pairs of Z Z^T that a layer reads        linear(cat([.., P, ..]), W)
 
 A pair of two user-side vectors is the same for all candidates. P becomes [P_user, P_item]: the first from the user's
-vectors alone, the second from the candidate's vectors against all; the columns of W change places accordingly. Then
-`factor.factor_linears` computes the user's share of the layer once per user, too. Dots are rounded in another order
-(1e-6 or so), so an exact program is left as it is.
+vectors alone, the second from the candidate's vectors against all; the columns of W are permuted accordingly. Then
+`factor.factor_linears` computes the user's share of the layer once per user as well. Dot products are rounded in
+another order (a difference of about 1e-6), so an exact program is left unchanged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FLATTEN = "aten.flatten.using_ints"
 def split_interactions(
     program: Program, constants: Mapping[str, torch.Tensor]
 ) -> tuple[Program, dict[str, torch.Tensor]]:
-    """A tiled ``program`` with every such interaction taken apart, and its constants."""
+    """Return a tiled `program` with every such interaction split, and its constants."""
     work = _InteractionSplit(program, constants)
     nodes = tuple(made for node in program.nodes for made in work.replaced(node))
     made = live(replace(program, nodes=nodes, constants=(*program.constants, *work.ports)))
@@ -39,7 +39,7 @@ def split_interactions(
 class _Found:
     """An interaction: the node that picks pairs, what it picks, the stacked vectors, and the transposed stack.
 
-    ``users``: place in the stack to the user's own vector, of those that are the user's.
+    `users` maps places in the stack to the user's own vectors, for those that are the user's.
     """
 
     pick: Node
@@ -51,11 +51,11 @@ class _Found:
 
     @property
     def fields(self) -> int:
-        """F, the vectors."""
+        """F, the number of vectors."""
         return len(self.parts)
 
     def is_user(self, pair: int) -> bool:
-        """Whether both vectors of a pair are the user's."""
+        """Return whether both vectors of a pair are the user's."""
         return pair // self.fields in self.users and pair % self.fields in self.users
 
 
@@ -78,7 +78,7 @@ class _InteractionSplit:
                 self._by_cat.setdefault(cat.name, found)
 
     def replaced(self, node: Node) -> tuple[Node, ...]:
-        """What stands for a node: itself, or the two parts and their cat, or a layer whose columns changed places."""
+        """Return what replaces a node: itself, or the two parts and their cat, or a layer with permuted columns."""
         if node.name in self._by_cat:
             return self._parted(node, self._by_cat[node.name])
         source = node.args[0] if node.op == _LINEAR else None
@@ -87,7 +87,7 @@ class _InteractionSplit:
         return (node,)
 
     def _find(self, pick: Node) -> _Found | None:
-        """The interaction that ends in ``pick``, if all that reads it are layers over one cat."""
+        """Return the interaction that ends in `pick`, if all its readers are layers over one cat."""
         if pick.op != _INDEX or pick.rows != "item" or not self._feeds_layers(pick):
             return None
         chosen = pick.args[1]
@@ -140,7 +140,7 @@ class _InteractionSplit:
         return source if isinstance(source, Ref) else None
 
     def _parted(self, cat: Node, found: _Found) -> tuple[Node, ...]:
-        """The user's dots, tiled, and the candidate's; then the cat with both in the place of the pairs."""
+        """Return the user's dot products, tiled, and the candidate's, then the cat with both in place of the pairs."""
         users = sorted(found.users)
         items = [place for place in range(found.fields) if place not in found.users]
         own, other = f"{found.pick.name}:user", f"{found.pick.name}:item"
@@ -180,7 +180,7 @@ class _InteractionSplit:
         against: Ref | None,
         pairs: Sequence[int],
     ) -> list[Node]:
-        """Dots of ``vectors`` with ``against`` (None: with themselves), of which ``pairs`` are picked."""
+        """Return the dot products of `vectors` with `against` (None: with themselves), of which `pairs` are picked."""
         count, width = len(vectors), found.stack.shape[2]
         stack = replace(
             found.stack, name=f"{name}:stack", args=(tuple(vectors), 1), shape=(ROWS, count, width), rows=rows
@@ -204,7 +204,7 @@ class _InteractionSplit:
         return [*made, product, flat, picked]
 
     def _permuted(self, layer: Node, cat: Node, found: _Found) -> Node:
-        """The layer with the columns of user pairs before those of the others."""
+        """Return the layer with the columns of user pairs before those of the others."""
         weight, parts = layer.args[1], cat.args[0]
         assert isinstance(weight, Ref)
         assert isinstance(parts, tuple)
@@ -232,7 +232,7 @@ class _InteractionSplit:
 
 
 def _user_pairs(found: _Found, users: Sequence[int]) -> list[int]:
-    """User pairs as places in the products of the user's vectors alone."""
+    """Return the user pairs as positions in the products of the user's vectors alone."""
     place = {old: new for new, old in enumerate(users)}
     return [
         place[pair // found.fields] * len(users) + place[pair % found.fields]
@@ -242,7 +242,8 @@ def _user_pairs(found: _Found, users: Sequence[int]) -> list[int]:
 
 
 def _item_pairs(found: _Found, items: Sequence[int]) -> list[int]:
-    """The other pairs as places in the products of the candidate's vectors with all; a dot has no order."""
+    """Return the other pairs as positions in the products of the candidate's vectors with all; a dot product is
+    symmetric."""
     place = {old: new for new, old in enumerate(items)}
     picked = []
     for pair in found.pairs:

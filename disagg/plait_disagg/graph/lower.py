@@ -1,4 +1,4 @@
-"""Small rewritings on the way from a trace to a program: arguments by name, in-place twins, parts of a split."""
+"""Small rewrites on the way from a trace to a program: arguments by name, functional equivalents, parts of a split."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ _WHY: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """A call of an overload of the vocabulary. ``given``: the arguments to pass; the others keep their defaults."""
+    """A call of an overload in the vocabulary. `given`: the arguments to pass; the others keep their defaults."""
 
     op: str
     arguments: Mapping[str, Any]
     given: frozenset[str]
 
     def arrange(self, plain: Mapping[str, Any], shape: tuple[int, ...]) -> tuple[tuple[Arg, ...], dict[str, Arg]]:
-        """``plain`` arguments in the schema's order; placement is left out."""
+        """Return the `plain` arguments in the schema's order, without device placement."""
         schema = overload(self.op)._schema  # type: ignore[attr-defined]
         by_place = [argument.name for argument in schema.arguments if not argument.kwarg_only]
         last = max((index for index, name in enumerate(by_place) if name in self.given), default=-1)
@@ -73,7 +73,7 @@ class Lowered:
 
 
 def bind(node: fx.Node) -> tuple[dict[str, Any], frozenset[str]]:
-    """The arguments of a traced call by name, defaults included, and which of them were given."""
+    """Return the arguments of a traced call by name, defaults included, and which of them were given."""
     schema = node.target._schema  # type: ignore[union-attr]
     bound: dict[str, Any] = {}
     given = set(node.kwargs)
@@ -89,7 +89,7 @@ def bind(node: fx.Node) -> tuple[dict[str, Any], frozenset[str]]:
 
 
 def functional_name(node: fx.Node) -> str:
-    """The overload's name; for an operator that changes its operand in place, its functional twin's.
+    """Return the overload's name or, for an operator that changes its operand in place, its functional equivalent's.
 
     Raises `UnsupportedOperator` if another reader could see the change.
     """
@@ -113,8 +113,10 @@ def functional_name(node: fx.Node) -> str:
 
 
 def lower_part(parent: fx.Node, index: int, arguments: Mapping[str, Any], where: str) -> Lowered:
-    """Part ``index`` of what an operator with several results makes. Raises `UnsupportedOperator` if it is not a plain
-    part."""
+    """Lower part `index` of the result of an operator with several results.
+
+    Raises `UnsupportedOperator` if it is not a plain part.
+    """
     name = str(parent.target)
     if name in ("aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default", "aten.split.sizes"):
         source, dim = arguments["self"], arguments["dim"]
@@ -134,13 +136,13 @@ def lower_part(parent: fx.Node, index: int, arguments: Mapping[str, Any], where:
 
 
 def why_unknown(op: str) -> str:
-    """What to tell the author of a model about an operator that is not in the vocabulary."""
+    """Explain to the author of a model why an operator is not in the vocabulary."""
     name = op.split(".")[1] if op.startswith("aten.") and op.count(".") == 2 else op
     return _WHY.get(name, "it is not in the vocabulary of operators that are known to keep rows apart")
 
 
 def _contiguous_clone(node: fx.Node, name: str) -> str:
-    """clone(memory_format=contiguous_format) is what contiguous() does."""
+    """Return the name for a clone: clone(memory_format=contiguous_format) is what contiguous() does."""
     given = node.kwargs.get("memory_format")
     if given in (None, torch.preserve_format, torch.contiguous_format):
         return "aten.contiguous.default" if name == "aten.clone.default" and given is torch.contiguous_format else name

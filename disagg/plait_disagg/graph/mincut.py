@@ -1,4 +1,4 @@
-"""The exact cutter: the cheapest cut is a minimum s-t cut of a graph made from the program.
+"""The exact cutter: the cheapest cut is a minimum s-t cut of a graph built from the program.
 
 Node v on the source side is a CN node. Its arcs:
 
@@ -27,12 +27,12 @@ _SOURCE, _SINK = ("end", "cn"), ("end", "hn")
 
 
 class MinCut:
-    """Cutter with the smallest `Cost.total_s` of all allowed cuts (up to picoseconds)."""
+    """The cutter that minimizes `Cost.total_s` over all allowed cuts (to the picosecond)."""
 
     name = "mincut"
 
     def cut(self, problem: CutProblem) -> frozenset[str]:
-        """See `Cutter.cut`."""
+        """Implement `Cutter.cut` with a minimum s-t cut."""
         _, (cn_side, _) = nx.minimum_cut(_network(problem), _SOURCE, _SINK)
         return frozenset(name for kind, name in cn_side if kind == "node")
 

@@ -1,7 +1,8 @@
 """The vocabulary: the operators that a program may hold, what each does to rows, and what kind of work it is.
 
-A name is an ATen overload (``aten.linear.default``), called as the eager module calls it, so that bits are kept. What
-is not here is refused by capture and by the reader of stored programs, so a package can call nothing else.
+A name is an ATen overload (`aten.linear.default`), called as the eager module calls it, so that results are
+bit-exact. Capture and the reader of stored programs reject everything else, so a package cannot call any other
+operator.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ SIZE = "aten.sym_size.int"
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """One word of the vocabulary. ``view``: its result may share memory with an operand."""
+    """One operator of the vocabulary. `view`: its result may share memory with an operand."""
 
     name: str
     kind: Kind
@@ -121,12 +122,12 @@ _OURS: Mapping[str, Kind] = {LOOKUP: "lookup", TILE: "tile", SIZE: "size"}
 
 
 def kind_of(op: str) -> Kind:
-    """The kind of work of an operator of a program. Raises KeyError for one that is not in the vocabulary."""
+    """Return the kind of work of a program's operator. Raises KeyError if it is not in the vocabulary."""
     return _OURS[op] if op in _OURS else VOCABULARY[op].kind
 
 
 def overload(op: str) -> Callable[..., Any]:
-    """The ATen overload of that name. Raises KeyError if it is not in the vocabulary."""
+    """Return the ATen overload of that name. Raises KeyError if it is not in the vocabulary."""
     if op != SIZE and op not in VOCABULARY:
         raise KeyError(op)
     _, name, which = op.split(".")

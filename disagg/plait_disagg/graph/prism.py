@@ -1,10 +1,10 @@
 """Prism's cutter (Yang et al., NSDI'25), as far as it is known: the baseline beside `MinCut`.
 
-The paper's text is not public to us; a reading note describes it. Colouring: every matrix product and attention is a
-seed; the HN's part grows from the seeds along edges in both directions and stops at CPU-intensive operators
-(embedding lookups and what makes their ids). Two tweaks: constants belong to the HN and are never sent (so they are
-for both cutters here), and when several crossing tensors come from one ancestor, the ancestor is sent if that is
-fewer bytes.
+The paper's text is not publicly available to us; a reading note describes it. Colouring: every matrix product and
+attention is a seed; the HN's part grows from the seeds along edges in both directions and stops at CPU-intensive
+operators (embedding lookups and whatever makes their ids). Two refinements: constants belong to the HN and are never
+sent (here this holds for both cutters), and when several crossing tensors come from one ancestor, the ancestor is
+sent if that is fewer bytes.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ __all__ = ["PrismColouring"]
 
 
 class PrismColouring:
-    """Cutter by colouring; looks at bytes, never at seconds."""
+    """A cutter by colouring that considers bytes, never seconds."""
 
     name = "prism"
 
     def cut(self, problem: CutProblem) -> frozenset[str]:
-        """See `Cutter.cut`."""
+        """Implement `Cutter.cut` by colouring from the seeds."""
         graph = _Graph(problem)
         hn = graph.grown(name for name in graph.names if graph.kinds[name] in ("gemm", "attention"))
         return frozenset(graph.names - graph.with_ancestors_sent(graph.closed(hn)))
 
 
 class _Graph:
-    """The program's nodes with their neighbours. ``fixed``: lookups and everything that their ids come from."""
+    """The program's nodes with their neighbours. `fixed`: lookups and everything that their ids are computed from."""
 
     def __init__(self, problem: CutProblem) -> None:
         self.problem = problem
@@ -47,7 +47,7 @@ class _Graph:
         self.fixed = frozenset(lookups | self._before(lookups))
 
     def grown(self, seeds: Iterable[str]) -> set[str]:
-        """Everything that the colour reaches from the seeds without passing a fixed node."""
+        """Return everything that the colour reaches from the seeds without passing a fixed node."""
         hn: set[str] = set()
         waiting = [name for name in seeds if name not in self.fixed]
         while waiting:
@@ -59,11 +59,11 @@ class _Graph:
         return hn
 
     def closed(self, hn: set[str]) -> set[str]:
-        """With all that is computed from it, so that nothing flows back."""
+        """Return `hn` with everything computed from it, so that nothing flows back."""
         return hn | self._after(hn)
 
     def with_ancestors_sent(self, hn: set[str]) -> set[str]:
-        """The HN's part grown upwards wherever an ancestor is smaller than what crosses now."""
+        """Grow the HN's part upwards wherever an ancestor is smaller than what crosses now."""
         while True:
             best = min((self._up_to(ancestor, hn) for ancestor in self._ancestors(hn)), key=self._bytes, default=hn)
             if self._bytes(best) >= self._bytes(hn):
@@ -71,12 +71,12 @@ class _Graph:
             hn = best
 
     def _ancestors(self, hn: set[str]) -> list[str]:
-        """What crossing values are computed from, inputs included."""
+        """Return what crossing values are computed from, inputs included."""
         crossing = set(crossing_values(self.problem.program, self.names - hn))
         return sorted(self._before(crossing & self.names, inputs=True) | crossing)
 
     def _up_to(self, ancestor: str, hn: set[str]) -> set[str]:
-        """The HN's part with everything that can be computed there from ``ancestor`` moved to it."""
+        """Return the HN's part with everything that can be computed there from `ancestor` moved to it."""
         return hn | {name for name in self._after({ancestor}) if name not in self.fixed}
 
     def _bytes(self, hn: set[str]) -> int:

@@ -1,19 +1,21 @@
 """A program: the operators of a model, or of one of its halves, as plain values.
 
-It is what capture makes, the cutters mark, a package stores as JSON and a worker runs. Nothing in it can run code that
-is not in the operator vocabulary (`operators.py`), so a package may come from anywhere. (PyTorch's own archive of an
-exported program falls back to a full unpickle for what it can not read otherwise: that is why it is not what we store.)
+Capture makes it, the cutters partition it, a package stores it as JSON and a worker runs it. Nothing in it can run
+code outside the operator vocabulary (`operators.py`), so a package may come from anywhere. (PyTorch's own archive of
+an exported program falls back to a full unpickle for what it cannot read otherwise, which is why we do not store
+that.)
 
-Every operator is one ATen overload, called as the eager module would call it, so that a program has the module's bits.
-Two operators are ours:
+Every operator is one ATen overload, called as the eager module would call it, so that a program reproduces the
+module bit for bit. Two operators are ours:
 
-``plait.lookup(ids, offsets, weights, table=, mode=)``  rows of a table, pooled over bags (sum, mean, max) or not (rows)
-``plait.tile(x, user_of, copy=)``                       a user-side tensor, a row per user, to a row per candidate
+`plait.lookup(ids, offsets, weights, table=, mode=)`  rows of a table, pooled over bags (sum, mean, max) or not
+(rows) `plait.tile(x, user_of, copy=)`                       a user-side tensor, a row per user, to a row per
+candidate
 
-``copy=True`` (exact programs): never a view. `USER_OF` is the last input of every program; before `tile` it only counts
-the rows.
+`copy=True` (exact programs): never a view. `USER_OF` is the last input of every program; before `tile` it only
+counts the rows.
 
-Rows: a tensor's first dimension is ``rows`` (of users or of candidates) unless it is a constant or flat ids.
+Rows: a tensor's first dimension is `rows` (of users or of candidates) unless it is a constant or flat ids.
 """
 
 from __future__ import annotations
@@ -39,14 +41,14 @@ Rows = Literal["none", "user", "item"]
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """The value of that name: an input, a constant or a node."""
+    """A reference to the value of that name: an input, a constant or a node."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """A dtype as an argument, by its name in torch (``float32``)."""
+    """A dtype as an argument, by its name in torch (`float32`)."""
 
     name: str
 
@@ -56,7 +58,8 @@ Arg: TypeAlias = "Ref | DType | int | float | bool | str | tuple[Arg, ...] | Non
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Port:
-    """A tensor that a program takes: shape with `ROWS` where it varies, dtype by its name in torch, and whose rows."""
+    """A tensor that a program takes: shape with `ROWS` where it varies, dtype by its name in torch, and whose rows it
+    has."""
 
     name: str
     shape: tuple[int, ...]
@@ -66,9 +69,9 @@ class Port:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One operator. ``op`` names it (``aten.linear.default``, ``plait.tile``); ``shape``, ``dtype``: what it makes.
+    """One operator. `op` names it (`aten.linear.default`, `plait.tile`); `shape` and `dtype` describe its result.
 
-    A node that makes a number (``aten.sym_size.int`` and arithmetic on it) has an empty shape and the dtype ``int``.
+    A node that makes a number (`aten.sym_size.int` and arithmetic on it) has an empty shape and the dtype `int`.
     """
 
     name: str
@@ -90,7 +93,7 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """Nodes in an order in which they can run. ``outputs``: (public name, value) pairs."""
+    """Nodes in an order in which they can run. `outputs`: (public name, value) pairs."""
 
     inputs: tuple[Port, ...]
     constants: tuple[Port, ...]

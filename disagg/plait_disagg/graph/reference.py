@@ -1,6 +1,5 @@
-"""The naive twin of `execute.py`: one operator after the other. It also lets somebody watch, which is how costs are
-measured.
-"""
+"""The naive counterpart of `execute.py`: one operator after the other. It can also be observed, which is how costs are
+measured."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ def run_reference(
     tensors: Mapping[str, torch.Tensor],
     watch: Watch = lambda _, compute: compute(),
 ) -> dict[str, torch.Tensor]:
-    """Every value of the program by name, inputs and numbers included. ``tensors``: its inputs."""
+    """Return every value of the program by name, inputs and numbers included. `tensors`: its inputs."""
     values: dict[str, Any] = {name: tensors[name] for name in (port.name for port in program.inputs)}
     values |= {port.name: constants[port.name].detach() for port in program.constants}
     with torch.inference_mode():

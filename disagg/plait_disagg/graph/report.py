@@ -1,4 +1,4 @@
-"""A cut in words and numbers: what runs where, what crosses, how many bytes a request costs."""
+"""A cut in words and numbers: what runs where, what crosses, and how many bytes a request costs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ _WIDTH = 72
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossingValues:
-    """Crossing values of one kind: equal shape, dtype, side and source. ``bytes_at``: candidates to bytes of all of
-    them.
+    """Crossing values of one kind: equal shape, dtype, side and source.
+
+    `bytes_at` maps the number of candidates to the bytes of all of them.
     """
 
     names: tuple[str, ...]
@@ -36,17 +37,17 @@ class CrossingValues:
 
 @dataclass(frozen=True, kw_only=True)
 class CutReport:
-    """``groups`` in an order in which they run (`Crossing.group` counts in them)."""
+    """The report of a cut. `groups` are in an order in which they can run (`Crossing.group` is an index into them)."""
 
     groups: tuple[ValueGroup, ...]
     crossings: tuple[CrossingValues, ...]
 
     def bytes_at(self, candidates: int) -> int:
-        """Bytes that cross for one request."""
+        """Return the bytes that cross for one request."""
         return sum(crossing.bytes_at[candidates] for crossing in self.crossings)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return the report as plain data."""
         sizes = self.crossings[0].bytes_at if self.crossings else {}
         return {
             "runs": [asdict(group) for group in self.groups if not group.is_input],
@@ -55,7 +56,7 @@ class CutReport:
         }
 
     def to_text(self) -> str:
-        """As a table for a terminal, some 110 columns."""
+        """Return the report as a table for a terminal, about 110 columns wide."""
         lines = []
         for place, title in (("cn", "runs on the CN (beside the tables)"), ("hn", "runs on the HN (the dense part)")):
             lines.append(title)
@@ -85,8 +86,9 @@ def cut_report(
     ids_per_bag: Mapping[str, int],
     candidates: Sequence[int] = CANDIDATES,
 ) -> CutReport:
-    """The report of a cut of a tiled program. ``ids_per_bag``: ids in a typical row of each bag (1 if it is not
-    named).
+    """Return the report of a cut of a tiled program.
+
+    `ids_per_bag`: ids in a typical row of each bag (1 for a bag that is not named).
     """
     groups = grouped(program, cn_nodes)
     home = {name: index for index, group in enumerate(groups) for name in group.members}
@@ -112,14 +114,14 @@ def cut_report(
 
 
 def shape_text(crossing: CrossingValues) -> str:
-    """``(candidates, 32) float32``."""
+    """Return the shape for display, as in `(candidates, 32) float32`."""
     front = "users" if crossing.rows == "user" else "candidates"
     sizes = [front if size == ROWS else str(size) for size in crossing.shape]
     return f"({', '.join(sizes)}) {crossing.dtype}"
 
 
 def human_bytes(count: int) -> str:
-    """``640 B``, ``16.0 KiB``, ``1.5 MiB``."""
+    """Format a number of bytes, as in `640 B`, `16.0 KiB`, `1.5 MiB`."""
     if count < 1024:
         return f"{count} B"
     return f"{count / 1024:.1f} KiB" if count < 1024**2 else f"{count / 1024**2:.1f} MiB"

@@ -1,8 +1,9 @@
-"""Rows stay apart: what every operator must show before it may stand in a program.
+"""Row independence: what every operator must satisfy before a program may contain it.
 
-A batch holds the candidates of several requests, user-side values are computed once per user, so a row may depend on no
-other row. Each rule here looks at one call (shapes and arguments, no data) and says what the first dimension of the
-result counts, or raises `MixesRows` with the reason. The first dimension of a value *counts* one of:
+A batch holds the candidates of several requests and user-side values are computed once per user, so a row must not
+depend on any other row. Each rule here looks at one call (shapes and arguments, no data) and returns what the first
+dimension of the result counts, or raises `MixesRows` with the reason. The first dimension of a value *counts* one
+of:
 
     rows            a row per user or candidate
     ids:NAME        the flat ids of bag NAME
@@ -25,12 +26,12 @@ PER_ROW = "rows"
 
 
 class MixesRows(Exception):
-    """The call would let one row see another, or moves rows out of the first dimension. The text says why."""
+    """The call would let one row see another, or moves rows out of the first dimension. The text gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """What is known of a tensor: its shape, `ROWS` where it varies (only in front), and what that counts."""
+    """What is known about a tensor: its shape, with `ROWS` where it varies (only in front), and what that counts."""
 
     shape: tuple[int, ...]
     counts: str | None = None
@@ -48,20 +49,20 @@ class RowCount:
 
 @dataclass(frozen=True, slots=True)
 class OperatorCall:
-    """One call: its arguments by the names of the schema (tensors as `Fact`), and the shape that it makes."""
+    """One call: its arguments by the names of the schema (tensors as `Fact`), and the shape of its result."""
 
     arguments: Mapping[str, Any]
     out: tuple[int, ...]
 
     def tensor(self, name: str) -> Fact:
-        """The tensor argument of that name."""
+        """Return the tensor argument of that name."""
         found = self.arguments[name]
         if not isinstance(found, Fact):
             raise MixesRows(f"{name} must be a tensor")
         return found
 
     def varying(self) -> list[Fact]:
-        """The tensor arguments that have a dimension that counts something."""
+        """Return the tensor arguments that have a dimension that counts something."""
         return [fact for fact in _facts(tuple(self.arguments.values())) if fact.counts is not None]
 
 
@@ -69,7 +70,7 @@ Rule: TypeAlias = Callable[[OperatorCall], "str | None"]
 
 
 def pointwise(call: OperatorCall) -> str | None:
-    """Element by element with broadcasting."""
+    """Check an elementwise operator with broadcasting."""
     for fact in call.varying():
         if fact.ndim != len(call.out):
             raise MixesRows(f"broadcasting moves the rows: {_text(fact.shape)} against {_text(call.out)}")
@@ -77,7 +78,7 @@ def pointwise(call: OperatorCall) -> str | None:
 
 
 def one_count(call: OperatorCall) -> str | None:
-    """What all varying arguments count; with none of them, rows if a size argument says so."""
+    """Return what all varying arguments count; if there are none, rows if a size argument is the row count."""
     counts = {fact.counts for fact in call.varying()}
     for odd in counts:
         if odd is not None and odd.partition(":")[0] in ("offsets", "starts", "ends"):
@@ -88,7 +89,8 @@ def one_count(call: OperatorCall) -> str | None:
 
 
 def along(*names: str) -> Rule:
-    """Works along the dimensions in the arguments ``names``; they must be given and leave the first one alone."""
+    """Return a rule for operators along the dimensions in the arguments `names`: they must be given and not be the
+    first."""
 
     def rule(call: OperatorCall) -> str | None:
         varying = call.varying()
@@ -101,7 +103,7 @@ def along(*names: str) -> Rule:
 
 
 def joined(call: OperatorCall) -> str | None:
-    """cat, stack: along any dimension but the first, and all parts vary or none does."""
+    """Check cat and stack: along any dimension but the first, and all parts vary or none does."""
     parts = [part for part in call.arguments["tensors"] if isinstance(part, Fact)]
     _check_dims(call.arguments["dim"], len(call.out), "dim")
     if any(part.counts for part in parts) and not all(part.counts for part in parts):
@@ -110,7 +112,7 @@ def joined(call: OperatorCall) -> str | None:
 
 
 def reshaped(call: OperatorCall) -> str | None:
-    """view, reshape, flatten, ...: the first dimension stays as it is."""
+    """Check view, reshape, flatten, ...: the first dimension is unchanged."""
     counts = one_count(call)
     if counts is not None and (call.out[:1] != (ROWS,) or ROWS in call.out[1:]):
         raise MixesRows(
@@ -120,7 +122,7 @@ def reshaped(call: OperatorCall) -> str | None:
 
 
 def sliced(call: OperatorCall) -> str | None:
-    """slice: any dimension but the first, except that a bag's offsets may lose their last or first."""
+    """Check slice: any dimension but the first, except that a bag's offsets may lose their last or first."""
     source = call.tensor("self")
     first, last = call.arguments.get("start") or 0, call.arguments.get("end")
     if source.counts is None or call.arguments["dim"] % source.ndim:
@@ -136,7 +138,7 @@ def sliced(call: OperatorCall) -> str | None:
 
 
 def subtracted(call: OperatorCall) -> str | None:
-    """sub: element by element; ends - starts of a bag are its lengths, one per row."""
+    """Check sub: elementwise; ends - starts of a bag are its lengths, one per row."""
     left, right = call.arguments.get("self"), call.arguments.get("other")
     if isinstance(left, Fact) and isinstance(right, Fact) and left.counts and right.counts:
         ends, _, name = left.counts.partition(":")
@@ -146,7 +148,7 @@ def subtracted(call: OperatorCall) -> str | None:
 
 
 def differences(call: OperatorCall) -> str | None:
-    """diff: a bag's offsets give its lengths; else along any dimension but the first."""
+    """Check diff: a bag's offsets give its lengths; otherwise along any dimension but the first."""
     source = call.tensor("self")
     plain = call.arguments.get("n", 1) == 1 and call.arguments.get("prepend") is None
     if source.counts and source.counts.startswith("offsets:") and plain and call.arguments.get("append") is None:
@@ -155,7 +157,7 @@ def differences(call: OperatorCall) -> str | None:
 
 
 def repeated(call: OperatorCall) -> str | None:
-    """repeat: the rows once."""
+    """Check repeat: the rows are repeated once only."""
     source, times = call.tensor("self"), call.arguments["repeats"]
     if source.counts and (len(times) != source.ndim or times[0] != 1):
         raise MixesRows("it repeats the rows")
@@ -163,7 +165,7 @@ def repeated(call: OperatorCall) -> str | None:
 
 
 def permuted(call: OperatorCall) -> str | None:
-    """permute: the first dimension stays first."""
+    """Check permute: the first dimension stays first."""
     source = call.tensor("self")
     if source.counts and call.arguments["dims"][0] % source.ndim:
         raise MixesRows("it moves the rows away from the first dimension")
@@ -171,7 +173,7 @@ def permuted(call: OperatorCall) -> str | None:
 
 
 def linear(call: OperatorCall) -> str | None:
-    """linear(x, W, b): W and b are the same for all rows, and x has features."""
+    """Check linear(x, W, b): W and b are the same for all rows, and x has features."""
     if call.tensor("weight").counts or (isinstance(bias := call.arguments.get("bias"), Fact) and bias.counts):
         raise MixesRows("its weight depends on the request")
     if call.tensor("input").ndim < 2:
@@ -180,14 +182,14 @@ def linear(call: OperatorCall) -> str | None:
 
 
 def addmm(call: OperatorCall) -> str | None:
-    """addmm(b, x, W): as linear."""
+    """Check addmm(b, x, W): as `linear`."""
     if call.tensor("mat2").counts or call.tensor("self").counts:
         raise MixesRows("its weight depends on the request")
     return one_count(call)
 
 
 def multiplied(left_name: str, right_name: str) -> Rule:
-    """matmul and its kin: rows are a batch dimension, or the rows of the left matrix."""
+    """Return a rule for matmul and similar operators: rows are a batch dimension, or the rows of the left matrix."""
 
     def rule(call: OperatorCall) -> str | None:
         left, right = call.tensor(left_name), call.tensor(right_name)
@@ -206,7 +208,7 @@ def multiplied(left_name: str, right_name: str) -> Rule:
 
 
 def attention(call: OperatorCall) -> str | None:
-    """scaled_dot_product_attention: rows are a batch dimension of everything that varies; no dropout."""
+    """Check scaled_dot_product_attention: rows are a batch dimension of everything that varies; no dropout."""
     for fact in call.varying():
         if fact.ndim < 3 or fact.ndim != len(call.out):
             raise MixesRows("its rows would attend to each other: give it (rows, tokens, features)")
@@ -216,7 +218,7 @@ def attention(call: OperatorCall) -> str | None:
 
 
 def einsum(call: OperatorCall) -> str | None:
-    """einsum: the rows' letter comes first in every operand that has rows, first in the result, and nowhere else."""
+    """Check einsum: the rows' letter is first in every operand that has rows, first in the result, and nowhere else."""
     left, arrow, out = call.arguments["equation"].replace(" ", "").partition("->")
     operands = left.split(",")
     facts = call.arguments["tensors"]
@@ -233,7 +235,7 @@ def einsum(call: OperatorCall) -> str | None:
 
 
 def normalised(call: OperatorCall) -> str | None:
-    """layer_norm, rms_norm: over the last dimensions, never the rows."""
+    """Check layer_norm and rms_norm: over the last dimensions, never the rows."""
     source = call.tensor("input")
     if source.counts and len(call.arguments["normalized_shape"]) >= source.ndim:
         raise MixesRows("it normalises over the rows")
@@ -241,7 +243,7 @@ def normalised(call: OperatorCall) -> str | None:
 
 
 def evaluated(flag: str) -> Rule:
-    """batch_norm, dropout: only as they are in evaluation."""
+    """Return a rule for batch_norm and dropout: only in evaluation mode."""
 
     def rule(call: OperatorCall) -> str | None:
         if call.arguments[flag]:
@@ -252,7 +254,7 @@ def evaluated(flag: str) -> Rule:
 
 
 def indexed(call: OperatorCall) -> str | None:
-    """x[:, idx]: constant indices, none for the rows."""
+    """Check x[:, idx]: constant indices, none for the rows."""
     source, indices = call.tensor("self"), call.arguments["indices"]
     if any(isinstance(index, Fact) and index.counts for index in indices):
         raise MixesRows("the indices depend on the request; only embeddings and gather may look up by them")
@@ -262,7 +264,7 @@ def indexed(call: OperatorCall) -> str | None:
 
 
 def gathered(call: OperatorCall) -> str | None:
-    """gather, index_select along any dimension but the first."""
+    """Check gather and index_select: along any dimension but the first."""
     source, index = call.tensor("self"), call.tensor("index")
     if index.counts and (source.counts is None or index.ndim != source.ndim):
         raise MixesRows("it looks up in a constant by the request's ids: use an embedding")
@@ -271,14 +273,14 @@ def gathered(call: OperatorCall) -> str | None:
 
 
 def square(call: OperatorCall) -> str | None:
-    """tril, triu: over the last two dimensions."""
+    """Check tril and triu: over the last two dimensions."""
     if any(fact.ndim < 3 for fact in call.varying()):
         raise MixesRows("it works on the rows as one side of the triangle")
     return one_count(call)
 
 
 def unpadded(call: OperatorCall) -> str | None:
-    """pad, as constant_pad_nd: the rows stay unpadded."""
+    """Check pad, in the form of constant_pad_nd: the rows are not padded."""
     for fact in call.varying():
         if len(call.arguments["pad"]) >= 2 * fact.ndim and any(call.arguments["pad"][2 * fact.ndim - 2 :]):
             raise MixesRows("it pads the rows")
@@ -286,19 +288,19 @@ def unpadded(call: OperatorCall) -> str | None:
 
 
 def per_row_weight(call: OperatorCall) -> str | None:
-    """prelu: a weight per channel."""
+    """Check prelu: one weight per channel."""
     if call.tensor("weight").counts:
         raise MixesRows("its weight depends on the request")
     return one_count(call)
 
 
 def made(call: OperatorCall) -> str | None:
-    """zeros, ones, full: values that know only how many rows there are."""
+    """Check zeros, ones and full: values that depend only on the number of rows."""
     return one_count(call)
 
 
 def constant_only(call: OperatorCall) -> str | None:
-    """What may be made of constants, and of nothing else (it is computed once)."""
+    """Check what may be computed from constants only (it is computed once)."""
     if call.varying() or ROWS in call.out:
         raise MixesRows("it tells rows apart by their place")
     return None

@@ -1,4 +1,4 @@
-"""Tensors of requests: random ones for measuring and checking, several as one batch, and as a module takes them."""
+"""Request tensors: random ones for measuring and checking, several as one batch, and as a module takes them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Draw = Callable[[int, int, torch.Generator], torch.Tensor]
 
 
 def uniform(count: int, rows: int, generator: torch.Generator) -> torch.Tensor:
-    """Every id as likely as any other."""
+    """Draw ids uniformly."""
     return torch.randint(0, rows, (count,), generator=generator)
 
 
@@ -31,10 +31,10 @@ def sample(
     draw: Draw = uniform,
     ragged: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """A request: user inputs with one row, item inputs with ``candidates``. ``bounds``: ids of an input are below its
-    bound.
+    """Draw a request: user inputs with one row, item inputs with `candidates`.
 
-    ``ragged``: bags have 0 to ``ids_per_bag`` ids instead of just so many.
+    `bounds`: ids of an input are below its bound. `ragged`: bags have 0 to `ids_per_bag` ids instead of exactly that
+    many.
     """
     generator = torch.Generator().manual_seed(seed)
     made: dict[str, torch.Tensor] = {}
@@ -58,7 +58,7 @@ def sample(
 
 
 def id_bounds(program: Program, table_rows: Mapping[str, int]) -> dict[str, int]:
-    """Input to the smallest table that its ids reach (directly or through arithmetic on them)."""
+    """Map each input to the rows of the smallest table that its ids reach (directly or through arithmetic on them)."""
     made_by = reads(program)
     bounds: dict[str, int] = {}
     for node in program.nodes:
@@ -78,7 +78,7 @@ def id_bounds(program: Program, table_rows: Mapping[str, int]) -> dict[str, int]
 def collate(
     inputs: Sequence[Input], requests: Sequence[Mapping[str, torch.Tensor]], candidates: Sequence[int]
 ) -> dict[str, torch.Tensor]:
-    """Requests as one batch, with `USER_OF`: the inputs of a tiled program. (Workers have a faster one.)"""
+    """Collate requests into one batch, with `USER_OF`: the inputs of a tiled program. (Workers have a faster one.)"""
     made: dict[str, torch.Tensor] = {}
     for item in inputs:
         made[item.name] = torch.cat([request[item.name] for request in requests])
@@ -90,7 +90,7 @@ def collate(
 
 
 def for_module(inputs: Sequence[Input], batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A batch of `collate` as the module's own ``forward`` takes it: every input with a row per candidate."""
+    """Expand a batch of `collate` to what the module's own `forward` takes: every input with one row per candidate."""
     user_of = batch[USER_OF]
     made: dict[str, torch.Tensor] = {}
     for item in inputs:
@@ -108,7 +108,7 @@ def for_module(inputs: Sequence[Input], batch: Mapping[str, torch.Tensor]) -> di
 
 
 def _repeated(ids: torch.Tensor, offsets: torch.Tensor, user_of: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bags of users to bags of candidates."""
+    """Repeat bags of users as bags of candidates."""
     bags = [ids[offsets[user] : offsets[user + 1]] for user in user_of.tolist()]
     lengths = offsets.diff()[user_of]
     return torch.cat(bags), torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])

@@ -15,8 +15,11 @@ __all__ = ["Halves", "split"]
 
 @dataclass(frozen=True, kw_only=True)
 class Halves:
-    """``cn`` takes the request and makes ``crossing`` (its outputs, by the same names); ``hn`` takes ``crossing`` and
-    `USER_OF` and makes the model's outputs."""
+    """The two halves of a program.
+
+    `cn` takes the request and makes `crossing` (its outputs, by the same names); `hn` takes `crossing` and `USER_OF`
+    and makes the model's outputs.
+    """
 
     cn: Program
     hn: Program
@@ -24,7 +27,7 @@ class Halves:
 
 
 def split(program: Program, cn_nodes: Iterable[str]) -> Halves:
-    """``cn_nodes`` run on the CN, the others on the HN. Raises `BadCut` if they can not."""
+    """Split a program so that `cn_nodes` run on the CN and the others on the HN. Raises `BadCut` if they cannot."""
     chosen = frozenset(cn_nodes)
     check_cut(program, chosen)
     crossing = tuple(_port(program, name) for name in crossing_values(program, chosen))

@@ -1,4 +1,4 @@
-"""Programs as JSON, and back. The reader treats the file as foreign: what it returns can be run safely.
+"""Programs as JSON, and back. The reader treats the file as untrusted: what it returns is safe to run.
 
 {"format": "plait.program", "version": 1,
  "inputs": [port], "constants": [port], "nodes": [node], "outputs": [[name, value name]]}
@@ -29,12 +29,12 @@ _NAME_CHARACTERS, _MAX_SIZE, _DEEPEST, _MAX_VALUES = 200, 2**40, 4, 100_000
 
 
 def dump_program(program: Program) -> str:
-    """JSON text, the same for the same program."""
+    """Return the program as JSON text, always the same for the same program."""
     return json.dumps(program_to_json(program), indent=1, allow_nan=False) + "\n"
 
 
 def load_program(text: str) -> Program:
-    """Reads what `dump_program` wrote. Raises `BadProgram`, which names what is wrong."""
+    """Parse the output of `dump_program`. Raises `BadProgram`, which names what is wrong."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -43,7 +43,7 @@ def load_program(text: str) -> Program:
 
 
 def program_to_json(program: Program) -> dict[str, Any]:
-    """The program as plain data."""
+    """Return the program as plain data."""
     return {
         "format": "plait.program",
         "version": VERSION,
@@ -55,8 +55,11 @@ def program_to_json(program: Program) -> dict[str, Any]:
 
 
 def program_from_json(data: Any) -> Program:
-    """Raises `BadProgram` if the data is not a program in which every node reads what stands before it and calls an
-    operator of the vocabulary with arguments of its schema's types."""
+    """Build a program from plain data.
+
+    Raises `BadProgram` if the data is not a program in which every node reads only what precedes it and calls an
+    operator of the vocabulary with arguments of its schema's types.
+    """
     fields = _fields(data, "program", {"format", "version", "inputs", "constants", "nodes", "outputs"})
     if fields["format"] != "plait.program" or fields["version"] != VERSION or isinstance(fields["version"], bool):
         raise BadProgram(
@@ -174,7 +177,7 @@ def _output(data: Any, known: Mapping[str, str]) -> tuple[str, Ref]:
 
 
 def _check_call(node: Node, known: Mapping[str, str]) -> None:
-    """Raises `BadProgram` if the arguments do not fit the operator's schema."""
+    """Raise `BadProgram` if the arguments do not fit the operator's schema."""
     if node.op == LOOKUP:
         return _check_lookup(node, known)
     if node.op == TILE:
@@ -209,7 +212,7 @@ def _check_lookup(node: Node, known: Mapping[str, str]) -> None:
 
 
 def _fits(value: Arg, kind: str, known: Mapping[str, str]) -> bool:
-    """True if ``value`` may stand where a schema says ``kind``."""
+    """Return whether `value` is allowed where a schema has `kind`."""
     if kind.startswith("Optional["):
         return value is None or _fits(value, kind[9:-1], known)
     if kind.startswith("List["):

@@ -1,5 +1,6 @@
-"""A cut as a picture: SVG text without any library. The CN's boxes left, the HN's right, what crosses between them
-with its bytes.
+"""A drawing of a cut: SVG text without any library.
+
+The CN's boxes are on the left, the HN's on the right, and between them what crosses, with its bytes.
 """
 
 from __future__ import annotations
@@ -28,8 +29,11 @@ path { fill: none; stroke: #8a93a0; stroke-width: 1.2 }
 
 
 def cut_svg(report: CutReport, *, title: str, candidates: int = 64) -> str:
-    """The picture. Labels say the bytes of one request of ``candidates`` (one of the report's). User-side boxes are
-    amber, candidate-side ones blue, inputs dashed."""
+    """Return the drawing as SVG.
+
+    Labels show the bytes of one request of `candidates` (one of the report's). User-side boxes are amber,
+    candidate-side ones blue, inputs dashed.
+    """
     places = _places(report.groups)
     height = max((y for _, y in places.values()), default=0) + _BOX_HEIGHT + 40
     total = human_bytes(report.bytes_at(candidates))
@@ -51,7 +55,7 @@ def cut_svg(report: CutReport, *, title: str, candidates: int = 64) -> str:
 
 
 def _places(groups: Sequence[ValueGroup]) -> dict[int, tuple[int, int]]:
-    """Where each group's box stands: x, y."""
+    """Return the position (x, y) of each group's box."""
     below = {"cn": _TOP, "hn": _TOP}
     places = {}
     for index, group in enumerate(groups):
@@ -71,7 +75,7 @@ def _box(group: ValueGroup, x: int, y: int) -> str:
 
 
 def _edges(report: CutReport, places: dict[int, tuple[int, int]]) -> list[str]:
-    """Lines between boxes of one side: straight to the next box, else around the others."""
+    """Return the lines between boxes of one side: straight to the next box, otherwise around the others."""
     lines = []
     for index, group in enumerate(report.groups):
         x, y = places[index]
@@ -91,7 +95,7 @@ def _edge(x: int, y: int, y_reader: int, *, left: bool) -> str:
 
 
 def _crossings(report: CutReport, places: dict[int, tuple[int, int]], candidates: int) -> list[str]:
-    """One line from a CN box to each HN box that reads it, with its bytes written where it leaves."""
+    """Return one line from each CN box to each HN box that reads it, labelled with its bytes where it leaves."""
     parts, labels = [], []
     seen: dict[int, int] = {}
     for crossing in report.crossings:

@@ -1,11 +1,11 @@
 """User-side values keep one row per user, and are repeated over the candidates as late as possible.
 
-A captured program thinks that every input has a row per candidate. `tile` gives user-side inputs one row per user: what
-depends on them alone is computed once per user, and `plait.tile` stands where it meets item-side values.
+A captured program assumes that every input has a row per candidate. `tile` gives user-side inputs one row per user:
+what depends on them alone is computed once per user, and `plait.tile` is inserted where it meets item-side values.
 
-``exact``: user-side arithmetic is tiled at once, so that every floating-point operator sees as many rows as in the
-module and gives the module's bits (a matrix product of one row takes another code path than one of 64). Lookups and
-integer arithmetic are exact for any number of rows and stay with the user.
+`exact`: user-side arithmetic is tiled at once, so that every floating-point operator sees as many rows as in the
+module and is bit-exact (a matrix product of one row takes another code path than one of 64). Lookups and
+integer arithmetic are exact for any number of rows and stay on the user side.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ __all__ = ["keeps_bits", "tile"]
 
 
 def tile(program: Program, *, exact: bool = False) -> Program:
-    """``program`` (as captured) for user-side inputs with one row per user and `USER_OF`. Outputs have a row per
-    candidate.
+    """Return `program` (as captured) for user-side inputs with one row per user and `USER_OF`.
+
+    Outputs have a row per candidate.
     """
     tiler = _Tiler(program, exact)
     for node in program.nodes:
@@ -32,10 +33,10 @@ def tile(program: Program, *, exact: bool = False) -> Program:
 
 
 def keeps_bits(program: Program) -> bool:
-    """True if a single request through a tiled program gives the module's bits: no arithmetic that rounds is done
-    once per user.
+    """Return whether a single request through a tiled program is bit-exact: no arithmetic that rounds is done per user.
 
-    An exact program does, but for one whose user-side bags compute weights from their own ids (as many rows as ids).
+    An exact program is, except for one whose user-side bags compute weights from their own ids (as many rows as
+    ids).
     """
     return not any(
         (node.op == TILE and not node.kwargs.get("copy"))
@@ -66,7 +67,7 @@ class _Tiler:
         self.separate = {*self.flat, *(name + OFFSETS for name in self.flat)}
 
     def add(self, node: Node) -> None:
-        """Take the next node over, on the side of what it reads."""
+        """Add the next node, on the side of what it reads."""
         if node.op == SIZE:
             return  # made again for whoever needs it
         if is_loose(node):
@@ -83,7 +84,7 @@ class _Tiler:
         self._emit(replace(placed, rows=side))
 
     def at(self, ref: Ref, side: Rows, anchor: Ref) -> Ref:
-        """The value with the rows of ``side``; ``anchor`` is a value that has them."""
+        """Return the value with the rows of `side`; `anchor` is a value that has them."""
         if ref.name in self.loose:
             return self._tightened(self.loose[ref.name], side, anchor)
         if ref.name not in self.sides:  # a number of rows
@@ -113,7 +114,7 @@ class _Tiler:
         return Ref(name)
 
     def _tightened(self, node: Node, side: Rows, anchor: Ref) -> Ref:
-        """A value with rows for whoever asks, for ``side``."""
+        """Add a copy of a node whose rows are not fixed, with the rows of `side`."""
         name = f"{node.name}:{side}"
         placed = map_refs(node, lambda ref: self.at(ref, side, anchor))
         self._emit(replace(placed, name=name, rows=side))

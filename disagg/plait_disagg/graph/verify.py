@@ -1,4 +1,4 @@
-"""Do the two halves make what the module makes? Asked once when a model is packaged, on random requests."""
+"""Check that the two halves compute what the module computes: once, when a model is packaged, on random requests."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = ["BatchCheck", "Verification", "verify_halves"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchCheck:
-    """One batch: ``candidates`` of its requests, the largest differences over all outputs, and whether bits are equal.
+    """One batch: `candidates` of its requests, the max differences over all outputs, and whether bits are equal.
 
-    ``same_top``: the best 10 candidates by every single-number output agree but for ties within the tolerance.
+    `same_top`: the best 10 candidates by every single-number output agree except for ties within the tolerance.
     """
 
     candidates: tuple[int, ...]
@@ -35,7 +35,7 @@ class BatchCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """All checks. ``bits_promised``: single requests had to give the module's bits (`keeps_bits`, and float32 rows)."""
+    """All checks. `bits_promised`: single requests had to be bit-exact (`keeps_bits`, and float32 rows)."""
 
     checks: tuple[BatchCheck, ...]
     bits_promised: bool
@@ -47,7 +47,7 @@ class Verification:
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """What was not kept, for people."""
+        """The checks that failed, for people to read."""
         return tuple(text for check in self.checks if (text := self._failure(check)))
 
     def _failure(self, check: BatchCheck) -> str:
@@ -76,9 +76,9 @@ def verify_halves(
     atol: float = 1e-6,
     seed: int = 0,
 ) -> Verification:
-    """Runs ``module`` and both halves on random requests (bags may be empty) and compares all outputs.
+    """Run `module` and both halves on random requests (bags may be empty) and compare all outputs.
 
-    ``bounds``: see `id_bounds`. ``batches``: candidates of the requests of each batch. ``tables`` other than the
+    `bounds`: see `id_bounds`. `batches`: candidates of the requests of each batch. `tables` other than the
     module's own float32 rows need wider tolerances.
     """
     cn = compile_program(halves.cn, constants, tables)
@@ -104,7 +104,7 @@ def verify_halves(
 
 
 def run_halves(cn: Compiled, hn: Compiled, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Both halves, one after the other, without a wire."""
+    """Run both halves, one after the other, without a wire."""
     return hn({**cn(batch), USER_OF: batch[USER_OF]})
 
 
@@ -139,7 +139,7 @@ def _compare(
 
 
 def _same_top(wanted: torch.Tensor, got: torch.Tensor, rtol: float, atol: float, best: int = 10) -> bool:
-    """The chosen candidates are as good by ``wanted`` as its own best, one by one, up to the tolerance."""
+    """Return whether the chosen candidates score as high in `wanted` as its own best, one by one, within tolerance."""
     count = min(best, wanted.shape[0])
     chosen = wanted[got.topk(count).indices].sort(descending=True).values
     return torch.allclose(chosen, wanted.topk(count).values, rtol=2 * rtol, atol=2 * atol)

@@ -1,1 +1,1 @@
-"""What crosses between clients, CNs and HNs, and what makes a request valid."""
+"""Messages between clients, CNs and HNs, and what makes a request valid."""

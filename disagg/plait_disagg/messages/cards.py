@@ -12,7 +12,7 @@ __all__ = ["card_from_json", "card_to_json"]
 
 
 def card_to_json(card: ModelCard) -> dict[str, Any]:
-    """`card_from_json` reads it back."""
+    """Return the card as plain data, which `card_from_json` reads back."""
     return {
         "name": card.name,
         "version": card.version,
@@ -27,7 +27,7 @@ def card_to_json(card: ModelCard) -> dict[str, Any]:
 
 
 def card_from_json(data: Mapping[str, Any]) -> ModelCard:
-    """Raises ValueError if the data is no card."""
+    """Parse a card. Raises ValueError if the data is not one."""
     try:
         inputs = tuple(input_from_json(item) for item in data["inputs"])
         card = ModelCard(

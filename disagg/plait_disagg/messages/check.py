@@ -1,7 +1,7 @@
-"""Is a request what the model takes? Every fault is a `BadInput` that names the tensor.
+"""Check that a request is what the model takes. Every fault is a `BadInput` that names the tensor.
 
-Costs some microseconds per tensor: each is read once, by one reduction. Nothing is allocated by what a number in
-the request says.
+Costs a few microseconds per tensor: each is read once, by one reduction. No allocation depends on a number in the
+request.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _LARGE = 4_096
 def check_request(
     card: ModelCard, tensors: Mapping[str, torch.Tensor], *, request_id: str, deadline_s: float | None = None
 ) -> RankRequest:
-    """The request, if ``tensors`` (CPU) are exactly what ``card`` asks for; else raises `BadInput`.
+    """Return the request if `tensors` (CPU) are exactly what `card` requires; otherwise raise `BadInput`.
 
-    Checked: names, dtypes, shapes; one row of user inputs, equally many (1 to ``largest_candidates``) of item inputs;
-    finite numbers; offsets that start at 0, never decrease and end at the number of ids; bags of at most ``largest``
-    ids; ids inside the tables that would refuse them.
+    Checked: names, dtypes, shapes; one row of user inputs, the same number (1 to `largest_candidates`) of item
+    inputs; finite numbers; offsets that start at 0, never decrease and end at the number of ids; bags of at most
+    `largest` ids; ids inside the tables that would reject them.
     """
     if tensors.keys() != card.tensor_names:
         raise _wrong_names(card, tensors)
@@ -67,7 +67,7 @@ def _wrong_names(card: ModelCard, tensors: Mapping[str, torch.Tensor]) -> BadInp
 
 
 def _count_candidates(card: ModelCard, tensors: Mapping[str, torch.Tensor]) -> int:
-    """As the first item input has it; a model without any ranks one candidate."""
+    """Return the number of candidates of the first item input; a model without any ranks one candidate."""
     first = next((item for item in card.inputs if item.side == "item"), None)
     if first is None:
         return 1
@@ -114,7 +114,10 @@ def _check_form(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tupl
 
 
 def _check_finite(name: str, tensor: torch.Tensor) -> None:
-    """A sum of squares is finite unless a number is not, or some are huge; only then every number is looked at."""
+    """Check that all numbers are finite.
+
+    A sum of squares is finite unless a number is not, or some are huge; only then is every number examined.
+    """
     numbers = _array(tensor).reshape(-1)
     with np.errstate(over="ignore", invalid="ignore"):
         if math.isfinite(numbers.dot(numbers)):
@@ -126,7 +129,7 @@ def _check_finite(name: str, tensor: torch.Tensor) -> None:
 
 
 def _check_ids(names: Sequence[str], tensors: Mapping[str, torch.Tensor], rows: Mapping[str, int]) -> None:
-    """Small tensors are laid end to end first: one call finds the largest id of each."""
+    """Check that all ids are inside their tables. Small tensors are joined first: one call finds the max id of each."""
     small: list[str] = []
     for name in names:
         numbers = tensors[name].numel()
@@ -153,7 +156,7 @@ def _check_top(name: str, tensor: torch.Tensor, rows: int, top: int) -> None:
 
 
 def _unsigned(tensor: torch.Tensor) -> Any:
-    """A negative id is huge, so that one maximum finds both faults."""
+    """Return the ids as unsigned: a negative id becomes huge, so one maximum finds both faults."""
     return _array(tensor).view(np.uint64)
 
 

@@ -1,6 +1,6 @@
-"""What travels with a batch and its answer so that neither side drowns: deadlines, windows, and how long it waited.
+"""Flow control that travels with a batch and its answer: deadlines, windows, and how long the batch waited.
 
-Fields of the headers of `wire.py`'s ``dense`` (``flow``) and ``done`` (``queued_ms``); moments travel as what is left.
+Fields of the headers of `wire.py`'s `dense` (`flow`) and `done` (`queued_ms`); times travel as the time remaining.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ _MAX_S = 1e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
-    """Of a batch: its sender's ``window``, how many of its batches are ``open`` here with this one, when the first of
-    its requests is due and when the last one is. Moments of the owner's clock; None: never."""
+    """Flow control of a batch.
+
+    Its sender's `window`, how many of its batches are `open` here including this one, when the first of its requests
+    is due and when the last one is. Times are on the owner's clock; None means never.
+    """
 
     window: int = 1
     open: int = 1
@@ -28,14 +31,17 @@ class Flow:
 
 
 def due_of(deadlines: Iterable[float | None]) -> tuple[float | None, float | None]:
-    """When the first is due, and when the last is: None where nobody, or not everybody, has a deadline."""
+    """Return when the first is due, and when the last is due (None if any has no deadline); None if none has one."""
     known = list(deadlines)
     firm = [moment for moment in known if moment is not None]
     return min(firm, default=None), max(firm) if firm and len(firm) == len(known) else None
 
 
 def flow_field(flow: Flow, now_s: float) -> list[float]:
-    """`parse_flow` reads it back. What is None is left out: it would cost the header its fast encoding."""
+    """Return the header field that `parse_flow` reads back.
+
+    None values are left out: they would cost the header its fast encoding.
+    """
     if flow.due_s is None:
         return [flow.window, flow.open]
     if flow.lost_s is None:
@@ -44,7 +50,7 @@ def flow_field(flow: Flow, now_s: float) -> list[float]:
 
 
 def parse_flow(header: Header, now_s: float) -> Flow:
-    """Of a ``dense`` message. Raises `WireError`."""
+    """Parse the flow control of a `dense` message. Raises `WireError`."""
     field = header.get("flow", [1, 1])
     if not isinstance(field, list) or not 2 <= len(field) <= 4 or not all(map(_is_time, field)):
         raise WireError("flow is not two numbers and up to two times")
@@ -60,8 +66,10 @@ def parse_flow(header: Header, now_s: float) -> Flow:
 
 
 def parse_queued_s(header: Header) -> float:
-    """How long the batch of a ``done`` message waited at the HN, in seconds; 0 if that is not said. Raises
-    `WireError`."""
+    """Return how long the batch of a `done` message waited at the HN, in seconds, or 0 if the field is missing.
+
+    Raises `WireError`.
+    """
     queued_ms = header.get("queued_ms", 0.0)
     if not _is_time(queued_ms) or queued_ms < 0:
         raise WireError("queued_ms is no time")

@@ -1,12 +1,13 @@
-"""Rows that cross as they are, by way of the hot-row cache (`plait_disagg.tables.cache`): both ends of one channel.
+"""Rows that cross unchanged, through the hot-row cache (`plait_disagg.tables.cache`): both ends of one channel.
 
-A batch whose CN caches has, for each port that is rows, int32 slots of the rows' shape without its last dimension, and
-for each table two tensors more: ``hot.T.new``, the slots that are filled now, and ``hot.T.rows``, what fills them and
-what only passes. Ports of one table share its cache. `HotRows` in the header says which tensors these are.
+A batch whose CN caches has, for each port that holds rows, int32 slots of the rows' shape without its last
+dimension, and for each table two more tensors: `hot.T.new`, the slots that are filled now, and `hot.T.rows`, the
+rows that fill them and the rows that only pass through. Ports of one table share its cache. `HotRows` in the header
+lists these tensors.
 
 The rows travel in the wire format like all floats, and the HN keeps what it decoded: an answer is the same with the
-cache and without, as long as no batch has a number that float16 can not hold (then the whole batch travels as float32,
-and so does what it leaves in the cache). Ids, directory and policy are the CN's alone.
+cache and without, as long as no batch has a number that float16 cannot hold (then the whole batch travels as
+float32, and so do the rows that it leaves in the cache). Ids, directory and policy are the CN's alone.
 """
 
 from __future__ import annotations
@@ -40,8 +41,11 @@ _PREFIX = "hot."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HotRows:
-    """Of table T of a batch: ``slots[T]``, how many its cache has, and ``ports[T]``, the tensors that are slots.
-    ``number`` counts the batches of a channel; 0: both ends begin anew."""
+    """Header of the hot rows of a batch: for table T, `slots[T]` is the size of its cache and `ports[T]` the slot
+    tensors.
+
+    `number` counts the batches of a channel; 0 means that both ends start over.
+    """
 
     number: int
     slots: tuple[int, ...]
@@ -49,16 +53,16 @@ class HotRows:
 
     @property
     def names(self) -> frozenset[str]:
-        """All tensors that are slots."""
+        """Names of all tensors that are slots."""
         return frozenset(name for ports in self.ports for name in ports)
 
     def to_json(self) -> list[Any]:
-        """For a header."""
+        """Return the header as plain data."""
         return [self.number, list(self.slots), [list(ports) for ports in self.ports]]
 
     @classmethod
     def from_json(cls, data: Any) -> Self:
-        """Raises WireError if it is not what `to_json` makes."""
+        """Parse what `to_json` returns. Raises `WireError` if the data is malformed."""
         if not isinstance(data, list) or len(data) != 3 or type(data[0]) is not int or data[0] < 0:
             raise WireError("hot is not number, slots, ports")
         number, slots, ports = data
@@ -74,13 +78,13 @@ class HotRows:
 
 @dataclass(slots=True, kw_only=True)
 class RowSavings:
-    """What the caches of a CN did so far. ``nbytes``: what crossed less than without them (negative: more)."""
+    """Counters of a CN's caches so far. `nbytes`: bytes saved compared with no caches (negative: more were sent)."""
 
     counters: CacheCounters = field(default_factory=CacheCounters)
     nbytes: int = 0
 
     def metrics(self) -> Mapping[str, float]:
-        """Totals only, which add up over workers; hits divided by ids is the hit rate."""
+        """Return totals only, which add up over workers; hits divided by ids is the hit rate."""
         return {
             "cache_ids_total": self.counters.ids,
             "cache_hits_total": self.counters.hits,
@@ -91,7 +95,7 @@ class RowSavings:
 
 
 class RowSender:
-    """The CN's end. A batch that was encoded and not sent leaves the ends out of step: make a new one then."""
+    """The CN's end. If an encoded batch is not sent, the two ends lose step: create a new sender then."""
 
     def __init__(self, source: RowSource, knobs: WorkerKnobs, savings: RowSavings) -> None:
         self._source = source
@@ -117,8 +121,10 @@ class RowSender:
             cache.counters = savings.counters
 
     def encode(self, crossing: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], HotRows]:
-        """What travels, from what `RowSource.run_ids` made. Raises `RankError` for too many rows, and what
-        `RowSource.rows` raises."""
+        """Encode what `RowSource.run_ids` made into what travels.
+
+        Raises `RankError` for too many rows, and whatever `RowSource.rows` raises.
+        """
         _check_size(crossing, self._ports, [table.dim for table in self._tables], RankError)
         made = dict(crossing)
         for index, (table, ports) in enumerate(zip(self._tables, self._ports, strict=True)):
@@ -134,7 +140,7 @@ class RowSender:
         return made, hot
 
     def invalidate(self, row_ids: Mapping[str, torch.Tensor]) -> None:
-        """The rows with those ids (k,), by table, have changed: each is sent anew when it is next asked for."""
+        """Mark the rows with those ids (k,), by table, as changed: each is sent again when it is next needed."""
         for table, cache in zip(self._tables, self._caches, strict=True):
             if table.name in row_ids:
                 cache.invalidate(row_ids[table.name])
@@ -145,15 +151,17 @@ class RowSender:
 
 
 class RowReceiver:
-    """The HN's end: batches must come in the order in which they were sent."""
+    """The HN's end: batches must be decoded in the order in which they were sent."""
 
     def __init__(self) -> None:
         self._caches: list[ReceiverCache] = []
         self._shape: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
     def decode(self, tensors: Mapping[str, torch.Tensor], hot: HotRows) -> dict[str, torch.Tensor]:
-        """The crossing tensors of a batch, rows and all; those are copies. Raises `OutOfStep`, or ValueError for what
-        no `RowSender` makes."""
+        """Return the crossing tensors of a batch, rows included; the rows are copies.
+
+        Raises `OutOfStep`, or ValueError for input that no `RowSender` makes.
+        """
         left = dict(tensors)
         sent = [(_taken(left, _new(index)), _taken(left, _rows(index))) for index in range(len(hot.slots))]
         if not all(rows.dim() == 2 and rows.shape[1] for _, rows in sent):
@@ -171,7 +179,7 @@ class RowReceiver:
         return left
 
     def _begin(self, hot: HotRows, dims: list[int]) -> None:
-        """Number 0 makes the caches; later batches must be of the same ones."""
+        """Create the caches for batch number 0; check that later batches refer to the same ones."""
         shape = hot.slots, tuple(dims)
         if hot.number == 0:
             if sum(4 * slots * dim for slots, dim in zip(*shape, strict=True)) > MAX_BYTES:
@@ -183,7 +191,7 @@ class RowReceiver:
 
 
 def can_merge(layout: MessageLayout, hot: HotRows | None) -> bool:
-    """Whether all crossing tensors are floats with a row per user or per candidate."""
+    """Return whether all crossing tensors are floats with a row per user or per candidate."""
     slots = frozenset() if hot is None else hot.names
     return all(
         part.rows in ("u", "i") and (part.code in ("f4", "f2", "q1") or part.name in slots)
@@ -213,7 +221,7 @@ def _check_size(
     dims: list[int],
     error: type[RankError] | type[ValueError],
 ) -> None:
-    """All ports are there, and their rows will be no more than `MAX_BYTES`."""
+    """Check that all ports are present and that their rows will not exceed `MAX_BYTES`."""
     if not all(port in tensors for some in ports for port in some):
         raise error("a port of hot rows is missing")
     counts = [sum(tensors[port].numel() for port in some) for some in ports]

@@ -1,18 +1,18 @@
-"""Many named tensors in a few buffers, described in one short text.
+"""Many named tensors in a few buffers, described by one short text.
 
-A message of a recommendation model has dozens of tensors of a few hundred bytes; one buffer and one JSON entry for each
-would cost more than what they carry. Tensors of one code lie end to end in one buffer (a *section*; ``q1`` has one for
-each row length), those of one row shape together (a *group*), so that a group is joined, and cut apart, by one call.
-The text that says so is the same for every message of a model, and is parsed once::
+A message of a ranking model has dozens of tensors of a few hundred bytes; one buffer and one JSON entry for each
+would cost more than their contents. Tensors of one code lie end to end in one buffer (a *section*; `q1` has one for
+each row length), those of one row shape together (a *group*), so that a group is joined, and split, by one call.
+The text that describes this is the same for every message of a model, and is parsed once::
 
     f4:u:1:age;f4:i:16:emb_3;i8:f::genres
 
-is ``code:rows:tail:name`` of each tensor. Codes: ``i8 i4 f8 f4 b1`` as in numpy; ``f2`` a float32 that travels as
-float16; ``q1`` a float32 that travels as one byte a number with float32 scale and bias per row (Fused8BitRowwise of
-PyTorch: D + 8 bytes a row). Rows: ``u`` one per user, ``i`` one per candidate, ``U`` and ``I`` one more (offsets),
-``f`` as said in the message. Tail: the shape without its first dimension.
+is `code:rows:tail:name` of each tensor. Codes: `i8 i4 f8 f4 b1` as in numpy; `f2` a float32 that travels as
+float16; `q1` a float32 that travels as one byte per number with float32 scale and bias per row (Fused8BitRowwise of
+PyTorch: D + 8 bytes per row). Rows: `u` one per user, `i` one per candidate, `U` and `I` one more (offsets),
+`f` as given in the message. Tail: the shape without its first dimension.
 
-Only the texts are remembered, and only so many: what a peer sends is foreign input until it was checked here.
+Only the texts are cached, and only a bounded number: what a peer sends is untrusted input until it is checked here.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ _LEASE_FROM_BYTES = 32_768
 
 
 class LayoutError(WireError):
-    """A layout, or the buffers that should follow it, make no sense."""
+    """A layout, or the buffers that should follow it, are invalid."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One tensor of a message. ``numbers``: of one of its rows."""
+    """One tensor of a message. `numbers`: how many one of its rows has."""
 
     code: str
     rows: str
@@ -81,18 +81,18 @@ class Part:
 
     @classmethod
     def of(cls, code: str, rows: str, tail: tuple[int, ...], name: str) -> Part:
-        """The part with what follows from the rest."""
+        """Return the part, with the derived fields filled in."""
         return cls(code, rows, tail, name, math.prod(tail))
 
     @property
     def text(self) -> str:
-        """As it stands in a layout's text."""
+        """The part as written in a layout's text."""
         return f"{self.code}:{self.rows}:{','.join(map(str, self.tail))}:{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
 class PartGroup:
-    """Parts with rows of one shape, of ``numbers`` each."""
+    """Parts with rows of one shape, of `numbers` numbers each."""
 
     tail: tuple[int, ...]
     numbers: int
@@ -101,7 +101,7 @@ class PartGroup:
 
 @dataclass(frozen=True, slots=True)
 class BufferSection:
-    """The groups of one buffer, which holds ``dtype``; ``width``: numbers of a ``q1`` row, else 0."""
+    """The groups of one buffer, which holds `dtype`; `width`: numbers per `q1` row, otherwise 0."""
 
     code: str
     width: int
@@ -120,7 +120,7 @@ class MessageLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowCounts:
-    """How many rows there are in a message: users, candidates, and of each ``f`` part in order."""
+    """Number of rows in a message: users, candidates, and of each `f` part in order."""
 
     users: int
     items: int
@@ -129,7 +129,7 @@ class RowCounts:
 
 @lru_cache(maxsize=256)
 def parse_layout(text: str) -> MessageLayout:
-    """Raises `LayoutError`."""
+    """Parse a layout's text. Raises `LayoutError`."""
     if len(text) > MAX_LAYOUT_CHARS:
         raise LayoutError(f"a layout of {len(text)} characters")
     parts = tuple(_parse_part(entry) for entry in text.split(";")) if text else ()
@@ -165,7 +165,7 @@ def _parse_part(entry: str) -> Part:
 
 
 def layout_of_inputs(inputs: Sequence[Input]) -> MessageLayout:
-    """Of a request: both sides know it from the model's card."""
+    """Return the layout of a request: both sides know it from the model's card."""
     parts: list[Part] = []
     for item in inputs:
         side = "u" if item.side == "user" else "i"
@@ -179,7 +179,10 @@ def layout_of_inputs(inputs: Sequence[Input]) -> MessageLayout:
 def describe(
     tensors: Mapping[str, torch.Tensor], *, users: int, items: int, wire: WireFormat = "float32"
 ) -> tuple[MessageLayout, RowCounts]:
-    """The layout of any tensors with rows (as many users as candidates: both mean the same). Raises `LayoutError`."""
+    """Return the layout of any tensors with rows (with as many users as candidates, both mean the same).
+
+    Raises `LayoutError`.
+    """
     values = tensors.values()
     shapes, dtypes = tuple([it.shape for it in values]), tuple([it.dtype for it in values])
     return _describe(tuple(tensors), shapes, dtypes, users, items, wire)
@@ -219,10 +222,10 @@ def _code(dtype: torch.dtype, tail: Sequence[int], wire: WireFormat) -> str:
 
 
 def encode(layout: MessageLayout, tensors: Mapping[str, torch.Tensor], pool: Pool, *, timeout_s: float) -> list[Buffer]:
-    """The sections as buffers to send; large ones are written straight into leases of ``pool``.
+    """Encode the sections as buffers to send; large ones are written straight into leases of `pool`.
 
-    Raises `OverflowError` if a number is too large for float16 (float32 can carry it), `LayoutError` for other tensors
-    than the layout's, and what `Pool.acquire` raises.
+    Raises `OverflowError` if a number is too large for float16 (float32 can carry it), `LayoutError` for tensors
+    other than the layout's, and whatever `Pool.acquire` raises.
     """
     buffers: list[Buffer] = []
     try:
@@ -270,7 +273,7 @@ def _join(section: BufferSection, groups: Sequence[list[torch.Tensor]], pool: Po
 def _fill(
     target: torch.Tensor, section: BufferSection, groups: Sequence[list[torch.Tensor]], heights: Sequence[int]
 ) -> None:
-    """Writes the groups end to end; numbers that float16 can not hold raise `OverflowError`."""
+    """Write the groups end to end. Raises `OverflowError` for numbers that float16 cannot hold."""
     chunks = target.split_with_sizes(
         [height * group.numbers for height, group in zip(heights, section.groups, strict=True)]
     )
@@ -281,14 +284,14 @@ def _fill(
 
 
 def _check_range(made: torch.Tensor, groups: Sequence[Sequence[torch.Tensor]]) -> None:
-    """Infinities and NaN that were there before may travel as such."""
+    """Check for float16 overflow; infinities and NaN that were there before are allowed."""
     if np.isfinite(made.numpy()).all() or not all(np.isfinite(it.numpy()).all() for pieces in groups for it in pieces):
         return
     raise OverflowError("a number is too large for float16")
 
 
 def decode(layout: MessageLayout, buffers: Sequence[memoryview], counts: RowCounts) -> dict[str, torch.Tensor]:
-    """The tensors: views of the buffers, but for ``f2`` and ``q1``, which become float32. Raises `LayoutError`."""
+    """Return the tensors: views of the buffers, but for `f2` and `q1`, which become float32. Raises `LayoutError`."""
     if len(buffers) != len(layout.sections):
         raise LayoutError(f"{len(buffers)} buffers for {len(layout.sections)} sections")
     rows = {"u": counts.users, "i": counts.items, "U": counts.users + 1, "I": counts.items + 1}
@@ -313,7 +316,7 @@ def decode(layout: MessageLayout, buffers: Sequence[memoryview], counts: RowCoun
 
 
 def _numbers(section: BufferSection, buffer: memoryview, count: int) -> torch.Tensor:
-    """All numbers of a section, which must be ``count``, flat."""
+    """Return all numbers of a section, flat, of which there must be `count`."""
     dtype, width = section.dtype, section.width
     stored = count if not width else count // width * (width + _SCALE_BYTES)
     if stored * dtype.itemsize != buffer.nbytes:

@@ -1,16 +1,16 @@
 """The messages between workers: a small JSON header and the sections of a layout (`layout.py`).
 
-A client says hello with its role, the server welcome with its model's card; then requests go one way and answers the
-other, matched by number::
+A client sends a hello with its role, the server a welcome with its model's card; then requests go one way and answers
+the other, matched by number::
 
     rank     ingress -> CN or whole    one request; its layout follows from the model's card
-    cancel   ingress -> CN or whole    nobody waits for it any more
-    answers  back                      the outcomes of one or more requests, each with the version that made it
+    cancel   ingress -> CN or whole    nobody waits for the answer any more
+    answers  back                      the outcomes of one or more requests, each with the version that produced it
     version  back                      a refresh: the model's version from now on
     dense    CN -> HN                  the crossing tensors of a batch
     done     back                      its outputs, or why there are none
 
-Every header is foreign input and checked field by field; a peer that breaks the rules is hung up on.
+Every header is untrusted input and validated field by field; a peer that breaks the rules is disconnected.
 """
 
 from __future__ import annotations
@@ -89,9 +89,12 @@ _CODES = {kind: code for code, kind in _ERRORS.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseAsk:
-    """A batch for the HN. ``mergeable``: every tensor is floats with a row per user or per candidate, so that batches
-    laid end to end are a batch. ``crossing`` may view the message's memory. ``hot``: some of it goes through
-    `RowReceiver.decode` first. ``dense_version``: the dense half that belongs to the rows."""
+    """A batch for the HN.
+
+    `mergeable`: every tensor is floats with a row per user or per candidate, so that batches laid end to end are a
+    batch. `crossing` may view the message's memory. `hot`: some of it goes through `RowReceiver.decode` first.
+    `dense_version`: the dense half that belongs to the rows.
+    """
 
     number: int
     candidates: tuple[int, ...]
@@ -103,23 +106,23 @@ class DenseAsk:
 
 
 def role_payload(role: Role) -> Header:
-    """A client's hello."""
+    """Return the payload of a client's hello."""
     return {"role": role}
 
 
 def check_role(payload: Header, role: Role) -> None:
-    """Raises `WireError` if the client is none of ours."""
+    """Check a client's first message. Raises `WireError` if the client does not belong here."""
     if payload != role_payload(role):
         raise WireError(f"the role must be {role}, not {payload.get('role')!s:.20}")
 
 
 def card_payload(card: ModelCard) -> Header:
-    """A server's welcome."""
+    """Return the payload of a server's welcome."""
     return {"card": card_to_json(card)}
 
 
 def parse_card(payload: Header) -> ModelCard:
-    """Raises `WireError`."""
+    """Parse the server's first message. Raises `WireError`."""
     card = payload.get("card")
     try:
         return card_from_json(card if isinstance(card, dict) else {})
@@ -130,7 +133,7 @@ def parse_card(payload: Header) -> ModelCard:
 def rank_message(
     number: int, request: RankRequest, layout: MessageLayout, pool: Pool
 ) -> tuple[dict[str, Any], list[Buffer]]:
-    """A request. ``layout``: `layout_of_inputs` of the server's card. A deadline travels as what is left of it."""
+    """Pack a request. `layout`: `layout_of_inputs` of the server's card. A deadline travels as the time remaining."""
     header: dict[str, Any] = {
         "kind": "rank",
         "number": number,
@@ -144,8 +147,10 @@ def rank_message(
 
 
 def parse_rank(header: Header, buffers: Sequence[memoryview], card: ModelCard, layout: MessageLayout) -> RankRequest:
-    """The request; its tensors view ``buffers``. What the numbers say was checked by the ingress, and table
-    lookups check ids again. Raises `WireError`."""
+    """Parse a request; its tensors view `buffers`.
+
+    The ingress has checked the values, and table lookups check ids again. Raises `WireError`.
+    """
     counts = RowCounts(
         users=1, items=fields.integer(header, "n", 0, _MAX_ROWS), flat=fields.integers(header, "flat", _MAX_ROWS)
     )
@@ -160,29 +165,29 @@ def parse_rank(header: Header, buffers: Sequence[memoryview], card: ModelCard, l
 
 
 def version_header(version: str) -> dict[str, Any]:
-    """The model is at that version now. Nobody asked."""
+    """Return the unsolicited message that the model is now at that version."""
     return {"kind": "version", "version": version}
 
 
 def parse_version(header: Header) -> str | None:
-    """The version, if the message is such a one. Raises `WireError`."""
+    """Return the version if the message announces one. Raises `WireError`."""
     return fields.text(header, "version", default="") if header.get("kind") == "version" else None
 
 
 def cancel_header(number: int) -> dict[str, Any]:
-    """Nobody waits for that request any more."""
+    """Return the message that nobody is waiting for that request any more."""
     return {"kind": "cancel", "number": number}
 
 
 def parse_number(header: Header) -> int:
-    """The number of any message that has one. Raises `WireError`."""
+    """Return the number of any message that has one. Raises `WireError`."""
     return fields.integer(header, "number")
 
 
 def answers_message(
     outcomes: Sequence[tuple[int, RankAnswer | RankError]], pool: Pool, *, metrics: Metrics | None = None
 ) -> tuple[dict[str, Any], list[Buffer]]:
-    """Outcomes by the numbers of their requests. ``metrics``: what the worker counts, now and then."""
+    """Pack outcomes with the numbers of their requests. `metrics`: the worker's counters, from time to time."""
     answers = [(number, it) for number, it in outcomes if isinstance(it, RankAnswer)]
     errors = [
         [number, _CODES.get(type(it), "internal"), it.message[:2000], it.param]
@@ -213,7 +218,7 @@ def answers_message(
 
 
 def parse_answers(header: Header, buffers: Sequence[memoryview]) -> list[tuple[int, RankAnswer | RankError]]:
-    """The outcomes by number; outputs are copies. Raises `WireError`."""
+    """Return the outcomes by number; outputs are copies. Raises `WireError`."""
     outcomes: list[tuple[int, RankAnswer | RankError]] = list(map(_parse_error, fields.entries(header, "errors")))
     numbers = fields.integers(header, "numbers")
     if not numbers:
@@ -244,8 +249,10 @@ def dense_message(
     hot: HotRows | None = None,
     dense_version: str = "",
 ) -> tuple[dict[str, Any], list[Buffer]]:
-    """A batch; ``hot`` as `RowSender.encode` made it. Where a number does not fit float16, it travels as
-    float32."""
+    """Pack a batch; `hot` as made by `RowSender.encode`.
+
+    If a number does not fit float16, the whole batch travels as float32.
+    """
     items = sum(candidates)
     layout, counts = describe(crossing, users=len(candidates), items=items, wire=wire)
     try:
@@ -262,7 +269,7 @@ def dense_message(
 
 
 def parse_dense(header: Header, buffers: Sequence[memoryview]) -> DenseAsk:
-    """The batch. Raises `WireError`."""
+    """Parse a batch. Raises `WireError`."""
     if header.get("kind") != "dense":
         raise WireError(f"a message of kind {str(header.get('kind'))[:50]!r}")
     candidates = fields.integers(header, "n", _MAX_ROWS)
@@ -284,7 +291,7 @@ def parse_dense(header: Header, buffers: Sequence[memoryview]) -> DenseAsk:
 def done_message(
     number: int, outputs: Mapping[str, torch.Tensor], dense_ms: float, pool: Pool, *, metrics: Metrics | None = None
 ) -> tuple[dict[str, Any], list[Buffer]]:
-    """A batch's outputs, (N, ...) each. ``metrics``: what the HN counts, now and then."""
+    """Pack a batch's outputs, (N, ...) each. `metrics`: the HN's counters, from time to time."""
     items = next(iter(outputs.values())).shape[0]
     layout, counts = describe(outputs, users=items, items=items)
     header = {"kind": "done", "number": number, "n": items, "ms": dense_ms, **_tensor_fields(layout, counts)}
@@ -294,14 +301,14 @@ def done_message(
 
 
 def failed_header(number: int, error: RankError) -> dict[str, Any]:
-    """A batch that the HN could not compute."""
+    """Return the message of a batch that the HN could not compute."""
     return {"kind": "done", "number": number, "error": [_CODES.get(type(error), "internal"), error.message[:2000]]}
 
 
 def parse_done(
     header: Header, buffers: Sequence[memoryview]
 ) -> tuple[int, tuple[dict[str, torch.Tensor], float] | RankError]:
-    """Number, and outputs (copies) with the HN's milliseconds or its error. Raises `WireError`."""
+    """Return the number, and outputs (copies) with the HN's milliseconds or its error. Raises `WireError`."""
     if header.get("kind") != "done":
         raise WireError(f"a message of kind {str(header.get('kind'))[:50]!r}")
     asked = parse_number(header)
@@ -314,7 +321,7 @@ def parse_done(
 
 
 def own_buffers(buffers: Sequence[memoryview]) -> list[memoryview]:
-    """Copies, so that the message can go back to the channel."""
+    """Return copies, so that the message can be released."""
     return [memoryview(bytearray(buffer)) for buffer in buffers]
 
 

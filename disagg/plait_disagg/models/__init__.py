@@ -1,1 +1,1 @@
-"""Recommendation models of the published shapes, and requests for them."""
+"""Ranking models of the published shapes, and requests for them."""

@@ -1,7 +1,7 @@
-"""Named configurations: the published shapes (facts and their sources beside each).
+"""Named configurations: the published shapes, with the facts and their sources beside each.
 
-Which features are user-side is not published for any of them. We take every fourth table as item-side and the others,
-with the dense features, as user-side: long multi-hot features are mostly histories of users.
+Which features are user-side is not published for any of them. We take every fourth table as item-side and the
+others, with the dense features, as user-side: long multi-hot features are mostly histories of users.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _Made = tuple[Callable[[], nn.Module], tuple[Input, ...], Mapping[str, int]]
 
 
 def build(name: str, rows_scale: float = 1.0, seed: int = 0) -> tuple[nn.Module, tuple[Input, ...]]:
-    """A configuration's module in evaluation mode, and its inputs. ``rows_scale`` multiplies the rows of all tables
-    (at least 2).
+    """Return a configuration's module in evaluation mode, and its inputs.
 
-    The same seed gives the same weights. Raises KeyError for an unknown name.
+    `rows_scale` multiplies the rows of all tables (at least 2). The same seed gives the same weights. Raises
+    KeyError for an unknown name.
     """
     make, inputs, _ = CONFIGS[name](rows_scale)
     with torch.random.fork_rng(devices=[]):
@@ -57,7 +57,7 @@ def build(name: str, rows_scale: float = 1.0, seed: int = 0) -> tuple[nn.Module,
 
 
 def ids_per_bag(name: str) -> Mapping[str, int]:
-    """Ids of a typical row, by the name of every bag input."""
+    """Return the number of ids in a typical row, by the name of every bag input."""
     _, _, hot = CONFIGS[name](1.0)
     return hot
 
@@ -80,9 +80,8 @@ def _hot(features: Sequence[Sparse]) -> Mapping[str, int]:
 
 
 def _deeprecsys(tables: int, rows: int, *, dim: int, hot: int, bottom: Sequence[int], top: Sequence[int]) -> Config:
-    """RM1-RM3 of DeepRecSys (Gupta et al., ISCA'20; harvard-acc/DeepRecSys, models/configs): DLRM with interaction
-    cat.
-    """
+    """Build RM1-RM3 of DeepRecSys (Gupta et al., ISCA'20; harvard-acc/DeepRecSys, models/configs): DLRM, interaction
+    cat."""
 
     def config(scale: float) -> _Made:
         features = _features([rows] * tables, [hot] * tables, scale)
@@ -93,7 +92,7 @@ def _deeprecsys(tables: int, rows: int, *, dim: int, hot: int, bottom: Sequence[
 
 
 def _criteo_kaggle(scale: float) -> _Made:
-    """facebookresearch/dlrm, bench/dlrm_s_criteo_kaggle.sh: one id per feature, interaction dot."""
+    """Build the DLRM of facebookresearch/dlrm, bench/dlrm_s_criteo_kaggle.sh: one id per feature, interaction dot."""
     features = _features(_KAGGLE_ROWS, [1] * len(_KAGGLE_ROWS), scale, bag=False)
     inputs = (Dense("dense", "user", (13,)), *(feature.input for feature in features))
 
@@ -104,7 +103,8 @@ def _criteo_kaggle(scale: float) -> _Made:
 
 
 def _mlperf_dcnv2(scale: float) -> _Made:
-    """mlcommons/inference dlrm-v2: multi-hot Criteo 1TB, DCNv2 with 3 low-rank layers of 512. 97.36 GiB at scale 1."""
+    """Build dlrm-v2 of mlcommons/inference: multi-hot Criteo 1TB, DCNv2 with 3 low-rank layers of 512. 97.36 GiB at
+    scale 1."""
     features = _features(_MLPERF_ROWS, _MLPERF_HOT, scale)
     inputs = (Dense("dense", "user", (13,)), *(feature.input for feature in features))
 
@@ -116,7 +116,7 @@ def _mlperf_dcnv2(scale: float) -> _Made:
 
 
 def _two_tower(scale: float) -> _Made:
-    """A retrieval model of our own choosing: 1 M users and items, a history and tags, towers 256-128-64."""
+    """Build a retrieval model of our own design: 1 M users and items, a history and tags, towers 256-128-64."""
     features = (
         Sparse(name="user", rows=_scaled(1_000_000, scale), side="user", bag=False),
         Sparse(name="history", rows=_scaled(1_000_000, scale), side="user", hot=50),
@@ -134,7 +134,8 @@ def _two_tower(scale: float) -> _Made:
 
 
 def _din(scale: float) -> _Made:
-    """Tables of DeepRecSys' DIN (10 M and 0.1 M and 1 M rows of 32) and a history of 100, which we chose."""
+    """Build DIN with the tables of DeepRecSys (10 M, 0.1 M and 1 M rows of 32) and a history of 100, which is our
+    choice."""
     inputs: tuple[Input, ...] = (
         Ids("user", "user"),
         Ids("history", "user", (100,)),

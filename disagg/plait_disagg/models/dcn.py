@@ -1,7 +1,7 @@
 """DCNv2 as MLPerf runs it (Wang et al., 2021, arXiv 2008.13535; facebookresearch/dlrm, torchrec_dlrm).
 
 x_0 = [bottom(dense), e_1 .. e_F]                      ((F + 1) d wide)
-x_{l+1} = x_0 * (W_l (V_l x_l) + b_l) + x_l            V_l to ``rank``, W_l back
+x_{l+1} = x_0 * (W_l (V_l x_l) + b_l) + x_l            V_l to `rank`, W_l back
 score = sigmoid(over(x_L))
 """
 
@@ -19,7 +19,7 @@ __all__ = ["Dcn", "LowRankCross"]
 
 
 class LowRankCross(nn.Module):
-    """``layers`` cross layers of width ``width`` through ``rank``."""
+    """A stack of `layers` cross layers of width `width` through `rank`."""
 
     def __init__(self, width: int, *, layers: int, rank: int) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class LowRankCross(nn.Module):
         self.up = nn.ModuleList(nn.Linear(rank, width) for _ in range(layers))
 
     def forward(self, x0: torch.Tensor) -> torch.Tensor:
-        """(rows, width) to (rows, width)."""
+        """Map (rows, width) to (rows, width)."""
         x = x0
         for down, up in zip(self.down, self.up, strict=True):
             x = x0 * up(down(x)) + x
@@ -35,7 +35,7 @@ class LowRankCross(nn.Module):
 
 
 class Dcn(nn.Module):
-    """``bottom``: widths from the dense input to d; ``over``: hidden widths, without the input, ending with 1."""
+    """DCNv2. `bottom`: widths from the dense input to d; `over`: hidden widths, without the input, ending with 1."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Dcn(nn.Module):
         self.over = mlp((width, *over), last=nn.Sigmoid)
 
     def forward(self, dense: torch.Tensor, **ids: torch.Tensor) -> torch.Tensor:
-        """As `Dlrm.forward`."""
+        """Score the rows; arguments and result are those of `Dlrm.forward`."""
         vectors = [self.bottom(dense), *(embedded(self.tables, feature, ids) for feature in self.features)]
         made: torch.Tensor = self.over(self.cross(torch.cat(vectors, dim=1)))
         return made.squeeze(1)

@@ -21,7 +21,7 @@ __all__ = ["Din"]
 
 
 class Din(nn.Module):
-    """``rows``: sizes of the item, category and user tables. Item id 0 is padding."""
+    """DIN. `rows`: sizes of the item, category and user tables. Item id 0 is padding."""
 
     def __init__(
         self, *, rows: tuple[int, int, int], dim: int, unit: Sequence[int] = (80, 40), top: Sequence[int] = (200, 80)
@@ -43,7 +43,7 @@ class Din(nn.Module):
         item: torch.Tensor,
         category: torch.Tensor,
     ) -> torch.Tensor:
-        """``history``, ``history_category`` (rows, T) int64, the others (rows,). Scores (rows,) in 0..1."""
+        """Return scores (rows,) in 0..1. `history`, `history_category`: (rows, T) int64; the others (rows,)."""
         h = torch.cat([self.item_table(history), self.category_table(history_category)], dim=2)
         v = torch.cat([self.item_table(item), self.category_table(category)], dim=1)
         target = v.unsqueeze(1).expand_as(h)

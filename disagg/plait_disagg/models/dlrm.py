@@ -24,7 +24,7 @@ Interaction = Literal["dot", "cat"]
 
 
 class Dlrm(nn.Module):
-    """``bottom``: widths from the dense input to d; ``top``: hidden widths, without the input, ending with 1."""
+    """DLRM. `bottom`: widths from the dense input to d; `top`: hidden widths, without the input, ending with 1."""
 
     pairs: torch.Tensor
 
@@ -49,7 +49,7 @@ class Dlrm(nn.Module):
         self.top = mlp((width, *top), last=nn.Sigmoid)
 
     def forward(self, dense: torch.Tensor, **ids: torch.Tensor) -> torch.Tensor:
-        """``dense`` (rows, bottom[0]); ``ids`` as `plait_disagg.graph.inputs` names them. Scores (rows,) in 0..1."""
+        """Return scores (rows,) in 0..1. `dense`: (rows, bottom[0]); `ids` as named by `plait_disagg.graph.inputs`."""
         x = self.bottom(dense)
         vectors = [x, *(embedded(self.tables, feature, ids) for feature in self.features)]
         if self.interaction == "cat":
@@ -60,7 +60,7 @@ class Dlrm(nn.Module):
 
 
 def embedded(tables: nn.ModuleDict, feature: Sparse, ids: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The feature's vector, (rows, d)."""
+    """Return the feature's vector, (rows, d)."""
     table = tables[feature.name]
     bag = (ids[feature.name + OFFSETS],) if feature.bag else ()
     made: torch.Tensor = table(ids[feature.name], *bag)

@@ -1,4 +1,4 @@
-"""What the models share: MLPs, tables that are quick to fill, and the declaration of a sparse feature."""
+"""Parts that the models share: MLPs, tables that are quick to fill, and the declaration of a sparse feature."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ _BLOCK_ROWS = 65_536
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sparse:
-    """A categorical feature with a table of its own. ``hot``: ids of a typical row; ``bag`` False: always exactly
-    one.
-    """
+    """A categorical feature with a table of its own. `hot`: ids in a typical row; `bag` False: always exactly one."""
 
     name: str
     rows: int
@@ -30,7 +28,7 @@ class Sparse:
 
     @property
     def input(self) -> Input:
-        """How a model declares it."""
+        """The declaration of the feature as a model input."""
         if self.bag:
             return Bag(self.name, side=self.side)
         return Ids(self.name, side=self.side)
@@ -39,7 +37,8 @@ class Sparse:
 def mlp(
     widths: Sequence[int], *, last: type[nn.Module] | None = nn.ReLU, between: type[nn.Module] = nn.ReLU
 ) -> nn.Sequential:
-    """Linear layers ``widths[0] -> widths[1] -> ...``, ``between`` after all but the last, ``last`` after the last."""
+    """Stack linear layers `widths[0] -> widths[1] -> ...` with `between` after all but the last and `last` after the
+    last."""
     layers: list[nn.Module] = []
     for index, (given, made) in enumerate(itertools.pairwise(widths)):
         layers.append(nn.Linear(given, made))
@@ -50,7 +49,7 @@ def mlp(
 
 
 def tables_of(features: Sequence[Sparse], dim: int) -> nn.ModuleDict:
-    """A sum-pooling `EmbeddingBag` for every bag, an `Embedding` for every single id, filled by `filled`."""
+    """Make a sum-pooling `EmbeddingBag` for every bag and an `Embedding` for every single id, filled by `filled`."""
     made: dict[str, nn.Module] = {}
     for number, feature in enumerate(features):
         weight = filled(feature.rows, dim, seed=torch.initial_seed() + number)
@@ -64,10 +63,10 @@ def tables_of(features: Sequence[Sparse], dim: int) -> nn.ModuleDict:
 
 
 def filled(rows: int, dim: int, *, seed: int) -> torch.Tensor:
-    """(rows, dim) float32, uniform in +-1 / sqrt(rows) as the DLRM reference starts its tables.
+    """Return (rows, dim) float32, uniform in +-1 / sqrt(rows) as the DLRM reference initializes its tables.
 
-    Only the first 65,536 rows are drawn, and repeated: a table of gigabytes is made at the speed of copying. For
-    shapes and timing; a model that is trained overwrites it.
+    Only the first 65,536 rows are drawn, then repeated: a table of gigabytes is made at the speed of copying. For
+    shapes and timing; training a model overwrites it.
     """
     generator = torch.Generator().manual_seed(seed)
     block = torch.empty(min(rows, _BLOCK_ROWS), dim).uniform_(-(rows**-0.5), rows**-0.5, generator=generator)

@@ -20,9 +20,10 @@ rows.
 
 
 def zipf(alpha: float) -> Draw:
-    """Draws ids whose k-th most popular has probability ~ k ** -alpha (inverse of the continuous law; 0 is uniform).
+    """Return a function that draws ids, the k-th most popular with probability ~ k ** -alpha.
 
-    Published skews: 1.05 (NVIDIA's embedding cache benchmark) to 1.2 (HugeCTR's profiler).
+    It inverts the continuous law; 0 is uniform. Published skews: 1.05 (NVIDIA's embedding cache benchmark) to 1.2
+    (HugeCTR's profiler).
     """
 
     def draw(count: int, rows: int, generator: torch.Generator) -> torch.Tensor:
@@ -48,6 +49,6 @@ def random_request(
     alpha: float = 1.05,
     seed: int = 0,
 ) -> RankRequest:
-    """A request that the model's check accepts; the same seed gives the same request. ``bounds``: see `id_bounds`."""
+    """Draw a request that the model's check accepts, the same for the same seed. `bounds`: see `id_bounds`."""
     tensors = sample(inputs, bounds, candidates=candidates, ids_per_bag=ids_per_bag, seed=seed, draw=zipf(alpha))
     return RankRequest(request_id=f"{model}-{seed}", model=model, candidates=candidates, tensors=tensors)

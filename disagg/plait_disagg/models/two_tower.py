@@ -1,5 +1,6 @@
-"""Two towers: user features to a vector, item features to a vector, the score is their product. The user tower runs
-once a request.
+"""Two towers: user features to a vector, item features to a vector; the score is their dot product.
+
+The user tower runs once per request.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ __all__ = ["TwoTower"]
 
 
 class TwoTower(nn.Module):
-    """``tower``: widths behind the concatenated embeddings and numbers of a side."""
+    """A two-tower model. `tower`: widths after the concatenated embeddings and numbers of a side."""
 
     def __init__(
         self, features: Sequence[Sparse], *, dim: int, user_dense: int, item_dense: int, tower: Sequence[int]
@@ -29,7 +30,7 @@ class TwoTower(nn.Module):
         self.item_tower = mlp((item_dense + dim * len(self.item_features), *tower), last=None)
 
     def forward(self, user_dense: torch.Tensor, item_dense: torch.Tensor, **ids: torch.Tensor) -> torch.Tensor:
-        """``user_dense`` (rows, .), ``item_dense`` (rows, .). Scores (rows,), any real number."""
+        """Return scores (rows,), any real number. `user_dense`: (rows, .); `item_dense`: (rows, .)."""
         user = [user_dense, *(embedded(self.tables, feature, ids) for feature in self.user_features)]
         item = [item_dense, *(embedded(self.tables, feature, ids) for feature in self.item_features)]
         u: torch.Tensor = self.user_tower(torch.cat(user, dim=1))

@@ -1,4 +1,4 @@
-"""A packaged model: the folder that plait serves a recommendation model from.
+"""A packaged model: the folder that plait serves a ranking model from.
 
 ::
 
@@ -33,7 +33,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import what traces models only when one is packaged: a worker starts faster without."""
+    """Import the modules that trace models only when one is packaged: a worker starts faster without them."""
     if name in ("PackageOptions", "write_package"):
         from plait_disagg.package import write
 

@@ -12,7 +12,7 @@ __all__ = ["CachedPort", "without_rows"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedPort:
-    """The output ``name`` is the rows of ``table`` for the value ``ids``, an input or a node of the CN program."""
+    """A crossing output: `name` is the rows of `table` for the value `ids`, an input or a node of the CN program."""
 
     name: str
     table: str
@@ -20,10 +20,10 @@ class CachedPort:
 
 
 def without_rows(program: Program) -> tuple[Program, tuple[CachedPort, ...]]:
-    """The CN program without the lookups that only bring rows to the wire, and what it leaves out.
+    """Return the CN program without the lookups whose rows are only sent, and what it leaves out.
 
-    The outputs keep their names and order; those of the ports are ids, as they came to the lookup: (..., ) integers
-    that the table's out-of-range policy has not seen yet. Rows that the CN reads itself stay as they are.
+    The outputs keep their names and order; those of the ports are ids, as passed to the lookup: (..., ) integers
+    that the table's out-of-range policy has not yet been applied to. Rows that the CN itself reads are unchanged.
     """
     read = {name for node in program.nodes for name in node.inputs}
     bare = {node.name: node for node in program.nodes if _is_rows(node) and node.name not in read}

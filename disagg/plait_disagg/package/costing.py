@@ -1,4 +1,4 @@
-"""Making a captured program ready to be cut, and measuring what its parts cost on this machine."""
+"""Preparing a captured program for the cutters, and measuring what its parts cost on this machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Cuttable", "cut_problem", "cuttable"]
 
 @dataclass(frozen=True, kw_only=True)
 class Cuttable:
-    """A tiled program with its constants. ``bounds``: ids of an input are below its bound."""
+    """A tiled program with its constants. `bounds`: ids of an input are below its bound."""
 
     program: Program
     constants: Mapping[str, torch.Tensor]
@@ -38,8 +38,11 @@ def cuttable(
     table_rows: Mapping[str, int],
     exact: bool,
 ) -> Cuttable:
-    """As cheap as it gets: the user's values, dots and share of linear layers once per user; ``exact``: only as
-    far as the module's bits stay."""
+    """Make a captured program as cheap as possible before it is cut.
+
+    The user's values, dot products and share of linear layers are computed once per user; with `exact`, only as far
+    as results stay bit-exact.
+    """
     program, bounds = tile(captured, exact=exact), id_bounds(captured, table_rows)
     if not exact:
         program, constants = factor_linears(*split_interactions(program, constants))
@@ -47,7 +50,7 @@ def cuttable(
 
 
 def cut_problem(ready: Cuttable, tables: Tables, *, candidates: int, ids_per_bag: Mapping[str, int]) -> CutProblem:
-    """What the cutters decide on: the cost of every part for one random request, measured on one thread."""
+    """Build the problem for the cutters: the cost of every part for one random request, measured on one thread."""
     tensors = sample(ready.inputs, ready.bounds, candidates=candidates, ids_per_bag=ids_per_bag)
     tensors[USER_OF] = torch.zeros(candidates, dtype=torch.int64)
     threads = torch.get_num_threads()

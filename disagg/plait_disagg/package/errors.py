@@ -1,4 +1,4 @@
-"""What can be wrong with a packaged model."""
+"""Errors of packaged models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two halves of a packaged model, ready to run: what `plait_disagg.workers` puts to work."""
+"""The two halves of a packaged model, ready to run by `plait_disagg.workers`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ __all__ = ["BareRows", "CompiledDense", "CompiledSparse"]
 
 @dataclass(frozen=True)
 class BareRows:
-    """What `CompiledSparse` needs to leave rows out: the program of `cached.without_rows`, the table of each port that
-    it makes ids for, and who has the rows."""
+    """What `CompiledSparse` needs to leave rows out.
+
+    The program of `cached.without_rows`, the table of each port that it makes ids for, and who has the rows.
+    """
 
     program: Compiled
     ports: Mapping[str, Table]
@@ -31,43 +33,43 @@ class BareRows:
 
     @cached_property
     def lookups(self) -> Mapping[str, Lookup]:
-        """By table. Each is one object for good: `Tables` may know a lookup by its identity."""
+        """The lookups by table. Each object is created only once: `Tables` may know a lookup by its identity."""
         names = {table.name for table in self.ports.values()}
         return {name: Lookup(name=name, table=name, mode="rows") for name in names}
 
 
 class CompiledSparse:
-    """Implements `SparseHalf` and `RowSource` with the CN program."""
+    """The `SparseHalf` and `RowSource` that run the CN program."""
 
     def __init__(self, program: Compiled, inputs: Sequence[Input], bare: BareRows | None = None) -> None:
-        """``bare`` None: no row crosses as it is."""
+        """Create the sparse half; with `bare` None, no bare rows cross."""
         self._program = program
         self._bare = bare
         self._inputs = tuple(inputs)
         self._needs_user_of = any(port.name == USER_OF for port in program.program.inputs)
 
     def run(self, requests: Sequence[RankRequest]) -> Mapping[str, torch.Tensor]:
-        """See `SparseHalf`. Raises `BadId` for an id that only its table can refuse."""
+        """Run the CN program on the requests. Raises `BadId` for an id that only its table can reject."""
         return self._run(self._program, requests)
 
     @property
     def row_ports(self) -> Mapping[str, Table]:
-        """See `RowSource`."""
+        """The ports that are bare rows (`RowSource`)."""
         return {} if self._bare is None else self._bare.ports
 
     def run_ids(self, requests: Sequence[RankRequest]) -> Mapping[str, torch.Tensor]:
-        """See `RowSource`. Raises `BadId` as `run` does."""
+        """Run the CN program with ids in place of bare rows. Raises `BadId` as `run` does."""
         assert self._bare is not None
         made = self._run(self._bare.program, requests)
         return made | {name: _settled(made[name], table) for name, table in self._bare.ports.items()}
 
     def rows(self, table: str, ids: torch.Tensor) -> torch.Tensor:
-        """See `RowSource`."""
+        """Return rows of `table` for `ids` (`RowSource`)."""
         assert self._bare is not None
         return self._bare.tables.lookup([LookupRequest(lookup=self._bare.lookups[table], ids=ids)])[0]
 
     def with_constants(self, constants: Mapping[str, torch.Tensor]) -> CompiledSparse:
-        """See `Compiled.with_constants`; the tables are the same."""
+        """Return the same half with other constants (`Compiled.with_constants`); the tables are the same."""
         bare = self._bare
         if bare is not None:
             bare = replace(bare, program=bare.program.with_constants(constants))
@@ -81,12 +83,12 @@ class CompiledSparse:
 
 
 def _settled(ids: torch.Tensor, table: Table) -> torch.Tensor:
-    """Int64 ids that are all inside the table."""
+    """Return int64 ids that are all inside the table."""
     return torch.from_numpy(settle_ids(ids.to(torch.int64).numpy(), table))
 
 
 class CompiledDense:
-    """Implements `DenseHalf` with the HN program."""
+    """The `DenseHalf` that runs the HN program."""
 
     def __init__(self, program: Compiled, device: torch.device | str = "cpu") -> None:
         self._program = program
@@ -94,11 +96,11 @@ class CompiledDense:
         self._needs_user_of = any(port.name == USER_OF for port in program.program.inputs)
 
     def with_constants(self, constants: Mapping[str, torch.Tensor]) -> CompiledDense:
-        """See `Compiled.with_constants`."""
+        """Return the same half with other constants (`Compiled.with_constants`)."""
         return CompiledDense(self._program.with_constants(constants), self._device)
 
     def run(self, crossing: Mapping[str, torch.Tensor], candidates: Sequence[int]) -> Mapping[str, torch.Tensor]:
-        """See `DenseHalf`. Outputs are on the CPU."""
+        """Run the HN program (`DenseHalf`). Outputs are on the CPU."""
         given = dict(crossing)
         if self._needs_user_of:
             given[USER_OF] = user_of(candidates)

@@ -1,4 +1,4 @@
-"""The items that a package knows: the item-side inputs of each, by item id, so that a request can name bare ids."""
+"""The items of a package: the item-side inputs of each, by item id, so that a request can name bare ids."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ __all__ = ["Items", "StoredItems", "read_items", "write_items"]
 
 @dataclass(frozen=True, kw_only=True)
 class Items:
-    """An item's id is its row. ``features``: the item-side tensors of `tensor_names`, a row for each item (a bag's ids
-    flat, with its offsets). ``names``: what people call the items; None if nobody needs to know.
+    """The items, where an item's id is its row.
+
+    `features`: the item-side tensors of `tensor_names`, a row for each item (a bag's ids flat, with its offsets).
+    `names`: display names of the items, or None.
     """
 
     features: Mapping[str, torch.Tensor]
@@ -28,7 +30,7 @@ class Items:
 
 
 class StoredItems:
-    """Implements `ItemStore`. Raises ValueError, naming the input, if the features are not the model's."""
+    """An `ItemStore` in memory. Raises ValueError, naming the input, if the features are not the model's."""
 
     def __init__(self, items: Items, inputs: Sequence[Input]) -> None:
         self._sides = tuple(item for item in inputs if item.side == "item")
@@ -42,7 +44,7 @@ class StoredItems:
         return self._count
 
     def gather(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        """See `ItemStore`. ``ids (N,)`` int64."""
+        """Return the item-side inputs of the items. `ids`: (N,) int64."""
         found: dict[str, torch.Tensor] = {}
         for item in self._sides:
             if isinstance(item, Bag):
@@ -53,12 +55,12 @@ class StoredItems:
         return found
 
     def names(self, ids: Sequence[int]) -> list[str] | None:
-        """See `ItemStore`."""
+        """Return the items' names, or None if the package has none."""
         return None if self._names is None else [self._names[i] for i in ids]
 
 
 def _take_bags(ids: torch.Tensor, offsets: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bags of ``rows``, laid end to end, with their offsets."""
+    """Return the bags of `rows`, end to end, with their offsets."""
     starts, lengths = offsets[rows], offsets[rows + 1] - offsets[rows]
     taken = torch.zeros(len(rows) + 1, dtype=torch.int64)
     torch.cumsum(lengths, 0, out=taken[1:])
@@ -68,7 +70,7 @@ def _take_bags(ids: torch.Tensor, offsets: torch.Tensor, rows: torch.Tensor) -> 
 
 
 def write_items(folder: Path, features_file: str, names_file: str, items: Items, inputs: Sequence[Input]) -> int:
-    """Writes the files (names only if there are any); returns how many items. Raises ValueError as `StoredItems`."""
+    """Write the files (names only if there are any); return the number of items. Raises ValueError as `StoredItems`."""
     stored = StoredItems(items, inputs)
     save_file({name: tensor.contiguous() for name, tensor in items.features.items()}, folder / features_file)
     if items.names is not None:
@@ -78,7 +80,7 @@ def write_items(folder: Path, features_file: str, names_file: str, items: Items,
 
 
 def read_items(features_path: Path, names_path: Path, inputs: Sequence[Input]) -> StoredItems:
-    """Raises `PackageError` if the files are not what the model needs."""
+    """Load the items. Raises `PackageError` if the files are not what the model needs."""
     try:
         features = load_file(features_path)
         names = json.loads(names_path.read_text(encoding="utf-8")) if names_path.is_file() else None
@@ -105,7 +107,7 @@ def _check(features: Mapping[str, torch.Tensor], sides: Sequence[Input]) -> int:
 
 
 def _count(item: Input, features: Mapping[str, torch.Tensor]) -> int:
-    """How many items an input's tensor has; checks its dtype and shape."""
+    """Return how many items an input's tensor has; check its dtype and shape."""
     tensor = features[item.name]
     dtype = torch.float32 if isinstance(item, Dense) else torch.int64
     if tensor.dtype is not dtype:

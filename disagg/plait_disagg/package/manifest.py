@@ -1,4 +1,4 @@
-"""package.json: what a packaged model is, and the check sums of the other files of its folder.
+"""package.json: what a packaged model is, and the checksums of the other files in its folder.
 
 ::
 
@@ -43,8 +43,11 @@ _MAX_MANIFEST_BYTES = 16 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class CutFacts:
-    """How the model was cut. ``tiled``: user-side values are computed once per user; ``candidates``: the request it was
-    cut for."""
+    """How the model was cut.
+
+    `tiled`: user-side values are computed once per user; `candidates`: size of the request that the cut was made
+    for.
+    """
 
     cutter: str
     tiled: bool
@@ -53,8 +56,10 @@ class CutFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """See the module docstring. ``bounds``: rows of the table that an input's ids feed as they are, if one outside is
-    an error. ``outputs``: name to the shape of one row.
+    """The contents of package.json (see the module docstring).
+
+    `bounds`: rows of the table that an input's ids index directly, if an id outside is an error. `outputs`: name to
+    the shape of one row.
     """
 
     name: str
@@ -69,7 +74,7 @@ class Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes package.json, last of all files, so that a folder with one is whole."""
+    """Write package.json last of all files, so that a folder that has one is complete."""
     data = {
         "format": FORMAT,
         "name": manifest.name,
@@ -86,7 +91,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises `PackageError`, naming the file and the field, if there is no package or it is not understood."""
+    """Read package.json. Raises `PackageError`, naming the file and the field, if there is no valid package."""
     path = folder / MANIFEST
     try:
         if path.stat().st_size > _MAX_MANIFEST_BYTES:
@@ -109,7 +114,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def sha256_of(path: Path) -> str:
-    """Hexadecimal SHA-256 of a file."""
+    """Return the hexadecimal SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

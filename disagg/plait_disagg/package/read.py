@@ -44,13 +44,13 @@ _NOT_HASHED = (TABLES,)
 
 @dataclass(frozen=True)
 class Package:
-    """An open folder. What is heavy is loaded when it is first asked for."""
+    """An open folder. Whatever is expensive to load is loaded on first use."""
 
     folder: Path
     manifest: Manifest
 
     def card(self, *, mode: str = "whole", version: str | None = None) -> ModelCard:
-        """What clients must know of the model. ``version``: what refreshes made of it; None: as it was packaged."""
+        """Return what clients must know about the model. `version`: that of a refresh; None: as packaged."""
         manifest = self.manifest
         return ModelCard(
             name=manifest.name,
@@ -65,12 +65,12 @@ class Package:
         )
 
     def sparse(self, tables: Tables | None = None) -> CompiledSparse:
-        """The CN half; ``tables`` None: the folder's own, memory-mapped. Raises `PackageError`."""
+        """Load the CN half; with `tables` None, the folder's own, memory-mapped. Raises `PackageError`."""
         served = tables or FusedTables(self.tables)
         return CompiledSparse(self._compiled(self.cn, served), self.manifest.inputs, self._bare_rows(served))
 
     def dense(self, device: torch.device | str = "cpu") -> CompiledDense:
-        """The HN half. Raises `PackageError`."""
+        """Load the HN half. Raises `PackageError`."""
         try:
             return CompiledDense(compile_program(self.hn, self.constants, device=device), device)
         except BadProgram as error:
@@ -89,7 +89,7 @@ class Package:
 
     @cached_property
     def items(self) -> StoredItems | None:
-        """The items' features, if the package knows them. Raises `PackageError`."""
+        """The items' features, if the package has them. Raises `PackageError`."""
         if self.manifest.items is None:
             return None
         items = read_items(self.folder / ITEMS, self.folder / ITEM_NAMES, self.manifest.inputs)
@@ -143,7 +143,7 @@ class Package:
 
 
 def open_package(folder: Path) -> Package:
-    """Checks the folder's files against their check sums (all but the tables). Raises `PackageError`."""
+    """Open a package, verifying its files against their checksums (all but the tables). Raises `PackageError`."""
     manifest = read_manifest(folder)
     for name, digest in manifest.files.items():
         path = folder / name

@@ -48,11 +48,11 @@ __all__ = ["PackageOptions", "write_package"]
 
 @dataclass(frozen=True, kw_only=True)
 class PackageOptions:
-    """How a model is packaged. ``row_format`` and ``out_of_range``: for all tables, or by table name.
+    """How a model is packaged. `row_format` and `out_of_range`: for all tables, or by table name.
 
-    ``tile``: compute user-side values once per request; off, the scores have the module's bits. The cut is made for a
-    request of ``candidates`` with ``ids_per_bag`` ids in a row of each bag (1 if it is not named). At most
-    ``largest_candidates`` are accepted in a request.
+    `tile`: compute user-side values once per request; if off, the scores are bit-exact. The cut is made for a
+    request of `candidates` with `ids_per_bag` ids in a row of each bag (1 for a bag that is not named). A request
+    may have at most `largest_candidates`.
     """
 
     version: str = "1"
@@ -74,10 +74,10 @@ def write_package(
     items: Items | None = None,
     options: PackageOptions | None = None,
 ) -> Manifest:
-    """Captures, cuts and stores a model (in evaluation mode) into a new folder, which appears whole or not at all.
+    """Capture, cut and store a model (in evaluation mode) in a new folder, which appears complete or not at all.
 
-    Raises `Refused` (an operator that can not be cut), `PackageError` (the folder is taken, a bad name, halves that do
-    not make what the module makes), ValueError (inputs or items that do not fit).
+    Raises `UnsupportedOperator` (an operator that cannot be cut), `PackageError` (the folder exists, the name is
+    invalid, or the halves do not compute what the module computes), ValueError (inputs or items that do not fit).
     """
     options = options or PackageOptions()
     if not NAME.fullmatch(name):
@@ -135,14 +135,14 @@ def _write(
 
 
 def _check_numbers(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Infinite ones may be meant, as in masks."""
+    """Raise `PackageError` for NaN. Infinite numbers may be intended, as in masks."""
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and bool(tensor.isnan().any()):
             raise PackageError(f"{name} has a number that is NaN")
 
 
 def _readable(text: str) -> str:
-    """What could not be served is not packaged, such as an output without a name."""
+    """Return `text` if it can be loaded: what could not be served is not packaged, such as an output without a name."""
     try:
         load_program(text)
     except BadProgram as error:
@@ -151,7 +151,7 @@ def _readable(text: str) -> str:
 
 
 def _verify(module: nn.Module, captured: Captured, halves: Halves, ready: Cuttable, options: PackageOptions) -> None:
-    """Both halves against the module on random requests, with the module's own rows: formats of rows come later."""
+    """Verify both halves against the module on random requests, with the module's own rows: row formats come later."""
     found = verify_halves(
         module,
         captured.inputs,
@@ -171,13 +171,13 @@ def _rows(captured: Captured) -> dict[str, int]:
 
 
 def _outputs(captured: Captured) -> dict[str, tuple[int, ...]]:
-    """Shape of one row of every output."""
+    """Return the shape of one row of every output."""
     shapes = {node.name: node.shape[1:] for node in captured.program.nodes}
     return {name: shapes[ref.name] for name, ref in captured.program.outputs}
 
 
 def _bounds(captured: Captured, policies: OutOfRange | Mapping[str, OutOfRange]) -> dict[str, int]:
-    """Rows of the smallest table that an input's ids feed as they are and whose policy is to refuse others."""
+    """Return the rows of the smallest table that an input's ids index directly and whose policy is to reject others."""
     inputs = {port.name for port in captured.program.inputs}
     bounds: dict[str, int] = {}
     for node in captured.program.nodes:

@@ -1,1 +1,1 @@
-"""What waits at a worker: order, forecast, batches, windows, and the signals that scale it."""
+"""The requests waiting at a worker: order, forecast, batches, windows, and the signals that scale it."""

@@ -1,7 +1,7 @@
-"""Several requests as one batch, and a batch's answers cut apart. Pure.
+"""Several requests as one batch, and a batch's answers split again. Pure.
 
-Symbols: R requests; N_r candidates of request r, N their sum. In a batch user inputs have R rows and item inputs N;
-``user_of`` (N,) int64 says whose each candidate is.
+Symbols: R requests; N_r candidates of request r, N their sum. In a batch, user inputs have R rows and item inputs N;
+`user_of` (N,) int64 maps each candidate to its request.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class RankBatch:
 
     @property
     def user_of(self) -> torch.Tensor:
-        """(N,) int64, ascending: the request of each candidate."""
+        """Return (N,) int64, ascending: the request of each candidate."""
         return user_of(self.candidates)
 
 
 def join(inputs: Sequence[Input], requests: Sequence[RankRequest]) -> RankBatch:
-    """One batch. The tensors of a single request are passed on as they are; else they are copied."""
+    """Join requests into one batch. The tensors of a single request are passed on unchanged, others are copied."""
     candidates = tuple(request.candidates for request in requests)
     if len(requests) == 1:
         return RankBatch(tensors=requests[0].tensors, candidates=candidates)
@@ -52,7 +52,7 @@ def join(inputs: Sequence[Input], requests: Sequence[RankRequest]) -> RankBatch:
 
 
 def _join_offsets(parts: Sequence[torch.Tensor], ids: Sequence[int]) -> torch.Tensor:
-    """Offsets of bags that are laid end to end; each part goes from 0 to its number of ``ids``."""
+    """Return the offsets of bags laid end to end; each part goes from 0 to its number of `ids`."""
     arrays: list[Any] = [part.numpy() for part in parts]
     before = itertools.accumulate(ids)
     shifted = [array[1:] + shift for array, shift in zip(arrays[1:], before, strict=False)]
@@ -60,7 +60,7 @@ def _join_offsets(parts: Sequence[torch.Tensor], ids: Sequence[int]) -> torch.Te
 
 
 def cut(outputs: Mapping[str, torch.Tensor], candidates: Sequence[int]) -> list[dict[str, torch.Tensor]]:
-    """Each request's rows of every output (N, ...): views, in the order of the requests."""
+    """Return each request's rows of every output (N, ...): views, in the order of the requests."""
     if len(candidates) == 1:
         return [dict(outputs)]
     sizes = list(candidates)
@@ -69,7 +69,7 @@ def cut(outputs: Mapping[str, torch.Tensor], candidates: Sequence[int]) -> list[
 
 
 def user_of(candidates: Sequence[int]) -> torch.Tensor:
-    """(N,) int64, ascending: the request of each candidate."""
+    """Return (N,) int64, ascending: the request of each candidate."""
     if len(candidates) == 1:
         return torch.zeros(candidates[0], dtype=torch.int64)
     return torch.repeat_interleave(torch.arange(len(candidates)), torch.tensor(list(candidates)))

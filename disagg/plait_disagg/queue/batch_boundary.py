@@ -14,10 +14,10 @@ _LOOK_S = 0.01
 
 
 class BatchBoundary:
-    """One thread runs batches, others make changes, never at once.
+    """A guard between one thread that runs batches and others that make changes: the two never overlap.
 
-    A change that comes while a batch runs is made by the thread of the batches, before its next one: a worker whose
-    batches follow each other without a pause would not let another thread in.
+    A change that arrives while a batch runs is made by the batch thread, before its next batch: a worker whose
+    batches follow each other without a pause would never let another thread in.
     """
 
     def __init__(self) -> None:
@@ -26,13 +26,13 @@ class BatchBoundary:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """No change is made inside."""
+        """Hold off changes while a batch runs inside."""
         with self._lock:
             self._make()
             yield
 
     def change(self, make: Callable[[], None]) -> None:
-        """Calls ``make``, on this thread or that of the batches, and waits for it; raises what it raises."""
+        """Call `make`, on this thread or the batch thread, and wait for it; raise what it raises."""
         made: Future[None] = Future()
         self._waiting.append((make, made))
         while not made.done():

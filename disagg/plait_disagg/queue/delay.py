@@ -1,4 +1,4 @@
-"""A delay that varies, followed as TCP follows its round trips: by its mean and its mean deviation (RFC 6298, 2)."""
+"""A varying delay, tracked as TCP tracks round trips: by its mean and mean deviation (RFC 6298, 2)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MIN_S = 1e-3
 
 
 class Delay:
-    """Not locked: one thread tells, any may ask."""
+    """Mean and mean deviation of a delay. Not locked: one thread records, any may read."""
 
     def __init__(self) -> None:
         self._mean_s: float | None = None
@@ -24,11 +24,11 @@ class Delay:
 
     @property
     def likely_s(self) -> float:
-        """The mean and one deviation: what most do not exceed; 0 before anything is known."""
+        """The mean plus one deviation, which few samples exceed; 0 before the first sample."""
         return 0.0 if self._mean_s is None else self._mean_s + self._deviation_s
 
     def saw(self, seconds: float) -> None:
-        """Once more."""
+        """Record one sample."""
         seconds = max(0.0, seconds)
         if self._mean_s is None:
             self._mean_s, self._deviation_s = seconds, seconds / 2

@@ -1,7 +1,7 @@
 """A request on its way through a process: where it came from, and how its outcome gets back there.
 
-A *core* (`WholeCore`, `CnCore`, `RemoteCore`) takes jobs; a *face* brings them: an event loop (`ranker.py`) or a fabric
-channel (`front.py`). Any core works behind any face.
+A *core* (`WholeCore`, `CnCore`, `RemoteCore`) takes jobs; a *face* brings them: an event loop (`ranker.py`) or a
+fabric channel (`core_server.py`). Any core works behind any face.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ Outcome: TypeAlias = RankAnswer | RankError
 
 
 class Sink(Protocol):
-    """Where outcomes go."""
+    """The receiver of outcomes."""
 
     def deliver(self, outcomes: Sequence[tuple[RankJob, Outcome]]) -> None:
-        """Takes the outcomes of some of its jobs, each once. From any thread; never raises, hardly ever waits."""
+        """Take the outcomes of some of its jobs, each once. Thread-safe; never raises, hardly ever waits."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RankJob:
-    """One request. ``ticket`` is its sink's own mark for it. ``gone``: nobody waits for it any more.
+    """One request. `ticket` is its sink's own mark for it; `gone` means that nobody is waiting for it any more.
 
-    ``alone``: it must not share a batch (again). ``tries`` counts how often it was lost with a worker.
+    `alone`: it must not share a batch (again). `tries` counts how often it was lost with a worker.
     """
 
     request: RankRequest
@@ -53,16 +53,16 @@ class RankJob:
 
     @property
     def due_s(self) -> float | None:
-        """A moment of ``time.monotonic()``: its deadline."""
+        """Its deadline, in `time.monotonic()` seconds."""
         return self.request.deadline_s
 
     @property
     def lost_s(self) -> float | None:
-        """The same: it needs no work after its deadline."""
+        """The same as `due_s`: it needs no work after its deadline."""
         return self.request.deadline_s
 
     def fail(self, error: RankError) -> None:
-        """Tells its sink."""
+        """Report the error to its sink."""
         settle([(self, error)])
 
 
@@ -71,30 +71,31 @@ class Core(Protocol):
 
     @property
     def card(self) -> ModelCard:
-        """What it takes and gives. Raises `Unavailable` while that is not known yet."""
+        """What it takes and returns. Raises `WorkerUnavailable` while that is not yet known."""
 
     @property
     def alive(self) -> bool:
         """False when it must be replaced."""
 
     def submit(self, job: RankJob) -> None:
-        """Takes the job: its sink hears of it once, unless it is gone. Raises `RankError` if it was not taken."""
+        """Accept the job; its sink receives one outcome, unless it is cancelled. Raises `RankError` if it was not
+        accepted."""
 
     def cancel(self, job: RankJob) -> None:
-        """Nobody waits for the job any more."""
+        """Cancel a job that nobody is waiting for any more."""
 
     def ready(self) -> str | None:
-        """None when a request would be answered now; else what is missing."""
+        """Return None if a request would be answered now, otherwise what is missing."""
 
     def metrics(self) -> Mapping[str, float]:
-        """Counters and gauges by name."""
+        """Return counters and gauges by name."""
 
     def stop(self, *, drain_s: float) -> None:
-        """Refuses new jobs, gives the accepted ones ``drain_s``, fails the rest. Blocks. Idempotent."""
+        """Reject new jobs, give the accepted ones `drain_s`, and fail the rest. Blocks. Idempotent."""
 
 
 def settle(outcomes: Iterable[tuple[RankJob, Outcome]]) -> None:
-    """Brings each job's outcome to its sink: one delivery per sink."""
+    """Deliver each job's outcome to its sink, with one delivery per sink."""
     by_sink: dict[Sink, list[tuple[RankJob, Outcome]]] = {}
     for job, outcome in outcomes:
         if not job.gone:
@@ -104,7 +105,8 @@ def settle(outcomes: Iterable[tuple[RankJob, Outcome]]) -> None:
 
 
 def as_rank_error(error: Exception) -> RankError:
-    """What a failure inside a half means to the caller. What nobody foresaw is logged, and told without its details."""
+    """Return what a failure inside a half means to the caller. Unexpected errors are logged and reported without
+    details."""
     if isinstance(error, RankError):
         return error
     if isinstance(error, BadId):

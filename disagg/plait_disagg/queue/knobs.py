@@ -1,4 +1,4 @@
-"""What may change on a running worker. Plain data; the pydantic twin of a configuration file is elsewhere."""
+"""What may change on a running worker. Plain data; the pydantic counterpart in a configuration file is elsewhere."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ Order = Literal["deadline", "arrival"]
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerKnobs:
-    """``threads``: CPU threads of the compute thread; 0: all cores. ``cores``: which ones it and its team are bound to;
-    none: the system chooses. ``largest_batch_rows``: candidates of one batch; a larger request runs alone.
-    ``largest_waiting``: requests that wait for a batch; more are refused as `Busy`.
+    """Settings of a worker that may change while it runs.
 
-    ``order``: the most urgent next, or the first. ``refuse_late``: a request whose deadline can not be met is refused,
-    or given up, before it costs anything. A batch that is not full waits ``batch_wait_ms`` for more.
+    `threads`: CPU threads of the compute thread; 0: all cores. `cores`: those that it and its team are bound to;
+    none: the system chooses. `largest_batch_rows`: candidates of one batch; a larger request runs alone.
+    `largest_waiting`: requests that wait for a batch; more are rejected with `Busy`.
 
-    Of a CN only: at most ``window`` batches are at an HN at once, fewer where they would queue there if
-    ``adapt_window``, and ``wire`` is how their floats travel. Each HN keeps ``cache_rows`` rows of every table whose
-    rows cross as they are (0: none), chosen by ``cache``; a change of these two or of ``wire`` empties the caches.
+    `order`: most urgent first, or first come, first served. `refuse_late`: a request whose deadline cannot be met is
+    rejected, or given up, before it costs anything. A batch that is not full waits `batch_wait_ms` for more.
+
+    For a CN only: at most `window` batches are at an HN at once, fewer where they would queue there if
+    `adapt_window`, and `wire` is the format of their floats. Each HN keeps `cache_rows` rows of every table whose
+    rows cross unchanged (0: none), chosen by `cache`; a change of these two or of `wire` empties the caches.
     """
 
     threads: int = 1

@@ -1,7 +1,7 @@
-"""The compute thread of a worker: it takes what waits, makes a batch of it, and runs it.
+"""The compute thread of a worker: it takes what is waiting, makes a batch of it, and runs it.
 
-Who is next, refused or given up is `order.py`'s business. A batch that fails is run again one item at a time: a fault
-hurts only its own request.
+`order.py` decides who is next, rejected or given up. A batch that fails is run again one item at a time, so that a
+fault affects only its own request.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Inbox(Generic[T]):
         refuses: bool = True,
         elsewhere: Callable[[], Downstream] = Downstream,
     ) -> None:
-        """See `BatchLoop`."""
+        """Create an empty inbox; see `BatchLoop` for the arguments."""
         self._pace = pace
         self._waiting: WaitQueue[T] = WaitQueue(knobs, pace, refuses=refuses)
         self._clock = clock
@@ -54,7 +54,10 @@ class Inbox(Generic[T]):
         return len(self._waiting)
 
     def put(self, item: T) -> None:
-        """Raises `Busy` when too many wait or it would be answered too late, `WorkerUnavailable` after `close`."""
+        """Add an item.
+
+        Raises `Busy` if too many are waiting or it would be answered too late, `WorkerUnavailable` after `close`.
+        """
         with self._lock:
             self._raise_if_closed()
             self._waiting.check(item, self._clock(), busy_downstream=bool(self._downstream().open))
@@ -62,7 +65,7 @@ class Inbox(Generic[T]):
             self._ring()
 
     def put_again(self, item: T) -> bool:
-        """An item that was taken before: it always finds room; False after `close`."""
+        """Put back an item that was taken before: there is always room for it. Return False after `close`."""
         with self._lock:
             if not self._closed:
                 self._waiting.add(item)
@@ -70,32 +73,32 @@ class Inbox(Generic[T]):
             return not self._closed
 
     def reconfigure(self, knobs: WorkerKnobs) -> None:
-        """Holds from the next item on; what waits keeps its place."""
+        """Apply new knobs from the next item on; waiting items keep their place."""
         with self._lock:
             self._waiting.knobs = knobs
 
     def close(self) -> None:
-        """No more items; what is there can still be taken."""
+        """Accept no more items; those already there can still be taken."""
         with self._lock:
             self._closed = True
             self._ring()
 
     @property
     def closed(self) -> bool:
-        """Whether it takes nothing any more."""
+        """Whether it accepts no more items."""
         return self._closed
 
     @property
     def idle(self) -> bool:
-        """Whether nothing waits and nothing runs."""
+        """Whether nothing is waiting and nothing is running."""
         return self._waiting.idle
 
     def busy(self, until_s: float) -> None:
-        """A batch runs, until then by all that is known; 0: none runs."""
+        """Record that a batch is running, expected to end at `until_s`; 0: none is running."""
         self._waiting.busy_until_s = until_s
 
     def take(self) -> list[T] | None:
-        """Waits for items and takes a batch, which is empty if none of them needs work; None after the last one."""
+        """Wait for items and take a batch, empty if none of them needs work; return None after the last one."""
         while True:
             with self._lock:
                 wait_s = self._wait_s()
@@ -116,7 +119,7 @@ class Inbox(Generic[T]):
         return taken.batch
 
     def _wait_s(self) -> float | None:
-        """For more items; 0: not at all, None: for the first one. Under the lock."""
+        """Return how long to wait for more items: 0 for not at all, None until the first arrives. Needs the lock."""
         waiting = self._waiting
         if self._closed:
             return 0
@@ -138,10 +141,11 @@ class Inbox(Generic[T]):
 
 
 class BatchLoop(Generic[T]):
-    """One thread at a time runs ``work`` on batches. ``work`` tells the outcomes itself, or raises before it told any.
+    """Runs `work` on batches, one thread at a time. `work` reports the outcomes itself, or raises before it reported
+    any.
 
-    ``wait_for_room`` is called before each batch is taken and may wait: what arrives meanwhile joins the batch.
-    ``elsewhere`` looks at where batches go from here. ``refuses``: see `WaitQueue`.
+    `wait_for_room` is called before each batch is taken and may wait: what arrives meanwhile joins the batch.
+    `elsewhere` looks at where batches go from here. `refuses`: see `WaitQueue`.
     """
 
     def __init__(
@@ -155,7 +159,7 @@ class BatchLoop(Generic[T]):
         elsewhere: Callable[[], Downstream] = Downstream,
         refuses: bool = True,
     ) -> None:
-        """Starts at once."""
+        """Start the thread at once."""
         self._work = work
         self._name = name
         self._knobs = knobs
@@ -172,21 +176,21 @@ class BatchLoop(Generic[T]):
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs."""
+        """Whether the thread is running."""
         return self._thread.is_alive()
 
     @property
     def waiting(self) -> int:
-        """Items that wait for a batch."""
+        """Items that are waiting for a batch."""
         return len(self._inbox)
 
     @property
     def idle(self) -> bool:
-        """Whether nothing waits and nothing runs."""
+        """Whether nothing is waiting and nothing is running."""
         return self._inbox.idle
 
     def put(self, item: T) -> None:
-        """See `Inbox.put`."""
+        """Add an item, as `Inbox.put`."""
         try:
             self._inbox.put(item)
         except Busy:
@@ -194,9 +198,11 @@ class BatchLoop(Generic[T]):
             raise
 
     def run_here(self, item: T) -> bool:
-        """Works on the item on the calling thread, if nothing else waits or runs; False if it did not.
+        """Process the item on the calling thread if nothing else is waiting or running; return False if it was not
+        processed.
 
-        Only where the work is one thread's: a second thread that computes with a team would cost both (`threads.py`).
+        Only if the work is single-threaded: a second thread that computes with a team would slow down both
+        (`threads.py`).
         """
         if self._knobs.threads != 1 or self._knobs.cores or not self._batch_lock.acquire(blocking=False):
             return False
@@ -210,40 +216,43 @@ class BatchLoop(Generic[T]):
             self._batch_lock.release()
 
     def saw_ends(self, items: Iterable[T]) -> None:
-        """These were worked on, here and wherever they went then. Those whose deadline has passed make `WaitQueue` more
-        careful, those that are in time less; who left before its deadline says nothing of either."""
+        """Record items that were processed, here and downstream.
+
+        Items whose deadline has passed make `WaitQueue` more careful, those in time less; an item that was cancelled
+        before its deadline counts as neither.
+        """
         now_s = self._clock()
         for item in items:
             if item.due_s is not None and (now_s > item.due_s or not item.gone):
                 self.pace.saw_end(in_time=now_s <= item.due_s)
 
     def saw_given_up(self, items: Iterable[T]) -> None:
-        """The work on these was for nothing: where they went then they were too late."""
+        """Record items on which the work was wasted: they were too late downstream."""
         for item in items:
             if not item.gone:
                 self.pace.saw_end(in_time=False)
 
     def put_again(self, item: T) -> None:
-        """See `Inbox.put_again`; fails the item if nobody would take it."""
+        """Put an item back as `Inbox.put_again`; fail it if the inbox is closed."""
         if not self._inbox.put_again(item):
             item.fail(WorkerUnavailable("the worker is stopping"))
 
     def reconfigure(self, knobs: WorkerKnobs) -> None:
-        """Holds from the next batch on."""
+        """Apply new knobs from the next batch on."""
         self._knobs = knobs
         self._inbox.reconfigure(knobs)
 
     def close(self) -> None:
-        """Refuses new items; those that wait are still worked on."""
+        """Reject new items; waiting ones are still processed."""
         self._inbox.close()
 
     def join(self, timeout_s: float) -> bool:
-        """Waits until the last item was worked on; whether that was reached. Call `close` first."""
+        """Wait until the last item has been processed; return whether it was. Call `close` first."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def abandon(self, error: RankError) -> None:
-        """Closes, and fails what waits as soon as the batch that runs now is done."""
+        """Close, and fail what is waiting as soon as the running batch is done."""
         self._abandoned = error
         self._inbox.close()
 
@@ -278,8 +287,10 @@ class BatchLoop(Generic[T]):
                     free_s = self._run_batch(batch, free_s)
 
     def _run_batch(self, batch: list[T], free_s: float) -> float:
-        """When the next batch could be taken, if one waits already; else 0. A batch occupies the worker from when it
-        could have been taken, so that waiting for room at an HN counts."""
+        """Return when the next batch could be taken if one is already waiting, otherwise 0.
+
+        A batch occupies the worker from when it could have been taken, so that waiting for room at an HN counts.
+        """
         taken_s = self._clock()
         rows = self._count(batch, taken_s)
         self._inbox.busy(taken_s + self.pace.batch_s(rows))

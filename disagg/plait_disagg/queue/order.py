@@ -1,8 +1,8 @@
-"""Who is next among those that wait, who is refused, and who is given up. Pure: time comes in as an argument.
+"""Which waiting item is next, which is rejected, and which is given up. Pure: time is passed in as an argument.
 
-Earliest deadline first. A request without a deadline is treated as if it had one `PATIENCE_S` after it came: it lets
-those pass that are in a hurry, and nobody who comes later than that can pass it any more, so none starves.
-Prism orders what waits for the wire the same way (NSDI'25, 4.3).
+Earliest deadline first. A request without a deadline is treated as if it had one `PATIENCE_S` after its arrival:
+urgent requests may pass it, but none that arrives later than that can, so no request starves. Prism orders what
+waits for the wire the same way (NSDI'25, 4.3).
 """
 
 from __future__ import annotations
@@ -33,8 +33,11 @@ _SHARE = 0.25
 
 
 class Downstream(NamedTuple):
-    """Where batches go from here, if they do (a CN's HNs): ``open`` of them are not answered yet, ``idle`` workers have
-    nothing to do until one comes, and ``room`` more may be sent before an answer comes."""
+    """Where batches go from here, if they do (a CN's HNs).
+
+    `open` of them are not answered yet, `idle` workers have nothing to do until one arrives, and `room` more may be
+    sent before an answer arrives.
+    """
 
     open: int = 0
     idle: int = 0
@@ -42,7 +45,7 @@ class Downstream(NamedTuple):
 
 
 class Item(Protocol):
-    """What a batch is made of. Moments are of the clock that the worker runs by."""
+    """What a batch is made of. Times are on the worker's clock."""
 
     @property
     def rows(self) -> int:
@@ -54,22 +57,22 @@ class Item(Protocol):
 
     @property
     def gone(self) -> bool:
-        """Whether nobody waits for it any more."""
+        """Whether nobody is waiting for it any more."""
 
     @property
     def came_s(self) -> float:
-        """When it came."""
+        """Arrival time."""
 
     @property
     def due_s(self) -> float | None:
-        """After this moment its answer is worth nothing, or less."""
+        """Time after which its answer is worth nothing, or less."""
 
     @property
     def lost_s(self) -> float | None:
-        """After this moment it needs no work any more: `due_s`, or later if only part of it is due then."""
+        """Time after which it needs no more work: `due_s`, or later if only part of it is due then."""
 
     def fail(self, error: RankError) -> None:
-        """Tells whoever waits for it."""
+        """Report the error to whoever is waiting for it."""
 
 
 T = TypeVar("T", bound=Item)
@@ -77,18 +80,21 @@ T = TypeVar("T", bound=Item)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakenBatch(Generic[T]):
-    """A batch, and what was given up on the way to it."""
+    """A batch, and what was given up while taking it."""
 
     batch: list[T]
     late: list[T]
 
 
 class WaitQueue(Generic[T]):
-    """The items that wait, in their order. Not locked."""
+    """The waiting items, in their order. Not locked."""
 
     def __init__(self, knobs: WorkerKnobs, pace: Pace, *, refuses: bool = True) -> None:
-        """``refuses``: whether it is this worker that judges deadlines, if its knobs say so; it keeps batches as short
-        as they ask for in any case."""
+        """Create an empty queue.
+
+        `refuses`: whether this worker enforces deadlines, if its knobs ask for it; batches are kept as short as the
+        deadlines require in any case.
+        """
         self.knobs = knobs
         self._pace = pace
         self._refuses = refuses
@@ -102,17 +108,17 @@ class WaitQueue(Generic[T]):
 
     @property
     def rows(self) -> int:
-        """Of all items."""
+        """Rows of all items."""
         return sum(self._rows)
 
     @property
     def oldest_s(self) -> float:
-        """When the first of them came. There must be one."""
+        """Arrival time of the oldest item. The queue must not be empty."""
         return self._items[0].came_s
 
     @property
     def idle(self) -> bool:
-        """Whether nothing waits and nothing runs."""
+        """Whether nothing is waiting and nothing is running."""
         return not self._items and not self.busy_until_s
 
     @property
@@ -120,7 +126,7 @@ class WaitQueue(Generic[T]):
         return self._refuses and self.knobs.refuse_late
 
     def add(self, item: T) -> None:
-        """Puts it behind everything that is as urgent."""
+        """Add an item behind everything that is as urgent."""
         key = self._key(item)
         place = bisect_right(self._keys, key)
         self._keys.insert(place, key)
@@ -128,11 +134,13 @@ class WaitQueue(Generic[T]):
         self._items.insert(place, item)
 
     def check(self, item: T, now_s: float, *, busy_downstream: bool = False) -> None:
-        """Raises `Busy` if there is no room, or if the item's deadline can not be met behind what goes before it;
-        `DeadlinePassed` if it has passed.
+        """Raise `Busy` or `DeadlinePassed` if the item cannot be accepted.
 
-        Where nothing waits and nothing runs, here or ``elsewhere`` (at a CN's HNs), nothing is refused, however bad the
-        forecast: it is how forecasts mend.
+        `Busy`: there is no room, or the item's deadline cannot be met behind what goes before it. `DeadlinePassed`:
+        it has already passed.
+
+        Where nothing is waiting and nothing is running, here or `elsewhere` (at a CN's HNs), nothing is rejected,
+        however bad the forecast: only new measurements correct it.
         """
         if item.lost_s is not None and now_s > item.lost_s:
             raise too_late(item, now_s)
@@ -149,8 +157,9 @@ class WaitQueue(Generic[T]):
             )
 
     def take(self, now_s: float, downstream: Downstream = Downstream()) -> TakenBatch[T]:  # noqa: B008  # immutable
-        """Takes the next batch out: as many as fit, in order, without those for which it is too late. While somebody
-        ``elsewhere`` has nothing to do, what waits is handed out in several batches (`_pieces`).
+        """Take the next batch: as many as fit, in order, without those that would be too late.
+
+        While a worker `elsewhere` is idle, the waiting items are split over several batches (`_pieces`).
         """
         batch: list[T] = []
         late: list[T] = []
@@ -175,16 +184,18 @@ class WaitQueue(Generic[T]):
         return TakenBatch(batch=batch, late=late)
 
     def clear(self) -> list[T]:
-        """Takes everything out."""
+        """Remove and return all items."""
         items = self._items
         self._keys, self._rows, self._items = [], [], []
         return items
 
     def _pieces(self, downstream: Downstream) -> int:
-        """One batch for each that is idle, as far as this worker can hand them out while the first is worked on; and
-        two if that is worth it: callers who ask again when they have their answers would else have this worker and the
-        others wait for each other again and again. Not with several threads here: taking turns, each side has all the
-        cores that they share."""
+        """Return the number of batches to split the waiting items into.
+
+        One for each idle worker, as far as this worker can hand them out while the first is processed; and two if
+        that is worth it: otherwise closed-loop callers would make this worker and the others wait for each other
+        again and again. Not with several threads here: taking turns, each side has all the cores that they share.
+        """
         own_s, after_s = self._pace.batch_s(self.rows), self._pace.after_s
         if not downstream.idle or not own_s:
             return 1
@@ -192,7 +203,10 @@ class WaitQueue(Generic[T]):
         return max(1, min(downstream.room, max(min_batches, min(downstream.idle, int(after_s / own_s)))))
 
     def _too_late(self, item: T, now_s: float, *, last: bool) -> bool:
-        """Also before its deadline, if it would be missed even alone and others could use the time."""
+        """Return whether it is too late for an item.
+
+        That may be before its deadline, if it would miss it even alone and others could use the time.
+        """
         if item.lost_s is None:
             return False
         judged = self._judges and not last
@@ -200,13 +214,13 @@ class WaitQueue(Generic[T]):
         return now_s + needed_s > item.lost_s
 
     def _queue_s(self, item: T, due_s: float) -> float:
-        """What goes before the item takes, and the batch that it will be in, which others fill up."""
+        """Return the seconds of what goes before the item and of the batch that it will be in, which others fill up."""
         before = sum(self._rows[: bisect_right(self._keys, self._key(item))])
         batch_rows = max(item.rows, self._batch_rows(due_s - item.came_s))
         return (before // batch_rows + 1) * self._pace.batch_s(batch_rows)
 
     def _batch_rows(self, budget_s: float | None) -> int:
-        """How many rows a batch may have whose most urgent item was given ``budget_s``."""
+        """Return how many rows a batch may have whose most urgent item had `budget_s` at its arrival."""
         if budget_s is None or not self.knobs.refuse_late:
             return self.knobs.largest_batch_rows
         return min(self.knobs.largest_batch_rows, self._pace.rows_within(_SHARE * budget_s))
@@ -218,7 +232,7 @@ class WaitQueue(Generic[T]):
 
 
 def too_late(item: Item, now_s: float) -> DeadlinePassed:
-    """Why it was given up."""
+    """Return the reason why an item was given up."""
     if item.lost_s is None or now_s > item.lost_s:
         return DeadlinePassed("the deadline passed while the request waited")
     return DeadlinePassed("the request waited so long that its deadline could not be met any more")

@@ -1,8 +1,8 @@
-"""How long batches take, learned from those that ran. Pure: whoever measures says what it saw.
+"""How long batches take, learned from those that ran. Pure: measurements are passed in.
 
-The model is a line, ``fixed_s + rows * row_s``: a batch of one row costs nearly what one of ten does, so seconds per
-row alone would promise far too much delay for what waits together and is computed together. The line is fitted by
-least squares that forget: a batch's weight shrinks by `_FORGET` with every later one.
+The model is a line, `fixed_s + rows * row_s`: a batch of one row costs nearly as much as one of ten, so seconds per
+row alone would predict far too much delay for requests that wait together and are computed together. The line is
+fitted by least squares with forgetting: a batch's weight shrinks by `_FORGET` with every later one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ _MAX_ROWS = 1 << 31
 
 
 class Pace:
-    """Not locked: one thread tells batches, another answers; all may ask, and read a forecast that is one batch old."""
+    """A forecast of batch times. Not locked: one thread records batches, another answers.
+
+    All may read; they see a forecast that may be one batch old.
+    """
 
     def __init__(self) -> None:
         self._weight = self._rows = self._seconds = self._rows_rows = self._rows_seconds = 0.0
@@ -41,16 +44,16 @@ class Pace:
         self.margin = MIN_MARGIN
 
     def batch_s(self, rows: float) -> float:
-        """What a batch of ``rows`` occupies the worker for; 0 before anything is known, which refuses nobody."""
+        """Return how long a batch of `rows` occupies the worker; 0 before anything is known, which rejects nothing."""
         return self._fixed_s + rows * self._row_s
 
     def rows_within(self, seconds: float) -> int:
-        """How many rows a batch of at most ``seconds``, or of twice its fixed cost, can have; at least 1."""
+        """Return the max rows of a batch that takes at most `seconds`, or twice its fixed cost; at least 1."""
         left_s = max(self._fixed_s, seconds - self._fixed_s)
         return _MAX_ROWS if left_s >= _MAX_ROWS * self._row_s else max(1, int(left_s / self._row_s))
 
     def saw_batch(self, rows: int, seconds: float) -> None:
-        """A batch of ``rows`` occupied the worker for ``seconds``."""
+        """Record that a batch of `rows` occupied the worker for `seconds`."""
         if self._weight > 1.0:
             seconds = min(seconds, _SURPRISE * self.batch_s(rows))
         self._weight = _FORGET * self._weight + 1.0
@@ -61,14 +64,14 @@ class Pace:
         self._fit()
 
     def saw_answer(self, seconds: float) -> None:
-        """After a batch had left this worker it took ``seconds`` until its answer was there (a CN's HN)."""
+        """Record that the answer to a batch arrived `seconds` after it had left this worker (a CN's HN)."""
         if self.after_s:
             self.after_s += (min(seconds, _SURPRISE * self.after_s) - self.after_s) / 8
         else:
             self.after_s = seconds
 
     def saw_end(self, *, in_time: bool) -> None:
-        """A request that was accepted, and had a deadline, has its answer, or nobody waits for that any more."""
+        """Record that an accepted request with a deadline was answered, or that nobody is waiting for it any more."""
         self.margin = min(_MAX_MARGIN, max(MIN_MARGIN, self.margin * (_IN_TIME if in_time else _LATE)))
 
     def _fit(self) -> None:

@@ -1,9 +1,9 @@
 """How many CNs and how many HNs a model needs, each from its own signals. Pure.
 
-A worker's *pressure* is how much of what it has is used: 0 idle, 1 all of it, more when work piles up. Each kind
-counts what it runs out of (`cn_pressure`, `hn_pressure`), from two looks at its counters. `decide` turns pressures into
-a number of replicas, with hysteresis: nothing happens between `Scaling.low` and `Scaling.high`, and outside of them
-only what lasted.
+A worker's *pressure* is how much of its capacity is used: 0 idle, 1 all of it, more when work piles up. Each kind
+counts what it runs out of (`cn_pressure`, `hn_pressure`), from two readings of its counters. `decide` turns
+pressures into a number of replicas, with hysteresis: nothing happens between `Scaling.low` and `Scaling.high`, and
+outside of them only after some time.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ Counters = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaling:
-    """Bounds and thresholds. The number is chosen so that pressure becomes ``target``; after a change it must last
-    ``up_after_s`` or ``down_after_s`` beyond a threshold before the next one."""
+    """Bounds and thresholds.
+
+    The number is chosen so that pressure becomes `target`; after a change, pressure must stay beyond a threshold for
+    `up_after_s` or `down_after_s` before the next one.
+    """
 
     min_replicas: int = 1
     max_replicas: int = 1
@@ -47,17 +50,18 @@ class Scaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleState:
-    """What `decide` remembers: since when pressure is beyond a threshold, and beyond which (+1 high, -1 low)."""
+    """What `decide` remembers: since when pressure has been beyond a threshold, and beyond which (+1 high, -1 low)."""
 
     side: int = 0
     since_s: float = 0.0
 
 
 def cn_pressure(before: Counters, after: Counters, seconds: float) -> float:
-    """Of a CN or whole worker: its compute thread's share of time, and how long requests wait for it.
+    """Return the pressure of a CN or whole worker: its compute thread's share of time, and how long requests wait for
+    it.
 
-    A CN whose HNs are slow has a long queue and computes little: more CNs would not help. So a queue at most doubles
-    what the computing says.
+    A CN whose HNs are slow has a long queue and computes little: more CNs would not help. So a queue can at most
+    double the compute share.
     """
     busy = _rate(before, after, "busy_seconds_total", seconds)
     requests = after.get("requests_total", 0.0) - before.get("requests_total", 0.0)
@@ -67,10 +71,11 @@ def cn_pressure(before: Counters, after: Counters, seconds: float) -> float:
 
 
 def hn_pressure(before: Counters, after: Counters, seconds: float, *, largest_batch_rows: int) -> float:
-    """Of an HN: how full the windows of its CNs are, or how full its batches while it computes.
+    """Return the pressure of an HN: how full the windows of its CNs are, or how full its batches are while it computes.
 
-    Occupancy is the mean number of batches that are here (Little: the time they spend here, per second) per batch that
-    the windows allow. Windows shrink where batches wait, so a drowning HN has full ones however small they are.
+    Occupancy is the mean number of batches present (Little's law: the time they spend here, per second) per batch
+    that the windows allow. Windows shrink where batches wait, so an overloaded HN has full ones however small they
+    are.
     """
     window = after.get("window", 0.0)
     occupancy = _rate(before, after, "stay_seconds_total", seconds) / window if window else 0.0
@@ -82,7 +87,7 @@ def hn_pressure(before: Counters, after: Counters, seconds: float, *, largest_ba
 
 
 class Gauge:
-    """The pressure since it was read last."""
+    """The pressure since the last reading."""
 
     def __init__(
         self,
@@ -91,7 +96,7 @@ class Gauge:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``pressure`` judges two looks at the metrics that are so many seconds apart."""
+        """Create a gauge; `pressure` compares two readings of the metrics taken that many seconds apart."""
         self._metrics = metrics
         self._pressure = pressure
         self._clock = clock
@@ -99,7 +104,7 @@ class Gauge:
         self._last = 0.0
 
     def read(self) -> float:
-        """Of the time since the last call; the same again if no time has passed."""
+        """Return the pressure since the last call, or the previous value if no time has passed."""
         after, now_s = dict(self._metrics()), self._clock()
         if now_s > self._before_s:
             self._last = self._pressure(self._before, after, now_s - self._before_s)
@@ -110,9 +115,10 @@ class Gauge:
 def decide(
     pressures: Sequence[float], *, replicas: int, scaling: Scaling, state: ScaleState, now_s: float
 ) -> tuple[int, ScaleState]:
-    """How many replicas there should be, of which there are (or soon will be) ``replicas``, and what to remember.
+    """Return how many replicas there should be, and what to remember.
 
-    ``pressures``: one per replica that said one; none: no news, no change.
+    There are (or soon will be) `replicas`. `pressures`: one for each replica that reported one; with none, nothing
+    changes.
     """
     wanted = min(max(replicas, scaling.min_replicas), scaling.max_replicas)
     if not pressures:

@@ -1,9 +1,9 @@
-"""How many batches a CN has on their way to one HN. Pure.
+"""How many batches a CN has in flight to one HN. Pure.
 
-Many CNs that send to one HN make a queue there, which costs every one of them time and gains none of them anything.
-So a window grows by one per round of answers while batches hardly wait at the HN, and shrinks by a factor when they do
-(additive increase, multiplicative decrease: Chiu and Jain 1989). Prism does the same with the congestion marks of its
-network cards (NSDI'25, 4.3); here the mark is the time that the HN says the batch waited.
+Many CNs that send to one HN build up a queue there, which costs every one of them time and gains none of them
+anything. So a window grows by one per round of answers while batches hardly wait at the HN, and shrinks by a factor
+when they do (additive increase, multiplicative decrease: Chiu and Jain 1989). Prism does the same with the
+congestion marks of its network cards (NSDI'25, 4.3); here the mark is the waiting time that the HN reports.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BEGIN: Final = 4.0
 
 
 class Window:
-    """Of one channel. Not locked: one thread tells answers, any may read `size`."""
+    """The window of one channel. Not locked: one thread records answers, any may read `size`."""
 
     def __init__(self, *, most: int, adapts: bool = True) -> None:
         self.most = most
@@ -41,8 +41,10 @@ class Window:
         return min(int(self._size), self.most) if self.adapts else self.most
 
     def answered(self, *, queued_s: float, dense_s: float, open_now: int) -> None:
-        """An answer came: its batch waited so long at the HN and was computed for so long, with ``open_now`` batches
-        on their way. A window that is not used does not grow."""
+        """Record the answer to a batch: its waiting and computing times at the HN, with `open_now` batches in flight.
+
+        A window that is not used does not grow.
+        """
         if self._ignored:
             self._ignored -= 1
             return

@@ -1,4 +1,4 @@
-"""Does an update fit a package? Every fault is a `BadUpdate` that names the table or the constant."""
+"""Check that an update fits a package. Every fault is a `BadUpdate` that names the table or the constant."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RowWrites = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 def check_names(update: Update, *, model: str, version: str) -> None:
-    """The update is for that model at that version."""
+    """Check that the update is for that model at that version."""
     if update.model != model:
         raise BadUpdate("update.json.model", f"is for {update.model}, not {model}")
     if update.base != version:
@@ -27,7 +27,10 @@ def check_names(update: Update, *, model: str, version: str) -> None:
 
 
 def check_constants(update: Update, held: Mapping[str, torch.Tensor], used: frozenset[str]) -> None:
-    """``held``: the package's constants; ``used``: those that its halves read, of which at least one must change."""
+    """Check the constants of an update.
+
+    `held`: the package's constants; `used`: those that its halves read, of which at least one must change.
+    """
     for name, tensor in update.constants.items():
         where = f"constants.{name}"
         old = held.get(name)
@@ -44,7 +47,7 @@ def check_constants(update: Update, held: Mapping[str, torch.Tensor], used: froz
 
 
 def stored_rows(update: Update, tables: TableSet) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """The update's rows as the groups' matrices store them; see `RowWrites`."""
+    """Return the update's rows as the groups' matrices store them; see `RowWrites`."""
     known = {table.name: table for table in tables.tables}
     pieces: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for name in update.rows:
@@ -73,7 +76,7 @@ def _check_ids(table: Table, rows: UpdatedRows) -> None:
 
 
 def _encoded(table: Table, given: UpdatedRows, row_format: RowFormat, group: TableGroup) -> torch.Tensor:
-    """As the group stores them. Stored rows may hold no NaN either: int8 rows have a scale and a bias."""
+    """Encode rows as the group stores them. Stored rows must not hold NaN either: int8 rows have a scale and a bias."""
     where, rows = f"rows.{table.name}.rows", given.rows
     layout = LAYOUTS[row_format]
     count, columns = given.ids.numel(), group.dim + layout.extra_columns
@@ -97,7 +100,7 @@ def _check_finite(where: str, numbers: torch.Tensor) -> None:
 
 
 def _ascending(pieces: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """In the order of the matrix, so that writing goes through memory once."""
+    """Sort rows in the order of the matrix, so that writing passes through memory once."""
     ids = torch.cat([piece[0] for piece in pieces])
     rows = torch.cat([piece[1] for piece in pieces])
     order = torch.argsort(ids)

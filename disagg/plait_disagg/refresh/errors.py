@@ -2,7 +2,7 @@
 
 RefreshError
 |-- BadUpdate      its maker must act: the update can never be applied
-`-- NotPublished   the operator may run it again: workers or files were not as they should be
+`-- NotPublished   the operator may retry: workers or files were not in the expected state
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ __all__ = ["BadUpdate", "NotPublished", "RefreshError"]
 
 
 class RefreshError(Exception):
-    """The base of both."""
+    """Base class of both."""
 
 
 class BadUpdate(RefreshError):
-    """``field`` names what is wrong: ``update.json.base``, ``rows.TABLE.ids``, ``constants.NAME``."""
+    """The update can never be applied.
+
+    `field` names what is wrong: `update.json.base`, `rows.TABLE.ids`, `constants.NAME`.
+    """
 
     def __init__(self, field: str, why: str) -> None:
         super().__init__(field, why)  # both, so that it can be pickled
@@ -27,4 +30,4 @@ class BadUpdate(RefreshError):
 
 
 class NotPublished(RefreshError):
-    """The version was not published, or not to all."""
+    """The version was not published, or not to all workers."""

@@ -1,7 +1,7 @@
-"""A package with its updates inside its files: for those who start many workers from it, or have published for long.
+"""A package with its updates folded into its files, for starting many workers or after many updates.
 
-It is also the naive twin of the live refresh: opened fresh, it gives the scores that refreshed workers give, bit for
-bit.
+It is also the naive counterpart of the live refresh: opened fresh, its scores equal those of refreshed workers, bit
+for bit.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ __all__ = ["fold_updates"]
 
 
 def fold_updates(folder: Path, out: Path) -> Manifest:
-    """Writes the package at ``folder`` with all updates of its journal into the new folder ``out``, which appears whole
-    or not at all; its version is that of the last one. Raises `PackageError`, OSError."""
+    """Write the package at `folder` with all updates of its journal into the new folder `out`.
+
+    `out` appears complete or not at all; its version is that of the last update. Raises `PackageError`, OSError.
+    """
     if out.exists():
         raise PackageError(f"{out} exists already")
     if (folder / MANIFEST).is_file() and out.resolve().is_relative_to(folder.resolve()):
@@ -66,7 +68,7 @@ def _write(package: Package, draft: Path) -> Manifest:
 
 
 def _write_rows(path: Path, rows: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Row by row, each at its place in the file."""
+    """Write row by row, each at its place in the file."""
     container = map_container(path)
     with path.open("r+b") as file:
         for group, (ids, new) in rows.items():

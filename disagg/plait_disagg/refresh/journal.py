@@ -1,4 +1,4 @@
-"""The updates that a package has had, in order, kept below its folder: what a worker that starts comes up with.
+"""The updates applied to a package, in order, kept inside its folder: a starting worker applies them.
 
 ::
 
@@ -7,7 +7,7 @@
         2/  3/               the updates
         .lock                held while one is published
 
-applied.json is replaced in one step, after the update that it names lies there and on disk: a crash at any moment
+applied.json is replaced atomically, after the update that it names is there and on disk: a crash at any moment
 leaves the old list or the new one. A folder that it does not name was never published.
 """
 
@@ -33,13 +33,14 @@ _APPLIED = "applied.json"
 
 
 class Journal:
-    """The journal of the package at ``folder``; it need not exist yet."""
+    """The journal of the package at `folder`; it need not exist yet."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / UPDATES
 
     def versions(self) -> tuple[str, ...]:
-        """Applied versions, oldest first, without the packaged one. Raises `BadUpdate` if the list can not be read."""
+        """Return the applied versions, oldest first, without the packaged one. Raises `BadUpdate` if the list is
+        unreadable."""
         try:
             data = json.loads((self._folder / _APPLIED).read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -54,18 +55,20 @@ class Journal:
         return tuple(versions)
 
     def after(self, version: str) -> tuple[Path, ...]:
-        """The folders of the updates that came after ``version``: all of them, if it is none of theirs."""
+        """Return the folders of the updates after `version`, or all of them if `version` is not in the journal."""
         versions = self.versions()
         begin = versions.index(version) + 1 if version in versions else 0
         return tuple(self.path(one) for one in versions[begin:])
 
     def path(self, version: str) -> Path:
-        """Where that update lies, or would."""
+        """Return the folder of that update, whether or not it exists."""
         return self._folder / version
 
     def store(self, update: Path, version: str) -> Path:
-        """Copies an update that `applied.json` does not name yet; it is on disk when this returns. Raises OSError,
-        `BadUpdate`."""
+        """Copy an update that `applied.json` does not name yet; it is on disk when this returns.
+
+        Raises OSError, `BadUpdate`.
+        """
         target, draft = self.path(version), self._folder / f".{version}.partial"
         for leftover in (target, draft):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -79,7 +82,7 @@ class Journal:
         return target
 
     def record(self, version: str) -> None:
-        """The stored update is applied from now on. Raises OSError."""
+        """Record that the stored update is applied from now on. Raises OSError."""
         versions = [*self.versions(), version]
         draft = self._folder / f".{_APPLIED}.partial"
         draft.write_text(json.dumps({"format": FORMAT, "versions": versions}) + "\n", encoding="utf-8")
@@ -88,12 +91,12 @@ class Journal:
         _sync(self._folder)
 
     def discard(self, version: str) -> None:
-        """An update that was stored and not recorded."""
+        """Delete an update that was stored but not recorded."""
         shutil.rmtree(self.path(version), ignore_errors=True)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """One publisher at a time. Raises `NotPublished` if another one is at work, OSError."""
+        """Admit one publisher at a time. Raises `NotPublished` if another one is running, OSError."""
         self._folder.mkdir(exist_ok=True)
         with (self._folder / ".lock").open("w") as file:
             try:

@@ -1,4 +1,4 @@
-"""A process's own copy of a model: the halves that its worker needs, at the version that the package's journal says."""
+"""A process's own copy of a model: the halves that its worker needs, at the version given by the package's journal."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ __all__ = ["LivePackage", "checked", "open_live"]
 
 
 class LivePackage:
-    """A package and what became of it. Not thread-safe.
+    """A package with the updates applied so far. Not thread-safe.
 
-    ``sparse``: the CN half, or None; its tables are a private copy-on-write mapping of the package's file. ``dense``:
+    `sparse`: the CN half, or None; its tables are a private copy-on-write mapping of the package's file. `dense`:
     the HN half by dense version, newest last, or none.
     """
 
     def __init__(self, package: Package, *, sparse: bool, dense: bool, device: torch.device | str = "cpu") -> None:
-        """At the version that was packaged. Raises `PackageError`."""
+        """Open the halves at the packaged version. Raises `PackageError`."""
         self.package = package
         self.version = self.dense_version = package.manifest.version
         self.sparse: CompiledSparse | None = package.sparse() if sparse else None
@@ -37,15 +37,15 @@ class LivePackage:
         self._hn_constants = frozenset(port.name for port in package.hn.constants)
 
     def card(self, *, mode: str = "whole") -> ModelCard:
-        """As of now."""
+        """Return the card of the current version."""
         return self.package.card(mode=mode, version=self.version)
 
     def read(self, folder: Path) -> Update:
-        """The parts of an update that this process needs. Raises `BadUpdate`."""
+        """Read the parts of an update that this process needs. Raises `BadUpdate`."""
         return read_update(folder, rows=self.sparse is not None)
 
     def stage(self, update: Update) -> PreparedUpdate:
-        """What the update changes here; nothing has changed yet. Raises `BadUpdate`."""
+        """Return what the update changes here; nothing has changed yet. Raises `BadUpdate`."""
         mine = update if self.sparse is not None else replace(update, rows={})
         rows = checked(self.package, mine, self.version)
         matrices = self.package.tables.matrices if rows else {}
@@ -62,7 +62,7 @@ class LivePackage:
         )
 
     def adopt(self, change: PreparedUpdate) -> None:
-        """The change was made: it is what the next update goes on from."""
+        """Record that the change was applied: the next update builds on it."""
         self.version, self.dense_version = change.version, change.dense_version
         if isinstance(change.sparse, CompiledSparse):
             self.sparse = change.sparse
@@ -75,8 +75,11 @@ class LivePackage:
 
 
 def checked(package: Package, update: Update, version: str) -> RowWrites:
-    """The update's rows as the package's tables store them. Raises `BadUpdate` if the update does not fit the package,
-    or does not go on from ``version``. Reads no row of the package."""
+    """Return the update's rows as the package's tables store them.
+
+    Raises `BadUpdate` if the update does not fit the package or does not build on `version`. Reads no row of the
+    package.
+    """
     manifest = package.manifest
     if update.version == manifest.version:
         raise BadUpdate("update.json.version", f"{update.version} is the version that was packaged")
@@ -91,7 +94,7 @@ def checked(package: Package, update: Update, version: str) -> RowWrites:
 
 
 def open_live(folder: Path, *, sparse: bool, dense: bool, device: torch.device | str = "cpu") -> LivePackage:
-    """The package at ``folder`` with the updates of its journal. Raises `PackageError`."""
+    """Open the package at `folder` with the updates of its journal. Raises `PackageError`."""
     live = LivePackage(open_package(folder), sparse=sparse, dense=dense, device=device)
     try:
         for path in Journal(folder).after(live.version):

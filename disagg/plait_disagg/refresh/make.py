@@ -23,10 +23,12 @@ __all__ = ["make_update"]
 
 
 def make_update(folder: Path, module: nn.Module, *, version: str) -> Update:
-    """The update from the newest version of the package at ``folder`` to ``module`` (in evaluation mode), which must be
-    the module that was packaged with other weights. Rows are told as the tables store them.
+    """Return the update from the newest version of the package at `folder` to `module` (in evaluation mode).
 
-    Raises `BadUpdate` if it is another model, or the same weights; `Refused` as packaging does; `PackageError`.
+    `module` must be the packaged module with other weights. Rows are given as the tables store them.
+
+    Raises `BadUpdate` if it is another model, or the same weights; `UnsupportedOperator` as packaging does;
+    `PackageError`.
     """
     if not NAME.fullmatch(version):
         raise BadUpdate("version", f"{version!r} must match {NAME.pattern}")
@@ -60,7 +62,7 @@ def make_update(folder: Path, module: nn.Module, *, version: str) -> Update:
 
 
 def _constants(package: Package) -> dict[str, torch.Tensor]:
-    """As of the newest version."""
+    """Return the constants of the newest version."""
     constants = dict(package.constants)
     for path in Journal(package.folder).after(package.manifest.version):
         constants |= read_update(path, rows=False).constants
@@ -68,7 +70,10 @@ def _constants(package: Package) -> dict[str, torch.Tensor]:
 
 
 def _changed_rows(package: Package, weights: Mapping[str, torch.Tensor]) -> dict[str, UpdatedRows]:
-    """By table. The package's matrices are at the newest version; rows are compared as they are stored."""
+    """Return the changed rows by table, given the package's matrices at the newest version.
+
+    Rows are compared as they are stored.
+    """
     changed: dict[str, UpdatedRows] = {}
     for group in package.tables.groups:
         matrix = package.tables.matrices[group.name]

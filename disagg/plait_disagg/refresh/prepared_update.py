@@ -1,4 +1,4 @@
-"""What an update changes in one worker, checked and ready: taking it on between two batches can not fail."""
+"""The changes that an update makes in one worker, checked and ready: applying them between two batches cannot fail."""
 
 from __future__ import annotations
 
@@ -28,9 +28,12 @@ class RowWrite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedUpdate:
-    """``dense_version`` is that of the last update which changed the dense half. ``sparse``, ``dense``: the halves
-    with their new weights; None: as before (or not of this worker). ``row_ids``: by table, (k,) int64, the rows that
-    `write` changes."""
+    """The prepared changes of an update.
+
+    `dense_version` is that of the last update which changed the dense half. `sparse`, `dense`: the halves with their
+    new weights; None: unchanged (or not of this worker). `row_ids`: by table, (k,) int64, the rows that `write`
+    changes.
+    """
 
     version: str
     dense_version: str
@@ -40,12 +43,12 @@ class PreparedUpdate:
     dense: DenseHalf | None = None
 
     def touch(self) -> None:
-        """Makes `write` quick. Lookups may go on meanwhile."""
+        """Prefetch the pages so that `write` is quick. Lookups may run meanwhile."""
         for one in self.writes:
             touch_pages(one.matrix, one.ids)
 
     def write(self) -> None:
-        """Writes the rows. No lookup may run meanwhile."""
+        """Write the rows. No lookup may run meanwhile."""
         for one in self.writes:
             write_rows(one.matrix, one.ids, one.rows)
 
@@ -54,8 +57,10 @@ class Refreshable(Protocol):
     """What can be refreshed while it serves. One thread at a time calls these; batches run meanwhile."""
 
     def prepare(self, change: PreparedUpdate) -> None:
-        """Others may ask for the change's dense version from now on; all that was served is served still. An earlier
-        change that was prepared and not taken on is forgotten."""
+        """Make the change's dense version available from now on, beside all versions already served.
+
+        An earlier change that was prepared but not applied is dropped.
+        """
 
     def apply_update(self, change: PreparedUpdate) -> None:
-        """From some moment before this returns, every request is answered by the change's version alone."""
+        """Apply the change: from some moment before this returns, every request is answered by its version alone."""

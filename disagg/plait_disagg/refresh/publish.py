@@ -1,13 +1,13 @@
-"""An update becomes the version that all workers serve: in two phases, so that no request meets half of it.
+"""Publishing: an update becomes the version that all workers serve, in two phases, so that no request sees half of it.
 
 1. The update is checked against the package and copied into its journal (not listed yet).
-2. It is staged at all HNs, then at all CNs: each checks it and makes it ready beside what it serves. If one can not,
+2. It is staged at all HNs, then at all CNs: each checks it and prepares it beside what it serves. If one cannot,
    nothing has changed anywhere.
-3. It is listed in the journal. This decides: a worker that starts now comes up with it.
-4. CNs switch, each between two batches; a batch names the dense version that it wants, and HNs have both. Then HNs do.
+3. It is listed in the journal. This is the commit point: a worker that starts now includes it.
+4. CNs switch, each between two batches; a batch names the dense version that it needs, and HNs have both. Then HNs do.
 
-A publisher that dies before 3 leaves the old version, after 3 the new one for everybody who looks into the journal,
-which workers do (`Refresher.catch_up`). Publishing again does what is left.
+A publisher that dies before 3 leaves the old version, after 3 the new one for everyone who reads the journal,
+which workers do (`Refresher.catch_up`). Publishing again completes the rest.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ __all__ = ["RoleWorkers", "publish"]
 
 
 class RoleWorkers(Protocol):
-    """All workers of one role. Outcomes are by worker: None, or what went wrong there."""
+    """All workers of one role. Outcomes are by worker: None, or the error of that worker."""
 
     def stage(self, folder: Path) -> Mapping[str, Exception | None]:
-        """`Refresher.stage` at each."""
+        """Call `Refresher.stage` at each worker."""
 
     def switch(self, version: str) -> Mapping[str, Exception | None]:
-        """`Refresher.switch` at each."""
+        """Call `Refresher.switch` at each worker."""
 
 
 def publish(package: Package, update: Path, fleets: Sequence[RoleWorkers]) -> str:
-    """Publishes the update at ``update`` to the ``fleets`` that serve ``package``: HNs before CNs; blocks. Returns its
-    version; publishing it once more is no error.
+    """Publish the update at `update` to the `fleets` that serve `package`, HNs before CNs, and return its version.
 
-    Raises `BadUpdate` (nothing changed), `NotPublished` (nothing changed, or, where it says so, some workers have not
-    switched yet; they will when they next look into the journal), `PackageError`.
+    Blocks. Publishing the same update again is not an error. Raises `BadUpdate` (nothing changed), `NotPublished`
+    (nothing changed or, where the message says so, some workers have not switched yet; they will when they next read
+    the journal), `PackageError`.
     """
     journal = Journal(package.folder)
     try:
@@ -57,7 +57,7 @@ def publish(package: Package, update: Path, fleets: Sequence[RoleWorkers]) -> st
 
 
 def _is_listed(journal: Journal, update: Path) -> bool:
-    """Whether it was the last one to be published. Raises `BadUpdate` if its version is another update's."""
+    """Return whether it was the last one published. Raises `BadUpdate` if its version is another update's."""
     manifest, versions = read_update_manifest(update), journal.versions()
     if manifest.version not in versions:
         return False
@@ -86,7 +86,7 @@ def _switch(version: str, fleets: Sequence[RoleWorkers]) -> None:
 
 
 def _all_well(outcomes: Mapping[str, Exception | None], otherwise: str) -> None:
-    """Raises a worker's own `BadUpdate`, else `NotPublished`."""
+    """Check that no worker failed: raise a worker's own `BadUpdate`, otherwise `NotPublished`."""
     for worker, error in outcomes.items():
         if isinstance(error, BadUpdate):
             raise error

@@ -7,8 +7,8 @@
         rows.safetensors         optional: T:ids (k,) int64 and T:rows of each table T
         constants.safetensors    optional: weights by the names that they have in the package
 
-``T:rows`` are (k, D) float32, or as the table stores them (`plait_disagg.tables.formats`). A folder is foreign: this
-module checks that it is whole and what it says it is, `check.py` that it fits a package.
+`T:rows` are (k, D) float32, or as the table stores them (`plait_disagg.tables.formats`). A folder is untrusted: this
+module checks that it is complete and matches its manifest, `check.py` that it fits a package.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _MAX_MANIFEST_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdatedRows:
-    """New rows of one table. ``ids`` (k,) int64, distinct; ``rows`` (k, D) float32, or as the table stores them."""
+    """New rows of one table. `ids`: (k,) int64, distinct; `rows`: (k, D) float32, or as the table stores them."""
 
     ids: torch.Tensor
     rows: torch.Tensor
@@ -60,7 +60,7 @@ class UpdatedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateManifest:
-    """update.json. ``rows``: tables, and ``constants``: names, that change. ``files``: SHA-256 by name."""
+    """The contents of update.json: `rows` (tables) and `constants` (names) that change; `files`: SHA-256 by name."""
 
     model: str
     base: str
@@ -72,7 +72,7 @@ class UpdateManifest:
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """From version ``base`` of ``model`` to ``version``: rows by table, and constants by name."""
+    """From version `base` of `model` to `version`: rows by table, and constants by name."""
 
     model: str
     base: str
@@ -82,8 +82,10 @@ class Update:
 
 
 def write_update(folder: Path, update: Update) -> UpdateManifest:
-    """Writes a new folder, update.json last. What it holds is not checked: whoever applies it does that. Raises
-    OSError."""
+    """Write a new folder, update.json last.
+
+    The contents are not checked: whoever applies the update does that. Raises OSError.
+    """
     folder.mkdir(parents=True)
     files: dict[str, str] = {}
     rows = {table + _IDS: one.ids.contiguous() for table, one in update.rows.items()}
@@ -107,7 +109,8 @@ def write_update(folder: Path, update: Update) -> UpdateManifest:
 
 
 def read_update_manifest(folder: Path) -> UpdateManifest:
-    """Raises `BadUpdate` if the folder is no update, or its update.json is not as `write_update` makes it."""
+    """Read update.json. Raises `BadUpdate` if the folder is not an update or the file is not the output of
+    `write_update`."""
     path = folder / MANIFEST
     try:
         if path.stat().st_size > _MAX_MANIFEST_BYTES:
@@ -128,10 +131,10 @@ def read_update_manifest(folder: Path) -> UpdateManifest:
 
 
 def read_update(folder: Path, *, rows: bool = True, constants: bool = True) -> Update:
-    """The update, or those of its parts that are asked for. Each file is read once: what is hashed is what is used.
+    """Read the update, or only the requested parts. Each file is read once: what is hashed is what is used.
 
-    Raises `BadUpdate` as `read_update_manifest` does, and for a file that is missing, cut short or not the one that
-    was hashed, or has not what update.json says.
+    Raises `BadUpdate` as `read_update_manifest` does, and for a file that is missing, truncated, has another hash,
+    or does not contain what update.json lists.
     """
     manifest = read_update_manifest(folder)
     new_rows = _tensors(folder, manifest, ROWS) if rows and manifest.rows else {}

@@ -1,1 +1,1 @@
-"""Embedding tables: how rows are stored, looked up, sharded and cached. Knows nothing of graphs or of the fabric."""
+"""Embedding tables: how rows are stored, looked up, sharded and cached. Independent of graphs and of the fabric."""

@@ -1,19 +1,20 @@
 """Hot rows near the dense side, managed by the sender.
 
 When raw rows cross (a sequence model reads them one by one), the same hot rows cross again and again. The dense side
-keeps a matrix of slots; the sparse side keeps the directory (which id lies in which slot) and sends slot numbers, plus
-the rows of slots that are new. So there is no question and answer, a hit costs 4 bytes, and the receiver knows nothing
+keeps a matrix of slots; the sparse side keeps the directory (which id is in which slot) and sends slot numbers, plus
+the rows of slots that are new. So there is no extra round trip, a hit costs 4 bytes, and the receiver knows nothing
 of ids or policies::
 
     sender:   message = cache.encode(ids, fetch)     slots (n,), new_slots (m,), rows (m + p, D)
     receiver: rows = cache.decode(message)           (n, D), bit for bit fetch(ids)
 
-The first m rows go into their slots. The other p rows only pass: they are addressed as slots S, S + 1, ... and
-forgotten. Rows pass when the policy does not keep them, or when one message has more distinct ids than there are slots.
+The first m rows go into their slots. The other p rows only pass through: they are addressed as slots S, S + 1, ...
+and dropped. Rows pass through when the policy does not keep them, or when one message has more distinct ids than
+there are slots.
 
-Policies: ``static`` keeps for good what `SenderCache.warm` was given and, while there is room, what is asked for first;
-``lru`` keeps what was asked for last. Recency counts in messages; within one message the order is that of first use.
-One pair serves one ordered channel; messages are numbered, and a receiver that missed one says so.
+Policies: `static` keeps for good what `SenderCache.warm` was given and, while there is room, what is requested
+first; `lru` keeps what was requested last. Recency counts in messages; within one message the order is that of first
+use. One pair serves one ordered channel; messages are numbered, so that a receiver detects a lost one.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ Number = TypeVar("Number", np.int32, np.int64)
 
 
 class OutOfStep(Exception):
-    """The receiver missed a message. `SenderCache.reset` and start anew."""
+    """The receiver missed a message. Call `SenderCache.reset` and start over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedRows:
-    """A message. ``slots`` (n,) and ``new_slots`` (m,) int32; ``rows`` (m + p, D) float32. Number 0: a new start."""
+    """One message. `slots` (n,) and `new_slots` (m,) are int32; `rows` is (m + p, D) float32. Number 0 starts over."""
 
     number: int
     slots: torch.Tensor
@@ -52,15 +53,17 @@ class CachedRows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its tensors."""
+        """Size of its tensors in bytes."""
         return sum(tensor.nbytes for tensor in (self.slots, self.new_slots, self.rows))
 
 
 @dataclass(slots=True, kw_only=True)
 class CacheCounters:
-    """``ids`` asked for, repeats included; ``hits`` among them that were in a slot before their message; ``repeats`` of
-    an id that its own message carries; ``stored`` and ``passed``: rows sent; ``evicted``: slots taken from another
-    id."""
+    """Counters of a cache.
+
+    `ids` requested, repeats included; `hits` among them that were in a slot before their message; `repeats` of an id
+    that its own message carries; `stored` and `passed`: rows sent; `evicted`: slots taken from another id.
+    """
 
     ids: int = 0
     hits: int = 0
@@ -71,8 +74,10 @@ class CacheCounters:
 
 
 class SenderCache:
-    """The directory, on the side that has the rows. Ids are ``0 .. rows - 1``; needs 4 bytes for each id that was ever
-    kept."""
+    """The directory, on the side that has the rows.
+
+    Ids are `0 .. rows - 1`; needs 4 bytes for each id that was ever kept.
+    """
 
     def __init__(self, *, rows: int, dim: int, slots: int, policy: CachePolicy = "lru") -> None:
         if slots < 1 or policy not in ("static", "lru"):
@@ -92,8 +97,10 @@ class SenderCache:
         self._number = 0
 
     def warm(self, ids: Sequence[int], fetch: Fetch) -> CachedRows:
-        """A message that fills slots with these ids, hottest first, as many as there is room for. It answers
-        nothing."""
+        """Return a message that fills slots with these ids, hottest first, as many as there is room for.
+
+        It answers no request.
+        """
         wanted = np.asarray(list(dict.fromkeys(ids)), dtype=np.int64)
         self._check(wanted)
         new = wanted[self._slot_of[wanted] == 0][: self._slots - self._used]
@@ -104,9 +111,10 @@ class SenderCache:
         return self._message(np.empty(0, dtype=np.int32), slots, rows)
 
     def encode(self, ids: torch.Tensor, fetch: Fetch) -> CachedRows:
-        """The message for ``ids`` (n,) int64. ``fetch`` is called at most once, with the ids whose rows must be sent.
+        """Return the message for `ids` (n,) int64. `fetch` is called at most once, with the ids whose rows must be
+        sent.
 
-        Raises ValueError for an id out of range; then, and if ``fetch`` raises, nothing has changed.
+        Raises ValueError for an id out of range; then, or if `fetch` raises, nothing has changed.
         """
         wanted_ids = ids.numpy()
         self._check(wanted_ids)
@@ -130,7 +138,7 @@ class SenderCache:
         return self._message(slots, np.concatenate([refreshed, new_slots]), rows)
 
     def invalidate(self, ids: torch.Tensor) -> None:
-        """The rows of these ids have changed: each is sent again, into its slot, when it is next asked for."""
+        """Mark the rows of these ids as changed: each is sent again, into its slot, when it is next requested."""
         changed = ids.numpy()
         self._check(changed)
         slots = self._slot_of[changed] - 1
@@ -149,17 +157,18 @@ class SenderCache:
             raise ValueError(f"an id is outside 0..{self._rows - 1}")
 
     def _to_send(self, wanted_ids: Ids, slots: NDArray[np.int32], is_hit: NDArray[np.bool_]) -> tuple[Ids, Ids]:
-        """Distinct ids to send, in the order of first use: those whose slot is stale, those that have no slot."""
+        """Return the distinct ids to send, in the order of first use: those whose slot is stale, those that have no
+        slot."""
         if is_hit.all():
             return wanted_ids[:0], wanted_ids[:0]
         return _distinct(wanted_ids[~is_hit & (slots >= 0)]), _distinct(wanted_ids[slots < 0])
 
     def _room(self, held: NDArray[np.int32]) -> int:
-        """How many new ids can be kept without taking a slot that this message uses, or at all if none is given up."""
+        """Return how many new ids fit into slots that this message does not use (`lru`) or into unused slots."""
         return self._slots - (held.size if self._policy == "lru" else self._used)
 
     def _take_slots(self, count: int) -> NDArray[np.int32]:
-        """Slots for new ids: unused ones, then the least recently used."""
+        """Return slots for new ids: unused ones, then the least recently used."""
         fresh = min(count, self._slots - self._used)
         slots = np.arange(self._used, self._used + fresh, dtype=np.int32)
         self._used += fresh
@@ -201,8 +210,10 @@ class ReceiverCache:
         self._next = 0
 
     def decode(self, message: CachedRows) -> torch.Tensor:
-        """Rows (n, D) of the ids that the message was made for. Raises `OutOfStep`, or ValueError for what no sender
-        makes."""
+        """Return the rows (n, D) of the ids that the message was made for.
+
+        Raises `OutOfStep`, or ValueError for a message that no sender makes.
+        """
         if message.number not in (0, self._next):
             raise OutOfStep(f"message {message.number} came where {self._next} was due")
         stored = message.new_slots.numel()
@@ -230,7 +241,7 @@ class ReceiverCache:
 
 
 class _Recency:
-    """Which slots were used longest ago, exactly, at a constant cost per use.
+    """Exact least-recently-used order of slots, at a constant cost per use.
 
     A log of uses, oldest first; an entry counts only while it is its slot's latest. Taking the oldest reads the log
     from its start; it is rewritten when it has grown to several times the slots.
@@ -242,7 +253,7 @@ class _Recency:
         self._start = self._end = 0
 
     def touch(self, slots: NDArray[np.int32]) -> None:
-        """These distinct slots were used now, in this order."""
+        """Record that these distinct slots were used now, in this order."""
         if self._end + slots.size > self._log.size:
             self._compact(slots.size)
         self._log[self._end : self._end + slots.size] = slots
@@ -250,7 +261,7 @@ class _Recency:
         self._end += slots.size
 
     def oldest(self, count: int) -> NDArray[np.int32]:
-        """The ``count`` slots used longest ago, which are forgotten here. There must be as many."""
+        """Remove and return the `count` slots used longest ago. There must be that many."""
         found: list[NDArray[np.int32]] = []
         while count:
             stop = min(self._end, self._start + max(64, 2 * count))
@@ -275,13 +286,13 @@ class _Recency:
 
 
 def _distinct(values: NDArray[Number]) -> NDArray[Number]:
-    """Each value once, in the order of first use."""
+    """Return each value once, in the order of first use."""
     _, first = np.unique(values, return_index=True)
     once: NDArray[Number] = values[np.sort(first)]
     return once
 
 
 def _positions(values: Ids, wanted: Ids) -> NDArray[np.int32]:
-    """Where in ``values`` (distinct) each of ``wanted`` is; all are there."""
+    """Return the positions in `values` (distinct) of each of `wanted`; all are there."""
     order = np.argsort(values)
     return order[np.searchsorted(values, wanted, sorter=order)].astype(np.int32)

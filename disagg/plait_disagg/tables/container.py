@@ -1,10 +1,10 @@
 """Safetensors files for matrices larger than memory: written in chunks, read by mapping.
 
-The format (https://github.com/huggingface/safetensors): 8 bytes little-endian header length, a JSON header ``{name:
-{dtype, shape, data_offsets}, "__metadata__": {...}}``, then the tensors without gaps. Why not the library's reader: it
-maps writable and private, which the kernel counts against memory as if all pages were written, so that a table larger
-than memory is refused. We map read-only, or copy on write without that count: nothing is copied that nobody writes, and
-processes that map one file share its pages.
+The format (https://github.com/huggingface/safetensors): 8 bytes little-endian header length, a JSON header `{name:
+{dtype, shape, data_offsets}, "__metadata__": {...}}`, then the tensors without gaps. The library's reader is not
+used because it maps writable and private, which the kernel counts against memory as if all pages were written, so
+that a table larger than memory is refused. We map read-only, or copy-on-write without that accounting: only pages
+that are written to are copied, and processes that map one file share its pages.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in _DTYPES.item
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """One tensor of a file. ``begin`` counts from the first byte of the data."""
+    """One tensor of a file. `begin` counts from the first byte of the data."""
 
     name: str
     dtype: torch.dtype
@@ -64,14 +64,17 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its values."""
+        """Size of its values in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Container:
-    """A mapped file: tensors by name, which read the file's pages, where in the file each begins, and the strings
-    stored with them. ``is_writable``: tensors may be written to, which this process alone sees."""
+    """A mapped file: tensors by name, which read the file's pages, where each begins in the file, and its stored
+    strings.
+
+    `is_writable`: tensors may be written to, visible only to this process.
+    """
 
     tensors: Mapping[str, torch.Tensor]
     starts: Mapping[str, int]
@@ -83,10 +86,10 @@ class Container:
 def write_container(
     path: Path, tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> Iterator[tuple[BinaryIO, Mapping[str, int]]]:
-    """A file of these tensors, all zeros until written: gives the open file and where in it each tensor starts.
+    """Create a file of these tensors, all zeros until written; yield the open file and where in it each tensor starts.
 
-    What is not written stays a hole, which takes no room on disk. The file appears under ``path`` when the block ends,
-    and not at all if it raises.
+    What is not written stays a hole, which takes no space on disk. The file appears under `path` when the block
+    ends, and not at all if it raises.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
@@ -110,12 +113,12 @@ def write_container(
 
 
 def map_container(path: Path, *, copy_on_write: bool = False, ahead: bool = False) -> Container:
-    """Map the file, reading nothing but its header; ``ahead``: and the rest in the background, if it fits (`ahead.py`).
+    """Map the file, reading only its header; with `ahead`, read the rest in the background if it fits (`readahead.py`).
 
-    While the tensors live the file must not be cut, and they must not be written to: the kernel ends the process then.
-    ``copy_on_write``: they may be, where the system allows it (`Container.is_writable`); the file and other processes
-    stay as they are, and each page that is written to (4 KiB) becomes memory of this process.
-    Raises `BadTableFile` if the file is not what its header says, FileNotFoundError.
+    While the tensors are alive, truncating the file or writing to them makes the kernel kill the process. With
+    `copy_on_write` they may be written to, where the system allows it (`Container.is_writable`); the file and other
+    processes are unaffected, and each page that is written to (4 KiB) becomes memory of this process.
+    Raises `BadTableFile` if the file does not match its header, FileNotFoundError.
     """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -133,7 +136,7 @@ def map_container(path: Path, *, copy_on_write: bool = False, ahead: bool = Fals
 
 
 def _mapped(file: BinaryIO, size: int, *, copy_on_write: bool) -> tuple[mmap.mmap, bool]:
-    """The mapping, and whether it can be written to: no, if the system counts every page that could be."""
+    """Return the mapping and whether it is writable: not if the system counts every page that could be written."""
     if copy_on_write:
         flags, prot = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
         try:
@@ -145,7 +148,7 @@ def _mapped(file: BinaryIO, size: int, *, copy_on_write: bool) -> tuple[mmap.mma
 
 
 def _read_header(path: Path, file: BinaryIO, size: int) -> tuple[int, dict[str, Any]]:
-    """Where the data starts, and the header."""
+    """Return where the data starts, and the header."""
     prefix = file.read(8)
     length = int.from_bytes(prefix, "little")
     if len(prefix) < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
@@ -169,7 +172,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _entries(path: Path, header: Mapping[str, Any], data_bytes: int) -> list[TensorEntry]:
-    """All tensors, which must cover the data without gap or overlap."""
+    """Return all tensors, which must cover the data without gap or overlap."""
     entries = [_entry(path, name, data) for name, data in header.items() if name != "__metadata__"]
     end = 0
     for entry in sorted(entries, key=lambda entry: (entry.begin, entry.nbytes)):
@@ -210,7 +213,7 @@ def _metadata(path: Path, header: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _tensor(mapping: mmap.mmap, start: int, entry: TensorEntry) -> torch.Tensor:
-    """A tensor on the mapping's pages; it keeps the mapping alive."""
+    """Return a tensor on the mapping's pages; it keeps the mapping alive."""
     with warnings.catch_warnings():
         # "The given buffer is not writable": that is the point.
         warnings.simplefilter("ignore", UserWarning)

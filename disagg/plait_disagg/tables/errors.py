@@ -9,7 +9,7 @@ __all__ = ["BadTableFile", "MixedVersions", "ShardLost", "ShardRefused"]
 
 
 class BadTableFile(Exception):
-    """A file is not a table file of ours, or not a whole one; ``field`` says which part of it is wrong."""
+    """A file is not one of our table files, or not a complete one; `field` names the part of it that is wrong."""
 
     def __init__(self, path: Path, field: str, why: str) -> None:
         super().__init__(f"{path}: {field}: {why}")
@@ -18,7 +18,7 @@ class BadTableFile(Exception):
 
 
 class ShardLost(Exception):
-    """A shard can not be reached, or did not answer in time; another lookup tries to reach it again."""
+    """A shard cannot be reached, or did not answer in time; the next lookup tries to reach it again."""
 
     def __init__(self, shard: str, why: str) -> None:
         super().__init__(f"shard {shard}: {why}")
@@ -26,7 +26,7 @@ class ShardLost(Exception):
 
 
 class ShardRefused(Exception):
-    """A shard understood the lookup and can not do it: a table that it has not got, say. A mistake of the caller's."""
+    """A shard understood the lookup but cannot serve it, say for a table it does not have: a caller's mistake."""
 
     def __init__(self, shard: str, why: str) -> None:
         super().__init__(f"shard {shard}: {why}")
@@ -34,7 +34,7 @@ class ShardRefused(Exception):
 
 
 class MixedVersions(Exception):
-    """Shards went on answering from different versions of their rows, so that no one lookup is of one version."""
+    """Shards kept answering from different versions of their rows, so that no lookup sees a single version."""
 
     def __init__(self, versions: Mapping[str, int]) -> None:
         super().__init__("shards answer from different versions: " + ", ".join(f"{k} {v}" for k, v in versions.items()))

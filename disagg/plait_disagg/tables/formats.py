@@ -2,11 +2,11 @@
 
 x: a row of D floats; x': what is read back. u = 2^-24, the unit roundoff of float32.
 
-- float32: the bits themselves.
-- float16: round to nearest; abs(x - x') <= max(2^-11 abs(x), 2^-25). Values beyond 65504 are refused.
+- float32: bit-exact.
+- float16: round to nearest; abs(x - x') <= max(2^-11 abs(x), 2^-25). Values beyond 65504 are rejected.
 - int8 (Fused8BitRowwise of Caffe2 and PyTorch, `torch.ops.quantized.embedding_bag_byte_prepack`): range = max - min of
   the row, scale = range / 255, bias = min, q = round((x - bias) * 255 / (range + 1e-8)), x' = q * scale + bias. Stored
-  as D bytes q, then float32 scale, then float32 bias. `int8_error_bound` says how far x' may be from x.
+  as D bytes q, then float32 scale, then float32 bias. `int8_error_bound` bounds the distance of x' from x.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SCALE_AND_BIAS_BYTES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLayout:
-    """A format as a matrix: its dtype and the columns that a row has beside its D values."""
+    """A format as a matrix: its dtype and the columns that a row has in addition to its D values."""
 
     dtype: torch.dtype
     extra_columns: int = 0
@@ -38,9 +38,10 @@ LAYOUTS: dict[RowFormat, RowLayout] = {
 
 
 def encode_rows(rows: torch.Tensor, format: RowFormat) -> torch.Tensor:  # noqa: A002  (the word of the field)
-    """(n, D) float32 to (n, columns) of the layout's dtype; float32 is returned as it is.
+    """Encode (n, D) float32 as (n, columns) of the layout's dtype; float32 is returned unchanged.
 
-    Raises ValueError for a value that the format can not hold (NaN and infinities in int8, more than 65504 in float16).
+    Raises ValueError for a value that the format cannot hold (NaN and infinities in int8, more than 65504 in
+    float16).
     """
     if rows.dtype != torch.float32 or rows.dim() != 2:
         raise ValueError(f"rows must be (n, D) float32, not {tuple(rows.shape)} {rows.dtype}")
@@ -61,7 +62,7 @@ def encode_rows(rows: torch.Tensor, format: RowFormat) -> torch.Tensor:  # noqa:
 
 
 def decode_rows(stored: torch.Tensor, format: RowFormat) -> torch.Tensor:  # noqa: A002
-    """What `encode_rows` stored, as (n, D) float32; float32 is returned as it is."""
+    """Decode what `encode_rows` stored to (n, D) float32; float32 is returned unchanged."""
     if format == "float32":
         return stored
     if format == "float16":
@@ -73,10 +74,10 @@ def decode_rows(stored: torch.Tensor, format: RowFormat) -> torch.Tensor:  # noq
 
 
 def int8_error_bound(rows: torch.Tensor) -> torch.Tensor:
-    """(n,) float32: no value of a row of (n, D) comes back farther off than this.
+    """Return (n,) float32, the max error of any value of each row of (n, D).
 
-    Half a step of the quantiser, what the 1e-8 in the divisor pulls (at most min(range, 1e-8)), and the roundings of
-    q, q * scale and the sum: 4 u of the largest magnitude and of the range each.
+    Half a step of the quantiser, the effect of the 1e-8 in the divisor (at most min(range, 1e-8)), and the roundings
+    of q, q * scale and the sum: 4 u of the largest magnitude and of the range each.
     """
     low, high = torch.aminmax(rows, dim=1)
     spread = high - low

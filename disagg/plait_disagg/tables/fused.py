@@ -1,10 +1,10 @@
 """The tables of one process: one lookup for all bags of a group.
 
-Tables of equal width and format are slices of one matrix. All asks of a group and mode become one `embedding_bag`:
-their ids are laid end to end and shifted by their slice's first row. What a call per table costs in Python and in
-dispatch is paid once, and the kernel's threads share all bags. So everything here works on all asks at once; a loop
-over the asks that does more than pick up a tensor would cost what the fusion saves. Bits are those of separate calls
-(`reference.SeparateTables`).
+Tables of equal width and format are slices of one matrix. All requests of a group and mode become one
+`embedding_bag`: their ids are laid end to end and shifted by their slice's first row. What a call per table costs in
+Python and in dispatch is paid once, and the kernel's threads share all bags. So everything here works on all
+requests at once; a loop over the requests that does more than pick up a tensor would cost what the fusion saves.
+Results equal those of separate calls (`reference.SeparateTables`) bit for bit.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LAYOUT_NUMBERS = 512
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Place:
-    """Where a table's rows are."""
+    """Location of a table's rows."""
 
     table: Table
     group: TableGroup
@@ -47,12 +47,13 @@ class _Place:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _FusedLayout:
-    """What follows from how many ids and offsets each ask has: n ids and m offsets in all, laid end to end, ids first.
+    """What follows from the number of ids and offsets of each request: n ids and m offsets in all, end to end, ids
+    first.
 
-    ``starts``: where the ids of the asks ``some``, which have any, start; ``rows``: rows of their tables. ``ends``:
-    where the first and last offsets of every ask are, whose bytes must be ``expected``. ``shift`` (n + m,): what turns
-    ids into rows of the matrix and offsets into those of all ids. ``kept``: all offsets but the last of each ask, and
-    the very last. ``bags``: by ask.
+    `starts`: where the ids of the requests `some`, which have any, start; `rows`: rows of their tables. `ends`:
+    where the first and last offsets of every request are, whose bytes must be `expected`. `shift` (n + m,): what
+    turns ids into rows of the matrix and offsets into those of all ids. `kept`: all offsets but the last of each
+    request, and the very last. `bags`: by request.
     """
 
     ids: int
@@ -68,7 +69,8 @@ class _FusedLayout:
 
 @dataclass(slots=True, eq=False)
 class _LookupBatch:
-    """Asks that are one lookup: their positions, and by ask the table, its rows and the first of them in the matrix."""
+    """Requests that form one lookup: their positions and, for each, the table, its rows and its first row in the
+    matrix."""
 
     positions: tuple[int, ...]
     group: TableGroup
@@ -80,7 +82,7 @@ class _LookupBatch:
     kept_numbers: int = 0
 
     def layout(self, sizes: tuple[int, ...], lengths: tuple[int, ...]) -> _FusedLayout:
-        """For asks of ``sizes`` ids and ``lengths`` offsets (none in mode rows)."""
+        """Return the layout for requests of `sizes` ids and `lengths` offsets (none in mode rows)."""
         key = sizes + lengths
         found = self.layouts.get(key)
         if found is None:
@@ -96,14 +98,14 @@ class _LookupBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _LookupPlan:
-    """The batches of a sequence of lookups, which it keeps alive: it is found by their identities."""
+    """The batches of a sequence of lookups, which it keeps alive because it is found by their identities."""
 
     lookups: tuple[Lookup, ...]
     batches: tuple[_LookupBatch, ...]
 
 
 class FusedTables:
-    """Implements `Tables` over a `TableSet`."""
+    """The `Tables` of one process, fused over a `TableSet`."""
 
     def __init__(self, stored: TableSet) -> None:
         self._stored = stored
@@ -117,13 +119,14 @@ class FusedTables:
 
     @property
     def tables(self) -> tuple[Table, ...]:
-        """The tables that can be asked for."""
+        """The tables that can be looked up."""
         return self._stored.tables
 
     def lookup(self, requests: Sequence[LookupRequest]) -> list[torch.Tensor]:
-        """See `Tables.lookup`.
+        """Look up rows with one kernel call per group and mode.
 
-        Raises ValueError for an ask that no checked request makes: an unknown table, offsets that do not fit the ids.
+        Raises ValueError for a request that no checked request makes: an unknown table, offsets that do not fit the
+        ids.
         """
         found: dict[int, torch.Tensor] = {}
         for batch in self._plan(requests).batches:
@@ -167,7 +170,7 @@ class FusedTables:
         return tuple(batches)
 
     def _rows(self, requests: Sequence[LookupRequest], batch: _LookupBatch) -> list[torch.Tensor]:
-        """One gather; the results are views of it."""
+        """Gather the rows of a batch at once; the results are views of the gathered rows."""
         parts = [request.ids if request.ids.dim() == 1 else request.ids.reshape(-1) for request in requests]
         sizes = tuple([part.numel() for part in parts])
         ids = _laid_out(parts, requests, batch, batch.layout(sizes, ()))
@@ -178,7 +181,7 @@ class FusedTables:
         ]
 
     def _pooled(self, requests: Sequence[LookupRequest], batch: _LookupBatch) -> list[torch.Tensor]:
-        """One bag lookup; the results are views of it."""
+        """Pool the bags of a batch at once; the results are views of the pooled rows."""
         ids = [request.ids for request in requests]
         offsets = [_offsets(request) for request in requests]
         layout = batch.layout(tuple([part.numel() for part in ids]), tuple([part.numel() for part in offsets]))
@@ -217,7 +220,10 @@ def _make_layout(batch: _LookupBatch, sizes: Ids, lengths: Ids) -> _FusedLayout:
 def _laid_out(
     parts: list[torch.Tensor], requests: Sequence[LookupRequest], batch: _LookupBatch, layout: _FusedLayout
 ) -> Ids:
-    """Ids as rows of the group's matrix, each by its table's policy, and offsets behind. Raises `BadId`, ValueError."""
+    """Return ids as rows of the group's matrix, each by its table's policy, followed by offsets.
+
+    Raises `BadId`, ValueError.
+    """
     flat = torch.cat(parts)
     if flat.dtype is not torch.int64:
         if flat.dtype is not torch.int32:
@@ -240,7 +246,10 @@ def _laid_out(
 
 
 def _fused_offsets(flat: Ids, requests: Sequence[LookupRequest], layout: _FusedLayout) -> Ids:
-    """Offsets of all bags. Falling ones are refused, whoever checked before: the kernel would read beyond the ids."""
+    """Return the offsets of all bags.
+
+    Decreasing ones are rejected even if already checked: the kernel would read beyond the ids.
+    """
     offsets: Ids = flat[layout.kept]
     if np.count_nonzero(offsets[1:] < offsets[:-1]):
         names = ", ".join(request.lookup.name for request in requests)
@@ -249,7 +258,7 @@ def _fused_offsets(flat: Ids, requests: Sequence[LookupRequest], layout: _FusedL
 
 
 def _settle(ids: Ids, batch: _LookupBatch, layout: _FusedLayout, is_outside: NDArray[np.bool_]) -> None:
-    """Apply the policies in place, to the asks that need it. Raises `BadId`."""
+    """Apply the policies in place, to the requests that need it. Raises `BadId`."""
     stops = np.append(layout.starts[1:], ids.size)
     for place in np.flatnonzero(is_outside):
         part = ids[layout.starts[place] : stops[place]]
@@ -264,7 +273,7 @@ def _offsets(request: LookupRequest) -> torch.Tensor:
 
 
 def _weights(requests: Sequence[LookupRequest], batch: _LookupBatch) -> torch.Tensor | None:
-    """All weights end to end, ones for an ask that has none; None if no ask has."""
+    """Return all weights end to end, with ones for a request that has none, or None if no request has any."""
     given = [request.weights for request in requests]
     if given.count(None) == len(requests):
         return None

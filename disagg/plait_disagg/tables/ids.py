@@ -14,8 +14,10 @@ Ids = NDArray[np.int64]
 
 
 def settle_ids(ids: Ids, table: Table) -> Ids:
-    """``ids`` (any shape) with every one inside the table; a copy if any was not. Raises `BadId` if the policy is
-    error."""
+    """Return `ids` (any shape) with every one inside the table; a copy if any was not.
+
+    Raises `BadId` if the policy is error.
+    """
     outside = (ids < 0) | (ids >= table.rows)
     if not outside.any():
         return ids
@@ -28,10 +30,10 @@ def settle_ids(ids: Ids, table: Table) -> Ids:
 
 
 def hash_ids(ids: Ids, rows: int) -> Ids:
-    """A row in ``0 .. rows - 1`` for every id: the finaliser of SplitMix64 on the id's 64 bits, then modulo.
+    """Map every id to a row in `0 .. rows - 1`: the finaliser of SplitMix64 on the id's 64 bits, then modulo.
 
-    (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014; constants of the reference code,
-    https://prng.di.unimi.it/splitmix64.c, with the increment added first, so that 0 does not stay 0.)
+    (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014; constants of the reference
+    code, https://prng.di.unimi.it/splitmix64.c, with the increment added first, so that 0 does not stay 0.)
     """
     mixed = ids.astype(np.int64).view(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -1,16 +1,16 @@
 """Which shard holds which part of which table.
 
-A table stays whole, or is cut by columns (every shard pools its columns; results are laid side by side, bits
-unchanged) or by rows (every shard pools its rows; results are added, which moves bits by about 1e-5).
+A table stays whole, or is split by columns (every shard pools its columns; results are concatenated, bits
+unchanged) or by rows (every shard pools its rows; results are added, which changes results by about 1e-5).
 
-What is balanced is the bytes that a shard reads per request: ids of the piece per request times the cache lines of its
-row, plus a fixed cost per piece. Ids are taken as evenly spread over a table's rows; hot rows that lie together make a
-row cut uneven, which a column cut can not be.
+The plan balances the bytes that a shard reads per request: ids of the piece per request times the cache lines of its
+row, plus a fixed cost per piece. Ids are assumed to be evenly spread over a table's rows; hot rows that lie together
+make a row split uneven, which cannot happen with a column split.
 
-The search is greedy. Start with whole tables, the heaviest first, each onto the least loaded shard that has room (LPT,
-at most 4/3 of the best for whole tables: Graham, SIAM J. Appl. Math. 17, 1969). While shards are uneven or something
-does not fit, cut the table behind it into one more piece and place all anew; keep the best plan seen. Cutting
-everything for all shards is tried too, so that tables which fit in total are never refused.
+The search is greedy. Start with whole tables, the heaviest first, each onto the least loaded shard that has room
+(LPT, at most 4/3 of the best for whole tables: Graham, SIAM J. Appl. Math. 17, 1969). While shards are uneven or
+something does not fit, split the table responsible into one more piece and place everything anew; keep the best plan
+seen. Splitting everything over all shards is tried too, so that tables which fit in total are never refused.
 """
 
 from __future__ import annotations
@@ -42,8 +42,10 @@ _EVEN_ENOUGH = 1.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TablePiece:
-    """Rows ``first_row : first_row + rows`` and columns ``first_column : first_column + columns`` of a table, on one
-    shard."""
+    """Part of a table on one shard.
+
+    Rows `first_row : first_row + rows` and columns `first_column : first_column + columns`.
+    """
 
     table: str
     first_row: int
@@ -54,18 +56,18 @@ class TablePiece:
 
     @property
     def name(self) -> str:
-        """What the shard calls it, as a table of its own."""
+        """The shard's name for it, as a table of its own."""
         last_row, last_column = self.first_row + self.rows, self.first_column + self.columns
         return f"{self.table}[{self.first_row}:{last_row},{self.first_column}:{last_column}]"
 
     def on(self, shard: int) -> TablePiece:
-        """The same piece on that shard."""
+        """Return the same piece on that shard."""
         return replace(self, shard=shard)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardPlan:
-    """Pieces that cover every table once. ``read_bytes`` per request and ``held_bytes``: by shard."""
+    """Pieces that cover every table once. `read_bytes` (per request) and `held_bytes` are by shard."""
 
     pieces: tuple[TablePiece, ...]
     read_bytes: tuple[float, ...]
@@ -73,21 +75,21 @@ class ShardPlan:
 
     @property
     def shards(self) -> int:
-        """How many shards there are; some may be empty."""
+        """Number of shards; some may be empty."""
         return len(self.read_bytes)
 
     def of_table(self, table: str) -> tuple[TablePiece, ...]:
-        """Its pieces, first rows and columns first."""
+        """Return its pieces, first rows and columns first."""
         return tuple(piece for piece in self.pieces if piece.table == table)
 
     def of_shard(self, shard: int) -> tuple[TablePiece, ...]:
-        """What a shard holds."""
+        """Return the pieces that a shard holds."""
         return tuple(piece for piece in self.pieces if piece.shard == shard)
 
 
 @dataclass(frozen=True, slots=True)
 class _Costs:
-    """A piece and what it costs the shard that takes it."""
+    """A piece and its cost to the shard that holds it."""
 
     piece: TablePiece
     read_bytes: float
@@ -102,7 +104,7 @@ def plan_shards(
     lookups_per_request: Mapping[str, float],
     formats: RowFormat | Mapping[str, RowFormat] = "float32",
 ) -> ShardPlan:
-    """A plan in which no shard holds more than ``memory_bytes``. ``lookups_per_request``: ids by table (none: 0).
+    """Plan shards of at most `memory_bytes` each. `lookups_per_request`: ids by table (0 for a table not named).
 
     Raises ValueError if the tables do not fit.
     """
@@ -117,9 +119,9 @@ def plan_shards(
 
 
 def cut_table(table: Table, parts: int) -> tuple[TablePiece, ...]:
-    """The table in ``parts`` nearly equal pieces: by columns while those stay wide enough, else by rows.
+    """Split the table into `parts` nearly equal pieces: by columns while those stay wide enough, otherwise by rows.
 
-    Fewer pieces if it has fewer rows than parts.
+    Returns fewer pieces if it has fewer rows than parts.
     """
     if parts > 1 and table.dim // parts < _NARROWEST:
         edges = _edges(table.rows, min(parts, table.rows))
@@ -134,7 +136,7 @@ def cut_table(table: Table, parts: int) -> tuple[TablePiece, ...]:
 
 
 class _Search:
-    """Tries cuts and places their pieces."""
+    """Tries splits and places their pieces."""
 
     def __init__(
         self,
@@ -152,13 +154,13 @@ class _Search:
         self._memory_bytes = memory_bytes
 
     def best(self) -> ShardPlan | None:
-        """The most even plan that was found, or None; of a few tables the most even that there is."""
+        """Return the most even plan found, or None; for a few tables, the most even one there is."""
         if self._shards ** (self._shards * len(self._tables)) <= _FEW:
             return min(self._all(), key=lambda plan: max(plan.read_bytes), default=None)
         return self._found()
 
     def _all(self) -> Iterator[ShardPlan]:
-        """Every plan that fits: all numbers of equal cuts, all placements."""
+        """Yield every plan that fits: all numbers of equal splits, all placements."""
         for parts in product(range(1, self._shards + 1), repeat=len(self._tables)):
             cuts = zip(self._tables.values(), parts, strict=True)
             pieces = [costs for table, count in cuts for costs in self.costs(table, count)]
@@ -193,7 +195,7 @@ class _Search:
         )
 
     def costs(self, table: Table, parts: int) -> list[_Costs]:
-        """The pieces of a table cut so, with what each costs."""
+        """Return the pieces of a table split into `parts`, each with its cost."""
         row_format = self._formats if isinstance(self._formats, str) else self._formats.get(table.name, "float32")
         found = []
         for piece in cut_table(table, parts):
@@ -204,7 +206,7 @@ class _Search:
         return found
 
     def _place(self, pieces: Sequence[_Costs]) -> tuple[ShardPlan | None, _Costs | None]:
-        """The pieces on shards, and None; or None, and the piece that had no room."""
+        """Return the pieces on shards, and None; or None, and the piece that had no room."""
         blocked = None
         for heaviest_first in (_by_reading, _by_holding):
             read, held = [0.0] * self._shards, [0] * self._shards
@@ -226,9 +228,10 @@ class _Search:
     def _next_cut(
         self, plan: ShardPlan | None, blocked: _Costs | None, pieces: Sequence[_Costs], parts: Mapping[str, int]
     ) -> str | None:
-        """The table to cut into one more piece: the one that blocks, or the heaviest of the fullest shard, or else any.
+        """Return the table to split once more: the one that does not fit, the heaviest of the fullest shard, or any
+        other.
 
-        None if all are cut as far as they can be.
+        Returns None if all are split as far as possible.
         """
         if plan is None:
             order = [blocked] if blocked else []
@@ -253,10 +256,10 @@ def _by_holding(costs: _Costs) -> tuple[int, float, str]:
 
 
 def _settled(pieces: Sequence[_Costs], placed: Mapping[TablePiece, int]) -> tuple[TablePiece, ...]:
-    """The pieces with their shards, in the order of the tables."""
+    """Return the pieces with their shards, in the order of the tables."""
     return tuple(costs.piece.on(placed[costs.piece]) for costs in pieces)
 
 
 def _edges(size: int, parts: int) -> list[tuple[int, int]]:
-    """``parts`` neighbouring ranges that cover ``size``, their lengths at most one apart."""
+    """Return `parts` adjacent ranges that cover `size`, whose lengths differ by at most one."""
     return [(size * k // parts, size * (k + 1) // parts) for k in range(parts)]

@@ -1,4 +1,4 @@
-"""Pooling rows of one matrix by its format: the arithmetic under the fused lookup.
+"""Pooling rows of one matrix by its format: the arithmetic behind the fused lookup.
 
 Symbols: R rows of the matrix, D width, n ids, B bags. All results are float32.
 """
@@ -17,7 +17,7 @@ MODES: dict[Mode, int] = {"sum": 0, "mean": 1, "max": 2}
 
 
 def take(matrix: torch.Tensor, row_format: RowFormat, ids: torch.Tensor) -> torch.Tensor:
-    """Rows: ``ids`` (n,) int64 inside the matrix to (n, D)."""
+    """Return the rows of `ids`, (n,) int64 inside the matrix, as (n, D)."""
     return decode_rows(torch.index_select(matrix, 0, ids), row_format)
 
 
@@ -30,11 +30,11 @@ def pool(
     mode: Mode,
     weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Pooled rows: ``ids`` (n,) int64 inside the matrix, ``offsets`` (B + 1,) int64, ``weights`` (n,) float32 to (B,
-    D).
+    """Return pooled rows (B, D) for `ids` (n,) int64 inside the matrix, `offsets` (B + 1,) int64, `weights` (n,)
+    float32.
 
-    An empty bag is zeros. Float32 rows give the bits of `torch.nn.functional.embedding_bag`; other formats are pooled
-    in float32.
+    An empty bag is zeros. Float32 rows match `torch.nn.functional.embedding_bag` bit for bit; other formats are
+    pooled in float32.
     """
     if row_format == "float32":
         return _bags(matrix, ids, offsets, mode, weights)

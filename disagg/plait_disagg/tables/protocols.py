@@ -1,4 +1,4 @@
-"""The seam of embedding tables: several lookups at once, wherever the rows are."""
+"""The interface of embedding tables: several lookups at once, wherever the rows are."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["AsyncTables", "BadId", "LookupRequest", "LookupResult", "PendingLook
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookupRequest:
-    """One lookup of a batch. ``ids`` int64 or int32: (nnz,) with ``offsets`` (rows + 1,) for bags, any shape without.
+    """One lookup of a batch. `ids` are int64 or int32: (nnz,) with `offsets` (rows + 1,) for bags, any shape without.
 
-    ``weights`` (nnz,) float32 multiply the rows of a bag (mode sum only).
+    `weights` (nnz,) float32 multiply the rows of a bag (mode sum only).
     """
 
     lookup: Lookup
@@ -27,7 +27,7 @@ class LookupRequest:
 
 
 class BadId(Exception):
-    """An id is outside a table whose policy is to refuse it."""
+    """An id is outside a table whose policy is to reject it."""
 
     def __init__(self, *, table: str, value: int, position: int, rows: int) -> None:
         super().__init__(f"table {table}: id {value} at position {position} is outside 0..{rows - 1}")
@@ -38,18 +38,18 @@ class BadId(Exception):
 
 
 class Tables(Protocol):
-    """Embedding tables. Not thread-safe: one thread owns it."""
+    """Embedding tables. Not thread-safe: one thread owns them."""
 
     def lookup(self, requests: Sequence[LookupRequest]) -> list[torch.Tensor]:
-        """Float32, in the order of ``asks``: (rows, D) pooled; mode rows: ids' shape + (D,). An empty bag is zeros.
+        """Look up rows, as float32 in the order of `asks`: (rows, D) pooled; mode rows: ids' shape + (D,).
 
-        Ids outside a table follow its policy. Raises `BadId`.
+        An empty bag is zeros. Ids outside a table follow its policy. Raises `BadId`.
         """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookupResult:
-    """A shard's answer: as `Tables.lookup` has it, all of one ``version`` of the rows."""
+    """A shard's answer: as returned by `Tables.lookup`, all of one `version` of the rows."""
 
     shard: str
     version: int
@@ -57,16 +57,18 @@ class LookupResult:
 
 
 class PendingLookup(Protocol):
-    """A lookup that a shard works on."""
+    """A lookup in flight at a shard."""
 
     def result(self) -> LookupResult:
-        """Waits for the answer; call it once. Raises `BadId`, `ShardLost`, `ShardRefused`."""
+        """Wait for the answer; call it once. Raises `BadId`, `ShardLost`, `ShardRefused`."""
 
 
 @runtime_checkable
 class AsyncTables(Tables, Protocol):
-    """Tables elsewhere, which several shards can be asked for at once."""
+    """Tables in another process, so that several shards can be queried at once."""
 
     def begin(self, requests: Sequence[LookupRequest]) -> PendingLookup:
-        """Asks, and does not wait. Of several that are begun, only the last one can still be answered. Raises
-        `ShardLost`."""
+        """Send a lookup without waiting. If several have begun, only the last one can still be answered.
+
+        Raises `ShardLost`.
+        """

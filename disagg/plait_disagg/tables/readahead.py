@@ -1,8 +1,8 @@
-"""Reading a mapped file before its rows are asked for.
+"""Reading a mapped file before its rows are needed.
 
-Rows of a large mapping come in one page at a time (`container.py` says why): a server that was just started would
-spend its first seconds under load on page faults, and on the disk where the file is not in the page cache. What fits
-into memory is therefore read from end to end in the background.
+Rows of a large mapping come in one page at a time (`container.py` explains why): a newly started server would spend
+its first seconds under load on page faults, and on the disk where the file is not in the page cache. A file that
+fits into memory is therefore read from end to end in the background.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MADV_POPULATE_READ = 22
 
 
 def read_ahead(path: Path, mapping: mmap.mmap) -> threading.Thread | None:
-    """Reads the file and maps its pages on a thread of its own, which is returned; None if it is too large for that."""
+    """Read the file and map its pages on a separate thread, which is returned; None if the file is too large."""
     if len(mapping) > _SHARE * available_bytes():
         return None
     thread = threading.Thread(target=_read, args=(path, mapping), name=f"read ahead {path.name}", daemon=True)
@@ -35,7 +35,7 @@ def read_ahead(path: Path, mapping: mmap.mmap) -> threading.Thread | None:
 
 
 def available_bytes() -> int:
-    """Memory that can be had without swapping, by /proc/meminfo; 0 where there is none."""
+    """Return the bytes of memory available without swapping according to /proc/meminfo; 0 where it does not exist."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -45,7 +45,7 @@ def available_bytes() -> int:
 
 
 def _read(path: Path, mapping: mmap.mmap) -> None:
-    """Best effort: whatever goes wrong here, lookups read for themselves."""
+    """Read the file, best effort: if anything fails here, lookups read for themselves."""
     room = memoryview(bytearray(_READ_BYTES))
     try:
         with path.open("rb", buffering=0) as file:

@@ -1,4 +1,4 @@
-"""The naive twin of `FusedTables`: a float tensor per table and a call of torch's own function per ask."""
+"""The naive counterpart of `FusedTables`: a float tensor per table and a call of torch's own function per request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["SeparateTables"]
 
 
 class SeparateTables:
-    """Implements `Tables`. ``weights``: (rows, D) float32 by table name."""
+    """The `Tables` over separate tensors. `weights`: (rows, D) float32 by table name."""
 
     def __init__(
         self, weights: Mapping[str, torch.Tensor], out_of_range: OutOfRange | Mapping[str, OutOfRange] = "error"
@@ -32,7 +32,7 @@ class SeparateTables:
         }
 
     def lookup(self, requests: Sequence[LookupRequest]) -> list[torch.Tensor]:
-        """See `Tables.lookup`."""
+        """Look up rows with one torch call per request."""
         return [self._one(request) for request in requests]
 
     def _one(self, request: LookupRequest) -> torch.Tensor:

@@ -1,12 +1,12 @@
-"""Tables of another process, asked over a channel of the fabric.
+"""Tables of another process, queried over a channel of the fabric.
 
 ::
 
     shards = [RemoteTables(partial(connect, address, secret=secret), name=address) for address in addresses]
     tables = ShardedTables(records, plan, shards)      # asks all shards at once
 
-A shard that is lost is an error of that lookup; the next one dials again, so a shard that comes back is taken up
-without a restart. Nothing is asked twice on its own: who asks knows how long it can still wait.
+A lost shard is an error of that lookup; the next one dials again, so a shard that comes back is used without a
+restart. Lookups are never retried automatically: the caller knows how long it can still wait.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ __all__ = ["RemoteTables"]
 
 
 class RemoteTables:
-    """Implements `FarTables` over one shard (`workers.shard`). Owned by one thread."""
+    """The `AsyncTables` of one shard (`workers.shard`). Owned by one thread."""
 
     def __init__(self, connect: Callable[[], Channel], *, name: str, answer_timeout_s: float = 5.0) -> None:
-        """``connect`` dials once and raises `FabricError`; it is called when a lookup needs it."""
+        """Create tables that are not connected yet.
+
+        `connect` dials once and raises `FabricError`; it is called when a lookup needs it.
+        """
         self._connect = connect
         self._answer_timeout_s = answer_timeout_s
         self._channel: Channel | None = None
@@ -38,11 +41,11 @@ class RemoteTables:
         """That of the last answer."""
 
     def lookup(self, requests: Sequence[LookupRequest]) -> list[torch.Tensor]:
-        """See `Tables.lookup`. Raises `BadId`, `ShardLost`, `ShardRefused`, ValueError."""
+        """Look up rows at the shard and wait for them. Raises `BadId`, `ShardLost`, `ShardRefused`, ValueError."""
         return self.begin(requests).result().values
 
     def begin(self, requests: Sequence[LookupRequest]) -> _PendingLookup:
-        """See `FarTables.begin`."""
+        """Send a lookup to the shard, dialling if necessary, without waiting."""
         self._number += 1
         deadline_s = time.monotonic() + self._answer_timeout_s
         channel = self._dial()
@@ -56,7 +59,7 @@ class RemoteTables:
         return _PendingLookup(self, channel, self._number, deadline_s)
 
     def collect(self, channel: Channel, number: int, deadline_s: float) -> LookupResult:
-        """What `Underway.result` does for that lookup."""
+        """Return the result of that lookup, for `PendingLookup.result`."""
         try:
             answer = self._answer(channel, number, deadline_s)
         except FabricTimeout as error:
@@ -70,7 +73,7 @@ class RemoteTables:
         raise answer.bad_id or ShardRefused(self.name, answer.why)
 
     def _answer(self, channel: Channel, number: int, deadline_s: float) -> LookupResult | LookupFailed:
-        """The answer of that number; those of lookups that were given up come first and are dropped."""
+        """Return the answer of that number; answers to abandoned lookups come first and are dropped."""
         while True:
             with channel.recv(max(0.0, deadline_s - time.monotonic())) as message:
                 answered, *rest = parse_answer(message)
@@ -96,14 +99,14 @@ class RemoteTables:
         return ShardLost(self.name, why)
 
     def close(self) -> None:
-        """Hangs up; another lookup would dial again."""
+        """Close the channel; another lookup would dial again."""
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.close()
 
 
 class _PendingLookup:
-    """Implements `Underway`."""
+    """A `PendingLookup` on a channel."""
 
     def __init__(self, tables: RemoteTables, channel: Channel, number: int, deadline_s: float) -> None:
         self._tables = tables
@@ -112,5 +115,5 @@ class _PendingLookup:
         self._deadline_s = deadline_s
 
     def result(self) -> LookupResult:
-        """See `Underway.result`."""
+        """Wait for the shard's answer."""
         return self._tables.collect(self._channel, self._number, self._deadline_s)

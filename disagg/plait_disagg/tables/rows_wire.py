@@ -1,11 +1,11 @@
-"""The messages between a shard of tables and who asks it: a header, and numbers end to end in at most three buffers::
+"""The messages between a shard of tables and its clients: a header, and numbers end to end in at most three buffers::
 
     rows    client -> shard    number; by ask [table, mode, shape of ids, bags or -1, weighted]
                                buffers: ids int64, offsets int64, weights float32, of all asks
     found   back               number, version, by ask the shape of its values; buffer: values float32
     failed  back               number and why: {"code": "bad_id", ...} or {"code": "refused", "why": ...}
 
-Numbers are written straight into memory of the channel's pool: that is their one copy on the sending side.
+Numbers are written straight into memory of the channel's pool: that is their only copy on the sending side.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _MAX_DIMENSIONS = 8
 
 
 class RowsWireError(Exception):
-    """The peer sent what no correct peer sends."""
+    """The peer sent something that no correct peer sends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsRequest:
-    """What a client asks. ``asks`` view the message's memory; None stands for one that this shard does not serve."""
+    """A client's lookup. `asks` view the message's memory; None stands for one that this shard does not serve."""
 
     number: int
     requests: list[LookupRequest | None]
@@ -61,7 +61,7 @@ class RowsRequest:
 
     @property
     def known(self) -> list[LookupRequest]:
-        """All asks. Raises ValueError if one of them is not served here."""
+        """All requests. Raises ValueError if one of them is not served here."""
         if self.missing:
             raise ValueError(f"there is no table {self.missing}")
         return [request for request in self.requests if request is not None]
@@ -69,14 +69,14 @@ class RowsRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookupFailed:
-    """Why there are no rows: an id (as `BadId` has it), or a sentence."""
+    """Why there are no rows: an id (as in `BadId`), or a sentence."""
 
     bad_id: BadId | None
     why: str
 
 
 def pack_requests(pool: Pool, number: int, requests: Sequence[LookupRequest]) -> tuple[dict[str, Any], list[Lease]]:
-    """The message of a lookup. Raises ValueError for an ask that makes no sense, `PoolExhausted`."""
+    """Return the message of a lookup. Raises ValueError for an invalid request, `PoolExhausted`."""
     for request in requests:
         pools = request.lookup.mode != "rows"
         if (request.offsets is not None) is not pools or (request.weights is not None and request.lookup.mode != "sum"):
@@ -110,14 +110,14 @@ def pack_requests(pool: Pool, number: int, requests: Sequence[LookupRequest]) ->
 def pack_found(
     pool: Pool, number: int, version: int, values: Sequence[torch.Tensor]
 ) -> tuple[dict[str, Any], list[Lease]]:
-    """The message of an answer."""
+    """Return the message of an answer."""
     shapes = [list(value.shape) for value in values]
     header = {"kind": "found", "number": number, "version": version, "shapes": shapes}
     return header, [_end_to_end(pool, values, torch.float32)]
 
 
 def failed_header(number: int, error: Exception) -> dict[str, Any]:
-    """The message of a lookup that can not be done."""
+    """Return the message of a lookup that cannot be served."""
     why: dict[str, Any] = {"code": "refused", "why": str(error)[:1_000]}
     if isinstance(error, BadId):
         why = {
@@ -131,7 +131,7 @@ def failed_header(number: int, error: Exception) -> dict[str, Any]:
 
 
 def parse_requests(message: Message, lookups: Mapping[tuple[str, Mode], Lookup]) -> RowsRequest:
-    """Reads a lookup; ``lookups`` has those that a shard can be asked for. Raises `RowsWireError`."""
+    """Parse a lookup; `lookups` has those that a shard serves. Raises `RowsWireError`."""
     header = message.header
     described = header.get("asks")
     if header.get("kind") != "rows" or header.get("wire") != VERSION or not isinstance(described, list):
@@ -148,7 +148,7 @@ def parse_requests(message: Message, lookups: Mapping[tuple[str, Mode], Lookup])
 
 
 def parse_answer(message: Message) -> tuple[int, int, list[torch.Tensor]] | tuple[int, LookupFailed]:
-    """Number, version and values, copied out of the message; or number and why not. Raises `RowsWireError`."""
+    """Return number, version and values, copied out of the message, or number and reason. Raises `RowsWireError`."""
     header = message.header
     number = _natural(header.get("number"), "number")
     if header.get("kind") == "failed":
@@ -164,7 +164,7 @@ def parse_answer(message: Message) -> tuple[int, int, list[torch.Tensor]] | tupl
 
 
 def _end_to_end(pool: Pool, tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> Lease:
-    """All numbers in one lease, converted as they are copied."""
+    """Copy all numbers into one lease, converting them on the way."""
     lease = pool.acquire(sum(tensor.numel() for tensor in tensors) * dtype.itemsize, _ROOM_S)
     if lease.nbytes:
         whole = torch.frombuffer(lease.memory, dtype=dtype)
@@ -177,7 +177,7 @@ def _end_to_end(pool: Pool, tensors: Sequence[torch.Tensor], dtype: torch.dtype)
 
 
 class _Numbers:
-    """Numbers of one type that are taken off a buffer in order."""
+    """Numbers of one type, consumed from a buffer in order."""
 
     def __init__(self, buffer: memoryview, dtype: DTypeLike) -> None:
         if buffer.nbytes % np.dtype(dtype).itemsize:
@@ -187,11 +187,11 @@ class _Numbers:
 
     @property
     def left(self) -> int:
-        """Numbers that nobody took."""
+        """Count of the numbers not yet taken."""
         return len(self._array) - self._start
 
     def take(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """The next numbers, viewed."""
+        """Return a view of the next numbers."""
         stop = self._start + math.prod(shape)
         if stop > len(self._array):
             raise RowsWireError("there are fewer numbers than their shapes say")

@@ -1,9 +1,9 @@
-"""Tables on several shards, asked as one.
+"""Tables on several shards, queried as one.
 
-Each shard implements `Tables` and calls its pieces as `TablePiece.name` says. A lookup asks every shard once; those
-that are elsewhere (`AsyncTables`) work at the same time, and must answer from one version of their rows. Pieces cut by
-columns are laid side by side; pieces cut by rows get the ids that are theirs and are merged by mode: sums are added
-(and divided by the bag's size for means), maxima compared, rows put where their ids were.
+Each shard implements `Tables` and names its pieces as in `TablePiece.name`. A lookup queries every shard once;
+remote ones (`AsyncTables`) work at the same time, and must answer from one version of their rows. Pieces split by
+columns are concatenated; pieces split by rows receive their own ids and are merged by mode: sums are added (and
+divided by the bag's size for means), maxima compared, rows put where their ids were.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _TRIES = 3
 
 
 def piece_of(piece: TablePiece, table: torch.Tensor) -> torch.Tensor:
-    """The part of a table's rows (rows, D) that a piece holds, a view."""
+    """Return the part of a table's rows (rows, D) that a piece holds, as a view."""
     rows = table[piece.first_row : piece.first_row + piece.rows]
     return rows[:, piece.first_column : piece.first_column + piece.columns]
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one piece was asked for. ``keep``: which ids of the ask were its own (row cuts only)."""
+    """The lookup for one piece. `keep`: which ids of the request were its own (row splits only)."""
 
     piece: TablePiece
     request: LookupRequest
@@ -43,7 +43,7 @@ class _Part:
 
 
 class ShardedTables:
-    """Implements `Tables`. The policy for ids outside a table is applied here, before shards are asked."""
+    """The `Tables` of several shards. The policy for ids outside a table is applied here, before shards are queried."""
 
     def __init__(self, tables: Sequence[Table], plan: ShardPlan, shards: Sequence[Tables]) -> None:
         if len(shards) != plan.shards:
@@ -53,7 +53,7 @@ class ShardedTables:
         self._shards = shards
 
     def lookup(self, requests: Sequence[LookupRequest]) -> list[torch.Tensor]:
-        """See `Tables.lookup`. Raises `BadId`, `ShardLost`, `MixedVersions`."""
+        """Look up rows at the shards and merge them. Raises `BadId`, `ShardLost`, `MixedVersions`."""
         parts = [self._parts(request) for request in requests]
         found = self._ask_shards([part for some in parts for part in some])
         values = []
@@ -70,7 +70,7 @@ class ShardedTables:
         return [_part(settled, piece, table) for piece in self._pieces[table.name]]
 
     def _ask_shards(self, parts: Sequence[_Part]) -> list[torch.Tensor]:
-        """One lookup per shard that is concerned; the values in the order of ``parts``."""
+        """Send one lookup to each shard involved; return the values in the order of `parts`."""
         by_shard: dict[int, list[int]] = {}
         for position, part in enumerate(parts):
             by_shard.setdefault(part.piece.shard, []).append(position)
@@ -82,7 +82,7 @@ class ShardedTables:
         return [found[position] for position in range(len(parts))]
 
     def _lookup_all(self, requests: Mapping[int, Sequence[LookupRequest]]) -> dict[int, list[torch.Tensor]]:
-        """Each shard's values. Those of this process are looked up while the others work."""
+        """Return each shard's values. Those of this process are looked up while the others work."""
         near = {shard: tables for shard in requests if not isinstance(tables := self._shards[shard], AsyncTables)}
         far = {shard: tables for shard in requests if isinstance(tables := self._shards[shard], AsyncTables)}
         values: dict[int, list[torch.Tensor]] = {}
@@ -116,7 +116,7 @@ def _asking(request: LookupRequest, piece: TablePiece, mode: Mode) -> LookupRequ
 
 
 def _own_offsets(offsets: torch.Tensor, keep: NDArray[np.bool_]) -> torch.Tensor:
-    """The bags' offsets when only the ids of ``keep`` are left."""
+    """Return the bags' offsets when only the ids of `keep` are left."""
     kept = np.zeros(keep.size + 1, dtype=np.int64)
     np.cumsum(keep, out=kept[1:])
     return torch.from_numpy(kept[offsets.numpy()])
@@ -144,7 +144,7 @@ def _merge_rows(request: LookupRequest, parts: Sequence[_Part], values: Sequence
 
 
 def _merge_maxima(parts: Sequence[_Part], values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Elementwise maxima over the parts that have ids of a bag; zeros for a bag that has none anywhere."""
+    """Return elementwise maxima over the parts that have ids of a bag; zeros for a bag that has none anywhere."""
     sizes = [_sizes(part.request).unsqueeze(1) for part in parts]
     some = [value.masked_fill(size == 0, -torch.inf) for value, size in zip(values, sizes, strict=True)]
     is_empty = torch.stack(sizes).sum(0) == 0

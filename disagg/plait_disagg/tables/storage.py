@@ -1,4 +1,4 @@
-"""Tables in a file: one safetensors file, one matrix per group, and what the matrices mean beside them as JSON.
+"""Tables in a file: one safetensors file with one matrix per group, and JSON beside them that describes the matrices.
 
 ::
 
@@ -33,7 +33,7 @@ Word = TypeVar("Word", bound=str)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroRows:
-    """A table of zeros that takes no memory, and no room on disk when written: for trying sizes."""
+    """A table of zeros that takes no memory, and no disk space when written, for trying sizes."""
 
     rows: int
     dim: int
@@ -41,8 +41,10 @@ class ZeroRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableSet:
-    """Tables and their rows. ``matrices``: by group name, (rows of the group, columns) as `formats.LAYOUTS` says;
-    read-only unless ``is_writable``."""
+    """Tables and their rows.
+
+    `matrices`: by group name, (rows of the group, columns) as in `formats.LAYOUTS`; read-only unless `is_writable`.
+    """
 
     tables: tuple[Table, ...]
     groups: tuple[TableGroup, ...]
@@ -51,15 +53,15 @@ class TableSet:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows."""
+        """Size of all rows in bytes."""
         return sum(group.rows * row_bytes(group.dim, group.format) for group in self.groups)
 
 
 def group_tables(tables: Mapping[str, tuple[Table, RowFormat]]) -> tuple[TableGroup, ...]:
-    """Tables of equal format and width together, in the order given.
+    """Group tables of equal format and width, in the order given.
 
     Groups whose rows are multiples of a large power of two come first, so that each matrix of the file starts at one
-    and rows do not straddle more cache lines than they must.
+    and rows do not straddle more cache lines than necessary.
     """
     members: dict[tuple[RowFormat, int], list[Table]] = {}
     for table, row_format in tables.values():
@@ -82,9 +84,9 @@ def write_tables(
     formats: RowFormat | Mapping[str, RowFormat] = "float32",
     out_of_range: OutOfRange | Mapping[str, OutOfRange] = "error",
 ) -> tuple[TableGroup, ...]:
-    """Write tables, (rows, D) float32 each, by name. ``formats`` and ``out_of_range``: for all, or by table name.
+    """Write tables, (rows, D) float32 each, by name. `formats` and `out_of_range`: for all, or by table name.
 
-    Needs a chunk of memory, not a second copy. Raises ValueError for a table that can not be stored.
+    Needs memory for a chunk, not for a second copy. Raises ValueError for a table that cannot be stored.
     """
     records = _records(tables, formats, out_of_range)
     groups = group_tables(records)
@@ -104,7 +106,7 @@ def pack_tables(
     formats: RowFormat | Mapping[str, RowFormat] = "float32",
     out_of_range: OutOfRange | Mapping[str, OutOfRange] = "error",
 ) -> TableSet:
-    """What `write_tables` and `open_tables` give, in memory."""
+    """Return in memory what `write_tables` and then `open_tables` would produce."""
     records = _records(tables, formats, out_of_range)
     groups = group_tables(records)
     matrices = {
@@ -116,10 +118,10 @@ def pack_tables(
 
 
 def open_tables(path: Path, *, copy_on_write: bool = False, ahead: bool = False) -> TableSet:
-    """Map a file of tables; nothing but its header is read. See `container.map_container` for ``copy_on_write``,
-    ``ahead`` and what must not be done to the file.
+    """Map a file of tables, reading only its header.
 
-    Raises `BadTableFile`, FileNotFoundError.
+    See `container.map_container` for `copy_on_write`, `ahead` and what must not be done to the file. Raises
+    `BadTableFile`, FileNotFoundError.
     """
     container = map_container(path, copy_on_write=copy_on_write, ahead=ahead)
     try:
@@ -211,7 +213,7 @@ def _to_json(tables: tuple[Table, ...], groups: tuple[TableGroup, ...]) -> dict[
 
 
 def _from_json(data: Any) -> tuple[tuple[Table, ...], tuple[TableGroup, ...]]:
-    """Raises KeyError, TypeError or ValueError for what `_to_json` would not have written."""
+    """Parse the output of `_to_json`. Raises KeyError, TypeError or ValueError for anything else."""
     if data["version"] != _VERSION:
         raise ValueError(f"version {data['version']!r} is not {_VERSION}")
     tables = {}
@@ -242,7 +244,7 @@ def _count(value: Any, *, min_value: int = 1) -> int:
 
 
 def _check_groups(path: Path, tables: tuple[Table, ...], groups: tuple[TableGroup, ...]) -> None:
-    """Every table lies in one group of its width."""
+    """Check that every table is in one group of its width."""
     dims = {table.name: table.dim for table in tables}
     held = [part.table for group in groups for part in group.slices]
     if sorted(held) != sorted(dims) or len({group.name for group in groups}) != len(groups):

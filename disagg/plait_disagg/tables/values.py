@@ -1,4 +1,4 @@
-"""The records of embedding tables: how rows are stored and what is looked up. No input or output here."""
+"""The records of embedding tables: how rows are stored and what is looked up. No I/O here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ by hash."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """One embedding table as the model has it; ``name`` is the module's dotted name (``tables.genres``)."""
+    """One embedding table of the model; `name` is the module's dotted name (`tables.genres`)."""
 
     name: str
     rows: int
@@ -30,7 +30,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSlice:
-    """Where a table's rows lie in its group: rows ``first : first + rows`` of the group's matrix."""
+    """Location of a table's rows in its group: rows `first : first + rows` of the group's matrix."""
 
     table: str
     first: int
@@ -39,9 +39,9 @@ class GroupSlice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableGroup:
-    """Tables of equal width and format: one matrix ``(sum of rows, D)``, so that one fused lookup serves them all.
+    """Tables of equal width and format: one matrix `(sum of rows, D)`, so that one fused lookup serves them all.
 
-    ``version`` counts the refreshes of its rows (none yet: 0).
+    `version` counts the refreshes of its rows (none yet: 0).
     """
 
     name: str
@@ -58,7 +58,7 @@ class TableGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lookup:
-    """One use of a table. ``name`` is the value that it makes: (rows, D) pooled; mode rows: ids' shape + (D,)."""
+    """One use of a table. `name` is the value that it makes: (rows, D) pooled; mode rows: ids' shape + (D,)."""
 
     name: str
     table: str
@@ -66,5 +66,5 @@ class Lookup:
 
 
 def row_bytes(dim: int, format: RowFormat) -> int:  # noqa: A002  (the word of the field)
-    """Bytes of one stored row."""
+    """Return the bytes of one stored row."""
     return {"float32": 4 * dim, "float16": 2 * dim, "int8": dim + 8}[format]

@@ -1,4 +1,4 @@
-"""New rows into matrices that are being read: what a refresh does to them, and what can be done before."""
+"""Writing new rows into matrices that are being read: how a refresh does it, and what can be done beforehand."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ _PAGE_BYTES = 4096
 
 
 def write_rows(matrix: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -> None:
-    """Row ``ids[i]`` (k,) int64, distinct, of a `TableSet`'s writable matrix becomes ``rows[i]`` (k, columns) of its
-    dtype. Nobody may look rows up meanwhile."""
+    """Write `rows[i]` (k, columns) to row `ids[i]` (k,) int64, distinct, of a `TableSet`'s writable matrix.
+
+    The rows are of the matrix's dtype. No lookup may run meanwhile.
+    """
     matrix.index_copy_(0, ids, rows)
 
 
 def touch_pages(matrix: torch.Tensor, ids: torch.Tensor) -> None:
-    """Makes the pages on which those rows begin and end this process's own, so that `write_rows` need not wait for the
-    kernel to copy them (one or two microseconds each, and more where the file is not in memory).
+    """Copy the pages on which those rows begin and end into this process's memory, so that `write_rows` need not wait.
 
-    Others may look rows up meanwhile, but none may be written: a byte of each page is written as it was read.
+    The kernel would otherwise copy them then (one or two microseconds each, and more where the file is not in
+    memory). Lookups may run meanwhile, but no row may be written: a byte of each page is written back as it was
+    read.
     """
     row_bytes = matrix.shape[1] * matrix.element_size()
     start = matrix.data_ptr()

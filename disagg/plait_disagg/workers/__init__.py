@@ -1,1 +1,1 @@
-"""Workers that answer ranking requests: the two halves of a model, together or apart."""
+"""Workers that answer ranking requests: the two halves of a model, together or separate."""

@@ -1,8 +1,8 @@
 """The CN's core: the sparse half here, the dense half at an HN over the fabric.
 
-The compute thread runs the sparse half of a batch, sends what crosses and goes on with the next batch while the HN
-computes. A window bounds how many batches are at an HN at once (`window.py`), and while all windows are full, requests
-gather into larger batches. What an HN takes with it when it is lost is asked once more of another one.
+The compute thread runs the sparse half of a batch, sends what crosses and continues with the next batch while the HN
+computes. A window bounds how many batches are at an HN at once (`window.py`), and while all windows are full,
+requests collect into larger batches. Batches in flight at an HN that is lost are sent once more, to another one.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _LOOK_S = 0.5
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _SentBatch:
-    """What is at an HN. Times are moments of the core's clock."""
+    """A batch in flight at an HN. Times are on the core's clock."""
 
     jobs: list[RankJob]
     began_s: float
@@ -63,7 +63,7 @@ class _SentBatch:
 
 
 class CnCore:
-    """A core whose dense half is elsewhere."""
+    """A core whose dense half is in another process."""
 
     def __init__(
         self,
@@ -79,8 +79,11 @@ class CnCore:
         backoff: Backoff | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Starts at once; ``connect`` reaches an HN, of which there are ``hns``, or as many as are found up to
-        ``max_hns``; ``dense_version`` is what they are to compute with."""
+        """Start the core at once.
+
+        `connect` reaches an HN, of which there are `hns`, or as many as are found up to `max_hns`; `dense_version`
+        is the version they must compute with.
+        """
         self._card = card
         self._sparse = sparse
         self._source = _row_source(sparse)
@@ -124,45 +127,51 @@ class CnCore:
 
     @property
     def card(self) -> ModelCard:
-        """See `Core.card`."""
+        """The model's card."""
         return self._card
 
     @property
     def alive(self) -> bool:
-        """See `Core.alive`. A lost HN is no reason to replace the CN."""
+        """Whether the core can go on. A lost HN is no reason to replace the CN."""
         return self._loop.alive
 
     def submit(self, job: RankJob) -> None:
-        """See `Core.submit`."""
+        """Queue the job for the next batch."""
         if self._stopping:
             raise WorkerUnavailable("the worker is stopping")
         self._loop.put(job)
 
     def cancel(self, job: RankJob) -> None:
-        """See `Core.cancel`."""
+        """Mark the job as abandoned."""
         job.gone = True
 
     def reconfigure(self, knobs: WorkerKnobs) -> None:
-        """Holds from the next batch on."""
+        """Apply new knobs from the next batch on."""
         self._knobs = knobs
         self._loop.reconfigure(knobs)
 
     def prepare(self, change: PreparedUpdate) -> None:
-        """See `Changing`: nobody asks for a dense version here."""
+        """Do nothing: a CN serves no dense version."""
 
     def apply_update(self, change: PreparedUpdate) -> None:
-        """See `Changing`. What is at an HN by then is answered by the old version, or asked again by the new one."""
+        """Apply the change between two batches.
+
+        Batches at an HN by then are answered by the old version, or sent again for the new one.
+        """
         self._between.change(lambda: self._apply_update(change))
 
     def ready(self) -> str | None:
-        """See `Core.ready`."""
+        """Return None if a request would be answered now, otherwise what is missing."""
         if not self._loop.alive:
             return "the compute thread has died"
         return None if self._client.up else f"no HN: {self._client.why_down}"
 
     def metrics(self) -> Mapping[str, float]:
-        """As a whole worker's; bytes and lost batches so far; HNs connected and batches there now; if rows cross, what
-        their caches did; what HNs count."""
+        """Return metrics of a whole worker, plus those of the wire, the caches and the HNs.
+
+        Bytes and lost batches so far; HNs connected and batches there now; if rows cross, the counters of their
+        caches; the counters of the HNs.
+        """
         loop = self._loop
         return {
             "requests_total": loop.items,
@@ -183,7 +192,7 @@ class CnCore:
         }
 
     def stop(self, *, drain_s: float) -> None:
-        """See `Core.stop`."""
+        """Stop the core, its compute thread and its HN connections."""
         until_s = time.monotonic() + drain_s
         self._stopping = True
         self._loop.close()
@@ -214,7 +223,7 @@ class CnCore:
             sender.invalidate(change.row_ids)
 
     def _wait_for_room(self) -> None:
-        """Returns when a window has room, or when there is no HN at all: then requests fail at once."""
+        """Wait until a window has room, or until there is no HN at all: then requests fail at once."""
         client = self._client
         if client.best() is not None or not client.up:
             return
@@ -253,7 +262,7 @@ class CnCore:
             raise
 
     def _sender(self, connection: Connection[_SentBatch], pool: Pool, knobs: WorkerKnobs) -> RowSender:
-        """The connection's, which begins anew with every channel and when its knobs change."""
+        """Return the connection's row sender, which starts afresh on every new channel and when its knobs change."""
         assert self._source is not None
         key = (pool, knobs.cache_rows, knobs.cache, knobs.wire)
         found = self._senders.get(connection)
@@ -349,7 +358,10 @@ class CnCore:
         )
 
     def _failed(self, connection: Connection[_SentBatch], batch: _SentBatch, error: RankError) -> None:
-        """A fault hurts only its own request: the others are asked again, each alone. An HN that stops has no fault."""
+        """Handle a failed batch: a fault affects only its own request, so the others are sent again, each alone.
+
+        An HN that is stopping is not a fault.
+        """
         if isinstance(error, WorkerUnavailable | Busy):
             connection.rest()
             self._ask_another(batch, error)
@@ -372,8 +384,10 @@ class CnCore:
             self._ask_another(batch, WorkerUnavailable(f"the HN: {why}"))
 
     def _ask_another(self, batch: _SentBatch, error: RankError) -> None:
-        """Ranking changes nothing anywhere, so what an HN lost is asked once more, if another HN is there. The queue
-        gives up those whose deadline passed meanwhile."""
+        """Send a lost batch once more if another HN is there: ranking has no side effects.
+
+        The queue gives up requests whose deadline has passed meanwhile.
+        """
         for job in batch.jobs:
             job.tries += 1
             if job.tries > 1 or self._stopping or not self._client.up:
@@ -387,5 +401,5 @@ class CnCore:
 
 
 def _row_source(sparse: SparseHalf) -> RowSource | None:
-    """The half, if bare rows of it cross."""
+    """Return the half if bare rows of it cross."""
     return sparse if isinstance(sparse, RowSource) and sparse.row_ports else None

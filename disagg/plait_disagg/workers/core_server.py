@@ -1,4 +1,4 @@
-"""The fabric's face of a core: ingress processes send requests over channels and get answers back."""
+"""The fabric's face of a core: ingress processes send requests over channels and receive answers."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _LAST_SENDS_S = 0.2
 
 
 class CoreServer:
-    """Serves a core on listeners, which it owns, as it does the core."""
+    """Serves a core on listeners. Owns the listeners and the core."""
 
     def __init__(self, core: Core, listeners: Sequence[Listener]) -> None:
-        """Starts at once."""
+        """Start serving at once."""
         self._core = core
         self._card = core.card
         self._layout = layout_of_inputs(core.card.inputs)
@@ -57,7 +57,7 @@ class CoreServer:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where it listens."""
+        """Addresses on which it listens."""
         return self._server.addresses
 
     @property
@@ -67,15 +67,15 @@ class CoreServer:
 
     @property
     def channels(self) -> int:
-        """Clients now."""
+        """Number of clients connected now."""
         return self._server.peers
 
     def announce(self) -> None:
-        """The core has become another version: clients are told."""
+        """Notify clients of the core's new version."""
         self._server.announce(version_header(self._core.card.version))
 
     def stop(self, *, drain_s: float) -> None:
-        """Accepts nothing new, answers what was accepted within ``drain_s``, hangs up. Idempotent."""
+        """Accept nothing new, answer within `drain_s` what was accepted, and close the channels. Idempotent."""
         self._server.close_listeners()
         self._core.stop(drain_s=drain_s)
         until_s = time.monotonic() + _LAST_SENDS_S
@@ -122,18 +122,18 @@ class CoreServer:
 
 
 class _PeerSink:
-    """Sends outcomes to one client; their jobs' tickets are its numbers."""
+    """Sends outcomes to one client; the tickets of their jobs are its request numbers."""
 
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
         self.jobs: dict[int, RankJob] = {}
 
     def deliver(self, outcomes: Sequence[tuple[RankJob, Outcome]]) -> None:
-        """See `Sink`."""
+        """Send the outcomes to the client in one message."""
         self._send([(job.ticket, outcome) for job, outcome in outcomes if isinstance(job.ticket, int)])
 
     def refuse(self, number: int, error: RankError) -> None:
-        """The outcome of a request that never became a job."""
+        """Send the outcome of a request that never became a job."""
         self._send([(number, error)])
 
     def _send(self, numbered: Sequence[tuple[int, Outcome]]) -> None:

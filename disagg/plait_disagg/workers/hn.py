@@ -1,8 +1,8 @@
-"""The HN worker: crossing tensors of batches come in over channels from CNs, outputs go back.
+"""The HN worker: crossing tensors of batches arrive over channels from CNs, outputs go back.
 
-Batches that wait at the same time are laid end to end and computed as one, as far as their deadlines bear it. None is
-refused: a batch holds requests of several deadlines, and its CN has judged each. A batch that comes alone to an idle HN
-is computed by the thread that received it, which spares it a hop to another thread.
+Batches that wait at the same time are joined and computed as one, as far as their deadlines allow. None is
+rejected: a batch holds requests of several deadlines, and its CN has checked each. A batch that arrives alone at an
+idle HN is computed by the thread that received it, which saves a hop to another thread.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _CATCH_UP_S = 1.0
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Dense:
-    """One batch of a CN. Its tensors may view ``message``, which is released with the answer."""
+    """One batch of a CN. Its tensors may view `message`, which is released with the answer."""
 
     peer: Peer
     message: Message
@@ -95,9 +95,12 @@ class HnWorker:
         knobs: WorkerKnobs | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Starts at once. ``dense`` is of ``dense_version``, ``earlier`` are older ones that CNs may still ask for,
-        newest last; ``catch_up`` is called when a CN asks for a version that
-        is not here, on the compute thread, and may `prepare` and `apply_update` it."""
+        """Start the worker at once.
+
+        `dense` is of `dense_version`, `earlier` are older ones that CNs may still request, newest last; `catch_up`
+        is called, on the compute thread, when a CN requests a version that is not here, and may `prepare` and
+        `apply_update` it.
+        """
         self._held = (*(earlier or {}).items(), (dense_version, dense))[-KEPT:]
         self._prepared: tuple[tuple[str, DenseHalf], ...] = ()
         self._catch_up = catch_up
@@ -123,7 +126,7 @@ class HnWorker:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where it listens."""
+        """Addresses on which it listens."""
         return self._server.addresses
 
     @property
@@ -133,30 +136,33 @@ class HnWorker:
 
     @property
     def channels(self) -> int:
-        """CNs connected now."""
+        """Number of CNs connected now."""
         return self._server.peers
 
     def reconfigure(self, knobs: WorkerKnobs) -> None:
-        """Holds from the next batch on."""
+        """Apply new knobs from the next batch on."""
         self._loop.reconfigure(knobs)
 
     def prepare(self, change: PreparedUpdate) -> None:
-        """See `Changing`."""
+        """Make a new dense version available beside the current one."""
         self._prepared = () if change.dense is None else ((change.dense_version, change.dense),)
 
     def apply_update(self, change: PreparedUpdate) -> None:
-        """See `Changing`: the last two dense versions stay, because CNs change over one after the other."""
+        """Switch to the prepared version. The last two dense versions stay, because CNs switch one after the other."""
         if change.dense is not None:
             self._held = (*self._held, (change.dense_version, change.dense))[-KEPT:]
         self._prepared = ()  # last: a batch must find its version at every moment
 
     def ready(self) -> str | None:
-        """None when a batch would be computed now."""
+        """Return None if a batch would be computed now."""
         return None if self.alive else "the compute thread has died"
 
     def metrics(self) -> Mapping[str, float]:
-        """``asked_total`` batches of CNs were computed as ``batches_total``; they waited ``queued_seconds_total``, and
-        were here for ``stay_seconds_total`` in all. ``window``: how many CNs may have here now."""
+        """Return the worker's metrics.
+
+        `asked_total` batches of CNs were computed as `batches_total`; they waited `queued_seconds_total`, and spent
+        `stay_seconds_total` here in all. `window`: how many batches CNs may have here now.
+        """
         loop = self._loop
         return {
             "asked_total": loop.items,
@@ -171,7 +177,7 @@ class HnWorker:
         }
 
     def stop(self, *, drain_s: float) -> None:
-        """Accepts no new CN, answers what has arrived within ``drain_s``, hangs up. Idempotent."""
+        """Accept no new CN, answer within `drain_s` what has arrived, and close the channels. Idempotent."""
         self._server.close_listeners()
         self._loop.close()
         if not self._loop.join(drain_s):
@@ -194,8 +200,10 @@ class HnWorker:
             item.fail(error)
 
     def _with_rows(self, peer: Peer, ask: DenseAsk) -> DenseAsk:
-        """Here and not when the batch's turn comes: caches follow the order of the messages, and a slot may hold
-        another row by then."""
+        """Decode the rows of a batch on arrival, not when it is computed.
+
+        Caches follow the order of the messages, and a slot may hold another row by then.
+        """
         if ask.hot is None:
             return ask
         receiver = self._hot.setdefault(peer.number, RowReceiver())
@@ -238,7 +246,7 @@ class HnWorker:
             item.fail(as_rank_error(error))
 
     def _dense(self, version: str) -> DenseHalf:
-        """Raises `WorkerUnavailable` if it is not here, and can not be got."""
+        """Return the dense half of that version. Raises `WorkerUnavailable` if it is not here and cannot be loaded."""
         found = self._find(version)
         now_s = self._clock()
         if found is None and self._catch_up is not None and now_s - self._caught_up_s > _CATCH_UP_S:
@@ -254,7 +262,7 @@ class HnWorker:
         return next((dense for name, dense in (*self._prepared, *self._held) if name == version), None)
 
     def _answer(self, item: _Dense, outputs: Mapping[str, torch.Tensor], began_s: float, seconds: float) -> None:
-        """Never raises: others of the batch may have their answers already."""
+        """Send the answer. Never raises: others of the batch may already have their answers."""
         self._stay_s += began_s + seconds - item.came_s
         try:
             peer = item.peer
@@ -269,6 +277,6 @@ class HnWorker:
 
 
 def _end_to_end(items: Sequence[_Dense]) -> dict[str, torch.Tensor]:
-    """One batch of several: rows of users and rows of candidates each keep the order of the requests."""
+    """Join several batches into one: rows of users and rows of candidates each keep the order of the requests."""
     first = items[0].ask.crossing
     return {name: torch.cat([item.ask.crossing[name] for item in items]) for name in first}

@@ -15,7 +15,7 @@ __all__ = ["CoreRanker"]
 
 
 class CoreRanker:
-    """A `Ranker` around any core, which belongs to it."""
+    """A `Ranker` around any core, which it owns."""
 
     def __init__(self, core: Core) -> None:
         self.core = core
@@ -23,11 +23,11 @@ class CoreRanker:
 
     @property
     def card(self) -> ModelCard:
-        """See `Ranker.card`; raises `WorkerUnavailable` while no worker has said it yet."""
+        """The model's card. Raises `WorkerUnavailable` until a worker has reported it."""
         return self.core.card
 
     async def rank(self, request: RankRequest) -> RankAnswer:
-        """See `Ranker.rank`."""
+        """Submit the request to the core and await its outcome; cancelling the task cancels the job."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[RankAnswer] = loop.create_future()
         job = RankJob(request=request, sink=self._sink_of(loop), ticket=future)
@@ -45,15 +45,15 @@ class CoreRanker:
                 timer.cancel()
 
     async def ready(self) -> str | None:
-        """See `Ranker.ready`."""
+        """Return None if a request would be answered now, otherwise what is missing."""
         return self.core.ready()
 
     def metrics(self) -> Mapping[str, float]:
-        """See `Ranker.metrics`."""
+        """Return the core's metrics."""
         return self.core.metrics()
 
     async def close(self, *, drain_s: float) -> None:
-        """See `Ranker.close`."""
+        """Stop the core on a thread, without blocking the event loop."""
         await asyncio.to_thread(self.core.stop, drain_s=drain_s)
 
     def _sink_of(self, loop: asyncio.AbstractEventLoop) -> _LoopSink:
@@ -63,13 +63,13 @@ class CoreRanker:
 
 
 class _LoopSink:
-    """Resolves futures of one event loop; their jobs' tickets are the futures."""
+    """Resolves futures of one event loop; the tickets of their jobs are the futures."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
 
     def deliver(self, outcomes: Sequence[tuple[RankJob, Outcome]]) -> None:
-        """See `Sink`. One wake-up of the loop for all; a loop that is closed waits for nothing."""
+        """Resolve the futures with one wake-up of the loop for all; if the loop is closed, nothing waits for them."""
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(_resolve, outcomes)
 

@@ -1,4 +1,4 @@
-"""The worker's side of a refresh: stages updates, switches to them, and follows the package's journal by itself."""
+"""The worker's side of a refresh: stages updates, switches to them, and follows the package's journal on its own."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ _log = logging.getLogger(__name__)
 
 
 class Refresher:
-    """Keeps a worker and its `LivePackage` at one version. Any thread may call; they take turns."""
+    """Keeps a worker and its `LivePackage` at one version. Thread-safe: calls are serialized."""
 
     def __init__(
         self, live: LivePackage, worker: Refreshable, *, on_version: Callable[[str], None] = lambda _: None
     ) -> None:
-        """``worker`` serves the halves of ``live``, which belongs to this object from now on. ``on_version`` hears of
-        every version that the worker has switched to."""
+        """Take over `live`, whose halves `worker` serves.
+
+        `on_version` is called with every version that the worker has switched to.
+        """
         self._live = live
         self._worker = worker
         self._on_version = on_version
@@ -37,11 +39,11 @@ class Refresher:
 
     @property
     def version(self) -> str:
-        """What the worker serves."""
+        """The version that the worker serves."""
         return self._live.version
 
     def stage(self, folder: Path) -> None:
-        """Makes the update at ``folder`` ready; what is served stays. Raises `BadUpdate`."""
+        """Prepare the update at `folder`; what is served stays. Raises `BadUpdate`."""
         with self._refresh_lock:
             manifest = read_update_manifest(folder)
             if manifest.version == self._live.version:
@@ -51,8 +53,10 @@ class Refresher:
             self._staged = run_on_own_thread(partial(self._prepared_quietly, folder))
 
     def switch(self, version: str) -> None:
-        """Serves the version that was staged, or, after a restart or a publisher's death, is in the journal. Raises
-        `NotPublished` if it is neither, `BadUpdate`."""
+        """Switch to the version that was staged or, after a restart or a publisher's death, is in the journal.
+
+        Raises `NotPublished` if it is neither, `BadUpdate`.
+        """
         with self._refresh_lock:
             staged, self._staged = self._staged, None
             if self._live.version == version:
@@ -65,15 +69,14 @@ class Refresher:
                 raise NotPublished(f"this worker is at version {self._live.version} and knows no way to {version}")
 
     def is_behind(self) -> bool:
-        """Whether the journal has updates that the worker does not serve yet. Reads one small file."""
+        """Return whether the journal has updates that the worker does not serve yet. Reads one small file."""
         try:
             return bool(self._journal.after(self._live.version))
         except RefreshError:
             return False
 
     def catch_up(self) -> None:
-        """Serves what the journal says. Never raises: a worker that can not follow stays where it is, and says so in
-        its log."""
+        """Apply the journal's updates. Never raises: a worker that cannot keep its version and logs why."""
         try:
             with self._refresh_lock:
                 self._follow()
@@ -88,7 +91,7 @@ class Refresher:
             self._apply_update(self._prepared(folder))
 
     def _prepared_quietly(self, folder: Path) -> PreparedUpdate:
-        """Nobody waits for it, and requests want the cores."""
+        """Prepare an update on one thread at low priority: nobody waits for it, and requests need the cores."""
         set_threads(1)
         lower_priority()
         return self._prepared(folder)

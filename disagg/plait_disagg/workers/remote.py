@@ -41,7 +41,7 @@ _MAX_WAY = 0.25
 
 
 class RemoteCore:
-    """A core that passes jobs on. Sends from the thread that submits, which costs it some tens of microseconds."""
+    """A core that passes jobs on. It sends on the submitting thread, at a cost of some tens of microseconds."""
 
     def __init__(
         self,
@@ -54,8 +54,10 @@ class RemoteCore:
         answer_timeout_s: float = 30.0,
         backoff: Backoff | None = None,
     ) -> None:
-        """Starts to connect at once, to ``replicas`` workers, or as many as there are up to ``max_replicas``.
-        ``window``: requests at one of them; more are refused as `Busy`."""
+        """Connect at once to `replicas` workers, or as many as there are up to `max_replicas`.
+
+        `window`: requests in flight to one of them; more are rejected with `Busy`.
+        """
         self._model = model
         self._window = window
         self._card: ModelCard | None = None
@@ -86,18 +88,18 @@ class RemoteCore:
 
     @property
     def card(self) -> ModelCard:
-        """See `Core.card`."""
+        """The model's card, as reported by a worker."""
         if self._card is None:
             raise WorkerUnavailable(f"model {self._model} is starting: {self._client.why_down}")
         return self._card
 
     @property
     def alive(self) -> bool:
-        """See `Core.alive`."""
+        """False once the core is stopping; lost workers are no reason to replace it."""
         return not self._stopping
 
     def submit(self, job: RankJob) -> None:
-        """See `Core.submit`."""
+        """Send the job to the worker with the fewest open requests."""
         if self._stopping:
             raise WorkerUnavailable("the server is stopping")
         self._requests += 1
@@ -120,14 +122,17 @@ class RemoteCore:
             raise BadInput(f"the request does not fit model {self._model}: {error}") from error
 
     def _due_there_s(self, job: RankJob) -> float | None:
-        """When the worker must be done for the answer to be here in time. The worker does not see what goes by in
-        channels, and on busy cores that is milliseconds; here it is what an answer took beyond the worker's timings."""
+        """Return when the worker must be done for the answer to arrive here in time.
+
+        The worker does not see the time spent in channels, which is milliseconds on busy cores; here it is estimated
+        as what an answer took beyond the worker's timings.
+        """
         if job.due_s is None:
             return None
         return job.due_s - min(self._way.likely_s, _MAX_WAY * max(0.0, job.due_s - time.monotonic()))
 
     def cancel(self, job: RankJob) -> None:
-        """See `Core.cancel`."""
+        """Withdraw the job's open request and notify its worker."""
         job.gone = True
         for connection in self._client.connections:
             number = connection.withdraw(job)
@@ -136,12 +141,15 @@ class RemoteCore:
                     connection.send(bare(cancel_header(number)))
 
     def ready(self) -> str | None:
-        """See `Core.ready`."""
+        """Return None if a request would be answered now, otherwise what is missing."""
         return None if self._client.up else f"model {self._model}: {self._client.why_down}"
 
     def metrics(self) -> Mapping[str, float]:
-        """Requests sent, and lost with a worker, so far; workers connected and requests at them now; what the workers
-        count, as of their last answers."""
+        """Return the ingress's and the workers' metrics.
+
+        Requests sent, and lost with a worker, so far; workers connected and requests at them now; the workers'
+        counters, as of their last answers.
+        """
         return {
             "sent_total": self._requests,
             "lost_total": self._lost,
@@ -151,7 +159,7 @@ class RemoteCore:
         }
 
     def stop(self, *, drain_s: float) -> None:
-        """See `Core.stop`."""
+        """Reject new jobs, wait up to `drain_s` for open requests, and close the lines."""
         self._stopping = True
         until_s = time.monotonic() + drain_s
         while self._client.open_calls and time.monotonic() < until_s:
@@ -203,8 +211,7 @@ class RemoteCore:
             self._ask_another(job, WorkerUnavailable(why))
 
     def _ask_another(self, job: RankJob, error: RankError) -> None:
-        """Ranking changes nothing anywhere, so what a worker lost is asked once more, if another worker is there and
-        somebody still waits for the answer."""
+        """Send a job once more if another worker is there and its client still waits: ranking has no side effects."""
         job.tries += 1
         try:
             if job.due_s is not None and time.monotonic() > job.due_s:
@@ -230,7 +237,7 @@ class RemoteRanker(CoreRanker):
         answer_timeout_s: float = 30.0,
         backoff: Backoff | None = None,
     ) -> None:
-        """See `RemoteCore`."""
+        """Start a `RemoteCore` with these arguments."""
         super().__init__(
             RemoteCore(
                 model,

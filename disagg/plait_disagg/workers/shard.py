@@ -1,6 +1,6 @@
-"""A shard worker: serves lookups in its tables to whoever connects.
+"""A shard worker: serves lookups in its tables to any authenticated client.
 
-One thread per client receives, looks up and answers. Lookups take turns, each of them in one version of the rows.
+One thread per client receives, looks up and answers. Lookups are serialized, each seeing one version of the rows.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _SEND_S = 1.0
 
 
 class ShardWorker:
-    """Serves ``served`` tables over the listeners, which it owns. ``version`` counts the refreshes of the rows."""
+    """Serves the tables `served` over the listeners, which it owns. `version` counts the refreshes of the rows."""
 
     def __init__(
         self, tables: Tables, served: Sequence[Table], listeners: Sequence[Listener], *, version: int = 0
     ) -> None:
-        """Starts at once."""
+        """Start the worker at once."""
         self._tables = tables
         self._version = version
         # Tables may remember lookups by identity, so each one is made once.
@@ -52,16 +52,16 @@ class ShardWorker:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where it listens."""
+        """Addresses on which it listens."""
         return tuple(listener.address for listener in self._listeners)
 
     def replace(self, tables: Tables, *, version: int) -> None:
-        """Serves those from the next lookup on. They must have the tables that are served now."""
+        """Serve `tables` from the next lookup on. They must include the tables that are served now."""
         with self._lookup_lock:
             self._tables, self._version = tables, version
 
     def stop(self) -> None:
-        """Hangs up on everybody. Idempotent."""
+        """Stop listening and close all channels. Idempotent."""
         with self._lock:
             self._stopped = True
             channels = list(self._channels)

@@ -21,7 +21,7 @@ __all__ = ["WholeCore", "WholeRanker"]
 
 
 class WholeCore:
-    """A core that computes both halves on its one thread."""
+    """A core that computes both halves on its only thread."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class WholeCore:
         knobs: WorkerKnobs | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Starts at once; the halves belong to it from now on."""
+        """Start the core at once; it owns the halves from now on."""
         self._card = card
         self._sparse = sparse
         self._dense = dense
@@ -45,39 +45,39 @@ class WholeCore:
 
     @property
     def card(self) -> ModelCard:
-        """See `Core.card`."""
+        """The model's card."""
         return self._card
 
     @property
     def alive(self) -> bool:
-        """See `Core.alive`."""
+        """Whether the compute thread is running."""
         return self._loop.alive
 
     def submit(self, job: RankJob) -> None:
-        """See `Core.submit`."""
+        """Queue the job for the next batch."""
         self._loop.put(job)
 
     def cancel(self, job: RankJob) -> None:
-        """See `Core.cancel`."""
+        """Mark the job as abandoned."""
         job.gone = True
 
     def reconfigure(self, knobs: WorkerKnobs) -> None:
-        """Holds from the next batch on."""
+        """Apply new knobs from the next batch on."""
         self._loop.reconfigure(knobs)
 
     def prepare(self, change: PreparedUpdate) -> None:
-        """See `Changing`: nobody asks for a dense version here."""
+        """Do nothing: no dense version is requested from a whole worker."""
 
     def apply_update(self, change: PreparedUpdate) -> None:
-        """See `Changing`: both halves at once."""
+        """Replace both halves at once, between two batches."""
         self._between.change(lambda: self._apply_update(change))
 
     def ready(self) -> str | None:
-        """See `Core.ready`."""
+        """Return None if a request would be answered now, otherwise what is missing."""
         return None if self._loop.alive else "the compute thread has died"
 
     def metrics(self) -> Mapping[str, float]:
-        """``requests``, ``batches`` and ``rows`` so far, ``waiting`` now, seconds of computing."""
+        """Return `requests`, `batches` and `rows` so far, `waiting` now, and seconds of computing."""
         loop = self._loop
         return {
             "requests_total": loop.items,
@@ -90,7 +90,7 @@ class WholeCore:
         }
 
     def stop(self, *, drain_s: float) -> None:
-        """See `Core.stop`."""
+        """Reject new jobs, wait `drain_s` for the accepted ones, and fail the rest."""
         self._loop.close()
         if not self._loop.join(drain_s):
             self._loop.abandon(WorkerUnavailable("the worker was stopped"))
@@ -138,5 +138,5 @@ class WholeRanker(CoreRanker):
     def __init__(
         self, card: ModelCard, sparse: SparseHalf, dense: DenseHalf, *, knobs: WorkerKnobs | None = None
     ) -> None:
-        """See `WholeCore`."""
+        """Start a `WholeCore` with these arguments."""
         super().__init__(WholeCore(card, sparse, dense, knobs=knobs))

@@ -1,1 +1,1 @@
-"""What a network link costs: parameters, ports, calibration, and channels at a link's pace."""
+"""The cost of a network link: parameters, ports, calibration, and channels that run at a link's speed."""

@@ -1,11 +1,11 @@
 """Link parameters from measurements: output of perftest (ib_send_lat, ib_write_lat, ib_send_bw, ib_write_bw) or a CSV.
 
-Latencies are one-way (perftest prints half a round trip, and its median as ``t_typical``). Small ones are fitted by
+Latencies are one-way (perftest prints half a round trip, and its median as `t_typical`). Small ones are fitted by
 LogGP: two lines with one slope, below and above the inline limit; large ones by alpha + n / beta, with beta from a
-bandwidth test if there is one. Errors count relative to the value, so that every size has a say. What no measurement of
-this kind can show is taken from a base link and says so.
+bandwidth test if there is one. Errors are relative to the value, so that every size carries weight. Parameters that
+no measurement of this kind can show are taken from a base link, and their source is recorded as such.
 
-The CSV has a head of ``bytes`` and one or more of ``latency_us``, ``bandwidth_gbit_per_s``, ``rate_per_s``; cells may
+The CSV header has `bytes` and one or more of `latency_us`, `bandwidth_gbit_per_s`, `rate_per_s`; cells may
 be empty.
 """
 
@@ -38,12 +38,12 @@ _LARGE_BYTES = 65_536
 
 
 class BadMeasurement(ValueError):
-    """A measurement file can not be read or makes no sense."""
+    """A measurement file cannot be read or is inconsistent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSample:
-    """One line of a measurement; what it did not measure is None."""
+    """One line of a measurement; values that were not measured are None."""
 
     nbytes: int
     latency_s: float | None = None
@@ -53,14 +53,14 @@ class LinkSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements:
-    """What a file holds. ``inline_bytes``: what it says of the inline limit."""
+    """The contents of a file. `inline_bytes`: the inline limit that it reports."""
 
     samples: tuple[LinkSample, ...]
     inline_bytes: int | None = None
 
 
 def parse_measurements(text: str) -> Measurements:
-    """Reads either kind of file. Raises `BadMeasurement`, which names the line."""
+    """Parse either kind of file. Raises `BadMeasurement`, which names the line."""
     if len(text) > _LONGEST_TEXT:
         raise BadMeasurement(f"longer than {_LONGEST_TEXT} characters")
     if "#bytes" in text:
@@ -69,7 +69,7 @@ def parse_measurements(text: str) -> Measurements:
 
 
 def calibrate(name: str, found: Iterable[Measurements], base: SourcedLink, *, source: str) -> SourcedLink:
-    """A link that fits the measurements. ``source``: what to call them. Raises `BadMeasurement`, `BadLink`."""
+    """Return a link fitted to the measurements. `source`: what to call them. Raises `BadMeasurement`, `BadLink`."""
     found = tuple(found)
     samples = [sample for one in found for sample in one.samples]
     limits = [one.inline_bytes for one in found if one.inline_bytes is not None]
@@ -99,13 +99,13 @@ def calibrate(name: str, found: Iterable[Measurements], base: SourcedLink, *, so
 
 
 def fit_error(link: Link, latencies: Sequence[tuple[int, float]]) -> tuple[float, int]:
-    """The worst relative error of `Link.one_way_s` over (bytes, seconds), and where it is."""
+    """Return the max relative error of `Link.one_way_s` over (bytes, seconds), and where it occurs."""
     errors = [(abs(link.one_way_s(nbytes) / latency_s - 1), nbytes) for nbytes, latency_s in latencies]
     return max(errors, default=(0.0, 0))
 
 
 def _fit_large(samples: Sequence[LinkSample], latencies: Sequence[tuple[int, float]]) -> dict[str, float]:
-    """``alpha_s`` and ``bytes_per_s``, or what of it there are samples for."""
+    """Fit `alpha_s` and `bytes_per_s`, or those of the two for which there are samples."""
     rates = [s.bytes_per_s for s in samples if s.bytes_per_s is not None and s.nbytes >= _LARGE_BYTES]
     if rates:
         bytes_per_s = max(rates)
@@ -123,7 +123,7 @@ def _fit_large(samples: Sequence[LinkSample], latencies: Sequence[tuple[int, flo
 def _fit_small(
     latencies: Sequence[tuple[int, float]], inline_bytes: int, base: Link, large: Mapping[str, float]
 ) -> dict[str, float]:
-    """``wire_s``, ``small_s_per_byte`` and, if there are sizes on both sides of the inline limit, ``fetch_s``."""
+    """Fit `wire_s`, `small_s_per_byte` and, if there are sizes on both sides of the inline limit, `fetch_s`."""
     if len({nbytes for nbytes, _ in latencies}) < 2:
         return {}
     both = latencies[0][0] <= inline_bytes < latencies[-1][0]
@@ -141,8 +141,10 @@ def _fit_small(
 
 
 def _implied_small(base: Link, large: Mapping[str, Any]) -> dict[str, float]:
-    """What large messages say of small ones: what is further for one is further for the other, and no byte is faster
-    than the line."""
+    """Derive small-message parameters from large ones.
+
+    What is farther for one is farther for the other, and no byte is faster than the line.
+    """
     further_s = large.get("alpha_s", base.alpha_s) - base.alpha_s
     bytes_per_s = large.get("bytes_per_s", base.bytes_per_s)
     # Divided as `Link` divides: times the reciprocal can come out one rounding earlier than what it allows.
@@ -155,7 +157,7 @@ def _implied_small(base: Link, large: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _least_squares(rows: Sequence[Sequence[float]], times_s: Sequence[float]) -> list[float]:
-    """The factors whose relative errors have the least squares."""
+    """Return the factors that minimize the sum of squared relative errors."""
     wanted = np.array(times_s)
     scaled = np.array(rows) / wanted[:, None]
     # Columns differ by nine orders of magnitude; scaled to one they do not lose digits.

@@ -1,4 +1,4 @@
-"""The two clocks of a modelled link. Neither is a wall clock: that may jump."""
+"""Clocks of a modelled link. None is a wall clock, which may jump."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Clock(Protocol):
-    """Time that only goes forward."""
+    """Monotonic time."""
 
     @property
     def epoch(self) -> str:
-        """Equal for two clocks whose moments can be compared."""
+        """Equal for two clocks whose times can be compared."""
 
     def now_s(self) -> float:
-        """The moment now."""
+        """Return the current time."""
 
     def wait_until(self, at_s: float, stop: threading.Event) -> None:
-        """Returns at that moment, at once if it has passed, or when ``stop`` is set."""
+        """Return at that time, at once if it has passed, or when `stop` is set."""
 
 
 class MonotonicClock:
-    """CLOCK_MONOTONIC, which all processes of a host share and which no change of the date moves."""
+    """CLOCK_MONOTONIC, which all processes of a host share and which no change of the date affects."""
 
     def __init__(self) -> None:
         self._nothing = select.poll()
         self.epoch = _BOOT_ID.read_text(encoding="ascii").strip() if _BOOT_ID.exists() else _host()
 
     def now_s(self) -> float:
-        """See `Clock.now_s`."""
+        """Return the seconds of CLOCK_MONOTONIC."""
         return time.monotonic()
 
     def wait_until(self, at_s: float, stop: threading.Event) -> None:
-        """Sleeps, and spins at the end."""
+        """Sleep, then spin at the end."""
         left_s = at_s - time.monotonic()
         if left_s > _SPIN_S:
             stop.wait(left_s - _SPIN_S)

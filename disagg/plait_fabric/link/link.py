@@ -1,13 +1,13 @@
-"""What an RDMA link costs: a record of parameters and the time of one message between two idle hosts. Pure.
+"""The cost of an RDMA link: a record of parameters and the time of one message between two idle hosts. Pure.
 
-n: payload bytes. T(n): one-way time in seconds, from the call that posts a message to the moment at which the receiver
-has seen its completion; what `ib_send_lat` calls latency.
+n: payload bytes. T(n): one-way time in seconds, from the call that posts a message to the moment at which the
+receiver has seen its completion; what `ib_send_lat` calls latency.
 
 - small, n <= small_bytes, two-sided (SEND): T(n) = o_s + L + f(n) + (n - 1) G + o_r, LogGP (Alexandrov et al., SPAA
   1995) with o_s = post_s + doorbell_s, L = wire_s, G = small_s_per_byte, o_r = completion_s. f(n) = 0 while the payload
-  travels inside of the work request (n <= inline_bytes), else fetch_s, which the NIC takes to read it from memory.
+  travels inside the work request (n <= inline_bytes), otherwise fetch_s, which the NIC takes to read it from memory.
 - large, one-sided (WRITE with immediate): T(n) = alpha_s + n / bytes_per_s (Hockney, Parallel Computing 20, 1994).
-- READ: the request travels as an empty message does and costs the far side's processor nothing; the answer as above.
+- READ: the request travels as an empty message does and costs the remote processor nothing; the answer as above.
 
 A message keeps the sender's port busy for max(gap_s, n / bytes_per_s), and later the receiver's: see `nic`. Between
 back-to-back small messages there is only that gap (LogfP: Hoefler et al., IPDPS 2006).
@@ -23,7 +23,7 @@ __all__ = ["PARAMETERS", "WHOLE", "BadLink", "Link"]
 
 
 class BadLink(ValueError):
-    """A parameter of a link is missing or absurd; ``field`` names it."""
+    """A parameter of a link is missing or invalid; `field` names it."""
 
     def __init__(self, link: str, field: str, why: str) -> None:
         super().__init__(f"link {link!r}: {field}: {why}")
@@ -51,8 +51,11 @@ where microseconds are usual, 8 Mbit/s to 80 Tbit/s."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """One kind of link; see the module. ``queue_depth`` work requests, of them ``reads_in_flight`` READs, may be
-    outstanding on a queue pair. Raises `BadLink`."""
+    """One kind of link; see the module docstring.
+
+    `queue_depth` work requests, of which at most `reads_in_flight` READs, may be outstanding on a queue pair. Raises
+    `BadLink`.
+    """
 
     name: str
     post_s: float
@@ -81,34 +84,35 @@ class Link:
 
     @property
     def sender_s(self) -> float:
-        """What posting one message costs the sending processor: the work request and its doorbell."""
+        """Time that posting one message costs the sending processor: the work request and its doorbell."""
         return self.post_s + self.doorbell_s
 
     def one_way_s(self, nbytes: int) -> float:
-        """T(n) between idle hosts."""
+        """Return T(n) between idle hosts."""
         if nbytes > self.small_bytes:
             return self.alpha_s + nbytes / self.bytes_per_s
         fetch_s = self.fetch_s if nbytes > self.inline_bytes else 0.0
         return self.sender_s + self.wire_s + fetch_s + max(0, nbytes - 1) * self.small_s_per_byte + self.completion_s
 
     def busy_s(self, nbytes: int) -> float:
-        """How long a message keeps a port busy."""
+        """Return how long a message keeps a port busy."""
         return max(self.gap_s, nbytes / self.bytes_per_s)
 
     def flight_s(self, nbytes: int) -> float:
-        """From a message's start at the sender's port to its start at the receiver's. What `one_way_s` has besides."""
+        """Return the time from a message's start at the sender's port to its start at the receiver's: the rest of
+        `one_way_s`."""
         return max(0.0, self.one_way_s(nbytes) - self.sender_s - self.busy_s(nbytes) - self.completion_s)
 
     def read_s(self, nbytes: int) -> float:
-        """A one-sided READ of ``nbytes`` between idle hosts, from its post to its completion at the same side."""
+        """Return the time of a one-sided READ of `nbytes` between idle hosts, from post to completion on one side."""
         return self.sender_s + self.wire_s + self.answer_s(nbytes) + self.busy_s(nbytes) + self.completion_s
 
     def answer_s(self, nbytes: int) -> float:
-        """`flight_s` of the answer to a READ, which the far NIC always has to read from memory first."""
+        """Return `flight_s` of the answer to a READ, which the remote NIC always has to read from memory first."""
         return self.flight_s(nbytes) + (self.fetch_s if nbytes <= self.inline_bytes else 0.0)
 
     def with_values(self, name: str, **values: Any) -> Link:
-        """A link like this one but for its name and those values. Raises `BadLink`."""
+        """Return a copy of this link with that name and those values. Raises `BadLink`."""
         return replace(self, name=name, **values)
 
 

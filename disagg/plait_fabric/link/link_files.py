@@ -5,7 +5,7 @@
     {"format": "plait.links", "version": 1, "links": {
         "mine": {"like": "100g-same-switch", "alpha_s": {"value": 2.1e-6, "source": "ib_write_lat, 2026-11-02"}}}}
 
-A link that is ``like`` another of the same file takes from it what it does not say itself.
+A link that is `like` another of the same file inherits the parameters that it does not set itself.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _LONGEST_FILE_BYTES = 1 << 20
 
 
 class BadLinkFile(ValueError):
-    """It is not a file of links."""
+    """The file is not a file of links."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourcedLink:
-    """A link, and where each of its parameters comes from, by name."""
+    """A link, and the source of each of its parameters, by name."""
 
     link: Link
     sources: Mapping[str, str]
 
 
 def read_links(path: Path) -> dict[str, SourcedLink]:
-    """All links of a file by name. Raises `BadLinkFile`, `BadLink`, OSError."""
+    """Load all links of a file by name. Raises `BadLinkFile`, `BadLink`, OSError."""
     if path.stat().st_size > _LONGEST_FILE_BYTES:
         raise BadLinkFile(f"{path}: larger than {_LONGEST_FILE_BYTES} bytes")
     try:
@@ -50,7 +50,7 @@ def read_links(path: Path) -> dict[str, SourcedLink]:
 
 
 def parse_links(text: str) -> dict[str, SourcedLink]:
-    """See `read_links`."""
+    """Parse all links of a file's text, as `read_links`."""
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -68,7 +68,7 @@ def parse_links(text: str) -> dict[str, SourcedLink]:
 
 
 def links_document(links: Mapping[str, SourcedLink]) -> str:
-    """The text of a file of those links, each with all of its parameters."""
+    """Return the text of a file of those links, each with all of its parameters."""
     described = {
         name: {key: {"value": getattr(one.link, key), "source": one.sources[key]} for key in PARAMETERS}
         for name, one in links.items()
@@ -91,7 +91,7 @@ def _resolve(name: str, entries: Mapping[str, dict[str, Any]]) -> SourcedLink:
 
 
 def _chain(name: str, entries: Mapping[str, dict[str, Any]]) -> list[str]:
-    """The link, what it is like, what that is like, and so on."""
+    """Return the link, the one it is like, the one that is like, and so on."""
     chain = [name]
     while "like" in entries[chain[-1]]:
         other = entries[chain[-1]]["like"]

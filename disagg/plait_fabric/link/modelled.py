@@ -1,16 +1,17 @@
-"""A link in slow motion: any channel, with messages held back until an RDMA link would have delivered them.
+"""A simulated link: any channel, with messages held back until an RDMA link would have delivered them.
 
-The sender stamps a message with the moments at which it was posted and at which its port took it (`nic`); the receiver
-works out when its own port would have delivered it and holds it until then. What the inner channel takes by itself runs
-inside of that time, so it does not show as long as it is less. Where it is more, the message is late and says so:
-`Message.delivery` and `LinkStatistics`. Nothing is sped up.
+The sender stamps a message with the times at which it was posted and at which its port took it (`nic`); the receiver
+computes when its own port would have delivered it and holds it until then. The time that the inner channel takes is
+part of that delay, so it does not show as long as it is shorter. Where it is longer, the message is late and marked
+as such: `Message.delivery` and `LinkStatistics`. Nothing is sped up.
 
 Both ends are wrapped, with the same link and clocks of the same epoch (on one host), each process with one `Nic` for
-all channels that share a port. The credit window of the inner channel stands for the depth of the queue pair. What this
-process spends inside of the wrapper between a delivery and the next send (waking up late, giving memory back) is taken
-off the next post, at most `_MAX_OWED_S`: an RDMA host does not spend it.
+all channels that share a port. The credit window of the inner channel stands for the depth of the queue pair. The
+time that this process spends inside the wrapper between a delivery and the next send (waking up late, releasing
+memory) is subtracted from the next post, at most `_MAX_OWED_S`: an RDMA host does not spend it.
 
-In virtual time (`testing.clocks.VirtualClock`) a message costs exactly what `link` says, whatever the host takes.
+In virtual time (`testing.clocks.VirtualClock`) a message costs exactly what `link` specifies, however long the host
+takes.
 """
 
 from __future__ import annotations
@@ -40,27 +41,30 @@ _MAX_OWED_S = 1e-3
 
 
 class LinkPort:
-    """A `Nic` that threads share: one for each port that a process has."""
+    """A `Nic` that threads share: one for each port of a process."""
 
     def __init__(self) -> None:
         self._nic = Nic()
         self._lock = threading.Lock()
 
     def send(self, at_s: float, busy_s: float) -> float:
-        """See `Nic.send`."""
+        """Reserve the sending side under a lock, as `Nic.send`."""
         with self._lock:
             return self._nic.send(at_s, busy_s)
 
     def receive(self, at_s: float, busy_s: float) -> float:
-        """See `Nic.receive`."""
+        """Reserve the receiving side under a lock, as `Nic.receive`."""
         with self._lock:
             return self._nic.receive(at_s, busy_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkStatistics:
-    """What a modelled channel received so far: messages, those that the host delivered after their modelled moment
-    although somebody waited for them, and by how much in all."""
+    """What a modelled channel has received so far.
+
+    Messages, those that the host delivered after their modelled time although a receiver was waiting, and by how
+    much in all.
+    """
 
     messages: int = 0
     host_slower: int = 0
@@ -78,12 +82,12 @@ class _Held(NamedTuple):
 def modelled(
     channel: Channel, link: Link, *, clock: Clock | None = None, port: LinkPort | None = None
 ) -> ModelledChannel:
-    """The channel as if it ran over ``link``; in real time and with a port of its own unless told otherwise."""
+    """Wrap the channel so that it behaves as if over `link`; by default in real time and with a port of its own."""
     return ModelledChannel(channel, link, clock or MonotonicClock(), port or LinkPort())
 
 
 class ModelledChannel:
-    """Implements `Channel`; owns the inner one."""
+    """A `Channel` at a link's speed; owns the inner one."""
 
     def __init__(self, inner: Channel, link: Link, clock: Clock, port: LinkPort) -> None:
         self._inner = inner
@@ -102,25 +106,25 @@ class ModelledChannel:
 
     @property
     def pool(self) -> Pool:
-        """See `Channel.pool`."""
+        """The inner channel's pool."""
         return self._inner.pool
 
     @property
     def peer(self) -> str:
-        """See `Channel.peer`."""
+        """The inner channel's peer."""
         return self._inner.peer
 
     @property
     def closed(self) -> bool:
-        """See `Channel.closed`."""
+        """Whether the inner channel is closed."""
         return self._failure is not None or self._inner.closed
 
     def link_statistics(self) -> LinkStatistics:
-        """A snapshot; see `LinkStatistics`."""
+        """Return a snapshot of the counters."""
         return self._counts
 
     def send(self, header: Header, buffers: Sequence[Buffer] = (), *, timeout_s: float | None = None) -> None:
-        """See `Channel.send`."""
+        """Stamp the message with its modelled times and send it over the inner channel."""
         if not isinstance(header, Mapping):
             self._inner.send(header, buffers, timeout_s=timeout_s)  # it knows what to say
             return
@@ -138,7 +142,10 @@ class ModelledChannel:
         return [self._token, posted_s, leaves_s]
 
     def recv(self, timeout_s: float | None = None) -> Message:
-        """See `Channel.recv`. The time-out runs on the real clock until a message is there, then on the link's."""
+        """Receive a message at its modelled time.
+
+        The timeout runs on the real clock until a message arrives, then on the link's.
+        """
         deadline = Deadline(timeout_s)
         with self._receiving:
             began_s = self._clock.now_s()
@@ -163,7 +170,7 @@ class ModelledChannel:
             return message
 
     def _fetch(self, message: Message, began_s: float) -> _Held:
-        """When a message that has just come in would have been delivered."""
+        """Return a message that has just arrived with the time at which it would have been delivered."""
         header = dict(message.header)
         nbytes = sum(buffer.nbytes for buffer in message.buffers)
         ready_s = self._clock.now_s()
@@ -223,14 +230,14 @@ class ModelledChannel:
             held.message.release()
 
     def close(self) -> None:
-        """See `Channel.close`."""
+        """Close the inner channel."""
         self._closing.set()
         self._inner.close()
         with self._receiving:
             self._drop_held()
 
     def statistics(self) -> ChannelStatistics:
-        """See `Channel.statistics`. A message that is held back has not been received."""
+        """Return the inner channel's statistics, without a message that is still held back."""
         counted = self._inner.statistics()
         held = self._held
         if held is None:
@@ -250,7 +257,7 @@ class ModelledChannel:
 
 
 def _payload_bytes(buffer: object) -> int:
-    """Of a buffer of any kind; 0 for what is none, which the inner channel refuses."""
+    """Return the bytes of a buffer of any kind, or 0 for an invalid one, which the inner channel rejects."""
     if isinstance(buffer, bytes | bytearray):
         return len(buffer)
     return buffer.nbytes if isinstance(buffer, Lease | memoryview) else 0

@@ -1,10 +1,10 @@
 """Ports and queue pairs in virtual time: NIC sharing and incast queues. Pure: no threads, no clock, no waiting.
 
-The caller says when a message is posted and is told when it gets where; a discrete-event simulator calls this in the
-order of its own time. A port is full duplex and serves each direction one message after the other, in the order of the
-calls. So k messages for one host that are posted at once are delivered n / bytes_per_s apart: the last of them at
-alpha + k n / bytes_per_s, which is incast. The fabric between the ports has room for all (what PFC does to senders is
-not modelled), and big messages are not interleaved packet by packet.
+The caller passes the time at which a message is posted and gets back when it arrives where; a discrete-event
+simulator calls this in the order of its own time. A port is full duplex and serves each direction one message after
+the other, in the order of the calls. So k messages for one host that are posted at once are delivered at intervals
+of n / bytes_per_s: the last of them at alpha + k n / bytes_per_s, which is incast. The fabric between the ports has
+room for all (what PFC does to senders is not modelled), and big messages are not interleaved packet by packet.
 
 ::
 
@@ -25,19 +25,19 @@ __all__ = ["Nic", "QueuePair", "Transfer"]
 
 
 class Nic:
-    """One port. Not thread-safe. Moments are seconds of any one clock."""
+    """One port. Not thread-safe. Times are seconds of any one clock."""
 
     def __init__(self) -> None:
         self._sends_until_s = self._receives_until_s = float("-inf")
 
     def send(self, at_s: float, busy_s: float) -> float:
-        """Takes the sending side for ``busy_s`` from ``at_s`` on, or once it is free; returns when that begins."""
+        """Reserve the sending side for `busy_s` from `at_s` on, or once it is free; return when that begins."""
         begins_s = max(at_s, self._sends_until_s)
         self._sends_until_s = begins_s + busy_s
         return begins_s
 
     def receive(self, at_s: float, busy_s: float) -> float:
-        """The same for the receiving side."""
+        """Reserve the receiving side in the same way."""
         begins_s = max(at_s, self._receives_until_s)
         self._receives_until_s = begins_s + busy_s
         return begins_s
@@ -45,9 +45,11 @@ class Nic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """A message's moments. ``delivered_s``: whoever gets the data has seen its completion. ``completed_s``: the poster
-    has seen that its work request is done. ``queued_s``: what ports and a full queue pair added to an idle network's
-    time."""
+    """A message's times.
+
+    `delivered_s`: the receiver of the data has seen its completion. `completed_s`: the poster has seen that its work
+    request is done. `queued_s`: what ports and a full queue pair added to the time of an idle network.
+    """
 
     nbytes: int
     posted_s: float
@@ -57,7 +59,7 @@ class Transfer:
 
 
 class QueuePair:
-    """A reliable connection from ``source`` to ``target``, which keeps order. Not thread-safe."""
+    """A reliable connection from `source` to `target`, which keeps order. Not thread-safe."""
 
     def __init__(self, link: Link, source: Nic, target: Nic) -> None:
         self.link = link
@@ -67,7 +69,7 @@ class QueuePair:
         self._reads: deque[float] = deque()
 
     def post(self, sizes: Sequence[int], at_s: float) -> list[Transfer]:
-        """Sends messages of those payload bytes. They are posted one after the other and share one doorbell."""
+        """Send messages of those payload bytes. They are posted one after the other and share one doorbell."""
         link = self.link
         ready_s = at_s
         found = []
@@ -83,7 +85,7 @@ class QueuePair:
         return found
 
     def read(self, nbytes: int, at_s: float) -> Transfer:
-        """Reads ``nbytes`` out of the target's memory; its processor takes no part."""
+        """Read `nbytes` from the target's memory; its processor takes no part."""
         link = self.link
         ready_s = self._room(self._outstanding, link.queue_depth, at_s)
         ready_s = self._room(self._reads, link.reads_in_flight, ready_s) + link.sender_s
@@ -97,7 +99,7 @@ class QueuePair:
 
     @staticmethod
     def _room(outstanding: deque[float], depth: int, at_s: float) -> float:
-        """When there is room for one more, at ``at_s`` or later."""
+        """Return when there is room for one more, at `at_s` or later."""
         while outstanding and outstanding[0] <= at_s:
             outstanding.popleft()
         return at_s if len(outstanding) < depth else max(at_s, outstanding.popleft())

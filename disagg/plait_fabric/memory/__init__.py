@@ -1,1 +1,1 @@
-"""Where messages lie: pools of leases, shared-memory segments, rings."""
+"""Memory for messages: pools of leases, shared-memory segments, rings."""

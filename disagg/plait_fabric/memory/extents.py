@@ -1,4 +1,4 @@
-"""Which bytes of an arena are free: address-ordered first fit with coalescing. Pure; not thread-safe.
+"""Free list of an arena: address-ordered first fit with coalescing. Pure; not thread-safe.
 
 First fit in address order keeps the low, already mapped and cache-warm pages in use and fragments
 little (Johnstone and Wilson, "The memory fragmentation problem: solved?", ISMM 1998). Sizes are
@@ -17,7 +17,7 @@ ALIGNMENT_BYTES = 64
 
 
 def size_class(nbytes: int) -> int:
-    """The number of bytes that a request of `nbytes` occupies: a multiple of 64, four steps per doubling."""
+    """Return how many bytes a request of `nbytes` occupies: a multiple of 64, four steps per doubling."""
     if nbytes <= 4 * ALIGNMENT_BYTES:
         return max(1, -(-nbytes // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
     step = 1 << ((nbytes - 1).bit_length() - 3)
@@ -33,14 +33,14 @@ class Extents:
         self._ends: list[int] = [self.capacity_bytes] if self.capacity_bytes else []
 
     def occupied_by(self, nbytes: int) -> int:
-        """Bytes that `take(nbytes)` would use: its size class, or the exact need when only that can fit."""
+        """Return how many bytes `take(nbytes)` would use: its size class, or the exact size when only that can fit."""
         rounded = size_class(nbytes)
         if rounded <= self.capacity_bytes:
             return rounded
         return max(1, -(-nbytes // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
 
     def take(self, nbytes: int) -> int | None:
-        """Reserve room and return its offset, or None when no free extent is large enough."""
+        """Reserve space and return its offset, or None when no free extent is large enough."""
         need = self.occupied_by(nbytes)
         for index, start in enumerate(self._starts):
             if self._ends[index] - start >= need:
@@ -52,7 +52,7 @@ class Extents:
         return None
 
     def give(self, offset: int, nbytes: int) -> None:
-        """Free what `take(nbytes)` returned, joining it with its free neighbours."""
+        """Free what `take(nbytes)` returned, coalescing it with its free neighbours."""
         start, end = offset, offset + self.occupied_by(nbytes)
         index = bisect_left(self._starts, start)
         if index < len(self._starts) and self._starts[index] == end:

@@ -1,8 +1,8 @@
 """A registered buffer pool: leases of one bounded arena, the same for all channels.
 
-The arena is anonymous memory (inproc, tcp) or a shared segment (shm). `acquire_nowait` refuses,
-`acquire` waits: the policy is in the name. A lease is released exactly once, or handed over by
-sending it; a second release raises. What was leased and never given back shows in `statistics()`.
+The arena is anonymous memory (inproc, tcp) or a shared segment (shm). `acquire_nowait` fails at once,
+`acquire` waits. A lease is released exactly once, or handed over by sending it; a second release raises. Leases that
+were never released show in `statistics()`.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ def copy_bytes(target: memoryview, source: memoryview | bytes | bytearray) -> No
 
 
 class Gate(Protocol):
-    """How a pool waits for room. `ticket` is taken before looking, so that no wake-up is lost."""
+    """How a pool waits for room. A `ticket` is taken before checking, so that no wake-up is lost."""
 
     def ticket(self) -> int:
-        """The number of openings so far."""
+        """Return the number of openings so far."""
 
     def wait(self, ticket: int, timeout_s: float | None) -> bool:
-        """Wait until the gate opened after `ticket` was drawn; False on time-out. May raise `FabricError`."""
+        """Wait until the gate opens after `ticket` was drawn; return False on timeout. May raise `FabricError`."""
 
     def open(self) -> None:
-        """Something was given back: wake whoever waits."""
+        """Record that memory was released: wake all waiters."""
 
     def reap(self) -> None:
-        """Collect, without waiting, what a peer gave back meanwhile. Never raises."""
+        """Collect, without waiting, what a peer has released meanwhile. Never raises."""
 
 
 class ConditionGate:
@@ -61,22 +61,22 @@ class ConditionGate:
         self._openings = 0
 
     def ticket(self) -> int:
-        """See `Gate.ticket`."""
+        """Return the number of openings so far."""
         return self._openings
 
     def wait(self, ticket: int, timeout_s: float | None) -> bool:
-        """See `Gate.wait`."""
+        """Wait on the condition until it has opened after `ticket`."""
         with self._condition:
             return self._condition.wait_for(lambda: self._openings != ticket, timeout_s)
 
     def open(self) -> None:
-        """See `Gate.open`."""
+        """Count one opening and wake all waiters."""
         with self._condition:
             self._openings += 1
             self._condition.notify_all()
 
     def reap(self) -> None:
-        """See `Gate.reap`."""
+        """Do nothing: threads of one process release directly."""
 
 
 class Lease:
@@ -104,11 +104,11 @@ class Lease:
         self.pool.count_copy(len(source))
 
     def release(self) -> None:
-        """Give the memory back; raises `LeaseMisuse` if it is not the caller's any more."""
+        """Release the memory. Raises `LeaseMisuse` if it no longer belongs to the caller."""
         self.pool.give_back(self)
 
     def hand_over(self) -> Lease:
-        """Move ownership into a new object (what a channel does when it sends the lease)."""
+        """Move ownership into a new object (as a channel does when it sends the lease)."""
         return self.pool.transfer(self)
 
     def __enter__(self) -> Self:
@@ -140,24 +140,25 @@ class Pool:
 
     @classmethod
     def anonymous(cls, capacity_bytes: int) -> Pool:
-        """A pool in this process's own memory; pages are taken as they are first used."""
+        """Create a pool in this process's own memory; pages are allocated on first use."""
         rounded = -(-capacity_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         return cls(memoryview(mmap.mmap(-1, rounded, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)))
 
     @property
     def capacity_bytes(self) -> int:
-        """The largest lease that can ever be had."""
+        """Size of the largest possible lease."""
         return self._extents.capacity_bytes
 
     def can_ever_lease(self, nbytes: int) -> bool:
-        """Whether an empty pool would have room for `nbytes`."""
+        """Return whether an empty pool would have room for `nbytes`."""
         return self._extents.occupied_by(nbytes) <= self.capacity_bytes
 
     def acquire(self, nbytes: int, timeout_s: float | None = None) -> Lease:
-        """Lease `nbytes` (0 is allowed), waiting at most `timeout_s` seconds (None: for ever) for others to give back.
+        """Lease `nbytes` (0 is allowed), waiting at most `timeout_s` seconds (None: for ever) for memory to be
+        released.
 
-        Raises `PoolExhausted` on time-out, and at once when the pool could never have the room;
-        `Closed` or `PeerLost` when the channel that it belongs to ends while waiting.
+        Raises `PoolExhausted` on timeout, and at once when the pool could never have the room;
+        `ChannelClosed` or `PeerLost` when the channel that it belongs to ends while waiting.
         """
         ticket = self._gate.ticket()
         lease = self._try(nbytes)
@@ -181,7 +182,7 @@ class Pool:
                 return lease
 
     def shut(self, reason: FabricError) -> None:
-        """From now on nobody waits: `acquire` raises `reason` where it would have waited."""
+        """Disable waiting: from now on, `acquire` raises `reason` where it would have waited."""
         self._shut = reason
         self._gate.open()
 
@@ -206,7 +207,7 @@ class Pool:
         )
 
     def give_back(self, lease: Lease) -> None:
-        """Take a lease back; raises `LeaseMisuse` on the second time or after a hand-over."""
+        """Take a lease back. Raises `LeaseMisuse` the second time or after a hand-over."""
         with self._lock:
             if lease.pool is not self or not lease._live:
                 raise LeaseMisuse("the lease was already released or sent")
@@ -231,7 +232,7 @@ class Pool:
             self._copied_bytes += nbytes
 
     def statistics(self) -> PoolStatistics:
-        """A consistent snapshot."""
+        """Return a consistent snapshot."""
         self._gate.reap()
         with self._lock:
             return PoolStatistics(
@@ -246,7 +247,7 @@ class Pool:
 
 
 def release_all(leases: Sequence[Lease]) -> None:
-    """Release every lease that is still its holder's."""
+    """Release every lease that still belongs to its holder."""
     for lease in leases:
         if lease.live:
             lease.release()

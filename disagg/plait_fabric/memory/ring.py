@@ -1,12 +1,12 @@
-"""A ring of packets in shared memory: one process writes, another reads, and neither asks the kernel.
+"""A ring of packets in shared memory: one process writes, another reads, and neither calls the kernel.
 
-It lies at the beginning of the writer's segment: a page of control words, each on a cache line of its own, then the
-packets. A packet is its length (u64) and its bytes, padded to words; one that would not fit before the end of the ring
-leaves a mark there and starts over. ``written`` and ``taken`` count bytes since the beginning and never go back.
+It is at the beginning of the writer's segment: a page of control words, each on a cache line of its own, then the
+packets. A packet is its length (u64) and its bytes, padded to words; one that would not fit before the end of the
+ring leaves a mark there and starts over. `written` and `taken` count bytes since the beginning and never decrease.
 
-The reader raises ``sleeping`` before it waits for the kernel to wake it, and looks once more; the writer publishes its
-packet and then looks at ``sleeping``. One of the two sees the other (Dekker 1965), given that a store is not overtaken
-by the load after it: `_Fence`.
+The reader sets `sleeping` before it waits for the kernel to wake it, and checks once more; the writer publishes its
+packet and then checks `sleeping`. One of the two sees the other (Dekker 1965), provided that a store is not
+overtaken by the load after it: `_Fence`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ _IS_STRONG = platform.machine() in ("x86_64", "AMD64", "i686")
 
 
 class _Fence:
-    """No load or store of ours moves past it: taking a lock is an atomic operation. Where loads and stores move freely,
-    a second time orders what came before the first release. Each end has a lock of its own, which nobody waits for."""
+    """A memory fence: no load or store of ours moves past it, because taking a lock is an atomic operation.
+
+    Where loads and stores move freely, a second lock operation orders what came before the first release. Each end
+    has a lock of its own, for which nothing ever waits.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -46,7 +49,7 @@ class _Fence:
 
 
 def ring_bytes(max_packet: int) -> int:
-    """Bytes that a ring for packets of that size takes, whole pages."""
+    """Return the size in bytes of a ring for packets of that size, in whole pages."""
     return _PAGE + max(_MIN_BYTES, -(-2 * (max_packet + 8) // _PAGE) * _PAGE)
 
 
@@ -54,7 +57,7 @@ class RingWriter:
     """The writing end. One thread at a time."""
 
     def __init__(self, memory: memoryview) -> None:
-        """Begins an empty ring over all of ``memory``, whose size is that of `ring_bytes`."""
+        """Create an empty ring over all of `memory`, whose size is that of `ring_bytes`."""
         self._words = memory[:_PAGE].cast("Q")
         self._data = memory[_PAGE:]
         self._lengths = self._data.cast("Q")
@@ -64,7 +67,7 @@ class RingWriter:
         self._words[_SIZE] = self._size
 
     def put(self, head: bytes, payload: Sequence[memoryview] = ()) -> bool:
-        """Adds a packet, which is the head and the flat bytes of the payload; False if there is no room for it now."""
+        """Add a packet made of the head and the flat bytes of the payload; return False if there is no room now."""
         nbytes = len(head)
         for piece in payload:
             nbytes += len(piece)
@@ -92,7 +95,7 @@ class RingWriter:
         return True
 
     def must_wake(self) -> bool:
-        """Whether the reader sleeps; says so once for each sleep. Call after `put`."""
+        """Return whether the reader is sleeping, True only once for each sleep. Call after `put`."""
         with self._fence.lock:  # for a strong machine all that a fence is, without the call
             pass
         if not _IS_STRONG:
@@ -103,7 +106,7 @@ class RingWriter:
         return True
 
     def say_goodbye(self) -> None:
-        """Leaves word that we go in good order. Any thread."""
+        """Mark the ring as closed cleanly. Callable from any thread."""
         self._words[_GOODBYE] = 1
 
 
@@ -111,7 +114,7 @@ class RingReader:
     """The reading end. One thread at a time. Trusts nothing that it reads: raises `ProtocolViolation`."""
 
     def __init__(self, memory: memoryview) -> None:
-        """``memory`` begins with the peer's ring; ``nbytes`` of it are the ring's."""
+        """Attach to the peer's ring at the start of `memory`; `nbytes` of it are the ring's."""
         if len(memory) < _PAGE:
             raise ProtocolViolation("the peer's segment has no ring")
         self._words = memory[:_PAGE].cast("Q")
@@ -126,11 +129,11 @@ class RingReader:
         self._fence = _Fence()
 
     def ready(self) -> bool:
-        """Whether there is a packet."""
+        """Return whether there is a packet."""
         return self._words[_WRITTEN] != self._taken
 
     def take(self) -> bytes | None:
-        """The next packet, copied out; None if there is none."""
+        """Return the next packet, copied out, or None if there is none."""
         taken = self._taken
         there = self._words[_WRITTEN] - taken
         if not there:
@@ -152,10 +155,10 @@ class RingReader:
         return packet
 
     def sleeps(self, asleep: bool) -> None:
-        """Says that we are about to wait to be woken, or awake again. Look for a packet in between."""
+        """Announce that this end is about to wait for a wake-up, or is awake again. Check for a packet in between."""
         self._words[_SLEEPING] = asleep
         self._fence()
 
     def said_goodbye(self) -> bool:
-        """Whether the peer went in good order."""
+        """Return whether the peer closed cleanly."""
         return bool(self._words[_GOODBYE])

@@ -1,8 +1,8 @@
-"""Shared memory without a name: a sealed memfd, passed over a unix socket. All memfd calls are here.
+"""Anonymous shared memory: a sealed memfd, passed over a unix socket. All memfd calls are here.
 
 Nothing appears in /dev/shm and nothing is left behind: the kernel frees the pages when the last
-process that maps them is gone, however it went. The size is sealed, so a peer cannot shrink the
-segment under our feet (which would be a SIGBUS).
+process that maps them has ended, in whatever way. The size is sealed, so a peer cannot shrink the
+segment while it is in use (which would cause a SIGBUS).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Segment:
 
     @classmethod
     def create(cls, nbytes: int) -> tuple[Segment, int]:
-        """A new segment and the descriptor to pass to the peer (the caller closes it)."""
+        """Create a segment and the descriptor to pass to the peer (the caller closes it)."""
         require_linux()
         rounded = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         descriptor = os.memfd_create("plait-fabric", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -48,7 +48,7 @@ class Segment:
 
     @classmethod
     def attach(cls, descriptor: int) -> Segment:
-        """Map the peer's segment; raises `ProtocolViolation` unless its size is sealed and sane."""
+        """Map the peer's segment. Raises `ProtocolViolation` unless its size is sealed and sane."""
         try:
             seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
             nbytes = os.fstat(descriptor).st_size
@@ -60,7 +60,7 @@ class Segment:
 
 
 def close_descriptors(descriptors: Sequence[int]) -> None:
-    """Close what was received with a packet."""
+    """Close the descriptors received with a packet."""
     for descriptor in descriptors:
         os.close(descriptor)
 

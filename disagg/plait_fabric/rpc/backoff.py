@@ -1,4 +1,4 @@
-"""How long nobody is called after nobody answered."""
+"""How long to wait before calling again after nobody answered."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ __all__ = ["Backoff"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backoff:
-    """Doubles from ``first_s`` to ``max_s``."""
+    """Exponential backoff: the pause doubles from `first_s` to `max_s`."""
 
     first_s: float = 0.1
     max_s: float = 2.0
 
     def wait_s(self, failures: int, rng: random.Random | None = None) -> float:
-        """The pause after ``failures`` (>= 1) in a row. With ``rng`` up to half of it is taken off at random, so that
-        the clients of one dead server do not come back together."""
+        """Return the pause after `failures` (>= 1) in a row. With `rng`, up to half of it is subtracted at random, so
+        that the clients of one dead server do not come back together."""
         wait_s = min(self.max_s, self.first_s * 2.0 ** min(failures - 1, 30))
         return wait_s if rng is None else wait_s * (1.0 - 0.5 * rng.random())

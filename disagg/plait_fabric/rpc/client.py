@@ -1,4 +1,4 @@
-"""Connections to several replicas, kept up: each call goes where the fewest are open, and they follow the replicas."""
+"""Maintained connections to several replicas, which they follow: each call goes where the fewest calls are open."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ T = TypeVar("T")
 
 
 class Client(Generic[T]):
-    """Each connection goes to another replica, and dials again when that is lost.
+    """A pool of connections, each to a different replica, which redial when theirs is lost.
 
-    Where the number of replicas changes there are at least ``count`` connections and at most ``max_count``: one more
-    than are up, so that there is always one that looks for a replica that is new, and no more than one.
+    Where the number of replicas changes there are between `count` and `max_count` connections: one more than are up,
+    so that exactly one is always looking for a new replica.
     """
 
     def __init__(
@@ -45,8 +45,8 @@ class Client(Generic[T]):
         rng: random.Random | None = None,
         on_thread: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start to dial at once, one connection at a time, so that no two take the same replica. Each has a thread of
-        its own, which begins with ``on_thread``."""
+        """Start dialling at once, one connection at a time, so that no two pick the same replica. Each has its own
+        thread, which first calls `on_thread`."""
         self._connect = connect
         self._protocol = protocol
         self._name = name
@@ -66,22 +66,22 @@ class Client(Generic[T]):
 
     @property
     def up(self) -> int:
-        """Count the connections that can be asked now."""
+        """The number of connections that can be called now."""
         return sum(connection.up for connection in self.connections)
 
     @property
     def open_calls(self) -> int:
-        """Count the open calls of all connections."""
+        """The number of open calls on all connections."""
         return sum(connection.open_calls for connection in self.connections)
 
     @property
     def why_down(self) -> str:
-        """Say why no connection is up."""
+        """Why no connection is up."""
         return "; ".join(sorted({connection.why_down for connection in self.connections}))
 
     def best(self, *, full: bool = False) -> Connection[T] | None:
-        """Choose the connection that is up with the fewest open calls, fewer than its window unless it may be ``full``;
-        one that rests only if all do."""
+        """Return the connection that is up with the fewest open calls, fewer than its window unless it may be `full`; a
+        resting one only if all are resting."""
         usable = [it for it in self.connections if it.up and (full or it.open_calls < it.window)]
         if len(usable) < 2:
             return usable[0] if usable else None
@@ -89,7 +89,7 @@ class Client(Generic[T]):
         return min(usable, key=lambda it: (it.rests_until_s > now_s, it.open_calls))
 
     def close(self) -> None:
-        """Hang up for good; open calls are lost. Idempotent; waits for the threads."""
+        """Close all connections for good; open calls are lost. Waits for the threads. Idempotent."""
         with self._changing:
             self._stop.set()
             threads = list(self._threads.items())
@@ -129,7 +129,7 @@ class Client(Generic[T]):
             connection.replica = ""
 
     def _is_wanted(self, connection: Connection[T]) -> bool:
-        """After a dial: add one more if all are up; False, and it is forgotten, if this is one too many."""
+        """Return whether to keep a connection after a dial: if not, it is removed. Adds one more if all are up."""
         with self._changing:
             if self._stop.is_set():
                 return True  # `close` ends it

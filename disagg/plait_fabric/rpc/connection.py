@@ -1,7 +1,7 @@
-"""The asking end of a channel: calls leave from their callers' threads, answers come in on the one that reads.
+"""The calling end of a channel: calls leave from their callers' threads, answers arrive on the thread that reads.
 
-So an answer crosses the wire while the caller computes, and a large question leaves while a large answer arrives.
-Whoever made a call hears of it exactly once: by an answer that is taken, or by ``on_lost``.
+So an answer crosses the wire while the caller computes, and a large request leaves while a large answer arrives.
+Every call is settled exactly once: by an answer that is taken, or by `on_lost`.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ T = TypeVar("T")
 
 
 def bare(header: Header) -> Pack:
-    """Pack a header alone."""
+    """Return a `Pack` that sends a header alone."""
     return lambda _: (header, ())
 
 
 class ConnectionLost(Exception):
-    """The replica died, hung or misbehaved, or was never there; it answers nothing of what was asked there.
+    """The replica died, hung, misbehaved, or was never there; calls open there will not be answered.
 
-    ``hung``: it did not answer in time, so asking it again may cost as much again.
+    `hung`: it did not answer in time, so asking it again may cost as much again.
     """
 
     def __init__(self, replica: str, why: str, *, hung: bool = False) -> None:
@@ -58,11 +58,11 @@ class ConnectionLost(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientProtocol(Generic[T]):
-    """What a workload says and hears as a client. ``T`` is what it wants to remember of a call.
+    """What a workload sends and receives as a client. `T` is what it wants to remember about a call.
 
-    The callbacks run on the thread that attaches or reads. ``on_welcome`` and ``on_message``, which owns the message,
-    may raise `WireError` to hang up. ``on_lost`` gets the calls that will not be answered any more, and why. A call
-    that is older than ``answer_timeout_s``, if that is given, costs the connection.
+    The callbacks run on the thread that attaches or reads. `on_welcome`, and `on_message`, which owns the message,
+    may raise `WireError` to disconnect. `on_lost` gets the calls that will not be answered any more, and why. A call
+    that is older than `answer_timeout_s`, if given, costs the connection.
     """
 
     version: int
@@ -75,9 +75,9 @@ class ClientProtocol(Generic[T]):
 
 
 class Connection(Generic[T]):
-    """One channel at a time to one replica at a time, and the calls that are open there. Any thread may call.
+    """One channel at a time to one replica at a time, and the calls open on it. Any thread may call.
 
-    ``window``: how many calls should be open at most; it is for those who choose among connections.
+    `window`: how many calls should be open at most, for callers that choose among connections.
     """
 
     def __init__(self, protocol: ClientProtocol[T], *, window: int = 1) -> None:
@@ -99,11 +99,12 @@ class Connection(Generic[T]):
 
     @property
     def open_calls(self) -> int:
-        """Count the calls without an answer yet."""
+        """The number of calls without an answer yet."""
         return len(self._open)
 
     def attach(self, link: ReplicaLink) -> None:
-        """Greet the replica and use its channel. Raises `ConnectionLost`, with the channel closed."""
+        """Perform the handshake with the replica and use its channel. Raises `ConnectionLost`, with the channel
+        closed."""
         protocol, channel = self._protocol, link.channel
         try:
             channel.send(greeting("hello", protocol.version, protocol.hello), timeout_s=protocol.send_timeout_s)
@@ -121,10 +122,10 @@ class Connection(Generic[T]):
             channel.close()
 
     def call(self, item: T, pack: Callable[[int, Pool], Packed]) -> int:
-        """Send a call, whose message ``pack`` makes from its number, and return that.
+        """Send a call, whose message `pack` makes from its number, and return that number.
 
-        Raises `ConnectionLost` if it was not taken, a `FabricError` if its message does not fit the fabric (the channel
-        stays), or what ``pack`` raises.
+        Raises `ConnectionLost` if it was not accepted, a `FabricError` if its message does not fit the fabric (the
+        channel stays open), or what `pack` raises.
         """
         with self._lock:
             channel = self._usable()
@@ -140,21 +141,21 @@ class Connection(Generic[T]):
         return number
 
     def send(self, pack: Pack) -> None:
-        """Send what wants no answer. Raises as `call` does."""
+        """Send a message that needs no answer. Raises as `call` does."""
         self._send(self._usable(), pack)
 
     def take(self, number: int) -> T | None:
-        """Return the call of that number, once; None if it is not open (any more)."""
+        """Return the call with that number, once; None if it is not open (any more)."""
         with self._lock:
             found = self._open.pop(number, None)
         return None if found is None else found[0]
 
     def was_called(self, number: int) -> bool:
-        """Tell whether there ever was a call of that number: no two have the same, on whatever channel."""
+        """Return whether any call ever had that number: numbers are unique over all its channels."""
         return number < self._next_number
 
     def withdraw(self, item: T) -> int | None:
-        """Take back an open call; its number, or None if it is not open here. Looks at all of them."""
+        """Take back an open call and return its number, or None if it is not open here. Scans all open calls."""
         with self._lock:
             number = next((number for number, (open_item, _) in self._open.items() if open_item is item), None)
             if number is not None:
@@ -162,11 +163,11 @@ class Connection(Generic[T]):
         return number
 
     def rest(self) -> None:
-        """Let others be asked first for a while: the server takes no more, it is stopping."""
+        """Mark the connection as a last choice for a while: the server is stopping and takes no more calls."""
         self.rests_until_s = time.monotonic() + _REST_S
 
     def close(self) -> None:
-        """Hang up for good; open calls are lost. Idempotent."""
+        """Close the connection for good; open calls are lost. Idempotent."""
         with self._lock:
             self._closed = True
             channel = self._channel
@@ -174,7 +175,7 @@ class Connection(Generic[T]):
             channel.close()
 
     def read(self) -> None:
-        """Take in answers until the channel is lost, and then report the calls that were open."""
+        """Receive answers until the channel is lost, then report the calls that were open."""
         channel = self._channel
         if channel is None:
             return

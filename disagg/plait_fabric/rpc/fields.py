@@ -1,4 +1,4 @@
-"""Typed reading of a message's header, which is foreign input. Every error names the field."""
+"""Typed reading of a message's header, which is untrusted input. Every error names the field."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _MAX_ENTRIES = 4_096
 
 
 class WireError(ValueError):
-    """The peer sent what no correct peer sends; the channel is to be closed."""
+    """The peer sent what no correct peer sends; the channel must be closed."""
 
 
 def only(header: Header, fields: Set[str]) -> None:
-    """Refuse a header that has other fields than these, or lacks one. Raises `WireError`."""
+    """Reject a header that does not have exactly these fields. Raises `WireError`."""
     if set(header) != fields:
         raise WireError(f"the fields must be {sorted(fields)}, not {sorted(header)!s:.200}")
 
 
 def integer(header: Header, field: str, min_value: int = 0, max_value: int = MAX_INTEGER) -> int:
-    """Read an integer of that range. Raises `WireError`."""
+    """Read an integer in that range. Raises `WireError`."""
     value = header.get(field)
     if type(value) is not int or not min_value <= value <= max_value:
         raise WireError(f"{field} must be an integer in [{min_value}, {max_value}]")
@@ -35,7 +35,7 @@ def integer(header: Header, field: str, min_value: int = 0, max_value: int = MAX
 
 
 def entries(header: Header, field: str, max_entries: int = _MAX_ENTRIES) -> list[Any]:
-    """Read a list of anything, empty if there is none. Raises `WireError`."""
+    """Read a list of any values, empty if the field is absent. Raises `WireError`."""
     value = header.get(field, [])
     if not isinstance(value, list) or len(value) > max_entries:
         raise WireError(f"{field} must be a list of at most {max_entries}")
@@ -43,7 +43,7 @@ def entries(header: Header, field: str, max_entries: int = _MAX_ENTRIES) -> list
 
 
 def integers(header: Header, field: str, max_value: int = MAX_INTEGER) -> tuple[int, ...]:
-    """Read a list of integers from 0 on, empty if there is none. Raises `WireError`."""
+    """Read a list of non-negative integers, empty if the field is absent. Raises `WireError`."""
     values = entries(header, field)
     if not all(type(value) is int and 0 <= value <= max_value for value in values):
         raise WireError(f"{field} must be a list of integers in [0, {max_value}]")
@@ -51,7 +51,7 @@ def integers(header: Header, field: str, max_value: int = MAX_INTEGER) -> tuple[
 
 
 def text(header: Header, field: str, max_chars: int = 200, *, default: str | None = None) -> str:
-    """Read a short text, or the default if there is none. Raises `WireError`."""
+    """Read a short text, or the default if the field is absent. Raises `WireError`."""
     value = header.get(field, default)
     if not isinstance(value, str) or len(value) > max_chars:
         raise WireError(f"{field} must be a text of at most {max_chars} characters")
@@ -59,7 +59,7 @@ def text(header: Header, field: str, max_chars: int = 200, *, default: str | Non
 
 
 def boolean(header: Header, field: str) -> bool:
-    """Read true or false. Raises `WireError`."""
+    """Read a boolean. Raises `WireError`."""
     value = header.get(field)
     if not isinstance(value, bool):
         raise WireError(f"{field} must be true or false")

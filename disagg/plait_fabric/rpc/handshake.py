@@ -1,4 +1,4 @@
-"""The first message each way: both peers must be of one version; what else they say is the workload's."""
+"""The first message each way: both peers must speak the same version; the rest of the payload is the workload's."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ HANDSHAKE_S = 10.0
 
 
 def greeting(op: Literal["hello", "welcome"], version: int, payload: Header) -> dict[str, Any]:
-    """Make a client's hello or a server's welcome. ``version``: of all messages of the workload."""
+    """Make a client's hello or a server's welcome. `version`: of the workload's protocol as a whole."""
     return {"op": op, "version": version, **payload}
 
 
 def read_greeting(op: Literal["hello", "welcome"], version: int, header: Header) -> dict[str, Any]:
-    """Return the payload of one. Raises `WireError`, also if it is of another version."""
+    """Return the payload of a hello or welcome. Raises `WireError`, also if its version differs."""
     if header.get("op") != op:
         raise WireError(f"the peer must begin with {op}, version {version}")
     if header.get("version") != version:

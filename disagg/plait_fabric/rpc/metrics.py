@@ -1,4 +1,4 @@
-"""What a server counts travels with its answers, so that its clients can show it without asking."""
+"""A server's metrics travel with its answers, so that its clients can show them without asking."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NAME = re.compile(r"^[a-z][a-z0-9_]{0,63}$")
 
 
 class MetricsThrottle:
-    """Metrics at most once a second. Two threads may both get them: no harm."""
+    """Metrics at most once per second. Two threads may both get them, which is harmless."""
 
     def __init__(self, metrics: Callable[[], Metrics], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics = metrics
@@ -36,7 +36,7 @@ class MetricsThrottle:
 
 
 def read_metrics(header: Header) -> Metrics | None:
-    """Return what the peer counts, if it says so in this message. Raises `WireError`."""
+    """Return the peer's metrics, or None if this message carries none. Raises `WireError`."""
     metrics = header.get("metrics")
     if metrics is None:
         return None
@@ -48,7 +48,7 @@ def read_metrics(header: Header) -> Metrics | None:
 
 
 def sum_metrics(prefix: str, counted: Iterable[Metrics]) -> dict[str, float]:
-    """Add up what several servers count, by prefixed name."""
+    """Add up the metrics of several servers, by prefixed name."""
     total: dict[str, float] = {}
     for metrics in counted:
         for name, value in metrics.items():

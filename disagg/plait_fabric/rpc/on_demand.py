@@ -1,4 +1,4 @@
-"""One connection, made when somebody needs it, and made to another replica when it is lost."""
+"""One connection, opened when it is first needed, and to another replica when it is lost."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Losses:
     count: int = 0
 
     def add(self, error: ConnectionLost) -> None:
-        """Note one more."""
+        """Record one more loss."""
         self.count += 1
         self.lost.add(error.replica)
         if error.hung:
@@ -39,7 +39,7 @@ class Losses:
 
 
 class OnDemand(Generic[T]):
-    """For callers that ask from one thread and wait for what they asked."""
+    """A connection for callers that ask from one thread and wait for the answer."""
 
     def __init__(
         self,
@@ -51,7 +51,8 @@ class OnDemand(Generic[T]):
         backoff: Backoff,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """A task is tried on ``max_tries`` replicas: one that kills whoever works on it must not kill them all."""
+        """Try a task on at most `max_tries` replicas: one that kills every replica that works on it must not kill them
+        all."""
         self._connect = connect
         self._protocol = protocol
         self._name = name
@@ -63,8 +64,8 @@ class OnDemand(Generic[T]):
         self.current: Connection[T] | None = None
 
     def get(self, losses: Losses) -> Connection[T]:
-        """Return the connection that is there, or a new one. Raises `NoReplica`, without a look where the last one was
-        not long ago."""
+        """Return the current connection, or a new one. Raises `NoReplica`, without an attempt if the last one failed
+        only recently."""
         if self.current is not None and self.current.up:
             return self.current
         if self._clock() < self._closed_until_s:
@@ -83,7 +84,7 @@ class OnDemand(Generic[T]):
         raise self._nobody(f"lost one after the other: {', '.join(sorted(losses.lost))}")
 
     def drop(self, connection: Connection[T], error: ConnectionLost, losses: Losses) -> None:
-        """Note that a connection was lost; the next `get` makes another one."""
+        """Record that a connection was lost; the next `get` opens another one."""
         _log.warning("%s: replica %s: %s", self._name, error.replica, error)
         losses.add(error)
         connection.close()
@@ -91,7 +92,8 @@ class OnDemand(Generic[T]):
             self.current = None
 
     def move(self) -> None:
-        """Go to another replica. Raises `NoReplica`, `FabricError`, `ConnectionLost`; then the connection stays."""
+        """Move to another replica. Raises `NoReplica`, `FabricError`, `ConnectionLost`; then the current connection
+        stays."""
         before = self.current
         self.current = self._greeted(self._connect(frozenset() if before is None else frozenset({before.replica})))
         if before is not None:
@@ -99,13 +101,13 @@ class OnDemand(Generic[T]):
             before.close()
 
     def close(self) -> None:
-        """Hang up. Idempotent."""
+        """Close the connection. Idempotent."""
         if self.current is not None:
             self.current.close()
             self.current = None
 
     def _link(self, losses: Losses) -> ReplicaLink:
-        """A channel to a replica that was not lost just now; failing that, to one that may be back."""
+        """Return a channel to a replica that was not just lost; failing that, to one that may be back."""
         try:
             return self._connect(frozenset(losses.lost))
         except (NoReplica, FabricError):

@@ -1,4 +1,4 @@
-"""Which replica of a service a client connects to, and by which of its addresses. Pure but for the dialling."""
+"""Which replica of a service a client connects to, and by which of its addresses. Pure except for the dialling."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["NoReplica", "Replica", "ReplicaLink", "connect_to_one", "in_order", 
 
 
 class NoReplica(Exception):
-    """No replica can be reached; the message says why for each."""
+    """No replica can be reached; the message gives the reason for each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replica:
-    """Where one replica listens and the secret it wants. ``host`` names its machine; it has ``channels`` clients."""
+    """The address and secret of one replica. `host` names its machine; it has `channels` clients."""
 
     name: str
     host: str
@@ -29,7 +29,7 @@ class Replica:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReplicaLink:
-    """A fresh channel to a replica, and the name by which that replica can be left out next time."""
+    """A fresh channel to a replica, and the name by which to leave that replica out next time."""
 
     replica: str
     channel: Channel
@@ -38,7 +38,10 @@ class ReplicaLink:
 def in_order(
     replicas: Sequence[Replica], left_out: frozenset[str], *, host: str, chance: random.Random
 ) -> list[tuple[Replica, str]]:
-    """What to try, best first: fewest clients, then the same machine, then by lot. Shared memory needs one machine."""
+    """Return the candidates, best first: fewest clients, then the same machine, then at random.
+
+    Shared memory needs the same machine.
+    """
     candidates = [replica for replica in replicas if replica.name not in left_out]
     chance.shuffle(candidates)
     candidates.sort(key=lambda replica: (replica.channels, replica.host != host))
@@ -58,9 +61,9 @@ def connect_to_one(
     chance: random.Random,
     dial: Callable[[str, bytes], Channel],
 ) -> ReplicaLink:
-    """A channel to the best replica that can be reached.
+    """Connect to the best replica that can be reached.
 
-    ``dial`` connects to an address with a secret, or raises `FabricError`. Raises `NoReplica`.
+    `dial` connects to an address with a secret, or raises `FabricError`. Raises `NoReplica`.
     """
     reasons: list[str] = []
     for replica, address in in_order(replicas, left_out, host=host, chance=chance):
@@ -72,9 +75,9 @@ def connect_to_one(
 
 
 def worth_moving(replicas: Sequence[Replica], current: str, *, chance: random.Random) -> bool:
-    """Whether a client of ``current`` should go to another replica, because that has at least two clients fewer.
+    """Return whether a client of `current` should move to another replica, which has at least two clients fewer.
 
-    Each client of the fuller one decides by lot, so that half of the difference moves and not all at once.
+    Each client of the fuller one decides at random, so that half of the difference moves and not all at once.
     """
     clients = {replica.name: replica.channels for replica in replicas}
     others = [count for name, count in clients.items() if name != current]

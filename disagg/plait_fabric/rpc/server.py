@@ -1,8 +1,8 @@
-"""The serving end of channels, whatever is served: accepts clients, greets them, and hands their messages on.
+"""The serving end of channels, for every workload: accepts clients, greets them, and passes their messages on.
 
-One thread per client receives. Answers are sent by whoever has them, straight into the channel: a hop through a thread
-of the client's own would cost more than a small send. Where answers are large and a slow client must hold up nobody,
-``backlog`` gives each client a thread that sends, and bounds what of it waits.
+One thread per client receives. Answers are sent straight into the channel by the thread that has them: a hop through
+a thread per client would cost more than a small send. Where answers are large and a slow client must not hold up
+others, `backlog` gives each client a sending thread and bounds how many of its messages wait.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ class Peer:
         self._threads: list[threading.Thread] = []
 
     def start(self, receive: Callable[[], None], *, name: str) -> None:
-        """Start its threads."""
+        """Start the peer's threads."""
         targets = [receive] if self._backlog is None else [self._send_replies, receive]
         self._threads = [threading.Thread(target=target, name=name, daemon=True) for target in targets]
         for thread in self._threads:
             thread.start()
 
     def join(self, timeout_s: float) -> None:
-        """Wait for its threads; call `hang_up` first."""
+        """Wait for the peer's threads; call `hang_up` first."""
         for thread in self._threads:
             thread.join(timeout_s)
 
     @property
     def pool(self) -> Pool:
-        """Where large buffers for it are written."""
+        """The pool in which large buffers for it are written."""
         return self.channel.pool
 
     def send(self, header: Header, buffers: Sequence[Buffer] = ()) -> bool:
@@ -70,7 +70,7 @@ class Peer:
         return True
 
     def drop(self, error: Exception) -> None:
-        """Hang up because of ``error``."""
+        """Close the client's channel because of `error`."""
         if not isinstance(error, PeerLost | ChannelClosed):
             _log.warning("dropping client %s: %s", self.channel.peer, error)
         self.channel.close()
@@ -78,19 +78,19 @@ class Peer:
     # With a backlog.
 
     def admit(self) -> None:
-        """Wait until less than the backlog of this client's messages waits; then its channel pushes back."""
+        """Wait until fewer than `backlog` of this client's messages are pending; meanwhile its channel pushes back."""
         self._room.acquire()
 
     def done(self) -> None:
-        """Make room: a message that was admitted wants no reply and was worked on."""
+        """Make room: an admitted message that needs no reply has been processed."""
         self._room.release()
 
     def reply(self, pack: Pack) -> None:
-        """Send soon, from the client's own thread, and make room."""
+        """Queue a reply, to be sent from the client's own thread, which then makes room."""
         self._replies.put(pack)
 
     def hang_up(self, flush_s: float = 0.0) -> None:
-        """Close the channel, after what is to be sent was sent or ``flush_s`` passed."""
+        """Close the channel once pending replies are sent or `flush_s` has passed."""
         self._replies.put(None)
         if flush_s > 0:
             for thread in self._threads[:-1]:
@@ -112,12 +112,12 @@ class Peer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerProtocol:
-    """What a workload says and hears as a server. The callbacks run on the client's thread.
+    """What a workload sends and receives as a server. The callbacks run on the client's thread.
 
-    ``on_hello`` gets a client's payload and raises `WireError` to refuse it; ``welcome`` makes the answer's.
-    ``on_message`` owns the message and releases it; it raises `WireError` to hang up. ``on_lost`` is called once per
-    client. ``metrics``: what clients are told now and then, with their answers. A client that leaves its whole window
-    of messages unread is hung up on after ``send_timeout_s``.
+    `on_hello` gets a client's payload and raises `WireError` to reject it; `welcome` makes the payload of the
+    answer. `on_message` owns the message and releases it; it raises `WireError` to disconnect. `on_lost` is called
+    once per client. `metrics`: what clients receive from time to time, with their answers. A client that leaves its
+    whole window of messages unread is disconnected after `send_timeout_s`.
     """
 
     version: int
@@ -132,7 +132,7 @@ class ServerProtocol:
 
 
 class Server:
-    """Serves every channel that the listeners accept. Owns the listeners."""
+    """Serves every channel that its listeners accept. Owns the listeners."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class Server:
         name: str,
         on_thread: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start at once. The threads that receive begin with ``on_thread``."""
+        """Start at once. Receiving threads first call `on_thread`."""
         self._protocol = protocol
         self._name = name
         self._on_thread = on_thread
@@ -157,21 +157,21 @@ class Server:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where it listens, in the order of the listeners."""
+        """Addresses on which it listens, in the order of the listeners."""
         return tuple(listener.address for listener in self._listeners)
 
     @property
     def alive(self) -> bool:
-        """Whether it accepts."""
+        """Whether it accepts clients."""
         return not self._stopped and all(thread.is_alive() for thread in self._acceptors)
 
     @property
     def peers(self) -> int:
-        """Count the clients that are here now."""
+        """The number of connected clients."""
         return len(self._peers)
 
     def announce(self, header: Header) -> None:
-        """Send this to all clients, and to those that are being greeted just now. Who comes later hears the welcome."""
+        """Send this to all clients, including those being greeted now. Later clients get the welcome instead."""
         self._announced = header
         with self._lock:
             peers = list(self._peers.values())
@@ -180,14 +180,15 @@ class Server:
                 peer.send(header)
 
     def close_listeners(self) -> None:
-        """Nobody new; who is here stays. Idempotent."""
+        """Stop accepting clients; those connected stay. Idempotent."""
         with self._lock:
             self._stopped = True
         for listener in self._listeners:
             listener.close()
 
     def hang_up(self, flush_s: float = 0.0) -> None:
-        """Everybody leaves, after replies that wait were sent or ``flush_s`` passed. Call `close_listeners` first."""
+        """Disconnect all clients once pending replies are sent or `flush_s` has passed. Call `close_listeners`
+        first."""
         with self._lock:
             peers = list(self._peers.values())
         for peer in peers:
@@ -240,7 +241,7 @@ class Server:
 def start_accepting(
     listeners: Sequence[Listener], on_channel: Callable[[Channel], None], *, name: str
 ) -> list[threading.Thread]:
-    """Hand every channel that is accepted to ``on_channel``, on one thread per listener, until that is closed."""
+    """Pass every accepted channel to `on_channel`, on one thread per listener, until the listener is closed."""
 
     def accept(listener: Listener) -> None:
         while True:

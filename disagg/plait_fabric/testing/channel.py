@@ -1,15 +1,15 @@
-"""The conformance suites of the fabric: what every channel promises, as importable test classes.
+"""The conformance suites of the fabric: what every channel guarantees, as importable test classes.
 
-To check an implementation, subclass and say where it listens::
+To check an implementation, subclass and set the address where it listens::
 
     class TestTcp(ChannelConformance, TensorConformance, ListenerConformance, ProcessConformance):
         @pytest.fixture
         def address(self) -> str:
             return "tcp://127.0.0.1:0"
 
-`ChannelConformance` and `TensorConformance` (in `testing_tensors`) are for every channel; wrappers
-override `wrap`. `testing_listener` has the other two: `ListenerConformance` for whoever listens,
-`ProcessConformance` for what joins processes (peers killed with -9, strangers, garbage).
+`ChannelConformance` and `TensorConformance` (in `testing.tensors`) are for every channel; wrappers
+override `wrap`. `testing.listener` has the other two: `ListenerConformance` for transports that listen,
+`ProcessConformance` for those that join processes (peers killed with -9, unauthenticated clients, garbage).
 """
 
 from __future__ import annotations
@@ -62,26 +62,26 @@ def eventually(condition: Callable[[], bool], *, within_s: float = WAIT_S) -> bo
 
 
 class ChannelConformance:
-    """What every channel promises. Each test is one promise."""
+    """What every channel guarantees. Each test is one guarantee."""
 
     def wrap(self, channel: Channel) -> Channel:
-        """Hook for wrappers such as a modelled link: what the suite uses instead of `channel`."""
+        """Return what the suite uses instead of `channel`: a hook for wrappers such as a modelled link."""
         return channel
 
     @pytest.fixture
     def address(self) -> str:
-        """Where to listen; override."""
+        """Return the address to listen at; override."""
         raise NotImplementedError
 
     @pytest.fixture
     def ends(self, address: str) -> Iterator[tuple[Channel, Channel]]:
-        """Two connected ends with the default options."""
+        """Yield two connected ends with the default options."""
         with self._connected(address) as both:
             yield both
 
     @pytest.fixture
     def small_ends(self, address: str) -> Iterator[tuple[Channel, Channel]]:
-        """Two connected ends with little room."""
+        """Yield two connected ends with little room."""
         with self._connected(address, SMALL) as both:
             yield both
 
@@ -131,7 +131,7 @@ class ChannelConformance:
                 assert bytes(message.buffers[0]) == b"a" * nbytes
 
     def test_big_message(self, ends: tuple[Channel, Channel]) -> None:
-        """64 MiB in one message arrive whole while the peer receives."""
+        """64 MiB in one message arrive complete while the peer receives."""
         payload = memoryview(os.urandom(1 << 20) * 64)
         with ThreadPoolExecutor(1) as threads:
             sent = threads.submit(ends[0].send, {"big": True}, [payload])
@@ -163,7 +163,7 @@ class ChannelConformance:
                 job.result(WAIT_S)
 
     def test_lease_belongs_to_the_channel_after_send(self, ends: tuple[Channel, Channel]) -> None:
-        """Once sent, also when the send fails, a lease can be neither written, released nor sent."""
+        """Once sent, even when the send fails, a lease can be neither written, released nor sent."""
         lease = ends[0].pool.acquire(100)
         ends[0].send({}, [lease])
         for misuse in (lease.release, lambda: lease.write(b"x"), lambda: ends[0].send({}, [lease])):
@@ -188,7 +188,7 @@ class ChannelConformance:
         assert server.statistics().open_messages == 0
 
     def test_double_release_is_an_error(self, ends: tuple[Channel, Channel]) -> None:
-        """A message is released once; its buffers are gone afterwards."""
+        """A message is released once; its buffers are unusable afterwards."""
         ends[0].send({}, [b"x" * 20_000])
         message = ends[1].recv(WAIT_S)
         assert ends[1].statistics().open_messages == 1
@@ -222,7 +222,7 @@ class ChannelConformance:
         assert server.recv(WAIT_S).header == {"n": "again"}
 
     def test_held_messages_stop_the_sender_and_release_resumes(self, small_ends: tuple[Channel, Channel]) -> None:
-        """A sender that waits for the receiver to release goes on as soon as it does."""
+        """A sender that waits for the receiver to release continues as soon as it does."""
         client, server = small_ends
         with ThreadPoolExecutor(1) as threads:
 
@@ -254,7 +254,7 @@ class ChannelConformance:
             assert message.header == {"n": "next"}
 
     def test_recv_timeout_leaves_the_channel_usable(self, ends: tuple[Channel, Channel]) -> None:
-        """After a time-out, also of zero seconds, the next message arrives whole."""
+        """After a timeout, even of zero seconds, the next message arrives complete."""
         for timeout_s in (0.0, 0.01):
             with pytest.raises(RecvTimeout) as caught:
                 ends[1].recv(timeout_s)
@@ -264,7 +264,7 @@ class ChannelConformance:
         assert ends[1].statistics().recv_waits >= 1
 
     def test_too_large_is_refused_before_sending(self, small_ends: tuple[Channel, Channel]) -> None:
-        """A header, a buffer count or a payload over the limit is refused and nothing is sent."""
+        """A header, a buffer count or a payload over the limit is rejected and nothing is sent."""
         client, server = small_ends
         for header, buffers in (({"x": "y" * 5_000}, []), ({}, [b""] * 17), ({}, [bytes(1 << 22)])):
             with pytest.raises(FrameTooLarge) as caught:
@@ -274,20 +274,20 @@ class ChannelConformance:
         assert server.recv(WAIT_S).header == {"n": 1}
 
     def test_pool_refuses_what_never_fits(self, small_ends: tuple[Channel, Channel]) -> None:
-        """A lease larger than the pool is refused at once, also by the call that waits."""
+        """A lease larger than the pool is rejected at once, even by the call that waits."""
         with pytest.raises(PoolExhausted):
             small_ends[0].pool.acquire(SMALL.pool_bytes + 1, None)
 
     @pytest.mark.parametrize("header", [{"x": {1, 2}}, {"x": math.inf}, {3: 4}, ["no", "object"]], ids=str)
     def test_bad_header_is_refused(self, ends: tuple[Channel, Channel], header: object) -> None:
-        """A header that is not strict JSON is refused and nothing is sent."""
+        """A header that is not strict JSON is rejected and nothing is sent."""
         with pytest.raises(BadHeader):
             ends[0].send(header)  # type: ignore[arg-type]
         ends[0].send({})
         assert ends[1].recv(WAIT_S).header == {}
 
     def test_close_wakes_recv_on_both_sides(self, ends: tuple[Channel, Channel]) -> None:
-        """A `recv` that waits ends at once: `ChannelClosed` here, `PeerClosed` there; closing twice is fine."""
+        """A waiting `recv` ends at once: `ChannelClosed` here, `PeerClosed` there; closing twice is fine."""
         client, server = ends
         with ThreadPoolExecutor(2) as threads:
             here: Future[object] = threads.submit(client.recv, WAIT_S)
@@ -320,7 +320,7 @@ class ChannelConformance:
         assert client.closed
 
     def test_what_was_sent_before_close_arrives(self, ends: tuple[Channel, Channel]) -> None:
-        """Messages that had been sent come first, then the news that the peer is gone."""
+        """Messages that had been sent arrive first, then the error that the peer is closed."""
         ends[0].send({"n": 1}, [b"x" * 50_000])
         ends[0].send({"n": 2}, [b"y" * 10])
         assert eventually(lambda: ends[0].statistics().messages_sent == 2)
@@ -333,7 +333,7 @@ class ChannelConformance:
             ends[1].recv(WAIT_S)
 
     def test_statistics_are_a_record(self, ends: tuple[Channel, Channel]) -> None:
-        """Statistics count messages and bytes, and cannot be changed."""
+        """Statistics count messages and bytes, and are immutable."""
         ends[0].send({}, [b"12345", b"678"])
         ends[1].recv(WAIT_S).release()
         sent, received = ends[0].statistics(), ends[1].statistics()

@@ -1,4 +1,4 @@
-"""A clock for tests of modelled links: time passes only when somebody waits."""
+"""A clock for tests of modelled links: time passes only when something waits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["VirtualClock"]
 
 
 class VirtualClock:
-    """Time that passes only by waiting, in no time at all; for one process. Thread-safe."""
+    """Time that passes only by waiting, which returns at once; for one process. Thread-safe."""
 
     _numbers = itertools.count()
 
@@ -20,17 +20,17 @@ class VirtualClock:
         self._lock = threading.Lock()
 
     def now_s(self) -> float:
-        """See `Clock.now_s`."""
+        """Return the virtual time."""
         return self._now_s
 
     def wait_until(self, at_s: float, stop: threading.Event) -> None:
-        """It is ``at_s`` now, if it was earlier."""
+        """Advance the time to `at_s` if it was earlier."""
         if not stop.is_set():
             with self._lock:
                 self._now_s = max(self._now_s, at_s)
 
     def advance(self, by_s: float) -> None:
-        """Lets time pass, as work does. Raises ValueError if it would go backward."""
+        """Advance the time, as work does. Raises ValueError if it would go backwards."""
         if by_s < 0:
             raise ValueError(f"a clock does not go back by {-by_s} s")
         with self._lock:

@@ -1,4 +1,4 @@
-"""Conformance of listeners, and of channels between processes; see `testing`."""
+"""Conformance of listeners, and of channels between processes; see `testing.channel`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ AT_ONCE_S = 3.0
 
 
 class ListenerConformance:
-    """What every listener promises. The `address` fixture comes from `ChannelConformance`."""
+    """What every listener guarantees. The `address` fixture comes from `ChannelConformance`."""
 
     def test_accept_timeout_and_close(self, address: str) -> None:
         """`accept` times out, stays usable, and ends when the listener is closed."""
@@ -73,7 +73,7 @@ class ListenerConformance:
             channel.close()
 
     def test_wrong_secret_is_refused_on_both_sides(self, address: str) -> None:
-        """A peer with another secret gets `AuthFailed`; the listener never shows it and goes on."""
+        """A peer with another secret gets `AuthFailed`; the listener never returns it and continues."""
         with listen(address, secret=SECRET) as listener:
             with pytest.raises(AuthFailed):
                 connect(listener.address, secret=b"another secret, as long", timeout_s=WAIT_S)
@@ -84,13 +84,13 @@ class ListenerConformance:
                 assert not server.closed
 
     def test_weak_secret_is_refused(self, address: str) -> None:
-        """A secret of fewer than 16 bytes is refused by both sides before anything is opened."""
+        """A secret of fewer than 16 bytes is rejected by both sides before anything is opened."""
         for call in (listen, connect):
             with pytest.raises(WeakSecret):
                 call(address, secret=b"short")
 
     def test_address_in_use_and_reuse(self, address: str) -> None:
-        """A second listener at an address is refused; after `close` the address is free again."""
+        """A second listener at an address is rejected; after `close` the address is free again."""
         with listen(address, secret=SECRET) as listener:
             bound = listener.address
             with pytest.raises(AddressInUse):
@@ -99,7 +99,7 @@ class ListenerConformance:
             assert listener.address == bound
 
     def test_nobody_listens(self, address: str) -> None:
-        """Connecting where nobody listens fails at once and says so."""
+        """Connecting where nothing listens fails at once with an error that says so."""
         with listen(address, secret=SECRET) as listener:
             bound = listener.address
         with pytest.raises(Unreachable):
@@ -107,11 +107,11 @@ class ListenerConformance:
 
 
 class ProcessConformance:
-    """What channels between processes promise, besides."""
+    """What channels between processes guarantee in addition."""
 
     @pytest.fixture
     def listener(self, address: str) -> Iterator[Listener]:
-        """A listener that gives strangers a second and a half."""
+        """Yield a listener that gives unauthenticated clients 1.5 seconds."""
         with listen(address, secret=SECRET, options=FabricOptions(handshake_timeout_s=1.5)) as listener:
             yield listener
 
@@ -158,7 +158,7 @@ class ProcessConformance:
                 assert time.monotonic() - start_s < AT_ONCE_S
 
     def test_killed_in_mid_flood(self, listener: Listener) -> None:
-        """A peer killed while it sends loses at most what was under way: no torn message arrives."""
+        """A peer killed while it sends loses at most what was in flight: no torn message arrives."""
         with spawned_peer("flood", listener.address, SECRET) as process, listener.accept(WAIT_S) as channel:
             for expected in itertools.count():
                 try:
@@ -173,7 +173,8 @@ class ProcessConformance:
             assert expected > 20
 
     def test_unauthenticated_clients_do_not_block_the_listener(self, listener: Listener) -> None:
-        """Silent, garbling and vanishing strangers are dropped; an honest peer gets in meanwhile."""
+        """Unauthenticated clients that stay silent, send garbage or vanish are dropped; a valid peer connects
+        meanwhile."""
         with ExitStack() as open_sockets:
             clients = [open_sockets.enter_context(_dial(listener.address)) for _ in range(6)]
             clients[1].sendall(b"GET / HTTP/1.1\r\n\r\n")
@@ -189,7 +190,7 @@ class ProcessConformance:
             assert clients[0].recv(1) == b""
 
     def test_a_crowd_of_silent_clients(self, address: str) -> None:
-        """More silent strangers than places: the oldest are dropped, an honest peer gets in at once."""
+        """With more silent clients than places, the oldest are dropped and a valid peer connects at once."""
         options = FabricOptions(handshake_timeout_s=WAIT_S, pending_handshakes=3)
         with listen(address, secret=SECRET, options=options) as listener, ExitStack() as open_sockets:
             for _ in range(8):
@@ -203,7 +204,7 @@ class ProcessConformance:
             connect(bound, secret=SECRET, timeout_s=0.1)
 
     def test_a_listener_without_the_secret_is_found_out(self, address: str) -> None:
-        """A listener that cannot prove that it holds the secret gets no channel."""
+        """A listener that cannot prove that it has the secret gets no channel."""
         with listen(address, secret=b"an impostor's secret") as impostor, pytest.raises(AuthFailed):
             connect(impostor.address, secret=SECRET, timeout_s=WAIT_S)
 
@@ -224,7 +225,7 @@ class ProcessConformance:
         ids=["pickle", "noise", "payload", "header", "kind", "list", "deep", "nan", "sum", "place"],
     )
     def test_garbage_after_the_handshake(self, listener: Listener, frame: bytes, error: type[FabricError]) -> None:
-        """An authenticated peer that sends rubbish is cut off, before anything is allocated for it."""
+        """An authenticated peer that sends garbage is disconnected before anything is allocated for it."""
         with connect(listener.address, secret=SECRET) as client, listener.accept(WAIT_S) as server:
             _send_raw(client, frame)
             with pytest.raises(error) as caught:
@@ -244,7 +245,7 @@ def _shared_memory_files() -> set[str]:
 
 
 def _send_raw(channel: Channel, frame: bytes) -> None:
-    """Sends what no channel sends."""
+    """Send a frame that no channel sends."""
     untyped: Any = channel
     if hasattr(untyped, "_writer"):
         assert untyped._writer.put(frame)
@@ -260,14 +261,14 @@ def _socket_for(address: Address) -> tuple[socket.socket, Any]:
 
 
 def _dial(text: str) -> socket.socket:
-    """A bare connection that knows nothing of the handshake."""
+    """Open a bare connection that skips the handshake."""
     sock, target = _socket_for(Address.parse(text))
     sock.connect(target)
     return sock
 
 
 class _mute_listener:  # noqa: N801  # reads as a function at the call
-    """Accepts connections into its backlog and never says a word."""
+    """Accepts connections into its backlog and never sends anything."""
 
     def __init__(self, text: str) -> None:
         self._sock, target = _socket_for(Address.parse(text))

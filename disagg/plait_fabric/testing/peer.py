@@ -1,11 +1,11 @@
 """A peer in a process of its own, for tests and measurements.
 
-`python -m plait_fabric.testing.peer MODE ADDRESS [SETTINGS]`; the secret comes on stdin in hex,
-one line. It leaves when the channel ends, or when stdin does.
+`python -m plait_fabric.testing.peer MODE ADDRESS [SETTINGS]`; the secret is passed on stdin in hex,
+one line. It exits when the channel ends, or when stdin does.
 
-Modes: `echo` sends every message back; `bounce` sends a lease of as many bytes back without writing
+Modes: `echo` sends every message back; `bounce` sends a lease of the same size back without writing
 to it, and whether the message was late; `drain` reads all bytes of all messages, and answers one
-whose header says `end` with what it read; `hold` connects, says `{"ready": true}` and never
+with `end` in its header with what it has read; `hold` connects, sends `{"ready": true}` and never
 receives; `flood` sends messages of 1 MiB until it is killed. SETTINGS is a JSON object: `spin_s`,
 and `links` (a file) with `link` (a name in it) to model.
 """
@@ -36,7 +36,7 @@ _FLOOD_BYTES = 1 << 20
 
 
 def echo(channel: Channel) -> None:
-    """Send every message back until the peer leaves."""
+    """Send every message back until the peer closes."""
     while True:
         try:
             with channel.recv() as message:
@@ -46,7 +46,7 @@ def echo(channel: Channel) -> None:
 
 
 def bounce(channel: Channel) -> None:
-    """Send a lease of the same size back until the peer leaves."""
+    """Send a lease of the same size back until the peer closes."""
     lease = channel.pool.acquire(0)
     while True:
         try:
@@ -62,7 +62,7 @@ def bounce(channel: Channel) -> None:
 
 
 def drain(channel: Channel) -> None:
-    """Read every byte of every message until the peer leaves."""
+    """Read every byte of every message until the peer closes."""
     read_bytes, total = 0, 0
     while True:
         try:
@@ -84,7 +84,7 @@ def _flood(channel: Channel) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the peer; see the module's docstring."""
+    """Run the peer; see the module docstring."""
     mode, address, *rest = arguments
     settings: dict[str, Any] = json.loads(rest[0]) if rest else {}
     secret = bytes.fromhex(sys.stdin.readline().strip())
@@ -108,7 +108,7 @@ _LOOPS = {"echo": echo, "bounce": bounce, "drain": drain, "flood": _flood}
 def spawned_peer(
     mode: str, address: str, secret: bytes, settings: Mapping[str, Any] | None = None
 ) -> Iterator[subprocess.Popen[str]]:
-    """Start the peer and kill it (-9) at the end of the block, if it still runs then."""
+    """Start the peer and kill it (-9) at the end of the block if it is still running."""
     source = str(Path(__file__).resolve().parents[2])
     code = f"import sys; sys.path.insert(0, {source!r}); from {__name__} import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, mode, address, json.dumps(dict(settings or {}))]

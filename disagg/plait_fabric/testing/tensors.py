@@ -1,4 +1,4 @@
-"""Conformance of channels with tensors: values, layout, alignment, lifetime and the number of copies; see `testing`."""
+"""Conformance of channels with tensors: values, layout, alignment, lifetime and copies; see `testing.channel`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["TensorConformance"]
 
 
 class TensorConformance:
-    """What every channel promises about tensors. The `ends` fixture comes from `ChannelConformance`."""
+    """What every channel guarantees about tensors. The `ends` fixture comes from `ChannelConformance`."""
 
     shares_memory: ClassVar[bool] = False
     """Whether a sent lease is the very memory that the receiver reads (inproc, shm)."""
@@ -84,7 +84,7 @@ class TensorConformance:
                     assert float(tensor.add_(1).sum()) == nbytes / 8
 
     def test_bad_tensors_are_refused(self, ends: tuple[Channel, Channel]) -> None:
-        """A tensor type that is not carried is refused, and so is the reserved key."""
+        """A tensor type that is not carried is rejected, and so is the reserved key."""
         with pytest.raises(BadTensor):
             send_tensors(ends[0], {}, {"x": torch.zeros(2, dtype=torch.complex64)})
         with pytest.raises(BadHeader):
@@ -103,7 +103,7 @@ class TensorConformance:
         message.release()
 
     def test_receiver_reads_the_senders_memory(self, ends: tuple[Channel, Channel]) -> None:
-        """Where memory is shared, what is received is the sent lease itself: no copy on either side."""
+        """Where memory is shared, the received buffer is the sent lease itself: no copy on either side."""
         if not self.shares_memory:
             pytest.skip("this channel moves bytes between address spaces")
         lease, written = lease_tensor(ends[0].pool, (50, 100), torch.float32)
@@ -133,7 +133,8 @@ class TensorConformance:
         ids=str,
     )
     def test_wrong_descriptions_are_refused(self, ends: tuple[Channel, Channel], described: object) -> None:
-        """A description that does not fit its buffer is a violation; the message is released, the channel goes on."""
+        """A description that does not fit its buffer is a violation; the message is released and the channel stays
+        usable."""
         ends[0].send({"_tensors": described}, [bytes(8)])
         with pytest.raises(ProtocolViolation) as caught:
             recv_tensors(ends[1], WAIT_S)

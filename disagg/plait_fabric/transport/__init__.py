@@ -1,1 +1,1 @@
-"""How messages travel: in process, shared memory, TCP; handshake, framing, credit."""
+"""Transports for messages: in-process, shared memory, TCP; handshake, framing, credit."""

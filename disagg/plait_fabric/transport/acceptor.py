@@ -1,7 +1,7 @@
 """A listener over a socket: one thread does all handshakes, none of which can hold up another.
 
 Each connection has `handshake_timeout_s` to authenticate. At most `pending_handshakes` are kept;
-when another arrives the oldest is dropped, so strangers who connect and say nothing cannot keep
+when another arrives the oldest is dropped, so unauthenticated clients that connect and stay silent cannot keep
 others out. Only authenticated peers reach `accept`.
 """
 
@@ -38,7 +38,7 @@ class Arrival(Protocol):
         """Send the first block."""
 
     def advance(self) -> Channel | None:
-        """Bytes are readable: go on, and return the channel once the peer is authenticated.
+        """Continue once bytes are readable; return the channel once the peer is authenticated.
 
         Raises `FabricError` or `OSError` when the connection must be dropped.
         """
@@ -48,7 +48,7 @@ class Arrival(Protocol):
 
 
 class SocketListener:
-    """See `protocols.Listener`."""
+    """The `Listener` over a socket."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class SocketListener:
         arrive: Callable[[socket.socket], Arrival],
         on_close: Callable[[], None],
     ) -> None:
-        """Own `sock` (bound, listening). `arrive` starts a handshake, `on_close` tidies the address."""
+        """Own `sock` (bound, listening). `arrive` starts a handshake, `on_close` cleans up the address."""
         self._sock = sock
         self._address = address
         self._options = options
@@ -80,16 +80,16 @@ class SocketListener:
 
     @property
     def address(self) -> str:
-        """See `Listener.address`."""
+        """The address to connect to."""
         return self._address
 
     @property
     def rejected(self) -> int:
-        """See `Listener.rejected`."""
+        """Connections dropped during the handshake so far."""
         return self._rejected
 
     def accept(self, timeout_s: float | None = None) -> Channel:
-        """See `Listener.accept`."""
+        """Return the next channel that the handshake thread has authenticated."""
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._closed, timeout_s)
             if self._closed:
@@ -99,7 +99,7 @@ class SocketListener:
             return self._ready.popleft()
 
     def close(self) -> None:
-        """See `Listener.close`."""
+        """Stop the handshake thread, drop pending connections and wake `accept`."""
         with self._changed:
             if self._closed:
                 return
@@ -204,7 +204,7 @@ class SocketListener:
 
 
 class _PendingSlot:
-    """What the selector carries for a pending connection."""
+    """The selector data of a pending connection."""
 
     __slots__ = ("arrival",)
 

@@ -1,4 +1,4 @@
-"""Mutual authentication before anything else is parsed. Sans-io: fixed-length blocks in and out.
+"""Mutual authentication before anything else is parsed. Sans-I/O: fixed-length blocks in and out.
 
 ::
 
@@ -8,10 +8,10 @@
 
     tag(role) = HMAC-SHA256(secret, "plait-fabric/1 " role | channel kind | server nonce | client nonce)
 
-The role is in the tag, so a tag that is reflected at its maker never verifies; both nonces are in
-it, so nothing can be replayed; the channel kind is in it, so a tcp tag opens no shm channel. The
-client speaks first, so a stranger gets no tag from the server to work on. This authenticates the
-peers; it neither encrypts nor signs what follows: across an untrusted network use a tunnel.
+The role is in the tag, so a tag that is reflected to its sender never verifies; both nonces are in it, so nothing
+can be replayed; the channel kind is in it, so a tcp tag opens no shm channel. The client proves itself first, so an
+unauthenticated client gets no tag from the server to attack. This authenticates the peers; it neither encrypts nor
+signs what follows: across an untrusted network use a tunnel.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Nonce = Callable[[int], bytes]
 
 
 def new_secret() -> bytes:
-    """A fresh random secret, long enough for `connect` and `listen`."""
+    """Return a fresh random secret, long enough for `connect` and `listen`."""
     return secrets.token_bytes(32)
 
 
@@ -62,7 +62,7 @@ def _tag(secret: bytes, role: bytes, kind: str, server_nonce: bytes, client_nonc
 
 
 class ServerHandshake:
-    """The accepting side. Send `challenge`, feed the response, send what comes back."""
+    """The accepting side. Send `challenge`, feed the response, send the returned proof."""
 
     def __init__(self, secret: bytes, kind: str, *, nonce: Nonce = secrets.token_bytes) -> None:
         self._secret = check_secret(secret)
@@ -71,7 +71,7 @@ class ServerHandshake:
         self.challenge = _MAGIC + self._nonce
 
     def prove(self, response: bytes) -> bytes:
-        """Verify the client and return our own proof; raises `ProtocolViolation`, `AuthFailed`."""
+        """Verify the client and return our own proof. Raises `ProtocolViolation`, `AuthFailed`."""
         if len(response) != RESPONSE_BYTES or not response.startswith(_MAGIC):
             raise ProtocolViolation("the peer does not speak the fabric's handshake")
         client_nonce = response[len(_MAGIC) : len(_MAGIC) + _NONCE_BYTES]
@@ -91,7 +91,7 @@ class ClientHandshake:
         self._server_nonce = b""
 
     def respond(self, challenge: bytes) -> bytes:
-        """Answer the server's challenge; raises `ProtocolViolation`."""
+        """Answer the server's challenge. Raises `ProtocolViolation`."""
         if len(challenge) != CHALLENGE_BYTES or not challenge.startswith(_MAGIC):
             raise ProtocolViolation("the listener does not speak the fabric's handshake")
         self._server_nonce = challenge[len(_MAGIC) :]
@@ -99,7 +99,7 @@ class ClientHandshake:
         return _MAGIC + self._nonce + tag
 
     def verify(self, proof: bytes) -> None:
-        """Check that the server holds the secret too; raises `AuthFailed`."""
+        """Check that the server also has the secret. Raises `AuthFailed`."""
         if hmac.compare_digest(proof, REFUSED):
             raise AuthFailed("the listener refused us: the two sides hold different secrets")
         expected = _tag(self._secret, b"server", self._kind, self._server_nonce, self._nonce)

@@ -1,9 +1,9 @@
-"""What all channels share: validation, locks, counters and the memory of how the channel ended.
+"""Common parts of all channels: validation, locks, counters and the reason why the channel ended.
 
-A new transport (UCX, verbs) subclasses `ChannelBase`: `_deliver` moves parts out, `_collect`
-brings a message in, `close` wakes both. Its pool leases registered memory (`Pool` over a
+A new transport (UCX, verbs) subclasses `ChannelBase`: `_deliver` sends parts, `_collect`
+receives a message, `close` wakes both. Its pool leases registered memory (`Pool` over a
 registered arena, with a `Gate` that polls completions); `endpoints` gains a scheme and the
-conformance suite one fixture. What only changes behaviour (`modelled`) wraps any `Channel`.
+conformance suite one fixture. Features that only change behaviour (`modelled`) wrap any `Channel`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class Deadline:
-    """A moment to give up at, or never (`timeout_s` None)."""
+    """A time limit, or none (`timeout_s` None)."""
 
     __slots__ = ("_at_s", "timeout_s")
 
@@ -37,7 +37,7 @@ class Deadline:
         self._at_s = None if timeout_s is None else time.monotonic() + timeout_s
 
     def left_s(self) -> float | None:
-        """Seconds left, never negative; None when there is no limit."""
+        """Return the seconds left, never negative, or None when there is no limit."""
         return None if self._at_s is None else max(0.0, self._at_s - time.monotonic())
 
     @property
@@ -50,7 +50,7 @@ _NEVER = Deadline(None)
 
 
 class ChannelBase(ABC):
-    """A channel but for the transport: subclasses move parts (`_deliver`) and messages (`_collect`)."""
+    """A channel without the transport: subclasses move parts (`_deliver`) and messages (`_collect`)."""
 
     def __init__(self, *, pool: Pool, peer: str, limits: MessageLimits) -> None:
         self._pool = pool
@@ -67,21 +67,21 @@ class ChannelBase(ABC):
 
     @property
     def pool(self) -> Pool:
-        """See `Channel.pool`."""
+        """The pool whose leases this channel sends without copying."""
         return self._pool
 
     @property
     def peer(self) -> str:
-        """See `Channel.peer`."""
+        """Name of the other end, for logs."""
         return self._peer
 
     @property
     def closed(self) -> bool:
-        """See `Channel.closed`."""
+        """Whether this side was closed or the channel has failed."""
         return self._failure is not None
 
     def send(self, header: Header, buffers: Sequence[Buffer] = (), *, timeout_s: float | None = None) -> None:
-        """See `Channel.send`."""
+        """Validate the message, take over its leases and deliver it."""
         parts = take_over(buffers)
         try:
             encoded = encode_header(header)
@@ -101,7 +101,7 @@ class ChannelBase(ABC):
             raise
 
     def recv(self, timeout_s: float | None = None) -> Message:
-        """See `Channel.recv`."""
+        """Collect the next message and count it."""
         with self._receiving:
             message, nbytes = self._collect(_NEVER if timeout_s is None else Deadline(timeout_s))
             messages, received_bytes = self._received
@@ -110,18 +110,18 @@ class ChannelBase(ABC):
 
     @abstractmethod
     def _deliver(self, header: bytes, parts: list[Part], deadline: Deadline) -> None:
-        """Send one message. Leases that it keeps must outlive the call; the others it releases."""
+        """Send one message. Leases that it keeps must outlive the call; it releases the others."""
 
     @abstractmethod
     def _collect(self, deadline: Deadline) -> tuple[Message, int]:
-        """Receive one message; returns it with its payload bytes."""
+        """Receive one message; return it with the number of its payload bytes."""
 
     @abstractmethod
     def close(self) -> None:
-        """See `Channel.close`."""
+        """Close this side and wake both directions."""
 
     def statistics(self) -> ChannelStatistics:
-        """See `Channel.statistics`."""
+        """Return a consistent snapshot of the counters and the pool."""
         copies = self._pool.statistics()
         with self._counting:
             sent, received = self._sent, self._received
@@ -144,7 +144,7 @@ class ChannelBase(ABC):
         self.close()
 
     def _fail(self, failure: FabricError) -> FabricError:
-        """Remember why the channel ended (the first reason stays) and return it, ready to raise."""
+        """Record why the channel ended (the first reason stays) and return it, ready to raise."""
         with self._counting:
             first = self._failure is None
             if self._failure is None:
@@ -163,7 +163,7 @@ class ChannelBase(ABC):
         return self._fail(PeerLost(f"the peer {self._peer} {what}"))
 
     def _close_once(self) -> bool:
-        """Mark this side closed; False when it already was (a lost peer still counts as not closed)."""
+        """Mark this side closed; return False if it already was (a lost peer still counts as not closed)."""
         with self._counting:
             if isinstance(self._failure, ChannelClosed):
                 return False
@@ -189,5 +189,5 @@ class ChannelBase(ABC):
 
 
 def _afresh(failure: FabricError) -> FabricError:
-    """The same failure without a traceback, which would keep the channel and its memory alive."""
+    """Return the same failure without a traceback, which would keep the channel and its memory alive."""
     return type(failure)(str(failure), channel_usable=False)

@@ -1,8 +1,8 @@
-"""The way back of an shm channel: acknowledgements return leases to the sender's pool.
+"""The return path of an shm channel: acknowledgements return leases to the sender's pool.
 
-A second socket pair carries nothing but message ids (u64; 0 says goodbye), so the sending thread
+A second socket pair carries only message ids (u64; 0 is a clean close), so the sending thread
 reads it while the receiving thread reads the data socket, and neither waits for the other. There
-is at most one unread packet a message in flight, so an acknowledgement never blocks.
+is at most one unread packet per message in flight, so an acknowledgement never blocks.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def _nobody_asks(failure: FabricError) -> FabricError:
 
 
 class CreditLine:
-    """Both ends of the way back: `acknowledge` for what we received, a `Gate` for what we sent."""
+    """Both ends of the return path: `acknowledge` for what we received, a `Gate` for what we sent."""
 
     def __init__(self, sock: socket.socket, fail: Callable[[FabricError], FabricError]) -> None:
-        """Own `sock` (seqpacket, non-blocking). `fail` is told why the channel ended."""
+        """Own `sock` (seqpacket, non-blocking). `fail` is called with the reason why the channel ended."""
         self._sock = sock
         self._fail = fail
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -48,21 +48,21 @@ class CreditLine:
 
     @property
     def in_flight(self) -> int:
-        """Messages sent and not yet acknowledged, as far as we have read."""
+        """Messages sent and not yet acknowledged, as far as acknowledgements have been read."""
         return len(self._outstanding)
 
     def charge(self, leases: Sequence[Lease]) -> int:
-        """Book a message that is about to leave; returns its id."""
+        """Record a message that is about to be sent; return its id."""
         self._last_id += 1
         self._outstanding[self._last_id] = leases
         return self._last_id
 
     def refund(self, message_id: int) -> Sequence[Lease]:
-        """Unbook a message that could not be sent; its leases are the caller's again."""
+        """Remove a message that could not be sent; its leases belong to the caller again."""
         return self._outstanding.pop(message_id)
 
     def acknowledge(self, message_id: int) -> None:
-        """Tell the peer that its message was released. A peer that is gone needs no telling."""
+        """Notify the peer that its message was released. A lost peer is ignored."""
         with self._writing:
             if not self._closed:
                 self._send(message_id)
@@ -76,11 +76,11 @@ class CreditLine:
             return
 
     def ticket(self) -> int:
-        """See `pool.Gate`."""
+        """Return the number of openings so far."""
         return self._openings
 
     def open(self) -> None:
-        """See `pool.Gate`."""
+        """Record that memory was released on this side; wake the sending thread."""
         self._openings += 1
         if self._sleeping:
             with self._writing:
@@ -88,7 +88,7 @@ class CreditLine:
                     os.eventfd_write(self._wake, 1)
 
     def reap(self) -> None:
-        """See `pool.Gate`."""
+        """Read the acknowledgements that have arrived, without waiting."""
         if self._reading.acquire(blocking=False):
             try:
                 self._read()
@@ -98,7 +98,7 @@ class CreditLine:
                 self._reading.release()
 
     def wait(self, ticket: int, timeout_s: float | None) -> bool:
-        """See `pool.Gate`; raises `PeerLost` at once when the peer goes."""
+        """Wait for an acknowledgement or a release after `ticket`. Raises `PeerLost` at once when the peer is lost."""
         deadline = Deadline(timeout_s)
         if not self._reading.acquire(timeout=-1 if timeout_s is None else timeout_s):
             return False
@@ -116,7 +116,7 @@ class CreditLine:
         return True
 
     def _read(self) -> None:
-        """Take in every acknowledgement that has arrived. Call with `_reading` held."""
+        """Read every acknowledgement that has arrived. Call with `_reading` held."""
         if self._closed:
             return
         while True:
@@ -147,7 +147,7 @@ class CreditLine:
         self._openings += 1
 
     def hang_up(self, *, goodbye: bool) -> None:
-        """End both directions and wake whoever waits; the descriptors live until `close`."""
+        """End both directions and wake all waiters; the descriptors stay open until `close`."""
         with self._writing:
             if self._closed:
                 return
@@ -159,7 +159,7 @@ class CreditLine:
             os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Close the descriptors once nobody waits on them. Call after `hang_up`."""
+        """Close the descriptors once nothing waits on them. Call after `hang_up`."""
         with self._reading, self._writing:
             if not self._closed:
                 self._closed = True

@@ -5,9 +5,9 @@ A frame is `prefix | header | table | payload`, all integers big-endian.
 - prefix (24 bytes): magic `PLT1`, kind u8, flags u8 (0), buffer count u16, header bytes u32,
   zero u32, payload bytes u64.
 - header: a JSON object in UTF-8, strict (no NaN), at most `MessageLimits.header_bytes`. One that begins with
-  a space holds what orjson can not say or keep (integers beyond 64 bits, lone surrogates).
-- table: MESSAGE: one u64 length a buffer. SHARED: the message id, then (offset, length) a buffer.
-- payload: the buffers end to end (MESSAGE), or nothing (SHARED: it lies in the sender's segment).
+  a space holds what orjson cannot express or keep (integers beyond 64 bits, lone surrogates).
+- table: MESSAGE: one u64 length per buffer. SHARED: the message id, then (offset, length) per buffer.
+- payload: the buffers end to end (MESSAGE), or nothing (SHARED: it is in the sender's segment).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _U64 = struct.Struct("!Q")
 
 
 class FrameKind(IntEnum):
-    """What a frame is."""
+    """The kind of a frame."""
 
     MESSAGE = 1
     SHARED = 2
@@ -82,7 +82,7 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 def encode_header(header: Mapping[str, Any]) -> bytes:
-    """Serialise a header; raises `BadHeader` when it is not a JSON object with string keys."""
+    """Serialise a header. Raises `BadHeader` when it is not a JSON object with string keys."""
     if type(header) is dict:
         try:
             encoded = orjson.dumps(header, option=_FAST)
@@ -106,7 +106,7 @@ def _encode_slowly(header: Mapping[str, Any]) -> bytes:
 
 
 def decode_header(data: bytes) -> dict[str, Any]:
-    """Parse a received header; raises `ProtocolViolation`."""
+    """Parse a received header. Raises `ProtocolViolation`."""
     try:
         header = orjson.loads(data) if data[:1] == b"{" else _DECODER.decode(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -117,18 +117,20 @@ def decode_header(data: bytes) -> dict[str, Any]:
 
 
 def pack_head(kind: FrameKind, header: bytes, table: bytes, *, buffers: int, payload_bytes: int) -> bytes:
-    """Everything of a frame but the payload."""
+    """Return a frame without its payload."""
     return _PREFIX.pack(_MAGIC, kind, 0, buffers, len(header), 0, payload_bytes) + header + table
 
 
 def pack_one(header: bytes, nbytes: int) -> bytes:
-    """Everything of a MESSAGE of one buffer but its payload; as `pack_head` and `pack_lengths`, and faster."""
+    """Return a MESSAGE of one buffer without its payload; like `pack_head` and `pack_lengths`, but faster."""
     return _PREFIX.pack(_MAGIC, 1, 0, 1, len(header), 0, nbytes) + header + _U64.pack(nbytes)
 
 
 def unpack_one(packet: bytes, limits: MessageLimits) -> tuple[dict[str, Any], bytearray] | None:
-    """Header and payload of a packet that begins as `pack_one` has it; None for any other, be it right or wrong. Raises
-    `ProtocolViolation`."""
+    """Return header and payload of a packet in the format of `pack_one`, or None for any other, valid or not.
+
+    Raises `ProtocolViolation`.
+    """
     if len(packet) < PREFIX_BYTES:
         return None
     magic, kind, flags, buffers, header_bytes, zero, payload_bytes = _PREFIX.unpack_from(packet)
@@ -143,7 +145,7 @@ def unpack_one(packet: bytes, limits: MessageLimits) -> tuple[dict[str, Any], by
 
 
 def unpack_prefix(data: bytes | bytearray | memoryview, limits: MessageLimits) -> Prefix:
-    """Read and check a prefix; raises `ProtocolViolation`, `FrameTooLarge` (both end the channel)."""
+    """Parse and check a prefix. Raises `ProtocolViolation`, `FrameTooLarge` (both end the channel)."""
     magic, kind_code, flags, buffers, header_bytes, zero, payload_bytes = _PREFIX.unpack_from(data)
     if magic != _MAGIC or flags or zero:
         raise ProtocolViolation("the peer sent something that is not a fabric frame")
@@ -161,12 +163,12 @@ def unpack_prefix(data: bytes | bytearray | memoryview, limits: MessageLimits) -
 
 
 def pack_lengths(lengths: Sequence[int]) -> bytes:
-    """The table of a MESSAGE."""
+    """Return the table of a MESSAGE."""
     return struct.pack(f"!{len(lengths)}Q", *lengths)
 
 
 def unpack_lengths(data: bytes | bytearray | memoryview, prefix: Prefix) -> tuple[int, ...]:
-    """Read the table of a MESSAGE; raises `ProtocolViolation` unless it adds up to the payload."""
+    """Parse the table of a MESSAGE. Raises `ProtocolViolation` unless it adds up to the payload."""
     lengths: tuple[int, ...] = struct.unpack(f"!{prefix.buffers}Q", data)
     if sum(lengths) != prefix.payload_bytes:
         raise ProtocolViolation("the peer's buffer lengths do not add up to its payload")
@@ -174,7 +176,7 @@ def unpack_lengths(data: bytes | bytearray | memoryview, prefix: Prefix) -> tupl
 
 
 def pack_places(message_id: int, places: Sequence[tuple[int, int]]) -> bytes:
-    """The table of a SHARED frame: the id to acknowledge, then where each buffer lies."""
+    """Return the table of a SHARED frame: the id to acknowledge, then the location of each buffer."""
     flat = [number for place in places for number in place]
     return struct.pack(f"!{1 + len(flat)}Q", message_id, *flat)
 
@@ -182,7 +184,7 @@ def pack_places(message_id: int, places: Sequence[tuple[int, int]]) -> bytes:
 def unpack_places(
     data: bytes | bytearray | memoryview, prefix: Prefix, segment_bytes: int
 ) -> tuple[int, list[tuple[int, int]]]:
-    """Read the table of a SHARED frame; raises `ProtocolViolation` if a buffer leaves the segment."""
+    """Parse the table of a SHARED frame. Raises `ProtocolViolation` if a buffer is outside the segment."""
     message_id, *flat = struct.unpack(f"!{1 + 2 * prefix.buffers}Q", data)
     places = list(zip(flat[::2], flat[1::2], strict=True))
     for offset, nbytes in places:

@@ -1,4 +1,4 @@
-"""Channels between threads of one process: leases change hands, nothing is copied.
+"""Channels between threads of one process: leases change owner, nothing is copied.
 
 A lease that is sent is the memory that the receiver reads. Bytes that are not in a lease are
 copied once, so that the sender may change them after `send`. Credit: a message counts against
@@ -134,7 +134,7 @@ class InprocChannel(ChannelBase):
         return release
 
     def close(self) -> None:
-        """See `Channel.close`."""
+        """End both lanes, which wakes both ends, and release what was not received."""
         if not self._close_once():
             return
         self._outbound.end()
@@ -154,7 +154,7 @@ def _keep_all(lease: Lease) -> bool:
 def pair(
     options: FabricOptions | None = None, *, names: tuple[str, str] = ("inproc", "inproc")
 ) -> tuple[InprocChannel, InprocChannel]:
-    """Two connected ends with no listener and no secret; what tests and fakes use."""
+    """Return two connected ends with no listener and no secret, for tests and fakes."""
     options = options or FabricOptions()
     there, back = _Lane(options.in_flight_messages), _Lane(options.in_flight_messages)
     return InprocChannel(names[1], options, there, back), InprocChannel(names[0], options, back, there)
@@ -178,16 +178,16 @@ class InprocListener:
 
     @property
     def address(self) -> str:
-        """See `Listener.address`."""
+        """The name, as an address."""
         return str(self._address)
 
     @property
     def rejected(self) -> int:
-        """See `Listener.rejected`."""
+        """Connections with a wrong secret so far."""
         return self._rejected
 
     def admit(self, secret: bytes, options: FabricOptions) -> InprocChannel:
-        """The connecting side's call: check the secret, queue our end, return theirs."""
+        """Check the secret, queue our end and return theirs; called by the connecting side."""
         with self._changed:
             if self._closed:
                 raise Unreachable(f"nobody listens at {self._address}")
@@ -201,7 +201,7 @@ class InprocListener:
         return client
 
     def accept(self, timeout_s: float | None = None) -> Channel:
-        """See `Listener.accept`."""
+        """Return the next connected end."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed, timeout_s)
             if self._closed:
@@ -211,7 +211,7 @@ class InprocListener:
             return self._waiting.popleft()
 
     def close(self) -> None:
-        """See `Listener.close`."""
+        """Remove the name and wake `accept`."""
         with _listeners_lock:
             if _listeners.get(self._address.target) is self:
                 del _listeners[self._address.target]
@@ -235,7 +235,7 @@ _listeners_lock = threading.Lock()
 
 
 def connect(address: Address, secret: bytes, options: FabricOptions) -> InprocChannel:
-    """Connect to a listener of this process; raises `Unreachable`, `AuthFailed`."""
+    """Connect to a listener of this process. Raises `Unreachable`, `AuthFailed`."""
     with _listeners_lock:
         listener = _listeners.get(address.target)
     if listener is None:

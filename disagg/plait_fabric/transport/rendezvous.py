@@ -1,7 +1,7 @@
-"""How two processes of one host meet: a private unix socket, the handshake, and the exchange of segments.
+"""How two processes of one host connect: a private unix socket, the handshake, and the exchange of segments.
 
 The socket file has mode 0600 in a folder of mode 0700 that belongs to us, and the kernel vouches
-for the peer's user id. A file that a killed listener left behind is recognised (nobody answers)
+for the peer's user id. A file that a killed listener left behind is recognised (nothing answers)
 and replaced.
 
 After the handshake of `auth.py` the server's last packet carries its segment and the peer's end of
@@ -105,7 +105,7 @@ def _register(
 
 
 class _ShmArrival:
-    """See `acceptor.Arrival`: waits for the client's response, then for its segment."""
+    """An `Arrival` that waits for the client's response, then for its segment."""
 
     def __init__(self, sock: socket.socket, secret: bytes, options: FabricOptions) -> None:
         self.sock = sock

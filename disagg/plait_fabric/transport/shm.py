@@ -1,14 +1,14 @@
 """Channels between processes of one host: control packets and payload in shared memory, a socket to wake the peer.
 
 Each side owns one sealed segment (`segment.py`), registered with the peer once, when the channel
-is made. Sending writes the payload into a lease of it (the one copy) and puts a packet that says
-where into a ring at the segment's beginning (`ring.py`); the receiver reads the payload in place and
-acknowledges on release, which returns the lease (`credit.py`). Payloads up to `inline_bytes` ride in
-the packet itself. A packet is there whole or not at all, so a time-out never tears a frame.
+is made. Sending writes the payload into a lease of it (the only copy) and puts a packet with its
+location into a ring at the segment's beginning (`ring.py`); the receiver reads the payload in place and
+acknowledges on release, which returns the lease (`credit.py`). Payloads up to `inline_bytes` travel in
+the packet itself. A packet is either complete or absent, so a timeout never tears a frame.
 
 The socket carries one byte to a peer that sleeps, and nothing while it is awake. When a process dies
-the kernel closes its sockets and the peer sees it at once, wherever it waits; what the dead had put
-into the ring is still there and comes first.
+the kernel closes its sockets and the peer notices at once, wherever it waits; what the dead process had put
+into the ring is still there and arrives first.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _TRUSTED_SENDS = 32
 
 
 def create_segment(options: FabricOptions) -> tuple[Segment, int]:
-    """A segment with an empty ring, ready for the peer, and its descriptor to pass (the caller closes it)."""
+    """Return a segment with an empty ring, ready for the peer, and its descriptor to pass (the caller closes it)."""
     room = ring_bytes(_max_packet(options.limits))
     segment, descriptor = Segment.create(room + options.pool_bytes)
     RingWriter(segment.memory[:room])
@@ -87,9 +87,10 @@ class ShmChannel(ChannelBase):
         peer: str,
         options: FabricOptions,
     ) -> None:
-        """Own both sockets; `outgoing` is ours to write (the ring, then the pool), `incoming` is the peer's.
+        """Take ownership of both sockets.
 
-        Raises `ProtocolViolation` when the peer's segment has no ring.
+        `outgoing` is ours to write (the ring, then the pool), `incoming` is the peer's. Raises `ProtocolViolation`
+        when the peer's segment has no ring.
         """
         for sock in (control, credit):
             sock.setblocking(False)
@@ -162,7 +163,7 @@ class ShmChannel(ChannelBase):
                 raise SendTimeout(f"the peer released no message within {deadline.timeout_s} s")
 
     def _write(self, head: bytes, deadline: Deadline, parts: Sequence[Part] = ()) -> None:
-        """Put a packet into the ring: the one copy of a payload that travels in it."""
+        """Put a packet into the ring: the only copy of a payload that travels in it."""
         payload = [part_view(part) for part in parts]
         if not self._writer.put(head, payload):
             self._wait_for_room(head, payload, deadline)
@@ -230,7 +231,7 @@ class ShmChannel(ChannelBase):
                 self._reader.sleeps(False)
 
     def _spin(self, deadline: Deadline) -> bytes | None:
-        """Looks for a packet for `spin_s`."""
+        """Poll for a packet for `spin_s`."""
         if not self._spin_s:
             return None
         until_s = time.monotonic() + self._spin_s
@@ -244,7 +245,7 @@ class ShmChannel(ChannelBase):
         return None
 
     def _hear(self) -> bool:
-        """Takes what woke us from the socket; True if the peer is gone."""
+        """Read the wake-up bytes from the socket; return True if the peer is lost."""
         try:
             woken = self._control.recv(len(_WAKE) + 1)
         except (BlockingIOError, ConnectionResetError):
@@ -302,7 +303,7 @@ class ShmChannel(ChannelBase):
         self._credit.hang_up(goodbye=goodbye)
 
     def close(self) -> None:
-        """See `Channel.close`."""
+        """Send a goodbye, end both sockets and wake all waiters."""
         if not self._close_once():
             return
         self._pool.shut(ChannelClosed("this side of the channel was closed"))
@@ -313,7 +314,7 @@ class ShmChannel(ChannelBase):
 
 
 def _unpack_inline(payload: bytes, lengths: tuple[int, ...]) -> list[memoryview]:
-    """Move an inline payload out of the packet, each buffer on its alignment."""
+    """Copy an inline payload out of the packet, each buffer at its alignment."""
     room = memoryview(bytearray(sum(map(align, lengths))))
     views: list[memoryview] = []
     start = taken = 0

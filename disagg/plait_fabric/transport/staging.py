@@ -1,4 +1,4 @@
-"""Bringing what the caller sends into the channel's pool: handed-over leases as they are, bytes by one copy."""
+"""Moving what the caller sends into the channel's pool: handed-over leases unchanged, bytes by one copy."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def align(nbytes: int) -> int:
 
 
 def part_view(part: Part) -> memoryview:
-    """The bytes of a part."""
+    """Return the bytes of a part."""
     return part.memory if isinstance(part, Lease) else part
 
 
 def leases_of(parts: Sequence[Part]) -> list[Lease]:
-    """The parts that are leases."""
+    """Return the parts that are leases."""
     return [part for part in parts if isinstance(part, Lease)]
 
 
 def take_over(buffers: Sequence[Buffer]) -> list[Part]:
-    """Make the caller's leases ours and its bytes flat; on error every live lease is released."""
+    """Take ownership of the caller's leases and flatten its bytes; on error every live lease is released."""
     parts: list[Part] = []
     if not buffers:
         return parts
@@ -66,14 +66,14 @@ class Staged:
     places: list[tuple[Lease, int, int]]
 
     def views(self) -> list[memoryview]:
-        """The buffers as views of the pool."""
+        """Return the buffers as views of the pool."""
         return [lease.memory[start : start + nbytes] for lease, start, nbytes in self.places]
 
 
 def stage(pool: Pool, parts: Sequence[Part], timeout_s: float | None, keeps: Callable[[Lease], bool]) -> Staged:
-    """Copy what is not yet in `pool` into one lease of it; leases that `keeps` accepts stay as they are.
+    """Copy what is not yet in `pool` into one lease of it; leases that `keeps` accepts are not copied.
 
-    Raises `SendTimeout` when no room came free in time, `PoolExhausted` when it never can.
+    Raises `SendTimeout` when no room became free in time, `PoolExhausted` when it never can.
     """
     stays = [isinstance(part, Lease) and keeps(part) for part in parts]
     copied_bytes = sum(align(part.nbytes) for part, stay in zip(parts, stays, strict=True) if not stay)

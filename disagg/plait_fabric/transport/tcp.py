@@ -1,10 +1,10 @@
 """Channels over TCP: frames gathered from the caller's memory, received straight into pooled leases.
 
 Sending copies nothing in this process (`sendmsg` reads the caller's memory); receiving reads into
-the lease that the message lends. A peer that dies closes its socket and we see it at once; a host
-that is cut off without a word is noticed after about 5 + 3 x 2 s: by keepalive while idle, and by
-the acknowledgements that do not come while data is in flight (TCP_USER_TIMEOUT, RFC 5482). A peer
-that stops in the middle of a frame is cut off after `stall_timeout_s`.
+the lease that backs the message. When a peer dies, its socket closes and we notice at once; a host
+that silently disconnects is noticed after about 5 + 3 x 2 s: by keepalive while idle, and by
+missing acknowledgements while data is in flight (TCP_USER_TIMEOUT, RFC 5482). A peer
+that stops in the middle of a frame is disconnected after `stall_timeout_s`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _Frame(NamedTuple):
 
 
 class FrameReader:
-    """Cuts a byte stream into frames. Sans-io and resumable: fill `wanted`, then call `step`."""
+    """Splits a byte stream into frames. Sans-I/O and resumable: fill `wanted`, then call `step`."""
 
     def __init__(self, limits: MessageLimits) -> None:
         self._limits = limits
@@ -88,7 +88,7 @@ class FrameReader:
 
     @property
     def lease(self) -> Lease | None:
-        """The lease of a message that has arrived in part."""
+        """The lease of a partially received message."""
         return self._lease
 
     @property
@@ -97,11 +97,11 @@ class FrameReader:
         return self._prefix is not None or len(self.wanted) < PREFIX_BYTES
 
     def filled(self, nbytes: int) -> None:
-        """The first `nbytes` of `wanted` have arrived."""
+        """Record that the first `nbytes` of `wanted` have arrived."""
         self.wanted = self.wanted[nbytes:]
 
     def step(self, acquire: Callable[[int], Lease]) -> _Frame | None:
-        """Call when `wanted` is empty; sets the next `wanted`, or returns a whole frame.
+        """Advance when `wanted` is empty: set the next `wanted`, or return a complete frame.
 
         Raises what `acquire` raises (call again later, nothing is lost), `ProtocolViolation`, `FrameTooLarge`.
         """
@@ -234,7 +234,7 @@ class TcpChannel(ChannelBase):
             reader.filled(received)
 
     def _wait_for_bytes(self, deadline: Deadline) -> None:
-        """Waits until something can be read, or until it is time to look again."""
+        """Wait until the socket is readable, or until it is time to check again."""
         left_s = deadline.left_s()
         if self._reader.begun:
             patience_s = self._heard_s + self._stall_timeout_s - time.monotonic()
@@ -264,7 +264,7 @@ class TcpChannel(ChannelBase):
             return
 
     def close(self) -> None:
-        """See `Channel.close`."""
+        """Send a goodbye frame unless a send is in progress, then shut down the socket and both pools."""
         if not self._close_once():
             return
         if self._sending.acquire(blocking=False):
@@ -285,7 +285,7 @@ class TcpChannel(ChannelBase):
 
 
 def _advance(views: list[memoryview], sent: int) -> list[memoryview]:
-    """What is left to send after `sent` bytes."""
+    """Return what is left to send after `sent` bytes."""
     for index, view in enumerate(views):
         if sent < view.nbytes:
             return [view[sent:], *views[index + 1 :]]
@@ -329,7 +329,7 @@ def connect(address: Address, secret: bytes, options: FabricOptions, deadline: D
 
 
 class _TcpArrival:
-    """See `acceptor.Arrival`."""
+    """An `Arrival` on a TCP socket."""
 
     def __init__(self, sock: socket.socket, secret: bytes, options: FabricOptions) -> None:
         self.sock = sock
@@ -361,7 +361,7 @@ class _TcpArrival:
 
 
 def listen(address: Address, secret: bytes, options: FabricOptions) -> SocketListener:
-    """Listen; see `endpoints.listen`. The port 0 takes a free one."""
+    """Listen; see `endpoints.listen`. Port 0 takes a free port."""
     family = socket.AF_INET6 if ":" in address.target else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -30,7 +30,7 @@ class Waiter:
             self._poll.register(descriptor, events)
 
     def wait(self, timeout_s: float | None, *, spin_s: float = 0.0) -> bool:
-        """Wait until a descriptor is ready or broken, at first without sleeping; False on time-out."""
+        """Wait until a descriptor is ready or broken, at first without sleeping; return False on timeout."""
         if spin_s:
             until_s = time.monotonic() + (spin_s if timeout_s is None else min(spin_s, timeout_s))
             while time.monotonic() < until_s:
@@ -40,7 +40,7 @@ class Waiter:
 
 
 def recv_exactly(sock: socket.socket, nbytes: int, deadline: Deadline) -> bytes:
-    """Read `nbytes` of a stream during a handshake; raises `ConnectTimeout`, `PeerLost`."""
+    """Read `nbytes` from a stream during a handshake. Raises `ConnectTimeout`, `PeerLost`."""
     data = b""
     while len(data) < nbytes:
         chunk = finish_connect(sock, deadline, partial(sock.recv, nbytes - len(data)))
@@ -51,7 +51,7 @@ def recv_exactly(sock: socket.socket, nbytes: int, deadline: Deadline) -> bytes:
 
 
 def finish_connect(sock: socket.socket, deadline: Deadline, call: Callable[[], T]) -> T:
-    """Run a blocking socket call within what is left of the time; raises `ConnectTimeout`, `PeerLost`."""
+    """Run a blocking socket call within the remaining time. Raises `ConnectTimeout`, `PeerLost`."""
     left_s = deadline.left_s()
     if left_s is not None and left_s <= 0:
         raise ConnectTimeout(f"no handshake within {deadline.timeout_s} s")

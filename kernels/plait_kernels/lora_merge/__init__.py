@@ -1,7 +1,7 @@
-"""Merging a whole LoRA set into one weight: the operator's words. `reference.merge_` is its definition.
+"""Merge a whole LoRA set into one weight: the operator's interface. `reference.merge_` is its definition.
 
-Symbols: W0 pristine weight ``(o, i)`` or ``(o, i, kh, kw)``; D = i * kh * kw; r rank; per LoRA A ``(r, D)``,
-B ``(o, r)`` and one number c = scale * alpha / r.
+Symbols: W0 pristine weight `(o, i)` or `(o, i, kh, kw)`; D = i * kh * kw; r rank; per LoRA A `(r, D)`, B `(o, r)`
+and one number c = scale * alpha / r.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Term:
-    """One LoRA's share of one weight: ``c * up @ down``. up ``(o, r)``, down ``(r, D)``, any float dtype, any device.
+    """One LoRA's contribution to one weight: `c * up @ down`. up `(o, r)`, down `(r, D)`, any float dtype, any device.
 
-    A convolution's ``down`` is its ``(r, i, kh, kw)`` factor flattened from dimension 1.
+    A convolution's `down` is its `(r, i, kh, kw)` factor flattened from dimension 1.
     """
 
     up: torch.Tensor
@@ -27,25 +27,26 @@ class Term:
 
 
 class NonFiniteMerge(ArithmeticError):
-    """The merged weight would hold NaN or infinity; nothing was written."""
+    """The merged weight would contain NaN or infinity; nothing was written."""
 
 
 class MergeOp(Protocol):
-    """``W <- cast(W0 + sum_i c_i * B_i @ A_i)``, summed in fp32, cast once, written in place."""
+    """`W <- cast(W0 + sum_i c_i * B_i @ A_i)`, summed in fp32, cast once, written in place."""
 
     def __call__(
         self, weight: torch.Tensor, pristine: torch.Tensor, terms: Sequence[Term], *, proven_finite: bool = False
     ) -> None:
-        """Mutates ``weight`` (same storage, strides kept), never ``pristine``; both have one shape, dtype and device.
+        """Mutate `weight` (same storage, strides kept), never `pristine`; both have the same shape, dtype and device.
 
-        No terms: ``weight`` becomes ``pristine`` bit for bit. Raises `NonFiniteMerge` before anything is written, and
-        ValueError for terms that do not fit the weight. ``proven_finite``: the caller knows that the result is finite
-        (a bound on the factors says so), so it need not be looked at; a GPU then never waits for the host.
+        Without terms, `weight` becomes `pristine` bit for bit. Raises `NonFiniteMerge` before anything is written,
+        and ValueError for terms that do not fit the weight. `proven_finite`: the caller knows that the result is
+        finite (from a bound on the factors), so the result is not checked; a GPU then never waits for the host.
         """
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether no element is NaN or infinite. NaN comes through aminmax; it takes a tenth of isfinite's time on a CPU.
+    """Return whether no element is NaN or infinite, by `aminmax`, which propagates NaN and is much faster than
+    `isfinite` on a CPU.
 
     1280x5120 fp32, one core: 1.5 ms against 71 ms.
     """
@@ -56,7 +57,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def check_terms(pristine: torch.Tensor, terms: Sequence[Term]) -> None:
-    """Raises ValueError unless every term's product has the weight's size."""
+    """Check that every term's product has the weight's size. Raises ValueError if not."""
     o, d = pristine.shape[0], pristine.shape[1:].numel()
     for term in terms:
         fits = (

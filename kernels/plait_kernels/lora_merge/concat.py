@@ -1,7 +1,7 @@
-"""A LoRA set as one matrix product: ``W0 + [c_1 B_1 | c_2 B_2 | ...] @ [A_1; A_2; ...]``.
+"""A LoRA set as one matrix product: `W0 + [c_1 B_1 | c_2 B_2 | ...] @ [A_1; A_2; ...]`.
 
-Equal to the reference but for the order of fp32 additions. One product instead of one per LoRA, and the addition of
-W0 rides in it (addmm), so the weight is passed over once, not once per LoRA.
+Equal to the reference except for the order of fp32 additions. It needs one product instead of one per LoRA, and the
+addition of W0 is fused into it (addmm), so there is one pass over the weight instead of one per LoRA.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from plait_kernels.lora_merge import NonFiniteMerge, Term, check_terms, is_finit
 
 
 def merge_(weight: torch.Tensor, pristine: torch.Tensor, terms: Sequence[Term], *, proven_finite: bool = False) -> None:
-    """``W <- cast(W0 + sum_i c_i * B_i @ A_i)``; see `MergeOp`."""
+    """Compute `W <- cast(W0 + sum_i c_i * B_i @ A_i)`; see `MergeOp`."""
     if not terms:
         weight.copy_(pristine)
         return
@@ -30,7 +30,7 @@ def merge_(weight: torch.Tensor, pristine: torch.Tensor, terms: Sequence[Term], 
 
 
 def _stacked(terms: Sequence[Term], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[c_1 B_1 | c_2 B_2 | ...]`` and ``[A_1; A_2; ...]`` in fp32 on ``device``."""
+    """Return `[c_1 B_1 | c_2 B_2 | ...]` and `[A_1; A_2; ...]` in fp32 on `device`."""
     ups = [term.up.to(device, torch.float32) * term.c for term in terms]
     downs = [term.down.to(device, torch.float32) for term in terms]
     return (ups[0], downs[0]) if len(terms) == 1 else (torch.cat(ups, dim=1), torch.cat(downs))

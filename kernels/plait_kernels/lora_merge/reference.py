@@ -1,4 +1,4 @@
-"""The definition of a LoRA merge: one readable line per LoRA. The naive twin of `concat`."""
+"""The definition of a LoRA merge: one readable line per LoRA. The naive counterpart of `concat`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from plait_kernels.lora_merge import NonFiniteMerge, Term, check_terms
 
 
 def merge_(weight: torch.Tensor, pristine: torch.Tensor, terms: Sequence[Term], *, proven_finite: bool = False) -> None:
-    """``W <- cast(W0 + sum_i c_i * B_i @ A_i)``; see `MergeOp`. Looks at the result in any case."""
+    """Compute `W <- cast(W0 + sum_i c_i * B_i @ A_i)`; see `MergeOp`. Always checks the result."""
     del proven_finite
     weight.copy_(merged(pristine, terms) if terms else pristine)
 
 
 def merged(pristine: torch.Tensor, terms: Sequence[Term]) -> torch.Tensor:
-    """A new tensor like ``pristine``. fp64 weights are summed in fp64 (tests take them as the truth)."""
+    """Return the merged weight as a new tensor like `pristine`. fp64 weights are summed in fp64 (the ground truth in
+    tests)."""
     check_terms(pristine, terms)
     wide = torch.promote_types(pristine.dtype, torch.float32)
     total = pristine.to(wide, copy=True)

@@ -1,9 +1,9 @@
 """Designers on services whose every configuration is known: how many trials until a good one is found?
 
-Workloads: ``falcon`` and ``llm-pilot`` (published tables, read from the folder with the data), ``synthetic`` (made-up
-services with noise and configurations that fail; also without a library and with a misleading one), and our own engine
-and recommender as they were measured (``own-images``, ``own-recommend``: `tables`). A round is a seed: all designers
-have equal trials and the same seeds; every service is tuned with the others as its library.
+Workloads: `falcon` and `llm-pilot` (published tables, read from the data folder), `synthetic` (made-up services with
+noise and failing configurations; also without a library and with a misleading one), and measurements of our own
+diffusion engine and ranker (`own-images`, `own-recommend`: `tables`). A round is a seed: all designers get the same
+number of trials and the same seeds; every service is tuned with the others as its library.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OWN = ("own-images", "own-recommend")
 
 
 def benchmark(*, only: Sequence[str] = (), data: Path | None = None, recorded: Sequence[Path] = ()) -> Benchmark:
-    """Make the benchmark. ``recorded``: files of runs in place of the starter library. Raises `BenchError`."""
+    """Make the benchmark. `recorded`: files of runs that replace the starter library. Raises `BenchError`."""
     own = recorded or not only or set(only) & set(OWN)
     runs = tables.recorded_runs(recorded) if recorded else list(starter_runs()) if own else []
     suites = {suite.name: suite for suite in (tables.recorded_suites(runs, _spaces()) if own else ())}
@@ -58,7 +58,7 @@ def _spaces() -> dict[str, Space]:
 
 
 def _folder(name: str, data: Path | None) -> Path:
-    """Where the published table lies. Raises `SystemUnavailable`."""
+    """Return the folder of the published table. Raises `SystemUnavailable`."""
     if data is None:
         raise SystemUnavailable(f"{name} needs the folder with the published tables (--data)")
     if not (data / name).is_dir():

@@ -1,4 +1,4 @@
-"""The designers that are compared, and how each is made for a task: with what it could learn from the library, once.
+"""The designers that are compared, and how each is made for a task: pre-trained on the library, once.
 
 Pre-training is part of a designer, not of a search: where all tasks of a suite share a library, what one instance
 learned is handed to the next, as a product would keep it.
@@ -25,7 +25,7 @@ MAX_SEEDS: Mapping[str, int] = {"optuna-gp": 2, "rgpe": 5, "morphling": 5, "grid
 
 @dataclass
 class Maker:
-    """Makes designers of one name for the tasks of one suite, and notes how long learning from the library took."""
+    """Makes designers of one name for the tasks of one suite, and records how long learning from the library took."""
 
     name: str
     shared: bool
@@ -33,7 +33,7 @@ class Maker:
     _learned: dict[str, dict[str, object]] = field(default_factory=dict)
 
     def __call__(self, task: TuningTask, seed: int) -> Designer:
-        """A fresh search."""
+        """Return a designer for a fresh search."""
         service = task.service
         if self.name not in _LEARNERS:
             return make_designer(

@@ -1,7 +1,7 @@
 """The table of the Falcon paper (SoCC 2022): 30 models x 1,440 configurations, with Morphling's five knobs.
 
-Its structure must be known to read the results: all models share one surface, and what they differ by is noise without
-structure. So the mean of the sources, in a fixed order, is nearly as good as can be; learning from trials can not help.
+Its structure matters for reading the results: all models share one surface and differ only by unstructured noise. So
+the mean of the sources, in a fixed order, is nearly optimal, and learning from trials cannot help.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ SPACE = Space(
 
 
 def suite(folder: Path) -> Suite:
-    """The 12 targets, with the 18 sources as library. Raises `BenchError` if the files are not as published."""
+    """Return the 12 targets, with the 18 sources as the library. Raises `BenchError` if the files are not as
+    published."""
     library = tuple(service.as_run() for service in _services(folder / "sources"))
     tasks = tuple(
         TuningTask(name=service.context.service, service=service, library=library)

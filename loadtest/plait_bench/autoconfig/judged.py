@@ -1,4 +1,4 @@
-"""What is said of searches: one number per seed (over the services of a suite), and paired tests over services."""
+"""How searches are scored: one number per seed (over the services of a suite), and paired tests over services."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _Number = Callable[[Curve], float]
 
 
 def metrics_of(suite: Suite) -> dict[str, tuple[str, Callable[[Sequence[float]], float], _Number]]:
-    """Unit, how services are put together, and the number of one search, by metric."""
+    """Map each metric to its unit, how it is aggregated over services, and its value for one search."""
     found: dict[str, tuple[str, Callable[[Sequence[float]], float], _Number]] = {}
     for mark in suite.marks:
         found[f"regret_at_{mark}"] = ("share", fmean, lambda curve, mark=mark: curve.regret_at(mark))  # type: ignore[misc]
@@ -34,7 +34,7 @@ def metrics_of(suite: Suite) -> dict[str, tuple[str, Callable[[Sequence[float]],
 
 
 def units(suite: Suite) -> dict[str, Metric]:
-    """By metric of a round; the less of each the better, but for scores."""
+    """Describe the metrics of a round by name; lower is better, except for scores."""
     found = {metric: Metric(unit=unit, better="lower") for metric, (unit, _, _) in metrics_of(suite).items()}
     found["extra_trials_to_5pct"] = Metric(unit="trials", better="lower")
     found["so_score_3_trials"] = Metric(unit="score", better="higher")
@@ -42,7 +42,7 @@ def units(suite: Suite) -> dict[str, Metric]:
 
 
 def tests(suite: Suite, played: Played, ours: str) -> list[ResultRow]:
-    """Two paired tests against each of the others, on trials to 5 %, service by service (`paired`)."""
+    """Run two paired tests against each of the others, on trials to 5 %, service by service (`paired`)."""
     found = []
     if ours not in played:
         return []
@@ -69,5 +69,5 @@ def _by_service(seeds: Sequence[Sequence[Curve]]) -> list[float]:
 
 
 def row(system: str, workload: str, metric: str, unit: str, values: Sequence[float]) -> ResultRow:
-    """Of one value per seed."""
+    """Make the row of one metric from one value per seed."""
     return ResultRow.of(values, system=system, workload=workload, metric=metric, unit=unit)

@@ -45,7 +45,7 @@ Curves = Mapping[str, Mapping[str, tuple[Point, ...]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PilotData:
-    """The files of the publication. ``prices``: per hour and profile. Features as they are in the files."""
+    """The files of the publication. `prices`: per hour, by profile. Features are unchanged from the files."""
 
     curves: Curves
     prices: Mapping[str, float]
@@ -55,14 +55,14 @@ class PilotData:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """A profile, and how many pods of it."""
+    """A recommendation: a profile and the number of pods."""
 
     profile: str
     pods: int
 
 
 def read(folder: Path) -> PilotData:
-    """Raises `BenchError` if files are missing or not as published."""
+    """Read the files of the publication. Raises `BenchError` if files are missing or not as published."""
     try:
         curves: dict[str, dict[str, list[Point]]] = {}
         for row in _rows(folder / "expected_predictions_LLM-Pilot.csv"):
@@ -84,7 +84,7 @@ def read(folder: Path) -> PilotData:
 
 
 def users_at_slo(points: Iterable[Point]) -> int:
-    """The largest load up to which both limits hold; 0 if not even the smallest does."""
+    """Return the largest load up to which both limits hold; 0 if not even the smallest does."""
     largest = {"nttft_ms": 0, "itl_ms": 0}
     for name, limit in (("nttft_ms", NTTFT_MS), ("itl_ms", ITL_MS)):
         for point in points:
@@ -95,12 +95,12 @@ def users_at_slo(points: Iterable[Point]) -> int:
 
 
 def pods_for(users: int) -> int:
-    """How many pods hold all users, if one holds ``users`` of them (more than 0)."""
+    """Return how many pods hold all users, if one pod holds `users` of them (more than 0)."""
     return math.ceil(USERS / users)
 
 
 def so_score(data: PilotData, advice: Mapping[str, Advice | None]) -> float:
-    """Of one recommendation per model (None: none was found)."""
+    """Compute the S/O score of one recommendation per model (None: none was found)."""
     met, overspends = 0, []
     for model, advised in advice.items():
         costs = _true_costs(data, model)
@@ -118,7 +118,8 @@ def _harmonic(success: float, overspends: Sequence[float]) -> float:
 
 
 def score_of_regrets(regrets: Sequence[float]) -> float:
-    """The score when a measured profile is recommended (its pods are then known), or nothing (regret 1), per model.
+    """Compute the S/O score when a measured profile is recommended (its pods are then known), or nothing (regret 1),
+    per model.
 
     Regret is 1 - cheapest / cost, so overspend is regret / (1 - regret).
     """
@@ -127,7 +128,7 @@ def score_of_regrets(regrets: Sequence[float]) -> float:
 
 
 def best_static(data: PilotData, models: Sequence[str]) -> float:
-    """The score of the best single recommendation for all models, chosen with hindsight (as the publication does)."""
+    """Score the best single recommendation for all models, chosen with hindsight (as the publication does)."""
     profiles = {profile for model in models for profile in data.curves[model]}
     everyone = [Advice(profile=profile, pods=pods) for profile in sorted(profiles) for pods in (*range(1, 11), 15, 20)]
     return max(
@@ -136,20 +137,20 @@ def best_static(data: PilotData, models: Sequence[str]) -> float:
 
 
 def _true_costs(data: PilotData, model: str) -> dict[str, float]:
-    """Per hour, of the profiles that can hold anybody."""
+    """Return the hourly costs of the profiles that can hold at least one user."""
     users = {profile: users_at_slo(points) for profile, points in data.curves[model].items()}
     return {profile: pods_for(each) * data.prices[profile] for profile, each in users.items() if each > 0}
 
 
 def suite(data: PilotData) -> Suite:
-    """Every model against the nine others; at most all of its profiles are tried."""
+    """Make the suite: every model against the nine others; at most all of its profiles are tried."""
     services = {model: service_of(data, model) for model in sorted(data.curves)}
     tasks = tuple(task for task in leave_one_out(services))
     return Suite(name="llm-pilot", tasks=tasks, trials=6, marks=(1, 3))
 
 
 def service_of(data: PilotData, model: str) -> Service:
-    """A model as a service to tune."""
+    """Return a model as a service to tune."""
     curves = data.curves[model]
     absent = [
         f"not (accelerator == '{name}' and count == {count})"
@@ -172,7 +173,8 @@ def service_of(data: PilotData, model: str) -> Service:
 
 
 def _outcome(users: int, price: float) -> TrialOutcome:
-    """A profile that can not hold one user breaks the limit; its cost is that of one that holds half a user."""
+    """Return the trial outcome of a profile. One that cannot hold a single user breaks the limit and costs as much as
+    one that holds half a user."""
     pods = pods_for(users) if users else 2 * USERS
     return TrialOutcome.measured(**{COST_PER_HOUR: pods * price, SLO_USERS: float(users)})
 

@@ -1,4 +1,4 @@
-"""One search of one designer on one task, and what came of it."""
+"""One search of one designer on one task, and its results."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ Make = Callable[[TuningTask, int], Designer]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """By trial: the true ``regrets`` of the configuration that would be applied then, and which trials were ``bad``.
+    """The progress of a search, by trial: the true `regrets` of the configuration that would be applied then, and which
+    trials were `bad`.
 
-    A search that tried every cell ends early; its last regret holds from then on. ``ask_s``: time per proposal.
+    A search that tried every cell ends early; its last regret holds from then on. `ask_s`: time per proposal.
     """
 
     regrets: tuple[float, ...]
@@ -29,20 +30,20 @@ class Curve:
     ask_s: tuple[float, ...]
 
     def regret_at(self, trial: int) -> float:
-        """After so many trials."""
+        """Return the regret after that many trials."""
         return self.regrets[min(trial, len(self.regrets)) - 1]
 
     def trials_to(self, regret: float) -> int:
-        """The first trial with at most this regret; one more than there were, if none had."""
+        """Return the first trial with at most this regret; one more than there were, if none had."""
         return next((n for n, each in enumerate(self.regrets, 1) if each <= regret + 1e-12), len(self.regrets) + 1)
 
     def bad_between(self, first: int, last: int) -> int:
-        """Infeasible trials, both ends included."""
+        """Count the infeasible trials, both ends included."""
         return sum(self.bad[first - 1 : last])
 
 
 def ask_after_s(make: Make, task: TuningTask, *, seed: int, trials: int) -> float:
-    """Seconds that the next proposal takes after ``trials`` of random cells."""
+    """Return the seconds that the next proposal takes after `trials` trials of random cells."""
     service = task.service
     designer = make(task, seed)
     rng = np.random.default_rng([seed, 2])
@@ -55,7 +56,10 @@ def ask_after_s(make: Make, task: TuningTask, *, seed: int, trials: int) -> floa
 
 
 def play(make: Make, task: TuningTask, *, seed: int, trials: int) -> Curve:
-    """Asks, shows and tells ``trials`` times. What would be applied is the best of what was shown."""
+    """Ask the designer for a cell, look up its outcome and report it back, `trials` times.
+
+    The configuration that would be applied is the best of the outcomes shown.
+    """
     service = task.service
     designer = make(task, seed)
     rng = np.random.default_rng([seed, 1])

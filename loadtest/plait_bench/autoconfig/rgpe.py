@@ -1,9 +1,10 @@
 """RGPE: an ensemble of one Gaussian process per past service and one of the new one, weighted by how well they rank.
 
 Feurer, Letham, Bakshy, "Scalable meta-learning for Bayesian optimization using ranking-weighted Gaussian process
-ensembles" (arXiv 1802.02219): weights are the shares of posterior draws in which a model ranks the new service's trials
-with the fewest mistakes (the new model by leave-one-out), and a model that is mostly worse than the new one is dropped
-(section 4.3). Here for the bench only. Source processes see at most `_POINTS` cells each. Symbols: N cells, n trials.
+ensembles" (arXiv 1802.02219): weights are the shares of posterior draws in which a model ranks the new service's
+trials with the fewest mistakes (the new model by leave-one-out), and a model that is mostly worse than the new one
+is dropped (section 4.3). Used only in this benchmark. Source processes see at most `_POINTS` cells each. Symbols: N
+cells, n trials.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Ensemble:
-    """The processes of past services, as means and standard deviations over all cells: (S, N) each."""
+    """The Gaussian processes of past services, as means and standard deviations over all cells: (S, N) each."""
 
     means: Floats
     sds: Floats
 
 
 class RgpeDesigner(CellDesigner):
-    """See the module docstring. ``ensemble``: of an earlier instance with the same library."""
+    """The designer of the module docstring. `ensemble`: that of an earlier instance with the same library."""
 
     name: ClassVar[str] = "rgpe"
 
@@ -57,7 +58,7 @@ class RgpeDesigner(CellDesigner):
 
     @cached_property
     def ensemble(self) -> Ensemble:
-        """Fitted to the library; standardised log losses."""
+        """The ensemble fitted to the library, on standardised log losses."""
         if self._given is not None:
             return self._given
         rng, means, sds = np.random.default_rng(0), [], []
@@ -94,7 +95,7 @@ class RgpeDesigner(CellDesigner):
         return int(open_cells[gain[open_cells].argmax()])
 
     def _weights(self, past: Ensemble, seen: NDArray[np.intp], values: Floats) -> Floats:
-        """(S + 1,), the last for the new service's own process."""
+        """Return the ensemble weights (S + 1,), the last for the new service's own process."""
         sources = len(past.means)
         if len(seen) < 3 or not sources:
             return np.full(sources + 1, 1.0 / max(1, sources)) * (np.arange(sources + 1) < max(1, sources))
@@ -120,7 +121,7 @@ def _process(rows: Floats, values: Floats, wanted: Floats) -> tuple[Floats, Floa
 
 
 def _left_out(rows: Floats, values: Floats) -> tuple[Floats, Floats]:
-    """Leave-one-out means and standard deviations in closed form (Rasmussen & Williams 2006, eq. 5.12)."""
+    """Return leave-one-out means and standard deviations in closed form (Rasmussen & Williams 2006, eq. 5.12)."""
     from sklearn.gaussian_process import GaussianProcessRegressor
 
     kernel = GaussianProcessRegressor(kernel=_kernel(), optimizer=_best_start).fit(rows, values).kernel_
@@ -136,7 +137,8 @@ def _kernel() -> Any:  # scikit-learn has no types
 
 
 def _best_start(objective: Callable[..., float], start: Floats, bounds: object) -> tuple[Floats, float]:  # noqa: ARG001  # called by name
-    """The likeliest of a few length scales and noises, instead of a climb that takes longer than the rest."""
+    """Return the likeliest of a few length scales and noise levels; a gradient search would take longer than the
+    rest."""
     grid = [
         np.array([start[0], np.log(length), np.log(noise)])
         for length in (0.3, 0.6, 1.2, 2.5)

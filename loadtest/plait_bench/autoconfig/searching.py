@@ -1,4 +1,4 @@
-"""The workloads: a round is a seed, and what is measured in it is one search of every service of the suite."""
+"""The workloads: a round is a seed, in which every service of the suite is searched once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TAKING_PART: Mapping[str, tuple[str, ...]] = {
 
 
 class Searching(Workload):
-    """A suite. ``cold``: the same services without a library, if this suite's library misleads."""
+    """A suite as a workload. `cold`: the same services without a library, if this suite's library misleads."""
 
     ours = OURS
     compared = frozenset({"trials_to_5pct"})
@@ -52,7 +52,7 @@ class Searching(Workload):
 
     @contextmanager
     def open(self, system: str, layout: str) -> Iterator[Subject]:
-        """Make what makes the designers of that name."""
+        """Make the factory of the designers with that name."""
         self._makers[system] = Maker(name=system, shared=self.suite.shared)
         yield _Designing(self, system, self._makers[system])
 
@@ -69,7 +69,7 @@ class Searching(Workload):
         return found
 
     def conclude(self) -> Sequence[ResultRow]:
-        """Compare the designers over services, and say what learning from the library took."""
+        """Compare the designers over services, and report how long learning from the library took."""
         took = [
             ResultRow(
                 system=name, workload=self.name, metric="pretrain_s", unit="s", value=max(times), p20=min(times),
@@ -82,7 +82,7 @@ class Searching(Workload):
 
 
 class Falcon(Searching):
-    """Also: how long a proposal takes when there is much to think about."""
+    """The Falcon suite; also times proposals after many trials."""
 
     def conclude(self) -> Sequence[ResultRow]:
         """Time proposals after many trials."""
@@ -98,7 +98,8 @@ class Falcon(Searching):
 
 
 class LlmPilot(Searching):
-    """Also: S/O scores of the publication, after three measured cells of each model, and with none."""
+    """The LLM-Pilot suite; also computes S/O scores of the publication: after three measured cells of each model, and
+    with none."""
 
     def __init__(self, name: str, read: Callable[[], llm_pilot.PilotData]) -> None:
         super().__init__(name, lambda: llm_pilot.suite(self._data))
@@ -117,7 +118,7 @@ class LlmPilot(Searching):
         return [*super().readings(system, seed, curves), Reading(metric="so_score_3_trials", value=score)]
 
     def conclude(self) -> Sequence[ResultRow]:
-        """Score recommendations without any trial."""
+        """Score the recommendations made without any trial."""
         found = list(super().conclude())
         if OURS in self.played:
             models = sorted(self._data.curves)
@@ -141,10 +142,10 @@ class _Designing:
     maker: Maker
 
     def warm_up(self) -> None:
-        """Nothing: learning from the library is part of what is measured."""
+        """Do nothing: learning from the library is part of what is measured."""
 
     def measure(self, number: int, *, trial: bool = False) -> list[Reading]:
-        """Search every service with the seed ``number - 1``."""
+        """Search every service with the seed `number - 1`."""
         seed, suite = number - 1, self.workload.suite
         curves = [play(self.maker, task, seed=seed, trials=suite.trials) for task in suite.tasks]
         self.workload.played.setdefault(self.system, {})[seed] = curves

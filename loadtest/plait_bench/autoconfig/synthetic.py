@@ -1,11 +1,12 @@
 """Families of made-up services with a known optimum, noise, and configurations that run out of memory.
 
-A service is a roofline: a batch costs a fixed time plus time per request, threads speed it up by Amdahl's law, replicas
-multiply it until they share too few cores, half precision speeds it up by a factor of its own. Goodput counts only what
-is in time. Memory grows with replicas, batch and precision; beyond the machine's memory a configuration fails. Services
-of a family differ in all these constants, so that no order of configurations fits all of them.
+A service is a roofline: a batch costs a fixed time plus time per request, threads speed it up by Amdahl's law,
+replicas multiply it until they share too few cores, and half precision speeds it up by a factor of its own. Goodput
+counts only what is in time. Memory grows with replicas, batch and precision; beyond the machine's memory a
+configuration fails. The services of a family differ in all these constants, so that no single order of
+configurations fits all of them.
 
-`misleading` replaces the library by services of which only the worst configurations are good.
+The misleading suite's library consists of services in which only the worst configurations are good.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ OBJECTIVE = Objective((maximise(GOODPUT_PER_COST),))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Constants:
-    """Of one service. Times in ms for one request on one thread at fp32."""
+    """The constants of one service. Times are in ms for one request on one thread at fp32."""
 
     fixed_ms: float
     request_ms: float
@@ -66,7 +67,7 @@ class _Constants:
         )  # fmt: skip
 
     def goodput_per_cost(self, config: Config) -> float:
-        """Of a configuration, if it fits."""
+        """Return the goodput per cost of a configuration, assuming that it fits into memory."""
         batch, threads, replicas = (float(config[name]) for name in ("batch", "threads", "replicas"))
         speed = 1.0 / ((1.0 - self.parallel) + self.parallel / threads)
         speed *= self.bf16_gain if config["precision"] == "bf16" else 1.0
@@ -79,13 +80,13 @@ class _Constants:
         return float(per_s / (self.idle_cost + min(_CORES, threads * replicas) + 0.5 * replicas))
 
     def memory(self, config: Config) -> float:
-        """In arbitrary units."""
+        """Return the memory that a configuration needs, in arbitrary units."""
         each = self.weights + self.activations * float(config["batch"])
         return float(config["replicas"]) * each * (0.6 if config["precision"] == "bf16" else 1.0)
 
 
 def services(count: int, rng: np.random.Generator) -> list[Service]:
-    """A family."""
+    """Draw a family of services."""
     return [_service(_Constants.drawn(rng), f"synthetic-{n}") for n in range(count)]
 
 
@@ -103,7 +104,7 @@ def _service(constants: _Constants, name: str) -> Service:
 
 
 def suites(*, seed: int = 0) -> tuple[Suite, Suite, Suite]:
-    """``synthetic`` (each service against a library of its family), the same without one, and with a misleading one."""
+    """Make `synthetic` (a library of each service's family), the same without one, and with a misleading one."""
     rng = np.random.default_rng(seed)
     family = services(_TASKS + _SOURCES, rng)
     new, old = family[:_TASKS], family[_TASKS:]
@@ -118,14 +119,14 @@ def suites(*, seed: int = 0) -> tuple[Suite, Suite, Suite]:
 
 
 def _tried(service: Service, rng: np.random.Generator) -> list[int]:
-    """The cells that a past job tried: a part of them, and half of those good ones."""
+    """Return the cells that a past job tried: half of them drawn from the good ones, half from all."""
     best = np.argsort(-service.values, kind="stable")[: len(service.values) // 5]
     some = [rng.permutation(best)[: _REMEMBERED // 2], rng.permutation(len(service.values))[: _REMEMBERED // 2]]
     return sorted(set(np.concatenate(some).tolist()))
 
 
 def _upside_down(service: Service) -> Service:
-    """The same service, but what was good is bad. What failed fails."""
+    """Return the same service with good and bad swapped. What failed still fails."""
     known = service.values[service.values > 0]
     turn = float(known.min() * known.max())
     truth = tuple(

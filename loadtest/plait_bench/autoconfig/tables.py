@@ -1,9 +1,9 @@
-"""Our own measurements as workloads: searches are replayed on what ``python -m plait_bench.cells`` has recorded.
+"""Our own measurements as workloads: searches are replayed on what `python -m plait_bench.cells` has recorded.
 
-The runs are those of the starter library, or of files of the same form. A workload whose every cell was measured is a
-service to tune, with all others of its space as the library; of the others a sample is enough. A cell's first trial is
-what a search sees; the truth, on which searches are judged, is the mean of its trials (the best cells were measured
-several times).
+The runs are those of the starter library, or of files in the same format. A service whose every cell was measured
+becomes a service to tune, with all others of its space as the library; for the others a sample is enough. A search
+sees a cell's first trial; the truth by which searches are judged is the mean of its trials (the best cells were
+measured several times).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _TRIALS = 60
 
 
 def recorded_suites(recorded: Sequence[LibraryRun], spaces: Mapping[str, Space]) -> list[Suite]:
-    """One workload, ``own-SERVICE``, for each service with a run that is complete. ``spaces``: by the runs' ids.
+    """Make one workload, `own-SERVICE`, for each service with a complete run. `spaces`: by run id.
 
-    Raises `BenchError` saying what is wrong with which run.
+    Raises `BenchError` naming the run and what is wrong with it.
     """
     runs = {run.run_id: run for run in recorded}
     unknown = sorted(runs.keys() - spaces.keys())
@@ -53,7 +53,7 @@ def recorded_suites(recorded: Sequence[LibraryRun], spaces: Mapping[str, Space])
 
 
 def recorded_runs(paths: Sequence[Path]) -> list[LibraryRun]:
-    """The runs of the files. Raises `BenchError` naming the file."""
+    """Read the runs of the files. Raises `BenchError` naming the file."""
     runs: list[LibraryRun] = []
     for path in paths:
         try:
@@ -65,7 +65,7 @@ def recorded_runs(paths: Sequence[Path]) -> list[LibraryRun]:
 
 
 def _service(run: LibraryRun, space: Space) -> Service | None:
-    """None unless every cell was measured. Raises `BenchError`."""
+    """Return the run as a service, or None unless every cell was measured. Raises `BenchError`."""
     try:
         objective = parse_objective(next(iter(run.goals), ""))
         outcomes = {

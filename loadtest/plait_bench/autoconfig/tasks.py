@@ -1,4 +1,4 @@
-"""What a designer is judged on: a service whose every configuration is known, so that the optimum is."""
+"""What a designer is judged on: a service whose every configuration, and so the optimum, is known."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from plait_autoconfig.values import Config, Trial, TrialOutcome
 
 @dataclass(frozen=True)
 class Service:
-    """One service of a table: the true outcome of every cell, in the order of ``space.cells()``.
+    """One service of a table: the true outcome of every cell, in the order of `space.cells()`.
 
-    ``shown``: what trials of a cell show, the n-th trial the n-th of them; empty: the truth with ``noise`` (standard
+    `shown`: the outcomes that successive trials of a cell show; where empty, the truth with `noise` (standard
     deviation of the logarithm of each metric).
     """
 
@@ -33,7 +33,7 @@ class Service:
 
     @cached_property
     def values(self) -> NDArray[np.float64]:
-        """(N,) of the goal, as a positive number that is better when higher; 0 for what is infeasible."""
+        """The goal by cell, (N,), as a positive number where higher is better; 0 where infeasible."""
         goal = self.objective.require_one_goal()
         found = np.zeros(len(self.truth))
         for index, outcome in enumerate(self.truth):
@@ -44,15 +44,15 @@ class Service:
 
     @cached_property
     def index(self) -> dict[object, int]:
-        """Of the cells, by key."""
+        """The index of each cell, by key."""
         return {self.space.key(cell): at for at, cell in enumerate(self.space.cells())}
 
     def regret(self, at: int) -> float:
-        """1 - value / optimum of a cell; 1 if it is infeasible."""
+        """Return 1 - value / optimum of a cell; 1 if it is infeasible."""
         return float(1.0 - self.values[at] / self.values.max())
 
     def show(self, at: int, repeat: int, rng: np.random.Generator) -> TrialOutcome:
-        """What a trial of the cell shows."""
+        """Return the outcome that a trial of the cell shows."""
         if at in self.shown:
             return self.shown[at][repeat % len(self.shown[at])]
         truth = self.truth[at]
@@ -62,7 +62,7 @@ class Service:
         return TrialOutcome(metrics={name: v * f for (name, v), f in zip(truth.metrics.items(), factors, strict=True)})
 
     def as_run(self, cells: Sequence[int] | None = None) -> LibraryRun:
-        """What a library remembers of it: all cells once, or some."""
+        """Return what a library would hold for this service: all cells once, or some."""
         configs: Sequence[Config] = self.space.cells()
         some = range(len(configs)) if cells is None else cells
         return LibraryRun(
@@ -76,7 +76,7 @@ class Service:
 
 @dataclass(frozen=True)
 class TuningTask:
-    """A service to tune, and the past services that may be learned from. ``name``: of the service."""
+    """A service to tune, and the past services to learn from. `name`: of the service."""
 
     name: str
     service: Service
@@ -85,9 +85,10 @@ class TuningTask:
 
 @dataclass(frozen=True)
 class Suite:
-    """A workload of the benchmark. ``trials`` are allowed in each search; ``marks``: after which regret is reported.
+    """A workload of the benchmark. `trials`: how many each search may use; `marks`: after which of them regret is
+    reported.
 
-    ``shared``: all tasks have the same space and library, so that what is learned from it can be shared.
+    `shared`: all tasks have the same space and library, so that what is learned from it can be shared.
     """
 
     name: str
@@ -98,7 +99,7 @@ class Suite:
 
 
 def leave_one_out(services: Mapping[str, Service]) -> tuple[TuningTask, ...]:
-    """Each service once as the new one, and all others as the library."""
+    """Make one task per service, with all other services as its library."""
     runs = {name: service.as_run() for name, service in services.items()}
     return tuple(
         TuningTask(name=name, service=service, library=tuple(run for other, run in runs.items() if other != name))

@@ -1,12 +1,12 @@
-"""Recommending for a language model of which nothing was measured. Two ways; which one is taken is decided by learning.
+"""Recommendations for a language model without any measurement of it. Two methods; which one is used is learned.
 
 *Forest*: each group of trees over latency curves is one opinion about the latencies of all profiles at all loads. The
-recommendation is the profile and number of pods with the largest expected value of ``success * (1 - overspend)`` over
-these opinions: doubt about a profile costs it. *Designer*: the profile that plait's designer would try first, with as
-many pods as most other models need there.
+recommendation is the profile and number of pods with the largest expected value of `success * (1 - overspend)` over
+these opinions, so that uncertainty about a profile counts against it. *Designer*: the profile that plait's designer
+would try first, with as many pods as most other models need there.
 
-The way, and how large leaves and groups are, is chosen by the S/O score on the models left for learning, each treated
-as new in turn (nested: the model that is judged takes no part in any choice).
+The method, and the sizes of leaves and groups, are chosen by the S/O score on the models left for learning, each
+treated as new in turn (nested: the model that is judged takes no part in any choice).
 
 Symbols: P profiles on offer, L loads, T trees, G groups of trees.
 """
@@ -44,7 +44,7 @@ Floats = NDArray[np.float64]
 
 
 def advise(data: PilotData, model: str, *, seed: int) -> Advice:
-    """For one model, learning from all others."""
+    """Recommend a profile and pods for one model, learning from all others."""
     others = [other for other in sorted(data.curves) if other != model]
     ways = _ways(seed)
     scores = {}
@@ -78,7 +78,8 @@ def _by_forest(
     seed: int,
     known: dict[tuple[str, ...], Floats],
 ) -> Advice:
-    """``known``: forests that were grown already, shared by the ways that only group their trees differently."""
+    """Recommend by forest. `known`: forests grown already, shared by methods that only group their trees
+    differently."""
     key = (*learned, model, str(leaf))
     if key not in known:
         known[key] = _predicted(data, learned, model, leaf, seed)
@@ -97,7 +98,7 @@ def _by_designer(data: PilotData, learned: Sequence[str], model: str, *, seed: i
 
 
 def _predicted(data: PilotData, learned: Sequence[str], model: str, leaf: int, seed: int) -> Floats:
-    """Log of the worse latency, relative to its limit, by tree, profile and load (T, P, L)."""
+    """Return the log of the worse latency, relative to its limit, by tree, profile and load (T, P, L)."""
     rows, values = [], []
     for other, (profile, points) in itertools.chain.from_iterable(
         zip(itertools.repeat(other), data.curves[other].items(), strict=False) for other in learned
@@ -134,7 +135,7 @@ def _best(data: PilotData, model: str, logs: Floats, groups: int) -> Advice:
 
 
 def _features(data: PilotData, model: str, profile: str, users: int) -> list[float]:
-    """Of a model, a profile and a load: sizes, rates, and the ratios between them that a roofline would use."""
+    """Return the features of a model, a profile and a load: sizes, rates, and the ratios that a roofline would use."""
     llm, gpu = data.models[model], data.profiles[profile]
     count, bandwidth = float(gpu["gpu_n_gpus"]), float(gpu["gpu_memory_bandwidth"])
     memory, weights = float(gpu["gpu_memory_capacity_gb_total"]), float(llm["model_n_parameters"])

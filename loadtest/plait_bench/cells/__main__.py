@@ -1,4 +1,4 @@
-"""See the package."""
+"""The command line of `python -m plait_bench.cells`; see the package."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from plait_bench.cells.workloads import WORKLOADS
 
 
 def main() -> None:
-    """Measures one workload."""
+    """Measure one workload."""
     parser = argparse.ArgumentParser(prog="python -m plait_bench.cells")
     parser.add_argument("workload", choices=sorted(WORKLOADS))
     parser.add_argument("--out", type=Path, required=True)

@@ -1,4 +1,4 @@
-"""The diffusion engine in this process, as the server builds it, under a closed loop of callers."""
+"""The diffusion engine in this process, built as the server builds it, under a closed loop of callers."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ SPACE = Space(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineWorkload(CellWorkload):
-    """``callers`` ask for ``pictures`` in all. ``loras``: LoRA sets in the mix (0: none); ``controlled``: the share of
-    pictures with a ControlNet, in quarters."""
+    """`callers` ask for `images` in all. `loras`: LoRA sets in the mix (0: none); `controlled`: the share of images
+    with a ControlNet, in quarters."""
 
     callers: int
     images: int
@@ -56,7 +56,7 @@ class EngineWorkload(CellWorkload):
 
     @contextmanager
     def open(self) -> Iterator[CellSubject]:
-        """See `CellWorkload`."""
+        """Build the engine over the starter models; stop it at the end."""
         names = frozenset(name for loras in LORA_SETS for name, _ in loras)
         models = open_models(STARTER_FOLDER, controlnets=frozenset(CONTROLNETS), loras=names)
         assembled = build_engine(
@@ -75,7 +75,7 @@ class EngineWorkload(CellWorkload):
             assembled.engine.stop(drain_s=0.0)
 
     def orders(self, seed: int) -> list[ImageSpec]:
-        """The same pictures for every configuration; the steps vary around the mean as users' do."""
+        """Make the same image orders for every configuration; the steps vary around the mean, as users' do."""
         return [
             ImageSpec(
                 prompt=PROMPTS[i % len(PROMPTS)],
@@ -97,7 +97,10 @@ class _EngineSubject:
         self._numbers = count()
 
     def measure(self, config: Config, *, seed: int) -> TrialOutcome:
-        """See `CellSubject`. The first pictures warm up: a change of knobs may start threads, and merges LoRAs anew."""
+        """Apply the knobs, warm up, and measure one closed loop.
+
+        The first images warm up: a change of knobs may start threads, and merges LoRAs anew.
+        """
         given: dict[str, Any] = dict(config)
         placement = Placement(given.pop("placement"))
         knobs = EngineKnobs(controlnet_placement=placement, **{**given, "exact": Exact(given["exact"])})
@@ -110,7 +113,8 @@ class _EngineSubject:
         return outcome_of(latencies_ms, wall_s, slo_ms=self._workload.slo_ms, cores=float(given["threads"]))
 
     def _loop(self, requests: Sequence[ImageRequest]) -> list[float]:
-        """Each caller asks for its next picture when it has one. Latencies in milliseconds."""
+        """Run the closed loop: each caller asks for its next image once it has one. Returns latencies in
+        milliseconds."""
         done: queue.SimpleQueue[tuple[float, Failed | Finished]] = queue.SimpleQueue()
         waiting = list(reversed(requests))
         latencies_ms: list[float] = []

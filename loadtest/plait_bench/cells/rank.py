@@ -1,4 +1,4 @@
-"""A recommendation model cut in two, the CN in this process and the HN in another, under a closed loop of callers."""
+"""A ranking model cut in two, the CN in this process and the HN in another, under a closed loop of callers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _WARM_UP = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankWorkload(CellWorkload):
-    """``requests`` of ``candidates`` each by ``callers``, for a named configuration with ``scale`` of its rows."""
+    """`requests` of `candidates` each by `callers`, for a named configuration with `scale` of its rows."""
 
     model: str
     scale: float
@@ -52,7 +52,7 @@ class RankWorkload(CellWorkload):
 
     @contextmanager
     def open(self) -> Iterator[CellSubject]:
-        """See `CellWorkload`."""
+        """Open the package with one CN for each number of HN threads; close them at the end."""
         package = open_package(packaged(self.model, self.scale, say=lambda _: None))
         subject = _RankSubject(self, package)
         try:
@@ -72,7 +72,7 @@ class _RankSubject:
         }
 
     def measure(self, config: Config, *, seed: int) -> TrialOutcome:
-        """See `CellSubject`."""
+        """Apply the knobs, warm up, and measure one closed loop."""
         given: dict[str, Any] = dict(config)
         cn_threads, hn_threads = given.pop("cn_threads"), given.pop("hn_threads")
         assert given.pop("cns") == 1
@@ -102,7 +102,8 @@ class _RankSubject:
 
 
 def _run(core: CnCore, requests: Sequence[RankRequest], callers: int) -> list[float]:
-    """Each caller asks the next one when it has an answer. Latencies in milliseconds."""
+    """Run the closed loop: each caller sends its next request once it has an answer. Returns latencies in
+    milliseconds."""
     ranker, left, latencies_ms = CoreRanker(core), list(reversed(requests)), list[float]()
 
     async def call() -> None:

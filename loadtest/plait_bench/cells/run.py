@@ -1,4 +1,4 @@
-"""Measures the cells of a workload into a file of the library's format; what is there already is not measured again."""
+"""Measures the cells of a workload into a file in the library's format; cells already there are skipped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Say = Callable[[str], None]
 
 
 def measure(workload: CellWorkload, path: Path, *, sample: int | None, again: int, times: int, say: Say) -> None:
-    """Every cell, or ``sample`` of them; then the ``again`` best ``times`` more, with other requests, in turn."""
+    """Measure every cell, or `sample` of them; then the `again` best `times` more, with other requests, in turn."""
     run = _begin(workload, path)
     trials = list(run.trials)
     with workload.open() as subject, path.open("a", encoding="utf-8") as file:
@@ -49,7 +49,7 @@ def measure(workload: CellWorkload, path: Path, *, sample: int | None, again: in
 
 
 def _begin(workload: CellWorkload, path: Path) -> LibraryRun:
-    """The run that the file holds, or a new one."""
+    """Return the run that the file holds, or start a new one."""
     if path.is_file():
         return load_lines(path.read_text(encoding="utf-8").splitlines()).runs[0]
     facts = host_facts()
@@ -71,14 +71,14 @@ def _begin(workload: CellWorkload, path: Path) -> LibraryRun:
 
 
 def _chosen(workload: CellWorkload, sample: int | None) -> list[Config]:
-    """In a random order that is always the same: what is left of a stopped run is a sample too."""
+    """Return the cells in a fixed random order, so that a run that was stopped early is a sample too."""
     cells = list(workload.space.cells())
     random.Random(workload.name).shuffle(cells)
     return cells if sample is None else cells[:sample]
 
 
 def _best_again(trials: Sequence[Trial], count: int, times: int) -> list[tuple[Config, int]]:
-    """The best by their first trials, each so many times, in turn so that a slow minute does not hit only one."""
+    """Return the best cells by first trial, `times` repeats each, interleaved so that a slow minute hits all alike."""
     firsts = [trial for trial in trials if trial.repeat == 0 and OBJECTIVE.loss(trial.outcome) is not None]
     best = sorted(firsts, key=lambda trial: OBJECTIVE.loss(trial.outcome) or 0.0)[:count]
     done = {(tuple(sorted(trial.config.items())), trial.repeat) for trial in trials}

@@ -1,4 +1,4 @@
-"""A workload whose configurations are measured, and what is measured of one."""
+"""A workload whose configurations are measured, and what is measured of each."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ class CellSubject(Protocol):
     """A running service whose knobs can be set."""
 
     def measure(self, config: Config, *, seed: int) -> TrialOutcome:
-        """One short trial: a closed loop of callers, the same requests for every configuration."""
+        """Run one short trial: a closed loop of callers, with the same requests for every configuration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellWorkload(ABC):
-    """``slo_ms``: what counts as an answer in time. ``features`` describe the service and its load (`LibraryRun`)."""
+    """A service and its load. `slo_ms`: the latency within which an answer is in time; `features` describe both
+    (`LibraryRun`)."""
 
     name: str
     service: str
@@ -34,13 +35,13 @@ class CellWorkload(ABC):
 
     @abstractmethod
     def open(self) -> AbstractContextManager[CellSubject]:
-        """The service, warm."""
+        """Open the service, warm."""
 
 
 def outcome_of(latencies_ms: Sequence[float], wall_s: float, *, slo_ms: float, cores: float) -> TrialOutcome:
-    """The metrics of a trial, under the names that a tuning job uses. A core costs 1 an hour.
+    """Compute the metrics of a trial, under the names that a tuning job uses. A core costs 1 an hour.
 
-    The p99 of a few dozen requests is their largest but one or so: short trials are noisy, and say so by their repeats.
+    The p99 of a few dozen requests is about their largest: short trials are noisy, and their repeats show it.
     """
     in_time = sum(latency <= slo_ms for latency in latencies_ms)
     goodput_per_s = in_time / wall_s

@@ -1,4 +1,4 @@
-"""The workloads by name. Two of them are measured in full; of the others a sample makes the library."""
+"""The workloads by name. Two of them are measured in full; of the others a sample is taken for the library."""
 
 from __future__ import annotations
 

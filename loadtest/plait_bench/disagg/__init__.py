@@ -1,7 +1,8 @@
 """Ranking models, whole and cut in two, against plain PyTorch behind FastAPI and Ray Serve's own composition.
 
-All systems hold the same weights, speak the same protocol, answer the same bodies, and their scores are compared first.
-Goodput is what counts (`workloads.goodput`). Beside it: what crosses the cut, what the cut costs, overload, refresh.
+All systems hold the same weights, speak the same protocol and answer the same bodies; their scores are compared
+first. The main metric is goodput (`workloads.goodput`). Also measured: what crosses the cut, what the cut costs,
+overload, refresh.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The fabric: how fast shared memory carries data, how soon a small message is back, and whether a modelled link keeps
-its own time.
+"""The fabric: throughput of shared memory, round-trip time of a small message, and whether a modelled link keeps its
+own time.
 
-Rows of kind ``modelled`` say what a link's model says; those of kind ``measured`` were measured on this machine, also
-where what was measured is a modelled channel: they show how well real time follows the model.
+Rows of kind `modelled` hold what a link's model computes; rows of kind `measured` were measured on this machine,
+even where what was measured is a modelled channel: they show how well real time follows the model.
 """
 
 from __future__ import annotations

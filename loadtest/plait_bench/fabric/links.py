@@ -1,9 +1,9 @@
 """Whether a modelled link keeps its own time: ping-pongs over it in real time, against its formula.
 
-Over shared memory with leases, which cost the host the same at all sizes. Half a round trip should be the modelled
-one-way time wherever that is more than the host needs; where it is not, the messages say that the host is slower, and
-so does the row. A line through the sizes that are not slower gives beta back, and alpha for the link whose alpha a
-host can see at all.
+Runs over shared memory with leases, whose cost to the host is the same at all sizes. Half a round trip should be the
+modelled one-way time wherever that exceeds what the host needs; where it does not, the messages report that the host
+is slower, and so does the row. A line through the sizes that are not slower gives beta, and also alpha for the link
+whose alpha is large enough for a host to see.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SECONDS, _MIN_TRIPS, _MAX_TRIPS = 0.4, 11, 400
 
 
 class ModelledLinks(Workload):
-    """Every link and size: the median of a run, what the model says, and alpha and beta through all sizes."""
+    """Every link and size: the median of a run, the model's prediction, and alpha and beta through all sizes."""
 
     name = WORKLOAD
     systems = ("plait", "model")
@@ -63,7 +63,7 @@ class ModelledLinks(Workload):
 
 
 def known_links() -> dict[str, SourcedLink]:
-    """Read those that ship, and add `FAR`."""
+    """Read the links that ship, and add `FAR`."""
     links = read_links(LINKS)
     near = links["100g-same-switch"].link
     far = near.with_values(FAR, alpha_s=1e-3, wire_s=1e-3, bytes_per_s=1.22e9, small_s_per_byte=1 / 1.22e9)
@@ -71,7 +71,7 @@ def known_links() -> dict[str, SourcedLink]:
 
 
 def _modelled(name: str, link: Link) -> list[Reading]:
-    """What the link's formula says."""
+    """Return the values of the link's formula."""
     values = [(f"{name}-{size}", "one_way_us", link.one_way_s(nbytes) * 1e6) for size, nbytes in SIZES_BYTES.items()]
     values.append((name, "gb_per_s", link.bytes_per_s / 1e9))
     if name == FAR:
@@ -82,7 +82,7 @@ def _modelled(name: str, link: Link) -> list[Reading]:
 
 
 def _measured(name: str, link: Link, file: Path) -> list[Reading]:
-    """What a channel over the link takes; alpha and beta if enough sizes were in time."""
+    """Measure a channel over the link; includes alpha and beta if enough large sizes were in time."""
     found: list[Reading] = []
     in_time: dict[int, float] = {}
     secret = new_secret()
@@ -109,10 +109,10 @@ def _measured(name: str, link: Link, file: Path) -> list[Reading]:
 
 
 def _one_way_s(channel: Channel, nbytes: int) -> tuple[float, float]:
-    """Half the median round trip, and the share of round trips in which a message was late.
+    """Return half the median round trip, and the share of round trips in which a message was late.
 
-    A round trip is from one delivery to the next: what the channel spends between a delivery and the next send is not
-    the link's time, and it takes it off that send.
+    A round trip is from one delivery to the next: the time that the channel spends between a delivery and the next
+    send is not the link's, and the channel deducts it from that send.
     """
     delivered_s: list[float] = []
     late = 0
@@ -131,7 +131,7 @@ def _one_way_s(channel: Channel, nbytes: int) -> tuple[float, float]:
 
 
 def _line(one_way_s: Mapping[int, float]) -> tuple[float, float]:
-    """Alpha in seconds and beta in bytes a second, by least squares of relative errors."""
+    """Fit alpha in seconds and beta in bytes per second, by least squares of relative errors."""
     sizes, times_s = np.array(list(one_way_s)), np.array(list(one_way_s.values()))
     rows = np.stack([np.ones(len(sizes)), sizes / sizes.max()], axis=1) / times_s[:, None]
     alpha_s, largest_s = np.linalg.lstsq(rows, np.ones(len(sizes)), rcond=None)[0]

@@ -1,6 +1,6 @@
-"""How soon 64 bytes are back from another process over shared memory, with both sides spinning and with both asleep.
+"""Round-trip time of 64 bytes to another process over shared memory, with both sides spinning and with both asleep.
 
-Where they run is left to the scheduler: pinned to a core each, sleepers pay for waking an idle core.
+Processes are placed by the scheduler: pinned to a core each, sleepers pay for waking an idle core.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SPIN_S: Mapping[str, float] = {"spinning": 0.2, "blocking": 0.0}
 
 
 class RoundTrips(Workload):
-    """The median of a run of messages."""
+    """The median round trip of a run of messages."""
 
     name = WORKLOAD
     systems = tuple(_SPIN_S)
@@ -39,7 +39,7 @@ class RoundTrips(Workload):
 
 
 def round_trips_us(channel: Channel, nbytes: int, repeats: int) -> list[float]:
-    """Time ``repeats`` messages with one buffer over a channel whose peer echoes: send, receive, release."""
+    """Time `repeats` messages with one buffer over a channel whose peer echoes: send, receive, release."""
     payload = memoryview(os.urandom(nbytes))
     times_us: list[float] = []
     for _ in range(repeats):

@@ -1,7 +1,8 @@
-"""Shared memory against memcpy: messages of 1 MiB out of 64 MiB that no cache holds.
+"""Shared memory against memcpy: messages of 1 MiB from a 64 MiB source that no cache holds.
 
-The fabric's sender copies each into its segment, and the receiver, another process, reads every byte (it returns their
-sum, which is checked). memcpy copies the same source piece by piece into as much memory again, and nobody reads it.
+The fabric's sender copies each into its segment, and the receiver, another process, reads every byte (it returns
+their sum, which is checked). memcpy copies the same source piece by piece into an equally large buffer, which nobody
+reads.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _PASSES = 12
 
 
 class Throughput(Workload):
-    """All passes over the source."""
+    """The throughput of all passes over the source."""
 
     name = WORKLOAD
     systems = ("plait", "memcpy")
@@ -38,7 +39,7 @@ class Throughput(Workload):
 
     @contextmanager
     def session(self, say: Say) -> Iterator[None]:
-        """Hold the source, and as much memory again."""
+        """Allocate the source, and as much memory again."""
         source = np.random.default_rng(1).integers(0, 2**63, SOURCE_BYTES // 8, dtype=np.uint64)
         view = memoryview(source.data).cast("B")
         self._checksum = int(source.sum(dtype=np.uint64))
@@ -48,7 +49,7 @@ class Throughput(Workload):
 
     @contextmanager
     def open(self, system: str, layout: str) -> Iterator[Subject]:
-        """Open the fabric, or memcpy."""
+        """Open the fabric or memcpy."""
         yield CallSubject(self._sent if system == "plait" else self._copied)
 
     def _sent(self) -> list[Reading]:
@@ -64,7 +65,7 @@ def _gb_per_s(seconds: float) -> float:
 
 
 def _copy_s(pieces: list[memoryview], target: memoryview) -> float:
-    """Time all passes after one that touches the pages."""
+    """Time all passes, after one that touches the pages."""
     started_s = 0.0
     for number in range(_PASSES + 1):
         if number == 1:
@@ -75,7 +76,7 @@ def _copy_s(pieces: list[memoryview], target: memoryview) -> float:
 
 
 def _sent_s(pieces: list[memoryview], checksum: int) -> tuple[float, str]:
-    """Time all passes after one that touches the pages, and on which cores."""
+    """Time all passes, after one that touches the pages; also return a remark on the cores used."""
     secret = new_secret()
     with (
         tempfile.TemporaryDirectory(prefix="plait-bench-") as folder,

@@ -1,4 +1,4 @@
-"""What the workloads of the fabric's benchmark share."""
+"""Shared parts of the fabric benchmark's workloads."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ WAIT_S = 60.0
 
 @dataclass(frozen=True)
 class CallSubject:
-    """Implements `Subject`: each round is one call, which warms up by itself."""
+    """A `Subject` whose rounds are single calls, which warm up by themselves."""
 
     take: Callable[[], Sequence[Reading]]
 
     def warm_up(self) -> None:
-        """Nothing: every call has a peer of its own."""
+        """Do nothing: every call has a peer of its own."""
 
     def measure(self, number: int, *, trial: bool = False) -> Sequence[Reading]:
-        """Make the call."""
+        """Make the call and return its readings."""
         return self.take()
 
 
 @contextmanager
 def pinned_apart(pid: int) -> Iterator[str]:
-    """Pin this process to one core and that one to another, if there are two; yields a remark that says so. A scheduler
-    that puts both on one makes them take turns, which says nothing about the fabric."""
+    """Pin this process to one core and process `pid` to another, if there are two; yield a remark on the placement.
+    A scheduler that puts both on one core makes them take turns, which would not measure the fabric."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         yield "on one core"

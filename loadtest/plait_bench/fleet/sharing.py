@@ -1,6 +1,6 @@
-"""Ways to cut a workload among processes. Pure; every way gives each index to exactly one process.
+"""Ways to divide a workload among processes. Pure; every way gives each index to exactly one process.
 
-Costs are in any unit; shares are as even as the way allows.
+Costs are in any unit; shares are as even as the method allows.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ Group = Callable[[Item], Hashable]
 
 
 def evenly(items: Sequence[Item], processes: int, *, cost: Cost) -> list[list[int]]:
-    """Dearest first to whoever has least; each share in arrival order. For systems that gain nothing from order."""
+    """Assign the dearest item first to the least loaded process; each share is in arrival order.
+
+    For systems that gain nothing from order.
+    """
     return [sorted(share) for share in _balance([[i] for i in range(len(items))], items, processes, cost)]
 
 
 def in_runs(items: Sequence[Item], processes: int, *, cost: Cost, group: Group) -> list[list[int]]:
-    """Sorted by group (groups in order of first arrival) and cut where each process has an even part of the cost.
+    """Sort by group (groups in order of first arrival) and cut where each process has an even part of the cost.
 
-    For systems that pay for a change of group: a cut adds one change at most, and shares stay even.
+    For systems that pay for a change of group: a cut adds at most one change, and shares stay even.
     """
     order = [i for members in _groups(items, group) for i in members]
     total = sum(cost(item) for item in items)
@@ -35,9 +38,10 @@ def in_runs(items: Sequence[Item], processes: int, *, cost: Cost, group: Group) 
 
 
 def by_group(items: Sequence[Item], processes: int, *, cost: Cost, group: Group) -> list[list[int]]:
-    """Whole groups, dearest first to whoever has least; each share in arrival order. For systems that batch a group.
+    """Assign whole groups, the dearest first, to the least loaded process; each share is in arrival order.
 
-    With fewer groups than processes the groups are cut, since an idle process helps nobody.
+    For systems that batch a group. With fewer groups than processes the groups are split, since an idle process
+    helps nobody.
     """
     groups = _groups(items, group)
     if len(groups) < processes:
@@ -53,7 +57,7 @@ def _groups(items: Sequence[Item], group: Group) -> list[list[int]]:
 
 
 def _balance(parts: Sequence[Sequence[int]], items: Sequence[Item], processes: int, cost: Cost) -> list[list[int]]:
-    """Longest processing time first: at most 4/3 of the best possible makespan (Graham 1969)."""
+    """Apply longest processing time first: at most 4/3 of the best possible makespan (Graham 1969)."""
     costs = [sum(cost(items[i]) for i in part) for part in parts]
     shares: list[list[int]] = [[] for _ in range(processes)]
     loads = [0.0] * processes

@@ -1,6 +1,6 @@
-"""What a benchmark over worker processes defines. Contracts only.
+"""The definition of a benchmark over worker processes. Contracts only.
 
-An item is one unit of work as a JSON object; only the benchmark and its systems know what is in it.
+An item is one unit of work as a JSON object; only the benchmark and its systems know its contents.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Item: TypeAlias = Mapping[str, Json]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemList:
-    """A workload: ``items`` in arrival order, all at once, or ``one_by_one`` (the next when the last is done).
+    """A workload: `items` in arrival order, all at once, or `one_by_one` (the next when the last is done).
 
-    ``warm_up`` are items that touch all that ``items`` touch, only shorter. ``systems``: who takes part; None: all.
+    `warm_up` are shorter items that touch everything that `items` touch. `systems`: those that take part; None: all.
     """
 
     name: str
@@ -33,7 +33,8 @@ class ItemList:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessLayout:
-    """``processes`` workers with ``threads`` compute threads each; ``variant`` is a choice that the system offers."""
+    """`processes` workers with `threads` compute threads each; `variant` is one of the choices that the system
+    offers."""
 
     processes: int
     threads: int
@@ -45,11 +46,11 @@ class ProcessLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class System:
-    """One of the things compared. ``factory`` is ``module:function``; it is called with ``settings`` in each worker.
+    """One of the systems compared. `factory` is `module:function`; it is called with `settings` in each worker.
 
-    ``share(items, n)`` cuts the items' indices into n lists, one for each process, in the order they are to be run.
-    ``variants``: other choices than threads and processes (a memory format, a batch size) that make a difference to a
-    workload; the best is found.
+    `share(items, n)` divides the items' indices into n lists, one for each process, in the order of execution.
+    `variants`: choices other than threads and processes (a memory format, a batch size) that make a difference to a
+    workload; the best is selected.
     """
 
     name: str
@@ -61,7 +62,7 @@ class System:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemOutcome:
-    """An item's end: ``finished_s`` on CLOCK_MONOTONIC, which all processes of a machine share; ``result`` if kept."""
+    """An item's end: `finished_s` on CLOCK_MONOTONIC, which all processes of a machine share; `result` if kept."""
 
     finished_s: float
     result: Json = None
@@ -71,13 +72,13 @@ class FleetWorker(Protocol):
     """A system inside a worker process."""
 
     def configure(self, *, threads: int, variant: str) -> None:
-        """Apply a layout's share of one process."""
+        """Apply one process's part of a layout."""
 
     def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool) -> list[ItemOutcome]:
-        """Do all items; outcomes in item order. ``keep`` asks for results."""
+        """Run all items and return their outcomes in item order. `keep`: return results too."""
 
     def close(self) -> None:
-        """Release threads. Idempotent."""
+        """Stop the threads. Idempotent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +94,7 @@ class Fleet(Protocol):
     """A system's worker processes."""
 
     def configure(self, layout: ProcessLayout) -> None:
-        """Set what the next runs use; at most as many processes as the fleet has."""
+        """Set the layout of the next runs, with at most as many processes as the fleet has."""
 
     def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool = False) -> RunSample:
         """Run the items in the configured layout. Raises `SystemFailed`."""
@@ -104,10 +105,10 @@ class Fleet(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetDefinition:
-    """A benchmark over worker processes. ``ours`` is the system whose ratios to the others are taken.
+    """A benchmark over worker processes. `ours` is the system whose ratios to the others are taken.
 
-    ``measures``: the metrics of one run, which are ``metrics``, the first of them decides between layouts. ``check``
-    gets each system's results for one workload and returns rows about their agreement, or raises `Disagreement`.
+    `measures`: computes the metrics of one run, which are `metrics`; the first of them selects layouts. `check` gets
+    each system's results for one workload and returns rows about their agreement, or raises `Disagreement`.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""A system's worker processes: spawned, spoken to in JSON over pipes, stopped.
+"""A system's worker processes: spawned, controlled by JSON over pipes, stopped.
 
-A fleet starts as many processes as its widest layout needs. A narrower layout leaves some of them asleep, and threads
-are set anew for each layout, so that trying layouts does not load the models again.
+A fleet starts as many processes as its widest layout needs. A narrower layout leaves some of them idle, and threads
+are set anew for each layout, so that trying layouts does not reload the models.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ _QUIET = {
 
 
 class WorkerFleet:
-    """Implements `Fleet` over processes."""
+    """A `Fleet` of child processes."""
 
     def __init__(self, system: System, processes: int) -> None:
-        """Start the processes side by side and wait. Raises `SystemUnavailable` or `SystemFailed`, and leaves none."""
+        """Start the processes side by side and wait. Raises `SystemUnavailable` or `SystemFailed`, and leaves none
+        running."""
         self._system = system
         self._layout = ProcessLayout(processes=1, threads=1)
         self._processes = [_Process(system) for _ in range(processes)]
@@ -50,7 +51,7 @@ class WorkerFleet:
             raise
 
     def configure(self, layout: ProcessLayout) -> None:
-        """See `Fleet.configure`."""
+        """Send the layout to the processes that it uses. Raises ValueError if there are too few."""
         active = self._processes[: layout.processes]
         if len(active) < layout.processes:
             raise ValueError(f"{self._system.name} has {len(active)} processes, not {layout.processes}")
@@ -61,7 +62,7 @@ class WorkerFleet:
         self._layout = layout
 
     def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool = False) -> RunSample:
-        """See `Fleet.run`."""
+        """Divide the items among the processes and wait for all of them. Raises `SystemFailed`."""
         shares = self._system.share(items, self._layout.processes)
         busy = [(worker, share) for worker, share in zip(self._processes, shares, strict=False) if share]
         started_s = time.monotonic()
@@ -73,13 +74,13 @@ class WorkerFleet:
         return sample(started_s, [outcomes[i] for i in range(len(items))], one_by_one=one_by_one)
 
     def close(self) -> None:
-        """See `Fleet.close`."""
+        """Stop all processes. Idempotent."""
         for worker in self._processes:
             worker.stop()
 
 
 def sample(started_s: float, outcomes: Sequence[Mapping[str, Json]], *, one_by_one: bool) -> RunSample:
-    """Make a run's sample. One by one, an item begins when the one before it is done; else all begin together."""
+    """Build a run's sample. One by one, an item begins when the one before it is done; otherwise all begin together."""
     ends_s = [float(outcome["finished_s"]) for outcome in outcomes]
     begins_s = [started_s, *ends_s[:-1]] if one_by_one else [started_s] * len(ends_s)
     return RunSample(
@@ -90,7 +91,7 @@ def sample(started_s: float, outcomes: Sequence[Mapping[str, Json]], *, one_by_o
 
 
 class _Process:
-    """One process and the pipe to it. Every question has one answer."""
+    """One process and the pipe to it. Every request has one reply."""
 
     def __init__(self, system: System) -> None:
         self._name = system.name
@@ -126,7 +127,7 @@ class _Process:
         return reply["answer"]
 
     def stop(self) -> None:
-        """A closed pipe ends the process; one that does not listen is killed."""
+        """Close the pipe, which ends the process; kill it if it does not end in time."""
         self._pipe.close()
         self._process.join(_STOP_TIMEOUT_S)
         if self._process.is_alive():
@@ -138,7 +139,7 @@ class _Process:
 
 
 def _serve(pipe: Connection, factory: str, settings: Mapping[str, Json]) -> None:
-    """A worker process's body."""
+    """Run a worker process: build the system and answer requests until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the runner's; it closes the pipe
     os.dup2(2, 1)  # stdout carries the runner's document
     os.environ.update(_QUIET)

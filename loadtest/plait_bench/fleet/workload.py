@@ -1,4 +1,4 @@
-"""A definition over worker processes as a `Benchmark`: processes are started when they are first needed, and kept."""
+"""A definition over worker processes as a `Benchmark`: processes are started when first needed, and kept."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OpenFleet = Callable[[System, int], Fleet]
 
 
 def on_fleets(definition: FleetDefinition, *, cores: int, open_fleet: OpenFleet) -> Benchmark:
-    """Make a benchmark of a definition, on so many cores."""
+    """Make a benchmark of a definition, on that many cores."""
     pool = _Pool(definition, cores, open_fleet)
     return Benchmark(
         name=definition.name,
@@ -27,19 +27,19 @@ def on_fleets(definition: FleetDefinition, *, cores: int, open_fleet: OpenFleet)
 
 
 def layouts(cores: int) -> tuple[ProcessLayout, ...]:
-    """List processes x threads worth trying: one core, and the whole machine as 1, 2 or 4 processes."""
+    """List the processes x threads worth trying: one core, and the whole machine as 1, 2 or 4 processes."""
     wide = [ProcessLayout(processes=n, threads=cores // n) for n in (1, 2, 4) if n <= cores]
     return tuple(dict.fromkeys([ProcessLayout(processes=1, threads=1), *wide]))
 
 
 def layouts_for(items: ItemList, cores: int) -> tuple[ProcessLayout, ...]:
-    """List those of `layouts` in which every process has something to do."""
+    """List those of `layouts` in which every process has work."""
     useful = 1 if items.one_by_one else len(items.items)
     return tuple(layout for layout in layouts(cores) if layout.processes <= useful)
 
 
 class _Pool:
-    """The worker processes by system."""
+    """The worker processes, by system."""
 
     def __init__(self, definition: FleetDefinition, cores: int, open_fleet: OpenFleet) -> None:
         self.cores = cores
@@ -59,11 +59,11 @@ class _Pool:
                 self._open.popitem()[1].close()
 
     def system(self, name: str) -> System:
-        """The system of that name."""
+        """Return the system of that name."""
         return next(system for system in self._definition.systems if system.name == name)
 
     def fleet(self, name: str) -> Fleet:
-        """A system's workers, enough for its widest layout. Raises `SystemUnavailable`."""
+        """Return a system's workers, enough for its widest layout. Raises `SystemUnavailable`."""
         if name in self._missing:
             raise self._missing[name]
         if name not in self._open:
@@ -83,7 +83,7 @@ class _Pool:
 
 
 class _OnFleets(Workload):
-    """One list of items."""
+    """One list of items as a workload."""
 
     def __init__(self, definition: FleetDefinition, items: ItemList, pool: _Pool) -> None:
         self._definition, self._items, self._pool = definition, items, pool

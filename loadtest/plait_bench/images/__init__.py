@@ -28,7 +28,7 @@ METRICS: Mapping[str, Metric] = {
 
 
 def definition(root: Path, *, only: Sequence[str] = (), systems: Sequence[str] = ()) -> FleetDefinition:
-    """Define the benchmark over the models in ``root``; all workloads and systems, or those named.
+    """Define the benchmark over the models in `root`, with all workloads and systems or those named.
 
     Raises `BenchError` if models are missing, or a name is unknown.
     """
@@ -51,7 +51,7 @@ def definition(root: Path, *, only: Sequence[str] = (), systems: Sequence[str] =
 
 
 def measures(workload: ItemList, sample: RunSample) -> Mapping[str, float]:
-    """Compute the throughput of the whole workload, and latency: of an image alone, or the mean of those at once."""
+    """Compute the throughput of the whole workload, and latency: of a single image, or the mean of concurrent ones."""
     per_s = len(workload.items) / sample.wall_s
     result = {"images_per_s": per_s, "seconds_per_image": 1 / per_s}
     if not workload.one_by_one:
@@ -60,7 +60,8 @@ def measures(workload: ItemList, sample: RunSample) -> Mapping[str, float]:
 
 
 def _knobs(workload: ItemList) -> tuple[str, ...]:
-    """The knob of our engine that matters: the bits of a request alone, or the most images in one denoiser call.
+    """Return the values of the engine's knob that matters: exactness of a request alone, or the maximum images per
+    batch.
 
     The peers may choose their memory format, which changes the last bits as well.
     """

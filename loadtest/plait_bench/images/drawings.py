@@ -1,4 +1,4 @@
-"""Control maps that need no picture: a numbered line drawing, or its colours."""
+"""Control maps that need no image: a numbered line drawing, or its colours."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from PIL import Image, ImageDraw
 
 
 def control_map(controlnet: str, drawing: int, width: int, height: int) -> npt.NDArray[np.uint8]:
-    """``uint8 (height, width, 3)``: white lines on black, or coloured blocks for ``colors``. Same numbers, same map."""
+    """Return `uint8 (height, width, 3)`: white lines on black, or coloured blocks for `colors`. Same numbers, same
+    map."""
     image = Image.new("RGB", (width, height))
     pen = ImageDraw.Draw(image)
     inset = 0.1 + 0.05 * (drawing % 4)

@@ -1,4 +1,4 @@
-"""What a worker process calls to build its system. Imports are deferred: only the system's own libraries are loaded."""
+"""The factories that worker processes call. Imports are deferred: only the system's own libraries are loaded."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from plait_bench.images.models import ModelFolder, open_models
 
 
 def plait(root: str, controlnets: list[str], loras: list[str]) -> FleetWorker:
-    """Our engine, in process."""
+    """Build our engine, in process."""
     from plait_bench.images.ours import Ours
 
     return Ours(_models(root, controlnets, loras))
 
 
 def diffusers(root: str, controlnets: list[str], loras: list[str], way: str) -> FleetWorker:
-    """A peer; ``way`` is stock, fair or batched."""
+    """Build a peer; `way` is stock, fair or batched."""
     from plait_bench.images import peers
 
     ways = {"stock": peers.stock, "fair": peers.fair, "batched": peers.batched}

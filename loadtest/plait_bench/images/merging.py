@@ -1,7 +1,7 @@
-"""LoRA sets merged into a pipeline's weights in place: what a careful user of diffusers writes for himself.
+"""LoRA sets merged into a pipeline's weights in place, as a careful user of diffusers would write it.
 
-On purpose it shares no code with our merge, so that equal pictures are evidence. W <- W0 + sum_i s_i * c_i * B_i @ A_i,
-with c_i = alpha_i / r_i and W0 a pristine copy; fp32 throughout.
+It deliberately shares no code with our merge, so that equal images are evidence. W <- W0 + sum_i s_i * c_i * B_i @
+A_i, with c_i = alpha_i / r_i and W0 a pristine copy; fp32 throughout.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Factors:
-    """One LoRA's part in one weight: ``down (r, in, ...)``, ``up (out, r, ...)``, ``c = alpha / r``."""
+    """One LoRA's part in one weight: `down (r, in, ...)`, `up (out, r, ...)`, `c = alpha / r`."""
 
     weight: torch.nn.Parameter
     down: torch.Tensor
@@ -24,12 +24,12 @@ class Factors:
     c: float
 
     def delta(self) -> torch.Tensor:
-        """``c * up @ down`` in the weight's shape."""
+        """Compute `c * up @ down` in the weight's shape."""
         return self.c * (self.up.flatten(1) @ self.down.flatten(1)).reshape(self.weight.shape)
 
 
 def read_factors(pipeline: Any, path: Path) -> list[Factors]:
-    """Has PEFT read a LoRA file, and takes the factors out of its layers; the pipeline is left as it was."""
+    """Load a LoRA file through PEFT and copy the factors out of its layers; the pipeline is left unchanged."""
     from peft.tuners.lora import LoraLayer
 
     pipeline.load_lora_weights(str(path.parent), weight_name=path.name, adapter_name="lora")
@@ -42,7 +42,7 @@ def read_factors(pipeline: Any, path: Path) -> list[Factors]:
 
 
 def _factors(layer: Any) -> Factors:
-    """Of the adapter ``lora`` of one of PEFT's layers."""
+    """Return the factors of the adapter `lora` in one of PEFT's layers."""
     return Factors(
         weight=layer.get_base_layer().weight,
         down=layer.lora_A["lora"].weight.detach().clone(),
@@ -63,7 +63,7 @@ class MergedLoras:
 
     @torch.no_grad()
     def switch(self, target: tuple[tuple[str, float], ...]) -> None:
-        """Makes ``target`` live; does nothing if it is already."""
+        """Make `target` live; do nothing if it already is."""
         if target == self._live:
             return
         sums: dict[int, torch.Tensor] = {}

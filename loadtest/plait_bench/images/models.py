@@ -1,4 +1,4 @@
-"""A folder of models laid out as the starter's: ``emoji/``, ``controlnets/NAME/``, ``loras/NAME.safetensors``."""
+"""A folder of models laid out as the starter's: `emoji/`, `controlnets/NAME/`, `loras/NAME.safetensors`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BASE = "emoji"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFolder:
-    """Where the base model, the ControlNets and the LoRAs are, by name."""
+    """The paths of the base model, the ControlNets and the LoRAs, by name."""
 
     root: Path
     base: Path
@@ -22,7 +22,7 @@ class ModelFolder:
 
 
 def open_models(root: Path, *, controlnets: frozenset[str], loras: frozenset[str]) -> ModelFolder:
-    """Finds the models that the workloads name. Raises `BenchError` that lists what is missing."""
+    """Find the models that the workloads name. Raises `BenchError` that lists what is missing."""
     folder = ModelFolder(
         root=root,
         base=root / BASE,

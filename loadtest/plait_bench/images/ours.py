@@ -1,4 +1,4 @@
-"""Our engine inside a worker process: the same build as the server's, without Ray and HTTP."""
+"""Our engine inside a worker process: built like the server's, without Ray and HTTP."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _VARIANTS: dict[str, dict[str, object]] = {
 
 
 class Ours:
-    """Implements `FleetWorker`. A variant names knobs (`_VARIANTS`)."""
+    """A `FleetWorker` over our engine. A variant names knobs (`_VARIANTS`)."""
 
     def __init__(self, models: ModelFolder) -> None:
         folders = {path.parent for path in models.loras.values()} or {models.root / "loras"}
@@ -53,7 +53,7 @@ class Ours:
         self._assembled.engine.reconfigure(self._knobs)
 
     def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool) -> list[ItemOutcome]:
-        """Submit all at once, or one after the other."""
+        """Submit the items all at once, or one after the other."""
         requests = [self._request(ImageSpec.from_json(item)) for item in items]
         waves = [[request] for request in requests] if one_by_one else [requests]
         return [outcome for wave in waves for outcome in self._run_wave(wave, keep)]
@@ -75,7 +75,7 @@ class Ours:
 
 
 class _Sink:
-    """One request's last event and when it came."""
+    """One request's last event, and its time."""
 
     def __init__(self) -> None:
         self._done = threading.Event()
@@ -89,7 +89,7 @@ class _Sink:
             self._done.set()
 
     def outcome(self, keep: bool) -> ItemOutcome:
-        """Waits for the end. Raises `BenchError` if the request failed or takes for ever."""
+        """Wait for the end of the request. Raises `BenchError` if it failed or timed out."""
         if not self._done.wait(_TIMEOUT_S):
             raise BenchError(f"a request took longer than {_TIMEOUT_S:.0f} s")
         if isinstance(self._last, Failed):

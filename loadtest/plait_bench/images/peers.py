@@ -1,6 +1,6 @@
 """The peers: diffusers as its documentation uses it, and as a careful user would. All calls of its pipelines are here.
 
-* `stock`: the pipeline, PEFT's ``load_lora_weights`` and unload for each request, in arrival order.
+* `stock`: the pipeline, with PEFT's `load_lora_weights` and unload for each request, in arrival order.
 * `fair`: ControlNets resident, LoRA sets merged into the weights from memory, requests sorted by LoRA set, warm.
 * `batched`: one pipeline call for all requests, where they agree in everything but prompt and seed.
 """
@@ -65,7 +65,7 @@ class Pipelines:
         self.width = self.height = int(self.plain.unet.config.sample_size) * self.plain.vae_scale_factor
 
     def draw(self, orders: Sequence[ImageSpec]) -> list[ImageArray]:
-        """One call for all ``orders``; they agree in everything but prompt and seed (and its drawing)."""
+        """Make all `orders` in one call; they agree in everything but prompt and seed (and the control drawing)."""
         first = orders[0]
         pipeline, extra = self.plain, {}
         if first.control is not None:
@@ -85,14 +85,14 @@ class Pipelines:
         return [np.asarray(image.convert("RGB")) for image in made.images]
 
     def set_memory_format(self, memory_format: torch.memory_format) -> None:
-        """Of every convolution."""
+        """Set the memory format of the UNet, the VAE and the ControlNets."""
         modules = [self.plain.unet, self.plain.vae, *(pipeline.controlnet for pipeline in self.controlled.values())]
         for module in modules:
             module.to(memory_format=memory_format)
 
 
 class DiffusersSubject:
-    """Implements `FleetWorker`: orders are cut into calls, each call runs inside ``with_loras``."""
+    """A `FleetWorker` over diffusers: orders are grouped into calls, each of which runs inside `with_loras`."""
 
     def __init__(
         self,
@@ -125,11 +125,11 @@ class DiffusersSubject:
         return [outcomes[i] for i in range(len(orders))]
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there is nothing to release."""
 
 
 def stock(models: ModelFolder) -> DiffusersSubject:
-    """See the module docstring. Raises `SystemUnavailable` without PEFT."""
+    """Build the `stock` peer (see the module docstring). Raises `SystemUnavailable` without PEFT."""
     _need_peft("diffusers")
     pipelines = Pipelines(models)
 
@@ -150,14 +150,14 @@ def stock(models: ModelFolder) -> DiffusersSubject:
 
 
 def fair(models: ModelFolder) -> DiffusersSubject:
-    """See the module docstring. Raises `SystemUnavailable` without PEFT, which reads the LoRA files once, at the
-    start."""
+    """Build the `fair` peer (see the module docstring). Raises `SystemUnavailable` without PEFT, which reads the LoRA
+    files once, at the start."""
     _need_peft("diffusers_fair")
     return _merging(models, _arrival)
 
 
 def batched(models: ModelFolder) -> DiffusersSubject:
-    """See the module docstring. Raises `SystemUnavailable` without PEFT."""
+    """Build the `batched` peer (see the module docstring). Raises `SystemUnavailable` without PEFT."""
     _need_peft("diffusers_batched")
     return _merging(models, _all_at_once)
 
@@ -175,7 +175,7 @@ def _merging(models: ModelFolder, calls: Callable[[list[ImageSpec]], list[list[i
 
 
 def _arrival(orders: list[ImageSpec]) -> list[list[int]]:
-    """One call for each order, in the order that the share was cut (`sharing.in_runs` has sorted it by LoRA set)."""
+    """Return one call for each order, in the order of the share (`sharing.in_runs` has sorted it by LoRA set)."""
     return [[i] for i in range(len(orders))]
 
 

@@ -1,4 +1,4 @@
-"""Pictures over the pipe, and how much two systems' pictures differ."""
+"""Images over the pipe, and how much two systems' images differ."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ MAX_DIFFERENCE_LEVELS = 8
 
 
 def encode(image: npt.NDArray[np.uint8]) -> Json:
-    """``uint8 (H, W, 3)`` as JSON."""
+    """Encode `uint8 (H, W, 3)` as JSON."""
     height, width, _ = image.shape
     return {"height": height, "width": width, "rgb": base64.b64encode(image.tobytes()).decode()}
 
 
 def decode(value: Mapping[str, Any]) -> npt.NDArray[np.uint8]:
-    """The picture that was encoded."""
+    """Decode an image made by `encode`."""
     data = base64.b64decode(value["rgb"], validate=True)
     return np.frombuffer(data, np.uint8).reshape(value["height"], value["width"], 3)
 
@@ -34,9 +34,10 @@ def decode(value: Mapping[str, Any]) -> npt.NDArray[np.uint8]:
 def check(
     workload: ItemList, results: Mapping[str, Sequence[Json]], *, largest: int = MAX_DIFFERENCE_LEVELS
 ) -> list[ResultRow]:
-    """Each system's largest difference to `diffusers` (or the last system) by picture, in levels of 255.
+    """Return each system's largest difference to `diffusers` (or the last system) by image, in levels of 255.
 
-    Raises `Disagreement` if a picture differs by more than ``largest``, or if all of them are one flat colour.
+    Raises `Disagreement` if an image differs by more than `largest`, or if all the reference's images are one flat
+    colour.
     """
     reference = "diffusers" if "diffusers" in results else list(results)[-1]
     expected = [decode(value) for value in results[reference]]

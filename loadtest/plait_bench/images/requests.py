@@ -1,4 +1,4 @@
-"""From an order of a workload to a request of our engine."""
+"""From an order of a workload to a request to our engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["image_request"]
 
 
 def image_request(order: ImageSpec, *, request_id: str, width: int, height: int) -> ImageRequest:
-    """What the server would make of the order, as a picture of ``width`` x ``height`` pixels."""
+    """Return the request that the server would make of the order, for an image of `width` x `height` pixels."""
     controls: tuple[ControlRef, ...] = ()
     if order.control is not None:
         name, drawing = order.control

@@ -1,7 +1,7 @@
-"""The image workloads: what is asked for, in which order. Pure and fixed by seeds; no torch.
+"""The image workloads: which orders, in which sequence. Pure and fixed by seeds; no torch.
 
-A cost is an order's steps, a step with a ControlNet counted one and a half times (a ControlNet is the encoder half
-of a UNet once more).
+A cost is an order's steps, where a step with a ControlNet counts one and a half times (a ControlNet is a second
+copy of a UNet's encoder half).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SCHEDULERS = ("ddim", "euler", "dpmpp_2m", "unipc")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageSpec:
-    """One picture. ``control`` is a ControlNet's name and the number of its drawing (`drawings.control_map`)."""
+    """One image. `control` is a ControlNet's name and the number of its drawing (`drawings.control_map`)."""
 
     prompt: str
     seed: int
@@ -47,12 +47,12 @@ class ImageSpec:
     control: tuple[str, int] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """What goes over the pipe."""
+        """Return the order as JSON for the pipe."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, item: Mapping[str, Any]) -> Self:
-        """The order that was sent."""
+        """Parse an order that came over the pipe."""
         loras = tuple((str(name), float(scale)) for name, scale in item["loras"])
         control = item["control"]
         return cls(**{**item, "loras": loras, "control": None if control is None else (control[0], control[1])})
@@ -64,7 +64,7 @@ def cost(item: Item) -> float:
 
 
 def lora_set(item: Item) -> str:
-    """A key that orders with equal LoRA sets share."""
+    """Return a key that orders with equal LoRA sets share."""
     return repr([list(lora) for lora in item["loras"]])
 
 
@@ -106,7 +106,7 @@ def _same16() -> list[ImageSpec]:
 
 
 def _mixed16() -> list[ImageSpec]:
-    """4 LoRA sets x 4 orders: every set has each scheduler once, and one order with each ControlNet."""
+    """Make 4 LoRA sets x 4 orders: every set has each scheduler once, and one order with each ControlNet."""
     draw = random.Random(_ARRIVAL_SEED)
     orders = []
     for i, prompt in enumerate(PROMPTS):

@@ -1,7 +1,7 @@
-"""How much load one machine can make: our generator and others against a server that does nothing.
+"""How much load one machine can generate: our generator and others against a server that does nothing.
 
-Ours is an open loop, and counts only at a rate that it keeps on time (see `ours`); the peers are closed loops that ask
-as fast as they get replies, which is the easier thing to do. All share the machine's cores with the server.
+Ours is an open loop, and counts only at a rate that it keeps on time (see `ours`); the peers are closed loops that
+send as fast as replies come, which is easier. All share the machine's cores with the server.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TRIAL_S, _ROUND_S = 3.0, 8.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadContender:
-    """A generator: ``take(layout, seconds)`` is one run. ``prepare``: once before that."""
+    """A generator: `take(layout, seconds)` is one run. `prepare`: called, at least once, before runs."""
 
     layouts: tuple[str, ...]
     take: Callable[[str, float], ThroughputWindow]
@@ -61,14 +61,14 @@ class Noop(Workload):
             yield
 
     def layouts(self, system: str) -> Sequence[str]:
-        """Name the numbers of callers. Raises `SystemUnavailable` if the generator is not there."""
+        """Return the names of the numbers of callers. Raises `SystemUnavailable` if the generator is not installed."""
         if system not in self._made:
             self._made[system] = CONTENDERS[system](self._server, self._say)
         return self._made[system].layouts
 
     @contextmanager
     def open(self, system: str, layout: str) -> Iterator[Subject]:
-        """Open the generator with so many callers."""
+        """Open the generator with that many callers."""
         yield _Loading(self._made[system], layout)
 
 
@@ -116,7 +116,7 @@ def _wrk(server: NoopServer, _: Say) -> LoadContender:
 
 
 def _closed_loop(take: Callable[..., ThroughputWindow], name: str) -> LoadContender:
-    """A generator that offers a choice of callers."""
+    """Make a generator that offers a choice of callers."""
     callers = {name.format(count): count for count in peers.USERS}
     return LoadContender(layouts=tuple(callers), take=lambda layout, seconds: take(callers[layout], seconds=seconds))
 

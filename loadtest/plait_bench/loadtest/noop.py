@@ -1,7 +1,7 @@
 """The server that does nothing, as fast as Python can: a raw asyncio protocol over uvloop, one process.
 
-``python -m plait_bench.loadtest.noop`` prints its port. To every line on its standard input it answers with the number
-of requests that it has served, and it ends with that input.
+`python -m plait_bench.loadtest.noop` prints its port. It answers every line on its standard input with the number of
+requests served so far, and ends with that input.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _BLANK_LINE = b"\r\n\r\n"
 
 
 class Noop(asyncio.Protocol):
-    """Answers every head that ends; requests have no body, and may come in pieces or several at once."""
+    """Answers every complete request head; requests have no body, and may arrive in pieces or several at once."""
 
     served = 0  # by all connections
 

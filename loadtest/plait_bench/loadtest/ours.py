@@ -1,6 +1,6 @@
 """Our generator at one rate, and the highest rate at which its runs are valid.
 
-``python -m plait_bench.loadtest.ours URL RATE SECONDS`` is one run; it prints what it says about itself as JSON.
+`python -m plait_bench.loadtest.ours URL RATE SECONDS` is one run; it prints its own statistics as JSON.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _STEP = 1.05  # the rate is found to 5 %
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorTrial:
-    """One run: what the server saw, and whether the run may be believed."""
+    """One run: what the server counted, and whether the run is valid."""
 
     rate_per_s: float
     window: ThroughputWindow
@@ -39,12 +39,12 @@ class GeneratorTrial:
 
     @property
     def is_valid(self) -> bool:
-        """On time, without an error, and at the offered rate (Poisson counts scatter: within 2 %)."""
+        """Whether the run was on time, without errors, and at the offered rate (Poisson counts scatter: within 2 %)."""
         return self.lag_p99_ms <= LAG_LIMIT_MS and self.errors == 0 and self.window.per_s >= 0.98 * self.rate_per_s
 
 
 def try_rate(server: NoopServer, rate_per_s: float, *, seconds: float) -> GeneratorTrial:
-    """One run with Poisson arrivals. Raises `SystemFailed`."""
+    """Make one run with Poisson arrivals. Raises `SystemFailed`."""
     whole_s = seconds + _SETTLE_S + 0.5  # the window ends before the load does
     command = [sys.executable, "-m", __name__, server.url, str(rate_per_s), str(whole_s)]
     window, told = measure(command, server, settle_s=_SETTLE_S, seconds=seconds)
@@ -53,7 +53,7 @@ def try_rate(server: NoopServer, rate_per_s: float, *, seconds: float) -> Genera
 
 
 def highest_rate(attempt: Callable[[float], GeneratorTrial], *, say: Callable[[str], None]) -> float:
-    """The highest rate whose run was valid: doubling, then bisection to 5 %. Raises `SystemFailed` if none is."""
+    """Find the highest rate whose run was valid: doubling, then bisection to 5 %. Raises `SystemFailed` if none is."""
     low, high = 0.0, _FIRST_PER_S
     while _passes(attempt, high, say):
         low, high = high, 2 * high
@@ -68,7 +68,8 @@ def highest_rate(attempt: Callable[[float], GeneratorTrial], *, say: Callable[[s
 def hold(
     attempt: Callable[[float], GeneratorTrial], rate_per_s: float, *, say: Callable[[str], None]
 ) -> GeneratorTrial:
-    """A valid run at that rate, or at the first lower one (5 % steps) that is valid."""
+    """Return a valid run at that rate, or at the first lower one (5 % steps) that is valid. Raises `SystemFailed` if
+    none is."""
     while not (trial := attempt(rate_per_s)).is_valid:
         say(_sentence(trial))
         rate_per_s /= _STEP
@@ -78,7 +79,7 @@ def hold(
 
 
 def _passes(attempt: Callable[[float], GeneratorTrial], rate_per_s: float, say: Callable[[str], None]) -> bool:
-    """Twice, if need be: one disturbance must not end the search."""
+    """Return whether a run is valid; it is retried once, so that one disturbance does not end the search."""
     for _ in range(2):
         trial = attempt(rate_per_s)
         say(_sentence(trial))

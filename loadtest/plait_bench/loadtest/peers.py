@@ -36,12 +36,12 @@ class Asks(FastHttpUser):
 
 
 def cache_folder() -> Path:
-    """Where peers that need an environment of their own are kept between runs."""
+    """Return the folder where peers that need their own environment are kept between runs."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "plait" / "bench"
 
 
 def install_locust(folder: Path) -> Path:
-    """Locust in a virtual environment of its own; the path of its command. Raises `SystemUnavailable`."""
+    """Install Locust into its own virtual environment; return the path of its command. Raises `SystemUnavailable`."""
     environment = folder / LOCUST.replace("==", "-")
     command = environment / "bin" / "locust"
     if not command.exists():
@@ -56,7 +56,7 @@ def install_locust(folder: Path) -> Path:
 
 
 def locust(command: Path, server: NoopServer, users: int, *, seconds: float) -> ThroughputWindow:
-    """One run. Raises `SystemFailed`."""
+    """Run Locust once. Raises `SystemFailed`."""
     whole_s = int(seconds + _SETTLE_S + 2)
     arguments = ["--locustfile", str(command.parents[2] / "locustfile.py"), "--host", server.url, "--headless"]
     arguments += ["--users", str(users), "--spawn-rate", str(users), "--processes", str(PROCESSES)]
@@ -66,7 +66,7 @@ def locust(command: Path, server: NoopServer, users: int, *, seconds: float) -> 
 
 
 def find_wrk() -> Path:
-    """The wrk on PATH (Debian: ``apt install wrk``). Raises `SystemUnavailable`."""
+    """Return the wrk on PATH (Debian: `apt install wrk`). Raises `SystemUnavailable`."""
     found = shutil.which("wrk")
     if found is None:
         raise SystemUnavailable("wrk is not on PATH")
@@ -74,7 +74,7 @@ def find_wrk() -> Path:
 
 
 def wrk(command: Path, server: NoopServer, connections: int, *, seconds: float) -> ThroughputWindow:
-    """One run. Raises `SystemFailed`."""
+    """Run wrk once. Raises `SystemFailed`."""
     whole_s = int(seconds + 3)
     arguments = [f"--threads={PROCESSES}", f"--connections={connections}", f"--duration={whole_s}s", server.url]
     window, _ = measure([str(command), *arguments], server, settle_s=1.0, seconds=seconds)

@@ -1,7 +1,7 @@
-"""One way to measure all load generators: what the server counted, and what the generator's processes used, meanwhile.
+"""One way to measure all load generators: what the server counted, and what the generator's processes used meanwhile.
 
-No generator is believed about itself: requests are those that the server served in the window, processor time is that
-of the whole process tree of the generator.
+No generator's own figures are trusted: requests are those that the server served in the window, CPU time is that of
+the generator's whole process tree.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _START_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThroughputWindow:
-    """``requests`` served in ``seconds``, for ``cpu_s`` of the generator."""
+    """`requests` served in `seconds`, with `cpu_s` of the generator's CPU time."""
 
     requests: int
     seconds: float
@@ -35,12 +35,12 @@ class ThroughputWindow:
 
     @property
     def cpu_s_per_1000(self) -> float:
-        """Processor seconds of the generator for 1,000 requests. Raises ZeroDivisionError if there were none."""
+        """CPU seconds of the generator per 1,000 requests. Raises ZeroDivisionError if there were none."""
         return 1000 * self.cpu_s / self.requests
 
 
 class NoopServer:
-    """The server that does nothing, as a process of its own."""
+    """The server that does nothing, in a process of its own."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -52,14 +52,14 @@ class NoopServer:
         self.url = f"http://127.0.0.1:{int(self._read())}"
 
     def served(self) -> int:
-        """Requests so far."""
+        """Return the number of requests so far."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
         return int(self._read())
 
     def close(self) -> None:
-        """Ends it."""
+        """Stop the server."""
         self._process.communicate(timeout=10)
 
     def _read(self) -> str:
@@ -72,7 +72,7 @@ class NoopServer:
 
 @contextmanager
 def noop_server() -> Iterator[NoopServer]:
-    """A running one."""
+    """Run the server that does nothing."""
     server = NoopServer()
     try:
         yield server
@@ -83,7 +83,7 @@ def noop_server() -> Iterator[NoopServer]:
 def measure(
     command: Sequence[str], server: NoopServer, *, settle_s: float, seconds: float
 ) -> tuple[ThroughputWindow, str]:
-    """Starts a generator, lets it settle after its first request, measures, and waits for its end.
+    """Start a generator, let it settle after its first request, measure, and wait for its end.
 
     Returns the window and the generator's standard output. Raises `SystemFailed` if it sends nothing or fails.
     """
@@ -121,7 +121,7 @@ def _wait_for_load(server: NoopServer, before: int, generator: subprocess.Popen[
 
 
 def _tree_cpu_s(pid: int) -> float:
-    """Processor seconds of a process and all its children that live. Raises FileNotFoundError if it is gone."""
+    """Return the CPU seconds of a process and all its live children. Raises FileNotFoundError if it has ended."""
     process = Path("/proc") / str(pid)
     fields = (process / "stat").read_text().rpartition(")")[2].split()
     used_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

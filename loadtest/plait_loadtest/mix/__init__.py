@@ -1,4 +1,4 @@
-"""Which requests a scenario sends: request i is a pure function of (scenario, i), in whatever process it is built."""
+"""Which requests a scenario sends: request i is a pure function of (scenario, i), whichever process builds it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class ClassRequests(Protocol):
     """The requests of one class."""
 
     def build(self, index: int) -> PreparedRequest:
-        """The request itself."""
+        """Return the request."""
 
     def facts(self, index: int) -> Mapping[str, float]:
-        """Numbers of request ``index`` for a summary of the mix."""
+        """Return the numbers of request `index` for a summary of the mix."""
 
 
 def build_mix(scenario: Scenario) -> RequestMix:
-    """The mix of a scenario. Reads the files that it names; raises `ScenarioError` if one can not be read."""
+    """Return the mix of a scenario. Reads the files that it names; raises `ScenarioError` if one cannot be read."""
     return RequestMix(scenario)
 
 
@@ -51,15 +51,15 @@ class RequestMix(Mix):
         return self._names
 
     def kind(self, index: int) -> int:
-        """The class of request ``index``, without building it."""
+        """Return the class of request `index`, without building it."""
         return self._kinds[index // CHUNK][index % CHUNK]
 
     def build(self, index: int) -> PreparedRequest:
-        """The request itself."""
+        """Return the request, built by its class."""
         return self._requests[self.kind(index)].build(index)
 
     def facts(self, index: int) -> Mapping[str, float]:
-        """Numbers of request ``index`` for a summary: steps, candidates, ..."""
+        """Return the numbers of request `index` for a summary: steps, candidates, ..."""
         return self._requests[self.kind(index)].facts(index)
 
     def _draw_kinds(self, uniforms: Floats) -> list[int]:
@@ -67,7 +67,7 @@ class RequestMix(Mix):
 
 
 def _requests(spec: MixClass, target: LoadTarget, seed: int, position: int) -> ClassRequests:
-    """Streams go by the class's position, so that classes draw independently of each other."""
+    """Return the requests of a class. RNG streams follow its position, so that classes draw independently."""
     details = Numbered(seed, Stream.MIX, position, 0)
     if isinstance(spec, ImageClass):
         return ImageRequests(spec, target, details)

@@ -1,4 +1,4 @@
-"""Draws of many requests at once: request i uses row i mod CHUNK of chunk i div CHUNK, in whatever process."""
+"""Draws of many requests at once: request i uses row i mod CHUNK of chunk i div CHUNK, in any process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Drawn = TypeVar("Drawn")
 
 
 class Chunks(Generic[Drawn]):
-    """``draw(uniforms)`` of each chunk, made when first asked for; uniforms are float64 (CHUNK, columns) in [0, 1)."""
+    """`draw(uniforms)` of each chunk, computed on first access; uniforms are float64 (CHUNK, columns) in [0, 1)."""
 
     def __init__(self, numbered: Numbered, columns: int, draw: Callable[[Floats], Drawn]) -> None:
         self._numbered = numbered
@@ -29,7 +29,7 @@ class Chunks(Generic[Drawn]):
         self._kept: OrderedDict[int, Drawn] = OrderedDict()
 
     def __getstate__(self) -> dict[str, object]:
-        """Without what is drawn: another process draws it again."""
+        """Return the state without the draws: another process draws them again."""
         return self.__dict__ | {"_kept": OrderedDict()}
 
     def __getitem__(self, chunk: int) -> Drawn:
@@ -43,18 +43,18 @@ class Chunks(Generic[Drawn]):
 
 
 class WeightedChoice:
-    """Weighted choice: values and the cumulative of their weights."""
+    """Weighted choice: values and their cumulative weights."""
 
     def __init__(self, weights: dict[int, float]) -> None:
         self._values = np.array(list(weights), dtype=np.int64)
         self._sums = cumulative(list(weights.values()))
 
     def pick(self, uniforms: Floats) -> list[int]:
-        """A value for each uniform."""
+        """Return a value for each uniform."""
         picked = self._values[np.searchsorted(self._sums, uniforms, side="right")]
         return [int(value) for value in picked.tolist()]
 
 
 def pick_texts(texts: Sequence[str], uniforms: Floats) -> list[str]:
-    """One of ``texts``, all alike, for each uniform."""
+    """Return one of `texts` for each uniform, all equally likely."""
     return [texts[index] for index in (uniforms * len(texts)).astype(np.int64).tolist()]

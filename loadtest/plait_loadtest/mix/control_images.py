@@ -1,4 +1,4 @@
-"""Control pictures drawn from a number, and the smallest PNG encoder that will do. numpy and zlib only."""
+"""Control images drawn from a number, and a minimal PNG encoder. numpy and zlib only."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _PALETTE_SIZE = 2 + _SHAPES
 
 
 def control_image(number: int, width: int, height: int) -> bytes:
-    """A PNG of ``width`` x ``height``: white outlines of three filled discs and boxes on black.
+    """Return a PNG of `width` x `height`: white outlines of three filled discs and boxes on black.
 
-    The same number gives the same bytes; another number gives another picture. It has lines for an edge map and
-    areas for a colour map.
+    The same number gives the same bytes; another number gives another image. It has lines for an edge map and areas
+    for a colour map.
     """
     rng = np.random.Generator(np.random.Philox(key=[number & (2**64 - 1), 0]))
     cells = _shapes(rng.random((_SHAPES, 4)))
@@ -29,7 +29,7 @@ def control_image(number: int, width: int, height: int) -> bytes:
 
 
 def _shapes(places: npt.NDArray[np.float64]) -> npt.NDArray[np.uint8]:
-    """Palette indices, uint8 (_GRID, _GRID). ``places`` (shapes, 4): centre x, centre y, radius, disc or box."""
+    """Return palette indices, uint8 (_GRID, _GRID). `places` (shapes, 4): centre x, centre y, radius, disc or box."""
     cells = np.full((_GRID, _GRID), _BACKGROUND, dtype=np.uint8)
     axis = np.arange(_GRID, dtype=np.float64)
     for shape, (x, y, size, form) in enumerate(places):
@@ -42,7 +42,7 @@ def _shapes(places: npt.NDArray[np.float64]) -> npt.NDArray[np.uint8]:
 
 
 def encode_png(pixels: npt.NDArray[np.uint8], palette: npt.NDArray[np.uint8]) -> bytes:
-    """``pixels`` (H, W) are indices into ``palette`` (N, 3): PNG colour type 3, eight bits, no filter (RFC 2083)."""
+    """Return a PNG of `pixels` (H, W), indices into `palette` (N, 3): colour type 3, 8 bits, no filter (RFC 2083)."""
     height, width = pixels.shape
     lines = np.zeros((height, width + 1), dtype=np.uint8)  # each line begins with its filter, 0: none
     lines[:, 1:] = pixels

@@ -1,4 +1,4 @@
-"""Requests for pictures: the OpenAI Images API with plait's extensions (``loras``, ``controlnets``, ...)."""
+"""Requests for images: the OpenAI Images API with plait's extensions (`loras`, `controlnets`, ...)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _DRAWN_EDGE_PX = 64  # of drawn control pictures where the request names no size
 
 @dataclass(frozen=True, slots=True)
 class ImageDraw:
-    """What was drawn for one request."""
+    """The values drawn for one request."""
 
     prompt: str
     size: str | None
@@ -44,7 +44,7 @@ class ImageDraw:
 
 
 class ImageRequests:
-    """Builds the requests of one class. Reads prompts and control images once; raises `ScenarioError` if it can not."""
+    """Builds the requests of one class. Reads prompts and control images once; raises `ScenarioError` if it cannot."""
 
     def __init__(self, spec: ImageClass, target: LoadTarget, numbered: Numbered) -> None:
         self._spec = spec
@@ -63,7 +63,7 @@ class ImageRequests:
         self._chunks = Chunks(numbered, columns, self._draw_chunk)
 
     def draw(self, index: int) -> ImageDraw:
-        """What request ``index`` asks for."""
+        """Return what request `index` asks for."""
         return self._chunks[index // CHUNK][index % CHUNK]
 
     def _draw_chunk(self, uniforms: Floats) -> list[ImageDraw]:
@@ -78,7 +78,7 @@ class ImageRequests:
         return [ImageDraw(*row) for row in zip(prompts, sizes, steps, images, seeds, loras, controlnets, strict=True)]
 
     def build(self, index: int) -> PreparedRequest:
-        """The request itself."""
+        """Return the request with what was drawn for it as a JSON body."""
         draw, spec = self.draw(index), self._spec
         body: dict[str, object] = {"prompt": draw.prompt, "n": draw.images, "num_inference_steps": draw.steps}
         body["seed"] = draw.seed
@@ -102,7 +102,7 @@ class ImageRequests:
         return base64.b64encode(control_image(index * MAX_CONTROLNETS + slot, width, height)).decode()
 
     def facts(self, index: int) -> Mapping[str, float]:
-        """Numbers of request ``index`` for a summary of the mix."""
+        """Return the numbers of request `index` for a summary of the mix."""
         draw = self.draw(index)
         return {
             "steps": draw.steps, "images": draw.images, "loras": len(draw.loras), "controlnets": len(draw.controlnets),
@@ -122,7 +122,7 @@ class _AddOns:
         self.columns = 1 + max_drawn(spec.count)
 
     def pick(self, uniforms: Floats) -> list[tuple[str, ...]]:
-        """Names for each row of ``uniforms`` (rows, columns)."""
+        """Return names for each row of `uniforms` (rows, columns)."""
         if self.columns == 1:
             return [()] * len(uniforms)
         counts, rows = self._count.pick(uniforms[:, 0]), uniforms[:, 1:].tolist()
@@ -133,25 +133,25 @@ class _AddOns:
 
 
 def max_drawn(count: Mapping[int, float]) -> int:
-    """The largest number that may be drawn."""
+    """Return the largest number that may be drawn."""
     return max((number for number, weight in count.items() if weight > 0), default=0)
 
 
 def popularity(spec: Loras | ControlNets) -> tuple[list[str], list[float]]:
-    """Names and their weights: the empirical list, or Zipf's law over the order of names."""
+    """Return the names and their weights: the empirical list, or Zipf's law over the order of names."""
     if spec.popularity is not None:
         return list(spec.popularity), list(spec.popularity.values())
     return list(spec.names), zipf_weights(len(spec.names), spec.zipf).tolist()
 
 
 def pixels(size: str | None) -> tuple[int, int] | None:
-    """Width and height of ``"64x32"``; None where the model's own size is asked for."""
+    """Return width and height of `"64x32"`; None where the model's own size is requested."""
     width, cross, height = (size or "auto").partition("x")
     return (int(width), int(height)) if cross and width.isdecimal() and height.isdecimal() else None
 
 
 def _fixed_fields(spec: ImageClass, target: LoadTarget) -> dict[str, object]:
-    """Fields of the body that are alike in all requests of the class; absent where the scenario gives none."""
+    """Return the fields of the body that are the same in all requests of the class; unset ones are absent."""
     deadline = spec.deadline_ms
     given: dict[str, object] = {
         "model": target.model,

@@ -1,7 +1,7 @@
-"""Requests for recommendations: KServe's Open Inference Protocol v2, tensors as JSON or in its binary extension.
+"""Ranking requests: KServe's Open Inference Protocol v2, tensors as JSON or in its binary extension.
 
-Legend: C candidates of a request; T tables; I ids of a candidate over all tables. Without declared inputs: dense FP32
-(C, dense), ids INT64 (C, I), the ids of table 0 first. Ids are ranks: row 0 is the most popular.
+Legend: C candidates of a request; T tables; I ids of a candidate over all tables. Without declared inputs: dense
+FP32 (C, dense), ids INT64 (C, I), the ids of table 0 first. Ids are ranks: row 0 is the most popular.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Named: TypeAlias = tuple[str, str, Tensor]
 
 
 class InferRequests:
-    """Builds the requests of one class. ``counts`` and ``values`` are independent streams."""
+    """Builds the requests of one class. `counts` and `values` are independent streams."""
 
     def __init__(self, spec: InferClass, target: LoadTarget, counts: Numbered, values: Numbered) -> None:
         self._spec = spec
@@ -43,15 +43,15 @@ class InferRequests:
         return self._choice.pick(uniforms[:, 0])
 
     def candidates(self, index: int) -> int:
-        """How many candidates request ``index`` scores."""
+        """Return how many candidates request `index` scores."""
         return self._candidates[index // CHUNK][index % CHUNK]
 
     def tensors(self, index: int) -> list[Named]:
-        """The inputs of request ``index``."""
+        """Return the inputs of request `index`."""
         return self._draw(self._values.piece(index), self.candidates(index))
 
     def build(self, index: int) -> PreparedRequest:
-        """The request itself."""
+        """Return the request with its tensors as JSON or binary."""
         inputs = self.tensors(index)
         return self._binary(index, inputs) if self._spec.binary else self._plain(index, inputs)
 
@@ -84,13 +84,13 @@ class InferRequests:
         return PreparedRequest(method="POST", path=self._path, headers=headers, body=body)
 
     def facts(self, index: int) -> Mapping[str, float]:
-        """Numbers of request ``index`` for a summary of the mix."""
+        """Return the numbers of request `index` for a summary of the mix."""
         candidates = self.candidates(index)
         return {"candidates": candidates, "ids": self._draw.ids(candidates)}
 
 
 class _Flat:
-    """Dense numbers in one tensor, the ids of all tables in another."""
+    """Dense values in one tensor, the ids of all tables in another."""
 
     def __init__(self, spec: InferClass) -> None:
         per_table = spec.ids_per_table or (1,) * len(spec.rows)
@@ -99,7 +99,7 @@ class _Flat:
         self._ids_each = sum(per_table)
 
     def __call__(self, rng: np.random.Generator, candidates: int) -> list[Named]:
-        """Dense (C, dense) and ids (C, I); not those that would be empty."""
+        """Return dense (C, dense) and ids (C, I), leaving out those that would be empty."""
         named: list[Named] = [
             (self._spec.dense_name, "FP32", _numbers(rng, (candidates, self._spec.dense))),
             (self._spec.ids_name, "INT64", self._ranks.draw(rng, candidates)),
@@ -107,7 +107,7 @@ class _Flat:
         return [entry for entry in named if entry[2].size]
 
     def ids(self, candidates: int) -> int:
-        """How many a request of so many candidates has."""
+        """Return the number of ids in a request with that many candidates."""
         return candidates * self._ids_each
 
 
@@ -121,7 +121,7 @@ class _Declared:
         )
 
     def __call__(self, rng: np.random.Generator, candidates: int) -> list[Named]:
-        """In the order of the declaration; empty bags are sent, for a server must know of them."""
+        """Return the tensors in the declared order; empty bags are sent, because a server must know of them."""
         named: list[Named] = []
         for item, ranks in self._inputs:
             rows = _rows(item, candidates)
@@ -136,7 +136,7 @@ class _Declared:
         return named
 
     def ids(self, candidates: int) -> int:
-        """How many a request of so many candidates has."""
+        """Return the number of ids in a request with that many candidates."""
         return sum(
             _rows(item, candidates) * (1 if item.bag is None else item.bag)
             for item, ranks in self._inputs

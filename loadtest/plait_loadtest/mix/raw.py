@@ -1,4 +1,4 @@
-"""Any requests: method, path and body as they are written; ``{index}`` becomes the request's number."""
+"""Arbitrary requests: method, path and body as written; `{index}` becomes the request's number."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MARK = "{index}"
 
 
 class RawRequests:
-    """Builds the requests of one class; one without ``{index}`` is the same object each time."""
+    """Builds the requests of one class; one without `{index}` is the same object each time."""
 
     def __init__(self, spec: RawClass, target: LoadTarget) -> None:
         self._method = spec.method
@@ -23,7 +23,7 @@ class RawRequests:
         self._constant = self._prepare(0) if len(self._path) == len(self._body) == 1 else None
 
     def build(self, index: int) -> PreparedRequest:
-        """The request itself."""
+        """Return the request with its number filled in."""
         return self._constant or self._prepare(index)
 
     def _prepare(self, index: int) -> PreparedRequest:
@@ -36,7 +36,7 @@ class RawRequests:
         )
 
     def facts(self, index: int) -> Mapping[str, float]:
-        """Numbers of request ``index`` for a summary of the mix."""
+        """Return the size of the body of request `index`, for a summary of the mix."""
         return {"body_bytes": len(self.build(index).body)}
 
 

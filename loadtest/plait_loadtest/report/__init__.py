@@ -1,1 +1,1 @@
-"""What a run is written as: a JSON document, a table, raw rows, one HTML page, a locustfile."""
+"""The outputs of a run: a JSON document, a table, raw rows, one HTML page, a locustfile."""

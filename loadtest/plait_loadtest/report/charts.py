@@ -1,6 +1,6 @@
-"""The charts of the HTML report: inline SVG made of numbers, no scripts. Colours come from the page's classes.
+"""The charts of the HTML report: inline SVG generated from numbers, no scripts. Colours come from the page's classes.
 
-Each function returns a whole ``<svg>``; widths are in its own units and scale with the page.
+Each function returns a whole `<svg>`; widths are in its own units and scale with the page.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Floats = npt.NDArray[np.float64]
 
 
 def latency_over_time(at_s: Floats, latency_ms: Floats, *, seconds: float, slo_ms: float | None) -> str:
-    """Dots (the slowest of each moment are never left out), a band p50 to p95 by time, and the SLO."""
+    """Draw dots (the slowest of each moment are never left out), a band p50 to p95 over time, and the SLO."""
     x = span(0.0, seconds, start=LEFT, end=WIDTH - RIGHT)
     y = _latency_scale(latency_ms, slo_ms)
     keep = _thinned(at_s, latency_ms, seconds)
@@ -57,7 +57,7 @@ def latency_over_time(at_s: Floats, latency_ms: Floats, *, seconds: float, slo_m
 def latency_histogram(
     edges_ms: Floats, counts: npt.NDArray[np.int64], *, marks: Mapping[str, float], slo_ms: float | None
 ) -> str:
-    """Bars over a logarithmic axis; ``edges_ms`` (K + 1,), ``counts`` (K,); percentiles and the SLO are marked."""
+    """Draw bars over a logarithmic axis; `edges_ms` (K + 1,), `counts` (K,); percentiles and the SLO are marked."""
     top = TOP + 16 * (len(marks) + 1)
     x = span(float(edges_ms[0]), float(edges_ms[-1]), start=LEFT, end=WIDTH - RIGHT, log=True)
     y = span(0.0, float(counts.max(initial=1)), start=HEIGHT - BOTTOM, end=top)
@@ -75,7 +75,7 @@ def latency_histogram(
 
 
 def rates_over_time(offered: Floats, achieved: Floats, *, seconds: float) -> str:
-    """Both (B,), requests per second in equal parts of the measured time."""
+    """Draw both rates (B,), requests per second in equal parts of the measured time."""
     x = span(0.0, seconds, start=LEFT, end=WIDTH - RIGHT)
     max_per_s = float(max(offered.max(initial=0.0), achieved.max(initial=0.0)))
     y = span(0.0, max_per_s * 1.08, start=HEIGHT - BOTTOM, end=TOP)
@@ -93,7 +93,7 @@ def rates_over_time(offered: Floats, achieved: Floats, *, seconds: float) -> str
 
 
 def errors_over_time(counts: Mapping[str, Floats], *, seconds: float) -> str:
-    """Stacked bars by class of error; each array (B,) in equal parts of the measured time."""
+    """Draw stacked bars by class of error; each array (B,) in equal parts of the measured time."""
     x = span(0.0, seconds, start=LEFT, end=WIDTH - RIGHT)
     stacked = np.sum(list(counts.values()), axis=0)
     y = span(0.0, float(stacked.max(initial=1.0)), start=200 - BOTTOM, end=TOP)
@@ -114,7 +114,7 @@ def errors_over_time(counts: Mapping[str, Floats], *, seconds: float) -> str:
 
 
 def log_bars(latency_ms: Floats) -> tuple[Floats, npt.NDArray[np.int64]]:
-    """Edges (K + 1,) and counts (K,) of bars of equal width on a logarithmic axis."""
+    """Return edges (K + 1,) and counts (K,) of bars of equal width on a logarithmic axis."""
     # The few quickest would stretch the axis over empty decades: they are counted in the first bar.
     low, high = float(np.percentile(latency_ms, 0.5)), float(latency_ms.max())
     low, high = max(low * 0.8, 1e-3), max(high * 1.05, 2e-3)
@@ -127,7 +127,7 @@ def log_bars(latency_ms: Floats) -> tuple[Floats, npt.NDArray[np.int64]]:
 
 
 def _latency_scale(latency_ms: Floats, slo_ms: float | None) -> Scale:
-    """Linear, unless the slowest would flatten the rest."""
+    """Return a linear scale, unless the slowest would flatten the rest."""
     high = max(float(latency_ms.max(initial=0.0)), slo_ms or 0.0) * 1.06
     low = float(np.percentile(latency_ms, 1.0)) * 0.8 if latency_ms.size else high
     log = high > 12.0 * float(np.median(latency_ms)) if latency_ms.size else False
@@ -139,7 +139,7 @@ def _over(ms: float, slo_ms: float | None) -> str:
 
 
 def _thinned(at_s: Floats, latency_ms: Floats, seconds: float) -> npt.NDArray[np.int64]:
-    """Indices of at most some 1,500 points: the slowest of every moment, and an even choice of the others."""
+    """Return indices of at most about 1,500 points: the slowest of every moment, and an even sample of the others."""
     if at_s.size <= _MAX_DOTS:
         return np.arange(at_s.size)
     moment = (at_s / max(seconds, 1e-9) * 300).astype(np.int64)
@@ -150,7 +150,7 @@ def _thinned(at_s: Floats, latency_ms: Floats, seconds: float) -> npt.NDArray[np
 
 
 def _by_time(at_s: Floats, values: Floats, seconds: float, percents: Sequence[float]) -> list[tuple[float, ...]]:
-    """(middle of the part, percentiles...) of every part of the time that has at least 5 values."""
+    """Return (middle of the part, percentiles...) of every part of the time that has at least 5 values."""
     parts = max(1, min(_BUCKETS, at_s.size // 12))
     which = np.clip((at_s / max(seconds, 1e-9) * parts).astype(np.int64), 0, parts - 1)
     return [
@@ -191,7 +191,7 @@ def _axis_y(y: Scale, text: object, *, about: int = 4, whole: bool = False) -> s
 
 
 def _right_labels(labels: Iterable[tuple[float, str, str]]) -> list[str]:
-    """Names beside the ends of their lines, moved apart where they would touch: (y, text, class)."""
+    """Draw names beside the ends of their lines, spread where they would touch: (y, text, class)."""
     placed, last = [], -math.inf
     for y, text, kind in sorted(labels):
         last = max(y, last + 16.0)
@@ -200,9 +200,8 @@ def _right_labels(labels: Iterable[tuple[float, str, str]]) -> list[str]:
 
 
 def _marks(x: Scale, marks: Mapping[str, float], slo_ms: float | None, top: float) -> list[str]:
-    """Vertical marks with labels above the bars. A label that would touch an earlier one goes a row below it, so that
-    no mark's line runs through a label.
-    """
+    """Draw vertical marks with labels above the bars. A label that would touch an earlier one moves one row down, so
+    that no mark's line runs through a label."""
     named = [(ms, f"{name} {time_text(ms)}", "strong", "mark") for name, ms in marks.items()]
     if slo_ms is not None:
         named.append((slo_ms, f"SLO {time_text(slo_ms)}", "bad", "slo"))

@@ -12,14 +12,14 @@ from plait_loadtest.report.table import number
 
 
 def as_document(outcome: Comparison) -> str:
-    """One JSON document: ``regressed``, ``changes``, ``differences``."""
+    """Return one JSON document: `regressed`, `changes`, `differences`."""
     changes = [{key: _plain(value) for key, value in asdict(change).items()} for change in outcome.changes]
     document = {"regressed": outcome.regressed, "changes": changes, "differences": list(outcome.differences)}
     return json.dumps(document, indent=1)
 
 
 def as_text(outcome: Comparison) -> str:
-    """What changed first, then what did not."""
+    """Return a text: first what changed, then what did not."""
     lines = [_line(change) for change in sorted(outcome.changes, key=lambda change: change.verdict == "same")]
     if outcome.differences:
         lines.append(f"the scenarios differ in {', '.join(outcome.differences)}")

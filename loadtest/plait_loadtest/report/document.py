@@ -1,6 +1,6 @@
-"""The ``--json`` document: everything about a run that a program may ask for. Numbers keep five significant digits.
+"""The `--json` document: everything about a run that a program may ask for. Numbers keep five significant digits.
 
-Milliseconds end in ``_ms``, rates in ``_per_s``; what was not measured is null. ``histograms`` are HDR histograms
+Milliseconds end in `_ms`, rates in `_per_s`; what was not measured is null. `histograms` are HDR histograms
 (HdrHistogram V2, base64) of the latency in nanoseconds, whole and in parts by time: `compare` needs nothing else.
 """
 
@@ -24,7 +24,7 @@ _DIGITS = 5  # significant: one more than three, so that rounding stays far belo
 def document(
     summary: RunSummary, scenario: Scenario, verdicts: Iterable[Verdict] = (), *, started_unix_s: float
 ) -> dict[str, Any]:
-    """The whole document, ready for `json.dumps`."""
+    """Return the whole document, ready for `json.dumps`."""
     total = summary.total
     return {
         "format": FORMAT,
@@ -54,19 +54,19 @@ def document(
 
 
 def shown(scenario: Scenario) -> dict[str, Any]:
-    """The scenario as plain values, without the values of headers: keys and cookies do not belong into reports."""
+    """Return the scenario as plain values, without header values: keys and cookies do not belong in reports."""
     settings = scenario.model_dump(mode="json")
     settings["target"]["headers"] = dict.fromkeys(scenario.target.headers, "(not shown)")
     return settings
 
 
 def percentiles(values: Percentiles) -> dict[str, Any]:
-    """``n p50 p90 p95 p99 p99.9 max mean``."""
+    """Return `n p50 p90 p95 p99 p99.9 max mean`."""
     return {item.name.replace("_", "."): rounded(getattr(values, item.name)) for item in fields(values)}
 
 
 def rounded(value: float | None) -> float | int | None:
-    """To five significant digits; integers stay, nan and None are null."""
+    """Round to five significant digits; integers are unchanged, nan and None become null."""
     if value is None or isinstance(value, int):
         return value
     return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""``--html``: the whole report as one page that opens offline; inline styles and SVG, no scripts, nothing fetched."""
+"""`--html`: the whole report as one page that opens offline; inline styles and SVG, no scripts, nothing fetched."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PARTS = 60  # of the time axis in the charts of rates and errors
 
 
 def page(session: FinishedRun, report: Mapping[str, Any]) -> str:
-    """The page. ``report``: the JSON document of the same session, for what the numbers alone do not say."""
+    """Return the page. `report`: the JSON document of the same session, for what is not in the numbers."""
     summary, run = session.summary, judge_records(session.result, session.scenario)
     name = report["scenario"]["name"]
     body = [
@@ -46,7 +46,7 @@ def page(session: FinishedRun, report: Mapping[str, Any]) -> str:
 
 
 def _verdict(summary: RunSummary) -> tuple[str, str]:
-    """CSS class and words."""
+    """Return the CSS class and the text."""
     if not summary.valid:
         return "invalid", "Run invalid"
     if summary.total.slo_met is None and any(each.slo for each in summary.classes):
@@ -112,7 +112,7 @@ def _tiles(summary: RunSummary) -> str:
 
 
 def _short(milliseconds: float) -> tuple[str, str]:
-    """Number and unit that fit a tile."""
+    """Return a number and unit that fit a tile."""
     return (number(milliseconds / 1e3), "s") if milliseconds >= 10_000.0 else (number(milliseconds), "ms")
 
 

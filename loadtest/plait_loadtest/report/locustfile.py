@@ -1,6 +1,6 @@
-"""``--locust``: an equivalent locustfile that needs Locust alone: the same requests, mix and mean rate.
+"""`--locust`: an equivalent locustfile that needs only Locust: the same requests, mix and mean rate.
 
-What Locust can not do is said in the file itself, so that nobody compares its percentiles with ours unawares.
+The file itself states what Locust cannot do, so that nobody compares its percentiles with ours unawares.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Scenario(FastHttpUser):
 
 
 def locustfile(scenario: Scenario, *, file: str = "locustfile.py") -> str:
-    """The text of the file. Header values stay out of it: they are read from the environment."""
+    """Return the text of the file. It contains no header values: they are read from the environment."""
     rate_per_s, notes = _mean_rate(scenario)
     users = scenario.arrivals.concurrency if isinstance(scenario.arrivals, ClosedLoopCallers) else _USERS
     wait_name = "constant" if isinstance(scenario.arrivals, ClosedLoopCallers) else "poisson"
@@ -97,7 +97,7 @@ def locustfile(scenario: Scenario, *, file: str = "locustfile.py") -> str:
 
 
 def _requests(scenario: Scenario) -> list[list[Any]]:
-    """``[class, method, path, headers, body]`` of the plan's first requests; bodies as base64."""
+    """Return `[class, method, path, headers, body]` of the plan's first requests; bodies as base64."""
     mix = make_plan(scenario).mix
     rows: list[list[Any]] = []
     size = 0
@@ -111,7 +111,7 @@ def _requests(scenario: Scenario) -> list[list[Any]]:
 
 
 def _mean_rate(scenario: Scenario) -> tuple[float, str]:
-    """Requests per second on average, and what that leaves out."""
+    """Return the mean requests per second, and what that leaves out."""
     arrivals = scenario.arrivals
     if isinstance(arrivals, ConstantArrivals | PoissonArrivals):
         return arrivals.rate_per_s, ""
@@ -142,7 +142,7 @@ def _variable(name: str) -> str:
 
 
 def _check(scenario: Scenario) -> str:
-    """The part of the response check that needs no more than the text; any 2xx counts beyond it."""
+    """Return the part of the response check that needs only the text; otherwise any 2xx counts."""
     contains, least = scenario.target.check.contains, scenario.target.check.least_bytes
     tests = ["200 <= response.status_code < 300"]
     if contains is not None:

@@ -1,4 +1,4 @@
-"""The pieces that HTML reports are made of: the page, its sections, tables. What is shown is escaped here."""
+"""The building blocks of HTML reports: the page, its sections, tables. Text is escaped here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from html import escape
 
 
 def html_page(title: str, body: str, *, style: str, head: str = "") -> str:
-    """A whole document with its styles inside. ``body``, ``style`` and ``head`` are markup; ``title`` is text."""
+    """Return a whole document with inline styles. `body`, `style` and `head` are markup; `title` is text."""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n{head}'
@@ -17,24 +17,24 @@ def html_page(title: str, body: str, *, style: str, head: str = "") -> str:
 
 
 def section(title: str, note: str, content: str) -> str:
-    """A heading, a sentence below it (may be empty), and markup."""
+    """Return a heading, a sentence below it (may be empty), and markup."""
     return f"<section><h2>{escape(title)}</h2>{f'<p>{escape(note)}</p>' if note else ''}{content}</section>\n"
 
 
 def table(columns: Iterable[str], rows: Iterable[Sequence[str]], *, text: Container[str] = ("why",)) -> str:
-    """Column names and rows of finished cells (`cell`, `row_head`). ``text``: the columns that hold words."""
+    """Return a table of column names and finished cells (`cell`, `row_head`). `text`: the columns that hold text."""
     head = "".join(f'<th scope="col"{_text_class(name in text)}>{escape(name)}</th>' for name in columns)
     body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def cell(text: str, kind: str = "") -> str:
-    """One cell; ``kind`` is its CSS class: good, bad, text."""
+    """Return one cell; `kind` is its CSS class: good, bad, text."""
     return f'<td class="{kind}">{escape(text)}</td>' if kind else f"<td>{escape(text)}</td>"
 
 
 def row_head(text: str) -> str:
-    """The first cell of a row."""
+    """Return the first cell of a row."""
     return f'<th scope="row">{escape(text)}</th>'
 
 

@@ -1,4 +1,4 @@
-"""Where a run is written to: stdout and the files that the person asked for."""
+"""Where a run is written: stdout and the files that the user requested."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
-    """``json``: a path, ``-`` for stdout instead of the table, None: no JSON."""
+    """The requested outputs. `json`: a path, `-` for stdout instead of the table, None: no JSON."""
 
     json: str | None = None
     raw: Path | None = None
@@ -28,7 +28,7 @@ class Outputs:
     locust: Path | None = None
 
     def check(self) -> None:
-        """Raises `ScenarioError` if a file can not be written: before the load, not after it."""
+        """Raise `ScenarioError` if a file cannot be written: before the load, not after it."""
         if self.raw is not None:
             raw.check_path(self.raw)
         files = [self.raw, self.html, self.locust, Path(self.json) if self.json not in (None, "-") else None]
@@ -37,12 +37,12 @@ class Outputs:
                 raise ScenarioError(f"{path} cannot be written: its folder does not exist, or it is a folder itself")
 
     def write(self, session: FinishedRun, *, capacity: Capacity | None = None) -> None:
-        """Writes everything; the table, or the JSON document, goes to stdout. Raises OSError."""
+        """Write everything; the table, or the JSON document, goes to stdout. Raises OSError."""
         text = self.write_files(session, capacity=capacity)
         _to_stdout(text if self.json == "-" else None, session, capacity)
 
     def write_files(self, session: FinishedRun, *, capacity: Capacity | None = None) -> str:
-        """Writes the files alone; returns the JSON document. Raises OSError."""
+        """Write only the files; return the JSON document. Raises OSError."""
         found = report(session, capacity)
         text = json.dumps(found, indent=1, allow_nan=False)
         if self.json is not None and self.json != "-":
@@ -61,7 +61,7 @@ class Outputs:
 
 
 def report(session: FinishedRun, capacity: Capacity | None = None) -> dict[str, Any]:
-    """The JSON document of a session, and of the search that it confirmed."""
+    """Return the JSON document of a session, and of the search that it confirmed."""
     found = document(session.summary, session.scenario, session.verdicts, started_unix_s=session.result.started_unix_s)
     found["reconnects"] = session.result.reconnects
     if capacity is not None:
@@ -84,7 +84,7 @@ def _to_stdout(text: str | None, session: FinishedRun, capacity: Capacity | None
 
 
 def _numbers(value: Any, change: Callable[[float], Any]) -> Any:
-    """``value`` with ``change`` applied to every float in it."""
+    """Return `value` with `change` applied to every float in it."""
     if isinstance(value, dict):
         return {key: _numbers(item, change) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,7 +1,7 @@
-"""``--raw``: one row a request, as CSV, JSON lines or NPZ by the file's suffix. Warm-up included, in a column.
+"""`--raw`: one row per request, as CSV, JSON lines or NPZ by the file's suffix. Warm-up included, flagged by a column.
 
-Columns are those of `values.RECORD` with class and outcome as names; times stay integer nanoseconds since the start of
-the run, -1 where an instant never came, so that nothing is lost: latency is ``done_ns - scheduled_ns``.
+Columns are those of `values.RECORD` with class and outcome as names; times stay integer nanoseconds since the start
+of the run, -1 for an instant that never came, so that nothing is lost: latency is `done_ns - scheduled_ns`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ COLUMNS = tuple({"kind": "class"}.get(name, name) for name in RECORD.names or ()
 
 
 def check_path(path: Path) -> None:
-    """Raises `ScenarioError` if the suffix says no known format: before the load, not after it."""
+    """Raise `ScenarioError` if the suffix is not that of a known format: before the load, not after it."""
     if path.suffix not in SUFFIXES:
         raise ScenarioError(f"--raw {path}: the name must end in {', '.join(SUFFIXES)}")
 
 
 def write(path: Path, records: Records, *, classes: Sequence[str]) -> None:
-    """Writes the rows; see the module docstring."""
+    """Write the rows; see the module docstring."""
     check_path(path)
     if path.suffix == ".npz":
         with path.open("wb") as file:

@@ -1,4 +1,4 @@
-"""Axes: data to pixels, and round numbers to label them with."""
+"""Axes: map data to pixels, and choose round numbers as labels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """Maps ``low``..``high`` of the data to ``start``..``end`` pixels; ``log``: by the logarithm (``low`` above 0)."""
+    """Maps `low`..`high` of the data to `start`..`end` pixels; `log`: logarithmically (`low` above 0)."""
 
     low: float
     high: float
@@ -17,19 +17,19 @@ class Scale:
     log: bool = False
 
     def __call__(self, value: float) -> float:
-        """Pixels of a value; values outside are drawn at the edge."""
+        """Return the pixels of a value; values outside are drawn at the edge."""
         low, high, at = self.low, self.high, min(max(value, self.low), self.high)
         if self.log:
             low, high, at = math.log(low), math.log(high), math.log(at)
         return self.start + (at - low) / (high - low) * (self.end - self.start)
 
     def ticks(self, about: int = 5) -> list[float]:
-        """Round values inside: 1, 2, 5 times powers of ten, roughly ``about`` of them."""
+        """Return round values inside: 1, 2, 5 times powers of ten, roughly `about` of them."""
         return log_ticks(self.low, self.high) if self.log else linear_ticks(self.low, self.high, about)
 
 
 def linear_ticks(low: float, high: float, about: int) -> list[float]:
-    """Multiples of a round step."""
+    """Return multiples of a round step."""
     rough = (high - low) / max(about, 1)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1.0, 2.0, 5.0, 10.0) if factor * power >= rough * 0.999)
@@ -38,7 +38,7 @@ def linear_ticks(low: float, high: float, about: int) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten; only the powers if that would be many, and even steps if it would be few."""
+    """Return 1, 2 and 5 times powers of ten; only the powers if those are many, and even steps if they are few."""
     if high < 6.0 * low:
         return linear_ticks(low, high, 5)
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
@@ -47,7 +47,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def span(low: float, high: float, *, start: float, end: float, log: bool = False) -> Scale:
-    """A scale that holds both ends, with a width above nothing."""
+    """Return a scale that includes both ends and has a non-zero width."""
     if log:
         low = max(low, 1e-6)
         return Scale(low=low, high=max(high, low * 1.5), start=start, end=end, log=True)
@@ -55,7 +55,7 @@ def span(low: float, high: float, *, start: float, end: float, log: bool = False
 
 
 def time_text(milliseconds: float) -> str:
-    """``850 us``, ``12 ms``, ``1.5 s``: short, for axes and marks."""
+    """Return `850 us`, `12 ms` or `1.5 s`: short, for axes and marks."""
     if milliseconds == 0:
         return "0"
     if milliseconds >= 1000.0:

@@ -1,4 +1,4 @@
-"""The look of the HTML report: one accent colour, system fonts, light and dark by the reader's own setting."""
+"""The style of the HTML report: one accent colour, system fonts, light or dark by the reader's own setting."""
 
 CSS = """
 :root { color-scheme: light dark; --paper: #fbfbfa; --card: #ffffff; --ink: #1c1d21; --soft: #62656d; --line: #e4e4e1;

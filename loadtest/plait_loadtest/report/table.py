@@ -1,4 +1,4 @@
-"""The table on stdout: the verdict, one row a class, then what else a person should know."""
+"""The table on stdout: the verdict, one row per class, then further notes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def print_table(summary: RunSummary, verdicts: Iterable[Verdict], console: Console) -> None:
-    """Writes the report for people to ``console``."""
+    """Print the report for people to `console`."""
     from rich.table import Table
     from rich.text import Text
 
@@ -34,7 +34,7 @@ def print_table(summary: RunSummary, verdicts: Iterable[Verdict], console: Conso
 
 
 def headline(summary: RunSummary) -> str:
-    """The verdict in one line."""
+    """Return the verdict in one line."""
     if not summary.valid:
         return "INVALID RUN: " + "; ".join(reason.text for reason in summary.reasons)
     has_slo = any(each.slo is not None for each in summary.classes)
@@ -43,7 +43,7 @@ def headline(summary: RunSummary) -> str:
 
 
 def notes(summary: RunSummary, verdicts: Iterable[Verdict]) -> list[str]:
-    """Lines below the table: errors by class, lag, control request, thresholds."""
+    """Return the lines below the table: errors by class, lag, control request, thresholds."""
     lines = []
     if summary.total.errors:
         lines.append("not answered as hoped: " + ", ".join(f"{n} {name}" for name, n in summary.total.errors.items()))
@@ -62,7 +62,7 @@ def notes(summary: RunSummary, verdicts: Iterable[Verdict]) -> list[str]:
 
 
 def number(value: float | None) -> str:
-    """Three significant digits without an exponent; a dash where nothing was measured."""
+    """Return three significant digits without an exponent; a dash where nothing was measured."""
     if value is None or math.isnan(value):
         return "-"
     if value == 0:
@@ -79,7 +79,7 @@ _ROWS = (
 
 
 def _cells(each: ClassSummary) -> tuple[str, ...]:
-    """One class, in the order of `_ROWS`."""
+    """Return one class, in the order of `_ROWS`."""
     latency = each.latency_ms
     rates = (each.offered_per_s, each.achieved_per_s, each.goodput_per_s)
     values = (latency.p50, latency.p90, latency.p95, latency.p99, latency.p99_9, latency.max)
@@ -96,7 +96,7 @@ def _spread(values: Percentiles) -> str:
 
 
 def print_capacity(capacity: Capacity, console: Console) -> None:
-    """The sentence, then every trial with the reason that it was rejected."""
+    """Print the statement, then every trial with the reason that it was rejected."""
     from rich.table import Table
     from rich.text import Text
 

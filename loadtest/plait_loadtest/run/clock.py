@@ -1,8 +1,8 @@
-"""Waking at an instant, to some 50 microseconds: a Linux timerfd that the event loop watches. All its calls are here.
+"""Waking at an instant, to about 50 microseconds: a Linux timerfd that the event loop watches. All its calls are here.
 
-libuv's timers count whole milliseconds and asyncio's own round up to them: at 1,000 requests/s either would be wrong by
-the gap between two requests. Spinning for the last fraction would be as exact, but takes the core that the server
-may need.
+libuv's timers count whole milliseconds and asyncio's own round up to them: at 1,000 requests/s either would be wrong
+by the gap between two requests. Spinning for the last fraction would be as exact, but occupies the core that the
+server may need.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class _Itimerspec(ctypes.Structure):
 
 
 class Alarm:
-    """Calls ``ring`` once, on the loop, when ``time.perf_counter_ns`` has reached the instant that was set last.
+    """Calls `ring` once, on the loop, when `time.perf_counter_ns` has reached the instant that was set last.
 
-    ``ring`` must set or stop the alarm each time, else it is called again at once.
+    `ring` must set or stop the alarm each time, otherwise it is called again at once.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, ring: Callable[[], None]) -> None:
@@ -44,16 +44,16 @@ class Alarm:
         loop.add_reader(self._fd, ring)
 
     def set(self, at_ns: int) -> None:
-        """Rings at ``at_ns``, or at once if that is over. Setting also takes back a ring that was not heard yet."""
+        """Ring at `at_ns`, or at once if that has passed. Setting also cancels a ring that was not delivered yet."""
         self._value.tv_sec, self._value.tv_nsec = divmod(at_ns, _NS_PER_S)
         self._settime(self._fd, _TFD_TIMER_ABSTIME, self._at, None)
 
     def stop(self) -> None:
-        """Does not ring."""
+        """Cancel the alarm."""
         self.set(0)  # what the system call takes for "disarm"
 
     def close(self) -> None:
-        """Releases the descriptor. Idempotent."""
+        """Release the descriptor. Idempotent."""
         if self._fd >= 0:
             self._loop.remove_reader(self._fd)
             os.close(self._fd)

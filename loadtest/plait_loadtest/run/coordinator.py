@@ -1,4 +1,4 @@
-"""The entrance: `run` starts the workers and the echo, gives them one start, gathers what they tell and leave."""
+"""The entry point: `run` starts the workers and the echo at a common time and collects their progress and results."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ _JOIN_S = 5.0
 def run(
     plan: RequestPlan, scenario: Scenario, *, on_progress: OnProgress | None = None, stop_when: StopWhen | None = None
 ) -> RunResult:
-    """Runs the plan and returns its records, in order of index; all of the plan's requests are among them.
+    """Run the plan and return its records, in order of index; all of the plan's requests are among them.
 
-    Always in processes of its own, also if it is only one: whoever draws progress must not delay what is sent. So
-    ``plan.mix`` must be picklable, and scripts need ``if __name__ == "__main__"``. Ctrl-C ends the run early and
-    returns what there is. A worker that dies leaves its requests `INTERRUPTED`, and a word in ``problems``. Raises
-    `LoadtestError` if a request can not be built, or if no worker lives. ``stop_when``: see `StopWhen`; the run then
-    counts as interrupted, and ``abandoned`` says why.
+    Always uses separate processes, even if only one: drawing progress must not delay what is sent. So `plan.mix`
+    must be picklable, and scripts need `if __name__ == "__main__"`. Ctrl-C ends the run early and returns the
+    results so far. A worker that dies leaves its requests `INTERRUPTED`, and an entry in `problems`. Raises
+    `LoadtestError` if a request cannot be built, or if no worker survives. `stop_when`: see `StopWhen`; the run then
+    counts as interrupted, and `abandoned` says why.
     """
     planned = None if plan.concurrency else len(plan.scheduled_ns)
     with ExitStack() as stack:
@@ -83,7 +83,7 @@ def run(
 
 
 class _Crew:
-    """The worker processes and what is known of them."""
+    """The worker processes and their known state."""
 
     def __init__(self, given: Sequence[Share]) -> None:
         self.is_stopped = False
@@ -93,31 +93,31 @@ class _Crew:
 
     @property
     def left(self) -> list[WorkerResult]:
-        """What those left that are done."""
+        """The results of the workers that are done."""
         return [member.left for member in self._members if member.left is not None]
 
     @property
     def is_preparing(self) -> bool:
-        """Whether a worker that lives has not got its requests ready yet."""
+        """Whether a live worker is still preparing its requests."""
         return any(member.is_preparing for member in self._members)
 
     def tell(self, word: int | str) -> None:
-        """To all that live."""
+        """Send to all live workers."""
         for member in self._members:
             member.tell(word)
 
     def stop(self) -> None:
-        """Ends the load; workers leave what they have."""
+        """End the load; workers return what they have."""
         self.is_stopped = True
         self.tell(worker.STOP)
 
     def abandon(self, why: str) -> None:
-        """There is no use in going on."""
+        """End the load, as there is no use in continuing."""
         self.abandoned = why
         self.stop()
 
     def wait(self, timeout_s: float) -> bool:
-        """Hears what workers say for at most so long; true if nobody will say more. Raises `LoadtestError`."""
+        """Receive messages for at most this long; return True if none will follow. Raises `LoadtestError`."""
         pipes = {member.pipe: member for member in self._members if member.is_alive}
         for pipe in wait(list(pipes), timeout_s) if pipes else ():
             assert isinstance(pipe, Pipe)
@@ -127,7 +127,7 @@ class _Crew:
         return not any(member.is_alive for member in self._members)
 
     def progress(self, planned: int | None, start_ns: int) -> RunProgress:
-        """The sum of what the workers told last."""
+        """Return the sum of the workers' latest progress."""
         reports = [member.reported for member in self._members if member.reported is not None]
         recent_ms = np.array([ns for one in reports for ns in one.recent_ns]) / 1e6
         p50_ms, p95_ms = np.percentile(recent_ms, (50, 95)).tolist() if len(recent_ms) else (None, None)
@@ -145,7 +145,7 @@ class _Crew:
         )
 
     def records(self, plan: RequestPlan, scenario: Scenario) -> Records:
-        """All records in order of index. Raises `LoadtestError` if no worker left any."""
+        """Return all records in order of index. Raises `LoadtestError` if no worker returned any."""
         if not self.left:
             raise LoadtestError("; ".join(self.problems) or "no worker process left any results")
         parts = [
@@ -160,7 +160,7 @@ class _Crew:
         return records
 
     def close(self) -> None:
-        """Ends all processes. Idempotent."""
+        """End all processes. Idempotent."""
         for member in self._members:
             member.close()
 
@@ -192,7 +192,7 @@ class _Member:
             return  # `hear` finds out
 
     def hear(self) -> str:
-        """One message; what is wrong, or nothing. Raises `LoadtestError` that the worker met."""
+        """Receive one message; return what is wrong, or an empty string. Raises `LoadtestError` sent by the worker."""
         try:
             message = self.pipe.recv()
         except (EOFError, OSError):
@@ -222,7 +222,7 @@ class _Member:
 
 
 def _lost(share: Share, plan: RequestPlan) -> Records:
-    """What is known of a dead worker's requests: that they were planned."""
+    """Return what is known of a dead worker's requests: that they were planned."""
     records = np.zeros(len(share.scheduled_ns), dtype=RECORD)
     records["index"] = share.rank + share.processes * np.arange(len(records))
     records["kind"] = [plan.mix.kind(int(index)) for index in records["index"]]

@@ -1,7 +1,7 @@
-"""The control request: an echo of our own, asked at a steady rate beside the load.
+"""The control request: our own echo, queried at a steady rate beside the load.
 
-It shares the machine with the generator and nothing else, neither process nor interpreter lock; what it takes longer
-than usual, this host adds to every latency of the run.
+It shares only the machine with the generator, neither process nor interpreter lock; whatever it takes longer than
+usual, this host adds to every latency of the run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ANSWER_S = 5.0
 
 
 class EchoClock:
-    """The echo process; a context manager. It is a witness, not a part: if it dies, the run goes on without it."""
+    """The echo process; a context manager. It only observes: if it dies, the run continues without it."""
 
     def __init__(self, *, rate_per_s: float = RATE_PER_S) -> None:
         context = fresh_processes()
@@ -45,15 +45,15 @@ class EchoClock:
         self._process.join(_ANSWER_S)
 
     def wait_ready(self) -> None:
-        """Until it can be started, or for a few seconds."""
+        """Wait until it can be started, for a few seconds at most."""
         self._ask()
 
     def start(self, start_ns: int) -> None:
-        """Asks from ``start_ns`` on."""
+        """Send control requests from `start_ns` on."""
         self._tell(start_ns)
 
     def stop(self) -> Echo:
-        """What it saw; nothing if it died."""
+        """Return what it measured; nothing if it died."""
         self._tell("stop")
         seen = self._ask()
         scheduled_ns, latency_ns = seen if isinstance(seen, tuple) else ([], [])

@@ -1,4 +1,4 @@
-"""The echo's own process: one thread answers, one asks at fixed times. Standard library only: it starts fast."""
+"""The echo's own process: one thread answers, one asks at fixed times. Standard library only, to start fast."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ MESSAGE = b"are you there?"
 
 
 def main(pipe: Pipe, gap_ns: int) -> None:
-    """Says "ready", is told the start (perf_counter_ns), asks every ``gap_ns`` until anything else comes.
+    """Send "ready", receive the start (perf_counter_ns), and ask every `gap_ns` until any other message arrives.
 
-    Leaves ``(scheduled_ns, latency_ns)``, two lists counted from the start; a reply that is late delays the next
-    question but not the time that it counts from.
+    Sends back `(scheduled_ns, latency_ns)`, two lists counted from the start; a late reply delays the next request
+    but not the time that it counts from.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -21,7 +21,7 @@ _FIRST_OPEN = 1024
 class Ledger:
     """One line per slot; a slot is a request's number within its process. Times are absolute, -1: never.
 
-    An open slot reads as interrupted until `close` tells its end.
+    An open slot reads as interrupted until `close` records its end.
     """
 
     def __init__(self, judge: Judge, scheduled_ns: Sequence[int]) -> None:
@@ -39,7 +39,7 @@ class Ledger:
         self._grow(len(self.scheduled_ns))
 
     def open(self, scheduled_ns: int) -> int:
-        """A new slot at the end, for callers that have no schedule."""
+        """Append and return a new slot, for callers that have no schedule."""
         slot = len(self.scheduled_ns)
         self.scheduled_ns.append(scheduled_ns)
         if slot >= self._size:
@@ -47,7 +47,7 @@ class Ledger:
         return slot
 
     def close(self, slot: int, outcome: RequestOutcome, now_ns: int, connection: HttpConnection | None) -> None:
-        """The end of a request; ``connection`` None: it never had one."""
+        """Record the end of a request; `connection` None: it never had one."""
         if connection is not None:
             self._sent_ns[slot] = connection.sent_ns
             self._first_byte_ns[slot] = connection.first_byte_ns
@@ -64,11 +64,11 @@ class Ledger:
 
     @property
     def errors(self) -> int:
-        """Requests that ended badly."""
+        """The number of requests that failed."""
         return self.done - sum(self.counts[outcome] for outcome in NO_ERROR)
 
     def records(self, *, rank: int, processes: int, start_ns: int, kinds: Sequence[int], warm_up: int) -> Records:
-        """All slots, times counted from ``start_ns``; a slot's index is ``rank + slot * processes``."""
+        """Return all slots, times counted from `start_ns`; a slot's index is `rank + slot * processes`."""
         count = len(self.scheduled_ns)
         records = np.zeros(count, dtype=RECORD)
         records["index"] = rank + processes * np.arange(count)

@@ -1,4 +1,4 @@
-"""What a worker is given and what it tells: plain values that cross a pipe."""
+"""What a worker receives and what it reports: plain values that cross a pipe."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from plait_loadtest.values import Mix, RequestCounts, RequestPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Share:
-    """One process's part of a plan: every ``processes``-th request, counted from ``rank``."""
+    """One process's part of a plan: every `processes`-th request, counted from `rank`."""
 
     rank: int
     processes: int
@@ -29,21 +29,21 @@ class Share:
 
     @property
     def room(self) -> int:
-        """This process's part of the limit on connections and on requests under way."""
+        """This process's part of the limit on connections and on requests in flight."""
         limits = self.scenario.limits
         return part(min(limits.connections, limits.in_flight), self.rank, self.processes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerProgress(RequestCounts):
-    """How far a worker is. ``recent_ns``: latencies of requests that ended last."""
+    """The progress of a worker. `recent_ns`: latencies of requests that ended last."""
 
     recent_ns: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerResult:
-    """What a worker leaves: its records as bytes of `RECORD`, and what it cost."""
+    """The result of a worker: its records as bytes of `RECORD`, and the resources used."""
 
     records: bytes
     cpu_s: float
@@ -51,12 +51,12 @@ class WorkerResult:
 
 
 def part(whole: int, rank: int, processes: int) -> int:
-    """``whole`` dealt out to ``processes`` as evenly as integers allow."""
+    """Return the part of `whole` for this rank, split among `processes` as evenly as integers allow."""
     return whole // processes + (rank < whole % processes)
 
 
 def shares(plan: RequestPlan, scenario: Scenario) -> list[Share]:
-    """One for each process; no more processes than connections, requests under way or callers."""
+    """Return one share for each process; no more processes than connections, requests in flight or callers."""
     limits = scenario.limits
     processes = min(scenario.processes, limits.connections, limits.in_flight, plan.concurrency or scenario.processes)
     return [

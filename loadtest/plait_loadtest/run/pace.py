@@ -1,4 +1,4 @@
-"""When the next request is sent: by schedule (open loop), or by whoever got a reply (closed loop)."""
+"""When the next request is sent: by schedule (open loop), or when a caller got its reply (closed loop)."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _PAUSE_S = 0.1
 
 
 def quantum_ns(due_ns: Sequence[int]) -> int:
-    """The least time between two looks at a schedule; see the constants."""
+    """Return the least time between two checks of a schedule; see the constants."""
     return int(min(_MAX_QUANTUM_NS, max(_QUANTUM_NS, _QUANTUM_NS_PER_RATE * _mean_rate_per_s(due_ns))))
 
 
 def first_connections(due_ns: Sequence[int]) -> int:
-    """How many connections to open before the start; see the constant. At least one."""
+    """Return how many connections to open before the start, at least one; see the constant."""
     return 1 + int(_AHEAD_S * _mean_rate_per_s(due_ns))
 
 
@@ -46,13 +46,13 @@ def _mean_rate_per_s(due_ns: Sequence[int]) -> float:
 
 
 class OpenLoop:
-    """Sends every request of the schedule at its time, whatever became of the others.
+    """Sends every request of the schedule at its time, whatever happened to the others.
 
-    ``finished`` is set when all have ended. `ended` is the pool's ``on_end``.
+    `finished` is set when all have ended. `ended` is the pool's `on_end`.
     """
 
     def __init__(self, ledger: Ledger, requests: RequestFeed, cancels: bytes) -> None:
-        """``cancels``: one byte for each slot, not 0 for requests that are given up on purpose."""
+        """Set up the loop. `cancels`: one byte for each slot, non-zero for requests that are cancelled on purpose."""
         self.finished = asyncio.Event()
         self.handed = 0  # requests that were due and went to the pool
         self._ledger = ledger
@@ -66,7 +66,7 @@ class OpenLoop:
         self._is_building = False
 
     def start(self, pool: ConnectionPool) -> None:
-        """From now on it sends what is due."""
+        """Start sending what is due."""
         self._pool = pool
         if self._due_ns:
             self._alarm.set(self._due_ns[0])
@@ -74,11 +74,11 @@ class OpenLoop:
             self.finished.set()
 
     def stop(self) -> None:
-        """Sends nothing more. Idempotent."""
+        """Stop sending. Idempotent."""
         self._alarm.close()
 
     def ended(self, slot: int, outcome: RequestOutcome, now_ns: int, connection: HttpConnection | None) -> None:
-        """Records an end."""
+        """Record the end of a request."""
         self._ledger.close(slot, outcome, now_ns, connection)
         if self._ledger.done == len(self._due_ns):
             self.finished.set()
@@ -100,7 +100,7 @@ class OpenLoop:
             self._loop.call_soon(self._build_ahead)
 
     def _build_ahead(self) -> None:
-        """One request at a time, and only while the next is not due soon; replies are read in between."""
+        """Build one request at a time, and only while the next is not due soon; replies are read in between."""
         self._is_building = False
         if self.handed == len(self._due_ns) or not self._requests.wants_more():
             return
@@ -111,7 +111,7 @@ class OpenLoop:
 
 
 class ClosedLoop:
-    """A share's callers: each asks, waits for the reply, and asks again, until the time is over or all have asked."""
+    """A share's callers: each sends, waits for the reply, and sends again, until time or count runs out."""
 
     def __init__(self, ledger: Ledger, requests: RequestFeed, share: Share, *, start_ns: int) -> None:
         self.finished = asyncio.Event()
@@ -129,17 +129,17 @@ class ClosedLoop:
         self._is_stopped = False
 
     def start(self, pool: ConnectionPool) -> None:
-        """All callers ask when it is time."""
+        """Start all callers when it is time."""
         self._pool = pool
         self._alarm.set(self._start_ns)
 
     def stop(self) -> None:
-        """Asks nothing more. Idempotent."""
+        """Stop sending. Idempotent."""
         self._is_stopped = True
         self._alarm.close()
 
     def ended(self, slot: int, outcome: RequestOutcome, now_ns: int, connection: HttpConnection | None) -> None:
-        """Records an end and asks again."""
+        """Record the end of a request and send the next."""
         self._ledger.close(slot, outcome, now_ns, connection)
         if connection is None:
             self._loop.call_later(_PAUSE_S, self._ask)

@@ -1,6 +1,5 @@
-"""Starting processes quickly, and such that Ctrl-C does not reach them: the terminal sends it to the whole group, the
-coordinator decides.
-"""
+"""Starting processes quickly, and so that Ctrl-C does not reach them: the terminal sends it to the whole group, but the
+coordinator decides."""
 
 from __future__ import annotations
 
@@ -21,9 +20,10 @@ _LONGEST_FOLDER = 70
 
 
 def fresh_processes() -> ForkServerContext | SpawnContext:
-    """Processes that share nothing with this one, forked from one that has imported what they need and runs nothing:
-    whoever makes many short runs, as the tuner does, waits half a second for the first only. Where the temporary folder
-    has too long a name for that one's socket, each is started for itself."""
+    """Return a context for processes that share nothing with this one, forked from a process that has imported what
+    they need and runs nothing: a caller with many short runs, such as the tuner, waits half a second for the first
+    only. Where the temporary folder's name is too long for that process's socket, each process is spawned on its
+    own."""
     if len(tempfile.gettempdir().encode()) > _LONGEST_FOLDER:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -32,7 +32,8 @@ def fresh_processes() -> ForkServerContext | SpawnContext:
 
 
 def start_ignoring_sigint(process: BaseProcess) -> None:
-    """Starts it with SIGINT ignored from its first instruction on, imports included."""
+    """Start the process with SIGINT ignored from its first instruction on, imports included; slightly later if called
+    outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         process.start()  # only the main thread may change what signals do; the process itself ignores it a bit later
         return
@@ -45,7 +46,7 @@ def start_ignoring_sigint(process: BaseProcess) -> None:
 
 @contextmanager
 def ctrl_c(stop: Callable[[], None]) -> Iterator[None]:
-    """The first Ctrl-C calls ``stop``, the second is a KeyboardInterrupt. Outside the main thread nothing changes."""
+    """Call `stop` on the first Ctrl-C; the second is a KeyboardInterrupt. Outside the main thread nothing changes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""The bytes of requests, ready before they are due: building one (JSON, tensors, control images) takes its time.
+"""The bytes of requests, ready before they are due: building one (JSON, tensors, control images) takes time.
 
 A window of finished requests is filled before the run, up to a memory budget, and topped up in idle moments.
 """
@@ -31,7 +31,7 @@ class RequestFeed:
         self._last: tuple[PreparedRequest, bytes] | None = None
 
     def next(self) -> bytes:
-        """The next request; built now if it is not ready. Raises StopIteration after the last."""
+        """Return the next request, built now if it is not ready. Raises StopIteration after the last."""
         if not self._ready:
             self.build()
         if not self._ready:
@@ -41,11 +41,11 @@ class RequestFeed:
         return request
 
     def wants_more(self) -> bool:
-        """Whether there is something left to build and room for it."""
+        """Return whether there is something left to build and room for it."""
         return not self._is_complete and self._ready_bytes < self._budget_bytes
 
     def build(self) -> None:
-        """Makes one more ready, if there is one."""
+        """Prepare one more request, if there is one."""
         index = next(self._indices, None)
         if index is None:
             self._is_complete = True
@@ -58,7 +58,7 @@ class RequestFeed:
         self._ready_bytes += len(request) + _SLOT_BYTES
 
     def fill(self, is_stopped: Callable[[], bool]) -> None:
-        """Fills the window. ``is_stopped`` is asked now and then."""
+        """Fill the window, calling `is_stopped` periodically."""
         built = 0
         while self.wants_more() and not (built % 256 == 0 and is_stopped()):
             self.build()

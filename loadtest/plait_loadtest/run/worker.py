@@ -1,7 +1,8 @@
-"""One process of the generator: it prepares, waits for the common start, sends, records, and tells what it left.
+"""One process of the generator: it prepares, waits for the common start, sends, records, and reports its results.
 
-The garbage collector is off while load runs: a full collection of a process that holds a million requests stops it for
-tens of milliseconds, which would read as server latency. Nothing on the way of a request makes cycles.
+The garbage collector is off while load runs: a full collection of a process that holds a million requests stops it
+for tens of milliseconds, which would read as server latency. Nothing on the path of a request creates reference
+cycles.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _TELL_S = 0.25
 
 
 def main(share: Share, pipe: Pipe) -> None:
-    """Entry point of a worker process. It ends when its results are on the pipe, or when the pipe breaks."""
+    """Run a worker process. It ends when its results are on the pipe, or when the pipe breaks."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the coordinator says what to do
     try:
         Worker(share, pipe).run()
@@ -46,7 +47,7 @@ def main(share: Share, pipe: Pipe) -> None:
 
 
 class Worker:
-    """See the module docstring."""
+    """One process of the generator; see the module docstring."""
 
     def __init__(self, share: Share, pipe: Pipe) -> None:
         self._share = share
@@ -62,7 +63,7 @@ class Worker:
         )
 
     def run(self) -> None:
-        """Does it all. Raises `LoadtestError` if a request can not be built, OSError if the pipe breaks."""
+        """Do all the work. Raises `LoadtestError` if a request cannot be built, OSError if the pipe breaks."""
         _raise_file_limit()
         cpu_s = time.process_time()
         if self._share.callers == 0:
@@ -108,7 +109,7 @@ class Worker:
         return ledger, pool.reconnects
 
     async def _until_over(self, pace: OpenLoop | ClosedLoop, pool: ConnectionPool, ledger: Ledger, end_ns: int) -> None:
-        """Until all ended, the drain time is over, or the coordinator says stop; tells how far it is in between."""
+        """Wait until all ended, the drain time is over, or the coordinator says stop; report progress meanwhile."""
         while not pace.finished.is_set() and not self._pipe.poll(0):
             left_s = (end_ns - time.perf_counter_ns()) / 1e9
             if left_s <= 0:
@@ -132,7 +133,7 @@ class Worker:
         self._pipe.send(progress)
 
     def _end_ns(self, start_ns: int) -> int:
-        """When replies are awaited no longer."""
+        """Return when to stop waiting for replies."""
         share = self._share
         closed_ns = int((share.scenario.warm_up_s + share.duration_s) * 1e9)
         last_ns = int(share.scheduled_ns[-1]) if len(share.scheduled_ns) else closed_ns
@@ -159,6 +160,6 @@ class Worker:
 
 
 def _raise_file_limit() -> None:
-    """As many sockets as the system lets this user have: the usual soft limit is 1024 files."""
+    """Allow as many sockets as the system permits this user: the usual soft limit is 1024 files."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

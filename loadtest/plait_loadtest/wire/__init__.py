@@ -1,4 +1,4 @@
-"""One request on one connection, many connections on one loop: HTTP/1.1 over uvloop, written for little CPU.
+"""One request per connection, many connections on one loop: HTTP/1.1 over uvloop, written for low CPU use.
 
-``framing`` and ``check`` are pure; ``http1`` is a connection, ``dial`` opens it, ``pool`` decides who gets one.
+`framing` and `check` are pure; `http1` is a connection, `dial` opens it, `pool` assigns connections to requests.
 """

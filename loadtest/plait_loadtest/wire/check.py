@@ -1,7 +1,7 @@
-"""What a response must hold, and how long the server says it took. Only looked at where the scenario needs it.
+"""What a response must contain, and the server's own timing. Evaluated only where the scenario needs it.
 
-Checks run after the last byte was stamped, on the loop: a JSON path of a large body costs milliseconds that show as
-send lag of other requests.
+Checks run after the last byte was stamped, on the loop: a JSON path of a large body costs milliseconds that appear
+as send lag of other requests.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ _TIMINGS = b'"timings"'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judge:
-    """``keeps_body``: bodies are needed. Without it `outcome` and `server_ms` see empty ones."""
+    """Judges responses. `keeps_body`: bodies are needed. Without it `outcome` and `server_ms` see empty ones."""
 
     keeps_body: bool
     accepts: Callable[[bytes], bool]
     is_images: bool
 
     def outcome(self, body: bytes) -> RequestOutcome:
-        """Of a response with a good status: OK or CHECK. A stream of pictures that ends in an error event failed."""
+        """Return OK or CHECK for a response with a good status. An image stream that ends in an error event failed."""
         if self.is_images and (_ERROR_EVENT in body or body.startswith(_ERROR_EVENT[1:])):
             return RequestOutcome.CHECK
         return RequestOutcome.OK if not self.keeps_body or self.accepts(body) else RequestOutcome.CHECK
 
     def server_ms(self, head: Head, body: bytes) -> float:
-        """Milliseconds that the server says it took, nan if it does not; the body's word goes before the header's."""
+        """Return the milliseconds that the server reports, or nan; the body takes precedence over the header."""
         stated_ms = timings_ms(body) if self.is_images else math.nan
         return head.server_ms if math.isnan(stated_ms) else stated_ms
 
 
 def judge_of(scenario: Scenario) -> Judge:
-    """The scenario's check; if it has none, what its API always answers. ``raw`` has no check of its own."""
+    """Return the scenario's check, by default one for the usual response of its API. `raw` has no default check."""
     check, api = scenario.target.check, scenario.target.api
     is_default = check == ResponseCheck()
     if is_default and api == "raw":
@@ -75,7 +75,7 @@ class _Checked:
 
 
 def has_path(body: bytes, path: str) -> bool:
-    """Whether the JSON ``body`` has something at a dotted path (numbers index lists); false if it is not JSON."""
+    """Return whether the JSON `body` has something at a dotted path (numbers index lists); False if it is not JSON."""
     try:
         value: Any = json.loads(body)
     except (ValueError, RecursionError):
@@ -91,9 +91,10 @@ def has_path(body: bytes, path: str) -> bool:
 
 
 def timings_ms(body: bytes) -> float:
-    """Milliseconds of the last ``"timings": {stage: seconds}`` object: its ``total``, or the sum; nan without one.
+    """Return the milliseconds of the last `"timings": {stage: seconds}` object: its `total`, or the sum; nan without
+    one.
 
-    Only that object is parsed: pictures in base64 stand before it.
+    Only that object is parsed: base64 images precede it.
     """
     at = body.rfind(_TIMINGS)
     if at < 0:

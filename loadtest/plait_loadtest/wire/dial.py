@@ -1,4 +1,4 @@
-"""Where the server is and how to reach it: URL, names, TLS, and the bytes of a request. All socket opening is here."""
+"""Where the server is and how to connect: URL, names, TLS, and the bytes of a request. All sockets are opened here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PATH_SAFE = "/?&=%:@!$'()*+,;~-._[]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """``authority`` is the Host header; ``prefix`` is a path of the URL itself, put before every request's path."""
+    """A parsed URL. `authority` is the Host header; `prefix` is the URL's path, prepended to every request's path."""
 
     host: str
     port: int
@@ -30,7 +30,7 @@ class Place:
 
 
 def place_of(url: str) -> Place:
-    """The parts of ``http[s]://host[:port][/prefix]``. Raises `ScenarioError`."""
+    """Parse `http[s]://host[:port][/prefix]`. Raises `ScenarioError`."""
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -48,14 +48,14 @@ def place_of(url: str) -> Place:
 
 
 class RequestWriter:
-    """Prepared requests as bytes for one server. The scenario's headers win over a request's own."""
+    """Encodes prepared requests for one server. The scenario's headers override a request's own."""
 
     def __init__(self, place: Place, headers: Mapping[str, str]) -> None:
         self._place = place
         self._headers = {name.lower(): value for name, value in headers.items()}
 
     def bytes_of(self, prepared: PreparedRequest) -> bytes:
-        """The whole request. Raises `ScenarioError` if a header holds a line end or leaves Latin-1."""
+        """Return the whole request. Raises `ScenarioError` if a header has a line end or characters outside Latin-1."""
         host = {"host": self._place.authority, **dict(_DEFAULT_HEADERS)}
         fields = {**host, **{name.lower(): value for name, value in prepared.headers}, **self._headers}
         if prepared.body or prepared.method in _WITH_BODY:
@@ -74,7 +74,7 @@ class RequestWriter:
 
 
 class Dialler:
-    """Opens connections to one place. A name is looked up until it is found once; then its addresses are kept."""
+    """Opens connections to one place. A name is looked up until that succeeds once; then its addresses are kept."""
 
     def __init__(self, place: Place, target: LoadTarget) -> None:
         self._place = place
@@ -84,7 +84,7 @@ class Dialler:
         self._lookup: asyncio.Task[list[str]] | None = None
 
     async def dial(self, factory: Callable[[], asyncio.Protocol]) -> asyncio.Protocol | RequestOutcome:
-        """An open connection (TLS included), or why there is none: DNS or CONNECT, also when it took too long."""
+        """Return an open connection (TLS included), or why there is none: DNS or CONNECT, also for a timeout."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await self._dial(factory)
@@ -118,7 +118,7 @@ class Dialler:
         return protocol
 
     async def _look_up(self) -> list[str]:
-        """All that wait share one look-up; a failed one is tried again by the next request."""
+        """Return the addresses; all waiting requests share one lookup, and the next request retries a failed one."""
         if self._lookup is None or self._lookup.done():
             self._lookup = asyncio.ensure_future(self._ask())
             # Everybody who waited may have run out of time: then nobody else takes its exception.

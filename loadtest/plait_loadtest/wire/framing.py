@@ -1,4 +1,4 @@
-"""How an HTTP/1.1 response says what it is and where it ends (RFC 9112). Pure: bytes in, facts out.
+"""How an HTTP/1.1 response is delimited and what its head declares (RFC 9112). Pure: bytes in, facts out.
 
 Every deviation is a ValueError; the connection counts it as garbled.
 """
@@ -20,7 +20,7 @@ _DURATION = re.compile(r"(?:^|,)\s*([^\s;,]+)[^,]*?;\s*dur=([0-9]+(?:\.[0-9]+)?)
 
 
 class Head(NamedTuple):
-    """What matters of a response's head. ``length`` -1: not announced. ``server_ms`` nan: the head does not say."""
+    """The relevant parts of a response's head. `length` -1: not announced. `server_ms` nan: not in the head."""
 
     status: int
     length: int
@@ -33,7 +33,7 @@ class Head(NamedTuple):
 # A server's heads repeat but for the date, which changes once a second: most are looked up instead of parsed.
 @lru_cache(maxsize=64)
 def parse_head(raw: bytes) -> Head:
-    """The head between the first byte and the blank line, both line ends excluded. Raises ValueError."""
+    """Parse the head between the first byte and the blank line, both line ends excluded. Raises ValueError."""
     first, *lines = raw.split(b"\r\n")
     status_line = _STATUS_LINE.fullmatch(first)
     if status_line is None:
@@ -53,7 +53,7 @@ def parse_head(raw: bytes) -> Head:
 
 
 def server_timing_ms(value: str) -> float:
-    """Milliseconds of a ``server-timing`` header: its ``total``, or the sum of its parts; nan if it has none."""
+    """Return the milliseconds of a `server-timing` header: its `total`, or the sum of its parts; nan if it has none."""
     parts = {name.lower(): float(duration) for name, duration in _DURATION.findall(value)}
     return parts.get("total", sum(parts.values()) if parts else math.nan)
 
@@ -80,7 +80,7 @@ def _length(value: bytes | None) -> int:
 
 
 class FeedResult(NamedTuple):
-    """What a piece of input was: payload, whether the body is complete, and bytes that came after its end."""
+    """The result of a piece of input: payload, whether the body is complete, and bytes that came after its end."""
 
     payload: bytes
     complete: bool
@@ -91,26 +91,26 @@ class Framing(Protocol):
     """Finds the end of one body."""
 
     def feed(self, data: bytes) -> FeedResult:
-        """Takes the next bytes. Raises ValueError if they can not be part of a body."""
+        """Process the next bytes. Raises ValueError if they cannot be part of a body."""
 
     def end(self) -> bool:
-        """Whether the body is complete if the connection ends here."""
+        """Return whether the body is complete if the connection ends here."""
 
 
 class Length:
-    """A body of so many bytes."""
+    """A body of a given length in bytes."""
 
     def __init__(self, length: int) -> None:
         self._left = length
 
     def feed(self, data: bytes) -> FeedResult:
-        """See `Framing.feed`."""
+        """Take up to the remaining bytes as payload; the rest came after the end."""
         payload, extra = data[: self._left], data[self._left :]
         self._left -= len(payload)
         return FeedResult(payload, self._left == 0, extra)
 
     def end(self) -> bool:
-        """See `Framing.end`."""
+        """Return whether all bytes have arrived."""
         return self._left == 0
 
 
@@ -118,16 +118,16 @@ class UntilClose:
     """A body that ends with the connection."""
 
     def feed(self, data: bytes) -> FeedResult:
-        """See `Framing.feed`."""
+        """Take everything as payload; the body is never complete before the connection ends."""
         return FeedResult(data, False, b"")
 
     def end(self) -> bool:
-        """See `Framing.end`."""
+        """Return True: the end of the connection completes the body."""
         return True
 
 
 class Chunked:
-    """A body in chunks, each after a line with its length in hex; a chunk of length 0 and trailers end it."""
+    """A body in chunks, each preceded by a line with its length in hex; a chunk of length 0 and trailers end it."""
 
     def __init__(self) -> None:
         self._line = b""  # the part that came of a chunk's line
@@ -136,7 +136,7 @@ class Chunked:
         self._in_trailers = False
 
     def feed(self, data: bytes) -> FeedResult:
-        """See `Framing.feed`."""
+        """Return the payload of the chunks, complete after the trailers. Raises ValueError for malformed chunks."""
         payload: list[bytes] = []
         while data:
             if self._left:
@@ -155,7 +155,7 @@ class Chunked:
         return FeedResult(b"".join(payload), False, b"")
 
     def end(self) -> bool:
-        """See `Framing.end`."""
+        """Return False: a complete body has already ended with its last chunk."""
         return False
 
     def _take_line_end(self, data: bytes) -> bytes:
@@ -183,7 +183,7 @@ class Chunked:
 
 
 def framing_of(head: Head, *, to_head_request: bool) -> Framing:
-    """How the body after ``head`` ends (RFC 9112 section 6.3)."""
+    """Return how the body after `head` ends (RFC 9112 section 6.3)."""
     if to_head_request or head.status in (101, 204, 304):
         return Length(0)
     if head.chunked:

@@ -1,8 +1,8 @@
-"""One HTTP/1.1 client connection: one request at a time, every end an `RequestOutcome`, never an exception.
+"""One HTTP/1.1 client connection: one request at a time, every end a `RequestOutcome`, never an exception.
 
-Written for little CPU: requests come as finished bytes and go out in one write; a response that arrives in one piece
-costs one search, one look-up of its head and two calls. Times are absolute, of ``time.perf_counter_ns`` (on Linux
-CLOCK_MONOTONIC, which all processes of a machine share).
+Written for low CPU use: requests arrive as finished bytes and go out in one write; a response that arrives in one
+piece costs one search, one look-up of its head and two calls. Times are absolute, from `time.perf_counter_ns` (on
+Linux CLOCK_MONOTONIC, which all processes of a machine share).
 """
 
 from __future__ import annotations
@@ -23,20 +23,19 @@ _NO_HEAD = Head(status=0, length=-1, chunked=False, keep_alive=False, is_event_s
 
 
 class Owner(Protocol):
-    """Who hears of a connection."""
+    """Receives the events of a connection."""
 
     def ended(self, connection: HttpConnection, slot: int, outcome: RequestOutcome, now_ns: int) -> None:
-        """Request ``slot`` ended. Facts stay on the connection until its next `HttpConnection.send`."""
+        """Handle the end of request `slot`. Facts stay on the connection until its next `HttpConnection.send`."""
 
     def lost(self, connection: HttpConnection) -> None:
-        """The connection closed while it was idle."""
+        """Handle a connection that closed while it was idle."""
 
 
 class HttpConnection(asyncio.Protocol):
-    """Facts of the last request: ``sent_ns``, ``first_byte_ns``, ``first_part_ns`` (-1: never), ``head``, ``body`` (if
-    ``keeps_body``), ``received_bytes`` (of the whole response), ``is_reusable`` once it ended. ``slot`` is the request
-    under way, or `IDLE`; ``is_kept`` is the owner's: the connection was there before its request.
-    """
+    """A connection. Facts of the last request: `sent_ns`, `first_byte_ns`, `first_part_ns` (-1: never), `head`, `body`
+    (if `keeps_body`), `received_bytes` (of the whole response), `is_reusable` once it ended. `slot` is the request
+    in flight, or `IDLE`; `is_kept` is the owner's: the connection was open before its request."""
 
     __slots__ = (
         "_buffer",
@@ -79,15 +78,15 @@ class HttpConnection(asyncio.Protocol):
 
     @property
     def body(self) -> bytes:
-        """The payload that came, if it is kept."""
+        """The payload received, if it is kept."""
         return b"".join(self._pieces)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Part of asyncio.Protocol."""
+        """Keep the transport (asyncio.Protocol)."""
         self._transport = cast("asyncio.Transport", transport)  # uvloop's are none by name
 
     def send(self, slot: int, request: bytes) -> None:
-        """Sends a request; its end is told to the owner, never before this returns."""
+        """Send a request; the owner is notified of its end, never before this returns."""
         assert self._transport is not None
         self.slot = slot
         self.request = request
@@ -103,17 +102,17 @@ class HttpConnection(asyncio.Protocol):
         self._transport.write(request)
 
     def give_up(self, outcome: RequestOutcome, now_ns: int) -> None:
-        """Ends the request on purpose; the connection is of no more use."""
+        """End the request on purpose; the connection cannot be reused."""
         self._end(outcome, now_ns, is_reusable=False)
 
     def close(self) -> None:
-        """Drops the connection at once. Idempotent."""
+        """Drop the connection at once. Idempotent."""
         transport, self._transport = self._transport, None
         if transport is not None:
             transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Part of asyncio.Protocol."""
+        """Process a piece of the response (asyncio.Protocol); data without a request closes the connection."""
         now_ns = perf_counter_ns()
         if self.slot == IDLE:
             self.close()  # nobody asked
@@ -131,7 +130,7 @@ class HttpConnection(asyncio.Protocol):
             self._end(RequestOutcome.GARBLED, now_ns, is_reusable=False)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
-        """Part of asyncio.Protocol; also what an end of file from the server leads to."""
+        """End the request in flight, or report the idle connection lost; also called at the server's end of file."""
         if self._transport is None:
             return  # we closed it
         self._transport = None
@@ -184,7 +183,7 @@ class HttpConnection(asyncio.Protocol):
             self._complete(now_ns, is_reusable=self.head.keep_alive and self.head.status != 101 and not extra)
 
     def _look_for_event(self, payload: bytes, now_ns: int) -> None:
-        """Comments and event names are no part yet; a ``data:`` line may come in two pieces."""
+        """Detect the first `data:` line, which may arrive in two pieces; comments and event names do not count."""
         text = (self._events_tail or b"\n") + payload.replace(b"\r", b"\n")
         if _EVENT in text:
             self.first_part_ns = now_ns

@@ -1,12 +1,12 @@
-"""Who gets a connection: idle ones last in first out, a limit, and a queue first in first out.
+"""Assignment of connections: idle ones last in first out, a limit, and a first-in first-out queue.
 
-HTTP/1.1 carries one request per connection, so the limits on connections and on requests under way are one number,
-``room``. A request that finds no room waits; its latency counts from its scheduled time all the same.
+HTTP/1.1 carries one request per connection, so the limits on connections and on requests in flight are one number,
+`room`. A request that finds no room waits; its latency still counts from its scheduled time.
 
-A server may close a kept-alive connection in the very moment in which a request is written to it. That is an artefact
-of keeping connections, not the server's answer: if nothing of a response came, the connection had been open before the
-request, and it closed within `STALE_S` of the writing, the request is sent once more on a fresh connection, and counted
-in ``reconnects``. There is no other retry.
+A server may close a kept-alive connection at the very moment when a request is written to it. That is an artefact of
+keeping connections, not the server's answer: if no part of a response arrived, the connection had been open before
+the request, and it closed within `STALE_S` of the write, the request is sent once more on a fresh connection, and
+counted in `reconnects`. There is no other retry.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STALE_S = 1.0
 
 
 class SendJob(NamedTuple):
-    """A request for the pool. ``cancels``: given up some time after it was sent."""
+    """A request for the pool. `cancels`: whether it is cancelled some time after it was sent."""
 
     slot: int
     request: bytes
@@ -35,7 +35,7 @@ class SendJob(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """``room``: connections, hence requests under way. Seconds count from sending."""
+    """The limits of a pool. `room`: connections, hence requests in flight. Seconds count from sending."""
 
     room: int
     timeout_s: float
@@ -72,16 +72,16 @@ class ConnectionPool:
 
     @property
     def in_flight(self) -> int:
-        """Requests that were sent and have not ended."""
+        """The number of requests that were sent and have not ended."""
         return len(self._in_flight)
 
     @property
     def waiting(self) -> int:
-        """Requests without a connection."""
+        """The number of requests without a connection."""
         return len(self._waiting)
 
     def submit(self, job: SendJob) -> None:
-        """Sends it now if there is room, else as soon as there is. Its end is told, never before this returns."""
+        """Send the request now if there is room, else as soon as there is. Never reports its end before returning."""
         if self._idle:
             self._send(self._idle.pop(), job)
             return
@@ -89,12 +89,12 @@ class ConnectionPool:
         self._grow()
 
     def open_ahead(self, count: int) -> None:
-        """Opens connections that the first requests will want; those that can not be opened are nobody's error."""
+        """Open connections for the first requests; a failure to open one is not an error of any request."""
         for _ in range(min(count, self._rules.room) - self._open):
             self._open_for_anyone()
 
     def close(self) -> None:
-        """The end of the run: what is under way is interrupted, what has no room is not sent."""
+        """End the run: requests in flight or waiting for a connect are interrupted, the others are not sent."""
         self._is_closed = True
         now_ns = perf_counter_ns()
         if self._watch is not None:
@@ -118,7 +118,7 @@ class ConnectionPool:
     # ---- told by connections
 
     def ended(self, connection: HttpConnection, slot: int, outcome: RequestOutcome, now_ns: int) -> None:
-        """See `http1.Owner.ended`."""
+        """Report the end of the request and reuse the connection, or resend the request if the connection was stale."""
         job = self._in_flight.pop(connection)
         if outcome is RequestOutcome.RESET and self._was_stale(connection, now_ns):
             self.reconnects += 1
@@ -135,7 +135,7 @@ class ConnectionPool:
             self._idle.append(connection)
 
     def lost(self, connection: HttpConnection) -> None:
-        """See `http1.Owner.lost`."""
+        """Remove the connection from the idle ones."""
         if connection in self._idle:
             self._idle.remove(connection)
             self._open -= 1
@@ -163,7 +163,7 @@ class ConnectionPool:
             connection.give_up(RequestOutcome.CANCELLED, perf_counter_ns())
 
     def _give_up_old(self) -> None:
-        """All have the same time, so only the oldest is watched: no timer per request."""
+        """Time out requests. All have the same timeout, so only the oldest is watched: no timer per request."""
         now_ns = perf_counter_ns()
         self._watch = None
         while self._in_flight:
@@ -178,7 +178,7 @@ class ConnectionPool:
     # ---- opening
 
     def _grow(self) -> None:
-        """As many connections are being opened as requests wait, within the room."""
+        """Open as many connections as requests wait, within the room."""
         while self._opening < len(self._waiting) and self._open < self._rules.room and not self._is_closed:
             self._open_for_anyone()
 
@@ -188,7 +188,7 @@ class ConnectionPool:
         self._start_dial(None)
 
     def _start_dial(self, job: SendJob | None) -> None:
-        """``job`` None: the connection goes to whoever waits longest when it is open."""
+        """Start opening a connection; if `job` is None, it goes to the longest-waiting request once it is open."""
         task = self._loop.create_task(self._open_one(job))
         self._dials[task] = job
         task.add_done_callback(self._dialled)

@@ -1,1 +1,1 @@
-"""One module per sub-command; each has a `typer.Typer` called ``app``."""
+"""One module per sub-command; each has a `typer.Typer` called `app`."""

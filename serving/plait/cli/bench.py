@@ -1,4 +1,4 @@
-"""``plait bench``: side-by-side benchmarks against peers, on this machine, now."""
+"""`plait bench`: side-by-side benchmarks against peers on this machine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def bench(
     ] = None,
     table: Annotated[list[Path] | None, typer.Option(help="autoconfig: recorded runs; may be repeated")] = None,
 ) -> None:
-    """Measures plait and its peers in turn; data on stdout, progress on stderr."""
+    """Measure plait and its peers in turn. Data goes to stdout, progress to stderr."""
     from plait_bench.errors import BenchError
     from plait_bench.job import NAMES, BenchJob, measure, rounds_of, text_table
     from plait_bench.runner import TRIALS

@@ -1,4 +1,4 @@
-"""``plait demo``: see it work."""
+"""`plait demo`: a short tour of plait."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 @app.command()
 def demo(out: Annotated[Path, typer.Option(help="folder for the images")] = Path("out/demo")) -> None:
-    """Starts a server, makes pictures (plain, ControlNet, LoRA, both, two at once), ranks films, loads it, stops it,
-    and tunes a clone."""
+    """Start a server, make images (plain, ControlNet, LoRA, both, two at once), rank films, run a load test, stop the
+    server, and tune a clone."""
     from plait.demo.run import run
 
     sheet = run(out, say=print)

@@ -1,4 +1,4 @@
-"""``plait deploy render``: the manifest of a plait.yaml for another way to run it."""
+"""`plait deploy render`: print a plait.yaml as a manifest for another runtime."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 
 class RenderTarget(StrEnum):
-    """What can be rendered."""
+    """The manifest formats that can be rendered."""
 
     SERVE = "serve"
 
 
 @app.callback()
 def deploy() -> None:
-    """Manifests. `render` prints one."""
+    """Render deployment manifests."""
 
 
 @app.command()
@@ -31,7 +31,7 @@ def render(
     target: Annotated[RenderTarget, typer.Option(help="serve: a Ray Serve config file")] = RenderTarget.SERVE,  # noqa: ARG001
     settings: Annotated[list[str] | None, typer.Option("--set", help="path=value")] = None,
 ) -> None:
-    """Prints the Serve YAML; `serve deploy FILE` runs it on the Ray that it is sent to."""
+    """Print the Serve YAML; run it on a Ray cluster with `serve deploy FILE`."""
     from plait.config import load_config
     from plait_deploy.serve import ServeApplication, render_serve
 
@@ -42,7 +42,10 @@ def render(
 
 
 def _shapes(config: PlaitConfig) -> dict[str, Any]:
-    """The sections without their knobs: those belong to the deployments, where a change is a reconfigure."""
+    """Return the sections without their knobs, which belong to the deployments, where a change is a reconfigure.
+
+    The knob `controlnet_placement` stays if it is local, since it also decides which deployments exist.
+    """
     from plait_serving.diffusion.knobs import Placement
 
     images, recommend = config.images, config.recommend

@@ -1,4 +1,4 @@
-"""``plait doctor``: will it run here?"""
+"""`plait doctor`: check whether plait will run on this machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def doctor(
     port: Annotated[int, typer.Option(min=0, max=65535, help="the port that the server would take")] = 8000,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON list")] = False,
 ) -> None:
-    """Checks versions, memory, cores, home, port and the starter's files. Exit code 1 if something will not work."""
+    """Check versions, memory, cores, home, port and the starter files. Exit with code 1 if something will not work."""
     import json
     from dataclasses import asdict
 

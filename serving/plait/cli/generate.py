@@ -1,4 +1,4 @@
-"""``plait generate``: a picture without a server and without Ray."""
+"""`plait generate`: make images without a server and without Ray."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def generate(
     config: Annotated[Path | None, typer.Option(help="plait.yaml with the models to use")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print files, seeds and timings as JSON")] = False,
 ) -> None:
-    """Makes pictures in this process and prints the names of the files; progress goes to stderr."""
+    """Make images in this process and print the file names; progress goes to stderr."""
     from plait.offline.images import OrderError, parse_order, run_order
     from plait_serving.starter.preprocess import PREPROCESSORS
 
@@ -61,13 +61,13 @@ def generate(
 
 
 def _say(text: str, share: float) -> None:
-    """One line that is overwritten; nothing where nobody watches."""
+    """Print a progress line that overwrites itself; print nothing if stderr is not a terminal."""
     if sys.stderr.isatty():
         print(f"\r{text}", end="\n" if share >= 1.0 else "", file=sys.stderr, flush=True)
 
 
 def open_service(model: str | None, config: Path | None) -> AbstractContextManager[ImageService]:
-    """The engine of a configuration in this process."""
+    """Open the engine of a configuration in this process."""
     from plait.config import load_config
     from plait.errors import PlaitError
     from plait.offline.images import open_local
@@ -81,6 +81,7 @@ def open_service(model: str | None, config: Path | None) -> AbstractContextManag
 
 
 def _model_path(model: str) -> str:
-    """A folder is meant relative to where the command runs, not to the configuration's file. A JSON string is YAML."""
+    """Resolve a folder against the working directory, not against the configuration file. A JSON string is valid
+    YAML."""
     folder = Path(model).expanduser()
     return json.dumps(str(folder.resolve()) if folder.is_dir() else model)

@@ -1,4 +1,4 @@
-"""``plait links``: the models of RDMA links that ship with plait, and new ones from a measurement."""
+"""`plait links`: the RDMA link models that ship with plait, and new ones fitted to measurements."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ T = TypeVar("T")
 
 @app.callback()
 def links() -> None:
-    """Models of RDMA links, for channels in slow motion and for simulations. Every figure of theirs is modelled."""
+    """Models of RDMA links, for delayed channels and for simulations. All their figures are modelled."""
 
 
 @app.command("list")
 def list_links(
     file: Annotated[Path | None, typer.Argument(help="a file of links; plait's own if left out")] = None,
 ) -> None:
-    """Shows each link's one-way times."""
+    """Show the one-way times of each link."""
     from plait.cli.models import table
     from plait_fabric.link.link_files import LINKS, read_links
 
@@ -49,7 +49,7 @@ def calibrate_link(
     ] = "100g-same-switch",
     out: Annotated[Path | None, typer.Option("-o", "--out", help="the file to write; stdout if left out")] = None,
 ) -> None:
-    """Fits a link to measurements of one kind of link, and writes a file of links with it."""
+    """Fit a link model to measurements of one kind of link, and write a links file that contains it."""
     from plait_fabric.link.calibrate import calibrate, fit_error, parse_measurements
     from plait_fabric.link.link_files import LINKS, links_document, read_links
 
@@ -76,7 +76,7 @@ def calibrate_link(
 
 
 def _read(reader: Callable[[Path], T], path: Path) -> T:
-    """What a file holds; what is wrong with it becomes one sentence."""
+    """Read a file with `reader`, turning its errors into a one-sentence message."""
     try:
         return reader(path)
     except (OSError, ValueError) as error:

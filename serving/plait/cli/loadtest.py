@@ -1,4 +1,4 @@
-"""``plait loadtest``: the load tester's own command, which needs nothing else of plait."""
+"""`plait loadtest`: the load tester's own command, which needs nothing else from plait."""
 
 from __future__ import annotations
 

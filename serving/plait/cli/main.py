@@ -1,7 +1,7 @@
-"""The ``plait`` command: finds the sub-command's module and hands over.
+"""The `plait` command: finds the module of the sub-command and hands over to it.
 
-Only the chosen module is imported, so ``plait --help`` takes a few hundredths of a second although some commands need
-torch and Ray. A module of a command has a `typer.Typer` called ``app``.
+Only that module is imported, so `plait --help` takes a few hundredths of a second although some commands need torch
+and Ray. Each command module has a `typer.Typer` called `app`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns (from the console script: exits with) its exit code."""
+    """Run the command line and return its exit code (the console script exits with it)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_help())
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, arguments: list[str]) -> int:
-    """Runs a sub-command; an error made for people becomes one sentence and exit code 1."""
+    """Run a sub-command; a user-facing error becomes one sentence and exit code 1."""
     from plait.errors import PlaitError
     from plait_serving.diffusion.errors import EngineError
 

@@ -1,4 +1,4 @@
-"""``plait models``: what a configuration offers, and whether it is as good as it should be."""
+"""`plait models`: list what a configuration offers and verify its quality."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 @app.callback()
 def models() -> None:
-    """Base models, ControlNets, LoRAs and recommenders."""
+    """Base models, ControlNets, LoRAs and recommendation models."""
 
 
 @app.command("list")
 def list_models(config: Config = None, as_json: AsJson = False) -> None:
-    """Lists what requests may name, from the folders, without loading anything."""
+    """List the names that requests may use, read from the folders without loading any model."""
     from plait.config import load_config
     from plait.offline.inventory import inventory
 
@@ -53,7 +53,7 @@ def verify_models(
     quick: Annotated[bool, typer.Option("--quick", help=f"{QUICK_CONCEPTS} concepts: a look, no verdict")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measures the starter models over the server's own engine. Exit code 99 if a figure misses its threshold."""
+    """Measure the starter models with the server's own engine. Exit with code 99 if a figure misses its threshold."""
     from plait.offline.images import open_local
     from plait.offline.verification import check_files, measure, parse_parts, section_of
     from plait_serving.starter.manifest import WEIGHTS
@@ -81,7 +81,7 @@ app.command("fold")(fold_model)
 
 
 def _say(made: int, asked: int) -> None:
-    """One line that is overwritten; every 50th picture where nobody watches."""
+    """Print a progress line that overwrites itself; if stderr is not a terminal, print one for every 50th image."""
     if sys.stderr.isatty():
         print(f"\r{made}/{asked} images", end="", file=sys.stderr, flush=True)
     elif made % 50 == 0:
@@ -89,7 +89,7 @@ def _say(made: int, asked: int) -> None:
 
 
 def figures_table(figures: Sequence[Mapping[str, Any]]) -> str:
-    """One line per figure: its value, what it must be, and whether it is."""
+    """Return one line per figure: its value, its threshold, and whether it passes."""
     rows = [
         (
             figure["name"],
@@ -104,7 +104,7 @@ def figures_table(figures: Sequence[Mapping[str, Any]]) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows in columns as wide as their widest cell; the first row is the heading."""
+    """Format rows as aligned columns; the first row is the heading."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows

@@ -1,4 +1,5 @@
-"""``plait models package`` and ``plait models cut``: recommendation models of one's own, and where they are cut."""
+"""`plait models package` and `plait models cut`: package your own recommendation models, and show where they are
+cut."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import typer
 
 
 class RowFormat(StrEnum):
-    """How rows of embedding tables are stored."""
+    """The storage format of embedding table rows."""
 
     FLOAT32 = "float32"
     FLOAT16 = "float16"
@@ -20,7 +21,7 @@ class RowFormat(StrEnum):
 
 
 class CutterName(StrEnum):
-    """How the cut is chosen."""
+    """The algorithm that chooses the cut."""
 
     MINCUT = "mincut"
     PRISM = "prism"
@@ -51,9 +52,10 @@ def package_model(
     tile: Annotated[bool, typer.Option("--tile/--no-tile", help="compute the user's side once per request")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="print package.json")] = False,
 ) -> None:
-    """Captures a PyTorch model, cuts it in two, and writes the folder that `plait serve` serves.
+    """Capture a PyTorch model, cut it in two, and write the folder that `plait serve` serves.
 
-    The function is your code and runs here. What it makes is stored as programs and numbers: serving runs none of it.
+    The function is your code and runs here. Its result is stored as programs and numbers: serving runs none of your
+    code.
     """
     from plait.offline.packaging import make, package
     from plait_disagg.package.manifest import MANIFEST
@@ -86,7 +88,7 @@ def cut_model(
     svg: Annotated[Path | None, typer.Option(help="draw it into this file")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """Shows where a model is cut: what runs on which side, what crosses, bytes per request."""
+    """Show where a model is cut: what runs on which side, which tensors cross, and bytes per request."""
     from plait.offline.cutting import SHOWN, CutQuestion, inspect_cut
     from plait_disagg.graph.svg import cut_svg
 
@@ -116,7 +118,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _bags(texts: list[str] | None) -> dict[str, int]:
-    """NAME=IDS each."""
+    """Parse the `NAME=IDS` options."""
     bags: dict[str, int] = {}
     for text in texts or ():
         name, equals, count = text.partition("=")

@@ -1,4 +1,4 @@
-"""``plait recommend``: rank items without a server and without Ray."""
+"""`plait recommend`: rank items without a server and without Ray."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def recommend(
     top_k: Annotated[int, typer.Option(min=1, help="only the best so many")] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="print the server's answer")] = False,
 ) -> None:
-    """Ranks candidates for a user with a packaged model in this process: the best first, with their scores."""
+    """Rank candidates for a user with a packaged model in this process; print the best first, with their scores."""
     body = {"user": _json(user, "--user"), "candidates": _candidates(candidates), "top_k": top_k}
     from plait.cli.models import table
     from plait.offline.ranking import recommend as ask

@@ -1,4 +1,4 @@
-"""``plait models update``, ``refresh`` and ``fold``: new weights for a recommendation model that is being served."""
+"""`plait models update`, `refresh` and `fold`: new weights for a recommendation model while it serves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def make_update(
     out: Out,
     version: Annotated[str, typer.Option(help="the new version")],
 ) -> None:
-    """Writes an update: the rows and weights in which a retrained model differs from the newest version."""
+    """Write an update: the rows and weights in which a retrained model differs from the newest version."""
     from plait.offline.packaging import make
     from plait.offline.refreshing import update
 
@@ -39,9 +39,9 @@ def refresh_model(
     url: Annotated[str, typer.Option(help="the running server")] = "http://127.0.0.1:8000",
     api_key: Annotated[str | None, typer.Option(envvar="PLAIT_API_KEY", help="a key with the role admin")] = None,
 ) -> None:
-    """Publishes an update to a running server: no request is lost, and none meets two versions.
+    """Publish an update to a running server. No request is lost, and none sees a mix of two versions.
 
-    A bad update is refused, and the old version stays. Publishing the same one again is no error.
+    A bad update is refused, and the old version stays. Publishing the same update again is not an error.
     """
     from plait.offline.refreshing import publish_over_http
 
@@ -50,7 +50,7 @@ def refresh_model(
 
 
 def fold_model(package: Package, *, out: Out) -> None:
-    """Writes a package that has its updates inside: many small ones make every start of a worker slower."""
+    """Write a package with its updates folded in; many small updates make every worker start slower."""
     from plait.offline.refreshing import fold
 
     manifest = fold(package, out)

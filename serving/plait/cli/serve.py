@@ -1,4 +1,4 @@
-"""``plait serve``: the server on this machine, or on a Ray that runs already."""
+"""`plait serve`: run the server on this machine, or on a Ray cluster that is already running."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def serve(  # noqa: PLR0917  # typer declares options as parameters
         bool, typer.Option("--show-config", help="print the configuration in force and stop")
     ] = False,
 ) -> None:
-    """Starts the server, prints its address on stdout when it is ready, and runs until Ctrl-C or SIGTERM."""
+    """Start the server, print its address on stdout when it is ready, and run until Ctrl-C or SIGTERM."""
     from plait.config import dump_config, load_config
 
     if model is not None and model.startswith("."):

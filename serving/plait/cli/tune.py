@@ -1,7 +1,7 @@
-"""``plait tune``: finds the configuration that does most for its money, measured. Data on stdout, progress on stderr.
+"""`plait tune`: find the most cost-effective configuration by measurement. Data goes to stdout, progress to stderr.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage, 99 no configuration keeps the limits, 130 interrupted (run it again to go
-on).
+Exit codes: 0 done, 1 failed, 2 wrong usage, 99 no configuration keeps the limits, 130 interrupted (run it again to
+continue).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 @app.callback()
 def tune() -> None:
-    """Finds the configuration that does most for its money, by measuring a clone of the service."""
+    """Find the most cost-effective configuration by measuring a clone of the service."""
 
 
 @app.command("run")
@@ -39,7 +39,7 @@ def run_command(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Runs a job, or goes on with one that was stopped or killed; a second one beside it helps."""
+    """Run a job, or resume one that was stopped or killed; a second run of the same job shares the work."""
     from plait.tuning.job.local_run import run
 
     state, folder = run(job, folder=out, live=live)
@@ -50,7 +50,7 @@ def run_command(
 
 @app.command("status")
 def status_command(job: Job, *, as_json: AsJson = False) -> None:
-    """Says how far a job is: every measurement, the best so far, what is left."""
+    """Show the progress of a job: every measurement, the best so far, and what is left."""
     from plait.tuning.job.local_run import open_state
     from plait.tuning.job.progress import headline, row_line
 
@@ -68,7 +68,7 @@ def status_command(job: Job, *, as_json: AsJson = False) -> None:
 
 @app.command("best")
 def best_command(job: Job, *, as_json: AsJson = False) -> None:
-    """Prints the recommended knobs, or the best so far; exit code 99 if nothing keeps the limits."""
+    """Print the recommended knobs, or the best so far; exit with code 99 if no configuration keeps the limits."""
     from plait.tuning.job.local_run import open_state
 
     state, _ = open_state(job)
@@ -93,7 +93,7 @@ def apply_command(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show the difference and stop")] = False,
     unconfirmed: Annotated[bool, typer.Option("--unconfirmed", help="the best so far will do")] = False,
 ) -> None:
-    """Writes the recommended knobs into a plait.yaml, comments kept, or gives them to a running server."""
+    """Write the recommended knobs into a plait.yaml, keeping its comments, or send them to a running server."""
     from plait.errors import PlaitError
     from plait.tuning.job.applying import apply_to_file, apply_to_server
     from plait.tuning.job.local_run import open_state
@@ -118,7 +118,7 @@ def apply_command(
 def report_command(
     job: Job, out: Annotated[Path | None, typer.Option(help="file (default: report.html in the job's folder)")] = None
 ) -> None:
-    """Writes the report of a job, finished or not: one HTML file that opens offline. Prints its path."""
+    """Write the report of a job, finished or not, as one HTML file that opens offline, and print its path."""
     from plait.tuning.job.local_run import open_state, write_report
 
     _, store = open_state(job)
@@ -131,7 +131,7 @@ def report_command(
 def compare_command(
     jobs: Annotated[list[Path], typer.Argument(help="two jobs or more: folders or files")], *, as_json: AsJson = False
 ) -> None:
-    """Shows jobs side by side: what each found, how sure, for how many trials."""
+    """Compare jobs side by side: what each found, how certain it is, and in how many trials."""
     from plait.tuning.job.local_run import open_state
     from plait_autoconfig.report.compare import compare, comparison_text, comparison_to_json
 
@@ -148,7 +148,7 @@ def _best(state: JobState) -> Any:
 
 
 def _answer(state: JobState) -> str:
-    """What a job ended with, in sentences."""
+    """Return the outcome of a job in sentences."""
     if state.answers:
         return "\n".join(answer.sentence for answer in state.answers)
     return state.binding or f"{state.phase}: {state.reason}"

@@ -1,1 +1,1 @@
-"""What ``plait demo`` shows."""
+"""The implementation of `plait demo`."""

@@ -1,4 +1,5 @@
-"""The demo's second half: films for two people with different tastes, ranked by the starter model in its two halves."""
+"""The demo's second half: films for two people with different tastes, ranked by the starter model split in two
+halves."""
 
 from __future__ import annotations
 
@@ -17,15 +18,15 @@ BEST = 5
 
 
 class PostsRanking(Protocol):
-    """Sends a body to ``/v1/recommend`` and returns the answer's JSON."""
+    """A callable that posts a body to `/v1/recommend` and returns the response's JSON."""
 
     def __call__(self, body: Mapping[str, Any], /) -> Mapping[str, Any]:
-        """Raises `ServeError` if the answer is an error."""
+        """Post the body and return the JSON. Raises `ServeError` if the response is an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Person:
-    """Somebody whom films are ranked for."""
+    """A person whom films are ranked for."""
 
     who: str
     age: str
@@ -33,7 +34,7 @@ class Person:
     likes: tuple[str, ...]
 
     def features(self) -> dict[str, Any]:
-        """In the model's words: ids. Nothing has been seen yet, so only the likes tell the taste."""
+        """Return the model's inputs as ids. No film has been seen yet, so only the likes express the taste."""
         from plait_serving.starter.ranking.catalog import GENRES
         from plait_serving.starter.ranking.generate import AGE_BANDS, DAYPARTS
 
@@ -52,7 +53,7 @@ PEOPLE = (
 
 
 def rank_for_everybody(ask: PostsRanking, *, say: Callable[[str], None]) -> list[Mapping[str, Any]]:
-    """Asks for each person's best of all films, and says which and how long it took. Returns the answers."""
+    """Request each person's best films out of all, report them and the time taken, and return the responses."""
     answers = []
     for person in PEOPLE:
         body = {"model": MODEL, "user": person.features(), "candidates": "all", "top_k": BEST}
@@ -67,13 +68,13 @@ def rank_for_everybody(ask: PostsRanking, *, say: Callable[[str], None]) -> list
 
 
 def _parts(timings: Mapping[str, float]) -> str:
-    """``in the server 3.1: queued 0.1, lookup 0.4, ...``."""
+    """Format the timings as `in the server 3.1: queued 0.1, lookup 0.4, ...`."""
     parts = ", ".join(f"{name.removesuffix('_ms')} {ms:.1f}" for name, ms in timings.items() if name != "total_ms")
     return f"in the server {timings['total_ms']:.1f}: {parts}"
 
 
 def offers_ranking(url: str) -> bool:
-    """Whether the server at ``url`` has the starter recommender."""
+    """Return whether the server at `url` serves the starter recommendation model."""
     import httpx2
 
     listed = httpx2.get(f"{url}/v1/models", timeout=30.0).json()["data"]
@@ -81,9 +82,9 @@ def offers_ranking(url: str) -> bool:
 
 
 def post_rank(client: httpx2.Client, url: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """POST /v1/recommend. Raises `ServeError` with the server's own message.
+    """POST to /v1/recommend. Raises `ServeError` with the server's own message.
 
-    One ``client`` for all: making one reads the system's certificates, which takes longer than ranking.
+    All calls share one `client`: creating one reads the system's certificates, which takes longer than ranking.
     """
     answer = client.post(f"{url}/v1/recommend", json=body, timeout=60.0)
     data: dict[str, Any] = answer.json()

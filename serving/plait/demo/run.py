@@ -1,5 +1,5 @@
-"""`plait demo`: a server of its own, pictures over HTTP, a contact sheet, the times they took, films ranked for two
-people, a short load test; then a tuning job of three trials on a clone."""
+"""`plait demo`: its own server, images over HTTP, a contact sheet with timings, films ranked for two people, a short
+load test, and then a tuning job of three trials on a clone."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _THUMBNAIL_PX, _CAPTION_PX, _GAP_PX = 192, 34, 8
 
 
 class PostsImages(Protocol):
-    """Sends a body to the image API and returns the answer's JSON."""
+    """A callable that posts a body to the image API and returns the response's JSON."""
 
     def __call__(self, body: Mapping[str, Any], /) -> Mapping[str, Any]:
-        """Raises `ServeError` if the answer is an error."""
+        """Post the body and return the JSON. Raises `ServeError` if the response is an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """One picture of the demo. ``control``: (ControlNet, file name of the earlier scene that guides it)."""
+    """One image of the demo. `control`: (ControlNet, file name of the earlier scene that guides it)."""
 
     name: str
     prompt: str
@@ -49,7 +49,7 @@ class Scene:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoImage:
-    """A picture that was made. Times in seconds: of the whole request as the client saw it, and the server's parts."""
+    """A finished image. Times are in seconds: the whole request as the client saw it, and the server's parts."""
 
     scene: Scene
     path: Path
@@ -73,8 +73,10 @@ TOGETHER = (
 
 
 def run(out: Path, *, say: Callable[[str], None]) -> Path:
-    """Starts a server, makes every scene, ranks films, writes a load report into ``out``, stops it, tunes a clone.
-    Returns the contact sheet's path."""
+    """Start a server, make every scene, rank films, write a load report into `out`, stop the server and tune a clone.
+
+    Return the path of the contact sheet.
+    """
     out.mkdir(parents=True, exist_ok=True)
     started_s = time.monotonic()
     with own_server() as url:
@@ -97,7 +99,7 @@ def run(out: Path, *, say: Callable[[str], None]) -> Path:
 
 
 def play(ask: PostsImages, out: Path, *, say: Callable[[str], None]) -> list[DemoImage]:
-    """Makes the scenes one after the other, then those that go together at once."""
+    """Make the scenes one after the other, then the concurrent ones all at once."""
     images: list[DemoImage] = []
     for scene in ALONE:
         images.append(make(scene, ask, out))
@@ -112,7 +114,7 @@ def play(ask: PostsImages, out: Path, *, say: Callable[[str], None]) -> list[Dem
 
 
 def make(scene: Scene, ask: PostsImages, out: Path) -> DemoImage:
-    """Asks for one scene and writes its picture."""
+    """Request one scene and write its image."""
     body: dict[str, Any] = {"prompt": scene.prompt, "seed": scene.seed}
     if scene.loras:
         body["loras"] = [{"name": name, "scale": scale} for name, scale in scene.loras]
@@ -129,7 +131,8 @@ def make(scene: Scene, ask: PostsImages, out: Path) -> DemoImage:
 
 
 def smoke(url: str, page: Path) -> str:
-    """Runs the load tester's smoke scenario (20 s) against the server, writes its report; returns it in a line."""
+    """Run the load tester's smoke scenario (20 s) against the server, write its report, and return a one-line
+    summary."""
     from plait_loadtest.errors import LoadtestError
     from plait_loadtest.load import load_scenario
     from plait_loadtest.report.outputs import Outputs
@@ -147,13 +150,13 @@ def smoke(url: str, page: Path) -> str:
 
 
 def describe(demo_image: DemoImage) -> str:
-    """One line: where it is and how long it took."""
+    """Return one line: where the image is and how long it took."""
     parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in demo_image.timings.items() if name != "total")
     return f"  {demo_image.path}  {demo_image.seconds:.2f} s ({parts})"
 
 
 def contact_sheet(images: Sequence[DemoImage]) -> Image:
-    """All pictures on one page, four in a row, enlarged without smoothing, each with its caption."""
+    """Draw all images on one page, four in a row, enlarged without smoothing, each with its caption."""
     from PIL import Image as Images
     from PIL import ImageDraw
 
@@ -172,7 +175,7 @@ def contact_sheet(images: Sequence[DemoImage]) -> Image:
 
 @contextmanager
 def own_server() -> Iterator[str]:
-    """A `plait serve` on a free port for as long as the block runs; its progress goes to our stderr. Gives its URL."""
+    """Run `plait serve` on a free port for the duration of the block, its progress on our stderr; yield its URL."""
     command = [sys.executable, "-m", "plait.cli.main", "serve", "--port", "0"]
     # A session of its own: Ctrl-C reaches us alone, and we then stop it in the ordinary way. SIGTERM to us does the
     # same, and if we are killed the kernel tells the server to stop.
@@ -201,7 +204,7 @@ def own_server() -> Iterator[str]:
 
 
 def post(url: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """POST /v1/images/generations. Raises `ServeError` with the server's own message."""
+    """POST to /v1/images/generations. Raises `ServeError` with the server's own message."""
     import httpx2
 
     answer = httpx2.post(f"{url}/v1/images/generations", json=body, timeout=600.0)

@@ -1,4 +1,4 @@
-"""The demo's last part: a tuning job of three trials on a clone of the recommender, with its report."""
+"""The demo's last part: a tuning job of three trials on a clone of the ranking service, with its report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ JOB = Path(__file__).parents[1] / "tuning" / "examples" / "demo.yaml"
 
 
 def tune_ranking(folder: Path) -> str:
-    """Runs the job anew in ``folder``, progress on stderr; returns what it found, and where the report is."""
+    """Run the job from scratch in `folder`, with progress on stderr; return its result and where the report is."""
     if (folder / "resolved.json").is_file():  # of an earlier demo
         shutil.rmtree(folder)
     state, _ = run(JOB, folder=folder)
@@ -20,7 +20,7 @@ def tune_ranking(folder: Path) -> str:
 
 
 def result_lines(state: JobState, folder: Path) -> str:
-    """Two lines: where the report is, and the answer or why there is none."""
+    """Return two lines: where the report is, and the answer or why there is none."""
     answer = state.recommendation
     sentence = answer.sentence if answer is not None else state.binding or state.reason
     return f"  {folder / 'report.html'}  {state.remaining.used_trials} tuning trials\n  {sentence}"

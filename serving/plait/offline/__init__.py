@@ -1,1 +1,1 @@
-"""What commands do without a server: images, rankings, packages, listings, checks."""
+"""What commands do without a server: make images, rank, package, list and check."""

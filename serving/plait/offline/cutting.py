@@ -1,4 +1,4 @@
-"""``plait models cut``: where a recommendation model is cut, as a report that can be printed and drawn."""
+"""`plait models cut`: where a recommendation model is cut, as a report that can be printed and drawn."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _DEFAULT_CUTTER = "mincut"
 
 @dataclass(frozen=True, kw_only=True)
 class CutQuestion:
-    """What to cut, and how. ``cutter`` None: as it was packaged (mincut for a configuration). ``ids_per_bag``: ids in a
-    typical row of each bag, 1 if it is not named."""
+    """What to cut, and how. `cutter` None: the packaged cut (mincut for a configuration). `ids_per_bag`: ids in a
+    typical row of each bag; 1 for bags that are not named."""
 
     model: str
     cutter: str | None = None
@@ -42,14 +42,14 @@ class CutQuestion:
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """A cut and what it is called."""
+    """A cut and its name."""
 
     title: str
     report: CutReport
 
 
 def inspect_cut(question: CutQuestion) -> Cut:
-    """The cut of a packaged model's folder, or of a named configuration (`plait_disagg.models.configs`).
+    """Return the cut of a packaged model's folder, or of a named configuration (`plait_disagg.models.configs`).
 
     Raises `PlaitError`.
     """
@@ -95,7 +95,7 @@ def _of_configuration(question: CutQuestion) -> Cut:
 
 
 def _cut(ready: Cuttable, tables: Tables, question: CutQuestion, per_bag: Mapping[str, int]) -> frozenset[str]:
-    """Measured on this machine, now."""
+    """Compute the cut, with times measured on this machine."""
     problem = cut_problem(ready, tables, candidates=question.candidates, ids_per_bag=per_bag)
     return CUTTERS[question.cutter or _DEFAULT_CUTTER].cut(problem)
 
@@ -105,5 +105,5 @@ def _report(ready: Cuttable, nodes: frozenset[str], question: CutQuestion, per_b
 
 
 def _sizes(question: CutQuestion) -> tuple[int, ...]:
-    """The sizes that every report shows, and the one that was asked for."""
+    """Return the sizes that every report shows, plus the requested one."""
     return tuple(sorted({*CANDIDATES, SHOWN, question.candidates}))

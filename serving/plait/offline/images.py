@@ -1,6 +1,6 @@
-"""Pictures without a server: a command's options become the same request body that HTTP takes, and files come out.
+"""Images without a server: a command's options become the same request body that HTTP accepts, and files come out.
 
-So a wrong value is refused in the same words, the same defaults apply, and the files carry the same parameters.
+So a wrong value is refused with the same message, the same defaults apply, and the files carry the same parameters.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ Say = Callable[[str, float], None]
 
 @contextmanager
 def open_local(images: ImagesSection) -> Iterator[ImageService]:
-    """The engine of a configuration in this process, warmed up; stopped on the way out. Raises ModelError.
+    """Open the engine of a configuration in this process, warmed up; it is stopped on exit. Raises `ModelError`.
 
-    ControlNets run here too, whatever the configuration says of a server's: there is nobody else.
+    ControlNets also run in this process, whatever placement the configuration gives: there is no other process.
     """
     knobs = images.knobs.model_copy(update={"controlnet_placement": Placement.LOCAL})
     hosted = ImagesSource(images.model_copy(update={"knobs": knobs})).open({})
@@ -57,7 +57,7 @@ def open_local(images: ImagesSection) -> Iterator[ImageService]:
 
 
 class OrderError(ValueError):
-    """The order can not be carried out as it is written; the message names the option."""
+    """The order cannot be carried out as given; the message names the option."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class ImageOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenFiles:
-    """The files, in order of their seeds, and what the engine told."""
+    """The files, in order of their seeds, and what the engine reported."""
 
     files: tuple[Path, ...]
     request: ImageRequest
@@ -79,7 +79,7 @@ class WrittenFiles:
     model: str
 
     def as_json(self) -> str:
-        """One JSON object for programs."""
+        """Return one JSON object for programs."""
         timings = {key.removesuffix("_s"): round(seconds, 6) for key, seconds in asdict(self.result.timings).items()}
         images = [
             {"file": str(path), "seed": seed, "flagged": flagged}
@@ -98,7 +98,7 @@ def parse_order(
     controlnets: Sequence[str] = (),
     preprocess: bool = False,
 ) -> ImageOrder:
-    """Checks everything that can be checked before a model is loaded. Reads the control pictures. Raises OrderError."""
+    """Check everything that can be checked before a model is loaded. Reads the control images. Raises `OrderError`."""
     output_format = SUFFIXES.get(output.suffix.lower())
     if output_format is None:
         raise OrderError(f"--output: {output.name} must end in {', '.join(SUFFIXES)}")
@@ -122,7 +122,7 @@ def parse_order(
 
 
 def option_of(param: str | None) -> str:
-    """The option that a field of the request body came from."""
+    """Return the option that a field of the request body came from."""
     field = (param or "").split(".")[0]
     names = {
         "prompt": "PROMPT", "negative_prompt": "--negative", "num_inference_steps": "--steps",
@@ -137,7 +137,7 @@ def _lora(text: str) -> dict[str, Any]:
 
 
 def _controlnet(text: str, preprocess: bool) -> dict[str, Any]:
-    """``NAME[:SCALE]=PICTURE``; the picture's path may hold any character."""
+    """Parse `NAME[:SCALE]=IMAGE`; the image's path may contain any character."""
     left, equals, path = text.partition("=")
     if not equals or not path:
         raise OrderError(f"--controlnet: {text!r} is not NAME=PICTURE")
@@ -163,7 +163,7 @@ def _number(text: str, option: str, whole: str) -> float:
 async def make_images(
     order: ImageOrder, service: ImageService, *, preprocessors: Preprocessors, say: Say
 ) -> WrittenFiles:
-    """Runs the order and writes its files. Raises RequestError and other errors of the engine, and OSError.
+    """Run the order and write its files. Raises `RequestError` and other errors of the engine, and OSError.
 
     If the task is cancelled (Ctrl-C), the work ends at the next step and no file is written.
     """
@@ -204,7 +204,7 @@ def _file(output: Path, index: int, count: int) -> Path:
 
 
 def run_order(order: ImageOrder, service: ImageService, *, preprocessors: Preprocessors, say: Say) -> WrittenFiles:
-    """`make_images` for commands. Raises OrderError where the request is at fault."""
+    """Run `make_images` for commands. Raises `OrderError` if the request is at fault."""
     try:
         return asyncio.run(make_images(order, service, preprocessors=preprocessors, say=say))
     except RequestError as error:

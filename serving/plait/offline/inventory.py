@@ -1,4 +1,4 @@
-"""What a configuration offers, read from its folders without loading any weights (no torch)."""
+"""The models that a configuration offers, read from its folders without loading any weights (no torch)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HEADER_MAX_BYTES = 100 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelEntry:
-    """One model. ``folder`` is a file for a LoRA, and ``owner/name@commit`` for a hub id."""
+    """One model. `folder` is a file (or the URL of one in a store) for a LoRA, and `owner/name@commit` for a hub id."""
 
     name: str
     kind: Literal["base", "controlnet", "lora", "recommender"]
@@ -32,9 +32,9 @@ class ModelEntry:
 def inventory(
     images: ImagesSection | None, ranking_models: Mapping[str, RankModelSection] | None = None
 ) -> list[ModelEntry]:
-    """The base model, its ControlNets and LoRAs in order of their names, then the recommendation models.
+    """Return the base model, its ControlNets and LoRAs sorted by name, then the recommendation models.
 
-    Raises PlaitError for a broken folder.
+    Raises `PlaitError` for a broken folder.
     """
     ranking = [
         ModelEntry(name=name, kind="recommender", family="graph", folder=str(section.folder), format=_package(section))
@@ -44,7 +44,7 @@ def inventory(
 
 
 def _package(section: RankModelSection) -> str:
-    """The format of a packaged model's folder."""
+    """Return the format of a packaged model's folder."""
     return f"package {_json(section.folder / 'package.json').get('format', '')}".strip()
 
 
@@ -92,14 +92,15 @@ def _loras(images: ImagesSection, family: str) -> list[ModelEntry]:
 
 
 def _family(config: Mapping[str, Any]) -> str:
-    """As `plait_serving.diffusion.bundle.family_of`, whose module needs torch; a test holds the two together."""
+    """Mirror `plait_serving.diffusion.bundle.family_of`, whose module needs torch; a test keeps the two in
+    agreement."""
     if config.get("addition_embed_type") == "text_time":
         return "sdxl"
     return "sd2" if config.get("cross_attention_dim") == 1024 else "sd1"
 
 
 def lora_format(header: Mapping[str, Any]) -> str:
-    """The format by the names of the tensors: kohya, peft (diffusers writes it too), or unknown."""
+    """Return the format according to the tensor names: kohya, peft (diffusers writes it too), or unknown."""
     names = [name for name in header if name != "__metadata__"]
     if any(name.startswith(("lora_unet_", "lora_te")) for name in names):
         return "kohya"
@@ -109,7 +110,7 @@ def lora_format(header: Mapping[str, Any]) -> str:
 
 
 def safetensors_header(path: Path) -> dict[str, Any]:
-    """Names, shapes and types of a safetensors file's tensors. A file that is none has no tensors."""
+    """Return the names, shapes and types of a safetensors file's tensors; a file of another format has no tensors."""
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))

@@ -1,4 +1,4 @@
-"""``plait models package``: a model of the user's own, from a function of theirs to a folder that plait serves."""
+"""`plait models package`: from a user's function that builds a model to a folder that plait serves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _RETURNS = "must return (module, inputs) or (module, inputs, items)"
 
 @dataclass(frozen=True, kw_only=True)
 class UserModel:
-    """What a user's function made."""
+    """The result of a user's function."""
 
     module: nn.Module
     inputs: tuple[Input, ...]
@@ -32,8 +32,8 @@ class UserModel:
 
 
 def make(target: str) -> UserModel:
-    """Calls the function behind ``module:function`` or ``file.py:function``. Raises `PlaitError` if it is not there or
-    returns something else; what it raises itself is the user's to see."""
+    """Call the function behind `module:function` or `file.py:function`. Raises `PlaitError` if it does not exist or
+    returns something else; exceptions of the function itself pass through to the user."""
     returned = load_target(target)()
     if not isinstance(returned, tuple) or len(returned) not in (2, 3):
         raise PlaitError(f"{target}: {_RETURNS}, not {type(returned).__name__}")
@@ -49,7 +49,7 @@ def make(target: str) -> UserModel:
 
 
 def package(made: UserModel, folder: Path, *, name: str, options: PackageOptions) -> Manifest:
-    """Writes the folder. Raises `PlaitError`, naming the operator or the input, if the model can not be packaged."""
+    """Write the folder. Raises `PlaitError`, naming the operator or the input, if the model cannot be packaged."""
     try:
         return write_package(folder, made.module, made.inputs, name=name, items=made.items, options=options)
     except (GraphError, PackageError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""``plait recommend``: a packaged model in this process, asked as its server would be."""
+"""`plait recommend`: a packaged model in this process, called as its server would call it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ __all__ = ["recommend"]
 
 
 def recommend(folder: Path, body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The answer of POST /v1/recommend for the model in ``folder``. Raises `PlaitError` with the server's message."""
+    """Return the response of POST /v1/recommend for the model in `folder`. Raises `PlaitError` with the server's
+    message."""
     try:
         live = open_live(folder, sparse=True, dense=True)
         return asyncio.run(_ask(live, body))

@@ -1,4 +1,4 @@
-"""Updates of recommendation models: made from a retrained module, published to a running server, folded in."""
+"""Updates of recommendation models: created from a retrained module, published to a running server, folded in."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TIMEOUT_S = 900.0
 
 
 def update(module: nn.Module, package: Path, out: Path, *, version: str) -> UpdateManifest:
-    """Writes the update from the newest version of a package to a retrained module. Raises `PlaitError`."""
+    """Write the update from the newest version of a package to a retrained module. Raises `PlaitError`."""
     if out.exists():
         raise PlaitError(f"{out} exists already")
     try:
@@ -37,7 +37,7 @@ def update(module: nn.Module, package: Path, out: Path, *, version: str) -> Upda
 
 
 def fold(package: Path, out: Path) -> Manifest:
-    """Writes a package with its updates inside. Raises `PlaitError`."""
+    """Write a package with its updates folded in. Raises `PlaitError`."""
     try:
         return fold_updates(package, out)
     except PackageError as error:
@@ -47,8 +47,8 @@ def fold(package: Path, out: Path) -> Manifest:
 
 
 def publish_over_http(url: str, model: str, folder: Path, *, api_key: str | None) -> str:
-    """Has a running server publish an update, which its machine must see under the same path; the version that is
-    served then. Raises `PlaitError` with the server's own words."""
+    """Publish an update on a running server, whose machine must see the folder under the same path; return the version
+    that is then served. Raises `PlaitError` with the server's own message."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise PlaitError(f"{url!r} is not http://HOST:PORT")

@@ -1,4 +1,4 @@
-"""The starter models' figures, measured over the server's own engine and its own defaults."""
+"""The starter models' figures, measured with the server's own engine and defaults."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Say = Callable[[int, int], None]
 
 
 def section_of(folder: Path) -> ImagesSection:
-    """The configuration of a folder that is laid out as the starter's: ``emoji/``, ``controlnets/``, ``loras/``."""
+    """Return the configuration of a folder laid out like the starter's: `emoji/`, `controlnets/`, `loras/`."""
     nets = sorted(path.parent for path in folder.glob("controlnets/*/config.json"))
     return ImagesSection(
         model=str((folder / "emoji").resolve()),
@@ -41,7 +41,7 @@ def section_of(folder: Path) -> ImagesSection:
 
 
 def parse_parts(names: Sequence[str] | None) -> tuple[str, ...]:
-    """The parts to measure; all of them if none are named. Raises ValueError for an unknown one."""
+    """Return the parts to measure; all of them if none are named. Raises ValueError for an unknown one."""
     unknown = sorted(set(names or ()) - PARTS.keys())
     if unknown:
         raise ValueError(f"there is no part {unknown[0]!r}; there are {', '.join(PARTS)}")
@@ -49,7 +49,7 @@ def parse_parts(names: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def check_files(folder: Path) -> None:
-    """Raises PlaitError unless every file is there and as the manifest says."""
+    """Check that every file is present and matches the manifest. Raises `PlaitError` if not."""
     problems = manifest_problems(folder)
     if problems:
         raise PlaitError(f"{folder}: {'; '.join(problems[:5])}" + (" ..." if len(problems) > 5 else ""))
@@ -58,7 +58,7 @@ def check_files(folder: Path) -> None:
 def measure(
     service: ImageService, folder: Path, *, parts: Sequence[str], limit: int | None, say: Say
 ) -> dict[str, Any]:
-    """Runs ``starter.verify`` with pictures from ``service``. Raises EngineError if a picture can not be made."""
+    """Run `starter.verify` with images from `service`. Raises `EngineError` if an image cannot be made."""
     with asyncio.Runner() as runner:
         catalog = runner.run(service.catalog())
         made = ordered = 0
@@ -109,7 +109,7 @@ async def _make(service: ImageService, request: ImageRequest) -> RgbImage:
 
 
 def request_of(order: VerificationImage, catalog: Catalog, request_id: str) -> ImageRequest:
-    """One picture at the server's defaults, except for what ``ask`` names."""
+    """Return a request for one image at the server's defaults, except for what `ask` specifies."""
     model = catalog.model
     controls: tuple[ControlRef, ...] = ()
     if order.controlnet is not None and order.control_image is not None:

@@ -1,1 +1,1 @@
-"""A server on this machine: its processes, Ray, ports, recorded state; started, supervised, stopped."""
+"""A server on this machine: its processes, Ray, ports and recorded state; started, supervised, stopped."""

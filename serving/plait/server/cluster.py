@@ -1,6 +1,6 @@
 """The command's side of Ray: start or attach, deploy, watch, drain, stop. All its Ray and Serve calls are made here.
 
-Ray is imported when a cluster is made, because its environment (authentication, usage reports) is read at import.
+Ray is imported when a cluster is created, because its environment (authentication, usage reports) is read at import.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LAST_ANSWERS_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeploymentState:
-    """How far the application is. ``failure`` is set when it can not come up any more."""
+    """The progress of the application. `failure` is set once it can no longer come up."""
 
     running: bool
     waiting_for: tuple[str, ...] = ()
@@ -44,8 +44,8 @@ class DeploymentState:
 
 
 class Cluster:
-    """A Ray that carries the application. ``local``: we started it and stop all of it. ``host``: where HTTP listens,
-    which may be a wildcard; ``url``: how this machine reaches it."""
+    """A Ray cluster that runs the application. `local`: we started it and stop all of it. `host`: where HTTP listens,
+    which may be a wildcard; `url`: how this machine reaches it."""
 
     def __init__(self, *, local: bool, started_serve: bool, host: str, port: int) -> None:
         self.local = local
@@ -58,7 +58,7 @@ class Cluster:
     def start_local(
         cls, config: PlaitConfig, *, port: int, num_cpus: int, temp_folder: Path, token_path: Path
     ) -> Cluster:
-        """Starts a Ray of our own that listens on the loopback interface only, and Serve's HTTP proxy on ``port``."""
+        """Start our own Ray, listening on the loopback interface only, and Serve's HTTP proxy on `port`."""
         prepare_environment(token_path)
         import ray
 
@@ -79,7 +79,7 @@ class Cluster:
 
     @staticmethod
     def abandon() -> None:
-        """Forgets a Ray that did not start, so that another can be."""
+        """Discard a Ray that did not start, so that another can be started."""
         import ray
 
         try:
@@ -89,7 +89,8 @@ class Cluster:
 
     @classmethod
     def attach(cls, config: PlaitConfig, *, port: int) -> Cluster:
-        """Attaches to a running Ray. A Serve that runs there keeps its own HTTP address. Raises `ServeError`."""
+        """Attach to a running Ray. A Serve instance that already runs there keeps its own HTTP address. Raises
+        `ServeError`."""
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         import ray
         from ray import serve
@@ -110,8 +111,10 @@ class Cluster:
 
     @staticmethod
     def _start_serve(config: PlaitConfig, port: int) -> None:
-        """Returns when the HTTP proxy is ready. Serve ends a proxy that is not after 15 s, as on a busy machine, and
-        starts another, but tells who waits for the first that it died; so this waits for the next. Raises `ServeError`.
+        """Start Serve and return when the HTTP proxy is ready. Raises `ServeError`.
+
+        Serve kills a proxy that is not ready after 15 s, as happens on a busy machine, and starts another, but
+        reports to the waiting caller that the first one died; so this waits for the next one.
         """
         from ray import exceptions, serve
 
@@ -132,7 +135,7 @@ class Cluster:
 
     @property
     def gcs_address(self) -> str:
-        """Where other processes of this user can attach to this Ray."""
+        """The address at which other processes of this user can attach to this Ray."""
         import ray
 
         return str(ray.get_runtime_context().gcs_address)
@@ -140,10 +143,10 @@ class Cluster:
     def deploy(
         self, application: Any, *, name: str, versions: Mapping[str, str] | None = None, route_prefix: str = "/"
     ) -> None:
-        """Hands the application to Serve and returns; `state` tells how it goes.
+        """Hand the application to Serve and return at once; `state` reports its progress.
 
-        ``versions`` by deployment: replicas whose version is the one that runs already are kept, and only get new
-        knobs. Without versions every replica is started anew.
+        `versions` by deployment: replicas whose version is already running are kept, and only get new knobs. Without
+        versions every replica is restarted.
         """
         from ray import serve
 
@@ -153,19 +156,19 @@ class Cluster:
         serve.run_many([target], wait_for_applications_running=False)
 
     def delete(self, name: str | None = None) -> None:
-        """Takes the application away (or another, by name), and waits until it is gone."""
+        """Delete the application (or another, by name), and wait until it is gone."""
         from ray import serve
 
         if (app_name := name or self._app_name) is not None:
             serve.delete(app_name)
 
     def detach(self) -> None:
-        """Lets go of a Ray that we attached to; whatever runs there goes on."""
+        """Disconnect from a Ray that we attached to; whatever runs there continues."""
         self._app_name = None
         self.stop(hurry=False)
 
     def state(self) -> DeploymentState:
-        """How far the application is."""
+        """Return the progress of the application."""
         from ray import serve
 
         app = serve.status().applications.get(self._app_name or "")
@@ -179,7 +182,8 @@ class Cluster:
         return DeploymentState(running=app.status == "RUNNING", waiting_for=waiting)
 
     def states(self, limit_s: float, *, give_up: Callable[[], bool] = lambda: False) -> Iterator[DeploymentState]:
-        """`state` until ``limit_s`` passed or ``give_up`` says so; late by a tenth of the time waited, 1 s at most."""
+        """Yield `state` until `limit_s` has passed or `give_up` returns true; it lags by a tenth of the time waited, at
+        most 1 s."""
         started_s = time.monotonic()
         while not give_up() and (waited_s := time.monotonic() - started_s) < limit_s:
             yield self.state()
@@ -189,7 +193,7 @@ class Cluster:
                 time.sleep(shortest_s)
 
     def lost(self) -> str | None:
-        """Why Ray itself is gone, or None while it is there."""
+        """Return why Ray itself is lost, or None while it is running."""
         import ray
 
         node = ray._private.worker._global_node
@@ -199,7 +203,8 @@ class Cluster:
         return f"Ray's {', '.join(dead)} died" if dead else None
 
     def drain(self, deployments: Sequence[str], *, drain_s: float, hurry: Callable[[], bool]) -> bool:
-        """Asks the replicas of each deployment, in this order, to finish what runs. False if that was cut short."""
+        """Ask the replicas of each deployment, in this order, to finish their requests. Return False if that was cut
+        short."""
         from ray import serve
 
         done = threading.Event()
@@ -219,12 +224,13 @@ class Cluster:
         return done.is_set()
 
     def stop(self, *, hurry: bool, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Takes away what we brought: all of a local Ray; only our application (and a Serve we started) of another.
+        """Remove what we started: all of a local Ray; on another Ray only our application (and Serve, if we started
+        it).
 
-        ``meanwhile`` is called again and again, in this thread: Ray's shutdown begins by giving SIGTERM back its
-        default action, so who has a handler must take it again or the next one kills the process half way.
-        In a hurry a local Ray is left to be killed: its own shutdown takes seconds, and must not be cut short, because
-        Ray ends the process that it runs in with exit code 1 when the raylet dies meanwhile.
+        `meanwhile` is called repeatedly, in this thread: Ray's shutdown begins by resetting SIGTERM to its default
+        action, so a caller with a handler must install it again, or the next signal kills the process midway. With
+        `hurry` a local Ray is left to be killed: its own shutdown takes seconds and must not be interrupted, because
+        Ray ends the process that it runs in with exit code 1 if the raylet dies meanwhile.
         """
         if self.local and hurry:
             return
@@ -244,10 +250,10 @@ class Cluster:
 
 
 def _pin(application: Any, versions: Mapping[str, str]) -> None:
-    """Gives the deployments of a bound application their versions.
+    """Set the versions of the deployments of a bound application.
 
-    Serve took the public way to say them (``options(version=...)``) away, but honours them still
-    (``ServeControllerClient.deploy_applications``, Ray 2.60).
+    Serve removed the public way to set them (`options(version=...)`) but still honours them
+    (`ServeControllerClient.deploy_applications`, Ray 2.60).
     """
     from ray import serve
 
@@ -269,7 +275,8 @@ def _in_thread(
     hurry: Callable[[], bool] = lambda: False,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> None:
-    """Runs ``work`` until it is done, it takes too long, or hurry; then it is left to itself."""
+    """Run `work` in a thread until it is done, times out, or `hurry` returns true; an unfinished thread is
+    abandoned."""
     thread = threading.Thread(target=work, name=name, daemon=True)
     thread.start()
     until_s = time.monotonic() + timeout_s
@@ -279,7 +286,7 @@ def _in_thread(
 
 
 def prepare_environment(token_path: Path) -> None:
-    """Ray's environment for a cluster of our own: authenticated with our token, silent, reporting nothing home."""
+    """Set Ray's environment for our own cluster: authenticated with our token, quiet, no usage reports."""
     if os.environ.get("RAY_AUTH_TOKEN_PATH") == str(token_path):
         return
     # Ray reads its environment when it is imported.
@@ -302,7 +309,7 @@ def _url(host: str, port: int) -> str:
 
 
 def _reason(message: str) -> str:
-    """The line of Serve's message that a person wants: the last error of the traceback."""
+    """Return the relevant line of Serve's message: the last error of the traceback."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     errors = list(_error_lines(lines))
     return (errors[-1] if errors else lines[0] if lines else "no reason was given")[:500]

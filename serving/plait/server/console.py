@@ -1,4 +1,4 @@
-"""Where a command's words go: data to stdout, progress to stderr, and everything that others print to a log file."""
+"""Output of a command: data to stdout, progress to stderr, and everything that libraries print to a log file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Self, TextIO
 
 
 class Console:
-    """Our own lines. After `divert`, whatever else writes to stdout or stderr (Ray, C++ libraries) goes to the log."""
+    """Our own output lines. After `divert`, whatever else writes to stdout or stderr (Ray, C++ libraries) goes to the
+    log."""
 
     def __init__(self, out: TextIO, err: TextIO) -> None:
         self._out = out
@@ -18,7 +19,7 @@ class Console:
 
     @classmethod
     def divert(cls, log_path: Path) -> Self:
-        """Points file descriptors 1 and 2 of this process, and of its children, at ``log_path`` (appended)."""
+        """Redirect file descriptors 1 and 2 of this process, and of its children, to `log_path` (appended)."""
         sys.stdout.flush()
         sys.stderr.flush()
         # dup makes descriptors that children do not inherit: a pipe behind us closes when we end, not when they do.
@@ -31,15 +32,15 @@ class Console:
         return cls(out, err)
 
     def progress(self, text: str) -> None:
-        """One line on stderr; a closed stderr does not stop a server."""
+        """Write one line to stderr; a closed stderr does not stop a server."""
         self._write(self._err, text)
 
     def data(self, text: str) -> None:
-        """One line on stdout."""
+        """Write one line to stdout."""
         self._write(self._out, text)
 
     def restore(self) -> None:
-        """Points 1 and 2 back at where they were: what the command says last is for whoever started it."""
+        """Restore file descriptors 1 and 2, so that the command's last messages reach the caller."""
         sys.stdout.flush()
         sys.stderr.flush()
         for fd, stream in ((1, self._out), (2, self._err)):

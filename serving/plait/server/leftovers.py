@@ -1,4 +1,4 @@
-"""What runs that were killed left behind: processes, Ray's files, records. Only what was ours is touched."""
+"""Leftovers of killed runs: processes, Ray's files, records. Only what belongs to plait is touched."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["clean_up", "clean_up_others", "remove_ray_folder"]
 
 
 def clean_up(state: PortState) -> tuple[processes.ProcessId, ...]:
-    """Ends what an earlier run on this port left behind (it was killed). Returns what was ended."""
+    """End whatever an earlier, killed run on this port left behind. Return the processes that were ended."""
     record = state.previous
     if record is None:
         return ()
@@ -33,7 +33,7 @@ def clean_up(state: PortState) -> tuple[processes.ProcessId, ...]:
 
 
 def clean_up_others(root: Path) -> None:
-    """The same for runs on other ports that are dead; those that live hold their lock and are left alone."""
+    """Do the same for dead runs on other ports; live runs hold their lock and are left alone."""
     for record in root.glob("port-*/run.json"):
         with contextlib.suppress(StateError, ServeError, ValueError):
             other = PortState.claim(root, int(record.parent.name.removeprefix("port-")))
@@ -44,7 +44,7 @@ def clean_up_others(root: Path) -> None:
 
 
 def remove_ray_folder(folder: Path, *, logs_to: Path | None) -> None:
-    """Removes Ray's temporary folder, but only one of ours; its logs may be kept."""
+    """Remove Ray's temporary folder, but only one of ours; its logs may be kept."""
     if folder.parent != scratch_root() or not folder.name.startswith("r-") or folder.is_symlink():
         return
     if logs_to is not None:

@@ -1,4 +1,4 @@
-"""Ports of this machine: one that is free, whether one can be had, and whether who listens there is well."""
+"""Ports of this machine: find a free one, check or hold one, and check the health of the server behind one."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ __all__ = ["check_port", "free_port", "health", "hold_port", "with_port"]
 
 
 def free_port(host: str) -> int:
-    """A port that is free now, and below those that the kernel gives to connections: who binds it seconds later, as
-    Ray Serve does, would else find it taken now and then. Raises `ServeError`."""
+    """Return a port that is free now and lies below the kernel's ephemeral range. Raises `ServeError`.
+
+    Ray Serve binds it only seconds later, and would occasionally find a port of that range taken by then.
+    """
     first, below = _QUIET_PORTS.start, min(_QUIET_PORTS.stop, _first_given())
     for port in random.SystemRandom().sample(range(first, below), k=_TRIES) if below - first >= _TRIES else ():
         try:
@@ -41,7 +43,7 @@ _TRIES = 50
 
 
 def _first_given() -> int:
-    """The first port that the kernel gives to connections."""
+    """Return the first port of the kernel's ephemeral range."""
     try:
         return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except (OSError, ValueError, IndexError):
@@ -49,7 +51,8 @@ def _first_given() -> int:
 
 
 def check_port(host: str, port: int, *, option: str = "--port") -> None:
-    """Raises `ServeError` with one sentence, which names the option to change, if the port can not be had."""
+    """Check that the port is available. Raises `ServeError` with one sentence that names the option to change if it is
+    not."""
     try:
         _listener(host, port).close()
     except OSError as error:
@@ -88,10 +91,11 @@ def _bound(host: str, port: int, *, shared: bool = False) -> socket.socket:
 
 
 def hold_port(host: str, port: int, *, option: str = "server.direct_port") -> socket.socket:
-    """Keeps the port (0: any free one) for processes of this user that share it, until the socket is closed.
+    """Reserve the port (0: any free one) for processes of this user that share it, until the socket is closed.
 
-    Ray takes ports by the dozen from the range that free ones come from. Nobody is answered: the socket does not
-    listen. Raises `ServeError`, also where connections of a program that did not share it ended a moment ago.
+    Ray takes dozens of ports from the range that free ones come from. The socket does not listen, so no connection
+    is answered. Raises `ServeError`, also if connections of a program that did not share the port ended a moment
+    ago.
     """
     try:
         return _bound(host, port, shared=True)
@@ -100,12 +104,12 @@ def hold_port(host: str, port: int, *, option: str = "server.direct_port") -> so
 
 
 def with_port(url: str, port: int) -> str:
-    """The same host, another port."""
+    """Return the URL with another port on the same host."""
     return f"{url.rpartition(':')[0]}:{port}"
 
 
 def health(url: str, *, timeout_s: float = 5.0) -> str | None:
-    """None if ``/health`` below the URL answers 200, else what is wrong."""
+    """Return None if `/health` below the URL answers 200, else what is wrong."""
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
     try:

@@ -1,6 +1,6 @@
-"""Processes by identity: a pid alone may have been given to somebody else, a pid with its start time may not.
+"""Processes by identity: a pid alone may have been reused; a pid together with its start time cannot be.
 
-All look-ups read Linux's ``/proc``; only processes of this user are ever found or ended.
+All look-ups read Linux's `/proc`; only processes of this user are ever found or ended.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 @dataclass(frozen=True, slots=True, order=True)
 class ProcessId:
-    """A process, for ever: ``start_ticks`` is its start in clock ticks since boot (field 22 of /proc/PID/stat)."""
+    """A unique process identity: `start_ticks` is its start in clock ticks since boot (field 22 of /proc/PID/stat)."""
 
     pid: int
     start_ticks: int
@@ -36,7 +36,7 @@ class _Stat:
 
 
 def boot_id() -> str:
-    """Names this boot of the machine; start times of another boot mean nothing."""
+    """Return the id of this boot of the machine; start times from another boot are meaningless."""
     try:
         return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -44,20 +44,20 @@ def boot_id() -> str:
 
 
 def identify(pid: int) -> ProcessId | None:
-    """The identity of a process that runs now; None if there is none (a zombie does not run)."""
+    """Return the identity of a running process; None if there is none (a zombie is not running)."""
     stat = _stat(pid)
     return None if stat is None or stat.zombie else stat.identity
 
 
 def is_running(process: ProcessId) -> bool:
-    """Whether exactly this process still runs."""
+    """Return whether exactly this process is still running."""
     return identify(process.pid) == process
 
 
 def members(run_id: str, root: int | None = None) -> frozenset[ProcessId]:
-    """The processes of a run: those that carry its id in their environment, and the descendants of ``root``.
+    """Return the processes of a run: those that carry its id in their environment, and the descendants of `root`.
 
-    Excludes ``root`` and the caller.
+    Excludes `root` and the caller.
     """
     stats = _own_stats()
     inside = {root} if root is not None else set()
@@ -71,8 +71,8 @@ def members(run_id: str, root: int | None = None) -> frozenset[ProcessId]:
 
 
 def end(processes: Iterable[ProcessId], *, grace_s: float = 2.0, kill_wait_s: float = 5.0) -> tuple[ProcessId, ...]:
-    """SIGTERM, then SIGKILL after ``grace_s``; SIGKILL at once for those that ignore SIGTERM, as Python's trackers of
-    shared memory do. Returns those that survived even that (normally none)."""
+    """Send SIGTERM, then SIGKILL after `grace_s`; SIGKILL at once to those that ignore SIGTERM, as Python's shared
+    memory trackers do. Return those that survived even that (normally none)."""
     left = [process for process in processes if is_running(process)]
     for process in left:
         _send(process, signal.SIGKILL if _ignores(process, signal.SIGTERM) else signal.SIGTERM)
@@ -83,7 +83,7 @@ def end(processes: Iterable[ProcessId], *, grace_s: float = 2.0, kill_wait_s: fl
 
 
 def wait_until_gone(processes: Iterable[ProcessId], *, timeout_s: float) -> list[ProcessId]:
-    """Waits until all have ended, at most ``timeout_s``; returns those that have not."""
+    """Wait until all have ended, at most `timeout_s`; return those that have not."""
     until_s = time.monotonic() + timeout_s
     left = [process for process in processes if is_running(process)]
     while left and time.monotonic() < until_s:
@@ -93,12 +93,13 @@ def wait_until_gone(processes: Iterable[ProcessId], *, timeout_s: float) -> list
 
 
 def end_with_parent() -> None:
-    """For ``preexec_fn``: the kernel sends SIGTERM to this process when the thread that started it dies."""
+    """Have the kernel send SIGTERM to this process when the thread that started it dies; for `preexec_fn`."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _send(process: ProcessId, signum: signal.Signals) -> None:
-    """A pidfd pins the process, so it can not be replaced between the check and the signal."""
+    """Send a signal through a pidfd, which pins the process, so it cannot be replaced between the check and the
+    signal."""
     try:
         handle = os.pidfd_open(process.pid)
     except OSError:
@@ -113,7 +114,7 @@ def _send(process: ProcessId, signum: signal.Signals) -> None:
 
 
 def _ignores(process: ProcessId, signum: signal.Signals) -> bool:
-    """Whether it set the signal's action to nothing (``SigIgn`` of /proc/PID/status, bit 0 is signal 1)."""
+    """Return whether the process ignores the signal (`SigIgn` of /proc/PID/status, bit 0 is signal 1)."""
     try:
         lines = (_PROC / str(process.pid) / "status").read_text(errors="replace").splitlines()
     except OSError:

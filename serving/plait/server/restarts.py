@@ -1,9 +1,9 @@
-"""What a change of the configuration means to the running deployments: new knobs, more replicas, or a restart.
+"""The effect of a configuration change on running deployments: new knobs, more replicas, or a restart.
 
-Serve restarts the replicas of a deployment whose *version* changed or that need other resources; a changed
-``user_config`` is handed to running replicas, and a changed count only starts or stops some
-(``DeploymentVersion.requires_actor_restart`` in ray/serve/_private/version.py, Ray 2.60). So a version stands for all
-that a constructor gets, knobs and counts left out.
+Serve restarts the replicas of a deployment whose *version* changed or that needs other resources; a changed
+`user_config` is passed to running replicas, and a changed count only starts or stops some
+(`DeploymentVersion.requires_actor_restart` in ray/serve/_private/version.py, Ray 2.60). So a version stands for
+everything that a constructor receives, except knobs and counts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["DeploymentPlan", "Effect", "effects", "plans", "versions"]
 
 
 class Effect(StrEnum):
-    """What happens to a deployment, from the cheapest to the dearest."""
+    """What happens to a deployment, from the cheapest to the most expensive."""
 
     RECONFIGURED = "reconfigured"
     SCALED = "scaled"
@@ -34,7 +34,7 @@ class Effect(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeploymentPlan:
-    """One deployment as the configuration wants it. ``fixed``: what only a restart changes, as JSON."""
+    """One deployment as the configuration specifies it. `fixed`: what only a restart changes, as JSON."""
 
     fixed: str
     knobs: Mapping[str, Any]
@@ -43,7 +43,7 @@ class DeploymentPlan:
 
 
 def plans(config: ServedConfig) -> dict[str, DeploymentPlan]:
-    """All deployments by name."""
+    """Return the plans of all deployments by name."""
     found = {INGRESS: DeploymentPlan(fixed=_json(_ingress(config)), knobs={})}
     if config.images is not None:
         found |= _images(config.images)
@@ -61,7 +61,8 @@ def plans(config: ServedConfig) -> dict[str, DeploymentPlan]:
 
 
 def versions(config: ServedConfig, *, salt: str) -> dict[str, str]:
-    """Serve's version of each deployment. ``salt``: one for each run of a server, so that new code is never old."""
+    """Return Serve's version of each deployment. `salt`: unique per run of a server, so that new code never counts as
+    old."""
     return {
         name: hashlib.sha256(f"{salt}\n{name}\n{plan.fixed}".encode()).hexdigest()[:16]
         for name, plan in plans(config).items()
@@ -69,7 +70,7 @@ def versions(config: ServedConfig, *, salt: str) -> dict[str, str]:
 
 
 def effects(before: ServedConfig, after: ServedConfig) -> dict[str, Effect]:
-    """What going from one to the other does, by deployment; those that nothing happens to are left out."""
+    """Return the effect of changing from `before` to `after`, by deployment; unaffected deployments are left out."""
     old, new = plans(before), plans(after)
     found: dict[str, Effect] = {name: Effect.REMOVED for name in old if name not in new}
     for name, plan in new.items():

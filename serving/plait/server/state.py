@@ -1,7 +1,7 @@
-"""What a running ``plait serve`` leaves on disk, so that it is alone on its port and the next start can clean up.
+"""The state that a running `plait serve` keeps on disk, to be alone on its port and to let the next start clean up.
 
-``<state root>/port-<port>/`` holds ``lock`` (held while the command lives; the kernel drops it even after kill -9),
-``run.json`` (which processes and folders belong to the run), ``auth_token`` (Ray's, mode 0600) and ``serve.log``.
+`<state root>/port-<port>/` holds `lock` (held while the command lives; the kernel releases it even after kill -9),
+`run.json` (the processes and folders of the run), `auth_token` (Ray's, mode 0600) and `serve.log`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ _LONGEST_TEMP_FOLDER = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """Who runs on the port, and what it started. ``ray_folder`` is Ray's temporary folder; None if only attached.
+    """The process that runs on the port, and what it started. `ray_folder` is Ray's temporary folder; None if only
+    attached.
 
-    ``gcs_address``: where others can attach to that Ray; None until it runs.
+    `gcs_address`: where others can attach to that Ray; None until it runs.
     """
 
     run_id: str
@@ -41,12 +42,12 @@ class RunRecord:
     processes: tuple[ProcessId, ...] = ()
 
     def to_json(self) -> str:
-        """As text for run.json."""
+        """Return the text of run.json."""
         return json.dumps(asdict(self), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Back from text. Raises ValueError, KeyError or TypeError if it is not one."""
+        """Parse the text of run.json. Raises ValueError, KeyError or TypeError if it is not a record."""
         data: dict[str, Any] = json.loads(text)
         command = ProcessId(**data.pop("command"))
         processes = tuple(ProcessId(**item) for item in data.pop("processes"))
@@ -54,9 +55,10 @@ class RunRecord:
 
 
 def state_root(environ: Mapping[str, str]) -> Path:
-    """The first usable of $PLAIT_STATE_DIR, $XDG_STATE_HOME/plait, ~/.local/state/plait and a private /tmp folder.
+    """Return the first usable of $PLAIT_STATE_DIR, $XDG_STATE_HOME/plait, ~/.local/state/plait and a private /tmp
+    folder.
 
-    Raises `StateError` if an explicit choice can not be used, or nothing can.
+    Raises `StateError` if an explicit choice cannot be used, or if none can.
     """
     if explicit := environ.get("PLAIT_STATE_DIR"):
         return _private_folder(Path(explicit).absolute())
@@ -71,7 +73,8 @@ def state_root(environ: Mapping[str, str]) -> Path:
 
 
 def scratch_root() -> Path:
-    """A folder of this user in the system's temporary folder, short enough for unix sockets below it."""
+    """Return this user's folder in the system's temporary folder; its path is short enough for unix sockets below
+    it."""
     base = Path(tempfile.gettempdir())
     if len(str(base)) > _LONGEST_TEMP_FOLDER - 20:
         base = Path("/tmp")  # noqa: S108  # sockets need a short path; ownership and mode are checked below
@@ -89,7 +92,7 @@ class PortState:
 
     @classmethod
     def claim(cls, root: Path, port: int) -> Self:
-        """Takes the port's lock. Raises `StateError` if another plait holds it."""
+        """Take the port's lock. Raises `StateError` if another plait holds it."""
         folder = _private_folder(root / f"port-{port}")
         lock_fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         previous = _read_record(folder)
@@ -103,11 +106,11 @@ class PortState:
 
     @property
     def log_path(self) -> Path:
-        """Where Ray's lines and our own log go."""
+        """The log file for Ray's output and our own log."""
         return self.folder / "serve.log"
 
     def token_path(self) -> Path:
-        """A file with Ray's authentication token, readable by this user alone; written on first use."""
+        """Return the file with Ray's authentication token, readable by this user alone; written on first use."""
         path = self.folder / "auth_token"
         try:
             found = path.lstat()
@@ -128,11 +131,11 @@ class PortState:
 
     @property
     def record(self) -> RunRecord | None:
-        """What this run has written down."""
+        """The record that this run has written."""
         return self._record
 
     def write(self, record: RunRecord) -> None:
-        """Writes run.json at once and whole; does nothing if nothing changed."""
+        """Write run.json atomically; do nothing if nothing changed."""
         if record == self._record:
             return
         temporary = self.folder / "run.json.new"
@@ -141,29 +144,29 @@ class PortState:
         self._record = record
 
     def note_processes(self, processes: frozenset[ProcessId]) -> None:
-        """Remembers the processes of the run."""
+        """Record the processes of the run."""
         if self._record is not None:
             self.write(replace(self._record, processes=tuple(sorted(processes))))
 
     def note_ray(self, gcs_address: str) -> None:
-        """Remembers where the run's Ray can be reached."""
+        """Record the address of the run's Ray."""
         if self._record is not None:
             self.write(replace(self._record, gcs_address=gcs_address))
 
     def write_config(self, text: str) -> None:
-        """Keeps the configuration that the run serves, for those who change its knobs while it runs."""
+        """Store the configuration that the run serves, for tools that change its knobs while it runs."""
         path = self.folder / "config.yaml"
         path.write_text(text)
         path.chmod(0o600)
 
     def forget(self) -> None:
-        """The run has ended and left nothing."""
+        """Delete the record: the run has ended and left nothing behind."""
         (self.folder / "run.json").unlink(missing_ok=True)
         self._record = None
         self.previous = None
 
     def release(self) -> None:
-        """Lets the next one in. Idempotent."""
+        """Release the lock. Idempotent."""
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
@@ -177,7 +180,7 @@ def _read_record(folder: Path) -> RunRecord | None:
 
 
 def _private_folder(folder: Path) -> Path:
-    """Makes a folder that only this user can enter. Raises `StateError` if somebody else's is in the way."""
+    """Create a folder that only this user can enter. Raises `StateError` if another user's folder is in the way."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.lstat()

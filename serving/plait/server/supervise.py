@@ -1,7 +1,7 @@
-"""``plait serve`` as a function: claim the port, clean up, start, wait until healthy, run until a signal, drain, stop.
+"""`plait serve` as a function: claim the port, clean up, start, wait until healthy, run until a signal, drain, stop.
 
-The main thread does everything, because Ray's processes ask the kernel to be killed when the thread that started them
-dies: that is the first net under kill -9; the state folder is the second.
+The main thread does everything, because Ray's processes ask the kernel to be killed when the thread that started
+them dies: that is the first safety net under kill -9; the state folder is the second.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ _POLL_PERIOD_S = 0.1
 
 
 class _Interrupted(BaseException):
-    """A signal asked the command to stop while it was starting."""
+    """A stop signal that arrived while the command was starting."""
 
 
 class _Signals:
-    """SIGTERM, SIGINT and SIGHUP as a count. While starting they interrupt; afterwards the loops look at the count."""
+    """A counter of SIGTERM, SIGINT and SIGHUP. During startup they interrupt; afterwards the loops check the count."""
 
     def __init__(self) -> None:
         self.count = 0
         self.interrupts = True
 
     def install(self) -> None:
-        """Takes the handlers (again: Ray replaces SIGTERM's when it starts and when it ends)."""
+        """Install the handlers (repeatedly: Ray replaces SIGTERM's when it starts and when it ends)."""
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(signum, self._on_signal)
 
@@ -57,7 +57,7 @@ class _Signals:
             raise _Interrupted
 
     def hurry(self) -> bool:
-        """Whether a second signal said that waiting is over."""
+        """Return whether a second signal asked to stop waiting."""
         return self.count > 1
 
 
@@ -70,10 +70,10 @@ def serve(
     app_name: str,
     environ: Mapping[str, str],
 ) -> int:
-    """Runs the server until a signal. Returns the exit code: 0 after an orderly stop. Raises `PlaitError`.
+    """Run the server until a signal. Return the exit code: 0 after an orderly stop. Raises `PlaitError`.
 
-    ``compose`` makes the Serve application once Ray's environment is set (it may import Ray, the caller may not have).
-    ``drained``: the deployments that finish their requests before the end, in this order.
+    `compose` makes the Serve application once Ray's environment is set (it may import Ray; the caller must not
+    have). `drained`: the deployments that finish their requests before the end, in this order.
     """
     started_s = time.monotonic()
     port = free_port(config.server.host) if config.server.port == 0 else config.server.port
@@ -103,7 +103,7 @@ def serve(
 
 
 class _Run:
-    """One run of the server, from the claimed port to the last process gone."""
+    """One run of the server, from claiming the port to the end of the last process."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class _Run:
         self._serving = False
 
     def go(self, compose: Callable[[PlaitConfig], Any], num_cpus: int, started_s: float) -> int:
-        """See `serve`."""
+        """Run from start to stop and return the exit code, as `serve` does."""
         self._signals.install()
         os.environ[processes.RUN_ID_VARIABLE] = self._run_id
         os.environ[LOG_PATH_VARIABLE] = str(self._state.log_path)
@@ -162,7 +162,7 @@ class _Run:
 
     @property
     def killed_ray(self) -> bool:
-        """Whether a Ray that this process was part of was killed instead of shut down."""
+        """Whether a Ray that this process was part of was killed instead of being shut down."""
         return self._cluster is not None and self._cluster.local and self._signals.hurry()
 
     @property
@@ -222,7 +222,7 @@ class _Run:
         raise ServeError(f"not ready after {limit_s:g} s: {health(cluster.url)}")
 
     def _watch(self) -> None:
-        """Until a signal. Keeps the list of processes fresh; raises `ServeError` if Ray dies."""
+        """Watch until a signal arrives, keeping the list of processes fresh. Raises `ServeError` if Ray dies."""
         assert self._cluster is not None
         watched_s = time.monotonic()
         while not self._signals.count:
@@ -234,7 +234,7 @@ class _Run:
                     raise ServeError(lost)
 
     def _stop(self, *, keep_logs: bool) -> int:
-        """Drains, stops, makes sure by process identity. Returns how many processes survived (normally 0)."""
+        """Drain, stop, and verify by process identity. Return how many processes survived (normally 0)."""
         hurry = self._signals.hurry
         known = self._note_processes()
         if self._cluster is not None:
@@ -269,7 +269,8 @@ class _Run:
         )
 
     def _note_processes(self) -> frozenset[processes.ProcessId]:
-        """The processes of the run now; remembered on disk. Empty if we only attached: nothing there is ours to end."""
+        """Return the current processes of the run and record them on disk. Empty if we only attached: none there are
+        ours to end."""
         if self._ray_folder is None:
             return frozenset()
         found = processes.members(self._run_id, os.getpid())
@@ -278,8 +279,7 @@ class _Run:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process without what Ray does at exit: it would speak to its processes, and exit with 1 as they are
-    dead."""
+    """End this process without Ray's exit handlers, which would contact its dead processes and exit with code 1."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     logging.shutdown()
@@ -296,9 +296,9 @@ def start_ray(
     num_cpus: int,
     say: Callable[[str], None],
 ) -> Cluster:
-    """A Ray of our own with its files in ``folder``, which is made; our processes carry ``run_id`` by now.
+    """Start our own Ray with its files in `folder`, which is created; our processes already carry `run_id`.
 
-    Ray gives its processes 30 s to find each other, which a busy machine may exceed: so it gets a second try.
+    Ray gives its processes 30 s to find each other, which a busy machine may exceed, so it gets a second attempt.
     """
     for last in (False, True):
         folder.mkdir(mode=0o700)

@@ -1,1 +1,2 @@
-"""Tuning live services: applies configurations to a clone (or, if told so, to the service itself) and measures them."""
+"""Tuning of live services: apply configurations to a clone (or, if requested, to the service itself) and measure
+them."""

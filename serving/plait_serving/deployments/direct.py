@@ -1,7 +1,7 @@
-"""A listener of the ingress's own, beside Serve's proxy, which takes most of the time of a small request.
+"""The ingress's own listener, beside Serve's proxy, which accounts for most of the time of a small request.
 
-What the proxy does and this does not: hold requests while the ingress's replica is started again (here connections are
-refused meanwhile), and find the replica wherever it runs (this listens on the machine of the replica).
+Unlike the proxy, it does not hold requests while the ingress's replica restarts (connections are refused meanwhile),
+and it does not find the replica on any machine (it listens on the machine of the replica).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _KEEP_ALIVE_S = 75
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Direct:
-    """Where to listen. ``drain_s``: how long the end waits for answers under way."""
+    """Where to listen. `drain_s` is how long shutdown waits for answers in flight."""
 
     host: str
     port: int
@@ -34,20 +34,21 @@ class Direct:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to whoever runs the process. uvicorn's own puts back what it found: of two that take turns, as old
-    and new listener do, the first to end would be found by the process's Ctrl-C ever after."""
+    """A uvicorn server that leaves signals to whoever runs the process. uvicorn itself restores the handlers that it
+    found: when two servers overlap, as an old and a new listener do, the first one to end would stay installed as
+    the handler of the process's Ctrl-C."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Takes none."""
+        """Capture no signals."""
         yield
 
 
 class DirectListener:
-    """Has the port from the constructor on, answers while `answering` is entered."""
+    """A listener that holds its port from the constructor on and answers while `answering` is entered."""
 
     def __init__(self, where: Direct) -> None:
-        """Raises OSError, which names the address, if it can not be had."""
+        """Bind the port. Raises `OSError`, which names the address, if it cannot be bound."""
         self._where = where
         self._socket = _listen(where.host, where.port)
         self._server: _Server | None = None
@@ -55,14 +56,14 @@ class DirectListener:
 
     @property
     def failure(self) -> str | None:
-        """Why it answers no more, though it should."""
+        """Why it no longer answers although it should; None if it does."""
         if self._server is None or self._server.should_exit or self._task is None or not self._task.done():
             return None
         return f"the listener on port {self._where.port} ended: {self._task.exception()!r}"
 
     @asynccontextmanager
     async def answering(self, app: ASGIApp) -> AsyncIterator[None]:
-        """The application, whose lifespan is somebody else's, answers here; at the end as `refuse_new`."""
+        """Serve the application here without running its lifespan; on exit, do what `refuse_new` does."""
         config = uvicorn.Config(
             app,
             lifespan="off",
@@ -84,13 +85,14 @@ class DirectListener:
             await asyncio.wait([self._task])
 
     def refuse_new(self) -> None:
-        """No new connections from a tenth of a second on, and none is kept; what was asked is answered."""
+        """Stop accepting connections within a tenth of a second and keep none alive; answer requests in flight."""
         if self._server is not None:
             self._server.should_exit = True
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """When Serve replaces the replica, both the old and the new one listen for a while: hence SO_REUSEPORT."""
+    """Open the socket with SO_REUSEPORT: when Serve replaces the replica, the old and the new one both listen for a
+    while."""
     family, kind, protocol, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]

@@ -1,7 +1,7 @@
-"""How the processes of a deployment are reached over the fabric: where they listen, and how Serve tells who they are.
+"""How the processes of a deployment find each other on the fabric: where they listen, and what Serve reports of them.
 
-Serve places and supervises replicas and hands out their addresses and secrets (each replica's ``describe``, asked of
-all at once with ``handle.broadcast``); what moves with every step or request goes over the fabric.
+Serve places and supervises replicas and hands out their addresses and secrets (each replica's `describe`, called on
+all at once with `handle.broadcast`); everything that moves with each step or request goes over the fabric.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _SOCKET = re.compile(r"^[a-z]+-(\d+)-[0-9a-f]+$")
 
 
 class ServeReplicas:
-    """The replicas of one deployment as Serve knows them. All calls of its handle for that are made here."""
+    """The replicas of one deployment as Serve knows them; the only place that calls its handle for this."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class ServeReplicas:
         dial_timeout_s: float = 5.0,
         chance: random.Random | None = None,
     ) -> None:
-        """``what`` names the deployment for people. Nothing is asked of Serve's ``handle`` yet."""
+        """Take the deployment's name for messages as `what` and Serve's `handle`, which is not called yet."""
         self._what = what
         self._handle = handle
         self._describe_timeout_s = describe_timeout_s
@@ -64,11 +64,11 @@ class ServeReplicas:
         self._chance = chance or random.Random()
 
     def connect(self, left_out: frozenset[str]) -> ReplicaLink:
-        """A channel to a replica that is not left out. Blocks, milliseconds mostly. Raises `NoReplica`."""
+        """Return a channel to a replica not in `left_out`. Blocks, usually for milliseconds. Raises `NoReplica`."""
         return connect_to_one(self.replicas(), left_out, host=host_id(), chance=self._chance, dial=self._dial)
 
     def replicas(self) -> list[Replica]:
-        """The replicas that answer now. Raises `NoReplica` if Serve has none."""
+        """Return the replicas that answer now. Raises `NoReplica` if Serve has none."""
         try:
             with ThreadPoolExecutor(1) as thread:  # results() refuses to block where a loop runs, as in a constructor
                 answers = thread.submit(self._ask).result()
@@ -87,12 +87,12 @@ class ServeReplicas:
 
 
 def dial(address: str, secret: bytes, *, timeout_s: float) -> Channel:
-    """A channel with `FABRIC`'s options. Raises `FabricError`."""
+    """Return a channel with `FABRIC`'s options. Raises `FabricError`."""
     return connect(address, secret=secret, timeout_s=timeout_s, options=FABRIC)
 
 
 def host_id() -> str:
-    """A name that processes of one machine share, and others do not (until it reboots)."""
+    """Return a name shared by the processes of this machine and no other; it changes on reboot."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -100,14 +100,14 @@ def host_id() -> str:
 
 
 def socket_folder() -> Path:
-    """Where this user's replicas put their sockets."""
+    """Return the folder for the sockets of this user's replicas."""
     return Path(tempfile.gettempdir()) / f"plait-{os.geteuid()}"
 
 
 def open_listeners(secret: bytes, *, kind: str, ip_address: str, folder: Path) -> list[Listener]:
-    """Shared memory for clients on this machine (where that works) and TCP for all others.
+    """Listen on shared memory for clients on this machine (where that works) and on TCP for all others.
 
-    ``kind``: lower-case letters, the first word of the socket's name.
+    `kind`: lower-case letters, the first word of the socket's name.
     """
     remove_stale_sockets(folder)
     listeners: list[Listener] = []
@@ -122,7 +122,7 @@ def open_listeners(secret: bytes, *, kind: str, ip_address: str, folder: Path) -
 
 
 def remove_stale_sockets(folder: Path) -> None:
-    """Removes the sockets of replicas that were killed."""
+    """Remove the sockets of replicas that were killed."""
     for path in folder.glob("*-*-*"):
         match = _SOCKET.match(path.name)
         if match and not Path(f"/proc/{match[1]}").exists():
@@ -130,6 +130,6 @@ def remove_stale_sockets(folder: Path) -> None:
 
 
 def cpu_threads(threads: int) -> int:
-    """The number for 0, which means all cores: left alone, Ray's OMP_NUM_THREADS would make it the replica's share of
-    logical CPUs."""
+    """Return `threads`, or the number of cores for 0: otherwise Ray's OMP_NUM_THREADS would limit torch to the
+    replica's share of logical CPUs."""
     return threads or len(os.sched_getaffinity(0))

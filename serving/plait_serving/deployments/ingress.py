@@ -1,4 +1,4 @@
-"""The HTTP deployment, in front of those that hold models."""
+"""The HTTP deployment, in front of the deployments that hold models."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class Ingress:
-    """The HTTP face as a deployment; wrap it with `ray.serve.ingress()`, which builds the app in the replica."""
+    """The HTTP API as a deployment; wrap it with `ray.serve.ingress()`, which builds the app in the replica."""
 
     def __init__(
         self,
@@ -38,8 +38,9 @@ class Ingress:
         routers: Callable[[], Sequence[APIRouter]] = tuple,
         direct: Direct | None = None,
     ) -> None:
-        """``engine``: the base model's handle, or None. ``ranking``: the ranking models by name. ``routers``: makes
-        routes that others add to ours, in the replica. ``direct``: where it listens itself, beside Serve's proxy."""
+        """Create the ingress replica. `engine`: the base model's handle, or None. `ranking`: the ranking models by
+        name. `routers`: makes, in the replica, additional routes of other components. `direct`: where the ingress
+        listens itself, beside Serve's proxy."""
         configure_logging("ingress", os.environ)
         shorten_gil_interval()
         self._images = None if engine is None else HandleImageService(engine)
@@ -50,19 +51,19 @@ class Ingress:
         self._direct = None if direct is None else DirectListener(direct)
 
     def check_health(self) -> None:
-        """Serve asks; a replica that raises is started anew."""
+        """Raise if the replica is unhealthy; Serve then restarts it."""
         if self._direct is not None and (failure := self._direct.failure) is not None:
             raise RuntimeError(failure)
 
     async def drain(self, drain_s: float) -> bool:
-        """Waits until no request is open, at most ``drain_s``; whether that was reached. Refuses none that comes
-        through Serve's proxy."""
+        """Wait at most `drain_s` until no request is open; return whether that was reached. New requests through
+        Serve's proxy are not refused."""
         if self._direct is not None:
             self._direct.refuse_new()
         return await self._answers.wait_until_none(drain_s)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:  # Serve's name for it
-        """Serve calls it after the constructor."""
+        """Return the ASGI application; Serve calls this after the constructor."""
         from plait_serving.http.app import create_app
 
         app = create_app(
@@ -80,7 +81,7 @@ class Ingress:
 
 
 def _ranking_service(models: Mapping[str, RankModel]) -> RankingService | None:
-    """None on a server of images alone, which does without torch."""
+    """Return the ranking service; None on an image-only server, which does without torch."""
     if not models:
         return None
     from plait_serving.deployments.ranking.service import remote_ranking_service
@@ -89,7 +90,7 @@ def _ranking_service(models: Mapping[str, RankModel]) -> RankingService | None:
 
 
 class OpenResponses:
-    """Counts the requests whose answer is not sent yet."""
+    """Counts the requests whose response has not been sent yet."""
 
     def __init__(self) -> None:
         self._open = 0
@@ -97,7 +98,7 @@ class OpenResponses:
         self._none.set()
 
     def count(self, app: ASGIApp) -> ASGIApp:
-        """The application, counted."""
+        """Wrap the application so that its requests are counted."""
 
         async def counted(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http":
@@ -115,7 +116,7 @@ class OpenResponses:
         return counted
 
     async def wait_until_none(self, timeout_s: float) -> bool:
-        """Waits until the count is 0; False after ``timeout_s``."""
+        """Wait until the count is 0; return False after `timeout_s`."""
         try:
             await asyncio.wait_for(self._none.wait(), timeout_s)
         except TimeoutError:
@@ -124,8 +125,8 @@ class OpenResponses:
 
 
 def without_request_id(app: ASGIApp) -> ASGIApp:
-    """Takes the application's ``x-request-id`` out of its answers: Serve's proxy appends the same id to every answer,
-    and an answer with two would read as "id, id"."""
+    """Remove the application's `x-request-id` from its responses: Serve's proxy appends the same id to every response,
+    and a response with both would read as "id, id"."""
 
     async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_without(message: Message) -> None:

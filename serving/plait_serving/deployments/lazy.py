@@ -1,9 +1,9 @@
 """Deployment classes whose modules are imported where they run, not where the application is built.
 
-Whoever builds the application (the command, Serve's builder task) needs no torch; importing it there would cost some
-seconds and half a gigabyte. So each deployment that holds a model is a `LazyReplica`: it names the class that it stands
-for, and the methods that Serve and other replicas call, as a protocol. Serve looks methods up on the class, so each of
-them becomes a real one that passes the call on.
+The process that builds the application (the command, Serve's builder task) needs no torch; importing it there would
+cost some seconds and half a gigabyte. So each deployment that holds a model is a `LazyReplica`: it names the class
+that it stands for and, as a protocol, the methods that Serve and other replicas call. Serve looks methods up on the
+class, so each of them becomes a real method that forwards the call.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ __all__ = ["LazyControlNet", "LazyEngine", "LazyRankWorker", "LazyReplica"]
 
 
 class LazyReplica:
-    """Stands for another class: imports it in the replica, makes one, and passes every method of the protocol on.
+    """Stands for another class: imports it in the replica, makes one, and forwards every method of the protocol.
 
-    A subclass says ``target="module:Class"``, ``methods=`` the protocol, and which of them are ``streams``.
+    A subclass sets `target="module:Class"`, `methods=` to the protocol, and `streams` to the methods that stream.
     """
 
     _target: ClassVar[str]
@@ -36,21 +36,21 @@ class LazyReplica:
                 setattr(cls, name, _passed_on(name, method, is_stream=name in streams))
 
     def __init__(self, *args: Any, omp_wait: OmpWait = "default", **kwargs: Any) -> None:
-        """Raises what the target's constructor raises. ``omp_wait`` and Ray's threads must be settled before torch is
-        imported, which the import does."""
+        """Import and construct the target; raises whatever its constructor raises. `omp_wait` and Ray's threads must be
+        settled before the import, because it imports torch."""
         choose_omp_wait(os.environ, omp_wait)
         unset_ray_threads(os.environ)
         module, _, name = self._target.partition(":")
         self._inner = getattr(import_module(module), name)(*args, **kwargs)
 
     def __del__(self) -> None:
-        """Serve calls it when it takes the replica away."""
+        """Shut down; Serve calls this when it removes the replica."""
         if hasattr(self, "_inner"):
             self._inner.__del__()
 
 
 def _passed_on(name: str, method: Callable[..., Any], *, is_stream: bool) -> Callable[..., Any]:
-    """A method of the same kind, since Serve treats plain, async and generator methods differently."""
+    """Return a method of the same kind, since Serve treats plain, async and generator methods differently."""
     if is_stream:
 
         @wraps(method)
@@ -79,64 +79,64 @@ def _passed_on(name: str, method: Callable[..., Any], *, is_stream: bool) -> Cal
 
 
 class ReplicaMethods(Protocol):
-    """What Serve asks of every replica that holds a model."""
+    """What Serve calls on every replica that holds a model."""
 
     def reconfigure(self, user_config: Mapping[str, Any]) -> None:
-        """Applies new knobs."""
+        """Apply new knobs."""
 
     def check_health(self) -> None:
-        """Raises if the replica should be replaced."""
+        """Raise if the replica should be replaced."""
 
 
 class EngineMethods(ReplicaMethods, Protocol):
-    """What the ingress asks of a base model's replica."""
+    """What the ingress calls on a base model's replica."""
 
     def generate(self, request: Any) -> AsyncGenerator[Any, None]:
-        """Streams the request's events."""
+        """Yield the request's events."""
 
     async def catalog(self) -> Any:
-        """Tells what can be asked for now."""
+        """Return what can be requested now."""
 
     async def health(self) -> Any:
-        """Tells whether it would answer now."""
+        """Return whether the replica would answer now."""
 
     async def metrics_text(self) -> str:
-        """Tells its metrics in Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
 
     async def drain(self, drain_s: float) -> None:
-        """Finishes what runs."""
+        """Refuse new requests and finish those that run."""
 
 
 class ControlNetMethods(ReplicaMethods, Protocol):
-    """What base replicas ask of a ControlNet's replica; tensors go over the fabric."""
+    """What base replicas call on a ControlNet's replica; tensors go over the fabric."""
 
     async def describe(self) -> Any:
-        """Tells where this replica can be reached."""
+        """Return this replica's addresses and secret."""
 
     async def statistics(self) -> dict[str, float]:
-        """Tells its numbers."""
+        """Return the replica's statistics."""
 
 
 class RankWorkerMethods(ReplicaMethods, Protocol):
-    """What the ingress and other workers ask of a ranking worker; requests go over the fabric."""
+    """What the ingress and other workers call on a ranking worker; requests go over the fabric."""
 
     async def describe(self) -> Any:
-        """Tells where this replica can be reached."""
+        """Return this replica's addresses and secret."""
 
     async def metrics(self) -> Mapping[str, float]:
-        """Tells its numbers."""
+        """Return the worker's counters and gauges by name."""
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Tells what scaling goes by."""
+        """Return the pressure that scaling is based on."""
 
     async def stage_update(self, folder: str) -> Exception | None:
-        """Makes an update ready; returns what went wrong."""
+        """Stage an update; return the error, if any."""
 
     async def switch_version(self, version: str) -> Exception | None:
-        """Serves the version; returns what went wrong."""
+        """Switch to the version; return the error, if any."""
 
     async def drain(self, drain_s: float) -> None:
-        """Finishes what runs."""
+        """Refuse new requests and finish those that run."""
 
 
 class LazyEngine(
@@ -145,7 +145,7 @@ class LazyEngine(
     methods=EngineMethods,
     streams=("generate",),
 ):
-    """A base model."""
+    """A lazily built replica of a base model."""
 
 
 class LazyControlNet(
@@ -153,7 +153,7 @@ class LazyControlNet(
     target="plait_serving.deployments.images.controlnet:ControlNetDeployment",
     methods=ControlNetMethods,
 ):
-    """A ControlNet."""
+    """A lazily built replica of a ControlNet."""
 
 
 class LazyRankWorker(
@@ -161,4 +161,4 @@ class LazyRankWorker(
     target="plait_serving.deployments.ranking.worker:RankWorker",
     methods=RankWorkerMethods,
 ):
-    """A CN, HN or whole worker of a ranking model."""
+    """A lazily built CN, HN or whole worker of a ranking model."""

@@ -12,7 +12,7 @@ OUR_LOGGERS = ("plait", "plait_serving", "plait_disagg", "plait_kernels")
 
 
 def configure_logging(replica: str, environ: Mapping[str, str]) -> None:
-    """Sends our loggers' lines, from INFO up, to the file of `LOG_PATH_VARIABLE`, else to stderr (Ray keeps that)."""
+    """Send our loggers' lines, from INFO up, to the file of `LOG_PATH_VARIABLE`, else to stderr (which Ray keeps)."""
     path = environ.get(LOG_PATH_VARIABLE)
     try:
         handler: logging.Handler = logging.FileHandler(path) if path else logging.StreamHandler()

@@ -1,4 +1,4 @@
-"""The replica's part in choosing CPU threads: taking back what Ray chose."""
+"""The replica's part in choosing CPU threads: undoing Ray's choice."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _log = logging.getLogger(__name__)
 
 
 def unset_ray_threads(environ: MutableMapping[str, str]) -> None:
-    """Removes ``OMP_NUM_THREADS`` from the replica's environment; call it before torch is imported.
+    """Remove `OMP_NUM_THREADS` from the replica's environment; call this before torch is imported.
 
-    Ray sets it to the actor's logical CPUs. The engine sets its threads by the knobs, and an OpenMP that began with
-    one thread and is then told to use two burns processor time in waiting: measured on 2 shared cores, a step of the
-    starter model took 0.3 to 0.9 s of processor time with the variable and 0.05 to 0.09 s without.
+    Ray sets it to the actor's logical CPUs. The engine sets its threads from the knobs, and an OpenMP that starts
+    with one thread and is then switched to two burns processor time waiting: measured on 2 shared cores, a step of
+    the starter model took 0.3 to 0.9 s of processor time with the variable and 0.05 to 0.09 s without.
     """
     if "torch" in sys.modules:
         _log.warning("torch was imported before the replica could choose its threads")
@@ -24,6 +24,6 @@ def unset_ray_threads(environ: MutableMapping[str, str]) -> None:
 
 
 def choose_omp_wait(environ: MutableMapping[str, str], wait: OmpWait) -> None:
-    """Sets ``OMP_WAIT_POLICY``, which OpenMP reads once, when torch is imported; "default" leaves it as it is."""
+    """Set `OMP_WAIT_POLICY`, which OpenMP reads once, when torch is imported; "default" leaves it unchanged."""
     if wait != "default":
         environ["OMP_WAIT_POLICY"] = wait.upper()

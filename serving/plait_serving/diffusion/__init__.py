@@ -1,1 +1,1 @@
-"""The diffusion engine. Imports neither Ray nor FastAPI, so it runs in a script, a test or a replica alike."""
+"""The diffusion engine. It imports neither Ray nor FastAPI, so it runs equally in a script, a test or a replica."""

@@ -1,4 +1,4 @@
-"""What may enter the engine. Pure checks; each raises an error that names the field."""
+"""Which requests the engine accepts. Pure checks; each raises an error that names the field."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from plait_serving.diffusion.values import MAX_IMAGES, MAX_SCALE, MAX_SEED, NAME
 class ImageLimits:
     """The largest request that an engine accepts; the catalog shows the same object to clients.
 
-    Edges are multiples of ``size_multiple`` pixels: the VAE's factor times what the family's UNet needs.
+    Edges are multiples of `size_multiple` pixels: the VAE's factor times what the family's UNet needs.
     """
 
     size_multiple: int = 8
@@ -29,7 +29,7 @@ class ImageLimits:
 def check_request(
     request: ImageRequest, limits: ImageLimits, *, loras: Container[str], controlnets: Container[str]
 ) -> None:
-    """Raises `RequestError` or `NotFound` naming the field; returns silently if the request can run."""
+    """Raise `RequestError` or `NotFound`, naming the field, unless the request can run."""
     _check_numbers(request, limits)
     _check_policy(request)
     if len(request.loras) > limits.max_loras:

@@ -1,4 +1,4 @@
-"""The engine's composition root: the only place that chooses implementations for its seams."""
+"""The engine's composition root: the only place that chooses implementations for its interfaces."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ _WARMUP_STEPS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """What to serve. ``device`` and ``dtype`` may be "auto": CUDA in float16 if there is one, else the CPU in float32.
+    """What to serve. "auto" as `device` and `dtype` means CUDA in float16 if available, otherwise the CPU in float32.
 
-    ``controlnets`` maps names to diffusers folders; ``safety_checker`` False leaves a folder's checker out (logged).
+    `controlnets` maps names to diffusers folders; `safety_checker` False leaves out a folder's checker (logged).
     """
 
     model: str | Path
@@ -60,7 +60,7 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Assembled:
-    """A started engine and the parts that its surroundings ask about."""
+    """A started engine and the parts of it that its surroundings use."""
 
     engine: Engine
     denoiser: UNetDenoiser
@@ -69,9 +69,10 @@ class Assembled:
     controlnets: Mapping[str, PlacedControlNetClient]
 
     def warm_up(self) -> float:
-        """Makes a small picture, and one with every ControlNet so that AUTO placement is settled; seconds it took.
+        """Make a warm-up image, and one with every ControlNet so that AUTO placement is settled; return the seconds it
+        took.
 
-        A ControlNet that does not answer yet is logged: it may come later. Raises whatever else goes wrong.
+        A ControlNet that does not answer yet is logged: it may come up later. Raises any other error.
         """
         started_s = time.perf_counter()
         self.engine.generate(self._warmup_request(()))
@@ -100,9 +101,10 @@ class Assembled:
 def build_engine(
     settings: EngineSettings, *, remote: Mapping[str, Callable[[], ControlNetClient]] | None = None
 ) -> Assembled:
-    """Loads the model, builds the engine and starts it. Raises `ModelError`.
+    """Load the model, build the engine and start it. Raises `ModelError`.
 
-    ``remote[name]`` makes a client of a ControlNet that runs elsewhere; without one it can only run in this process.
+    `remote[name]` makes a client of a ControlNet that runs as a service; without it, the ControlNet can only run in
+    this process.
     """
     return run_on_own_thread(lambda: _build(settings, remote or {}))
 
@@ -171,7 +173,7 @@ def _local_factory(name: str, folder: Path, bundle: Bundle) -> Callable[[], Cont
 
 
 def _measure(local: ControlNetClient, remote: ControlNetClient, denoiser: UNetDenoiser, bundle: Bundle) -> StepTimes:
-    """Times one guided picture's step at both places, the UNet's encoder half beside the remote one."""
+    """Time one guided image's step at both places, with the UNet's encoder half beside the remote one."""
     request = ImageRequest(
         request_id="measure", prompt="", width=bundle.width, height=bundle.height, steps=1, guidance_scale=5.0, seed=0,
         scheduler=Scheduler.EULER,

@@ -1,7 +1,7 @@
 """A base model's parts, loaded from a diffusers folder. All loading of model weights is done here.
 
-Only safetensors is read: pickled weights are refused. Everything that could make pictures silently wrong (missing
-weights, a UNet feature that nobody feeds, a refiner) is a `ModelError` that names the file and the reason.
+Only safetensors is read: pickled weights are refused. Anything that could silently make wrong images (missing
+weights, a UNet feature that has no input, a refiner) is a `ModelError` that names the file and the reason.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class Family(StrEnum):
-    """What a base model is compatible with: LoRAs and ControlNets of one family fit it."""
+    """What a base model is compatible with: LoRAs and ControlNets of the same family fit it."""
 
     SD1 = "sd1"
     SD2 = "sd2"
@@ -39,8 +39,8 @@ class Family(StrEnum):
 class Bundle:
     """Modules in eval mode, without gradients, on one device. Frozen; LoRA merges write into the parameters.
 
-    ``tokenizers[i]`` belongs to ``text_encoders[i]``; SDXL has two. ``width``/``height`` are the size the model was
-    made for, in pixels; ``vae_factor`` is pixels per latent. ``vae_dtype`` is float32 where float16 would overflow.
+    `tokenizers[i]` belongs to `text_encoders[i]`; SDXL has two. `width` and `height` are the size the model was made
+    for, in pixels; `vae_factor` is pixels per latent. `vae_dtype` is float32 where float16 would overflow.
     """
 
     folder: Path
@@ -61,7 +61,7 @@ class Bundle:
 
     @property
     def latent_channels(self) -> int:
-        """Channels of a latent."""
+        """The number of channels of a latent."""
         return int(self.config["in_channels"])
 
     @property
@@ -76,7 +76,7 @@ class Bundle:
 
     @property
     def size_multiple(self) -> int:
-        """Widths and heights must be multiples of this, in pixels: diffusers' pipelines demand 8."""
+        """Widths and heights must be multiples of this, in pixels: diffusers' pipelines require 8."""
         return max(8, self.vae_factor)
 
 
@@ -92,9 +92,9 @@ def load_bundle(
     safety_checker: bool = True,
     fetch: Callable[[str, str], Path] = fetch_from_hub,
 ) -> Bundle:
-    """Loads a folder, or a hub repository at a commit (``revision``: 40 hex digits). Raises `ModelError`.
+    """Load a folder, or a hub repository at a commit (`revision`: 40 hex digits). Raises `ModelError`.
 
-    float16 files are upcast when ``dtype`` is float32. ``safety_checker=False`` leaves a folder's checker out.
+    float16 files are upcast when `dtype` is float32. `safety_checker=False` leaves out a folder's checker.
     """
     folder = resolve_source(source, revision, fetch)
     index = _read_json(folder / "model_index.json")
@@ -139,7 +139,7 @@ def load_controlnet(
     device: str = "cpu",
     fetch: Callable[[str, str], Path] = fetch_from_hub,
 ) -> nn.Module:
-    """Loads a ControlNet folder. ``base`` (a UNet's configuration) and ``vae_factor`` are checked against it if given.
+    """Load a ControlNet folder and check it against `base` (a UNet's configuration) and `vae_factor` if given.
 
     Raises `ModelError`.
     """
@@ -150,7 +150,7 @@ def load_controlnet(
 
 
 def resolve_source(source: str | Path, revision: str | None, fetch: Callable[[str, str], Path]) -> Path:
-    """The folder ``source`` names; downloads when it is a hub id. Raises `ModelError`."""
+    """Return the folder that `source` names, downloading it if it is a hub id. Raises `ModelError`."""
     folder = Path(source).expanduser()
     if folder.is_dir():
         return folder
@@ -163,7 +163,7 @@ def resolve_source(source: str | Path, revision: str | None, fetch: Callable[[st
 
 
 def family_of(unet_config: Mapping[str, Any]) -> Family:
-    """The family of a UNet or ControlNet configuration."""
+    """Return the family of a UNet or ControlNet configuration."""
     if unet_config.get("addition_embed_type") == "text_time":
         return Family.SDXL
     # SD 2.x's text encoder is OpenCLIP ViT-H, 1024 wide; SD 1.x's CLIP ViT-L is 768.
@@ -179,7 +179,7 @@ _PLAIN_BLOCKS = {
 
 
 def check_unet_config(unet: Mapping[str, Any], vae: Mapping[str, Any], path: Path) -> None:
-    """Raises `ModelError` for a UNet whose extra inputs nobody would feed."""
+    """Raise `ModelError` for a UNet with extra inputs that plait does not provide."""
     _refuse_features(unet, path)
     blocks = [*unet["down_block_types"], *unet["up_block_types"], unet.get("mid_block_type", "UNetMidBlock2DCrossAttn")]
     strange = sorted({str(block) for block in blocks} - _PLAIN_BLOCKS - {"None"})
@@ -196,7 +196,7 @@ def check_unet_config(unet: Mapping[str, Any], vae: Mapping[str, Any], path: Pat
 def check_controlnet_config(
     config: Mapping[str, Any], path: Path, *, base: Mapping[str, Any] | None, vae_factor: int | None
 ) -> None:
-    """Raises `ModelError` for a ControlNet that can not run, or does not fit the base."""
+    """Raise `ModelError` for a ControlNet that cannot run or does not fit the base."""
     kind = config.get("_class_name", "ControlNetModel")
     if kind != "ControlNetModel":
         raise ModelError(f"{path}: a {kind} is not supported; plain ControlNetModel is")
@@ -220,7 +220,7 @@ def check_controlnet_config(
 
 
 def _refuse_features(config: Mapping[str, Any], path: Path) -> None:
-    """Features that want inputs beyond text, time and SDXL's sizes."""
+    """Raise `ModelError` for features that need inputs beyond text, time and SDXL's sizes."""
     unsupported = {
         "class_embed_type": "class conditioning",
         "num_class_embeds": "class conditioning",
@@ -321,7 +321,7 @@ def _native_size(unet_config: Mapping[str, Any], factor: int) -> tuple[int, int]
 
 
 def _load(kind: Any, folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """A module with every weight from the folder's safetensors; memory-mapped while it is read."""
+    """Return a module with every weight from the folder's safetensors, which are memory-mapped while being read."""
     variant = _weight_variant(folder)
     module, info = _translate(
         folder,
@@ -343,7 +343,7 @@ def _load(kind: Any, folder: Path, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _weight_variant(folder: Path) -> str | None:
-    """None for the plain file, else the name of the only variant (``fp16`` of ``model.fp16.safetensors``)."""
+    """Return None for the plain file, else the name of the only variant (`fp16` of `model.fp16.safetensors`)."""
     stems = ("diffusion_pytorch_model", "model")
     files = sorted(path.name for path in folder.glob("*.safetensors"))
     whole = [f"{stem}.safetensors" for stem in stems]
@@ -358,7 +358,7 @@ def _weight_variant(folder: Path) -> str | None:
 
 
 def _translate(path: Path, load: Callable[[Path], Any]) -> Any:
-    """Runs a library's loader quietly; whatever it raises becomes a `ModelError` that names the path."""
+    """Run a library's loader quietly; anything it raises becomes a `ModelError` that names the path."""
     try:
         # Tensors made in inference mode do not count writes to them, by which the denoiser notices LoRA merges.
         with _quiet(), torch.inference_mode(mode=False):
@@ -371,7 +371,7 @@ def _translate(path: Path, load: Callable[[Path], Any]) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bars of transformers inside."""
+    """Disable the progress bars of transformers within the context."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

@@ -1,4 +1,4 @@
-"""Measured step costs: what `policy.choose` and the deadline checks believe about the near future."""
+"""Measured step costs, from which `policy.choose` and the deadline checks estimate the near future."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _NEWEST = 0.2
 class StepCosts:
     """Exponential averages of seconds per denoiser call, by pixels, guidance and rows. Thread-safe.
 
-    Unseen row counts are scaled from the nearest seen one in proportion to rows, plus a fixed share that a call costs
-    however small it is (one half: between a launch-bound GPU and a compute-bound CPU).
+    Unseen row counts are scaled from the nearest seen one in proportion to rows, plus the fixed share that a call of
+    any size costs (one half: between a launch-bound GPU and a compute-bound CPU).
     """
 
     def __init__(self, first_guess_s: float = 0.05) -> None:
@@ -23,18 +23,18 @@ class StepCosts:
         self._lock = threading.Lock()
 
     def record(self, key: GroupKey, rows: int, seconds: float) -> None:
-        """A call of ``rows`` rows of a group took ``seconds``."""
+        """Record that a call of `rows` rows of a group took `seconds`."""
         with self._lock:
             kind = self._seen.setdefault(_kind(key), {})
             old = kind.get(rows)
             kind[rows] = seconds if old is None else old + _NEWEST * (seconds - old)
 
     def knows(self, key: GroupKey) -> bool:
-        """Whether a call of this kind was ever measured."""
+        """Return whether a call of this kind was ever measured."""
         return _kind(key) in self._seen
 
     def step_s(self, key: GroupKey, rows: int) -> float:
-        """Expected seconds of one call."""
+        """Return the expected seconds of one call."""
         with self._lock:
             kind = self._seen.get(_kind(key))
             if not kind:

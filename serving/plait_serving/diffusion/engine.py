@@ -1,8 +1,8 @@
-"""The engine's face: submit, cancel, reconfigure, stop.
+"""The engine's API: submit, cancel, reconfigure, stop.
 
-One compute thread runs one step of one group at a time (`loop`), so a request joins, is cancelled, times out or gives
-a preview at any step boundary. One decode thread turns latents into pictures; the LoRA provider loads on its own
-threads; the desk is all they share. Events reach a request's sink from engine threads, in order.
+One compute thread runs one step of one group at a time (`loop`), so a request joins, is cancelled, times out or
+gives a preview at any step boundary. One decode thread turns latents into images; the LoRA provider loads on its own
+threads; the request registry is all they share. Events reach a request's sink from engine threads, in order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest
 
 
 class Ticket:
-    """A caller's hold on an accepted request."""
+    """A caller's handle on an accepted request."""
 
     def __init__(self, job: ImageJob, wake: Callable[[], None]) -> None:
         self._job = job
@@ -39,13 +39,14 @@ class Ticket:
         return self._job.request.request_id
 
     def cancel(self) -> None:
-        """Gives the request up at the next step boundary; its sink then gets `Failed(Cancelled)`. Idempotent."""
+        """Cancel the request at the next step boundary; its sink then gets `Failed(Cancelled)`. Idempotent."""
         self._job.cancelled = True
         self._wake()
 
 
 class Engine:
-    """See the module docstring. `assemble.build_engine` makes the parts; `start` comes before `submit`."""
+    """The engine that the module docstring describes. `assemble.build_engine` makes the parts; call `start` before
+    `submit`."""
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class Engine:
         self._compute = threading.Thread(target=loop.run, name="plait-compute", daemon=True)
 
     def start(self) -> None:
-        """Starts the compute thread. Call once."""
+        """Start the compute thread. Call once."""
         self._compute.start()
 
     @property
@@ -92,7 +93,7 @@ class Engine:
 
     @property
     def limits(self) -> ImageLimits:
-        """What requests may ask for."""
+        """The bounds on what requests may ask for."""
         return self._limits
 
     @property
@@ -101,10 +102,10 @@ class Engine:
         return self._knobs
 
     def submit(self, request: ImageRequest, sink: Callable[[Event], None]) -> Ticket:
-        """Accepts a request and starts loading its LoRA set.
+        """Accept a request and start loading its LoRA set.
 
-        ``sink`` gets the events from engine threads, `Finished` or `Failed` last; it must not block.
-        Raises `RequestError`, `NotFound`, `Overloaded`, `DeadlineMissed` or `EngineStopped`; then nothing was started.
+        `sink` gets the events from engine threads, `Finished` or `Failed` last; it must not block. Raises
+        `RequestError`, `NotFound`, `Overloaded`, `DeadlineMissed` or `EngineStopped`; then nothing was started.
         """
         check_request(request, self._limits, loras=self._loras, controlnets=self._controlnets)
         step_s = self._step_s(request)
@@ -133,7 +134,7 @@ class Engine:
         return Ticket(job, self._registry.wake)
 
     def generate(self, request: ImageRequest, *, timeout_s: float | None = None) -> ImageResult:
-        """Submits and waits; raises the request's error, or TimeoutError. For scripts; servers use `submit`."""
+        """Submit and wait. For scripts; servers use `submit`. Raises the request's error, or `TimeoutError`."""
         done: Future[ImageResult] = Future()
 
         def sink(event: Event) -> None:
@@ -150,17 +151,17 @@ class Engine:
             raise
 
     def reconfigure(self, knobs: EngineKnobs) -> None:
-        """Applies new knobs at the next step boundary; running requests go on."""
+        """Apply new knobs at the next step boundary; running requests continue."""
         self._loras.reconfigure(host_bytes=knobs.host_lora_bytes)
         self._knobs = knobs
         self._registry.wake()
 
     def statistics(self) -> EngineStatistics:
-        """A snapshot."""
+        """Return a snapshot of the counters."""
         return self._registry.statistics()
 
     def stop(self, *, drain_s: float) -> None:
-        """Refuses new requests, gives the accepted ones ``drain_s`` seconds, fails the rest. Idempotent."""
+        """Refuse new requests, give the accepted ones `drain_s` seconds, then fail the rest. Idempotent."""
         self._registry.close_to_new()
         if self._compute.is_alive():
             self._registry.wait_until_empty(drain_s)
@@ -173,7 +174,7 @@ class Engine:
         self._loras.close()
 
     def _step_s(self, request: ImageRequest) -> float:
-        """Expected seconds of one of its steps; 0 before anything like it was measured."""
+        """Return the expected seconds of one of its steps; 0 before anything like it was measured."""
         key = GroupKey(request.width, request.height, request.uses_cfg, request.loras)
         return self._costs.step_s(key, request.n) if self._costs.knows(key) else 0.0
 

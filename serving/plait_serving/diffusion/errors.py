@@ -1,14 +1,14 @@
-"""Every error the engine raises on purpose.
+"""Every error that the engine raises on purpose.
 
 EngineError
-├── RequestError            the caller must change the request; ``param`` names the field
+├── RequestError            the caller must change the request; `param` names the field
 │   └── NotFound            a model, ControlNet or LoRA of that name does not exist
-├── Refused                 the request is fine, the moment is not
-│   ├── Overloaded          the queue is full; ``retry_after_s`` says when to come back
-│   └── DeadlineMissed      the deadline passed, or can not be met
-├── Cancelled               the caller went away
-├── LoraError               a LoRA file can not be used (format, shape, unmatched keys, non-finite)
-├── ModelError              a base model or ControlNet folder can not be used
+├── Refused                 the request is valid but cannot be taken now
+│   ├── Overloaded          the queue is full; `retry_after_s` is when to retry
+│   └── DeadlineMissed      the deadline passed, or cannot be met
+├── Cancelled               the caller disconnected
+├── LoraError               a LoRA file cannot be used (format, shape, unmatched keys, non-finite)
+├── ModelError              a base model or ControlNet folder cannot be used
 ├── ControlNetUnavailable   no replica of that ControlNet answers
 ├── NumericalError          a row turned NaN or infinite; batch mates are unharmed
 ├── OutOfMemory             one request alone does not fit the device
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 
 class EngineError(Exception):
-    """Base of all errors the engine raises on purpose. ``code`` is stable and machine-readable."""
+    """Base of all errors that the engine raises on purpose. `code` is stable and machine-readable."""
 
     code = "engine_error"
 
@@ -29,7 +29,7 @@ class EngineError(Exception):
         self.param = param
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Errors cross a Ray handle; keep every attribute."""
+        """Keep every attribute when pickled: errors cross a Ray handle."""
         return (_rebuild, (type(self), self.message, self.__dict__))
 
 
@@ -40,7 +40,7 @@ def _rebuild(cls: type[EngineError], message: str, state: dict[str, object]) -> 
 
 
 class RequestError(EngineError):
-    """The caller must change the request; ``param`` names the field (dotted, e.g. ``loras.0.name``)."""
+    """The caller must change the request; `param` names the field (dotted, e.g. `loras.0.name`)."""
 
     code = "invalid_value"
 
@@ -52,7 +52,7 @@ class NotFound(RequestError):
 
 
 class Refused(EngineError):
-    """The request is fine, the moment is not."""
+    """The request is valid but cannot be taken now."""
 
     code = "refused"
 
@@ -68,25 +68,25 @@ class Overloaded(Refused):
 
 
 class DeadlineMissed(Refused):
-    """The deadline passed, or can not be met any more."""
+    """The deadline passed, or can no longer be met."""
 
     code = "deadline_missed"
 
 
 class Cancelled(EngineError):
-    """The caller went away or asked to stop."""
+    """The caller disconnected or cancelled the request."""
 
     code = "cancelled"
 
 
 class LoraError(EngineError):
-    """A LoRA file can not be used; the message says why and lists offending keys."""
+    """A LoRA file cannot be used; the message gives the reason and lists the offending keys."""
 
     code = "invalid_lora"
 
 
 class ModelError(EngineError):
-    """A base model or ControlNet folder can not be used."""
+    """A base model or ControlNet folder cannot be used."""
 
     code = "invalid_model"
 

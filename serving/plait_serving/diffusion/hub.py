@@ -19,7 +19,7 @@ _DESCRIPTIONS = (".json", ".txt", ".model")
 
 
 def fetch_from_hub(repository: str, revision: str) -> Path:
-    """The local folder of ``repository`` at commit ``revision``; a snapshot already there needs no network.
+    """Return the local folder of `repository` at commit `revision`; an existing snapshot needs no network.
 
     Takes descriptions and one set of safetensors weights per part, never pickles. Raises `ModelError`.
     """
@@ -33,7 +33,7 @@ def fetch_from_hub(repository: str, revision: str) -> Path:
 
 
 def _already_here(repository: str, revision: str, error: Exception) -> Path:
-    """A commit never changes, so without a network an earlier download serves as well."""
+    """Return an earlier download, which is as good when there is no network: a commit never changes."""
     try:
         return Path(snapshot_download(repository, revision=revision, local_files_only=True))
     except (LocalEntryNotFoundError, OSError):
@@ -41,7 +41,7 @@ def _already_here(repository: str, revision: str, error: Exception) -> Path:
 
 
 def wanted_files(files: Iterable[str]) -> list[str]:
-    """Of a repository's files: descriptions, and per folder the plain safetensors or else one variant of them."""
+    """Select descriptions and, per folder, the plain safetensors or else one variant of them."""
     names = list(files)
     wanted = [name for name in names if name.endswith(_DESCRIPTIONS)]
     weights: dict[str, dict[str, list[str]]] = {}

@@ -1,4 +1,4 @@
-"""What a tuner or an operator may change on a running engine, without a restart."""
+"""What a tuner or an operator may change on a running engine without a restart."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Placement(StrEnum):
-    """Where ControlNets run: AUTO chooses by measured step and transfer times and logs why."""
+    """Where ControlNets run: AUTO chooses by measured step and transfer times and logs the reason."""
 
     AUTO = "auto"
     LOCAL = "local"
@@ -28,7 +28,7 @@ class Exact(StrEnum):
 
 
 class EngineKnobs(BaseModel):
-    """The engine's tunables; carried in Serve's ``user_config``, so a change is a reconfigure and no restart."""
+    """The engine's knobs; carried in Serve's `user_config`, so a change reconfigures instead of restarting."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

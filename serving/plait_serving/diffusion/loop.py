@@ -1,4 +1,4 @@
-"""The compute thread's loop: take in, drop what is lost, choose a group, run one step of it."""
+"""The compute thread's loop: take in jobs, drop the lost ones, choose a group, run one step of it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class DenoiseLoop:
         self._next_order = 0
 
     def run(self) -> None:
-        """Runs until the desk shuts; whatever is left then fails with `EngineStopped`."""
+        """Run until the registry shuts down; whatever is left then fails with `EngineStopped`."""
         threads = None
         try:
             with torch.inference_mode():
@@ -76,7 +76,7 @@ class DenoiseLoop:
                 self._fail(job, EngineStopped("the engine stopped before the request was finished"))
 
     def _iterate(self, knobs: EngineKnobs) -> None:
-        """One step of one group, or a nap."""
+        """Run one step of one group, or wait briefly."""
         self._take_in(knobs)
         self._drop_lost()
         batch = self._choose(knobs)
@@ -93,7 +93,7 @@ class DenoiseLoop:
             self._jobs.append(job)
 
     def _drop_lost(self) -> None:
-        """Ends the jobs that were cancelled, ran out of time, or whose LoRA set could not be loaded."""
+        """End the jobs that were cancelled, ran out of time, or whose LoRA set could not be loaded."""
         now_s = self._clock()
         for job in list(self._jobs):
             load_error = job.load_error
@@ -122,7 +122,8 @@ class DenoiseLoop:
         return [units[candidate.order] for candidate in batch]
 
     def _should_wait_for_mates(self, units: list[Unit], knobs: EngineKnobs) -> bool:
-        """The batch-wait knob: nothing runs yet, the batch is not full, and the oldest has not waited long enough."""
+        """Return whether to wait for batch mates (the batch-wait knob): nothing runs yet, the batch is not full, and
+        the oldest unit has not waited long enough."""
         if not units or knobs.batch_wait_ms == 0 or any(unit.step for unit in units):
             return False
         oldest_s = min(unit.job.spent.accepted_at_s for unit in units)
@@ -152,7 +153,7 @@ class DenoiseLoop:
         self._registry.set_stepping(sum(1 for job in self._jobs if any(unit.step for unit in job.units)))
 
     def _prepare(self, unit: Unit) -> bool:
-        """Whether the unit can take part; if preparing fails, its job alone fails."""
+        """Return whether the unit can take part; if preparing fails, only its job fails."""
         if unit.job.phase is not RequestPhase.ACTIVE:
             return False
         try:
@@ -183,7 +184,7 @@ class DenoiseLoop:
         self._decode_threads.submit(self._decode, job, latents)
 
     def _fail(self, job: ImageJob, error: Exception) -> None:
-        """Ends a job; its batch mates are not touched. An error that is no `EngineError` is a bug and logged as one."""
+        """End a job without touching its batch mates. An error that is no `EngineError` is a bug and logged as one."""
         if job.phase is not RequestPhase.ACTIVE:
             return
         if not isinstance(error, EngineError):
@@ -198,7 +199,7 @@ class DenoiseLoop:
         self._jobs.remove(job)
 
     def _min_left_s(self, job: ImageJob) -> float:
-        """The least time that a job's remaining steps can take; 0 before anything like it was measured."""
+        """Return the least time that a job's remaining steps can take; 0 before anything like it was measured."""
         unit = min(job.units, key=lambda unit: unit.step)
         key = unit.candidate().key
         if not self._costs.knows(key):
@@ -229,7 +230,7 @@ class DenoiseLoop:
 
 
 def _wants_preview(unit: Unit) -> bool:
-    """Partial images are spread evenly over the steps; they show a request's first image."""
+    """Return whether a preview is due. Previews are spread evenly over the steps and show a request's first image."""
     wanted = unit.job.request.partial_images
     if not wanted or unit.first_image:
         return False

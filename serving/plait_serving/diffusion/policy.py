@@ -1,13 +1,13 @@
-"""Which group runs the next step: the heart of the server, as a pure function.
+"""Which group runs the next step: the core decision of the server, as a pure function.
 
 A group is what can share one denoiser call: equal shape, guidance on or off, and LoRA set. Between steps the compute
-thread asks `choose` which units run next. The trade:
+thread calls `choose` for the units to run next. The trade-offs:
 
 - Staying with the live LoRA set costs nothing, another set costs a merge. A switch pays when the other group
   does more useful rows per second even after the merge is spread over the steps it is expected to stay.
-- A unit with a deadline that is about to be lost goes first (earliest deadline among the still savable).
-- Nobody starves: a step *overtakes* a waiting unit if a later arrival takes part in it and the unit does not. A unit
-  is overtaken at most ``overtake_limit`` times; from then on only units that arrived before it may run without it.
+- A unit with a deadline that is about to be missed goes first (earliest deadline among those that can still be met).
+- None starves: a step *overtakes* a waiting unit if a later arrival takes part in it and the unit does not. A unit
+  is overtaken at most `overtake_limit` times; from then on only units that arrived before it may run without it.
 
 Symbols: rows = images of a unit; step_s = seconds one denoiser call takes; switch_s = seconds a merge takes.
 """
@@ -33,9 +33,9 @@ class GroupKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A unit that could take part in the next step. ``order`` is unique and grows with arrival.
+    """A unit that could take part in the next step. `order` is unique and grows with arrival.
 
-    ``deadline_s`` is on the same clock as ``now_s`` of `choose`; None: no deadline.
+    `deadline_s` is on the same clock as `now_s` of `choose`; None means no deadline.
     """
 
     order: int
@@ -56,9 +56,9 @@ class Costs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLimits:
-    """``largest_batch`` rows per call (a bigger unit runs alone); see module docstring for ``overtake_limit``.
+    """At most `largest_batch` rows per call (a bigger unit runs alone); the module docstring explains `overtake_limit`.
 
-    ``urgent_factor``: a deadline is urgent when less than this many times the unit's remaining work is left to it.
+    `urgent_factor`: a deadline is urgent when less than this many times the unit's remaining work is left before it.
     """
 
     largest_batch: int
@@ -69,7 +69,7 @@ class BatchLimits:
 def choose(
     candidates: Sequence[Candidate], *, costs: Costs, limits: BatchLimits, now_s: float
 ) -> tuple[Candidate, ...]:
-    """The units of the next step, in arrival order; empty iff ``candidates`` is. They share one `GroupKey`."""
+    """Return the units of the next step, in arrival order; empty iff `candidates` is. They share one `GroupKey`."""
     if not candidates:
         return ()
     units = sorted(candidates, key=lambda unit: unit.order)
@@ -87,14 +87,14 @@ def choose(
 
 
 def overtaken_by(batch: Sequence[Candidate], candidates: Sequence[Candidate]) -> frozenset[int]:
-    """Orders of the candidates that a step of ``batch`` overtakes."""
+    """Return the orders of the candidates that a step of `batch` overtakes."""
     chosen = {unit.order for unit in batch}
     latest = max(chosen, default=-1)
     return frozenset(unit.order for unit in candidates if unit.order not in chosen and unit.order < latest)
 
 
 def _with_mates(seed: Candidate, units: Sequence[Candidate], limits: BatchLimits) -> tuple[Candidate, ...]:
-    """``seed`` and as many units of its group as fit, oldest first, so that no due unit outside is overtaken."""
+    """Return `seed` and as many units of its group as fit, oldest first, so that no due unit outside is overtaken."""
     mates = [unit for unit in units if unit.key == seed.key and unit.order != seed.order]
     batch, rows = [seed], seed.rows
     for mate in mates:
@@ -111,7 +111,7 @@ def _with_mates(seed: Candidate, units: Sequence[Candidate], limits: BatchLimits
 
 
 def _most_urgent(units: Sequence[Candidate], costs: Costs, limits: BatchLimits, now_s: float) -> Candidate | None:
-    """Earliest deadline among the units that are short of time and can still make it; None if there is none."""
+    """Return the unit with the earliest deadline among those that are short of time but can still meet it, or None."""
 
     def left_and_need(unit: Candidate) -> tuple[float, float]:
         assert unit.deadline_s is not None
@@ -128,7 +128,7 @@ def _most_urgent(units: Sequence[Candidate], costs: Costs, limits: BatchLimits, 
 
 
 def _rows_per_second(batch: Sequence[Candidate], costs: Costs) -> float:
-    """Useful rows per second of running ``batch``, its merge spread over the steps it will stay."""
+    """Return the useful rows per second of running `batch`, its merge spread over the steps it will stay."""
     key = batch[0].key
     rows = sum(unit.rows for unit in batch)
     stay_steps = max(unit.steps_left for unit in batch)

@@ -1,8 +1,8 @@
-"""Prompts to text embeddings, as diffusers' `encode_prompt` computes them; longer prompts in chunks, never cut.
+"""Prompts to text embeddings, computed like diffusers' `encode_prompt`; longer prompts in chunks, never truncated.
 
 A tokenizer of length T (77) holds T - 2 words per chunk between its begin and end tokens. A prompt of more words is
 split into several chunks, each encoded alone with its own begin and end, and their embeddings are joined along L.
-One that fits is encoded by the very same calls as diffusers makes.
+A prompt that fits is encoded by exactly the calls that diffusers makes.
 
 Legend: L = T * chunks, C text width, P pooled width.
 """
@@ -25,7 +25,7 @@ from plait_serving.diffusion.versions import parameter_version
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EncodedText:
-    """``hidden (1, L, C)``; ``pooled (1, P)`` of the last encoder, from the first chunk, or None."""
+    """`hidden (1, L, C)`; `pooled (1, P)` of the last encoder, from the first chunk, or None."""
 
     hidden: torch.Tensor
     pooled: torch.Tensor | None
@@ -36,10 +36,11 @@ _REMEMBERED = 64
 
 
 class PromptEncoder:
-    """Encodes with the text encoders of a bundle as their weights are now. Compute thread only."""
+    """Encodes with the current weights of a bundle's text encoders. Compute thread only."""
 
     def __init__(self, bundle: Bundle, *, weights_version: Callable[[], int] | None = None) -> None:
-        """``weights_version`` must change whenever a text encoder is written to; by default torch's own count."""
+        """Take the bundle. `weights_version` must change whenever a text encoder is written to; by default torch's own
+        count."""
         self._bundle = bundle
         self._is_xl = bundle.family is Family.SDXL
         self._version = weights_version or parameter_version(*bundle.text_encoders)
@@ -47,7 +48,7 @@ class PromptEncoder:
         self._known_version = self._version()
 
     def prepare(self, request: ImageRequest) -> Conditioning:
-        """The request's conditioning, unconditional row first; runs the text encoders."""
+        """Return the request's conditioning, unconditional row first; runs the text encoders."""
         uses_cfg = request.uses_cfg and not self._bundle.embeds_guidance
         prompts = [request.negative_prompt, request.prompt] if uses_cfg else [request.prompt]
         chunks = max(self.chunk_count(prompt) for prompt in prompts)
@@ -63,11 +64,12 @@ class PromptEncoder:
             )
 
     def chunk_count(self, prompt: str) -> int:
-        """Chunks that ``prompt`` needs: the most that any tokenizer of the model makes of it, at least 1."""
+        """Return the number of chunks that `prompt` needs: the max over the model's tokenizers, at least 1."""
         return max(len(token_chunks(tokenizer, prompt)) for tokenizer in self._bundle.tokenizers)
 
     def encode(self, prompt: str, chunks: int) -> EncodedText:
-        """``prompt`` as exactly ``chunks`` chunks; chunks that it does not fill are encoded empty. Remembers."""
+        """Encode `prompt` as exactly `chunks` chunks; chunks that it does not fill are encoded empty. The result is
+        cached."""
         version = self._version()
         if version != self._known_version:
             self._known.clear()
@@ -96,7 +98,7 @@ class PromptEncoder:
         return EncodedText(hidden=hidden, pooled=outputs[0].pooled)
 
     def _run(self, encoder: nn.Module, tokenizer: Any, ids: Sequence[int]) -> EncodedText:
-        """One chunk, one row: larger batches would round differently from diffusers."""
+        """Encode one chunk as one row: larger batches would round differently from diffusers."""
         tokens = torch.tensor([ids], device=self._bundle.device)
         config = cast("Any", encoder).config
         if self._is_xl:
@@ -107,7 +109,7 @@ class PromptEncoder:
         return EncodedText(hidden=encoder(tokens, attention_mask=mask)[0], pooled=None)
 
     def _added(self, encoded: list[EncodedText], request: ImageRequest) -> dict[str, torch.Tensor]:
-        """SDXL's pooled text and its six sizes: original (h, w), crop (top, left), target (h, w)."""
+        """Return SDXL's pooled text and its six sizes: original (h, w), crop (top, left), target (h, w)."""
         pooled = torch.cat([cast("torch.Tensor", text.pooled) for text in encoded])
         size = (request.height, request.width)
         dtype, device = encoded[-1].hidden.dtype, encoded[-1].hidden.device
@@ -116,7 +118,7 @@ class PromptEncoder:
 
 
 def token_chunks(tokenizer: Any, prompt: str) -> list[list[int]]:
-    """Token ids of every chunk, each ``model_max_length`` long with begin, end and padding; at least one."""
+    """Return the token ids of every chunk, each `model_max_length` long with begin, end and padding; at least one."""
     length = int(tokenizer.model_max_length)
     words = tokenizer(prompt, add_special_tokens=False, truncation=False, verbose=False).input_ids
     chunks = [words[i : i + length - 2] for i in range(0, max(len(words), 1), length - 2)]
@@ -125,7 +127,7 @@ def token_chunks(tokenizer: Any, prompt: str) -> list[list[int]]:
 
 
 def _padding_mask(tokens: torch.Tensor, tokenizer: Any) -> torch.Tensor:
-    """1 up to and including the end token, as the tokenizer's own mask."""
+    """Return 1 up to and including the end token, like the tokenizer's own mask."""
     end = (tokens == tokenizer.eos_token_id).int().argmax(dim=-1)
     positions = torch.arange(tokens.shape[1], device=tokens.device)
     mask: torch.Tensor = positions[None] <= end[:, None]

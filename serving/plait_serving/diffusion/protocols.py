@@ -1,7 +1,7 @@
-"""The seams of the engine. Contracts only: this module imports values, never an implementation.
+"""The interfaces inside the engine. Contracts only: this module imports values, never an implementation.
 
 Shapes: a request has n rows; with classifier-free guidance (CFG) a model call sees R = 2n rows of it, the n
-unconditional ones first, as diffusers orders them; without CFG, R = n. L = 77 * prompt chunks, C = text width.
+unconditional ones first, in diffusers' order; without CFG, R = n. L = 77 * prompt chunks, C = text width.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from plait_serving.diffusion.values import ImageRequest, LoraSet, RgbImage
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Conditioning:
-    """What a request feeds to every step, computed once.
+    """The inputs of a request to every step, computed once.
 
-    ``text`` is ``(2, L, C)`` with CFG (unconditional row first) or ``(1, L, C)``; ``added`` holds SDXL's
-    ``text_embeds (2|1, P)`` and ``time_ids (2|1, 6)`` or is empty. One row per branch: whoever needs n rows of each
-    branch expands (``repeat_interleave``), so a request for 8 images sends its text once.
+    `text` is `(2, L, C)` with CFG (unconditional row first) or `(1, L, C)`; `added` holds SDXL's `text_embeds (2|1,
+    P)` and `time_ids (2|1, 6)` or is empty. One row per branch: code that needs n rows of each branch expands them
+    (`repeat_interleave`), so a request for 8 images sends its text once.
     """
 
     text: torch.Tensor
@@ -32,7 +32,7 @@ class Conditioning:
     uses_cfg: bool
 
     def expand(self, value: torch.Tensor) -> torch.Tensor:
-        """``(2|1, ...)`` to ``(R, ...)``: every branch's row n times."""
+        """Expand `(2|1, ...)` to `(R, ...)`: every branch's row n times."""
         return value if self.n == 1 else value.repeat_interleave(self.n, dim=0)
 
 
@@ -54,10 +54,10 @@ class ControlSession(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ControlCall:
-    """One request's question to one ControlNet in one step. ``sample (R, c, h, w)`` is scaled by the sampler.
+    """One request's question to one ControlNet in one step. `sample (R, c, h, w)` is scaled by the sampler.
 
-    ``exact``: the answer has the bits of diffusers' own modules over the rows it was computed with (more than these, if
-    the ControlNet serves several engines); else it may differ by rounding.
+    `exact`: the answer has the bits of diffusers' own modules over the rows it was computed with (more than these,
+    if the ControlNet serves several engines); otherwise it may differ by rounding.
     """
 
     session: ControlSession
@@ -68,35 +68,36 @@ class ControlCall:
 
 
 class PendingResiduals(Protocol):
-    """Answers under way; they were asked for before the UNet's encoder half started."""
+    """Answers in flight; they were requested before the UNet's encoder half started."""
 
     def wait(self) -> list[Residuals | EngineError]:
-        """Blocks until every call of the batch has its answer, in call order. A call that failed is its error."""
+        """Block until every call of the batch has its answer; return them in call order, an error for a call that
+        failed."""
 
 
 class ControlNetClient(Protocol):
-    """One ControlNet, wherever it runs. All methods are called from the engine's compute thread only."""
+    """One ControlNet, wherever it runs. All methods are called only from the engine's compute thread."""
 
     @property
     def name(self) -> str:
         """The ControlNet's name."""
 
     def open(self, *, image: RgbImage, conditioning: Conditioning, width: int, height: int) -> ControlSession:
-        """Hands over what stays constant; the control image is embedded once, here. Raises `ControlNetUnavailable`."""
+        """Hand over what stays constant; the control image is embedded once, here. Raises `ControlNetUnavailable`."""
 
     def start(self, calls: Sequence[ControlCall]) -> PendingResiduals:
-        """Asks for one step's residuals of several requests as one batch; returns before they are computed."""
+        """Request one step's residuals of several requests as one batch; return before they are computed."""
 
     def close(self, session: ControlSession) -> None:
-        """Forgets a session; unknown or lost sessions are ignored."""
+        """Drop a session; unknown or lost sessions are ignored."""
 
     def shutdown(self) -> None:
-        """Releases channels and threads. Idempotent."""
+        """Release channels and threads. Idempotent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ActiveControl:
-    """A ControlNet that acts in this step. ``session`` was opened with ``client``."""
+    """A ControlNet that acts in this step. `session` was opened with `client`."""
 
     client: ControlNetClient
     session: ControlSession
@@ -105,7 +106,7 @@ class ActiveControl:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepCall:
-    """One request's part of a denoiser call. ``sample (n, c, h, w)`` is scaled; ``timestep`` is 0-dim."""
+    """One request's part of a denoiser call. `sample (n, c, h, w)` is scaled; `timestep` is 0-dim."""
 
     conditioning: Conditioning
     sample: torch.Tensor
@@ -117,25 +118,26 @@ class StepCall:
 class Denoiser(Protocol):
     """A model family behind three verbs. Owns the weights; only the compute thread calls prepare and predict.
 
-    ``finish`` may be called from the decode thread while ``predict`` runs: it touches other modules only.
+    `finish` may be called from the decode thread while `predict` runs: it touches other modules only.
     """
 
     def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
-        """``(c, h, w)`` of one image's latents."""
+        """Return `(c, h, w)` of one image's latents."""
 
     def prepare(self, request: ImageRequest) -> Conditioning:
-        """Encodes prompts with the weights that are live now (text-encoder LoRAs must be in before)."""
+        """Encode the prompts with the live weights (text-encoder LoRAs must be merged before)."""
 
     def predict(self, calls: Sequence[StepCall]) -> list[torch.Tensor | EngineError]:
-        """One call for all: guided model output ``(n, c, h, w)`` per request, or the error that only this request has.
+        """Predict all in one call: guided model output `(n, c, h, w)` per request, or the error that affects only this
+        request.
 
         All calls agree in shape, CFG and text length. ControlNet questions leave before the encoder half starts and
         are awaited right before the decoder half; several ControlNets are summed in list order.
-        Raises torch.OutOfMemoryError (or RuntimeError naming memory) if the whole batch does not fit.
+        Raises `torch.OutOfMemoryError` (or a `RuntimeError` naming memory) if the whole batch does not fit.
         """
 
     def finish(self, latents: torch.Tensor) -> torch.Tensor:
-        """``(n, c, h, w)`` latents to ``float (n, 3, H, W)`` in [0, 1], decoded image by image."""
+        """Decode `(n, c, h, w)` latents to `float (n, 3, H, W)` in [0, 1], image by image."""
 
 
 class LoraWeights(Protocol):
@@ -143,15 +145,15 @@ class LoraWeights(Protocol):
 
     @property
     def name(self) -> str:
-        """The name it is addressed by."""
+        """The name that requests use for it."""
 
     @property
     def nbytes(self) -> int:
-        """Host memory it takes."""
+        """The bytes of host memory that it takes."""
 
     @property
     def touches_text_encoder(self) -> bool:
-        """Whether the prompt's encoding changes with it."""
+        """Whether it changes the prompt's encoding."""
 
 
 class LoraMerger(Protocol):
@@ -162,41 +164,43 @@ class LoraMerger(Protocol):
         """The set whose weights are live."""
 
     def switch(self, target: LoraSet, weights: Mapping[str, LoraWeights]) -> None:
-        """Makes ``target`` live (``()`` restores, bit for bit). On `LoraError` the previous weights stay live."""
+        """Make `target` live; `()` restores the pristine weights bit for bit. After `LoraError` the previous weights
+        stay live."""
 
 
 class LoraLease(Protocol):
-    """A LoRA set held in host memory; nothing in it is evicted before ``release``."""
+    """A LoRA set held in host memory; nothing in it is evicted before `release`."""
 
     @property
     def weights(self) -> Mapping[str, LoraWeights]:
         """Parsed files by name."""
 
     def release(self) -> None:
-        """Lets go. Idempotent."""
+        """Release the set. Idempotent."""
 
 
 class LoraProvider(Protocol):
     """Where LoRA sets come from. All methods are thread-safe."""
 
     def acquire(self, names: Sequence[str]) -> Future[LoraLease]:
-        """Starts loading now, on other threads. The future fails with `NotFound` or `LoraError`; cancelling lets go."""
+        """Start loading on other threads. The future fails with `NotFound` or `LoraError`; cancelling it releases the
+        set."""
 
     def __contains__(self, name: object) -> bool:
-        """Whether a LoRA of that name exists now (new files are seen without a restart)."""
+        """Return whether a LoRA of that name exists now (new files are seen without a restart)."""
 
     def reconfigure(self, *, host_bytes: int) -> None:
-        """Sets the host memory budget, in bytes."""
+        """Set the host memory budget, in bytes."""
 
     def close(self) -> None:
-        """Stops the loader threads. Idempotent."""
+        """Stop the loader threads. Idempotent."""
 
 
 class SafetyChecker(Protocol):
-    """Blacks out pictures that must not be shown."""
+    """Blacks out images that must not be shown."""
 
     def check(self, images: torch.Tensor) -> tuple[torch.Tensor, tuple[bool, ...]]:
-        """``float (n, 3, H, W)`` in [0, 1] to the same with flagged images black, and the flags."""
+        """Return a copy of `float (n, 3, H, W)` in [0, 1] with flagged images black, and the flags."""
 
 
 class RequestSampler(Protocol):
@@ -204,16 +208,17 @@ class RequestSampler(Protocol):
 
     @property
     def timesteps(self) -> torch.Tensor:
-        """``(N,)``; entry i is the 0-dim timestep that step i feeds to the model. N is the steps that really run."""
+        """`(N,)`: entry i is the 0-dim timestep that step i feeds to the model. N is the number of steps that really
+        run."""
 
     def init_latents(self) -> torch.Tensor:
-        """``(n, c, h, w)`` starting noise, scaled by the scheduler's initial sigma. Call once."""
+        """Return `(n, c, h, w)` starting noise, scaled by the scheduler's initial sigma. Call once."""
 
     def scale_input(self, latents: torch.Tensor, step: int) -> torch.Tensor:
-        """What the model sees of ``latents`` in step ``step``."""
+        """Return the model's input for `latents` in step `step`."""
 
     def step(self, output: torch.Tensor, step: int, latents: torch.Tensor) -> torch.Tensor:
-        """Latents after step ``step``, given the guided model output."""
+        """Return the latents after step `step`, given the guided model output."""
 
     def predicted_original(self, output: torch.Tensor, step: int, latents: torch.Tensor) -> torch.Tensor:
-        """The x0 estimate at step ``step``, for previews; to be called before `step`."""
+        """Return the x0 estimate at step `step`, for previews; call this before `step`."""

@@ -1,4 +1,4 @@
-"""The front desk: who is in, what they were told, what is counted. The only state shared between threads."""
+"""Registry of accepted requests: admission, events to callers and counters. The only state shared by the threads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStatistics:
-    """Counters since the start (``waiting`` and ``running``: right now)."""
+    """Counters since the start, except `waiting` and `running`, which are current values."""
 
     accepted: int = 0
     finished: int = 0
@@ -55,7 +55,7 @@ class RequestRegistry:
         return not self._closed_to_new and not self._shut
 
     def admit(self, job: ImageJob, *, queue_limit: int, retry_after_s: float) -> None:
-        """Lets a job in. Raises `EngineStopped` or `Overloaded`; the job is then not in."""
+        """Admit a job. Raises `EngineStopped` or `Overloaded`; the job is then not admitted."""
         with self._changed:
             if not self.takes_requests:
                 raise EngineStopped("the engine is shutting down")
@@ -68,57 +68,57 @@ class RequestRegistry:
             self._changed.notify_all()
 
     def take_in(self) -> list[ImageJob]:
-        """Everything that arrived since the last call."""
+        """Return everything that arrived since the last call."""
         with self._changed:
             arrived = list(self._inbox)
             self._inbox.clear()
             return arrived
 
     def wake(self) -> None:
-        """Makes a sleeper in `wait_for_news` look again."""
+        """Wake up `wait_for_news`."""
         with self._changed:
             self._changed.notify_all()
 
     def wait_for_news(self, timeout_s: float | None) -> None:
-        """Sleeps until something arrives or `wake` is called, at most ``timeout_s``."""
+        """Sleep until something arrives or `wake` is called, at most `timeout_s`."""
         with self._changed:
             if not self._inbox and not self._shut:
                 self._changed.wait(timeout_s)
 
     def close_to_new(self) -> None:
-        """From now on `admit` raises."""
+        """Make `admit` raise from now on."""
         with self._changed:
             self._closed_to_new = True
 
     def wait_until_empty(self, timeout_s: float) -> bool:
-        """Whether every job has left within ``timeout_s``."""
+        """Wait at most `timeout_s` until every job has left; return whether that was reached."""
         with self._changed:
             return self._changed.wait_for(lambda: self._open_jobs == 0 or self._shut, timeout=timeout_s)
 
     def shut_down(self) -> None:
-        """Tells the compute thread to end."""
+        """Make the compute thread end."""
         with self._changed:
             self._shut = True
             self._changed.notify_all()
 
     def count(self, **increments: int) -> None:
-        """Adds to counters."""
+        """Add to the counters."""
         with self._changed:
             for name, increment in increments.items():
                 self._counts[name] += increment
 
     def set_stepping(self, jobs: int) -> None:
-        """How many jobs have begun to step and are not decoded yet."""
+        """Set the number of jobs that have begun to step and are not decoded yet."""
         self._stepping = jobs
 
     def statistics(self) -> EngineStatistics:
-        """A snapshot."""
+        """Return a snapshot."""
         with self._changed:
             running = min(self._stepping, self._open_jobs)
             return EngineStatistics(**{**self._counts, "running": running, "waiting": self._open_jobs - running})
 
     def send(self, job: ImageJob, event: Event) -> None:
-        """Tells the caller. A sink that raises has gone away: the job is cancelled."""
+        """Send an event to the caller. If the sink raises, the caller is gone and the job is cancelled."""
         try:
             job.sink(event)
         except Exception:
@@ -126,7 +126,7 @@ class RequestRegistry:
             job.cancelled = True
 
     def close(self, job: ImageJob, event: Finished | Failed) -> None:
-        """The one place where a job ends: moves it to its last phase, counts it, tells the caller."""
+        """End a job, here and nowhere else: move it to its last phase, count it and notify the caller."""
         job.advance(RequestPhase.DONE if isinstance(event, Finished) else RequestPhase.FAILED)
         cancelled = isinstance(event, Failed) and isinstance(event.error, Cancelled)
         outcome = "finished" if isinstance(event, Finished) else "cancelled" if cancelled else "failed"
@@ -140,7 +140,7 @@ class RequestRegistry:
 def result_of(
     job: ImageJob, images: tuple[RgbImage, ...], flagged: tuple[bool, ...], *, decode_s: float, now_s: float
 ) -> ImageResult:
-    """A finished job's result; what was neither loading, merging, encoding, denoising nor decoding was queueing."""
+    """Return a finished job's result; time not spent loading, merging, encoding, denoising or decoding was queueing."""
     request, spent = job.request, job.spent
     total_s = now_s - spent.accepted_at_s
     # A bounded-asynchronous set loads while the first steps run, so waiting for it is not time of its own.

@@ -1,4 +1,4 @@
-"""The safety checker of a folder that has one: flagged pictures are made black, as diffusers' pipelines do."""
+"""The safety checker of a folder that has one: flagged images are made black, like in diffusers' pipelines."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _log = logging.getLogger(__name__)
 
 
 class FolderSafetyChecker:
-    """Implements `SafetyChecker` with diffusers' `StableDiffusionSafetyChecker`. Decode thread only."""
+    """A `SafetyChecker` with diffusers' `StableDiffusionSafetyChecker`. Decode thread only."""
 
     def __init__(self, checker: Any, feature_extractor: Any) -> None:
         self._checker = checker
         self._feature_extractor = feature_extractor
 
     def check(self, images: torch.Tensor) -> tuple[torch.Tensor, tuple[bool, ...]]:
-        """``float (n, 3, H, W)`` in [0, 1] to a copy with flagged images black, and the flags."""
+        """Return a copy of `float (n, 3, H, W)` in [0, 1] with flagged images black, and the flags."""
         with torch.inference_mode():
             pil_images = [Image.fromarray(image) for image in to_rgb(images)]
             pixels = self._feature_extractor(pil_images, return_tensors="pt").pixel_values
@@ -34,7 +34,7 @@ class FolderSafetyChecker:
 
 
 def safety_of(bundle: Bundle) -> FolderSafetyChecker | None:
-    """The bundle's checker, or None with a line in the log: either the folder has none or it was switched off."""
+    """Return the bundle's checker, or None with a line in the log: the folder has none or it was switched off."""
     if bundle.safety_checker is None:
         _log.info("%s: no safety checker", bundle.folder)
         return None

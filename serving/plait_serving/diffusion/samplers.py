@@ -1,7 +1,7 @@
 """One request's sampler: its own scheduler object and one CPU generator per image. All scheduler calls are made here.
 
-Calls the scheduler exactly as diffusers' pipelines do, so that latents are theirs. Legend: x latents, e model output,
-s sigma, a_t the cumulative alpha of a timestep.
+Calls the scheduler exactly like diffusers' pipelines, so that the latents are the same. Legend: x latents, e model
+output, s sigma, a_t the cumulative alpha of a timestep.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SEED_LIMIT = 2**64
 
 
 class Sampler:
-    """Implements `RequestSampler`. Steps must be taken in order; the object belongs to one request."""
+    """A `RequestSampler`. Steps must be taken in order; the object belongs to one request."""
 
     def __init__(
         self,
@@ -53,9 +53,9 @@ class Sampler:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        """``config`` is the model's scheduler configuration, ``shape`` one image's ``(c, h, w)``.
+        """Build the scheduler from the model's `config`; `shape` is one image's `(c, h, w)`.
 
-        Raises `RequestError` naming ``num_inference_steps`` if the scheduler can not take so many or so few.
+        Raises `RequestError` naming `num_inference_steps` if the scheduler cannot take that number of steps.
         """
         self._scheduler = _make(kind, config, steps, device)
         self._generators = [torch.Generator("cpu").manual_seed(seed % SEED_LIMIT) for seed in seeds]
@@ -70,27 +70,27 @@ class Sampler:
 
     @property
     def timesteps(self) -> torch.Tensor:
-        """``(N,)``; entry i is what step i feeds to the model."""
+        """`(N,)`: entry i is what step i feeds to the model."""
         return self._timesteps
 
     def init_latents(self) -> torch.Tensor:
-        """``(n, c, h, w)`` starting noise; image i is drawn from its own generator. Call once."""
+        """Return `(n, c, h, w)` starting noise; image i is drawn from its own generator. Call once."""
         noise = randn_tensor(self._shape, generator=self._generators, device=self._device, dtype=self._dtype)
         return cast("torch.Tensor", noise * self._scheduler.init_noise_sigma)
 
     def scale_input(self, latents: torch.Tensor, step: int) -> torch.Tensor:
-        """What the model sees of ``latents`` in step ``step``; may be the same tensor."""
+        """Return the model's input for `latents` in step `step`; may be the same tensor."""
         return cast("torch.Tensor", self._scheduler.scale_model_input(latents, self._timesteps[step]))
 
     def step(self, output: torch.Tensor, step: int, latents: torch.Tensor) -> torch.Tensor:
-        """Latents after step ``step``, given the guided model output. Draws noise for Euler-a and LCM."""
+        """Return the latents after step `step`, given the guided model output. Draws noise for Euler-a and LCM."""
         return cast(
             "torch.Tensor",
             self._scheduler.step(output, self._timesteps[step], latents, **self._extra, return_dict=False)[0],
         )
 
     def predicted_original(self, output: torch.Tensor, step: int, latents: torch.Tensor) -> torch.Tensor:
-        """The x0 estimate at step ``step``, for previews. Changes no state and draws nothing."""
+        """Return the x0 estimate at step `step`, for previews. Changes no state and draws no noise."""
         signal, noise, scale = self._levels(step)
         # With x = signal * x0 + noise * eps; Euler keeps its latents scaled up by ``scale``.
         x, e = latents.float() / scale, output.float()
@@ -104,7 +104,7 @@ class Sampler:
         return original.to(latents.dtype)
 
     def _levels(self, step: int) -> tuple[float, float, float]:
-        """``(signal, noise, scale)`` of step ``step``: x / scale = signal * x0 + noise * eps."""
+        """Return `(signal, noise, scale)` of step `step`: x / scale = signal * x0 + noise * eps."""
         scheduler = self._scheduler
         if isinstance(scheduler, DDIMScheduler | LCMScheduler):
             alpha = float(scheduler.alphas_cumprod[int(self._timesteps[step])])
@@ -116,7 +116,7 @@ class Sampler:
 
 
 def sampler_factory(bundle: Bundle) -> Callable[[ImageRequest, Sequence[int], tuple[int, int, int]], Sampler]:
-    """``(request, seeds of the images, latent shape) -> Sampler`` for a loaded model."""
+    """Return `(request, seeds of the images, latent shape) -> Sampler` for a loaded model."""
 
     def make(request: ImageRequest, seeds: Sequence[int], shape: tuple[int, int, int]) -> Sampler:
         return Sampler(
@@ -155,10 +155,10 @@ def _make(kind: Scheduler, config: Mapping[str, Any], steps: int, device: torch.
 
 
 def _check_schedule(kind: Scheduler, scheduler: Any, steps: int) -> None:
-    """Refuses schedules that diffusers makes but can not step through when there are nearly as many steps as timesteps.
+    """Refuse schedules that diffusers makes but cannot step through when there are nearly as many steps as timesteps.
 
-    An offset of 1 puts the first of 1000 steps outside the table, and the multistep solvers divide by the distance of
-    neighbouring noise levels, which is zero for a repeated one.
+    An offset of 1 puts the first of 1000 steps outside the table, and the multistep solvers divide by the distance
+    of neighbouring noise levels, which is zero for a repeated one.
     """
     outside = int(scheduler.timesteps.max()) >= int(scheduler.config.num_train_timesteps)
     multistep = kind in (Scheduler.DPMPP_2M, Scheduler.UNIPC)

@@ -1,6 +1,6 @@
 """One step of one batch: live weights, prepared units, one denoiser call, sampler steps. Compute thread only.
 
-Everything that can go wrong for one unit is returned for that unit; the others of the batch go on.
+Any error of one unit is returned for that unit; the others of the batch continue.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Outcome = EngineError | torch.Tensor | None
 
 
 class Stepper:
-    """Runs steps on one denoiser. ``controlnets`` may gain and lose entries between steps."""
+    """Runs steps on one denoiser. `controlnets` may gain and lose entries between steps."""
 
     def __init__(
         self,
@@ -58,7 +58,8 @@ class Stepper:
         return self._merger.current
 
     def make_live(self, target: LoraSet, units: Sequence[Unit]) -> bool:
-        """Whether it switched weights; the time is billed to ``units``. Raises `LoraError`; old weights then stay."""
+        """Make `target` live and charge the time to `units`; return whether it switched weights. After `LoraError` the
+        old weights stay."""
         if target == self._merger.current:
             return False
         started_s = self._clock()
@@ -72,7 +73,7 @@ class Stepper:
         return True
 
     def prepare(self, unit: Unit) -> None:
-        """Encodes the prompt, draws the noise and opens ControlNet sessions if that was not done with these weights.
+        """Encode the prompt, draw the noise and open ControlNet sessions unless that was done with these weights.
 
         A bounded-asynchronous set that touches the text encoder gives the prompt a second encoding at step k: which
         text a step sees depends on k alone, never on when the file arrived.
@@ -92,7 +93,7 @@ class Stepper:
         unit.job.spent.encode_s += self._clock() - started_s
 
     def step(self, units: Sequence[Unit], wants_preview: Callable[[Unit], bool]) -> list[Outcome]:
-        """Advances every unit by one step; outcomes in unit order. Units must be prepared and share a group."""
+        """Advance every unit by one step; return outcomes in unit order. Units must be prepared and share a group."""
         outcomes: list[Outcome] = [None] * len(units)
         for indices in _by_text_length(units):
             outputs = self._predict([_call(units[i]) for i in indices])
@@ -101,7 +102,7 @@ class Stepper:
         return outcomes
 
     def close_controls(self, unit: Unit) -> None:
-        """Ends a unit's ControlNet sessions."""
+        """Close a unit's ControlNet sessions."""
         for control in unit.controls:
             control.client.close(control.session)
         unit.controls = ()
@@ -127,7 +128,7 @@ class Stepper:
             unit.controls = tuple(opened)
 
     def _predict(self, calls: list[StepCall]) -> list[torch.Tensor | EngineError]:
-        """One denoiser call; if the device runs out of memory, two of half the size, and so on."""
+        """Make one denoiser call; if the device runs out of memory, two of half the size, and so on."""
         try:
             return self._denoiser.predict(calls)
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
@@ -174,7 +175,7 @@ def _advance(unit: Unit, output: torch.Tensor, wants_preview: Callable[[Unit], b
 
 
 def _by_text_length(units: Sequence[Unit]) -> list[list[int]]:
-    """Indices of units whose prompts have equally many chunks; nearly always one list."""
+    """Return the indices of units whose prompts have equally many chunks; nearly always one list."""
     lengths: dict[int, list[int]] = defaultdict(list)
     for i, unit in enumerate(units):
         assert unit.conditioning is not None
@@ -183,5 +184,5 @@ def _by_text_length(units: Sequence[Unit]) -> list[list[int]]:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """torch raises a plain RuntimeError for host memory; its text is the only sign."""
+    """Return whether memory ran out. torch raises a plain RuntimeError for host memory; its text is the only sign."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

@@ -1,6 +1,6 @@
-"""Fakes of the engine's seams, small enough to reason about: a denoiser whose pictures are arithmetic.
+"""Fakes of the engine's interfaces, small enough to reason about: a denoiser whose images are arithmetic.
 
-`FakeDenoiser` predicts ``0.1 * sample + seed-free constants``, so a unit's final latents say exactly which steps ran
+`FakeDenoiser` predicts `0.1 * sample + seed-free constants`, so a unit's final latents show exactly which steps ran
 with which LoRA set; it also records every call.
 """
 
@@ -20,7 +20,7 @@ from plait_serving.diffusion.values import ImageRequest, LoraSet
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeWeights:
-    """A LoRA that does nothing but have a name."""
+    """A LoRA that has a name and nothing else."""
 
     name: str
     nbytes: int = 1
@@ -29,14 +29,14 @@ class FakeWeights:
 
 @dataclass(slots=True, eq=False)
 class FakeMerger:
-    """Remembers the sets that were made live; refuses names in ``broken``."""
+    """Records the sets that were made live; refuses names in `broken`."""
 
     current: LoraSet = ()
     history: list[LoraSet] = field(default_factory=list)
     broken: frozenset[str] = frozenset()
 
     def switch(self, target: LoraSet, weights: Mapping[str, LoraWeights]) -> None:
-        """Records the switch; raises `LoraError` for a broken name or for weights that were not handed over."""
+        """Record the switch; raise `LoraError` for a broken name or for weights that were not handed over."""
         for lora in target:
             if lora.name in self.broken or lora.name not in weights:
                 raise LoraError(f"{lora.name} cannot be merged")
@@ -52,12 +52,12 @@ class FakeLease:
     releases: int = 0
 
     def release(self) -> None:
-        """Counts."""
+        """Count the release."""
         self.releases += 1
 
 
 class FakeProvider:
-    """LoRAs by name. Names in ``held`` load only when `arrive` is called; names in ``failing`` fail at once."""
+    """LoRAs by name. Names in `held` load only when `arrive` is called; names in `failing` fail at once."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class FakeProvider:
         return name in self.names
 
     def acquire(self, names: Sequence[str]) -> Future[LoraLease]:
-        """A future that is done unless a name is held or failing."""
+        """Return a future that is done unless a name is held or failing."""
         future: Future[LoraLease] = Future()
         if self.failing.intersection(names):
             future.set_exception(LoraError(f"{names[0]} is corrupt"))
@@ -90,7 +90,7 @@ class FakeProvider:
         return future
 
     def arrive(self) -> None:
-        """Delivers everything that was held."""
+        """Deliver everything that was held."""
         waiting, self.waiting = self.waiting, []
         for names, future in waiting:
             if future.set_running_or_notify_cancel():
@@ -103,16 +103,16 @@ class FakeProvider:
         future.set_result(lease)
 
     def reconfigure(self, *, host_bytes: int) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Remembers."""
+        """Record that it was closed."""
         self.closed = True
 
 
 @dataclass(slots=True, eq=False)
 class FakeSampler:
-    """Starts from ``seed`` in every element; a step adds the model output."""
+    """Starts from `seed` in every element; a step adds the model output."""
 
     seeds: Sequence[int]
     shape: tuple[int, int, int]
@@ -120,34 +120,34 @@ class FakeSampler:
 
     @property
     def timesteps(self) -> torch.Tensor:
-        """``count`` descending integers."""
+        """`count` descending integers."""
         return torch.arange(self.count, 0, -1)
 
     def init_latents(self) -> torch.Tensor:
-        """``(n, c, h, w)`` filled with the seeds."""
+        """Return `(n, c, h, w)` filled with the seeds."""
         return torch.stack([torch.full(self.shape, float(seed)) for seed in self.seeds])
 
     def scale_input(self, latents: torch.Tensor, step: int) -> torch.Tensor:
-        """As they are."""
+        """Return the latents unchanged."""
         return latents
 
     def step(self, output: torch.Tensor, step: int, latents: torch.Tensor) -> torch.Tensor:
-        """Adds."""
+        """Add the model output."""
         return latents + output
 
     def predicted_original(self, output: torch.Tensor, step: int, latents: torch.Tensor) -> torch.Tensor:
-        """As they are."""
+        """Return the latents unchanged."""
         return latents
 
 
 def fake_samplers(request: ImageRequest, seeds: Sequence[int], shape: tuple[int, int, int]) -> FakeSampler:
-    """A `SamplerFactory`."""
+    """Make a `FakeSampler`; this is a `SamplerFactory`."""
     return FakeSampler(seeds, shape, request.steps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenCall:
-    """One denoiser call as the fake saw it: the live set and, per request, prompt token and timestep."""
+    """One denoiser call as the fake received it: the live set and, per request, prompt token and timestep."""
 
     loras: LoraSet
     prompts: tuple[float, ...]
@@ -155,9 +155,9 @@ class SeenCall:
 
 
 class FakeDenoiser:
-    """Adds 1 per step without LoRAs and 1 + the sum of scales with them. Prompts choose the trouble:
+    """Adds 1 per step without LoRAs and 1 + the sum of scales with them. Prompts choose the failure:
 
-    "nan" fails its row, "boom" raises, "memory" is too large for any batch of more than one. ``gate`` (if given) is
+    "nan" fails its row, "boom" raises, "memory" is too large for any batch of more than one. `gate` (if given) is
     called before every call: tests use it to stop the compute thread at a step boundary.
     """
 
@@ -169,11 +169,11 @@ class FakeDenoiser:
         self.threads: set[str] = set()
 
     def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
-        """One channel, an eighth of the size."""
+        """Return one channel, an eighth of the size."""
         return 1, height // 8, width // 8
 
     def prepare(self, request: ImageRequest) -> Conditioning:
-        """Text is the prompt's index in the order of encoding; its length is 77 per ten words."""
+        """Encode the text as the prompt's index in the order of encoding; its length is 77 per ten words."""
         if request.prompt == "unencodable":
             raise ValueError("no")
         self.encoded.append((request.prompt, self.merger.current))
@@ -182,7 +182,7 @@ class FakeDenoiser:
         return Conditioning(text=text, added={}, n=request.n, uses_cfg=request.uses_cfg)
 
     def predict(self, calls: Sequence[StepCall]) -> list[torch.Tensor | EngineError]:
-        """See the class."""
+        """Add as the class docstring describes."""
         self.threads.add(threading.current_thread().name)
         if self.gate is not None:
             self.gate()
@@ -200,7 +200,7 @@ class FakeDenoiser:
         ]
 
     def finish(self, latents: torch.Tensor) -> torch.Tensor:
-        """``latents / 255`` in all three channels, eight times as large: pixel values are the latents' values."""
+        """Return `latents / 255` in all three channels, eight times as large: pixel values are the latents' values."""
         images = (latents / 255.0).expand(-1, 3, -1, -1)
         return images.repeat_interleave(8, dim=2).repeat_interleave(8, dim=3)
 

@@ -1,6 +1,6 @@
-"""The running state of requests: what the compute thread mutates, and the table of what may follow what.
+"""The running state of requests, which the compute thread mutates, and the table of allowed phase transitions.
 
-A request is cut into units of at most ``largest_batch`` images; the unit is what is scheduled. Usually there is one.
+A request is cut into units of at most `largest_batch` images; the unit is what is scheduled. Usually there is one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from plait_serving.diffusion.values import Event, ImageRequest, LoraSet
 
 
 class RequestPhase(Enum):
-    """Where a request stands."""
+    """The phase of a request."""
 
     ACTIVE = auto()
     DECODING = auto()
@@ -38,7 +38,7 @@ NEXT: dict[RequestPhase, frozenset[RequestPhase]] = {
 
 @dataclass(slots=True, eq=False)
 class SpentSeconds:
-    """Seconds by kind, for `Timings`. ``loaded_at_s``: when the LoRA set arrived."""
+    """Seconds by kind, for `Timings`. `loaded_at_s`: when the LoRA set arrived."""
 
     accepted_at_s: float
     loaded_at_s: float | None = None
@@ -62,19 +62,19 @@ class ImageJob:
     previews_sent: int = 0
 
     def advance(self, phase: RequestPhase) -> None:
-        """Moves on; raises ValueError and changes nothing if the table does not allow it."""
+        """Move to the next phase. Raises ValueError and changes nothing if the table does not allow it."""
         if phase not in NEXT[self.phase]:
             raise ValueError(f"{self.request.request_id}: {self.phase.name} cannot become {phase.name}")
         self.phase = phase
 
     @property
     def steps_done(self) -> int:
-        """Steps that every unit has behind it."""
+        """The number of steps that every unit has completed."""
         return min(unit.step for unit in self.units)
 
     @property
     def load_error(self) -> Exception | None:
-        """Why the LoRA set will never come; None if there is none, or it may still come, or it is there."""
+        """Why the LoRA set will never arrive; None if there is none, or it may still arrive, or it is loaded."""
         if self.loras is None or not self.loras.done():
             return None
         if self.loras.cancelled():
@@ -83,13 +83,13 @@ class ImageJob:
         return error if error is None or isinstance(error, Exception) else EngineStopped(repr(error))
 
     def release_loras(self) -> None:
-        """Stops waiting for the LoRA set, or lets go of it. Idempotent."""
+        """Stop waiting for the LoRA set, or release it. Idempotent."""
         if self.loras is not None and not self.loras.cancel():
             self.loras.add_done_callback(_release)
 
     @property
     def lease(self) -> LoraLease | None:
-        """The loaded LoRA set, or None if there is none, or not yet, or it failed."""
+        """The loaded LoRA set; None if there is none, or it has not arrived yet, or it failed."""
         if self.loras is None or not self.loras.done() or self.load_error is not None:
             return None
         return self.loras.result()
@@ -97,7 +97,7 @@ class ImageJob:
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """Some images of a request that are denoised together. ``sampler`` and the rest are None until its first step."""
+    """Some images of a request that are denoised together. `sampler` and the rest are None until its first step."""
 
     job: ImageJob
     order: int
@@ -113,7 +113,7 @@ class Unit:
 
     @property
     def steps(self) -> int:
-        """Steps this unit runs in all (a sampler may need fewer or more than were asked for)."""
+        """The number of steps that this unit runs in all (a sampler may need fewer or more than requested)."""
         return self.job.request.steps if self.sampler is None else len(self.sampler.timesteps)
 
     @property
@@ -127,7 +127,7 @@ class Unit:
         return not self.loras or self.job.lease is not None
 
     def candidate(self) -> Candidate:
-        """This unit as the policy sees it."""
+        """Return this unit as a candidate for the policy."""
         request = self.job.request
         key = GroupKey(request.width, request.height, request.uses_cfg, self.loras)
         return Candidate(
@@ -146,7 +146,7 @@ def _release(loras: Future[LoraLease]) -> None:
 
 
 def cut_into_units(job: ImageJob, largest_batch: int, first_order: int) -> list[Unit]:
-    """Units of at most ``largest_batch`` images, orders counted up from ``first_order``."""
+    """Return units of at most `largest_batch` images, with orders that count up from `first_order`."""
     n = job.request.n
     starts = range(0, n, largest_batch)
     return [

@@ -1,6 +1,6 @@
-"""The words of the engine as frozen values: what a request asks for and what comes back.
+"""The engine's vocabulary as frozen values: what a request contains and what it gets back.
 
-Shapes: H, W are pixels; h, w latents; a request has ``n`` images (rows). Images are ``uint8 (H, W, 3)`` RGB arrays.
+Shapes: H, W are pixels; h, w latents; a request has `n` images (rows). Images are `uint8 (H, W, 3)` RGB arrays.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_SCALE = 100.0  # of guidance and add-ons: far beyond any use; keeps products
 
 
 class Scheduler(StrEnum):
-    """Samplers a request may choose; the value is the HTTP spelling."""
+    """Samplers that a request may choose; the value is the HTTP spelling."""
 
     DDIM = "ddim"
     EULER = "euler"
@@ -36,7 +36,7 @@ class Scheduler(StrEnum):
 
 
 class LoraPolicy(StrEnum):
-    """When a LoRA set begins to act: EXACT from step 0; BOUNDED_ASYNC from step k, fixed by the request."""
+    """When a LoRA set starts to act: EXACT from step 0; BOUNDED_ASYNC from step k, fixed by the request."""
 
     EXACT = "exact"
     BOUNDED_ASYNC = "bounded_async"
@@ -44,7 +44,7 @@ class LoraPolicy(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraRef:
-    """One member of a LoRA set. ``scale`` multiplies alpha/rank; any finite number."""
+    """One member of a LoRA set. `scale` multiplies alpha/rank; any finite number."""
 
     name: str
     scale: float = 1.0
@@ -65,16 +65,16 @@ class ControlRef:
     end: float = 1.0
 
     def acts_in(self, step: int, steps: int) -> bool:
-        """Whether step ``step`` (0-based) of ``steps`` is inside [start, end]."""
+        """Return whether step `step` (0-based) of `steps` is inside [start, end]."""
         return not (step / steps < self.start or (step + 1) / steps > self.end)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ImageRequest:
-    """A fully resolved request: no defaults left open. Image i uses seed ``seed + i``.
+    """A fully resolved request: no defaults left open. Image i uses seed `seed + i`.
 
-    ``deadline_s`` counts from acceptance. ``lora_free_steps`` is k of BOUNDED_ASYNC (0 for EXACT): steps [0, k) run
-    without the LoRA set, all others with it, whenever the set arrived, so a seed always gives the same picture.
+    `deadline_s` counts from acceptance. `lora_free_steps` is k of BOUNDED_ASYNC (0 for EXACT): steps [0, k) run
+    without the LoRA set, all others with it, whenever the set arrived, so a seed always gives the same image.
     """
 
     request_id: str
@@ -101,20 +101,20 @@ class ImageRequest:
 
     @property
     def uses_cfg(self) -> bool:
-        """Classifier-free guidance runs iff guidance_scale > 1 (diffusers' rule)."""
+        """Whether classifier-free guidance runs: iff guidance_scale > 1 (diffusers' rule)."""
         return self.guidance_scale > 1.0
 
     def loras_at(self, step: int) -> LoraSet:
-        """The LoRA set whose weights step ``step`` needs."""
+        """Return the LoRA set whose weights step `step` needs."""
         return () if step < self.lora_free_steps else self.loras
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
-    """Where a request's time went, in seconds. ``lora_s`` is waiting for the set plus merging; the parts never overlap.
+    """Where a request's time went, in seconds. `lora_s` is waiting for the set plus merging; the parts never overlap.
 
-    ``queue_s`` waiting for the compute thread or for other groups' steps, ``encode_s`` prompt and control image,
-    ``denoise_s`` the steps the request took part in, ``decode_s`` VAE decode and image post-processing.
+    `queue_s` waiting for the compute thread or for other groups' steps, `encode_s` prompt and control image,
+    `denoise_s` the steps that the request took part in, `decode_s` VAE decode and image post-processing.
     """
 
     queue_s: float
@@ -127,7 +127,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ImageResult:
-    """What a finished request returns. ``flagged[i]``: the safety checker blacked image i out."""
+    """What a finished request returns. `flagged[i]`: the safety checker blacked out image i."""
 
     request_id: str
     images: tuple[RgbImage, ...]
@@ -140,7 +140,7 @@ class ImageResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """``step`` steps of ``steps`` are done."""
+    """`step` steps of `steps` are done."""
 
     step: int
     steps: int
@@ -148,7 +148,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Preview:
-    """A picture of the present estimate, ``index`` 0-based among the request's partial images."""
+    """An image of the current estimate, `index` 0-based among the request's partial images."""
 
     index: int
     step: int
@@ -157,14 +157,14 @@ class Preview:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Finished:
-    """The last event of a request that worked."""
+    """The last event of a successful request."""
 
     result: ImageResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Failed:
-    """The last event of a request that did not; ``error`` is an `EngineError` (or a bug's own exception)."""
+    """The last event of a failed request; `error` is an `EngineError` (or a bug's own exception)."""
 
     error: Exception
 

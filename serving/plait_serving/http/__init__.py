@@ -1,1 +1,1 @@
-"""The HTTP face of the image server: one router file per API family, over an `ImageService`; no Ray in here."""
+"""The HTTP API of the image server: one router file per API family, over an `ImageService`; no Ray here."""

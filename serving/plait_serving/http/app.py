@@ -1,4 +1,4 @@
-"""Builds the FastAPI application around an `ImageService`, a `RankingService`, or both."""
+"""The FastAPI application around an `ImageService`, a `RankingService`, or both."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class Lifespan(Protocol):
     """Starts and stops what the service needs."""
 
     def __call__(self, app: FastAPI, /) -> AbstractAsyncContextManager[None]:
-        """Entered at start-up, left at shutdown."""
+        """Return a context that is entered at start-up and left at shutdown."""
 
 
 class _App(FastAPI):
-    """Documents the hot route too, which FastAPI does not see."""
+    """A FastAPI application whose schema includes the hot route, which FastAPI does not see."""
 
     def openapi(self) -> dict[str, Any]:
-        """The schema; made once."""
+        """Return the schema; it is built once."""
         schema = super().openapi()
         if self.state.context.ranking is not None:
             from plait_serving.http.ranking.v2 import INFER_DOCUMENTATION
@@ -72,8 +72,8 @@ def create_app(
     routers: Sequence[APIRouter] = (),
     lifespan: Lifespan | None = None,
 ) -> FastAPI:
-    """The application; only the routes of what is there, and ``routers`` of others. The interactive documentation pages
-    are off: they load scripts from a CDN."""
+    """Return the application, with only the routes of what is given, and any additional `routers`. The interactive
+    documentation pages are off: they load scripts from a CDN."""
     context = RouteContext(images=images, settings=settings, ranking=ranking)
     return app_from_context(context, routers=routers, lifespan=lifespan)
 
@@ -81,7 +81,7 @@ def create_app(
 def app_from_context(
     context: RouteContext, *, routers: Sequence[APIRouter] = (), lifespan: Lifespan | None = None
 ) -> FastAPI:
-    """As `create_app`, for tests that fix the clock or the seeds."""
+    """Build the application like `create_app`, for tests that fix the clock or the seeds."""
     app = _App(
         title="plait",
         version=installed_version(),
@@ -113,8 +113,8 @@ def app_from_context(
 
 
 def _add_routes(app: FastAPI, context: RouteContext) -> None:
-    """Routes are tried one after the other: the hot one comes first. Those that rank need torch, which
-    takes long to load: a server of pictures alone does without."""
+    """Add the hot route first, because routes are tried in order. Ranking routes need torch, which takes long to load,
+    so a server of images alone does without them."""
     if context.ranking is not None:
         from plait_serving.http.ranking import recommend, v2
 
@@ -137,7 +137,7 @@ async def _client_gone(request: Request, error: Exception) -> Response:  # noqa:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Errors that Starlette raises by itself: no such route, wrong method, an unreadable body."""
+    """Answer the errors that Starlette itself raises: no such route, wrong method, an unreadable body."""
     assert isinstance(error, HTTPException)
     if isinstance(error, BodyTooLarge):
         return wire_error(error.error).response(request.url.path)
@@ -169,7 +169,7 @@ def _fields_of(path: str, context: RouteContext) -> list[str]:
 
 
 def validation_error(errors: Sequence[Any], *, known: Sequence[str] = tuple(GenerationBody.model_fields)) -> ApiError:
-    """The first of pydantic's errors as a 400 with a dotted ``param``; the message counts the others. ``known``: the
+    """Return the first of pydantic's errors as a 400 with a dotted `param`; the message counts the others. `known`: the
     body's fields, for hints."""
     first = errors[0]
     if first["type"] == "json_invalid":
@@ -192,7 +192,7 @@ def validation_error(errors: Sequence[Any], *, known: Sequence[str] = tuple(Gene
 
 
 def _hint(path: Sequence[str], known: Sequence[str]) -> str:
-    """A misspelt field at the top level gets the nearest real one."""
+    """Suggest the nearest real field for a misspelt one at the top level."""
     if len(path) != 1:
         return ""
     alias = ALIASES.get(path[0])

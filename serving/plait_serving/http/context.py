@@ -21,7 +21,7 @@ from plait_serving.ranking.service import RankingService
 
 
 def installed_version() -> str:
-    """The version of the installed distribution; "unknown" in a bare checkout."""
+    """Return the version of the installed distribution, or "unknown" in a bare checkout."""
     try:
         return version("plait")
     except PackageNotFoundError:
@@ -30,7 +30,7 @@ def installed_version() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpSettings:
-    """How the HTTP side behaves. No keys means no authentication (auth.py), no hosts means any name (hosts.py)."""
+    """The settings of the HTTP side. No keys means no authentication (auth.py), no hosts means any name (hosts.py)."""
 
     api_keys: tuple[ApiKey, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
@@ -51,7 +51,7 @@ class HttpSettings:
 class RouteContext:
     """The services, the settings and the few impure things that routes use, so that tests can fix them.
 
-    ``images`` is None on a server that only ranks; one that makes pictures only has no ``ranking``.
+    `images` is None on a server that only ranks; an image-only server has no `ranking`.
     """
 
     images: ImageService | None
@@ -74,12 +74,12 @@ class RouteContext:
 
     @property
     def ranking_service(self) -> RankingService:
-        """The ranking service, for routes that exist only where there is one."""
+        """The ranking service, for routes that exist only if there is one."""
         assert self.ranking is not None
         return self.ranking
 
     async def health(self) -> Health:
-        """Of everything that the server offers; the image service's first: its warm-up takes longest."""
+        """Return the health of all that the server offers; the image service's first: its warm-up takes longest."""
         state = Health(ready=True) if self.images is None else await self.images.health()
         if self.ranking is None or not state.ready:
             return state
@@ -88,7 +88,7 @@ class RouteContext:
 
 
 def get_context(request: Request) -> RouteContext:
-    """FastAPI dependency."""
+    """Return the application's context; a FastAPI dependency."""
     context = request.app.state.context
     assert isinstance(context, RouteContext)
     return context

@@ -1,4 +1,4 @@
-"""``GET /health`` and ``GET /version``, open to load balancers without a key."""
+"""`GET /health` and `GET /version`, open to load balancers without a key."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ router = APIRouter(tags=["operations"])
 
 @router.get("/health", summary="Ready to make images, and to rank?")
 async def health(context: ContextDep) -> JSONResponse:
-    """200 once a warm-up picture was made and while the engine and every ranker live, else 503 with the reason."""
+    """Return 200 if the server is ready, else 503 with the reason.
+
+    It is ready once a warm-up image was made and while the engine and every ranking model are alive.
+    """
     state = await context.health()
     body = {"status": "ok" if state.ready else "unavailable", **asdict(state)}
     return JSONResponse(body, status_code=200 if state.ready else 503, headers={"cache-control": "no-store"})
@@ -23,5 +26,5 @@ async def health(context: ContextDep) -> JSONResponse:
 
 @router.get("/version", summary="Version")
 async def version() -> dict[str, Any]:
-    """The version of the server."""
+    """Return the version of the server."""
     return {"name": "plait", "version": installed_version()}

@@ -1,4 +1,4 @@
-"""``GET /metrics`` in Prometheus' text format."""
+"""`GET /metrics` in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ router = APIRouter(tags=["operations"])
 
 @router.get("/metrics", summary="Prometheus metrics", response_class=Response)
 async def metrics(context: ContextDep) -> Response:
-    """The HTTP side's metrics followed by the ranking and the image service's own."""
+    """Return the HTTP side's metrics followed by those of the ranking and image services."""
     services = [service for service in (context.ranking, context.images) if service is not None]
     parts = [context.metrics.text().decode(), *[await service.metrics_text() for service in services]]
     return Response("".join(parts), headers={"content-type": CONTENT_TYPE_LATEST})

@@ -1,6 +1,6 @@
-"""``GET /v1/models``, ``/v1/loras`` and ``/v1/controlnets``: what a request may name, in OpenAI's list form.
+"""`GET /v1/models`, `/v1/loras` and `/v1/controlnets`: what a request may name, in OpenAI's list format.
 
-The models are the base model and the ranking models; ``kind`` says which is which.
+The models are the base model and the ranking models; `kind` distinguishes them.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _ranking_model(name: str, card: ModelCard) -> dict[str, Any]:
 
 
 async def _models(context: RouteContext) -> dict[str, dict[str, Any]]:
-    """By name; a ranking model whose workers are not there yet is left out until they are."""
+    """Return the models by name, without ranking models whose workers are not available yet."""
     found: dict[str, dict[str, Any]] = {}
     if context.images is not None:
         card = (await context.images.catalog()).model
@@ -75,13 +75,13 @@ async def _models(context: RouteContext) -> dict[str, dict[str, Any]]:
 
 @router.get("/models", summary="The models")
 async def models(context: ContextDep) -> dict[str, Any]:
-    """The models that ``model`` may name: the base model with its defaults and limits, and the recommenders."""
+    """List the models that `model` may name: the base model with its defaults and limits, and the ranking models."""
     return _listing(list((await _models(context)).values()))
 
 
 @router.get("/models/{model_id:path}", summary="One model")
 async def model(model_id: str, context: ContextDep) -> dict[str, Any]:
-    """One model; 404 if it does not exist."""
+    """Return one model; 404 if it does not exist."""
     found = await _models(context)
     if model_id not in found:
         known = ", ".join(map(repr, found)) or "none yet"
@@ -91,14 +91,14 @@ async def model(model_id: str, context: ContextDep) -> dict[str, Any]:
 
 @image_router.get("/loras", summary="The LoRAs")
 async def loras(context: ContextDep) -> dict[str, Any]:
-    """The LoRAs that a set may name; new files appear without a restart."""
+    """List the LoRAs that a set may name; new files appear without a restart."""
     cards = (await context.image_service.catalog()).loras
     return _listing([{**_item("lora", card.name, card.family), "format": card.format} for card in cards])
 
 
 @image_router.get("/controlnets", summary="The ControlNets")
 async def controlnets(context: ContextDep) -> dict[str, Any]:
-    """The ControlNets, each with the preprocessor that ``preprocess: true`` runs (or null)."""
+    """List the ControlNets, each with the preprocessor that `preprocess: true` runs (or null)."""
     catalog = await context.image_service.catalog()
     items = [
         {**_item("controlnet", card.name, card.family), "preprocessor": card.preprocessor}

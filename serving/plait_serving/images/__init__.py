@@ -1,1 +1,1 @@
-"""The seam of the image workload: service protocol, configuration, codec."""
+"""The interface of the image workload: service protocol, configuration, codec."""

@@ -1,4 +1,4 @@
-"""Pictures to bytes and back. All Pillow calls of the serving side are made here.
+"""Images to bytes and back. All Pillow calls of the serving side are made here.
 
 Input is hostile: formats are limited to PNG, JPEG and WebP (no decoder that starts another program), the size is
 checked from the header before any pixel is decoded, and there is no way to name a URL or a path.
@@ -22,7 +22,7 @@ from plait_serving.diffusion.values import RgbImage
 
 
 class OutputFormat(StrEnum):
-    """How finished pictures are encoded; the value is the HTTP spelling."""
+    """How finished images are encoded; the value is the HTTP spelling."""
 
     PNG = "png"
     JPEG = "jpeg"
@@ -44,7 +44,7 @@ _WHITESPACE = re.compile(r"\s+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeLimits:
-    """What one picture of a request may cost. 16 MP is four times the largest size that SDXL is used at."""
+    """What one image of a request may cost. 16 MP is four times the largest size that SDXL is used at."""
 
     max_bytes: int = 20 * 2**20
     max_pixels: int = 16_000_000
@@ -52,7 +52,7 @@ class DecodeLimits:
 
 
 def decode_base64(text: str, *, param: str, limits: DecodeLimits) -> bytes:
-    """The bytes behind plain base64 or a ``data:image/...;base64,`` URL. Raises RequestError naming ``param``."""
+    """Decode plain base64 or a `data:image/...;base64,` URL. Raises `RequestError` naming `param`."""
     if text[:5].lower() == "data:":
         match = _DATA_URL.match(text)
         if match is None:
@@ -72,9 +72,9 @@ def decode_base64(text: str, *, param: str, limits: DecodeLimits) -> bytes:
 
 
 def decode_image(raw: bytes, *, param: str, limits: DecodeLimits, paper: Paper = "white") -> RgbImage:
-    """Decodes the first frame of a PNG, JPEG or WebP to ``uint8 (H, W, 3)``, upright, without its metadata.
+    """Decode the first frame of a PNG, JPEG or WebP to `uint8 (H, W, 3)`, upright, without its metadata.
 
-    Transparent pixels are laid on ``paper``; 16-bit grey is scaled to 8 bits. Raises RequestError naming ``param``.
+    Transparent pixels are laid on `paper`; 16-bit grey is scaled to 8 bits. Raises `RequestError` naming `param`.
     """
     try:
         with Image.open(io.BytesIO(raw), formats=INPUT_FORMATS) as pil_image:
@@ -111,7 +111,7 @@ def _to_rgb(pil_image: Image.Image, paper: Paper) -> Image.Image:
 
 
 def resize(image: RgbImage, *, width: int, height: int) -> RgbImage:
-    """Stretches to ``(height, width, 3)`` with Lanczos on uint8, exactly as diffusers resizes control images."""
+    """Stretch to `(height, width, 3)` with Lanczos on uint8, exactly like diffusers resizes control images."""
     if image.shape[:2] == (height, width):
         return image
     return np.array(Image.fromarray(image).resize((width, height), Image.Resampling.LANCZOS), dtype=np.uint8)
@@ -120,9 +120,9 @@ def resize(image: RgbImage, *, width: int, height: int) -> RgbImage:
 def encode_image(
     image: RgbImage, output_format: OutputFormat, *, quality: int = 100, parameters: str | None = None
 ) -> bytes:
-    """``uint8 (H, W, 3)`` to a file. ``quality`` 0..100 is for jpeg and webp only.
+    """Encode `uint8 (H, W, 3)` as a file. `quality` 0..100 is for jpeg and webp only.
 
-    ``parameters`` is stored where A1111 stores it: PNG text chunk "parameters", else EXIF UserComment. In a JPEG
+    `parameters` is stored where A1111 stores it: PNG text chunk "parameters", else EXIF UserComment. In a JPEG
     it is left out when it does not fit into the one EXIF segment (about 32,000 characters).
     """
     out = io.BytesIO()
@@ -149,7 +149,7 @@ def _exif_with_comment(text: str) -> bytes:
 
 
 def read_parameters(raw: bytes) -> str | None:
-    """The generation parameters that `encode_image` (or A1111) stored in a picture, or None."""
+    """Return the generation parameters that `encode_image` (or A1111) stored in an image, or None."""
     with Image.open(io.BytesIO(raw), formats=INPUT_FORMATS) as pil_image:
         text = pil_image.info.get("parameters")
         if isinstance(text, str):

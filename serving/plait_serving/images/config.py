@@ -1,6 +1,6 @@
-"""The ``images`` section of plait.yaml: what is served and how the deployments are sized.
+"""The `images` section of plait.yaml: what is served and how the deployments are sized.
 
-What may change on a running deployment is its ``knobs`` (Serve's ``user_config``); everything else needs a restart.
+What may change on a running deployment is its `knobs` (Serve's `user_config`); everything else needs a restart.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class LoraStore(Section):
 
 
 class LorasSection(Section):
-    """Where LoRAs come from. Both unset: the starter model's own, or none."""
+    """Where LoRAs come from. If both are unset: the starter model's own, or none."""
 
     folder: FolderPath | None = None
     store: LoraStore | None = None
@@ -72,7 +72,7 @@ class LorasSection(Section):
 
 
 class ControlNetSection(Section):
-    """One ControlNet: its diffusers folder, and how many replicas its own deployment has."""
+    """One ControlNet: its diffusers folder, and the number of replicas of its deployment."""
 
     folder: FolderPath
     replicas: Annotated[int, Field(ge=1, le=1024)] = 1
@@ -82,7 +82,7 @@ class ControlNetSection(Section):
 
 
 class DefaultsSection(Section):
-    """What a request gets that leaves a field out."""
+    """The values for fields that a request leaves out."""
 
     steps: Annotated[int, Field(ge=1, le=1000)] = 20
     guidance_scale: Annotated[
@@ -116,7 +116,7 @@ class ImagesSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _rebase_model(cls, data: Any, info: ValidationInfo) -> Any:
-        """A model that is spelled as a relative path (./x, ../x) is relative to the file."""
+        """Resolve a model that is spelled as a relative path (./x, ../x) relative to the file."""
         folder = (info.context or {}).get("folder") if isinstance(info.context, dict) else None
         if isinstance(data, dict) and folder is not None and isinstance(model := data.get("model"), str):
             if model.startswith(("./", "../")):
@@ -144,7 +144,7 @@ class ImagesSection(Section):
 
     @property
     def default_guidance_scale(self) -> float:
-        """The guidance scale of requests that name none."""
+        """The guidance scale of requests that give none."""
         if self.defaults.guidance_scale is not None:
             return self.defaults.guidance_scale
         return STARTER_GUIDANCE if self.is_starter else 7.5
@@ -156,11 +156,11 @@ class ImagesSection(Section):
 
     @property
     def public_name(self) -> str:
-        """What requests call the model."""
+        """The model's name in requests."""
         return self.name or Path(self.model).name
 
     def resolved_controlnets(self) -> dict[str, ControlNetSection]:
-        """The ControlNets by name; looks into the starter's folder if none are given for the starter model."""
+        """Return the ControlNets by name; if none are given for the starter model, those in the starter's folder."""
         if self.controlnets is not None:
             return dict(self.controlnets)
         root = STARTER_FOLDER / "controlnets"
@@ -170,17 +170,17 @@ class ImagesSection(Section):
         return {folder.name: ControlNetSection(folder=folder, preprocessor=folder.name) for folder in folders}
 
     def controlnet_services(self) -> dict[str, ControlNetSection]:
-        """Those that are deployments of their own; none if the knob says that they run beside the base model."""
+        """Return the ControlNets with a deployment of their own; none if the knob runs them beside the base model."""
         return {} if self.knobs.controlnet_placement is Placement.LOCAL else self.resolved_controlnets()
 
     @property
     def logical_cpus(self) -> float:
-        """The logical CPUs that a Ray must have for the base replicas and ControlNets."""
+        """The logical CPUs that Ray must have for the base replicas and ControlNets."""
         models = self.replicas + sum(section.replicas for section in self.resolved_controlnets().values())
         return MODEL_CPUS * models
 
     def resolved_lora_folder(self) -> Path | None:
-        """The folder of LoRAs if they come from one; the starter model's own if nothing is given for it."""
+        """Return the folder of LoRAs if they come from one; for the starter model its own if none is given."""
         if self.loras.folder is not None or self.loras.store is not None:
             return self.loras.folder
         return STARTER_FOLDER / "loras" if self.is_starter else None

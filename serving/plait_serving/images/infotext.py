@@ -1,7 +1,7 @@
-"""A request as the text that A1111 stores in its pictures, so that other tools can read ours.
+"""A request as the text that A1111 stores in its images, so that other tools can read ours.
 
-Line 1 is the prompt with ``<lora:name:scale>`` appended, line 2 the negative prompt (if any), the last line
-``Key: value`` pairs. Source: stable-diffusion-webui, ``create_infotext`` in modules/processing.py; the ControlNet pairs
+Line 1 is the prompt with `<lora:name:scale>` appended, line 2 the negative prompt (if any), the last line
+`Key: value` pairs. Source: stable-diffusion-webui, `create_infotext` in modules/processing.py; the ControlNet pairs
 follow sd-webui-controlnet. LoRA hashes are left out.
 """
 
@@ -25,7 +25,7 @@ SAMPLER_NAMES = MappingProxyType(
 
 
 def infotext(request: ImageRequest, *, model: str, index: int) -> str:
-    """The parameters of image ``index`` of ``request``; running it again with that seed gives the picture again."""
+    """Return the parameters of image `index` of `request`; running them with that seed gives the same image again."""
     tags = "".join(f" <lora:{ref.name}:{_number(ref.scale)}>" for ref in request.loras)
     lines = [request.prompt + tags]
     if request.negative_prompt:
@@ -57,10 +57,10 @@ def _control(control: ControlRef) -> str:
 
 
 def _number(value: float) -> str:
-    """The shortest text that reads back as the same number, without a trailing ``.0``."""
+    """Return the shortest text that reads back as the same number, without a trailing `.0`."""
     return repr(float(value)).removesuffix(".0")
 
 
 def _quote(value: str) -> str:
-    """A1111's rule: a value with a comma, colon or newline is a JSON string."""
+    """Apply A1111's rule: a value with a comma, colon or newline is a JSON string."""
     return json.dumps(value, ensure_ascii=False) if any(mark in value for mark in ",:\n") else value

@@ -13,28 +13,28 @@ from plait_serving.images.service import Catalog
 
 
 class RequestTicket(Protocol):
-    """A hold on an accepted request."""
+    """A handle on an accepted request."""
 
     def cancel(self) -> None:
-        """Gives the request up at the next step boundary. Idempotent."""
+        """Cancel the request at the next step boundary. Idempotent."""
 
 
 class ImageEngine(Protocol):
-    """What the adapter needs of `plait_serving.diffusion.engine.ImageEngine`."""
+    """What the adapter needs from `plait_serving.diffusion.engine.Engine`."""
 
     @property
     def alive(self) -> bool:
         """Whether it takes requests."""
 
     def submit(self, request: ImageRequest, sink: Callable[[Event], None]) -> RequestTicket:
-        """Accepts a request; ``sink`` is called from engine threads, last with Finished or Failed."""
+        """Accept a request; `sink` is called from engine threads, last with `Finished` or `Failed`."""
 
 
 class LocalImageService:
-    """All calls into the engine are made here, and none of them on the event loop's thread.
+    """An `ImageService` that makes all calls into the engine, none of them on the event loop's thread.
 
-    ``catalog`` and ``metrics_text`` are plain functions that may look at files; they run in threads too. The
-    composition root calls ``warmed_up`` once its warm-up picture is there.
+    `catalog` and `metrics_text` are plain functions that may read files; they run in threads too. The composition
+    root calls `warmed_up` once its warm-up image was made.
     """
 
     def __init__(
@@ -46,15 +46,16 @@ class LocalImageService:
         self._warmup_s: float | None = None
 
     def warmed_up(self, seconds: float) -> None:
-        """A warm-up picture was made in ``seconds``; from now on the service is ready while the engine lives."""
+        """Record that a warm-up image was made in `seconds`; from now on the service is ready while the engine is
+        alive."""
         self._warmup_s = seconds
 
     async def catalog(self) -> Catalog:
-        """See ImageService."""
+        """Call `catalog` in a thread."""
         return await asyncio.to_thread(self._catalog)
 
     async def health(self) -> Health:
-        """See ImageService."""
+        """Report ready once warmed up and while the engine is alive."""
         if self._warmup_s is None:
             return Health(ready=False, reason="the warm-up image is not made yet")
         if not self._engine.alive:
@@ -62,11 +63,11 @@ class LocalImageService:
         return Health(ready=True, warmup_s=self._warmup_s)
 
     async def metrics_text(self) -> str:
-        """See ImageService."""
+        """Call `metrics_text` in a thread."""
         return await asyncio.to_thread(self._metrics_text)
 
     async def generate(self, request: ImageRequest) -> AsyncGenerator[Event, None]:
-        """See ImageService."""
+        """Submit the request to the engine and yield its events."""
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[Event] = asyncio.Queue()
 

@@ -1,6 +1,6 @@
-"""The seam between the routers and whatever makes the pictures: an engine in this process, or Serve handles.
+"""The interface between the routers and what makes the images: an engine in this process, or Serve handles.
 
-Imports neither FastAPI nor torch, so a command, a test or a replica can use it alike.
+Imports neither FastAPI nor torch, so a command, a test or a replica can use it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from plait_serving.health import Health
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseModelCard:
-    """A base model and what a request gets when it leaves a field out."""
+    """A base model and the defaults for fields that a request leaves out."""
 
     name: str
     family: str
@@ -40,7 +40,7 @@ class LoraCard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlNetCard:
-    """A ControlNet that requests may name; ``preprocessor`` turns an ordinary picture into its control map."""
+    """A ControlNet that requests may name; `preprocessor` turns an ordinary image into its control map."""
 
     name: str
     family: str
@@ -49,7 +49,7 @@ class ControlNetCard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Catalog:
-    """What can be asked for at this moment; LoRAs may come and go while the server runs."""
+    """What can be requested now; LoRAs may come and go while the server runs."""
 
     model: BaseModelCard
     loras: tuple[LoraCard, ...] = ()
@@ -57,11 +57,11 @@ class Catalog:
     preprocessors: tuple[str, ...] = ()
 
     def has_lora(self, name: str) -> bool:
-        """Whether a LoRA of that name exists."""
+        """Return whether a LoRA of that name exists."""
         return any(card.name == name for card in self.loras)
 
     def controlnet(self, name: str) -> ControlNetCard | None:
-        """The ControlNet of that name, if there is one."""
+        """Return the ControlNet of that name, or None."""
         return next((card for card in self.controlnets if card.name == name), None)
 
 
@@ -74,25 +74,25 @@ _RANDOM_SEED_END = 2**32
 
 
 def random_seed() -> int:
-    """A seed for a request that gives none."""
+    """Return a seed for a request that gives none."""
     return secrets.randbelow(_RANDOM_SEED_END)
 
 
 class ImageService(Protocol):
-    """Makes pictures. All methods may be called from many tasks of one event loop at once."""
+    """Makes images. All methods may be called concurrently from many tasks of one event loop."""
 
     async def catalog(self) -> Catalog:
-        """What exists now. Cheap: it is asked for with every request."""
+        """Return what exists now. Cheap: it is called with every request."""
 
     def generate(self, request: ImageRequest) -> AsyncGenerator[Event, None]:
-        """The request's events; the last one is Finished or Failed, and nothing is submitted before the first read.
+        """Yield the request's events, `Finished` or `Failed` last; nothing is submitted before the first read.
 
-        Errors of the engine arrive as `Failed`, they are not raised. Closing the generator (or cancelling the task
+        Errors of the engine arrive as `Failed`; they are not raised. Closing the generator (or cancelling the task
         that reads it) before the last event cancels the work within one step.
         """
 
     async def health(self) -> Health:
-        """Ready only after a warm-up picture was made. Never blocks on the queue."""
+        """Return ready only after a warm-up image was made. Never blocks on the queue."""
 
     async def metrics_text(self) -> str:
-        """The service's own metrics in Prometheus' text format; may be empty."""
+        """Return the service's own metrics in Prometheus' text format; may be empty."""

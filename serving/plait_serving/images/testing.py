@@ -1,4 +1,4 @@
-"""A deterministic `ImageService` without torch, for tests and for trying clients; it passes the real one's suite."""
+"""A deterministic `ImageService` without torch, for tests and for trying clients; it passes the real one's tests."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ FAKE_CATALOG = Catalog(
 
 
 def fake_image(request: ImageRequest, seed: int) -> RgbImage:
-    """A picture that depends on everything in the request that should change a picture."""
+    """Return an image that depends on everything in the request that should change an image."""
     loras = [(ref.name, ref.scale) for ref in request.loras]
     controls = [
         (ref.name, ref.scale, ref.start, ref.end, zlib.crc32(ref.image.tobytes())) for ref in request.controlnets
@@ -72,10 +72,10 @@ def fake_image(request: ImageRequest, seed: int) -> RgbImage:
 
 
 class FakeImageService:
-    """Makes `fake_image` in ``steps`` steps of ``step_s`` seconds.
+    """Makes `fake_image` in `steps` steps of `step_s` seconds.
 
-    A prompt in ``failures`` fails with that error after ``fail_at_step`` steps. ``submitted``, ``finished`` and
-    ``cancelled`` hold request ids' stories; ``steps_run`` shows how soon a cancelled request stopped.
+    A prompt in `failures` fails with that error after `fail_at_step` steps. `submitted`, `finished` and `cancelled`
+    record request ids; `steps_run` shows how soon a cancelled request stopped.
     """
 
     def __init__(
@@ -98,19 +98,19 @@ class FakeImageService:
         self._step_s = step_s
 
     async def catalog(self) -> Catalog:
-        """See ImageService."""
+        """Return the fixed catalog."""
         return self._catalog
 
     async def health(self) -> Health:
-        """See ImageService."""
+        """Return the fixed health."""
         return self.state
 
     async def metrics_text(self) -> str:
-        """See ImageService."""
+        """Return a fixed text."""
         return f"# TYPE fake_steps_total counter\nfake_steps_total {self.steps_run}\n"
 
     async def generate(self, request: ImageRequest) -> AsyncGenerator[Event, None]:
-        """See ImageService."""
+        """Yield the events of a request made with `fake_image`."""
         self.submitted.append(request)
         ended = False
         try:
@@ -139,7 +139,7 @@ class FakeImageService:
 
 
 def fake_result(request: ImageRequest) -> ImageResult:
-    """A finished request with fixed timings."""
+    """Return a finished request with fixed timings."""
     return ImageResult(
         request_id=request.request_id,
         images=tuple(fake_image(request, seed) for seed in request.seeds),

@@ -1,1 +1,1 @@
-"""The seam of the ranking workload: service protocol, configuration, codec."""
+"""The interface of the ranking workload: service protocol, configuration, codec."""

@@ -1,12 +1,12 @@
-"""Open Inference Protocol v2: a request's bytes to named arrays, outputs to an answer's bytes. Pure functions.
+"""Open Inference Protocol v2: a request's bytes to named arrays, outputs to the bytes of an answer. Pure functions.
 
-Two forms, which may be mixed tensor by tensor (KServe's ``inference_rest.md`` and Triton's binary tensor extension)::
+Two forms, which may be mixed tensor by tensor (KServe's `inference_rest.md` and Triton's binary tensor extension)::
 
     JSON     {"inputs": [{"name", "shape", "datatype", "data": [...]}, ...]}           data flat or nested, row-major
     binary   JSON whose tensors carry parameters.binary_data_size instead of data, then the tensors' bytes one after the
              other, little endian; the header Inference-Header-Content-Length says where the JSON ends
 
-Nothing is allocated by what a number in a request says, only by what was really sent. Everything wrong is `BadInput`.
+Memory is allocated only for what was really sent, never for a number in a request. Every error is `BadInput`.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class TooLarge(BadInput):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferBody:
-    """A request as it was sent. ``arrays`` have their declared shapes and datatypes and may be views of the body.
+    """A request as it was sent. `arrays` have their declared shapes and datatypes and may be views of the body.
 
-    ``outputs``: output name to whether it is wanted as binary; empty means all, in the form ``binary_output``.
+    `outputs`: output name to whether it is requested as binary; empty means all, in the form `binary_output`.
     """
 
     id: str | None
@@ -80,7 +80,7 @@ class InferBody:
 
 
 def parse_infer(body: bytes, header_length: int | None, *, max_json_bytes: int) -> InferBody:
-    """``header_length``: bytes of the JSON part at the body's start; None if all of it is JSON. Raises `BadInput`."""
+    """Parse a body whose first `header_length` bytes are JSON; None if all of it is. Raises `BadInput`."""
     if header_length is not None and not 0 < header_length <= len(body):
         detail = f"{header_length} is not between 1 and the body's {len(body)} bytes"
         raise BadInput(f"{HEADER_LENGTH}: {detail}", param=HEADER_LENGTH)
@@ -102,9 +102,9 @@ def parse_infer(body: bytes, header_length: int | None, *, max_json_bytes: int) 
 def encode_answer(
     head: Mapping[str, Any], outputs: Sequence[tuple[str, npt.NDArray[np.float32], bool]]
 ) -> tuple[bytes, int | None]:
-    """The answer's body, and the length of its JSON part if tensors follow it.
+    """Return the answer's body, and the length of its JSON part if tensors follow it.
 
-    ``outputs``: name, values (contiguous), and whether they go as binary. A NaN in JSON is null.
+    `outputs`: name, values (contiguous), and whether they go as binary. A NaN in JSON is null.
     """
     tensors, tail = [], []
     for name, values, binary in outputs:
@@ -120,7 +120,7 @@ def encode_answer(
 
 
 def hint(name: str, known: Collection[str]) -> str:
-    """``; did you mean NAME?`` if something like ``name`` is known, else what is known."""
+    """Return `; did you mean NAME?` if something like `name` is known, else what is known."""
     near = difflib.get_close_matches(name[:64], known, n=1)
     return f"; did you mean {near[0]}?" if near else f"; there is: {', '.join(list(known)[:20])}"
 
@@ -164,7 +164,7 @@ def _id(value: Any) -> str | None:
 
 
 def _parameters(value: Any, owner: str = "") -> Mapping[str, str | float | bool]:
-    """``owner``: the tensor that has them, with a dot behind it."""
+    """Check the parameters. `owner`: the tensor that has them, followed by a dot."""
     if value is None:
         return {}
     if type(value) is not dict:
@@ -209,9 +209,9 @@ def _outputs(value: Any, binary_output: bool) -> dict[str, bool]:
 
 
 def _arrays(value: Any, body: bytes, offset: int | None) -> dict[str, Array]:
-    """``offset``: where the body's binary part begins; None if it has none.
+    """Read the tensors. `offset`: where the body's binary part begins; None if it has none.
 
-    A model may have fifty tensors, so what is in order is let through with few calls.
+    A model may have fifty tensors, so valid ones pass with few calls.
     """
     arrays: dict[str, Array] = {}
     for i, data in enumerate(_objects(value, "inputs")):
@@ -246,7 +246,7 @@ def _arrays(value: Any, body: bytes, offset: int | None) -> dict[str, Array]:
 
 
 def _count(shape: Any, name: str) -> int:
-    """Values of a tensor of this shape."""
+    """Return the number of values of a tensor of this shape."""
     if type(shape) is not list or not 0 < len(shape) <= _MAX_DIMENSIONS:
         raise BadInput(f"{name}: shape must be a list of 1 to {_MAX_DIMENSIONS} sizes", param=name)
     count, bound = 1, 1
@@ -269,9 +269,9 @@ def _bad_size(declared: Any, wanted: int, left: int, name: str) -> BadInput:
 
 
 def array_of(value: Any, shape: Sequence[int], datatype: str, name: str) -> Array:
-    """A list of JSON, flat or nested as ``shape`` says, as an array. Raises `BadInput` naming ``name``.
+    """Return a JSON list, flat or nested like `shape`, as an array. Raises `BadInput` naming `name`.
 
-    numpy warns of numbers that become infinity; the caller decides whether anybody wants to know.
+    numpy warns of numbers that become infinity; the caller decides whether to suppress that.
     """
     if type(value) is not list:
         raise BadInput(f"{name}: data must be a list", param=name)
@@ -294,7 +294,7 @@ def _in_pieces(flat: list[Any], dtype: np.dtype[Any]) -> Array:
 
 
 def _flat(value: list[Any], shape: Sequence[int], name: str) -> list[Any]:
-    """The values row after row, of a list that is flat already or nested exactly as ``shape`` says."""
+    """Return the values row by row, of a list that is already flat or nested exactly like `shape`."""
     is_nested, outer = bool(value) and type(value[0]) is list, 1
     for size, inner in pairwise(shape) if is_nested else ():
         outer *= size

@@ -1,6 +1,6 @@
-"""The ``recommend`` section of plait.yaml: which ranking models are served, and how their deployments are sized.
+"""The `recommend` section of plait.yaml: which ranking models are served, and how their deployments are sized.
 
-What may change on a running deployment is its ``knobs`` (Serve's ``user_config``); everything else needs a restart.
+What may change on a running deployment is in its `knobs` (Serve's `user_config`); everything else needs a restart.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class HnKnobs(Section):
     batch_wait_ms: Annotated[float, Field(ge=0, le=1000, description="how long a batch waits for more requests")] = 0.0
 
     def plain(self) -> WorkerKnobs:
-        """As the workers take them."""
+        """Return them in the form that workers take."""
         return WorkerKnobs(**self.model_dump())
 
 
@@ -72,7 +72,7 @@ class CnKnobs(HnKnobs):
 
 
 class Replicas(Section):
-    """A number of replicas that follows the load; `plait_disagg.queue.scale` says how."""
+    """A number of replicas that follows the load by the rules of `plait_disagg.queue.scale`."""
 
     min: Annotated[int, Field(ge=1, le=64)] = 1
     max: Annotated[int, Field(ge=1, le=64)]
@@ -94,12 +94,12 @@ class _WorkerSection(Section):
 
     @property
     def min_replicas(self) -> int:
-        """How many replicas there are at the beginning, and always."""
+        """The number of replicas at the start, and the minimum."""
         return self.replicas if isinstance(self.replicas, int) else self.replicas.min
 
     @property
     def max_replicas(self) -> int:
-        """How many there may be."""
+        """The max number of replicas."""
         return self.replicas if isinstance(self.replicas, int) else self.replicas.max
 
 
@@ -124,7 +124,7 @@ class WholeSection(_WorkerSection):
 
 
 class RankModelSection(Section):
-    """One packaged model: a folder that ``plait models package`` made. ``mode`` says which of its parts run."""
+    """One packaged model: a folder made by `plait models package`. `mode` decides which of its parts run."""
 
     folder: FolderPath
     mode: Mode = "split"
@@ -139,19 +139,19 @@ class RankModelSection(Section):
 
     @property
     def entry_role(self) -> RankRole:
-        """The role of the deployment that the ingress asks."""
+        """The role of the deployment that the ingress calls."""
         return "whole" if self.mode == "whole" else "cn"
 
 
 class RankingSection(Section):
-    """The ranking models by the names that requests call them."""
+    """The ranking models, by the names that requests use."""
 
     models: Annotated[
         dict[Name, RankModelSection] | None, Field(description="unset: the starter model, if it is there")
     ] = None
 
     def resolved_models(self) -> dict[str, RankModelSection]:
-        """The models by name; looks into the starter's folder if none are given."""
+        """Return the models by name; if none are given, those in the starter's folder."""
         if self.models is not None:
             return dict(self.models)
         if not (STARTER_RANKING_FOLDER / "package.json").is_file():
@@ -160,6 +160,6 @@ class RankingSection(Section):
 
     @property
     def logical_cpus(self) -> float:
-        """The logical CPUs that a Ray must have for the workers, besides those of other sections."""
+        """The logical CPUs that Ray must have for the workers, besides those of other sections."""
         models = self.resolved_models().values()
         return WORKER_CPUS * sum(part.max_replicas for model in models for part in model.parts.values())

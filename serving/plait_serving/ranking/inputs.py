@@ -6,8 +6,8 @@ What is accepted for an input, N being the candidates (one row where the input i
     Ids    (N, *shape)   INT64, or any other integers that fit it
     Bag    NAME (nnz,) and either NAME_offsets (N + 1,) or NAME_lengths (N,), all of them integers as for Ids
 
-Sizes of 1 behind the rows may be left out or added: (N,) and (N, 1) are the same. What values may be (finite, ids
-inside their tables, offsets that add up) is `plait_disagg.messages.check`'s business.
+Sizes of 1 after the rows may be left out or added: (N,) and (N, 1) are the same. `plait_disagg.messages.check`
+checks the values (finite, ids inside their tables, offsets that add up).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _EXACT_IN_FLOAT32 = 1 << 24
 
 
 class Binder:
-    """Binds arrays to a fixed set of inputs. ``largest_candidates`` bounds N."""
+    """Binds arrays to a fixed set of inputs. `largest_candidates` bounds N."""
 
     def __init__(self, inputs: Sequence[Input], *, largest_candidates: int) -> None:
         self._plans = tuple(_InputPlan.of(item, inputs) for item in inputs)
@@ -42,7 +42,8 @@ class Binder:
         self._known = frozenset(name for plan in self._plans for name in plan.names)
 
     def bind(self, arrays: Mapping[str, Array]) -> tuple[dict[str, torch.Tensor], int | None]:
-        """The tensors by `tensor_names`, contiguous copies, float32 or int64; and N, None without an item-side input.
+        """Return the tensors by `tensor_names`, contiguous copies, float32 or int64; and N, None without an item-side
+        input.
 
         Raises `BadInput` for a missing or unknown input, a shape, or a datatype that does not fit.
         """
@@ -81,7 +82,7 @@ class Binder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _InputPlan:
-    """How one input is found and shaped. ``row_shape``: of one row; None for a bag."""
+    """How one input is found and shaped. `row_shape` is the shape of one row; None for a bag."""
 
     name: str
     is_user: bool
@@ -104,11 +105,11 @@ class _InputPlan:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name that the input may come under."""
+        """Every name that the input may have in a request."""
         return self.required if self.lengths is None else (*self.required, self.lengths)
 
     def bags(self, arrays: Mapping[str, Array]) -> int:
-        """How many rows of a bag were sent."""
+        """Return the number of rows of a bag that were sent."""
         offsets = arrays.get(self.required[1])
         lengths = arrays.get(self.lengths) if self.lengths is not None else None
         if offsets is not None and lengths is None:
@@ -119,7 +120,7 @@ class _InputPlan:
         raise BadInput(f"{self.name}: {detail} ({'none is' if offsets is None else 'not both'} there)", param=self.name)
 
     def add_bag(self, tensors: dict[str, torch.Tensor], arrays: Mapping[str, Array]) -> None:
-        """Puts a bag's two tensors among the others."""
+        """Add a bag's two tensors to `tensors`."""
         name = self.required[1]
         ids = _ids(arrays[self.name], self.name)
         tensors[self.name] = torch.from_numpy(ids)
@@ -132,14 +133,14 @@ class _InputPlan:
         tensors[name] = torch.from_numpy(made)
 
     def converted(self, array: Array, rows: int) -> torch.Tensor:
-        """Another datatype, or another way to write the shape."""
+        """Convert another datatype, or another way to write the shape."""
         assert self.row_shape is not None
         shaped = _shaped(array, rows, self.row_shape, self.name)
         return torch.from_numpy((_float32 if self.dtype is _FLOAT32 else _int64)(shaped, self.name))
 
 
 def _shaped(array: Array, rows: int, row_shape: tuple[int, ...], name: str) -> Array:
-    """``(rows, *row_shape)``; sizes of 1 behind the rows do not count."""
+    """Return `(rows, *row_shape)`; sizes of 1 after the rows do not count."""
     if array.shape[1:] == row_shape:
         return array
     if [size for size in array.shape[1:] if size != 1] != [size for size in row_shape if size != 1]:
@@ -149,14 +150,14 @@ def _shaped(array: Array, rows: int, row_shape: tuple[int, ...], name: str) -> A
 
 
 def _ids(array: Array, name: str) -> Array:
-    """A copy of one row of integers."""
+    """Return a copy of one row of integers."""
     if array.ndim != 1:
         raise BadInput(f"{name}: must have one dimension, not shape {list(array.shape)}", param=name)
     return array.copy() if array.dtype is _INT64 else _int64(array, name)
 
 
 def _float32(array: Array, name: str) -> Array:
-    """A float32 copy, aligned and writable: views of a body are neither."""
+    """Return a float32 copy, aligned and writable: views of a body are neither."""
     if array.dtype.kind != "f" and array.size and not _all_within(array, -_EXACT_IN_FLOAT32, _EXACT_IN_FLOAT32):
         raise BadInput(f"{name}: integers beyond 2^24 are not exact in FP32; send FP32", param=name)
     if array.dtype.itemsize <= 4:
@@ -166,7 +167,7 @@ def _float32(array: Array, name: str) -> Array:
 
 
 def _int64(array: Array, name: str) -> Array:
-    """An int64 copy, aligned and writable."""
+    """Return an int64 copy, aligned and writable."""
     if array.dtype.kind == "f":
         raise BadInput(f"{name}: datatype must be INT64 (or smaller integers), not floating point", param=name)
     if array.dtype.kind == "u" and array.dtype.itemsize == 8 and not _all_within(array, 0, 2**63 - 1):
@@ -179,7 +180,7 @@ def _all_within(array: Array, low: int, high: int) -> bool:
 
 
 def _offsets(lengths: Array, nnz: int, name: str) -> Array:
-    """The offsets of rows of these lengths, (rows + 1,) int64."""
+    """Return the offsets of rows of these lengths, (rows + 1,) int64."""
     if not _all_within(lengths, 0, nnz):
         raise BadInput(f"{name}: lengths must be 0 to the {nnz} ids that were sent", param=name)
     offsets: np.ndarray[Any, np.dtype[np.int64]] = np.zeros(len(lengths) + 1, np.int64)

@@ -1,4 +1,4 @@
-"""A `RankingService` over rankers in this process; where their workers are is the rankers' own affair."""
+"""A `RankingService` over rankers in this process; where their workers run is up to the rankers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NO_METRIC = re.compile(r"[^a-zA-Z0-9_]")
 class LocalRankingService:
     """The models by name. The mapping may change while it is used.
 
-    Cheap to ask: what hangs on a card is made again only when the card is another one.
+    Lookups are cheap: what depends on a card is rebuilt only when the card changes.
     """
 
     def __init__(self, models: Mapping[str, ServedRanker]) -> None:
@@ -29,11 +29,11 @@ class LocalRankingService:
         self._bound: dict[str, BoundModel] = {}
 
     def names(self) -> tuple[str, ...]:
-        """What requests may call the models."""
+        """Return the models' names in requests."""
         return tuple(self._models)
 
     def get(self, name: str, version: str | None = None) -> BoundModel:
-        """The model with its card of this moment. Raises `UnknownModel`, and what the ranker raises without a card."""
+        """Return the model with its current card. Raises `UnknownModel`, or the ranker's error if it has no card."""
         model = self._named(name)
         card = model.ranker.card
         bound = self._bound.get(name)
@@ -45,11 +45,11 @@ class LocalRankingService:
         return bound
 
     def refreshes(self, name: str) -> Refreshes | None:
-        """What refreshes the model, if anything does. Raises `UnknownModel`."""
+        """Return what refreshes the model, or None if nothing does. Raises `UnknownModel`."""
         return self._named(name).refreshes
 
     async def health(self) -> Health:
-        """Ready if every model would answer now; else the first that would not, and why."""
+        """Return ready if every model would answer now; else the first that would not, and why."""
         for name, model in tuple(self._models.items()):
             reason = await why_not_ready(model.ranker)
             if reason is not None:
@@ -57,7 +57,7 @@ class LocalRankingService:
         return Health(ready=True)
 
     async def metrics_text(self) -> str:
-        """One untyped metric ``plait_ranker_NAME`` for each thing that the rankers count."""
+        """Return one untyped metric `plait_ranker_NAME` for each thing that the rankers count."""
         return "".join(_metrics({name: model.ranker.metrics() for name, model in tuple(self._models.items())}))
 
     def _named(self, name: str) -> ServedRanker:
@@ -85,7 +85,7 @@ def _bind(name: str, model: ServedRanker, card: ModelCard) -> BoundModel:
 
 
 def _metrics(models: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
-    """The samples of one metric stand together, as the format wants it."""
+    """Yield the samples of one metric together, as the format requires."""
     for name in sorted({name for counts in models.values() for name in counts}):
         metric = f"plait_ranker_{_NO_METRIC.sub('_', name)}"
         yield f"# TYPE {metric} untyped\n"

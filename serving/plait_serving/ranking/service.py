@@ -1,6 +1,6 @@
-"""The seam between the routers and whatever ranks: rankers in this process, or beyond a fabric.
+"""The interface between the routers and what ranks: rankers in this process, or beyond a fabric.
 
-Imports neither FastAPI nor torch, so a command, a test or a replica can use it alike.
+Imports neither FastAPI nor torch, so a command, a test or a replica can use it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Refreshes(Protocol):
     """Publishes updates of a model to whatever serves it."""
 
     async def refresh(self, update: Path) -> str:
-        """Publishes the update in that folder of the server's machine; returns the version that is served from now on.
+        """Publish the update in that folder of the server's machine; return the version that is served from now on.
         Raises `RefreshError`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedRanker:
-    """A model that is served. ``items``: the items it knows by id, None if it knows none. ``refreshes``: None if the
-    model stays as it is."""
+    """A model that is served. `items`: the items it knows by id, None if it knows none. `refreshes`: None if the model
+    cannot be refreshed."""
 
     ranker: Ranker
     items: ItemStore | None = None
@@ -41,9 +41,9 @@ class ServedRanker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundModel:
-    """A model with its card of this moment, and what turns arrays into its tensors: all of them, or one side's.
+    """A model with its current card, and the binders that turn arrays into its tensors: all of them, or one side's.
 
-    ``name`` is what requests call it; the card says what it was packaged as.
+    `name` is its name in requests; the card has the name that it was packaged with.
     """
 
     name: str
@@ -55,34 +55,34 @@ class BoundModel:
     item: Binder
 
     def side(self, side: Side) -> tuple[Input, ...]:
-        """The inputs of one side."""
+        """Return the inputs of one side."""
         return tuple(item for item in self.card.inputs if item.side == side)
 
 
 class RankingService(Protocol):
-    """Finds the models that rank. All methods may be called from many tasks of one event loop at once."""
+    """Finds the models that rank. All methods may be called concurrently from many tasks of one event loop."""
 
     def names(self) -> tuple[str, ...]:
-        """What requests may call the models; they may come and go while the server runs."""
+        """Return the models' names in requests; they may come and go while the server runs."""
 
     def get(self, name: str, version: str | None = None) -> BoundModel:
-        """The model as it is now. Cheap: it is asked for with every request.
+        """Return the model with its current card. Cheap: it is called with every request.
 
-        Raises `UnknownModel`, and whatever the ranker says if it has no card yet.
+        Raises `UnknownModel`, or the ranker's own error if it has no card yet.
         """
 
     def refreshes(self, name: str) -> Refreshes | None:
-        """What refreshes the model, if anything does. Raises `UnknownModel`."""
+        """Return what refreshes the model, or None if nothing does. Raises `UnknownModel`."""
 
     async def health(self) -> Health:
-        """Ready if every model would answer now. Never blocks on a queue."""
+        """Return ready if every model would answer now. Never blocks on a queue."""
 
     async def metrics_text(self) -> str:
-        """The service's own metrics in Prometheus' text format; may be empty."""
+        """Return the service's own metrics in Prometheus' text format; may be empty."""
 
 
 async def why_not_ready(ranker: Ranker) -> str | None:
-    """None if the ranker would answer now. A ranker that raises is one that would not."""
+    """Return None if the ranker would answer now, else the reason. A ranker that raises would not."""
     try:
         return await ranker.ready()
     except RankError as error:

@@ -32,8 +32,8 @@ FAKE_CARD = ModelCard(
 
 
 def fake_outputs(request: RankRequest) -> dict[str, torch.Tensor]:
-    """Scores that depend on every number of the request: the user's, plus each candidate's own. Exact in float32 for
-    small integers and multiples of 1/8."""
+    """Return scores that depend on every number of the request: the user's, plus each candidate's own. Exact in float32
+    for small integers and multiples of 1/8."""
     tensors = request.tensors
     user = tensors["person"].sum() + tensors["mood"].sum() * 8 + tensors["history"].sum() * 3
     offsets = tensors["genres" + OFFSETS]
@@ -46,8 +46,8 @@ def fake_outputs(request: RankRequest) -> dict[str, torch.Tensor]:
 
 
 class FakeRanker:
-    """Answers with `fake_outputs` after ``work_s``. ``error`` is raised instead if it is set; ``missing`` is `ready`'s
-    answer; ``ranked`` and ``cancelled`` tell the requests' stories; more than ``most`` at once is `Busy`."""
+    """Answers with `fake_outputs` after `work_s`. `error`, if set, is raised instead; `missing` is the answer of
+    `ready`; `ranked` and `cancelled` record requests; more than `most` at once raise `Busy`."""
 
     def __init__(self, card: ModelCard = FAKE_CARD, *, work_s: float = 0.0, max_requests: int = 1000) -> None:
         self._card = card
@@ -61,11 +61,11 @@ class FakeRanker:
 
     @property
     def card(self) -> ModelCard:
-        """See Ranker."""
+        """The card of the fake model."""
         return self._card
 
     async def rank(self, request: RankRequest) -> RankAnswer:
-        """See Ranker."""
+        """Answer with `fake_outputs` after `work_s`, or raise `error`, `DeadlinePassed` or `Busy`."""
         if self.error is not None:
             raise self.error
         if request.deadline_s is not None and time.monotonic() > request.deadline_s:
@@ -86,20 +86,20 @@ class FakeRanker:
         return RankAnswer(outputs=fake_outputs(request), timings=timings, bytes_crossed=64 * request.candidates)
 
     async def ready(self) -> str | None:
-        """See Ranker."""
+        """Return `missing`."""
         return self.missing
 
     def metrics(self) -> Mapping[str, float]:
-        """See Ranker."""
+        """Return the numbers of requests ranked and waiting."""
         return {"requests_total": float(len(self.ranked)), "waiting": float(self._now)}
 
     async def close(self, *, drain_s: float) -> None:
-        """See Ranker."""
+        """Make `rank` raise `RankError` from now on."""
         self.error = RankError("the ranker is closed")
 
 
 class FakeItems:
-    """Item i: price i / 8, the genres 0 ... i mod 4 - 1 (none for every fourth)."""
+    """Item i: price i / 8, the genres 0 ... i mod 4 - 1 (none for every fourth item)."""
 
     def __init__(self, count: int = 20, *, named: bool = True) -> None:
         self._count = count
@@ -109,7 +109,7 @@ class FakeItems:
         return self._count
 
     def gather(self, ids: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """See ItemStore."""
+        """Compute the features of these items."""
         bags = [torch.arange(int(i) % 4) for i in ids]
         lengths = torch.tensor([0] + [len(bag) for bag in bags])
         return {
@@ -120,11 +120,11 @@ class FakeItems:
         }
 
     def names(self, ids: Sequence[int]) -> Sequence[str] | None:
-        """See ItemStore."""
+        """Return `item number i` for each id, or None without names."""
         return [f"item number {i}" for i in ids] if self._named else None
 
 
 def fake_rankers(ranker: FakeRanker | None = None, *, items: bool = True) -> dict[str, ServedRanker]:
-    """One model, as `LocalRankingService` wants it."""
+    """Return one model in the form that `LocalRankingService` takes."""
     ranker = ranker or FakeRanker()
     return {ranker.card.name: ServedRanker(ranker=ranker, items=FakeItems() if items else None)}

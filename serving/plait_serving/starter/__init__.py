@@ -1,1 +1,1 @@
-"""The starter models: emoji pictures, two ControlNets and three LoRAs, and the code that trained them."""
+"""The starter models: emoji images, two ControlNets and three LoRAs, and the code that trained them."""

@@ -1,8 +1,8 @@
-"""Training pictures: emoji artwork from two npm packages, and the rule that chooses the concepts.
+"""Training images: emoji artwork from two npm packages, and the rule that chooses the concepts.
 
-The rule, in order: the five categories in ``CATEGORIES`` (things, not faces, letters or flags), without clock
-faces, money, mail and moons; a name of one to three plain words; artwork in both sets; then, until ``count``
-are left, of the two most alike pictures (16x16 means, Twemoji) one goes: never one in ``FAVOURED``, else the one
+The rule, in order: the five categories in `CATEGORIES` (things, not faces, letters or flags), without clock
+faces, money, mail and moons; a name of one to three plain words; artwork in both sets; then, until `count`
+are left, of the two most alike images (16x16 means, Twemoji) one is removed: never one in `FAVOURED`, else the one
 with the longer name.
 """
 
@@ -43,12 +43,12 @@ DEFAULT_COUNT = 320
 
 
 class NpmUnavailableError(RuntimeError):
-    """npm is absent, or the registry did not answer: training cannot get its pictures."""
+    """npm is absent, or the registry did not answer: training cannot get its images."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingImages:
-    """The training set: ``names[i]`` is drawn in ``twemoji[i]`` and ``noto[i]`` (``uint8[n, 64, 64, 3]``)."""
+    """The training set: `names[i]` is drawn in `twemoji[i]` and `noto[i]` (`uint8[n, 64, 64, 3]`)."""
 
     names: tuple[str, ...]
     twemoji: NDArray[np.uint8]
@@ -56,14 +56,14 @@ class TrainingImages:
 
 
 def pooled(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """16x16 mean colours of each 64x64 picture: ``uint8[n, 16, 16, 3]``."""
+    """Return the 16x16 mean colours of each 64x64 image: `uint8[n, 16, 16, 3]`."""
     return np.stack([np.rint(block_means(p, SIDE_PX // 16)).astype(np.uint8) for p in images])
 
 
 def fetch_package(name: str, cache: Path) -> Path:
-    """The package's archive in ``cache``, downloaded with ``npm pack`` if it is not there.
+    """Return the package's archive in `cache`, downloading it with `npm pack` if it is missing.
 
-    Raises NpmUnavailableError.
+    Raises `NpmUnavailableError`.
     """
     archive = cache / f"{name}-{VERSION}.tgz"
     if archive.exists():
@@ -83,7 +83,7 @@ def fetch_package(name: str, cache: Path) -> Path:
 
 
 def _on_white(raw: bytes) -> NDArray[np.uint8]:
-    """Decode one PNG and lay it on white, ``uint8[64, 64, 3]``."""
+    """Decode one PNG and lay it on white, `uint8[64, 64, 3]`."""
     with Image.open(io.BytesIO(raw)) as opened:
         image = opened.convert("RGBA")
     if image.size != (SIDE_PX, SIDE_PX):
@@ -93,7 +93,7 @@ def _on_white(raw: bytes) -> NDArray[np.uint8]:
 
 
 def _read_archive(archive: Path, folder: str) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
-    """``emoji.json`` and the PNG bytes of ``folder``, by file name."""
+    """Return `emoji.json` and the PNG bytes of `folder`, by file name."""
     entries: list[dict[str, Any]] = []
     images: dict[str, bytes] = {}
     prefix = f"package/{folder}/"
@@ -113,7 +113,7 @@ def _read_archive(archive: Path, folder: str) -> tuple[list[dict[str, Any]], dic
 
 
 def _candidates(entries: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """(name, image file) of every emoji that the rule admits before look-alikes are removed."""
+    """Return (name, image file) of every emoji that the rule admits before look-alikes are removed."""
     found: dict[str, str] = {}
     for entry in sorted(entries, key=lambda e: int(e["sort_order"])):
         name = str(entry["name"]).lower()
@@ -131,7 +131,7 @@ def _candidates(entries: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 
 def drop_look_alikes(names: list[str], means: NDArray[np.uint8], count: int) -> list[int]:
-    """Indices that stay when, of the closest pair, the longer name is removed until ``count`` are left."""
+    """Return the indices that remain when, of the closest pair, the longer name is removed until `count` are left."""
     flat = means.reshape(len(names), -1).astype(np.float64)
     squares = (flat**2).sum(1)
     distance = squares[:, None] + squares[None, :] - 2 * flat @ flat.T
@@ -148,9 +148,9 @@ def drop_look_alikes(names: list[str], means: NDArray[np.uint8], count: int) -> 
 
 
 def load_images(cache: Path, count: int = DEFAULT_COUNT) -> TrainingImages:
-    """The training set, from ``cache`` or npm; the unpacked arrays are kept in ``cache`` too.
+    """Return the training set, from `cache` or npm; the unpacked arrays are kept in `cache` too.
 
-    Raises NpmUnavailableError.
+    Raises `NpmUnavailableError`.
     """
     kept = cache / f"pictures-{VERSION}-{count}.npz"
     if kept.exists():

@@ -11,19 +11,19 @@ MANIFEST = "MANIFEST.json"
 
 
 def files_in(folder: Path) -> list[str]:
-    """All files below ``folder`` but the manifest, as sorted relative POSIX paths."""
+    """Return all files below `folder` but the manifest, as sorted relative POSIX paths."""
     found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     return sorted(name for name in found if name != MANIFEST)
 
 
 def sha256_of(path: Path) -> str:
-    """Hexadecimal sha256 of a file."""
+    """Return the hexadecimal sha256 of a file."""
     with path.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 def write_manifest(folder: Path) -> None:
-    """Write ``MANIFEST.json``: size and sha256 of every file below ``folder``."""
+    """Write `MANIFEST.json`: size and sha256 of every file below `folder`."""
     entries = {
         name: {"bytes": (folder / name).stat().st_size, "sha256": sha256_of(folder / name)} for name in files_in(folder)
     }
@@ -31,7 +31,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def manifest_problems(folder: Path) -> list[str]:
-    """One sentence for each file that is missing, changed or not listed; empty when all is well."""
+    """Return one sentence for each file that is missing, changed or not listed; empty if there is none."""
     path = folder / MANIFEST
     if not path.is_file():
         return [f"{MANIFEST} is missing"]

@@ -1,7 +1,7 @@
 """Control maps and style filters of the starter models, on plain uint8 arrays.
 
-Every function takes one picture as ``uint8[H, W, 3]``, leaves it unchanged and returns a new
-``uint8[H, W, 3]`` of the same size. They use numpy and scipy only and are deterministic.
+Every function takes one image as `uint8[H, W, 3]`, leaves it unchanged and returns a new `uint8[H, W, 3]` of the
+same size. They use numpy and scipy only and are deterministic.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ SKETCH_GAIN = 8.0
 
 
 def check_image(image: ImageArray) -> None:
-    """Raise ValueError unless ``image`` is a non-empty ``uint8[H, W, 3]``."""
+    """Raise ValueError unless `image` is a non-empty `uint8[H, W, 3]`."""
     if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or image.size == 0:
         raise ValueError(f"expected uint8[H, W, 3], got {image.dtype}{list(image.shape)}")
 
 
 def _gradient(image: ImageArray, sigma_px: float) -> tuple[Plane, Plane]:
-    """Horizontal and vertical slope of the colour channel that changes most, per pixel."""
+    """Return the horizontal and vertical slope of the colour channel that changes most, per pixel."""
     smooth = ndimage.gaussian_filter(image.astype(np.float64), (sigma_px, sigma_px, 0.0), mode="nearest")
     # ndimage.sobel would blur across the colour channels too.
     dy, dx = (
@@ -48,7 +48,7 @@ def _gradient(image: ImageArray, sigma_px: float) -> tuple[Plane, Plane]:
 
 
 def _thin(dx: Plane, dy: Plane) -> Plane:
-    """Gradient magnitude where it is the largest across the edge, else 0 (non-maximum suppression)."""
+    """Return the gradient magnitude where it is the largest across the edge, else 0 (non-maximum suppression)."""
     size = np.hypot(dx, dy)
     sector = np.round(np.arctan2(dy, dx) / (np.pi / 4)).astype(np.int64) % 4
     padded = np.pad(size, 1)
@@ -62,7 +62,7 @@ def _thin(dx: Plane, dy: Plane) -> Plane:
 
 
 def edge_mask(image: ImageArray, high: float = EDGE_HIGH, low: float = EDGE_LOW) -> NDArray[np.bool_]:
-    """Canny edges as ``bool[H, W]``: blur, slope, thinning, hysteresis between ``low`` and ``high``."""
+    """Return Canny edges as `bool[H, W]`: blur, slope, thinning, hysteresis between `low` and `high`."""
     check_image(image)
     thin = _thin(*_gradient(image, EDGE_SIGMA_PX))
     labels, count = ndimage.label(thin >= low, structure=np.ones((3, 3)))
@@ -73,12 +73,12 @@ def edge_mask(image: ImageArray, high: float = EDGE_HIGH, low: float = EDGE_LOW)
 
 
 def edges(image: ImageArray) -> ImageArray:
-    """White one-pixel lines on black: the control map of the ``edges`` ControlNet."""
+    """Draw white one-pixel lines on black: the control map of the `edges` ControlNet."""
     return np.repeat(edge_mask(image)[..., None].astype(np.uint8) * np.uint8(255), 3, axis=2)
 
 
 def block_means(image: ImageArray, block_px: int) -> NDArray[np.float64]:
-    """Mean colour of each block, ``float64[ceil(H/b), ceil(W/b), 3]``; blocks at the border may be cut."""
+    """Return the mean colour of each block, `float64[ceil(H/b), ceil(W/b), 3]`; blocks at the border may be cut."""
     check_image(image)
     rows = np.arange(0, image.shape[0], block_px)
     columns = np.arange(0, image.shape[1], block_px)
@@ -89,23 +89,23 @@ def block_means(image: ImageArray, block_px: int) -> NDArray[np.float64]:
 
 
 def unblock(means: NDArray[np.float64], block_px: int, height: int, width: int) -> ImageArray:
-    """The flat picture whose blocks have these means: the inverse of ``block_means``."""
+    """Return the flat image whose blocks have these means: the inverse of `block_means`."""
     flat = np.clip(np.rint(means), 0, 255).astype(np.uint8)
     return flat.repeat(block_px, axis=0).repeat(block_px, axis=1)[:height, :width]
 
 
 def colors(image: ImageArray) -> ImageArray:
-    """Every 4x4-pixel block replaced by its mean: the control map of the ``colors`` ControlNet."""
+    """Replace every 4x4-pixel block by its mean: the control map of the `colors` ControlNet."""
     return unblock(block_means(image, COLOR_BLOCK_PX), COLOR_BLOCK_PX, image.shape[0], image.shape[1])
 
 
 def pixel(image: ImageArray) -> ImageArray:
-    """Every 8x8-pixel block replaced by its mean: what the ``pixel`` LoRA was trained on."""
+    """Replace every 8x8-pixel block by its mean: what the `pixel` LoRA was trained on."""
     return unblock(block_means(image, PIXEL_BLOCK_PX), PIXEL_BLOCK_PX, image.shape[0], image.shape[1])
 
 
 def sketch(image: ImageArray) -> ImageArray:
-    """Grey pencil lines on white, darker where the colour changes faster: the ``sketch`` LoRA's target."""
+    """Draw grey pencil lines on white, darker where the colour changes faster: the `sketch` LoRA's target."""
     check_image(image)
     slope = np.hypot(*_gradient(image, SKETCH_SIGMA_PX))
     ink = np.clip(255.0 - SKETCH_GAIN * slope, 0.0, 255.0)

@@ -1,8 +1,8 @@
-"""What the starter models are compared with: small pictures and control maps of every concept.
+"""What the starter models are compared with: small images and control maps of every concept.
 
-``references.npz`` holds ``twemoji`` and ``noto`` (``uint8[n, 16, 16, 3]``, means of 4x4 pixels), ``sketch``
-(``uint8[n, 16, 16]``, grey) and ``edges`` (``uint8[n, 64, 8]``, eight pixels of the map to a byte).
-The ``colors`` map of a concept is its ``twemoji`` entry, enlarged four times.
+`references.npz` holds `twemoji` and `noto` (`uint8[n, 16, 16, 3]`, means of 4x4 pixels), `sketch` (`uint8[n, 16,
+16]`, grey) and `edges` (`uint8[n, 64, 8]`, eight pixels of the map to a byte). The `colors` map of a concept is its
+`twemoji` entry, enlarged four times.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SIDE_PX = 64
 
 @dataclass(frozen=True, kw_only=True)
 class References:
-    """Row ``i`` of every array belongs to ``names[i]``; shapes as in the module's docstring, ``edges`` unpacked."""
+    """Row `i` of every array belongs to `names[i]`; shapes as in the module's docstring, `edges` unpacked."""
 
     names: tuple[str, ...]
     twemoji: NDArray[np.uint8]
@@ -31,25 +31,25 @@ class References:
     edges: NDArray[np.bool_]
 
     def hash_order(self) -> list[int]:
-        """All rows, ordered by the sha256 of their name: a fixed choice that nobody picked."""
+        """Return all rows, ordered by the sha256 of their name: a fixed choice that nobody made by hand."""
         return sorted(range(len(self.names)), key=lambda i: hashlib.sha256(self.names[i].encode()).digest())
 
     def edge_map(self, row: int) -> ImageArray:
-        """The control picture of ``edges`` for this concept, ``uint8[64, 64, 3]``."""
+        """Return the control image of `edges` for this concept, `uint8[64, 64, 3]`."""
         return np.repeat(self.edges[row][..., None].astype(np.uint8) * np.uint8(255), 3, axis=2)
 
     def color_map(self, row: int) -> ImageArray:
-        """The control picture of ``colors`` for this concept, ``uint8[64, 64, 3]``."""
+        """Return the control image of `colors` for this concept, `uint8[64, 64, 3]`."""
         return unblock(self.twemoji[row].astype(np.float64), COLOR_BLOCK_PX, SIDE_PX, SIDE_PX)
 
 
 def pool(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """16x16 mean colours of ``uint8[n, 64, 64, 3]``."""
+    """Return the 16x16 mean colours of `uint8[n, 64, 64, 3]`."""
     return np.stack([np.rint(block_means(p, SIDE_PX // 16)).astype(np.uint8) for p in images])
 
 
 def make_references(names: tuple[str, ...], twemoji: NDArray[np.uint8], noto: NDArray[np.uint8]) -> References:
-    """The references of a training set given as ``uint8[n, 64, 64, 3]``."""
+    """Return the references of a training set given as `uint8[n, 64, 64, 3]`."""
     return References(
         names=names,
         twemoji=pool(twemoji),
@@ -60,7 +60,7 @@ def make_references(names: tuple[str, ...], twemoji: NDArray[np.uint8], noto: ND
 
 
 def save_references(references: References, folder: Path) -> None:
-    """Write ``concepts.json`` and ``references.npz``."""
+    """Write `concepts.json` and `references.npz`."""
     names = json.dumps(list(references.names), indent=0)
     (folder / "concepts.json").write_text(names + "\n", encoding="utf-8")
     np.savez_compressed(
@@ -73,7 +73,7 @@ def save_references(references: References, folder: Path) -> None:
 
 
 def load_references(folder: Path) -> References:
-    """Read what ``save_references`` wrote."""
+    """Read what `save_references` wrote."""
     names = tuple(json.loads((folder / "concepts.json").read_text(encoding="utf-8")))
     with np.load(folder / "references.npz") as stored:
         return References(

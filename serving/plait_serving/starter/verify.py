@@ -1,7 +1,7 @@
-"""Measures whether the starter models do what they are for. Pure: pictures come from a function.
+"""Measures whether the starter models do what they are for. Pure: images come from a function.
 
-Pictures are compared as 16x16 mean colours in 0..255. Which concepts are tried follows from the sha256 of
-their names, and the seed is the position in that order; every picture is made once.
+Images are compared as 16x16 mean colours in 0..255. Which concepts are tested follows from the sha256 of their
+names, and the seed is the position in that order; every image is made once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STYLE_COUNT = 50
 
 @dataclass(frozen=True, kw_only=True)
 class VerificationImage:
-    """One picture to make: 64x64, everything not named here at the server's defaults."""
+    """One image to make: 64x64, everything not named here at the server's defaults."""
 
     prompt: str
     seed: int
@@ -42,7 +42,7 @@ Generate = Callable[[Sequence[VerificationImage]], list[ImageArray]]
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """One measured value and the bound that it has to keep."""
+    """One measured value and the bound that it must keep."""
 
     name: str
     value: float
@@ -62,7 +62,7 @@ def _vectors(images: NDArray[np.uint8]) -> NDArray[np.float64]:
 
 
 def ranks(made: NDArray[np.uint8], references: NDArray[np.uint8], rows: Sequence[int]) -> NDArray[np.int64]:
-    """How many references are nearer to picture ``k`` than its own, ``rows[k]``; both ``uint8[., 16, 16, 3]``."""
+    """Return how many references are nearer to image `k` than its own, `rows[k]`; both `uint8[., 16, 16, 3]`."""
     a, b = _vectors(made), _vectors(references)
     distance = (a**2).sum(1)[:, None] + (b**2).sum(1)[None] - 2 * a @ b.T
     own = distance[np.arange(len(a)), list(rows)]
@@ -70,13 +70,13 @@ def ranks(made: NDArray[np.uint8], references: NDArray[np.uint8], rows: Sequence
 
 
 def nearer(made: NDArray[np.uint8], wanted: NDArray[np.uint8], other: NDArray[np.uint8]) -> float:
-    """Share of pictures that are nearer to their row of ``wanted`` than to their row of ``other``."""
+    """Return the share of images that are nearer to their row of `wanted` than to their row of `other`."""
     a, b, c = _vectors(made), _vectors(wanted), _vectors(other)
     return float((((a - b) ** 2).sum(1) < ((a - c) ** 2).sum(1)).mean())
 
 
 def edge_f1(found: NDArray[np.bool_], wanted: NDArray[np.bool_]) -> float:
-    """F1 of two line maps where a line one pixel off still counts; 1 if both are empty."""
+    """Return the F1 of two line maps where a line one pixel off still counts; 1 if both are empty."""
     if not found.any() and not wanted.any():
         return 1.0
     around = np.ones((3, 3), dtype=bool)
@@ -86,7 +86,7 @@ def edge_f1(found: NDArray[np.bool_], wanted: NDArray[np.bool_]) -> float:
 
 
 def unevenness(image: ImageArray) -> float:
-    """Root mean square difference between a picture and its 8x8-pixel blocks, 0 for perfect blocks."""
+    """Return the root mean square difference between an image and its 8x8-pixel blocks, 0 for perfect blocks."""
     flat = unblock(block_means(image, PIXEL_BLOCK_PX), PIXEL_BLOCK_PX, image.shape[0], image.shape[1])
     return float(np.sqrt(((image.astype(np.float64) - flat) ** 2).mean()))
 
@@ -166,7 +166,7 @@ def _pixel(generate: Generate, refs: References, plain: list[ImageArray], rows: 
 
 
 def other_rows(rows: list[int]) -> list[int]:
-    """For every row another one: the list turned by half of its length."""
+    """Return another row for each row: the list rotated by half of its length."""
     half = len(rows) // 2
     return [*rows[half:], *rows[:half]]
 
@@ -178,9 +178,9 @@ PARTS = {"recognition": _recognition, "edges": _edges, "colors": _colors, "noto"
 def verify(
     generate: Generate, references: References, *, parts: Sequence[str] = tuple(PARTS), limit: int | None = None
 ) -> dict[str, Any]:
-    """Measure ``parts`` and return ``{"passed": bool, "figures": [{name, value, bound, threshold, passed, ...}]}``.
+    """Measure `parts` and return `{"passed": bool, "figures": [{name, value, bound, threshold, passed, ...}]}`.
 
-    ``limit`` lowers the number of concepts, for a quick look. Raises ValueError for an unknown part.
+    `limit` lowers the number of concepts, for a quick look. Raises ValueError for an unknown part.
     """
     unknown = set(parts) - PARTS.keys()
     if unknown:

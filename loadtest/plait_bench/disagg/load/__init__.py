@@ -1,1 +1,1 @@
-"""What the systems are asked: packages, bodies, open and closed loops, and the search for goodput."""
+"""The load on the systems: packages, bodies, open and closed loops, and the search for goodput."""

@@ -1,4 +1,4 @@
-"""Asking a ranker without HTTP: requests, a closed loop, and the moments of an open one."""
+"""Load on a ranker without HTTP: requests, a closed loop, and the arrival times of an open loop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LOOK_S = 0.01
 
 
 def requests_of(package: Package, model: str, *, candidates: int, count: int, first_seed: int = 0) -> list[RankRequest]:
-    """Different ones with skewed ids, of the configuration ``model``, checked as a server would."""
+    """Make distinct requests with skewed ids for the configuration `model`, validated as a server would."""
     manifest = package.manifest
     made = [
         random_request(
@@ -39,7 +39,7 @@ def requests_of(package: Package, model: str, *, candidates: int, count: int, fi
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A ranker, and the event loop on which it is asked."""
+    """A ranker, and the event loop on which it is called."""
 
     runner: asyncio.Runner
     ranker: Ranker
@@ -47,7 +47,7 @@ class Asked:
 
 @contextmanager
 def asked(open_ranker: Callable[[], Ranker]) -> Iterator[Asked]:
-    """Open a ranker on an event loop of its own, which runs only while it is asked; closed at the end."""
+    """Open a ranker on its own event loop, which runs only while the ranker is called; close it at the end."""
 
     async def opened() -> Ranker:
         return open_ranker()
@@ -61,7 +61,7 @@ def asked(open_ranker: Callable[[], Ranker]) -> Iterator[Asked]:
 
 
 async def closed_loop_per_s(ranker: Ranker, requests: Sequence[RankRequest], *, callers: int, seconds: float) -> float:
-    """What some callers reach that always wait for their answer, and give it all the time it needs."""
+    """Measure the throughput of some callers in a closed loop, without deadlines, in requests per second."""
     until_s = time.monotonic() + seconds
     done = 0
 
@@ -77,7 +77,7 @@ async def closed_loop_per_s(ranker: Ranker, requests: Sequence[RankRequest], *, 
 
 
 async def arrivals(rate_per_s: float, seconds: float, chance: random.Random) -> AsyncIterator[float]:
-    """Yields the moments (of ``time.monotonic``) of a Poisson process, each when it has come."""
+    """Yield the times (of `time.monotonic`) of a Poisson process, each when it has come."""
     begin_s, due_s = time.monotonic(), 0.0
     while (due_s := due_s + chance.expovariate(rate_per_s)) < seconds:
         await asyncio.sleep(max(0.0, begin_s + due_s - time.monotonic()))
@@ -86,8 +86,8 @@ async def arrivals(rate_per_s: float, seconds: float, chance: random.Random) -> 
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Python collects no garbage inside, but before: thousands of answers are kept to be compared, and looking through
-    them takes Python a tenth of a second, which would count as the server's."""
+    """Collect garbage, then pause Python's collector inside the block: thousands of answers are kept for comparison,
+    and scanning them takes a tenth of a second, which would be charged to the server."""
     gc.collect()
     gc.disable()
     try:
@@ -97,7 +97,7 @@ def gc_paused() -> Iterator[None]:
 
 
 def wait_until_ready(core: Core, *, limit_s: float = 60.0) -> None:
-    """Raises `SystemFailed`."""
+    """Wait until the core is ready. Raises `SystemFailed` if that takes longer than `limit_s`."""
     until_s = time.monotonic() + limit_s
     while (missing := core.ready()) is not None:
         if time.monotonic() > until_s:

@@ -24,7 +24,7 @@ _DATATYPES = {torch.float32: "FP32", torch.int64: "INT64"}
 
 
 def body(request: RankRequest) -> bytes:
-    """One infer request, all tensors binary, scores asked for in binary."""
+    """Make the body of one infer request: all tensors binary, scores requested in binary."""
     inputs, data = [], []
     for name, tensor in request.tensors.items():
         raw = tensor.numpy().tobytes()
@@ -44,7 +44,8 @@ def body(request: RankRequest) -> bytes:
 
 
 def write_bodies(folder: Path, package: Path, model: str, candidates: int, *, seed: int) -> list[Path]:
-    """``REQUESTS`` files of requests for a configuration and its package, with skewed ids (`models.requests.zipf`)."""
+    """Write `REQUESTS` files of requests for a configuration and its package, with skewed ids
+    (`models.requests.zipf`)."""
     manifest = read_manifest(package)
     paths = []
     for number in range(REQUESTS):

@@ -1,9 +1,9 @@
 """Goodput: the highest rate at which a server keeps its p99 within the limit; open loop, Poisson.
 
-The search and the rule are the load generator's own (`plait_loadtest.capacity`): a rate holds when its run shows with
-99 % confidence that 99 % of the answers are in time, which takes 459 requests or more (as MLPerf's early stopping); a
-rate that misses is not tried again; the rate that the search ends with is run once more, twice as long, and only that
-run's number counts.
+The search and the rule are the load generator's own (`plait_loadtest.capacity`): a rate holds when its run shows
+with 99 % confidence that 99 % of the answers are in time, which takes at least 459 requests (like MLPerf's early
+stopping); a rate that misses is not retried; the rate that the search ends with is run once more, twice as long, and
+only that run's number counts.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _CLOSED_S, _WARM_UP_S = 3.0, 0.3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldRate:
-    """The highest rate that held, and the answers in time per second there. ``confirmed``: by a second, longer run."""
+    """The highest rate that held, and the answers in time per second at it. `confirmed`: by a second, longer run."""
 
     rate_per_s: float
     goodput_per_s: float
@@ -56,7 +56,7 @@ def search_goodput(
 ) -> HeldRate:
     """Search from a rate that should be about right. A trial of a layout is coarser, by the same rule.
 
-    Raises `SystemFailed` if next to nothing holds.
+    Raises `SystemFailed` if next to no rate holds.
     """
     search = CapacitySearch(
         needs=(ClassTarget(percentile=_PERCENTILE, latency_ms=limit_ms, share=1.0),),
@@ -99,7 +99,7 @@ def load_on(
 
 
 def observed(summary: RunSummary, limit_ms: float) -> Observed:
-    """Judge all requests together: the bodies are classes only because each is a file of its own."""
+    """Judge all requests together: the bodies are separate classes only because each is a file of its own."""
     total = summary.total
     everything = ClassCount(
         name="all", percentile=_PERCENTILE, latency_ms=limit_ms, judged=total.judged, good=total.good
@@ -115,7 +115,7 @@ def observed(summary: RunSummary, limit_ms: float) -> Observed:
 
 
 def throughput_per_s(url: str, bodies: Sequence[Path], header_bytes: int) -> float:
-    """Measure what a closed loop of `CALLERS` callers reaches: warms a server up, and tells where to begin."""
+    """Measure a closed loop of `CALLERS` callers: warms the server up, and gives a rate to start the search from."""
     scenario = _scenario(url, bodies, header_bytes, ClosedLoopCallers(concurrency=CALLERS), limit_ms=LIMIT_MS)
     return run_scenario(scenario).summary.total.achieved_per_s
 

@@ -16,7 +16,7 @@ SEED = 0
 
 
 def packaged(model: str, scale: float, *, say: Callable[[str], None]) -> Path:
-    """The folder of a configuration's package, made if it is not there or can no longer be read."""
+    """Return the folder of a configuration's package, which is made if it is missing or no longer readable."""
     folder = cache_folder() / "disagg" / f"{model}-{scale:g}"
     try:
         open_package(folder)

@@ -1,4 +1,4 @@
-"""Do all systems give the same scores? Asked before anything is measured."""
+"""Comparison of all systems' scores, before anything is measured."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COMPARED = 4
 
 
 def compare(servers: Mapping[str, BenchServer], bodies: Sequence[Path]) -> None:
-    """Raises `Disagreement` if two systems differ on one of the first bodies."""
+    """Compare the servers' scores. Raises `Disagreement` if two systems differ on one of the first bodies."""
     for path in bodies[:_COMPARED]:
         found = {name: scores_of(server, path.read_bytes()) for name, server in servers.items()}
         first, *others = found
@@ -32,7 +32,7 @@ def compare(servers: Mapping[str, BenchServer], bodies: Sequence[Path]) -> None:
 
 
 def scores_of(server: BenchServer, body: bytes) -> npt.NDArray[np.float32]:
-    """The first output of an infer request, float32."""
+    """Return the first output of an infer request, float32."""
     answer = server.ask(body)
     head_bytes = int(answer.headers["inference-header-content-length"])
     entry = json.loads(answer.content[:head_bytes])["outputs"][0]

@@ -1,1 +1,1 @@
-"""What is compared: our servers and processes, and the peers."""
+"""The systems compared: our servers and processes, and the peers."""

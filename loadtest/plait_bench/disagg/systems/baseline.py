@@ -1,9 +1,9 @@
 """The peer: the model itself in plain PyTorch behind FastAPI, in one process, as one would write it by hand.
 
-``python -m plait_bench.disagg.systems.baseline MODEL SCALE THREADS inline|worker`` prints its port. It speaks the same
+`python -m plait_bench.disagg.systems.baseline MODEL SCALE THREADS inline|worker` prints its port. It speaks the same
 protocol with the same binary tensors; user-side inputs are repeated over the candidates, because that is what the
-model's ``forward`` takes. ``inline`` computes on the event loop's thread, ``worker`` on another, so that the loop reads
-on.
+model's `forward` takes. `inline` computes on the event loop's thread, `worker` on another one, so that the loop
+keeps reading.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DTYPES = {"FP32": np.float32, "INT64": np.int64}
 
 
 def parse(body: bytes, header_bytes: int) -> dict[str, torch.Tensor]:
-    """The binary tensors of an infer request, by name. Trusts the request: it comes from our own generator."""
+    """Return the binary tensors of an infer request, by name. Trusts the request: it comes from our own generator."""
     head = json.loads(body[:header_bytes])
     tensors, start = {}, header_bytes
     for entry in head["inputs"]:
@@ -40,7 +40,7 @@ def parse(body: bytes, header_bytes: int) -> dict[str, torch.Tensor]:
 
 
 def repeat_user(inputs: tuple[Input, ...], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """User-side inputs with a row per candidate, as ``forward`` wants them."""
+    """Return the tensors with one row per candidate for user-side inputs, as `forward` expects."""
     first = next(item for item in inputs if item.side == "item")
     candidates = len(tensors[first.name + OFFSETS]) - 1 if isinstance(first, Bag) else len(tensors[first.name])
     given = dict(tensors)
@@ -57,7 +57,7 @@ def repeat_user(inputs: tuple[Input, ...], tensors: dict[str, torch.Tensor]) -> 
 
 
 def answer(scores: torch.Tensor) -> Response:
-    """Scores as one binary tensor."""
+    """Return the scores as one binary tensor."""
     data = scores.numpy().tobytes()
     entry = {
         "name": "scores",

@@ -1,7 +1,7 @@
-"""The peer that Ray Serve offers by itself: two deployments, the halves of the model, one calling the other's handle.
+"""The peer that Ray Serve itself offers: two deployments, the halves of the model, one calling the other's handle.
 
-``python -m plait_bench.disagg.systems.composed FOLDER`` prints its port. The halves are ours, and so is the
-protocol: what is compared is how they are joined.
+`python -m plait_bench.disagg.systems.composed FOLDER` prints its port. The halves are ours, and so is the protocol:
+what is compared is how they are joined.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import partial
 
 
 def main(folder: str) -> None:
-    """See the module docstring. Ends with SIGTERM."""
+    """Run the composition; see the module docstring. Ends on SIGTERM."""
     # As `plait serve` does: Ray's 15 is for machines that people work at.
     os.environ.setdefault("RAY_worker_niceness", "0")
     import ray

@@ -1,6 +1,5 @@
-"""The deployments of `composed`. In a module of their own, so that replicas import them: what is defined in `__main__`
-is sent to them. Its annotations are no strings: the app is sent too, and with it only what its code names.
-"""
+"""The deployments of `composed`, in a separate module so that replicas import them: what is defined in `__main__` is
+pickled and sent to them. Its annotations are not strings: the app is sent too, and with it only what its code names."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,7 +27,7 @@ class DenseDeployment:
         self._half = open_package(Path(folder)).dense()
 
     async def __call__(self, crossing: Mapping[str, torch.Tensor], candidates: Sequence[int]) -> torch.Tensor:
-        """The scores of a batch."""
+        """Return the scores of a batch."""
         with torch.inference_mode():
             outputs = self._half.run(crossing, candidates)
         return next(iter(outputs.values()))
@@ -36,7 +35,7 @@ class DenseDeployment:
 
 @serve.ingress(_APP)
 class SparseDeployment:
-    """The sparse half, and what HTTP clients ask."""
+    """The sparse half, which HTTP clients call."""
 
     def __init__(self, folder: str, dense: Any) -> None:
         torch.set_num_threads(1)
@@ -46,7 +45,7 @@ class SparseDeployment:
 
     @_APP.post("/v2/models/model/infer")
     async def infer(self, request: Request) -> Response:
-        """One request; the dense half gets what crosses."""
+        """Answer one request; the dense half receives the crossing tensors."""
         body = await request.body()
         tensors = parse(body, int(request.headers[_HEADER_BYTES]))
         checked = check_request(self._card, tensors, request_id="")

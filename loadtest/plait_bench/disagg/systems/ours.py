@@ -1,10 +1,10 @@
 """plait without Ray: the packaged model behind plait's own application.
 
-``python -m plait_bench.disagg.systems.ours FOLDER THREADS whole|split [in_children]`` prints its port. ``whole`` runs
-both halves in this process; with ``split`` the dense half runs in a process of its own (``dense``), or in several.
-``in_children``: this process only speaks HTTP, as the ingress of `plait serve` does, so that HTTP and the model do not
-share Python's lock. THREADS are those of each process, or, for ``split``, ``CN+HN``, or, without ``in_children``,
-``CN+HN+HN`` and so on. Processes speak over shared memory.
+`python -m plait_bench.disagg.systems.ours FOLDER THREADS whole|split [in_children]` prints its port. `whole` runs
+both halves in this process; with `split` the dense half runs in a process of its own (`dense`), or in several.
+`in_children`: this process handles only HTTP, as the ingress of `plait serve` does, so that HTTP and the model do
+not share the GIL. THREADS is the number per process, or, for `split`, `CN+HN`, or, without `in_children`, `CN+HN+HN`
+and so on. Processes communicate over shared memory.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from plait_serving.ranking.service import ServedRanker
 
 
 def whole(package: Package, threads: int) -> Ranker:
-    """Both halves here."""
+    """Open a ranker with both halves in this process."""
     return WholeRanker(package.card(), package.sparse(), package.dense(), knobs=WorkerKnobs(threads=threads))
 
 
 @contextmanager
 def in_children(package: Package, mode: str, threads: int, hn_threads: int) -> Iterator[Ranker]:
-    """Both halves in one child, or each in one."""
+    """Open a ranker with both halves in one child, or each half in its own child."""
     with served(package, mode) as (ranker, processes):
         for process in processes:
             process.configure(WorkerKnobs(threads=hn_threads if process.role == "hn" else threads))
@@ -53,8 +53,8 @@ def in_children(package: Package, mode: str, threads: int, hn_threads: int) -> I
 
 
 def split(package: Package, threads: int, hns: Sequence[int]) -> Ranker:
-    """The sparse half here, the dense half in a child for each of ``hns``, their threads; all of them are connected.
-    Raises `SystemFailed`."""
+    """Open a ranker with the sparse half in this process and the dense half in one child per entry of `hns`, its
+    threads; waits until all are connected. Raises `SystemFailed`."""
     dials = {f"hn-{number}": start_dense(package, count) for number, count in enumerate(hns)}
 
     def connect_to_one(left_out: frozenset[str]) -> ReplicaLink:
@@ -74,7 +74,8 @@ def split(package: Package, threads: int, hns: Sequence[int]) -> Ranker:
 
 
 def start_dense(package: Package, threads: int) -> Callable[[frozenset[str]], ReplicaLink]:
-    """A child with the dense half, which ends with this process; what is returned reaches it over shared memory."""
+    """Start a child with the dense half, which ends with this process; return what connects to it over shared
+    memory."""
     address = f"shm://{tempfile.mkdtemp(prefix='plait-bench-')}/hn"
     secret = new_secret()
     command = [
@@ -103,7 +104,7 @@ _CHILDREN: list[subprocess.Popen[bytes]] = []
 
 
 def serve_dense(package: Package, threads: int, address: str) -> None:
-    """The child: says when it listens, and ends with its standard input."""
+    """Run the dense half in the child: prints `ready` once it listens, and ends with its standard input."""
     secret = bytes.fromhex(sys.stdin.readline().strip())
     worker = HnWorker(
         package.card(),

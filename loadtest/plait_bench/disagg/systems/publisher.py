@@ -1,7 +1,8 @@
-"""Publishes updates from a process of its own, as the ingress does, beside the workers and who asks them.
+"""Publishes updates from a process of its own, as the ingress does, beside the workers and their clients.
 
-``python -m plait_bench.disagg.systems.publisher [ROLE:IN:OUT...]``: the pipes of the workers, HNs first. The first line
-in is the package's folder, each other one an update to publish. One line out for each: ``ok``, or what went wrong.
+`python -m plait_bench.disagg.systems.publisher [ROLE:IN:OUT...]`: the pipes of the workers, HNs first. The first
+input line is the package's folder, every further one an update to publish. Each line is answered with `ok` or an
+error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A model's workers in processes of their own, and a client that is connected to them over shared memory."""
+"""A model's workers in processes of their own, and a client connected to them over shared memory."""
 
 from __future__ import annotations
 
@@ -23,23 +23,26 @@ __all__ = ["WorkerProcess", "served"]
 
 
 class WorkerProcess(PipedProcess):
-    """A process of `worker`."""
+    """A process that runs the `worker` module."""
 
     def __init__(self, folder: Path, role: str, secret: bytes, *addresses: str) -> None:
-        """Waits until it listens. Raises `SystemFailed`."""
+        """Start the process and wait until it listens. Raises `SystemFailed`."""
         super().__init__(role, "plait_bench.disagg.systems.worker", str(folder), role, *addresses)
         if self.tell(secret.hex()) is not None:
             raise SystemFailed(f"the {role} did not start")
 
     def configure(self, knobs: WorkerKnobs) -> None:
-        """Raises `SystemFailed`."""
+        """Apply the knobs. Raises `SystemFailed`."""
         if (failed := self.tell(f"knobs {json.dumps(asdict(knobs))}")) is not None:
             raise failed
 
 
 @contextmanager
 def served(package: Package, mode: str) -> Iterator[tuple[RemoteRanker, Sequence[WorkerProcess]]]:
-    """``mode``: whole, or split into a CN and an HN. Raises `SystemFailed`."""
+    """Run a model's workers and yield a connected ranker and the processes.
+
+    `mode`: whole, or split into a CN and an HN. Raises `SystemFailed`.
+    """
     secret = new_secret()
     with tempfile.TemporaryDirectory(prefix="plait-bench-") as sockets, ExitStack() as stack:
         front, hn = f"shm://{sockets}/front", f"shm://{sockets}/hn"

@@ -1,4 +1,4 @@
-"""A server of one process for the benchmark: a free port, said on standard output; it ends with its standard input."""
+"""A single-process benchmark server: prints its free port on standard output, ends with its standard input."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _START_S = 180.0
 
 
 def announce(app: Any) -> None:
-    """Serves an ASGI application until standard input ends; prints the port first."""
+    """Serve an ASGI application until standard input ends; print the port first."""
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, loop="uvloop"))
@@ -43,8 +43,8 @@ def announce(app: Any) -> None:
 
 
 def free_port() -> int:
-    """A port of the loopback interface that is free now, and not one of those that connections are given: who needs it
-    listens seconds later."""
+    """Return a loopback port that is free now and outside of the ephemeral range: the server that needs it listens only
+    seconds later."""
     for port in random.SystemRandom().sample(range(20_000, 32_768), k=50):
         with socket.socket() as free, suppress(OSError):
             free.bind(("127.0.0.1", port))
@@ -66,7 +66,7 @@ class BenchServer:
     client: httpx2.Client
 
     def ask(self, body: bytes) -> httpx2.Response:
-        """Raises `SystemFailed` unless the answer is 200."""
+        """Send an infer request. Raises `SystemFailed` unless the response is 200."""
         answer = self.client.post(f"{self.url}/v2/models/model/infer", content=body, headers=HEADERS, timeout=_START_S)
         if answer.status_code != 200:
             raise SystemFailed(f"{self.url} answered {answer.status_code}: {answer.text[:300]}")
@@ -77,9 +77,10 @@ class BenchServer:
 def serving(
     arguments: Sequence[str], body: bytes, *, environ: Mapping[str, str] | None = None, has_children: bool = False
 ) -> Iterator[BenchServer]:
-    """A server process that has answered ``body``. Raises `SystemFailed`. It prints its port, or its address.
+    """Start a server process, which prints its port or its address, and yield it once it has answered `body`. Raises
+    `SystemFailed`.
 
-    ``has_children``: it is asked to end (SIGTERM), so that it ends its processes too.
+    `has_children`: it is stopped by SIGTERM, so that it ends its own processes too.
     """
     process = subprocess.Popen(
         [sys.executable, "-m", *arguments],

@@ -1,4 +1,4 @@
-"""A process that is told one line at a time and says one line to each: ``ok``, or what went wrong."""
+"""A process that receives commands line by line and answers each with one line: `ok`, or an error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["PipedProcess", "WorkerPipes"]
 
 
 class WorkerPipes:
-    """Its two pipes; a `Fleet` of one, if it is a worker. One thread at a time tells."""
+    """The two pipes of a process; for a worker, a `Fleet` of one. Only one thread at a time may send."""
 
     def __init__(self, role: str, stdin: IO[str], stdout: IO[str]) -> None:
         self.role = role
@@ -21,11 +21,11 @@ class WorkerPipes:
 
     @property
     def pipes(self) -> tuple[int, int]:
-        """What it hears, and what it says."""
+        """The file descriptors of the process's input and output."""
         return self._stdin.fileno(), self._stdout.fileno()
 
     def tell(self, line: str) -> SystemFailed | None:
-        """What went wrong, if anything."""
+        """Send a line; return the error that the process answered with, or None."""
         self._stdin.write(line + "\n")
         self._stdin.flush()
         said = self._stdout.readline().strip()
@@ -41,7 +41,7 @@ class WorkerPipes:
 
 
 class PipedProcess(WorkerPipes):
-    """A child of this process: ``python -m MODULE ARGUMENTS...``."""
+    """A child of this process: `python -m MODULE ARGUMENTS...`."""
 
     def __init__(self, role: str, module: str, *arguments: str, pass_fds: Sequence[int] = ()) -> None:
         self._process = subprocess.Popen(
@@ -53,6 +53,6 @@ class PipedProcess(WorkerPipes):
         super().__init__(role, self._process.stdin, self._process.stdout)
 
     def end(self) -> None:
-        """Kills it."""
+        """Kill the process and wait for its end."""
         self._process.kill()
         self._process.wait()

@@ -1,8 +1,8 @@
-"""A worker process that can be refreshed and reconfigured, as a deployment has one, told so over its standard input.
+"""A worker process that can be refreshed and reconfigured like a deployment, through its standard input.
 
-``python -m plait_bench.disagg.systems.worker FOLDER whole|cn|hn ADDRESS [HN_ADDRESS]``. The first line in is the
-secret; then ``stage FOLDER``, ``switch VERSION`` or ``knobs JSON``. One line out for each, and one when it listens:
-``ok``, or what went wrong. It ends with its standard input.
+`python -m plait_bench.disagg.systems.worker FOLDER whole|cn|hn ADDRESS [HN_ADDRESS]`. The first input line is the
+secret; then `stage FOLDER`, `switch VERSION` or `knobs JSON`. It prints one line when it listens, and one for each
+command: `ok`, or an error. It ends with its standard input.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Worker: TypeAlias = CnCore | WholeCore | HnWorker
 
 
 def worker(live: LivePackage, role: str, secret: bytes, address: str, *hn: str) -> Worker:
-    """Starts a worker on one compute thread; it ends with the process."""
+    """Start a worker on one compute thread; it ends with the process."""
     listener = listen(address, secret=secret, options=FABRIC)
     dense = live.dense.get(live.dense_version)
     if role == "hn":
@@ -54,7 +54,7 @@ def worker(live: LivePackage, role: str, secret: bytes, address: str, *hn: str) 
 
 
 def run_command(running: Worker, refresher: Refresher, line: str) -> None:
-    """One command, on the calling thread."""
+    """Run one command on the calling thread."""
     set_threads(1)
     word, _, argument = line.strip().partition(" ")
     if word == "knobs":

@@ -1,7 +1,7 @@
 """A table of 20 GB: how soon a server over it answers, and whether two servers share its pages.
 
-The file is sparse, so it takes no room on disk; the server maps it as any other. A page that was read lies in the page
-cache once: Pss counts it half for each of two processes that map it.
+The file is sparse, so it takes no room on disk; the server maps it like any other. A page that was read is in the
+page cache once: Pss counts half of it for each of two processes that map it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _CANDIDATES, _REQUESTS = 64, 20
 
 
 class BigTable(Workload):
-    """Seconds from the start of the process to the first answer, and the resident memory of the mapped file: of two
-    servers, the worse value. One round, for what is mapped then stays in the page cache."""
+    """Seconds from the start of the process to the first answer, and the resident memory of the mapped file: the worse
+    value of two servers. One round only, because what is mapped stays in the page cache."""
 
     name = "table-20gb"
     systems = ("plait",)
@@ -58,7 +58,7 @@ class BigTable(Workload):
 
     @contextmanager
     def open(self, system: str, layout: str) -> Iterator[Subject]:
-        """Open nothing yet: the start is what is measured."""
+        """Open nothing yet: the server's start is what is measured."""
         yield _Mapping(self._package, self._bodies)
 
 
@@ -70,10 +70,10 @@ class _Mapping:
     bodies: list[bytes]
 
     def warm_up(self) -> None:
-        """Nothing: a cold start is what is measured."""
+        """Do nothing: a cold start is what is measured."""
 
     def measure(self, number: int, *, trial: bool = False) -> list[Reading]:
-        """Start two servers over the same file, ask both, and look at their memory."""
+        """Start two servers over the same file, send requests to both, and read their memory use."""
         command = ("plait_bench.disagg.systems.ours", str(self.package), "1", "whole")
         seen: dict[str, list[float]] = {"first_answer_s": [], "table_rss_bytes": [], "table_pss_bytes": []}
         with ExitStack() as stack:
@@ -106,7 +106,7 @@ def resident_bytes(pid: int, file: str) -> tuple[float, float]:
 
 
 def _package(folder: Path) -> tuple[Path, int]:
-    """Package the model small, and then give it tables of the size that is wanted."""
+    """Package a small model, then give it tables of the wanted size. Returns the folder and the rows per table."""
     module, inputs = build(_MODEL, rows_scale=1e-5, seed=SEED)
     tables = capture(module, inputs).tables
     dims = sum(int(weight.shape[1]) for weight in tables.values())
@@ -120,7 +120,7 @@ def _package(folder: Path) -> tuple[Path, int]:
 
 
 def _bodies(table_rows: int) -> list[bytes]:
-    """Make requests with ids all over the tables."""
+    """Make requests with ids spread over the whole tables."""
     _, inputs = build(_MODEL, rows_scale=1e-5, seed=SEED)
     bounds = dict.fromkeys(ids_per_bag(_MODEL), table_rows)
     return [

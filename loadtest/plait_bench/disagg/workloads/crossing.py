@@ -1,6 +1,6 @@
-"""What crosses the cut for one request: both cutters, every configuration; beside it the same with nothing tiled.
+"""What crosses the cut for one request, by cutter and configuration; also with a row per candidate for every value.
 
-Bytes are counted, not measured on a wire, so one round says all. Which cut is best depends on the operators'
+Bytes are counted, not measured on a wire, so one round suffices. Which cut is best depends on the operators'
 measured times on this CPU and on a model of the GPU's (`plait_disagg.graph.costs.HnModel`).
 """
 
@@ -49,7 +49,7 @@ class Crossing(Workload):
 
     @contextmanager
     def session(self, say: Say) -> Iterator[None]:
-        """Capture all models, as they are and with all inputs on the side of the items."""
+        """Capture all models, unchanged and with all inputs on the item side."""
         self.captured: dict[str, tuple[Captured, Captured]] = {}
         for model in self._models:
             say(f"cutting {model}")
@@ -72,7 +72,7 @@ class _Cutting:
     system: str
 
     def warm_up(self) -> None:
-        """Nothing: bytes are the same when cold."""
+        """Do nothing: bytes are the same when cold."""
 
     def measure(self, number: int, *, trial: bool = False) -> list[Reading]:
         return [

@@ -35,8 +35,8 @@ _LIMITS_MS: Mapping[str, float] = {"rm2-512": 100.0}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DisaggLoad:
-    """Requests of ``candidates`` for a configuration whose tables have ``scale`` of their published rows. ``limit_ms``:
-    the p99 to keep."""
+    """Requests of `candidates` for a configuration whose tables have `scale` of their published rows. `limit_ms`: the
+    p99 limit."""
 
     model: str
     scale: float
@@ -45,7 +45,7 @@ class DisaggLoad:
 
     @property
     def name(self) -> str:
-        """As the document has it: ``rm1-64``."""
+        """The name used in the document: `rm1-64`."""
         return f"{self.model}-{self.candidates}"
 
 
@@ -67,7 +67,7 @@ class ServerLayout:
 
 
 class Goodput(Workload):
-    """One load."""
+    """The goodput of all systems under one load."""
 
     systems = SYSTEMS
     ours = OURS
@@ -82,7 +82,7 @@ class Goodput(Workload):
 
     @contextmanager
     def session(self, say: Say) -> Iterator[None]:
-        """Package the model, once, and write the bodies."""
+        """Package the model once, and write the bodies."""
         self.say = say
         self._package = packaged(self.load.model, self.load.scale, say=say)
         with tempfile.TemporaryDirectory(prefix="plait-bench-") as folder:
@@ -90,7 +90,7 @@ class Goodput(Workload):
             yield
 
     def layouts(self, system: str) -> Sequence[str]:
-        """Name those of `layouts_of`."""
+        """Return the names from `layouts_of`."""
         return [layout.name for layout in layouts_of(self.load, system, self._package)]
 
     @contextmanager
@@ -108,7 +108,7 @@ class Goodput(Workload):
 
 @dataclass(frozen=True)
 class _Loaded:
-    """Implements `Subject`: a server under load."""
+    """A `Subject`: a server under load."""
 
     workload: Goodput
     key: tuple[str, str]
@@ -119,7 +119,7 @@ class _Loaded:
         self.workload.known_per_s.setdefault(self.key, _BEGIN * closed_per_s)
 
     def measure(self, number: int, *, trial: bool = False) -> list[Reading]:
-        """Search for the highest rate that holds; in a trial none may, which is 0."""
+        """Search for the highest rate that holds; a trial in which none holds reads 0."""
         workload = self.workload
         limit_ms = workload.load.limit_ms
         content = workload.bodies[0].read_bytes()
@@ -144,8 +144,8 @@ class _Loaded:
 
 
 def layouts_of(load: DisaggLoad, system: str, package: Path) -> tuple[ServerLayout, ...]:
-    """List the layouts that are tried: on as many threads as there are cores and on one, HTTP in the model's process or
-    in one of its own; for the split also one thread for the CN and all cores for the HN, or an HN on each."""
+    """List the layouts to try: as many threads as cores and one thread, HTTP in the model's process or in one of its
+    own; for the split also one thread for the CN and all cores for the HN, or one HN per core."""
     threads = tuple(dict.fromkeys([1, cores()]))
     if system == "pytorch":
         whole = ("plait_bench.disagg.systems.baseline", load.model, str(load.scale))

@@ -1,7 +1,7 @@
-"""How many requests a second whole and split answer without HTTP: callers in this process, on the same cores.
+"""Throughput of whole and split without HTTP: callers in this process, on the same cores.
 
-As in `one_by_one` the split's dense half is in a child process, over shared memory. A round is a block of requests, and
-its value the block's throughput with `CALLERS` requests under way.
+As in `one_by_one`, the split's dense half is in a child process, over shared memory. A round is a block of requests,
+and its value the block's throughput with `CALLERS` requests in flight.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _REQUESTS = 24
 
 
 class InProcess(Workload):
-    """Requests of so many candidates for a model with so large a part of its rows."""
+    """Requests of that many candidates for a model with that share of its rows."""
 
     systems = (WHOLE, SPLIT)
     ours = WHOLE
@@ -44,18 +44,18 @@ class InProcess(Workload):
 
     @contextmanager
     def session(self, say: Say) -> Iterator[None]:
-        """Package the model, once."""
+        """Package the model once."""
         self._package = open_package(packaged(self._model, self._scale, say=say))
         self._requests = requests_of(self._package, self._model, candidates=self._candidates, count=_REQUESTS)
         yield
 
     def layouts(self, system: str) -> Sequence[str]:
-        """Name the numbers of threads."""
+        """Return the names of the thread counts."""
         return list(_layouts(system))
 
     @contextmanager
     def open(self, system: str, layout: str) -> Iterator[Subject]:
-        """Open the model here, with its dense half in children for the split."""
+        """Open the model here; for the split, with its dense half in children."""
         threads, hns = _layouts(system)[layout]
         with asked(lambda: _open(self._package, threads, hns)) as ranker:
             yield _Block(ranker, self._requests)
@@ -77,7 +77,8 @@ class _Block:
 
 
 def _layouts(system: str) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """Threads here and of each HN: one, all cores, or, for the split, one here and an HN with all cores or on each."""
+    """Map names to the threads here and of each HN: one, all cores; for the split also 1 with all, or 1 with 1 per
+    core."""
     counts = tuple(dict.fromkeys([1, cores()]))
     if system == WHOLE:
         found: list[tuple[int, tuple[int, ...]]] = [(count, ()) for count in counts]
@@ -87,14 +88,14 @@ def _layouts(system: str) -> dict[str, tuple[int, tuple[int, ...]]]:
 
 
 def _open(package: Package, threads: int, hns: Sequence[int]) -> Ranker:
-    """Open the model whole without HNs, else cut."""
+    """Open the model whole if there are no HNs, else cut."""
     from plait_bench.disagg.systems.ours import split, whole  # the child is that module, which must not be loaded twice
 
     return split(package, threads, hns) if hns else whole(package, threads)
 
 
 async def _throughput_per_s(ranker: Ranker, requests: Sequence[RankRequest]) -> float:
-    """Count answers per second with `CALLERS` requests under way, for `_BLOCK_S`."""
+    """Measure answers per second with `CALLERS` requests in flight, for `_BLOCK_S`."""
     began_s = time.perf_counter()
     answered = 0
 

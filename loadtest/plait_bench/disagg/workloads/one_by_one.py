@@ -1,4 +1,4 @@
-"""What the cut costs a request that is alone: whole against split, in process, without HTTP.
+"""The cost of the cut for a single request: whole against split, in process, without HTTP.
 
 The split's dense half is in a child process, over shared memory. A round is a block of requests, and its value the
 block's median.
@@ -32,7 +32,7 @@ _BLOCK, _REQUESTS = 60, 24
 
 
 class OneByOne(Workload):
-    """Requests of so many candidates."""
+    """Sequential requests with that many candidates."""
 
     systems = (WHOLE, SPLIT)
     ours = WHOLE
@@ -48,7 +48,7 @@ class OneByOne(Workload):
 
     @contextmanager
     def session(self, say: Say) -> Iterator[None]:
-        """Package the model, once."""
+        """Package the model once."""
         self._package = open_package(packaged(_MODEL, _SCALE, say=say))
         self._requests = requests_of(self._package, _MODEL, candidates=self._candidates, count=_REQUESTS)
         yield
@@ -60,7 +60,7 @@ class OneByOne(Workload):
             yield _Block(ranker, self._requests)
 
     def derive(self, readings: Mapping[str, Sequence[Reading]]) -> Sequence[Reading]:
-        """Subtract whole from split: what the cut adds."""
+        """Subtract whole from split: the cost of the cut."""
         if not {WHOLE, SPLIT} <= readings.keys():
             return ()
         added = readings[SPLIT][0].value - readings[WHOLE][0].value
@@ -94,7 +94,7 @@ def _split(package: Package) -> Ranker:
 
 
 async def block_us(ranker: Ranker, requests: Sequence[RankRequest]) -> float:
-    """Ask a block of requests, one after the other; the median in microseconds."""
+    """Send a block of requests, one after the other; return the median latency in microseconds."""
     taken_us = []
     for number in range(_BLOCK):
         started_s = time.perf_counter()

@@ -1,9 +1,9 @@
-"""Twice what the workers can do, with deadlines: how much of the peak goodput is left?
+"""Twice the load that the workers can handle, with deadlines: how much of the peak goodput is left?
 
-A CN and an HN in processes of their own, asked over shared memory by an open loop (Poisson). Goodput counts answers
-that came by their deadline. The same workers, with the same arrivals, once with what tames overload (earliest deadline
-first, early refusal, batches no longer than deadlines bear, a window that adapts) and once without (first come, first
-served, a fixed window): the two take turns.
+A CN and an HN in processes of their own, called over shared memory by an open loop (Poisson). Goodput counts answers
+that came by their deadline. The same workers, with the same arrivals, run once with the overload controls (earliest
+deadline first, early refusal, batches no longer than deadlines allow, an adaptive window) and once without (first
+come, first served, a fixed window): the two alternate.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _PHASE_S, _CLOSED_S = 4.0, 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPhase:
-    """What came of one rate."""
+    """The result of one offered rate."""
 
     offered_per_s: float
     goodput_per_s: float
@@ -75,7 +75,7 @@ class Overload(Workload):
 
     @contextmanager
     def session(self, say: Say) -> Iterator[None]:
-        """Run the workers, and ask them in a closed loop for what they can do."""
+        """Run the workers, and measure their capacity in a closed loop."""
         self.say = say
         package = open_package(packaged(_MODEL, _SCALE, say=say))
         self.requests = requests_of(package, _MODEL, candidates=_CANDIDATES, count=_REQUESTS)
@@ -87,19 +87,19 @@ class Overload(Workload):
 
     @contextmanager
     def open(self, system: str, layout: str) -> Iterator[Subject]:
-        """Open the workers, which run already, with a system's knobs."""
+        """Open the workers, which are already running, with a system's knobs."""
         yield _Phases(self, system)
 
 
 @dataclass(frozen=True)
 class _Phases:
-    """Implements `Subject`: the workers, with a system's knobs."""
+    """A `Subject`: the workers, with a system's knobs."""
 
     workload: Overload
     system: str
 
     def warm_up(self) -> None:
-        """Nothing: the closed loop has done it."""
+        """Do nothing: the closed loop has warmed the workers up."""
 
     def measure(self, number: int, *, trial: bool = False) -> list[Reading]:
         workload = self.workload
@@ -122,14 +122,14 @@ class _Phases:
 
 
 def share_of_peak(phases: Sequence[LoadPhase]) -> float:
-    """Goodput in the last phase, the overload, by the best of all phases of the round."""
+    """Divide the goodput of the last phase, the overload, by the best of all phases of the round."""
     return phases[-1].goodput_per_s / max(phase.goodput_per_s for phase in phases)
 
 
 async def open_loop(
     ranker: RemoteRanker, requests: Sequence[RankRequest], rate_per_s: float, *, seconds: float, seed: int
 ) -> LoadPhase:
-    """Run one phase; the deadline of a request counts from the moment at which it was due to be sent."""
+    """Run one phase; a request's deadline counts from the time at which it was due to be sent."""
     chance = random.Random(seed)
 
     async def ask(request: RankRequest, deadline_s: float) -> bool | None:

@@ -1,9 +1,10 @@
-"""What a live refresh costs: p99 with updates of 1 % of all rows per second, against none, and is every answer right?
+"""The cost of a live refresh: p99 with updates of 1 % of all rows per second against none, and is every answer right?
 
-The model is served whole, and cut in two, by processes of their own. Requests arrive at random (Poisson) at a share of
-what a closed loop reaches; ``UPDATES_PER_S`` updates are published meanwhile, each of which writes rows of every table;
-every tenth has new weights too. A round is a phase without updates and one with them, on the same arrivals. Afterwards
-every answer is compared with the scores of the version that it names, computed here from the same updates.
+The model is served whole, and cut in two, by processes of their own. Requests arrive at random (Poisson) at a share
+of a closed loop's throughput; meanwhile `UPDATES_PER_S` updates per second are published, each of which writes rows
+of every table; every tenth has new weights too. A round is a phase without updates and one with them, on the same
+arrivals. Afterwards every answer is compared with the scores of the version that it names, computed here from the
+same updates.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ _WATCHED = 4
 
 
 class Refresh(Workload):
-    """One system, ``whole`` or ``split``: the phases without updates and with them are compared."""
+    """One system, `whole` or `split`: its phases without updates are compared with those with them."""
 
     name = WORKLOAD
     metrics: Mapping[str, Metric] = {METRIC: Metric(unit="ms", better="lower")}
@@ -87,11 +88,11 @@ class Refresh(Workload):
 
     @contextmanager
     def open(self, system: str, layout: str) -> Iterator[Subject]:
-        """Open the phases of one kind; the workers run already."""
+        """Open the phases of one kind; the workers are already running."""
         yield _Phase(self, refreshed=system == self.systems[1])
 
     def phase_ms(self, number: int, *, refreshed: bool) -> float:
-        """Run a phase of a round; its p99. The updates of the round are written before its first phase."""
+        """Run a phase of a round and return its p99. The round's updates are written before its first phase."""
         if self._written < number:
             self._run.publisher.add(self._written_updates(int(PHASE_S * UPDATES_PER_S)))
             self._written = number
@@ -106,7 +107,7 @@ class Refresh(Workload):
         return found
 
     def conclude(self) -> Sequence[ResultRow]:
-        """Count the answers that were wrong or lost, and what was refreshed."""
+        """Count the wrong and lost answers, and the refreshed rows."""
         answers, publisher = self._run.answers, self._run.publisher
         self._say(f"{self._system}: comparing {len(answers)} answers")
         wrong, step = wrong_answers(self._package, publisher.given, self._requests, answers)
@@ -135,7 +136,7 @@ class _Phase:
     refreshed: bool
 
     def warm_up(self) -> None:
-        """Nothing: the closed loop has done it."""
+        """Do nothing: the closed loop has warmed the workers up."""
 
     def measure(self, number: int, *, trial: bool = False) -> list[Reading]:
         return [Reading(metric=METRIC, value=self.workload.phase_ms(number, refreshed=self.refreshed))]
@@ -143,7 +144,7 @@ class _Phase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadAnswer:
-    """What came of one request; ``scores`` None: it was lost."""
+    """The result of one request; `scores` is None if it was lost."""
 
     request: int
     latency_s: float
@@ -152,7 +153,8 @@ class LoadAnswer:
 
 
 def linked_copy(original: Path, folder: Path) -> Path:
-    """Make a package of one's own that shares the files, which nobody writes: updates go into its journal."""
+    """Make a separate package that shares the original's files, which nobody writes: updates go into its own
+    journal."""
     folder.mkdir()
     for path in original.iterdir():
         if path.is_file():
@@ -161,7 +163,7 @@ def linked_copy(original: Path, folder: Path) -> Path:
 
 
 def make_updates(package: Package) -> Iterator[Update]:
-    """Make updates from the packaged version on, one after the other, without end."""
+    """Yield updates from the packaged version on, one after the other, without end."""
     rng = torch.Generator().manual_seed(1)
     number = 0
     while True:
@@ -170,8 +172,8 @@ def make_updates(package: Package) -> Iterator[Update]:
 
 
 def make_update(package: Package, number: int, rng: torch.Generator) -> Update:
-    """Make the update from version ``number + 1`` to the next: new rows of every table, spread like the old ones but
-    ten times as large, and now and then new weights."""
+    """Make the update from version `number + 1` to the next: new rows of every table, distributed like the old ones but
+    ten times as large, and every `_WEIGHTS_EVERY` updates new weights."""
     share = ROWS_SHARE_PER_S / UPDATES_PER_S
     new_rows = {}
     for table in package.tables.tables:
@@ -188,10 +190,10 @@ def make_update(package: Package, number: int, rng: torch.Generator) -> Update:
 
 
 class Publisher:
-    """Publishes updates one after the other, `UPDATES_PER_S` or as many as can be, from a process of its own."""
+    """Publishes updates one after the other from a process of its own: `UPDATES_PER_S`, or as many as possible."""
 
     def __init__(self, package: Package, updates: Sequence[Path], workers: Sequence[WorkerProcess]) -> None:
-        """Waits until it has opened the package. Raises `SystemFailed`."""
+        """Start the process and wait until it has opened the package. Raises `SystemFailed`."""
         pipes = [(worker.role, *worker.pipes) for worker in workers]
         self._process = PipedProcess(
             "publisher",
@@ -207,12 +209,12 @@ class Publisher:
         self.published, self.seconds = 0, 0.0
 
     def add(self, updates: Sequence[Path]) -> None:
-        """Give it more to publish."""
+        """Queue more updates."""
         self.given += updates
         self._left += updates
 
     def until(self, stop: threading.Event) -> None:
-        """Publish, going on where it stopped last. Raises `SystemFailed`."""
+        """Publish until `stop` is set, from where the last call stopped. Raises `SystemFailed`."""
         began_s = due_s = time.monotonic()
         while self._left and not stop.wait(max(0.0, due_s - time.monotonic())):
             if (failed := self._process.tell(str(self._left.pop(0)))) is not None:
@@ -222,12 +224,12 @@ class Publisher:
         self.seconds += time.monotonic() - began_s
 
     def close(self) -> None:
-        """End the process."""
+        """Stop the process."""
         self._process.end()
 
 
 class RefreshRun:
-    """One system under load: the answers of every phase, without updates and with."""
+    """One system under load: the answers of every phase, without and with updates."""
 
     def __init__(
         self,
@@ -245,22 +247,22 @@ class RefreshRun:
         self._rate_per_s = 0.0
 
     def close(self) -> None:
-        """End its event loop."""
+        """Close the event loop."""
         self._runner.close()
 
     @property
     def answers(self) -> list[LoadAnswer]:
-        """Of all phases."""
+        """The answers of all phases."""
         return [answer for phase in (*self.still, *self.refreshed) for answer in phase]
 
     def find_rate(self) -> float:
-        """Ask in a closed loop; phases are asked at a share of what it reaches, in requests per second."""
+        """Run a closed loop and return the rate of the phases, a share of its throughput, in requests per second."""
         closed = closed_loop_per_s(self._ranker, self._requests, callers=_CALLERS, seconds=self._phase_s / 4)
         self._rate_per_s = _LOAD * self._runner.run(closed)
         return self._rate_per_s
 
     def phase(self, seed: int, *, refreshed: bool) -> list[LoadAnswer]:
-        """Run one phase; equal seeds are equal arrivals."""
+        """Run one phase; equal seeds give equal arrivals."""
         asking = open_loop(self._ranker, self._requests, self._rate_per_s, self._phase_s, seed=seed)
         with gc_paused():
             answers = self._runner.run(self._with_updates(asking) if refreshed else asking)
@@ -280,7 +282,7 @@ class RefreshRun:
 async def open_loop(
     ranker: RemoteRanker, requests: Sequence[RankRequest], rate_per_s: float, seconds: float, *, seed: int
 ) -> list[LoadAnswer]:
-    """Run one phase. Latency counts from the moment at which a request was due."""
+    """Run one phase. Latency counts from the time at which a request was due."""
     rng = random.Random(seed)
 
     async def ask(number: int, due_s: float) -> LoadAnswer:
@@ -302,10 +304,11 @@ async def open_loop(
 def wrong_answers(
     package: Package, updates: Sequence[Path], requests: Sequence[RankRequest], answers: Sequence[LoadAnswer]
 ) -> tuple[int, float]:
-    """Count the answers that are not the scores of the version that they name; and by how much a request's scores
-    change from one version to the next (the largest change; median), which says whether a wrong one would be seen.
+    """Count the answers that differ from the scores of the version that they name. Also return by how much a request's
+    scores change from one version to the next (the largest change; median), which shows whether a wrong answer would
+    be noticed.
 
-    Goes through the versions again, from the packaged one, with the updates themselves and no journal.
+    Replays the versions from the packaged one, with the updates themselves and no journal.
     """
     live = LivePackage(package, sparse=True, dense=True)
     by_version: dict[str, list[LoadAnswer]] = {}

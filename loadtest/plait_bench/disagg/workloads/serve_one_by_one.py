@@ -1,7 +1,7 @@
-"""One request after the other through Ray Serve's proxy: plait cut in two, and Serve's own composition of the halves.
+"""Sequential requests through Ray Serve's proxy: plait cut in two, and Serve's own composition of the halves.
 
-Beside them, the same plait without the proxy, at its ``server.direct_port``. All servers run the whole time. A
-round is a block of requests.
+Also measured: the same plait without the proxy, at its `server.direct_port`. All servers run the whole time. A round
+is a block of requests.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ recommend: {{models: {{model: {{folder: {folder}, mode: split}}}}}}
 
 
 class ServeOneByOne(Workload):
-    """Median and p99 latency of single requests of one candidate."""
+    """Median and p99 latency of single requests with one candidate."""
 
     name = NAME
     systems = (PEER, OURS, DIRECT)
@@ -51,7 +51,7 @@ class ServeOneByOne(Workload):
 
     @contextmanager
     def session(self, say: Say) -> Iterator[None]:
-        """Package the model, once; servers that were started end with the session."""
+        """Package the model once; servers that were started end with the session."""
         self._package = packaged(_MODEL, _SCALE, say=say)
         self._servers: dict[str, BenchServer] = {}
         with tempfile.TemporaryDirectory(prefix="plait-bench-") as scratch, ExitStack() as self._stack:
@@ -62,7 +62,7 @@ class ServeOneByOne(Workload):
 
     @contextmanager
     def open(self, system: str, layout: str) -> Iterator[Subject]:
-        """Start the system's server, unless its other door has been opened."""
+        """Start the system's server, unless it already runs for its other port."""
         if system not in self._servers:
             if system == PEER:
                 self._servers[PEER] = self._stack.enter_context(_composed(self._package, self.contents[0]))
@@ -106,7 +106,7 @@ def _composed(package: Path, body: bytes) -> AbstractContextManager[BenchServer]
 
 @contextmanager
 def _plait(folder: Path, package: Path, body: bytes) -> Iterator[dict[str, BenchServer]]:
-    """``plait serve`` with the package cut in two, at both of its doors."""
+    """Run `plait serve` with the package cut in two; yield it at both of its ports."""
     config, direct_port = folder / "plait.yaml", free_port()
     config.write_text(_CONFIG.format(folder=package, direct_port=direct_port), encoding="utf-8")
     command = ("plait.cli.main", "serve", str(config), "--port", "0")

@@ -1,4 +1,4 @@
-"""The winning knobs, put where they count: into a plait.yaml, or into a server that runs."""
+"""Apply the winning knobs: to a plait.yaml, or to a running server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["apply_to_file", "apply_to_server"]
 
 
 def apply_to_file(knobs: Mapping[str, Any], path: Path, *, dry_run: bool) -> str:
-    """Sets the knobs in the file; returns the difference. Raises `PlaitError`, and then nothing was written."""
+    """Set the knobs in the file and return the diff. Raises `PlaitError` if it cannot; nothing is written then."""
     config = load_config(path)
     check_names(config, knobs)
     before = path.read_text(encoding="utf-8")
@@ -34,8 +34,8 @@ def apply_to_file(knobs: Mapping[str, Any], path: Path, *, dry_run: bool) -> str
 
 
 def apply_to_server(knobs: Mapping[str, Any], *, port: int, dry_run: bool) -> str:
-    """Gives the knobs to the ``plait serve`` of this user on the port; returns what changes, a line each. It keeps them
-    until it is started anew. Raises `PlaitError`."""
+    """Send the knobs to this user's `plait serve` on the port; return the changes, one per line. They last until the
+    server is restarted. Raises `PlaitError`."""
     from plait.tuning.measure.application import compose_of
     from plait.tuning.measure.live import LiveServer, running_config
 

@@ -1,4 +1,4 @@
-"""Running a job from the command line or the demo: the folder, the worker, the report at the end."""
+"""Runs a job from the command line or the demo: the folder, the worker, and the report at the end."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ def run(
     stream: TextIO = sys.stderr,
     arguments: Mapping[str, Any] | None = None,
 ) -> tuple[JobState, Path]:
-    """Works on the job in a file, or resumes it, until it is done or somebody stops it; then its report is written.
+    """Work on the job in a file, or resume it, until it is done or stopped by the user; then write its report.
 
-    Returns the state and the job's folder. ``arguments``: more for the measurer's factory. Raises `PlaitError`.
+    Return the state and the job's folder. `arguments`: extra arguments for the measurer's factory. Raises
+    `PlaitError`.
     """
     with errors_as_messages():
         text = _text_of(job)
@@ -63,14 +64,14 @@ def run(
 
 
 def open_state(job: Path) -> tuple[JobState, JobStore]:
-    """A job by its folder, or by its file if it was run into the usual folder. Raises `PlaitError`."""
+    """Open a job by its folder, or by its file if it was run in the default folder. Raises `PlaitError`."""
     with errors_as_messages():
         store = JobStore.open(_folder_of(job))
         return read_state(store), store
 
 
 def write_report(store: JobStore, path: Path) -> None:
-    """The report of the job as it is now. Raises `PlaitError`."""
+    """Write the report of the job's current state. Raises `PlaitError`."""
     with errors_as_messages():
         page = report_of(store)
     try:
@@ -80,7 +81,7 @@ def write_report(store: JobStore, path: Path) -> None:
 
 
 def report_of(store: JobStore) -> str:
-    """The report of the job as it is now, as HTML. Raises `TunerError`."""
+    """Return the report of the job's current state as HTML. Raises `TunerError`."""
     job = store.folder / "job.yaml"
     source = PageSource(
         command=f"plait tune run {job}",
@@ -92,7 +93,7 @@ def report_of(store: JobStore) -> str:
 
 @contextmanager
 def errors_as_messages() -> Iterator[None]:
-    """The tuner's errors as plait's, for the command."""
+    """Translate the tuner's errors into plait's, for the command."""
     try:
         yield
     except TunerError as error:
@@ -115,8 +116,8 @@ def _folder_of(job: Path) -> Path:
 
 @contextmanager
 def _stopped_by_signal() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C and SIGTERM end the job in good order: the running measurement is given up, clones go, services are rolled
-    back. A second one is the ordinary Ctrl-C."""
+    """End the job in an orderly way on Ctrl-C or SIGTERM: the running measurement is abandoned, clones are removed,
+    services are rolled back. A second signal acts as an ordinary Ctrl-C."""
     seen: list[int] = []
 
     def note(number: int, _frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""What people see of a job while it runs: a bar with the best so far and what is left of the budget."""
+"""The progress display of a running job: a bar with the best so far and what is left of the budget."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Show = Callable[[JobEvent], None]
 
 @contextmanager
 def shown(stream: TextIO, state: Callable[[], JobState]) -> Iterator[Show]:
-    """Gives the function that shows what happens for as long as the block runs: a bar on a terminal, else a line for
-    every measurement. ``state``: of the job now; cheap."""
+    """Yield a function that displays events for the duration of the block: a bar on a terminal, otherwise one line per
+    measurement. `state`: returns the job's current state; cheap."""
     if not stream.isatty():
         yield lambda event: _print_line(stream, event, state)
         return
@@ -54,7 +54,7 @@ def shown(stream: TextIO, state: Callable[[], JobState]) -> Iterator[Show]:
 
 
 def headline(state: JobState) -> str:
-    """``best 812 (1.3 times the default), 5 of 12 trials, 3:20 left``."""
+    """Return a line such as `best 812 (1.3 times the default), 5 of 12 trials, 3:20 left`."""
     left = state.remaining
     parts = [_best(state), f"{left.used_trials} of {left.trials + left.used_trials} trials"]
     if left.seconds is not None:
@@ -63,7 +63,8 @@ def headline(state: JobState) -> str:
 
 
 def time_breakdown(before: Remaining, after: Remaining, wall_s: float) -> str:
-    """Where the ``wall_s`` seconds between two moments of a job went; all there is to say if a second worker helped."""
+    """Describe how the `wall_s` seconds between two moments of a job were spent; only the total if a second worker
+    helped."""
     load_s, measured_s = after.load_s - before.load_s, after.used_s - before.used_s
     if not load_s or measured_s > wall_s:
         return f"took {wall_s:.1f} s"
@@ -74,7 +75,7 @@ def time_breakdown(before: Remaining, after: Remaining, wall_s: float) -> str:
 
 
 def row_line(row: MeasurementRow, goals: tuple[str, ...]) -> str:
-    """One measurement in a line: what it was, what it showed, why it is not the best."""
+    """Describe one measurement in a line: what it was, its results, why it is not the best."""
     config = " ".join(f"{name}={value}" for name, value in row.config.items())
     metrics = {} if row.outcome is None else row.outcome.metrics
     shown = [f"{name} {number(metrics[name])}" for name in goals if name in metrics]
@@ -100,7 +101,7 @@ def _short(event: JobEvent) -> str:
 
 
 def _line(event: JobEvent, state: JobState) -> str:
-    """What stays on the screen of an event; empty: nothing."""
+    """Return the line that stays on the screen for an event; empty for none."""
     if event.kind == "trial_finished":
         row = next((each for each in state.rows if each.number == event.number), None)
         return "" if row is None else row_line(row, tuple(goal.metric for goal in state.spec.goal.goals))

@@ -1,5 +1,5 @@
-"""Roll a live service back whose tuner was killed: ``python -m plait.tuning.job.recover PORT``, in a process of
-its own, because a process can attach to one Ray only."""
+"""Roll back a live service whose tuner was killed: `python -m plait.tuning.job.recover PORT`, in a process of its own,
+because a process can attach to only one Ray."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LIMIT_S = 180.0
 
 
 def recover_all(root: Path, *, say: Callable[[str], None]) -> None:
-    """Every service on this machine that a killed tuner has left with a configuration that is not its own."""
+    """Roll back every service on this machine that a killed tuner left with a configuration that is not its own."""
     for port in left_notes(root):
         say(f"a tuner was killed while it tuned the server on port {port}; rolling back")
         command = [sys.executable, "-m", "plait.tuning.job.recover", str(port)]
@@ -35,7 +35,8 @@ def recover_all(root: Path, *, say: Callable[[str], None]) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """``PORT [module:function]``: the second names what makes the application, if it is not plait's own."""
+    """Run with the arguments `PORT [module:function]`; the second names the application factory, if it is not plait's
+    own."""
     root, port = state_root(os.environ), int(arguments[0])
     compose = compose_of(*arguments[1:])
     try:

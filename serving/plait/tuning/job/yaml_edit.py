@@ -1,7 +1,7 @@
-"""Writes settings into the text of a plait.yaml and leaves everything else as it is, comments included.
+"""Writes settings into the text of a plait.yaml and leaves everything else unchanged, including comments.
 
-A value that is there is replaced where it stands; a key that is missing goes to the top of its section. The outcome is
-read back and compared with what was meant, so a file that is too unusual for this is refused, never mangled.
+An existing value is replaced in place; a missing key is added at the top of its section. The result is parsed again
+and compared with the intended settings, so a file that is too unusual for this is refused, never mangled.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KeyPath = tuple[str, ...]
 
 
 def with_settings(text: str, settings: Mapping[KeyPath, Any]) -> str:
-    """The text with these settings, by path. Raises `PlaitError` if the text can not be edited."""
+    """Return the text with these settings, by path. Raises `PlaitError` if the text cannot be edited."""
     wanted = _unshared(yaml.safe_load(text) or {})
     try:
         for path, value in settings.items():
@@ -36,7 +36,7 @@ def with_settings(text: str, settings: Mapping[KeyPath, Any]) -> str:
 
 
 def diff(before: str, after: str, *, name: str) -> str:
-    """What changes, as a unified diff; empty if nothing does."""
+    """Return the changes as a unified diff; empty if there are none."""
     lines = difflib.unified_diff(
         before.splitlines(keepends=True), after.splitlines(keepends=True), fromfile=name, tofile=f"{name} (tuned)"
     )
@@ -96,13 +96,13 @@ def _nested(path: KeyPath, value: Any) -> Any:
 
 
 def _inline(value: Any) -> str:
-    """The value as YAML in one line that may stand anywhere, also between braces."""
+    """Return the value as one line of YAML that is valid anywhere, including between braces."""
     text = yaml.safe_dump([value], default_flow_style=True, allow_unicode=True, width=10_000, sort_keys=False)
     return text.strip()[1:-1]
 
 
 def _unshared(value: Any) -> Any:
-    """A copy in which two places never are one object, as an alias (``*it``) makes them."""
+    """Return a copy in which no object appears in two places, as an alias (`*it`) makes it."""
     return {key: _unshared(each) for key, each in value.items()} if isinstance(value, dict) else value
 
 

@@ -1,7 +1,7 @@
-"""An application that runs and whose configuration can be changed: what a clone and a live service have in common.
+"""A running application whose configuration can be changed: what a clone and a live service have in common.
 
-A change goes to Serve as the whole application again; replicas whose version stays are only given their new knobs
-(`plait.server.restarts`).
+A change sends the whole application to Serve again; replicas whose version stays the same only receive their new
+knobs (`plait.server.restarts`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _APPLICATION = ("plait.app", "application")
 
 
 def compose_of(target: str = "") -> Compose:
-    """What makes the application: ``module:function``, or nothing for plait's own. Raises `PlaitError`."""
+    """Return the application factory: `module:function`, or plait's own if empty. Raises `PlaitError`."""
     return cast("Compose", load_target(target)) if target else _compose_plait
 
 
@@ -38,7 +38,7 @@ def _compose_plait(config: PlaitConfig) -> Any:
 
 
 class RefusedStart(PlaitError):
-    """Serve says that the application can not come up with this configuration."""
+    """Serve reports that the application cannot come up with this configuration."""
 
 
 class NotReady(PlaitError):
@@ -46,7 +46,8 @@ class NotReady(PlaitError):
 
 
 class RunningApplication:
-    """``config`` is what runs; None while nothing does, or after a change failed. ``url`` is where requests go."""
+    """A running application. `config` is what runs; None if nothing does, or after a failed change. `url` takes
+    requests."""
 
     def __init__(
         self,
@@ -69,14 +70,14 @@ class RunningApplication:
 
     @property
     def url(self) -> str:
-        """Scheme, host, port; of the ingress itself if it listens, as users then go there."""
+        """Scheme, host and port; those of the ingress itself if it listens directly, because users then go there."""
         direct_port = None if self.config is None or self.prefix else self.config.server.direct_port
         return self.cluster.url if direct_port is None else with_port(self.cluster.url, direct_port)
 
     def apply(self, config: PlaitConfig, *, limit_s: float) -> dict[str, Effect]:
-        """Changes the application and waits until all of it runs; returns what happened to which deployment.
+        """Change the application and wait until all of it runs; return what happened to each deployment.
 
-        Raises `RefusedStart`, `NotReady`; the application is then in an unknown state, and ``config`` None.
+        Raises `RefusedStart` or `NotReady`; the application is then in an unknown state, and `config` is None.
         """
         before, self.config = self.config, None
         found = dict.fromkeys(plans(config), Effect.ADDED) if before is None else effects(before, config)
@@ -88,7 +89,7 @@ class RunningApplication:
         return found
 
     def pids(self) -> dict[int, str]:
-        """The replicas that run on this machine: pid to deployment."""
+        """Return the replicas that run on this machine: pid to deployment."""
         return replica_pids(self.app, run_id=self._run_id)
 
     def _wait(self, limit_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Everything about a job that can be refused before something is started, and the pieces that a trial is made of."""
+"""All checks that can refuse a job before anything is started, and the parts that a trial is made of."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class PreparedJob:
 
 
 def prepare(spec: JobSpec, config: PlaitConfig) -> PreparedJob:
-    """Checks knobs, scenarios and guard against the configuration. Raises `JobRefused`."""
+    """Check knobs, scenarios and guard against the configuration. Raises `JobRefused`."""
     _check_metrics(spec)
     sets = {name: knob.sets or name for name, knob in spec.knobs.items()}
     _check_deployments(spec.target, sets.values())
@@ -71,7 +71,8 @@ def prepare(spec: JobSpec, config: PlaitConfig) -> PreparedJob:
 
 
 def target_config(target: TuningTarget, *, live: bool) -> PlaitConfig:
-    """The configuration of the job's target. A clone serves only what is tuned, to this machine alone, without keys.
+    """Return the configuration of the job's target. A clone serves only what is tuned, on this machine only, without
+    keys.
 
     Raises `JobRefused`.
     """
@@ -98,7 +99,7 @@ def target_config(target: TuningTarget, *, live: bool) -> PlaitConfig:
 
 
 def scenario_of(spec: JobSpec, source: Any) -> Scenario:
-    """A scenario of the job at the rate that is offered. Raises `JobRefused` for one that can not show anything."""
+    """Return a scenario of the job at the offered rate. Raises `JobRefused` if it cannot give a valid result."""
     try:
         scenario = load_scenario(source, {})
         if spec.rate_per_s is not None:
@@ -126,7 +127,7 @@ def scenario_of(spec: JobSpec, source: Any) -> Scenario:
 
 
 def guard_of(spec: JobSpec) -> GuardLimits | None:
-    """The guard of a live service. Raises `JobRefused` for what can not be watched while a load runs."""
+    """Return the guard of a live service. Raises `JobRefused` for limits that cannot be watched while a load runs."""
     if not spec.target.live:
         return None
     found: dict[str, float] = {}
@@ -140,7 +141,7 @@ def guard_of(spec: JobSpec) -> GuardLimits | None:
 
 
 def max_replicas_config(spec: JobSpec, config: PlaitConfig) -> PlaitConfig:
-    """The configuration with the most replicas of the space, for the size of a Ray that carries all of them."""
+    """Return the configuration with the most replicas in the space, to size a Ray that fits all of them."""
     max_values = {
         knob.sets or name: max(_numbers(_extremes(knob)))
         for name, knob in spec.knobs.items()
@@ -158,7 +159,7 @@ def _check_metrics(spec: JobSpec) -> None:
 
 
 def _check_model(scenario: Scenario, config: PlaitConfig) -> None:
-    """Names of models, inputs and outputs, which else every request would be refused for."""
+    """Check names of models, inputs and outputs; with a wrong one every request would be refused."""
     for item in scenario.mix:
         if not isinstance(item, InferClass):
             continue
@@ -193,7 +194,7 @@ def _check_deployments(target: TuningTarget, sets: Iterable[str]) -> None:
 
 
 def _extremes(knob: KnobSpec) -> list[Value]:
-    """All values of a choice, both ends of a range: what lies between is allowed if these are."""
+    """Return all values of a choice, or both ends of a range: what lies between is allowed if these are."""
     if isinstance(knob, Choice):
         return list(knob.values)
     return [knob.low, knob.high]

@@ -1,7 +1,7 @@
 """A second copy of an application, for trials: the same models under another name and port.
 
-On a Ray of its own, which is found and ended like that of a dead ``plait serve`` if we are killed; or, where the
-configuration names a Ray, as another application there, below a path of its own, noted on disk until it is gone.
+It runs on its own Ray, which is found and ended like that of a dead `plait serve` if we are killed; or, if the
+configuration names a Ray, as another application there, below its own path, recorded on disk until it is removed.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _HOST = "127.0.0.1"
 
 
 class Clone:
-    """Started with its first configuration. One for each process, because Ray is."""
+    """A clone of an application, started with its first configuration. One per process, because Ray allows only one."""
 
     def __init__(self, compose: Compose, *, root: Path, log_path: Path, say: Callable[[str], None]) -> None:
-        """``root``: the state folder of plait on this machine. Ends what killed runs have left there."""
+        """Create the clone; `root` is plait's state folder on this machine. Ends what killed runs have left there."""
         self._compose = compose
         self._root = root
         self._log_path = log_path
@@ -55,13 +55,13 @@ class Clone:
 
     @property
     def running(self) -> RunningApplication:
-        """The application. Only after `start`."""
+        """The application. Available only after `start`."""
         assert self._running is not None, "start comes first"
         return self._running
 
     def start(self, config: PlaitConfig, *, num_cpus: int) -> None:
-        """Brings Ray up; the application comes with the first `apply`. ``num_cpus``: logical ones, enough for all
-        configurations to come. Raises `ServeError`."""
+        """Start Ray; the application comes with the first `apply`. `num_cpus`: logical CPUs, enough for all later
+        configurations. Raises `ServeError`."""
         self._num_cpus = num_cpus
         if config.server.direct_port is not None and config.ray.is_local and self._direct is None:
             self._direct = hold_port(_HOST, 0)
@@ -78,10 +78,10 @@ class Clone:
         )
 
     def apply(self, config: PlaitConfig, *, limit_s: float) -> dict[str, Effect]:
-        """See `RunningApplication.apply`. What an earlier configuration broke is taken away first, all of Ray if need
-        be.
+        """Apply a configuration as `RunningApplication.apply` does, first removing what an earlier one broke, if
+        necessary all of Ray.
 
-        Raises `ServeError` if a Ray that is not ours is gone.
+        Raises `ServeError` if a Ray that is not ours is lost.
         """
         if (lost := self.running.cluster.lost()) is not None:
             if self._state is None:
@@ -99,7 +99,7 @@ class Clone:
             self._note_processes()
 
     def close(self) -> None:
-        """Takes everything away that `start` brought. Idempotent."""
+        """Remove everything that `start` created. Idempotent."""
         left = self._stop_ray()
         if self._direct is not None:
             self._direct.close()
@@ -112,7 +112,7 @@ class Clone:
             state.release()
 
     def _stop_ray(self) -> int:
-        """Returns how many of its processes survived: normally none."""
+        """Stop Ray and return how many of its processes survived: normally none."""
         running, self._running = self._running, None
         known = self._note_processes()
         if running is not None:
@@ -184,6 +184,6 @@ class Clone:
 
 
 def _is_left(note: dict[str, Any]) -> bool:
-    """Whether the process that wrote the note has ended."""
+    """Return whether the process that wrote the note has ended."""
     owner = processes.ProcessId(int(note["pid"]), int(note["start_ticks"]))
     return note["boot_id"] != processes.boot_id() or not processes.is_running(owner)

@@ -1,8 +1,8 @@
-"""What a configuration costs an hour: the prices of a job times what the configuration *reserves*.
+"""The hourly cost of a configuration: the prices of a job times what the configuration *reserves*.
 
-What is reserved is what a machine must have for it, used or not: a replica of a worker or an engine keeps as many cores
-busy as its ``threads`` (0: all of the machine), the ingress one; a replica's GPUs are its ``num_gpus``. Memory has no
-reservation in plait, so it is the largest that was measured. A deployment that scales by itself reserves its largest
+The reserved amount is what a machine must have for it, used or not: a replica of a worker or an engine keeps as many
+cores busy as its `threads` (0: all of the machine), the ingress one; a replica's GPUs are its `num_gpus`. Memory has
+no reservation in plait, so it is the maximum that was measured. An autoscaling deployment reserves its maximum
 count.
 """
 
@@ -25,14 +25,14 @@ _INGRESS_CORES = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReservedResources:
-    """Of all deployments together."""
+    """The resources of all deployments together."""
 
     cores: float
     gpus: float
 
 
 def reserved(config: ServedConfig, *, machine_cores: int) -> ReservedResources:
-    """The cores and GPUs that the deployments reserve."""
+    """Return the cores and GPUs that the deployments reserve."""
     cores, gpus = _INGRESS_CORES, 0.0
     for name, plan in plans(config).items():
         if name != INGRESS:
@@ -43,20 +43,23 @@ def reserved(config: ServedConfig, *, machine_cores: int) -> ReservedResources:
 
 
 def max_count(replicas: Any) -> int:
-    """Of a number of replicas, or of bounds for one (``{min: 1, max: 4}``)."""
+    """Return the maximum of a number of replicas, or of bounds for one (`{min: 1, max: 4}`)."""
     return int(replicas["max"] if isinstance(replicas, Mapping) else replicas)
 
 
 def cost_per_hour(
     what: ReservedResources, *, memory_gib: float, core_hour: float, gpu_hour: float = 0.0, gib_hour: float = 0.0
 ) -> float:
-    """In the currency of the prices."""
+    """Return the cost per hour in the currency of the prices."""
     return what.cores * core_hour + what.gpus * gpu_hour + memory_gib * gib_hour
 
 
 def known_costs(spec: JobSpec, config: PlaitConfig, *, machine_cores: int) -> tuple[float, ...]:
-    """Of all cells of the space but for their memory, which only a trial shows; empty if that is all they cost, if the
-    goal is not made of the cost, or if some cell is no configuration, as its trial will say."""
+    """Return the costs of all cells of the space, without their memory, which only a trial shows.
+
+    Empty unless the goal is a single one that involves the cost, if memory is the only cost of some cell, or if some
+    cell is not a valid configuration, as its trial will report.
+    """
     prices = spec.prices
     if len(spec.goal.goals) > 1 or not spec.goal.goals[0].has_cost:
         return ()

@@ -1,7 +1,7 @@
-"""When to end a load test early: it can not meet its SLO any more, or the users of a live service suffer. Pure policy.
+"""When to end a load test early: it can no longer meet its SLO, or the users of a live service suffer. Pure policy.
 
-Both policies are asked a few times a second how the load goes (`plait_loadtest.values.StopWhen`) and answer
-with a reason, or None.
+Both policies are called a few times a second with the progress of the load (`plait_loadtest.values.StopWhen`) and
+return a reason to stop, or None.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _FEWEST = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SloTarget:
-    """What a run is asked for: a ``share`` (0 to 1) of its requests within ``slo_s``. It measures from ``warm_up_s``
-    on, for ``duration_s``."""
+    """The requirement of a run: a `share` (0 to 1) of its requests within `slo_s`. It measures from `warm_up_s` on, for
+    `duration_s`."""
 
     slo_s: float
     share: float
@@ -35,7 +35,7 @@ class SloTarget:
 
 
 def needs_of(scenario: Scenario) -> SloTarget | None:
-    """The needs of its most patient class; None without an SLO for every class."""
+    """Return the loosest latency and the smallest share of the scenario's SLOs; None unless every class has an SLO."""
     slos = [(item, slo_of(scenario, item.name)) for item in scenario.mix]
     if any(slo is None for _, slo in slos):
         return None
@@ -48,11 +48,12 @@ def needs_of(scenario: Scenario) -> SloTarget | None:
 
 
 class EarlyStop:
-    """Says why a run can not meet its SLO any more.
+    """A policy that ends a run which can no longer meet its SLO.
 
-    From a quarter of the measured time on, and when there was time for an answer and a look at the pace: what waits
-    could not be answered at the present pace before the run is over and its last request late, so all that still come
-    are late; or most answers are errors. Near the end, when too few requests are left to decide, it says nothing.
+    It decides from a quarter of the measured time on, once there was time for an answer and an estimate of the pace.
+    It stops if the waiting requests could not be answered at the present pace before the run ends and its last
+    request is late, so that all later ones are late too; or if most answers are errors. Near the end, when too few
+    requests are left to decide the outcome, it does not stop the run.
     """
 
     def __init__(self, needs: SloTarget) -> None:
@@ -60,7 +61,7 @@ class EarlyStop:
         self._seen: deque[tuple[float, int]] = deque([(0.0, 0)])
 
     def __call__(self, progress: RunProgress) -> str | None:
-        """See the class."""
+        """Return why the run cannot meet its SLO, or None."""
         needs = self._needs
         pace_per_s = self._pace_per_s(progress)
         left_s = needs.warm_up_s + needs.duration_s - progress.elapsed_s
@@ -92,7 +93,8 @@ class EarlyStop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardLimits:
-    """What users of a live service must not suffer, even for a trial. None: not watched. ``every_s``: how often."""
+    """What users of a live service must not suffer, even during a trial. None: not watched. `every_s`: the check
+    interval."""
 
     p95_ms: float | None = None
     error_rate: float | None = None
@@ -100,8 +102,8 @@ class GuardLimits:
 
 
 class Guard:
-    """Says why a trial on a live service must end now. One slow look may be chance; two in a row are a breach, and so
-    is no answer at all for as long as two slow ones may take."""
+    """A policy that ends a trial on a live service which breaches its limits. One slow check may be chance; two in a
+    row are a breach, and so is no answer at all for as long as two slow ones may take."""
 
     def __init__(self, limits: GuardLimits) -> None:
         self._limits = limits
@@ -111,7 +113,7 @@ class Guard:
         self._done = self._errors = 0
 
     def __call__(self, progress: RunProgress) -> str | None:
-        """See the class."""
+        """Return why the trial must end now, or None."""
         if progress.elapsed_s - self._looked_s < self._limits.every_s:
             return None
         self._looked_s = progress.elapsed_s

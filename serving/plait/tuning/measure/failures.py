@@ -1,5 +1,5 @@
-"""What went wrong in a trial, as the kind that a designer learns from. Pure: texts and counts in, `TrialOutcome`
-out."""
+"""Classifies what went wrong in a trial, as the kind that a designer learns from. Pure: texts and counts in,
+`TrialOutcome` out."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _LOST = ("connect", "reset", "truncated")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """What happened to the replicas while the load ran: ``died`` names deployments of processes that are gone;
-    ``oom_kills``: how many processes the kernel killed for memory meanwhile; ``log``: what was logged."""
+    """What happened to the replicas while the load ran. `died`: the deployments of processes that have ended;
+    `oom_kills`: how many processes the kernel killed for lack of memory meanwhile; `log`: what was logged."""
 
     died: tuple[str, ...] = ()
     oom_kills: int = 0
@@ -27,13 +27,13 @@ class Evidence:
 
 
 def of_start(reason: str, *, oom_kills: int = 0) -> TrialOutcome:
-    """The outcome of a configuration that Serve could not bring up."""
+    """Return the outcome of a configuration that Serve could not bring up."""
     kind = FailureKind.OUT_OF_MEMORY if oom_kills or mentions_out_of_memory(reason) else FailureKind.REFUSED_START
     return TrialOutcome.failed(kind, reason)
 
 
 def of_load(loaded: LoadResult, evidence: Evidence, *, guard: bool = False) -> TrialOutcome | None:
-    """Why a load that was run is no measurement; None: it is one. ``guard``: a guard ended it."""
+    """Return why a completed load is not a valid measurement, or None if it is. `guard`: a guard ended it."""
     if evidence.died:
         return _of_deaths(evidence, loaded.errors)
     if guard:

@@ -1,7 +1,7 @@
-"""``DEPLOYMENT.knob``: the names by which a tuning job speaks of a plait configuration, and where they lie in it.
+"""`DEPLOYMENT.knob`: the names that a tuning job uses for settings of a plait configuration, and where they are in it.
 
-A deployment has its knobs (what ``user_config`` carries) and what its section holds beside them, such as ``replicas``
-and ``num_gpus``; a recommendation model has ``MODEL.mode`` besides, split or whole.
+A deployment has its knobs (the contents of `user_config`) and further settings of its section, such as `replicas`
+and `num_gpus`; a recommendation model also has `MODEL.mode`, split or whole.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KeyPath = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnobPlace:
-    """One knob: where its value lies in plait.yaml, what it is now, and what it does. ``active``: its deployment runs
+    """One knob: the path of its value in plait.yaml, its current value, and its meaning. `active`: its deployment runs
     in this configuration."""
 
     name: str
@@ -37,7 +37,7 @@ class KnobPlace:
 
 
 def knob_places(config: PlaitConfig) -> dict[str, KnobPlace]:
-    """Every knob of the configuration's deployments, by name."""
+    """Return every knob of the configuration's deployments, by name."""
     places: list[KnobPlace] = []
     if config.images is not None:
         places += _of_images(config.images)
@@ -47,7 +47,8 @@ def knob_places(config: PlaitConfig) -> dict[str, KnobPlace]:
 
 
 def check_names(config: PlaitConfig, names: Iterable[str]) -> None:
-    """Raises `PlaitError` that names each knob the deployments do not have, and what there is."""
+    """Check that the deployments have these knobs. Raises `PlaitError` that names each unknown one and the existing
+    ones."""
     names = tuple(names)
     places = knob_places(config)
     deployments = sorted({name.rpartition(".")[0] for name in places})
@@ -69,7 +70,7 @@ def check_names(config: PlaitConfig, names: Iterable[str]) -> None:
 
 
 def check_values(config: PlaitConfig, values: Mapping[str, Iterable[Any]]) -> None:
-    """Raises `PlaitError` if a knob can not have one of the values that the job lists for it."""
+    """Check each value that the job lists for a knob. Raises `PlaitError` if a knob does not allow one of them."""
     for name, wanted in values.items():
         for value in wanted:
             try:
@@ -79,8 +80,8 @@ def check_values(config: PlaitConfig, values: Mapping[str, Iterable[Any]]) -> No
 
 
 def apply_knobs(config: PlaitConfig, values: Mapping[str, Any]) -> PlaitConfig:
-    """The configuration with these knobs, by name. Raises `ConfigError` if a value is refused, `PlaitError` for names
-    that it does not have."""
+    """Return the configuration with these knobs, by name. Raises `ConfigError` if a value is refused, `PlaitError` for
+    unknown names."""
     check = [name for name in values if name not in (places := knob_places(config))]
     if check:
         check_names(config, check)
@@ -92,14 +93,14 @@ def apply_knobs(config: PlaitConfig, values: Mapping[str, Any]) -> PlaitConfig:
 
 
 def known_values(config: PlaitConfig, names: Iterable[str]) -> dict[str, Any]:
-    """What these knobs are in the configuration now."""
+    """Return the current values of these knobs in the configuration."""
     places = knob_places(config)
     return {name: places[name].value for name in names}
 
 
 def settings_of(config: PlaitConfig, values: Mapping[str, Any]) -> dict[KeyPath, Any]:
-    """The knobs as settings of plait.yaml, by their path. Models and ControlNets that the file leaves to the starter's
-    folder are named with it, since a knob can not stand without its model."""
+    """Return the knobs as settings of plait.yaml, by path. Models and ControlNets that the file leaves to the starter's
+    folder are written out too, since a knob cannot be set without its model."""
     places = knob_places(config)
     settings: dict[KeyPath, Any] = {}
     for name, value in values.items():
@@ -150,7 +151,7 @@ def _fields(deployment: str, path: KeyPath, knobs: BaseModel, *, active: bool = 
 
 
 def _may_run(deployment: str, names: Iterable[str]) -> bool:
-    """Whether one of the other knobs can bring a deployment that does not run now."""
+    """Return whether one of the other knobs can start a deployment that does not run now."""
     names = set(names)
     model = deployment.partition("-")[2]
     return f"{model}.mode" in names or (
@@ -159,7 +160,7 @@ def _may_run(deployment: str, names: Iterable[str]) -> bool:
 
 
 def _spell_out(data: dict[str, Any], config: PlaitConfig) -> None:
-    """Writes down the models that the configuration leaves to the starter's folder."""
+    """Write out the models that the configuration leaves to the starter's folder."""
     if config.images is not None:
         data["images"]["controlnets"] = {
             name: section.model_dump(mode="json") for name, section in config.images.resolved_controlnets().items()
@@ -171,7 +172,7 @@ def _spell_out(data: dict[str, Any], config: PlaitConfig) -> None:
 
 
 def _folder_of(config: PlaitConfig, path: KeyPath) -> dict[KeyPath, Any]:
-    """The settings without which the place of a knob would not be a whole entry; empty if the file has them."""
+    """Return the settings that complete the entry which holds a knob; empty if the file has them."""
     if path[:2] == ("images", "controlnets") and config.images is not None and config.images.controlnets is None:
         found = config.images.resolved_controlnets()
         return {

@@ -1,9 +1,9 @@
 """The application that serves users, changed and changed back.
 
-Before the first change its configuration is written to ``<state root>/live/port-<port>.json``; the note goes when the
-original, or a configuration that is meant to stay, is in force. Whoever comes after a kill finds the note and rolls
-back. It names the run of ``plait serve``: a server that was started anew has its own configuration, and the
-note is old.
+Before the first change its configuration is written to `<state root>/live/port-<port>.json`; the note is removed
+when the original, or a configuration that is meant to stay, is in force. The next process after a kill finds the
+note and rolls back. The note names the run of `plait serve`: a restarted server has its own configuration, and the
+note is stale.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _ROLL_BACK_S = 120.0
 
 
 class LiveBusy(PlaitError):
-    """Another process tunes this service now."""
+    """Another process is tuning this service."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollbackNote:
-    """What to go back to, and who changed it."""
+    """The configuration to roll back to, and the process that changed it."""
 
     run_id: str
     config: str
@@ -45,7 +45,8 @@ class RollbackNote:
 
     @classmethod
     def read(cls, path: Path) -> RollbackNote | None:
-        """None if there is none, or none that can be read: then nothing is known to roll back to."""
+        """Read a note; None if there is none or it is unreadable, because then there is nothing known to roll back
+        to."""
         try:
             data: dict[str, Any] = json.loads(path.read_text())
             return cls(**{**data, "owner": processes.ProcessId(**data["owner"])})
@@ -53,7 +54,7 @@ class RollbackNote:
             return None
 
     def write(self, path: Path) -> None:
-        """At once and whole."""
+        """Write the note atomically."""
         path.parent.mkdir(mode=0o700, exist_ok=True)
         owner = {"pid": self.owner.pid, "start_ticks": self.owner.start_ticks}
         temporary = path.with_suffix(".new")
@@ -66,17 +67,17 @@ class RollbackNote:
 
     @property
     def is_left(self) -> bool:
-        """Whether its owner has ended without taking it away."""
+        """Whether its owner has ended without removing it."""
         return self.boot_id != processes.boot_id() or not processes.is_running(self.owner)
 
 
 def note_path(root: Path, port: int) -> Path:
-    """Where the note about the server on a port lies."""
+    """Return the path of the note about the server on a port."""
     return root / "live" / f"port-{port}.json"
 
 
 def left_notes(root: Path) -> list[int]:
-    """The ports whose server somebody has left with a configuration that is not its own."""
+    """Return the ports whose server was left with a configuration that is not its own."""
     ports = []
     for path in sorted((root / "live").glob("port-*.json")):
         note = RollbackNote.read(path)
@@ -86,11 +87,11 @@ def left_notes(root: Path) -> list[int]:
 
 
 class LiveServer:
-    """The server that ``plait serve`` runs on a port of this machine."""
+    """The server that `plait serve` runs on a port of this machine."""
 
     def __init__(self, compose: Compose, *, root: Path, port: int) -> None:
-        """Attaches to its Ray, and rolls back what a killed tuner has left. Raises `StateError` if no such server runs,
-        `LiveBusy` if somebody else tunes it."""
+        """Attach to the server's Ray, and roll back what a killed tuner has left. Raises `StateError` if no such server
+        runs, `LiveBusy` if another process is tuning it."""
         self._path = note_path(root, port)
         note = RollbackNote.read(self._path)
         if note is not None and not note.is_left and note.owner.pid != os.getpid():
@@ -109,25 +110,26 @@ class LiveServer:
         return self._running
 
     def apply(self, config: PlaitConfig, *, limit_s: float) -> dict[str, Effect]:
-        """See `RunningApplication.apply`; the original is on disk before anything changes."""
+        """Apply a configuration as `RunningApplication.apply` does; the original is on disk before anything changes."""
         self._write_note()
         return self._running.apply(config, limit_s=limit_s)
 
     def keep(self, config: PlaitConfig) -> None:
-        """Leaves the service with this configuration for good (until its next start, which reads plait.yaml)."""
+        """Leave the service with this configuration permanently (until its next start, which reads plait.yaml)."""
         self.apply(config, limit_s=_ROLL_BACK_S)
         self.original = config
         _write_private(self._folder / "config.yaml", dump_config(config))
         self._path.unlink(missing_ok=True)
 
     def restore(self) -> None:
-        """Back to the original. Idempotent. Raises what `RunningApplication.apply` raises; the note then stays."""
+        """Restore the original configuration. Idempotent. Raises what `RunningApplication.apply` raises; the note then
+        stays."""
         if self._path.exists():
             self._running.apply(self.original, limit_s=_ROLL_BACK_S)
             self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Lets go of the service, as it is."""
+        """Disconnect from the service and leave it unchanged."""
         self._running.cluster.detach()
 
     def _attach(self, compose: Compose, port: int) -> RunningApplication:
@@ -163,7 +165,8 @@ class LiveServer:
 
 
 def running_config(root: Path, port: int) -> PlaitConfig:
-    """What the ``plait serve`` of this user on a port serves. Raises `StateError` if there is none."""
+    """Return the configuration that this user's `plait serve` on a port serves. Raises `StateError` if there is
+    none."""
     _record(root, port)
     path = root / f"port-{port}" / "config.yaml"
     try:
@@ -174,7 +177,7 @@ def running_config(root: Path, port: int) -> PlaitConfig:
 
 
 def _record(root: Path, port: int) -> RunRecord:
-    """Of the run that lives. Raises `StateError`."""
+    """Return the record of the live run. Raises `StateError`."""
     folder = root / f"port-{port}"
     try:
         record = RunRecord.from_json((folder / "run.json").read_text())

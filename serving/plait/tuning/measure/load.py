@@ -1,9 +1,9 @@
-"""One load test of a trial, and the metrics of it. Open loop, ended early when there is no hope.
+"""One load test of a trial, and its metrics. Open loop, ended early when it cannot meet the SLO.
 
-Metrics, units in their names: ``offered_per_s`` (what the scenario asks for, not what chance made of it),
-``attainment`` (share that was in time; of a run that was ended early, all that did not come count as late),
-``goodput_per_s`` (one times the other), ``p50_ms``, ``p99_ms``, ``error_rate``. Latencies count every request that was
-answered, and for those that were not when the run was ended, how long they had waited by then: of a run that was ended
+Metrics, with units in their names: `offered_per_s` (the scenario's nominal rate, not the sampled one),
+`attainment` (the share answered in time; in a run that was ended early, all requests that did not come count as
+late), `goodput_per_s` (the product of the two), `p50_ms`, `p99_ms`, `error_rate`. Latencies count every answered
+request, and for those unanswered when the run was ended, how long they had waited by then: for a run that was ended
 early they are lower bounds.
 """
 
@@ -31,7 +31,7 @@ _OWN_FAULT = frozenset({"send_lag", "echo", "generator", "interrupted", "not_sen
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watch:
-    """What goes on beside the load: ``show`` is told how far it is, ``stop`` may end it."""
+    """Callbacks during the load: `show` receives its progress, `stop` may end it."""
 
     show: OnProgress = lambda _: None
     stop: Sequence[StopWhen] = ()
@@ -40,8 +40,8 @@ class Watch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadResult:
-    """What a load showed: metrics; empty if not one request ended. ``invalid``: why the numbers are the generator's
-    own. ``ended_early``: why it was. ``errors`` by kind."""
+    """The result of a load: metrics; empty if no request finished. `invalid`: why the numbers reflect the load
+    generator instead. `ended_early`: why it was. `errors` by kind."""
 
     metrics: Mapping[str, float]
     invalid: str = ""
@@ -53,7 +53,7 @@ class LoadResult:
 
 
 def run_given(scenario: Scenario, watch: Watch) -> LoadResult:
-    """The load at the scenario's own rate. Raises `ScenarioError`."""
+    """Run the load at the scenario's own rate. Raises `ScenarioError`."""
     stops = [*watch.stop]
     if (needs := needs_of(scenario)) is not None:
         stops.append(EarlyStop(needs))
@@ -81,7 +81,7 @@ def run_given(scenario: Scenario, watch: Watch) -> LoadResult:
 
 
 def run_search(scenario: Scenario, watch: Watch, *, runs: int = 5) -> LoadResult:
-    """A short search from the scenario's rate for the most good that the configuration does while it holds the SLO.
+    """Search briefly, from the scenario's rate, for the highest goodput of the configuration while it holds the SLO.
 
     Raises `ScenarioError` if the arrivals have no single rate.
     """
@@ -114,7 +114,7 @@ def run_search(scenario: Scenario, watch: Watch, *, runs: int = 5) -> LoadResult
 
 
 def metrics_of(session: FinishedRun) -> dict[str, float]:
-    """The metrics of a run; empty if not one request ended, since then there is no number to tell."""
+    """Return the metrics of a run; empty if no request finished, since then there is nothing to report."""
     total = session.summary.total
     judged = judge_records(session.result, session.scenario)
     unanswered = judged.judged & (judged.records["outcome"] == Ended.INTERRUPTED)

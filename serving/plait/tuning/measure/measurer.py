@@ -1,8 +1,7 @@
 """The measurer of `plait_autoconfig.jobs` for plait's own applications: a clone, or the live service.
 
-Metrics of a trial: those of `load`, and ``cpu_cores`` (busy, mean), ``memory_gib`` (largest), ``cost_per_hour``
-(`cost`), ``goodput_per_cost`` (responses in time for one unit of money); if the job asks for it, ``quality_drift``
-(`quality`).
+Metrics of a trial: those of `load`, and `cpu_cores` (busy, mean), `memory_gib` (maximum), `cost_per_hour` (`cost`),
+`goodput_per_cost` (responses in time per unit of money); if the job asks for it, `quality_drift` (`quality`).
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ _RESTARTS = frozenset({Effect.RESTARTED, Effect.ADDED, Effect.SCALED})
 
 
 def open_measurer(*, folder: Path, live: bool = False, compose: str = "") -> PlaitMeasurer:
-    """The factory. ``live``: the command allowed it. ``compose``: ``module:function`` that makes the Serve application
-    of a configuration, in place of plait's own."""
+    """Create the measurer. `live`: the command allowed it. `compose`: `module:function` that makes the Serve
+    application of a configuration, in place of plait's own."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     return PlaitMeasurer(folder=folder, root=state_root(os.environ), compose=compose_of(compose), may_be_live=live)
 
 
 class PlaitMeasurer:
-    """See `plait_autoconfig.jobs.measurer.Measurer`."""
+    """The `plait_autoconfig.jobs.measurer.Measurer` for plait's own applications."""
 
     def __init__(self, *, folder: Path, root: Path, compose: Compose, may_be_live: bool) -> None:
         self._folder = folder
@@ -65,7 +64,7 @@ class PlaitMeasurer:
         self._application: Clone | LiveServer | None = None
 
     def check(self, spec: JobSpec) -> TuningSubject:
-        """Refuses what can not be measured; then starts the clone's Ray, or attaches to the live service."""
+        """Refuse what cannot be measured; then start the clone's Ray, or attach to the live service."""
         live = bool(spec.target.live)
         if live and not self._may_be_live:
             raise JobRefused("target.live: the service that users are on is only tuned with the flag --live")
@@ -82,7 +81,7 @@ class PlaitMeasurer:
         return _subject(spec, self._prepared)
 
     def measure(self, task: MeasurementTask, say: Say) -> Measured:
-        """Applies the configuration, runs the load, judges. What a guard breaks off is rolled back at once."""
+        """Apply the configuration, run the load and judge it. A trial that a guard stops is rolled back at once."""
         started_s = time.monotonic()
         spec, prepared, application = self._checked()
         kills = count_kills()
@@ -135,24 +134,24 @@ class PlaitMeasurer:
         )
 
     def apply(self, config: Config) -> None:
-        """Leaves this configuration in the live service for good."""
+        """Leave the live service with this configuration permanently."""
         spec, prepared, application = self._checked()
         if isinstance(application, LiveServer):
             application.keep(apply_knobs(prepared.config, spec.settings(config)))
 
     def restore(self) -> None:
-        """The live service gets its original configuration back."""
+        """Restore the original configuration of the live service."""
         if isinstance(self._application, LiveServer):
             self._application.restore()
 
     def close(self) -> None:
-        """Takes the clone away, or lets go of the live service."""
+        """Remove the clone, or disconnect from the live service."""
         application, self._application = self._application, None
         if application is not None:
             application.close()
 
     def _drifted(self, task: MeasurementTask, say: Say) -> dict[str, float]:
-        """The metric of `quality`, if the job asks for it."""
+        """Return the metric of `quality`, if the job asks for it."""
         spec, prepared, application = self._checked()
         if QUALITY_DRIFT not in spec.goal.metrics:
             return {}
@@ -170,7 +169,7 @@ class PlaitMeasurer:
             raise JobRefused(f"target.live: {error}") from error
 
     def _after_failure(self) -> None:
-        """A live service never stays with what hurt it; a clone is made anew by the next trial."""
+        """Restore a live service, which never keeps a harmful configuration; a clone is recreated by the next trial."""
         if isinstance(self._application, LiveServer):
             self._application.restore()
         elif self._application is not None:
@@ -183,7 +182,7 @@ class PlaitMeasurer:
 
 
 def _subject(spec: JobSpec, prepared: PreparedJob) -> TuningSubject:
-    """What the library remembers of the service, its load and this machine."""
+    """Return what the library remembers of the service, its load and this machine."""
     config = prepared.config
     rates = [getattr(each.arrivals, "rate_per_s", 0.0) for each in prepared.scenarios]
     slos = [slo.latency_ms for each in prepared.scenarios for slo in (each.slo, *each.slos.values()) if slo is not None]

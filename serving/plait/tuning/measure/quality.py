@@ -1,9 +1,10 @@
-"""How far a configuration's answers are from the default's: ``quality_drift``, for jobs that limit it.
+"""How far a configuration's answers are from the default's: `quality_drift`, for jobs that limit it.
 
-The first requests of every scenario are asked one after the other before the load, the same for every configuration.
-The default's answers are kept in the job's folder; those of any other are compared with them: of pictures the mean
-difference of their channels (0: equal, 1: black against white), of scores the largest difference. What drifts most
-counts. Knobs that promise the same answers (replicas, threads, windows) show what chance and rounding do.
+The first requests of every scenario are sent one after the other before the load, the same ones for every
+configuration. The default's answers are kept in the job's folder and compared with those of any other configuration:
+for images by the mean difference of their channels (0: equal, 1: black against white), for scores by the largest
+difference. The largest drift counts. Knobs that should not change answers (replicas, threads, windows) show the
+effect of chance and rounding.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ Answers: TypeAlias = dict[str, npt.NDArray[np.float32]]
 
 
 class NoAnswer(PlaitError):
-    """A probe was not answered: the configuration does not work, or nobody has the default's answers."""
+    """A probe was not answered: the configuration does not work, or the default's answers are missing."""
 
 
 def quality_drift(scenarios: Sequence[Scenario], folder: Path, *, is_default: bool) -> float:
-    """The drift of what runs. ``scenarios``: with their address. The default's answers are kept in ``folder`` when they
-    come for the first time. Raises `NoAnswer`, `ScenarioError`."""
+    """Return the drift of the running configuration. `scenarios`: with their address. The default's answers are stored
+    in `folder` on first use. Raises `NoAnswer`, `ScenarioError`."""
     answers = {name: values for scenario in scenarios for name, values in _asked(scenario).items()}
     path = folder / _FILE
     if is_default and not path.exists():
@@ -67,7 +68,7 @@ def _difference(name: str, kept: Mapping[str, Any], values: npt.NDArray[np.float
 
 
 def _asked(scenario: Scenario) -> Answers:
-    """The answers to the scenario's probes, by the name of each."""
+    """Return the answers to the scenario's probes, by probe name."""
     mix = make_plan(scenario).mix
     found: dict[str, npt.NDArray[np.float32]] = {}
     for index in range(_PROBES):
@@ -93,7 +94,7 @@ def _ask(scenario: Scenario, request: PreparedRequest) -> tuple[Mapping[str, str
 
 
 def _images(body: bytes) -> dict[str, npt.NDArray[np.float32]]:
-    """Channels of each picture, 0 to 1: (height, width, 3)."""
+    """Return the channels of each image, 0 to 1: (height, width, 3)."""
     from PIL import Image
 
     images = [base64.b64decode(entry["b64_json"]) for entry in json.loads(body)["data"]]
@@ -104,7 +105,7 @@ def _images(body: bytes) -> dict[str, npt.NDArray[np.float32]]:
 
 
 def _scores(head: Mapping[str, str], body: bytes) -> dict[str, npt.NDArray[np.float32]]:
-    """Each output, in one row. JSON, or binary tensors of FP32 behind it."""
+    """Return each output as one row, from JSON or from JSON followed by binary FP32 tensors."""
     end = int(head.get(_HEADER_LENGTH, len(body)))
     found = {}
     for output in json.loads(body[:end])["outputs"]:

@@ -1,6 +1,7 @@
 """A short search for the rate at which a configuration still holds its SLO: a few runs, for trials that must be cheap.
 
-`plait_loadtest.capacity` is the long one, with a confidence statement; a tuner measures its best candidates again.
+`plait_loadtest.capacity` is the long search, with a confidence statement; a tuner measures its best candidates
+again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ __all__ = ["RateResult", "search_rate"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RateResult:
-    """One run: did it hold, and how much good did it do?"""
+    """The result of one run: whether it held the SLO, and its goodput."""
 
     rate_per_s: float
     held: bool
@@ -28,8 +29,8 @@ def search_rate(
     factor: float = 2.0,
     tolerance: float = 0.1,
 ) -> list[RateResult]:
-    """The runs of a search, in order: times or by ``factor`` from the first rate until one held and another did not,
-    then the geometric middle. Ends after ``runs``, or when the two are within ``tolerance``."""
+    """Return the runs of a search, in order: multiply or divide the rate by `factor` until one run held and another did
+    not, then take the geometric mean. Ends after `runs`, or when the two rates are within `tolerance`."""
     tried: list[RateResult] = []
     rate = first_per_s
     while len(tried) < runs:

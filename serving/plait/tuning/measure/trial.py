@@ -31,7 +31,7 @@ _HIGHER_IS_BETTER = frozenset({"offered_per_s", "goodput_per_s", "attainment"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """What is run: scenarios without an address, each at its rate or, if ``search``, in search of the highest one."""
+    """The load to run: scenarios without an address, each at its rate or, if `search`, in search of the highest one."""
 
     scenarios: tuple[Scenario, ...]
     search: bool
@@ -42,7 +42,7 @@ class LoadPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialMetrics:
-    """What a trial showed. ``load_s``: how long requests were sent and awaited."""
+    """The results of a trial. `load_s`: how long requests were sent and awaited."""
 
     outcome: TrialOutcome
     load_s: float
@@ -63,7 +63,7 @@ def run_loads(
     say: Callable[[str], None],
     known: Mapping[str, float],
 ) -> TrialMetrics:
-    """Runs the load and judges it. ``log_path``: where the replicas write; ``known``: metrics that are there by now.
+    """Run the load and judge it. `log_path`: where the replicas write; `known`: metrics that are already known.
 
     Raises `ScenarioError`.
     """
@@ -105,7 +105,7 @@ def run_loads(
 
 
 def with_address(scenario: Scenario, url: str, prefix: str) -> Scenario:
-    """The scenario against this address. ``prefix``: the path that the application lies below, or nothing."""
+    """Return the scenario aimed at this address. `prefix`: the path below which the application is served, or empty."""
     target = scenario.target
     default = {"images": DEFAULT_PATH, "infer": f"/v2/models/{target.model}/infer", "raw": "/"}[target.api]
     path = prefix + (target.path or default) if prefix else target.path
@@ -113,13 +113,13 @@ def with_address(scenario: Scenario, url: str, prefix: str) -> Scenario:
 
 
 def worst_metrics(of: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Each metric as the worst of the scenarios showed it; those that all have."""
+    """Return the worst value of each metric over the scenarios, for metrics that all of them have."""
     names = [name for name in of[0] if all(name in each for each in of)] if of else []
     return {name: (min if name in _HIGHER_IS_BETTER else max)(each[name] for each in of) for name in names}
 
 
 def count_kills() -> int:
-    """See `count_oom_kills`."""
+    """Return `count_oom_kills` of this machine and of its cgroup."""
     return count_oom_kills(vmstat=Path("/proc/vmstat"), memory_events=Path("/sys/fs/cgroup/memory.events"))
 
 
@@ -144,7 +144,7 @@ def _with_ratios(metrics: Mapping[str, float], samples: Samples) -> dict[str, fl
 
 
 def _died(running: RunningApplication, before: Mapping[int, str]) -> tuple[str, ...]:
-    """Deployments of processes that are gone. One that scales by itself stops some of its own."""
+    """Return the deployments of processes that have ended. An autoscaling one stops some of its own."""
     assert running.config is not None
     scaling = {name for name, plan in plans(running.config).items() if isinstance(plan.replicas, Mapping)}
     there = running.pids()
@@ -170,7 +170,7 @@ def _noted(guard: StopWhen, breached: list[str]) -> StopWhen:
 
 
 class _ProgressTicker:
-    """Tells once a second how far the load is."""
+    """Reports the progress of the load once a second."""
 
     def __init__(self, scenario: Scenario, say: Callable[[str], None]) -> None:
         self._total_s = scenario.warm_up_s + scenario.duration_s
@@ -178,7 +178,7 @@ class _ProgressTicker:
         self._reported_s = -1.0
 
     def __call__(self, progress: RunProgress) -> None:
-        """See the class."""
+        """Report the progress if a second has passed since the last report."""
         if progress.elapsed_s - self._reported_s >= 1.0:
             self._reported_s = progress.elapsed_s
             p95 = "" if progress.recent_p95_ms is None else f", p95 now {progress.recent_p95_ms:.0f} ms"

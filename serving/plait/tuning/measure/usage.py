@@ -1,7 +1,7 @@
-"""What the replicas of an application use: processor time, memory, GPU memory. All that reads ``/proc`` for it.
+"""What the replicas of an application use: processor time, memory, GPU memory. All code that reads `/proc` for it.
 
-Serve names its processes ``ray::ServeReplica:APP:DEPLOYMENT``; ``/proc/PID/smaps_rollup`` gives the proportional set
-size, in which memory that processes share (tables that are mapped by several workers) counts once.
+Serve names its processes `ray::ServeReplica:APP:DEPLOYMENT`; `/proc/PID/smaps_rollup` gives the proportional set
+size, in which memory that processes share (tables mapped by several workers) counts once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PERIOD_S = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResourceUsage:
-    """Over a stretch of time: processor seconds, and the largest memory seen."""
+    """Use over a period of time: processor seconds, and the maximum memory seen."""
 
     cpu_s: float
     memory_bytes: int
@@ -34,7 +34,7 @@ class ResourceUsage:
 
 
 def replica_pids(app: str, *, run_id: str | None = None) -> dict[int, str]:
-    """The replicas of an application on this machine: pid to deployment. ``run_id``: only those of this run."""
+    """Return the replicas of an application on this machine: pid to deployment. `run_id`: only those of this run."""
     prefix = f"ray::ServeReplica:{app}:"
     found = {}
     for entry in _PROC.iterdir():
@@ -48,7 +48,7 @@ def replica_pids(app: str, *, run_id: str | None = None) -> dict[int, str]:
 
 
 class UsageSampler:
-    """Looks every half second, for as long as the block runs, at the processes that ``pids`` names."""
+    """Samples the processes returned by `pids` every half second for the duration of the block."""
 
     def __init__(self, pids: Callable[[], Iterable[int]]) -> None:
         self._pids = tuple(pids())
@@ -66,7 +66,7 @@ class UsageSampler:
         self._thread.join()
 
     def used(self) -> ResourceUsage:
-        """Since the block began."""
+        """Return the use since the block began."""
         self._look()
         return ResourceUsage(
             cpu_s=max(0.0, sum(map(_cpu_s, self._pids)) - self._before_s),
@@ -83,7 +83,7 @@ class UsageSampler:
 
 
 def gpu_memory_bytes(pids: Iterable[int]) -> int:
-    """What the processes hold on NVIDIA GPUs; 0 without one."""
+    """Return the memory that the processes hold on NVIDIA GPUs; 0 without one."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return 0
@@ -96,7 +96,7 @@ def gpu_memory_bytes(pids: Iterable[int]) -> int:
 
 
 def _parse_gpu(said: str, pids: frozenset[int]) -> int:
-    """Sums ``pid, MiB`` lines."""
+    """Sum the `pid, MiB` lines of these processes, in bytes."""
     rows = [line.split(",") for line in said.splitlines() if line.count(",") == 1]
     return sum(
         int(mib) << 20 for pid, mib in rows if pid.strip().isdigit() and int(pid) in pids and mib.strip().isdigit()
@@ -123,7 +123,7 @@ def _pss_bytes(pid: int) -> int:
 
 
 def _counter(path: Path, name: str) -> int:
-    """The number after ``name`` at the start of a line; 0 if there is none."""
+    """Return the number after `name` at the start of a line; 0 if there is none."""
     try:
         lines = path.read_text(errors="replace").splitlines()
     except OSError:

@@ -1,1 +1,1 @@
-"""Tuning jobs that come over HTTP: the queue of jobs, their process, their routes."""
+"""Tuning jobs submitted over HTTP: the job queue, the job processes, the routes."""

@@ -1,7 +1,7 @@
-"""The Ray actor that holds the `TuningJobQueue`, and the service that speaks to it. All its Ray calls are made here.
+"""The Ray actor that holds the `TuningJobQueue`, and the service that calls it. All its Ray calls are made here.
 
-The actor is detached: it survives the client, the request and the ingress' replica. Ray starts it again when its
-process dies, and it is found again by its name, which follows from the folder of the jobs.
+The actor is detached: it outlives the client, the request and the ingress replica. Ray restarts it when its process
+dies, and it is found by its name, which is derived from the folder of the jobs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _IDLE_S = 900.0
 
 
 class TuningActor:
-    """The desk and the thread that works."""
+    """The job queue and the thread that works on it."""
 
     def __init__(self, settings: JobQueueSettings, runner: JobLauncher | None, idle_s: float) -> None:
         logging.basicConfig(level=logging.INFO)
@@ -44,7 +44,7 @@ class TuningActor:
         threading.Thread(target=self._work, name="plait-tuning", daemon=True).start()
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """A method of the desk."""
+        """Call a method of the job queue."""
         self._asked_s = time.monotonic()
         return getattr(self._queue, method)(*arguments)
 
@@ -60,8 +60,8 @@ class TuningActor:
 
 
 class ActorTuningService:
-    """See `TuningService`. Finds the actor, or starts it: when it is made, so that jobs which a stop of the server has
-    interrupted go on, and again whenever it is gone."""
+    """A `TuningService` that calls the actor. It finds or starts the actor when it is created, so that jobs interrupted
+    by a stop of the server continue, and again whenever the actor is lost."""
 
     def __init__(
         self, settings: JobQueueSettings, *, runner: JobLauncher | None = None, idle_s: float = _IDLE_S
@@ -70,27 +70,27 @@ class ActorTuningService:
         self._actor = self._found()
 
     async def submit(self, text: str, tenant: str) -> dict[str, Any]:
-        """See `TuningJobQueue.submit`. The token makes a repeated call harmless."""
+        """Call `TuningJobQueue.submit` in the actor. The token makes a repeated call harmless."""
         return dict(await self._call("submit", text, tenant, secrets.token_hex(4)))
 
     async def jobs(self) -> list[dict[str, Any]]:
-        """See `TuningJobQueue.jobs`."""
+        """Call `TuningJobQueue.jobs` in the actor."""
         return list(await self._call("jobs"))
 
     async def job(self, job_id: str) -> dict[str, Any]:
-        """See `TuningJobQueue.job`."""
+        """Call `TuningJobQueue.job` in the actor."""
         return dict(await self._call("job", job_id))
 
     async def cancel(self, job_id: str) -> dict[str, Any]:
-        """See `TuningJobQueue.cancel`."""
+        """Call `TuningJobQueue.cancel` in the actor."""
         return dict(await self._call("cancel", job_id))
 
     async def since(self, job_id: str, known: int) -> dict[str, Any]:
-        """See `TuningJobQueue.since`."""
+        """Call `TuningJobQueue.since` in the actor."""
         return dict(await self._call("since", job_id, known))
 
     async def report(self, job_id: str) -> str:
-        """See `TuningJobQueue.report`."""
+        """Call `TuningJobQueue.report` in the actor."""
         return str(await self._call("report", job_id))
 
     def _found(self) -> Any:
@@ -113,7 +113,7 @@ class ActorTuningService:
         return actor
 
     async def _call(self, method: str, *arguments: Any) -> Any:
-        """Waits while Ray starts the actor again; starts another if it had ended. Raises `JobQueueError`,
+        """Call the actor, waiting while Ray restarts it; start another if it had ended. Raises `JobQueueError`,
         `ApiError`."""
         for _ in range(2):
             try:

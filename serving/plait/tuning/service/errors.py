@@ -1,7 +1,7 @@
-"""What the desk of tuning jobs can not do for a request.
+"""Errors of the tuning job queue.
 
-DeskError
-├── Refused      the job must be written differently
+JobQueueError
+├── InvalidJob   the job must be written differently
 ├── NoSuchJob    there is no job with this id
 ├── Conflict     the job is over
 ├── TooMany      too many jobs are waiting
@@ -16,7 +16,7 @@ __all__ = ["Conflict", "InvalidJob", "JobQueueError", "NoSuchJob", "TooMany", "U
 
 
 class JobQueueError(PlaitError):
-    """One sentence for whoever sent the request. ``param``: the part of the job that must change."""
+    """One sentence for the sender of the request. `param`: the part of the job that must change."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message, param)  # both, so that it survives the way between processes
@@ -27,7 +27,7 @@ class JobQueueError(PlaitError):
 
 
 class InvalidJob(JobQueueError):
-    """The job must be written differently."""
+    """The job must be specified differently."""
 
 
 class NoSuchJob(JobQueueError):

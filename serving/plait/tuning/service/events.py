@@ -1,8 +1,8 @@
 """A tuning job's progress as server-sent events.
 
-``tuning_job.updated`` (the job, whenever what is said of it changes), ``tuning_job.measured`` (a measurement that
-ended; its event id counts them, so a client that reconnects with ``last-event-id`` misses none and gets none twice),
-``tuning_job.progress`` (what the running measurement is at) and, last, ``tuning_job.ended``.
+`tuning_job.updated` (the job, whenever its summary changes), `tuning_job.measured` (a completed measurement; its
+event id is a running count, so a client that reconnects with `last-event-id` misses none and gets none twice),
+`tuning_job.progress` (the progress of the running measurement) and, last, `tuning_job.ended`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _VOLATILE = ("used_s", "left_s")  # they change all the time; not worth an event
 async def job_events(
     since: Since, known: int, *, poll_s: float, ping_s: float, first: Mapping[str, Any] | None = None
 ) -> AsyncGenerator[bytes, None]:
-    """The events of a job until it is over. ``known``: measurements that the client has; ``first``: an answer of
-    ``since`` that is there already. An error ends the stream and is its last event."""
+    """Yield the events of a job until it is over. `known`: how many measurements the client has; `first`: a result of
+    `since` that is already available. An error ends the stream and is its last event."""
     sent: Any = None
     progress: Any = None
     silent_s = 0.0

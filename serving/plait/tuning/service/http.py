@@ -1,7 +1,7 @@
-"""``/v1/tuning/jobs``: tuning jobs over HTTP. Everything here needs a key with the role admin.
+"""`/v1/tuning/jobs`: tuning jobs over HTTP. All routes need a key with the role admin.
 
-A job is the YAML (or JSON) of ``plait tune run``. It tunes a clone of the application of this server, and names no
-files, because the client has none here.
+A job is the YAML (or JSON) of `plait tune run`. It tunes a clone of this server's application, and names no files,
+because the client has none here.
 """
 
 from __future__ import annotations
@@ -41,31 +41,31 @@ Admin = Annotated[Principal, Depends(require_admin)]
 
 
 class TuningService(Protocol):
-    """What does the work: see `TuningDesk`, whose methods these are. Raises `JobQueueError`, or an `ApiError` if it can
-    not be reached."""
+    """The service behind the routes; its methods are those of `TuningJobQueue`. Raises `JobQueueError`, or an
+    `ApiError` if it cannot be reached."""
 
     async def submit(self, text: str, tenant: str) -> dict[str, Any]:
-        """Takes a job."""
+        """Accept a job."""
 
     async def jobs(self) -> list[dict[str, Any]]:
-        """All jobs, the newest first."""
+        """Return all jobs, newest first."""
 
     async def job(self, job_id: str) -> dict[str, Any]:
-        """One job with its whole state."""
+        """Return one job with its whole state."""
 
     async def cancel(self, job_id: str) -> dict[str, Any]:
-        """Gives a job up."""
+        """Cancel a job."""
 
     async def since(self, job_id: str, known: int) -> dict[str, Any]:
-        """What is new."""
+        """Return what is new since the first `known` measurements."""
 
     async def report(self, job_id: str) -> str:
-        """HTML."""
+        """Return the report as HTML."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Translated:
-    """``async with``: errors of the desk as answers."""
+    """An `async with` block that turns errors of the job queue into HTTP errors."""
 
     async def __aenter__(self) -> None:
         return None
@@ -77,7 +77,7 @@ class _Translated:
 
 
 def tuning_router(service: TuningService, *, poll_s: float = 1.0) -> APIRouter:
-    """The routes. ``poll_s``: how often a stream of events looks for news."""
+    """Return the router. `poll_s`: how often an event stream checks for news."""
     router = APIRouter(
         prefix="/v1/tuning/jobs",
         tags=["tuning"],
@@ -88,7 +88,7 @@ def tuning_router(service: TuningService, *, poll_s: float = 1.0) -> APIRouter:
 
     @router.post("", summary="Start a tuning job", status_code=202, openapi_extra=_BODY)
     async def submit(request: Request, admin: Admin) -> JSONResponse:
-        """Takes a job and returns at once; jobs are worked on one after the other."""
+        """Submit a job and return at once; jobs run one after the other."""
         text = await _job_text(request)
         async with answers:
             job = await service.submit(text, admin.tenant)
@@ -96,24 +96,24 @@ def tuning_router(service: TuningService, *, poll_s: float = 1.0) -> APIRouter:
 
     @router.get("", summary="The tuning jobs")
     async def jobs() -> dict[str, Any]:
-        """All jobs, the newest first."""
+        """List all jobs, newest first."""
         return {"object": "list", "data": await service.jobs()}
 
     @router.get("/{job_id}", summary="One tuning job")
     async def job(job_id: str) -> dict[str, Any]:
-        """One job; ``state`` has every measurement."""
+        """Return one job; `state` has every measurement."""
         async with answers:
             return await service.job(job_id)
 
     @router.post("/{job_id}/cancel", summary="Give a tuning job up")
     async def cancel(job_id: str) -> dict[str, Any]:
-        """What it is measuring is broken off; a live service gets its original configuration back."""
+        """Cancel a job. Its running measurement is aborted; a live service gets its original configuration back."""
         async with answers:
             return await service.cancel(job_id)
 
     @router.get("/{job_id}/events", summary="Follow a tuning job", response_class=Response)
     async def events(job_id: str, request: Request, context: ContextDep) -> Response:
-        """Server-sent events until the job is over; ``last-event-id`` goes on where a connection broke."""
+        """Stream server-sent events until the job is over; `last-event-id` resumes a broken connection."""
         known = _known(request.headers.get("last-event-id"))
         async with answers:
             first = await service.since(job_id, known)
@@ -127,7 +127,7 @@ def tuning_router(service: TuningService, *, poll_s: float = 1.0) -> APIRouter:
 
     @router.get("/{job_id}/report", summary="The report of a tuning job", response_class=HTMLResponse)
     async def report(job_id: str) -> HTMLResponse:
-        """One HTML page, also of a job that is not over."""
+        """Return the report as one HTML page, even if the job is not over."""
         async with answers:
             page = await service.report(job_id)
         headers = {"content-security-policy": f"{POLICY}; frame-ancestors 'none'", "cache-control": "no-store"}
@@ -146,7 +146,7 @@ _BODY = {
 
 
 async def _job_text(request: Request) -> str:
-    """The body. Raises `ApiError`."""
+    """Return the body. Raises `ApiError`."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind not in _TYPES:
         message = "send the job with content-type: application/yaml or application/json"
@@ -161,5 +161,5 @@ async def _job_text(request: Request) -> str:
 
 
 def _known(header: str | None) -> int:
-    """How many measurements a client has; a header that is not ours counts as none."""
+    """Return how many measurements a client has; a header in another format counts as none."""
     return int(header) if header is not None and header.isascii() and header.isdigit() and len(header) < 9 else 0

@@ -1,7 +1,7 @@
-"""``python -m plait.tuning.service.job_process FOLDER``: works on the job in a folder until it is over, for `desk`.
+"""`python -m plait.tuning.service.job_process FOLDER`: work on the job in a folder until it is over, for `job_queue`.
 
-Its standard input is held open by whoever started it; when that ends, however it ends, the job is stopped in good order
-(and goes on when somebody starts it again).
+Its standard input is held open by the process that started it; when that process ends, for whatever reason, the job
+is stopped in an orderly way (and continues when it is started again).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _KEPT = ("RAY_USAGE_STATS_ENABLED", "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S")
 
 
 class JobProcesses:
-    """Starts the process of a job. ``source``: what measures, in tests; None: plait's own measurer."""
+    """A `JobLauncher` that starts a process per job. `source`: the measurer, in tests; None: plait's own."""
 
     def __init__(self, *, environ: Mapping[str, str], source: MeasurerSource | None = None) -> None:
         self._environ = {name: value for name, value in environ.items() if _is_ours(name)}
         self._source = source
 
     def start(self, folder: Path, *, live: bool) -> JobProcess:
-        """See `RunsJobs`."""
+        """Start the job's process in a new session, with its output appended to `logs/process.log`."""
         source = self._source or _own_source(live)
         (folder / "logs").mkdir(exist_ok=True)
         with (folder / "logs" / "process.log").open("ab") as log:
@@ -52,27 +52,27 @@ class JobProcesses:
 
 
 class JobProcess:
-    """See `Work`."""
+    """A `RunningJob` in a process of its own."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
 
     def wait(self, timeout_s: float) -> int | None:
-        """See `Work.wait`."""
+        """Return the exit code, or None if the process is still running after `timeout_s`."""
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return None
 
     def stop(self) -> None:
-        """See `Work.stop`."""
+        """Close the process's standard input, which makes it end in an orderly way. Idempotent."""
         if self._process.stdin is not None:
             with suppress(OSError):
                 self._process.stdin.close()
 
 
 def main(arguments: list[str]) -> int:
-    """``FOLDER FACTORY ARGUMENTS``: where the job is, and what measures it (`MeasurerSource`)."""
+    """Run with the arguments `FOLDER FACTORY ARGUMENTS`: where the job is, and what measures it (`MeasurerSource`)."""
     from plait.server.state import state_root
     from plait.tuning.job.local_run import write_report
     from plait.tuning.job.recover import recover_all
@@ -105,7 +105,7 @@ def _is_ours(name: str) -> bool:
 
 
 def _stopped() -> Callable[[], bool]:
-    """True after SIGTERM or SIGINT, and when whoever holds our standard input is gone."""
+    """Return a function that is true after SIGTERM or SIGINT, or once our standard input is closed."""
     stopping = threading.Event()
 
     def wait_for_the_end() -> None:

@@ -1,8 +1,9 @@
-"""Tuning jobs that come over HTTP: kept in a folder, worked on one after the other, through crashes of anything.
+"""Tuning jobs submitted over HTTP: kept in a folder, run one after the other, across crashes of any process.
 
-One at a time, because two jobs on one machine would measure each other. A job is a folder of `plait_autoconfig.jobs`
-with three files of ours: ``ticket.json`` (whose it is; written last, so what has one is whole), ``cancel`` (somebody
-gave it up) and ``ended.json`` (what became of it). A desk that is opened on the folder goes on where the last one died.
+One at a time, because two jobs on one machine would disturb each other's measurements. A job is a folder of
+`plait_autoconfig.jobs` with three files of ours: `ticket.json` (its owner; written last, so a folder that has one is
+complete), `cancel` (it was cancelled) and `ended.json` (its outcome). A queue that is opened on the folder resumes
+where the last one died.
 """
 
 from __future__ import annotations
@@ -42,26 +43,26 @@ _FRESH_S = 0.5  # a state is worked out anew after so long
 
 
 class RunningJob(Protocol):
-    """A job that is being worked on."""
+    """A job that is running."""
 
     def wait(self, timeout_s: float) -> int | None:
-        """The exit code, or None if it is not over by then."""
+        """Return the exit code, or None if it is not over by then."""
 
     def stop(self) -> None:
-        """Asks it to end in good order. Idempotent."""
+        """Ask it to end in an orderly way. Idempotent."""
 
 
 class JobLauncher(Protocol):
-    """Starts a process, in production."""
+    """Starts a job; in production, in a process."""
 
     def start(self, folder: Path, *, live: bool) -> RunningJob:
-        """Works on the job in the folder until it is over."""
+        """Start working on the job in the folder, until it is over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobQueueSettings:
-    """``folder`` of all jobs. ``config``: the plait.yaml, as text, of the server; they tune a clone of its application.
-    ``live``: whether a job may tune the server that users are on."""
+    """`folder` of all jobs. `config`: the server's plait.yaml as text; jobs tune a clone of its application. `live`:
+    whether a job may tune the server that users are on."""
 
     folder: Path
     config: str
@@ -77,7 +78,7 @@ class _JobRecord:
 
 
 class TuningJobQueue:
-    """All methods but `work` return at once and may be called from several threads."""
+    """The job queue. All methods but `work` and `work_once` return at once and may be called from several threads."""
 
     def __init__(
         self,
@@ -97,11 +98,11 @@ class TuningJobQueue:
     # ---- requests ----------------------------------------------------------------------------------------------------
 
     def configure(self, settings: JobQueueSettings) -> None:
-        """What holds for jobs to come; the folder stays."""
+        """Replace the settings for later jobs; the folder stays."""
         self._settings = settings
 
     def submit(self, text: str, tenant: str, token: str) -> dict[str, Any]:
-        """Takes a job; it starts when those before it are over. ``token``: the same one again is the same job again.
+        """Accept a job; it starts when those before it are over. `token`: the same token again means the same job.
 
         Raises `InvalidJob`, `TooMany`.
         """
@@ -119,16 +120,16 @@ class TuningJobQueue:
         return self._summary(ticket)
 
     def jobs(self) -> list[dict[str, Any]]:
-        """All jobs, the newest first."""
+        """Return all jobs, newest first."""
         return [self._summary(ticket) for ticket in reversed(self._tickets())]
 
     def job(self, job_id: str) -> dict[str, Any]:
-        """One job with its whole state. Raises `NoSuchJob`."""
+        """Return one job with its whole state. Raises `NoSuchJob`."""
         ticket = self._ticket(job_id)
         return {**self._summary(ticket), "state": state_to_json(self._state(job_id))}
 
     def cancel(self, job_id: str) -> dict[str, Any]:
-        """Gives a job up. What it is measuring is broken off. Raises `NoSuchJob`; `Conflict` if it is over."""
+        """Cancel a job and abort its running measurement. Raises `NoSuchJob`; `Conflict` if it is over."""
         ticket = self._ticket(job_id)
         with self._lock:
             if self._ended(job_id) is not None:
@@ -139,7 +140,7 @@ class TuningJobQueue:
         return self._summary(ticket)
 
     def since(self, job_id: str, known: int) -> dict[str, Any]:
-        """What is new to somebody who knows the first ``known`` measurements: ``{"job", "measured", "progress"}``.
+        """Return what is new after the first `known` measurements: `{"job", "measured", "progress"}`.
 
         Raises `NoSuchJob`.
         """
@@ -150,7 +151,7 @@ class TuningJobQueue:
         return {"job": self._summary(ticket), "measured": over[known:], "progress": progress}
 
     def report(self, job_id: str) -> str:
-        """The report as HTML, also of a job that is not over. Raises `NoSuchJob`."""
+        """Return the report as HTML, even if the job is not over. Raises `NoSuchJob`."""
         from plait.tuning.job.local_run import report_of
 
         self._ticket(job_id)
@@ -160,13 +161,13 @@ class TuningJobQueue:
     # ---- work --------------------------------------------------------------------------------------------------------
 
     def work(self, stop: Callable[[], bool]) -> None:
-        """Works on one job after the other until ``stop``."""
+        """Run one job after the other until `stop` returns true."""
         while not stop():
             if not self.work_once(stop):
                 time.sleep(_POLL_S)
 
     def work_once(self, stop: Callable[[], bool]) -> bool:
-        """Works on the oldest open job until it is over; False if there is none."""
+        """Run the oldest open job until it is over; return False if there is none."""
         with self._lock:
             tickets = self._open_tickets()
             if not tickets:
@@ -187,7 +188,7 @@ class TuningJobQueue:
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to do."""
+        """Whether no job is left to run."""
         return not self._open_tickets()
 
     def _work_on(self, ticket: _JobRecord, stop: Callable[[], bool]) -> None:
@@ -210,7 +211,7 @@ class TuningJobQueue:
             self._conclude(ticket, store, code)
 
     def _conclude(self, ticket: _JobRecord, store: JobStore, code: int) -> None:
-        """What became of a job whose process has ended; nothing if it is to be started again."""
+        """Record the outcome of a job whose process has ended; do nothing if it is to be restarted."""
         state = read_state(store, now_s=self._now())
         if (self._settings.folder / ticket.id / "cancel").exists():
             self._end(ticket, "cancelled", "it was cancelled")
@@ -228,7 +229,7 @@ class TuningJobQueue:
     # ---- files -------------------------------------------------------------------------------------------------------
 
     def _checked(self, text: str) -> JobSpec:
-        """The job, with what a job that comes from elsewhere may not name, and what it gets from us."""
+        """Parse and check the job: refuse what an untrusted job may not name, and add our own settings."""
         try:
             check_untrusted(text)
             spec = parse_job(text, folder=self._settings.folder)
@@ -243,7 +244,7 @@ class TuningJobQueue:
         return spec.model_copy(update={"target": target, "library": library})
 
     def _tickets(self) -> list[_JobRecord]:
-        """Of all jobs, the oldest first."""
+        """Return the tickets of all jobs, oldest first."""
         found = []
         for path in self._settings.folder.glob("*/ticket.json"):
             try:
@@ -309,7 +310,7 @@ def _readable(job_id: str) -> Iterator[None]:
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
-    """Whole or not at all."""
+    """Write the file atomically."""
     partial = path.with_name(f"{path.name}.new")
     partial.write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
     partial.replace(path)

@@ -1,4 +1,4 @@
-"""A tuning job in the words of the HTTP interface."""
+"""The representation of a tuning job in the HTTP API."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PROGRESS = "progress.json"
 
 
 def job_summary(ticket: Mapping[str, Any], status: str, reason: str, state: JobState) -> dict[str, Any]:
-    """What lists and events say of a job. ``knobs`` are named as ``plait tune apply`` sets them."""
+    """Return the summary of a job for lists and events. `knobs` are named as `plait tune apply` sets them."""
     best, left = state.best, state.remaining
     return {
         **_whose(ticket),
@@ -48,19 +48,19 @@ def job_summary(ticket: Mapping[str, Any], status: str, reason: str, state: JobS
 
 
 def unreadable_summary(ticket: Mapping[str, Any], reason: str) -> dict[str, Any]:
-    """The summary of a job whose folder can not be read."""
+    """Return the summary of a job whose folder cannot be read."""
     return {**_whose(ticket), "status": "failed", "reason": reason}
 
 
 def write_progress(folder: Path, event: JobEvent) -> None:
-    """Leaves a word about what is going on in the job's folder; the last one counts."""
+    """Write the current progress into the job's folder, replacing the previous one."""
     partial = folder / f"{_PROGRESS}.new"
     partial.write_text(json.dumps({"kind": event.kind, "text": event.text, "number": event.number}), encoding="utf-8")
     partial.replace(folder / _PROGRESS)
 
 
 def progress_of(folder: Path) -> dict[str, Any] | None:
-    """The last word of `write_progress`; None if there is none."""
+    """Return the latest progress from `write_progress`; None if there is none."""
     try:
         found: dict[str, Any] = json.loads((folder / _PROGRESS).read_text(encoding="utf-8"))
     except FileNotFoundError:

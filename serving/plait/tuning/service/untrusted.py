@@ -1,4 +1,4 @@
-"""What a job that came over HTTP may not contain, checked before anything else looks at it."""
+"""Checks on what a job submitted over HTTP may contain, run before anything else reads it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _DEEPEST = 30
 
 
 def check_untrusted(text: str) -> None:
-    """Raises `InvalidJob`, or `yaml.YAMLError` for what is not YAML."""
+    """Check an untrusted job. Raises `InvalidJob`, or `yaml.YAMLError` for what is not YAML."""
     _check_tokens(text)
     _check_paths(yaml.safe_load(text))
 
 
 def _check_tokens(text: str) -> None:
-    """Raises `InvalidJob` for YAML whose reading could take for ever: an alias repeats what it names, so that a few
-    lines stand for gigabytes, and nesting costs the square of its depth."""
+    """Raise `InvalidJob` for YAML that could take forever to parse: an alias repeats what it names, so that a few lines
+    stand for gigabytes, and nesting costs the square of its depth."""
     depth = 0
     for token in yaml.scan(text):
         if isinstance(token, yaml.AliasToken | yaml.AnchorToken):
@@ -41,7 +41,7 @@ def _check_tokens(text: str) -> None:
 
 
 def _check_paths(job: Any) -> None:
-    """Raises `InvalidJob` if a job that came over HTTP names a file of this machine; before any is looked at."""
+    """Raise `InvalidJob` if the job names a file of this machine, before any such file is looked at."""
     if not isinstance(job, Mapping):
         return
     target, scenarios = job.get("target"), job.get("scenarios")

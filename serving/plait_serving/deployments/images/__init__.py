@@ -1,1 +1,1 @@
-"""The deployments of image models: the engine, its ControlNets, and how the ingress asks them."""
+"""The deployments of image models: the engine, its ControlNets, and how the ingress calls them."""

@@ -1,4 +1,4 @@
-"""The deployment of one ControlNet, and how a base replica reaches its replicas.
+"""The deployment of one ControlNet, and how a base replica connects to its replicas.
 
 In the application, one deployment per ControlNet::
 
@@ -12,7 +12,7 @@ In a base replica, with the handle that Serve made of it::
     client = RemoteControlNetClient("edges", connect, worth_moving=connect.worth_moving)
 
 Serve places and supervises the replicas and hands out their addresses and secrets (`ControlNetDeployment.describe`,
-asked of every replica at once with ``handle.broadcast``); what moves every step goes over the fabric.
+called on every replica at once with `handle.broadcast`); everything that moves on each step goes over the fabric.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _DRAIN_S = 5.0
 
 
 class ControlNetKnobs(BaseModel):
-    """What can change on a running ControlNet deployment; carried in Serve's ``user_config``."""
+    """The settings of a running ControlNet deployment that can change; carried in Serve's `user_config`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -61,7 +61,7 @@ class ControlNetKnobs(BaseModel):
 
 
 class ControlNetDeployment:
-    """One replica: a `ControlNetService` on a shared-memory and a TCP address. All that Serve does with it is here."""
+    """One replica: a `ControlNetService` on a shared-memory and a TCP address, with every hook that Serve calls."""
 
     def __init__(
         self,
@@ -73,9 +73,9 @@ class ControlNetDeployment:
         threads: int = 0,
         knobs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Loads the weights and listens. "auto": CUDA in float16 if there is one, else the CPU in float32.
+        """Load the weights and listen. "auto" means CUDA in float16 if available, otherwise the CPU in float32.
 
-        ``threads`` and ``knobs`` hold until Serve's ``user_config`` says otherwise. Raises `ModelError`.
+        `threads` and `knobs` apply until Serve's `user_config` overrides them. Raises `ModelError`.
         """
         import ray
         from ray import serve
@@ -101,7 +101,7 @@ class ControlNetDeployment:
         )
 
     async def describe(self) -> Replica:
-        """Where and with which secret this replica can be reached. For base replicas only: Serve carries it."""
+        """Return this replica's addresses and secret. For base replicas only; Serve carries the answer."""
         return Replica(
             name=self._name,
             host=host_id(),
@@ -112,27 +112,30 @@ class ControlNetDeployment:
         )
 
     async def statistics(self) -> dict[str, float]:
-        """`ServiceStatistics` as plain numbers."""
+        """Return `ServiceStatistics` as plain numbers."""
         return asdict(self._service.statistics())
 
     def reconfigure(self, user_config: Mapping[str, Any]) -> None:
-        """Serve calls it after the constructor and whenever ``user_config`` changes. Raises on a bad knob."""
+        """Apply `user_config`; Serve calls this after the constructor and on every change. Raises on a bad knob."""
         knobs = ControlNetKnobs.model_validate(dict(user_config))
         self._service.reconfigure(threads=cpu_threads(knobs.threads), largest_batch_rows=knobs.largest_batch_rows)
 
     def check_health(self) -> None:
-        """Serve calls it every few seconds and replaces the replica when it keeps raising."""
+        """Raise if the replica is unhealthy. Serve calls this every few seconds and replaces a replica that keeps
+        raising."""
         if not self._service.alive:
             raise RuntimeError("the ControlNet's compute thread has died")
 
     def __del__(self) -> None:
-        """Serve calls it when it takes the replica away: what has arrived is answered, then clients go elsewhere."""
+        """Shut down when Serve removes the replica: requests that have arrived are answered, then clients move
+        elsewhere."""
         if hasattr(self, "_service"):
             self._service.stop(drain_s=_DRAIN_S)
 
 
 class ServeConnect:
-    """A `Connect`: asks Serve which replicas a ControlNet has and dials one. Blocks its thread, milliseconds mostly."""
+    """A `Connect` that asks Serve for a ControlNet's replicas and dials one. Blocks its thread, usually for
+    milliseconds."""
 
     def __init__(
         self,
@@ -143,7 +146,7 @@ class ServeConnect:
         dial_timeout_s: float = 5.0,
         chance: random.Random | None = None,
     ) -> None:
-        """``handle``: Serve's `DeploymentHandle` of the ControlNet's deployment. Nothing is asked of it yet."""
+        """Take Serve's `DeploymentHandle` of the ControlNet's deployment as `handle`. It is not called yet."""
         self._chance = chance or random.Random()
         self._replicas = ServeReplicas(
             f"ControlNet {name}",
@@ -154,18 +157,18 @@ class ServeConnect:
         )
 
     def __call__(self, left_out: frozenset[str]) -> ReplicaLink:
-        """A channel to a replica that is not left out. Raises `ControlNetUnavailable`."""
+        """Return a channel to a replica that is not in `left_out`. Raises `ControlNetUnavailable`."""
         try:
             return self._replicas.connect(left_out)
         except NoReplica as error:
             raise ControlNetUnavailable(str(error)) from error
 
     def worth_moving(self, current: str) -> bool:
-        """Whether a client of that replica should go to another. Raises `ControlNetUnavailable`."""
+        """Return whether a client of replica `current` should move to another one. Raises `ControlNetUnavailable`."""
         return worth_moving(self.replicas(), current, chance=self._chance)
 
     def replicas(self) -> list[Replica]:
-        """The replicas that answer now. Raises `ControlNetUnavailable` if Serve has none."""
+        """Return the replicas that answer now. Raises `ControlNetUnavailable` if Serve has none."""
         try:
             return self._replicas.replicas()
         except NoReplica as error:

@@ -1,6 +1,6 @@
 """The deployment of a base model: a thin Serve class around one engine.
 
-Everything that Serve does with the engine happens here; what the engine does, it does without Serve.
+Everything that Serve does with the engine is here; the engine itself does not depend on Serve.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ fast."""
 
 
 class EngineReplica:
-    """One replica. Requests come in as streams of events, everything else as plain calls."""
+    """One replica. Image requests are answered as streams of events, everything else as plain calls."""
 
     def __init__(self, source: EngineSource, controlnets: Mapping[str, Any]) -> None:
         configure_logging("engine", os.environ)
@@ -36,7 +36,7 @@ class EngineReplica:
         self._hosted = source.open(controlnets)
 
     async def generate(self, request: ImageRequest) -> AsyncGenerator[Event, None]:
-        """The request's events, `Finished` or `Failed` last. Cancelling the call cancels the request."""
+        """Yield the request's events, `Finished` or `Failed` last. Cancelling the call cancels the request."""
         if self._stopping:
             yield Failed(error=EngineStopped("the server is stopping"))
             return
@@ -53,42 +53,43 @@ class EngineReplica:
             await events.aclose()
 
     async def catalog(self) -> Catalog:
-        """What can be asked for now."""
+        """Return what can be requested now."""
         return await self._hosted.service.catalog()
 
     async def health(self) -> Health:
-        """Ready while the engine lives and no stop was asked for."""
+        """Return ready while the engine is alive and no stop was requested."""
         if self._stopping:
             return Health(ready=False, reason="the server is stopping")
         return await self._hosted.service.health()
 
     async def metrics_text(self) -> str:
-        """The engine's metrics in Prometheus' text format."""
+        """Return the engine's metrics in Prometheus' text format."""
         return await self._hosted.service.metrics_text()
 
     async def drain(self, drain_s: float) -> None:
-        """Refuses new requests from now on; returns when nothing runs any more, after ``drain_s`` at the latest."""
+        """Refuse new requests from now on; return when nothing runs any more, at the latest after `drain_s`."""
         self._stopping = True
         await asyncio.to_thread(self._hosted.stop, drain_s=drain_s)
 
     def reconfigure(self, user_config: Mapping[str, Any]) -> None:
-        """Serve calls it after the constructor and whenever ``user_config`` changes. Raises on a bad knob."""
+        """Apply `user_config`; Serve calls this after the constructor and on every change. Raises on a bad knob."""
         self._hosted.reconfigure(EngineKnobs.model_validate(dict(user_config)))
 
     def check_health(self) -> None:
-        """Serve calls it every few seconds and replaces the replica when it keeps raising."""
+        """Raise if the replica is unhealthy. Serve calls this every few seconds and replaces a replica that keeps
+        raising."""
         if not self._stopping and not self._hosted.alive:
             raise RuntimeError("the engine's compute thread has died")
 
     def __del__(self) -> None:
-        """Serve calls it after the running requests ended or the grace period passed."""
+        """Stop the engine; Serve calls this once the running requests have ended or the grace period has passed."""
         if not self._stopping and hasattr(self, "_hosted"):
             self._stopping = True
             self._hosted.stop(drain_s=0.0)
 
 
 def portable(event: Event) -> Event:
-    """An event that survives pickling: the error of a bug may hold anything, so only its text goes on."""
+    """Return an event that survives pickling: an unexpected error may hold anything, so only its text is kept."""
     if isinstance(event, Failed) and not isinstance(event.error, EngineError):
         _log.error("a request failed unexpectedly", exc_info=event.error)
         return Failed(

@@ -1,4 +1,4 @@
-"""The `ImageService` that speaks to the base model's deployment through a Serve handle."""
+"""The `ImageService` that calls the base model's deployment through a Serve handle."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ HEALTH_TIMEOUT_S = 5.0
 
 
 class HandleImageService:
-    """All calls of the base model's handle are made here; Serve's errors become the engine's."""
+    """An `ImageService` over the base model's handle; Serve's errors become the engine's."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
         self._stream = handle.options(stream=True)
 
     async def catalog(self) -> Catalog:
-        """See ImageService."""
+        """Return the catalog of a replica."""
         catalog = await self._call("catalog")
         assert isinstance(catalog, Catalog)
         return catalog
 
     async def metrics_text(self) -> str:
-        """See ImageService."""
+        """Return the metrics of a replica."""
         return str(await self._call("metrics_text"))
 
     async def health(self) -> Health:
-        """See ImageService. No replica, or one that does not answer, is a reason and no error."""
+        """Return the health of a replica; if there is none or it does not answer, that is a reason and not an error."""
         try:
             health = await asyncio.wait_for(self._call("health"), HEALTH_TIMEOUT_S)
         except TimeoutError:
@@ -52,7 +52,7 @@ class HandleImageService:
         return health
 
     async def generate(self, request: ImageRequest) -> AsyncGenerator[Event, None]:
-        """See ImageService. If the replica dies, the request is made once more: a seed gives the same picture."""
+        """Yield the events of a replica. If the replica dies, retry the request once: a seed gives the same image."""
         previews = 0
         for attempt in (1, 2):
             events = self._events(request)
@@ -72,7 +72,7 @@ class HandleImageService:
                 await events.aclose()
 
     async def _events(self, request: ImageRequest) -> AsyncGenerator[Event, None]:
-        """One attempt. Leaving early cancels the call, and with it the work."""
+        """Make one attempt. Leaving early cancels the call, and with it the work."""
         response = self._stream.generate.remote(request)
         ended = False
         try:
@@ -97,11 +97,11 @@ class HandleImageService:
 
 
 class _ReplicaDied(EngineStopped):
-    """The replica that had the request is gone."""
+    """The replica that had the request died."""
 
 
 def translate(error: Exception) -> EngineError:
-    """What an error of Ray or Serve means to a caller."""
+    """Translate an error of Ray or Serve into an engine error for the caller."""
     if isinstance(error, RayTaskError) and isinstance(error.cause, EngineError):
         return error.cause
     if isinstance(error, BackPressureError):

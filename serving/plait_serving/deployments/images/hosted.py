@@ -1,4 +1,4 @@
-"""The engine of an ``images`` section with its way in: what the engine's replica and ``plait generate`` both open."""
+"""The engine of an `images` section with its image service, for both the engine's replica and `plait generate`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CONTROLNETS_TIMEOUT_S = 120.0
 
 
 def open_images(images: ImagesSection, controlnets: Mapping[str, Any]) -> HostedImages:
-    """Loads the models and makes the warm-up images. ``controlnets``: Serve handles of those that are deployments.
+    """Load the models and make the warm-up images. `controlnets`: Serve handles of those that are deployments.
 
     Raises `ModelError`.
     """
@@ -59,7 +59,7 @@ def open_images(images: ImagesSection, controlnets: Mapping[str, Any]) -> Hosted
 
 
 class HostedImages:
-    """A `HostedEngine` around a real one."""
+    """A `HostedEngine` that wraps a real engine."""
 
     def __init__(self, images: ImagesSection, assembled: Assembled, loras: LoraSource) -> None:
         self._images = images
@@ -71,7 +71,7 @@ class HostedImages:
 
     @property
     def service(self) -> ImageService:
-        """The way in for requests."""
+        """The service that takes requests."""
         return self._service
 
     @property
@@ -80,18 +80,18 @@ class HostedImages:
         return self._assembled.engine.alive
 
     def warm_up(self) -> None:
-        """Makes the warm-up pictures; from then on the service is ready."""
+        """Make the warm-up images; from then on the service is ready."""
         seconds = self._assembled.warm_up()
         _log.info("%s is warm after %.1f s", self._images.public_name, seconds)
         self._service.warmed_up(seconds)
 
     def reconfigure(self, knobs: EngineKnobs) -> None:
-        """Applies new knobs; running requests go on."""
+        """Apply new knobs; running requests continue."""
         self._assembled.engine.reconfigure(knobs)
         _log.info("knobs: %s", knobs)
 
     def stop(self, *, drain_s: float) -> None:
-        """Refuses new requests, gives the accepted ones ``drain_s``, fails the rest."""
+        """Refuse new requests, give the accepted ones `drain_s`, then fail the rest."""
         self._assembled.engine.stop(drain_s=drain_s)
 
     def _catalog(self) -> Catalog:
@@ -120,7 +120,7 @@ class HostedImages:
 
 
 class LoraCards:
-    """The LoRAs that exist now, as cards. A file is looked into once, and again when it changes."""
+    """The LoRAs that exist now, as cards. Each file is inspected once, and again when it changes."""
 
     def __init__(self, source: LoraSource, family: str) -> None:
         self._source = source
@@ -128,14 +128,14 @@ class LoraCards:
         self._formats: dict[tuple[str, str], str] = {}
 
     def cards(self) -> tuple[LoraCard, ...]:
-        """In order of their names."""
+        """Return the cards, sorted by name."""
         entries = self._source.list()
         known = {(name, entry.stamp): self._formats.get((name, entry.stamp)) for name, entry in entries.items()}
         self._formats = {key: found or self._format(*key) for key, found in known.items()}
         return tuple(LoraCard(name=name, family=self._family, format=fmt) for (name, _), fmt in self._formats.items())
 
     def _format(self, name: str, stamp: str) -> str:  # noqa: ARG002  # the stamp is the key's other half
-        """Of a file in a folder; a store's entry is not downloaded for a listing."""
+        """Return the format of a file in a folder; a store's entry is not downloaded for a listing."""
         if not isinstance(self._source, FolderSource):
             return "unknown"
         try:
@@ -146,12 +146,12 @@ class LoraCards:
 
 
 def model_folder(images: ImagesSection) -> str:
-    """What the engine loads: a folder or a hub id."""
+    """Return what the engine loads: a folder or a hub id."""
     return str(STARTER_FOLDER / images.model) if images.is_starter else images.model
 
 
 def lora_source(images: ImagesSection) -> LoraSource:
-    """Where the section's LoRAs come from."""
+    """Return the source of the section's LoRAs."""
     store, folder = images.loras.store, images.resolved_lora_folder()
     if store is not None:
         entries = {
@@ -163,7 +163,7 @@ def lora_source(images: ImagesSection) -> LoraSource:
 
 
 def metrics_text(assembled: Assembled) -> str:
-    """The engine's and the LoRA cache's numbers in Prometheus' text format."""
+    """Return the metrics of the engine and the LoRA cache in Prometheus' text format."""
     engine, loras = assembled.engine.statistics(), assembled.loras.statistics()
     gauges = {
         "engine_requests_waiting": engine.waiting,
@@ -189,14 +189,15 @@ def metrics_text(assembled: Assembled) -> str:
 
 
 def _services(handles: Mapping[str, Any]) -> dict[str, ServeConnect]:
-    """How to reach each ControlNet that is a deployment."""
+    """Return a `ServeConnect` for each ControlNet that is a deployment."""
     return {name: ServeConnect(name, handle) for name, handle in handles.items()}
 
 
 def wait_for_replicas(services: Mapping[str, ServeConnect], *, timeout_s: float, poll_s: float = 0.5) -> list[str]:
-    """Waits until every ControlNet has a replica that answers, at most ``timeout_s``; the names of those without.
+    """Wait at most `timeout_s` until every ControlNet has a replica that answers; return the names of those without
+    one.
 
-    All deployments start at once; a placement that is measured before they are up would be wrong for good.
+    All deployments start at once; a placement measured before they are up would stay wrong.
     """
     until_s = time.monotonic() + timeout_s
     missing = list(services)

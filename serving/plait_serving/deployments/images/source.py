@@ -1,4 +1,4 @@
-"""From an ``images`` section to a warmed-up engine. The module imports no torch; opening does."""
+"""From an `images` section to a warmed-up engine. The module imports no torch; opening does."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ __all__ = ["EngineSource", "HostedEngine", "ImagesSource"]
 
 
 class HostedEngine(Protocol):
-    """A warmed-up engine with what the deployment needs of it."""
+    """A warmed-up engine with what the deployment needs from it."""
 
     @property
     def service(self) -> ImageService:
-        """The way in for requests."""
+        """The service that takes requests."""
 
     @property
     def alive(self) -> bool:
         """Whether the compute thread runs."""
 
     def reconfigure(self, knobs: EngineKnobs) -> None:
-        """Applies new knobs; running requests go on."""
+        """Apply new knobs; running requests continue."""
 
     def stop(self, *, drain_s: float) -> None:
-        """Refuses new requests, gives the accepted ones ``drain_s``, fails the rest. Blocks. Idempotent."""
+        """Refuse new requests, give the accepted ones `drain_s`, then fail the rest. Blocks. Idempotent."""
 
 
 class EngineSource(Protocol):
-    """A picklable recipe of an engine; it travels to the replica and is opened there."""
+    """A picklable recipe for an engine; it travels to the replica and is opened there."""
 
     def open(self, controlnets: Mapping[str, Any]) -> HostedEngine:
-        """Builds the engine, makes the warm-up picture and returns. ``controlnets``: Serve handles by name."""
+        """Build the engine, make the warm-up image and return the engine. `controlnets` holds Serve handles by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImagesSource:
-    """An `EngineSource` for a section of plait.yaml; builds nothing until it is opened."""
+    """An `EngineSource` for a section of plait.yaml; nothing is built until `open`."""
 
     images: ImagesSection
 
     def open(self, controlnets: Mapping[str, Any]) -> HostedEngine:
-        """Loads the models and makes the warm-up images. Raises `ModelError`."""
+        """Load the models and make the warm-up images. Raises `ModelError`."""
         from plait_serving.deployments.images.hosted import open_images
 
         return open_images(self.images, controlnets)

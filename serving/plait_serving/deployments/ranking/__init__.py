@@ -1,1 +1,1 @@
-"""The deployments of ranking models: their workers, how these scale, and how the ingress asks them."""
+"""The deployments of ranking models: their workers, how these scale, and how the ingress calls them."""

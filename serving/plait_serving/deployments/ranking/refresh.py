@@ -1,4 +1,4 @@
-"""Publishing updates to the workers of a model through Serve; imported in the ingress replica only."""
+"""Publishes updates to the workers of a model through Serve; imported in the ingress replica only."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _SWITCH_TIMEOUT_S = 60.0
 
 
 class ServeFleet:
-    """A `Fleet`: the replicas of one deployment. All calls of its handle for refreshes are made here."""
+    """A `Fleet`: the replicas of one deployment. Its handle is called for refreshes only here."""
 
     def __init__(self, what: str, handle: Any) -> None:
-        """``what`` names the deployment for people."""
+        """Take the deployment's name for messages as `what`."""
         self._what = what
         self._handle = handle
 
     def stage(self, folder: Path) -> Mapping[str, Exception | None]:
-        """See `Fleet`."""
+        """Stage the update on every replica at once."""
         return self._all("stage_update", str(folder), _STAGE_TIMEOUT_S)
 
     def switch(self, version: str) -> Mapping[str, Exception | None]:
-        """See `Fleet`."""
+        """Switch every replica at once."""
         return self._all("switch_version", version, _SWITCH_TIMEOUT_S)
 
     def _all(self, method: str, argument: str, timeout_s: float) -> Mapping[str, Exception | None]:
@@ -55,17 +55,17 @@ class ServeFleet:
 
 
 class ServeRefresh:
-    """A `Refreshes`: publishes to the HNs, if there are any, and to the deployment that the ingress asks."""
+    """A `Refreshes` that publishes to the HNs, if there are any, and to the deployment that the ingress calls."""
 
     def __init__(self, name: str, source: RankSource, asked: Any, hns: Any) -> None:
-        """``asked``, ``hns``: Serve's handles; ``hns`` None: the workers are whole."""
+        """Take Serve's handles `asked` and `hns`; `hns` is None if the workers are whole."""
         fleets = [ServeFleet(f"HN of {name}", hns)] if hns is not None else []
         self._fleets = (*fleets, ServeFleet(f"CN of {name}" if fleets else f"worker of {name}", asked))
         self._name = name
         self._source = source
 
     async def refresh(self, update: Path) -> str:
-        """See `Refreshes`."""
+        """Publish the update to both deployments."""
         return await asyncio.to_thread(run_on_own_thread, partial(self._publish, update))
 
     def _publish(self, update: Path) -> str:

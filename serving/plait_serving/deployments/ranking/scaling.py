@@ -1,6 +1,6 @@
-"""How Serve scales the workers of ranking models: each replica says its pressure, and `scale.decide` judges.
+"""How Serve scales the workers of ranking models: each replica reports its pressure, and `scale.decide` decides.
 
-Serve's controller imports this module: no torch here.
+Serve's controller imports this module, so it must not import torch.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _LOOK_BACK_S = 15.0
 
 
 class ScaleByPressure:
-    """A policy for Serve's ``AutoscalingConfig``; its arguments are those of `Scaling`."""
+    """A policy for Serve's `AutoscalingConfig`; its arguments are those of `Scaling`."""
 
     def __init__(self, **scaling: Any) -> None:
         self._scaling = Scaling(**scaling)
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
-        """Serve calls it several times a second with an ``AutoscalingContext``."""
+        """Return the number of replicas; Serve calls this several times a second with an `AutoscalingContext`."""
         said: Mapping[str, Mapping[Any, float]] = context.aggregated_metrics or {}
         wanted, state = decide(
             list(said.get(PRESSURE, {}).values()),
@@ -44,7 +44,7 @@ class ScaleByPressure:
 
 
 def autoscaling(replicas: Replicas) -> dict[str, Any]:
-    """Serve's ``autoscaling_config`` for a number of replicas that changes. Delays are `decide`'s, not Serve's."""
+    """Return Serve's `autoscaling_config` for a variable number of replicas. `decide` applies the delays, not Serve."""
     scaling = Scaling(
         min_replicas=replicas.min,
         max_replicas=replicas.max,

@@ -1,4 +1,4 @@
-"""The `RankingService` that asks the workers' deployments; imported in the ingress replica only: it needs torch."""
+"""The `RankingService` that calls the workers' deployments; imported in the ingress replica only: it needs torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["remote_ranking_service"]
 
 
 def remote_ranking_service(models: Mapping[str, RankModel]) -> RankingService:
-    """A service of the models by the names that requests call them; connecting goes on after this returned."""
+    """Return a service for the models, by the names that requests use; connecting continues in the background."""
     served = {name: _served(name, model) for name, model in models.items()}
     return LocalRankingService(served)
 

@@ -1,4 +1,4 @@
-"""From a packaged model's folder to what a worker runs. The module imports no torch; opening does."""
+"""From a packaged model's folder to what a worker runs. The module imports no torch; opening a package does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["OpenedPackage", "PackageSource", "RankModel", "RankSource"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedPackage:
-    """A model's card and the halves that a role needs. ``live``: where they come from, if they can be refreshed."""
+    """A model's card and the halves that a role needs. `live` is where they come from, if they can be refreshed."""
 
     card: ModelCard
     sparse: SparseHalf | None = None
@@ -29,32 +29,36 @@ class OpenedPackage:
 
     @property
     def dense_version(self) -> str:
-        """Of `dense`, and of the dense half that belongs to `sparse`."""
+        """The version of `dense`, and of the dense half that belongs to `sparse`."""
         return "" if self.live is None else self.live.dense_version
 
     @property
     def dense_versions(self) -> Mapping[str, DenseHalf]:
-        """`dense` and those that were served before it."""
+        """`dense` and the dense halves that were served before it."""
         return {} if self.live is None else self.live.dense
 
 
 class RankSource(Protocol):
-    """A picklable recipe of a model; it travels to the replicas and is opened there."""
+    """A picklable recipe for a model; it travels to the replicas and is opened there."""
 
     def open(self, role: RankRole) -> OpenedPackage:
-        """Loads what the role needs, and nothing else."""
+        """Load what the role needs, and nothing else."""
 
     def items(self) -> ItemStore | None:
-        """The items that the model knows by id, for the ingress."""
+        """Return the items that the model knows by id, for the ingress."""
 
     def package(self) -> Package | None:
-        """What updates are checked against before they are published; None: the model can not be refreshed."""
+        """Return the package that updates are checked against before they are published; None if it cannot be
+        refreshed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankModel:
-    """What the ingress needs of a ranking model. ``workers``: Serve's handle of the deployment that it asks, with
-    ``replicas`` to ``max_replicas`` replicas. ``hns``: the handle of the HNs behind it; None if there are none."""
+    """What the ingress needs to know about a ranking model.
+
+    `workers`: Serve's handle of the deployment that receives requests, with `replicas` to `max_replicas` replicas.
+    `hns`: the handle of the HNs behind it; None if there are none.
+    """
 
     source: RankSource
     workers: Any
@@ -65,13 +69,14 @@ class RankModel:
 
 @dataclass(frozen=True, slots=True)
 class PackageSource:
-    """A folder that ``plait models package`` made. ``device`` "auto": CUDA for dense halves if there is one."""
+    """A folder made by `plait models package`. With `device` "auto", dense halves use CUDA if available."""
 
     folder: Path
     device: str = "auto"
 
     def open(self, role: RankRole) -> OpenedPackage:
-        """See RankSource; with the updates that the package has had. Raises `PackageError`."""
+        """Load the role's halves from the folder, with the updates that the package has received. Raises
+        `PackageError`."""
         import torch
 
         from plait_disagg.refresh.live_package import open_live
@@ -86,13 +91,13 @@ class PackageSource:
         )
 
     def items(self) -> ItemStore | None:
-        """See RankSource. Raises `PackageError`."""
+        """Return the package's items. Raises `PackageError`."""
         from plait_disagg.package.read import open_package
 
         return open_package(self.folder).items
 
     def package(self) -> Package | None:
-        """See RankSource. Raises `PackageError`."""
+        """Return the folder's package. Raises `PackageError`."""
         from plait_disagg.package.read import open_package
 
         return open_package(self.folder)

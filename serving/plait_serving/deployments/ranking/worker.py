@@ -1,7 +1,7 @@
 """The deployments of ranking models, and how the ingress reaches them.
 
-A model is one deployment of whole workers, or one of CNs and one of HNs; the CNs find the HNs through Serve. This
-module is imported in the replicas only: it needs torch, and nothing that makes pictures.
+A model is either one deployment of whole workers, or one of CNs and one of HNs; the CNs find the HNs through Serve.
+This module is imported only in the replicas: it needs torch, but nothing from the diffusion engine.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 
 class RankWorker:
-    """One replica of a CN, HN or whole deployment. All that Serve does with it is here."""
+    """One replica of a CN, HN or whole deployment, with every hook that Serve calls."""
 
     def __init__(
         self,
@@ -64,10 +64,10 @@ class RankWorker:
         hn_count: int = 1,
         max_hns: int | None = None,
     ) -> None:
-        """Loads its half and listens. ``hns``: Serve's handle of the model's HN deployment, for a CN; it has
-        ``hn_count`` replicas, or as many as are found up to ``max_hns``.
+        """Load this role's half and listen. `hns`, for a CN: Serve's handle of the model's HN deployment, which has
+        `hn_count` replicas, or as many as are found up to `max_hns`.
 
-        ``knobs`` hold until Serve's ``user_config`` says otherwise. Raises what the source raises.
+        `knobs` apply until Serve's `user_config` overrides them. Raises whatever the source raises.
         """
         import ray
         from ray import serve
@@ -132,7 +132,7 @@ class RankWorker:
         return replace(plain, threads=cpu_threads(plain.threads))
 
     async def describe(self) -> Replica:
-        """Where and with which secret this replica can be reached. For our own processes only: Serve carries it."""
+        """Return this replica's addresses and secret. For our own processes only; Serve carries the answer."""
         return Replica(
             name=self._name,
             host=host_id(),
@@ -143,11 +143,11 @@ class RankWorker:
         )
 
     async def metrics(self) -> Mapping[str, float]:
-        """Counters and gauges by name."""
+        """Return counters and gauges by name."""
         return self._core.metrics()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Serve collects it where the number of replicas follows the load."""
+        """Return this replica's pressure; Serve collects it where the number of replicas follows the load."""
         return {PRESSURE: self._gauge.read()}
 
     def _pressure(self, before: Mapping[str, float], after: Mapping[str, float], seconds: float) -> float:
@@ -156,11 +156,11 @@ class RankWorker:
         return hn_pressure(before, after, seconds, largest_batch_rows=self._plain_knobs.largest_batch_rows)
 
     async def stage_update(self, folder: str) -> RefreshError | None:
-        """See `Refresher.stage`. What goes wrong is returned: Serve would wrap what is raised."""
+        """Stage an update with `Refresher.stage`; return errors instead of raising them: Serve would wrap them."""
         return await asyncio.to_thread(self._refreshed, lambda refresher: refresher.stage(Path(folder)))
 
     async def switch_version(self, version: str) -> RefreshError | None:
-        """See `Refresher.switch`; errors are returned."""
+        """Switch with `Refresher.switch`; return errors instead of raising them."""
         return await asyncio.to_thread(self._refreshed, lambda refresher: refresher.switch(version))
 
     def _refreshed(self, step: Callable[[Refresher], None]) -> RefreshError | None:
@@ -188,31 +188,33 @@ class RankWorker:
         _log.info("%s of %s is at version %s", self._role, self._model, version)
 
     async def drain(self, drain_s: float) -> None:
-        """Refuses new requests from now on; returns when nothing runs any more, after ``drain_s`` at the latest."""
+        """Refuse new requests from now on; return when nothing runs any more, at the latest after `drain_s`."""
         self._stopped = True
         await asyncio.to_thread(self._worker.stop, drain_s=drain_s)
 
     def reconfigure(self, user_config: Mapping[str, Any]) -> None:
-        """Serve calls it after the constructor and whenever ``user_config`` changes. Raises on a bad knob."""
+        """Apply `user_config`; Serve calls this after the constructor and on every change. Raises on a bad knob."""
         self._plain_knobs = self._plain(user_config)
         self._core.reconfigure(self._plain_knobs)
 
     def check_health(self) -> None:
-        """Serve calls it every few seconds and replaces the replica when it keeps raising."""
+        """Raise if the replica is unhealthy. Serve calls this every few seconds and replaces a replica that keeps
+        raising."""
         if not self._stopped and not self._worker.alive:
             raise RuntimeError(f"the {self._role}'s threads have died")
         if self._refresher is not None and self._refresher.is_behind():  # an update came while this replica started
             threading.Thread(target=self._catch_up, name="plait-catch-up", daemon=True).start()
 
     def __del__(self) -> None:
-        """Serve calls it when it takes the replica away: what has arrived is answered, then clients go elsewhere."""
+        """Shut down when Serve removes the replica: requests that have arrived are answered, then clients move
+        elsewhere."""
         if not self._stopped and hasattr(self, "_worker"):
             self._stopped = True
             self._worker.stop(drain_s=_DRAIN_S)
 
 
 def remote_ranker(name: str, handle: Any, *, replicas: int, max_replicas: int | None = None) -> RemoteRanker:
-    """A ranker of the model whose CNs or whole workers are that deployment. Starts to connect at once."""
+    """Return a ranker for the model whose CNs or whole workers form that deployment. It starts connecting at once."""
     connect = ServeReplicas(f"model {name}", handle).connect
     return RemoteRanker(name, connect, replicas=replicas, max_replicas=max_replicas)
 

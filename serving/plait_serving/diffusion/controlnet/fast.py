@@ -1,4 +1,4 @@
-"""`ControlNetModel.forward` computed by `layers.py`, for control images that were embedded before.
+"""`ControlNetModel.forward` computed by `layers.py`, for control images that are already embedded.
 
 Equal to diffusers' up to rounding. A ControlNet's weights never change, so the text of a batch is projected once.
 B rows; E channels of the embedded control image.
@@ -25,7 +25,7 @@ class FastControlNet:
     """One ControlNet. Not thread-safe."""
 
     def __init__(self, net: Any, *, packed_bytes: int = 512 << 20, text_bytes: int = 256 << 20) -> None:
-        """``packed_bytes`` bounds packed convolution weights, ``text_bytes`` remembered keys and values."""
+        """Bound the packed convolution weights by `packed_bytes` and the cached keys and values by `text_bytes`."""
         self._net = net
         self._conv = Convolutions(net, limit_bytes=packed_bytes)
         self._text_bytes = text_bytes
@@ -33,7 +33,7 @@ class FastControlNet:
 
     @staticmethod
     def why_not(net: Any) -> str | None:
-        """Why a ControlNet can not be run so, or None."""
+        """Return why a ControlNet cannot be run this way, or None."""
         if net.config.addition_embed_type not in (None, "text_time") or net.class_embedding is not None:
             return "it has inputs beyond text, time and SDXL's sizes"
         return why_not_fast(net)
@@ -49,10 +49,10 @@ class FastControlNet:
         scale: float | torch.Tensor,
         added: Mapping[str, torch.Tensor] | None,
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        """Scaled down and mid residuals of ``sample (B, c, h, w)`` at ``timesteps (B,)``.
+        """Return the scaled down and mid residuals of `sample (B, c, h, w)` at `timesteps (B,)`.
 
-        ``texts[i]`` is one request's ``(branches, L, C)``, every row of it standing for ``repeats[i]`` rows of the
-        batch; ``embedding (1|B, E, h, w)``; ``scale`` a number or ``(B, 1, 1, 1)``; ``added`` SDXL's inputs, B rows.
+        `texts[i]` is one request's `(branches, L, C)`, each row of which stands for `repeats[i]` rows of the batch;
+        `embedding (1|B, E, h, w)`; `scale` a number or `(B, 1, 1, 1)`; `added` SDXL's inputs, B rows.
         """
         net = self._net
         time = F.silu(self._time(sample, timesteps, added))
@@ -77,7 +77,8 @@ class FastControlNet:
         return embedded
 
     def _text(self, texts: Sequence[torch.Tensor], repeats: Sequence[int]) -> FastText:
-        """Keys and values of the batch's text. The key's texts are held, so that no other can take their ids."""
+        """Return keys and values of the batch's text. The key's texts are held, so that no other tensor can take their
+        ids."""
         key = (*map(id, texts), *repeats)
         known = self._texts.pop(key, None)
         if known is None:

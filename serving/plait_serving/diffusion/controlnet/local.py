@@ -22,14 +22,14 @@ __all__ = ["LocalControlNetClient"]
 
 @dataclass(slots=True, eq=False)
 class LocalSession:
-    """``constants`` is None once the session was closed."""
+    """A session; `constants` is None once it was closed."""
 
     controlnet: str
     constants: Constants | None
 
 
 class LocalControlNetClient(ControlNetClient):
-    """Computes when the answer is awaited: on one device the ControlNet and the encoder half would only take turns."""
+    """Computes when the answer is awaited: on one device the ControlNet and the encoder half would only alternate."""
 
     def __init__(self, name: str, runner: ControlNetModelRunner) -> None:
         self._name = name
@@ -37,35 +37,35 @@ class LocalControlNetClient(ControlNetClient):
 
     @property
     def name(self) -> str:
-        """See `ControlNetClient.name`."""
+        """The ControlNet's name."""
         return self._name
 
     def open(self, *, image: RgbImage, conditioning: Conditioning, width: int, height: int) -> ControlSession:
-        """See `ControlNetClient.open`. Raises `RequestError` and `ModelError`."""
+        """Embed the control image here. Raises `RequestError` and `ModelError`."""
         constants = self.runner.constants(image=image, conditioning=conditioning, width=width, height=height)
         return LocalSession(controlnet=self._name, constants=constants)
 
     def start(self, calls: Sequence[ControlCall]) -> PendingResiduals:
-        """See `ControlNetClient.start`."""
+        """Return the calls uncomputed: they are computed when the answer is awaited."""
         return _LocalPending(self, tuple(calls))
 
     def close(self, session: ControlSession) -> None:
-        """See `ControlNetClient.close`."""
+        """Drop the session's constants."""
         if isinstance(session, LocalSession):
             session.constants = None
 
     def constants_of(self, session: ControlSession) -> Constants | None:
-        """What `open` computed; None for a closed session and for one of another ControlNet."""
+        """Return what `open` computed; None for a closed session and for one of another ControlNet."""
         if isinstance(session, LocalSession) and session.controlnet == self._name:
             return session.constants
         return None
 
     def shutdown(self) -> None:
-        """Nothing to release: the weights go with the last reference."""
+        """Do nothing: the weights are freed with the last reference."""
 
 
 class _LocalPending(PendingResiduals):
-    """Calls that were not computed yet."""
+    """Calls that have not been computed yet."""
 
     def __init__(self, client: LocalControlNetClient, calls: tuple[ControlCall, ...]) -> None:
         self._client = client

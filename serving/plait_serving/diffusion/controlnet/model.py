@@ -1,6 +1,6 @@
-"""One diffusers ControlNet: the control image embedded once per request, then residuals for batches of rows.
+"""One diffusers ControlNet: the control image is embedded once per request, then residuals for batches of rows.
 
-Shapes: a block has R rows of ``sample (R, c, h, w)``; B is the sum of R over a batch; E the width of the embedding.
+Shapes: a block has R rows of `sample (R, c, h, w)`; B is the sum of R over a batch; E the width of the embedding.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ __all__ = ["Constants", "ControlNetModelRunner", "ControlRows", "by_key", "check
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Constants:
-    """What does not change from step to step: ``embedding (1, E, h, w)`` of the control image, and the text."""
+    """What does not change from step to step: `embedding (1, E, h, w)` of the control image, and the text."""
 
     embedding: torch.Tensor
     conditioning: Conditioning
 
     @property
     def rows(self) -> int:
-        """R: images times branches."""
+        """R: the number of images times branches."""
         return int(self.conditioning.text.shape[0]) * self.conditioning.n
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ControlRows:
-    """One request's rows in one step: ``sample (R, c, h, w)``, 0-dim ``timestep``; ``exact`` as in `ControlCall`."""
+    """One request's rows in one step: `sample (R, c, h, w)`, 0-dim `timestep`; `exact` as in `ControlCall`."""
 
     constants: Constants
     sample: torch.Tensor
@@ -52,20 +52,20 @@ class ControlRows:
 
     @property
     def key(self) -> Hashable:
-        """Blocks with equal keys can share one forward pass."""
+        """A key; blocks with equal keys can share one forward pass."""
         text, added = self.constants.conditioning.text, self.constants.conditioning.added
         shapes = tuple(sorted((name, tuple(value.shape[1:]), value.dtype) for name, value in added.items()))
         return tuple(self.sample.shape[1:]), self.sample.dtype, tuple(text.shape[1:]), text.dtype, shapes
 
 
 def check_image(image: RgbImage) -> None:
-    """Raises `RequestError` for a picture that is not ``uint8 (H, W, 3)``."""
+    """Raise `RequestError` for an image that is not `uint8 (H, W, 3)`."""
     if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or 0 in image.shape:
         raise RequestError(f"a control image must be uint8 (H, W, 3), not {image.dtype} {image.shape}", param="image")
 
 
 def by_key(blocks: Sequence[ControlRows]) -> list[list[int]]:
-    """Indices of the blocks that can share a forward pass, each list in order."""
+    """Return the indices of the blocks that can share a forward pass, each list in order."""
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for i, block in enumerate(blocks):
         groups[block.key].append(i)
@@ -78,14 +78,14 @@ _log = logging.getLogger(__name__)
 class ControlNetModelRunner:
     """Runs one ControlNet. Not thread-safe: one thread owns it, as it owns the weights.
 
-    A batch with a block that wants exact bits goes through `ControlNetModel.forward` itself, on a shallow copy (same
-    weights) whose ``controlnet_cond_embedding`` passes the embedding that `embed` made earlier straight through. That
-    one is computed for one row where diffusers computes it for the whole batch; convolutions round the two differently
+    A batch with a block that needs exact bits goes through `ControlNetModel.forward` itself, on a shallow copy (same
+    weights) whose `controlnet_cond_embedding` passes through the embedding that `embed` made earlier. That embedding
+    is computed for one row where diffusers computes it for the whole batch; convolutions round the two differently
     (2e-7 in fp32). Other batches go through `fast.py`, which rounds differently and is faster.
     """
 
     def __init__(self, model: ControlNetModel) -> None:
-        """Takes a loaded model in its final dtype and place. Raises `ModelError` if it is of a kind we do not serve."""
+        """Take a loaded model in its final dtype and place. Raises `ModelError` if it is of an unsupported kind."""
         _check_supported(model)
         # Asked once: each question walks all modules, and a step asks eight times.
         self.dtype: torch.dtype = model.dtype
@@ -109,10 +109,10 @@ class ControlNetModelRunner:
 
     @torch.inference_mode()
     def embed(self, image: RgbImage, width: int, height: int) -> torch.Tensor:
-        """The control image as ``(1, E, h, w)``, prepared as `StableDiffusionControlNetPipeline.prepare_image` does.
+        """Return the control image as `(1, E, h, w)`, prepared like `StableDiffusionControlNetPipeline.prepare_image`.
 
-        Resized (Lanczos) to ``width`` x ``height`` and scaled to [0, 1]. Raises `RequestError` for a picture that is
-        not ``uint8 (H, W, 3)``.
+        It is resized (Lanczos) to `width` x `height` and scaled to [0, 1]. Raises `RequestError` for an image that
+        is not `uint8 (H, W, 3)`.
         """
         if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or 0 in image.shape:
             raise RequestError(
@@ -126,7 +126,7 @@ class ControlNetModelRunner:
         return self._model.controlnet_cond_embedding(pixels)  # type: ignore[no-any-return]
 
     def constants(self, *, image: RgbImage, conditioning: Conditioning, width: int, height: int) -> Constants:
-        """Everything that a request's steps share, where the model is. Raises `RequestError`, `ModelError`."""
+        """Return what a request's steps share, on the model's device. Raises `RequestError`, `ModelError`."""
         self._check_text(conditioning)
         there = Conditioning(
             text=conditioning.text.to(device=self.device, dtype=self.dtype),
@@ -138,7 +138,7 @@ class ControlNetModelRunner:
 
     @torch.inference_mode()
     def residuals(self, blocks: Sequence[ControlRows]) -> list[Residuals]:
-        """Residuals times scale, per block, from one forward pass; the blocks must agree in `ControlRows.key`.
+        """Return residuals times scale, per block, from one forward pass; the blocks must agree in `ControlRows.key`.
 
         Timesteps and scales may differ. The results are views of one batch, in the device and dtype of the samples.
         Raises `ModelError` if samples and embedding do not fit each other.
@@ -183,7 +183,7 @@ class ControlNetModelRunner:
         )
 
     def try_residuals(self, blocks: Sequence[ControlRows]) -> list[Residuals | EngineError]:
-        """Like `residuals`, but never raises: blocks of any key, and what fails, fails for its own block only.
+        """Compute `residuals` for blocks of any key without raising: a failure affects its own block only.
 
         A batch that does not fit the device is halved until it does.
         """
@@ -208,14 +208,15 @@ class ControlNetModelRunner:
         return tensor.to(device=self.device, dtype=self.dtype)
 
     def _timesteps(self, blocks: Sequence[ControlRows], sizes: Sequence[int]) -> torch.Tensor:
-        """``(B,)``. The model's first act is ``.float()``, so integer and float timesteps can share a tensor."""
+        """Return `(B,)`. The model calls `.float()` first, so integer and float timesteps can share a tensor."""
         rows = [block.timestep.reshape(1).float().expand(size) for block, size in zip(blocks, sizes, strict=True)]
         return torch.cat(rows).to(self.device)
 
     def _scales(self, blocks: Sequence[ControlRows], sizes: Sequence[int]) -> float | torch.Tensor:
-        """One number if all agree, else ``float32 (B, 1, 1, 1)``.
+        """Return one number if all agree, else `float32 (B, 1, 1, 1)`.
 
-        A product with the tensor is float32 and rounded to the model's dtype afterwards; one with a number, at once.
+        A product with the tensor is float32 and rounded to the model's dtype afterwards; one with a number is
+        rounded at once.
         """
         scales = [block.scale for block in blocks]
         if all(scale == scales[0] for scale in scales):
@@ -235,7 +236,7 @@ class ControlNetModelRunner:
 
 
 def load_controlnet(folder: Path, *, dtype: torch.dtype, device: str = "cpu") -> ControlNetModelRunner:
-    """A ControlNet from a diffusers folder with safetensors weights. Raises `ModelError`; never reads a pickle."""
+    """Load a ControlNet from a diffusers folder with safetensors weights, never a pickle. Raises `ModelError`."""
     return ControlNetModelRunner(load_model(folder, dtype=dtype, device=device))
 
 
@@ -254,9 +255,9 @@ def _check_supported(model: ControlNetModel) -> None:
 
 
 def _without_image_encoder(model: ControlNetModel) -> ControlNetModel:
-    """A shallow copy, weights shared, that takes the embedding where `forward` takes the picture.
+    """Return a shallow copy, sharing the weights, that takes the embedding where `forward` takes the image.
 
-    The copy calls itself "rgb" because `forward` would otherwise flip the embedding; `embed` flips the picture.
+    The copy calls itself "rgb" because `forward` would otherwise flip the embedding; `embed` flips the image.
     """
     headless = copy.copy(model)
     headless.__dict__["_modules"] = dict(model._modules)
@@ -275,7 +276,7 @@ def _check_fit(block: ControlRows) -> None:
 
 
 def _embeddings(blocks: Sequence[ControlRows], sizes: Sequence[int]) -> torch.Tensor:
-    """``(B, E, h, w)``; one block needs no copies, its single row is broadcast."""
+    """Return `(B, E, h, w)`; one block needs no copies, because its single row is broadcast."""
     if len(blocks) == 1:
         return blocks[0].constants.embedding
     pairs = zip(blocks, sizes, strict=True)

@@ -1,7 +1,7 @@
 """One ControlNet that can run here or as a service, and move while the server runs.
 
-`PlacedControlNetClient` is what the engine is given: it makes either client when first needed, and hands every session
-to the place that was chosen when it was opened; sessions end where they began.
+`PlacedControlNetClient` is what the engine gets: it makes each client when first needed, and hands every session to
+the place that was chosen when it was opened; sessions end where they began.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MAX_TRIES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _PlacedSession:
-    """A session and the client that it lives at."""
+    """A session and the client that it belongs to."""
 
     controlnet: str
     client: ControlNetClient
@@ -41,10 +41,10 @@ class _PlacedSession:
 
 
 class PlacedControlNetClient(ControlNetClient):
-    """See `ControlNetClient`. ``local`` and ``remote`` make the clients; None says that a place is not possible.
+    """A `ControlNetClient`. `local` and `remote` make the two clients; None means that a place is not possible.
 
-    With AUTO, ``measure`` is asked with both clients when the first session is opened (or by `settle`), until it
-    worked once or failed three times; while it fails sessions run here.
+    With AUTO, `measure` is called with both clients when the first session is opened (or by `settle`), until it has
+    succeeded once or failed three times; while it fails, sessions run here.
     """
 
     def __init__(
@@ -67,16 +67,16 @@ class PlacedControlNetClient(ControlNetClient):
 
     @property
     def name(self) -> str:
-        """See `ControlNetClient.name`."""
+        """The ControlNet's name."""
         return self._name
 
     @property
     def times(self) -> StepTimes | None:
-        """What was measured for AUTO, if it was."""
+        """The times measured for AUTO, if any."""
         return self._times
 
     def settle(self) -> Placement:
-        """Where new sessions go now: LOCAL or REMOTE. Raises `ControlNetUnavailable`."""
+        """Return where new sessions go now: LOCAL or REMOTE. Raises `ControlNetUnavailable`."""
         wanted = self._wanted()
         if self._settled is not None and self._settled[0] is wanted:
             return self._settled[1]
@@ -94,13 +94,13 @@ class PlacedControlNetClient(ControlNetClient):
         return choice.placement
 
     def open(self, *, image: RgbImage, conditioning: Conditioning, width: int, height: int) -> ControlSession:
-        """See `ControlNetClient.open`."""
+        """Open a session at the place where new sessions go now."""
         client = self._client(self.settle())
         inner = client.open(image=image, conditioning=conditioning, width=width, height=height)
         return _PlacedSession(controlnet=self._name, client=client, inner=inner)
 
     def start(self, calls: Sequence[ControlCall]) -> PendingResiduals:
-        """See `ControlNetClient.start`."""
+        """Start each call at the place of its session."""
         groups: dict[int, tuple[ControlNetClient, list[int]]] = {}
         for i, call in enumerate(calls):
             if isinstance(call.session, _PlacedSession) and call.session.controlnet == self._name:
@@ -109,12 +109,12 @@ class PlacedControlNetClient(ControlNetClient):
         return _PendingParts(len(calls), parts)
 
     def close(self, session: ControlSession) -> None:
-        """See `ControlNetClient.close`."""
+        """Close the session at its place."""
         if isinstance(session, _PlacedSession):
             session.client.close(session.inner)
 
     def shutdown(self) -> None:
-        """See `ControlNetClient.shutdown`."""
+        """Shut down the clients that were made."""
         for client in self._clients.values():
             client.shutdown()
 
@@ -131,7 +131,7 @@ class PlacedControlNetClient(ControlNetClient):
         return wanted is Placement.AUTO and possible and self._times is None and self._failures < _MAX_TRIES
 
     def _measured(self, wanted: Placement) -> StepTimes | None:
-        """Times for AUTO, measured once; a place that fails while it is measured leaves the choice to the rule."""
+        """Return the times for AUTO, measured once; if a place fails during measurement, the rule decides."""
         if self._may_measure(wanted):
             assert self._measure is not None
             try:

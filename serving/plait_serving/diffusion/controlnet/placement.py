@@ -1,9 +1,9 @@
 """Where a ControlNet runs: in the base replica's process or as a service. A pure choice from measured times.
 
-A step's part until the decoder half, by place (e encoder half, c ControlNet, t transfer both ways):
+The part of a step before the decoder half, by place (e encoder half, c ControlNet, t transfer both ways):
 
-* local: one after the other on one device, ``e + c``;
-* remote: side by side, ``max(e, c + t)``, or what was measured with both running, which also counts what they take
+* local: one after the other on one device, `e + c`;
+* remote: side by side, `max(e, c + t)`, or the time measured with both running, which also includes what they take
   from each other when they share cores.
 """
 
@@ -23,7 +23,7 @@ __all__ = ["PlacementChoice", "StepTimes", "choose_placement", "measure", "time_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """Seconds of one step's parts, measured. ``overlapped_s``: service and encoder half together, if known."""
+    """Measured seconds of the parts of one step. `overlapped_s`: service and encoder half together, if known."""
 
     encoder_s: float
     controlnet_s: float
@@ -32,12 +32,12 @@ class StepTimes:
 
     @property
     def local_s(self) -> float:
-        """Until the decoder half can start, when the ControlNet runs here."""
+        """The seconds until the decoder half can start when the ControlNet runs here."""
         return self.encoder_s + self.controlnet_s
 
     @property
     def remote_s(self) -> float:
-        """The same, when it runs as a service."""
+        """The seconds until the decoder half can start when the ControlNet runs as a service."""
         if self.overlapped_s is not None:
             return self.overlapped_s
         return max(self.encoder_s, self.controlnet_s + self.transfer_s)
@@ -45,7 +45,7 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementChoice:
-    """LOCAL or REMOTE, and why, for the log."""
+    """LOCAL or REMOTE, and the reason, for the log."""
 
     placement: Placement
     why: str
@@ -54,9 +54,10 @@ class PlacementChoice:
 def choose_placement(
     wanted: Placement, *, local_possible: bool, remote_possible: bool, times: StepTimes | None = None
 ) -> PlacementChoice:
-    """LOCAL or REMOTE. An explicit wish that can not be met raises `ControlNetUnavailable`; AUTO takes what is faster.
+    """Return LOCAL or REMOTE. AUTO takes the faster one; an explicit choice that cannot be met raises
+    `ControlNetUnavailable`.
 
-    AUTO without ``times`` prefers LOCAL, which needs nobody else.
+    AUTO without `times` prefers LOCAL, which depends on no other process.
     """
     possible = {Placement.LOCAL: local_possible, Placement.REMOTE: remote_possible}
     if wanted is not Placement.AUTO:
@@ -86,10 +87,10 @@ def measure(
     budget_s: float = 2.0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> StepTimes:
-    """Medians of ``repeats`` steps after one that warms up; fewer where a part takes longer than ``budget_s``.
+    """Return the medians of `repeats` steps after one warm-up step; fewer where a part takes longer than `budget_s`.
 
-    The calls ask the same of both clients. ``encoder`` runs the encoder half for as many rows; on a GPU it must wait
-    for the device. Raises the error of a client that does not answer.
+    Both clients get equivalent calls. `encoder` runs the encoder half for as many rows; on a GPU it must wait for
+    the device. Raises the error of a client that does not answer.
     """
 
     def median_s(run: Callable[[], float]) -> float:
@@ -114,7 +115,7 @@ def time_step_s(
     encoder: Callable[[], object] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Seconds from asking to having the answer, ``encoder`` run in between. Raises the call's error."""
+    """Return the seconds from the call to its answer, with `encoder` run in between. Raises the call's error."""
     started_s = clock()
     pending = client.start([call])
     if encoder is not None:
@@ -133,7 +134,7 @@ def _timed_s(run: Callable[[], object], clock: Callable[[], float]) -> float:
 
 
 def _median_s(sample_s: Callable[[], float], *, repeats: int, budget_s: float) -> float:
-    """The first sample warms up; it counts only if it leaves no budget for another."""
+    """Return the median sample. The first one warms up; it counts only if it leaves no budget for another."""
     warm_up_s = sample_s()
     if warm_up_s > budget_s:
         return warm_up_s

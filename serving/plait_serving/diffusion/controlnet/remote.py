@@ -1,7 +1,7 @@
-"""A ControlNet that runs as a service elsewhere: asked over the fabric, and asked again elsewhere when a replica dies.
+"""A ControlNet that runs as a service: called over the fabric, and called at another replica when one dies.
 
-The client keeps every session's constants. So a session is (re-)opened wherever its next step goes, and a replica that
-is lost costs its steps in flight a second computation, nothing else.
+The client keeps every session's constants. So a session is (re-)opened wherever its next step goes, and losing a
+replica only means that its steps in flight are computed a second time.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _BACKOFF = Backoff(first_s=0.2, max_s=5.0)
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RemoteSession:
-    """A request's constants, kept here. ``opened_on`` is the connection that has them."""
+    """A request's constants, kept here. `opened_on` is the connection that has them."""
 
     controlnet: str
     number: int
@@ -66,9 +66,9 @@ class RemoteSession:
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """A step message under way, with the calls of those ``indices``.
+    """A step message in flight, with the calls at `indices`.
 
-    ``answers`` is set before ``ready``; it stays None if the connection was lost first.
+    `answers` is set before `ready`; it stays None if the connection was lost first.
     """
 
     connection: _Connection
@@ -81,10 +81,10 @@ _Connection: TypeAlias = Connection[_Step]
 
 
 class RemoteControlNetClient(ControlNetClient):
-    """See `ControlNetClient`. ``connect`` says which replicas there are and how to reach them.
+    """A `ControlNetClient` over the fabric. `connect` finds a replica and returns a channel to it.
 
-    ``worth_moving`` is asked from time to time whether a replica's clients should go elsewhere; without it a client
-    stays until its replica is lost.
+    `worth_moving` is called from time to time to decide whether a replica's clients should move to another one;
+    without it a client stays until its replica is lost.
     """
 
     def __init__(
@@ -118,11 +118,12 @@ class RemoteControlNetClient(ControlNetClient):
 
     @property
     def name(self) -> str:
-        """See `ControlNetClient.name`."""
+        """The ControlNet's name."""
         return self._name
 
     def open(self, *, image: RgbImage, conditioning: Conditioning, width: int, height: int) -> ControlSession:
-        """See `ControlNetClient.open`. Also raises `RequestError`; what the service refuses shows in the first step."""
+        """Keep the constants and send them to a replica. Also raises `RequestError`; refusals by the service show in
+        the first step."""
         check_image(image)
         session = RemoteSession(
             controlnet=self._name,
@@ -144,13 +145,13 @@ class RemoteControlNetClient(ControlNetClient):
                 self._place.drop(connection, error, losses)
 
     def start(self, calls: Sequence[ControlCall]) -> PendingResiduals:
-        """See `ControlNetClient.start`."""
+        """Send the calls to a replica, opening their sessions there first if necessary."""
         pending = _Pending(self, tuple(calls))
         pending.ask()
         return pending
 
     def close(self, session: ControlSession) -> None:
-        """See `ControlNetClient.close`."""
+        """Close the session, also at the replica that has it."""
         if not isinstance(session, RemoteSession) or session.closed:
             return
         session.closed = True
@@ -160,13 +161,13 @@ class RemoteControlNetClient(ControlNetClient):
                 connection.send(bare(wire.close_header(session.number)))
 
     def shutdown(self) -> None:
-        """See `ControlNetClient.shutdown`."""
+        """Close the connection."""
         self._place.close()
 
     def ask(self, calls: Sequence[ControlCall], indices: Sequence[int], losses: Losses) -> list[_Step]:
-        """Send some of the calls to a replica, opening their sessions first where it does not have them.
+        """Send some of the calls to a replica, first opening their sessions where it does not have them.
 
-        Raises `ControlNetUnavailable`, or `ConnectionLost` after noting it in ``losses``.
+        Raises `ControlNetUnavailable`, or `ConnectionLost` after recording it in `losses`.
         """
         connection = self._connected(losses)
         steps: list[_Step] = []
@@ -181,8 +182,8 @@ class RemoteControlNetClient(ControlNetClient):
         return steps
 
     def collect(self, step: _Step, losses: Losses) -> dict[int, wire.Answer]:
-        """Wait for a step's answers, by call. Raises `ConnectionLost` after noting it in ``losses``; a replica that
-        takes too long counts as lost."""
+        """Wait for a step's answers and return them by call. Raises `ConnectionLost` after recording it in `losses`; a
+        replica that takes too long counts as lost."""
         connection, timeout_s = step.connection, self._answer_timeout_s
         hung = not step.ready.wait(timeout_s)
         if step.answers is not None:
@@ -193,7 +194,7 @@ class RemoteControlNetClient(ControlNetClient):
         raise error
 
     def _open_on(self, connection: _Connection, session: RemoteSession) -> None:
-        """Hand the constants over if this connection does not have them. Raises `ConnectionLost`."""
+        """Send the session's constants unless this connection already has them. Raises `ConnectionLost`."""
         if session.opened_on is not connection:
             message = wire.open_message(
                 session.number,
@@ -211,14 +212,15 @@ class RemoteControlNetClient(ControlNetClient):
         return step
 
     def _pack(self, connection: _Connection, pool: Pool, message: tuple[Header, wire.Tensors]) -> Packed:
-        """A replica that gives no memory back hangs: another one may have room. Raises `ConnectionLost`."""
+        """Pack a message into the connection's pool. Raises `ConnectionLost` if the replica frees no memory, which
+        means that it hangs: another one may have room."""
         try:
             return pack_tensors(pool, *message, timeout_s=self._answer_timeout_s)
         except FabricError as error:
             raise ConnectionLost(connection.replica, str(error)) from error
 
     def _connected(self, losses: Losses) -> _Connection:
-        """The connection that is there, or a new one. Raises `ControlNetUnavailable`."""
+        """Return the existing connection, or a new one. Raises `ControlNetUnavailable`."""
         try:
             return self._place.get(losses)
         except NoReplica as error:
@@ -231,7 +233,7 @@ class RemoteControlNetClient(ControlNetClient):
             raise NoReplica(str(error)) from error
 
     def _move_if_worth_it(self) -> None:
-        """Between two steps nothing is under way; sessions follow to the new replica with their next step."""
+        """Move between two steps, when nothing is in flight; sessions follow to the new replica in their next step."""
         current = self._place.current
         if self._worth_moving is None or current is None or self._clock() < self._move_at_s:
             return
@@ -250,7 +252,7 @@ class RemoteControlNetClient(ControlNetClient):
 
 
 class _Pending(PendingResiduals):
-    """One batch of calls, across as many replicas as it takes."""
+    """One batch of calls, across as many replicas as necessary."""
 
     def __init__(self, client: RemoteControlNetClient, calls: tuple[ControlCall, ...]) -> None:
         self._client = client
@@ -265,7 +267,7 @@ class _Pending(PendingResiduals):
                 self._answers[i] = ControlNetUnavailable("the session was closed, or belongs to another ControlNet")
 
     def ask(self) -> None:
-        """Sends what has no answer yet, if a replica can be reached."""
+        """Send the calls without an answer, if a replica is available."""
         try:
             self._steps = self._client.ask(self._calls, self._open_indices(), self._losses)
         except ConnectionLost:
@@ -306,7 +308,7 @@ class _Pending(PendingResiduals):
 
 
 def _deliver(connection: _Connection, message: Message) -> None:
-    """Copy the answer out of the channel's memory. A number that nobody asked for is a broken replica."""
+    """Copy the answer out of the channel's memory. Raises `WireError` if it matches no open step."""
     with tensors_of(message) as arrived:
         reply = wire.parse_reply(arrived.header, {name: tensor.clone() for name, tensor in arrived.tensors.items()})
     step = connection.take(reply.seq)
@@ -328,7 +330,7 @@ def _remote(session: ControlSession) -> RemoteSession:
 
 
 def _messages(calls: Sequence[ControlCall], indices: Sequence[int]) -> list[list[int]]:
-    """Indices by the shape of a row (nearly always one list), in messages of bounded length."""
+    """Return indices grouped by the shape of a row (nearly always one list), in messages of bounded length."""
     groups: dict[tuple[torch.Size, torch.dtype], list[int]] = {}
     for i in indices:
         sample = calls[i].sample
@@ -347,6 +349,6 @@ def _wire_call(call: ControlCall) -> wire.Call:
 
 
 def _like(residuals: Residuals, sample: torch.Tensor) -> Residuals:
-    """Where and in which dtype the denoiser works; costs nothing if that is so already."""
+    """Convert to the device and dtype that the denoiser works in; free if they already match."""
     move = [tensor.to(device=sample.device, dtype=sample.dtype) for tensor in (*residuals.down, residuals.mid)]
     return Residuals(down=tuple(move[:-1]), mid=move[-1])

@@ -1,7 +1,7 @@
 """The server side of a ControlNet as a service, without Ray: clients of several base replicas, one compute thread.
 
 Steps that wait at the same time and agree in shape share one forward pass, whichever client sent them. The oldest
-waiting step always goes next, so nobody starves.
+waiting step always goes next, so none starves.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _NAP_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceLimits:
-    """What one service holds and runs at most."""
+    """The most that one service holds and runs."""
 
     largest_batch_rows: int = 64
     sessions_bytes: int = 1 << 30
@@ -68,10 +68,10 @@ class ServiceLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceStatistics:
-    """Counts since the start, except ``channels``, ``sessions`` and ``sessions_bytes``, which are of now.
+    """Counts since the start, except `channels`, `sessions` and `sessions_bytes`, which are current values.
 
-    ``batches`` forward passes computed ``rows`` rows for ``steps`` step messages; ``shared_batches`` of them served
-    more than one message. ``busy_s`` is compute time, embedding included.
+    `batches` forward passes computed `rows` rows for `steps` step messages; `shared_batches` of them served more
+    than one message. `busy_s` is compute time, embedding included.
     """
 
     channels: int = 0
@@ -89,7 +89,7 @@ class ServiceStatistics:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Job:
-    """One step message. ``blocks`` holds the rows of the calls that can be computed, by call."""
+    """One step message. `blocks` holds, by call, the rows of the calls that can be computed."""
 
     peer: Peer
     seq: int
@@ -118,7 +118,7 @@ class _Counts:
 
 @dataclass(slots=True, eq=False)
 class _Inbox:
-    """What the peers' threads hand to the compute thread. A peer without a request has left."""
+    """What the peers' threads hand to the compute thread. An entry without a request means that the peer has left."""
 
     changed: threading.Condition = field(default_factory=threading.Condition)
     items: deque[tuple[Peer, Request | None]] = field(default_factory=deque)
@@ -130,7 +130,7 @@ class _Inbox:
             self.changed.notify()
 
     def take(self, wait_s: float) -> list[tuple[Peer, Request | None]]:
-        """Everything that is there, after waiting at most ``wait_s`` for something."""
+        """Return everything in the inbox, after waiting at most `wait_s` for something."""
         with self.changed:
             self.changed.wait_for(lambda: self.items or self.stopping, wait_s)
             taken = list(self.items)
@@ -156,7 +156,7 @@ class ControlNetService:
         threads: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Starts at once. ``threads``: CPU threads of a forward pass, 0 leaves what is set."""
+        """Start at once. `threads`: CPU threads of a forward pass; 0 leaves torch's setting unchanged."""
         self._name = name
         self._runner = runner
         self._clock = clock
@@ -186,7 +186,7 @@ class ControlNetService:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where it listens, in the order of the listeners."""
+        """The addresses it listens on, in the order of the listeners."""
         return self._server.addresses
 
     @property
@@ -195,7 +195,7 @@ class ControlNetService:
         return not self._stopped and self._compute.is_alive() and self._server.alive
 
     def reconfigure(self, *, threads: int, largest_batch_rows: int) -> None:
-        """Changes what can change without a restart; holds from the next forward pass on."""
+        """Change what can change without a restart; takes effect from the next forward pass on."""
         limits = self._limits
         self._limits = ServiceLimits(
             largest_batch_rows=largest_batch_rows,
@@ -207,7 +207,8 @@ class ControlNetService:
         self._threads = threads
 
     def statistics(self) -> ServiceStatistics:
-        """A snapshot; a batch that is just being counted may be in it by half. A client that was greeted is in it."""
+        """Return a snapshot. A batch that is just being counted may be partly included; clients are included once
+        greeted."""
         counts = {name: getattr(self._counts, name) for name in self._counts.__slots__}
         return ServiceStatistics(
             channels=self._server.peers,
@@ -218,9 +219,10 @@ class ControlNetService:
         )
 
     def stop(self, *, drain_s: float = 5.0) -> None:
-        """Accepts nothing more, answers the steps that have arrived, hangs up. Idempotent; waits for its threads.
+        """Accept nothing more, answer the steps that have arrived, then close the channels. Idempotent; waits for its
+        threads.
 
-        Clients whose steps were not answered within ``drain_s`` see the channel end and ask another replica.
+        Clients whose steps were not answered within `drain_s` see the channel close and call another replica.
         """
         with self._stopping:
             if self._stopped:
@@ -232,7 +234,7 @@ class ControlNetService:
         self._server.hang_up(flush_s=min(1.0, drain_s))
 
     def _on_message(self, peer: Peer, message: Message) -> None:
-        """Hand the request on with tensors of its own: those of a message go back to the channel."""
+        """Pass the request on with its own copies of the tensors: those of a message go back to the channel."""
         with tensors_of(message) as arrived:
             request = parse_request(arrived.header, {name: it.clone() for name, it in arrived.tensors.items()})
         peer.admit()
@@ -293,7 +295,7 @@ class ControlNetService:
         self._counts.busy_s += self._clock() - started_s
 
     def _queue(self, peer: Peer, step: Step) -> None:
-        """Resolves the sessions now, so that a close that follows the step does not take them away."""
+        """Resolve the sessions now, so that a close that follows the step does not remove them."""
         answers: list[Residuals | tuple[str, str] | None] = []
         blocks: dict[int, ControlRows] = {}
         for i, call in enumerate(step.calls):
@@ -313,7 +315,7 @@ class ControlNetService:
         return ControlRows(constants=held, sample=call.sample, timestep=timestep, scale=call.scale, exact=call.exact)
 
     def _run_batch(self) -> None:
-        """One forward pass for the oldest step and all that wait and fit it."""
+        """Run one forward pass for the oldest step and all waiting steps that fit it."""
         batch = self._choose()
         blocks = [block for job in batch for block in job.blocks.values()]
         started_s = self._clock()

@@ -1,4 +1,4 @@
-"""What a ControlNet service remembers between steps: bounded in bytes and in time. Pure: the clock is handed in."""
+"""What a ControlNet service keeps between steps, bounded in bytes and in time. Pure: the clock is an argument."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class _StoredSession:
 class SessionTable:
     """Sessions by (peer, number), least recently used first. Not thread-safe.
 
-    When they hold more than ``capacity_bytes`` the least recently used are forgotten, never the newest; their clients
-    are told "unknown session" and open them again. So are those that nobody used for ``idle_s``.
+    When they hold more than `capacity_bytes`, the least recently used are dropped, never the newest; so are those
+    that have not been used for `idle_s`. Their clients get "unknown session" and open them again.
     """
 
     def __init__(self, *, capacity_bytes: int, idle_s: float, clock: Callable[[], float]) -> None:
@@ -44,11 +44,11 @@ class SessionTable:
 
     @property
     def nbytes(self) -> int:
-        """Memory that the sessions hold."""
+        """The bytes that the sessions hold."""
         return self._nbytes
 
     def put(self, peer: int, session: int, held: Held) -> None:
-        """Remembers a session; one of that number before is replaced."""
+        """Add a session, replacing an earlier one of that number."""
         self.forget(peer, session)
         entry = _StoredSession(held, _nbytes_of(held), self._clock())
         self._entries[peer, session] = entry
@@ -57,7 +57,7 @@ class SessionTable:
             self._drop(next(iter(self._entries)))
 
     def get(self, peer: int, session: int) -> Held | None:
-        """The session, now the most recently used; None if it is not known (any more)."""
+        """Return the session, now the most recently used; None if it is not known, or no longer."""
         entry = self._entries.get((peer, session))
         if entry is None:
             return None
@@ -66,17 +66,17 @@ class SessionTable:
         return entry.held
 
     def forget(self, peer: int, session: int) -> None:
-        """Forgets one session, if it is known."""
+        """Drop one session, if it is known."""
         if (peer, session) in self._entries:
             self._drop((peer, session))
 
     def forget_peer(self, peer: int) -> None:
-        """Forgets everything that a peer opened."""
+        """Drop everything that a peer opened."""
         for key in [key for key in self._entries if key[0] == peer]:
             self._drop(key)
 
     def forget_idle(self) -> None:
-        """Forgets what was not used for ``idle_s``."""
+        """Drop what has not been used for `idle_s`."""
         too_old_s = self._clock() - self._idle_s
         while self._entries:
             key, entry = next(iter(self._entries.items()))

@@ -1,4 +1,4 @@
-"""What base replicas and a ControlNet service say to each other over the fabric, checked field by field.
+"""The messages between base replicas and a ControlNet service over the fabric, validated field by field.
 
 ::
 
@@ -8,8 +8,8 @@
     service -> client   welcome {controlnet}, after the client's hello
                         residuals {seq, errors: [null | [code, message], ...]} + i.0, i.1, ..., i.mid for each call i
 
-An open that fails is remembered; the first step that names the session gets the error. A reply carries the tensors of
-the calls that worked. Messages are JSON and raw tensors: nothing is unpickled.
+An open that fails is remembered; the first step that names the session gets the error. A reply carries the tensors
+of the calls that succeeded. Messages are JSON and raw tensors: nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Open:
-    """A request's constants; ``session`` is the client's number for them, unique on its channel."""
+    """A request's constants; `session` is the client's number for them, unique on its channel."""
 
     session: int
     image: RgbImage
@@ -92,7 +92,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Step:
-    """Calls that agree in the shape of a row; ``seq`` names the answer."""
+    """Calls that agree in the shape of a row; `seq` identifies the answer."""
 
     seq: int
     calls: tuple[Call, ...]
@@ -100,7 +100,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Close:
-    """The session is not needed any more."""
+    """The session is no longer needed."""
 
     session: int
 
@@ -114,26 +114,26 @@ Answer: TypeAlias = Residuals | tuple[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reply:
-    """The answer to a step: one for each call in order."""
+    """The reply to a step: one answer per call, in order."""
 
     seq: int
     answers: tuple[Answer, ...]
 
 
 def welcome_payload(controlnet: str) -> Header:
-    """What the service says of itself."""
+    """Return the payload of the service's welcome."""
     return {"controlnet": controlnet}
 
 
 def close_header(session: int) -> Header:
-    """Ends a session."""
+    """Return the message that ends a session."""
     return {"op": "close", "session": session}
 
 
 def open_message(
     session: int, *, image: RgbImage, conditioning: Conditioning, width: int, height: int
 ) -> tuple[Header, Tensors]:
-    """A request's constants, as header and tensors."""
+    """Return a request's constants, as header and tensors."""
     header = {
         "op": "open",
         "session": session,
@@ -147,13 +147,13 @@ def open_message(
 
 
 def step_message(seq: int, calls: tuple[Call, ...]) -> tuple[Header, Tensors]:
-    """A step's questions, as header and tensors."""
+    """Return the calls of a step, as header and tensors."""
     listed = [[call.session, call.timestep, call.scale, call.exact] for call in calls]
     return {"op": "step", "seq": seq, "calls": listed}, {f"sample.{i}": call.sample for i, call in enumerate(calls)}
 
 
 def reply_message(reply: Reply) -> tuple[Header, Tensors]:
-    """A step's answer, as header and tensors."""
+    """Return the answer to a step, as header and tensors."""
     listed: list[list[str] | None] = []
     tensors: dict[str, torch.Tensor] = {}
     for i, answer in enumerate(reply.answers):
@@ -167,7 +167,7 @@ def reply_message(reply: Reply) -> tuple[Header, Tensors]:
 
 
 def parse_request(header: Header, tensors: Tensors) -> Request:
-    """A client's message. Its tensors are still those given: clone what must outlive them. Raises `WireError`."""
+    """Parse a client's message. Its tensors are not copied: clone what must outlive them. Raises `WireError`."""
     match header.get("op"):
         case "open":
             return _parse_open(header, tensors)
@@ -181,13 +181,13 @@ def parse_request(header: Header, tensors: Tensors) -> Request:
 
 
 def parse_welcome(payload: Header) -> str:
-    """The name of the ControlNet that answers. Raises `WireError`."""
+    """Return the name of the ControlNet that answered. Raises `WireError`."""
     fields.only(payload, {"controlnet"})
     return fields.text(payload, "controlnet")
 
 
 def parse_reply(header: Header, tensors: Tensors) -> Reply:
-    """The service's answer to a step. Raises `WireError`."""
+    """Parse the service's answer to a step. Raises `WireError`."""
     fields.only(header, {"op", "seq", "errors"})
     if header["op"] != "residuals":
         raise WireError("the service sent something that is not an answer")
@@ -207,7 +207,7 @@ def parse_reply(header: Header, tensors: Tensors) -> Reply:
 
 
 def error_of(code: str, message: str) -> EngineError:
-    """The engine's error of that code, or a plain `EngineError` for a code that we do not know."""
+    """Return the engine's error of that code, or a plain `EngineError` for an unknown code."""
     return _KINDS.get(code, EngineError)(message)
 
 

@@ -1,6 +1,6 @@
-"""Requests' rows stacked for one model call, and taken apart again.
+"""Stacks the rows of several requests for one model call and splits them again.
 
-A call of K requests with CFG has rows ``[uncond of request 0, 1, ..., K-1; cond of request 0, 1, ..., K-1]``, each
+A call of K requests with CFG has rows `[uncond of request 0, 1, ..., K-1; cond of request 0, 1, ..., K-1]`, each
 request's n images together; without CFG only the second part. R rows in all, R/2 = N or R = N images.
 """
 
@@ -16,7 +16,7 @@ from plait_serving.diffusion.protocols import Conditioning, StepCall
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchLayout:
-    """Where each request's images are: ``starts[k] .. starts[k] + counts[k]`` of N, in each of ``branches`` parts."""
+    """Where each request's images are: `starts[k] .. starts[k] + counts[k]` of N, in each of `branches` parts."""
 
     starts: tuple[int, ...]
     counts: tuple[int, ...]
@@ -25,19 +25,19 @@ class BatchLayout:
 
     @classmethod
     def of(cls, conditionings: Sequence[Conditioning]) -> BatchLayout:
-        """The layout of requests in order."""
+        """Return the layout of the requests in order."""
         counts = tuple(conditioning.n for conditioning in conditionings)
         starts = tuple(sum(counts[:k]) for k in range(len(counts)))
         return cls(starts, counts, sum(counts), 2 if conditionings[0].uses_cfg else 1)
 
     def rows(self, k: int) -> list[slice]:
-        """Request k's rows, one slice per branch."""
+        """Return request k's rows, one slice per branch."""
         return [slice(b * self.images + self.starts[k], b * self.images + self.starts[k] + self.counts[k])
                 for b in range(self.branches)]  # fmt: skip
 
 
 def stack_conditionings(values: Sequence[torch.Tensor], layout: BatchLayout) -> torch.Tensor:
-    """Requests' ``(branches, ...)`` to ``(R, ...)``, every branch row once per image."""
+    """Stack the requests' `(branches, ...)` to `(R, ...)`, every branch row once per image."""
     pieces = [
         value[branch : branch + 1].expand(count, *value.shape[1:])
         for branch in range(layout.branches)
@@ -47,13 +47,13 @@ def stack_conditionings(values: Sequence[torch.Tensor], layout: BatchLayout) -> 
 
 
 def stack_samples(calls: Sequence[StepCall], layout: BatchLayout) -> torch.Tensor:
-    """``(R, c, h, w)``: all images' samples, once per branch."""
+    """Return `(R, c, h, w)`: all images' samples, once per branch."""
     samples = [call.sample for call in calls] * layout.branches
     return samples[0] if len(samples) == 1 else torch.cat(samples)
 
 
 def stack_timesteps(calls: Sequence[StepCall], layout: BatchLayout) -> torch.Tensor:
-    """``(R,)``, every request's own timestep on its rows; schedulers differ in dtype, so a mix is float32."""
+    """Return `(R,)`, each request's timestep on its rows; schedulers differ in dtype, so a mix is float32."""
     steps = [call.timestep.reshape(1).expand(count) for call, count in zip(calls, layout.counts, strict=True)]
     if len({step.dtype for step in steps}) > 1:
         steps = [step.to(torch.float32) for step in steps]
@@ -61,13 +61,13 @@ def stack_timesteps(calls: Sequence[StepCall], layout: BatchLayout) -> torch.Ten
 
 
 def own_rows(stacked: torch.Tensor, layout: BatchLayout, k: int) -> torch.Tensor:
-    """Request k's rows of ``stacked (R, ...)``, unconditional ones first."""
+    """Return request k's rows of `stacked (R, ...)`, unconditional ones first."""
     parts = [stacked[rows] for rows in layout.rows(k)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def guide(output: torch.Tensor, layout: BatchLayout, k: int, guidance_scale: float) -> torch.Tensor:
-    """Request k's guided model output ``(n, c, h, w)`` from the model's ``output (R, c, h, w)``."""
+    """Return request k's guided model output `(n, c, h, w)` from the model's `output (R, c, h, w)`."""
     parts = [output[rows] for rows in layout.rows(k)]
     if len(parts) == 1:
         return parts[0]

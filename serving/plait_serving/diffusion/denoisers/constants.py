@@ -1,7 +1,7 @@
-"""What a batch of the same requests computes once instead of in every step, kept while the weights stay.
+"""What a batch of the same requests computes once instead of in every step, kept until the weights change.
 
-Text rows, SDXL's added embedding and the text's keys and values depend on the requests' conditioning and on the
-weights only. A batch keeps its composition for many steps; a small least-recently-used store holds the latest ones.
+Text rows, SDXL's added embedding and the text's keys and values depend only on the requests' conditioning and on the
+weights. A batch keeps its composition for many steps; a small least-recently-used store holds the latest ones.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _COMPOSITIONS = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchConstants:
-    """``text (R, L, C)``, SDXL's added inputs stacked to R rows, and (fast path only) keys and values."""
+    """`text (R, L, C)`, SDXL's added inputs stacked to R rows, and (fast path only) keys and values."""
 
     text: torch.Tensor
     added: dict[str, torch.Tensor]
@@ -31,14 +31,14 @@ class BatchConstants:
 
     @property
     def nbytes(self) -> int:
-        """Memory held."""
+        """The bytes held."""
         own = self.text.nbytes + sum(value.nbytes for value in self.added.values())
         return own + (self.fast.nbytes if self.fast is not None else 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _StoredConstants:
-    """``owners`` keeps the texts alive, so that an id in the key can not be taken by another tensor."""
+    """An entry of the store. `owners` keeps the texts alive, so that no other tensor can take an id in the key."""
 
     owners: tuple[torch.Tensor, ...]
     version: int
@@ -46,7 +46,7 @@ class _StoredConstants:
 
 
 class ConstantsStore:
-    """Compute thread only. ``version`` must change whenever a weight of the UNet does."""
+    """The latest batches' constants. Compute thread only. `version` must change whenever a weight of the UNet does."""
 
     def __init__(self, unet: Any, version: Callable[[], int], *, limit_bytes: int) -> None:
         self._unet = unet
@@ -58,11 +58,11 @@ class ConstantsStore:
 
     @property
     def nbytes(self) -> int:
-        """Memory held by all entries."""
+        """The bytes held by all entries."""
         return sum(entry.constants.nbytes for entry in self._entries.values())
 
     def of(self, conditionings: Sequence[Conditioning], layout: BatchLayout, *, fast: bool) -> BatchConstants:
-        """The batch's constants, computed unless they are known for these texts and the present weights."""
+        """Return the batch's constants, computed unless they are stored for these texts and the present weights."""
         key = (fast, layout.counts, tuple(id(conditioning.text) for conditioning in conditionings))
         version = self._version()
         entry = self._entries.get(key)
@@ -86,7 +86,8 @@ class ConstantsStore:
         return BatchConstants(text, added, fast_text(self._unet, text) if fast else None)
 
     def _keep(self, key: tuple[object, ...], entry: _StoredConstants) -> None:
-        """Makes room first: stale entries, then the least recently used. What alone is too large is not kept."""
+        """Store an entry after evicting stale ones, then the least recently used. One that alone is too large is not
+        kept."""
         for old in [k for k, v in self._entries.items() if v.version != entry.version or k == key]:
             del self._entries[old]
         size = entry.constants.nbytes

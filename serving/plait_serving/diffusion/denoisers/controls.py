@@ -1,6 +1,6 @@
-"""Asking ControlNets about a batch, and collecting what they answer, request by request.
+"""Calls ControlNets for a batch and collects their answers, request by request.
 
-Questions to one ControlNet go out as one batch. A ControlNet that fails a request fails that request only.
+Calls to one ControlNet go out as one batch. A ControlNet that fails a request fails that request only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from plait_serving.diffusion.protocols import ControlCall, ControlNetClient, Pen
 
 @dataclass(slots=True, eq=False)
 class _PendingQuestions:
-    """One batch of questions to one client. ``places[i]`` is (request, position in its list) of question i."""
+    """One batch of questions to one client. `places[i]` is (request, position in its list) of question i."""
 
     client: ControlNetClient
     calls: list[ControlCall] = field(default_factory=list)
@@ -28,7 +28,7 @@ class _PendingQuestions:
 
 
 class ControlQuestions:
-    """One step's questions to all ControlNets. Made by `ask`; then exactly one of `answers` or `abandon`."""
+    """One step's questions to all ControlNets. Made by `ask`, then ended by exactly one of `answers` and `abandon`."""
 
     def __init__(self, asked: list[_PendingQuestions], lengths: list[int]) -> None:
         self._asked = asked
@@ -38,7 +38,7 @@ class ControlQuestions:
     def ask(
         cls, calls: Sequence[StepCall], sample: torch.Tensor, layout: BatchLayout, *, exact: bool
     ) -> ControlQuestions:
-        """Sends every question; returns before the answers are computed. ``sample (R, c, h, w)``."""
+        """Send every question; return before the answers are computed. `sample (R, c, h, w)`."""
         by_client: dict[int, _PendingQuestions] = {}
         for k, call in enumerate(calls):
             if not call.controls:
@@ -69,7 +69,7 @@ class ControlQuestions:
         return questions
 
     def answers(self) -> list[Residuals | EngineError | None]:
-        """Waits; per request the sum in list order, the first error, or None where no ControlNet acts."""
+        """Wait; return per request the sum in list order, the first error, or None where no ControlNet acts."""
         found: list[list[Residuals | EngineError | None]] = [[None] * length for length in self._lengths]
         waiting = list(self._asked)
         try:
@@ -83,7 +83,7 @@ class ControlQuestions:
         return [_combine(answers) for answers in found]
 
     def abandon(self) -> None:
-        """Waits for what is under way and drops it: no answer may arrive in a later step."""
+        """Wait for the answers in flight and drop them: none may arrive in a later step."""
         _drain(self._asked)
 
 
@@ -105,7 +105,7 @@ def _drain(asked: Sequence[_PendingQuestions]) -> None:
 
 
 def _combine(answers: Sequence[Residuals | EngineError | None]) -> Residuals | EngineError | None:
-    """diffusers' order: the residuals of all ControlNets are summed first, then the sum is added to the skips."""
+    """Sum the residuals of all ControlNets, in diffusers' order: they are summed first, then added to the skips."""
     total: Residuals | None = None
     for answer in answers:
         assert answer is not None

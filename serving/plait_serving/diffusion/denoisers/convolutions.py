@@ -1,8 +1,8 @@
 """Convolutions over weights that are packed for oneDNN once instead of in every call.
 
-torch reorders a convolution's weights on each call on a CPU; with few rows of a small UNet that is a third of the work.
-A packed copy is made when a layer is first used and again when its weight was written to (torch counts writes), so a
-LoRA merge is seen at once and one that leaves a layer alone costs it nothing.
+On a CPU, torch reorders a convolution's weights on each call; with few rows of a small UNet that is a third of the
+work. A packed copy is made when a layer is first used and again when its weight was written to (torch counts
+writes), so a LoRA merge takes effect at once, and one that leaves a layer alone costs it nothing.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _log = logging.getLogger(__name__)
 
 
 class Convolutions:
-    """``convolutions(layer, x)`` is ``layer(x)`` up to rounding. Compute thread only."""
+    """Computes `layer(x)`, up to rounding, as `convolutions(layer, x)`. Compute thread only."""
 
     def __init__(self, module: Any, *, limit_bytes: int) -> None:
-        """Packs fp32 convolutions of a module on the CPU if their copies fit ``limit_bytes``; else calls the layers."""
+        """Pack a module's fp32 convolutions on the CPU if their copies fit `limit_bytes`; else call the layers."""
         layers = [layer for layer in module.modules() if isinstance(layer, torch.nn.Conv2d)]
         needed_bytes = sum(layer.weight.nbytes for layer in layers)
         self._packs = all(map(_can_pack, layers)) and needed_bytes <= limit_bytes and packing_works()
@@ -28,11 +28,11 @@ class Convolutions:
 
     @property
     def nbytes(self) -> int:
-        """Memory held by packed copies (padding of odd channel counts not counted)."""
+        """The bytes held by packed copies (padding of odd channel counts not counted)."""
         return sum(packed.numel() * packed.element_size() for _, packed in self._packed.values())
 
     def __call__(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
-        """The convolution of ``x (R, C, h, w)`` with the layer's weight as it is now."""
+        """Return the convolution of `x (R, C, h, w)` with the layer's current weight."""
         if not self._packs or layer.padding_mode != "zeros":
             plain: torch.Tensor = layer(x)
             return plain
@@ -45,13 +45,13 @@ class Convolutions:
 
 
 def _can_pack(layer: torch.nn.Conv2d) -> bool:
-    """fp32 on the CPU, and not made in inference mode: such tensors do not count writes."""
+    """Return whether it is fp32 on the CPU, and not made in inference mode: such tensors do not count writes."""
     weight = layer.weight
     return weight.device.type == "cpu" and weight.dtype == torch.float32 and not weight.is_inference()
 
 
 def packing_works() -> bool:
-    """Whether this build of torch has oneDNN's packed convolution and it computes what `conv2d` does."""
+    """Return whether this build of torch has oneDNN's packed convolution and it computes what `conv2d` does."""
     layer = torch.nn.Conv2d(3, 5, 3, padding=1, stride=2)
     x = torch.linspace(-1.0, 1.0, 2 * 3 * 6 * 6).view(2, 3, 6, 6).contiguous(memory_format=torch.channels_last)
     try:

@@ -1,4 +1,4 @@
-"""Latents to pictures with the VAE, one picture at a time, as diffusers' pipelines scale them."""
+"""Latents to images with the VAE, one image at a time, scaled like in diffusers' pipelines."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from plait_serving.diffusion.bundle import Bundle, Family
 
 
 def decode_latents(bundle: Bundle, latents: torch.Tensor) -> torch.Tensor:
-    """``(n, c, h, w)`` to ``float32 (n, 3, H, W)`` in [0, 1]. Changes nothing in the bundle.
+    """Decode `(n, c, h, w)` to `float32 (n, 3, H, W)` in [0, 1]. Changes nothing in the bundle.
 
-    One by one: a batch of 8 needed 34.7 GB at 1024x1024, and a picture must not depend on its neighbours.
+    Images are decoded one by one: a batch of 8 needed 34.7 GB at 1024x1024, and an image must not depend on its
+    neighbours.
     """
     vae: Any = bundle.vae
     scaled = unscale(bundle, latents.to(device=bundle.device, dtype=vae.dtype))
@@ -21,7 +22,7 @@ def decode_latents(bundle: Bundle, latents: torch.Tensor) -> torch.Tensor:
 
 
 def unscale(bundle: Bundle, latents: torch.Tensor) -> torch.Tensor:
-    """Latents as the VAE wants them: SDXL folders may carry a mean and a deviation per channel."""
+    """Scale latents to the VAE's input: SDXL folders may carry a mean and a deviation per channel."""
     config: Any = bundle.vae.config
     mean, deviation = getattr(config, "latents_mean", None), getattr(config, "latents_std", None)
     if bundle.family is Family.SDXL and mean is not None and deviation is not None:

@@ -29,12 +29,12 @@ class FastText:
 
     @property
     def nbytes(self) -> int:
-        """Memory held."""
+        """The bytes held."""
         return sum(k.nbytes + v.nbytes for texts in self.by_transformer.values() for k, v in texts)
 
 
 def fast_text(unet: Any, text: torch.Tensor) -> FastText:
-    """Projects ``text (R, L, C)`` with the weights as they are now."""
+    """Project `text (R, L, C)` with the current weights."""
     return FastText(
         {
             id(module): [project_text(block.attn2, text) for block in module.transformer_blocks]
@@ -48,14 +48,14 @@ class FastHalves:
     """`halves.encoder_half` and `halves.decoder_half` of one UNet. Compute thread only."""
 
     def __init__(self, unet: Any, *, packed_bytes: int) -> None:
-        """``packed_bytes`` bounds the memory for packed convolution weights; 0 packs none."""
+        """Bound the memory for packed convolution weights by `packed_bytes`; 0 packs none."""
         self._unet = unet
         self._conv = Convolutions(unet, limit_bytes=packed_bytes)
 
     def encode(
         self, sample: torch.Tensor, embedding: torch.Tensor, text: FastText, augmentation: torch.Tensor | None
     ) -> EncoderOutput:
-        """The first half, for `decode`."""
+        """Compute the first half, for `decode`."""
         unet = self._unet
         forward_size = needs_forward_size(unet, sample)
         if unet.config.center_input_sample:
@@ -70,7 +70,7 @@ class FastHalves:
         return EncoderOutput(sample, skips, time, text, forward_size, exact=False)
 
     def decode(self, half: EncoderOutput) -> torch.Tensor:
-        """The second half of what `encode` made: the model output ``(R, c, h, w)``."""
+        """Compute the second half from the result of `encode`: the model output `(R, c, h, w)`."""
         unet, sample, skips = self._unet, half.sample, list(half.skips)
         for number, block in enumerate(unet.up_blocks):
             for i, layer in enumerate(block.resnets):
@@ -87,7 +87,8 @@ class FastHalves:
 def down_and_mid(
     net: Any, sample: torch.Tensor, time: torch.Tensor, text: FastText, conv: Convolutions
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """Down blocks and mid block of a UNet or ControlNet after its first convolution: the skips and the mid output."""
+    """Run the down blocks and mid block of a UNet or ControlNet after its first convolution; return the skips and the
+    mid output."""
     skips = [sample]
     for block in net.down_blocks:
         for i, layer in enumerate(block.resnets):
@@ -105,6 +106,6 @@ def down_and_mid(
 
 
 def _attend(block: Any, i: int, sample: torch.Tensor, text: FastText) -> torch.Tensor:
-    """The block's transformer ``i``, if it has any."""
+    """Run the block's transformer `i`, if it has any."""
     module = block.attentions[i] if getattr(block, "has_cross_attention", False) else None
     return sample if module is None else transformer(module, sample, text.by_transformer[id(module)])

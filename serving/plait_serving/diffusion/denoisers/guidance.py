@@ -8,7 +8,7 @@ import torch
 
 
 def guidance_embedding(scales: Sequence[float], width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """R guidance scales to ``(R, width)``, as `StableDiffusionPipeline.get_guidance_scale_embedding` of w - 1.
+    """Embed R guidance scales as `(R, width)`, like `StableDiffusionPipeline.get_guidance_scale_embedding` of w - 1.
 
     Source: Meng et al., On Distillation of Guided Diffusion Models (arXiv 2210.03142).
     """

@@ -1,4 +1,4 @@
-"""The UNet as two halves: encoder + mid | decoder, computed exactly as `UNet2DConditionModel.forward` does.
+"""The UNet as two halves: encoder + mid | decoder, computed exactly like `UNet2DConditionModel.forward`.
 
 ControlNets add to the skips and to the mid output only, so their residuals are not needed before the decoder half.
 Written after diffusers 0.42.1 `models/unets/unet_2d_condition.py`, l. 1040-1205 (Apache-2.0); a test compares bits.
@@ -18,10 +18,10 @@ from plait_serving.diffusion.protocols import Residuals
 
 @dataclass(slots=True, eq=False)
 class EncoderOutput:
-    """What the encoder half leaves for the decoder half. ``skips`` oldest first.
+    """What the encoder half leaves for the decoder half. `skips` oldest first.
 
-    ``exact``: made by `encoder_half`, for `decoder_half`. Else by `fast.FastHalves`: ``embedding`` is activated
-    already and ``text`` holds keys and values.
+    `exact`: made by `encoder_half`, for `decoder_half`. Otherwise made by `fast.FastHalves`: `embedding` is already
+    activated and `text` holds keys and values.
     """
 
     sample: torch.Tensor
@@ -32,7 +32,7 @@ class EncoderOutput:
     exact: bool
 
     def add(self, rows: Sequence[slice], residuals: Residuals) -> None:
-        """Adds one request's residuals to its rows, in place; ``rows`` are in the residuals' order."""
+        """Add one request's residuals to its rows, in place; `rows` are in the residuals' order."""
         for target, residual in zip((*self.skips, self.sample), (*residuals.down, residuals.mid), strict=True):
             done = 0
             for part in rows:
@@ -41,7 +41,7 @@ class EncoderOutput:
                 done += count
 
     def fits(self, residuals: Residuals, count: int) -> bool:
-        """Whether ``residuals`` are ``count`` rows of the shapes that `add` needs."""
+        """Return whether `residuals` are `count` rows of the shapes that `add` needs."""
         wanted = [(count, *target.shape[1:]) for target in (*self.skips, self.sample)]
         return wanted == [tuple(residual.shape) for residual in (*residuals.down, residuals.mid)]
 
@@ -49,25 +49,25 @@ class EncoderOutput:
 def time_embedding(
     unet: Any, sample: torch.Tensor, timesteps: torch.Tensor, guidance: torch.Tensor | None
 ) -> torch.Tensor:
-    """``(R, E)``: timesteps ``(R,)`` and, for a guidance-distilled UNet, its guidance embedding ``(R, G)``."""
+    """Return `(R, E)` from timesteps `(R,)` and, for a guidance-distilled UNet, its guidance embedding `(R, G)`."""
     embedded: torch.Tensor = unet.time_embedding(unet.get_time_embed(sample=sample, timestep=timesteps), guidance)
     return embedded
 
 
 def added_embedding(unet: Any, embedding: torch.Tensor, text: torch.Tensor, added: dict[str, torch.Tensor]) -> Any:
-    """What SDXL's pooled text and sizes add to the time embedding, or None. The same in every step."""
+    """Return what SDXL's pooled text and sizes add to the time embedding, or None. It is the same in every step."""
     return unet.get_aug_embed(emb=embedding, encoder_hidden_states=text, added_cond_kwargs=added)
 
 
 def needs_forward_size(unet: Any, sample: torch.Tensor) -> bool:
-    """Whether doubling would not bring the sides back: they are no multiple of the UNet's total factor."""
+    """Return whether doubling would not restore the sides, because they are no multiple of the UNet's total factor."""
     return any(side % 2**unet.num_upsamplers for side in sample.shape[-2:])
 
 
 def encoder_half(
     unet: Any, sample: torch.Tensor, embedding: torch.Tensor, text: torch.Tensor, augmentation: torch.Tensor | None
 ) -> EncoderOutput:
-    """Runs ``conv_in``, the down blocks and the mid block on ``sample (R, c, h, w)`` and ``text (R, L, C)``."""
+    """Run `conv_in`, the down blocks and the mid block on `sample (R, c, h, w)` and `text (R, L, C)`."""
     forward_size = needs_forward_size(unet, sample)
     if unet.config.center_input_sample:
         sample = 2 * sample - 1.0
@@ -94,7 +94,7 @@ def encoder_half(
 
 
 def decoder_half(unet: Any, half: EncoderOutput) -> torch.Tensor:
-    """Runs the up blocks and the output layers: the model output ``(R, c, h, w)``."""
+    """Run the up blocks and the output layers; return the model output `(R, c, h, w)`."""
     sample, skips = half.sample, half.skips
     for i, block in enumerate(unet.up_blocks):
         count = len(block.resnets)

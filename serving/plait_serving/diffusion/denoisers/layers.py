@@ -1,11 +1,11 @@
-"""The layers of Stable Diffusion's UNet, computed faster than diffusers' modules do, over the same live parameters.
+"""The layers of Stable Diffusion's UNet, computed faster than by diffusers' modules, over the same live parameters.
 
 Every function takes a diffusers module and reads its parameters at call time, so a LoRA merge that writes into them
-acts at once. Results differ from the module's by rounding only; tests compare them. What is saved:
-copies between memory layouts, activations of strided halves, divisions by one, repeated ``silu(temb)``, and keys and
-values of the text, which no step changes.
+takes effect at once. Results differ from the module's by rounding only; tests compare them. This saves copies
+between memory layouts, activations of strided halves, divisions by one, repeated `silu(temb)`, and keys and values
+of the text, which no step changes.
 
-Activations are ``(R, C, h, w)`` in channels-last memory, so ``(R, S, C)`` tokens with S = h * w are a view of them.
+Activations are `(R, C, h, w)` in channels-last memory, so `(R, S, C)` tokens with S = h * w are a view of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OWN_GROUP_NORM_FROM = 1 << 16
 
 
 def group_norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
-    """``norm(x)`` as a new tensor.
+    """Return `norm(x)` as a new tensor.
 
     torch's channels-last kernel reads C/groups neighbours at a time and is 6x slower at 48 channels than whole rows
     (32x48x16x16: 1.8 ms against 0.3 ms); two passes over centred values keep its accuracy.
@@ -52,7 +52,7 @@ def group_norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def resnet(block: Any, x: torch.Tensor, activated_time: torch.Tensor, conv: Convolutions) -> torch.Tensor:
-    """`ResnetBlock2D.forward`; ``activated_time (R, E)`` is ``silu(temb)``, the same for every block."""
+    """Compute `ResnetBlock2D.forward`; `activated_time (R, E)` is `silu(temb)`, the same for every block."""
     h = conv(block.conv1, F.silu(group_norm(block.norm1, x), inplace=True))
     h += F.linear(activated_time, block.time_emb_proj.weight, block.time_emb_proj.bias)[:, :, None, None]
     h = conv(block.conv2, F.silu(group_norm(block.norm2, h), inplace=True))
@@ -61,7 +61,7 @@ def resnet(block: Any, x: torch.Tensor, activated_time: torch.Tensor, conv: Conv
 
 
 def downsample(module: Any, x: torch.Tensor, conv: Convolutions) -> torch.Tensor:
-    """`Downsample2D.forward`."""
+    """Compute `Downsample2D.forward`."""
     if module.use_conv and module.norm is None and module.padding != 0:
         return conv(module.conv, x)
     plain: torch.Tensor = module(x)
@@ -69,7 +69,7 @@ def downsample(module: Any, x: torch.Tensor, conv: Convolutions) -> torch.Tensor
 
 
 def upsample(module: Any, x: torch.Tensor, size: torch.Size | None, conv: Convolutions) -> torch.Tensor:
-    """`Upsample2D.forward`; ``size`` (h, w) where doubling would miss it."""
+    """Compute `Upsample2D.forward`, to `size` (h, w) where doubling would miss it."""
     # Beyond these, torch's channels-last kernel has failed (diffusers issue 984, pytorch issue 141831).
     large = x.shape[0] >= 64 or x.numel() * 4 > 2**31
     if large or not module.use_conv or module.use_conv_transpose or module.norm is not None or module.name != "conv":
@@ -81,7 +81,7 @@ def upsample(module: Any, x: torch.Tensor, size: torch.Size | None, conv: Convol
 
 
 def transformer(module: Any, x: torch.Tensor, texts: list[KeysValues]) -> torch.Tensor:
-    """`Transformer2DModel.forward` on images; ``texts`` has one entry per transformer block."""
+    """Compute `Transformer2DModel.forward` on images; `texts` has one entry per transformer block."""
     rows, channels, height, width = x.shape
     normed = group_norm(module.norm, x)
     tokens = normed.permute(0, 2, 3, 1).reshape(rows, height * width, channels)
@@ -94,12 +94,12 @@ def transformer(module: Any, x: torch.Tensor, texts: list[KeysValues]) -> torch.
 
 
 def project_text(attention: Any, text: torch.Tensor) -> KeysValues:
-    """Keys and values of ``text (R, L, C)`` for one cross-attention layer."""
+    """Return keys and values of `text (R, L, C)` for one cross-attention layer."""
     return _heads(attention, attention.to_k(text)), _heads(attention, attention.to_v(text))
 
 
 def _transformer_block(block: Any, x: torch.Tensor, text: KeysValues) -> torch.Tensor:
-    """`BasicTransformerBlock.forward` with layer norms; writes into ``x``, which is the caller's own."""
+    """Compute `BasicTransformerBlock.forward` with layer norms; writes into `x`, which the caller owns."""
     normed = block.norm1(x)
     own = _heads(block.attn1, block.attn1.to_k(normed)), _heads(block.attn1, block.attn1.to_v(normed))
     x += _attention(block.attn1, normed, own)
@@ -116,12 +116,12 @@ def _attention(attention: Any, x: torch.Tensor, keys_values: KeysValues) -> torc
 
 
 def _heads(attention: Any, x: torch.Tensor) -> torch.Tensor:
-    """``(R, S, C)`` to a view ``(R, heads, S, C / heads)``."""
+    """Return a view `(R, heads, S, C / heads)` of `(R, S, C)`."""
     return x.view(x.shape[0], x.shape[1], attention.heads, -1).transpose(1, 2)
 
 
 def _feed_forward(feed_forward: Any, x: torch.Tensor) -> torch.Tensor:
-    """GEGLU and the layer after it. The two halves are two products, so that gelu runs over contiguous memory."""
+    """Compute GEGLU and the layer after it. The halves are two products, so that gelu runs over contiguous memory."""
     projection = feed_forward.net[0].proj
     weights, biases = projection.weight.chunk(2), projection.bias.chunk(2)
     gate = torch.ops.aten.gelu_(F.linear(x, weights[1], biases[1]))
@@ -130,7 +130,7 @@ def _feed_forward(feed_forward: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _linear(layer: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """A linear layer or a 1x1 convolution, on ``(R, S, C)``."""
+    """Apply a linear layer or a 1x1 convolution to `(R, S, C)`."""
     weight = layer.weight if layer.weight.ndim == 2 else layer.weight.view(layer.weight.shape[:2])
     return F.linear(tokens, weight, layer.bias)
 
@@ -139,7 +139,7 @@ def _linear(layer: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def why_not_fast(unet: Any) -> str | None:
-    """Why this UNet's layers can not be computed by the functions above, or None."""
+    """Return why this UNet's layers cannot be computed by the functions above, or None."""
     for name, module in unet.named_modules():
         check = _CHECKS.get(type(module).__name__)
         reason = check(module) if check else None

@@ -34,11 +34,11 @@ _log = logging.getLogger(__name__)
 
 
 class UNetDenoiser:
-    """Implements `Denoiser` for a bundle. Compute thread only, except `finish`, which touches nothing but the VAE.
+    """A `Denoiser` for a bundle. Compute thread only, except `finish`, which touches nothing but the VAE.
 
-    A single request runs through diffusers' own modules in the order of its forward, so its latents are the pipeline's
-    bit for bit (fp32, CPU). Several requests at once run through `fast.py`, which rounds differently: a batch never
-    has a single request's bits anyway. The knob ``exact`` chooses otherwise.
+    A single request runs through diffusers' own modules in the order of its forward, so its latents are the
+    pipeline's bit for bit (fp32, CPU). Several requests at once run through `fast.py`, which rounds differently: a
+    batch never has a single request's bits anyway. The knob `exact` can change this.
     """
 
     def __init__(
@@ -50,10 +50,11 @@ class UNetDenoiser:
         constants_bytes: int = 512 << 20,
         packed_bytes: int = 512 << 20,
     ) -> None:
-        """``weights_version`` must change whenever weights are written (the merger's); by default torch's own count.
+        """Take the bundle. `weights_version` must change whenever weights are written (the merger's); by default
+        torch's count.
 
-        ``exact`` is asked at every step. ``constants_bytes`` bounds the memory for what
-        steps share (the text's keys and values), ``packed_bytes`` for packed convolution weights (CPU only).
+        `exact` is read at every step. `constants_bytes` bounds the memory for what steps share (the text's keys and
+        values), `packed_bytes` that for packed convolution weights (CPU only).
         """
         self._bundle = bundle
         self._unet = cast("Any", bundle.unet)
@@ -65,22 +66,23 @@ class UNetDenoiser:
         )
 
     def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
-        """``(c, h, w)`` of one image's latents; pixels are rounded down to whole latents, as diffusers does."""
+        """Return `(c, h, w)` of one image's latents; pixels are rounded down to whole latents, like in diffusers."""
         factor = self._bundle.vae_factor
         return self._bundle.latent_channels, height // factor, width // factor
 
     def prepare(self, request: ImageRequest) -> Conditioning:
-        """Encodes the prompts with the text encoders as they are now."""
+        """Encode the prompts with the text encoders' current weights."""
         return self._prompts.prepare(request)
 
     def finish(self, latents: torch.Tensor) -> torch.Tensor:
-        """``(n, c, h, w)`` latents to ``float32 (n, 3, H, W)`` in [0, 1], one picture at a time."""
+        """Decode `(n, c, h, w)` latents to `float32 (n, 3, H, W)` in [0, 1], one image at a time."""
         with torch.inference_mode():
             return decode_latents(self._bundle, latents)
 
     @torch.inference_mode()
     def predict(self, calls: Sequence[StepCall]) -> list[torch.Tensor | EngineError]:
-        """See `Denoiser.predict`."""
+        """Predict in two halves: ControlNets compute beside the encoder half, their residuals are added before the
+        decoder half."""
         layout = BatchLayout.of([call.conditioning for call in calls])
         sample = stack_samples(calls, layout)
         questions = ControlQuestions.ask(calls, sample, layout, exact=self._fast_for(calls) is None)
@@ -96,7 +98,7 @@ class UNetDenoiser:
 
     @torch.inference_mode()
     def run_encoder_half(self, calls: Sequence[StepCall]) -> None:
-        """The part of a step that ControlNets can run beside, for measuring; asks no ControlNet."""
+        """Run the part of a step that ControlNets can run beside, for measuring, without calling any ControlNet."""
         layout = BatchLayout.of([call.conditioning for call in calls])
         self._encode(calls, stack_samples(calls, layout), layout)
 
@@ -132,7 +134,7 @@ def _can_be_fast(bundle: Bundle) -> bool:
 def _apply(
     half: EncoderOutput, layout: BatchLayout, k: int, answer: Residuals | EngineError | None
 ) -> EngineError | None:
-    """Adds request k's residuals to its rows; its error if there is one."""
+    """Add request k's residuals to its rows; return its error if there is one."""
     if answer is None or isinstance(answer, EngineError):
         return answer
     if not half.fits(answer, layout.counts[k] * layout.branches):
@@ -144,7 +146,7 @@ def _apply(
 def _split_output(
     output: torch.Tensor, calls: Sequence[StepCall], layout: BatchLayout, errors: Sequence[EngineError | None]
 ) -> list[torch.Tensor | EngineError]:
-    """Guided outputs per request; a request with an error or a non-finite row gets its error instead."""
+    """Return guided outputs per request; a request with an error or a non-finite row gets its error instead."""
     finite = output.isfinite().flatten(1).all(dim=1).tolist()
     results: list[torch.Tensor | EngineError] = []
     for k, call in enumerate(calls):

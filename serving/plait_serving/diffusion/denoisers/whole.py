@@ -1,6 +1,6 @@
-"""The naive twin of `UNetDenoiser`: one request at a time, the whole UNet, ControlNets in place, as the pipelines do.
+"""The naive twin of `UNetDenoiser`: one request at a time, the whole UNet, ControlNets in place, like the pipelines.
 
-It is what tests compare the fast path with; it also accepts no `ControlNetClient`, only diffusers' own modules.
+Tests compare the fast path with it; it accepts no `ControlNetClient`, only diffusers' own modules.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from plait_serving.diffusion.values import RgbImage
 
 
 class WholeUNetDenoiser(UNetDenoiser):
-    """Prepare and finish are shared; `predict` calls the UNet once per request, its ControlNets just before.
+    """Shares prepare and finish; `predict` calls the UNet once per request, its ControlNets just before.
 
     Its ControlNets must answer at once: `WholeControlNet`.
     """
@@ -33,7 +33,7 @@ class WholeUNetDenoiser(UNetDenoiser):
 
     @torch.inference_mode()
     def predict(self, calls: Sequence[StepCall]) -> list[torch.Tensor | EngineError]:
-        """See `Denoiser.predict`; raises what the modules raise."""
+        """Call the whole UNet once per request; raises whatever the modules raise."""
         return [self._predict_one(call) for call in calls]
 
     def _predict_one(self, call: StepCall) -> torch.Tensor:
@@ -66,7 +66,7 @@ class WholeUNetDenoiser(UNetDenoiser):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WholeSession:
-    """The control image, pre-processed; nothing is computed ahead."""
+    """The preprocessed control image; nothing is computed ahead."""
 
     controlnet: str
     image: torch.Tensor
@@ -89,20 +89,20 @@ class WholeControlNet:
         self._net = net
 
     def open(self, *, image: RgbImage, conditioning: Conditioning, width: int, height: int) -> WholeSession:
-        """Resizes and scales the image as `StableDiffusionControlNetPipeline.prepare_image` does."""
+        """Resize and scale the image like `StableDiffusionControlNetPipeline.prepare_image`."""
         processor = VaeImageProcessor(vae_scale_factor=1, do_convert_rgb=True, do_normalize=False)
         pixels = processor.preprocess(Image.fromarray(image), height=height, width=width)
         return WholeSession(self.name, pixels.to(device=self._net.device, dtype=self._net.dtype), conditioning)
 
     def start(self, calls: Sequence[ControlCall]) -> PendingResiduals:
-        """Computes at once."""
+        """Compute at once."""
         return _Immediate([self._residuals(call) for call in calls])
 
     def close(self, session: object) -> None:
-        """Nothing is held."""
+        """Do nothing: no state is held."""
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no state is held."""
 
     @torch.inference_mode()
     def _residuals(self, call: ControlCall) -> Residuals:
@@ -128,7 +128,7 @@ def _expand(conditioning: Conditioning) -> Mapping[str, torch.Tensor]:
 def _local_residuals(
     call: StepCall, sample: torch.Tensor
 ) -> tuple[tuple[torch.Tensor, ...] | None, torch.Tensor | None]:
-    """Residuals of all ControlNets summed in list order, or (None, None)."""
+    """Return the residuals of all ControlNets summed in list order, or (None, None)."""
     down: tuple[torch.Tensor, ...] | None = None
     mid: torch.Tensor | None = None
     for control in call.controls:

@@ -1,9 +1,9 @@
 """The host cache of LoRA files: `protocols.LoraProvider` over a `LoraSource`, with concurrent loads.
 
-Loading starts at `acquire`, on loader threads, several names at once and every name once. What stays in memory is
-`shelf`'s decision; this module adds the threads, the futures and the parsed values. A set that is larger than the
-whole budget is refused with a clear error rather than let in: the budget guards the host, and a request that can only
-run by breaking it would do so at the worst time. Failures are not remembered: a repaired file works at once.
+Loading starts at `acquire`, on loader threads, several names at once and every name once. `cache_policy` decides
+what stays in memory; this module adds the threads, the futures and the parsed values. A set that is larger than the
+whole budget is refused with a clear error: the budget guards the host, and a request that can only run by exceeding
+it would do so at the worst time. Failures are not remembered: a repaired file works at once.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ Deliveries = list[Callable[[], None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheStatistics:
-    """Counts since the start; ``*_bytes``, ``resident``, ``in_use`` and ``waiting_sets`` are as of now.
+    """Counts since the start; `*_bytes`, `resident`, `in_use` and `waiting_sets` are current values.
 
-    A hit is a name that was in memory or under way when its set was admitted. ``load_s`` sums over loader threads.
+    A hit is a name that was in memory or loading when its set was admitted. `load_s` sums over loader threads.
     """
 
     hits: int
@@ -55,7 +55,7 @@ class CacheStatistics:
 
 @dataclass(slots=True, eq=False)
 class _Set:
-    """One `acquire` that was not delivered yet. ``missing`` is None until the set is admitted."""
+    """One `acquire` that has not been delivered yet. `missing` is None until the set is admitted."""
 
     keys: tuple[Key, ...]
     future: Future[LoraLease]
@@ -73,19 +73,19 @@ class _CacheCounts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoraCacheLease:
-    """`protocols.LoraLease`: nothing in ``weights`` is evicted before `release`."""
+    """A `protocols.LoraLease`: nothing in `weights` is evicted before `release`."""
 
     weights: Mapping[str, LoraWeights]
     _let_go: Callable[[], None]
 
     def release(self) -> None:
-        """Lets go. Idempotent."""
+        """Release the set. Idempotent."""
         self._let_go()
 
 
 @dataclass(slots=True, eq=False)
 class _Once:
-    """Runs a function at the first call only, whichever thread that is."""
+    """Runs a function at the first call only, on whichever thread that is."""
 
     function: Callable[[], None]
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -100,7 +100,8 @@ class _Once:
 
 
 class LoraCache:
-    """See the module docstring. ``parse`` turns a file into weights matched to the model family; it may raise."""
+    """The cache that the module docstring describes. `parse` turns a file into weights matched to the model family; it
+    may raise."""
 
     def __init__(
         self,
@@ -125,17 +126,17 @@ class LoraCache:
         self._pool = ThreadPoolExecutor(threads, "plait-lora", initializer=set_threads, initargs=(1,))
 
     def __contains__(self, name: object) -> bool:
-        """Whether a LoRA of that name exists now."""
+        """Return whether a LoRA of that name exists now."""
         return isinstance(name, str) and self._source.find(name) is not None
 
     def list(self) -> Mapping[str, LoraEntry]:
-        """All LoRAs that exist now, in memory or not."""
+        """Return all LoRAs that exist now, in memory or not."""
         return self._source.list()
 
     def acquire(self, names: Sequence[str]) -> Future[LoraLease]:
-        """Starts loading a set now. The future fails with `NotFound`, `LoraError` or `EngineStopped`; never blocks.
+        """Start loading a set; never blocks. The future fails with `NotFound`, `LoraError` or `EngineStopped`.
 
-        Cancelling the future lets go of the set; loads that already run end and stay in the cache.
+        Cancelling the future releases the set; loads that already run complete and stay in the cache.
         """
         future: Future[LoraLease] = Future()
         deliveries: Deliveries = []
@@ -151,7 +152,7 @@ class LoraCache:
         return future
 
     def reconfigure(self, *, host_bytes: int) -> None:
-        """Sets the budget. Idle entries leave until it is met; sets that wait and now never fit fail."""
+        """Set the budget. Idle entries are evicted until it is met; waiting sets that can no longer fit fail."""
         deliveries: Deliveries = []
         with self._lock:
             self._evicted(self._policy.resize(host_bytes))
@@ -164,7 +165,7 @@ class LoraCache:
         _run(deliveries)
 
     def statistics(self) -> CacheStatistics:
-        """A consistent picture."""
+        """Return a consistent snapshot."""
         with self._lock:
             return CacheStatistics(
                 hits=self._counts.hits,
@@ -181,7 +182,7 @@ class LoraCache:
             )
 
     def close(self) -> None:
-        """Fails what is under way with `EngineStopped` and lets the loader threads end. Idempotent."""
+        """Fail what is in flight with `EngineStopped` and let the loader threads end. Idempotent."""
         deliveries: Deliveries = []
         with self._lock:
             self._closed = True
@@ -257,7 +258,8 @@ class LoraCache:
         _run(deliveries)
 
     def _abandon(self, ticket: int) -> None:
-        """A set's future was cancelled; if it was delivered at the same moment, the delivery lets go instead."""
+        """Give up a set whose future was cancelled; if it was delivered at the same moment, the delivery releases it
+        instead."""
         with self._lock:
             abandoned = self._sets.pop(ticket, None)
             self._policy.forget(ticket)

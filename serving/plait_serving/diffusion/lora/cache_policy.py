@@ -1,9 +1,9 @@
 """Which LoRA files are in host memory: the pure policy of the cache. No threads, no clock, no files.
 
-A shelf holds entries within a byte budget. Sets are admitted whole (all the room they need is reserved at once, so
-two sets can not wait for each other) and in order; a set that is in memory already may overtake waiting ones, but
-nobody is overtaken more than `MAX_OVERTAKEN` times. Entries in use are never evicted; the others leave in order of
-last use, those whose file has changed first.
+It holds entries within a byte budget. Sets are admitted whole (all the room they need is reserved at once, so two
+sets cannot wait for each other) and in order; a set that is already in memory may overtake waiting ones, but none is
+overtaken more than `MAX_OVERTAKEN` times. Entries in use are never evicted; the others are evicted in order of last
+use, those whose file has changed first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 class EntryState(Enum):
-    """Where an entry stands."""
+    """The state of an entry."""
 
     ABSENT = auto()
     LOADING = auto()
@@ -52,7 +52,7 @@ NEXT: Mapping[tuple[EntryState, EntryEvent], EntryState] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One content of one name."""
+    """One version of the content of one name."""
 
     name: str
     stamp: str
@@ -69,7 +69,7 @@ class _CacheEntry:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What admitting a set brought: keys to load now, keys that left."""
+    """The result of admitting a set: keys to load now, keys that were evicted."""
 
     to_load: tuple[Key, ...]
     evicted: tuple[Key, ...]
@@ -82,7 +82,7 @@ class _Waiter:
 
 
 class CachePolicy(Generic[T]):
-    """See the module docstring. ``wanted`` maps keys to the bytes that they will take."""
+    """The policy that the module docstring describes. `wanted` maps keys to the bytes that they will take."""
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
@@ -92,30 +92,30 @@ class CachePolicy(Generic[T]):
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of everything that is loaded or loading."""
+        """The bytes of everything that is loaded or loading."""
         return sum(entry.nbytes for entry in self._entries.values())
 
     @property
     def waiting(self) -> tuple[T, ...]:
-        """Tickets of sets that were not admitted yet, in order."""
+        """The tickets of sets that have not been admitted yet, in order."""
         return tuple(self._waiters)
 
     def state(self, key: Key) -> EntryState:
-        """Where an entry stands."""
+        """Return the state of an entry."""
         entry = self._entries.get(key)
         return entry.state if entry else EntryState.ABSENT
 
     def users(self, key: Key) -> int:
-        """Admitted sets that hold an entry."""
+        """Return the number of admitted sets that hold an entry."""
         entry = self._entries.get(key)
         return entry.users if entry else 0
 
     def fits_ever(self, wanted: Mapping[Key, int]) -> bool:
-        """Whether a set fits an empty shelf."""
+        """Return whether a set fits an empty cache."""
         return sum(wanted.values()) <= self.budget_bytes
 
     def admit(self, ticket: T, wanted: Mapping[Key, int]) -> Admission | None:
-        """Takes a set in, or lets it wait under ``ticket`` and returns None (see `admit_waiting`)."""
+        """Admit a set, or let it wait under `ticket` and return None (see `admit_waiting`)."""
         overtakes = all(waiter.overtaken < MAX_OVERTAKEN for waiter in self._waiters.values())
         is_here = all(key in self._entries for key in wanted)
         if not self._waiters or (is_here and overtakes):
@@ -128,7 +128,7 @@ class CachePolicy(Generic[T]):
         return None
 
     def admit_waiting(self) -> list[tuple[T, Admission]]:
-        """Takes waiting sets in, in order, as far as there is room. Call after anything was released or freed."""
+        """Admit waiting sets, in order, as far as there is room. Call this after anything was released or freed."""
         admitted = []
         for ticket, waiter in list(self._waiters.items()):
             admission = self._try(waiter.wanted)
@@ -139,27 +139,28 @@ class CachePolicy(Generic[T]):
         return admitted
 
     def wanted(self, ticket: T) -> Mapping[Key, int]:
-        """What a waiting set asks for."""
+        """Return what a waiting set needs."""
         return self._waiters[ticket].wanted
 
     def forget(self, ticket: T) -> None:
-        """A waiting set gives up. Unknown tickets are ignored."""
+        """Withdraw a waiting set. Unknown tickets are ignored."""
         self._waiters.pop(ticket, None)
 
     def loaded(self, key: Key, nbytes: int) -> tuple[Key, ...]:
-        """A load ended; ``nbytes`` is what it really takes, at most what was reserved. Returns what left."""
+        """Record that a load ended; `nbytes` is its actual size, at most what was reserved. Return the evicted keys."""
         if nbytes > self._entries[key].nbytes:
             raise ValueError(f"{key} takes {nbytes} bytes, {self._entries[key].nbytes} were reserved")
         self._step(key, EntryEvent.LOADED).nbytes = nbytes
         return self._make_room(0, keep=()) or ()
 
     def failed(self, key: Key) -> None:
-        """A load failed and nothing of it is kept. Sets that waited for it must release their other keys, not this."""
+        """Record that a load failed; nothing of it is kept. Sets that waited for it must release their other keys, not
+        this one."""
         self._step(key, EntryEvent.FAILED)
         del self._entries[key]
 
     def release(self, keys: Iterable[Key]) -> tuple[Key, ...]:
-        """An admitted set lets go of its entries. Returns what left: outdated entries, and those over the budget."""
+        """Release an admitted set's entries. Return the evicted keys: outdated entries, and those over the budget."""
         for key in keys:
             entry = self._entries[key]
             if entry.users < 1:
@@ -168,7 +169,8 @@ class CachePolicy(Generic[T]):
         return self._make_room(0, keep=()) or ()
 
     def resize(self, budget_bytes: int) -> tuple[Key, ...]:
-        """A new budget; idle entries leave until it is met. What is in use stays and may exceed it until released."""
+        """Set a new budget; idle entries are evicted until it is met. Entries in use stay and may exceed it until
+        released."""
         self.budget_bytes = budget_bytes
         return self._make_room(0, keep=()) or ()
 
@@ -189,7 +191,8 @@ class CachePolicy(Generic[T]):
         return Admission(to_load=missing, evicted=evicted)
 
     def _outdate(self, wanted: Mapping[Key, int]) -> None:
-        """Whoever asks for another content of a name has seen the newest."""
+        """Mark other contents of the wanted names as outdated: whoever asks for a different content has seen the
+        newest."""
         stamps = {key.name: key.stamp for key in wanted}
         for key, entry in self._entries.items():
             entry.outdated = entry.outdated or stamps.get(key.name, key.stamp) != key.stamp
@@ -198,7 +201,7 @@ class CachePolicy(Generic[T]):
                 self._entries[key].outdated = False
 
     def _make_room(self, more_bytes: int, keep: Iterable[Key]) -> tuple[Key, ...] | None:
-        """Evicts idle entries until ``more_bytes`` fit; None, and nothing evicted, if they can not."""
+        """Evict idle entries until `more_bytes` fit; return None, with nothing evicted, if they cannot."""
         excess = self.reserved_bytes + more_bytes - self.budget_bytes
         kept = frozenset(keep)
         idle = [(key, entry) for key, entry in self._idle() if key not in kept]

@@ -1,6 +1,6 @@
-"""The safetensors container: header first, then tensors as one read into memory of our own.
+"""The safetensors container: header first, then the tensors in one read into our own memory.
 
-Why not ``safetensors.torch.load_file``: its tensors are views of a memory-mapped file, so a LoRA that is overwritten
+Why not `safetensors.torch.load_file`: its tensors are views of a memory-mapped file, so a LoRA that is overwritten
 in its folder would change under a running request, or kill the process with SIGBUS. Here nothing refers to the file
 once it is read. Format: https://huggingface.co/docs/safetensors (8-byte little-endian header length, JSON, data).
 """
@@ -53,7 +53,7 @@ _MAGIC: tuple[tuple[bytes, str], ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
-    """One tensor of a header. ``begin`` and ``end`` are byte offsets into the data part."""
+    """One tensor of a header. `begin` and `end` are byte offsets into the data part."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -63,7 +63,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What a file says about itself. ``data_start`` and ``file_bytes`` count from the file's first byte."""
+    """A file's header. `data_start` and `file_bytes` count from the file's first byte."""
 
     tensors: Mapping[str, TensorInfo]
     metadata: Mapping[str, str]
@@ -72,13 +72,13 @@ class Header:
 
 
 def inspect(path: Path, *, max_bytes: int) -> Header:
-    """Reads and checks the header only. Raises `LoraError`."""
+    """Read and check only the header. Raises `LoraError`."""
     with _open(path) as file:
         return _read_header(file, max_bytes)
 
 
 def read(path: Path, *, max_bytes: int) -> tuple[Header, bytearray]:
-    """Header and the data part, from one open file. Raises `LoraError`, also if the file changed meanwhile."""
+    """Return the header and the data, from one open file. Raises `LoraError`, also if the file changed meanwhile."""
     with _open(path) as file:
         before = os.fstat(file.fileno())
         header = _read_header(file, max_bytes)
@@ -92,7 +92,7 @@ def read(path: Path, *, max_bytes: int) -> tuple[Header, bytearray]:
 
 
 def tensor(header: Header, data: bytearray, key: str) -> torch.Tensor:
-    """A view of ``data``. Raises `LoraError` for a dtype that is not a float (or an alpha's integer)."""
+    """Return a view of `data`. Raises `LoraError` for a dtype that is not a float (or an alpha's integer)."""
     info = header.tensors[key]
     dtype = ALPHA_DTYPES.get(info.dtype)
     if dtype is None:
@@ -176,7 +176,7 @@ def _info(entry: dict[str, object]) -> TensorInfo:
 
 
 def _check_layout(tensors: Mapping[str, TensorInfo], data_bytes: int) -> None:
-    """Tensors lie one after another without gap or overlap and end where the file ends, as the format demands."""
+    """Check that tensors are contiguous, without gap or overlap, and end with the file, as the format requires."""
     position = 0
     for key, info in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         item_bytes = _ITEM_BYTES.get(info.dtype)

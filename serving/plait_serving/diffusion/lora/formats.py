@@ -1,7 +1,7 @@
-"""Parsing a LoRA file: safetensors in, factors matched to a family's modules out. Nothing is dropped in silence.
+"""Parsing a LoRA file: safetensors in, factors matched to a family's modules out. Nothing is dropped silently.
 
 Every key is understood or the file is refused, with the offending keys in the message. Symbols as in
-`plait_kernels.lora_merge`: per module A ``(r, D)``, B ``(o, r)``, and alpha; the merge adds ``scale*alpha/r * B@A``.
+`plait_kernels.lora_merge`: per module A `(r, D)`, B `(o, r)`, and alpha; the merge adds `scale*alpha/r * B@A`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _tokens = itertools.count(1)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Factor:
-    """One module's share of a LoRA. ``down (r, D)`` and ``up (o, r)`` in the file's dtype, finite, on the CPU.
+    """One module's share of a LoRA. `down (r, D)` and `up (o, r)` in the file's dtype, finite, on the CPU.
 
-    ``bound`` is at least every ``abs((up @ down)[j, k])`` (rows of up times columns of down, Cauchy-Schwarz), so
-    whether a merge can overflow is known without doing it.
+    `bound` is at least every `abs((up @ down)[j, k])` (rows of up times columns of down, Cauchy-Schwarz), so whether
+    a merge can overflow is known without doing it.
     """
 
     down: torch.Tensor
@@ -43,13 +43,13 @@ class Factor:
 
     @property
     def rank(self) -> int:
-        """r."""
+        """The rank r."""
         return self.down.shape[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadedLora:
-    """A parsed LoRA file in host memory (`protocols.LoraWeights`). ``token`` differs for every file ever parsed."""
+    """A parsed LoRA file in host memory (`protocols.LoraWeights`). `token` is unique to every file ever parsed."""
 
     name: str
     format: LoraFormat
@@ -59,13 +59,13 @@ class LoadedLora:
 
     @property
     def touches_text_encoder(self) -> bool:
-        """Whether the prompt's encoding changes with it."""
+        """Whether it changes the prompt's encoding."""
         return any(ref.component != "unet" for ref in self.factors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraPlan:
-    """What a header promises: per module its keys, all matched, shapes checked. No tensor was read."""
+    """The modules of a header with their keys, all matched, shapes checked. No tensor was read."""
 
     format: LoraFormat
     parts: Mapping[ModuleRef, Mapping[TensorRole, str]]
@@ -73,7 +73,7 @@ class LoraPlan:
 
 
 def parse(name: str, path: Path, targets: LoraTargets, *, max_bytes: int = MAX_FILE_BYTES) -> LoadedLora:
-    """Reads a whole file. Raises `LoraError` whose message starts with the LoRA's name."""
+    """Read a whole file. Raises `LoraError` with a message that starts with the LoRA's name."""
     try:
         plan(container.inspect(path, max_bytes=max_bytes), targets)
         header, data = container.read(path, max_bytes=max_bytes)
@@ -88,7 +88,7 @@ def parse(name: str, path: Path, targets: LoraTargets, *, max_bytes: int = MAX_F
 
 
 def plan(header: container.Header, targets: LoraTargets) -> LoraPlan:
-    """Matches every key of a header to a module. Raises `LoraError`."""
+    """Match every key of a header to a module. Raises `LoraError`."""
     keys = header.tensors.keys()
     if not keys:
         raise LoraError("the file holds no tensors")
@@ -114,7 +114,7 @@ def plan(header: container.Header, targets: LoraTargets) -> LoraPlan:
 
 
 def listed(keys: Iterable[str]) -> str:
-    """The first few, and how many more."""
+    """Return the first few keys, and the number of the others, as text."""
     keys = list(keys)
     more = f" and {len(keys) - _LISTED} more" if len(keys) > _LISTED else ""
     return ", ".join(keys[:_LISTED]) + more
@@ -142,7 +142,7 @@ def _check_shapes(
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """``(o, r, 1, 1)`` to ``(o, r)``; other shapes as they are."""
+    """Squeeze `(o, r, 1, 1)` to `(o, r)`; leave other shapes unchanged."""
     return shape[:2] if len(shape) == 4 and shape[2:] == (1, 1) else shape
 
 
@@ -156,7 +156,7 @@ def _factor(ref: ModuleRef, tensors: Mapping[TensorRole, torch.Tensor], rules: A
 
 
 def _bound(ref: ModuleRef, up: torch.Tensor, down: torch.Tensor) -> float:
-    """See `Factor.bound`; infinite if fp32 can not hold it. Raises `LoraError` for NaN or infinity in the factors."""
+    """Return `Factor.bound`, infinite if fp32 cannot hold it. Raises `LoraError` for NaN or infinity in the factors."""
     bound = float(_max_norm(up, dim=1)) * float(_max_norm(down, dim=0))
     if math.isfinite(bound):
         return bound * 1.001  # the norms themselves were rounded
@@ -166,6 +166,6 @@ def _bound(ref: ModuleRef, up: torch.Tensor, down: torch.Tensor) -> float:
 
 
 def _max_norm(matrix: torch.Tensor, *, dim: int) -> torch.Tensor:
-    """The largest 2-norm of rows or columns; NaN and infinity come through."""
+    """Return the max 2-norm of rows or columns; NaN and infinity propagate."""
     wide = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
     return wide.square().sum(dim=dim).max().sqrt()  # ten times as fast on a CPU as vector_norm over columns

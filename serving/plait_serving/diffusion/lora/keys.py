@@ -1,6 +1,6 @@
-"""What a key of a LoRA file says: which module, and whether it is the down factor, the up factor or alpha.
+"""The meaning of a key of a LoRA file: its module, and whether it is the down factor, the up factor or alpha.
 
-Down is A ``(r, i, ...)``, up is B ``(o, r, ...)``.
+Down is A `(r, i, ...)`, up is B `(o, r, ...)`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from plait_serving.diffusion.lora.targets import LoraTargets, ModuleRef
 
 
 class TensorRole(Enum):
-    """What a tensor is to its module."""
+    """The role of a tensor in its module."""
 
     DOWN = auto()
     UP = auto()
@@ -23,7 +23,7 @@ class TensorRole(Enum):
 
 
 class LoraFormat(Enum):
-    """How a file spells its keys; the value is what people call it."""
+    """How a file spells its keys; the value is the format's common name."""
 
     PEFT = "peft"
     KOHYA = "kohya"
@@ -87,7 +87,7 @@ _OLD_CLIP = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "ou
 
 
 def reject_unsupported(keys: Iterable[str]) -> None:
-    """Raises `LoraError` that names the kind if the file is no plain LoRA."""
+    """Raise `LoraError`, naming the kind, if the file is no plain LoRA."""
     for key in keys:
         for pattern, name in _UNSUPPORTED:
             if pattern.search(key):
@@ -95,7 +95,7 @@ def reject_unsupported(keys: Iterable[str]) -> None:
 
 
 def meaning(key: str, targets: LoraTargets) -> KeyMeaning | None:
-    """What ``key`` says, or None if it names no module of the family."""
+    """Return the meaning of `key`, or None if it names no module of the family."""
     if key.startswith(_KOHYA_START):
         for suffix, role in _KOHYA_ROLES:
             if key.endswith(suffix):
@@ -110,7 +110,7 @@ def meaning(key: str, targets: LoraTargets) -> KeyMeaning | None:
 
 
 def _dotted(stem: str, targets: LoraTargets) -> ModuleRef | None:
-    """The module that ``unet....attn1.processor.to_q`` and its modern spellings mean."""
+    """Return the module that `unet....attn1.processor.to_q` and its modern spellings name."""
     stem = stem.replace(".processor.", ".")
     ref = targets.dotted.get(stem)
     if ref is not None:

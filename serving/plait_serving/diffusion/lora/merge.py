@@ -2,7 +2,7 @@
 
 A switch is prepared in full before the first weight is written: factors are matched to modules, pristine copies are
 taken, and finiteness is known from bounds (or, where a bound does not settle it, from a trial merge). After that
-nothing can go wrong but memory; then the model falls back to its pristine weights, never to a mixture.
+only running out of memory can fail; then the model falls back to its pristine weights, never to a mixture.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FIRST_RESTORE_S_PER_BYTE = 2e-10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergerStatistics:
-    """``pristine_bytes``: copies of touched weights kept now; ``weights_merged`` counts since the start."""
+    """`pristine_bytes`: the current size of the copies of touched weights; `weights_merged` counts since the start."""
 
     weights_merged: int
     pristine_bytes: int
@@ -46,7 +46,7 @@ class MergerStatistics:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pristine:
-    """A weight's own values, and the largest of them."""
+    """A weight's own values, and the max of them."""
 
     copy: torch.Tensor
     largest: float
@@ -54,7 +54,7 @@ class _Pristine:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rewrite:
-    """One weight to rewrite: no factors means restore."""
+    """One weight to rewrite; no factors means restore."""
 
     ref: ModuleRef
     weight: torch.Tensor
@@ -63,10 +63,10 @@ class _Rewrite:
 
 
 class Merger:
-    """`protocols.LoraMerger` over live modules.
+    """A `protocols.LoraMerger` over live modules.
 
-    ``components``: "unet", "text_encoder", "text_encoder_2" to their live modules; weights keep their storage, so
-    compiled graphs and data pointers stay valid. ``impl`` names a merge kernel, None lets the registry choose.
+    `components` maps "unet", "text_encoder", "text_encoder_2" to their live modules; weights keep their storage, so
+    compiled graphs and data pointers stay valid. `impl` names a merge kernel; None lets the registry choose.
     """
 
     def __init__(
@@ -100,13 +100,14 @@ class Merger:
 
     @property
     def version(self) -> int:
-        """Grows whenever weights were written; what was computed from them (text keys, values) is then stale."""
+        """A number that grows whenever weights are written; what was computed from them (text keys, values) is then
+        stale."""
         return self._version
 
     def switch(self, target: LoraSet, weights: Mapping[str, LoraWeights]) -> None:
-        """Makes ``target`` live (``()`` restores, bit for bit).
+        """Make `target` live; `()` restores the pristine weights bit for bit.
 
-        On `LoraError` nothing was written. On `OutOfMemory` (or any other error) the bare model is live.
+        After `LoraError` nothing was written. After `OutOfMemory` (or any other error) the bare model is live.
         """
         rewrites = self._plan(target, weights)
         self._check_finite(rewrites)
@@ -116,9 +117,9 @@ class Merger:
         self._touched |= {lora.name: frozenset(_loaded(weights[lora.name]).factors) for lora in target}
 
     def switch_cost_s(self, target: LoraSet) -> float:
-        """Expected seconds of `switch`, from what was measured; 0 for the current set.
+        """Return the expected seconds of `switch`, from measurements; 0 for the current set.
 
-        A LoRA that was never merged is taken to touch as much as the average one that was (or every weight).
+        A LoRA that was never merged is assumed to touch as much as the average one that was (or every weight).
         """
         if target == self._current:
             return 0.0
@@ -140,7 +141,7 @@ class Merger:
         return (merge_bytes + unknown_bytes) * merge_rate + restore_bytes * restore_rate
 
     def statistics(self) -> MergerStatistics:
-        """Counts since the start."""
+        """Return the counters, and the current size of the pristine copies."""
         return MergerStatistics(
             weights_merged=self._merged,
             pristine_bytes=sum(pristine.copy.nbytes for pristine in self._pristine.values()),
@@ -149,7 +150,7 @@ class Merger:
     # ---- before the first write ---------------------------------------------------------------------------------
 
     def _plan(self, target: LoraSet, weights: Mapping[str, LoraWeights]) -> list[_Rewrite]:
-        """The weights whose recipe changes; pristine copies of them are taken here."""
+        """Return the weights whose recipe changes, after taking pristine copies of them."""
         factors: dict[ModuleRef, list[tuple[Factor, float]]] = {}
         recipes: dict[ModuleRef, Recipe] = {}
         for lora in target:
@@ -186,7 +187,7 @@ class Merger:
             self._pristine[ref] = _Pristine(copy, _largest(copy))
 
     def _check_finite(self, rewrites: list[_Rewrite]) -> None:
-        """Raises `LoraError` if a weight would turn NaN or infinite."""
+        """Raise `LoraError` if a weight would turn NaN or infinite."""
         for rewrite in rewrites:
             pristine = self._pristine[rewrite.ref]
             bound = pristine.largest + sum(abs(c) * factor.bound for factor, c in rewrite.factors)
@@ -217,7 +218,7 @@ class Merger:
         self._merged += len(merges)
 
     def _timed(self, rewrites: list[_Rewrite]) -> float:
-        """Rewrites the weights of ``rewrites``; seconds it took, device work included."""
+        """Rewrite the weights of `rewrites`; return the seconds it took, device work included."""
         if not rewrites:
             return 0.0
         started_s = self._clock()
@@ -240,7 +241,7 @@ class Merger:
             self._live.pop(ref, None)
 
     def _fall_back(self) -> None:
-        """Every weight that was ever touched becomes pristine; copying needs no memory."""
+        """Restore every weight that was ever touched; copying needs no memory."""
         _log.exception("merging a LoRA set failed half-way; the bare model is live again")
         for ref, pristine in self._pristine.items():
             self._weights[ref].copy_(pristine.copy)
@@ -248,7 +249,7 @@ class Merger:
         self._current = ()
 
     def _typical_bytes(self) -> float:
-        """Bytes that a LoRA touches, by the average of those seen."""
+        """Return the average bytes that a LoRA touches, over those seen."""
         if not self._touched:
             return float(sum(weight.nbytes for weight in self._weights.values()))
         sizes = [sum(self._weights[ref].nbytes for ref in refs) for refs in self._touched.values()]
@@ -262,7 +263,7 @@ def _loaded(weights: LoraWeights) -> LoadedLora:
 
 
 def _largest(weight: torch.Tensor) -> float:
-    """The largest absolute value; NaN comes through."""
+    """Return the max absolute value; NaN propagates."""
     low, high = torch.aminmax(weight)
     return float(torch.maximum(low.abs(), high.abs()))
 

@@ -1,7 +1,7 @@
-"""Alpha and rank rules that diffusers writes into a file's metadata (``lora_adapter_metadata``, a LoraConfig per part).
+"""Alpha and rank rules that diffusers writes into a file's metadata (`lora_adapter_metadata`, a LoraConfig per part).
 
-diffusers' `save_lora_weights` prefixes each LoraConfig field with its component: ``unet.lora_alpha``,
-``text_encoder.rank_pattern``, ...
+diffusers' `save_lora_weights` prefixes each LoraConfig field with its component: `unet.lora_alpha`,
+`text_encoder.rank_pattern`, ...
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _UNSUPPORTED = ("use_dora", "lora_bias", "fan_in_fan_out", "use_qalora", "alora_
 
 @dataclass(frozen=True, slots=True)
 class AlphaRules:
-    """Per component, what its LoraConfig says. Empty: alpha is the rank, diffusers' convention for files without."""
+    """Each component's LoraConfig. Empty: alpha is the rank, diffusers' convention for files without one."""
 
     configs: Mapping[str, Mapping[str, Any]]
 
     @classmethod
     def of(cls, metadata: Mapping[str, str]) -> AlphaRules:
-        """From a file's metadata. Raises `LoraError` for what is no JSON or asks for more than a plain LoRA."""
+        """Parse a file's metadata. Raises `LoraError` for invalid JSON or features beyond a plain LoRA."""
         raw = metadata.get(KEY)
         if not raw:
             return cls(MappingProxyType({}))
@@ -52,7 +52,8 @@ class AlphaRules:
         return cls(MappingProxyType(configs))
 
     def alpha(self, ref: ModuleRef, rank: int) -> float:
-        """The alpha of a module without an alpha key. For rank-stabilised LoRAs, the alpha that plain alpha/r needs."""
+        """Return the alpha of a module without an alpha key; for rank-stabilised LoRAs, the alpha that plain alpha/r
+        needs."""
         config = self.configs.get(ref.component)
         if not config:
             return float(rank)
@@ -63,7 +64,7 @@ class AlphaRules:
 
 
 def _by_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    """PEFT's rule (`get_pattern_key`): the first pattern that is the module's path, or its end after a dot."""
+    """Apply PEFT's rule (`get_pattern_key`): the first pattern that is the module's path, or its end after a dot."""
     for pattern, value in patterns.items():
         if _matches(pattern, module):
             return value
@@ -71,7 +72,7 @@ def _by_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
 
 
 def _matches(pattern: str, module: str) -> bool:
-    """Plain paths only, with PEFT's leading ``^``: a regular expression from a file is not run."""
+    """Match plain paths only, with PEFT's leading `^`: a regular expression from a file is not run."""
     plain = pattern.removeprefix("^").replace("\\.", ".")
     if re.search(r"[*+?()\[\]{}|$^\\]", plain):
         raise LoraError(f"its metadata has the pattern {pattern!r}; only plain module paths are read")

@@ -1,8 +1,9 @@
 """LoRA files in a remote store that the operator configures, with a node-local cache. All fsspec calls are made here.
 
-Every entry is pinned by sha256 and size, so what is cached can be trusted across restarts and shared by all processes
-of a node: a file is named by its hash, written aside, checked, and moved into place; it is checked again whenever it
-is used. A lock file per entry makes several processes download it once; the lock ends with its holder, even by kill -9.
+Every entry is pinned by sha256 and size, so cached files can be trusted across restarts and shared by all processes
+of a node: a file is named by its hash, written to a temporary name, checked, and moved into place; it is checked
+again whenever it is used. A lock file per entry makes several processes download it once; the lock ends with its
+holder, even by kill -9.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _ATTEMPTS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteEntry:
-    """One file of the store. ``path`` is below the store's URL; ``sha256`` is lower-case hex of its content."""
+    """One file of the store. `path` is below the store's URL; `sha256` is lower-case hex of its content."""
 
     path: str
     sha256: str
@@ -53,7 +54,7 @@ class RemoteEntry:
 class RemoteSource:
     """A `LoraSource` over an fsspec URL ("s3://bucket/loras", "https://host/loras", "file:///srv/loras", ...).
 
-    ``options`` go to fsspec (credentials, endpoints). Only ``entries`` exist; the store is never listed.
+    `options` go to fsspec (credentials, endpoints). Only `entries` exist; the store is never listed.
     """
 
     def __init__(
@@ -74,18 +75,18 @@ class RemoteSource:
         self._closed = Event()
 
     def find(self, name: str) -> LoraEntry | None:
-        """The entry of that name, or None. No network."""
+        """Return the entry of that name, or None. No network."""
         entry = self._entries.get(name)
         if entry is None:
             return None
         return LoraEntry(name=name, nbytes=entry.nbytes, stamp=entry.sha256, sha256=entry.sha256)
 
     def list(self) -> Mapping[str, LoraEntry]:
-        """All configured entries. No network."""
+        """Return all configured entries. No network."""
         return MappingProxyType({name: found for name in self._entries if (found := self.find(name))})
 
     def fetch(self, name: str) -> Path:
-        """The verified file in the node's cache; downloads it if it is not there or is damaged."""
+        """Return the verified file in the node's cache, downloading it if it is missing or damaged."""
         entry = self._entries.get(name)
         if entry is None:
             raise not_found(name)
@@ -100,7 +101,7 @@ class RemoteSource:
         return path
 
     def close(self) -> None:
-        """Running downloads fail at their next chunk."""
+        """Make running downloads fail at their next chunk."""
         self._closed.set()
 
     def _is_good(self, path: Path, entry: RemoteEntry) -> bool:
@@ -128,7 +129,7 @@ class RemoteSource:
         raise LoraError(f"LoRA {name!r}: {problem}", param="loras")
 
     def _receive(self, entry: RemoteEntry, part: Path) -> str:
-        """Writes ``part``; what is wrong with it, or an empty string. Raises OSError if it can not be written."""
+        """Write `part`; return what is wrong with it, or an empty string. Raises `OSError` if it cannot be written."""
         digest, received_bytes = hashlib.sha256(), 0
         with part.open("wb") as sink:
             for chunk in self._chunks(entry):
@@ -149,7 +150,7 @@ class RemoteSource:
         return ""
 
     def _chunks(self, entry: RemoteEntry) -> Iterator[bytes | Exception]:
-        """The remote bytes; whatever fsspec raises comes as the last item."""
+        """Yield the remote bytes; an exception from fsspec comes as the last item."""
         import fsspec
 
         try:
@@ -169,7 +170,7 @@ class RemoteSource:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds an exclusive lock across threads and processes; blocks. The file stays: removing it would race."""
+    """Hold an exclusive lock across threads and processes; blocks. The file stays, because removing it would race."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

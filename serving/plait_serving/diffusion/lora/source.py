@@ -1,7 +1,7 @@
-"""Where LoRA files come from: the seam, the local folder, and several sources as one. `remote` has the remote store.
+"""Sources of LoRA files: the protocol, the local folder, and several sources as one. `remote` has the remote store.
 
-A file is addressed by name, never by path or URL. ``find`` and ``list`` are cheap and read no tensors; ``fetch`` may
-take as long as a download and runs on loader threads.
+A file is addressed by name, never by path or URL. `find` and `list` are cheap and read no tensors; `fetch` may take
+as long as a download and runs on loader threads.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraEntry:
-    """A LoRA that exists now. ``stamp`` changes when its content may have; equal stamps mean equal content.
+    """A LoRA that exists now. `stamp` changes when its content may have changed; equal stamps mean equal content.
 
-    ``sha256`` is set where the operator pinned it.
+    `sha256` is set where the operator pinned it.
     """
 
     name: str
@@ -40,28 +40,28 @@ class LoraSource(Protocol):
     """A place with LoRA files. Thread-safe."""
 
     def find(self, name: str) -> LoraEntry | None:
-        """The LoRA of that name, or None; any string may be asked for."""
+        """Return the LoRA of that name, or None; `name` may be any string."""
 
     def list(self) -> Mapping[str, LoraEntry]:
-        """All of them by name, as of now, in name order."""
+        """Return all LoRAs that exist now by name, in name order."""
 
     def fetch(self, name: str) -> Path:
-        """A local file with its content; blocks. Raises `NotFound`, or `LoraError` if it can not be had."""
+        """Return a local file with its content; blocks. Raises `NotFound`, or `LoraError` if it cannot be fetched."""
 
     def close(self) -> None:
-        """Makes running fetches fail soon. Idempotent."""
+        """Make running fetches fail soon. Idempotent."""
 
 
 def not_found(name: str) -> NotFound:
-    """What every source raises for a name that it does not have."""
+    """Return the error that every source raises for a name that it does not have."""
     return NotFound(f"there is no LoRA named {name!r}", param="loras")
 
 
 class FolderSource:
-    """A folder with ``<name>.safetensors`` files and ``<name>/pytorch_lora_weights.safetensors`` sub-folders.
+    """A folder with `<name>.safetensors` files and `<name>/pytorch_lora_weights.safetensors` sub-folders.
 
-    Looked at anew at every call, so new files are seen without a restart; a file wins over a sub-folder of its name.
-    Links that lead out of the folder do not exist for it, nor do names that `NAME_PATTERN` refuses.
+    It is read anew at every call, so new files are seen without a restart; a file wins over a sub-folder of its
+    name. Links that lead out of the folder are ignored, and so are names that `NAME_PATTERN` refuses.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -69,12 +69,12 @@ class FolderSource:
         self._reported: set[str] = set()
 
     def find(self, name: str) -> LoraEntry | None:
-        """The LoRA of that name, or None."""
+        """Return the LoRA of that name, or None."""
         path = self._path(name)
         return _entry(name, path) if path else None
 
     def list(self) -> Mapping[str, LoraEntry]:
-        """All of them by name; an absent folder is an empty one."""
+        """Return all LoRAs by name; an absent folder counts as empty."""
         try:
             found = sorted(self._folder.iterdir())
         except OSError:
@@ -88,14 +88,14 @@ class FolderSource:
         return MappingProxyType(entries)
 
     def fetch(self, name: str) -> Path:
-        """The file itself."""
+        """Return the file itself."""
         path = self._path(name)
         if path is None:
             raise not_found(name)
         return path
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: a fetch does not block."""
 
     def _path(self, name: str) -> Path | None:
         if not NAME_PATTERN.fullmatch(name):
@@ -126,24 +126,24 @@ class ChainSource:
         self._sources = tuple(sources)
 
     def find(self, name: str) -> LoraEntry | None:
-        """The first source's."""
+        """Return the entry of the first source that has it."""
         return next((entry for source in self._sources if (entry := source.find(name))), None)
 
     def list(self) -> Mapping[str, LoraEntry]:
-        """All names of all sources."""
+        """Return all names of all sources."""
         merged: dict[str, LoraEntry] = {}
         for source in reversed(self._sources):
             merged.update(source.list())
         return MappingProxyType(dict(sorted(merged.items())))
 
     def fetch(self, name: str) -> Path:
-        """From the first source that has it."""
+        """Fetch from the first source that has it."""
         for source in self._sources:
             if source.find(name):
                 return source.fetch(name)
         raise not_found(name)
 
     def close(self) -> None:
-        """Closes all."""
+        """Close all sources."""
         for source in self._sources:
             source.close()

@@ -1,7 +1,7 @@
-"""What LoRAs may touch in a model family: its linear layers and convolutions, and every name they go by.
+"""What LoRAs may change in a model family: its linear layers and convolutions, with every name used for them.
 
 Files name modules in four ways: diffusers' dotted path, kohya's path with underscores, kohya's SGM block numbers
-(SDXL), and CLIP paths with or without ``text_model.`` (transformers 5 dropped it from `CLIPTextModel`). Instead of
+(SDXL), and CLIP paths with or without `text_model.` (transformers 5 dropped it from `CLIPTextModel`). Instead of
 rewriting keys by pattern, all names of every module that exists are listed once, and a key is looked up: what is not
 in the table matches nothing.
 """
@@ -42,7 +42,7 @@ _MID_NUMBER = {("resnets", 0): 0, ("attentions", 0): 1, ("resnets", 1): 2}
 
 
 class ModuleRef(NamedTuple):
-    """A weight by component ("unet", "text_encoder", ...) and dotted module path. A tuple: it is hashed a lot."""
+    """A weight by component ("unet", "text_encoder", ...) and dotted module path. A tuple: it is hashed often."""
 
     component: str
     module: str
@@ -53,9 +53,9 @@ class ModuleRef(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoraTargets:
-    """The modules of a family. ``shapes`` are of their weights: ``(o, i)`` or ``(o, i, kh, kw)``.
+    """The modules of a family. `shapes` are of their weights: `(o, i)` or `(o, i, kh, kw)`.
 
-    ``dotted`` and ``kohya`` map every accepted spelling (with its component prefix) to the module.
+    `dotted` and `kohya` map every accepted spelling (with its component prefix) to the module.
     """
 
     shapes: Mapping[ModuleRef, tuple[int, ...]]
@@ -64,7 +64,7 @@ class LoraTargets:
 
     @classmethod
     def of(cls, components: Mapping[str, nn.Module]) -> LoraTargets:
-        """Lists the modules of ``components``; keys are "unet", "text_encoder" and "text_encoder_2"."""
+        """List the modules of `components`; keys are "unet", "text_encoder" and "text_encoder_2"."""
         shapes: dict[ModuleRef, tuple[int, ...]] = {}
         for component, root in components.items():
             for path, module in root.named_modules():
@@ -78,12 +78,12 @@ class LoraTargets:
 
 
 def is_mergeable(module: nn.Module) -> bool:
-    """Linear layers and ungrouped convolutions: what a LoRA's product of two matrices can be added to."""
+    """Return whether a LoRA's product of two matrices can be added to it: linear layers and ungrouped convolutions."""
     return isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.groups == 1)
 
 
 def live_weight(module: nn.Module) -> torch.Tensor:
-    """The tensor that a merge writes."""
+    """Return the tensor that a merge writes."""
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
     return weight.detach()
@@ -91,7 +91,7 @@ def live_weight(module: nn.Module) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """What SGM numbering needs to know of a UNet: resnets per down block, and which up blocks have attention."""
+    """What SGM numbering needs from a UNet: resnets per down block, and which up blocks have attention."""
 
     resnets: int
     up_with_attention: frozenset[int]
@@ -124,7 +124,7 @@ def _kohya_names(ref: ModuleRef, blocks: _Blocks) -> Iterator[str]:
 
 
 def _sgm_name(path: str, blocks: _Blocks) -> str | None:
-    """``down_blocks.1.attentions.0.proj_in`` to ``input_blocks_4_1_proj_in``."""
+    """Translate `down_blocks.1.attentions.0.proj_in` to `input_blocks_4_1_proj_in`."""
     if path in _SGM_TOP:
         return _SGM_TOP[path]
     if match := _MID.match(path):

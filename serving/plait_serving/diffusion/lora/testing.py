@@ -1,4 +1,4 @@
-"""A `LoraSource` that takes its time: proves what is asynchronous without sleeping where an event will do."""
+"""A `LoraSource` with slow fetches, to prove what is asynchronous without sleeping where an event suffices."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from plait_serving.diffusion.lora.source import LoraEntry, LoraSource
 
 
 class DelayedSource:
-    """Another source whose fetches take ``delay_s`` seconds longer, or wait until they are let go.
+    """Another source whose fetches take `delay_s` seconds longer, or block until they are released.
 
-    ``fetched`` lists every fetch that began, in order; ``max_at_once`` is how many ever ran at the same time.
+    `fetched` lists every fetch that began, in order; `max_at_once` is the max number that ran at the same time.
     """
 
     def __init__(self, source: LoraSource, *, delay_s: float = 0.0) -> None:
@@ -27,32 +27,32 @@ class DelayedSource:
         self._changed = threading.Condition()
 
     def hold(self, *names: str) -> None:
-        """From now on fetches of ``names`` wait for `let_go`."""
+        """Make fetches of `names` wait for `let_go` from now on."""
         with self._changed:
             self._held.update(names)
 
     def let_go(self, *names: str) -> None:
-        """Fetches of ``names`` go on, present and future ones."""
+        """Let present and future fetches of `names` continue."""
         with self._changed:
             self._held.difference_update(names)
             self._changed.notify_all()
 
     def wait_fetching(self, count: int, timeout_s: float = 10.0) -> None:
-        """Returns once ``count`` fetches have begun. Raises TimeoutError."""
+        """Return once `count` fetches have begun. Raises `TimeoutError`."""
         with self._changed:
             if not self._changed.wait_for(lambda: len(self.fetched) >= count, timeout_s):
                 raise TimeoutError(f"{len(self.fetched)} of {count} fetches began within {timeout_s} s")
 
     def find(self, name: str) -> LoraEntry | None:
-        """The inner source's."""
+        """Return the inner source's entry."""
         return self._source.find(name)
 
     def list(self) -> Mapping[str, LoraEntry]:
-        """The inner source's."""
+        """Return the inner source's entries."""
         return self._source.list()
 
     def fetch(self, name: str) -> Path:
-        """The inner source's, later."""
+        """Fetch from the inner source, later."""
         with self._changed:
             self.fetched.append(name)
             self._running += 1
@@ -69,7 +69,7 @@ class DelayedSource:
         return self._source.fetch(name)
 
     def close(self) -> None:
-        """Every waiting fetch fails."""
+        """Make every waiting fetch fail."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

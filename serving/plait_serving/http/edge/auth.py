@@ -1,7 +1,8 @@
-"""Who is asking: bearer keys with a tenant and a role.
+"""Authentication: bearer keys with a tenant and a role.
 
-Without configured keys everybody is the tenant "default" with the role admin; the server then belongs on 127.0.0.1,
-where it is by default. Keys are kept as sha256 digests, so neither a configuration dump nor a core file shows them.
+Without configured keys, every caller is the tenant "default" with the role admin; the server then belongs on
+127.0.0.1, where it listens by default. Keys are kept as sha256 digests, so neither a configuration dump nor a core
+file reveals them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Principal:
-    """Whose request it is."""
+    """The tenant and role behind a request."""
 
     tenant: str
     role: Role
@@ -41,14 +42,14 @@ OPEN_PATHS = frozenset({"/health", "/version", "/v2/health/live", "/v2/health/re
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """A configured key: the sha256 of the secret in hex, and who it stands for."""
+    """A configured key: the sha256 of the secret in hex, with its tenant and role."""
 
     sha256: str
     principal: Principal
 
     @classmethod
     def from_secret(cls, secret: str, *, tenant: str, role: Role = Role.USER) -> ApiKey:
-        """For tests and for commands that make keys."""
+        """Make a key from its secret, for tests and for commands that create keys."""
         return cls(sha256=_digest(secret), principal=Principal(tenant=tenant, role=role))
 
 
@@ -57,7 +58,8 @@ def _digest(secret: str) -> str:
 
 
 def authenticate(header: str | None, keys: Sequence[ApiKey]) -> Principal:
-    """Whose ``Authorization`` header this is. Raises a 401 ApiError. Compares every key, in constant time each."""
+    """Return the principal of an `Authorization` header. Compares every key, each in constant time. Raises a 401
+    `ApiError`."""
     if not keys:
         return ANYONE
     scheme, _, secret = (header or "").partition(" ")
@@ -82,7 +84,7 @@ class AuthMiddleware:
         self._keys = tuple(keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The ASGI call. Raises a 401 ApiError."""
+        """Handle an ASGI call. Raises a 401 `ApiError`."""
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             header = Headers(scope=scope).get("authorization")
             scope.setdefault("state", {})["principal"] = authenticate(header, self._keys)
@@ -90,14 +92,14 @@ class AuthMiddleware:
 
 
 def principal(request: Request) -> Principal:
-    """FastAPI dependency: whose request it is."""
+    """Return the request's principal; a FastAPI dependency."""
     found = request.state.principal
     assert isinstance(found, Principal)
     return found
 
 
 def require_admin(request: Request) -> Principal:
-    """FastAPI dependency for administration: raises a 403 ApiError unless the key's role is admin."""
+    """Return an admin's principal; a FastAPI dependency. Raises a 403 `ApiError` unless the key's role is admin."""
     found = principal(request)
     if found.role is not Role.ADMIN:
         raise ApiError(403, "this needs a key with the role admin", code="admin_required", kind="permission_error")

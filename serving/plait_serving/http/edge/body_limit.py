@@ -1,7 +1,7 @@
 """Refuses bodies that are too large, alone or all together, in OpenAI's error form.
 
-A body stays in memory until its request is answered, so a queue of requests with control pictures could fill the memory
-although each of them is within bounds.
+A body stays in memory until its request is answered, so a queue of requests with control images could fill the
+memory although each of them is within bounds.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ class BodyTooLarge(HTTPException):
 
 
 def declared_bytes(scope: Scope) -> int:
-    """The body's length as its sender declares it; 0 if unknown, a large number if absurd."""
+    """Return the body's length as its sender declares it; 0 if unknown, a large number if absurd."""
     text = Headers(scope=scope).get("content-length", "")
     return int(text[:20]) if text.isascii() and text.isdigit() else 0
 
 
 class BodyLimitMiddleware:
-    """A declared length above ``max_bytes`` is refused unread (413), a chunked body as soon as it is too long.
+    """Refuses a declared length above `max_bytes` unread (413), and a chunked body as soon as it is too long.
 
-    All bodies together hold at most ``max_total_bytes``; who would exceed it is told to come back (429). What a route
-    makes of a compressed body counts too: it tells ``hold_bytes(size)`` of the scope's state, which raises the same.
+    All bodies together hold at most `max_total_bytes`; a request that would exceed it is refused with a 429. What a
+    route decompresses from a body counts too: it calls `hold_bytes(size)` of the scope's state, which raises the
+    same.
     """
 
     def __init__(self, app: ASGIApp, *, max_bytes: int, max_total_bytes: int) -> None:
@@ -42,7 +43,7 @@ class BodyLimitMiddleware:
         self._held_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The ASGI call. Raises a 413 ApiError or Overloaded before the body is read."""
+        """Handle an ASGI call. Raises a 413 `ApiError` or `Overloaded` before the body is read."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -1,6 +1,6 @@
-"""What the HTTP side counts.
+"""The metrics of the HTTP side.
 
-Seconds and bytes, ``_total`` for counters. Labels have few values: routes are templates, and no label ever holds a
+Seconds and bytes, `_total` for counters. Labels have few values: routes are templates, and no label ever holds a
 prompt, a request id or a LoRA's name.
 """
 
@@ -22,7 +22,7 @@ RANK_STAGES = ("queued", "lookup", "wire", "dense")
 
 
 class HttpMetrics:
-    """The HTTP side's metrics in a registry of their own, so that several apps can live in one process."""
+    """The HTTP side's metrics in their own registry, so that several apps can live in one process."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -50,7 +50,7 @@ class HttpMetrics:
         self._answers: dict[tuple[str, str], tuple[Counter, Histogram]] = {}
 
     def observe_answer(self, scope: Scope, status: int, seconds: float) -> None:
-        """One answer was sent (or none: status 499)."""
+        """Record that one response was sent (or none: status 499)."""
         key = (getattr(scope.get("route"), "path", "other"), outcome(status))
         series = self._answers.get(key)
         if series is None:
@@ -61,27 +61,27 @@ class HttpMetrics:
         series[1].observe(seconds)
 
     def observe_images(self, count: int, timings: Timings) -> None:
-        """``count`` pictures were made."""
+        """Record that `count` images were made."""
         self.images.inc(count)
         for stage in STAGES:
             self.stage.labels(stage=stage).observe(getattr(timings, f"{stage}_s"))
 
     def observe_failure(self, error: BaseException) -> None:
-        """A picture request ended without pictures."""
+        """Record that an image request ended without images."""
         if isinstance(error, Cancelled):
             self.cancelled.inc()
         elif isinstance(error, Refused) or (isinstance(error, EngineError) and error.code == "engine_stopped"):
             self.rejected.labels(reason=error.code).inc()
 
     def observe_rank(self, model: str, candidates: int, seconds: float, answer: RankAnswer) -> None:
-        """``candidates`` of a known model were ranked within ``seconds``."""
+        """Record that `candidates` of a known model were ranked within `seconds`."""
         series = self._models.get(model)
         if series is None:
             series = self._models[model] = _RankSeries(self._rank, model)
         series.observe(candidates, seconds, answer)
 
     def text(self) -> bytes:
-        """Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
@@ -121,7 +121,7 @@ class _RankSeries:
 
 
 def outcome(status: int) -> str:
-    """ok | bad_request | refused | cancelled | failed."""
+    """Return ok | bad_request | refused | cancelled | failed."""
     if status == 499:
         return "cancelled"
     if status in (429, 503, 504):

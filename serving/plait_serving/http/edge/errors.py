@@ -1,16 +1,16 @@
-"""Every error that leaves the server, in OpenAI's form: ``{"error": {"message", "type", "param", "code"}}``. Paths
-below ``/v2`` speak the Open Inference Protocol instead: ``{"error": "message"}``.
+"""Every error that leaves the server, in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`. Paths below
+`/v2` use the form of the Open Inference Protocol instead: `{"error": "message"}`.
 
-Two tables say which HTTP answer an error of the engine, or of ranking, becomes. The ``openai`` client repeats 408, 409,
-429 and 5xx twice by itself, waiting ``retry-after`` seconds (honoured up to 120; above that it gives up), unless
-``x-should-retry`` says otherwise. So every refusal says which it wants:
+Two tables map the errors of the engine and of ranking to HTTP responses. The `openai` client retries 408, 409, 429
+and 5xx twice by itself, waiting `retry-after` seconds (honoured up to 120; above that it gives up), unless
+`x-should-retry` overrides that. So every refusal states which it wants:
 
-* overload is 429 with ``retry-after``: the same request can work a little later;
-* a missed deadline is 504 with ``x-should-retry: false``: the client said that a later picture is worthless to it. (Not
-  408: that blames the client for sending slowly, and browsers repeat it silently.)
-* a picture that turned NaN is 500 with ``x-should-retry: false``: the same seed gives the same NaN;
-* a request that alone does not fit the device, or names a LoRA file that can not be used, is 422: change it;
-* a service that stops or lost a ControlNet is 503 with ``retry-after``.
+* overload is 429 with `retry-after`: the same request can succeed a little later;
+* a missed deadline is 504 with `x-should-retry: false`: by its deadline, a later image is worthless to the client.
+  (Not 408: that blames the client for sending slowly, and browsers retry it silently.)
+* an image that turned NaN is 500 with `x-should-retry: false`: the same seed gives the same NaN;
+* a request that alone does not fit the device, or names a LoRA file that cannot be used, is 422: change it;
+* a service that stops or lost a ControlNet is 503 with `retry-after`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PARAM_MAX_CHARS = 200
 
 
 class ApiError(Exception):
-    """An answer decided by the HTTP side itself (authentication, body size, unknown route)."""
+    """A response decided by the HTTP side itself (authentication, body size, unknown route)."""
 
     def __init__(
         self,
@@ -58,12 +58,12 @@ class ApiError(Exception):
 
 
 class ClientDisconnected(Exception):  # it is an event, nobody is left to read an error
-    """The client closed the connection before its answer was ready."""
+    """The client closed the connection before its response was ready."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorReply:
-    """How one class of errors is told. ``retry``: None says nothing, else ``x-should-retry``; waits are 1..120 s."""
+    """How one class of errors is reported. `retry`: None sends no header, else `x-should-retry`; waits are 1..120 s."""
 
     status: int
     kind: str
@@ -114,7 +114,7 @@ _NOT_FOUND_CODES = {"model": "model_not_found", "loras": "lora_not_found", "cont
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorPayload:
-    """An error ready for the wire: status and headers for a whole response, ``body`` also for an SSE event."""
+    """An error ready for the wire: status and headers for a whole response, `body` also for an SSE event."""
 
     status: int
     headers: Mapping[str, str]
@@ -130,14 +130,14 @@ class ErrorPayload:
         return json.dumps({"error": error}).encode("ascii")
 
     def response(self, path: str) -> Response:
-        """The whole HTTP response to a request for ``path``, which decides the form."""
+        """Return the whole HTTP response to a request for `path`, which decides the form."""
         is_v2 = path == V2 or path.startswith(V2 + "/")
         body = json.dumps({"error": self.message}).encode("ascii") if is_v2 else self.body
         return Response(body, status_code=self.status, headers=dict(self.headers), media_type="application/json")
 
 
 def wire_error(error: BaseException) -> ErrorPayload:
-    """What a client is told about ``error``. An unexpected one is logged with its traceback and told without it."""
+    """Return what a client receives for `error`. An unexpected one is logged with its traceback and sent without it."""
     if isinstance(error, ApiError):
         return ErrorPayload(
             status=error.status,

@@ -1,6 +1,6 @@
-"""Reading a service's events, and noticing that the client has gone, without ever losing either.
+"""Reads a service's events and detects client disconnects without ever losing either.
 
-Plain asyncio on purpose: in a task group of another library every ``await`` of a clean-up is cancelled again.
+Plain asyncio on purpose: in a task group of another library every `await` of a clean-up is cancelled again.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ T = TypeVar("T")
 
 
 class EventFeed:
-    """Owns a generator of events. A read that times out goes on and is picked up by the next read."""
+    """Owns a generator of events. A read that times out continues and is picked up by the next read."""
 
     def __init__(self, events: AsyncGenerator[Event, None]) -> None:
         self._events = events
         self._reading: asyncio.Task[Event] | None = None
 
     async def next(self, timeout_s: float | None = None) -> Event | None:
-        """The next event, or None after ``timeout_s``. A generator that ends early, or raises, reads as `Failed`."""
+        """Return the next event, or None after `timeout_s`. A generator that ends early or raises gives `Failed`."""
         if self._reading is None:
             self._reading = asyncio.create_task(self._read())
         done, _ = await asyncio.wait({self._reading}, timeout=timeout_s)
@@ -45,7 +45,7 @@ class EventFeed:
             return Failed(error=error)
 
     async def aclose(self) -> None:
-        """Closes the generator, which cancels the work behind it. Idempotent."""
+        """Close the generator, which cancels the work behind it. Idempotent."""
         if self._reading is not None:
             self._reading.cancel()
             with suppress(asyncio.CancelledError):
@@ -55,9 +55,9 @@ class EventFeed:
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Runs ``work``; if the client goes first, cancels it, waits for its clean-up and raises ClientGone.
+    """Run `work`; if the client disconnects first, cancel it, wait for its clean-up and raise `ClientDisconnected`.
 
-    The request's body must have been read: ``receive`` then yields nothing but the disconnect.
+    The request's body must have been read: `receive` then yields nothing but the disconnect.
     """
     task = asyncio.create_task(work)
     watch = asyncio.create_task(_disconnected(receive))

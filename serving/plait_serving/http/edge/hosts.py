@@ -1,7 +1,7 @@
-"""Which names the server answers to.
+"""Which host names the server answers to.
 
 A page of another origin can point its own domain name at 127.0.0.1 and then read a local server's answers as if they
-were its own (DNS rebinding). The Host header still carries that foreign name, so a server on loopback answers only to
+were its own (DNS rebinding). The Host header still carries that other name, so a server on loopback answers only to
 its own.
 """
 
@@ -19,7 +19,7 @@ LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 
 
 def host_name(header: str) -> str:
-    """The Host header without its port, in lower case: ``[::1]:8000`` is ``[::1]``."""
+    """Return the Host header without its port, in lower case: `[::1]:8000` is `[::1]`."""
     header = header.strip().lower()
     if header.startswith("["):
         return header.partition("]")[0] + "]"
@@ -27,19 +27,19 @@ def host_name(header: str) -> str:
 
 
 def _as_in_a_header(host: str) -> str:
-    """An IPv6 address has brackets there."""
+    """Return the host as a header has it: an IPv6 address has brackets there."""
     return f"[{host}]".lower() if ":" in host and not host.startswith("[") else host.lower()
 
 
 class HostMiddleware:
-    """Refuses requests for other names with 403; no ``hosts`` means that any name will do."""
+    """Refuses requests for other names with 403; no `hosts` means that any name is accepted."""
 
     def __init__(self, app: ASGIApp, *, hosts: Sequence[str]) -> None:
         self._app = app
         self._hosts = frozenset(map(_as_in_a_header, hosts))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The ASGI call. Raises a 403 ApiError."""
+        """Handle an ASGI call. Raises a 403 `ApiError`."""
         if scope["type"] == "http" and self._hosts:
             name = host_name(Headers(scope=scope).get("host", ""))
             if name not in self._hosts:

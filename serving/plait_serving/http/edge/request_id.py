@@ -20,15 +20,15 @@ ACCEPTED = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 def new_request_id() -> str:
-    """An id that nobody can guess."""
+    """Return an id that cannot be guessed."""
     return f"req_{secrets.token_hex(12)}"
 
 
 class RequestIdMiddleware:
-    """Accepts a well-formed ``x-request-id``, makes one otherwise, echoes it on every answer.
+    """Accepts a well-formed `x-request-id`, makes one otherwise, and echoes it on every response.
 
-    Puts ``request_id`` and ``request_id_given`` into the scope's state. ``observe(scope, status, seconds)`` is told
-    when the answer has been sent; a client that went before any answer counts as 499.
+    Puts `request_id` and `request_id_given` into the scope's state. `observe(scope, status, seconds)` is called when
+    the response has been sent; a client that disconnected before any response counts as 499.
     """
 
     def __init__(self, app: ASGIApp, *, observe: Callable[[Scope, int, float], None]) -> None:
@@ -36,7 +36,7 @@ class RequestIdMiddleware:
         self._observe = observe
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The ASGI call."""
+        """Handle an ASGI call."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

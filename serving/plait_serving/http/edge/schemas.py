@@ -1,4 +1,4 @@
-"""What the bodies of all workloads share: how strictly they are read, the bound of deadlines, the form of errors."""
+"""What the bodies of all workloads share: strictness of parsing, the bound on deadlines, the error format."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ MAX_DEADLINE_MS = 24 * 3_600_000
 
 
 class StrictBody(BaseModel):
-    """A body whose unknown fields are refused, and whose numbers are numbers: ``true`` is not 1, ``"20"`` is not 20."""
+    """A body whose unknown fields are refused, and whose numbers are strict: `true` is not 1, `"20"` is not 20."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class ErrorDetail(BaseModel):
-    """``param`` is dotted, for example ``loras.0.name``."""
+    """`param` is dotted, for example `loras.0.name`."""
 
     message: str
     type: str
@@ -25,6 +25,6 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """The body of every 4xx and 5xx answer."""
+    """The body of every 4xx and 5xx response."""
 
     error: ErrorDetail

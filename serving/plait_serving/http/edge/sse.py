@@ -1,10 +1,10 @@
-"""OpenAI's server-sent events for pictures.
+"""OpenAI's server-sent events for images.
 
-``event: image_generation.partial_image`` (index from 0), then one ``event: image_generation.completed``; an error
-after the stream began is ``data: {"error": {...}}`` without an event name, which the ``openai`` client raises as
-APIError. Progress is a comment line (``: step 3/20``), which every SSE reader skips: it keeps proxies from closing
-the connection, and a page that reads the stream itself can show it. ``stream`` with ``n`` > 1 is refused, in OpenAI's
-own words, because its events do not say which picture they belong to.
+`event: image_generation.partial_image` (index from 0), then one `event: image_generation.completed`; an error after
+the stream began is `data: {"error": {...}}` without an event name, which the `openai` client raises as APIError.
+Progress is a comment line (`: step 3/20`), which every SSE reader skips: it keeps proxies from closing the
+connection, and a page that reads the stream itself can show it. `stream` with `n` > 1 is refused, in OpenAI's own
+words, because its events do not identify the image that they belong to.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ PING = b": ping\n\n"
 
 
 def event(name: str, data: Mapping[str, object]) -> bytes:
-    """One event; the data also names its type, as OpenAI's does."""
+    """Return one event; the data also names its type, like OpenAI's."""
     return f"event: {name}\ndata: {json.dumps({'type': name, **data})}\n\n".encode("ascii")
 
 
 def error_event(body: bytes) -> bytes:
-    """An error body as the last event of a stream."""
+    """Return an error body as the last event of a stream."""
     return b"data: " + body + b"\n\n"
 
 
 def progress_comment(step: int, steps: int) -> bytes:
-    """A comment that says how far the picture is."""
+    """Return a comment with the image's progress."""
     return f": step {step}/{steps}\n\n".encode("ascii")
 
 
 class EventStream(Response):
-    """Sends chunks as they come and closes their generator as soon as the client goes, also between two chunks."""
+    """Sends chunks as they come and closes their generator as soon as the client disconnects, even between chunks."""
 
     media_type = "text/event-stream"
 
@@ -51,7 +51,7 @@ class EventStream(Response):
         self.init_headers({"cache-control": "no-store", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
-        """The ASGI call."""
+        """Handle an ASGI call."""
         try:
             await until_disconnect(receive, self._send_all(send))
         except ClientDisconnected:

@@ -1,6 +1,6 @@
-"""From a body and a catalog to a fully resolved `ImageRequest`. Pure: no clock, no I/O, randomness comes in.
+"""From a body and a catalog to a fully resolved `ImageRequest`. Pure: no clock, no I/O; randomness is an argument.
 
-Everything cheap is judged before the first control picture is decoded.
+Everything cheap is checked before the first control image is decoded.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def resolve(
     preprocessors: Preprocessors,
     decode_limits: DecodeLimits,
 ) -> ImageRequest:
-    """The request with no defaults left open. Raises RequestError or NotFound naming the field."""
+    """Return the request with no defaults left open. Raises `RequestError` or `NotFound` naming the field."""
     model = catalog.model
     if body.model is not None and body.model != model.name:
         raise NotFound(f"there is no model {body.model!r}; this server has {model.name!r}", param="model")
@@ -171,7 +171,7 @@ def _controls(
     preprocessors: Preprocessors,
     limits: DecodeLimits,
 ) -> tuple[ControlRef, ...]:
-    """Decodes, stretches to the output's size and preprocesses, one picture after the other to bound memory."""
+    """Decode, stretch to the output's size and preprocess, one image after the other to bound memory."""
     controls = []
     for i, control in enumerate(body.controlnets or []):
         param = f"controlnets.{i}.image"

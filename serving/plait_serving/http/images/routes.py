@@ -1,4 +1,4 @@
-"""``POST /v1/images/generations``: OpenAI's image API with LoRA sets, ControlNets and seeds per request."""
+"""`POST /v1/images/generations`: OpenAI's image API with LoRA sets, ControlNets and seeds per request."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _STREAM_CONTENT = {"text/event-stream": {"schema": {"type": "string", "descripti
     },
 )
 async def generate(body: GenerationBody, request: Request, context: ContextDep) -> Response:
-    """Makes ``n`` pictures of one prompt, or streams one picture's partial images as server-sent events."""
+    """Make `n` images of one prompt, or stream one image's partial images as server-sent events."""
     work = _open_stream if body.stream else _generate
     try:
         return await until_disconnect(request.receive, work(body, request, context))
@@ -87,7 +87,7 @@ async def _result(feed: EventFeed) -> ImageResult:
 
 
 async def _open_stream(body: GenerationBody, request: Request, context: RouteContext) -> Response:
-    """Waits briefly for the first event, so that a refusal is still a proper status, then starts the stream."""
+    """Wait briefly for the first event, so that a refusal still gets a proper status, then start the stream."""
     job = await _resolve(body, request, context)
     feed = EventFeed(context.image_service.generate(job.request))
     try:
@@ -150,13 +150,13 @@ async def _resolve(body: GenerationBody, request: Request, context: RouteContext
 
 
 async def _in_codec(context: RouteContext, work: Callable[[], T]) -> T:
-    """Pictures are decoded and encoded off the event loop, a few at a time."""
+    """Run `work` off the event loop, a few at a time; images are decoded and encoded here."""
     async with context.codec_slots:
         return await asyncio.to_thread(work)
 
 
 class ImageReply:
-    """One accepted request and how its pictures are told; the methods that encode run in threads."""
+    """One accepted request and how its images are reported; the methods that encode run in threads."""
 
     def __init__(self, *, body: GenerationBody, request: ImageRequest, model: str, http_id: str) -> None:
         self.request = request
@@ -165,7 +165,7 @@ class ImageReply:
         self._http_id = http_id
 
     def response_json(self, result: ImageResult, *, created: int) -> bytes:
-        """The whole answer, see schemas.GenerationResponse."""
+        """Return the whole response in the form of `schemas.GenerationResponse`."""
         data = [
             {"b64_json": self._encode(image, index), "seed": seed, "flagged": flagged}
             for index, (image, seed, flagged) in enumerate(
@@ -175,7 +175,7 @@ class ImageReply:
         return json.dumps({"id": self._http_id, "created": created, "data": data, **self._facts(result)}).encode()
 
     def partial_event(self, preview: Preview, *, created: int) -> bytes:
-        """OpenAI's event for a partial image."""
+        """Return OpenAI's event for a partial image."""
         return sse.event(
             sse.PARTIAL,
             {
@@ -186,7 +186,7 @@ class ImageReply:
         )
 
     def completed_event(self, result: ImageResult, *, created: int) -> bytes:
-        """OpenAI's event for the finished picture, with everything that the plain answer says."""
+        """Return OpenAI's event for the finished image, with everything that the plain response contains."""
         fields = {**self._event_fields(created), **self._facts(result), "id": self._http_id}
         image = {"b64_json": self._encode(result.images[0], 0), "flagged": result.flagged[0]}
         return sse.event(sse.COMPLETED, {**image, **fields})
@@ -199,7 +199,7 @@ class ImageReply:
         )
 
     def _event_fields(self, created: int) -> dict[str, object]:
-        """What OpenAI's events always carry."""
+        """Return what OpenAI's events always carry."""
         return {
             "created_at": created,
             "size": f"{self.request.width}x{self.request.height}",
@@ -209,7 +209,7 @@ class ImageReply:
         }
 
     def _facts(self, result: ImageResult) -> dict[str, object]:
-        """What is needed to make the same pictures again, and where the time went."""
+        """Return what is needed to make the same images again, and where the time went."""
         request, timings = self.request, result.timings
         return {
             "model": self._model,

@@ -1,8 +1,8 @@
-"""What goes over the wire: the bodies of the image API, field by field.
+"""The wire format: the bodies of the image API, field by field.
 
-Only what can be judged without knowing the models is judged here; ``resolve.py`` does the rest. ``null`` means "left
-out", as in OpenAI's own client. Unknown fields are refused, because a misspelt ``num_inference_step`` that is dropped
-in silence costs more than an error. Numbers are strict: ``true`` is not 1 and ``"20"`` is not 20.
+Only what can be checked without knowing the models is checked here; `resolve.py` does the rest. `null` means "left
+out", as in OpenAI's own client. Unknown fields are refused, because a misspelt `num_inference_step` that is dropped
+silently costs more than an error. Numbers are strict: `true` is not 1 and `"20"` is not 20.
 """
 
 from __future__ import annotations
@@ -97,10 +97,10 @@ class LoraBody(StrictBody):
 
 
 class ControlNetBody(StrictBody):
-    """One ControlNet with its control picture.
+    """One ControlNet with its control image.
 
-    ``image`` is base64 (or a data URL) of a PNG, JPEG or WebP and is stretched to the size of the output. With
-    ``preprocess: true`` it is an ordinary picture, and the ControlNet's own preprocessor makes the control map of it.
+    `image` is base64 (or a data URL) of a PNG, JPEG or WebP and is stretched to the size of the output. With
+    `preprocess: true` it is an ordinary image, from which the ControlNet's own preprocessor makes the control map.
     """
 
     name: Name
@@ -112,7 +112,7 @@ class ControlNetBody(StrictBody):
 
 
 class GenerationBody(StrictBody):
-    """``POST /v1/images/generations``: OpenAI's fields, and ours at the top level beside them."""
+    """`POST /v1/images/generations`: OpenAI's fields, with plait's own at the top level beside them."""
 
     prompt: Annotated[Text, Field(min_length=1)]
     model: Annotated[str, Field(max_length=256), AfterValidator(_printable)] | None = None
@@ -156,7 +156,7 @@ class GenerationBody(StrictBody):
 
     @property
     def format(self) -> OutputFormat:
-        """The encoding of the pictures that go back."""
+        """The encoding of the images in the response."""
         return OutputFormat(self.output_format or "png")
 
     @property
@@ -169,7 +169,7 @@ class GenerationBody(StrictBody):
 
 
 class ImageData(BaseModel):
-    """One picture. ``seed`` makes it again; ``flagged``: the safety checker blacked it out."""
+    """One image. `seed` reproduces it; `flagged`: the safety checker blacked it out."""
 
     b64_json: str
     seed: int
@@ -188,7 +188,7 @@ class TimingsBody(BaseModel):
 
 
 class GenerationResponse(BaseModel):
-    """OpenAI's ImagesResponse with what is needed to make the same pictures again."""
+    """OpenAI's ImagesResponse with what is needed to make the same images again."""
 
     id: str = Field(description="the request id, also in the header x-request-id")
     created: int = Field(description="seconds since 1970")

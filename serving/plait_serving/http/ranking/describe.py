@@ -1,4 +1,4 @@
-"""What a model takes and gives, in the words of the Open Inference Protocol; and a request that it answers."""
+"""A model's inputs and outputs in the terms of the Open Inference Protocol, and a request that it answers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SAFE_ROWS = 1  # of a table whose size the card does not tell: its first row ex
 
 
 def metadata(name: str, card: ModelCard) -> dict[str, Any]:
-    """The answer to GET /v2/models/{name}. -1 stands for the candidates, or the ids, of a request."""
+    """Return the answer to GET /v2/models/{name}. -1 stands for the candidates, or the ids, of a request."""
     return {
         "name": name,
         "versions": [card.version],
@@ -53,9 +53,9 @@ def _tensor(name: str, datatype: str, shape: tuple[int, ...]) -> dict[str, Any]:
 
 
 def example(card: ModelCard, candidates: int, items: ItemStore | None = None) -> dict[str, Any]:
-    """A body for POST .../infer: some of the known items if there are any, else made-up numbers.
+    """Return a body for POST .../infer: some of the known items if there are any, else made-up numbers.
 
-    The same model and number of candidates always give the same one.
+    The result depends only on the model and the number of candidates.
     """
     rng = np.random.default_rng([zlib.crc32(card.name.encode()), candidates])
     known = {} if items is None else _some_items(items, rng, candidates)

@@ -1,7 +1,7 @@
-"""``POST /v2/models/{model}[/versions/{version}]/infer``, as a bare ASGI application.
+"""`POST /v2/models/{model}[/versions/{version}]/infer`, as a bare ASGI application.
 
-The hot path of ranking: no model of the body, no dependency injection, no response object; each of them costs more than
-a small model's lookup. Bodies that would hold the event loop for more than a few milliseconds are read on a thread.
+The hot path of ranking: no body model, no dependency injection, no response object; each of them costs more than a
+small model's lookup. Bodies that would block the event loop for more than a few milliseconds are read on a thread.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _INLINE_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Headers:
-    """The two headers that say how to read the body."""
+    """The two headers that determine how to read the body."""
 
     json_length: int | None
     encoding: str
 
     @classmethod
     def of(cls, scope: Scope) -> Self:
-        """Raises `BadInput`."""
+        """Read them from the scope. Raises `BadInput`."""
         length, encoding = None, ""
         for name, value in scope["headers"]:
             if name == b"inference-header-content-length":
@@ -55,7 +55,7 @@ class _Headers:
         return cls(length, encoding)
 
     def is_quick(self, body_bytes: int) -> bool:
-        """Whether a body of this size may be read on the event loop."""
+        """Return whether a body of this size may be read on the event loop."""
         json_bytes = body_bytes if self.json_length is None else self.json_length
         return json_bytes <= _INLINE_JSON_BYTES and body_bytes <= _INLINE_BYTES
 
@@ -68,7 +68,7 @@ class Infer:
         self._numbers = itertools.count()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The ASGI call. Raises `RankError`, `ClientDisconnected`, and what the middlewares raise from ``receive``."""
+        """Handle an ASGI call. Raises `RankError`, `ClientDisconnected`, and what middlewares raise from `receive`."""
         path = scope["path_params"]
         bound = self._context.ranking_service.get(path["model"], path.get("version"))
         headers = _Headers.of(scope)
@@ -92,7 +92,7 @@ class Infer:
     def _request(
         self, state: dict[str, Any], bound: BoundModel, headers: _Headers, raw: bytes
     ) -> tuple[InferBody, RankRequest]:
-        """From bytes to a checked request. Raises `BadInput`."""
+        """Turn bytes into a checked request. Raises `BadInput`."""
         settings = self._context.settings
         body = parse_infer(raw, headers.json_length, max_json_bytes=settings.max_infer_json_bytes)
         for name in body.outputs:
@@ -122,7 +122,7 @@ def _encode(bound: BoundModel, body: InferBody, answer: RankAnswer) -> tuple[byt
 
 
 def _version(bound: BoundModel, answer: RankAnswer) -> str:
-    """The one that made the answer: the model may have been refreshed since the request came."""
+    """Return the version that made the answer: the model may have been refreshed since the request came."""
     return answer.version or bound.card.version
 
 
@@ -139,7 +139,7 @@ def _array(answer: RankAnswer, name: str) -> npt.NDArray[np.float32]:
 
 
 async def _read(receive: Receive) -> bytes:
-    """The whole body. Raises `ClientDisconnected`."""
+    """Return the whole body. Raises `ClientDisconnected`."""
     parts: list[bytes] = []
     while True:
         message = await receive()
@@ -162,7 +162,7 @@ async def _send(send: Send, payload: bytes, json_length: int | None) -> None:
 
 
 def _number(value: bytes) -> int:
-    """A length in a header. Raises `BadInput`."""
+    """Parse a length in a header. Raises `BadInput`."""
     text = value.strip()
     if not text.isdigit() or len(text) > 12:
         raise BadInput(f"{HEADER_LENGTH}: must be a number of bytes", param=HEADER_LENGTH)

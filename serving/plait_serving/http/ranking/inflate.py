@@ -1,4 +1,4 @@
-"""Compressed bodies, unpacked within a bound."""
+"""Decompression of bodies within a bound."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WINDOW_BITS = 15 + 32
 
 
 def inflate(raw: bytes, encoding: str, *, max_bytes: int) -> bytes:
-    """The body behind a content-encoding. Never makes more than ``max_bytes`` + 1. Raises `BadInput`."""
+    """Decompress a body of that content-encoding to at most `max_bytes` + 1 bytes. Raises `BadInput`."""
     if encoding.strip().lower() not in _ENCODINGS:
         detail = f"content-encoding: only {' and '.join(_ENCODINGS)} are understood"
         raise BadInput(detail, param="content-encoding")

@@ -1,4 +1,4 @@
-"""The words of ``POST /v1/recommend``, to the arrays of a model and back to a ranked list. Pure functions."""
+"""The body of `POST /v1/recommend`: to the arrays of a model, and back to a ranked list. Pure functions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALL = "all"
 
 
 class RecommendBody(StrictBody):
-    """A user and candidates; ``null`` means "left out"."""
+    """A user and candidates; `null` means "left out"."""
 
     model: Annotated[str | None, Field(description="may be left out if the server has one model that ranks")] = None
     user: Annotated[dict[str, Any], Field(description="every user-side input by name: a number or a list")]
@@ -37,7 +37,7 @@ class RecommendBody(StrictBody):
 
 
 class RankedItem(BaseModel):
-    """One candidate. ``id`` if it was named by one, else ``index``, its place among the candidates."""
+    """One candidate, with its `id` if the request gave ids, else its `index` among the candidates."""
 
     id: int | None = None
     index: int | None = None
@@ -46,7 +46,7 @@ class RankedItem(BaseModel):
 
 
 class RecommendResponse(BaseModel):
-    """``items``: the best first; of equal scores the one that was named first. ``timings`` in milliseconds."""
+    """`items`: the best first; of equal scores, the one named first comes first. `timings` in milliseconds."""
 
     model: str
     items: list[RankedItem]
@@ -54,9 +54,9 @@ class RecommendResponse(BaseModel):
 
 
 def arrays_of(inputs: Sequence[Input], rows: Sequence[Mapping[str, Any]], where: str) -> dict[str, Array]:
-    """Arrays for `Binder.bind` from one object per row. ``where``: what the rows are called in messages.
+    """Return arrays for `Binder.bind` from one object per row. `where`: the name of the rows in messages.
 
-    Raises `BadInput` for a row that has not exactly these inputs, and for values that are no numbers.
+    Raises `BadInput` for a row that does not have exactly these inputs, and for values that are no numbers.
     """
     _check_names([item.name for item in inputs], rows, where)
     arrays: dict[str, Array] = {}
@@ -92,7 +92,7 @@ def _check_names(wanted: Sequence[str], rows: Sequence[Mapping[str, Any]], where
 
 
 def item_ids(candidates: Sequence[Any], known: int) -> torch.Tensor:
-    """``(N,)`` int64. Raises `BadInput` for what is no id of 0 to ``known`` - 1."""
+    """Return `(N,)` int64. Raises `BadInput` for anything that is no id of 0 to `known` - 1."""
     for i, each in enumerate(candidates):
         if type(each) is not int or not 0 <= each < known:
             message = f"candidates[{i}]: there is no item {str(each)[:40]}; ids are 0 to {known - 1}"
@@ -101,6 +101,6 @@ def item_ids(candidates: Sequence[Any], known: int) -> torch.Tensor:
 
 
 def ranking(scores: npt.NDArray[np.float32], top_k: int | None) -> list[int]:
-    """Places of the candidates, the highest score first, equal ones in their order, NaN last."""
+    """Return the candidates' indices, highest score first, equal ones in their order, NaN last."""
     order = np.argsort(-scores, kind="stable")
     return [int(place) for place in order[:top_k]]

@@ -1,4 +1,4 @@
-"""``POST /v1/recommend``: ranking for people. A user's features and candidates in, the best items first out."""
+"""`POST /v1/recommend`: simple ranking. A user's features and candidates in, the best items first out."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Question:
-    """A checked request, and the candidates' ids if they were named by them."""
+    """A checked request, with the candidates' ids if the request gave ids."""
 
     request: RankRequest
     ids: list[int] | None
@@ -58,7 +58,7 @@ class _Question:
     responses={200: {"model": RecommendResponse}, "4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
 )
 async def recommend(body: RecommendBody, request: Request, context: ContextDep) -> Response:
-    """Ranks the candidates for the user by the model's first output."""
+    """Rank the candidates for the user by the model's first output."""
     start_s = context.monotonic_s()
     bound = context.ranking_service.get(body.model or _only(context.ranking_service))
     deadline_s = None if body.deadline_ms is None else start_s + body.deadline_ms / 1e3
@@ -90,7 +90,7 @@ def _only(models: RankingService) -> str:
 
 
 def _question(body: RecommendBody, bound: BoundModel, request_id: str, deadline_s: float | None) -> _Question:
-    """Raises `BadInput`, naming the field of the body."""
+    """Check the body. Raises `BadInput`, naming the field of the body."""
     if not bound.side("item"):
         raise BadInput(f"model {bound.name} has no item-side inputs: it cannot rank items", param="model")
     ids = _ids(body.candidates, bound)
@@ -105,7 +105,7 @@ def _question(body: RecommendBody, bound: BoundModel, request_id: str, deadline_
 
 
 def _ids(candidates: Any, bound: BoundModel) -> torch.Tensor | None:
-    """The candidates' ids; None if they are objects."""
+    """Return the candidates' ids; None if they are objects."""
     if candidates != ALL and type(candidates) is not list:
         raise BadInput(f'candidates: must be a list, or "{ALL}"', param="candidates")
     if candidates != ALL:
@@ -136,7 +136,7 @@ def _item_tensors(candidates: Any, ids: torch.Tensor | None, bound: BoundModel) 
 
 
 def _place(param: str | None, bound: BoundModel) -> str | None:
-    """Where in the body an input is."""
+    """Return where in the body an input is."""
     sides: tuple[tuple[Side, str], ...] = (("user", "user"), ("item", "candidates"))
     for side, where in sides:
         if param in tensor_names(bound.side(side)):

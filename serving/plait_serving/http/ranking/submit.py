@@ -1,4 +1,4 @@
-"""What both ranking routes do with a checked request: ask the ranker, keep the deadline, count."""
+"""What both ranking routes do with a checked request: call the ranker, enforce the deadline, count."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["deadline", "rank", "unique_id"]
 
 
 def deadline(parameters: Mapping[str, Any], now_s: float) -> float | None:
-    """The moment that ``deadline_ms`` (ours) or ``timeout`` (Triton's, in microseconds; 0 is none) asks for.
+    """Return the moment set by `deadline_ms` (ours) or `timeout` (Triton's, in microseconds; 0 is none).
 
     Raises `BadInput`.
     """
@@ -33,7 +33,7 @@ def deadline(parameters: Mapping[str, Any], now_s: float) -> float | None:
 
 
 async def rank(context: RouteContext, bound: BoundModel, request: RankRequest) -> RankAnswer:
-    """Raises `RankError`; never later than the deadline, whatever the ranker does."""
+    """Return the ranker's answer, never later than the deadline, whatever the ranker does. Raises `RankError`."""
     start_s = context.monotonic_s()
     if request.deadline_s is None:
         answer = await bound.ranker.rank(request)
@@ -49,6 +49,6 @@ async def rank(context: RouteContext, bound: BoundModel, request: RankRequest) -
 
 
 def unique_id(state: Mapping[str, Any], number: int) -> str:
-    """The request's id; one that the client gave may repeat, so it gets a number."""
+    """Return the request's id, with a number appended if the client gave it, because such an id may repeat."""
     request_id = str(state["request_id"])
     return f"{request_id}.{number}" if state["request_id_given"] else request_id

@@ -1,7 +1,7 @@
-"""The Open Inference Protocol v2 of KServe, Triton and others, over the rankers: everything but ``infer``.
+"""The Open Inference Protocol v2 of KServe, Triton and others, over the rankers: everything but `infer`.
 
-The protocol's health answers are decided by their status alone; ours say in JSON what is missing. ``example`` is an
-addition of ours. Tensors: ``v2_wire.py`` (the bytes) and ``v2_inputs.py`` (what a model takes).
+The status alone decides the protocol's health responses; ours also report in JSON what is missing. `example` is our
+addition. Tensors: `ranking/codec.py` (the bytes) and `ranking/inputs.py` (the inputs of a model).
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _NO_STORE = {"cache-control": "no-store"}
 
 
 def infer_routes(context: RouteContext) -> list[Route]:
-    """The hot path's routes; FastAPI's own would validate what `Infer` reads itself."""
+    """Return the hot path's routes; FastAPI's own would validate what `Infer` reads itself."""
     infer = Infer(context)
     return [_HotRoute(path, endpoint=infer, methods=["POST"]) for path in INFER_PATHS]
 
 
 class _HotRoute(Route):
-    """Says which route it is; FastAPI does so for routes of its own only."""
+    """Puts itself into the scope as the route, which FastAPI does only for its own routes."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See Route."""
+        """Handle the request with the route in its scope."""
         scope["route"] = self
         await super().handle(scope, receive, send)
 
@@ -78,19 +78,19 @@ INFER_DOCUMENTATION = {path: _documentation(path) for path in INFER_PATHS}
 
 @router.get("", summary="The server")
 async def server() -> dict[str, Any]:
-    """Name, version, and the protocol's extensions that are understood."""
+    """Return the name, the version, and the supported extensions of the protocol."""
     return {"name": "plait", "version": installed_version(), "extensions": list(EXTENSIONS)}
 
 
 @router.get("/health/live", summary="Does the server run?")
 async def live() -> JSONResponse:
-    """200 as long as there is anybody to answer."""
+    """Return 200 as long as the server runs."""
     return JSONResponse({"live": True}, headers=_NO_STORE)
 
 
 @router.get("/health/ready", summary="Would every model answer now?")
 async def ready(context: ContextDep) -> JSONResponse:
-    """200 if so, else 503 with the reason."""
+    """Return 200 if every model is ready, else 503 with the reason."""
     state = await context.health()
     return _ready(None if state.ready else state.reason or "not ready")
 
@@ -98,7 +98,7 @@ async def ready(context: ContextDep) -> JSONResponse:
 @router.get("/models/{model}/ready", summary="Would the model answer now?")
 @router.get("/models/{model}/versions/{version}/ready", summary="Would the model answer now?")
 async def model_ready(context: ContextDep, model: str, version: str | None = None) -> JSONResponse:
-    """200 if so, else 503 with the reason; 404 if there is no such model."""
+    """Return 200 if the model is ready, else 503 with the reason; 404 if there is no such model."""
     bound = context.ranking_service.get(model, version)
     return _ready(await why_not_ready(bound.ranker), name=bound.name)
 
@@ -108,7 +108,7 @@ async def model_ready(context: ContextDep, model: str, version: str | None = Non
 async def model_example(
     context: ContextDep, model: str, version: str | None = None, candidates: int | None = None
 ) -> JSONResponse:
-    """A body for ``infer``: always the same for the same number of candidates."""
+    """Return a body for `infer`, always the same for the same number of candidates."""
     bound = context.ranking_service.get(model, version)
     card = bound.card
     largest = min(MAX_EXAMPLE, card.largest_candidates)
@@ -121,26 +121,29 @@ async def model_example(
 @router.get("/models/{model}", summary="What the model takes and gives")
 @router.get("/models/{model}/versions/{version}", summary="What the model takes and gives")
 async def model_metadata(context: ContextDep, model: str, version: str | None = None) -> dict[str, Any]:
-    """The model's inputs and outputs; -1 stands for the number of candidates, or of ids."""
+    """Return the model's inputs and outputs; -1 stands for the number of candidates, or of ids."""
     return metadata(model, context.ranking_service.get(model, version).card)
 
 
 class LoadParameters(StrictBody):
-    """``update``: the folder of an update on the server's machine (`plait models update` makes one)."""
+    """`update`: the folder of an update on the server's machine (`plait models update` makes one)."""
 
     update: Annotated[str, Field(min_length=1, max_length=4096)]
 
 
 class LoadBody(StrictBody):
-    """The body of Triton's repository extension; its parameters are ours."""
+    """The body of Triton's repository extension, with plait's parameters."""
 
     parameters: LoadParameters
 
 
 @router.post("/repository/models/{model}/load", summary="Publish an update of the model", dependencies=[ADMIN])
 async def load(context: ContextDep, model: str, body: LoadBody) -> dict[str, Any]:
-    """The version that is served from now on. A bad update is refused with 400 and a word about what is wrong with it;
-    503: try again. Either way the old version stays. Needs a key with the role admin."""
+    """Publish an update and return the version that is served from now on. Needs a key with the role admin.
+
+    A bad update is refused with 400 and a message on what is wrong with it; 503 means try again. Either way the old
+    version stays.
+    """
     refreshes = context.ranking_service.refreshes(model)
     if refreshes is None:
         raise BadInput(f"model {model!r} cannot be refreshed", param="model")
@@ -154,7 +157,7 @@ async def load(context: ContextDep, model: str, body: LoadBody) -> dict[str, Any
 
 
 def _ready(reason: str | None, **more: str) -> JSONResponse:
-    """``error`` is what clients of the protocol look for."""
+    """Return the response; clients of the protocol look for `error`."""
     if reason is None:
         return JSONResponse({**more, "ready": True}, headers=_NO_STORE)
     return JSONResponse({**more, "ready": False, "error": reason}, status_code=503, headers=_NO_STORE)

@@ -1,9 +1,8 @@
-"""The starter recommender ``picks``: films that do not exist, people who do not exist, and a model that learnt their
-taste.
+"""The starter ranking model `picks`: made-up films, made-up people, and a model that learnt their taste.
 
 ::
 
-    module, inputs = build()      the trained model and what it takes
+    module, inputs = build()      the trained model and its inputs
     arrays = items()              the item-side inputs of every film, by id
     names = item_names()          "The Crimson Canyon (1968)", ...
 """

@@ -1,7 +1,7 @@
-"""``python -m plait_serving.starter.ranking picks|movielens``: train a recommender; its figures on stdout as JSON.
+"""`python -m plait_serving.starter.ranking picks|movielens`: train a ranking model; its figures on stdout as JSON.
 
-``picks`` writes the starter model's state, its films and the package that is served. ``movielens`` needs the recbole
-wheel, in which MovieLens-100k comes:
+`picks` writes the starter model's state, its films and the package that is served. `movielens` needs the recbole
+wheel, which contains MovieLens-100k:
 
     pip download --no-deps --dest /tmp recbole==1.2.1
     python -m plait_serving.starter.ranking movielens /tmp/recbole-1.2.1-py3-none-any.whl
@@ -26,7 +26,7 @@ from plait_serving.starter.ranking.train import PicksAuc, package_picks, train_p
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0 ok, 1 failed, 2 usage."""
+    """Run the command and return its exit code: 0 ok, 1 failed, 2 usage."""
     parser = argparse.ArgumentParser(
         prog="python -m plait_serving.starter.ranking",
         description=__doc__,

@@ -9,7 +9,8 @@ __all__ = ["auc"]
 
 
 def auc(labels: ArrayLike, scores: ArrayLike) -> float:
-    """The chance that a positive scores above a negative, ties counted half (Mann-Whitney U over the number of pairs).
+    """Return the probability that a positive scores above a negative, ties counted half (Mann-Whitney U over the number
+    of pairs).
 
     Raises ValueError if one of the two is missing.
     """

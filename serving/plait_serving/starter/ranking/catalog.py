@@ -1,4 +1,4 @@
-"""The films of the starter recommender: names, genres, years, popularity. All of it is made up.
+"""The films of the starter ranking model: names, genres, years, popularity. All of it is made up.
 
 I films; G genres. The first genre of a film gives it its nouns, so that a list of picks shows its taste.
 """
@@ -39,7 +39,7 @@ OLDEST, NEWEST = 1930, 2024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilmCatalog:
-    """The films by id. ``genres`` (I, G) bool; ``first_genre`` and ``year`` (I,) int64; ``popularity`` (I,) float64.
+    """The films by id. `genres` (I, G) bool; `first_genre` and `year` (I,) int64; `popularity` (I,) float64.
 
     Popularity is how well known a film is: evenly spread, 1 for the best known.
     """
@@ -55,7 +55,7 @@ class FilmCatalog:
 
 
 def make_catalog(size: int = 2000, *, seed: int = 0) -> FilmCatalog:
-    """``size`` films (at most 6,000: titles run out), the same for the same seed. Newer ones are more frequent."""
+    """Make `size` films (at most 6,000: titles run out), the same for the same seed. Newer ones are more frequent."""
     rng = np.random.default_rng([seed, 1])
     first = rng.integers(0, len(GENRES), size)
     genres = np.zeros((size, len(GENRES)), dtype=bool)
@@ -74,7 +74,7 @@ def make_catalog(size: int = 2000, *, seed: int = 0) -> FilmCatalog:
 
 
 def _titles(first_genre: NDArray[np.int64], rng: np.random.Generator) -> list[str]:
-    """A title for each film, no two alike: "The Crimson Canyon", "Crimson Canyon"."""
+    """Return a title for each film, no two alike: "The Crimson Canyon", "Crimson Canyon"."""
     stock = {}
     for index, genre in enumerate(GENRES):
         pairs = [f"{adjective} {noun}" for adjective in ADJECTIVES.split() for noun in NOUNS[genre].split()]

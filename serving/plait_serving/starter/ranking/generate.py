@@ -6,9 +6,9 @@ styles; a film has genres and a hidden style. The law of a click of person u on 
     logit = (taste_u + habit_d) . genres_i / sqrt(genres of i) + 0.4 style_u . style_i
             + quality_i + near(year_i, youth_u) - 3.2
 
-The model sees neither taste, nor style, nor quality: only what a person said to like (most favourites, now and then
-something else), what they clicked before, and the films' public features. So the law's own AUC is more than any model
-can reach.
+The model sees neither taste, nor style, nor quality: only the genres that a person claims to like (most favourites,
+occasionally something else), what they clicked before, and the films' public features. So no model can reach the
+law's own AUC.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _SEEN_BEFORE = 80
 class Clicks:
     """What U people were shown: N films each, all at once. Histories and likings are padded with -1 on the right.
 
-    ``age_band``, ``daypart`` (U,), ``liked_genres`` (U, G), ``history`` (U, H), ``item`` (U, N) int64; ``label`` (U,
-    N) bool; ``law`` (U, N) float64: the planted logit.
+    `age_band`, `daypart` (U,), `liked_genres` (U, G), `history` (U, H), `item` (U, N) int64; `label` (U, N) bool;
+    `law` (U, N) float64: the planted logit.
     """
 
     age_band: NDArray[np.int64]
@@ -55,7 +55,7 @@ class Clicks:
 
 
 def make_clicks(catalog: FilmCatalog, people: int, *, shown: int = 30, seed: int = 0) -> Clicks:
-    """People of this seed and what they clicked. The law is the catalogue's, whatever the seed."""
+    """Generate the people of this seed and their clicks. The law is the catalogue's, whatever the seed."""
     rng = np.random.default_rng([seed, 2])
     age_band = rng.choice(len(AGE_BANDS), people, p=[0.1, 0.2, 0.22, 0.18, 0.14, 0.1, 0.06])
     daypart = rng.integers(0, len(DAYPARTS), people)
@@ -98,7 +98,7 @@ class _Law:
         age_band: NDArray[np.int64],
         daypart: NDArray[np.int64],
     ) -> NDArray[np.float64]:
-        """(U, N) for items (U, N)."""
+        """Return the logits (U, N) for items (U, N)."""
         liking = np.einsum("ung,ug->un", self._genres[item], taste + _habits()[daypart])
         styled = np.einsum("uns,us->un", self._style[item], style)
         youth = 2024 - _AGES[age_band] + 20
@@ -107,19 +107,19 @@ class _Law:
 
 
 def _favourites(people: int, rng: np.random.Generator) -> NDArray[np.float64]:
-    """(U, G): 1 for two to four favourites of each person, else 0."""
+    """Return (U, G): 1 for two to four favourites of each person, else 0."""
     rank = rng.random((people, len(GENRES))).argsort(1).argsort(1)
     return np.asarray(rank < rng.integers(2, 5, (people, 1)), dtype=np.float64)
 
 
 def _said_likings(favourites: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.bool_]:
-    """What people say to like: a favourite in four of five cases, anything else in one of thirty."""
+    """Return the genres that people claim to like: a favourite in four of five cases, any other in one of thirty."""
     draws = rng.random(favourites.shape)
     return np.where(favourites > 0, draws < 0.8, draws < 1 / 30)
 
 
 def _age_taste() -> NDArray[np.float64]:
-    """(bands, G): the young like action and science fiction more, the old westerns, music and documentaries."""
+    """Return (bands, G): the young like action and science fiction more, the old westerns, music and documentaries."""
     young = _weights({"action": 0.6, "science fiction": 0.5, "horror": 0.5, "children": 0.3})
     old = _weights({"western": 0.7, "music": 0.5, "documentary": 0.6, "drama": 0.4})
     share = np.linspace(1, 0, len(AGE_BANDS))[:, None]
@@ -127,7 +127,7 @@ def _age_taste() -> NDArray[np.float64]:
 
 
 def _habits() -> NDArray[np.float64]:
-    """(dayparts, G): what is rather watched when."""
+    """Return (dayparts, G): which genres are preferred at which daypart."""
     morning = _weights({"children": 0.8, "documentary": 0.5, "horror": -1.0})
     afternoon = _weights({"comedy": 0.4, "adventure": 0.4})
     evening = _weights({"drama": 0.4, "crime": 0.5, "romance": 0.3})
@@ -144,13 +144,13 @@ def _happens(logits: NDArray[np.float64], rng: np.random.Generator) -> NDArray[n
 
 
 def _clicked(item: NDArray[np.int64], clicked: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """(U, H): the latest clicked films, oldest first, -1 behind."""
+    """Return (U, H): the latest clicked films, oldest first, padded with -1 on the right."""
     latest = clicked & (np.cumsum(clicked[:, ::-1], axis=1)[:, ::-1] <= LONGEST_HISTORY)
     order = np.argsort(~latest, axis=1, kind="stable")[:, :LONGEST_HISTORY]
     return np.where(np.take_along_axis(latest, order, 1), np.take_along_axis(item, order, 1), -1)
 
 
 def _padded(chosen: NDArray[np.bool_], width: int) -> NDArray[np.int64]:
-    """(U, width): the chosen columns of each row, -1 behind."""
+    """Return (U, width): the chosen columns of each row, padded with -1 on the right."""
     order = np.argsort(~chosen, axis=1, kind="stable")[:, :width]
     return np.where(np.take_along_axis(chosen, order, 1), order, -1)

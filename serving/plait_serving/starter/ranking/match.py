@@ -1,4 +1,4 @@
-"""How a person and a film are compared, in both recommenders of this folder.
+"""How a person and a film are compared, in both ranking models of this folder.
 
 Symbols: B rows, P vectors of the person, F of the film, D their width.
 """
@@ -29,7 +29,7 @@ class Match(nn.Module):
         )
 
     def forward(self, person: torch.Tensor, film: torch.Tensor) -> torch.Tensor:
-        """(B, P, D) and (B, F, D) to (B,)."""
+        """Map (B, P, D) and (B, F, D) to (B,)."""
         dots = torch.bmm(person, film.transpose(1, 2))
         read = torch.cat([dots.flatten(1), person.flatten(1), film.flatten(1)], dim=1)
         logits: torch.Tensor = self.top(read).squeeze(1)

@@ -1,4 +1,4 @@
-"""A recommender of MovieLens-100k: will this person like this film? Trained here, judged on what was rated later.
+"""A ranking model of MovieLens-100k: will this person like this film? Trained here, evaluated on later ratings.
 
 ::
 
@@ -61,7 +61,7 @@ Scorer = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MovieLensRecipe:
-    """How it is trained; ``sessions_per_batch`` sessions of up to 16 films each."""
+    """The training settings; a batch has `sessions_per_batch` sessions of up to 16 films each."""
 
     epochs: int = 3
     sessions_per_batch: int = 32
@@ -76,7 +76,7 @@ class MovieLensAuc:
     """AUC over all later ratings: of the module, of its halves, of those with int8 rows and a float16 wire, and of the
     films' mean rating alone.
 
-    ``ratings`` are what it was judged on, ``liked`` their share of positives, ``seconds`` what training took.
+    `ratings` is the number of test ratings, `liked` their share of positives, `seconds` the training time.
     """
 
     auc: float
@@ -116,7 +116,7 @@ class Films(nn.Module):
         disliked_offsets: torch.Tensor,
         habit: torch.Tensor,
     ) -> torch.Tensor:
-        """(B, 6, D)."""
+        """Return the person's vectors (B, 6, D)."""
         who = [self.age_band(age_band), self.gender(gender), self.occupation(occupation)]
         rated = [self.liked(liked, liked_offsets), self.disliked(disliked, disliked_offsets), self.habit(habit)]
         return torch.stack([*who, *rated], dim=1)
@@ -124,7 +124,7 @@ class Films(nn.Module):
     def film(
         self, *, item: torch.Tensor, genres: torch.Tensor, genres_offsets: torch.Tensor, facts: torch.Tensor
     ) -> torch.Tensor:
-        """(B, 3, D)."""
+        """Return the film's vectors (B, 3, D)."""
         return torch.stack([self.item(item), self.genres(genres, genres_offsets), self.facts(facts)], dim=1)
 
     def forward(
@@ -143,7 +143,7 @@ class Films(nn.Module):
         genres_offsets: torch.Tensor,
         facts: torch.Tensor,
     ) -> dict[str, torch.Tensor]:
-        """The output ``score``."""
+        """Return the output `score`."""
         person = self.person(
             age_band=age_band,
             gender=gender,
@@ -159,7 +159,7 @@ class Films(nn.Module):
 
 
 def inputs_of(data: MovieLens) -> tuple[Input, ...]:
-    """What the model takes."""
+    """Return the model's inputs."""
     largest = len(data.names)
     return (
         Ids("age_band", side="user"),
@@ -175,7 +175,7 @@ def inputs_of(data: MovieLens) -> tuple[Input, ...]:
 
 
 def train_movielens(wheel: Path, out: Path | None = None, recipe: MovieLensRecipe | None = None) -> MovieLensAuc:
-    """Read, train, package, judge; the package stays in the new folder ``out``, ready to be served.
+    """Read, train, package, evaluate; the package stays in the new folder `out`, ready to be served.
 
     Raises `BadArchive`, `PackageError` (the folder is taken), OSError.
     """
@@ -204,7 +204,7 @@ def train_movielens(wheel: Path, out: Path | None = None, recipe: MovieLensRecip
 
 
 def fit(data: MovieLens, recipe: MovieLensRecipe | None = None) -> tuple[Films, tuple[Input, ...]]:
-    """The trained model in eval mode, and what it takes. Same recipe, same bits (one thread)."""
+    """Return the trained model in eval mode, and its inputs. Same recipe, same bits (one thread)."""
     recipe = recipe or MovieLensRecipe()
     torch.manual_seed(recipe.seed)
     model = _new_model(data, recipe.dropout)
@@ -226,14 +226,14 @@ def fit(data: MovieLens, recipe: MovieLensRecipe | None = None) -> tuple[Films, 
 
 
 def evaluate(data: MovieLens, scorer: Scorer) -> float:
-    """AUC over all test ratings; each session is one request."""
+    """Return the AUC over all test ratings; each session is one request."""
     films = item_arrays(data)
     scores = [scorer(request_tensors(data, films, session)).numpy() for session in data.test]
     return auc(np.concatenate([session.liked for session in data.test]), np.concatenate(scores))
 
 
 def scorer_of(model: Films) -> Scorer:
-    """The module itself as a scorer: user inputs are repeated for every candidate, as ``forward`` wants them."""
+    """Return the module itself as a scorer: user inputs are repeated for every candidate, as `forward` expects."""
 
     def scored(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         person = {name: tensors[name] for name in _PERSON}
@@ -246,7 +246,7 @@ def scorer_of(model: Films) -> Scorer:
 
 
 def packaged_scorer(folder: Path, *, wire: Literal["float32", "float16"] = "float32") -> Scorer:
-    """The two halves of a package as a scorer. What crosses is rounded as ``wire`` would round it."""
+    """Return the two halves of a package as a scorer. What crosses the cut is rounded as `wire` would round it."""
     package = open_package(folder)
     sparse, dense = package.sparse(), package.dense()
 
@@ -263,7 +263,7 @@ def packaged_scorer(folder: Path, *, wire: Literal["float32", "float16"] = "floa
 
 
 def item_arrays(data: MovieLens) -> Mapping[str, torch.Tensor]:
-    """The item-side inputs of all films, by tensor name. ``facts``: year, number and mean of the training ratings."""
+    """Return the item-side inputs of all films, by tensor name. `facts`: year, number and mean of training ratings."""
     genres, offsets = as_bag(np.where(data.genres, np.arange(data.genres.shape[1]), -1))
     films = np.concatenate([session.films for session in data.train])
     liked = np.concatenate([session.liked for session in data.train])
@@ -283,7 +283,8 @@ def item_arrays(data: MovieLens) -> Mapping[str, torch.Tensor]:
 def request_tensors(
     data: MovieLens, films: Mapping[str, torch.Tensor], session: RatingSession
 ) -> dict[str, torch.Tensor]:
-    """One session as a request: user inputs with one row, item inputs with a row per film. ``films``: `item_arrays`."""
+    """Return one session as a request: user inputs with one row, item inputs with a row per film. `films`:
+    `item_arrays`."""
     genres, offsets = as_bag(np.where(data.genres[session.films], np.arange(data.genres.shape[1]), -1))
     shown = torch.from_numpy(session.films)
     film = {"item": shown, "genres": genres, "genres_offsets": offsets, "facts": films["facts"][shown]}
@@ -310,7 +311,7 @@ def _new_model(data: MovieLens, dropout: float) -> Films:
 def _logits(
     model: Films, data: MovieLens, films: Mapping[str, torch.Tensor], sessions: Sequence[RatingSession]
 ) -> torch.Tensor:
-    """(films of all sessions,): person's vectors once per session, films' vectors once per film."""
+    """Return (films of all sessions,): the person's vectors once per session, the films' vectors once per film."""
     sizes = torch.tensor([session.films.size for session in sessions])
     person = model.person(**_person_tensors(data, sessions)).repeat_interleave(sizes, dim=0)
     shown = torch.from_numpy(np.concatenate([session.films for session in sessions]))
@@ -320,7 +321,8 @@ def _logits(
 
 
 def _person_tensors(data: MovieLens, sessions: Sequence[RatingSession]) -> dict[str, torch.Tensor]:
-    """User inputs, a row per session. ``habit``: share of likes (ten usual ratings added), and how many ratings."""
+    """Return user inputs, a row per session. `habit`: share of likes (ten usual ratings added), and the number of
+    ratings."""
     people = np.array([session.person for session in sessions])
     liked, liked_offsets = _flat([session.liked_before for session in sessions])
     disliked, disliked_offsets = _flat([session.disliked_before for session in sessions])

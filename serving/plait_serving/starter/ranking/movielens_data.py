@@ -1,4 +1,4 @@
-"""MovieLens-100k as it comes in the recbole wheel: ratings in the order of time, people, films.
+"""MovieLens-100k from the recbole wheel: ratings in time order, people, films.
 
 The data is GroupLens's (https://grouplens.org/datasets/movielens/100k/: research use, no redistribution), so it is
 read where the user has put it and never stored. A rating of 4 or 5 of 5 counts as liked.
@@ -35,7 +35,7 @@ class BadArchive(Exception):
 class RatingSession:
     """Up to 16 films that one person rated one after the other: one request.
 
-    ``liked_before`` and ``disliked_before`` are what they had rated until then. Numbers are rows of `MovieLens`.
+    `liked_before` and `disliked_before` are what they had rated until then. Numbers are rows of `MovieLens`.
     """
 
     person: int
@@ -49,8 +49,8 @@ class RatingSession:
 class MovieLens:
     """The data set with a split by time.
 
-    By person: ``age_band``, ``gender``, ``occupation`` (U,) int64. By film: ``names``, ``genres`` (I, G) bool,
-    ``year`` (I,) int64 (0: unknown).
+    By person: `age_band`, `gender`, `occupation` (U,) int64. By film: `names`, `genres` (I, G) bool, `year` (I,)
+    int64 (0: unknown).
     """
 
     age_band: NDArray[np.int64]
@@ -65,7 +65,7 @@ class MovieLens:
 
 @dataclass(frozen=True, slots=True)
 class _Ratings:
-    """Sorted by time, then as in the file."""
+    """Ratings sorted by time, then in file order."""
 
     person: NDArray[np.int64]
     film: NDArray[np.int64]
@@ -73,7 +73,7 @@ class _Ratings:
 
 
 def read_movielens(wheel: Path, *, train_share: float = 0.8) -> MovieLens:
-    """The data set; the first ``train_share`` of all ratings in time train, the others test.
+    """Read the data set; the first `train_share` of all ratings in time are for training, the others for testing.
 
     Raises `BadArchive`, OSError.
     """
@@ -104,7 +104,7 @@ def read_movielens(wheel: Path, *, train_share: float = 0.8) -> MovieLens:
 
 
 def _table(archive: zipfile.ZipFile, kind: str) -> list[dict[str, str]]:
-    """The rows of one of the data set's files: tab-separated, columns named ``name:type``."""
+    """Return the rows of one of the data set's files: tab-separated, columns named `name:type`."""
     member = f"{_FOLDER}.{kind}"
     if archive.getinfo(member).file_size > _MAX_MEMBER_BYTES:
         raise ValueError(f"{member} is larger than MovieLens-100k")
@@ -114,7 +114,7 @@ def _table(archive: zipfile.ZipFile, kind: str) -> list[dict[str, str]]:
 
 
 def _sessions(rated: _Ratings, trained: int) -> tuple[tuple[RatingSession, ...], tuple[RatingSession, ...]]:
-    """The first ``trained`` ratings as sessions, and the others, which know the first as history."""
+    """Return the first `trained` ratings as sessions, and the others, which have the first as history."""
     liked: dict[int, list[int]] = {}
     disliked: dict[int, list[int]] = {}
     parts = []
@@ -137,7 +137,7 @@ def _sessions(rated: _Ratings, trained: int) -> tuple[tuple[RatingSession, ...],
 
 
 def _runs(person: NDArray[np.int64], start: int, stop: int) -> Iterator[list[int]]:
-    """Ratings ``start : stop`` in runs of at most 16 of one person, whose own stay in the order of time."""
+    """Yield ratings `start : stop` in runs of at most 16 of one person, each person's in time order."""
     open_runs: dict[int, list[int]] = {}
     for row in range(start, stop):
         run = open_runs.setdefault(int(person[row]), [])
@@ -148,7 +148,7 @@ def _runs(person: NDArray[np.int64], start: int, stop: int) -> Iterator[list[int
 
 
 def _numbers(words: list[str]) -> NDArray[np.int64]:
-    """Each word's place among the sorted distinct ones."""
+    """Return each word's index among the sorted distinct ones."""
     place = {word: index for index, word in enumerate(sorted(set(words)))}
     return np.array([place[word] for word in words])
 

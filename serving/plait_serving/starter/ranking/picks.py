@@ -1,4 +1,4 @@
-"""The model ``picks``: a small DLRM over a person and a film, with its trained state and the films' features.
+"""The model `picks`: a small DLRM over a person and a film, with its trained state and the films' features.
 
 Symbols: B rows, D width of every vector. Four vectors of the person (age band, liked genres, history, daypart) meet
 three of the film (itself, its genres, its year and popularity) in `Match`.
@@ -66,7 +66,7 @@ class Picks(nn.Module):
         history_offsets: torch.Tensor,
         daypart: torch.Tensor,
     ) -> torch.Tensor:
-        """(B, 4, D)."""
+        """Return the person's vectors (B, 4, D)."""
         liked = self.liked_genres(liked_genres, liked_genres_offsets)
         seen = self.history(history, history_offsets)
         return torch.stack([self.age_band(age_band), liked, seen, self.daypart(daypart)], dim=1)
@@ -80,7 +80,7 @@ class Picks(nn.Module):
         year: torch.Tensor,
         popularity: torch.Tensor,
     ) -> torch.Tensor:
-        """(B, 3, D)."""
+        """Return the film's vectors (B, 3, D)."""
         facts = self.facts(torch.cat([(year - 2000.0) / 25.0, popularity], dim=1))
         return torch.stack([self.item(item), self.genres(genres, genres_offsets), facts], dim=1)
 
@@ -99,7 +99,7 @@ class Picks(nn.Module):
         year: torch.Tensor,
         popularity: torch.Tensor,
     ) -> dict[str, torch.Tensor]:
-        """The output ``score``."""
+        """Return the output `score`."""
         person = self.person(
             age_band=age_band,
             liked_genres=liked_genres,
@@ -113,20 +113,20 @@ class Picks(nn.Module):
 
 
 def build(folder: Path = FOLDER) -> tuple[Picks, tuple[Input, ...]]:
-    """The trained model in eval mode, and what it takes. Raises FileNotFoundError where it was not trained yet."""
+    """Return the trained model in eval mode, and its inputs. Raises FileNotFoundError if it is not trained yet."""
     model = Picks()
     model.load_state_dict(load_file(folder / STATE))
     return model.eval().requires_grad_(requires_grad=False), INPUTS
 
 
 def items(folder: Path = FOLDER) -> Mapping[str, torch.Tensor]:
-    """The item-side inputs of every film by their tensor names: row i of each is film i; ``genres_offsets`` is (I +
-    1,)."""
+    """Return the item-side inputs of every film by their tensor names: row i of each is film i; `genres_offsets` is (I
+    + 1,)."""
     return dict(load_file(folder / ITEMS))
 
 
 @cache
 def item_names(folder: Path = FOLDER) -> tuple[str, ...]:
-    """The films' names by id."""
+    """Return the films' names by id."""
     with safe_open(folder / ITEMS, framework="pt") as file:
         return tuple(json.loads(file.metadata()["names"]))

@@ -1,7 +1,7 @@
-"""Train ``picks`` on generated clicks and say how near it comes to the law that made them.
+"""Train `picks` on generated clicks and report how close it comes to the law that made them.
 
-A batch is a hundred people or so with the films that they were shown, so the person's
-vectors are computed once per person and repeated, as the server does it.
+A batch is about a hundred people with the films that they were shown, so the person's vectors are computed once per
+person and repeated, like in the server.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ REPORT = "picks.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PicksRecipe:
-    """How it is trained: ``rounds`` over ``people`` new people each, so that none is met twice and nothing is learnt by
-    heart.
+    """The training settings: `rounds` over `people` new people each, so that none is seen twice and nothing is
+    memorized.
 
-    ``people_per_batch`` people bring all that they were shown.
+    `people_per_batch` people bring everything that they were shown.
     """
 
     people: int = 24_000
@@ -53,7 +53,7 @@ class PicksRecipe:
 class PicksAuc:
     """AUC over all pairs of people who were not trained on: of the model, of the planted law, of popularity alone.
 
-    ``clicked`` is the share of positives; ``seconds`` what training took.
+    `clicked` is the share of positives; `seconds` the training time.
     """
 
     auc: float
@@ -64,8 +64,7 @@ class PicksAuc:
 
 
 def train_picks(folder: Path = FOLDER, recipe: PicksRecipe | None = None) -> PicksAuc:
-    """Train, judge, and write the state, the films and a report into ``folder``. Same recipe, same bits (one
-    thread)."""
+    """Train, evaluate, and write the state, films and a report into `folder`. Same recipe, same bits (one thread)."""
     recipe = recipe or PicksRecipe()
     catalog = make_catalog(FILMS)
     start = time.perf_counter()
@@ -81,7 +80,7 @@ def train_picks(folder: Path = FOLDER, recipe: PicksRecipe | None = None) -> Pic
 
 
 def package_picks(folder: Path = FOLDER) -> None:
-    """Package what `train_picks` wrote into ``folder / "picks"``, in place of what is there."""
+    """Package what `train_picks` wrote into `folder / "picks"`, replacing what is there."""
     model, inputs = build(folder)
     target = folder / "picks"
     shutil.rmtree(target, ignore_errors=True)
@@ -93,7 +92,7 @@ def package_picks(folder: Path = FOLDER) -> None:
 
 
 def train(catalog: FilmCatalog, recipe: PicksRecipe) -> Picks:
-    """The trained model, in eval mode. The learning rate falls to zero along half a cosine."""
+    """Return the trained model, in eval mode. The learning rate falls to zero along half a cosine."""
     torch.manual_seed(recipe.seed)
     model = Picks()
     tables = [one.weight for one in model.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)]
@@ -120,7 +119,7 @@ def train(catalog: FilmCatalog, recipe: PicksRecipe) -> Picks:
 
 
 def judge(model: Picks, catalog: FilmCatalog, recipe: PicksRecipe, seconds: float = 0.0) -> PicksAuc:
-    """Figures over people of another seed."""
+    """Return the figures over people of another seed."""
     clicks = make_clicks(catalog, recipe.people_judged, seed=_seed(recipe, -1))
     return PicksAuc(
         auc=auc(clicks.label, score(model, catalog, clicks)),
@@ -132,7 +131,7 @@ def judge(model: Picks, catalog: FilmCatalog, recipe: PicksRecipe, seconds: floa
 
 
 def score(model: Picks, catalog: FilmCatalog, clicks: Clicks) -> NDArray[np.float32]:
-    """Logits (U, N) of all that was shown."""
+    """Return the logits (U, N) of everything that was shown."""
     films = item_arrays(catalog)
     with torch.inference_mode():
         parts = [
@@ -144,7 +143,7 @@ def score(model: Picks, catalog: FilmCatalog, clicks: Clicks) -> NDArray[np.floa
 
 
 def item_arrays(catalog: FilmCatalog) -> Mapping[str, torch.Tensor]:
-    """The item-side inputs of all films, by tensor name."""
+    """Return the item-side inputs of all films, by tensor name."""
     genres, offsets = as_bag(np.where(catalog.genres, np.arange(catalog.genres.shape[1]), -1))
     return {
         "item": torch.arange(len(catalog)),
@@ -156,7 +155,7 @@ def item_arrays(catalog: FilmCatalog) -> Mapping[str, torch.Tensor]:
 
 
 def as_bag(padded: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of ids with -1 where there is none, as flat ids and offsets (rows + 1,)."""
+    """Return rows of ids, with -1 where there is none, as flat ids and offsets (rows + 1,)."""
     there = padded >= 0
     offsets = np.zeros(len(padded) + 1, dtype=np.int64)
     np.cumsum(there.sum(1), out=offsets[1:])
@@ -164,12 +163,12 @@ def as_bag(padded: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _seed(recipe: PicksRecipe, number: int) -> int:
-    """Of the people of a round; -1: of those who judge."""
+    """Return the seed of the people of a round; -1: of the test people."""
     return 1000 * recipe.seed + 1 + number
 
 
 def _logits(model: Picks, films: Mapping[str, torch.Tensor], clicks: Clicks, people: NDArray[np.int64]) -> torch.Tensor:
-    """(people * N,): everyone with the films that they were shown."""
+    """Return (people * N,): each person with the films that they were shown."""
     shown = torch.from_numpy(clicks.item[people].reshape(-1))
     liked, history = as_bag(clicks.liked_genres[people]), as_bag(clicks.history[people])
     person = model.person(

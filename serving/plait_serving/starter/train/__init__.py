@@ -1,1 +1,1 @@
-"""Training of the starter models: ``python -m plait_serving.starter.train``."""
+"""Training of the starter models: `python -m plait_serving.starter.train`."""

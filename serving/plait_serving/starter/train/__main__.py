@@ -1,4 +1,4 @@
-"""``python -m plait_serving.starter.train``: make the starter models from scratch, or go on where a run stopped."""
+"""`python -m plait_serving.starter.train`: make the starter models from scratch, or resume a run that stopped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SMOKE_COUNT = 40
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m plait_serving.starter.train", description=__doc__)
     parser.add_argument("--cache", type=Path, default=Path("~/.cache/plait/starter"), help="npm archives and images")
     parser.add_argument("--work", type=Path, help="checkpoints; default: below the cache")
@@ -39,7 +39,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train, export and, if asked, measure. Exit code 0 ok, 1 failed, 2 usage, 99 a figure missed its bound."""
+    """Train, export and, if requested, measure. Exit code 0 ok, 1 failed, 2 usage, 99 a figure missed its bound."""
     options = parse(argv)
     if options.threads:
         torch.set_num_threads(options.threads)

@@ -1,10 +1,10 @@
-"""Stage ``base``: the denoiser, and what all diffusion stages share.
+"""Stage `base`: the denoiser, and what all diffusion stages share.
 
-Legend: ``x`` clean latents, ``e`` noise, ``a`` = sqrt(alpha_bar_t), ``s`` = sqrt(1 - alpha_bar_t);
-noisy = a x + s e; the network foretells v = a e - s x. The squared error is not weighted, and noisy steps are drawn
-more often (t = 1000 u^0.6): there the prompt alone decides the picture. (min-SNR weights, arXiv:2303.09556, were
+Legend: `x` clean latents, `e` noise, `a` = sqrt(alpha_bar_t), `s` = sqrt(1 - alpha_bar_t);
+noisy = a x + s e; the network predicts v = a e - s x. The squared error is not weighted, and noisy steps are drawn
+more often (t = 1000 u^0.6): there the prompt alone decides the image. (min-SNR weights, arXiv:2303.09556, were
 tried first: after 1500 steps the network still ignored the prompt.) Samplers start at the last step
-("trailing"), where nearly nothing of x is left, so that flat white grounds come out white.
+("trailing"), where nearly nothing of x is left, so that flat white backgrounds come out white.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ NOISE_BIAS = 0.6
 class Studio:
     """What the diffusion stages work with.
 
-    ``head`` reads pictures from the text encoder's states. Row ``count`` of ``ids``, one past the names, is the
-    empty prompt.
+    `head` reads images from the text encoder's states. Row `count` of `ids`, one past the names, is the empty
+    prompt.
     """
 
     images: TrainingImages
@@ -48,17 +48,17 @@ class Studio:
 
     @property
     def count(self) -> int:
-        """How many concepts there are."""
+        """The number of concepts."""
         return len(self.images.names)
 
     @torch.no_grad()
     def embeddings(self) -> Tensor:
-        """The embeddings of all ``ids``, ``float32[count + 1, 77, WIDTH]``, from the text encoder as it is now."""
+        """Return the embeddings of all `ids`, `float32[count + 1, 77, WIDTH]`, with the encoder's current weights."""
         return torch.cat([embed(self.encoder, ids) for ids in torch.split(self.ids, 64)])
 
 
 def build_unet() -> UNet2DConditionModel:
-    """The untrained denoiser; same weights every time."""
+    """Return the untrained denoiser; same weights every time."""
     torch.manual_seed(SEED + 2)
     unet = UNet2DConditionModel(
         sample_size=16,
@@ -76,7 +76,7 @@ def build_unet() -> UNet2DConditionModel:
 
 
 def build_scheduler() -> DDIMScheduler:
-    """The noise schedule of the bundle; the other samplers are made from its configuration."""
+    """Return the noise schedule of the bundle; the other samplers are made from its configuration."""
     return DDIMScheduler(
         beta_start=0.00085,
         beta_end=0.012,
@@ -90,7 +90,7 @@ def build_scheduler() -> DDIMScheduler:
 
 
 def build_studio(images: TrainingImages, vae: AutoencoderKL, tokenizer: CLIPTokenizer) -> Studio:
-    """Untrained denoiser and text encoder beside a trained autoencoder, with latents and token ids at hand."""
+    """Return an untrained denoiser and text encoder beside a trained autoencoder, with latents and token ids."""
     return Studio(
         images=images,
         vae=vae,
@@ -105,7 +105,7 @@ def build_studio(images: TrainingImages, vae: AutoencoderKL, tokenizer: CLIPToke
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingBatch:
-    """Clean latents ``[b, 4, 16, 16]``, prompts as rows of the studio's ``ids``, control pictures if there are any."""
+    """Clean latents `[b, 4, 16, 16]`, prompts as rows of the studio's `ids`, control images if there are any."""
 
     latents: Tensor
     prompts: Tensor
@@ -117,7 +117,7 @@ Draw = Callable[[torch.Generator], TrainingBatch]
 
 
 def diffusion_loss(predict: Predict, draw: Draw) -> Loss:
-    """The v loss. ``draw(generator)`` gives a batch, ``predict(noisy, t, batch)`` is the network."""
+    """Return the v loss. `draw(generator)` gives a batch, `predict(noisy, t, batch)` is the network."""
     alphas = build_scheduler().alphas_cumprod
 
     def loss(_: int, generator: torch.Generator) -> Tensor:
@@ -134,7 +134,7 @@ def diffusion_loss(predict: Predict, draw: Draw) -> Loss:
 
 
 def draw_images(studio: Studio, latents: Tensor, batch: int) -> Draw:
-    """Rows of ``latents`` with their own prompt, which is left out for one in ten (classifier-free guidance)."""
+    """Draw rows of `latents` with their own prompt, which is left out for one in ten (classifier-free guidance)."""
 
     def draw(generator: torch.Generator) -> TrainingBatch:
         rows = torch.randint(studio.count, (batch,), generator=generator)
@@ -145,7 +145,7 @@ def draw_images(studio: Studio, latents: Tensor, batch: int) -> Draw:
 
 
 def train_base(studio: Studio, recipe: StageRecipe, checkpoint: Path) -> StageOutcome:
-    """Train (or go on training) the denoiser of ``studio`` in place, then freeze it. The text encoder is frozen."""
+    """Train (or resume training) the denoiser of `studio` in place, then freeze it. The text encoder is frozen."""
     prompts = studio.embeddings()
 
     def predict(noisy: Tensor, t: Tensor, batch: TrainingBatch) -> Tensor:

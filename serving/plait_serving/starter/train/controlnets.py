@@ -1,7 +1,7 @@
-"""Stages ``edges`` and ``colors``: a ControlNet each, over the frozen base.
+"""Stages `edges` and `colors`: a ControlNet each, over the frozen base.
 
-Half of the rows show a picture with its colour channels swapped and carry a wrong prompt, a fifth carry
-none: so the map decides, whatever the prompt says.
+Half of the rows show an image with its colour channels swapped and carry a wrong prompt, a fifth carry none: so the
+map decides, whatever the prompt is.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ NO_PROMPT = 0.2
 
 
 def build_controlnet(studio: Studio) -> ControlNetModel:
-    """A ControlNet that starts as a copy of the base's encoder half and adds nothing yet."""
+    """Return a ControlNet that starts as a copy of the base's encoder half and adds nothing yet."""
     torch.manual_seed(SEED + 3)
     net = ControlNetModel.from_unet(studio.unet, conditioning_embedding_out_channels=(16, 32, 96))
     return net.requires_grad_(True).to(memory_format=torch.channels_last)
 
 
 def control_tensor(maps: NDArray[np.uint8]) -> Tensor:
-    """``uint8[n, H, W, 3]`` as the ``float32[n, 3, H, W]`` in 0..1 that ControlNets read."""
+    """Convert `uint8[n, H, W, 3]` to the `float32[n, 3, H, W]` in 0..1 that ControlNets read."""
     return torch.from_numpy(np.ascontiguousarray(maps)).permute(0, 3, 1, 2).float() / 255
 
 
@@ -58,7 +58,7 @@ def _draw_controls(studio: Studio, name: str, batch: int) -> Draw:
 def train_controlnet(
     studio: Studio, name: str, recipe: StageRecipe, checkpoint: Path
 ) -> tuple[ControlNetModel, StageOutcome]:
-    """Train (or go on training) and return the ControlNet ``name``: ``edges`` or ``colors``."""
+    """Train (or resume training) and return the ControlNet `name`: `edges` or `colors`."""
     net = build_controlnet(studio)
     embeddings = studio.embeddings()
 

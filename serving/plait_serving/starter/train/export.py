@@ -24,20 +24,20 @@ KOHYA = ("sketch",)
 
 
 def _half(module: nn.Module, fresh: Any) -> Any:
-    """``fresh`` with the weights of ``module`` in fp16; ``module`` stays as it is."""
+    """Return `fresh` with the weights of `module` in fp16; `module` stays unchanged."""
     fresh.load_state_dict({key: value.contiguous() for key, value in module.state_dict().items()})
     return fresh.half()
 
 
 def _rewrite(path: Path, changes: Mapping[str, str]) -> None:
-    """Change fields of a config file, and forget the folder that a part was once loaded from."""
+    """Change fields of a config file, and remove the folder that a part was once loaded from."""
     config = json.loads(path.read_text(encoding="utf-8")) | dict(changes)
     config.pop("_name_or_path", None)
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def export_base(studio: Studio, folder: Path) -> None:
-    """Write the base model as an ordinary diffusers folder ``emoji`` with fp16 weights."""
+    """Write the base model as an ordinary diffusers folder `emoji` with fp16 weights."""
     pipe = StableDiffusionPipeline(
         vae=_half(studio.vae, AutoencoderKL.from_config(studio.vae.config)),
         text_encoder=_half(studio.encoder, CLIPTextModel(studio.encoder.config)),
@@ -61,7 +61,7 @@ def export_controlnet(net: ControlNetModel, name: str, folder: Path) -> None:
 
 
 def export_lora(tensors: Mapping[str, Tensor], name: str, folder: Path) -> None:
-    """Write one LoRA in fp16: ``sketch`` with kohya's names and alphas, the others with PEFT's."""
+    """Write one LoRA in fp16: `sketch` with kohya's names and alphas, the others with PEFT's."""
     named = to_kohya(dict(tensors)) if name in KOHYA else dict(tensors)
     (folder / "loras").mkdir(parents=True, exist_ok=True)
     half = {key: value.detach().to(torch.float16).contiguous() for key, value in named.items()}
@@ -69,7 +69,7 @@ def export_lora(tensors: Mapping[str, Tensor], name: str, folder: Path) -> None:
 
 
 def card(images: TrainingImages, notes: str) -> str:
-    """``CARD.md``: what the weights are, what they were made from, and under which licences."""
+    """Return the text of `CARD.md`: what the weights are, what they were made from, and under which licences."""
     return f"""# Starter models of plait
 
 A small model in the architecture of Stable Diffusion that draws {len(images.names)} emoji, 64x64 pixels, from
@@ -97,7 +97,7 @@ Concepts are chosen by the rule in `data.py`. Nothing was removed by hand.
 
 
 def export_rest(images: TrainingImages, notes: str, folder: Path) -> None:
-    """Write concepts, references and card, and last the manifest of everything in ``folder``."""
+    """Write concepts, references and card, and finally the manifest of everything in `folder`."""
     save_references(make_references(images.names, images.twemoji, images.noto), folder)
     (folder / "CARD.md").write_text(card(images, notes), encoding="utf-8")
     write_manifest(folder)

@@ -1,7 +1,7 @@
 """The training loop that every stage shares: AdamW, warm-up and cosine, weight average, resume.
 
-The random numbers of step ``i`` depend on the seed and ``i`` alone, so a run that was cut off and resumed
-computes what an uninterrupted one does.
+The random numbers of step `i` depend only on the seed and `i`, so a run that was interrupted and resumed computes
+the same as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SEED = 20
 
 @dataclass(frozen=True, kw_only=True)
 class StageOutcome:
-    """What a stage left behind: averaged weights, seconds of training so far, the last smoothed loss."""
+    """The result of a stage: averaged weights, seconds of training so far, the last smoothed loss."""
 
     weights: dict[str, Tensor]
     seconds_s: float
@@ -35,14 +35,14 @@ class StageOutcome:
 
 
 def learning_rate(step: int, recipe: StageRecipe) -> float:
-    """Linear warm-up, then half a cosine down to a fiftieth of the peak."""
+    """Return the learning rate: linear warm-up, then half a cosine down to a fiftieth of the peak."""
     warm = min(1.0, (step + 1) / min(WARM_UP_STEPS, recipe.steps))
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, step / recipe.steps)))
     return recipe.rate * warm * (0.02 + 0.98 * cosine)
 
 
 def save_atomically(value: object, path: Path) -> None:
-    """``torch.save`` so that a reader sees the old file or the new one, never a part."""
+    """Call `torch.save` so that a reader sees the old file or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".part")
     torch.save(value, partial)
@@ -50,7 +50,7 @@ def save_atomically(value: object, path: Path) -> None:
 
 
 class Trainer:
-    """Trains the parameters of ``module`` that require a gradient, and remembers how far it got in ``path``."""
+    """Trains the parameters of `module` that require a gradient, and keeps its progress in `path`."""
 
     def __init__(
         self, name: str, module: nn.Module, recipe: StageRecipe, path: Path, *, save_every_s: float = 60.0
@@ -119,7 +119,7 @@ class Trainer:
 
 
 def load_average(module: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Put averaged weights into ``module``; names that it lacks raise KeyError."""
+    """Put averaged weights into `module`. Raises KeyError for names that it lacks."""
     own = dict(module.named_parameters())
     with torch.no_grad():
         for key, value in weights.items():

@@ -1,8 +1,8 @@
-"""Stages ``noto``, ``sketch`` and ``pixel``: low-rank changes of the frozen base.
+"""Stages `noto`, `sketch` and `pixel`: low-rank changes of the frozen base.
 
-First the text encoder learns to spell the new picture (as in stage ``text``, against the same head), then the
-denoiser to draw it. While training, a layer's weight is W0 + B A, computed once a step, which on a small
-network is cheaper than a second branch. Rank and alpha are equal, so the stored factors need no scale.
+First the text encoder learns to spell the new image (as in stage `text`, against the same head), then the denoiser
+to draw it. While training, a layer's weight is W0 + B A, computed once a step, which on a small network is cheaper
+than a second branch. Rank and alpha are equal, so the stored factors need no scale.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TEXT_LAYERS = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
 
 
 class LowRank(nn.Module):
-    """Adds ``up @ down`` to a weight ``[out, in]`` or ``[out, in, k, k]``; starts by adding nothing."""
+    """Adds `up @ down` to a weight `[out, in]` or `[out, in, k, k]`; starts by adding nothing."""
 
     def __init__(self, weight: Tensor, rank: int, generator: torch.Generator) -> None:
         super().__init__()
@@ -45,12 +45,12 @@ class LowRank(nn.Module):
         self.up = nn.Parameter(torch.zeros(weight.shape[0], rank))
 
     def forward(self, weight: Tensor) -> Tensor:
-        """The changed weight, same shape and memory layout."""
+        """Return the changed weight, same shape and memory layout."""
         changed = weight + (self.up @ self.down).view(self.shape)
         return changed.contiguous(memory_format=torch.channels_last) if changed.dim() == 4 else changed
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """``up`` and ``down`` in the shapes that LoRA files use: convolutions keep their kernel in ``down``."""
+        """Return `up` and `down` in the shapes that LoRA files use: convolutions keep their kernel in `down`."""
         up, down = self.up.detach().clone(), self.down.detach().clone()
         if len(self.shape) == 2:
             return up, down
@@ -63,7 +63,7 @@ def _layers(module: nn.Module, endings: tuple[str, ...]) -> list[str]:
 
 @contextmanager
 def low_rank(module: nn.Module, endings: tuple[str, ...], rank: int) -> Iterator[dict[str, LowRank]]:
-    """Within the block the layers of ``module`` with these names are trainable; after it they keep the change."""
+    """Make the layers of `module` with these names trainable within the context; after it they keep the change."""
     generator = torch.Generator().manual_seed(SEED + 4)
     added: dict[str, LowRank] = {}
     for name in _layers(module, endings):
@@ -94,9 +94,9 @@ def _fit(added: dict[str, LowRank], trainer: Callable[[nn.Module], tuple[Trainer
 
 
 def train_lora(studio: Studio, name: str, plan: Plan, work: Path) -> tuple[dict[str, Tensor], dict[str, StageOutcome]]:
-    """Train (or go on training) LoRA ``name``; its tensors in PEFT's names, and what its two stages did.
+    """Train (or resume training) LoRA `name`; return its tensors in PEFT's names, and the outcomes of its two stages.
 
-    ``studio`` is not changed: the work is done on copies of its text encoder and denoiser.
+    `studio` is not changed: the work is done on copies of its text encoder and denoiser.
     """
     latents = scaled_latents(studio.vae, styles(studio.images)[name])
     own = replace(studio, encoder=copy.deepcopy(studio.encoder), unet=copy.deepcopy(studio.unet))
@@ -118,7 +118,7 @@ def train_lora(studio: Studio, name: str, plan: Plan, work: Path) -> tuple[dict[
 
 
 def to_kohya(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same LoRA in kohya's names, with an ``alpha`` (equal to the rank) for every layer."""
+    """Return the same LoRA in kohya's names, with an `alpha` (equal to the rank) for every layer."""
     prefixes = {"unet": "lora_unet_", "text_encoder": "lora_te_"}
     made: dict[str, Tensor] = {}
     for key, down in tensors.items():

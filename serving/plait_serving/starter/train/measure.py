@@ -1,4 +1,4 @@
-"""Makes pictures with diffusers' own pipelines from an exported folder: what ``verify`` needs while training."""
+"""Makes images with diffusers' own pipelines from an exported folder, as `verify` needs during training."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _make(pipe: Any, orders: Sequence[VerificationImage]) -> list[ImageArray]:
 
 
 def diffusers_generate(folder: Path) -> Generate:
-    """A ``generate`` for ``verify`` over the bundle in ``folder``; LoRAs are fused at scale 1."""
+    """Return a `generate` for `verify` over the bundle in `folder`; LoRAs are fused at scale 1."""
 
     def generate(orders: Sequence[VerificationImage]) -> list[ImageArray]:
         groups: dict[tuple[str | None, str | None], list[int]] = defaultdict(list)

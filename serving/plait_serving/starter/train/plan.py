@@ -1,4 +1,4 @@
-"""How long and how fast each stage trains: the one place with numbers to turn."""
+"""How long and how fast each stage trains: the one place with numbers to change."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ STAGES = ("vae", "decoder", "text", "base", "edges", "colors", "noto", "sketch",
 
 @dataclass(frozen=True, kw_only=True)
 class StageRecipe:
-    """One stage: optimiser steps, pictures a step, peak learning rate, decay of the weight average."""
+    """One stage: optimizer steps, images per step, peak learning rate, decay of the weight average."""
 
     steps: int
     batch: int
@@ -40,12 +40,12 @@ FULL: Plan = {
 
 
 def smoke_plan(steps: int = 3, batch: int = 2) -> Plan:
-    """Every stage for a few steps: proves that the program runs, not that it learns."""
+    """Return a plan of a few steps per stage: it proves that the program runs, not that it learns."""
     return {name: replace(recipe, steps=steps, batch=batch, ema=0.5) for name, recipe in FULL.items()}
 
 
 def override(plan: Plan, settings: list[str]) -> Plan:
-    """A new plan with ``stage.field=value`` settings applied; ValueError for an unknown stage or field."""
+    """Return a new plan with `stage.field=value` settings applied. Raises ValueError for an unknown stage or field."""
     changed = dict(plan)
     for setting in settings:
         key, _, value = setting.partition("=")

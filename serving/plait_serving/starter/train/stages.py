@@ -20,7 +20,7 @@ from plait_serving.starter.train.vae import train_decoder, train_vae
 
 
 def prepare(images: TrainingImages, plan: Plan, work: Path) -> tuple[Studio, dict[str, StageOutcome]]:
-    """Train autoencoder, decoder, text encoder and base, as far as their checkpoints in ``work`` have not done so."""
+    """Train autoencoder, decoder, text encoder and base, as far as their checkpoints in `work` are incomplete."""
     vae, first = train_vae(images, plan["vae"], work / "vae.pt")
     second = train_decoder(vae, images, plan["decoder"], work / "decoder.pt")
     studio = build_studio(images, vae, build_tokenizer(images.names))
@@ -34,7 +34,7 @@ def prepare(images: TrainingImages, plan: Plan, work: Path) -> tuple[Studio, dic
 def train_all(
     images: TrainingImages, plan: Plan, work: Path, out: Path, stages: tuple[str, ...]
 ) -> dict[str, StageOutcome]:
-    """Train ``stages`` (the first four always), write the bundle to ``out``, and return what each stage did."""
+    """Train `stages` (the first four always), write the bundle to `out`, and return each stage's outcome."""
     studio, outcomes = prepare(images, plan, work)
     export_base(studio, out)
     for name in ("edges", "colors"):
@@ -51,7 +51,7 @@ def train_all(
 
 
 def training_notes(plan: Plan, outcomes: Mapping[str, StageOutcome]) -> str:
-    """The part of the card that says how this bundle was trained."""
+    """Return the part of the card that describes how this bundle was trained."""
     lines = [
         "## Training",
         f"Seed {SEED}; torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}.",

@@ -1,9 +1,9 @@
-"""Stage ``text``: a byte-pair tokenizer learnt from the concept names, and a CLIP text encoder that spells pictures.
+"""Stage `text`: a byte-pair tokenizer learnt from the concept names, and a CLIP text encoder that spells images.
 
-A network this small learns a prompt's picture slowly through the denoiser's loss alone. So the encoder is
-trained first, by itself: in the padding after the prompt, position ``16 + k`` must carry (through one linear
-map) the ``k mod 16``-th of the sixteen 4x4 patches of the picture's latents, the empty prompt those of the mean
-picture. After that it is frozen, and the denoiser learns to look the patches up.
+A network this small learns a prompt's image slowly through the denoiser's loss alone. So the encoder is
+trained first, by itself: in the padding after the prompt, position `16 + k` must carry (through one linear
+map) the `k mod 16`-th of the sixteen 4x4 patches of the image's latents, the empty prompt those of the mean
+image. After that it is frozen, and the denoiser learns to look the patches up.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def build_tokenizer(names: tuple[str, ...]) -> CLIPTokenizer:
 
 
 def build_text_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModel:
-    """The untrained encoder; same weights every time."""
+    """Return the untrained encoder; same weights every time."""
     torch.manual_seed(SEED + 1)
     config = CLIPTextConfig(
         vocab_size=len(tokenizer),
@@ -70,25 +70,25 @@ def build_text_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModel:
 
 
 def tokenize(tokenizer: CLIPTokenizer, prompts: list[str]) -> Tensor:
-    """Token ids as Stable Diffusion makes them: ``int64[n, 77]``, padded and cut to 77."""
+    """Return token ids like Stable Diffusion's: `int64[n, 77]`, padded and cut to 77."""
     batch = tokenizer(prompts, padding="max_length", max_length=LENGTH, truncation=True, return_tensors="pt")
     return torch.as_tensor(batch.input_ids)
 
 
 def embed(encoder: CLIPTextModel, ids: Tensor) -> Tensor:
-    """Prompt embeddings ``float32[n, 77, WIDTH]`` of token ids ``int64[n, 77]``."""
+    """Return prompt embeddings `float32[n, 77, WIDTH]` of token ids `int64[n, 77]`."""
     return torch.as_tensor(encoder(ids)[0])
 
 
 def patches(latents: Tensor) -> Tensor:
-    """``[n, 4, 16, 16]`` as sixteen 4x4 patches, row by row: ``[n, 16, 64]``."""
+    """Split `[n, 4, 16, 16]` into sixteen 4x4 patches, row by row: `[n, 16, 64]`."""
     return latents.unfold(2, 4, 4).unfold(3, 4, 4).permute(0, 2, 3, 1, 4, 5).reshape(len(latents), SLOTS, PATCH)
 
 
 def spelling_loss(encoder: CLIPTextModel, head: nn.ModuleDict, ids: Tensor, latents: Tensor, batch: int) -> Loss:
-    """The error of the patches read from the padding, and of telling which slot a position is.
+    """Return a loss: the error of the patches read from the padding, and of identifying a position's slot.
 
-    ``ids[n]`` (one more than ``latents``) is the empty prompt; its picture is the mean of all.
+    `ids[n]` (one more than `latents`) is the empty prompt; its image is the mean of all.
     """
     wanted = patches(torch.cat([latents, latents.mean(0, keepdim=True)]))
     slot = (torch.arange(FIRST_SLOT, LENGTH) - FIRST_SLOT) % SLOTS
@@ -104,7 +104,7 @@ def spelling_loss(encoder: CLIPTextModel, head: nn.ModuleDict, ids: Tensor, late
 
 
 def build_head() -> nn.ModuleDict:
-    """The linear maps from a token's state to a patch and to the slot's number."""
+    """Return the linear maps from a token's state to a patch and to the slot's number."""
     torch.manual_seed(SEED + 5)
     return nn.ModuleDict({"patch": nn.Linear(WIDTH, PATCH), "slot": nn.Linear(WIDTH, SLOTS)})
 
@@ -112,7 +112,7 @@ def build_head() -> nn.ModuleDict:
 def train_text(
     encoder: CLIPTextModel, head: nn.ModuleDict, ids: Tensor, latents: Tensor, *, recipe: StageRecipe, checkpoint: Path
 ) -> StageOutcome:
-    """Train (or go on training) ``encoder`` and ``head`` in place, then freeze them."""
+    """Train (or resume training) `encoder` and `head` in place, then freeze them."""
     both = nn.ModuleDict({"encoder": encoder, "head": head})
     outcome = Trainer("text", both, recipe, checkpoint).run(spelling_loss(encoder, head, ids, latents, recipe.batch))
     load_average(both, outcome.weights)

@@ -1,7 +1,7 @@
-"""Stages ``vae`` and ``decoder``: the autoencoder, four times smaller in each direction, four channels.
+"""Stages `vae` and `decoder`: the autoencoder, four times smaller in each direction, four channels.
 
-``vae`` trains both halves on the two sets of artwork, mirrored and with swapped colours. ``decoder`` keeps
-the encoder, so that latents stay what they are, and teaches the other half line drawings, blocks and noise.
+`vae` trains both halves on the two sets of artwork, mirrored and with swapped colours. `decoder` keeps the encoder,
+so that latents stay the same, and teaches the other half line drawings, blocks and noise.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DECODER_NOISE = 0.08
 
 
 def build_vae() -> AutoencoderKL:
-    """The untrained autoencoder; same weights every time."""
+    """Return the untrained autoencoder; same weights every time."""
     torch.manual_seed(SEED)
     vae = AutoencoderKL(
         in_channels=3,
@@ -44,13 +44,13 @@ def build_vae() -> AutoencoderKL:
 
 
 def to_tensor(images: NDArray[np.uint8]) -> Tensor:
-    """``uint8[n, H, W, 3]`` as ``float32[n, 3, H, W]`` in -1..1, channels last."""
+    """Convert `uint8[n, H, W, 3]` to `float32[n, 3, H, W]` in -1..1, channels last."""
     plain = torch.from_numpy(np.ascontiguousarray(images)).permute(0, 3, 1, 2).float() / 127.5 - 1
     return plain.contiguous(memory_format=torch.channels_last)
 
 
 def styles(images: TrainingImages) -> dict[str, NDArray[np.uint8]]:
-    """The four pictures of every concept, by style."""
+    """Return the four images of every concept, by style."""
     return {
         "twemoji": images.twemoji,
         "noto": images.noto,
@@ -60,21 +60,21 @@ def styles(images: TrainingImages) -> dict[str, NDArray[np.uint8]]:
 
 
 def _image_loss(y: Tensor, x: Tensor) -> Tensor:
-    """Absolute and squared error, and the absolute error of the slopes, which keeps outlines sharp."""
+    """Return the absolute and squared error plus the absolute error of the slopes, which keeps outlines sharp."""
     d = y - x
     slopes = (d[:, :, 1:] - d[:, :, :-1]).abs().mean() + (d[:, :, :, 1:] - d[:, :, :, :-1]).abs().mean()
     return d.abs().mean() + 0.5 * (d**2).mean() + SLOPE_WEIGHT * slopes
 
 
 def _augment(x: Tensor, step: int, generator: torch.Generator) -> Tensor:
-    """Mirrored in every second step, with swapped colour channels in every third."""
+    """Mirror the images in every second step and swap their colour channels in every third."""
     x = x.flip(3) if step % 2 else x
     x = x[:, torch.randperm(3, generator=generator)] if step % 3 == 0 else x
     return x.contiguous(memory_format=torch.channels_last)
 
 
 def train_vae(images: TrainingImages, recipe: StageRecipe, checkpoint: Path) -> tuple[AutoencoderKL, StageOutcome]:
-    """Train (or go on training) and return the frozen autoencoder, which scales Twemoji's latents to deviation 1."""
+    """Train (or resume training) and return the frozen autoencoder, which scales Twemoji's latents to deviation 1."""
     vae = build_vae()
     everything = to_tensor(np.concatenate([images.twemoji, images.noto]))
 
@@ -94,7 +94,7 @@ def train_vae(images: TrainingImages, recipe: StageRecipe, checkpoint: Path) -> 
 
 
 def train_decoder(vae: AutoencoderKL, images: TrainingImages, recipe: StageRecipe, checkpoint: Path) -> StageOutcome:
-    """Train the decoder of ``vae`` in place on all four styles; the encoder is not touched."""
+    """Train the decoder of `vae` in place on all four styles; the encoder is not touched."""
     sets = styles(images)
     everything = to_tensor(np.concatenate([sets["twemoji"], *sets.values()]))
     latents = encode(vae, everything)
@@ -114,10 +114,10 @@ def train_decoder(vae: AutoencoderKL, images: TrainingImages, recipe: StageRecip
 
 @torch.no_grad()
 def encode(vae: AutoencoderKL, images: Tensor) -> Tensor:
-    """Posterior means before scaling, ``float32[n, 4, H/4, W/4]``, in slices of 32."""
+    """Return posterior means before scaling, `float32[n, 4, H/4, W/4]`, in slices of 32."""
     return torch.cat([vae.encode(part).latent_dist.mean for part in torch.split(images, 32)])
 
 
 def scaled_latents(vae: AutoencoderKL, images: NDArray[np.uint8]) -> Tensor:
-    """What the denoiser works on: posterior means times the scaling factor."""
+    """Return what the denoiser works on: posterior means times the scaling factor."""
     return encode(vae, to_tensor(images)) * float(vae.config.scaling_factor)
