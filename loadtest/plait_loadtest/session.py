@@ -16,7 +16,7 @@ from plait_loadtest.scenario import ConstantArrivals, GammaArrivals, PoissonArri
 from plait_loadtest.thresholds import Verdict, check, parse_all
 from plait_loadtest.values import Mix, OnProgress, RunResult, StopWhen
 
-_MAX_COUNTED = 200_000  # requests whose pictures are counted by asking the mix; more would take seconds
+_MAX_COUNTED = 200_000  # requests whose images are counted by asking the mix; more would take seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

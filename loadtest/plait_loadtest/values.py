@@ -30,7 +30,7 @@ class RequestOutcome(IntEnum):
     HTTP_OTHER = 10  # neither 2xx, 4xx nor 5xx
     CHECK = 11  # the response check of the scenario failed
     CANCELLED = 12  # on purpose, by the scenario's cancellation rate; no error
-    INTERRUPTED = 13  # Ctrl-C, or the drain time was over, while it was under way or before it was due
+    INTERRUPTED = 13  # Ctrl-C, or the drain time was over, while it was in flight or before it was due
 
 
 NO_ERROR = frozenset({RequestOutcome.OK, RequestOutcome.CANCELLED})

@@ -164,7 +164,7 @@ class TestConformance:
         assert kit.same_bits(answers[1], expect([sick, well])[1])
 
     def test_wrong_picture_is_the_callers_mistake(self, client: ControlNetClient) -> None:
-        """A control image that is no RGB picture is refused at once."""
+        """A control image that is no RGB image is refused at once."""
         with pytest.raises(RequestError):
             client.open(image=np.zeros((4, 4), dtype=np.uint8), conditioning=_ask(1).conditioning, width=32, height=32)
 

@@ -218,7 +218,7 @@ def test_a_message_is_held_back_and_then_given() -> None:
 
 
 def test_close_wakes_who_waits_for_the_link() -> None:
-    """Closing ends a wait for a message that is under way, and gives its memory back."""
+    """Closing ends a wait for a message that is in flight, and gives its memory back."""
     link = slow_link(bytes_per_s=2e6)
     one, other = pair()
     client, server = modelled(one, link), modelled(other, link)

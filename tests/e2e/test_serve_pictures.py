@@ -83,7 +83,7 @@ def test_serve_that_told_its_address_is_ready(plait_server):
 
 
 def test_serve_every_part_of_a_request_changes_the_picture(plait_server):
-    """Seed, prompt, LoRA set, scale, ControlNet, its picture and both together: all pictures differ."""
+    """Seed, prompt, LoRA set, scale, ControlNet, its image and both together: all images differ."""
     base = {"prompt": "red apple", "seed": 3, "num_inference_steps": 4}
     noto, edges = [{"name": "noto"}], [control("edges")]
     variants = [
@@ -152,7 +152,7 @@ def test_serve_answers_twenty_mixed_requests_at_once(plait_server):
 
 
 def test_serve_streams_partial_images(plait_server):
-    """Server-sent events: the partial images in order, then the picture that the plain call makes."""
+    """Server-sent events: the partial images in order, then the image that the plain call makes."""
     from openai import OpenAI
 
     client = OpenAI(base_url=plait_server.url + "/v1", api_key="none", max_retries=0)

@@ -50,7 +50,7 @@ def _shortened(workload: ItemList) -> ItemList:
 
 
 def test_every_system_makes_the_same_pictures(measured):
-    """Ours and the peers' pictures agree within rounding for every workload: else the run would have stopped."""
+    """Ours and the peers' images agree within rounding for every workload: else the run would have stopped."""
     compared: dict[str, set[str]] = {}
     for row in measured["rows"]:
         if row["metric"] == "largest_pixel_difference":

@@ -1,4 +1,4 @@
-"""`plait generate` with the real engine on tiny models: pictures without a server and without Ray."""
+"""`plait generate` with the real engine on tiny models: images without a server and without Ray."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def config(tmp_path_factory):
 
 @pytest.fixture
 def make(config, tmp_path):
-    """`make(name, *options)` runs the command and returns the picture."""
+    """`make(name, *options)` runs the command and returns the image."""
 
     def run(name, *options):
         out = tmp_path / name
@@ -38,7 +38,7 @@ def make(config, tmp_path):
 
 
 def test_seed_lora_and_controlnet_act(make, tmp_path):
-    """The same seed gives the same picture; a LoRA, a ControlNet and both give three others."""
+    """The same seed gives the same image; a LoRA, a ControlNet and both give three others."""
     control = tmp_path / "map.png"
     control.write_bytes(png(32, 32, (255, 255, 255)))
     plain, again = make("a.png"), make("b.png")
@@ -93,7 +93,7 @@ def start(*arguments: object) -> subprocess.Popen[str]:
 
 
 def test_ctrl_c_in_mid_picture_ends_the_process(config, tmp_path):
-    """An interrupt ends a long picture: exit code 130, no file, no traceback; and Ray was never imported."""
+    """An interrupt ends a long image: exit code 130, no file, no traceback; and Ray was never imported."""
     out = tmp_path / "a.png"
     process = start("generate", "red apple", "-o", out, "--config", config, "--steps", 200, "-n", 10)
     assert process.stderr is not None

@@ -91,7 +91,7 @@ def test_a_model_may_know_no_items(tmp_path, capsys):
 
 
 def test_the_cut_is_shown_and_drawn(folder, tmp_path, capsys):
-    """A table with the bytes of 1, 64 and 512 candidates, and a picture that is well-formed XML."""
+    """A table with the bytes of 1, 64 and 512 candidates, and an image that is well-formed XML."""
     image = tmp_path / "cut.svg"
     assert main(["models", "cut", str(folder), "--bag", "seen=5", "--svg", str(image)]) == 0
     text = capsys.readouterr().out

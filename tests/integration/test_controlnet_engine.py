@@ -1,4 +1,4 @@
-"""A ControlNet replica dies while pictures are made: whoever can go on does, and with the same picture."""
+"""A ControlNet replica dies while images are made: whoever can go on does, and with the same image."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _image(event: Event) -> np.ndarray:
 def test_picture_survives_a_replica_that_is_killed_in_mid_step(
     scene: Scene, tiny_sd_controlnets: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """kill -9 while a step is under way: the step is computed elsewhere and the picture is the same, bit for bit."""
+    """kill -9 while a step is in flight: the step is computed elsewhere and the image is the same, bit for bit."""
     fleet = scene.fleets["edges"]
     with kit.service_process(tiny_sd_controlnets[0], kit.new_address("shm", tmp_path)) as (process, address):
         fleet.addresses = {"process": address, **fleet.addresses}
@@ -119,7 +119,7 @@ def test_picture_survives_a_replica_that_is_killed_in_mid_step(
 
 
 def test_without_a_replica_only_requests_that_need_it_fail(scene: Scene) -> None:
-    """All replicas of one ControlNet die: its request gets a clear error, its batch mates get their pictures."""
+    """All replicas of one ControlNet die: its request gets a clear error, its batch mates get their images."""
 
     def stop_them(progress: Progress) -> None:
         if progress.step == 2:

@@ -75,7 +75,7 @@ def test_kill_nine_in_mid_step_is_retried_on_another(handle: Any, tiny_sd_contro
     session = ask.open(client)
     before = find.replicas()
     ours = next(replica for replica in before if replica.channels)
-    os.kill(ours.pid, signal.SIGSTOP)  # so that it can not answer before it dies
+    os.kill(ours.pid, signal.SIGSTOP)  # so that it cannot answer before it dies
     pending = client.start([ask.call(session)])
     os.kill(ours.pid, signal.SIGKILL)
     assert kit.same_bits(pending.wait()[0], expected)

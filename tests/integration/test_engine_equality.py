@@ -39,7 +39,7 @@ SCHEDULERS = {Scheduler.EULER_A: EulerAncestralDiscreteScheduler, Scheduler.DPMP
 
 
 class Probe:
-    """An engine whose final latents can be read: pictures are decoded in the order in which requests end."""
+    """An engine whose final latents can be read: images are decoded in the order in which requests end."""
 
     def __init__(self, assembled: Assembled) -> None:
         self.engine = assembled.engine
@@ -86,7 +86,7 @@ def probe_of():
 
 
 def control_image(seed: int, size: int) -> np.ndarray:
-    """A deterministic picture."""
+    """A deterministic image."""
     return np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8)
 
 
@@ -149,7 +149,7 @@ BOTH_LORAS = (LoraRef(name="one", scale=0.9), LoraRef(name="two", scale=-0.6))
 
 
 def test_sdxl_with_two_controlnets_and_two_loras_equals_diffusers(sdxl):
-    """One request with everything: latents equal to 1e-5; and each ingredient really changed the picture."""
+    """One request with everything: latents equal to 1e-5; and each ingredient really changed the image."""
     probe, reference = sdxl
     asked = request(11, n=2, controlnets=BOTH_CONTROLS, loras=BOTH_LORAS)
     (ours,) = probe.latents(asked)

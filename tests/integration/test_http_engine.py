@@ -26,7 +26,7 @@ STEP_S = 0.01
 
 
 class Rig:
-    """The application, the service and the engine under it. The picture of a seed is grey: seed + steps."""
+    """The application, the service and the engine under it. The image of a seed is grey: seed + steps."""
 
     def __init__(self, *, provider=None, **knobs) -> None:
         self.merger = FakeMerger(broken=frozenset({"broken"}))
@@ -78,14 +78,14 @@ def rig():
 
 
 def grey(body, index=0):
-    """The one value of a grey picture."""
+    """The one value of a grey image."""
     image = pixels(body["data"][index]["b64_json"])
     assert (image == image[0, 0]).all()
     return int(image[0, 0, 0])
 
 
 async def test_pictures_come_out_as_the_engine_made_them(rig):
-    """Seeds, steps and LoRA scales of the request are those of the picture; timings are the engine's."""
+    """Seeds, steps and LoRA scales of the request are those of the image; timings are the engine's."""
     subject = rig()
     status, body = await subject.answer(n=2, seed=10, num_inference_steps=5)
     assert status == 200
@@ -98,7 +98,7 @@ async def test_pictures_come_out_as_the_engine_made_them(rig):
 
 
 async def test_twenty_mixed_requests_at_once(rig):
-    """Different sets, sizes, steps and streams at once: everybody gets their own picture."""
+    """Different sets, sizes, steps and streams at once: everybody gets their own image."""
     subject = rig()
     calls = []
     for i in range(20):
@@ -113,7 +113,7 @@ async def test_twenty_mixed_requests_at_once(rig):
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_disconnect_stops_the_engine_within_a_step(rig, stream):
-    """After the client has gone, the compute thread runs at most one more step of its picture."""
+    """After the client has gone, the compute thread runs at most one more step of its image."""
     subject = rig()
     call = subject.call(num_inference_steps=500, stream=stream)
     await until(lambda: len(subject.denoiser.calls) >= 3)
@@ -137,7 +137,7 @@ async def test_a_disconnect_while_the_lora_loads_gives_it_up(rig):
 
 
 async def test_partial_images_stream_while_the_engine_runs(rig):
-    """Previews arrive in order before the picture, and progress is told step by step."""
+    """Previews arrive in order before the image, and progress is told step by step."""
     call = rig().call(num_inference_steps=8, stream=True, partial_images=3, seed=3)
     await call.done()
     text = b"".join(call.chunks).decode()
@@ -160,7 +160,7 @@ async def test_partial_images_stream_while_the_engine_runs(rig):
     ids=lambda value: json.dumps(value),
 )
 async def test_failures_of_the_engine_are_told_and_others_go_on(rig, body, status, code):
-    """The failing request gets its answer, a neighbour gets its picture."""
+    """The failing request gets its answer, a neighbour gets its image."""
     subject = rig()
     await subject.answer()  # the engine knows by now how long a step takes
     neighbour = subject.call(seed=1, num_inference_steps=30)

@@ -1,4 +1,4 @@
-"""The application behind a real uvicorn and a real socket: what in-process clients can not show."""
+"""The application behind a real uvicorn and a real socket: what in-process clients cannot show."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def connect(server, body):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_closing_the_socket_cancels_the_work(server, stream):
-    """Over a real connection a client that goes stops its picture within a few steps' time."""
+    """Over a real connection a client that goes stops its image within a few steps' time."""
     before = len(server.service.cancelled)
     start = server.service.steps_run
     client = connect(server, {"prompt": "x", "num_inference_steps": 50, "stream": stream})

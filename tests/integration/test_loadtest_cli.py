@@ -36,7 +36,7 @@ def url():
 
 
 def alone(*arguments):
-    """The command in a process of its own where the other packages can not be imported."""
+    """The command in a process of its own where the other packages cannot be imported."""
     command = [sys.executable, str(SUPPORT / "loadtest_blocked.py"), OTHERS, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
@@ -157,7 +157,7 @@ def test_ctrl_c_writes_what_there_is(url, tmp_path):
     process = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     before = answered(url)
     deadline_s = time.monotonic() + 60
-    while answered(url) < before + 20 and time.monotonic() < deadline_s:  # the load is under way
+    while answered(url) < before + 20 and time.monotonic() < deadline_s:  # the load is in flight
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)

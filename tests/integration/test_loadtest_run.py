@@ -118,7 +118,7 @@ def test_a_dead_target_is_a_result():
 
 
 def test_what_has_no_room_is_counted(server):
-    """Two requests may be under way and the server never answers: the rest was not sent, and nothing is hidden."""
+    """Two requests may be in flight and the server never answers: the rest was not sent, and nothing is hidden."""
     scenario = scenario_of(
         server.url,
         path="/dead",
@@ -148,7 +148,7 @@ def test_cancellations_come_as_planned(server):
 
 
 def test_a_closed_loop_waits_for_replies(server):
-    """Three callers never have more than three requests under way; warm-up is marked by time."""
+    """Three callers never have more than three requests in flight; warm-up is marked by time."""
     scenario = scenario_of(
         server.url,
         path="/slow",
@@ -239,7 +239,7 @@ def test_a_request_that_can_not_be_built_is_an_error_before_the_load(server):
 
 
 def test_it_runs_outside_the_main_thread(server):
-    """The tuner runs trials from threads, where signals can not be handled."""
+    """The tuner runs trials from threads, where signals cannot be handled."""
     results = []
     scenario = scenario_of(server.url, arrivals={"kind": "constant", "rate_per_s": 50}, duration_s=0.3)
     thread = threading.Thread(target=lambda: results.append(go(scenario)))
@@ -275,7 +275,7 @@ def test_a_server_that_is_not_plait(stub, api, stream):
 
 
 def _once(action):
-    """A progress callback that acts the first time the load is under way."""
+    """A progress callback that acts the first time the load is in flight."""
     done = []
 
     def on_progress(progress):

@@ -236,7 +236,7 @@ def test_requests_wait_for_room_in_order(server):
 
 
 def test_what_has_no_room_until_the_end_was_not_sent(server):
-    """At the end what is under way is interrupted, what waits was not sent."""
+    """At the end what is in flight is interrupted, what waits was not sent."""
     ends = ask(server.url, *["/dead"] * 4, at_once=True, room=2, close_after_s=0.3).ends
     assert [end.outcome for end in ends] == [RequestOutcome.INTERRUPTED] * 2 + [RequestOutcome.NOT_SENT] * 2
     assert [end.sent_ns > 0 for end in ends] == [True, True, False, False]

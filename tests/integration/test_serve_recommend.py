@@ -40,7 +40,7 @@ PATIENCE_S = 120.0
 
 
 class Deployed:
-    """The running application: one model cut in two, one whole, no pictures."""
+    """The running application: one model cut in two, one whole, no images."""
 
     def __init__(self, serve: Any, port: int, parts: Package, *, direct_port: int) -> None:
         self.serve = serve

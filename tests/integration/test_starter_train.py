@@ -36,7 +36,7 @@ def one_thread():
 
 
 def drawn(seed: int) -> np.ndarray:
-    """Six pictures of one coloured box each, ``uint8[6, 64, 64, 3]``."""
+    """Six images of one coloured box each, ``uint8[6, 64, 64, 3]``."""
     rng = np.random.default_rng(seed)
     made = np.full((len(NAMES), 64, 64, 3), 255, dtype=np.uint8)
     for image in made:
@@ -47,7 +47,7 @@ def drawn(seed: int) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory):
-    """Every stage for two steps on six drawn pictures: (folder of the bundle, of the checkpoints, outcomes)."""
+    """Every stage for two steps on six drawn images: (folder of the bundle, of the checkpoints, outcomes)."""
     work, out = tmp_path_factory.mktemp("work"), tmp_path_factory.mktemp("out")
     images = TrainingImages(names=NAMES, twemoji=drawn(1), noto=drawn(2))
     outcomes = train_all(images, smoke_plan(steps=2), work, out, STAGES)
@@ -64,7 +64,7 @@ def test_every_stage_runs_and_the_bundle_is_complete(bundle):
 
 
 def test_diffusers_loads_the_bundle_and_all_lora_keys(bundle):
-    """The stock pipeline loads base, ControlNet and each LoRA with every tensor placed, and makes a picture."""
+    """The stock pipeline loads base, ControlNet and each LoRA with every tensor placed, and makes an image."""
     out = bundle[0]
     net = ControlNetModel.from_pretrained(out / "controlnets" / "edges")
     pipe = StableDiffusionControlNetPipeline.from_pretrained(out / "emoji", controlnet=net)

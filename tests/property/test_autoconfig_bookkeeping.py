@@ -20,7 +20,7 @@ OUTCOMES = {
 
 
 class Bookkeeping(RuleBasedStateMachine):
-    """The model: per cell how often it was measured validly and invalidly, and whether it is under way."""
+    """The model: per cell how often it was measured validly and invalidly, and whether it is in flight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Bookkeeping(RuleBasedStateMachine):
 
     @rule(pick=st.integers(0, 11))
     def drop(self, pick: int) -> None:
-        """A cell is given back; if it was not under way, nothing happens."""
+        """A cell is given back; if it was not in flight, nothing happens."""
         self.designer.drop(GRID.cells()[pick])
         self.pending = [each for each in self.pending if each != pick]
 

@@ -1,4 +1,4 @@
-"""A mix that can not build its requests."""
+"""A mix that cannot build its requests."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def make_ask(
 
 
 class _OneByOne(torch.nn.Module):
-    """Embeds a batch of pictures one by one: convolutions round a picture alone and in a batch differently."""
+    """Embeds a batch of images one by one: convolutions round an image alone and in a batch differently."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class _OneByOne(torch.nn.Module):
 
 
 def load_twin(folder: Path, *, one_by_one: bool = True) -> ControlNetModel:
-    """diffusers' own model, freshly loaded; ``one_by_one`` pins how its picture embedding rounds."""
+    """diffusers' own model, freshly loaded; ``one_by_one`` pins how its image embedding rounds."""
     model = ControlNetModel.from_pretrained(folder, local_files_only=True).eval()
     if one_by_one:
         model.controlnet_cond_embedding = _OneByOne(model.controlnet_cond_embedding)
@@ -97,7 +97,7 @@ def load_twin(folder: Path, *, one_by_one: bool = True) -> ControlNetModel:
 
 @torch.no_grad()
 def twin_answers(model: ControlNetModel, asks: Sequence[ControlCase]) -> list[Residuals]:
-    """The same batch through `ControlNetModel.forward`, pictures and all, then each call's part times its scale."""
+    """The same batch through `ControlNetModel.forward`, images and all, then each call's part times its scale."""
     sizes = [ask.sample.shape[0] for ask in asks]
 
     def rows(values: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -123,7 +123,7 @@ def twin_answers(model: ControlNetModel, asks: Sequence[ControlCase]) -> list[Re
 
 
 def _image(image: RgbImage) -> torch.Tensor:
-    """What `StableDiffusionControlNetPipeline.prepare_image` makes of a picture, written out."""
+    """What `StableDiffusionControlNetPipeline.prepare_image` makes of an image, written out."""
     resized = Image.fromarray(image).resize((SIZE, SIZE), resample=Image.Resampling.LANCZOS)
     return torch.from_numpy(np.asarray(resized).astype(np.float32) / 255.0).permute(2, 0, 1)[None].contiguous()
 

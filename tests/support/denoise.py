@@ -42,7 +42,7 @@ def make_request(**changes: Any) -> ImageRequest:
 
 
 def control_image(seed: int, side: int = 32) -> np.ndarray:
-    """A random ``uint8 (side, side, 3)`` picture."""
+    """A random ``uint8 (side, side, 3)`` image."""
     return np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8)
 
 

@@ -68,7 +68,7 @@ class Hosts:
 
 
 def why_not() -> str:
-    """Why namespaces can not be used here; empty if they can."""
+    """Why namespaces cannot be used here; empty if they can."""
     if shutil.which("ip") is None:
         return "there is no `ip` command (iproute2)"
     if os.geteuid() != 0:

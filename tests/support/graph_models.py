@@ -177,7 +177,7 @@ class Weighted(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Layers of torch that can not be served."""
+    """Layers of torch that cannot be served."""
 
     inputs: tuple[Input, ...] = (Ids("steps", "user", (5,)),)
 

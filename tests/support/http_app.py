@@ -1,4 +1,4 @@
-"""An application over the fake service, with a fixed clock and seed, and small pictures to send to it."""
+"""An application over the fake service, with a fixed clock and seed, and small images to send to it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def b64(raw: bytes) -> str:
 
 
 def pixels(encoded: str) -> RgbImage:
-    """The picture in an answer."""
+    """The image in an answer."""
     return np.array(Image.open(io.BytesIO(base64.b64decode(encoded))).convert("RGB"))
 
 

@@ -63,7 +63,7 @@ def run_incast(
 ) -> Incast:
     """``cns`` CNs for ``seconds``, of which the last two thirds are counted."""
     simulation = _Simulation(
-        [Window(most=most, adapts=adapts) for _ in range(cns)], dense_s=dense_s, wire_s=wire_s, seed=1
+        [Window(max_size=most, adapts=adapts) for _ in range(cns)], dense_s=dense_s, wire_s=wire_s, seed=1
     )
     simulation.run(seconds)
     counted = [wait_s for begin_s, wait_s in simulation.waits if begin_s > seconds / 3]

@@ -27,7 +27,7 @@ class Shop(nn.Module):
 
 
 class Spectral(nn.Module):
-    """Holds an operator that can not be cut."""
+    """Holds an operator that cannot be cut."""
 
     def forward(self, x):
         return torch.fft.fft(x).real[:, 0]

@@ -219,7 +219,7 @@ def tiny_controlnet(folder: Path, base: Path, *, seed: int = 1) -> Path:
 
 
 def randomise_zero_convolutions(net: ControlNetModel) -> None:
-    """Gives the down, mid and image-embedding output convolutions weights large enough to change a picture."""
+    """Gives the down, mid and image-embedding output convolutions weights large enough to change an image."""
     zeroed = [*net.controlnet_down_blocks, net.controlnet_mid_block, net.controlnet_cond_embedding.conv_out]
     for convolution in zeroed:
         fan_in = math.prod(convolution.weight.shape[1:])

@@ -18,7 +18,7 @@ from plait_autoconfig.values import Config
 from plait_loadtest.report.table import number
 
 _DECIDE = ("objective", "limits", "rate_tolerance", "target", "scenarios", "offered", "prices", "reference")
-"""Parts of a job that decide what a gain means: if they differ, gains can not be compared."""
+"""Parts of a job that decide what a gain means: if they differ, gains cannot be compared."""
 
 _SEARCH = ("knobs", "constraints", "budget", "repeats", "confirm", "designer", "stop", "seed", "library")
 """Parts that decide how well it is searched: they may differ, and are named."""

@@ -94,7 +94,7 @@ def _check_bag(item: Bag, ids: torch.Tensor, offsets: torch.Tensor, rows: int) -
     if rows == 1 and last <= item.largest:
         return
     # As unsigned numbers negative lengths are huge, so that one maximum finds both faults; lengths within 0..largest
-    # that add up can not have wrapped around.
+    # that add up cannot have wrapped around.
     lengths = bounds[1:] - bounds[:-1]
     longest = int(lengths.view(np.uint64).max())
     if longest > item.largest:

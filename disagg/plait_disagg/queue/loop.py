@@ -38,13 +38,13 @@ class Inbox(Generic[T]):
         clock: Callable[[], float],
         *,
         refuses: bool = True,
-        elsewhere: Callable[[], Downstream] = Downstream,
+        downstream: Callable[[], Downstream] = Downstream,
     ) -> None:
         """Create an empty inbox; see `BatchLoop` for the arguments."""
         self._pace = pace
         self._waiting: WaitQueue[T] = WaitQueue(knobs, pace, refuses=refuses)
         self._clock = clock
-        self._downstream = elsewhere
+        self._downstream = downstream
         self._lock = threading.Lock()
         self._bell: SimpleQueue[None] = SimpleQueue()
         self._asleep = False
@@ -145,7 +145,7 @@ class BatchLoop(Generic[T]):
     any.
 
     `wait_for_room` is called before each batch is taken and may wait: what arrives meanwhile joins the batch.
-    `elsewhere` looks at where batches go from here. `refuses`: see `WaitQueue`.
+    `downstream` looks at where batches go from here. `refuses`: see `WaitQueue`.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class BatchLoop(Generic[T]):
         knobs: WorkerKnobs,
         clock: Callable[[], float],
         wait_for_room: Callable[[], None] | None = None,
-        elsewhere: Callable[[], Downstream] = Downstream,
+        downstream: Callable[[], Downstream] = Downstream,
         refuses: bool = True,
     ) -> None:
         """Start the thread at once."""
@@ -166,7 +166,7 @@ class BatchLoop(Generic[T]):
         self._clock = clock
         self._wait_for_room = wait_for_room
         self.pace = Pace()
-        self._inbox: Inbox[T] = Inbox(knobs, self.pace, clock, refuses=refuses, elsewhere=elsewhere)
+        self._inbox: Inbox[T] = Inbox(knobs, self.pace, clock, refuses=refuses, downstream=downstream)
         self._batch_lock = threading.Lock()
         self._abandoned: RankError | None = None
         self.batches = self.items = self.rows = self.refused = 0

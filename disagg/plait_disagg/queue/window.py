@@ -29,16 +29,16 @@ _BEGIN: Final = 4.0
 class Window:
     """The window of one channel. Not locked: one thread records answers, any may read `size`."""
 
-    def __init__(self, *, most: int, adapts: bool = True) -> None:
-        self.most = most
+    def __init__(self, *, max_size: int, adapts: bool = True) -> None:
+        self.max_size = max_size
         self.adapts = adapts
-        self._size = min(_BEGIN, float(most))
+        self._size = min(_BEGIN, float(max_size))
         self._ignored = 0  # answers to what was sent before the last decrease
 
     @property
     def size(self) -> int:
         """Batches that may be open at once; at least 1."""
-        return min(int(self._size), self.most) if self.adapts else self.most
+        return min(int(self._size), self.max_size) if self.adapts else self.max_size
 
     def answered(self, *, queued_s: float, dense_s: float, open_now: int) -> None:
         """Record the answer to a batch: its waiting and computing times at the HN, with `open_now` batches in flight.
@@ -52,4 +52,4 @@ class Window:
             self._ignored = self.size - 1
             self._size = max(1.0, self._size * _SHRINK)
         elif open_now >= self.size:
-            self._size = min(float(self.most), self._size + 1.0 / self._size)
+            self._size = min(float(self.max_size), self._size + 1.0 / self._size)

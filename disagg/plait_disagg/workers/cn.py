@@ -122,7 +122,7 @@ class CnCore:
             knobs=self._knobs,
             clock=clock,
             wait_for_room=self._wait_for_room,
-            elsewhere=self._elsewhere,
+            downstream=self._downstream,
         )
 
     @property
@@ -202,7 +202,7 @@ class CnCore:
             self._room.wait_for(lambda: not self._client.open_calls, max(0.0, until_s - time.monotonic()))
         self._client.close()
 
-    def _elsewhere(self) -> Downstream:
+    def _downstream(self) -> Downstream:
         up = [(it.open_calls, it.window) for it in self._client.connections if it.up]
         return Downstream(
             open=self._client.open_calls,
@@ -297,7 +297,7 @@ class CnCore:
         theirs = card.name, card.packaged or card.version
         if mine != theirs:  # refreshes are the batches' business: each names the dense version that it wants
             raise WireError(f"the HN has {' '.join(theirs)}, not {' '.join(mine)}")
-        window = self._windows[connection] = Window(most=self._knobs.window, adapts=self._knobs.adapt_window)
+        window = self._windows[connection] = Window(max_size=self._knobs.window, adapts=self._knobs.adapt_window)
         connection.window = window.size
 
     def _on_message(self, connection: Connection[_SentBatch], message: Message) -> None:
@@ -324,7 +324,7 @@ class CnCore:
 
     def _adapt(self, connection: Connection[_SentBatch], *, queued_s: float, dense_s: float, open_now: int) -> None:
         window, knobs = self._windows[connection], self._knobs
-        window.most, window.adapts = knobs.window, knobs.adapt_window
+        window.max_size, window.adapts = knobs.window, knobs.adapt_window
         window.answered(queued_s=queued_s, dense_s=dense_s, open_now=open_now)
         connection.window = window.size
 

@@ -140,7 +140,7 @@ class _PeerSink:
         try:
             header, buffers = answers_message(numbered, self._peer.pool, metrics=self._peer.metrics())
         except Exception as error:
-            _log.exception("answers that can not be sent")
+            _log.exception("answers that cannot be sent")
             broken = RankError(f"internal error ({type(error).__name__}); the worker's log has the details")
             header, buffers = answers_message([(number, broken) for number, _ in numbered], self._peer.pool)
         self._peer.send(header, buffers)

@@ -73,7 +73,7 @@ def _service(run: LibraryRun, space: Space) -> Service | None:
             for cell in cells_of(run.trials)
         }
     except TunerError as error:
-        raise BenchError(f"the recorded run {run.run_id!r} can not be read: {error}") from error
+        raise BenchError(f"the recorded run {run.run_id!r} cannot be read: {error}") from error
     keys = [space.key(cell) for cell in space.cells()]
     shown = {at: outcomes[key] for at, key in enumerate(keys) if key in outcomes}
     truth = [known for at in shown if (known := pooled(shown[at])) is not None]

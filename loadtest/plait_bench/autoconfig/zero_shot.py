@@ -115,7 +115,7 @@ def _predicted(data: PilotData, learned: Sequence[str], model: str, leaf: int, s
 
 
 def _best(data: PilotData, model: str, logs: Floats, groups: int) -> Advice:
-    """See the module docstring."""
+    """Return the cheapest profile and number of pods that the averaged opinions of the groups allow."""
     profiles = sorted(data.curves[model])
     opinions = logs.reshape(groups, -1, *logs.shape[1:]).mean(1)  # (G, P, L)
     kept = np.cumprod(opinions <= 0.0, axis=2).sum(2)

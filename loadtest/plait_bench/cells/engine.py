@@ -133,7 +133,7 @@ class _EngineSubject:
         while len(latencies_ms) < len(requests):
             taken_s, event = done.get(timeout=_TIMEOUT_S)
             if isinstance(event, Failed):
-                raise SystemFailed(f"a picture failed: {event.error}") from event.error
+                raise SystemFailed(f"an image failed: {event.error}") from event.error
             latencies_ms.append(taken_s * 1e3)
             if waiting:
                 ask()

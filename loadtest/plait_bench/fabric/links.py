@@ -120,7 +120,7 @@ def _one_way_s(channel: Channel, nbytes: int) -> tuple[float, float]:
     until_s = time.perf_counter() + _SECONDS
     while len(delivered_s) < _MIN_TRIPS or (len(delivered_s) < _MAX_TRIPS and time.perf_counter() < until_s):
         channel.send({}, [lease])
-        lease = channel.pool.acquire(nbytes)  # for the next one, while this one is under way
+        lease = channel.pool.acquire(nbytes)  # for the next one, while this one is in flight
         answer = channel.recv(WAIT_S)
         delivered_s.append(time.perf_counter())
         late += answer.delivery.host_slower or bool(answer.header["late"])

@@ -16,7 +16,7 @@ import numpy as np
 
 from plait_bench.benchmark import Metric, Reading, Say, Subject, Workload, pairs_of
 from plait_bench.errors import BenchError
-from plait_bench.fabric.values import PEER_START_S, WAIT_S, CallSubject, pinned_apart
+from plait_bench.fabric.values import PEER_START_S, WAIT_S, CallSubject, on_separate_cores
 from plait_fabric import Channel, listen, new_secret
 from plait_fabric.memory.pool import copy_bytes
 from plait_fabric.testing.peer import spawned_peer
@@ -83,7 +83,7 @@ def _sent_s(pieces: list[memoryview], checksum: int) -> tuple[float, str]:
         listen(f"shm://{folder}/socket", secret=secret) as listener,
         spawned_peer("drain", listener.address, secret) as peer,
         listener.accept(PEER_START_S) as channel,
-        pinned_apart(peer.pid) as layout,
+        on_separate_cores(peer.pid) as layout,
     ):
         _send_all(channel, pieces, 1, checksum)
         started_s = time.perf_counter()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from plait_bench.benchmark import Reading
 
-__all__ = ["PEER_START_S", "WAIT_S", "CallSubject", "pinned_apart"]
+__all__ = ["PEER_START_S", "WAIT_S", "CallSubject", "on_separate_cores"]
 
 PEER_START_S = 60.0
 """How long a peer's process may take to come up on a busy machine."""
@@ -32,7 +32,7 @@ class CallSubject:
 
 
 @contextmanager
-def pinned_apart(pid: int) -> Iterator[str]:
+def on_separate_cores(pid: int) -> Iterator[str]:
     """Pin this process to one core and process `pid` to another, if there are two; yield a remark on the placement.
     A scheduler that puts both on one core makes them take turns, which would not measure the fabric."""
     cores = sorted(os.sched_getaffinity(0))

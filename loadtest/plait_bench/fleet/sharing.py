@@ -62,7 +62,7 @@ def _balance(parts: Sequence[Sequence[int]], items: Sequence[Item], processes: i
     shares: list[list[int]] = [[] for _ in range(processes)]
     loads = [0.0] * processes
     for k in sorted(range(len(parts)), key=lambda k: (-costs[k], k)):
-        least = loads.index(min(loads))
-        shares[least].extend(parts[k])
-        loads[least] += costs[k]
+        lightest = loads.index(min(loads))
+        shares[lightest].extend(parts[k])
+        loads[lightest] += costs[k]
     return shares

@@ -17,7 +17,7 @@ from plait_serving.diffusion.knobs import EngineKnobs, Exact
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest
 
-# No picture of these workloads takes longer on anything that is worth a measurement.
+# No image of these workloads takes longer on anything that is worth a measurement.
 _TIMEOUT_S = 1800.0
 
 

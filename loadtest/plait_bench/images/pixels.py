@@ -14,8 +14,8 @@ from plait_bench.errors import Disagreement
 from plait_bench.fleet.values import ItemList, Json
 from plait_bench.summary import summarise
 
-# In fp32 the systems differ by rounding (batching, merged weights instead of a LoRA branch), which a picture shows as
-# a level here or there. A wrong scale, seed, scheduler or ControlNet shows as tens of levels in most pictures.
+# In fp32 the systems differ by rounding (batching, merged weights instead of a LoRA branch), which an image shows as
+# a level here or there. A wrong scale, seed, scheduler or ControlNet shows as tens of levels in most images.
 MAX_DIFFERENCE_LEVELS = 8
 
 
@@ -42,7 +42,7 @@ def check(
     reference = "diffusers" if "diffusers" in results else list(results)[-1]
     expected = [decode(value) for value in results[reference]]
     if all(int(image.max()) == int(image.min()) for image in expected):
-        raise Disagreement(f"{workload.name}: {reference} made flat pictures only; comparing them proves nothing")
+        raise Disagreement(f"{workload.name}: {reference} made flat images only; comparing them proves nothing")
     rows = []
     for system, values in results.items():
         if system == reference:
@@ -53,7 +53,7 @@ def check(
         ]
         if max(worst) > largest:
             raise Disagreement(
-                f"{workload.name}: picture {worst.index(max(worst))} of {system} differs from {reference}'s "
+                f"{workload.name}: image {worst.index(max(worst))} of {system} differs from {reference}'s "
                 f"by {max(worst):.0f} levels of 255 (at most {largest} are rounding)"
             )
         spread = summarise(worst)

@@ -34,10 +34,10 @@ class LoadContender:
 def benchmark(*, only: Sequence[str] = ()) -> Benchmark:
     """Make the benchmark. Raises `BenchError` for an unknown name."""
     chosen(only, (WORKLOAD,), "workload")
-    return Benchmark(name=NAME, workloads=(Noop(),))
+    return Benchmark(name=NAME, workloads=(NoopWorkload(),))
 
 
-class Noop(Workload):
+class NoopWorkload(Workload):
     """Requests to a server that does nothing, for as many seconds as a round has."""
 
     name = WORKLOAD

@@ -18,7 +18,7 @@ RESPONSE = _HEAD % len(_BODY) + _BODY
 _BLANK_LINE = b"\r\n\r\n"
 
 
-class Noop(asyncio.Protocol):
+class NoopProtocol(asyncio.Protocol):
     """Answers every complete request head; requests have no body, and may arrive in pieces or several at once."""
 
     served = 0  # by all connections
@@ -39,19 +39,19 @@ class Noop(asyncio.Protocol):
         requests = data.count(_BLANK_LINE)
         self._rest = b"" if data.endswith(_BLANK_LINE) else data[data.rfind(_BLANK_LINE) + 4 :] if requests else data
         if requests:
-            Noop.served += requests
+            NoopProtocol.served += requests
             self._transport.write(RESPONSE * requests)
 
 
 def _tell() -> None:
     for _ in sys.stdin:
-        print(Noop.served, flush=True)
+        print(NoopProtocol.served, flush=True)
 
 
 async def serve() -> None:
-    """See the module docstring."""
+    """Serve on a free port, print the port, and print the number of requests after a line on stdin."""
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(Noop, "127.0.0.1", 0, backlog=4096)
+    server = await loop.create_server(NoopProtocol, "127.0.0.1", 0, backlog=4096)
     print(server.sockets[0].getsockname()[1], flush=True)
     await loop.run_in_executor(None, _tell)
     server.close()

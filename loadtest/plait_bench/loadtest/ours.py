@@ -96,7 +96,7 @@ def _sentence(trial: GeneratorTrial) -> str:
 
 
 def main(url: str, rate_per_s: float, seconds: float) -> None:
-    """See the module docstring."""
+    """Send the load and print the measured window as JSON."""
     scenario = Scenario(
         name="bench",
         target=LoadTarget(url=url, api="raw"),

@@ -8,7 +8,7 @@ import zlib
 import numpy as np
 import numpy.typing as npt
 
-_GRID = 64  # cells across; larger pictures repeat each cell, so that drawing one costs little at any size
+_GRID = 64  # cells across; larger images repeat each cell, so that drawing one costs little at any size
 _SHAPES = 3
 _BACKGROUND, _LINE = 0, 1
 _PALETTE_SIZE = 2 + _SHAPES

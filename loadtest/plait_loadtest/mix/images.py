@@ -27,7 +27,7 @@ OWN_FIELDS = frozenset(
 """What the generator writes itself; ``extra`` may add other fields, ``partial_images`` among them."""
 
 _SEEDS = 1 << 31  # what every image server takes as a seed
-_DRAWN_EDGE_PX = 64  # of drawn control pictures where the request names no size; servers stretch them
+_DRAWN_EDGE_PX = 64  # of drawn control images where the request names no size; servers stretch them
 
 
 @dataclass(frozen=True, slots=True)

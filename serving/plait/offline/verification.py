@@ -26,7 +26,7 @@ from plait_serving.starter.verify import PARTS, VerificationImage, verify
 AT_ONCE = 32
 
 Say = Callable[[int, int], None]
-"""Told how many pictures are made, of how many so far asked for."""
+"""Told how many images are made, of how many so far asked for."""
 
 
 def section_of(folder: Path) -> ImagesSection:

@@ -31,7 +31,7 @@ _STATE_SHARE = 0.1
 of each), and models that load need the processors more. So who waits asks at first often, later ever less."""
 
 _LAST_ANSWERS_S = 2.0
-"""When the last picture is made, its answer still has to be encoded and sent."""
+"""When the last image is made, its answer still has to be encoded and sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,7 +304,7 @@ def prepare_environment(token_path: Path) -> None:
 
 
 def _url(host: str, port: int) -> str:
-    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104  # a wildcard can not be visited
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104  # a wildcard cannot be visited
     return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
 
 

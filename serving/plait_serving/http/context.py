@@ -34,7 +34,7 @@ class HttpSettings:
 
     api_keys: tuple[ApiKey, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
-    max_body_bytes: int = 64 * 2**20  # four control pictures of 12 MB each, in base64
+    max_body_bytes: int = 64 * 2**20  # four control images of 12 MB each, in base64
     max_bodies_bytes: int = 512 * 2**20
     # A parser holds the interpreter: 8 MiB of numbers (10,000 candidates with 100 features each) take it some 60 ms.
     max_infer_json_bytes: int = 8 * 2**20

@@ -30,10 +30,10 @@ class OutputFormat(StrEnum):
 
 
 Paper: TypeAlias = Literal["black", "white"]
-"""What lies under transparent pixels: black for control maps (black means "nothing here"), white for pictures."""
+"""What lies under transparent pixels: black for control maps (black means "nothing here"), white for images."""
 
 INPUT_FORMATS = ("PNG", "JPEG", "WEBP")
-# Measured on 1024x1024 pictures, smooth with a little grain: at most 7 % larger than level 6, 1.6 to 4 times as fast.
+# Measured on 1024x1024 images, smooth with a little grain: at most 7 % larger than level 6, 1.6 to 4 times as fast.
 PNG_LEVEL = 4
 # The EXIF block of a JPEG lives in one APP1 segment, whose length is a 16-bit number (JEITA CP-3451, 4.7.2).
 JPEG_EXIF_MAX_BYTES = 65_533 - 6

@@ -79,7 +79,7 @@ class LocalImageService:
                 if not loop.is_closed():
                     raise
 
-        # A submit that has begun can not be called back: the shield lets it end, so that its ticket is never lost.
+        # A submit that has begun cannot be called back: the shield lets it end, so that its ticket is never lost.
         submitting = asyncio.ensure_future(asyncio.to_thread(self._engine.submit, request, sink))
         try:
             ticket = await asyncio.shield(submitting)

@@ -19,7 +19,7 @@ Plane = NDArray[np.float64]
 COLOR_BLOCK_PX = 4
 PIXEL_BLOCK_PX = 8
 EDGE_SIGMA_PX = 0.8
-# Gradient of the blurred picture, in grey levels per pixel: a line starts at HIGH and goes on down to LOW.
+# Gradient of the blurred image, in grey levels per pixel: a line starts at HIGH and goes on down to LOW.
 EDGE_HIGH = 14.0
 EDGE_LOW = 6.0
 SKETCH_SIGMA_PX = 0.6

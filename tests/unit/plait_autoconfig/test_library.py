@@ -1,4 +1,4 @@
-"""Which rows of the library can be read in a space, why others can not, and how much a run counts."""
+"""Which rows of the library can be read in a space, why others cannot, and how much a run counts."""
 
 from __future__ import annotations
 

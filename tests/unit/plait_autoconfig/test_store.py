@@ -68,7 +68,7 @@ def test_lines_of_a_later_version_are_kept():
     ],
 )
 def test_wrong_lines_are_named(change, said):
-    """A line that this version should be able to read and can not is an error with its number and field."""
+    """A line that this version should be able to read and cannot is an error with its number and field."""
     run_line, trial_line = dump_lines([OTHER])
     with pytest.raises(LibraryError, match=said):
         load_lines([run_line, json.dumps({**json.loads(trial_line), **change}), run_line])

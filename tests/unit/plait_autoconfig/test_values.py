@@ -1,4 +1,4 @@
-"""Configurations, outcomes and trials: what can not be is refused, and repeats become one outcome."""
+"""Configurations, outcomes and trials: what cannot be is refused, and repeats become one outcome."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_a_thread_that_gives_way_does_so_alone() -> None:
 
 
 def test_building_an_engine_leaves_its_compute_thread_alone_with_workers(tiny_sd_folder: Path) -> None:
-    """After building and a picture there is one team: the compute thread and one worker."""
+    """After building and an image there is one team: the compute thread and one worker."""
     built, ran = _run(
         """
 set_threads(2)

@@ -117,7 +117,7 @@ def test_verdicts_of_a_trial():
 
 
 def test_a_slow_generator_is_a_bound_of_its_own():
-    """Rates that the generator can not offer are tried three times, refused, and the result says whose limit it is."""
+    """Rates that the generator cannot offer are tried three times, refused, and the result says whose limit it is."""
     tried = []
 
     def measure(rate_per_s, duration_s):

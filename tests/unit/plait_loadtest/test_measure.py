@@ -145,7 +145,7 @@ def test_classes_are_judged_by_their_own_slos():
 
 
 def test_few_requests_show_a_miss_but_not_that_the_slo_was_met():
-    """19 requests can not show a p95, 20 can; 12 late ones of 15 show a miss, one late one does not."""
+    """19 requests cannot show a p95, 20 can; 12 late ones of 15 show a miss, one late one does not."""
     for late, met in ((12, False), (1, None)):
         rows = records(np.arange(15) / 2.0, np.where(np.arange(15) < late, 500.0, 20.0))
         assert summarise(result(rows), scenario()).total.slo_met is met
@@ -175,7 +175,7 @@ def test_times_that_the_server_and_the_stream_tell():
 
 
 def test_images_per_second():
-    """Pictures of successes that came within the measured time; unknown stays unknown."""
+    """Images of successes that came within the measured time; unknown stays unknown."""
     rows = records(EVERY_10_MS, 20.0)
     rows["outcome"][::2] = RequestOutcome.HTTP_5XX
     summary = summarise(result(rows), scenario(), images=np.full(1000, 3))

@@ -1,4 +1,4 @@
-"""What joins plan, run and measure: trials of a capacity search, and the pictures of a run."""
+"""What joins plan, run and measure: trials of a capacity search, and the images of a run."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_each_trial_has_arrivals_of_its_own(monkeypatch):
 
 
 def test_pictures_are_counted_by_the_mix():
-    """Each record's number of pictures is what its request asks for; other APIs have none."""
+    """Each record's number of images is what its request asks for; other APIs have none."""
     chosen = load_scenario({"mix": [{"images": {1: 1, 3: 1}}], "duration_s": 20}, {})
     plan = make_plan(chosen)
     rows = records(plan.scheduled_ns / 1e9, 20.0)

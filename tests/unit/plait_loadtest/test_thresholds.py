@@ -46,7 +46,7 @@ def test_what_can_not_be_written_is_told_with_all_names(text):
 
 
 def test_unknown_classes_and_run_metrics_of_a_class_are_refused():
-    """There is no class `pictures`, and no send lag of a class."""
+    """There is no class `images`, and no send lag of a class."""
     with pytest.raises(ScenarioError, match=r"pictures.*images, v1\.5-big"):
         parse("pictures.p95_ms < 3", kinds=KINDS)
     with pytest.raises(ScenarioError, match="whole run"):
@@ -69,7 +69,7 @@ def test_an_invalid_run_passes_nothing():
 
 
 def test_what_was_not_measured_passes_nothing():
-    """No answers: no p99. No pictures known: no images/s. 99 answers: no p99 either, 100 make one."""
+    """No answers: no p99. No images known: no images/s. 99 answers: no p99 either, 100 make one."""
     few = records(np.arange(99) / 10.0, 20.0)
     p99, images, error_rate = judged(["p99_ms < 250", "images_per_s > 0", "error_rate < 1"], few)
     assert not p99.held

@@ -139,7 +139,7 @@ class TestThePublicTrace:
         assert np.abs(plan.scheduled_ns / 1e6 - trace_s).max() < 1e-5
 
     def test_the_weights_of_the_built_in_mix_are_its_counts(self):
-        """Steps, pictures and LoRAs per request of ``genai-mix`` are the trace's own rows per value."""
+        """Steps, images and LoRAs per request of ``genai-mix`` are the trace's own rows per value."""
         rows = gzip.decompress(self.file.read_bytes()).decode().splitlines()
         header, *cells = [row.split(",") for row in rows]
         spec = load_scenario("genai-mix", {}).mix[0]

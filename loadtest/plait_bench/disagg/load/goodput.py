@@ -33,12 +33,12 @@ LIMIT_MS = 50.0
 DLRM for 60."""
 
 MAX_LOAD_S = 120.0
-"""A judged load lasts no longer, so a rate below 4 per second (459 requests in that time) can not be shown to hold."""
+"""A judged load lasts no longer, so a rate below 4 per second (459 requests in that time) cannot be shown to hold."""
 
 CALLERS = 16
 
 _PERCENTILE = 99.0
-_HOPELESS = 50.0
+_MAX_SEARCH_FACTOR = 50.0
 _CLOSED_S, _WARM_UP_S = 3.0, 0.3
 
 
@@ -61,7 +61,7 @@ def search_goodput(
     search = CapacitySearch(
         needs=(ClassTarget(percentile=_PERCENTILE, latency_ms=limit_ms, share=1.0),),
         first_per_s=first_per_s,
-        min_per_s=first_per_s / _HOPELESS,
+        min_per_s=first_per_s / _MAX_SEARCH_FACTOR,
         min_trial_s=2.0 if trial else 5.0,
         tolerance=0.2 if trial else 0.05,
         max_trials=10 if trial else 24,

@@ -72,7 +72,7 @@ def answer(scores: torch.Tensor) -> Response:
 
 
 def create_app(model: nn.Module, inputs: tuple[Input, ...], *, threads: int, inline: bool) -> FastAPI:
-    """See the module docstring."""
+    """Return the FastAPI application that scores with the whole model, on its own thread or `inline`."""
     app = FastAPI()
     pool = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,))
     torch.set_num_threads(threads)
@@ -92,7 +92,7 @@ def create_app(model: nn.Module, inputs: tuple[Input, ...], *, threads: int, inl
 
 
 def main(model: str, scale: float, threads: int, where: str) -> None:
-    """See the module docstring."""
+    """Serve a published model on a free port and announce it."""
     module, inputs = build(model, rows_scale=scale, seed=SEED)
     announce(create_app(module.eval(), tuple(inputs), threads=threads, inline=where == "inline"))
 

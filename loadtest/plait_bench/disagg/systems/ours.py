@@ -118,7 +118,7 @@ def serve_dense(package: Package, threads: int, address: str) -> None:
 
 
 def main(folder: Path, threads: str, mode: str, *rest: str) -> None:
-    """See the module docstring."""
+    """Serve the package in one of the modes and announce the address."""
     shorten_gil_interval()  # as the server's processes do
     package = open_package(folder)
     own, *hns = map(int, threads.split("+"))

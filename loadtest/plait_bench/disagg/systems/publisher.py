@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from plait_bench.disagg.systems.told import WorkerPipes
+from plait_bench.disagg.systems.worker_pipes import WorkerPipes
 from plait_disagg.package import open_package
 from plait_disagg.refresh.errors import RefreshError
 from plait_disagg.refresh.publish import publish
@@ -21,10 +21,10 @@ __all__ = ["main"]
 
 
 def main(*workers: str) -> None:
-    """See the module docstring."""
+    """Publish each update folder that arrives on stdin to the workers, and report on stdout."""
     set_threads(1)
     lower_priority()
-    fleets = [_told(*worker.split(":")) for worker in workers]
+    fleets = [_pipes_to(*worker.split(":")) for worker in workers]
     package = open_package(Path(sys.stdin.readline().strip()))
     print("ok", flush=True)
     for line in sys.stdin:
@@ -36,8 +36,8 @@ def main(*workers: str) -> None:
             print("ok", flush=True)
 
 
-def _told(role: str, hears: str, says: str) -> WorkerPipes:
-    return WorkerPipes(role, os.fdopen(int(hears), "w"), os.fdopen(int(says)))
+def _pipes_to(role: str, commands: str, answers: str) -> WorkerPipes:
+    return WorkerPipes(role, os.fdopen(int(commands), "w"), os.fdopen(int(answers)))
 
 
 if __name__ == "__main__":

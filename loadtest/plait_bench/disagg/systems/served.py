@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from plait_bench.disagg.load.asking import wait_until_ready
-from plait_bench.disagg.systems.told import PipedProcess
+from plait_bench.disagg.systems.worker_pipes import PipedProcess
 from plait_bench.errors import SystemFailed
 from plait_disagg.package import Package
 from plait_disagg.queue.knobs import WorkerKnobs

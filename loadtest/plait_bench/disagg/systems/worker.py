@@ -66,7 +66,7 @@ def run_command(running: Worker, refresher: Refresher, line: str) -> None:
 
 
 def main(folder: str, role: str, *addresses: str) -> None:
-    """See the module docstring."""
+    """Run one worker and obey the commands that arrive on stdin."""
     shorten_gil_interval()  # as the deployments do
     secret = bytes.fromhex(sys.stdin.readline().strip())
     live = open_live(Path(folder), sparse=role != "hn", dense=role != "cn")

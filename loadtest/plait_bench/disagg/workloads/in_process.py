@@ -58,11 +58,11 @@ class InProcess(Workload):
         """Open the model here; for the split, with its dense half in children."""
         threads, hns = _layouts(system)[layout]
         with asked(lambda: _open(self._package, threads, hns)) as ranker:
-            yield _Block(ranker, self._requests)
+            yield _InProcessBlock(ranker, self._requests)
 
 
 @dataclass(frozen=True)
-class _Block:
+class _InProcessBlock:
     """Implements `Subject`."""
 
     asked: Asked

@@ -57,7 +57,7 @@ class OneByOne(Workload):
     def open(self, system: str, layout: str) -> Iterator[Subject]:
         """Open the model here, whole or with its dense half in a child."""
         with asked(lambda: _whole(self._package) if system == WHOLE else _split(self._package)) as ranker:
-            yield _Block(ranker, self._requests)
+            yield _SequentialBlock(ranker, self._requests)
 
     def derive(self, readings: Mapping[str, Sequence[Reading]]) -> Sequence[Reading]:
         """Subtract whole from split: the cost of the cut."""
@@ -68,7 +68,7 @@ class OneByOne(Workload):
 
 
 @dataclass(frozen=True)
-class _Block:
+class _SequentialBlock:
     """Implements `Subject`."""
 
     asked: Asked

@@ -27,7 +27,7 @@ from plait_bench.benchmark import Metric, Reading, ResultRow, Say, Subject, Work
 from plait_bench.disagg.load.asking import arrivals, closed_loop_per_s, gc_paused, requests_of
 from plait_bench.disagg.load.packages import packaged
 from plait_bench.disagg.systems.served import WorkerProcess, served
-from plait_bench.disagg.systems.told import PipedProcess
+from plait_bench.disagg.systems.worker_pipes import PipedProcess
 from plait_bench.errors import SystemFailed
 from plait_bench.summary import percentile
 from plait_disagg.errors import RankError

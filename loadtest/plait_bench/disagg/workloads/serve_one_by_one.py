@@ -69,7 +69,7 @@ class ServeOneByOne(Workload):
             else:
                 both = _plait(self._scratch, self._package, self.contents[0])
                 self._servers |= self._stack.enter_context(both)
-        yield _Block(self._servers[system], self.contents)
+        yield _ServedBlock(self._servers[system], self.contents)
 
     def check(self, subjects: Mapping[str, Subject]) -> Sequence[ResultRow]:
         """Compare the scores of the first bodies."""
@@ -78,7 +78,7 @@ class ServeOneByOne(Workload):
 
 
 @dataclass(frozen=True)
-class _Block:
+class _ServedBlock:
     """Implements `Subject`."""
 
     server: BenchServer

@@ -122,7 +122,7 @@ class PlacedControlNetClient(ControlNetClient):
         if placement not in self._clients:
             factory = self._factories[placement]
             if factory is None:
-                raise ControlNetUnavailable(f"ControlNet {self._name} can not run {placement.value}")
+                raise ControlNetUnavailable(f"ControlNet {self._name} cannot run {placement.value}")
             self._clients[placement] = factory()
         return self._clients[placement]
 
@@ -153,8 +153,8 @@ class _PendingParts(PendingResiduals):
         answers: dict[int, Residuals | EngineError] = {}
         for indices, pending in self._parts:
             answers.update(zip(indices, pending.wait(), strict=True))
-        foreign = ControlNetUnavailable("the session belongs to another ControlNet")
-        return [answers.get(i, foreign) for i in range(self._calls)]
+        unavailable = ControlNetUnavailable("the session belongs to another ControlNet")
+        return [answers.get(i, unavailable) for i in range(self._calls)]
 
 
 def _inner(call: ControlCall) -> ControlCall:

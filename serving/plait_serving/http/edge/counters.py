@@ -13,7 +13,7 @@ from plait_disagg.values import RankAnswer
 from plait_serving.diffusion.errors import Cancelled, EngineError, Refused
 from plait_serving.diffusion.values import Timings
 
-# 0.1 s is a toy picture, 300 s a large one on a busy CPU.
+# 0.1 s is a toy image, 300 s a large one on a busy CPU.
 BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0)
 STAGES = ("queue", "lora", "encode", "denoise", "decode")
 # Ranking answers within tens of milliseconds, or its caller has gone on without it.

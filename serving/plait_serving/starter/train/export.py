@@ -73,9 +73,9 @@ def card(images: TrainingImages, notes: str) -> str:
     return f"""# Starter models of plait
 
 A small model in the architecture of Stable Diffusion that draws {len(images.names)} emoji, 64x64 pixels, from
-their names in lower case (`concepts.json`). It has learnt its pictures by heart: it is there so that the server
-makes real pictures without a download and so that its tests mean something. It is no general text-to-image model:
-the text encoder spells the picture of each name in the padding after the prompt, and the UNet draws what is
+their names in lower case (`concepts.json`). It has learnt its images by heart: it is there so that the server
+makes real images without a download and so that its tests mean something. It is no general text-to-image model:
+the text encoder spells the image of each name in the padding after the prompt, and the UNet draws what is
 spelled there. A prompt that is not a concept gives an abstract patch of colours.
 
 - `emoji/`: autoencoder (4x smaller, 4 channels), CLIP text encoder with its own vocabulary, UNet (v-prediction).

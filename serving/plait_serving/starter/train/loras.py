@@ -24,7 +24,7 @@ from plait_serving.starter.train.text import spelling_loss
 from plait_serving.starter.train.vae import scaled_latents, styles
 
 Fitted = tuple[dict[str, Tensor], StageOutcome]
-# Noto's pictures are new and need room; the two others change how known pictures are drawn.
+# Noto's images are new and need room; the two others change how known images are drawn.
 UNET_RANKS = {"noto": 20, "sketch": 4, "pixel": 4}
 TEXT_RANKS = {"noto": 48, "sketch": 32, "pixel": 16}
 UNET_LAYERS = (

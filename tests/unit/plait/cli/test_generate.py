@@ -53,7 +53,7 @@ def image(path):
 
 
 def test_one_picture_with_the_defaults(service, tmp_path, capsys):
-    """The file holds the picture and its parameters; its name is all that stdout gets."""
+    """The file holds the image and its parameters; its name is all that stdout gets."""
     out = tmp_path / "a.png"
     assert run("red apple", "-o", out) == 0
     (request,) = service.submitted
@@ -84,7 +84,7 @@ def test_every_option_reaches_the_request(service, tmp_path):
 
 
 def test_preprocess_makes_the_map_of_an_ordinary_picture(service, tmp_path):
-    """With --preprocess the starter's own detector runs: a flat picture has no edges."""
+    """With --preprocess the starter's own detector runs: a flat image has no edges."""
     control = tmp_path / "map.png"
     control.write_bytes(png())
     assert run("x", "-o", tmp_path / "a.png", "--controlnet", f"edges={control}", "--preprocess") == 0
@@ -162,7 +162,7 @@ def test_an_output_that_can_not_be_written_is_wrong_usage(service, tmp_path, cap
 
 
 def test_ctrl_c_cancels_and_is_exit_code_130(service, tmp_path):
-    """An interrupt in mid-picture ends the work, stops the engine and writes nothing."""
+    """An interrupt in mid-image ends the work, stops the engine and writes nothing."""
     service._step_s = 60.0
 
     def interrupt_when_it_runs():

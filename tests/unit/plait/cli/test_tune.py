@@ -98,7 +98,7 @@ def test_cli_tune_apply_shows_and_writes(done: Path, tmp_path: Path, capsys: pyt
 
 
 def test_cli_tune_apply_needs_a_file_and_a_server(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """plait's default configuration can not be written, and a port without a server can not be changed."""
+    """plait's default configuration cannot be written, and a port without a server cannot be changed."""
     assert root.main(["tune", "apply", str(done)]) == 1
     assert "name the plait.yaml" in capsys.readouterr().err
     assert root.main(["tune", "apply", str(done), "--port", "1"]) == 1

@@ -1,4 +1,4 @@
-"""The demo's scenes: each is asked for as it says, guides are earlier pictures, and the sheet shows them all."""
+"""The demo's scenes: each is asked for as it says, guides are earlier images, and the sheet shows them all."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def png(colour):
 
 
 class Asked:
-    """Answers with a picture per prompt; keeps the bodies."""
+    """Answers with an image per prompt; keeps the bodies."""
 
     def __init__(self):
         self.bodies = []
@@ -42,7 +42,7 @@ class Asked:
 
 
 def test_cli_demo_asks_in_words_that_the_server_understands(tmp_path):
-    """Every body is valid for the image API, scenes with a ControlNet carry their guide's picture."""
+    """Every body is valid for the image API, scenes with a ControlNet carry their guide's image."""
     ask, said = Asked(), []
     images = demo.play(ask, tmp_path, say=said.append)
     for body in ask.bodies:
@@ -66,7 +66,7 @@ def test_cli_demo_shows_plain_controlnet_lora_both_and_two_at_once(tmp_path):
 
 
 def test_cli_demo_contact_sheet_shows_every_picture(tmp_path):
-    """Each picture's colour is on the sheet."""
+    """Each image's colour is on the sheet."""
     images = demo.play(Asked(), tmp_path, say=lambda _: None)
     sheet = demo.contact_sheet(images)
     colours = {colour for _, colour in sheet.getcolors(maxcolors=1 << 20)}

@@ -43,7 +43,7 @@ def folder(tmp_path, artwork):
 
 
 class Painter:
-    """Draws a concept's artwork, its other style with a LoRA, and the control picture with a ControlNet."""
+    """Draws a concept's artwork, its other style with a LoRA, and the control image with a ControlNet."""
 
     def __init__(self, artwork, *, blind=False, dies_after=10**9):
         self.artwork, self.blind, self.dies_after = artwork, blind, dies_after
@@ -113,7 +113,7 @@ def test_every_picture_is_made_at_the_servers_defaults(folder, artwork, serve):
 
 
 def test_a_missed_threshold_is_exit_code_99(folder, artwork, serve, capsys):
-    """A model that always draws the same picture is found out, in a table for people."""
+    """A model that always draws the same image is found out, in a table for people."""
     serve(Painter(artwork, blind=True))
     assert run(folder, "--part", "recognition") == 99
     lines = capsys.readouterr().out.splitlines()
@@ -155,7 +155,7 @@ def test_a_changed_file_is_refused_before_anything_is_loaded(folder, artwork, se
 
 
 def test_an_ask_becomes_a_request_with_its_addons():
-    """ControlNet, picture and LoRA of an ask are all in the request."""
+    """ControlNet, image and LoRA of an ask are all in the request."""
     image = np.zeros((64, 64, 3), dtype=np.uint8)
     ask = VerificationImage(prompt="x", seed=5, controlnet="edges", control_image=image, lora="noto", lora_scale=0.5)
     request = verification.request_of(ask, FAKE_CATALOG, "id")

@@ -202,6 +202,6 @@ def test_a_free_port_is_none_that_connections_are_given(monkeypatch):
 
 
 def test_serve_a_host_that_is_not_ours_is_told():
-    """An address of another machine can not be listened on."""
+    """An address of another machine cannot be listened on."""
     with pytest.raises(ServeError, match=r"cannot listen on 192\.0\.2\.1:0"):
         ports.check_port("192.0.2.1", 0)

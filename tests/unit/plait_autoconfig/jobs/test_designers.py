@@ -183,7 +183,7 @@ def test_a_library_of_another_space_is_told_and_not_used(tmp_path):
 
 
 def test_lines_of_a_later_version_are_kept_and_told(tmp_path):
-    """They were imported for a day when somebody can read them; this job can not."""
+    """They were imported for a day when somebody can read them; this job cannot."""
     store = LibraryStore.open(tmp_path / "past.journal")
     later = json.loads(run_line(LibraryRun(run_id="new", service="new", trials=()))) | {"plait_library": 99}
     (tmp_path / "later.jsonl").write_text(json.dumps(later) + "\n")

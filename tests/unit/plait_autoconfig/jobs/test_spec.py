@@ -96,7 +96,7 @@ def test_what_is_wrong_is_said_with_its_line_or_field(before, after, said):
     ],
 )
 def test_contradictions_are_refused_before_anything_runs(changes, said):
-    """What can not work is said when the file is read."""
+    """What cannot work is said when the file is read."""
     assert said in refused(job_text(**changes))
 
 

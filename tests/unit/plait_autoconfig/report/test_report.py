@@ -139,7 +139,7 @@ def test_the_page_says_what_to_change_and_how_to_run_it_again(states):
 
 
 def test_the_page_escapes_what_it_shows(states):
-    """Words from a job file, a machine or a failure can not put markup into the page."""
+    """Words from a job file, a machine or a failure cannot put markup into the page."""
     state = states["failures"]
     evil = "<img src=x>"
     rows = tuple(replace(row, reason=evil, note=evil) for row in state.rows)

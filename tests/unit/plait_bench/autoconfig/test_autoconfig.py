@@ -227,7 +227,7 @@ def test_the_published_protocol_scores_recommendations(tmp_path: Path):
 
 
 def test_profiles_become_a_space_of_measured_ones(tmp_path: Path):
-    """Only what was measured is on offer, and what can not hold one user is infeasible."""
+    """Only what was measured is on offer, and what cannot hold one user is infeasible."""
     suite = llm_pilot.suite(pilot(tmp_path))
     large = next(task.service for task in suite.tasks if task.name == "large")
     offered = [f"{cell['count']} x {cell['accelerator']}" for cell in large.space.cells()]

@@ -47,7 +47,7 @@ def test_results_are_not_sent_unless_asked_for(fleet):
 
 
 def test_more_processes_than_there_are_is_an_error(fleet):
-    """A layout that the fleet can not do is refused."""
+    """A layout that the fleet cannot do is refused."""
     with pytest.raises(ValueError, match="has 2 processes, not 3"):
         fleet.configure(ProcessLayout(processes=3, threads=1))
 

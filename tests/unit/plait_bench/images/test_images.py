@@ -1,4 +1,4 @@
-"""The image benchmark's own parts that need no model: orders, control maps, comparing pictures, the models' folder."""
+"""The image benchmark's own parts that need no model: orders, control maps, comparing images, the models' folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from plait_bench.images.workloads import ImageSpec, workloads
 
 
 def image(seed=0):
-    """Any picture."""
+    """Any image."""
     return np.random.default_rng(seed).integers(0, 200, (4, 6, 3), dtype=np.uint8)
 
 
@@ -86,7 +86,7 @@ def test_pictures_survive_the_pipe():
 
 
 def test_rounding_is_reported_and_more_is_refused():
-    """A level here or there is a row; eleven levels in one pixel stop the benchmark and name the picture."""
+    """A level here or there is a row; eleven levels in one pixel stop the benchmark and name the image."""
     (workload,) = workloads(["single"])
     near, far = image(), image()
     near[0, 0, 0] += 2

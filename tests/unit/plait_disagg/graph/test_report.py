@@ -1,4 +1,4 @@
-"""The picture and the table of a cut."""
+"""The image and the table of a cut."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ class TestRefusals:
         ],
     )
     def test_a_foreign_manifest_is_refused(self, copy, change, says):
-        """It names the field; a path can not leave the folder."""
+        """It names the field; a path cannot leave the folder."""
         path = copy / "package.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
         with pytest.raises(PackageError, match=says):

@@ -224,7 +224,7 @@ def test_goodput_holds_in_overload_and_collapses_without(row_s: float, rows: int
 
 
 def test_goodput_holds_where_answers_are_later_than_any_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to 30 of the 50 ms pass where the worker can not see it. Those who came late make it more careful; with a
+    """Up to 30 of the 50 ms pass where the worker cannot see it. Those who came late make it more careful; with a
     fixed margin a quarter of the goodput is lost."""
 
     def goodputs() -> list[float]:

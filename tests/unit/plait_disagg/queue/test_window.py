@@ -33,7 +33,7 @@ def test_a_window_opens_where_the_way_is_long() -> None:
 
 def test_a_window_that_is_not_used_does_not_grow() -> None:
     """One batch at a time says nothing about what two would meet."""
-    window = Window(most=16)
+    window = Window(max_size=16)
     for _ in range(100):
         window.answered(queued_s=0.0, dense_s=0.001, open_now=1)
     assert window.size == 4
@@ -41,7 +41,7 @@ def test_a_window_that_is_not_used_does_not_grow() -> None:
 
 def test_a_window_shrinks_once_per_round_and_never_below_one() -> None:
     """Answers to what was sent before a decrease do not count again."""
-    window = Window(most=64)
+    window = Window(max_size=64)
     for _ in range(2_000):
         window.answered(queued_s=0.0, dense_s=0.001, open_now=64)
     before = window.size
@@ -56,8 +56,8 @@ def test_a_window_shrinks_once_per_round_and_never_below_one() -> None:
 
 def test_a_fixed_window_stays() -> None:
     """As the knob says, whatever the HN reports; knobs change it at once."""
-    window = Window(most=4, adapts=False)
+    window = Window(max_size=4, adapts=False)
     window.answered(queued_s=1.0, dense_s=0.001, open_now=4)
     assert window.size == 4
-    window.most = 2
+    window.max_size = 2
     assert window.size == 2

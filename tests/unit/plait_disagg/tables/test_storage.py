@@ -57,7 +57,7 @@ def test_the_file_is_plain_safetensors(path: Path):
 
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path):
-    """A table that can not be stored leaves neither a file nor a part of one, and an older file as it was."""
+    """A table that cannot be stored leaves neither a file nor a part of one, and an older file as it was."""
     file = tmp_path / "tables.safetensors"
     write_tables(file, WEIGHTS)
     before = file.read_bytes()

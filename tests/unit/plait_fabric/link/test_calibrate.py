@@ -91,7 +91,7 @@ _LAT = " #bytes #iterations    t_min[usec]    t_max[usec]  t_typical[usec]\n"
     ],
 )
 def test_bad_measurements_are_refused_by_name(text: str, why: str) -> None:
-    """What can not be read, is absurd, or does not fit any link is refused with its line or its parameter."""
+    """What cannot be read, is absurd, or does not fit any link is refused with its line or its parameter."""
     with pytest.raises(BadMeasurement, match=why):
         _calibrated(text)
 

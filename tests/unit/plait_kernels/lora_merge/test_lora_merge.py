@@ -62,7 +62,7 @@ def test_merge_is_the_formula(merge_, shape):
 
 
 def test_terms_are_summed_not_their_factors(merge_):
-    """Two LoRAs add their products; adding factors first (B1+B2)(A1+A2) would be another picture."""
+    """Two LoRAs add their products; adding factors first (B1+B2)(A1+A2) would be another image."""
     pristine, terms = case((24, 16), (4, 4), torch.float32)
     weight = torch.zeros_like(pristine)
     merge_(weight, pristine, terms)

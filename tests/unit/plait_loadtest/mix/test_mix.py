@@ -81,7 +81,7 @@ class TestImages:
         assert ("accept", "text/event-stream") in mix.build(0).headers
 
     def test_control_pictures_differ_and_have_the_size_asked_for(self):
-        """Each ControlNet of each request gets a picture of its own, drawn at the size of the output."""
+        """Each ControlNet of each request gets an image of its own, drawn at the size of the output."""
         mix, _ = mix_of([STYLED | {"controlnets": {"count": {2: 1}, "names": ["e", "f"]}}])
         images = set()
         for index in range(20):

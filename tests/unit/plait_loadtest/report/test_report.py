@@ -205,7 +205,7 @@ def test_the_page_says_the_verdict_first():
 
 
 def test_the_page_escapes_what_it_shows():
-    """A scenario name or a path can not put markup into the page."""
+    """A scenario name or a path cannot put markup into the page."""
     done = session(records(EVERY_10_MS, 20.0), scenario(name="<script>alert(1)</script>"))
     html = page(done, report(done))
     assert "<script>" not in html
@@ -289,7 +289,7 @@ PROGRESS = RunProgress(
 
 
 def test_the_live_line():
-    """Time, requests, failures, what is under way, recent latency."""
+    """Time, requests, failures, what is in flight, recent latency."""
     assert line(PROGRESS, 20.0) == "3 of 20 s · 30 of 100 done · 2 failed · 4 in flight · now p50 12.3 ms, p95 45.6 ms"
     assert (
         line(replace(PROGRESS, planned=None, errors=0, waiting=9, recent_p50_ms=None), None)

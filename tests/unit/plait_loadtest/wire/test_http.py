@@ -130,7 +130,7 @@ def test_request_bytes():
 
 @pytest.mark.parametrize("value", ["a\r\nx: y", "\N{SNOWMAN}"])
 def test_headers_can_not_smuggle(value):
-    """A line end or a letter that headers can not carry is an error of the scenario, before anything is sent."""
+    """A line end or a letter that headers cannot carry is an error of the scenario, before anything is sent."""
     with pytest.raises(ScenarioError):
         RequestWriter(place_of("http://h"), {"x": value}).bytes_of(PreparedRequest(method="GET", path="/"))
 

@@ -60,7 +60,7 @@ async def _refused(asking: httpx2.AsyncClient, port: int) -> None:
 
 
 async def test_what_runs_is_answered_and_what_comes_later_refused() -> None:
-    """`refuse_new` closes the door; the answer under way is sent."""
+    """`refuse_new` closes the door; the answer in flight is sent."""
     port, app = free_port("127.0.0.1"), App("a")
     app.may_answer.clear()
     listener = DirectListener(Direct(host="127.0.0.1", port=port, drain_s=20))

@@ -146,7 +146,7 @@ def rig(request):
 
 
 def value(image) -> int:
-    """The fake picture's one value: seed + what every step added."""
+    """The fake image's one value: seed + what every step added."""
     assert len(np.unique(image)) == 1
     return int(image[0, 0, 0])
 
@@ -184,7 +184,7 @@ def test_requests_that_agree_share_a_call_whatever_their_step(rig):
 
 
 def test_different_lora_sets_never_share_a_call(rig):
-    """Each set's pictures are made with exactly its weights, however the groups interleave."""
+    """Each set's images are made with exactly its weights, however the groups interleave."""
     built = rig(overtake_limit=1)
     watches = {
         scale: built.ask(f"p{scale}", loras=(LoraRef(name="a", scale=scale),) if scale else (), steps=3)
@@ -236,7 +236,7 @@ def test_a_sink_that_raises_cancels_its_request(rig):
 
 
 def test_a_nan_row_fails_alone(rig):
-    """The row that turned NaN is an error; the other of the same call is a picture."""
+    """The row that turned NaN is an error; the other of the same call is an image."""
     gate = Gate()
     built = rig(gate=gate)
     good, bad = built.ask("g"), built.ask("nan")
@@ -380,7 +380,7 @@ def test_previews_are_spread_over_the_steps(rig):
 
 
 def test_prompts_of_different_length_run_in_one_turn(rig):
-    """Prompts with different chunk counts can not share a call but do share the turn."""
+    """Prompts with different chunk counts cannot share a call but do share the turn."""
     gate = Gate()
     built = rig(gate=gate)
     short = built.ask("s")
@@ -472,7 +472,7 @@ def test_bad_requests_are_refused_and_name_the_field(rig, change, param, kind):
 
 
 def test_illegal_phase_changes_raise_and_change_nothing():
-    """The table decides: a finished job can not fail, a failed one can not finish."""
+    """The table decides: a finished job cannot fail, a failed one cannot finish."""
     for start in RequestPhase:
         for target in RequestPhase:
             job = ImageJob(

@@ -27,7 +27,7 @@ def make(kind: Scheduler, config: dict, *, steps: int = 5, seeds=(1, 2)) -> Samp
 
 
 def perfect(sampler: Sampler, latents: torch.Tensor, step: int, target: torch.Tensor, prediction: str) -> torch.Tensor:
-    """What a model that knows the picture ``target`` would predict."""
+    """What a model that knows the image ``target`` would predict."""
     signal, noise, scale = sampler._levels(step)
     x = latents / scale
     epsilon = (x - signal * target) / noise
@@ -36,7 +36,7 @@ def perfect(sampler: Sampler, latents: torch.Tensor, step: int, target: torch.Te
 
 @pytest.mark.parametrize("kind", list(Scheduler))
 def test_a_model_that_knows_the_picture_is_previewed_and_reached(kind, config):
-    """With perfect predictions every preview is the picture, and the last step ends near it."""
+    """With perfect predictions every preview is the image, and the last step ends near it."""
     target = torch.randn(2, *SHAPE, generator=torch.Generator().manual_seed(3))
     sampler = make(kind, config, steps=8)
     latents = sampler.init_latents()

@@ -1,4 +1,4 @@
-"""Everything around the picture route: lists, health, version, metrics, keys, body size, request ids, the schema."""
+"""Everything around the image route: lists, health, version, metrics, keys, body size, request ids, the schema."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_new_loras_are_seen_without_a_restart():
 
 
 def test_health_is_503_with_a_reason_until_it_is_200():
-    """Readiness means that a warm-up picture was made."""
+    """Readiness means that a warm-up image was made."""
     service = FakeImageService(health=Health(ready=False, reason="the warm-up image is not made yet"))
     client = make_client(service)
     answer = client.get("/health")
@@ -263,7 +263,7 @@ def test_a_body_at_the_limit_passes():
 
 
 def test_all_bodies_together_are_bounded():
-    """What is held for requests under way counts; who would exceed it is told to come back, and then may."""
+    """What is held for requests in flight counts; who would exceed it is told to come back, and then may."""
     body = json.dumps({"prompt": "x" * 900}).encode()
     headers = {"content-type": "application/json"}
     tight = HttpSettings(max_bodies_bytes=len(body) - 1)
@@ -332,7 +332,7 @@ def test_a_lying_length_does_not_help():
 
 
 def test_several_control_pictures_fit_under_the_default_limit():
-    """Four large control pictures are an ordinary request."""
+    """Four large control images are an ordinary request."""
     image = b64(png(2000, 2000))
     body = {"prompt": "x", "controlnets": [{"name": "edges", "image": image}] * 4}
     assert make_client(FakeImageService()).post(URL, json=body).status_code == 200

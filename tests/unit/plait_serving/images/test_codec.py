@@ -1,4 +1,4 @@
-"""Pictures in and out: formats, limits, transparency, orientation, and the parameters stored in a picture."""
+"""Images in and out: formats, limits, transparency, orientation, and the parameters stored in an image."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def test_png_is_lossless_both_ways():
 
 @pytest.mark.parametrize("output_format", list(OutputFormat))
 def test_each_format_is_what_it_says(output_format):
-    """The bytes carry the format that was asked for, at the picture's size."""
+    """The bytes carry the format that was asked for, at the image's size."""
     with Image.open(io.BytesIO(encode_image(noise(), output_format))) as image:
         assert image.format == output_format.value.upper()
         assert image.size == (5, 7)
 
 
 def test_quality_is_honoured_for_lossy_formats():
-    """A lower quality gives a smaller file, and a high one stays close to the picture."""
+    """A lower quality gives a smaller file, and a high one stays close to the image."""
     image = noise(32, 32)
     for output_format in (OutputFormat.JPEG, OutputFormat.WEBP):
         assert len(encode_image(image, output_format, quality=5)) < len(encode_image(image, output_format, quality=95))
@@ -97,7 +97,7 @@ def test_a_picture_without_parameters_has_none():
 
 
 def test_parameters_that_do_not_fit_into_a_jpeg_are_left_out():
-    """A JPEG's one EXIF segment is 64 KiB; a longer text costs the text, not the picture."""
+    """A JPEG's one EXIF segment is 64 KiB; a longer text costs the text, not the image."""
     text = "x" * 40_000
     raw = encode_image(noise(), OutputFormat.JPEG, parameters=text)
     assert read_parameters(raw) is None
@@ -191,7 +191,7 @@ def test_sixteen_bit_grey_is_scaled():
 
 
 def test_transparency_is_laid_on_paper():
-    """Nothing means black in a control map and white in a picture."""
+    """Nothing means black in a control map and white in an image."""
     clear = saved(Image.new("RGBA", (4, 4), (255, 0, 0, 0)))
     assert (decode(clear, paper="white") == 255).all()
     assert (decode(clear, paper="black") == 0).all()
@@ -222,7 +222,7 @@ def test_resizing_equals_pillows_lanczos_and_keeps_equal_sizes():
 @settings(max_examples=150)
 @given(st.sampled_from(["PNG", "JPEG", "WEBP"]), st.data())
 def test_a_damaged_file_is_refused_or_decoded_but_never_crashes(kind, data):
-    """Whatever bytes are cut or changed, the outcome is a picture or a RequestError."""
+    """Whatever bytes are cut or changed, the outcome is an image or a RequestError."""
     raw = bytearray(saved(Image.fromarray(noise(16, 16)), kind))
     for _ in range(data.draw(st.integers(1, 4))):
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))

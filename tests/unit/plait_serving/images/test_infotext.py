@@ -1,4 +1,4 @@
-"""The text that pictures carry, read back the way that A1111 reads it."""
+"""The text that images carry, read back the way that A1111 reads it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def parse(text):
 
 
 def test_everything_that_makes_the_picture_is_there():
-    """Prompt, negative prompt, LoRAs in A1111's syntax, and the numbers of this very picture."""
+    """Prompt, negative prompt, LoRAs in A1111's syntax, and the numbers of this very image."""
     asked = request(
         negative_prompt="blue, green", loras=(LoraRef(name="noto", scale=0.8), LoraRef(name="sketch", scale=-1.0))
     )
@@ -65,7 +65,7 @@ def test_controlnets_and_the_policy_are_told():
 
 @pytest.mark.parametrize("scheduler", list(Scheduler))
 def test_every_scheduler_has_a_name_there(scheduler):
-    """A new scheduler can not be forgotten."""
+    """A new scheduler cannot be forgotten."""
     assert parse(infotext(request(scheduler=scheduler), model="m", index=0))[2]["Sampler"] == SAMPLER_NAMES[scheduler]
 
 

@@ -175,7 +175,7 @@ def test_binary_sizes_must_agree_with_the_shape_and_the_body(size, sent, says):
 
 
 def test_the_second_of_two_binary_tensors_gets_what_the_first_leaves():
-    """Declarations can not overlap: tensors lie one after the other."""
+    """Declarations cannot overlap: tensors lie one after the other."""
     inputs = [one(name=name, data=..., parameters={"binary_data_size": 16})["inputs"][0] for name in ("a", "b")]
     text = json.dumps({"inputs": inputs}).encode()
     with pytest.raises(BadInput) as caught:

@@ -31,7 +31,7 @@ def test_all_parts_are_shipped():
 
 
 def test_enough_concepts_and_each_with_its_references():
-    """At least 300 different lower-case prompts, each with pictures and a line map that is not empty."""
+    """At least 300 different lower-case prompts, each with images and a line map that is not empty."""
     refs = load_references(WEIGHTS)
     assert len(set(refs.names)) == len(refs.names) >= 300
     assert all(name == name.lower() for name in refs.names)

@@ -1,4 +1,4 @@
-"""The starter's preprocessors and filters, on small pictures whose answer is known."""
+"""The starter's preprocessors and filters, on small images whose answer is known."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_block_means_equal_the_slow_way(shape):
 @pytest.mark.parametrize("make", [edges, colors, sketch, pixel])
 @pytest.mark.parametrize("shape", [(64, 64), (33, 70)])
 def test_filters_keep_shape_and_input(make, shape):
-    """Each filter returns a new uint8 picture of the same size and leaves its input alone."""
+    """Each filter returns a new uint8 image of the same size and leaves its input alone."""
     image = np.random.default_rng(2).integers(0, 256, (*shape, 3), dtype=np.uint8)
     before = image.copy()
     made = make(image)
@@ -44,7 +44,7 @@ def test_filters_keep_shape_and_input(make, shape):
 
 
 def test_edges_follow_the_outline_and_only_that():
-    """A square gives one thin closed line within a pixel of its border, a flat picture nothing."""
+    """A square gives one thin closed line within a pixel of its border, a flat image nothing."""
     mask = edge_mask(square())
     y, x = np.nonzero(mask)
     distance = np.maximum(np.abs(y - 31.5), np.abs(x - 31.5))
@@ -71,7 +71,7 @@ def test_edges_drop_weak_lines_without_a_strong_end():
 
 
 def test_edge_picture_is_black_and_white():
-    """The control picture holds 0 and 255 only, alike in the three channels."""
+    """The control image holds 0 and 255 only, alike in the three channels."""
     made = edges(square())
     assert set(np.unique(made)) == {0, 255}
     assert np.array_equal(made[..., 0], made[..., 2])

@@ -1,4 +1,4 @@
-"""The measuring code, fed with pictures whose figures are known."""
+"""The measuring code, fed with images whose figures are known."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COUNT = 12
 
 @pytest.fixture(scope="module")
 def artwork():
-    """Twelve pictures of large random blocks, each shifted by its own amount, and twelve others: (twemoji, noto)."""
+    """Twelve images of large random blocks, each shifted by its own amount, and twelve others: (twemoji, noto)."""
     rng = np.random.default_rng(5)
     coarse = rng.integers(0, 256, (2 * COUNT, 3, 3, 3), dtype=np.uint8)
     fine = coarse.repeat(22, axis=1).repeat(22, axis=2)[:, :64, :64]
@@ -45,7 +45,7 @@ def perfect(artwork, refs):
 
 
 def test_a_perfect_model_passes(artwork, refs):
-    """Right pictures pass every figure, and the figures are the extreme ones."""
+    """Right images pass every figure, and the figures are the extreme ones."""
     report = verify(perfect(artwork, refs), refs)
     values = {figure["name"]: figure["value"] for figure in report["figures"]}
     assert report["passed"]

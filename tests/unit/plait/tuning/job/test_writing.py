@@ -1,4 +1,4 @@
-"""Settings written into the text of a plait.yaml: comments stay, and what can not be edited is refused."""
+"""Settings written into the text of a plait.yaml: comments stay, and what cannot be edited is refused."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def test_a_guard_watches_what_can_be_seen_while_a_load_runs() -> None:
 
 
 def test_the_live_service_is_tuned_only_by_the_flag(tmp_path: Path) -> None:
-    """A job alone can not experiment on users."""
+    """A job alone cannot experiment on users."""
     spec = job(target={"app": "images", "live": {"guard": ["p95_ms <= 200"]}})
     measurer = PlaitMeasurer(folder=tmp_path, root=tmp_path, compose=compose, may_be_live=False)
     with pytest.raises(JobRefused, match="--live"):

@@ -143,7 +143,7 @@ def test_costs_that_do_not_matter_are_not_counted(config: PlaitConfig, monkeypat
 
 
 def test_settings_name_the_models_that_a_file_leaves_out() -> None:
-    """A knob of the starter's recommender can not stand in a file without its folder."""
+    """A knob of the starter's recommender cannot stand in a file without its folder."""
     config = load_config()
     if "picks" not in config.ranking_models:
         pytest.skip("the starter's recommender is not there")

@@ -119,7 +119,7 @@ def live_note(owner: ProcessId, *, boot_id: str | None = None) -> RollbackNote:
 
 
 def test_a_note_says_whether_its_owner_is_gone(root: Path) -> None:
-    """Dead, or of another boot; what can not be read is no note."""
+    """Dead, or of another boot; what cannot be read is no note."""
     live_note(GONE).write(note_path(root, 1))
     live_note(me()).write(note_path(root, 2))
     live_note(me(), boot_id="another").write(note_path(root, 3))

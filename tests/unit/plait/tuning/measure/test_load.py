@@ -34,7 +34,7 @@ def test_what_a_run_left_unanswered_counts_as_late() -> None:
     """Of 10 requests 4 were in time when the run was ended: 40 %, and those that waited raise the latencies."""
     rows = records(np.arange(10) / 10, 50.0)
     rows["outcome"][4:] = RequestOutcome.INTERRUPTED
-    rows["done_ns"][4:8] = 1_000_000_000  # under way when the end came after a second
+    rows["done_ns"][4:8] = 1_000_000_000  # in flight when the end came after a second
     rows["done_ns"][8:] = -1
     run = replace(result(rows, interrupted=True, wall_s=1.0), abandoned="no hope")
     chosen = scenario(duration_s=10.0)

@@ -47,7 +47,7 @@ def first_word(policy: EarlyStop | Guard, told: Iterator[RunProgress]) -> tuple[
 
 
 def test_a_load_far_beyond_capacity_is_given_up_early() -> None:
-    """Twice the capacity leaves a backlog that the rest of the run can not answer."""
+    """Twice the capacity leaves a backlog that the rest of the run cannot answer."""
     found = first_word(EarlyStop(NEEDS), load(20, 4))
     assert found is not None
     assert found[0] <= 20

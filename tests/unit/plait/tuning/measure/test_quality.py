@@ -93,7 +93,7 @@ def test_scores_drift_by_their_largest_difference(server: Server, tmp_path: Path
 
 
 def test_pictures_drift_by_their_mean_difference(server: Server, tmp_path: Path):
-    """Of the picture that drifts most; the requests of both are the same."""
+    """Of the image that drifts most; the requests of both are the same."""
     shade, asked = 0, []
 
     def answer(body: dict[str, Any]) -> tuple[dict[str, str], bytes]:

@@ -30,7 +30,7 @@ def test_listens_on_shared_memory_and_tcp(tmp_path: Path) -> None:
 
 
 def test_without_shared_memory_tcp_is_enough(tmp_path: Path) -> None:
-    """A folder that can not hold a socket costs the shared-memory address, not the start."""
+    """A folder that cannot hold a socket costs the shared-memory address, not the start."""
     listeners = open_listeners(new_secret(), kind="controlnet", ip_address="127.0.0.1", folder=tmp_path / ("long" * 40))
     assert [listener.address.partition(":")[0] for listener in listeners] == ["tcp"]
     listeners[0].close()

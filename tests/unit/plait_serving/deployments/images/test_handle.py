@@ -126,7 +126,7 @@ async def test_serve_handle_cancelling_the_reader_cancels_the_call():
 
 
 async def test_serve_handle_makes_a_request_once_more_when_its_replica_died():
-    """The second replica's picture is the first's; previews that the client has are not sent twice."""
+    """The second replica's image is the first's; previews that the client has are not sent twice."""
     handle = Handle([preview(0), ActorDiedError()], [preview(0), preview(1), FINISHED])
     events = await events_of(handle)
     assert [getattr(event, "index", None) for event in events] == [0, 1, None]

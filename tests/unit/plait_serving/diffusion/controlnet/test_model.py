@@ -18,7 +18,7 @@ from plait_serving.diffusion.errors import EngineError, ModelError, OutOfMemory,
 from plait_serving.diffusion.protocols import Residuals
 from support import controlnet as kit
 
-# The picture's embedding is computed for one row; a batch of pictures rounds differently. Per dtype, relative to 1.
+# The image's embedding is computed for one row; a batch of images rounds differently. Per dtype, relative to 1.
 BATCHED_EMBEDDING = {torch.float32: 2e-6, torch.bfloat16: 3e-2}
 
 
@@ -97,7 +97,7 @@ def test_one_row_is_the_unchanged_model_bit_for_bit(sd: Path) -> None:
 
 
 def test_embedding_once_stays_within_rounding_of_embedding_per_row(sd: Path) -> None:
-    """Embedding the picture once instead of for every row changes the last bits only."""
+    """Embedding the image once instead of for every row changes the last bits only."""
     asks = _mixed(32)
     runner = load_controlnet(sd, dtype=torch.float32)
     answers = runner.residuals(_rows(runner, asks))
@@ -146,7 +146,7 @@ def test_picture_is_prepared_as_the_pipeline_does(sd: Path) -> None:
 
 
 def test_bgr_channel_order(sd: Path) -> None:
-    """A ControlNet trained on BGR pictures sees the channels flipped, its embedding does not."""
+    """A ControlNet trained on BGR images sees the channels flipped, its embedding does not."""
     model = load_controlnet(sd, dtype=torch.float32).model
     model.register_to_config(controlnet_conditioning_channel_order="bgr")
     ask = kit.make_ask(5, width=32)
@@ -201,7 +201,7 @@ def test_fp16_variant_loads(sd: Path, tmp_path: Path) -> None:
 
 
 def test_wrong_family_is_refused(sd: Path) -> None:
-    """Text of another width, or latents that do not fit the embedded picture, are ModelErrors; no picture is one."""
+    """Text of another width, or latents that do not fit the embedded image, are ModelErrors; no image is one."""
     runner = load_controlnet(sd, dtype=torch.float32)
     foreign = kit.make_ask(1, width=48)
     with pytest.raises(ModelError, match="48"):

@@ -105,7 +105,7 @@ def test_questions_leave_before_the_encoder_half(bundle, denoiser, monkeypatch):
 
 
 def test_answers_of_a_failed_step_are_drained(bundle, denoiser, monkeypatch):
-    """If the encoder half runs out of memory, answers under way are awaited and dropped."""
+    """If the encoder half runs out of memory, answers in flight are awaited and dropped."""
     log: list[str] = []
 
     def fail(*_):

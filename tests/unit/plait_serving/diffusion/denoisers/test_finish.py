@@ -1,4 +1,4 @@
-"""Latents to pictures: VAE decoding as the pipelines do it, and the safety checker."""
+"""Latents to images: VAE decoding as the pipelines do it, and the safety checker."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.tiny import seeded, tiny_sd
 
 @pytest.mark.parametrize("name", ["sd", "sdxl"])
 def test_pictures_are_the_pipelines(name, request):
-    """Two images: the 8-bit pictures of the pipeline, from its own latents."""
+    """Two images: the 8-bit images of the pipeline, from its own latents."""
     folder = request.getfixturevalue(f"tiny_{name}_folder")
     pipeline = reference_pipeline(folder, Scheduler.EULER)
     asked = make_request(scheduler=Scheduler.EULER, n=2, steps=2)
@@ -47,7 +47,7 @@ def test_decoding_leaves_the_vae_alone(tiny_sdxl_folder):
 
 
 class StubChecker(torch.nn.Module):
-    """Flags pictures whose mean is above a half."""
+    """Flags images whose mean is above a half."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class StubChecker(torch.nn.Module):
 
 
 class StubExtractor:
-    """Pictures as tensors in [0, 1]."""
+    """Images as tensors in [0, 1]."""
 
     def __call__(self, pictures, return_tensors):
         arrays = [torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1) / 255 for image in pictures]
@@ -70,7 +70,7 @@ class StubExtractor:
 
 
 def test_flagged_pictures_are_black_and_said_so():
-    """Only the flagged picture is blacked out, in a copy."""
+    """Only the flagged image is blacked out, in a copy."""
     images = torch.stack([torch.full((3, 8, 8), 0.25), torch.full((3, 8, 8), 0.75)])
     checked, flags = FolderSafetyChecker(StubChecker(), StubExtractor()).check(images)
     assert flags == (False, True)
@@ -80,7 +80,7 @@ def test_flagged_pictures_are_black_and_said_so():
 
 
 def test_the_folders_own_checker_agrees_with_diffusers(tmp_path):
-    """A folder's (random) checker flags the same pictures as the pipeline; without one, nothing is checked."""
+    """A folder's (random) checker flags the same images as the pipeline; without one, nothing is checked."""
     folder = tiny_sd(tmp_path / "checked", safety_checker=True)
     bundle = load_bundle(folder)
     checker = safety_of(bundle)
@@ -88,7 +88,7 @@ def test_the_folders_own_checker_agrees_with_diffusers(tmp_path):
     pipeline = reference_pipeline(folder, Scheduler.DDIM)
     with seeded(5):
         latents = torch.randn(4, 4, 16, 16)
-        # Random weights flag at random; thresholds are moved so that some pictures are flagged and some are not.
+        # Random weights flag at random; thresholds are moved so that some images are flagged and some are not.
         denoiser = UNetDenoiser(bundle)
         images = denoiser.finish(latents)
         pipeline.safety_checker, pipeline.feature_extractor = bundle.safety_checker, bundle.feature_extractor

@@ -185,7 +185,7 @@ def test_size_cap(tmp_path):
 
 
 def test_missing_files_and_folders_are_refused(tmp_path):
-    """What can not be opened or read is a `LoraError`, not an OSError."""
+    """What cannot be opened or read is a `LoraError`, not an OSError."""
     with pytest.raises(LoraError, match="cannot be opened"):
         container.inspect(tmp_path / "none.safetensors", max_bytes=CAP)
     with pytest.raises(LoraError):

@@ -225,7 +225,7 @@ def test_alpha_from_metadata(tmp_path, config, alpha):
     ],
 )
 def test_metadata_that_can_not_be_honoured(tmp_path, metadata, sentence):
-    """Rather no picture than one with another strength than the file's."""
+    """Rather no image than one with another strength than the file's."""
     with pytest.raises(LoraError, match=sentence):
         alpha_of(tmp_path, peft_tensors(factors({"lin": (10, 6)})), metadata)
 

@@ -135,7 +135,7 @@ def test_a_hundred_merges_and_restores_leave_no_trace(tmp_path, dtype):
 
 
 def test_a_set_gives_the_same_bits_whatever_was_live_before(bench):
-    """A request's picture does not depend on which sets ran earlier."""
+    """A request's image does not depend on which sets ran earlier."""
     bench.switch(a=0.5, b=1.0)
     fresh = bench.now()
     for detour in ({}, {"c": 1.0}, {"b": 1.0}, {"b": 1.0, "a": 0.5}, {"a": 0.5, "b": 1.1}):
@@ -222,7 +222,7 @@ def test_torch_counts_every_write(tmp_path, dtype):
 
 
 def spoilt(kind: str, bench: Bench, tmp_path) -> None:
-    """Adds a LoRA named "bad" that can not be merged."""
+    """Adds a LoRA named "bad" that cannot be merged."""
     if kind == "missing":
         return
     if kind == "overflow":
@@ -270,7 +270,7 @@ def test_overflow_of_half_precision_is_refused(tmp_path):
 
 
 def test_a_loose_bound_does_not_refuse_what_fits(tmp_path):
-    """Where the bound alone can not tell, the merge is tried aside: large factors whose product is small pass."""
+    """Where the bound alone cannot tell, the merge is tried aside: large factors whose product is small pass."""
     bench = Bench(tmp_path, torch.float16)
     down, up = torch.zeros(1, 6), torch.zeros(10, 1)
     down[0, 0], up[3, 0] = 300.0, 150.0

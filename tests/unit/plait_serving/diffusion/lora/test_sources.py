@@ -219,7 +219,7 @@ def test_a_store_that_fails_is_a_clear_error_without_secrets(store):
 
 
 def test_an_endless_download_stops_at_the_pinned_size(store, monkeypatch):
-    """A store that sends more than was declared can not fill the disk."""
+    """A store that sends more than was declared cannot fill the disk."""
     monkeypatch.setattr(remote, "_CHUNK_BYTES", 1000)
     put(store.folder, "a.safetensors", CONTENT * 2)
     written = []

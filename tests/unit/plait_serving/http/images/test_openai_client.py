@@ -35,7 +35,7 @@ def client(service):
 
 
 def test_generate_returns_pictures(client, service):
-    """`images.generate` gives the pictures, and our own fields are found on the result."""
+    """`images.generate` gives the images, and our own fields are found on the result."""
     result = client.images.generate(model="emoji", prompt="red apple", n=2, size="24x16", quality="high")
     (request,) = service.submitted
     assert len(result.data) == 2
@@ -68,7 +68,7 @@ def test_extra_body_reaches_the_top_level(client, service):
 
 
 def test_streaming_gives_partial_images_and_then_the_picture(client, service):
-    """The SDK's typed events arrive in order, with indices from 0 and the finished picture last."""
+    """The SDK's typed events arrive in order, with indices from 0 and the finished image last."""
     with client.images.generate(prompt="red apple", stream=True, partial_images=3, output_format="webp") as stream:
         events = list(stream)
     assert [event.type for event in events] == ["image_generation.partial_image"] * 3 + ["image_generation.completed"]
@@ -81,7 +81,7 @@ def test_streaming_gives_partial_images_and_then_the_picture(client, service):
 
 
 def test_streaming_without_partial_images_gives_one_event(client):
-    """`partial_images: 0` is one event with the finished picture."""
+    """`partial_images: 0` is one event with the finished image."""
     (event,) = client.images.generate(prompt="red apple", stream=True, partial_images=0)
     assert isinstance(event, openai.types.ImageGenCompletedEvent)
 

@@ -91,7 +91,7 @@ def test_every_field_reaches_the_request(client, service):
 
 
 def test_the_answer_holds_the_pictures_and_how_to_make_them_again(client, service):
-    """The body matches its published schema, and each picture is the one of its seed."""
+    """The body matches its published schema, and each image is the one of its seed."""
     answer = post(client, n=2, seed=40, quality="hd", user="u")
     body = GenerationResponse.model_validate(answer.json(), strict=True)
     (request,) = service.submitted
@@ -135,7 +135,7 @@ def test_all_of_openais_own_fields_are_accepted_and_named(client):
 
 
 def test_preprocess_runs_the_controlnets_own_preprocessor_on_the_resized_picture(client, service):
-    """`preprocess: true` turns an ordinary picture into the control map; a name chooses another one."""
+    """`preprocess: true` turns an ordinary image into the control map; a name chooses another one."""
     picture = b64(png(40, 40, (255, 255, 255)))
     for wanted, name in ((True, "edges"), ("edges", "plain")):
         assert post(client, controlnets=[{"name": name, "image": picture, "preprocess": wanted}]).status_code == 200
@@ -145,7 +145,7 @@ def test_preprocess_runs_the_controlnets_own_preprocessor_on_the_resized_picture
 
 
 def test_transparency_means_nothing_in_a_map_and_white_in_a_picture(client, service):
-    """A map's clear pixels are black; an ordinary picture's are white (inverted: black) before its map is made."""
+    """A map's clear pixels are black; an ordinary image's are white (inverted: black) before its map is made."""
     out = io.BytesIO()
     Image.new("RGBA", (16, 16), (9, 9, 9, 0)).save(out, "PNG")
     for preprocess in (False, True):
@@ -371,7 +371,7 @@ def test_an_unknown_field_gets_a_hint(client, word):
 
 
 def test_an_unknown_field_with_a_lone_surrogate_is_still_answered(client):
-    """A name that can not be encoded does not break the answer."""
+    """A name that cannot be encoded does not break the answer."""
     assert post(client, **{"x\ud800": 1}).status_code == 400
     assert post(client, loras=[{"name": "noto", "\udfff": 1}]).status_code == 400
 
@@ -441,7 +441,7 @@ async def test_a_server_that_cancels_the_request_cancels_the_work():
 
 
 async def test_many_requests_at_once_keep_their_own_answers():
-    """Twenty clients at once each get the picture of their own prompt and seed."""
+    """Twenty clients at once each get the image of their own prompt and seed."""
     service = FakeImageService(step_s=0.001)
     app = make_app(service)
     calls = [AsgiCall(app, json.dumps({"prompt": f"p{i}", "seed": i}).encode()) for i in range(20)]

@@ -251,7 +251,7 @@ def test_bad_values_are_a_400_that_names_the_input(client, body, names):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_numbers_must_be_finite(client, bad):
-    """NaN and infinity are refused in binary, where JSON can not even say them; and 1e300 does not fit FP32."""
+    """NaN and infinity are refused in binary, where JSON cannot even say them; and 1e300 does not fit FP32."""
     sent = arrays() | {"price": np.array([[0], [1], [bad]], np.float32)}
     body, headers = as_binary(sent)
     answer = client.post(INFER, content=body, headers=headers)

@@ -32,11 +32,11 @@ class WorkerPipes:
         return None if said == "ok" else SystemFailed(said or f"the {self.role} ended")
 
     def stage(self, folder: object) -> Mapping[str, Exception | None]:
-        """See `Fleet`."""
+        """Have the worker stage the update in a folder; return its error by role."""
         return {self.role: self.tell(f"stage {folder}")}
 
     def switch(self, version: str) -> Mapping[str, Exception | None]:
-        """See `Fleet`."""
+        """Have the worker switch to a version; return its error by role."""
         return {self.role: self.tell(f"switch {version}")}
 
 
