@@ -79,11 +79,8 @@ class CnCore:
         backoff: Backoff | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start the core at once.
-
-        `connect` reaches an HN, of which there are `hns`, or as many as are found up to `max_hns`; `dense_version`
-        is the version they must compute with.
-        """
+        """Start the core at once. `connect` reaches an HN, of which there are `hns`, or as many as are found up to
+        `max_hns`; `dense_version` is the version they must compute with."""
         self._card = card
         self._sparse = sparse
         self._source = _row_source(sparse)
@@ -154,10 +151,8 @@ class CnCore:
         """Do nothing: a CN serves no dense version."""
 
     def apply_update(self, change: PreparedUpdate) -> None:
-        """Apply the change between two batches.
-
-        Batches at an HN by then are answered by the old version, or sent again for the new one.
-        """
+        """Apply the change between two batches. Batches at an HN by then are answered by the old version, or sent
+        again for the new one."""
         self._between.change(lambda: self._apply_update(change))
 
     def ready(self) -> str | None:
@@ -358,10 +353,8 @@ class CnCore:
         )
 
     def _failed(self, connection: Connection[_SentBatch], batch: _SentBatch, error: RankError) -> None:
-        """Handle a failed batch: a fault affects only its own request, so the others are sent again, each alone.
-
-        An HN that is stopping is not a fault.
-        """
+        """Handle a failed batch: a fault affects only its own request, so the others are sent again, each alone. An
+        HN that is stopping is not a fault."""
         if isinstance(error, WorkerUnavailable | Busy):
             connection.rest()
             self._ask_another(batch, error)
@@ -384,10 +377,8 @@ class CnCore:
             self._ask_another(batch, WorkerUnavailable(f"the HN: {why}"))
 
     def _ask_another(self, batch: _SentBatch, error: RankError) -> None:
-        """Send a lost batch once more if another HN is there: ranking has no side effects.
-
-        The queue gives up requests whose deadline has passed meanwhile.
-        """
+        """Send a lost batch once more if another HN is there: ranking has no side effects. The queue gives up requests
+        whose deadline has passed meanwhile."""
         for job in batch.jobs:
             job.tries += 1
             if job.tries > 1 or self._stopping or not self._client.up:

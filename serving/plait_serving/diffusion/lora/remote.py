@@ -134,7 +134,7 @@ class RemoteSource:
         with part.open("wb") as sink:
             for chunk in self._chunks(entry):
                 if isinstance(chunk, Exception):
-                    # The URL and options may carry credentials: the type is all that is told.
+                    # The URL and options may carry credentials: only the type is reported.
                     return f"the remote store does not deliver {entry.path!r} ({type(chunk).__name__})"
                 received_bytes += len(chunk)
                 if received_bytes > entry.nbytes:

@@ -41,7 +41,7 @@ class EventFeed:
             return await anext(self._events)
         except StopAsyncIteration:
             return Failed(error=EngineStopped("the service ended without a result"))
-        except Exception as error:  # a service that raises is told like one that fails
+        except Exception as error:  # a service that raises counts as one that fails
             return Failed(error=error)
 
     async def aclose(self) -> None:
