@@ -17,12 +17,12 @@ from plait_autoconfig.errors import ObjectiveError
 from plait_autoconfig.values import Cell, Trial, TrialOutcome, cells_of
 
 GOODPUT_PER_COST = "goodput_per_cost"
-"""Goodput (responses per second inside the SLO) per price unit and hour."""
+"""Goodput (responses per second inside the SLO) divided by the price per hour."""
 GOODPUT_PER_S = "goodput_per_s"
 COST_PER_HOUR = "cost_per_hour"
 P99_MS = "p99_ms"
 ATTAINMENT = "attainment"
-"""Share of the responses that are inside the SLO."""
+"""The share of responses that are inside the SLO."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ Config: TypeAlias = Mapping[str, Value]
 """The active knobs of one cell and their values."""
 
 WorkloadFeatures: TypeAlias = Mapping[str, float]
-"""Numbers that describe a service and its load, such as ``parameters_m`` or ``mean_candidates``."""
+"""Numbers that describe a service and its load, such as `parameters_m` or `mean_candidates`."""
 
 
 class FailureKind(StrEnum):

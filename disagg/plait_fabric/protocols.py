@@ -11,10 +11,10 @@ from plait_fabric.values import ChannelStatistics, Message
 __all__ = ["Buffer", "Channel", "Header", "Listener"]
 
 Header = Mapping[str, Any]
-"""A small JSON object. Keys that begin with an underscore belong to the fabric."""
+"""A small JSON object. Keys that begin with an underscore are reserved for the fabric."""
 
 Buffer = Lease | memoryview | bytes | bytearray
-"""One piece of payload: a lease of the channel's pool (handed over), or any contiguous bytes (copied)."""
+"""A piece of payload: a lease of the channel's pool (handed over), or any contiguous bytes (copied)."""
 
 
 class Channel(Protocol):

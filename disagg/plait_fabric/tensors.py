@@ -48,7 +48,7 @@ DTYPES: dict[str, torch.dtype] = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 Order = tuple[int, ...] | None
-"""Dimensions from the outermost to the innermost in memory; None is the row-major order."""
+"""The dimensions from the outermost to the innermost in memory; None means row-major."""
 
 
 class TensorMessage:

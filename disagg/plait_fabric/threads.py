@@ -23,7 +23,7 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _GIVES_WAY = 10
-"""Nice value: a tenth of an ordinary thread's share where they compete."""
+"""The nice value: a tenth of an ordinary thread's share where they compete."""
 
 
 def set_threads(threads: int) -> None:

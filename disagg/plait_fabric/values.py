@@ -26,7 +26,7 @@ Scheme = Literal["inproc", "shm", "tcp"]
 
 MIN_SECRET_BYTES = 16
 MAX_INLINE_BYTES = 32_768
-"""The most payload a control packet may carry; fixed, so that both sides size their packets alike."""
+"""The max payload of a control packet; fixed, so that both sides size their packets alike."""
 
 
 @dataclass(frozen=True, kw_only=True)

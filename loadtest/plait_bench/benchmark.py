@@ -16,7 +16,7 @@ from plait_bench.errors import BenchError
 from plait_bench.summary import summarise
 
 Say: TypeAlias = Callable[[str], None]
-"""Takes progress, a line at a time."""
+"""Receives progress messages, one line each."""
 
 WHOLE = ("",)
 """The layouts of a system that offers no choice."""

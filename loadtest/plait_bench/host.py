@@ -25,11 +25,12 @@ LIBRARIES = ("torch", "diffusers", "transformers", "peft", "ray")
 
 
 SLOW_WAKE_US = 60.0
-"""Several times what a machine with nothing to do needs to wake another process and be woken by it."""
+"""The wake-up time above which a host counts as busy: several times what an idle machine needs to wake another
+process and be woken by it."""
 
 BUSY_LOAD = 0.5
-"""The load average of the last minute, before a benchmark begins, above which the host has other work to do. Half a
-core of it is more than two systems that run in turn can share fairly."""
+"""The one-minute load average before a benchmark begins above which the host counts as busy: half a core of other
+work is already too much for a fair comparison of two systems that run in turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,10 +86,10 @@ def wake_us() -> float:
 
 
 UNKNOWN = "unknown"
-"""The commit outside a checkout."""
+"""The commit when the benchmark runs outside a checkout."""
 
 PACKAGE_FOLDERS = ("autoconfig", "deploy", "disagg", "kernels", "loadtest", "serving")
-"""Where a file that git does not know could be imported by a benchmark."""
+"""The folders from which a benchmark could import a file that git does not track."""
 
 _RESULTS = "loadtest/results/"
 

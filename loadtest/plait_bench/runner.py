@@ -18,7 +18,7 @@ from plait_bench.host import HostConditions, conditions, is_busy
 from plait_bench.summary import ValueSummary, pairwise_ratio
 
 TRIALS = 2
-"""Of each layout; with ``--quick`` one."""
+"""The number of trials of each layout; one with `--quick`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

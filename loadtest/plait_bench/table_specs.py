@@ -132,4 +132,4 @@ TABLES: Mapping[str, TableSpec] = {
     ),
     "crossing": TableSpec(bench="disagg", metrics={"crossing_bytes": "bytes"}, verb="Counted", says=""),
 }
-"""By the name that stands in a marker."""
+"""The tables, by the name used in a marker."""

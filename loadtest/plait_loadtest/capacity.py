@@ -28,7 +28,7 @@ RETRIED = frozenset(
     {"send_lag", "echo", "generator"}
 )  # reasons that say something about this machine, not about the server
 MISTAKES = frozenset({"connect", "dns", "garbled", "http_4xx", "http_other", "check"})
-"""Errors of a wrong address, key or body, if every request has one: an overloaded server answers some."""
+"""Errors that indicate a wrong address, key or body if every request has one: an overloaded server answers some."""
 _REPEATS = 2
 
 Verdict = Literal["held", "missed", "unproven", "invalid"]
@@ -115,7 +115,7 @@ class Capacity:
 
 
 Measure = Callable[[float, float], Observed]
-"""``(rate_per_s, duration_s) -> what a run at that rate showed``."""
+"""`(rate_per_s, duration_s) -> what a run at that rate observed`."""
 
 
 def find_capacity(measure: Measure, search: CapacitySearch, *, say: Callable[[str], None] = lambda _: None) -> Capacity:

@@ -17,7 +17,7 @@ Ints = npt.NDArray[np.int64]
 
 MLPERF_CANDIDATES: dict[int, float] = {100: 2, 200: 12, 300: 2, 400: 1, 500: 1, 600: 1, 700: 1}
 """User-item pairs per query of MLPerf's DLRM (mean 270): mlcommons/inference, recommendation/dlrm_v2/pytorch,
-tools/dist_quantile.txt at commit b66003e: twenty quantiles, each drawn alike."""
+tools/dist_quantile.txt at commit b66003e: twenty quantiles, each equally likely."""
 
 
 def cumulative(weights: Sequence[float]) -> Floats:

@@ -26,12 +26,12 @@ def _alike(value: object) -> object:
 
 
 Weights: TypeAlias = Annotated[dict[str, _Weight], Field(min_length=1), BeforeValidator(_alike)]
-"""Texts and how often each is drawn, relative to the others: ``{64x64: 3, 64x32: 1}``."""
+"""Strings and their relative weights in the draw: `{64x64: 3, 64x32: 1}`."""
 
 NamedWeights: TypeAlias = Annotated[dict[Name, _Weight], Field(min_length=1)]
 
 Counts: TypeAlias = Annotated[dict[int, _Weight], Field(min_length=1), BeforeValidator(_alike)]
-"""Whole numbers and how often each is drawn, relative to the others: ``{1: 58, 4: 19}``."""
+"""Whole numbers and their relative weights in the draw: `{1: 58, 4: 19}`."""
 
 
 class _ScenarioModel(BaseModel):

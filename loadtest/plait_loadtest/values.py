@@ -52,7 +52,7 @@ RECORD = np.dtype(
         ("server_ms", np.float32),  # what the server says it took; nan: it says nothing
     ]
 )
-"""One request. A run's records are one array of this dtype, in order of ``index``."""
+"""One request. A run's records are one array of this dtype, in order of `index`."""
 
 Records = npt.NDArray[np.void]
 
@@ -165,4 +165,4 @@ class RunProgress(RequestCounts):
 OnProgress = Callable[[RunProgress], None]
 
 StopWhen = Callable[[RunProgress], str | None]
-"""Asked a few times a second while load runs; a text ends the run early and says why."""
+"""Called a few times a second while the load runs; a string that it returns ends the run early and gives the reason."""

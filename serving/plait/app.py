@@ -38,9 +38,10 @@ if TYPE_CHECKING:
     from plait_serving.http.context import HttpSettings
 
 _MAX_ONGOING_REQUESTS = 100_000
-"""Serve must never queue in front of us: ours are bounded queues, which can say when to come back."""
+"""Serve must never queue in front of us: our queues are bounded and can tell clients when to retry."""
 _START_TRIES = 2
-"""A folder that does not load now will not load the 20th time either (Serve's default)."""
+"""The number of attempts to start: a folder that does not load now will not load the 20th time either (Serve's
+default)."""
 
 
 class AppArgs(ServedConfig):

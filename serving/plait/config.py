@@ -22,7 +22,7 @@ from plait_serving.ranking.config import RankingSection, RankModelSection
 from plait_serving.sections import INGRESS_CPUS, FolderPath, Section
 
 INGRESS, ENGINE, CONTROLNET_PREFIX = "ingress", "engine", "controlnet-"
-"""Names of the deployments, in Serve's status, in logs and in a Serve YAML; `worker_name` makes the others."""
+"""The names of the deployments in Serve's status, in logs and in a Serve YAML; `worker_name` makes the others."""
 
 
 class ApiKeySection(Section):

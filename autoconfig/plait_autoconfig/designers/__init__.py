@@ -31,7 +31,7 @@ _MAKERS = {
 }
 
 DESIGNERS = tuple(_MAKERS)
-"""The names that `make_designer` knows."""
+"""The names that `make_designer` accepts."""
 
 
 def maker_of(name: str) -> MakesDesigner:

@@ -22,7 +22,7 @@ from plait_autoconfig.space import Space
 from plait_autoconfig.values import Cell, Config, Trial, cells_of
 
 MAX_INVALID = 2
-"""A cell is given up after so many invalid measurements."""
+"""The number of invalid measurements after which a cell is given up."""
 
 
 class CellDesigner(ABC):

@@ -30,7 +30,7 @@ from plait_autoconfig.space import Space, is_active
 from plait_autoconfig.values import Config, Trial, TrialOutcome, Value
 
 _RUNS = "runs"
-"""The constraint of an objective without limits: 1 for a failed trial, -1 for one that ran."""
+"""The name of the constraint when the objective has no limits: 1 for a failed trial, -1 for one that ran."""
 
 
 class OptunaDesigner(CellDesigner):

@@ -35,19 +35,23 @@ from plait_autoconfig.surrogate.threads import one_thread
 from plait_autoconfig.values import Cell, Config, TrialOutcome
 
 _NOISE, _NOISE_TRIALS = 0.03, 2.0
-"""Relative noise of a trial before any cell is measured twice, and how many repeats that guess is worth."""
+"""The assumed relative noise of a trial before any cell has been measured twice, and how many repeats that guess
+counts as."""
 _MARGIN_NOISE = 0.05
 _LIKELY = 0.6
-"""While there are open cells that are feasible with this chance, no other is proposed: where little is left to gain in
-what works, a long shot into what fails would otherwise look better."""
+"""The probability of being feasible above which open cells are preferred: as long as there are any, no other cell is
+proposed. Otherwise, once little is left to gain among feasible cells, a long shot at one that probably fails
+would look better."""
 _CAUTION = 2.0
-"""Power of the chance to be feasible: a failed trial costs more than a proposal that gains nothing."""
+"""The power to which the probability of being feasible is raised: a failed trial costs more than a proposal that
+gains nothing."""
 _WEIGHTINGS = 5
-"""Of several goals. Each needs a background of its own, which is kept."""
+"""The number of distinct weightings when there are several goals. Each needs a background of its own, which is kept."""
 _COSTED_UNIT = 0.3
-"""Log units: what is not known is assumed to vary so much if the cost is, until two cells were measured."""
+"""The assumed spread, in log units, of what is still unknown when the costs are known; used until two cells have
+been measured."""
 _FIRST = 4
-"""Trials that fill the space when nothing is known that could be improved on."""
+"""The number of space-filling trials to start with when there is no prior knowledge to improve on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,10 +21,10 @@ class ServiceContext:
     hardware: Hardware = field(default_factory=Hardware)
     versions: Mapping[str, str] = field(default_factory=dict)
     at: str = ""
-    """The date, ISO 8601; empty: the age of library runs plays no role."""
+    """The date (ISO 8601); if empty, the age of library runs is ignored."""
     costs: tuple[float, ...] = ()
-    """What each of ``Space.cells()`` costs an hour, as far as that is known before it runs (what it reserves); empty:
-    it is not known. Only their ratios matter; trials then should measure ``cost_per_hour``."""
+    """What each of `Space.cells()` costs per hour, as far as that is known before it runs (what it reserves); empty
+    if unknown. Only the ratios matter; if given, trials should measure `cost_per_hour`."""
 
 
 class Designer(Protocol):

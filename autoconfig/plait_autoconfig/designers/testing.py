@@ -37,7 +37,7 @@ SMALL = Space(
         ChoiceKnob(name="batch", values=(4, 8, 16), ordered=True),
     )
 )
-"""12 cells."""
+"""A space of 12 cells."""
 CONDITIONAL = Space(
     (
         ChoiceKnob(name="device", values=("cpu", "small", "large")),
@@ -47,7 +47,7 @@ CONDITIONAL = Space(
     ),
     ("cpu * share <= 2", "batch <= 8 or device != 'cpu'"),
 )
-"""A space with everything: a conditional knob, constraints, an unordered choice."""
+"""A space with one of everything: a conditional knob, constraints, an unordered choice."""
 OBJECTIVE = Objective((maximise("rate_per_s"),), (at_most("p99_ms", 30.0),))
 
 
@@ -93,7 +93,7 @@ class DesignerConformance:
     """The guarantees of every designer, one per test."""
 
     several_goals: ClassVar[bool] = True
-    """Override: False for a designer that refuses them (`ObjectiveError` from its constructor)."""
+    """Set to False in a subclass for a designer that rejects several goals (`ObjectiveError` from its constructor)."""
 
     @pytest.fixture
     def make(self) -> MakesDesigner:

@@ -36,7 +36,7 @@ from plait_autoconfig.jobs.store import JobStore
 from plait_autoconfig.values import Config
 
 MAX_LOST = 2
-"""A configuration whose worker died more often than this is taken to be the reason."""
+"""The number of worker deaths that a configuration may cause; after one more it is itself taken to be the reason."""
 
 _GONE = "its worker was gone"
 _WAIT_S = 0.2

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from plait_autoconfig.jobs.spec import JobSpec
 
 Say: TypeAlias = Callable[[str], None]
-"""Tells whoever watches what happens inside a trial: ``load test, 12 of 30 s``."""
+"""Reports the progress inside a trial, for example `load test, 12 of 30 s`."""
 
 
 class MeasurementKind(StrEnum):
@@ -77,7 +77,7 @@ class TuningSubject:
     hardware: Hardware = field(default_factory=Hardware)
     versions: Mapping[str, str] = field(default_factory=dict)
     costs: tuple[float, ...] = ()
-    """What each cell of the job's space costs an hour, as far as that is known beforehand (`Context.costs`)."""
+    """What each cell of the job's space costs per hour, as far as that is known beforehand (`Context.costs`)."""
 
 
 class Measurer(Protocol):
@@ -117,7 +117,7 @@ class MeasurerSource:
 
 
 _NEVER_MEASURED = "gpu_share"
-"""Jobs of earlier versions say it, always as 0."""
+"""A sample that jobs of earlier versions contain, always 0."""
 
 
 # ---- JSON ------------------------------------------------------------------------------------------------------------

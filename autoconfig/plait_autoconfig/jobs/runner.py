@@ -37,7 +37,7 @@ _TAIL_BYTES = 4000
 _VMSTAT, _MEMORY_EVENTS = Path("/proc/vmstat"), Path("/sys/fs/cgroup/memory.events")
 
 Tick = Callable[[], None]
-"""Called some five times a second while something is awaited; what it raises ends the waiting and the child."""
+"""Called about five times a second while waiting; an exception that it raises ends the wait and the child process."""
 
 
 class Runner(Protocol):

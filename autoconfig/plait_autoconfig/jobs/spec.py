@@ -20,7 +20,7 @@ from plait_autoconfig.values import Config, Value
 Name: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
 KnobName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
-"""Letters, digits and _: constraints are written with these names."""
+"""Letters, digits and underscores: these names are used in constraints."""
 
 _Values: TypeAlias = Annotated[tuple[Value, ...], Field(min_length=1)]
 

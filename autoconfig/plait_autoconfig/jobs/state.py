@@ -15,7 +15,7 @@ from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.values import Config, TrialOutcome
 
 Phase: TypeAlias = Literal["searching", "confirming", "finished", "failed", "cancelled"]
-"""``searching`` and ``confirming``: something is left to do, whether or not a worker is at it (`JobState.workers`)."""
+"""`searching` and `confirming` mean that work is left, whether or not a worker is busy with it (`JobState.workers`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +136,7 @@ class JobState:
     exhaustive: bool
     tried: int
     best_so_far: tuple[tuple[int, float], ...] = field(default=())
-    """(number, value of the goal) whenever the best changed; for one goal."""
+    """(trial number, value of the goal) each time the best changed; only for jobs with a single goal."""
 
     @property
     def recommendation(self) -> Recommendation | None:

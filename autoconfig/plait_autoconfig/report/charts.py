@@ -15,7 +15,8 @@ from plait_autoconfig.report.formatting import signed_percent
 from plait_loadtest.report.scale import Scale, span
 
 Kind = Literal["ok", "over", "failed", "reference", "confirm"]
-"""Kept every limit; broke one; gave no measurement; the reference configuration; a candidate measured again."""
+"""In this order: kept every limit; exceeded one; gave no measurement; the reference configuration; a candidate
+measured again."""
 
 _PADDING = 0.08  # of the range of the data, so that no dot lies on an axis
 _LOG_FROM = 12.0  # times the median: beyond it a linear axis would show the outlier alone

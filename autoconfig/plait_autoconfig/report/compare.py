@@ -18,10 +18,10 @@ from plait_autoconfig.values import Config
 from plait_loadtest.report.table import number
 
 _DECIDE = ("objective", "limits", "rate_tolerance", "target", "scenarios", "offered", "prices", "reference")
-"""Parts of a job that decide what a gain means: if they differ, gains cannot be compared."""
+"""The parts of a job that decide what a gain means: if they differ, gains cannot be compared."""
 
 _SEARCH = ("knobs", "constraints", "budget", "repeats", "confirm", "designer", "stop", "seed", "library")
-"""Parts that decide how well it is searched: they may differ, and are named."""
+"""The parts of a job that decide how well it searches: they may differ, and the differences are listed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

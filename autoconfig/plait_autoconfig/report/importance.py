@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
 
 FEWEST_CELLS = 10
-"""Of fewer configurations nothing is said: the best part of them would be one or two."""
+"""The number of configurations below which no importance is computed: their best part would be only one or two."""
 
 _WANTED_BEST = 5  # Optuna's documentation asks for at least 5 configurations in the best part
 _MIN_SHARE, _MAX_SHARE = 0.1, 0.5

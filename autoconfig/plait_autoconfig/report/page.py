@@ -24,7 +24,7 @@ _ALIKE = 0.005  # would be told as 0 %
 
 _SCRIPT_SHA256 = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
 POLICY = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{_SCRIPT_SHA256}'; base-uri 'none'"
-"""A Content-Security-Policy under which the page works; it is also in the page."""
+"""The Content-Security-Policy under which the page works; the page also contains it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

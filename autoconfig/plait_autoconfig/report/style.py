@@ -58,4 +58,5 @@ for (const button of document.querySelectorAll("th button")) button.addEventList
   body.append(...[...body.rows].sort((a, b) => order(key(a), key(b))));
 });
 """
-"""Sorts a table by the column whose head is clicked; rows without a value stay last. Without it the page is whole."""
+"""Sorts a table by the column whose header is clicked; rows without a value stay last. The page is complete without
+it."""

@@ -23,7 +23,8 @@ Floats: TypeAlias = NDArray[np.float64]
 Indices: TypeAlias = NDArray[np.intp]
 
 FREE_OFFSET_SD = 3.0
-"""Of a service's level, in units of the typical spread over a space: practically free."""
+"""The standard deviation of a service's level, in units of the typical spread over a space: practically
+unconstrained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,8 @@ from plait_autoconfig.surrogate.pooling import PastSource
 from plait_autoconfig.values import Cell, Hardware, TrialOutcome, WorkloadFeatures, cells_of
 
 _FLOOR = 0.02
-"""Of the best value of a metric: what is 50 times worse is bad enough, and a goodput of 0 has no logarithm."""
+"""The lower bound of a metric as a share of its best value: 50 times worse is bad enough, and a goodput of 0 has no
+logarithm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

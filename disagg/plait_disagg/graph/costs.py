@@ -27,9 +27,8 @@ from plait_disagg.tables.protocols import Tables
 __all__ = ["LINK_BYTES_PER_S", "HnModel", "cut_problem", "measure_seconds", "value_bytes"]
 
 LINK_BYTES_PER_S = 12.4e9
-"""A 100 Gbit/s RDMA link in one direction (what perftest reaches on one; the simulator's link has the same rate).
-Modelled.
-"""
+"""The bandwidth of a 100 Gbit/s RDMA link in one direction (as perftest measures it; the simulator's link has the
+same rate). Modelled."""
 
 _SPEEDUP: Mapping[Kind, float] = MappingProxyType(
     {

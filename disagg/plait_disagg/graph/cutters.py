@@ -12,4 +12,4 @@ from plait_disagg.graph.prism import PrismColouring
 __all__ = ["CUTTERS"]
 
 CUTTERS: Mapping[str, Cutter] = MappingProxyType({cutter.name: cutter for cutter in (MinCut(), PrismColouring())})
-"""``mincut`` (exact) and ``prism`` (the baseline)."""
+"""The cutters by name: `mincut` (exact) and `prism` (the baseline)."""

@@ -43,8 +43,8 @@ _DIRECT: Mapping[str, Callable[..., Any]] = {
     "aten.transpose.int": torch.transpose,
     "aten.unsqueeze.default": torch.unsqueeze,
 }
-"""Frequent overloads by their own binding: the same kernel, reached more cheaply (calling an overload costs 2 to 4 us
-more, measured, and a request of one candidate is some twenty calls)."""
+"""Direct bindings of frequent overloads: the same kernel with less overhead (calling an overload costs 2 to 4 us
+more, measured, and a request with one candidate makes about twenty calls)."""
 
 _MAKERS = ("aten.zeros.default", "aten.ones.default", "aten.full.default")
 

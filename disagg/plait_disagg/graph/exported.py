@@ -20,9 +20,8 @@ from plait_disagg.graph.program import ROWS
 __all__ = ["Exported", "example_tensors", "export", "module_hint", "source_line"]
 
 _ROWS = 41
-"""Rows of the traced example. The trace keeps sizes symbolic; a prime that no model is wide makes a fixed one stand
-out.
-"""
+"""The number of rows of the traced example. The trace keeps sizes symbolic; a prime that is no model's width makes
+it obvious if one was fixed."""
 
 _ATTENTION = "it swaps rows and tokens; use scaled_dot_product_attention on (rows, heads, tokens, features)"
 _RECURRENT = "recurrent layers are not served; attention or pooling over the history is"

@@ -18,7 +18,7 @@ __all__ = ["Place", "ValueGroup", "grouped", "shortened"]
 Place = Literal["cn", "hn"]
 
 _IN_MLP = frozenset({"linear", "relu", "prelu", "sigmoid", "tanh", "gelu", "silu", "leaky_relu", "elu", "squeeze"})
-"""What may follow a linear layer without being mentioned."""
+"""Operators that may follow a linear layer without being named in the label."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,7 @@ __all__ = [
 Side = Literal["user", "item"]
 
 OFFSETS = "_offsets"
-"""What is appended to a bag's name to name its offsets."""
+"""The suffix that turns a bag's name into the name of its offsets."""
 
 _NAME = re.compile(r"^[a-z][a-z0-9_]{0,62}$")
 

@@ -17,7 +17,7 @@ from plait_disagg.graph.program import ROWS, Arg, DType
 __all__ = ["Lowered", "bind", "functional_name", "lower_part", "why_unknown"]
 
 _PLACEMENT = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking"})
-"""Arguments that say where and how a tensor lies; a program runs wherever its constants are."""
+"""Arguments that specify where and how a tensor is stored; a program runs wherever its constants are."""
 
 _KEEPS_ROWS = frozenset(
     {"aten.view.default", "aten.reshape.default", "aten._unsafe_view.default", "aten.expand.default"}

@@ -21,10 +21,10 @@ from plait_disagg.graph.rows import Rule
 __all__ = ["SIZE", "VOCABULARY", "Kind", "Operator", "kind_of", "overload"]
 
 Kind = Literal["gemm", "attention", "elementwise", "reduction", "layout", "lookup", "tile", "size"]
-"""gemm and attention are what a GPU is for; lookup is what a CPU with much memory is for."""
+"""gemm and attention are what a GPU is for; lookup is what a CPU with a lot of memory is for."""
 
 SIZE = "aten.sym_size.int"
-"""The one operator that makes a number: how many rows a tensor has."""
+"""The only operator that returns a number: how many rows a tensor has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def _unsqueezed(call: rows.OperatorCall) -> str | None:
 _TABLE |= _words("layout", _unsqueezed, "unsqueeze", view=True)
 
 VOCABULARY: Mapping[str, Operator] = MappingProxyType(_TABLE)
-"""Every ATen overload that a program may call, but for `SIZE`."""
+"""Every ATen overload that a program may call, except `SIZE`."""
 
 _OURS: Mapping[str, Kind] = {LOOKUP: "lookup", TILE: "tile", SIZE: "size"}
 

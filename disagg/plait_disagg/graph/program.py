@@ -30,13 +30,13 @@ LOOKUP = "plait.lookup"
 TILE = "plait.tile"
 
 USER_OF = "user_of"
-"""The input of a tiled program that says which user row each candidate belongs to: (candidates,) int64, ascending."""
+"""The input of a tiled program that maps each candidate to its user row: (candidates,) int64, ascending."""
 
 ROWS = -1
-"""In a `Port.shape`: as many as there are rows (or, for flat ids, as many as there are ids)."""
+"""A dimension in `Port.shape` that equals the number of rows (or, for flat ids, the number of ids)."""
 
 Rows = Literal["none", "user", "item"]
-"""Whose rows a tensor has: none (a constant), one per user, one per candidate."""
+"""What a tensor's rows stand for: none (a constant), one per user, or one per candidate."""
 
 
 @dataclass(frozen=True, slots=True)

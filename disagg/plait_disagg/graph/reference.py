@@ -16,7 +16,7 @@ from plait_disagg.tables.values import Lookup
 __all__ = ["Watch", "run_reference"]
 
 Watch: TypeAlias = "Callable[[Node, Callable[[], Any]], Any]"
-"""Gets a node and what computes it; returns what it made."""
+"""Receives a node and the function that computes it; returns the node's value."""
 
 
 def run_reference(

@@ -14,10 +14,10 @@ from plait_disagg.graph.program import ROWS, Node, Port, Program, Rows
 __all__ = ["CANDIDATES", "CrossingValues", "CutReport", "cut_report", "human_bytes"]
 
 CANDIDATES = (1, 64, 512)
-"""The request sizes that every report shows."""
+"""The request sizes (candidates) that every report shows."""
 
 _WIDTH = 72
-"""Characters before the numbers of the table."""
+"""Characters before the numbers in each line of the table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from plait_disagg.graph.program import LOOKUP, USER_OF, Program
 __all__ = ["Draw", "collate", "for_module", "id_bounds", "sample", "uniform"]
 
 Draw = Callable[[int, int, torch.Generator], torch.Tensor]
-"""(count, rows, generator) to (count,) int64 ids in 0..rows - 1."""
+"""Draws ids: (count, rows, generator) to (count,) int64 in 0..rows - 1."""
 
 
 def uniform(count: int, rows: int, generator: torch.Generator) -> torch.Tensor:

@@ -25,7 +25,7 @@ VERSION = 1
 
 _DTYPES = frozenset({"float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool"})
 _NAME_CHARACTERS, _MAX_SIZE, _DEEPEST, _MAX_VALUES = 200, 2**40, 4, 100_000
-"""Bounds on foreign data: far above any model, far below what would hurt."""
+"""Bounds on untrusted data: far above any model, far below what would do harm."""
 
 
 def dump_program(program: Program) -> str:

@@ -15,7 +15,7 @@ __all__ = ["cut_svg"]
 
 _BOX_WIDTH, _BOX_HEIGHT, _STEP, _TOP = 330, 46, 66, 118
 _CN_X, _HN_X, _WIDTH = 40, 690, 1080
-"""Pixels. Boxes of one side stand under each other in the order in which they run."""
+"""Positions in pixels. The boxes of each side are stacked in execution order."""
 
 _STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #1f2430 } .title { font-size: 17px; font-weight: 600 }

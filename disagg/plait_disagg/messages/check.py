@@ -21,7 +21,7 @@ from plait_disagg.values import ModelCard, RankRequest
 __all__ = ["check_request"]
 
 _LARGE = 4_096
-"""Ids; from here on copying them costs more than a call."""
+"""The number of ids above which copying them costs more than a separate call."""
 
 
 def check_request(

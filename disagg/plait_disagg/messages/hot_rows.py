@@ -30,13 +30,13 @@ from plait_fabric.rpc.fields import WireError
 __all__ = ["MAX_BYTES", "HotRows", "RowReceiver", "RowSavings", "RowSender", "can_merge"]
 
 MAX_BYTES = 1 << 30
-"""Of the slots of one channel, and of the rows that one batch stands for: as large as a message of the fabric can be
-(`plait_fabric.values.MessageLimits`)."""
+"""The max bytes of one channel's slots, and of the rows that one batch stands for: as large as a message of the
+fabric can be (`plait_fabric.values.MessageLimits`)."""
 
 _MAX_SLOTS = 1 << 31
 
 _PREFIX = "hot."
-"""No port has such a name: theirs are without dots."""
+"""The prefix of names that no port can have: port names contain no dots."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,13 +56,13 @@ _DTYPES: dict[str, torch.dtype] = {
 _CODES = {dtype: code for code, dtype in _DTYPES.items() if code not in ("f2", "q1")}
 _SCALE_BYTES = 8
 _NARROWEST_INT8 = 16
-"""Below this row length the scale and bias of an int8 row cost as much as float16 would."""
+"""The row length below which the scale and bias of an int8 row cancel out its advantage over float16."""
 
 _NAME = re.compile(r"^[A-Za-z0-9_.][A-Za-z0-9_.:]{0,199}$")
 MAX_LAYOUT_CHARS = 60_000
 _MAX_SIZE = 1 << 24
 _LEASE_FROM_BYTES = 32_768
-"""Smaller sections can ride inside the control packet of a shared-memory channel (`FabricOptions.inline_bytes`)."""
+"""Smaller sections fit inside the control packet of a shared-memory channel (`FabricOptions.inline_bytes`)."""
 
 
 class LayoutError(WireError):

@@ -68,10 +68,10 @@ __all__ = [
 ]
 
 VERSION = 2
-"""Of all that is defined here; both sides of a channel must have the same."""
+"""The version of everything defined here; both sides of a channel must have the same."""
 
 SEND_S = 1.0
-"""A peer that takes no message for so long, with its window of unread ones full, is as good as dead."""
+"""A peer that accepts no message for this long, with its window of unread ones full, is considered dead."""
 
 Role = Literal["rank", "dense"]
 

@@ -38,7 +38,8 @@ _MLPERF_HOT = (
 # fmt: on
 
 Config = Callable[[float], "tuple[Callable[[], nn.Module], tuple[Input, ...], Mapping[str, int]]"]
-"""From a scale of the tables' rows to: how to make the module, its inputs, and the ids of a typical bag by input."""
+"""Maps a scale of the tables' rows to a factory of the module, its inputs, and the number of ids in a typical bag by
+input."""
 
 _Made = tuple[Callable[[], nn.Module], tuple[Input, ...], Mapping[str, int]]
 

@@ -35,7 +35,7 @@ CONSTANTS, TABLES = "constants.safetensors", "tables.safetensors"
 ITEMS, ITEM_NAMES = "items.safetensors", "items.json"
 
 FORMAT = 1
-"""Version of the folder's layout."""
+"""The version of the folder's layout."""
 
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
 _MAX_MANIFEST_BYTES = 16 << 20

@@ -39,7 +39,8 @@ from plait_disagg.values import ModelCard
 __all__ = ["Package", "open_package"]
 
 _NOT_HASHED = (TABLES,)
-"""Tables may be terabytes, and are mapped, not read: their header is checked when they are opened."""
+"""Files that are not hashed: tables may be terabytes, and are mapped rather than read; their header is checked when
+they are opened."""
 
 
 @dataclass(frozen=True)

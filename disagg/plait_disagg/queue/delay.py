@@ -5,14 +5,15 @@ from __future__ import annotations
 __all__ = ["Delay"]
 
 _MEAN, _DEVIATION = 1 / 8, 1 / 4
-"""Shares of the newest observation (RFC 6298, 2.3)."""
+"""The weights of the newest observation in the mean and in the deviation (RFC 6298, 2.3)."""
 
 _SURPRISE = 4.0
-"""An observation counts as at most so many times what was likely: one stall of the machine must not refuse a second of
-requests. If the delay really grew, each observation says so again."""
+"""An observation is clamped to this multiple of the likely delay: one stall of the machine must not cause a second's
+worth of requests to be refused. If the delay really has grown, every further observation raises the estimate
+again."""
 
 _MIN_S = 1e-3
-"""What is always likely, for that."""
+"""The lower bound of the likely delay for that clamp."""
 
 
 class Delay:

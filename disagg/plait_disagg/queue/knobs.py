@@ -8,13 +8,13 @@ from typing import Literal
 __all__ = ["CachePolicy", "Order", "WireFormat", "WorkerKnobs"]
 
 WireFormat = Literal["float32", "float16", "int8"]
-"""How float32 tensors cross from the CN to the HN. int8: one scale and one bias per row."""
+"""How float32 tensors cross from the CN to the HN. int8: with one scale and one bias per row."""
 
 CachePolicy = Literal["lru", "static"]
-"""Which rows an HN keeps: those used last, or for good the ones that were asked for first."""
+"""Which rows an HN keeps: the most recently used ones, or permanently the ones that were requested first."""
 
 Order = Literal["deadline", "arrival"]
-"""Who is next among those that wait."""
+"""By what the next of the waiting requests is chosen."""
 
 
 @dataclass(frozen=True, kw_only=True)

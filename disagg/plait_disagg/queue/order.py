@@ -18,18 +18,21 @@ from plait_disagg.queue.pace import Pace
 __all__ = ["MAX_ITEMS", "PATIENCE_S", "Downstream", "Item", "TakenBatch", "WaitQueue", "too_late"]
 
 MAX_ITEMS = 1_024
-"""Of one batch, so that the numbers of a batch fit a message's header."""
+"""The max items of one batch, so that the numbers describing it fit into a message's header."""
 
 PATIENCE_S = 1.0
-"""Ranking requests that have deadlines have some tens of milliseconds (Prism): one second is after all of them."""
+"""The deadline assumed for requests that have none: ranking deadlines are some tens of milliseconds (Prism), so one
+second is later than all of them."""
 
 _WORTH_S = 1.5e-3
-"""What waits is handed out in two batches if all of it would take so long, both here and there: the second is made
-ready while the first is worked on. From here on two gave more answers per second than one (8 callers, 2 busy cores: 4
-to 11 % more where it takes 2 ms, 80 % where it takes 10 ms); three never did."""
+"""The waiting requests are handed out in two batches if computing all of them takes at least this long both here and
+downstream: the second is prepared while the first is being computed. From here on two batches gave more answers
+per second than one (8 callers, 2 busy cores: 4 to 11 % more where it takes 2 ms, 80 % where it takes 10 ms);
+three never did."""
 
 _SHARE = 0.25
-"""Of its most urgent request's whole time: how long a batch may take, so that one can run while another one gathers."""
+"""How long a batch may take, as a share of its most urgent request's total time, so that one batch can run while the
+next one gathers."""
 
 
 class Downstream(NamedTuple):

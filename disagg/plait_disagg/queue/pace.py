@@ -10,25 +10,29 @@ from __future__ import annotations
 __all__ = ["MIN_MARGIN", "Pace"]
 
 _FORGET = 31 / 32
-"""Half of the memory is the last 22 batches: some tens of milliseconds under load."""
+"""The weight that a batch keeps with each later one. The last 22 batches hold half of the total weight: some tens of
+milliseconds under load."""
 
 _SURPRISE = 4.0
-"""A batch counts as at most so many times its forecast: one stall of the machine must not refuse a second of requests.
-If batches really became slower, each says so again, and the forecast follows in a few steps."""
+"""A batch's time is clamped to this multiple of its forecast: one stall of the machine must not cause a second's
+worth of requests to be refused. If batches really have become slower, each one raises the forecast, which catches
+up in a few steps."""
 
 _SPREAD = 0.05
-"""Of the mean number of rows: batches that differ less tell nothing new about the slope."""
+"""The min spread of batch sizes, as a share of the mean number of rows: batches that differ less carry no
+information about the slope."""
 
 MIN_MARGIN, _MAX_MARGIN = 1.25, 3.0
 """How much longer than forecast an answer may take. In simulated overload (`tests/support/rank_queue.py`: up to four
 times the capacity, batch times that vary by half) goodput keeps 90 % of its peak from 1.2 on; 1.0 loses a third."""
 
 _LATE, _IN_TIME = 1.1, 0.99
-"""What the end of a request does to the margin. About one late answer in ten leaves it as it is: where times vary
-more than in the simulation, as on cores that others use too, work on what comes too late anyway is soon refused."""
+"""The factors by which a late and a timely end of a request change the margin. About one late answer in ten leaves
+it unchanged: where times vary more than in the simulation, such as on shared cores, requests that would be late
+anyway are soon refused."""
 
 _MAX_ROWS = 1 << 31
-"""Where rows cost nothing."""
+"""The max rows when rows cost nothing."""
 
 
 class Pace:

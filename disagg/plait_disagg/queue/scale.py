@@ -17,10 +17,11 @@ from typing import Final
 __all__ = ["Gauge", "ScaleState", "Scaling", "cn_pressure", "decide", "hn_pressure"]
 
 _QUEUE_S: Final = 0.02
-"""Waiting so long at a CN is pressure 1: most of what a request of some tens of milliseconds may take (Prism)."""
+"""The wait at a CN that counts as pressure 1: most of what a request of some tens of milliseconds may take (Prism)."""
 
 _MAX: Final = 2.0
-"""No HN says more: what piled up for a while says how long it did, not how many workers are missing."""
+"""The max pressure that an HN reports: a backlog shows how long the overload has lasted, not how many workers are
+missing."""
 
 Counters = Mapping[str, float]
 

@@ -13,17 +13,17 @@ from typing import Final
 __all__ = ["Window"]
 
 _TARGET: Final = 1.5
-"""Batches may wait at the HN so many times as long as they are computed. One batch is always on its way to keep the HN
-busy; laid end to end with others it waits for about one computation."""
+"""How long batches may wait at the HN, as a multiple of their compute time. One batch is always on its way to keep
+the HN busy; lined up behind others it waits for about one computation."""
 
 _MIN_S: Final = 0.0005
-"""Shorter waits are the scheduler of the operating system."""
+"""Shorter waits are due to the operating system's scheduler."""
 
 _SHRINK: Final = 0.7
-"""As in CUBIC (RFC 9438, 4.6)."""
+"""The factor by which the window shrinks, as in CUBIC (RFC 9438, 4.6)."""
 
 _BEGIN: Final = 4.0
-"""One that is computed, one that waits for its turn, and one on each way."""
+"""The initial window: one batch being computed, one waiting, and one in transit in each direction."""
 
 
 class Window:

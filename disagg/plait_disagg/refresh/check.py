@@ -15,7 +15,7 @@ from plait_disagg.tables.values import RowFormat, Table, TableGroup
 __all__ = ["RowWrites", "check_constants", "check_names", "stored_rows"]
 
 RowWrites = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
-"""By group: rows of its matrix (k,) int64, ascending, and what they hold from now on (k, columns)."""
+"""By group: the rows of its matrix, (k,) int64, ascending, and their new contents, (k, columns)."""
 
 
 def check_names(update: Update, *, model: str, version: str) -> None:

@@ -14,7 +14,7 @@ from plait_disagg.tables.writing import touch_pages, write_rows
 __all__ = ["KEPT", "PreparedUpdate", "Refreshable", "RowWrite"]
 
 KEPT = 2
-"""Dense versions that an HN holds, besides one that is being prepared: CNs change over one after the other."""
+"""The number of dense versions that an HN holds, besides one that is being prepared: CNs switch one after another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

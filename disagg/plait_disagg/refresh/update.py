@@ -43,7 +43,7 @@ MANIFEST = "update.json"
 ROWS, CONSTANTS = "rows.safetensors", "constants.safetensors"
 
 FORMAT = 1
-"""Version of the folder's layout."""
+"""The version of the folder's layout."""
 
 _KEYS = frozenset({"format", "model", "base", "version", "rows", "constants", "files"})
 _IDS, _ROWS = ":ids", ":rows"

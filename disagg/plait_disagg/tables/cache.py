@@ -32,7 +32,7 @@ __all__ = ["CacheCounters", "CachePolicy", "CachedRows", "Fetch", "OutOfStep", "
 CachePolicy = Literal["static", "lru"]
 
 Fetch = Callable[[torch.Tensor], torch.Tensor]
-"""Rows of distinct ids: (k,) int64 to (k, D)."""
+"""Returns the rows of distinct ids: (k,) int64 to (k, D)."""
 
 Ids = NDArray[np.int64]
 Number = TypeVar("Number", np.int32, np.int64)

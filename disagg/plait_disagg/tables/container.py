@@ -29,15 +29,15 @@ from plait_disagg.tables.readahead import read_ahead
 __all__ = ["Container", "TensorEntry", "map_container", "write_container"]
 
 _PAGE_BYTES = 4096
-"""The data starts at a multiple of it, so that rows of a power of two do not straddle pages."""
+"""The alignment of the data, so that rows whose size is a power of two do not straddle pages."""
 
 _READ_AHEAD_BELOW_BYTES = 64 << 20
-"""Smaller files are in memory after a few lookups. In a larger one the kernel's read-ahead (8 MiB for each row that is
-not there yet, where it was measured) only drives others out: 4,096 rows of a new 20 GB file took 24 s with it, and
-0.03 s without. Warm lookups take the same time with and without."""
+"""Smaller files are in memory after a few lookups. For a larger one the kernel's read-ahead (8 MiB for each row that
+is not cached yet, where it was measured) only evicts other pages: 4,096 rows of a new 20 GB file took 24 s with
+it, and 0.03 s without. Warm lookups take the same time with and without."""
 
 _MAX_HEADER_BYTES = 100_000_000
-"""The library's own limit (safetensors, MAX_HEADER_SIZE)."""
+"""The limit of the safetensors library itself (MAX_HEADER_SIZE)."""
 
 _DTYPES: Mapping[str, torch.dtype] = {
     "F32": torch.float32,
@@ -47,8 +47,8 @@ _DTYPES: Mapping[str, torch.dtype] = {
     "I32": torch.int32,
 }
 _MAP_NORESERVE = 0x4000
-"""Linux, asm-generic/mman-common.h; Python's mmap has no name for it. The kernel then does not count a writable private
-mapping as if all of its pages were written (vm.overcommit_memory=2 counts it all the same)."""
+"""From Linux, asm-generic/mman-common.h; Python's mmap has no name for it. With it the kernel does not count a
+writable private mapping as if all of its pages were written (vm.overcommit_memory=2 counts it all the same)."""
 
 _NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in _DTYPES.items()}
 

@@ -27,13 +27,14 @@ __all__ = ["FusedTables"]
 Ids = NDArray[np.int64]
 
 _MAX_PLANS = 64
-"""Distinct sequences of lookups that are remembered. A model asks with one or two."""
+"""The number of distinct sequences of lookups that are remembered. A model uses one or two."""
 
 _MAX_KEPT_NUMBERS = 1 << 20
-"""Ids and offsets of the layouts that a batch remembers, 8 bytes each. Fixed numbers of ids per row make few."""
+"""The max ids and offsets, 8 bytes each, in the layouts that a batch remembers. If the number of ids per row is
+fixed, there are few layouts."""
 
 _LAYOUT_NUMBERS = 512
-"""What a layout takes beside its ids and offsets, in the same unit."""
+"""The size of a layout apart from its ids and offsets, in the same unit."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

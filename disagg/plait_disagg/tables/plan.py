@@ -24,20 +24,20 @@ from plait_disagg.tables.values import RowFormat, Table, row_bytes
 __all__ = ["ShardPlan", "TablePiece", "cut_table", "plan_shards"]
 
 LINE_BYTES = 64
-"""What memory reads at once (a cache line of x86 and of most Arm servers): a row costs whole lines."""
+"""The unit of a memory read (a cache line of x86 and of most Arm servers): a row costs whole lines."""
 
 PIECE_BYTES = 8_192
-"""What one more piece costs a shard per request, as bytes read: about a microsecond of dispatch at 8 GB/s of random
-rows."""
+"""The cost of one more piece to a shard, per request and expressed as bytes read: about a microsecond of dispatch at
+8 GB/s of random rows."""
 
 _NARROWEST = LINE_BYTES // 4
-"""Columns of the narrowest column cut: a line of float32. Narrower ones would read the same lines on several shards."""
+"""The min columns of a column cut: one line of float32. Narrower pieces would read the same lines on several shards."""
 
 _FEW = 64
-"""Placements of a cut up to which all are tried: three tables on two shards."""
+"""The number of placements of a cut up to which all are tried: three tables on two shards."""
 
 _EVEN_ENOUGH = 1.02
-"""Stop when the fullest shard reads at most this times the average."""
+"""The search stops when the fullest shard reads at most this many times the average."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

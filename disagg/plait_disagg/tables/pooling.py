@@ -13,7 +13,7 @@ from plait_disagg.tables.values import Mode, RowFormat
 __all__ = ["MODES", "pool", "take"]
 
 MODES: dict[Mode, int] = {"sum": 0, "mean": 1, "max": 2}
-"""Pooling modes by their number in ATen."""
+"""Pooling modes and their numbers in ATen."""
 
 
 def take(matrix: torch.Tensor, row_format: RowFormat, ids: torch.Tensor) -> torch.Tensor:

@@ -15,14 +15,14 @@ from pathlib import Path
 __all__ = ["read_ahead"]
 
 _SHARE = 0.5
-"""Of the memory that is available: a larger file would drive out what others need."""
+"""The max file size as a share of the available memory: a larger file would evict what others need."""
 
 _READ_BYTES = 8 << 20
 _MAP_BYTES = 1 << 20
-"""At once: Python holds its lock while the kernel maps pages, so they are few."""
+"""How much is mapped at once: little, because Python holds the GIL while the kernel maps pages."""
 
 _MADV_POPULATE_READ = 22
-"""Linux 5.14, asm-generic/mman-common.h: as if each page had been read."""
+"""From Linux 5.14, asm-generic/mman-common.h: populates pages as if each had been read."""
 
 
 def read_ahead(path: Path, mapping: mmap.mmap) -> threading.Thread | None:

@@ -38,7 +38,7 @@ class RemoteTables:
         self._number = 0
         self.name = name
         self.version: int | None = None
-        """That of the last answer."""
+        """The version that the last answer came from."""
 
     def lookup(self, requests: Sequence[LookupRequest]) -> list[torch.Tensor]:
         """Look up rows at the shard and wait for them. Raises `BadId`, `ShardLost`, `ShardRefused`, ValueError."""

@@ -36,13 +36,13 @@ __all__ = [
 ]
 
 VERSION = 1
-"""Of what is defined here; both sides must have the same."""
+"""The version of what is defined here; both sides must have the same."""
 
 Header: TypeAlias = Mapping[str, Any]
 
 _MODES = get_args(Mode)
 _ROOM_S = 5.0
-"""How long to wait for memory of the pool, which the peer gives back as it reads."""
+"""How long to wait for memory of the pool, which the peer releases as it reads."""
 _MAX_NUMBERS = 1 << 40
 _MAX_DIMENSIONS = 8
 

@@ -24,7 +24,8 @@ from plait_disagg.tables.values import Mode, Table
 __all__ = ["ShardedTables", "piece_of"]
 
 _TRIES = 3
-"""How often a lookup is made while a refresh moves through the shards, and they answer from different versions."""
+"""How many times a lookup is attempted while a refresh moves through the shards and they answer from different
+versions."""
 
 
 def piece_of(piece: TablePiece, table: torch.Tensor) -> torch.Tensor:

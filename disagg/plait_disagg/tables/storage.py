@@ -26,7 +26,7 @@ __all__ = ["TableSet", "ZeroRows", "group_tables", "open_tables", "pack_tables",
 _KEY = "plait.tables"
 _VERSION = 1
 _CHUNK_BYTES = 64 << 20
-"""What is encoded at once while writing."""
+"""How many bytes are encoded at once while writing."""
 
 Word = TypeVar("Word", bound=str)
 

@@ -14,8 +14,8 @@ D + 8 bytes."""
 Mode = Literal["rows", "sum", "mean", "max"]
 
 OutOfRange = Literal["error", "clip", "hash"]
-"""What happens to an id below 0 or at least the number of rows: refuse the request, take the nearest row, or take a row
-by hash."""
+"""What to do with an id that is negative or at least the number of rows: reject the request, use the nearest row, or
+choose a row by hash."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

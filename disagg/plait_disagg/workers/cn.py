@@ -41,13 +41,13 @@ from plait_fabric.threads import set_threads
 __all__ = ["CnCore"]
 
 _SenderKey: TypeAlias = tuple[Pool, int, str, str]
-"""Of which channel, and with which knobs, a cache is."""
+"""The channel and the knobs that a cache belongs to."""
 
 _Crossing: TypeAlias = Callable[[Pool], tuple[Mapping[str, torch.Tensor], HotRows | None]]
-"""Makes what crosses, once the channel is known."""
+"""Builds what crosses, once the channel is known."""
 
 _LOOK_S = 0.5
-"""A thread that waits for room also looks this often by itself; it is woken by every answer."""
+"""How often a thread that waits for room also checks on its own; every answer wakes it anyway."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

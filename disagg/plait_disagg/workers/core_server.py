@@ -32,7 +32,8 @@ __all__ = ["CoreServer"]
 _log = logging.getLogger(__name__)
 
 _LAST_SENDS_S = 0.2
-"""BatchBoundary the last outcome and hanging up: a channel that is closed may lose what its peer has not received."""
+"""The max wait between the last outcome and closing the channels: a closed channel may lose what its peer has not
+received yet."""
 
 
 class CoreServer:

@@ -42,7 +42,7 @@ from plait_fabric.threads import set_threads
 __all__ = ["HnWorker"]
 
 _CATCH_UP_S = 1.0
-"""BatchBoundary two looks for a version that is not here."""
+"""The min interval between two searches for a version that is not loaded."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

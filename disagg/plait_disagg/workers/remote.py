@@ -37,7 +37,8 @@ __all__ = ["RemoteCore", "RemoteRanker"]
 _LOOK_S = 0.02
 
 _MAX_WAY = 0.25
-"""Of what is left until a deadline: a way that once was long must be gone again to show that it is not."""
+"""The max estimate of the time spent in channels, as a share of the time left until the deadline: only further
+requests can show that a channel which was slow once has recovered."""
 
 
 class RemoteCore:

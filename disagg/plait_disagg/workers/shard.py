@@ -24,7 +24,7 @@ __all__ = ["ShardWorker"]
 _log = logging.getLogger(__name__)
 
 _SEND_S = 1.0
-"""A client that takes no answer for so long, with its window of unread ones full, is as good as dead."""
+"""A client that accepts no answer for this long, with its window of unread ones full, is considered dead."""
 
 
 class ShardWorker:

@@ -29,12 +29,12 @@ __all__ = ["BadMeasurement", "LinkSample", "Measurements", "calibrate", "fit_err
 _MIB = 0x100000
 """perftest's MB (perftest_parameters.c: FORMAT_MB 0x100000)."""
 _MAX_ERROR = 0.5
-"""A worst relative error beyond this means that the numbers are of something else, or of two links."""
+"""The max relative error of a fit; beyond it the numbers describe something else, or two links."""
 _LONGEST_TEXT = 1 << 20
 _TINY_BYTES = 256
-"""Up to here a bandwidth test shows the message rate."""
+"""The message size up to which a bandwidth test shows the message rate."""
 _LARGE_BYTES = 65_536
-"""From here on a bandwidth test shows the line, not the message rate."""
+"""The message size from which a bandwidth test shows the line rate rather than the message rate."""
 
 
 class BadMeasurement(ValueError):

@@ -12,7 +12,8 @@ from typing import Protocol
 __all__ = ["Clock", "MonotonicClock"]
 
 _SPIN_S = 2e-4
-"""How much of a wait is spun: a sleep on Linux ends some 60 us late (50 us timer slack, prctl(2), and the wake-up)."""
+"""The part of a wait that is spent spinning: a sleep on Linux ends some 60 us late (50 us timer slack, prctl(2), and
+the wake-up)."""
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 

@@ -45,8 +45,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "queue_depth": (1, 1 << 16),
     "reads_in_flight": (1, 1 << 16),
 }
-"""What a value may be. Wider than any hardware, so that only slips of the unit are refused: a nanosecond or a second
-where microseconds are usual, 8 Mbit/s to 80 Tbit/s."""
+"""The permitted values. Wider than any hardware, so that only mistakes of the unit are rejected: a nanosecond or a
+second where microseconds are usual, 8 Mbit/s to 80 Tbit/s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +117,7 @@ class Link:
 
 
 WHOLE = frozenset({"inline_bytes", "small_bytes", "queue_depth", "reads_in_flight"})
-"""Parameters that are whole numbers."""
+"""The parameters that are whole numbers."""
 
 PARAMETERS = tuple(field.name for field in fields(Link) if field.name != "name")
 """Every parameter, in the order of the record."""

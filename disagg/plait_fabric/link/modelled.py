@@ -37,7 +37,7 @@ __all__ = ["LinkPort", "LinkStatistics", "ModelledChannel", "modelled"]
 KEY = "_link"
 
 _MAX_OWED_S = 1e-3
-"""More than that is not the wrapper's own time but a machine that does other things."""
+"""The max time attributed to the wrapper itself; anything longer means that the machine was doing other work."""
 
 
 class LinkPort:

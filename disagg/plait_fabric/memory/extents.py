@@ -13,7 +13,7 @@ from bisect import bisect_left
 __all__ = ["ALIGNMENT_BYTES", "Extents", "size_class"]
 
 ALIGNMENT_BYTES = 64
-"""A cache line, and what SIMD loads want."""
+"""The size of a cache line, which is also the alignment that SIMD loads prefer."""
 
 
 def size_class(nbytes: int) -> int:

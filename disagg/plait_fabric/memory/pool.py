@@ -24,9 +24,9 @@ from plait_fabric.values import PoolStatistics
 __all__ = ["ConditionGate", "Gate", "Lease", "Pool", "copy_bytes", "release_all"]
 
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
-"""MAP_NORESERVE (asm-generic/mman.h; `mmap` of 3.11 lacks it): address space that is not used is not accounted."""
+"""MAP_NORESERVE (asm-generic/mman.h; Python 3.11's `mmap` lacks it): unused address space is not accounted."""
 _NUMPY_FROM_BYTES = 16_384
-"""Above this numpy copies: it drops the interpreter lock, which a memoryview assignment does not."""
+"""The size from which numpy copies: it releases the GIL, which a memoryview assignment does not."""
 
 
 def copy_bytes(target: memoryview, source: memoryview | bytes | bytearray) -> None:

@@ -22,12 +22,12 @@ __all__ = ["RingReader", "RingWriter", "ring_bytes"]
 
 _PAGE = mmap.PAGESIZE
 _WRITTEN, _TAKEN, _SLEEPING, _GOODBYE, _SIZE = 0, 8, 16, 24, 32
-"""The control words, in words of 8 bytes: 8 of them to a cache line."""
+"""The positions of the control words, in 8-byte words: 8 of them fill a cache line."""
 _START_OVER = 2**64 - 1
 _MIN_BYTES = 1 << 18
 
 _IS_STRONG = platform.machine() in ("x86_64", "AMD64", "i686")
-"""Whether stores become visible in their order by themselves."""
+"""Whether the architecture makes stores visible in program order without a fence."""
 
 
 class _Fence:

@@ -20,7 +20,8 @@ __all__ = ["Client", "Connect"]
 _log = logging.getLogger(__name__)
 
 Connect: TypeAlias = Callable[[frozenset[str]], ReplicaLink]
-"""A channel to a replica that is not among those. May block for seconds; raises `NoReplica`, `FabricError`."""
+"""Opens a channel to a replica that is not in the given set. May block for seconds; raises `NoReplica`,
+`FabricError`."""
 
 T = TypeVar("T")
 

@@ -27,14 +27,15 @@ __all__ = ["ClientProtocol", "Connection", "ConnectionLost", "Pack", "Packed", "
 _log = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
-"""How often a connection that hears nothing looks whether an answer is overdue."""
+"""How often a connection that receives nothing checks whether an answer is overdue."""
 
 _REST_S = 1.0
-"""After a server said that it takes no more; by then it has hung up, or thought better of it."""
+"""How long a connection stays a last choice after its server announced that it accepts no more calls; by then the
+server has hung up, or is accepting calls again."""
 
 Packed: TypeAlias = tuple[Header, Sequence[Buffer]]
 Pack: TypeAlias = Callable[[Pool], Packed]
-"""Makes a message; large buffers may be leases of the channel's pool."""
+"""Builds a message; large buffers may be leases of the channel's pool."""
 
 T = TypeVar("T")
 

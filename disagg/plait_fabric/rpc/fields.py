@@ -11,7 +11,7 @@ __all__ = ["MAX_INTEGER", "Header", "WireError", "boolean", "entries", "integer"
 Header: TypeAlias = Mapping[str, Any]
 
 MAX_INTEGER = 2**53 - 1
-"""The last one that every JSON reader keeps exact."""
+"""The largest integer that every JSON reader keeps exact."""
 
 _MAX_ENTRIES = 4_096
 

@@ -9,7 +9,8 @@ from plait_fabric.rpc.fields import Header, WireError
 __all__ = ["HANDSHAKE_S", "greeting", "read_greeting"]
 
 HANDSHAKE_S = 10.0
-"""How long a client may take to say hello, or a server to answer it; a thread of its own does, whatever it computes."""
+"""How long a client may take to send its greeting, or a server to answer it; a separate thread handles this,
+whatever the process is computing."""
 
 
 def greeting(op: Literal["hello", "welcome"], version: int, payload: Header) -> dict[str, Any]:

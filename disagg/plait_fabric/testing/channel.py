@@ -42,7 +42,7 @@ __all__ = ["SECRET", "SMALL", "WAIT_S", "ChannelConformance", "eventually"]
 
 SECRET = b"a secret for tests only"
 WAIT_S = 60.0
-"""Longer than anything here takes, also on a loaded machine."""
+"""Longer than anything here takes, even on a loaded machine."""
 SOON_S = 0.05
 SMALL = FabricOptions(
     pool_bytes=1 << 20,

@@ -38,9 +38,9 @@ from plait_fabric.values import Address, FabricOptions
 __all__ = ["ListenerConformance", "ProcessConformance"]
 
 _OTHERS_FILES = ("plasma", "torch_", "sem.", "__KMP")
-"""Ray's, torch's and OpenMP's files in /dev/shm, which come and go while other tests run."""
+"""Files of Ray, torch and OpenMP in /dev/shm, which come and go while other tests run."""
 AT_ONCE_S = 3.0
-"""What "at once" may take on a machine that does other work."""
+"""The limit for "at once" on a machine that is doing other work."""
 
 
 class ListenerConformance:

@@ -19,7 +19,7 @@ class TensorConformance:
     """What every channel guarantees about tensors. The `ends` fixture comes from `ChannelConformance`."""
 
     shares_memory: ClassVar[bool] = False
-    """Whether a sent lease is the very memory that the receiver reads (inproc, shm)."""
+    """Whether the receiver reads the very memory of a sent lease (inproc, shm)."""
 
     def test_tensors_arrive(self, ends: tuple[Channel, Channel]) -> None:
         """Types, odd shapes, 0-dim, empty and channels-last tensors arrive equal, with their layout."""

@@ -26,7 +26,7 @@ __all__ = ["Arrival", "SocketListener"]
 log = logging.getLogger(__name__)
 
 _PAUSE_S = 0.05
-"""How long to leave the backlog alone when the process is out of descriptors."""
+"""How long to leave the backlog alone when the process has run out of file descriptors."""
 
 
 class Arrival(Protocol):

@@ -46,7 +46,7 @@ from plait_fabric.values import Address, FabricOptions
 __all__ = ["connect", "listen"]
 
 _LONGEST_PATH_BYTES = 107
-"""sockaddr_un holds 108 bytes with the final zero (unix(7))."""
+"""sockaddr_un holds 108 bytes including the final zero (unix(7))."""
 _REGISTER = b"PLTSEG\x00\x02"
 _CREDENTIALS = struct.Struct("3i")
 

@@ -53,13 +53,14 @@ __all__ = ["ShmChannel", "create_segment"]
 _SOCKET_BUFFER_BYTES = 1 << 20
 _WAKE = b"!"
 _LOOK_S = 1.0
-"""Who sleeps looks this often by itself. It is woken whenever there is something; this is for the unforeseen."""
+"""How often a sleeping end also checks on its own. It is woken whenever there is something to read; this is a
+safeguard."""
 _ROOM_S = 2e-4
-"""How often a sender looks for room in the ring, which is rare: the ring holds more packets than the credit window."""
+"""How often a sender checks for room in the ring, which is rare: the ring holds more packets than the credit window."""
 _LOOKS = 16
-"""How often to look before other threads get a chance: they wait for less than two microseconds."""
+"""How often to check before letting other threads run: they wait for less than two microseconds."""
 _TRUSTED_SENDS = 32
-"""After so many packets to a peer that did not sleep, see whether it still lives."""
+"""The number of packets sent to a peer that did not sleep, after which to check that it is still alive."""
 
 
 def create_segment(options: FabricOptions) -> tuple[Segment, int]:

@@ -59,7 +59,7 @@ from plait_fabric.values import Address, FabricOptions, Message, MessageLimits
 __all__ = ["TcpChannel", "connect", "listen"]
 
 _GATHER = 512
-"""Buffers a `sendmsg`; IOV_MAX is 1024 on Linux."""
+"""Max buffers per `sendmsg`; IOV_MAX is 1024 on Linux."""
 _KEEPALIVE_PROBES = 3
 
 

@@ -20,7 +20,7 @@ from plait_bench.autoconfig.tasks import TuningTask
 OURS = "plait"
 SYSTEMS = ("plait", "random", "grid", "sobol", "optuna-tpe", "optuna-gp", "portfolio", "morphling", "rgpe")
 MAX_SEEDS: Mapping[str, int] = {"optuna-gp": 2, "rgpe": 5, "morphling": 5, "grid": 1}
-"""Of designers that are slow, or always do the same; a row's ``n`` says how many there were."""
+"""The max seeds for designers that are slow or deterministic; the `n` of a row shows how many were used."""
 
 
 @dataclass

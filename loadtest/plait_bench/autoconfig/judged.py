@@ -11,10 +11,10 @@ from plait_bench.benchmark import Metric, ResultRow
 from plait_bench.paired import p_better, p_not_worse
 
 MARGIN_TRIALS = 1.0
-"""Non-inferior: not later by so many trials."""
+"""The non-inferiority margin: at most this many trials later."""
 
 Played = Mapping[str, Mapping[int, Sequence[Curve]]]
-"""By designer, by seed: a curve for each task."""
+"""By designer and seed: a curve for each task."""
 
 _Number = Callable[[Curve], float]
 

@@ -40,7 +40,7 @@ class Point:
 
 
 Curves = Mapping[str, Mapping[str, tuple[Point, ...]]]
-"""By model and profile (``2 x A100``); loads ascending."""
+"""By model and profile (`2 x A100`); loads ascending."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from plait_autoconfig.values import Trial
 from plait_bench.autoconfig.tasks import TuningTask
 
 Make = Callable[[TuningTask, int], Designer]
-"""``(task, seed) -> a fresh designer``."""
+"""`(task, seed) -> a fresh designer`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,8 @@ _TAKING_PART: Mapping[str, tuple[str, ...]] = {
     "synthetic-cold": (OURS, "random", "optuna-tpe", "optuna-gp"),
     "synthetic-misled": (OURS, "portfolio", "morphling", "rgpe"),
 }
-"""Where not everybody does: without a library those that need none, misled those that can be."""
+"""The participants of suites that not every system enters: without a library those that need none; with a misleading
+one those that it can mislead."""
 
 
 class Searching(Workload):

@@ -55,7 +55,7 @@ def advise(data: PilotData, model: str, *, seed: int) -> Advice:
 
 
 _Way = Callable[[PilotData, Sequence[str], str], Advice]
-"""``(data, models to learn from, model) -> the recommendation``."""
+"""`(data, models to learn from, model) -> the recommendation`."""
 
 
 def _ways(seed: int) -> dict[str, _Way]:

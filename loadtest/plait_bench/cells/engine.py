@@ -40,7 +40,8 @@ SPACE = Space(
         ChoiceKnob(name="placement", values=("local",)),
     )
 )
-"""224 cells. Without Serve ControlNets have one place; it is said for services that have more."""
+"""The space of 224 cells. Without Serve, ControlNets have only one placement; it is a knob because other services
+have more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,7 @@ SPACE = Space(
         ChoiceKnob(name="cns", values=(1,), unit="replicas"),
     )
 )
-"""240 cells. There is one CN; it is said for services that have more."""
+"""The space of 240 cells. There is only one CN; their number is a knob because other services have more."""
 
 _WARM_UP = 16
 

@@ -62,4 +62,4 @@ WORKLOADS: Mapping[str, CellWorkload] = {
         _rank("rm2-64", "rm2", 0.125, candidates=64, callers=8, requests=120, slo_ms=50.0),
     )
 }
-"""By name."""
+"""The workloads by name."""

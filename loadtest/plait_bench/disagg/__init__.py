@@ -31,7 +31,7 @@ WORKLOADS: Mapping[str, Callable[[], Sequence[Workload]]] = {
     "refresh": lambda: [Refresh("plait", "whole"), Refresh("plait_split", "split")],
     **{name: lambda load=load: [Goodput(load)] for name, load in GOODPUTS.items()},  # type: ignore[misc]
 }
-"""By the name that ``--workload`` knows."""
+"""The workloads by the name given to `--workload`."""
 
 
 def benchmark(*, only: Sequence[str] = ()) -> Benchmark:

@@ -31,7 +31,7 @@ __all__ = ["FAR", "SIZES_BYTES", "WORKLOAD", "ModelledLinks"]
 WORKLOAD = "modelled-links"
 SIZES_BYTES = {"64B": 64, "1MiB": 1 << 20, "4MiB": 1 << 22, "16MiB": 1 << 24, "64MiB": 1 << 26}
 FAR = "10g-far"
-"""A link that nobody ships: 10 Gb/s and 1 ms away, so that alpha is more than what a host takes."""
+"""A link that does not ship: 10 Gb/s and 1 ms away, so that alpha exceeds the overhead of a host."""
 _LINKS = ("100g-same-switch", "100g-cross-pod", FAR)
 _SECONDS, _MIN_TRIPS, _MAX_TRIPS = 0.4, 11, 400
 

@@ -22,7 +22,7 @@ __all__ = ["WORKLOAD", "RoundTrips", "round_trips_us"]
 WORKLOAD = "round-trip-64b"
 _BYTES, _REPEATS, _WARM_UP = 64, 10_000, 500
 _SPIN_S: Mapping[str, float] = {"spinning": 0.2, "blocking": 0.0}
-"""By system: spinning is longer than any answer takes, so that nobody ever sleeps."""
+"""How long each system spins: "spinning" spins for longer than any answer takes, so that neither side ever sleeps."""
 
 
 class RoundTrips(Workload):

@@ -12,9 +12,9 @@ from plait_bench.benchmark import Reading
 __all__ = ["PEER_START_S", "WAIT_S", "CallSubject", "on_separate_cores"]
 
 PEER_START_S = 60.0
-"""How long a peer's process may take to come up on a busy machine."""
+"""How long a peer's process may take to start on a busy machine."""
 WAIT_S = 60.0
-"""How long an answer may take before the run is given up."""
+"""How long an answer may take before the run is abandoned."""
 
 
 @dataclass(frozen=True)

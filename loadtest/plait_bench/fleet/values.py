@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeAlias
 from plait_bench.benchmark import Metric, ResultRow
 
 Json: TypeAlias = Any
-"""What ``json`` can write and read back unchanged."""
+"""What `json` can write and read back unchanged."""
 
 Item: TypeAlias = Mapping[str, Json]
 

@@ -13,7 +13,7 @@ from plait_bench.fleet.values import Fleet, FleetDefinition, ItemList, ProcessLa
 __all__ = ["OpenFleet", "layouts", "layouts_for", "on_fleets"]
 
 OpenFleet = Callable[[System, int], Fleet]
-"""``(system, processes) -> its workers``."""
+"""`(system, processes) -> its workers`."""
 
 
 def on_fleets(definition: FleetDefinition, *, cores: int, open_fleet: OpenFleet) -> Benchmark:

@@ -69,7 +69,7 @@ def lora_set(item: Item) -> str:
 
 
 NAMES = ("single", "controlnet", "lora", "same16", "mixed16")
-"""Of the workloads, in the order of the table."""
+"""The names of the workloads, in the order of the table."""
 
 
 def workloads(names: Sequence[str] | None = None) -> tuple[ItemList, ...]:

@@ -122,4 +122,4 @@ def _closed_loop(take: Callable[..., ThroughputWindow], name: str) -> LoadConten
 
 
 CONTENDERS: Mapping[str, Callable[[NoopServer, Say], LoadContender]] = {"plait": _ours, "locust": _locust, "wrk": _wrk}
-"""What makes each system's generator. Raises `SystemUnavailable`."""
+"""The factory of each system's generator. Raises `SystemUnavailable`."""

@@ -21,7 +21,7 @@ from plait_loadtest.values import RequestOutcome
 
 PROCESSES = 2
 LAG_LIMIT_MS = 5.0
-"""A run whose p99 send lag is larger is not valid."""
+"""The max p99 send lag of a valid run."""
 
 _SETTLE_S = 1.0
 _FIRST_PER_S = 4000.0

@@ -14,7 +14,7 @@ from plait_bench.loadtest.window import NoopServer, ThroughputWindow, measure
 LOCUST = "locust==2.47.0"
 PROCESSES = 2
 USERS = (16, 64, 256)
-"""Concurrent callers that are tried; the best is measured."""
+"""The numbers of concurrent callers to try; the best one is measured."""
 
 _SETTLE_S = 3.0  # users start within the first second; then the rate is steady
 _INSTALL_S = 600

@@ -12,7 +12,7 @@ from plait_loadtest.distributions import Floats, cumulative
 from plait_loadtest.seeds import Numbered
 
 CHUNK = 1024
-"""Requests drawn together. Part of what a seed means: another value gives other requests."""
+"""The number of requests drawn together. Part of what a seed means: another value gives other requests."""
 
 _KEPT = 4  # chunks held: neighbours of the one that is being sent
 

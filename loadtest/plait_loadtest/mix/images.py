@@ -24,7 +24,7 @@ OWN_FIELDS = frozenset(
     {"prompt", "model", "n", "size", "num_inference_steps", "seed", "guidance_scale", "scheduler", "loras"}
     | {"controlnets", "deadline_ms", "stream"}
 )
-"""What the generator writes itself; ``extra`` may add other fields, ``partial_images`` among them."""
+"""The fields that the generator sets itself; `extra` may add others, including `partial_images`."""
 
 _SEEDS = 1 << 31  # what every image server takes as a seed
 _DRAWN_EDGE_PX = 64  # of drawn control images where the request names no size; servers stretch them

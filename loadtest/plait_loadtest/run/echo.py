@@ -16,7 +16,7 @@ from plait_loadtest.run.processes import fresh_processes, start_ignoring_sigint
 from plait_loadtest.values import Echo
 
 RATE_PER_S = 20.0
-"""Enough for a p95 within ten seconds, and 0.1 % of a core."""
+"""Enough for a p95 within ten seconds, at the cost of 0.1 % of a core."""
 
 _ANSWER_S = 5.0
 

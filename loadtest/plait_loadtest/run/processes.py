@@ -16,7 +16,8 @@ _IMPORTED = ["plait_loadtest.run.worker", "plait_loadtest.run.echo_process"]
 
 
 _LONGEST_FOLDER = 70
-"""Bytes. The address of a Unix socket has 108, of which multiprocessing's own names take 33."""
+"""The max bytes of the folder's path. The address of a Unix socket has 108, of which multiprocessing's own names
+take 33."""
 
 
 def fresh_processes() -> ForkServerContext | SpawnContext:

@@ -12,7 +12,8 @@ from plait_loadtest.values import Mix, PreparedRequest
 from plait_loadtest.wire.dial import RequestWriter
 
 BUDGET_BYTES = 256 << 20
-"""Of all processes together: a minute of image requests with control images at 50/s, or an hour of small ones."""
+"""The budget of all processes together: a minute of image requests with control images at 50/s, or an hour of small
+ones."""
 
 _SLOT_BYTES = 64  # of a request that shares its bytes with the one before it
 

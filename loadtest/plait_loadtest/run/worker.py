@@ -30,7 +30,8 @@ from plait_loadtest.wire.dial import Dialler, RequestWriter, place_of
 from plait_loadtest.wire.pool import ConnectionPool, Rules
 
 READY, STOP = "ready", "stop"
-"""Words on the pipe: "ready" from the worker; then an int (the start, perf_counter_ns) and maybe "stop" to it."""
+"""Messages on the pipe: the worker sends "ready"; it then receives an int (the start, perf_counter_ns) and possibly
+"stop"."""
 
 _TELL_S = 0.25
 

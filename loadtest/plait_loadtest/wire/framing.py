@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 HEAD_LIMIT_BYTES = 64 << 10
-"""A head larger than this is garbled; servers commonly refuse to send or take more than 8 to 64 KiB."""
+"""A head larger than this counts as garbled; servers commonly refuse to send or accept more than 8 to 64 KiB."""
 
 _CHUNK_LINE_LIMIT_BYTES = 4096
 _STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-9]\d\d)(?: [^\r\n]*)?")

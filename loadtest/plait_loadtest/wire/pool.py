@@ -22,7 +22,7 @@ from plait_loadtest.values import RequestOutcome
 from plait_loadtest.wire.http1 import HttpConnection
 
 STALE_S = 1.0
-"""A round trip, generously: a server that closes later had the request and gave up on it."""
+"""A generous round trip: a server that closes later than this had received the request and gave up on it."""
 
 
 class SendJob(NamedTuple):
@@ -45,10 +45,11 @@ class Rules:
 
 
 Dial = Callable[[Callable[[], asyncio.Protocol]], Awaitable[asyncio.Protocol | RequestOutcome]]
-"""Opens a connection, or says why there is none; raises nothing."""
+"""Opens a connection, or returns why there is none; never raises."""
 
 OnEnd = Callable[[int, RequestOutcome, int, HttpConnection | None], None]
-"""``(slot, outcome, now_ns, connection)``; None: it never got a connection. The facts are on the connection."""
+"""`(slot, outcome, now_ns, connection)`; a connection of None means that the request never got one. The details are
+on the connection."""
 
 
 class ConnectionPool:

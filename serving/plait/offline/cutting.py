@@ -22,7 +22,7 @@ from plait_disagg.tables.reference import SeparateTables
 __all__ = ["SHOWN", "Cut", "CutQuestion", "inspect_cut"]
 
 SHOWN = 64
-"""Candidates of the request whose bytes the image shows."""
+"""The number of candidates in the request whose bytes the drawing shows."""
 
 # Bytes and what runs where do not depend on the tables' rows, and 100 GB of random rows would not fit here.
 _ROWS_SCALE = 1e-4

@@ -36,10 +36,10 @@ SUFFIXES: Mapping[str, OutputFormat] = {
     ".jpeg": OutputFormat.JPEG,
     ".webp": OutputFormat.WEBP,
 }
-"""What the output's name says about its format."""
+"""The format by suffix of the output's name."""
 
 Say = Callable[[str, float], None]
-"""Told what happens and which share of it is done, 0 to 1."""
+"""Receives what is happening and which share of it is done, 0 to 1."""
 
 
 @contextmanager

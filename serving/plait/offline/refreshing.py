@@ -21,7 +21,7 @@ from plait_disagg.refresh.update import UpdateManifest, write_update
 __all__ = ["fold", "publish_over_http", "update"]
 
 _TIMEOUT_S = 900.0
-"""Beyond the longest wait of the server itself for its workers."""
+"""Longer than the server's own max wait for its workers."""
 
 
 def update(module: nn.Module, package: Path, out: Path, *, version: str) -> UpdateManifest:

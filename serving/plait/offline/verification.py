@@ -26,7 +26,7 @@ from plait_serving.starter.verify import PARTS, VerificationImage, verify
 AT_ONCE = 32
 
 Say = Callable[[int, int], None]
-"""Told how many images are made, of how many so far asked for."""
+"""Receives how many images are finished, and how many have been requested so far."""
 
 
 def section_of(folder: Path) -> ImagesSection:

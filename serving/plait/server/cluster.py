@@ -21,17 +21,19 @@ from plait.errors import ServeError
 _log = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 10.0
-"""Ray's own shutdown may hang when a part of it is dead already; what is left after this time is killed by identity."""
+"""Ray's own shutdown may hang when a part of it is already dead; whatever is left after this time is killed by
+identity."""
 
 _PROXY_POLL_S = 0.2
 
 _STATE_PERIODS_S = (0.05, 1.0)
 _STATE_SHARE = 0.1
-"""Serve's answer about its deployments costs processor time here and in its controller (it pickles the request router
-of each), and models that load need the processors more. So who waits asks at first often, later ever less."""
+"""The interval between polls, as a share of the time waited. Serve's answer about its deployments costs CPU time
+here and in its controller (it pickles the request router of each), and models that are loading need the CPUs
+more. So a waiting process polls often at first, then less and less often."""
 
 _LAST_ANSWERS_S = 2.0
-"""When the last image is made, its answer still has to be encoded and sent."""
+"""Time for the last answers: once the last image is finished, its answer still has to be encoded and sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,7 +37,7 @@ def free_port(host: str) -> int:
 
 
 _QUIET_PORTS = range(20_000, 32_768)
-"""Above those of Ray's workers (to 19,999), below Linux's own default for connections."""
+"""Above the ports of Ray's workers (up to 19,999), below Linux's own default range for connections."""
 
 _TRIES = 50
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RUN_ID_VARIABLE = "PLAIT_RUN_ID"
-"""Every process of a run inherits it, also those that lost their parent."""
+"""Every process of a run inherits this variable, including those that lost their parent."""
 
 _PROC = Path("/proc")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h

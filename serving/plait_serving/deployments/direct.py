@@ -21,7 +21,7 @@ __all__ = ["Direct", "DirectListener"]
 _log = logging.getLogger(__name__)
 
 _KEEP_ALIVE_S = 75
-"""An idle connection is kept about as long as clients' pools and load balancers keep theirs (60 s is common)."""
+"""Idle connections are kept about as long as clients' pools and load balancers keep theirs (60 s is common)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 
 LOG_PATH_VARIABLE = "PLAIT_LOG_PATH"
-"""Set by ``plait serve`` for everything it starts: all processes append to one file, whole lines at a time."""
+"""Set by `plait serve` for everything it starts: all processes append to one file, whole lines at a time."""
 
 OUR_LOGGERS = ("plait", "plait_serving", "plait_disagg", "plait_kernels")
 

@@ -32,7 +32,7 @@ class EncodedText:
 
 
 _REMEMBERED = 64
-"""Texts whose encoding is kept (at most 0.6 MB each for SDXL): negative prompts and retries come again and again."""
+"""The number of texts whose encoding is kept (at most 0.6 MB each for SDXL): negative prompts and retries recur."""
 
 
 class PromptEncoder:

@@ -28,10 +28,10 @@ from plait_serving.diffusion.values import ImageRequest, LoraSet
 _log = logging.getLogger(__name__)
 
 SamplerFactory = Callable[[ImageRequest, Sequence[int], tuple[int, int, int]], RequestSampler]
-"""``(request, seeds of the unit's images, latent shape) -> sampler``."""
+"""`(request, seeds of the unit's images, latent shape) -> sampler`."""
 
 Outcome = EngineError | torch.Tensor | None
-"""Of one unit's step: its error, or the x0 estimate if a preview was asked for, or None."""
+"""The outcome of one unit's step: its error, the x0 estimate if a preview was requested, or None."""
 
 
 class Stepper:

@@ -33,7 +33,7 @@ NEXT: dict[RequestPhase, frozenset[RequestPhase]] = {
     RequestPhase.DONE: frozenset(),
     RequestPhase.FAILED: frozenset(),
 }
-"""Which phase may follow which; `ImageJob.advance` refuses everything else."""
+"""The phases that may follow each phase; `ImageJob.advance` rejects everything else."""
 
 
 @dataclass(slots=True, eq=False)

@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 RgbImage: TypeAlias = npt.NDArray[np.uint8]
-"""``uint8 (H, W, 3)``, RGB."""
+"""`uint8 (H, W, 3)`, RGB."""
 
 NAME_PATTERN = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
-"""What a model, ControlNet or LoRA may be called: a name, never a path or URL."""
+"""The valid names of a model, ControlNet or LoRA: never a path or URL."""
 
 MAX_IMAGES = 10  # of a request: OpenAI's limit
 MAX_SEED = 2**63 - 1
@@ -51,7 +51,7 @@ class LoraRef:
 
 
 LoraSet: TypeAlias = tuple[LoraRef, ...]
-"""Ordered names with scales; ``()`` is the bare model. Equal tuples mean equal weights."""
+"""Ordered names with scales; `()` is the bare model. Equal tuples mean equal weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -21,7 +21,7 @@ from plait_serving.images.service import BaseModelCard
 
 router = APIRouter(prefix="/v1", tags=["models"])
 image_router = APIRouter(prefix="/v1", tags=["models"])
-"""The lists that only a server with a base model has."""
+"""The routes of the lists that only a server with a base model has."""
 
 # OpenAI's clients want a number; when the model was made is not known, and a number that changes per start would be
 # worse.

@@ -30,7 +30,7 @@ class OutputFormat(StrEnum):
 
 
 Paper: TypeAlias = Literal["black", "white"]
-"""What lies under transparent pixels: black for control maps (black means "nothing here"), white for images."""
+"""What lies beneath transparent pixels: black for control maps (black means "nothing here"), white for images."""
 
 INPUT_FORMATS = ("PNG", "JPEG", "WEBP")
 # Measured on 1024x1024 images, smooth with a little grain: at most 7 % larger than level 6, 1.6 to 4 times as fast.

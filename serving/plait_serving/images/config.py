@@ -18,16 +18,17 @@ from plait_serving.sections import FolderPath, Name, Section
 from plait_serving.starter.manifest import WEIGHTS
 
 STARTER_MODEL = "emoji"
-"""The model that ships with plait; its folder is ``plait_serving/starter/weights``."""
+"""The model that ships with plait; its folder is `plait_serving/starter/weights`."""
 
 STARTER_FOLDER = WEIGHTS
-"""``emoji/`` (the base), ``controlnets/NAME/`` and ``loras/NAME.safetensors``."""
+"""Contains `emoji/` (the base), `controlnets/NAME/` and `loras/NAME.safetensors`."""
 
 STARTER_GUIDANCE = 3.0
-"""What the starter model was judged with while it was trained (starter/train/measure.py)."""
+"""The guidance scale with which the starter model was evaluated during training (starter/train/measure.py)."""
 
 MODEL_CPUS = 0.4
-"""Logical CPUs that Ray counts per replica. Small, so that all fit on a small machine; threads are a knob."""
+"""Logical CPUs that Ray counts per replica. Small, so that all fit on a small machine; the number of threads is a
+knob."""
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$")
 _SHA256 = r"^[0-9a-f]{64}$"

@@ -66,7 +66,7 @@ class Catalog:
 
 
 Preprocessors = Mapping[str, Callable[[RgbImage], RgbImage]]
-"""What makes a control map of an ordinary image, by name."""
+"""The functions that make a control map from an ordinary image, by name."""
 
 # A new request's seed is below 2**32: short to type, and exact in every JSON reader (those of browsers lose bits at
 # 2**53).

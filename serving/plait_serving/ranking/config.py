@@ -34,7 +34,8 @@ STARTER_RANKING_MODEL = "picks"
 STARTER_RANKING_FOLDER = WEIGHTS / "recommend" / STARTER_RANKING_MODEL
 
 WORKER_CPUS = 0.2
-"""Logical CPUs that Ray counts per worker. Small, so that all fit on a small machine; threads are a knob."""
+"""Logical CPUs that Ray counts per worker. Small, so that all fit on a small machine; the number of threads is a
+knob."""
 
 Mode = Literal["whole", "split"]
 RankRole = Literal["whole", "cn", "hn"]

@@ -26,7 +26,7 @@ from plait_serving.ranking.codec import Array, hint
 __all__ = ["LENGTHS", "Binder"]
 
 LENGTHS = "_lengths"
-"""What is appended to a bag's name to name its rows' lengths, which may be sent instead of offsets."""
+"""The suffix that turns a bag's name into the name of its rows' lengths, which may be sent instead of offsets."""
 
 _FLOAT32, _INT64 = np.dtype(np.float32), np.dtype(np.int64)
 # Integers up to 2^24 are exact in float32 (24 bits of significand, IEEE 754).

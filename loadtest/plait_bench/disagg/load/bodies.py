@@ -15,10 +15,11 @@ from plait_disagg.values import RankRequest
 __all__ = ["HEADER_BYTES", "body", "write_bodies"]
 
 HEADER_BYTES = 8_192
-"""Of every JSON header, padded with blanks, so that all bodies can be sent with the same HTTP headers."""
+"""The size to which every JSON header is padded with blanks, so that all bodies can be sent with the same HTTP
+headers."""
 
 REQUESTS = 48
-"""Different requests of a workload: enough that no cache holds the rows of all of them by chance."""
+"""The number of distinct requests in a workload: enough that no cache holds the rows of all of them by chance."""
 
 _DATATYPES = {torch.float32: "FP32", torch.int64: "INT64"}
 

@@ -29,11 +29,11 @@ from plait_loadtest.session import at_rate, run_scenario
 __all__ = ["CALLERS", "LIMIT_MS", "MAX_LOAD_S", "HeldRate", "load_on", "search_goodput", "throughput_per_s"]
 
 LIMIT_MS = 50.0
-"""The p99 that a server must keep, if nothing else is said: production asks for tens of milliseconds (Prism), MLPerf's
-DLRM for 60."""
+"""The default limit on a server's p99: production asks for tens of milliseconds (Prism), MLPerf's DLRM for 60."""
 
 MAX_LOAD_S = 120.0
-"""A judged load lasts no longer, so a rate below 4 per second (459 requests in that time) cannot be shown to hold."""
+"""The max duration of a judged load, so a rate below 4 per second (459 requests in that time) cannot be shown to
+hold."""
 
 CALLERS = 16
 

@@ -15,7 +15,7 @@ from plait_bench.errors import Disagreement
 __all__ = ["compare", "scores_of"]
 
 RTOL, ATOL = 1e-5, 1e-6
-"""Tiling and fused lookups change the order of additions, no more."""
+"""Tiling and fused lookups only change the order of additions."""
 
 _COMPARED = 4
 

@@ -100,7 +100,7 @@ def start_dense(package: Package, threads: int) -> Callable[[frozenset[str]], Re
 _LOOK_S, _PATIENCE_S = 0.02, 60.0
 
 _CHILDREN: list[subprocess.Popen[bytes]] = []
-"""Kept, because a child ends when its standard input is closed."""
+"""The child processes, kept because a child exits when its standard input is closed."""
 
 
 def serve_dense(package: Package, threads: int, address: str) -> None:

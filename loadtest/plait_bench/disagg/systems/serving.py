@@ -21,7 +21,7 @@ from plait_bench.disagg.load.bodies import HEADER_BYTES
 from plait_bench.errors import SystemFailed
 
 _START_S = 180.0
-"""A model of a gigabyte is built, or mapped, and warmed up."""
+"""The time limit for starting: a model of a gigabyte is built or mapped, and warmed up."""
 
 
 def announce(app: Any) -> None:

@@ -28,7 +28,7 @@ METRIC = "crossing_bytes"
 UNTILED = "mincut_untiled"
 
 _TINY = 1e-4
-"""Of the published rows: widths decide what crosses, not rows."""
+"""The scale applied to the published row counts: what crosses depends on widths, not on rows."""
 
 
 class Crossing(Workload):

@@ -24,13 +24,15 @@ SYSTEMS = ("pytorch", "plait", "plait_split")
 METRIC = "goodput_per_s"
 
 _BEGIN = 0.75
-"""Of a closed loop's throughput: open-loop arrivals come in bunches, and p99 misses the limit well before that rate."""
+"""The first rate tried, as a share of a closed loop's throughput: open-loop arrivals come in bursts, and p99 misses
+the limit well below that throughput."""
 
 SCALES: Mapping[str, float] = {"rm1": 0.125, "rm2": 0.125, "criteo-kaggle": 0.25}
-"""Half a gigabyte of tables each: far beyond every cache, and four of them fit a small machine."""
+"""Scales that make half a gigabyte of tables each: far beyond every cache, and four of them fit on a small machine."""
 
 _LIMITS_MS: Mapping[str, float] = {"rm2-512": 100.0}
-"""One request of this takes plain PyTorch tens of milliseconds on two cores: 50 would leave it no rate at all."""
+"""Limits that differ from the default: one such request takes plain PyTorch tens of milliseconds on two cores, so at
+50 ms it could hold no rate at all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +80,7 @@ class Goodput(Workload):
     def __init__(self, load: DisaggLoad) -> None:
         self.name, self.load = load.name, load
         self.known_per_s: dict[tuple[str, str], float] = {}
-        """What a system kept in a layout the last time: where the next search begins."""
+        """By (system, layout): the rate that was held the last time, which is where the next search begins."""
 
     @contextmanager
     def session(self, say: Say) -> Iterator[None]:

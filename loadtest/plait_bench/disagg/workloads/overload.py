@@ -35,14 +35,14 @@ KNOBS: Mapping[str, WorkerKnobs] = {
     "plait_split": WorkerKnobs(),
     "plait_split_fcfs": WorkerKnobs(order="arrival", refuse_late=False, adapt_window=False),
 }
-"""What is compared."""
+"""The systems to compare, with their knobs."""
 
 LOADS = (0.6, 0.8, 1.0, 2.0)
-"""Offered, in shares of what a closed loop reaches. The last is the overload."""
+"""Offered rates as shares of a closed loop's throughput. The last one is the overload."""
 
 _MODEL, _SCALE, _CANDIDATES = "criteo-kaggle", 0.25, 512
-"""Milliseconds of work per request and few bytes, so that the load generator, which shares the cores, and what is
-refused cost little beside it."""
+"""Milliseconds of work per request and few bytes, so that the load generator, which shares the cores, and refused
+requests cost little in comparison."""
 
 _REQUESTS, _CALLERS = 48, 16
 _PHASE_S, _CLOSED_S = 4.0, 3.0

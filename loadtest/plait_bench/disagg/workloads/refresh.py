@@ -46,13 +46,13 @@ _WEIGHTS_EVERY = 10
 _MODEL, _SCALE, _CANDIDATES, _REQUESTS = "rm1", 0.125, 64, 32
 PHASE_S = 8.0
 _LOAD = 0.5
-"""Of a closed loop's throughput."""
+"""The offered rate as a share of a closed loop's throughput."""
 _CALLERS = 8
 _RTOL, _ATOL = 1e-4, 1e-5
-"""The company that a request has in its batch moves its scores by some 1e-6; a refresh by 1e-2 and more."""
+"""The other requests in its batch change a request's scores by some 1e-6; a refresh changes them by 1e-2 and more."""
 
 _WATCHED = 4
-"""Requests whose scores are followed from version to version."""
+"""The number of requests whose scores are followed from version to version."""
 
 
 class Refresh(Workload):

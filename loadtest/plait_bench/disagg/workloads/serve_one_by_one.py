@@ -28,7 +28,7 @@ NAME = "serve-one-by-one"
 OURS, PEER, DIRECT = "plait_split", "serve_composition", "plait_split_direct"
 _MODEL, _SCALE = "rm1", 0.125
 _BLOCK = 100
-"""Requests; their p99 is the second largest."""
+"""The number of requests per measurement; their p99 is the second largest value."""
 
 _CONFIG = """
 server: {{direct_port: {direct_port}}}

@@ -21,10 +21,11 @@ from plait.tuning.measure.usage import replica_pids
 __all__ = ["Compose", "NotReady", "RefusedStart", "RunningApplication", "compose_of"]
 
 Compose = Callable[[PlaitConfig], Any]
-"""Makes the Serve application of a configuration; called when Ray's environment is set."""
+"""Builds the Serve application of a configuration; called once Ray's environment is set."""
 
 _APPLICATION = ("plait.app", "application")
-"""plait's own. Named, as Serve names applications, not imported: the application has the routes of tuning jobs."""
+"""plait's own application. It is named, as Serve names applications, rather than imported: the application has the
+routes of tuning jobs."""
 
 
 def compose_of(target: str = "") -> Compose:

@@ -35,7 +35,7 @@ METRICS = frozenset(
         "offered_per_s", "p50_ms", "p99_ms", "quality_drift",
     }
 )  # fmt: skip
-"""What a trial of plait's own measurer shows (`plait.tuning.measure.measurer`)."""
+"""The metrics of a trial of plait's own measurer (`plait.tuning.measure.measurer`)."""
 _API = {"images": "images", "recommend": "infer"}
 
 

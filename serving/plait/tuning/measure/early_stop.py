@@ -17,10 +17,11 @@ __all__ = ["EarlyStop", "Guard", "GuardLimits", "SloTarget", "needs_of"]
 
 _WINDOW_S = 2.0
 _WINDOW_ANSWERS = 10
-"""The pace of answers is taken over at least so long and so many of them: less is chance, all of them is history."""
+"""The pace of answers is measured over at least `_WINDOW_S` seconds and this many answers: fewer would be noise, and
+all of them would be history."""
 
 _FEWEST = 20
-"""Answers below which a share of errors says nothing."""
+"""The number of answers below which a share of errors means nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from plait_loadtest.values import RequestOutcome as Ended
 __all__ = ["LoadResult", "Watch", "metrics_of", "run_given", "run_search"]
 
 _OWN_FAULT = frozenset({"send_lag", "echo", "generator", "interrupted", "not_sent"})
-"""Reasons for which the numbers speak of the load generator, not of the configuration."""
+"""Reasons why the numbers describe the load generator rather than the configuration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,7 +39,7 @@ __all__ = ["PlaitMeasurer", "open_measurer"]
 _log = logging.getLogger(__name__)
 
 _SPARE_S = 5.0
-"""Of a trial's time: for what comes after the load, so that we end it before our parent does."""
+"""The part of a trial's time reserved for what follows the load, so that we end the trial before our parent does."""
 
 _RESTARTS = frozenset({Effect.RESTARTED, Effect.ADDED, Effect.SCALED})
 

@@ -32,7 +32,7 @@ QUALITY_DRIFT = "quality_drift"
 """The metric's name."""
 
 _PROBES = 4
-"""Requests of each scenario: an image may take a second, and a trial that needs no restart should add two."""
+"""The number of requests per scenario: an image may take a second, and a trial that needs no restart should add two."""
 
 _TIMEOUT_S = 120.0
 _FILE = "default-answers.npz"

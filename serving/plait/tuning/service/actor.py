@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 _NAMESPACE = "plait"
 _LONGEST_CALL_S = 60.0
 _IDLE_S = 900.0
-"""An actor that had nothing to do for so long ends; the next request starts another."""
+"""An actor that has been idle for this long exits; the next request starts another."""
 
 
 class TuningActor:

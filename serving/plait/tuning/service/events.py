@@ -19,10 +19,10 @@ __all__ = ["ENDED", "OVER", "Since", "job_events"]
 MEASURED, UPDATED = "tuning_job.measured", "tuning_job.updated"
 PROGRESS, ENDED = "tuning_job.progress", "tuning_job.ended"
 OVER = frozenset({"finished", "failed", "cancelled"})
-"""The statuses after which nothing comes."""
+"""The statuses after which nothing more comes."""
 
 Since = Callable[[int], Awaitable[Mapping[str, Any]]]
-"""What is new to somebody who knows so many measurements: see `TuningDesk.since`."""
+"""Returns what is new since the given number of measurements; see `TuningJobQueue.since`."""
 
 _VOLATILE = ("used_s", "left_s")  # they change all the time; not worth an event
 

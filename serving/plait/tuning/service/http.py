@@ -27,7 +27,7 @@ __all__ = ["TuningService", "tuning_router"]
 
 MAX_JOB_BYTES = 1 << 20
 _TYPES = ("application/json", "application/yaml", "application/x-yaml", "text/yaml")
-"""No type that a web page of somebody else's may send without being asked about it first."""
+"""Content types that another site's web page cannot send without a preflight request."""
 
 _ANSWERS: dict[type[JobQueueError], tuple[int, str, dict[str, str]]] = {
     NoSuchJob: (404, "job_not_found", {}),

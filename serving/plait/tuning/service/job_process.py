@@ -23,7 +23,7 @@ from plait_autoconfig.jobs.measurer import MeasurerSource
 __all__ = ["JobProcesses", "main"]
 
 _RAYS_OWN = ("RAY_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
-"""What Ray set for the process that starts us, and not for a server of its own."""
+"""Variables that Ray set for the process that starts us, and that its own server must not inherit."""
 _KEPT = ("RAY_USAGE_STATS_ENABLED", "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S")
 
 

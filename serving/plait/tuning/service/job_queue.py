@@ -35,7 +35,7 @@ __all__ = ["JobLauncher", "JobQueueSettings", "RunningJob", "TuningJobQueue"]
 
 MAX_WAITING = 20
 MAX_DEATHS = 3
-"""A job whose process died so often without finishing a measurement is given up."""
+"""The number of deaths in a row, without a finished measurement in between, after which a job is given up."""
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,120}")
 _POLL_S = 0.2

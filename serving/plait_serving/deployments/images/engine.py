@@ -23,8 +23,8 @@ from plait_serving.images.service import Catalog
 _log = logging.getLogger(__name__)
 
 PROGRESS_PERIOD_S = 0.1
-"""Every event costs both replicas about a millisecond, and a batch has one per request and step: nobody reads them so
-fast."""
+"""The min interval between progress events: each costs both replicas about a millisecond, a batch has one per
+request and step, and nobody reads them that fast."""
 
 
 class EngineReplica:

@@ -20,7 +20,7 @@ __all__ = ["HandleImageService", "translate"]
 _log = logging.getLogger(__name__)
 
 HEALTH_TIMEOUT_S = 5.0
-"""A replica that takes longer to say that it is well is not."""
+"""A replica that takes longer than this to report that it is healthy counts as unhealthy."""
 
 
 class HandleImageService:

@@ -27,7 +27,7 @@ __all__ = ["HostedImages", "open_images"]
 _log = logging.getLogger(__name__)
 
 _CONTROLNETS_TIMEOUT_S = 120.0
-"""Loading torch and a ControlNet beside the base model, on two busy cores."""
+"""Time to load torch and a ControlNet next to the base model, on two busy cores."""
 
 
 def open_images(images: ImagesSection, controlnets: Mapping[str, Any]) -> HostedImages:

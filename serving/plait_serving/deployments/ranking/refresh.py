@@ -19,7 +19,7 @@ from plait_serving.deployments.ranking.source import RankSource
 __all__ = ["ServeFleet", "ServeRefresh"]
 
 _STAGE_TIMEOUT_S = 600.0
-"""Gigabytes of new rows may come over a slow disk."""
+"""Gigabytes of new rows may arrive over a slow disk."""
 _SWITCH_TIMEOUT_S = 60.0
 
 

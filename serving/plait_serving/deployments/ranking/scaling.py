@@ -20,8 +20,8 @@ PRESSURE = "pressure"
 """The metric's name on its way from the replicas to the controller."""
 
 _LOOK_BACK_S = 15.0
-"""What a replica says is averaged over this. Serve collects every ten seconds unless its environment says otherwise
-(``RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S``)."""
+"""The period over which a replica's reports are averaged. Serve collects them every ten seconds unless its
+environment sets another interval (`RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S`)."""
 
 
 class ScaleByPressure:

@@ -18,7 +18,7 @@ from plait_serving.diffusion.denoisers.fast import FastText, down_and_mid, fast_
 from plait_serving.diffusion.denoisers.layers import why_not_fast
 
 _COMPOSITIONS = 8
-"""Batches whose text is remembered, as in `constants.py`."""
+"""The number of batches whose text is remembered, as in `constants.py`."""
 
 
 class FastControlNet:

@@ -28,7 +28,7 @@ __all__ = ["PlacedControlNetClient"]
 _log = logging.getLogger(__name__)
 
 _MAX_TRIES = 3
-"""How often AUTO tries to measure, one session after the other; a service may come up later than the base model."""
+"""How often AUTO tries to measure, one session after another; a service may start later than the base model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

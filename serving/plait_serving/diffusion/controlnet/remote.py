@@ -42,10 +42,11 @@ __all__ = ["RemoteControlNetClient"]
 _log = logging.getLogger(__name__)
 
 _MOVE_EVERY_S = 30.0
-"""How often a client asks whether another replica has fewer clients: after one was added, or came back."""
+"""How often a client checks whether another replica has fewer clients, in case one was added or came back."""
 
 _MAX_TRIES = 3
-"""Replicas that one step is tried on; a step that kills whoever computes it must not kill them all."""
+"""The max replicas on which one step is tried: a step that kills whichever replica computes it must not kill them
+all."""
 
 _BACKOFF = Backoff(first_s=0.2, max_s=5.0)
 

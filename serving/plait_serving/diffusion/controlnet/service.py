@@ -44,10 +44,11 @@ __all__ = ["ControlNetService", "ServiceLimits", "ServiceStatistics"]
 _log = logging.getLogger(__name__)
 
 _MAX_BACKLOG = 64
-"""Messages of one client that wait for their turn, or whose answer waits to be sent; a correct client has a handful."""
+"""The max messages of one client that wait to be processed or whose answer waits to be sent; a correct client has a
+handful."""
 
 _NAP_S = 1.0
-"""How often idle sessions are looked for when nothing else happens."""
+"""How often to look for idle sessions when nothing else happens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

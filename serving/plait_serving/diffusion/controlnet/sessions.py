@@ -15,7 +15,7 @@ Held = Constants | EngineError
 """A session's constants, or why they could not be computed."""
 
 _MIN_BYTES = 1_024
-"""What a session counts as at least, so that errors are bounded too."""
+"""The min size that a session counts as, so that errors are bounded too."""
 
 
 @dataclass(slots=True, eq=False)

@@ -52,17 +52,18 @@ __all__ = [
 ]
 
 VERSION = 1
-"""Of all that is defined here; both sides of a channel must have the same."""
+"""The version of everything defined here; both sides of a channel must have the same."""
 
 UNKNOWN_SESSION = "unknown_session"
-"""A call's error code that asks the client to open the session again: it was never seen, or was pushed out."""
+"""The error code of a call that asks the client to open the session again: it was never seen, or was evicted."""
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
 
 _MAX_SIDE = 16_384  # pixels; far above any model's native size, far below what exhausts a process
 _MAX_IMAGES = 1_024  # per request
 MAX_CALLS = 32
-"""Calls in one step message: 32 x 13 residual tensors stay far below the fabric's 1,024 buffers and 64 KiB header."""
+"""The max calls in one step message: 32 x 13 residual tensors stay far below the fabric's 1,024 buffers and 64 KiB
+header."""
 _MAX_MESSAGE_CHARS = 2_000
 _KINDS: dict[str, type[EngineError]] = {kind.code: kind for kind in (ModelError, NotFound, OutOfMemory, RequestError)}
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -109,7 +110,7 @@ Request: TypeAlias = Open | Step | Close
 
 
 Answer: TypeAlias = Residuals | tuple[str, str]
-"""Of one call: residuals, or ``(code, message)``."""
+"""The answer to one call: residuals, or `(code, message)`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

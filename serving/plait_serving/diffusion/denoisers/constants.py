@@ -18,7 +18,7 @@ from plait_serving.diffusion.denoisers.fast import FastText, fast_text
 from plait_serving.diffusion.protocols import Conditioning
 
 _COMPOSITIONS = 8
-"""Batches remembered: enough for several groups taking turns, each with two prompt lengths."""
+"""The number of batches remembered: enough for several groups that alternate, each with two prompt lengths."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

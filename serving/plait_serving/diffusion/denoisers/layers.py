@@ -18,10 +18,11 @@ from torch.nn import functional as F
 from plait_serving.diffusion.denoisers.convolutions import Convolutions
 
 KeysValues: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""Of one cross-attention layer: keys and values of the text, each ``(R, heads, L, C / heads)``."""
+"""The keys and values of the text for one cross-attention layer, each `(R, heads, L, C / heads)`."""
 
 _OWN_GROUP_NORM_FROM = 1 << 16
-"""Elements from which `group_norm` beats torch's channels-last kernel on a CPU; below, a dozen calls cost more."""
+"""The number of elements from which `group_norm` beats torch's channels-last kernel on a CPU; below, a dozen calls
+cost more."""
 
 
 def group_norm(norm: Any, x: torch.Tensor) -> torch.Tensor:

@@ -27,10 +27,10 @@ from plait_serving.diffusion.protocols import LoraLease, LoraWeights
 _log = logging.getLogger(__name__)
 
 LOADER_THREADS = 8
-"""Loads wait for disk or network most of their time. As many downloads must hang before a local file waits for one."""
+"""Loads wait for disk or network most of the time. A local file has to wait only if this many downloads hang."""
 
 Deliveries = list[Callable[[], None]]
-"""What to do once the lock is let go: callbacks of futures run code that is not ours."""
+"""What to do once the lock is released: callbacks of futures run code that is not ours."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

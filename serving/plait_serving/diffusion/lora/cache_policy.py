@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 MAX_OVERTAKEN = 8
 
 T = TypeVar("T", bound=Hashable)
-"""What names a waiting set."""
+"""The key of a waiting set."""
 
 
 class EntryState(Enum):
@@ -47,7 +47,7 @@ NEXT: Mapping[tuple[EntryState, EntryEvent], EntryState] = MappingProxyType(
         (EntryState.READY, EntryEvent.EVICTED): EntryState.ABSENT,
     }
 )
-"""What may happen when; everything else raises ValueError and changes nothing."""
+"""The allowed transitions; everything else raises ValueError and changes nothing."""
 
 
 @dataclass(frozen=True, slots=True)

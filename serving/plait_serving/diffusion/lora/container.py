@@ -21,12 +21,12 @@ import torch
 from plait_serving.diffusion.errors import LoraError
 
 MAX_HEADER_BYTES = 16 << 20
-"""The SDXL LoRA with the most keys that we know has 1972 tensors, some 300 KB of header."""
+"""The SDXL LoRA with the most keys that we know of has 1972 tensors, some 300 KB of header."""
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 )
-"""What a LoRA's tensors may be; alphas are sometimes stored as integers, see `ALPHA_DTYPES`."""
+"""The permitted dtypes of a LoRA's tensors; alphas are sometimes stored as integers, see `ALPHA_DTYPES`."""
 
 ALPHA_DTYPES: Mapping[str, torch.dtype] = MappingProxyType({**DTYPES, "I64": torch.int64, "I32": torch.int32})
 

@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 SUFFIX = ".safetensors"
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
-"""The name that diffusers' `save_lora_weights` gives a file in its folder."""
+"""The file name that diffusers' `save_lora_weights` uses in its folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,7 +37,7 @@ class Principal:
 
 ANYONE = Principal(tenant="default", role=Role.ADMIN)
 OPEN_PATHS = frozenset({"/health", "/version", "/v2/health/live", "/v2/health/ready"})
-"""What a load balancer may ask without a key."""
+"""The paths that a load balancer may request without a key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -104,10 +104,10 @@ RANK_ANSWERS: tuple[tuple[type[rank.RankError], str, ErrorReply], ...] = (
     (rank.WorkerUnavailable, "worker_unavailable", ErrorReply(status=503, kind=_SERVER, retry=True)),
     (rank.RankError, "rank_failed", ErrorReply(status=500, kind=_SERVER, retry=False)),
 )
-"""The class, its code, its answer."""
+"""Each error class with its code and its reply."""
 
 V2 = "/v2"
-"""Paths that begin with it speak the Open Inference Protocol."""
+"""The prefix of paths that follow the Open Inference Protocol."""
 
 _NOT_FOUND_CODES = {"model": "model_not_found", "loras": "lora_not_found", "controlnets": "controlnet_not_found"}
 

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from plait_serving.http.edge.errors import ApiError
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")
-"""What a server that listens on loopback only is called."""
+"""The host names of a server that listens on loopback only."""
 
 
 def host_name(header: str) -> str:

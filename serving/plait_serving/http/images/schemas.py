@@ -32,7 +32,7 @@ IGNORED_FIELDS = (
     "frame_count",
     "frame_duration_ms",
 )
-"""Fields of OpenAI's API that do not apply to these models: accepted, and named in the response."""
+"""Fields of OpenAI's API that do not apply to these models: accepted, and listed in the response."""
 
 
 def _printable(text: str) -> str:

@@ -20,7 +20,7 @@ __all__ = ["MAX_EXAMPLE", "example", "metadata"]
 
 PLATFORM = "plait"
 MAX_EXAMPLE = 1024
-"""Candidates of the largest example: enough to see what a large request is like."""
+"""The number of candidates in the largest example: enough to show what a large request looks like."""
 
 _SMALL_BAG = 4
 _SAFE_ROWS = 1  # of a table whose size the card does not tell: its first row exists

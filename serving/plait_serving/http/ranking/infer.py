@@ -29,11 +29,11 @@ from plait_serving.ranking.service import BoundModel
 __all__ = ["Infer"]
 
 _INLINE_JSON_BYTES = 256 << 10
-"""JSON of this size takes about 2 ms on the event loop; the way to a thread and back takes some 0.1 ms, and one more
-thread that takes turns for Python's lock."""
+"""JSON of this size takes about 2 ms on the event loop; passing it to a thread and back takes some 0.1 ms, and adds
+one more thread that competes for the GIL."""
 
 _INLINE_BYTES = 8 << 20
-"""Binary tensors are copied once, at some gigabytes a second."""
+"""Binary tensors are copied once, at some gigabytes per second."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,7 @@ def _documentation(path: str) -> dict[str, Any]:
 
 
 INFER_DOCUMENTATION = {path: _documentation(path) for path in INFER_PATHS}
-"""The hot routes in OpenAPI's words, by path."""
+"""The OpenAPI documentation of the hot routes, by path."""
 
 
 @router.get("", summary="The server")

@@ -31,7 +31,7 @@ _STYLE = 0.4
 _BIAS = -3.2
 _AGES = np.array([14, 21, 30, 40, 50, 60, 72])
 _SEEN_BEFORE = 80
-"""Films that a person was shown before; the clicked ones, latest `LONGEST_HISTORY`, are the history."""
+"""The number of films that a person was shown before; the clicked ones, latest `LONGEST_HISTORY`, are the history."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,10 +53,10 @@ __all__ = [
 DIM = 16
 
 _USUAL_SHARE = 0.55
-"""About the share of ratings that are likes (facts of the data set: 55.4 %)."""
+"""The approximate share of ratings that are likes (55.4 % in this data set)."""
 
 Scorer = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
-"""A request's tensors (user inputs with one row, item inputs with N) to scores (N,)."""
+"""Maps a request's tensors (user inputs with one row, item inputs with N) to scores (N,)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

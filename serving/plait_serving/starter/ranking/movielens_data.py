@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 __all__ = ["AGES", "BadArchive", "MovieLens", "RatingSession", "read_movielens"]
 
 AGES = (18, 25, 35, 45, 50, 56)
-"""Where age bands begin, as in MovieLens-1M; below the first is a band of its own."""
+"""The lower bounds of the age bands, as in MovieLens-1M; below the first is a separate band."""
 
 _FOLDER = "recbole/dataset_example/ml-100k/ml-100k"
 _MAX_MEMBER_BYTES = 16 << 20
 _LIKED = 4.0
 _SESSION = 16
-"""Most films of a session. People rated dozens at a sitting; what they said first is known for the later ones."""
+"""The max films in a session. People rated dozens at a sitting; their earlier ratings are known for the later ones."""
 
 
 class BadArchive(Exception):
