@@ -63,7 +63,7 @@ def play(make: Make, task: TuningTask, *, seed: int, trials: int) -> Curve:
     service = task.service
     designer = make(task, seed)
     rng = np.random.default_rng([seed, 1])
-    trials: list[Trial] = []
+    seen: list[Trial] = []
     regrets, bad, ask_s = [], [], []
     best_shown, best_regret = -np.inf, 1.0
     goal = service.objective.require_one_goal()
@@ -75,10 +75,10 @@ def play(make: Make, task: TuningTask, *, seed: int, trials: int) -> Curve:
             break
         ask_s.append(time.perf_counter() - started_s)
         at = service.index[service.space.key(config)]
-        repeat = sum(each.config == config for each in trials)
+        repeat = sum(each.config == config for each in seen)
         outcome = service.show(at, repeat, rng)
-        trials.append(Trial(number=number, config=config, outcome=outcome, seed=seed, repeat=repeat))
-        designer.tell(trials[-1])
+        seen.append(Trial(number=number, config=config, outcome=outcome, seed=seed, repeat=repeat))
+        designer.tell(seen[-1])
         feasible = service.objective.feasible(outcome)
         bad.append(not feasible)
         if feasible and -goal.loss(outcome.metrics) > best_shown:
