@@ -82,8 +82,8 @@ def test_a_run_with_cells_missing_is_only_a_source(tmp_path: Path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"goals": ("best",)}, "'one' can not be read: the goal 'best'"),
-        ({"goals": ()}, "'one' can not be read: the goal ''"),
+        ({"goals": ("best",)}, "'one' cannot be read: the goal 'best'"),
+        ({"goals": ()}, "'one' cannot be read: the goal ''"),
         (
             {"trials": (Trial(number=0, config={"threads": 9, "batch": 1}, outcome=TrialOutcome.measured(x=1.0)),)},
             "threads",

@@ -99,7 +99,7 @@ def test_rounding_is_reported_and_more_is_refused():
         2.0,
         2,
     )
-    with pytest.raises(Disagreement, match="picture 1 of plait differs from diffusers's by 11 levels"):
+    with pytest.raises(Disagreement, match="image 1 of plait differs from diffusers's by 11 levels"):
         check(workload, {"plait": [same, encode(far)], "diffusers": [same, same]})
 
 
