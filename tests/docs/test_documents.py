@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -42,6 +45,21 @@ def test_links_lead_somewhere(document):
         if not file.exists() or (anchor and anchor not in anchors(file.read_text(encoding="utf-8"))):
             broken.append(target)
     assert broken == []
+
+
+def test_architecture_names_what_is_there():
+    """Every file and folder that ARCHITECTURE.md names exists, and its lines fit a page."""
+    text = read("ARCHITECTURE.md")
+    assert [line for line in text.splitlines() if len(line) > 120] == []
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    if not listed:
+        return  # an unpacked archive without git
+    files = [f"/{name}" for name in listed.splitlines()]
+    named = re.findall(r"`([\w./-]+\.(?:py|json))`", text)
+    folders = re.findall(r"`((?:serving|disagg|autoconfig|kernels|deploy|loadtest)/[\w/]+?)/?`", text)
+    assert len(named) > 40
+    assert [name for name in named if not any(file.endswith(f"/{name}") for file in files)] == []
+    assert [name for name in folders if not any(file.startswith(f"/{name}/") for file in files)] == []
 
 
 def test_headlines_are_the_recorded_results():
