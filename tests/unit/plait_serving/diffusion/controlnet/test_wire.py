@@ -35,7 +35,7 @@ SAMPLE = torch.ones(2, 4, 2, 2)
 
 def _open(**added: torch.Tensor) -> tuple[wire.Header, dict[str, torch.Tensor]]:
     conditioning = Conditioning(text=TEXT, added=added, n=1, uses_cfg=True)
-    header, tensors = wire.open_message(3, image=IMAGE, conditioning=conditioning, width=32, height=16)
+    header, tensors = wire.open_message(Open(session=3, image=IMAGE, conditioning=conditioning, width=32, height=16))
     return header, dict(tensors)
 
 
