@@ -21,7 +21,7 @@ from plait_serving.diffusion.controlnet.model import load_controlnet
 from plait_serving.diffusion.controlnet.placed import PlacedControlNetClient
 from plait_serving.diffusion.controlnet.remote import RemoteControlNetClient
 from plait_serving.diffusion.controlnet.service import ServiceLimits
-from plait_serving.diffusion.controlnet.wire import VERSION, Call, open_message, step_message
+from plait_serving.diffusion.controlnet.wire import VERSION, Call, Open, open_message, step_message
 from plait_serving.diffusion.errors import ControlNetUnavailable, ModelError, RequestError
 from plait_serving.diffusion.knobs import Placement
 from plait_serving.diffusion.protocols import ControlNetClient, Residuals
@@ -588,7 +588,8 @@ def test_client_that_reads_nothing_is_dropped_and_others_are_served(
         deaf = kit.connect(service.addresses[0], secret=kit.SECRET)
         ask = _ask(1)
         send_tensors(deaf, greeting("hello", VERSION, {}), {})
-        send_tensors(deaf, *open_message(0, image=ask.image, conditioning=ask.conditioning, width=32, height=32))
+        request = Open(session=0, image=ask.image, conditioning=ask.conditioning, width=32, height=32)
+        send_tensors(deaf, *open_message(request))
         call = Call(session=0, sample=ask.sample, timestep=1.0, scale=1.0)
         fleet.addresses["r"] = service.addresses[0]
         client = RemoteControlNetClient("edges", fleet.connect)

@@ -56,11 +56,7 @@ class RemoteSession:
     """A request's constants, kept here. `opened_on` is the connection that has them."""
 
     controlnet: str
-    number: int
-    image: RgbImage
-    conditioning: Conditioning
-    width: int
-    height: int
+    constants: wire.Open
     opened_on: _Connection | None = None
     closed: bool = False
 
@@ -126,14 +122,10 @@ class RemoteControlNetClient(ControlNetClient):
         """Keep the constants and send them to a replica. Also raises `RequestError`; refusals by the service show in
         the first step."""
         check_image(image)
-        session = RemoteSession(
-            controlnet=self._name,
-            number=self._next_session,
-            image=image,
-            conditioning=conditioning,
-            width=width,
-            height=height,
+        constants = wire.Open(
+            session=self._next_session, image=image, conditioning=conditioning, width=width, height=height
         )
+        session = RemoteSession(controlnet=self._name, constants=constants)
         self._next_session += 1
         self._move_if_worth_it()
         losses = Losses()
@@ -159,7 +151,7 @@ class RemoteControlNetClient(ControlNetClient):
         connection, session.opened_on = session.opened_on, None
         if connection is not None:
             with suppress(ConnectionLost):
-                connection.send(bare(wire.close_header(session.number)))
+                connection.send(bare(wire.close_header(session.constants.session)))
 
     def shutdown(self) -> None:
         """Close the connection."""
@@ -197,13 +189,7 @@ class RemoteControlNetClient(ControlNetClient):
     def _open_on(self, connection: _Connection, session: RemoteSession) -> None:
         """Send the session's constants unless this connection already has them. Raises `ConnectionLost`."""
         if session.opened_on is not connection:
-            message = wire.open_message(
-                session.number,
-                image=session.image,
-                conditioning=session.conditioning,
-                width=session.width,
-                height=session.height,
-            )
+            message = wire.open_message(session.constants)
             connection.send(lambda pool: self._pack(connection, pool, message))
             session.opened_on = connection
 
@@ -341,7 +327,7 @@ def _messages(calls: Sequence[ControlCall], indices: Sequence[int]) -> list[list
 
 def _wire_call(call: ControlCall) -> wire.Call:
     return wire.Call(
-        session=_remote(call.session).number,
+        session=_remote(call.session).constants.session,
         sample=call.sample,
         timestep=float(call.timestep),
         scale=float(call.scale),

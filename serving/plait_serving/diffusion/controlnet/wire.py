@@ -131,19 +131,18 @@ def close_header(session: int) -> Header:
     return {"op": "close", "session": session}
 
 
-def open_message(
-    session: int, *, image: RgbImage, conditioning: Conditioning, width: int, height: int
-) -> tuple[Header, Tensors]:
+def open_message(request: Open) -> tuple[Header, Tensors]:
     """Return a request's constants, as header and tensors."""
+    conditioning = request.conditioning
     header = {
         "op": "open",
-        "session": session,
-        "width": width,
-        "height": height,
+        "session": request.session,
+        "width": request.width,
+        "height": request.height,
         "n": conditioning.n,
         "cfg": conditioning.uses_cfg,
     }
-    tensors = {"image": torch.from_numpy(np.array(image, order="C")), "text": conditioning.text}
+    tensors = {"image": torch.from_numpy(np.array(request.image, order="C")), "text": conditioning.text}
     return header, tensors | {f"added.{name}": value for name, value in conditioning.added.items()}
 
 

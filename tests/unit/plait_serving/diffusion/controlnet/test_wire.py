@@ -35,7 +35,7 @@ SAMPLE = torch.ones(2, 4, 2, 2)
 
 def _open(**added: torch.Tensor) -> tuple[wire.Header, dict[str, torch.Tensor]]:
     conditioning = Conditioning(text=TEXT, added=added, n=1, uses_cfg=True)
-    header, tensors = wire.open_message(3, image=IMAGE, conditioning=conditioning, width=32, height=16)
+    header, tensors = wire.open_message(Open(session=3, image=IMAGE, conditioning=conditioning, width=32, height=16))
     return header, dict(tensors)
 
 
@@ -128,11 +128,12 @@ def test_bad_open_tensors_are_refused(change: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("calls", [
-    [], [[3, 1.0]], [[3, 1.0, 1.0, 1.0]], [["3", 1.0, 1.0]], [[3, math.nan, 1.0]], [[3, 1.0, math.inf]],
-    [[3, "1", 1.0]], [[3, True, 1.0]], "calls", [[3, 1.0, 1.0]] * 33,
+    [], [[3, 1.0, 1.0]], [[3, 1.0, 1.0, True, 1]], [[3, 1.0, 1.0, 1.0]], [["3", 1.0, 1.0, True]],
+    [[3, math.nan, 1.0, True]], [[3, 1.0, math.inf, True]], [[3, "1", 1.0, True]], [[3, True, 1.0, True]], "calls",
+    [[3, 1.0, 1.0, True]] * 33,
 ])  # fmt: skip
 def test_bad_calls_are_refused(calls: object) -> None:
-    """A call is a session number and two finite numbers, and there are neither none nor too many."""
+    """A call is a session number, two finite numbers and a boolean, and there are neither none nor too many."""
     header, _ = _step()
     tensors = {f"sample.{i}": SAMPLE for i in range(len(calls))}  # type: ignore[arg-type]
     with pytest.raises(WireError):
