@@ -33,4 +33,4 @@ def write(
         else:
             write_lora(architecture, out, spelling=lora.spelling, rank=lora.rank, seed=seed, dtype=dtype, report=report)
     except OSError as error:
-        raise PlaitError(f"{out}: {error.strerror or error}") from error
+        raise PlaitError(f"{error.filename or out}: {error.strerror or error}") from error

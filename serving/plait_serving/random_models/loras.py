@@ -1,8 +1,9 @@
 """A LoRA file for an architecture, with the layers that training scripts choose and the keys that they write.
 
 peft: diffusers' training scripts; the queries, keys, values and outputs of all attentions. kohya: sd-scripts; every
-linear layer and pointwise convolution of the UNet's transformers and of the text encoders' layers, and for SDXL the
-block numbers of its original code. Symbols as in `plait_kernels.lora_merge`: A `(r, D)`, B `(o, r)`, alpha.
+linear layer and pointwise convolution of the UNet's transformers and of the text encoders' layers, with half the rank
+as alpha, and for SDXL the block numbers of its original code. Symbols as in `plait_kernels.lora_merge`: A `(r, D)`,
+B `(o, r)`, alpha.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ MAX_RANK = 4096
 """What plait's reader takes."""
 
 STRENGTH = 0.1
-"""Standard deviation of alpha/r * B@A beside that of the weight that it is added to."""
+"""Standard deviation of B@A beside that of the weight that it is added to."""
 
 _Factors = Callable[[ModuleRef, tuple[int, ...], int], Iterator[DrawnTensor]]
 
@@ -63,7 +64,11 @@ def write_lora(
 
     metadata = {"format": "pt"}
     if spelling is LoraSpelling.KOHYA:
-        metadata |= {"ss_network_module": "networks.lora", "ss_network_dim": str(rank), "ss_network_alpha": str(rank)}
+        metadata |= {
+            "ss_network_module": "networks.lora",
+            "ss_network_dim": str(rank),
+            "ss_network_alpha": str(rank / 2),
+        }
     with new_file(path, needed_bytes=total) as staged:
         write_tensors(staged, tensors, seed=seed, dtype=dtype, metadata=metadata, wrote=wrote)
 
@@ -99,7 +104,7 @@ def _kohya_factors(targets: LoraTargets) -> _Factors:
 
     def factors(ref: ModuleRef, shape: tuple[int, ...], rank: int) -> Iterator[DrawnTensor]:
         stem = _kohya_stem(ref, spellings[ref], two_encoders=two_encoders)
-        yield DrawnTensor(key=f"{stem}.alpha", label="", shape=(), mean=float(rank))
+        yield DrawnTensor(key=f"{stem}.alpha", label="", shape=(), mean=rank / 2)
         yield _down(f"{stem}.lora_down.weight", ref, shape, rank)
         yield _up(f"{stem}.lora_up.weight", ref, shape, rank)
 

@@ -21,11 +21,11 @@ def new_folder(folder: Path, *, needed_bytes: int) -> Iterator[Path]:
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ModelError(f"{folder}: exists and is not an empty folder")
-    staged = _staged(folder, needed_bytes)
+    staged = _staged(folder.absolute(), needed_bytes)
     try:
         staged.mkdir()
         yield staged
-        staged.replace(folder)
+        staged.replace(folder.absolute())
     except BaseException:
         shutil.rmtree(staged, ignore_errors=True)
         raise
@@ -39,7 +39,7 @@ def new_file(path: Path, *, needed_bytes: int) -> Iterator[Path]:
     """
     if path.exists():
         raise ModelError(f"{path}: exists already")
-    staged = _staged(path, needed_bytes)
+    staged = _staged(path.absolute(), needed_bytes)
     try:
         yield staged
         staged.replace(path)
