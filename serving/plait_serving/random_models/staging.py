@@ -13,14 +13,25 @@ from plait_serving.diffusion.errors import ModelError
 _GIB = 1 << 30
 
 
+def require_new_folder(folder: Path) -> None:
+    """Raise `ModelError` if `folder` exists and is not an empty folder."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ModelError(f"{folder}: exists and is not an empty folder")
+
+
+def require_new_file(path: Path) -> None:
+    """Raise `ModelError` if `path` exists."""
+    if path.exists():
+        raise ModelError(f"{path}: exists already")
+
+
 @contextmanager
 def new_folder(folder: Path, *, needed_bytes: int) -> Iterator[Path]:
     """Yield a folder to fill, which becomes `folder` at the end, or goes if the block raises.
 
-    Raises `ModelError` if `folder` exists and is not an empty folder, or if the disk is too full.
+    Raises `ModelError` as `require_new_folder` does, and if the disk is too full.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ModelError(f"{folder}: exists and is not an empty folder")
+    require_new_folder(folder)
     staged = _staged(folder.absolute(), needed_bytes)
     try:
         staged.mkdir()
@@ -35,10 +46,9 @@ def new_folder(folder: Path, *, needed_bytes: int) -> Iterator[Path]:
 def new_file(path: Path, *, needed_bytes: int) -> Iterator[Path]:
     """Yield the path of a file to write, which becomes `path` at the end, or goes if the block raises.
 
-    Raises `ModelError` if `path` exists, or if the disk is too full.
+    Raises `ModelError` as `require_new_file` does, and if the disk is too full.
     """
-    if path.exists():
-        raise ModelError(f"{path}: exists already")
+    require_new_file(path)
     staged = _staged(path.absolute(), needed_bytes)
     try:
         yield staged
