@@ -40,7 +40,7 @@ def random_model(
 
     wanted = None if lora is None else RandomLora(spelling=lora, rank=rank or USUAL_RANK)
     write(family, out, seed=seed, dtype=dtype, lora=wanted, report=_progress())
-    key = "loras: {folder: " + f"{out.parent}" + "}" if lora else f"model: {out}"
+    key = f"loras: {{folder: {out.absolute().parent}}}" if lora else f"model: {out.absolute()}"
     if not family.value.endswith("controlnet"):
         print(f"serve it: images: {{{key}}} in plait.yaml", file=sys.stderr)
     print(out)

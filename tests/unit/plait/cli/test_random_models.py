@@ -33,7 +33,8 @@ def test_a_model_a_controlnet_and_loras_are_listed_as_what_they_are(tmp_path, ca
         said = capsys.readouterr()
         assert said.out == f"{command[-1] if command[-2] == '--out' else 'depth'}\n"
         assert " MB" in said.err
-    images = {"model": "base", "loras": {"folder": "loras"}, "controlnets": {"depth": {"folder": "depth"}}}
+        assert (f"{tmp_path}" in said.err) == (command[0] == "sdxl")  # a ControlNet serves no images by itself
+    images = {"model": "./base", "loras": {"folder": "loras"}, "controlnets": {"depth": {"folder": "depth"}}}
     (tmp_path / "plait.yaml").write_text(yaml.safe_dump({"images": images, "recommend": None}))
     assert main(["models", "list", "--config", "plait.yaml", "--json"]) == 0
     entries = json.loads(capsys.readouterr().out)

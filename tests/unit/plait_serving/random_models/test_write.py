@@ -13,9 +13,10 @@ from diffusers import ControlNetModel, DiffusionPipeline, UNet2DConditionModel
 from safetensors.torch import load_file
 from transformers import CLIPTokenizer
 
-from plait_serving.diffusion.bundle import load_bundle, load_controlnet
+from plait_serving.diffusion.bundle import family_of, load_bundle, load_controlnet
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.random_models import staging, tensor_file
+from plait_serving.random_models.architectures import ARCHITECTURES
 from plait_serving.random_models.names import DtypeName, FamilyName
 from plait_serving.random_models.tensor_file import DrawnTensor, write_tensors
 from plait_serving.random_models.vocabulary import END, START, write_tokenizer
@@ -59,7 +60,9 @@ def test_a_base_model_makes_finite_images(family, tmp_path):
     assert torch.isfinite(image).all()
     assert image.std() > 0.01
     bundle = load_bundle(folder)
-    assert (bundle.family, bundle.width, bundle.vae_factor) == (BASES[family], IMAGE_SIZE, 8)
+    assert (bundle.width, bundle.height, bundle.vae_factor) == (IMAGE_SIZE, IMAGE_SIZE, 8)
+    unet = next(part.config for part in ARCHITECTURES[family].parts if part.folder == "unet")
+    assert family_of(unet) == BASES[family]  # of the real width, by which SD 2 is known
 
 
 @pytest.mark.parametrize("family", [FamilyName.SD15_CONTROLNET, FamilyName.SDXL_CONTROLNET])
