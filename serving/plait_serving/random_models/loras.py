@@ -83,7 +83,7 @@ def drawn_factors(architecture: Architecture, *, spelling: LoraSpelling, rank: i
     modules = {part.folder: build_on_meta(part) for part in architecture.parts if part.folder in adapted}
     targets = LoraTargets.of(modules)
     factors: _Factors = _kohya_factors(targets) if spelling is LoraSpelling.KOHYA else _peft_factors
-    made = []
+    made: list[DrawnTensor] = []
     for ref, shape in targets.shapes.items():
         if _LAYERS[spelling].search(ref.module):
             made += factors(ref, shape, rank)

@@ -41,7 +41,7 @@ def build_on_meta(part: ModelPart) -> nn.Module:
 
 def drawn_weights(part: ModelPart, module: nn.Module) -> list[DrawnTensor]:
     """Return the weights of a module as its file stores them."""
-    made = []
+    made: list[DrawnTensor] = []
     for name, value in module.state_dict().items():
         key = published_name(name) if part.library == "transformers" else name
         mean, std = _distribution(key, tuple(value.shape))
