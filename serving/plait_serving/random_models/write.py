@@ -62,8 +62,8 @@ def _write_config(place: Path, part: ModelPart, module: nn.Module) -> None:
     if part.library == "diffusers":
         module.save_config(place)  # type: ignore[operator]
         return
-    config.architectures = [part.class_name]
-    config.dtype = "float32"  # what to compute in if nothing else is asked for: the published files say so, too
+    # float32 is what to compute in if nothing else is asked for: Stable Diffusion 1's own file says so, too.
+    config.update({"architectures": [part.class_name], "dtype": "float32"})
     config.save_pretrained(place)
 
 
