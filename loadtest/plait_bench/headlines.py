@@ -48,7 +48,7 @@ class Headline:
         return high < 1.0 if self.less_is_better else low > 1.0
 
 
-HEADLINES = (
+HEADLINES = (  # one for each pillar, and beside it what it does not win
     Headline(
         bench="images", workload="mixed16", metric="images_per_s", systems="plait/diffusers_fair", guide="serving",
         says="images/s against a fair diffusers server: sixteen starter-size requests at once, mixed LoRAs, "
@@ -67,17 +67,6 @@ HEADLINES = (
         says="median latency of one ranking, cut in two against whole, in process (less is better): on one machine the "
         "cut costs time and brings nothing",
         less_is_better=True,
-    ),
-    Headline(
-        bench="disagg", workload="serve-one-by-one", metric="latency_p50_ms", systems="plait_split/serve_composition",
-        guide="disagg",
-        says="median latency of one small ranking over HTTP against Ray Serve's own composition of the same halves "
-        "(less is better)",
-        less_is_better=True,
-    ),
-    Headline(
-        bench="fabric", workload="shm-1mib", metric="gb_per_s", systems="plait/memcpy", guide="disagg",
-        says="throughput of 1 MiB messages between two processes against a memcpy of the same data",
     ),
     Headline(
         bench="autoconfig", workload="falcon", metric="trials_to_5pct", systems="plait/optuna-tpe", guide="autoconfig",
