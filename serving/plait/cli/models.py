@@ -1,4 +1,4 @@
-"""`plait models`: list what a configuration offers and verify its quality."""
+"""`plait models`: list what a configuration offers, verify its quality, make models and updates of them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from plait.cli.packaging import cut_model, package_model
+from plait.cli.random_models import random_model
 from plait.cli.refreshing import fold_model, make_update, refresh_model
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)
@@ -73,6 +74,7 @@ def verify_models(
         raise typer.Exit(99)
 
 
+app.command("random")(random_model)
 app.command("package")(package_model)
 app.command("cut")(cut_model)
 app.command("update")(make_update)

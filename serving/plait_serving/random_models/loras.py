@@ -1,0 +1,135 @@
+"""A LoRA file for an architecture, with the layers that training scripts choose and the keys that they write.
+
+peft: diffusers' training scripts; the queries, keys, values and outputs of all attentions. kohya: sd-scripts; every
+linear layer and pointwise convolution of the UNet's transformers and of the text encoders' layers, with half the rank
+as alpha, and for SDXL the block numbers of its original code. Symbols as in `plait_kernels.lora_merge`: A `(r, D)`,
+B `(o, r)`, alpha.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from plait_serving.diffusion.errors import LoraError
+from plait_serving.diffusion.lora.targets import LoraTargets, ModuleRef
+from plait_serving.random_models.architectures import Architecture
+from plait_serving.random_models.names import DtypeName, LoraSpelling
+from plait_serving.random_models.staging import new_file
+from plait_serving.random_models.tensor_file import DrawnTensor, write_tensors
+from plait_serving.random_models.weights import build_on_meta, published_name
+from plait_serving.random_models.write import Report
+
+MAX_RANK = 4096
+"""What plait's reader takes."""
+
+STRENGTH = 0.1
+"""Standard deviation of B@A beside that of the weight that it is added to."""
+
+_Factors = Callable[[ModuleRef, tuple[int, ...], int], Iterator[DrawnTensor]]
+
+_LAYERS: Mapping[LoraSpelling, re.Pattern[str]] = {
+    LoraSpelling.PEFT: re.compile(r"\.attn[12]\.to_(q|k|v|out\.0)$|\.self_attn\.(q|k|v|out)_proj$"),
+    LoraSpelling.KOHYA: re.compile(r"(^|\.)attentions\.\d+\.|(^|\.)encoder\.layers\.\d+\."),
+}
+_SGM_START = ("lora_unet_input_blocks_", "lora_unet_middle_block_", "lora_unet_output_blocks_")
+
+
+def write_lora(
+    architecture: Architecture,
+    path: Path,
+    *,
+    spelling: LoraSpelling,
+    rank: int,
+    seed: int,
+    dtype: DtypeName,
+    report: Report,
+) -> None:
+    """Write a new file; the same arguments give the same bytes, and both spellings the same factors of a layer.
+
+    Raises `LoraError` for a rank or an architecture that cannot be, and `ModelError` if the file exists or the disk is
+    too full.
+    """
+    tensors = drawn_factors(architecture, spelling=spelling, rank=rank)
+    total = sum(tensor.nbytes(dtype) for tensor in tensors)
+    written = 0
+
+    def wrote(count: int) -> None:
+        nonlocal written
+        written += count
+        report(path.name, written, total)
+
+    metadata = {"format": "pt"}
+    if spelling is LoraSpelling.KOHYA:
+        metadata |= {
+            "ss_network_module": "networks.lora",
+            "ss_network_dim": str(rank),
+            "ss_network_alpha": str(rank / 2),
+        }
+    with new_file(path, needed_bytes=total) as staged:
+        write_tensors(staged, tensors, seed=seed, dtype=dtype, metadata=metadata, wrote=wrote)
+
+
+def drawn_factors(architecture: Architecture, *, spelling: LoraSpelling, rank: int) -> list[DrawnTensor]:
+    """Return the tensors of a LoRA file. Raises `LoraError`."""
+    if not 1 <= rank <= MAX_RANK:
+        raise LoraError(f"rank {rank} is not between 1 and {MAX_RANK}")
+    if architecture.pipeline is None:
+        raise LoraError("a LoRA is for a base model, not for a ControlNet")
+    adapted = ("unet", "text_encoder", "text_encoder_2")
+    modules = {part.folder: build_on_meta(part) for part in architecture.parts if part.folder in adapted}
+    targets = LoraTargets.of(modules)
+    factors: _Factors = _kohya_factors(targets) if spelling is LoraSpelling.KOHYA else _peft_factors
+    made: list[DrawnTensor] = []
+    for ref, shape in targets.shapes.items():
+        if _LAYERS[spelling].search(ref.module):
+            made += factors(ref, shape, rank)
+    return made
+
+
+def _peft_factors(ref: ModuleRef, shape: tuple[int, ...], rank: int) -> Iterator[DrawnTensor]:
+    stem = f"{ref.component}.{_published(ref)}"
+    yield _down(f"{stem}.lora_A.weight", ref, shape, rank)
+    yield _up(f"{stem}.lora_B.weight", ref, shape, rank)
+
+
+def _kohya_factors(targets: LoraTargets) -> _Factors:
+    spellings = defaultdict(list)
+    for name, ref in targets.kohya.items():
+        spellings[ref].append(name)
+    two_encoders = any(ref.component == "text_encoder_2" for ref in targets.shapes)
+
+    def factors(ref: ModuleRef, shape: tuple[int, ...], rank: int) -> Iterator[DrawnTensor]:
+        stem = _kohya_stem(ref, spellings[ref], two_encoders=two_encoders)
+        yield DrawnTensor(key=f"{stem}.alpha", label="", shape=(), mean=rank / 2)
+        yield _down(f"{stem}.lora_down.weight", ref, shape, rank)
+        yield _up(f"{stem}.lora_up.weight", ref, shape, rank)
+
+    return factors
+
+
+def _kohya_stem(ref: ModuleRef, spellings: list[str], *, two_encoders: bool) -> str:
+    """Return the one of the names that plait's reader takes which sd-scripts writes."""
+    if ref.component == "unet":
+        sgm = [name for name in spellings if name.startswith(_SGM_START)]
+        return sgm[0] if two_encoders else next(name for name in spellings if name not in sgm)
+    prefix = {"text_encoder": "lora_te1_" if two_encoders else "lora_te_", "text_encoder_2": "lora_te2_"}
+    return prefix[ref.component] + _published(ref).replace(".", "_")
+
+
+def _published(ref: ModuleRef) -> str:
+    return ref.module if ref.component == "unet" else published_name(ref.module)
+
+
+def _down(key: str, ref: ModuleRef, shape: tuple[int, ...], rank: int) -> DrawnTensor:
+    """Return A `(r, i, ...)`, scaled by the fan-in as the weight is."""
+    return DrawnTensor(key=key, label=f"{ref}.down", shape=(rank, *shape[1:]), std=1 / math.sqrt(math.prod(shape[1:])))
+
+
+def _up(key: str, ref: ModuleRef, shape: tuple[int, ...], rank: int) -> DrawnTensor:
+    """Return B `(o, r)`, with the ones of a pointwise convolution."""
+    ones = (1,) * (len(shape) - 2)
+    return DrawnTensor(key=key, label=f"{ref}.up", shape=(shape[0], rank, *ones), std=STRENGTH / math.sqrt(rank))

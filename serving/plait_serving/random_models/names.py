@@ -1,0 +1,30 @@
+"""The choices of `plait models random`, in a module that loads nothing."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class FamilyName(StrEnum):
+    """An architecture that can be written."""
+
+    SD15 = "sd15"
+    SD21 = "sd21"
+    SDXL = "sdxl"
+    SD15_CONTROLNET = "sd15-controlnet"
+    SDXL_CONTROLNET = "sdxl-controlnet"
+
+
+class DtypeName(StrEnum):
+    """The dtype that weights are stored in."""
+
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+
+
+class LoraSpelling(StrEnum):
+    """Whose layers and key names a LoRA file has."""
+
+    PEFT = "peft"
+    KOHYA = "kohya"

@@ -1,0 +1,56 @@
+"""The architectures are the published ones: their parameters are counted without memory for them."""
+
+from __future__ import annotations
+
+import pytest
+
+from plait_serving.random_models.architectures import ARCHITECTURES
+from plait_serving.random_models.loras import drawn_factors
+from plait_serving.random_models.names import FamilyName, LoraSpelling
+from plait_serving.random_models.weights import build_on_meta
+
+CLIP_L, CLIP_H, CLIP_BIG_G, VAE = 123_060_480, 340_387_840, 694_659_840, 83_653_863
+PUBLISHED = {
+    FamilyName.SD15: {"unet": 859_520_964, "text_encoder": CLIP_L, "vae": VAE},
+    FamilyName.SD21: {"unet": 865_910_724, "text_encoder": CLIP_H, "vae": VAE},
+    FamilyName.SDXL: {"unet": 2_567_463_684, "text_encoder": CLIP_L, "text_encoder_2": CLIP_BIG_G, "vae": VAE},
+    FamilyName.SD15_CONTROLNET: {"": 361_279_120},
+    FamilyName.SDXL_CONTROLNET: {"": 1_251_014_160},
+}
+# What sd-scripts prints when it makes a LoRA, and the layers of diffusers' training scripts.
+LAYERS = {
+    (FamilyName.SD15, LoraSpelling.KOHYA): {"lora_unet_": 192, "lora_te_": 72},
+    (FamilyName.SDXL, LoraSpelling.KOHYA): {"lora_unet_": 722, "lora_te1_": 72, "lora_te2_": 264 - 72},
+    (FamilyName.SD15, LoraSpelling.PEFT): {"unet.": 16 * 8, "text_encoder.": 12 * 4},
+    (FamilyName.SDXL, LoraSpelling.PEFT): {"unet.": 70 * 8, "text_encoder.": 12 * 4, "text_encoder_2.": 32 * 4},
+}
+
+
+@pytest.mark.parametrize("family", FamilyName)
+def test_parameter_counts_are_the_published_ones(family):
+    """Every part has as many parameters as the file that people download."""
+    counts = {
+        part.folder: sum(parameter.numel() for parameter in build_on_meta(part).parameters())
+        for part in ARCHITECTURES[family].parts
+    }
+    assert counts == PUBLISHED[family]
+
+
+@pytest.mark.parametrize(("family", "spelling"), LAYERS)
+def test_loras_have_the_layers_of_real_ones(family, spelling):
+    """A LoRA touches as many layers of each part as the training scripts' do."""
+    keys = [tensor.key for tensor in drawn_factors(ARCHITECTURES[family], spelling=spelling, rank=4)]
+    assert len(keys) == len(set(keys))
+    ups = [key for key in keys if key.endswith((".lora_up.weight", ".lora_B.weight"))]
+    counts = {start: sum(key.startswith(start) for key in ups) for start in LAYERS[family, spelling]}
+    assert counts == LAYERS[family, spelling]
+    assert sum(counts.values()) == len(ups)
+
+
+def test_an_sdxl_lora_of_kohya_has_the_block_numbers_of_the_original_code():
+    """sd-scripts trains SDXL in its original code, whose blocks are numbered through."""
+    keys = {tensor.key for tensor in drawn_factors(ARCHITECTURES[FamilyName.SDXL], spelling=LoraSpelling.KOHYA, rank=4)}
+    assert "lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q.lora_down.weight" in keys
+    assert "lora_unet_middle_block_1_proj_in.alpha" in keys
+    assert "lora_unet_output_blocks_5_1_transformer_blocks_1_ff_net_2.lora_up.weight" in keys
+    assert "lora_te2_text_model_encoder_layers_31_mlp_fc2.lora_up.weight" in keys
