@@ -58,9 +58,6 @@ RETIRED_IN_PROSE = {
     r"is told|are told|was told|were told": "receives, is notified of",
 }
 
-TWINS = {"Backoff"}
-"""Class names with one contract and several implementations on purpose."""
-
 
 def _sources() -> list[Path]:
     return [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
@@ -114,13 +111,13 @@ def test_names_use_the_glossary():
 
 
 def test_a_class_name_means_one_thing():
-    """A class name is unique in the repository, or its classes are twins on purpose."""
+    """A class name is unique in the repository."""
     where = defaultdict(list)
     for path in _sources():
         for node in ast.walk(_tree(path)):
             if isinstance(node, ast.ClassDef):
                 where[node.name].append(str(path.relative_to(ROOT)))
-    assert {name: paths for name, paths in where.items() if len(paths) > 1 and name not in TWINS} == {}
+    assert {name: paths for name, paths in where.items() if len(paths) > 1} == {}
 
 
 def _prose_of_module(path: Path) -> Iterator[tuple[int, str]]:
