@@ -8,6 +8,8 @@ import re
 import subprocess
 from pathlib import Path
 
+import networkx
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("serving", "disagg", "autoconfig", "kernels", "deploy", "loadtest")
 LONGEST_FILE = 400
@@ -117,3 +119,25 @@ def test_nothing_large_is_tracked_by_accident():
 
 def _lines(path: Path) -> int:
     return len(path.read_text().splitlines())
+
+
+def test_no_two_files_import_each_other():
+    """The imports of the product, deferred ones too, have no circle of files."""
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts[1:]).removesuffix(".__init__"): path for path in sources()
+    }
+    graph = networkx.DiGraph()
+    for name, path in modules.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                named = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                named = [
+                    module if (module := f"{node.module}.{alias.name}") in modules else node.module
+                    for alias in node.names
+                ]
+            else:
+                continue
+            graph.add_edges_from((name, other) for other in named if other in modules and other != name)
+    assert graph.number_of_edges() > 1_000
+    assert [sorted(circle) for circle in networkx.strongly_connected_components(graph) if len(circle) > 1] == []
