@@ -13,23 +13,25 @@ import torch
 
 from plait_fabric.threads import run_on_own_thread
 from plait_serving.diffusion.admission import ImageLimits
-from plait_serving.diffusion.bundle import Bundle, load_bundle
-from plait_serving.diffusion.bundle import load_controlnet as check_and_load_controlnet
+from plait_serving.diffusion.bundle import Bundle, load_bundle, map_unet, map_vae, resolve_source
 from plait_serving.diffusion.controlnet.local import LocalControlNetClient
-from plait_serving.diffusion.controlnet.model import ControlNetModelRunner
+from plait_serving.diffusion.controlnet.model import load_controlnet
 from plait_serving.diffusion.controlnet.placed import PlacedControlNetClient
 from plait_serving.diffusion.controlnet.placement import StepTimes, measure
 from plait_serving.diffusion.decoding import Decoder
 from plait_serving.diffusion.denoisers.unet import UNetDenoiser
 from plait_serving.diffusion.engine import Engine
 from plait_serving.diffusion.errors import ControlNetUnavailable
-from plait_serving.diffusion.knobs import EngineKnobs
+from plait_serving.diffusion.hub import fetch_from_hub
+from plait_serving.diffusion.knobs import EngineKnobs, ExecutorName
 from plait_serving.diffusion.lora.cache import LoraCache
 from plait_serving.diffusion.lora.formats import parse
 from plait_serving.diffusion.lora.merge import Merger
 from plait_serving.diffusion.lora.source import ChainSource, LoraSource
 from plait_serving.diffusion.lora.targets import LoraTargets
+from plait_serving.diffusion.preparation import Preparer, behind, default_prepared_folder, preparer_for
 from plait_serving.diffusion.protocols import ControlCall, ControlNetClient, StepCall
+from plait_serving.diffusion.residency import ResidentWeights
 from plait_serving.diffusion.safety import safety_of
 from plait_serving.diffusion.samplers import sampler_factory
 from plait_serving.diffusion.stepper import Stepper
@@ -46,6 +48,7 @@ class EngineSettings:
     """What to serve. "auto" as `device` and `dtype` means CUDA in float16 if available, otherwise the CPU in float32.
 
     `controlnets` maps names to diffusers folders; `safety_checker` False leaves out a folder's checker (logged).
+    `prepared_folder` keeps what executors converted; `converts` False uses what is there and converts nothing.
     """
 
     model: str | Path
@@ -56,6 +59,9 @@ class EngineSettings:
     lora_source: LoraSource = field(default_factory=lambda: ChainSource(()))
     controlnets: Mapping[str, Path] = field(default_factory=dict)
     knobs: EngineKnobs = field(default_factory=EngineKnobs)
+    executor: ExecutorName = ExecutorName.AUTO
+    prepared_folder: Path = field(default_factory=default_prepared_folder)
+    converts: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -110,41 +116,68 @@ def build_engine(
 
 
 def _build(settings: EngineSettings, remote: Mapping[str, Callable[[], ControlNetClient]]) -> Assembled:
-    device = _resolve_device(settings.device)
-    dtype = _resolve_dtype(settings.dtype, device)
-    bundle = load_bundle(
-        settings.model, revision=settings.revision, dtype=dtype, device=device, safety_checker=settings.safety_checker
+    device = resolve_device(settings.device)
+    dtype = resolve_dtype(settings.dtype, device)
+    folder = resolve_source(settings.model, settings.revision, fetch_from_hub)
+    preparer = preparer_for(
+        settings.executor, device=device, dtype=dtype, threads=settings.knobs.threads, cache=settings.prepared_folder
+    )
+    halves = preparer.open_unet(folder / "unet") if preparer is not None else None
+    vae = preparer.open_vae(folder / "vae") if preparer is not None and halves is not None else None
+    mapped = vae is not None
+    bundle = load_bundle(folder, dtype=dtype, device=device, safety_checker=settings.safety_checker, mapped=mapped)
+    weights = ResidentWeights(
+        bundle.unet,
+        name="the UNet",
+        dtype=dtype,
+        mapped=lambda: map_unet(folder / "unet"),
+        resident=not mapped,
+        always=("time_embedding", "add_embedding"),
     )
     if not settings.safety_checker:
         _log.warning("the safety checker is switched off")
     components = {"unet": bundle.unet}
     components |= {f"text_encoder{'' if i == 0 else f'_{i + 1}'}": part for i, part in enumerate(bundle.text_encoders)}
     targets = LoraTargets.of(components)
-    merger = Merger(components)
+    merger = Merger({"unet": bundle.unet}, before_write=weights.take)
+    text_merger = Merger({name: part for name, part in components.items() if name != "unet"})
     # The engine may be reconfigured: what the parts ask of its knobs is read from it, once there is one.
     engines: list[Engine] = []
 
     def knobs() -> EngineKnobs:
         return engines[0].knobs if engines else settings.knobs
 
-    denoiser = UNetDenoiser(bundle, exact=lambda: knobs().exact)
+    denoiser = UNetDenoiser(
+        bundle,
+        text_version=lambda: text_merger.version,
+        exact=lambda: knobs().exact,
+        weights=weights,
+        vae_weights=ResidentWeights(
+            bundle.vae, name="the VAE", dtype=bundle.vae_dtype, mapped=lambda: map_vae(folder / "vae"),
+            resident=not mapped,
+        ),
+    )  # fmt: skip
+    if halves is not None and vae is not None:
+        denoiser.adopt(halves)
+        denoiser.adopt_vae(vae)
     loras = LoraCache(
         settings.lora_source, lambda name, path: parse(name, path, targets), host_bytes=settings.knobs.host_lora_bytes
     )
     controlnets = {
         name: PlacedControlNetClient(
             name,
-            local=_local_factory(name, folder, bundle),
+            local=_local_factory(name, controlnet, bundle, preparer),
             remote=remote.get(name),
             wanted=lambda: knobs().controlnet_placement,
             measure=lambda here, there: _measure(here, there, denoiser, bundle),
         )
-        for name, folder in settings.controlnets.items()
+        for name, controlnet in settings.controlnets.items()
     }
     engine = Engine(
         stepper=Stepper(
             denoiser=denoiser,
             merger=merger,
+            text_merger=text_merger,
             sampler_factory=sampler_factory(bundle),
             controlnets=controlnets,
             clock=time.monotonic,
@@ -159,15 +192,52 @@ def _build(settings: EngineSettings, remote: Mapping[str, Callable[[], ControlNe
     )
     engines.append(engine)
     engine.start()
+    if preparer is not None and not mapped and settings.converts:
+        _prepare_behind(preparer, folder, engine=engine, denoiser=denoiser, merger=merger, weights=weights)
     return Assembled(engine=engine, denoiser=denoiser, bundle=bundle, loras=loras, controlnets=controlnets)
 
 
-def _local_factory(name: str, folder: Path, bundle: Bundle) -> Callable[[], ControlNetClient]:
+def _prepare_behind(
+    preparer: Preparer,
+    folder: Path,
+    *,
+    engine: Engine,
+    denoiser: UNetDenoiser,
+    merger: Merger,
+    weights: ResidentWeights,
+) -> None:
+    """Convert the model on a background thread; it takes over between two steps."""
+
+    def make_unet() -> None:
+        halves = preparer.make_unet(folder / "unet")
+
+        def adopt() -> None:
+            merger.switch((), {})
+            denoiser.adopt(halves)
+            weights.release()
+
+        engine.between_steps(adopt)
+
+    def make() -> None:
+        make_unet()
+        denoiser.adopt_vae(preparer.make_vae(folder / "vae"))
+
+    behind(str(folder), make)
+
+
+def _local_factory(
+    name: str, folder: Path, bundle: Bundle, preparer: Preparer | None
+) -> Callable[[], ControlNetClient]:
     def make() -> ControlNetClient:
-        net = check_and_load_controlnet(
-            folder, base=bundle.config, vae_factor=bundle.vae_factor, dtype=bundle.dtype, device=str(bundle.device)
+        runner = load_controlnet(
+            folder,
+            base=bundle.config,
+            vae_factor=bundle.vae_factor,
+            dtype=bundle.dtype,
+            device=str(bundle.device),
+            preparer=preparer,
         )
-        return LocalControlNetClient(name, ControlNetModelRunner(net))
+        return LocalControlNetClient(name, runner)
 
     return make
 
@@ -197,13 +267,15 @@ def _measure(local: ControlNetClient, remote: ControlNetClient, denoiser: UNetDe
             client.close(call.session)
 
 
-def _resolve_device(device: str) -> str:
+def resolve_device(device: str) -> str:
+    """Return what "auto" means here: CUDA if available, otherwise the CPU."""
     if device != "auto":
         return device
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _resolve_dtype(dtype: str, device: str) -> torch.dtype:
+def resolve_dtype(dtype: str, device: str) -> torch.dtype:
+    """Return what "auto" means on a device: float16 with CUDA, otherwise float32."""
     if dtype != "auto":
         return _DTYPES[dtype]
     return torch.float16 if device.startswith("cuda") else torch.float32

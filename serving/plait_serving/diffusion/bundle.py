@@ -65,6 +65,12 @@ class Bundle:
         return int(self.config["in_channels"])
 
     @property
+    def vae_dtype(self) -> torch.dtype:
+        """The dtype that the VAE computes in: float32 where float16 would overflow."""
+        overflows = self.family is Family.SDXL and _overflows(cast("Any", self.vae).config, self.dtype)
+        return torch.float32 if overflows else self.dtype
+
+    @property
     def config(self) -> Mapping[str, Any]:
         """The UNet's configuration."""
         return cast("Mapping[str, Any]", self.unet.config)
@@ -90,11 +96,13 @@ def load_bundle(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     safety_checker: bool = True,
+    mapped: bool = False,
     fetch: Callable[[str, str], Path] = fetch_from_hub,
 ) -> Bundle:
     """Load a folder, or a hub repository at a commit (`revision`: 40 hex digits). Raises `ModelError`.
 
-    float16 files are upcast when `dtype` is float32. `safety_checker=False` leaves out a folder's checker.
+    float16 files are upcast when `dtype` is float32. `safety_checker=False` leaves out a folder's checker. `mapped`
+    leaves UNet and VAE as the files hold them, for what an executor has taken over (`residency`).
     """
     folder = resolve_source(source, revision, fetch)
     index = _read_json(folder / "model_index.json")
@@ -113,8 +121,8 @@ def load_bundle(
     return Bundle(
         folder=folder,
         family=family,
-        unet=_load(UNet2DConditionModel, folder / "unet", dtype, target),
-        vae=_load(AutoencoderKL, folder / "vae", vae_dtype, target),
+        unet=map_unet(folder / "unet") if mapped else _load(UNet2DConditionModel, folder / "unet", dtype, target),
+        vae=map_vae(folder / "vae") if mapped else _load(AutoencoderKL, folder / "vae", vae_dtype, target),
         tokenizers=tokenizers,
         text_encoders=encoders,
         scheduler_config=_scheduler_config(folder, family),
@@ -144,9 +152,44 @@ def load_controlnet(
     Raises `ModelError`.
     """
     folder = resolve_source(source, revision, fetch)
+    check_controlnet(folder, base=base, vae_factor=vae_factor)
+    return _load(ControlNetModel, folder, dtype, torch.device(device))
+
+
+def check_controlnet(folder: Path, *, base: Mapping[str, Any] | None = None, vae_factor: int | None = None) -> None:
+    """Raise `ModelError` for a ControlNet's folder that cannot run or does not fit the base model."""
     config = _read_json(folder / "config.json")
     check_controlnet_config(config, folder / "config.json", base=base, vae_factor=vae_factor)
-    return _load(ControlNetModel, folder, dtype, torch.device(device))
+
+
+def map_unet(folder: Path) -> nn.Module:
+    """Load a UNet's folder in the files' dtype, memory-mapped: it takes no memory of its own. Raises `ModelError`."""
+    return _load(UNet2DConditionModel, folder, _stored_dtype(folder), torch.device("cpu"))
+
+
+def map_vae(folder: Path) -> nn.Module:
+    """Load a VAE's folder like `map_unet`."""
+    return _load(AutoencoderKL, folder, _stored_dtype(folder), torch.device("cpu"))
+
+
+def map_controlnet(folder: Path) -> nn.Module:
+    """Load a ControlNet's folder like `map_unet`."""
+    return _load(ControlNetModel, folder, _stored_dtype(folder), torch.device("cpu"))
+
+
+def _stored_dtype(folder: Path) -> torch.dtype:
+    """Return the dtype of all tensors in a folder's safetensors; float32 if they differ."""
+    variant = _weight_variant(folder)
+    found = set()
+    for path in folder.glob("*.safetensors"):
+        if (f".{variant}." in path.name or f".{variant}-" in path.name) if variant else ".fp16." not in path.name:
+            with path.open("rb") as file:
+                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            found |= {entry["dtype"] for name, entry in header.items() if name != "__metadata__"}
+    return _STORED[found.pop()] if len(found) == 1 and found <= _STORED.keys() else torch.float32
+
+
+_STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def resolve_source(source: str | Path, revision: str | None, fetch: Callable[[str, str], Path]) -> Path:

@@ -69,7 +69,7 @@ class Engine:
         self._costs = StepCosts()
         # VAE and text encoder share the cores with the compute thread: one thread each keeps them out of its way.
         self._decode_threads = ThreadPoolExecutor(1, "plait-decode", initializer=set_threads, initargs=(1,))
-        loop = DenoiseLoop(
+        self._loop = DenoiseLoop(
             registry=self._registry,
             stepper=stepper,
             decoder=decoder,
@@ -80,7 +80,7 @@ class Engine:
             set_threads=set_threads,
             clock=clock,
         )
-        self._compute = threading.Thread(target=loop.run, name="plait-compute", daemon=True)
+        self._compute = threading.Thread(target=self._loop.run, name="plait-compute", daemon=True)
 
     def start(self) -> None:
         """Start the compute thread. Call once."""
@@ -149,6 +149,10 @@ class Engine:
         except BaseException:
             ticket.cancel()
             raise
+
+    def between_steps(self, function: Callable[[], None]) -> None:
+        """Call `function` on the compute thread between two steps. From any thread."""
+        self._loop.between_steps(function)
 
     def reconfigure(self, knobs: EngineKnobs) -> None:
         """Apply new knobs at the next step boundary; running requests continue."""

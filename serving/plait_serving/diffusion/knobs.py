@@ -18,13 +18,19 @@ class Placement(StrEnum):
 class Exact(StrEnum):
     """When a step runs through diffusers' own modules, and so gives the pipeline's bits (fp32, CPU).
 
-    ALONE: when its request has no batch mates. NEVER costs less for a request alone, whose latents then differ by
-    rounding. ALWAYS: batches too, for comparisons.
+    NEVER: steps run on the fastest executor, whose latents differ by rounding. ALWAYS: for comparisons.
     """
 
-    ALONE = "alone"
     ALWAYS = "always"
     NEVER = "never"
+
+
+class ExecutorName(StrEnum):
+    """What runs the models. AUTO: openvino on a CPU where it is installed, else torch."""
+
+    AUTO = "auto"
+    TORCH = "torch"
+    OPENVINO = "openvino"
 
 
 class EngineKnobs(BaseModel):
@@ -37,7 +43,7 @@ class EngineKnobs(BaseModel):
         default=0.0, ge=0, le=10_000, description="how long a first step waits for batch mates"
     )
     threads: int = Field(default=0, ge=0, le=1024, description="CPU threads of the compute thread; 0: all cores")
-    exact: Exact = Field(default=Exact.ALONE, description="which requests get diffusers' bits: alone, always, never")
+    exact: Exact = Field(default=Exact.NEVER, description="which requests get diffusers' bits: always or never")
     controlnet_placement: Placement = Field(default=Placement.AUTO, description="where ControlNets run")
     host_lora_bytes: int = Field(default=2 << 30, ge=0, description="host memory for parsed LoRA files")
     queue_limit: int = Field(default=256, ge=1, description="accepted and unfinished requests before Overloaded")

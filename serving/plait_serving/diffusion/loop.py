@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -52,8 +53,14 @@ class DenoiseLoop:
         self._knobs = knobs
         self._set_threads = set_threads
         self._clock = clock
+        self._between_steps: deque[Callable[[], None]] = deque()
         self._jobs: list[ImageJob] = []
         self._next_order = 0
+
+    def between_steps(self, function: Callable[[], None]) -> None:
+        """Call `function` on the compute thread between two steps. From any thread."""
+        self._between_steps.append(function)
+        self._registry.wake()
 
     def run(self) -> None:
         """Run until the registry shuts down; whatever is left then fails with `EngineStopped`."""
@@ -77,11 +84,13 @@ class DenoiseLoop:
 
     def _iterate(self, knobs: EngineKnobs) -> None:
         """Run one step of one group, or wait briefly."""
+        while self._between_steps:
+            self._between_steps.popleft()()
         self._take_in(knobs)
         self._drop_lost()
-        batch = self._choose(knobs)
+        batch, merged = self._choose(knobs)
         if batch:
-            self._run_batch(batch)
+            self._run_batch(batch, merged)
         else:
             wait_s = min(_IDLE_POLL_S, knobs.batch_wait_ms / 1000 or _IDLE_POLL_S)
             self._registry.wait_for_news(wait_s if self._jobs else None)
@@ -105,12 +114,14 @@ class DenoiseLoop:
                 done = f"{job.steps_done} of {job.request.steps} steps were done"
                 self._fail(job, DeadlineMissed(f"the deadline cannot be met; {done}", param="deadline_ms"))
 
-    def _choose(self, knobs: EngineKnobs) -> list[Unit]:
+    def _choose(self, knobs: EngineKnobs) -> tuple[list[Unit], LoraSet]:
+        """Return the units of the next step and the set to merge for them. What executors take may change with a knob:
+        the answer that formed the group is the one that its step uses."""
         ready = [unit for job in self._jobs for unit in job.units if unit.step < unit.steps and unit.ready]
         if self._should_wait_for_mates(ready, knobs):
-            return []
+            return [], ()
         units = {unit.order: unit for unit in ready}
-        candidates = [unit.candidate() for unit in ready]
+        candidates = [unit.candidate(self._stepper.to_merge(unit)) for unit in ready]
         costs = Costs(
             step_s=self._costs.step_s,
             switch_s=lambda target: 0.0 if target == self._stepper.live_loras else self._switch_cost_s(target),
@@ -119,7 +130,7 @@ class DenoiseLoop:
         batch = choose(candidates, costs=costs, limits=limits, now_s=self._clock())
         for order in overtaken_by(batch, candidates):
             units[order].overtaken += 1
-        return [units[candidate.order] for candidate in batch]
+        return [units[candidate.order] for candidate in batch], batch[0].key.loras if batch else ()
 
     def _should_wait_for_mates(self, units: list[Unit], knobs: EngineKnobs) -> bool:
         """Return whether to wait for batch mates (the batch-wait knob): nothing runs yet, the batch is not full, and
@@ -130,9 +141,9 @@ class DenoiseLoop:
         full = sum(unit.rows for unit in units) >= knobs.largest_batch
         return not full and self._clock() - oldest_s < knobs.batch_wait_ms / 1000
 
-    def _run_batch(self, batch: list[Unit]) -> None:
+    def _run_batch(self, batch: list[Unit], merged: LoraSet) -> None:
         try:
-            switched = self._stepper.make_live(batch[0].loras, batch)
+            switched = self._stepper.make_live(merged, batch)
             prepared = [unit for unit in batch if self._prepare(unit)]
             if not prepared:
                 return
@@ -144,7 +155,7 @@ class DenoiseLoop:
                 self._fail(job, error)
             return
         rows = sum(unit.rows for unit in prepared)
-        self._costs.record(prepared[0].candidate().key, rows, seconds)
+        self._costs.record(prepared[0].candidate(self._stepper.live_loras).key, rows, seconds)
         self._registry.count(steps=1, rows=rows, lora_switches=int(switched))
         for job in {unit.job for unit in prepared}:
             job.spent.denoise_s += seconds
@@ -201,7 +212,7 @@ class DenoiseLoop:
     def _min_left_s(self, job: ImageJob) -> float:
         """Return the least time that a job's remaining steps can take; 0 before anything like it was measured."""
         unit = min(job.units, key=lambda unit: unit.step)
-        key = unit.candidate().key
+        key = unit.candidate(()).key
         if not self._costs.knows(key):
             return 0.0
         return SURELY_LATE * (unit.steps - unit.step) * self._costs.step_s(key, unit.rows)

@@ -1,6 +1,7 @@
 """Which group runs the next step: the core decision of the server, as a pure function.
 
-A group is what can share one denoiser call: equal shape, guidance on or off, and LoRA set. Between steps the compute
+A group is what can share one denoiser call: equal shape, guidance on or off, and LoRA set to merge (an executor that
+takes sets as inputs has nothing to merge, so all sets share its calls). Between steps the compute
 thread calls `choose` for the units to run next. The trade-offs:
 
 - Staying with the live LoRA set costs nothing, another set costs a merge. A switch pays when the other group
@@ -23,7 +24,7 @@ from plait_serving.diffusion.values import LoraSet
 
 @dataclass(frozen=True, slots=True)
 class GroupKey:
-    """What units must agree in to share a denoiser call."""
+    """What units must agree in to share a denoiser call. `loras` is the set that must be merged into the weights."""
 
     width: int
     height: int

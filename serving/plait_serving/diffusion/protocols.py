@@ -104,42 +104,6 @@ class ActiveControl:
     scale: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StepCall:
-    """One request's part of a denoiser call. `sample (n, c, h, w)` is scaled; `timestep` is 0-dim."""
-
-    conditioning: Conditioning
-    sample: torch.Tensor
-    timestep: torch.Tensor
-    guidance_scale: float
-    controls: tuple[ActiveControl, ...]
-
-
-class Denoiser(Protocol):
-    """A model family behind three verbs. Owns the weights; only the compute thread calls prepare and predict.
-
-    `finish` may be called from the decode thread while `predict` runs: it touches other modules only.
-    """
-
-    def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
-        """Return `(c, h, w)` of one image's latents."""
-
-    def prepare(self, request: ImageRequest) -> Conditioning:
-        """Encode the prompts with the live weights (text-encoder LoRAs must be merged before)."""
-
-    def predict(self, calls: Sequence[StepCall]) -> list[torch.Tensor | EngineError]:
-        """Predict all in one call: guided model output `(n, c, h, w)` per request, or the error that affects only this
-        request.
-
-        All calls agree in shape, CFG and text length. ControlNet questions leave before the encoder half starts and
-        are awaited right before the decoder half; several ControlNets are summed in list order.
-        Raises `torch.OutOfMemoryError` (or a `RuntimeError` naming memory) if the whole batch does not fit.
-        """
-
-    def finish(self, latents: torch.Tensor) -> torch.Tensor:
-        """Decode `(n, c, h, w)` latents to `float (n, 3, H, W)` in [0, 1], image by image."""
-
-
 class LoraWeights(Protocol):
     """One LoRA file in host memory, parsed and matched to a family. Immutable."""
 
@@ -156,8 +120,54 @@ class LoraWeights(Protocol):
         """Whether it changes the prompt's encoding."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepCall:
+    """One request's part of a denoiser call. `sample (n, c, h, w)` is scaled; `timestep` is 0-dim.
+
+    A LoRA set is either an input, `loras`: its files with their scales, or `merged` into the live weights.
+    """
+
+    conditioning: Conditioning
+    sample: torch.Tensor
+    timestep: torch.Tensor
+    guidance_scale: float
+    controls: tuple[ActiveControl, ...]
+    loras: tuple[tuple[LoraWeights, float], ...] = ()
+    merged: bool = False
+
+
+class Denoiser(Protocol):
+    """A model family behind three verbs. Owns the weights; only the compute thread calls prepare and predict.
+
+    `finish` may be called from the decode thread while `predict` runs: it touches other modules only.
+    """
+
+    def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
+        """Return `(c, h, w)` of one image's latents."""
+
+    def takes(self, weights: Sequence[LoraWeights]) -> bool:
+        """Return whether these files can be inputs of a step; otherwise they must be merged into the live weights.
+
+        The answer changes only between steps."""
+
+    def prepare(self, request: ImageRequest) -> Conditioning:
+        """Encode the prompts with the live weights (text-encoder LoRAs must be merged before)."""
+
+    def predict(self, calls: Sequence[StepCall]) -> list[torch.Tensor | EngineError]:
+        """Predict all in one call: guided model output `(n, c, h, w)` per request, or the error that affects only this
+        request.
+
+        All calls agree in shape, CFG, text length and merged set. ControlNet questions leave before the encoder half
+        starts and are awaited right before the decoder half; several ControlNets are summed in list order.
+        Raises `torch.OutOfMemoryError` (or a `RuntimeError` naming memory) if the whole batch does not fit.
+        """
+
+    def finish(self, latents: torch.Tensor) -> torch.Tensor:
+        """Decode `(n, c, h, w)` latents to `float (n, 3, H, W)` in [0, 1], image by image."""
+
+
 class LoraMerger(Protocol):
-    """Keeps the live weights equal to W0 + the current set. Compute thread only."""
+    """Keeps the live weights of its components equal to W0 + the current set. Compute thread only."""
 
     @property
     def current(self) -> LoraSet:

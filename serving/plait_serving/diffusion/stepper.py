@@ -42,20 +42,29 @@ class Stepper:
         *,
         denoiser: Denoiser,
         merger: LoraMerger,
+        text_merger: LoraMerger,
         sampler_factory: SamplerFactory,
         controlnets: Mapping[str, ControlNetClient],
         clock: Callable[[], float],
     ) -> None:
+        """Take the parts. `merger` writes the denoiser's weights, `text_merger` those of the text encoders."""
         self._denoiser = denoiser
         self._merger = merger
+        self._text_merger = text_merger
         self._sampler_factory = sampler_factory
         self._controlnets = controlnets
         self._clock = clock
 
     @property
     def live_loras(self) -> LoraSet:
-        """The set whose weights are live."""
+        """The set that is merged into the denoiser's weights."""
         return self._merger.current
+
+    def to_merge(self, unit: Unit) -> LoraSet:
+        """Return the set that must be merged for a unit's next step: none if the denoiser takes its set as inputs."""
+        if not unit.loras or self._denoiser.takes(list(_weights_of(unit).values())):
+            return ()
+        return unit.loras
 
     def make_live(self, target: LoraSet, units: Sequence[Unit]) -> bool:
         """Make `target` live and charge the time to `units`; return whether it switched weights. After `LoraError` the
@@ -63,11 +72,7 @@ class Stepper:
         if target == self._merger.current:
             return False
         started_s = self._clock()
-        weights: Mapping[str, LoraWeights] = {}
-        lease = units[0].job.lease
-        if target and lease is not None:
-            weights = lease.weights
-        self._merger.switch(target, weights)
+        self._merger.switch(target, _weights_of(units[0]) if target else {})
         for unit in units:
             unit.job.spent.merge_s += self._clock() - started_s
         return True
@@ -78,7 +83,7 @@ class Stepper:
         A bounded-asynchronous set that touches the text encoder gives the prompt a second encoding at step k: which
         text a step sees depends on k alone, never on when the file arrived.
         """
-        started_s = self._clock()
+        started_s, merged_s = self._clock(), 0.0
         request = unit.job.request
         if unit.sampler is None:
             seeds = request.seeds[unit.first_image : unit.first_image + unit.rows]
@@ -87,16 +92,18 @@ class Stepper:
             unit.latents = unit.sampler.init_latents()
         if unit.conditioning is None or self._text_changed(unit):
             self.close_controls(unit)
+            merged_s = self._merge_text(unit)
             unit.conditioning = replace(self._denoiser.prepare(request), n=unit.rows)
             unit.encoded_with = unit.loras
             self._open_controls(unit)
-        unit.job.spent.encode_s += self._clock() - started_s
+        unit.job.spent.merge_s += merged_s
+        unit.job.spent.encode_s += self._clock() - started_s - merged_s
 
     def step(self, units: Sequence[Unit], wants_preview: Callable[[Unit], bool]) -> list[Outcome]:
         """Advance every unit by one step; return outcomes in unit order. Units must be prepared and share a group."""
         outcomes: list[Outcome] = [None] * len(units)
         for indices in _by_text_length(units):
-            outputs = self._predict([_call(units[i]) for i in indices])
+            outputs = self._predict([self._call(units[i]) for i in indices])
             for i, output in zip(indices, outputs, strict=True):
                 outcomes[i] = output if isinstance(output, EngineError) else _advance(units[i], output, wants_preview)
         return outcomes
@@ -108,10 +115,17 @@ class Stepper:
         unit.controls = ()
 
     def _text_changed(self, unit: Unit) -> bool:
-        if unit.encoded_with == unit.loras:
-            return False
-        lease = unit.job.lease
-        return lease is not None and any(weights.touches_text_encoder for weights in lease.weights.values())
+        return unit.encoded_with != unit.loras and _touches_text(_weights_of(unit))
+
+    def _merge_text(self, unit: Unit) -> float:
+        """Put the unit's set into the text encoders, if it changes them; return the seconds it took."""
+        weights = _weights_of(unit)
+        target = unit.loras if _touches_text(weights) else ()
+        if target == self._text_merger.current:
+            return 0.0
+        started_s = self._clock()
+        self._text_merger.switch(target, weights)
+        return self._clock() - started_s
 
     def _open_controls(self, unit: Unit) -> None:
         request = unit.job.request
@@ -126,6 +140,28 @@ class Stepper:
                 opened.append(ActiveControl(client=client, session=session, scale=control.scale))
         finally:
             unit.controls = tuple(opened)
+
+    def _call(self, unit: Unit) -> StepCall:
+        assert unit.sampler is not None
+        assert unit.latents is not None
+        assert unit.conditioning is not None
+        request = unit.job.request
+        active = tuple(
+            control
+            for control, ref in zip(unit.controls, request.controlnets, strict=True)
+            if ref.acts_in(unit.step, unit.steps)
+        )
+        weights = _weights_of(unit)
+        merged = bool(self._merger.current)
+        return StepCall(
+            conditioning=unit.conditioning,
+            sample=unit.sampler.scale_input(unit.latents, unit.step),
+            timestep=unit.sampler.timesteps[unit.step],
+            guidance_scale=request.guidance_scale,
+            controls=active,
+            loras=() if merged else tuple((weights[lora.name], lora.scale) for lora in unit.loras),
+            merged=merged,
+        )
 
     def _predict(self, calls: list[StepCall]) -> list[torch.Tensor | EngineError]:
         """Make one denoiser call; if the device runs out of memory, two of half the size, and so on."""
@@ -143,23 +179,13 @@ class Stepper:
         return self._predict(calls[:half]) + self._predict(calls[half:])
 
 
-def _call(unit: Unit) -> StepCall:
-    assert unit.sampler is not None
-    assert unit.latents is not None
-    assert unit.conditioning is not None
-    request = unit.job.request
-    active = tuple(
-        control
-        for control, ref in zip(unit.controls, request.controlnets, strict=True)
-        if ref.acts_in(unit.step, unit.steps)
-    )
-    return StepCall(
-        conditioning=unit.conditioning,
-        sample=unit.sampler.scale_input(unit.latents, unit.step),
-        timestep=unit.sampler.timesteps[unit.step],
-        guidance_scale=request.guidance_scale,
-        controls=active,
-    )
+def _weights_of(unit: Unit) -> Mapping[str, LoraWeights]:
+    lease = unit.job.lease
+    return lease.weights if lease is not None else {}
+
+
+def _touches_text(weights: Mapping[str, LoraWeights]) -> bool:
+    return any(one.touches_text_encoder for one in weights.values())
 
 
 def _advance(unit: Unit, output: torch.Tensor, wants_preview: Callable[[Unit], bool]) -> Outcome:

@@ -118,7 +118,7 @@ class Unit:
 
     @property
     def loras(self) -> LoraSet:
-        """The set whose weights the next step needs."""
+        """The set that acts in the next step."""
         return self.job.request.loras_at(self.step)
 
     @property
@@ -126,10 +126,11 @@ class Unit:
         """Whether the next step could run now: its LoRA set is in host memory."""
         return not self.loras or self.job.lease is not None
 
-    def candidate(self) -> Candidate:
-        """Return this unit as a candidate for the policy."""
+    def candidate(self, merged: LoraSet) -> Candidate:
+        """Return this unit as a candidate for the policy; `merged` is the set that its next step needs in the
+        weights."""
         request = self.job.request
-        key = GroupKey(request.width, request.height, request.uses_cfg, self.loras)
+        key = GroupKey(request.width, request.height, request.uses_cfg, merged)
         return Candidate(
             order=self.order,
             key=key,

@@ -6,11 +6,12 @@ Shapes: a block has R rows of `sample (R, c, h, w)`; B is the sum of R over a ba
 from __future__ import annotations
 
 import copy
-import logging
+import threading
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,10 +19,14 @@ from diffusers import ControlNetModel
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 
+from plait_kernels.executors import Computation, Program
+from plait_serving.diffusion.bundle import check_controlnet, map_controlnet
 from plait_serving.diffusion.bundle import load_controlnet as load_model
-from plait_serving.diffusion.controlnet.fast import FastControlNet
+from plait_serving.diffusion.controlnet.computation import controlnet_computation
 from plait_serving.diffusion.errors import EngineError, ModelError, OutOfMemory, RequestError
+from plait_serving.diffusion.preparation import Preparer, behind
 from plait_serving.diffusion.protocols import Conditioning, Residuals
+from plait_serving.diffusion.residency import ResidentWeights
 from plait_serving.diffusion.values import RgbImage
 
 __all__ = ["Constants", "ControlNetModelRunner", "ControlRows", "by_key", "check_image", "load_controlnet"]
@@ -72,30 +77,32 @@ def by_key(blocks: Sequence[ControlRows]) -> list[list[int]]:
     return list(groups.values())
 
 
-_log = logging.getLogger(__name__)
-
-
 class ControlNetModelRunner:
     """Runs one ControlNet. Not thread-safe: one thread owns it, as it owns the weights.
 
     A batch with a block that needs exact bits goes through `ControlNetModel.forward` itself, on a shallow copy (same
     weights) whose `controlnet_cond_embedding` passes through the embedding that `embed` made earlier. That embedding
     is computed for one row where diffusers computes it for the whole batch; convolutions round the two differently
-    (2e-7 in fp32). Other batches go through `fast.py`, which rounds differently and is faster.
+    (2e-7 in fp32). Other batches go through a prepared program once one was adopted.
     """
 
-    def __init__(self, model: ControlNetModel) -> None:
-        """Take a loaded model in its final dtype and place. Raises `ModelError` if it is of an unsupported kind."""
+    def __init__(
+        self, model: ControlNetModel, *, dtype: torch.dtype | None = None, weights: ResidentWeights | None = None
+    ) -> None:
+        """Take a loaded model in its final place. Raises `ModelError` if it is of an unsupported kind.
+
+        `dtype` is what it computes in; None: its parameters'. `weights` brings them into memory when torch is to run
+        it; None: they are there.
+        """
         _check_supported(model)
         # Asked once: each question walks all modules, and a step asks eight times.
-        self.dtype: torch.dtype = model.dtype
+        self.dtype: torch.dtype = dtype or model.dtype
         self.device: torch.device = model.device
         self._model = model.eval().requires_grad_(requires_grad=False)
         self._headless = _without_image_encoder(self._model)
-        reason = FastControlNet.why_not(self._model)
-        self._fast = FastControlNet(self._model) if reason is None else None
-        if reason is not None:
-            _log.warning("batches run through diffusers' own modules, which is slower: %s", reason)
+        self._program: Program | None = None
+        self._weights = weights
+        self._lock = threading.Lock()
         self._flip_channels = model.config.controlnet_conditioning_channel_order == "bgr"
         factor = 2 ** (len(model.config.conditioning_embedding_out_channels) - 1)
         self._preprocess = VaeImageProcessor(
@@ -106,6 +113,20 @@ class ControlNetModelRunner:
     def model(self) -> ControlNetModel:
         """The model itself."""
         return self._model
+
+    def computation(self) -> Computation:
+        """Return what an executor prepares; its weights must be in memory."""
+        return controlnet_computation(self._headless)
+
+    def adopt(self, program: Program) -> None:
+        """Run calls that need not be exact through a prepared program from now on; give torch's weights back.
+
+        From any thread.
+        """
+        with self._lock:
+            self._program = program
+            if self._weights is not None:
+                self._weights.release()
 
     @torch.inference_mode()
     def embed(self, image: RgbImage, width: int, height: int) -> torch.Tensor:
@@ -147,7 +168,9 @@ class ControlNetModelRunner:
             _check_fit(block)
         sizes = [block.constants.rows for block in blocks]
         exact = any(block.exact for block in blocks)
-        down, mid = self._forward(blocks, sizes) if exact or self._fast is None else self._quickly(blocks, sizes)
+        program = None if exact else self._program
+        with self._lock:
+            down, mid = self._forward(blocks, sizes) if program is None else self._run(program, blocks, sizes)
         like = blocks[0].sample
         parts = [_split(tensor.to(self.dtype), sizes, like) for tensor in (*down, mid)]
         return [Residuals(down=tuple(part[i] for part in parts[:-1]), mid=parts[-1][i]) for i in range(len(blocks))]
@@ -155,6 +178,8 @@ class ControlNetModelRunner:
     def _forward(
         self, blocks: Sequence[ControlRows], sizes: Sequence[int]
     ) -> tuple[Sequence[torch.Tensor], torch.Tensor]:
+        if self._weights is not None:
+            self._weights.take()
         conditionings = [block.constants.conditioning for block in blocks]
         down, mid = self._headless(
             sample=self._here(torch.cat([block.sample for block in blocks])),
@@ -167,20 +192,22 @@ class ControlNetModelRunner:
         )
         return down, mid
 
-    def _quickly(
-        self, blocks: Sequence[ControlRows], sizes: Sequence[int]
+    def _run(
+        self, program: Program, blocks: Sequence[ControlRows], sizes: Sequence[int]
     ) -> tuple[Sequence[torch.Tensor], torch.Tensor]:
-        assert self._fast is not None
         conditionings = [block.constants.conditioning for block in blocks]
-        return self._fast.residuals(
-            sample=self._here(torch.cat([block.sample for block in blocks])),
-            timesteps=self._timesteps(blocks, sizes),
-            texts=[value.text for value in conditionings],
-            repeats=[value.n for value in conditionings],
-            embedding=_embeddings(blocks, sizes),
-            scale=self._scales(blocks, sizes),
-            added=_added(conditionings),
-        )
+        embedding = _embeddings(blocks, sizes)
+        added = _added(conditionings) or {}
+        inputs = [
+            self._here(torch.cat([block.sample for block in blocks])),
+            self._timesteps(blocks, sizes),
+            torch.cat([value.expand(value.text) for value in conditionings]),
+            embedding.expand(sum(sizes), -1, -1, -1),
+            *(added[name] for name in ("text_embeds", "time_ids") if name in added),
+        ]
+        scale = self._scales(blocks, sizes)
+        *down, mid = (output * scale for output in program.run(inputs, copy=False))
+        return down, mid
 
     def try_residuals(self, blocks: Sequence[ControlRows]) -> list[Residuals | EngineError]:
         """Compute `residuals` for blocks of any key without raising: a failure affects its own block only.
@@ -235,9 +262,42 @@ class ControlNetModelRunner:
             raise ModelError("this ControlNet is for SDXL; the base model is not")
 
 
-def load_controlnet(folder: Path, *, dtype: torch.dtype, device: str = "cpu") -> ControlNetModelRunner:
-    """Load a ControlNet from a diffusers folder with safetensors weights, never a pickle. Raises `ModelError`."""
-    return ControlNetModelRunner(load_model(folder, dtype=dtype, device=device))
+def load_controlnet(
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    base: Mapping[str, Any] | None = None,
+    vae_factor: int | None = None,
+    preparer: Preparer | None = None,
+) -> ControlNetModelRunner:
+    """Load a ControlNet from a diffusers folder with safetensors weights, never a pickle. Raises `ModelError`.
+
+    It is checked against `base` (a UNet's configuration) and `vae_factor` if given. With `preparer`, its program runs
+    at once if it was converted before, else as soon as it is, from another thread.
+    """
+    check_controlnet(folder, base=base, vae_factor=vae_factor)
+    program = preparer.open_controlnet(folder) if preparer is not None else None
+    model: Any = load_model(folder, dtype=dtype, device=device) if program is None else map_controlnet(folder)
+    weights = ResidentWeights(
+        model,
+        name=f"ControlNet {folder.name}",
+        dtype=dtype,
+        mapped=lambda: map_controlnet(folder),
+        resident=program is None,
+        always=("controlnet_cond_embedding",),
+    )
+    runner = ControlNetModelRunner(model, dtype=dtype, weights=weights)
+    if program is not None:
+        runner.adopt(program)
+    elif preparer is not None:
+
+        def make() -> None:
+            twin = ControlNetModelRunner(cast("Any", map_controlnet(folder)), dtype=dtype)
+            runner.adopt(preparer.make_controlnet(folder, twin.computation))
+
+        behind(f"ControlNet {folder.name}", make)
+    return runner
 
 
 def _check_supported(model: ControlNetModel) -> None:

@@ -7,7 +7,7 @@ R rows; c, h, w latents.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,18 +18,12 @@ from plait_serving.diffusion.protocols import Residuals
 
 @dataclass(slots=True, eq=False)
 class EncoderOutput:
-    """What the encoder half leaves for the decoder half. `skips` oldest first.
-
-    `exact`: made by `encoder_half`, for `decoder_half`. Otherwise made by `fast.FastHalves`: `embedding` is already
-    activated and `text` holds keys and values.
-    """
+    """What the encoder half leaves for the decoder half. `skips` oldest first."""
 
     sample: torch.Tensor
     skips: tuple[torch.Tensor, ...]
     embedding: torch.Tensor
-    text: Any
-    forward_size: bool
-    exact: bool
+    text: torch.Tensor
 
     def add(self, rows: Sequence[slice], residuals: Residuals) -> None:
         """Add one request's residuals to its rows, in place; `rows` are in the residuals' order."""
@@ -47,16 +41,23 @@ class EncoderOutput:
 
 
 def time_embedding(
-    unet: Any, sample: torch.Tensor, timesteps: torch.Tensor, guidance: torch.Tensor | None
+    unet: Any,
+    sample: torch.Tensor,
+    timesteps: torch.Tensor,
+    text: torch.Tensor,
+    *,
+    added: Mapping[str, torch.Tensor],
+    guidance: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return `(R, E)` from timesteps `(R,)` and, for a guidance-distilled UNet, its guidance embedding `(R, G)`."""
-    embedded: torch.Tensor = unet.time_embedding(unet.get_time_embed(sample=sample, timestep=timesteps), guidance)
-    return embedded
+    """Return the finished `(R, E)` that both halves take.
 
-
-def added_embedding(unet: Any, embedding: torch.Tensor, text: torch.Tensor, added: dict[str, torch.Tensor]) -> Any:
-    """Return what SDXL's pooled text and sizes add to the time embedding, or None. It is the same in every step."""
-    return unet.get_aug_embed(emb=embedding, encoder_hidden_states=text, added_cond_kwargs=added)
+    From timesteps `(R,)`, SDXL's `added` inputs and, for a guidance-distilled UNet, its guidance embedding `(R, G)`.
+    """
+    embedding: torch.Tensor = unet.time_embedding(unet.get_time_embed(sample=sample, timestep=timesteps), guidance)
+    augmentation = unet.get_aug_embed(emb=embedding, encoder_hidden_states=text, added_cond_kwargs=added)
+    if augmentation is not None:
+        embedding = embedding + augmentation
+    return embedding if unet.time_embed_act is None else unet.time_embed_act(embedding)
 
 
 def needs_forward_size(unet: Any, sample: torch.Tensor) -> bool:
@@ -64,17 +65,10 @@ def needs_forward_size(unet: Any, sample: torch.Tensor) -> bool:
     return any(side % 2**unet.num_upsamplers for side in sample.shape[-2:])
 
 
-def encoder_half(
-    unet: Any, sample: torch.Tensor, embedding: torch.Tensor, text: torch.Tensor, augmentation: torch.Tensor | None
-) -> EncoderOutput:
+def encoder_half(unet: Any, sample: torch.Tensor, embedding: torch.Tensor, text: torch.Tensor) -> EncoderOutput:
     """Run `conv_in`, the down blocks and the mid block on `sample (R, c, h, w)` and `text (R, L, C)`."""
-    forward_size = needs_forward_size(unet, sample)
     if unet.config.center_input_sample:
         sample = 2 * sample - 1.0
-    if augmentation is not None:
-        embedding = embedding + augmentation
-    if unet.time_embed_act is not None:
-        embedding = unet.time_embed_act(embedding)
     sample = unet.conv_in(sample)
     skips: tuple[torch.Tensor, ...] = (sample,)
     for block in unet.down_blocks:
@@ -90,16 +84,20 @@ def encoder_half(
             sample = unet.mid_block(sample, embedding)
     if sample is skips[-1]:
         sample = sample.clone()  # without a mid block they are one tensor, and `add` writes into both
-    return EncoderOutput(sample, skips, embedding, text, forward_size, exact=True)
+    return EncoderOutput(sample, skips, embedding, text)
 
 
-def decoder_half(unet: Any, half: EncoderOutput) -> torch.Tensor:
-    """Run the up blocks and the output layers; return the model output `(R, c, h, w)`."""
+def decoder_half(unet: Any, half: EncoderOutput, *, forward_size: bool) -> torch.Tensor:
+    """Run the up blocks and the output layers; return the model output `(R, c, h, w)`.
+
+    `forward_size`: whether upsampling takes its size from the skips (`needs_forward_size`); where doubling would do,
+    the result is the same.
+    """
     sample, skips = half.sample, half.skips
     for i, block in enumerate(unet.up_blocks):
         count = len(block.resnets)
         skips, taken = skips[:-count], skips[-count:]
-        size = skips[-1].shape[2:] if half.forward_size and i < len(unet.up_blocks) - 1 else None
+        size = skips[-1].shape[2:] if forward_size and i < len(unet.up_blocks) - 1 else None
         inputs: dict[str, Any] = {
             "hidden_states": sample, "temb": half.embedding, "res_hidden_states_tuple": taken, "upsample_size": size,
         }  # fmt: skip

@@ -2,68 +2,90 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 
+from plait_kernels.executors import Program
 from plait_serving.diffusion.bundle import Bundle
-from plait_serving.diffusion.denoisers.batch import BatchLayout, guide, stack_samples, stack_timesteps
-from plait_serving.diffusion.denoisers.constants import ConstantsStore
+from plait_serving.diffusion.denoisers.batch import (
+    BatchLayout,
+    guide,
+    stack_conditionings,
+    stack_samples,
+    stack_timesteps,
+)
+from plait_serving.diffusion.denoisers.compiled import CompiledHalves
 from plait_serving.diffusion.denoisers.controls import ControlQuestions
 from plait_serving.diffusion.denoisers.decode import decode_latents
-from plait_serving.diffusion.denoisers.fast import FastHalves
+from plait_serving.diffusion.denoisers.factors import FactorStore
 from plait_serving.diffusion.denoisers.guidance import guidance_embedding
 from plait_serving.diffusion.denoisers.halves import (
     EncoderOutput,
-    added_embedding,
     decoder_half,
     encoder_half,
+    needs_forward_size,
     time_embedding,
 )
-from plait_serving.diffusion.denoisers.layers import why_not_fast
 from plait_serving.diffusion.errors import EngineError, ModelError, NumericalError
 from plait_serving.diffusion.knobs import Exact
 from plait_serving.diffusion.prompt import PromptEncoder
-from plait_serving.diffusion.protocols import Conditioning, Residuals, StepCall
+from plait_serving.diffusion.protocols import Conditioning, LoraWeights, Residuals, StepCall
+from plait_serving.diffusion.residency import ResidentWeights
 from plait_serving.diffusion.values import ImageRequest
-from plait_serving.diffusion.versions import parameter_version
-
-_log = logging.getLogger(__name__)
 
 
 class UNetDenoiser:
     """A `Denoiser` for a bundle. Compute thread only, except `finish`, which touches nothing but the VAE.
 
-    A single request runs through diffusers' own modules in the order of its forward, so its latents are the
-    pipeline's bit for bit (fp32, CPU). Several requests at once run through `fast.py`, which rounds differently: a
-    batch never has a single request's bits anyway. The knob `exact` can change this.
+    Steps run through diffusers' own modules in the order of its forward: a single request's latents are the
+    pipeline's bit for bit (fp32, CPU). Once programs were adopted, they run the steps, within their tolerance, and
+    LoRA sets are inputs; what they cannot take, and everything while the knob `exact` says so, runs as before.
     """
 
     def __init__(
         self,
         bundle: Bundle,
         *,
-        weights_version: Callable[[], int] | None = None,
-        exact: Callable[[], Exact] = lambda: Exact.ALONE,
-        constants_bytes: int = 512 << 20,
-        packed_bytes: int = 512 << 20,
+        text_version: Callable[[], int] | None = None,
+        exact: Callable[[], Exact] = lambda: Exact.ALWAYS,
+        weights: ResidentWeights | None = None,
+        vae_weights: ResidentWeights | None = None,
     ) -> None:
-        """Take the bundle. `weights_version` must change whenever weights are written (the merger's); by default
+        """Take the bundle. `text_version` must change whenever a text encoder's weights are written; by default
         torch's count.
 
-        `exact` is read at every step. `constants_bytes` bounds the memory for what steps share (the text's keys and
-        values), `packed_bytes` that for packed convolution weights (CPU only).
+        `exact` is read at every step. `weights` and `vae_weights` bring the UNet's and the VAE's weights into memory
+        when torch is to run them; None: they are there.
         """
         self._bundle = bundle
         self._unet = cast("Any", bundle.unet)
-        self._prompts = PromptEncoder(bundle, weights_version=weights_version)
+        self._prompts = PromptEncoder(bundle, weights_version=text_version)
         self._exact = exact
-        self._fast = FastHalves(self._unet, packed_bytes=packed_bytes) if _can_be_fast(bundle) else None
-        self._store = ConstantsStore(
-            self._unet, weights_version or parameter_version(self._unet), limit_bytes=constants_bytes
-        )
+        self._weights = weights
+        self._vae_weights = vae_weights
+        self._halves: CompiledHalves | None = None
+        self._factors = FactorStore(())
+        self._vae: Program | None = None
+
+    def adopt(self, halves: CompiledHalves) -> None:
+        """Run steps through prepared programs from the next one on."""
+        self._halves = halves
+        self._factors = FactorStore(halves.layers)
+
+    def adopt_vae(self, vae: Program) -> None:
+        """Decode through a prepared program from now on."""
+        self._vae = vae
+
+    @property
+    def executor(self) -> str:
+        """What steps run on now: "compiled" or "torch"."""
+        return "torch" if self._compiled() is None else "compiled"
+
+    def takes(self, weights: Sequence[LoraWeights]) -> bool:
+        """Return whether LoRA files can be inputs of a step now, instead of being merged into the weights."""
+        return self._compiled() is not None and all(map(self._factors.takes, weights))
 
     def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
         """Return `(c, h, w)` of one image's latents; pixels are rounded down to whole latents, like in diffusers."""
@@ -76,8 +98,11 @@ class UNetDenoiser:
 
     def finish(self, latents: torch.Tensor) -> torch.Tensor:
         """Decode `(n, c, h, w)` latents to `float32 (n, 3, H, W)` in [0, 1], one image at a time."""
+        program = None if self._exact() is Exact.ALWAYS else self._vae
+        if program is None and self._vae_weights is not None:
+            self._vae_weights.take()
         with torch.inference_mode():
-            return decode_latents(self._bundle, latents)
+            return decode_latents(self._bundle, latents, program)
 
     @torch.inference_mode()
     def predict(self, calls: Sequence[StepCall]) -> list[torch.Tensor | EngineError]:
@@ -85,36 +110,63 @@ class UNetDenoiser:
         decoder half."""
         layout = BatchLayout.of([call.conditioning for call in calls])
         sample = stack_samples(calls, layout)
-        questions = ControlQuestions.ask(calls, sample, layout, exact=self._fast_for(calls) is None)
+        # Sets that are inputs were chosen by `takes`: they are not in the weights, whatever `exact` says by now.
+        compiled = self._halves if any(call.loras for call in calls) else self._compiled(calls)
+        questions = ControlQuestions.ask(calls, sample, layout, exact=compiled is None)
         try:
-            half = self._encode(calls, sample, layout)
+            text, embedding = self._constants(calls, sample, layout)
+            factors = self._factors.of([call.loras for call in calls], layout) if compiled is not None else None
+            if compiled is not None:
+                half = compiled.encode(sample, embedding, text, factors)
+            else:
+                self._load_weights()
+                half = encoder_half(self._unet, sample, embedding, text)
         except BaseException:
             questions.abandon()
             raise
-        answers = questions.answers()
-        errors = [_apply(half, layout, k, answer) for k, answer in enumerate(answers)]
-        output = decoder_half(self._unet, half) if half.exact or self._fast is None else self._fast.decode(half)
+        errors = [_apply(half, layout, k, answer) for k, answer in enumerate(questions.answers())]
+        if compiled is not None:
+            output = compiled.decode(half, factors)
+        else:
+            output = decoder_half(self._unet, half, forward_size=needs_forward_size(self._unet, sample))
         return _split_output(output, calls, layout, errors)
 
     @torch.inference_mode()
     def run_encoder_half(self, calls: Sequence[StepCall]) -> None:
         """Run the part of a step that ControlNets can run beside, for measuring, without calling any ControlNet."""
         layout = BatchLayout.of([call.conditioning for call in calls])
-        self._encode(calls, stack_samples(calls, layout), layout)
+        sample = stack_samples(calls, layout)
+        text, embedding = self._constants(calls, sample, layout)
+        compiled = self._compiled(calls)
+        if compiled is not None:
+            compiled.encode(sample, embedding, text, None)
+        else:
+            self._load_weights()
+            encoder_half(self._unet, sample, embedding, text)
 
-    def _encode(self, calls: Sequence[StepCall], sample: torch.Tensor, layout: BatchLayout) -> EncoderOutput:
-        fast = self._fast_for(calls)
-        constants = self._store.of([call.conditioning for call in calls], layout, fast=fast is not None)
+    def _compiled(self, calls: Sequence[StepCall] = ()) -> CompiledHalves | None:
+        """Return the programs if they may run these calls."""
+        merged = any(call.merged for call in calls)
+        return None if merged or self._exact() is Exact.ALWAYS else self._halves
+
+    def _load_weights(self) -> None:
+        if self._weights is not None:
+            self._weights.take()
+
+    def _constants(
+        self, calls: Sequence[StepCall], sample: torch.Tensor, layout: BatchLayout
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the text `(R, L, C)` and the finished time embedding `(R, E)`."""
+        conditionings = [call.conditioning for call in calls]
+        text = stack_conditionings([conditioning.text for conditioning in conditionings], layout)
+        added = {
+            name: stack_conditionings([conditioning.added[name] for conditioning in conditionings], layout)
+            for name in conditionings[0].added
+        }
         timesteps = stack_timesteps(calls, layout)
-        embedding = time_embedding(self._unet, sample, timesteps, self._guidance(calls, layout))
-        augmentation = added_embedding(self._unet, embedding, constants.text, constants.added)
-        if fast is not None and constants.fast is not None:
-            return fast.encode(sample, embedding, constants.fast, augmentation)
-        return encoder_half(self._unet, sample, embedding, constants.text, augmentation)
-
-    def _fast_for(self, calls: Sequence[StepCall]) -> FastHalves | None:
-        exact = self._exact()
-        return None if exact is Exact.ALWAYS or (exact is Exact.ALONE and len(calls) == 1) else self._fast
+        return text, time_embedding(
+            self._unet, sample, timesteps, text, added=added, guidance=self._guidance(calls, layout)
+        )
 
     def _guidance(self, calls: Sequence[StepCall], layout: BatchLayout) -> torch.Tensor | None:
         if not self._bundle.embeds_guidance:
@@ -122,13 +174,6 @@ class UNetDenoiser:
         scales = [call.guidance_scale for call, count in zip(calls, layout.counts, strict=True) for _ in range(count)]
         width = int(self._bundle.config["time_cond_proj_dim"])
         return guidance_embedding(scales, width, self._bundle.dtype, self._bundle.device)
-
-
-def _can_be_fast(bundle: Bundle) -> bool:
-    reason = why_not_fast(bundle.unet)
-    if reason is not None:
-        _log.warning("%s: batches run through diffusers' own modules, which is slower: %s", bundle.folder, reason)
-    return reason is None
 
 
 def _apply(

@@ -65,8 +65,9 @@ class _Rewrite:
 class Merger:
     """A `protocols.LoraMerger` over live modules.
 
-    `components` maps "unet", "text_encoder", "text_encoder_2" to their live modules; weights keep their storage, so
-    compiled graphs and data pointers stay valid. `impl` names a merge kernel; None lets the registry choose.
+    `components` maps "unet", "text_encoder", "text_encoder_2", or some of them, to their live modules; what a set
+    holds for others is left to their merger. `before_write` is called before weights are read or written. `impl` names
+    a merge kernel; None lets the registry choose.
     """
 
     def __init__(
@@ -74,15 +75,18 @@ class Merger:
         components: Mapping[str, nn.Module],
         *,
         impl: str | None = None,
+        before_write: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._weights = {
-            ModuleRef(component, path): live_weight(module)
+        self._components = frozenset(components)
+        self._modules = {
+            ModuleRef(component, path): module
             for component, root in components.items()
             for path, module in root.named_modules()
             if path and is_mergeable(module)
         }
         self._impl = impl
+        self._before_write = before_write
         self._clock = clock
         self._current: LoraSet = ()
         self._version = 0
@@ -109,12 +113,13 @@ class Merger:
 
         After `LoraError` nothing was written. After `OutOfMemory` (or any other error) the bare model is live.
         """
+        self._before_write()
         rewrites = self._plan(target, weights)
         self._check_finite(rewrites)
         if rewrites:
             self._write(rewrites)
         self._current = target
-        self._touched |= {lora.name: frozenset(_loaded(weights[lora.name]).factors) for lora in target}
+        self._touched |= {lora.name: self._own(_loaded(weights[lora.name])) for lora in target}
 
     def switch_cost_s(self, target: LoraSet) -> float:
         """Return the expected seconds of `switch`, from measurements; 0 for the current set.
@@ -134,8 +139,8 @@ class Merger:
         for lora in self._current:
             for ref in self._touched.get(lora.name, ()):
                 had[ref] = (*had.get(ref, ()), lora)
-        merge_bytes = sum(self._weights[ref].nbytes for ref, loras in wanted.items() if had.get(ref) != loras)
-        restore_bytes = sum(self._weights[ref].nbytes for ref in had.keys() - wanted.keys())
+        merge_bytes = sum(self._weight(ref).nbytes for ref, loras in wanted.items() if had.get(ref) != loras)
+        restore_bytes = sum(self._weight(ref).nbytes for ref in had.keys() - wanted.keys())
         merge_rate = self._merge_s_per_byte or _FIRST_MERGE_S_PER_BYTE
         restore_rate = self._restore_s_per_byte or _FIRST_RESTORE_S_PER_BYTE
         return (merge_bytes + unknown_bytes) * merge_rate + restore_bytes * restore_rate
@@ -160,7 +165,7 @@ class Merger:
                 raise LoraError(f"LoRA {lora.name!r}: its scale is not finite", param="loras")
             loaded = _loaded(weights[lora.name])
             for ref, factor in loaded.factors.items():
-                if lora.scale == 0.0:
+                if lora.scale == 0.0 or ref.component not in self._components:
                     continue
                 self._check_fits(lora.name, ref, factor)
                 factors.setdefault(ref, []).append((factor, lora.scale * factor.alpha / factor.rank))
@@ -168,18 +173,18 @@ class Merger:
         changed = [ref for ref in {**recipes, **self._live} if recipes.get(ref, ()) != self._live.get(ref, ())]
         for ref in changed:
             self._keep_pristine(ref)
-        return [_Rewrite(ref, self._weights[ref], recipes.get(ref, ()), tuple(factors.get(ref, ()))) for ref in changed]
+        return [_Rewrite(ref, self._weight(ref), recipes.get(ref, ()), tuple(factors.get(ref, ()))) for ref in changed]
 
     def _check_fits(self, name: str, ref: ModuleRef, factor: Factor) -> None:
-        weight = self._weights.get(ref)
-        if weight is None:
+        if ref not in self._modules:
             raise LoraError(f"LoRA {name!r} touches {ref}, which this model does not have", param="loras")
+        weight = self._weight(ref)
         if (factor.up.shape[0], factor.down.shape[1]) != (weight.shape[0], weight.shape[1:].numel()):
             raise LoraError(f"LoRA {name!r}: its factors for {ref} do not make a {tuple(weight.shape)}", param="loras")
 
     def _keep_pristine(self, ref: ModuleRef) -> None:
         if ref not in self._pristine:
-            weight = self._weights[ref]
+            weight = self._weight(ref)
             try:
                 copy = weight.clone()
             except (torch.OutOfMemoryError, MemoryError) as error:
@@ -244,15 +249,22 @@ class Merger:
         """Restore every weight that was ever touched; copying needs no memory."""
         _log.exception("merging a LoRA set failed half-way; the bare model is live again")
         for ref, pristine in self._pristine.items():
-            self._weights[ref].copy_(pristine.copy)
+            self._weight(ref).copy_(pristine.copy)
         self._live.clear()
         self._current = ()
+
+    def _weight(self, ref: ModuleRef) -> torch.Tensor:
+        """Return the live weight. Asked for each time: weights may be given back and brought into memory again."""
+        return live_weight(self._modules[ref])
+
+    def _own(self, loaded: LoadedLora) -> frozenset[ModuleRef]:
+        return frozenset(ref for ref in loaded.factors if ref.component in self._components)
 
     def _typical_bytes(self) -> float:
         """Return the average bytes that a LoRA touches, over those seen."""
         if not self._touched:
-            return float(sum(weight.nbytes for weight in self._weights.values()))
-        sizes = [sum(self._weights[ref].nbytes for ref in refs) for refs in self._touched.values()]
+            return float(sum(self._weight(ref).nbytes for ref in self._modules))
+        sizes = [sum(self._weight(ref).nbytes for ref in refs) for refs in self._touched.values()]
         return sum(sizes) / len(sizes)
 
 

@@ -1,0 +1,79 @@
+"""How a prepared module runs: `torch` is the definition, `openvino` is faster on most CPUs. One protocol for both.
+
+A `Computation` is a module over tensors with the sizes that may vary. An executor prepares it once; the `Program`
+then runs it for any number of rows and any size. LoRA factors are inputs of a program, row by row, so a call may hold
+rows of different LoRA sets and nothing is merged.
+
+Symbols: R rows, r rank. A row's factors of a layer are A `(in, r)` and B `(r, out)`; the layer adds `x @ A @ B`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import nn
+
+Factors: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""A `float32 (R, in, r)` and B `float32 (R, r, out)` of one layer. Rows of a lower rank are padded with zeros."""
+
+
+class ExecutorError(RuntimeError):
+    """A module could not be prepared; the message says why. The torch executor runs it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputSpec:
+    """One input. `shape` has None where the size may vary from call to call; the first axis is the rows."""
+
+    name: str
+    shape: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptedLayer:
+    """A layer that takes factors: a linear layer or a 1x1 convolution. `path` is its dotted name in the module."""
+
+    path: str
+    width_in: int
+    width_out: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowFactors:
+    """The LoRA factors of R rows by layer path. Layers that are not named add nothing. Do not change it: programs
+    recognise it by identity."""
+
+    rows: int
+    by_path: Mapping[str, Factors]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Computation:
+    """A module to prepare. `module(*inputs)` returns a tuple of tensors; `example` has a tensor for each input.
+
+    `takes_factors`: whether its linear layers and 1x1 convolutions become adapted layers.
+    """
+
+    module: nn.Module
+    inputs: tuple[InputSpec, ...]
+    example: tuple[torch.Tensor, ...]
+    takes_factors: bool = False
+
+
+class Program(Protocol):
+    """A prepared computation. One thread at a time."""
+
+    @property
+    def layers(self) -> tuple[AdaptedLayer, ...]:
+        """The layers that take factors; empty if the computation takes none."""
+
+    def run(
+        self, inputs: Sequence[torch.Tensor], factors: RowFactors | None = None, *, copy: bool = True
+    ) -> tuple[torch.Tensor, ...]:
+        """Compute the outputs, in the dtype of the first input.
+
+        With `copy=False` they may live in the program's own memory, which the next `run` overwrites.
+        """

@@ -1,0 +1,176 @@
+"""A module's twin that computes in float32 and adds row-wise LoRA factors in its linear layers and 1x1 convolutions.
+
+The twin shares all parameters with the module, whatever their dtype: layers widen them when they compute, so weights
+that are memory-mapped from a float16 file stay there. Its arithmetic is the definition of what a `Computation` and
+`RowFactors` mean; executors that compile the twin are compared with it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from plait_kernels.executors import AdaptedLayer, Computation, ExecutorError, RowFactors
+
+
+class Twin(nn.Module):
+    """`twin(*inputs, *factors)` computes the module with the factors A, B of every layer of `layers`, in order."""
+
+    def __init__(self, computation: Computation) -> None:
+        """Raises `ExecutorError` for a layer that cannot be widened."""
+        super().__init__()
+        self._given: list[torch.Tensor] = []
+        maker = _Maker(self._given, computation.takes_factors)
+        self.module = maker.make(computation.module, "")
+        self.layers = tuple(maker.found)
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Compute the module with the factors in the last `2 * len(layers)` tensors."""
+        count = len(tensors) - 2 * len(self.layers)
+        self._given[:] = tensors[count:]
+        try:
+            return tuple(self.module(*tensors[:count]))
+        finally:
+            self._given.clear()
+
+
+def flat_factors(layers: Sequence[AdaptedLayer], rows: int, factors: RowFactors | None) -> list[torch.Tensor]:
+    """Return A, B for every layer in order; `(rows, in, 0)` and `(rows, 0, out)` where a layer has none."""
+    by_path = factors.by_path if factors is not None else {}
+    flat: list[torch.Tensor] = []
+    for layer in layers:
+        pair = by_path.get(layer.path)
+        if pair is None:
+            pair = torch.empty(rows, layer.width_in, 0), torch.empty(rows, 0, layer.width_out)
+        flat.extend(pair)
+    return flat
+
+
+def check_factors(layers: Sequence[AdaptedLayer], rows: int, factors: RowFactors | None) -> None:
+    """Raise `ExecutorError` for factors of other rows or of layers that take none."""
+    if factors is None:
+        return
+    if factors.rows != rows:
+        raise ExecutorError(f"factors for {factors.rows} rows were given to a call of {rows}")
+    unknown = factors.by_path.keys() - {layer.path for layer in layers}
+    if unknown:
+        raise ExecutorError(f"{sorted(unknown)[0]} takes no factors")
+
+
+def adapted_layer(path: str, module: nn.Module) -> AdaptedLayer | None:
+    """Return what a layer needs to take factors, or None if it cannot."""
+    if isinstance(module, nn.Linear):
+        return AdaptedLayer(path=path, width_in=module.in_features, width_out=module.out_features)
+    if isinstance(module, nn.Conv2d) and _is_pointwise(module):
+        return AdaptedLayer(path=path, width_in=module.in_channels, width_out=module.out_channels)
+    return None
+
+
+def _is_pointwise(module: nn.Conv2d) -> bool:
+    plain = module.kernel_size == (1, 1) and module.stride == (1, 1) and module.groups == 1
+    return plain and module.padding in ((0, 0), 0)
+
+
+class _Maker:
+    """Copies the containers of a module and replaces the layers that must be."""
+
+    def __init__(self, given: list[torch.Tensor], adapts: bool) -> None:
+        self.found: list[AdaptedLayer] = []
+        self._given = given
+        self._adapts = adapts
+
+    def make(self, module: nn.Module, path: str) -> nn.Module:
+        """Return the twin of the module called `path`."""
+        layer = adapted_layer(path, module) if self._adapts else None
+        if layer is not None:
+            place = 2 * len(self.found)
+            self.found.append(layer)
+            kind = _AdaptedLinear if isinstance(module, nn.Linear) else _AdaptedPointwise
+            return kind(module, self._given, place)
+        if any(own.dtype != torch.float32 for own in module._parameters.values() if own is not None):
+            return _widened(path, module)
+        if not module._modules:
+            return module
+        clone = copy.copy(module)
+        clone.__dict__["_modules"] = {
+            name: child if child is None else self.make(child, f"{path}.{name}" if path else name)
+            for name, child in module._modules.items()
+        }
+        return clone
+
+
+def _widened(path: str, module: nn.Module) -> nn.Module:
+    for kind, compute in _WIDE.items():
+        if isinstance(module, kind):
+            return _WideLayer(module, compute)
+    raise ExecutorError(f"{path}: a {type(module).__name__} cannot be computed in float32 from other weights")
+
+
+def _wide(value: Any) -> Any:
+    return None if value is None else value.to(torch.float32)
+
+
+class _WideLayer(nn.Module):
+    """A layer that widens its weights when it computes."""
+
+    def __init__(self, layer: nn.Module, compute: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layer = layer
+        self._compute = compute
+
+    def forward(self, x: torch.Tensor, *_: object) -> torch.Tensor:
+        return self._compute(self.layer, x)
+
+
+def _convolve(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    weight, bias = layer.weight.to(torch.float32), _wide(layer.bias)
+    return F.conv2d(x, weight, bias, layer.stride, layer.padding, layer.dilation, layer.groups)
+
+
+_WIDE: Mapping[type[nn.Module], Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    nn.Linear: lambda layer, x: F.linear(x, _wide(layer.weight), _wide(layer.bias)),
+    nn.Conv2d: _convolve,
+    nn.GroupNorm: lambda layer, x: F.group_norm(x, layer.num_groups, _wide(layer.weight), _wide(layer.bias), layer.eps),
+    nn.LayerNorm: lambda layer, x: F.layer_norm(
+        x, layer.normalized_shape, _wide(layer.weight), _wide(layer.bias), layer.eps
+    ),
+}
+
+
+class _AdaptedLinear(nn.Module):
+    """`layer(x) + x @ A @ B` for x `(R, S, in)` or `(R, in)`."""
+
+    def __init__(self, layer: Any, given: list[torch.Tensor], place: int) -> None:
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+        self._given = given
+        self._place = place
+
+    def forward(self, x: torch.Tensor, *_: object) -> torch.Tensor:
+        first, second = self._given[self._place], self._given[self._place + 1]
+        plain = F.linear(x, _wide(self.weight), _wide(self.bias))
+        if x.ndim == 2:
+            return plain + torch.bmm(torch.bmm(x.unsqueeze(1), first), second).squeeze(1)
+        return plain + torch.bmm(torch.bmm(x, first), second)
+
+
+class _AdaptedPointwise(nn.Module):
+    """The same for a 1x1 convolution of x `(R, in, h, w)`."""
+
+    def __init__(self, layer: Any, given: list[torch.Tensor], place: int) -> None:
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+        self._given = given
+        self._place = place
+
+    def forward(self, x: torch.Tensor, *_: object) -> torch.Tensor:
+        first, second = self._given[self._place], self._given[self._place + 1]
+        plain = F.conv2d(x, _wide(self.weight), _wide(self.bias))
+        tokens = x.flatten(2).transpose(1, 2)
+        added = torch.bmm(torch.bmm(tokens, first), second)
+        return plain + added.transpose(1, 2).reshape(plain.shape)

@@ -1,0 +1,50 @@
+"""One converted model for one set of shapes, without the layers' factors where a call has none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import openvino as ov
+
+from plait_kernels.executors import AdaptedLayer
+
+Shape = tuple[int, ...]
+
+
+def fixed(
+    model: Any, layers: Sequence[AdaptedLayer], *, inputs: Sequence[Shape], rows: int, ranks: Sequence[int]
+) -> Any:
+    """Return a copy of `model` for these input shapes and ranks (one for each layer); 0 removes a layer's factors.
+
+    Raises RuntimeError or `ValueError` if the graph is not what `conversion` makes.
+    """
+    copy = model.clone()
+    ports = list(copy.inputs)
+    sizes = {port: ov.PartialShape(list(size)) for port, size in zip(ports, inputs, strict=False)}
+    for i, (layer, rank) in enumerate(zip(layers, ranks, strict=True)):
+        first, second = ports[len(inputs) + 2 * i], ports[len(inputs) + 2 * i + 1]
+        if rank:
+            sizes[first] = ov.PartialShape([rows, layer.width_in, rank])
+            sizes[second] = ov.PartialShape([rows, rank, layer.width_out])
+        else:
+            _cut_off(second)
+            copy.remove_parameter(first.get_node())
+            copy.remove_parameter(second.get_node())
+    copy.reshape(sizes)
+    return copy
+
+
+def _cut_off(factor: Any) -> None:
+    """Replace the sum that the product with `factor` leads to by its other operand."""
+    port = factor
+    while True:
+        targets = list(port.get_target_inputs())
+        if len(targets) != 1:
+            raise ValueError(f"a factor leads to {len(targets)} operations")
+        node = targets[0].get_node()
+        if node.get_type_name() == "Add":
+            other = node.input_value(1 - targets[0].get_index())
+            node.output(0).replace(other)
+            return
+        port = node.output(0)

@@ -1,0 +1,44 @@
+"""The reference executor: torch runs the twin eagerly over the live parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from plait_kernels.executors import AdaptedLayer, Computation, RowFactors
+from plait_kernels.executors.adapters import Twin, check_factors, flat_factors
+
+
+class TorchProgram:
+    """A `Program` that calls the twin. Changes to the module's parameters take effect at once."""
+
+    def __init__(self, computation: Computation) -> None:
+        self._twin = Twin(computation)
+
+    @property
+    def layers(self) -> tuple[AdaptedLayer, ...]:
+        """The layers that take factors."""
+        return self._twin.layers
+
+    @torch.inference_mode()
+    def run(
+        self, inputs: Sequence[torch.Tensor], factors: RowFactors | None = None, *, copy: bool = True
+    ) -> tuple[torch.Tensor, ...]:
+        """Compute the outputs. They are always the caller's own, whatever `copy` is."""
+        del copy
+        rows = inputs[0].shape[0]
+        check_factors(self._twin.layers, rows, factors)
+        wide = [value.to(torch.float32) for value in inputs]
+        outputs = self._twin(*wide, *flat_factors(self._twin.layers, rows, factors))
+        return tuple(output.to(inputs[0].dtype) for output in outputs)
+
+
+class TorchExecutor:
+    """Prepares nothing and runs everything."""
+
+    name = "torch"
+
+    def prepare(self, computation: Computation) -> TorchProgram:
+        """Return the program."""
+        return TorchProgram(computation)

@@ -1,0 +1,117 @@
+"""What an executor prepares of a Stable Diffusion model: the UNet's two halves and the VAE's decoder."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+
+from plait_kernels.executors import Computation, InputSpec
+from plait_kernels.executors.torch_executor import TorchProgram
+from plait_serving.diffusion.denoisers.halves import EncoderOutput, decoder_half, encoder_half
+
+_ENCODER_PARTS = ("conv_in", "down_blocks", "mid_block")
+_DECODER_PARTS = ("up_blocks", "conv_norm_out", "conv_act", "conv_out")
+_ROWS, _SIDE, _TOKENS = 2, 16, 16  # of the example: small, and larger than the UNet's total factor
+
+
+class EncoderHalf(nn.Module):
+    """`(sample, embedding, text)` to the skips, oldest first, and the mid output."""
+
+    def __init__(self, unet: Any) -> None:
+        super().__init__()
+        self.unet = _only(unet, _ENCODER_PARTS)
+
+    def forward(self, sample: torch.Tensor, embedding: torch.Tensor, text: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run the first half."""
+        half = encoder_half(self.unet, sample, embedding, text)
+        return (*half.skips, half.sample)
+
+
+class DecoderHalf(nn.Module):
+    """`(mid output, embedding, text, *skips)` to the model output."""
+
+    def __init__(self, unet: Any) -> None:
+        super().__init__()
+        self.unet = _only(unet, _DECODER_PARTS)
+
+    def forward(
+        self, sample: torch.Tensor, embedding: torch.Tensor, text: torch.Tensor, *skips: torch.Tensor
+    ) -> tuple[torch.Tensor]:
+        """Run the second half; sizes come from the skips, so one trace serves every shape."""
+        return (decoder_half(self.unet, EncoderOutput(sample, skips, embedding, text), forward_size=True),)
+
+
+class VaeDecoder(nn.Module):
+    """`(1, c, h, w)` scaled latents to `(1, 3, H, W)`."""
+
+    def __init__(self, vae: Any) -> None:
+        super().__init__()
+        self.vae = vae
+
+    def forward(self, latents: torch.Tensor) -> tuple[torch.Tensor]:
+        """Decode."""
+        return (self.vae.decode(latents, return_dict=False)[0],)
+
+
+def encoder_computation(unet: Any) -> Computation:
+    """Return the first half of a UNet, in whatever dtype its weights are; its layers take factors."""
+    return Computation(
+        module=EncoderHalf(unet).eval(),
+        inputs=_inputs(unet, int(unet.config.in_channels)),
+        example=_example(unet),
+        takes_factors=True,
+    )
+
+
+def decoder_computation(unet: Any) -> Computation:
+    """Return the second half; its inputs are what the first half makes of its example."""
+    _, embedding, text = _example(unet)
+    *skips, mid = TorchProgram(encoder_computation(unet)).run(_example(unet))
+    specs = (InputSpec(name=f"skip.{i}", shape=(None, skip.shape[1], None, None)) for i, skip in enumerate(skips))
+    return Computation(
+        module=DecoderHalf(unet).eval(),
+        inputs=(*_inputs(unet, mid.shape[1]), *specs),
+        example=tuple(value.clone() for value in (mid, embedding, text, *skips)),
+        takes_factors=True,
+    )
+
+
+def vae_computation(vae: Any) -> Computation:
+    """Return a VAE's decoder, one image at a time."""
+    channels = int(vae.config.latent_channels)
+    return Computation(
+        module=VaeDecoder(vae).eval(),
+        inputs=(InputSpec(name="latents", shape=(1, channels, None, None)),),
+        example=(_draw(1, channels, _SIDE, _SIDE, seed=3),),
+    )
+
+
+def _inputs(unet: Any, channels: int) -> tuple[InputSpec, ...]:
+    return (
+        InputSpec(name="sample", shape=(None, channels, None, None)),
+        InputSpec(name="embedding", shape=(None, unet.time_embedding.linear_2.out_features)),
+        InputSpec(name="text", shape=(None, None, int(unet.config.cross_attention_dim))),
+    )
+
+
+def _example(unet: Any) -> tuple[torch.Tensor, ...]:
+    return (
+        _draw(_ROWS, int(unet.config.in_channels), _SIDE, _SIDE, seed=0),
+        _draw(_ROWS, unet.time_embedding.linear_2.out_features, seed=1),
+        _draw(_ROWS, _TOKENS, int(unet.config.cross_attention_dim), seed=2),
+    )
+
+
+def _draw(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _only(module: Any, parts: Collection[str]) -> Any:
+    """Return a shallow copy, sharing the weights, that has only some of the module's parts."""
+    clone = copy.copy(module)
+    clone.__dict__["_modules"] = {name: part for name, part in module._modules.items() if name in parts}
+    return clone

@@ -1,0 +1,112 @@
+"""LoRA sets as row-wise factors: what the rows of a batch add to the layers of the UNet.
+
+A set of several LoRAs is their factors side by side: A = [A1 | A2], B = [c1 B1; c2 B2] with c = scale * alpha / r.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from plait_kernels.executors import AdaptedLayer, Factors, RowFactors
+from plait_serving.diffusion.denoisers.batch import BatchLayout
+from plait_serving.diffusion.lora.formats import Factor, LoadedLora
+from plait_serving.diffusion.protocols import LoraWeights
+
+LoadedSet: TypeAlias = tuple[tuple[LoraWeights, float], ...]
+"""The files of a LoRA set with their scales, in set order."""
+
+_RANK_STEP = 8  # ranks are padded to multiples, so that few shapes occur
+_COMPOSITIONS = 4
+_COMPONENT = "unet"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stored:
+    factors: RowFactors | None
+    owners: tuple[LoadedSet, ...]
+
+
+class FactorStore:
+    """Builds the factors of a batch and remembers the latest ones. Compute thread only."""
+
+    def __init__(self, layers: Sequence[AdaptedLayer]) -> None:
+        """Take the adapted layers; their paths are those of `ModuleRef`s as text."""
+        self._layers = {layer.path: layer for layer in layers}
+        self._taken: dict[int, bool] = {}
+        self._known: OrderedDict[tuple[object, ...], _Stored] = OrderedDict()
+
+    def takes(self, weights: LoraWeights) -> bool:
+        """Return whether every UNet layer that a file changes is adapted."""
+        if not isinstance(weights, LoadedLora):
+            return False
+        known = self._taken.get(weights.token)
+        if known is None:
+            refs = [ref for ref in weights.factors if ref.component == _COMPONENT]
+            known = all(str(ref) in self._layers for ref in refs)
+            self._taken[weights.token] = known
+        return known
+
+    def of(self, sets: Sequence[LoadedSet], layout: BatchLayout) -> RowFactors | None:
+        """Return the factors of a batch of requests with these sets; None if no row has any."""
+        if not any(sets):
+            return None
+        key = (layout.counts, layout.branches, *(tuple((_token(file), scale) for file, scale in one) for one in sets))
+        stored = self._known.pop(key, None) or _Stored(self._build(sets, layout), tuple(sets))
+        self._known[key] = stored
+        if len(self._known) > _COMPOSITIONS:
+            self._known.popitem(last=False)
+        return stored.factors
+
+    def _build(self, sets: Sequence[LoadedSet], layout: BatchLayout) -> RowFactors:
+        by_request = [_by_path(one) for one in sets]
+        rows = layout.images * layout.branches
+        paths = dict.fromkeys(path for terms in by_request for path in terms)
+        return RowFactors(
+            rows=rows,
+            by_path={path: _stack(self._layers[path], by_request, layout, rows, path) for path in paths},
+        )
+
+
+def _token(weights: LoraWeights) -> int:
+    assert isinstance(weights, LoadedLora)
+    return weights.token
+
+
+def _by_path(one: LoadedSet) -> Mapping[str, list[tuple[Factor, float]]]:
+    terms: dict[str, list[tuple[Factor, float]]] = {}
+    for weights, scale in one:
+        assert isinstance(weights, LoadedLora)
+        if scale == 0.0:
+            continue
+        for ref, factor in weights.factors.items():
+            if ref.component == _COMPONENT:
+                terms.setdefault(str(ref), []).append((factor, scale * factor.alpha / factor.rank))
+    return terms
+
+
+def _stack(
+    layer: AdaptedLayer,
+    by_request: Sequence[Mapping[str, list[tuple[Factor, float]]]],
+    layout: BatchLayout,
+    rows: int,
+    path: str,
+) -> Factors:
+    """Return one layer's A and B; a request's rows hold the same factors."""
+    needed = max(sum(factor.rank for factor, _ in terms.get(path, ())) for terms in by_request)
+    rank = -(-needed // _RANK_STEP) * _RANK_STEP
+    first, second = torch.zeros(rows, layer.width_in, rank), torch.zeros(rows, rank, layer.width_out)
+    for k, terms in enumerate(by_request):
+        start = 0
+        for factor, c in terms.get(path, ()):
+            part = slice(start, start + factor.rank)
+            down, up = factor.down.to(torch.float32).T, factor.up.to(torch.float32).T * c
+            for own in layout.rows(k):
+                first[own, :, part] = down
+                second[own, part, :] = up
+            start += factor.rank
+    return first, second

@@ -1,0 +1,128 @@
+"""Prepares the parts of a model with an executor: at once what was converted before, behind the server what was not.
+
+Converting works on a second, memory-mapped load of the files, so it never sees a LoRA that torch has merged meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from plait_kernels.executors import Computation, ExecutorError, Program
+from plait_kernels.executors.openvino_executor import OpenVinoExecutor, OpenVinoSettings, available
+from plait_kernels.executors.store import ProgramStore
+from plait_serving.diffusion.bundle import map_unet, map_vae
+from plait_serving.diffusion.denoisers.compiled import CompiledHalves
+from plait_serving.diffusion.denoisers.computations import decoder_computation, encoder_computation, vae_computation
+from plait_serving.diffusion.errors import ModelError
+from plait_serving.diffusion.knobs import ExecutorName
+
+_log = logging.getLogger(__name__)
+
+_PRECISIONS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+class Preparer:
+    """Prepares with one executor. Thread-safe."""
+
+    def __init__(self, executor: OpenVinoExecutor) -> None:
+        self._executor = executor
+        self._keys: dict[Path, str] = {}
+
+    def open_unet(self, folder: Path) -> CompiledHalves | None:
+        """Return the programs of a UNet's folder if both halves were converted before."""
+        encoder = self._open(folder, "encoder")
+        decoder = self._open(folder, "decoder") if encoder is not None else None
+        return None if encoder is None or decoder is None else CompiledHalves(encoder=encoder, decoder=decoder)
+
+    def make_unet(self, folder: Path) -> CompiledHalves:
+        """Return the programs of a UNet's folder. Raises `ExecutorError`, `ModelError` or OSError."""
+        unet = map_unet(folder)
+        return CompiledHalves(
+            encoder=self._make(folder, "encoder", lambda: encoder_computation(unet)),
+            decoder=self._make(folder, "decoder", lambda: decoder_computation(unet)),
+        )
+
+    def open_vae(self, folder: Path) -> Program | None:
+        """Return the program of a VAE's decoder if it was converted before."""
+        return self._open(folder, "vae-decoder")
+
+    def make_vae(self, folder: Path) -> Program:
+        """Return the program of a VAE's decoder. Raises like `make_unet`."""
+        return self._make(folder, "vae-decoder", lambda: vae_computation(map_vae(folder)))
+
+    def open_controlnet(self, folder: Path) -> Program | None:
+        """Return the program of a ControlNet if it was converted before."""
+        return self._open(folder, "controlnet")
+
+    def make_controlnet(self, folder: Path, computation: Callable[[], Computation]) -> Program:
+        """Return the program of a ControlNet. Raises like `make_unet`."""
+        return self._make(folder, "controlnet", computation)
+
+    def _open(self, folder: Path, part: str) -> Program | None:
+        try:
+            return self._executor.open(self._key(folder, part))
+        except OSError as error:
+            _log.warning("prepared models cannot be read: %s", error)
+            return None
+
+    def _make(self, folder: Path, part: str, computation: Callable[[], Computation]) -> Program:
+        started_s = time.perf_counter()
+        program = self._executor.prepare(self._key(folder, part), computation)
+        _log.info("%s: %s is prepared after %.1f s", folder, part, time.perf_counter() - started_s)
+        return program
+
+    def _key(self, folder: Path, part: str) -> str:
+        key = self._keys.get(folder)
+        if key is None:
+            key = self._keys[folder] = self._executor.key(folder)
+        return f"{key}-{part}"
+
+
+def default_prepared_folder() -> Path:
+    """Return where converted models are kept: `plait/prepared` in the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "plait" / "prepared"
+
+
+def preparer_for(
+    executor: ExecutorName, *, device: str, dtype: torch.dtype, threads: int, cache: Path
+) -> Preparer | None:
+    """Return what prepares models for a device and dtype, or None where torch is to run them.
+
+    Raises `ModelError` if openvino was asked for by name and cannot be used.
+    """
+    reason = _why_not(device, dtype)
+    if executor is ExecutorName.TORCH or (executor is ExecutorName.AUTO and reason is not None):
+        return None
+    if reason is not None:
+        raise ModelError(f"executor: openvino cannot be used: {reason}")
+    settings = OpenVinoSettings(precision=_PRECISIONS[dtype], threads=threads)
+    return Preparer(OpenVinoExecutor(ProgramStore(cache), settings))
+
+
+def behind(what: str, make: Callable[[], None]) -> None:
+    """Call `make` on a background thread. If it fails, torch goes on serving, and the log says why, once."""
+
+    def run() -> None:
+        try:
+            make()
+        except (ExecutorError, ModelError, OSError) as error:
+            _log.warning("%s runs on torch: %s", what, error)
+        except Exception:
+            _log.exception("%s runs on torch: preparing it failed", what)
+
+    threading.Thread(target=run, name="plait-prepare", daemon=True).start()
+
+
+def _why_not(device: str, dtype: torch.dtype) -> str | None:
+    if not device.startswith("cpu"):
+        return f"it runs on CPUs, not on {device}"
+    if dtype not in _PRECISIONS:
+        return f"it computes in float32 or bfloat16, not in {dtype}".replace("torch.", "")
+    return None if available() else "the package openvino is not installed"

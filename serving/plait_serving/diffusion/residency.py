@@ -1,0 +1,74 @@
+"""Weights that are in memory only while torch runs the module: an executor that took over holds its own.
+
+Otherwise the parameters are the file's bytes, memory-mapped: shapes and configuration stay available and nothing but
+page cache is used.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+_log = logging.getLogger(__name__)
+
+
+class ResidentWeights:
+    """The parameters of one module. One thread at a time."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        name: str,
+        dtype: torch.dtype,
+        mapped: Callable[[], nn.Module],
+        resident: bool,
+        always: tuple[str, ...] = (),
+    ) -> None:
+        """Take a module whose parameters are in `dtype` (`resident`) or as the files hold them.
+
+        `mapped` loads a module with the files' own bytes. Parts named in `always` stay in memory.
+        """
+        self._module = module
+        self._name = name
+        self._dtype = dtype
+        self._mapped = mapped
+        self._always = always
+        self._resident = resident
+        if not resident:
+            self._keep_always()
+
+    @property
+    def resident(self) -> bool:
+        """Whether torch can run the module now."""
+        return self._resident
+
+    def take(self) -> None:
+        """Bring the weights into memory in the dtype that torch computes with. Does nothing if they are there."""
+        if self._resident:
+            return
+        started_s = time.perf_counter()
+        for parameter in self._module.parameters():
+            parameter.data = parameter.data.to(self._dtype, copy=True)
+        self._resident = True
+        nbytes = sum(parameter.nbytes for parameter in self._module.parameters())
+        _log.info("%s: %.1f GB for torch in %.1f s", self._name, nbytes / 1e9, time.perf_counter() - started_s)
+
+    def release(self) -> None:
+        """Give the memory back. The weights must be pristine: what was merged into them would be lost."""
+        if not self._resident:
+            return
+        for parameter, kept in zip(self._module.parameters(), self._mapped().parameters(), strict=True):
+            parameter.data = kept.data
+        self._resident = False
+        self._keep_always()
+
+    def _keep_always(self) -> None:
+        for name in self._always:
+            part = getattr(self._module, name, None)
+            if part is not None:
+                part.to(self._dtype)
