@@ -148,7 +148,9 @@ def _controlnet(name: str, section: ControlNetSection, images: ImagesSection) ->
         user_config={"threads": section.threads},
         **_COMMON,
     )
-    return deployment.bind(name=name, folder=str(section.folder), dtype=images.dtype, device=images.device)
+    return deployment.bind(
+        name=name, folder=str(section.folder), dtype=images.dtype, device=images.device, executor=images.executor.value
+    )
 
 
 def _rank_model(name: str, section: RankModelSection, source: RankSource) -> RankModel:

@@ -103,7 +103,13 @@ def _images(images: ImagesSection) -> dict[str, DeploymentPlan]:
         ENGINE: DeploymentPlan(fixed=_json(fixed), knobs=knobs, replicas=images.replicas, num_gpus=images.num_gpus)
     }
     for name, section in images.controlnet_services().items():
-        own = {"folder": str(section.folder), "dtype": images.dtype, "device": images.device, "gpus": section.num_gpus}
+        own = {
+            "folder": str(section.folder),
+            "dtype": images.dtype,
+            "device": images.device,
+            "executor": images.executor.value,
+            "gpus": section.num_gpus,
+        }
         found[CONTROLNET_PREFIX + name] = DeploymentPlan(
             fixed=_json(own),
             knobs={"threads": section.threads},

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from plait_serving.diffusion.knobs import EngineKnobs, Placement
+from plait_serving.diffusion.knobs import EngineKnobs, ExecutorName, Placement
 from plait_serving.diffusion.values import Scheduler
 from plait_serving.sections import FolderPath, Name, Section
 from plait_serving.starter.manifest import WEIGHTS
@@ -104,6 +104,9 @@ class ImagesSection(Section):
     revision: Annotated[str | None, Field(description="commit of a hub id: required, so that it cannot change")] = None
     dtype: DType = "auto"
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    executor: Annotated[
+        ExecutorName, Field(description="what runs the models; auto: openvino on CPUs, torch elsewhere")
+    ] = ExecutorName.AUTO
     safety_checker: Annotated[bool, Field(description="run the checker of a folder that has one; off is logged")] = True
     loras: LorasSection = LorasSection()
     controlnets: Annotated[

@@ -42,6 +42,8 @@ from plait_serving.deployments.logs import configure_logging
 from plait_serving.diffusion.controlnet.model import load_controlnet
 from plait_serving.diffusion.controlnet.service import ControlNetService, ServiceLimits
 from plait_serving.diffusion.errors import ControlNetUnavailable
+from plait_serving.diffusion.knobs import ExecutorName
+from plait_serving.diffusion.preparation import default_prepared_folder, preparer_for
 
 __all__ = ["ControlNetDeployment", "ControlNetKnobs", "ServeConnect"]
 
@@ -70,12 +72,13 @@ class ControlNetDeployment:
         folder: str | Path,
         dtype: str = "auto",
         device: str = "auto",
+        executor: str = "auto",
         threads: int = 0,
         knobs: Mapping[str, Any] | None = None,
     ) -> None:
         """Load the weights and listen. "auto" means CUDA in float16 if available, otherwise the CPU in float32.
 
-        `threads` and `knobs` apply until Serve's `user_config` overrides them. Raises `ModelError`.
+        `executor` is an `ExecutorName`. `threads` and `knobs` apply until Serve's `user_config` overrides them. Raises `ModelError`.
         """
         import ray
         from ray import serve
@@ -86,7 +89,17 @@ class ControlNetDeployment:
         self._secret = new_secret()
         place = device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
         auto = torch.float16 if place.startswith("cuda") else torch.float32
-        runner = run_on_own_thread(lambda: load_controlnet(Path(folder), dtype=_DTYPES.get(dtype, auto), device=place))
+        precision = _DTYPES.get(dtype, auto)
+        preparer = preparer_for(
+            ExecutorName(executor),
+            device=place,
+            dtype=precision,
+            threads=chosen.threads,
+            cache=default_prepared_folder(),
+        )
+        runner = run_on_own_thread(
+            lambda: load_controlnet(Path(folder), dtype=precision, device=place, preparer=preparer)
+        )
         self._service = ControlNetService(
             name,
             runner,

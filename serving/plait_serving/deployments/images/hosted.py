@@ -41,6 +41,7 @@ def open_images(images: ImagesSection, controlnets: Mapping[str, Any]) -> Hosted
         revision=images.revision,
         dtype=images.dtype,
         device=images.device,
+        executor=images.executor,
         safety_checker=images.safety_checker,
         lora_source=loras,
         controlnets={name: section.folder for name, section in images.resolved_controlnets().items()},
