@@ -73,6 +73,12 @@ class Assembled:
     bundle: Bundle
     loras: LoraCache
     controlnets: Mapping[str, PlacedControlNetClient]
+    prepared: set[str]
+
+    def prepared_parts(self) -> frozenset[str]:
+        """Return what runs on prepared programs now: "unet", "vae" and names of ControlNets that are in this
+        process."""
+        return frozenset(self.prepared)
 
     def warm_up(self) -> float:
         """Make a warm-up image, and one with every ControlNet so that AUTO placement is settled; return the seconds it
@@ -141,6 +147,7 @@ def _build(settings: EngineSettings, remote: Mapping[str, Callable[[], ControlNe
     targets = LoraTargets.of(components)
     merger = Merger({"unet": bundle.unet}, before_write=weights.take)
     text_merger = Merger({name: part for name, part in components.items() if name != "unet"})
+    prepared: set[str] = set()
     # The engine may be reconfigured: what the parts ask of its knobs is read from it, once there is one.
     engines: list[Engine] = []
 
@@ -160,13 +167,14 @@ def _build(settings: EngineSettings, remote: Mapping[str, Callable[[], ControlNe
     if halves is not None and vae is not None:
         denoiser.adopt(halves)
         denoiser.adopt_vae(vae)
+        prepared |= {"unet", "vae"}
     loras = LoraCache(
         settings.lora_source, lambda name, path: parse(name, path, targets), host_bytes=settings.knobs.host_lora_bytes
     )
     controlnets = {
         name: PlacedControlNetClient(
             name,
-            local=_local_factory(name, controlnet, bundle, preparer),
+            local=_local_factory(name, controlnet, bundle, preparer, prepared),
             remote=remote.get(name),
             wanted=lambda: knobs().controlnet_placement,
             measure=lambda here, there: _measure(here, there, denoiser, bundle),
@@ -193,8 +201,12 @@ def _build(settings: EngineSettings, remote: Mapping[str, Callable[[], ControlNe
     engines.append(engine)
     engine.start()
     if preparer is not None and not mapped and settings.converts:
-        _prepare_behind(preparer, folder, engine=engine, denoiser=denoiser, merger=merger, weights=weights)
-    return Assembled(engine=engine, denoiser=denoiser, bundle=bundle, loras=loras, controlnets=controlnets)
+        _prepare_behind(
+            preparer, folder, engine=engine, denoiser=denoiser, merger=merger, weights=weights, prepared=prepared
+        )
+    return Assembled(
+        engine=engine, denoiser=denoiser, bundle=bundle, loras=loras, controlnets=controlnets, prepared=prepared
+    )
 
 
 def _prepare_behind(
@@ -205,6 +217,7 @@ def _prepare_behind(
     denoiser: UNetDenoiser,
     merger: Merger,
     weights: ResidentWeights,
+    prepared: set[str],
 ) -> None:
     """Convert the model on a background thread; it takes over between two steps."""
 
@@ -215,18 +228,20 @@ def _prepare_behind(
             merger.switch((), {})
             denoiser.adopt(halves)
             weights.release()
+            prepared.add("unet")
 
         engine.between_steps(adopt)
 
     def make() -> None:
         make_unet()
         denoiser.adopt_vae(preparer.make_vae(folder / "vae"))
+        prepared.add("vae")
 
     behind(str(folder), make)
 
 
 def _local_factory(
-    name: str, folder: Path, bundle: Bundle, preparer: Preparer | None
+    name: str, folder: Path, bundle: Bundle, preparer: Preparer | None, prepared: set[str]
 ) -> Callable[[], ControlNetClient]:
     def make() -> ControlNetClient:
         runner = load_controlnet(
@@ -236,6 +251,7 @@ def _local_factory(
             dtype=bundle.dtype,
             device=str(bundle.device),
             preparer=preparer,
+            adopted=lambda: prepared.add(name),
         )
         return LocalControlNetClient(name, runner)
 

@@ -78,7 +78,8 @@ class ControlNetDeployment:
     ) -> None:
         """Load the weights and listen. "auto" means CUDA in float16 if available, otherwise the CPU in float32.
 
-        `executor` is an `ExecutorName`. `threads` and `knobs` apply until Serve's `user_config` overrides them. Raises `ModelError`.
+        `executor` is an `ExecutorName`. `threads` and `knobs` apply until Serve's `user_config` overrides them. Raises
+        `ModelError`.
         """
         import ray
         from ray import serve
