@@ -79,6 +79,12 @@ class Bundle:
         """Widths and heights must be multiples of this, in pixels: diffusers' pipelines require 8."""
         return max(8, self.vae_factor)
 
+    @property
+    def min_whole_edge(self) -> int:
+        """The min edge, in pixels, that every level of the UNet halves without a remainder."""
+        levels = len(self.config["block_out_channels"])
+        return max(self.size_multiple, self.vae_factor * 2 ** (levels - 1))
+
 
 # ---- loading --------------------------------------------------------------------------------------------------------
 
