@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -19,10 +18,12 @@ import torch
 from diffusers import AutoencoderKL, ControlNetModel, UNet2DConditionModel
 from torch import nn
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
-from transformers.utils import logging as transformers_logging
 
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.hub import fetch_from_hub
+from plait_serving.diffusion.loading import load_module, translate
+from plait_serving.diffusion.memory import MemoryNeed, check_memory
+from plait_serving.diffusion.weight_files import find_weights
 
 _log = logging.getLogger(__name__)
 
@@ -111,20 +112,30 @@ def load_bundle(
     family = family_of(unet_config)
     vae_dtype = torch.float32 if family is Family.SDXL and _overflows(vae_config, dtype) else dtype
     target = torch.device(device)
-    tokenizers, encoders = _text_parts(folder, family, dtype, target)
-    _check_text_width(folder, unet_config, encoders)
     factor = 2 ** (len(vae_config["block_out_channels"]) - 1)
     height, width = _native_size(unet_config, factor)
-    checker, extractor = _safety_parts(folder, index, dtype, target) if safety_checker else (None, None)
+    encoders = _text_kinds(folder, family)
+    _check_text_width(folder, unet_config, encoders)
+    kinds = dict(encoders)
+    extractor = _feature_extractor(folder, index) if safety_checker else None
+    if extractor is not None:
+        kinds["safety_checker"] = _checker_kind()
+    kinds |= {"vae": AutoencoderKL, "unet": UNet2DConditionModel}
+    scheduler_config = _scheduler_config(folder, family)
+    files = {part: (find_weights(folder / part), vae_dtype if part == "vae" else dtype) for part in kinds}
+    decoding = _decoding_bytes(vae_config, vae_dtype, width * height)
+    check_memory(str(folder), MemoryNeed.of(files.values(), activation_bytes=decoding), target)
+    tokenizers = tuple(_tokenizer(folder / part.replace("text_encoder", "tokenizer")) for part in encoders)
+    modules = {part: load_module(kind, *files[part], target) for part, kind in kinds.items()}
     return Bundle(
         folder=folder,
         family=family,
-        unet=_load(UNet2DConditionModel, folder / "unet", dtype, target),
-        vae=_load(AutoencoderKL, folder / "vae", vae_dtype, target),
+        unet=modules["unet"],
+        vae=modules["vae"],
         tokenizers=tokenizers,
-        text_encoders=encoders,
-        scheduler_config=_scheduler_config(folder, family),
-        safety_checker=checker,
+        text_encoders=tuple(modules[part] for part in encoders),
+        scheduler_config=scheduler_config,
+        safety_checker=modules.get("safety_checker"),
         feature_extractor=extractor,
         force_zeros_for_empty_prompt=bool(index.get("force_zeros_for_empty_prompt", family is Family.SDXL)),
         width=width,
@@ -152,7 +163,9 @@ def load_controlnet(
     folder = resolve_source(source, revision, fetch)
     config = _read_json(folder / "config.json")
     check_controlnet_config(config, folder / "config.json", base=base, vae_factor=vae_factor)
-    return _load(ControlNetModel, folder, dtype, torch.device(device))
+    files, target = find_weights(folder), torch.device(device)
+    check_memory(str(folder), MemoryNeed.of([(files, dtype)]), target)
+    return load_module(ControlNetModel, files, dtype, target)
 
 
 def resolve_source(source: str | Path, revision: str | None, fetch: Callable[[str, str], Path]) -> Path:
@@ -255,8 +268,10 @@ def _check_pipeline(folder: Path, index: Mapping[str, Any]) -> None:
         _log.info("%s: image_encoder is not used", path)
 
 
-def _check_text_width(folder: Path, unet: Mapping[str, Any], encoders: tuple[nn.Module, ...]) -> None:
-    width = sum(cast("Any", encoder).config.hidden_size for encoder in encoders)
+def _check_text_width(folder: Path, unet: Mapping[str, Any], encoders: Mapping[str, Any]) -> None:
+    width = sum(
+        translate(folder / part, kind.config_class.from_pretrained).hidden_size for part, kind in encoders.items()
+    )
     wanted = unet["cross_attention_dim"]
     if wanted != width:
         raise ModelError(
@@ -267,40 +282,41 @@ def _check_text_width(folder: Path, unet: Mapping[str, Any], encoders: tuple[nn.
 # ---- parts ----------------------------------------------------------------------------------------------------------
 
 
-def _text_parts(
-    folder: Path, family: Family, dtype: torch.dtype, device: torch.device
-) -> tuple[tuple[Any, ...], tuple[nn.Module, ...]]:
-    kinds = [("tokenizer", "text_encoder", CLIPTextModel)]
+def _text_kinds(folder: Path, family: Family) -> Mapping[str, Any]:
+    """Return the classes of the text encoders, whose folders and tokenizers are there."""
+    kinds: dict[str, Any] = {"text_encoder": CLIPTextModel}
     if family is Family.SDXL:
-        kinds.append(("tokenizer_2", "text_encoder_2", CLIPTextModelWithProjection))
-    tokenizers, encoders = [], []
-    for tokenizer, encoder, kind in kinds:
-        for part in (tokenizer, encoder):
+        kinds["text_encoder_2"] = CLIPTextModelWithProjection
+    for encoder in kinds:
+        for part in (encoder.replace("text_encoder", "tokenizer"), encoder):
             if not (folder / part).is_dir():
                 raise ModelError(f"{folder / part}: missing")
         _read_json(folder / encoder / "config.json")
-        tokenizers.append(
-            _translate(folder / tokenizer, lambda p: CLIPTokenizer.from_pretrained(p, local_files_only=True))
-        )
-        encoders.append(_load(kind, folder / encoder, dtype, device))
-    return tuple(tokenizers), tuple(encoders)
+    return kinds
 
 
-def _safety_parts(
-    folder: Path, index: Mapping[str, Any], dtype: torch.dtype, device: torch.device
-) -> tuple[nn.Module | None, Any | None]:
+def _tokenizer(folder: Path) -> Any:
+    return translate(folder, lambda path: CLIPTokenizer.from_pretrained(path, local_files_only=True))
+
+
+def _feature_extractor(folder: Path, index: Mapping[str, Any]) -> Any | None:
+    """Return what prepares images for the folder's safety checker; None if it has no checker."""
     if (index.get("safety_checker") or [None])[0] is None:
-        return None, None
-    from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker
+        return None
     from transformers import CLIPImageProcessor
 
     for part in ("safety_checker", "feature_extractor"):
         if not (folder / part).is_dir():
             raise ModelError(f"{folder / part}: missing, though model_index.json names a safety checker")
-    extractor = _translate(
-        folder / "feature_extractor", lambda p: CLIPImageProcessor.from_pretrained(p, local_files_only=True)
+    return translate(
+        folder / "feature_extractor", lambda path: CLIPImageProcessor.from_pretrained(path, local_files_only=True)
     )
-    return _load(StableDiffusionSafetyChecker, folder / "safety_checker", dtype, device), extractor
+
+
+def _checker_kind() -> Any:
+    from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker
+
+    return StableDiffusionSafetyChecker
 
 
 def _scheduler_config(folder: Path, family: Family) -> Mapping[str, Any]:
@@ -317,74 +333,21 @@ def _overflows(vae_config: Mapping[str, Any], dtype: torch.dtype) -> bool:
     return dtype is torch.float16 and bool(vae_config.get("force_upcast", True))
 
 
+def _decoding_bytes(vae_config: Mapping[str, Any], dtype: torch.dtype, pixels: int) -> int:
+    """Return what decoding an image takes: 3.8 to 4.7 KB a pixel were measured for SD 1.5 in float32.
+
+    The decoder's last level has full size and twice the channels of the config's first; the UNet's step takes less.
+    """
+    return 4 * 2 * int(vae_config["block_out_channels"][0]) * pixels * dtype.itemsize
+
+
 def _native_size(unet_config: Mapping[str, Any], factor: int) -> tuple[int, int]:
     size = unet_config.get("sample_size") or 64
     height, width = size if isinstance(size, list | tuple) else (size, size)
     return height * factor, width * factor
 
 
-# ---- weights --------------------------------------------------------------------------------------------------------
-
-
-def _load(kind: Any, folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Return a module with every weight from the folder's safetensors, which are memory-mapped while being read."""
-    variant = _weight_variant(folder)
-    module, info = _translate(
-        folder,
-        lambda path: kind.from_pretrained(
-            path, dtype=dtype, variant=variant, use_safetensors=True, local_files_only=True, output_loading_info=True
-        ),
-    )
-    missing = sorted(info["missing_keys"])
-    # Old text encoders carry position_ids, a constant that newer code computes.
-    unexpected = sorted(key for key in info["unexpected_keys"] if not key.endswith("position_ids"))
-    for keys, what in ((missing, "lacks"), (unexpected, "has unknown")):
-        if keys:
-            raise ModelError(f"{folder}: {what} {len(keys)} weights, for example {', '.join(keys[:3])}")
-    if info.get("mismatched_keys"):
-        raise ModelError(f"{folder}: weights of the wrong shape: {info['mismatched_keys'][:3]}")
-    # On a GPU convolutions want channels-last weights; on a CPU oneDNN reorders them anyway, and bits stay diffusers'.
-    layout = {"memory_format": torch.channels_last} if device.type == "cuda" else {}
-    return cast("nn.Module", module.to(device, **layout).eval().requires_grad_(False))
-
-
-def _weight_variant(folder: Path) -> str | None:
-    """Return None for the plain file, else the name of the only variant (`fp16` of `model.fp16.safetensors`)."""
-    stems = ("diffusion_pytorch_model", "model")
-    files = sorted(path.name for path in folder.glob("*.safetensors"))
-    whole = [f"{stem}.safetensors" for stem in stems]
-    if any(name in whole or name.startswith(tuple(f"{stem}-0" for stem in stems)) for name in files):
-        return None
-    variants = {name.split(".")[1].split("-")[0] for name in files if name.split(".")[0] in stems}
-    if len(variants) == 1:
-        return variants.pop()
-    if not files and any(folder.glob("*.bin")):
-        raise ModelError(f"{folder}: has pickled weights (.bin) only; safetensors is needed")
-    raise ModelError(f"{folder}: no weights found (diffusion_pytorch_model.safetensors or model.safetensors)")
-
-
-def _translate(path: Path, load: Callable[[Path], Any]) -> Any:
-    """Run a library's loader quietly; anything it raises becomes a `ModelError` that names the path."""
-    try:
-        # Tensors made in inference mode do not count writes to them, by which the denoiser notices LoRA merges.
-        with _quiet(), torch.inference_mode(mode=False):
-            return load(path)
-    except ModelError:
-        raise
-    except Exception as error:
-        raise ModelError(f"{path}: {' '.join(str(error).split())[:400]}") from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Disable the progress bars of transformers within the context."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
+# ---- files ----------------------------------------------------------------------------------------------------------
 
 
 def _read_json(path: Path) -> dict[str, Any]:
