@@ -40,7 +40,6 @@ from plait_serving.diffusion.values import ControlRef, ImageRequest, Scheduler
 _log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_WARMUP_STEPS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,15 +80,15 @@ class Assembled:
         return frozenset(self.prepared)
 
     def warm_up(self) -> float:
-        """Make a warm-up image, and one with every ControlNet so that AUTO placement is settled; return the seconds it
-        took.
+        """Run each code path once, at the min size and for one step; return the seconds it took.
 
-        A ControlNet that does not answer yet is logged: it may come up later. Raises any other error.
+        An image with every ControlNet settles AUTO placement, too. A ControlNet that does not answer yet is logged: it
+        may come up later. Raises any other error.
         """
         started_s = time.perf_counter()
         self.engine.generate(self._warmup_request(()))
         for name in self.controlnets:
-            image = np.zeros((self.bundle.height, self.bundle.width, 3), np.uint8)
+            image = np.zeros((self.bundle.min_whole_edge, self.bundle.min_whole_edge, 3), np.uint8)
             try:
                 self.engine.generate(self._warmup_request((ControlRef(name=name, image=image),)))
             except ControlNetUnavailable as error:
@@ -100,9 +99,9 @@ class Assembled:
         return ImageRequest(
             request_id="warm-up",
             prompt="warm-up",
-            width=self.bundle.width,
-            height=self.bundle.height,
-            steps=_WARMUP_STEPS,
+            width=self.bundle.min_whole_edge,
+            height=self.bundle.min_whole_edge,
+            steps=1,
             guidance_scale=5.0,
             seed=0,
             scheduler=Scheduler.EULER,

@@ -22,7 +22,7 @@ from plait_serving.images.local import LocalImageService
 from plait_serving.images.service import BaseModelCard, Catalog, ControlNetCard, ImageService, LoraCard
 from plait_serving.starter.preprocess import PREPROCESSORS
 
-__all__ = ["HostedImages", "open_images"]
+__all__ = ["HostedImages", "load_images", "open_images"]
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +34,22 @@ def open_images(images: ImagesSection, controlnets: Mapping[str, Any]) -> Hosted
     """Load the models and make the warm-up images. `controlnets`: Serve handles of those that are deployments.
 
     Raises `ModelError`.
+    """
+    services = _services(controlnets)
+    hosted = load_images(images, services)
+    for name in wait_for_replicas(services, timeout_s=_CONTROLNETS_TIMEOUT_S):
+        _log.warning("ControlNet %s has no replica after %.0f s; going on", name, _CONTROLNETS_TIMEOUT_S)
+    hosted.warm_up()
+    return hosted
+
+
+def load_images(
+    images: ImagesSection, services: Mapping[str, ServeConnect] | None = None, *, lora_formats: bool = True
+) -> HostedImages:
+    """Load the base model and start its engine, without a warm-up image. Raises `ModelError`.
+
+    `services`: the ControlNets that are deployments. One that runs in this process is loaded when first used.
+    `lora_formats=False` leaves the formats out of the catalog, so that no LoRA file is opened for it.
     """
     loras = lora_source(images)
     settings = EngineSettings(
@@ -47,25 +63,21 @@ def open_images(images: ImagesSection, controlnets: Mapping[str, Any]) -> Hosted
         controlnets={name: section.folder for name, section in images.resolved_controlnets().items()},
         knobs=images.knobs,
     )
-    services = _services(controlnets)
     remote = {
         name: partial(RemoteControlNetClient, name, connect, worth_moving=connect.worth_moving)
-        for name, connect in services.items()
+        for name, connect in (services or {}).items()
     }
-    hosted = HostedImages(images, build_engine(settings, remote=remote), loras)
-    for name in wait_for_replicas(services, timeout_s=_CONTROLNETS_TIMEOUT_S):
-        _log.warning("ControlNet %s has no replica after %.0f s; going on", name, _CONTROLNETS_TIMEOUT_S)
-    hosted.warm_up()
-    return hosted
+    assembled = build_engine(settings, remote=remote)
+    return HostedImages(images, assembled, LoraCards(loras, str(assembled.bundle.family), formats=lora_formats))
 
 
 class HostedImages:
     """A `HostedEngine` that wraps a real engine."""
 
-    def __init__(self, images: ImagesSection, assembled: Assembled, loras: LoraSource) -> None:
+    def __init__(self, images: ImagesSection, assembled: Assembled, lora_cards: LoraCards) -> None:
         self._images = images
         self._assembled = assembled
-        self._lora_cards = LoraCards(loras, str(assembled.bundle.family))
+        self._lora_cards = lora_cards
         self._service = LocalImageService(
             engine=assembled.engine, catalog=self._catalog, metrics_text=lambda: metrics_text(assembled)
         )
@@ -121,11 +133,13 @@ class HostedImages:
 
 
 class LoraCards:
-    """The LoRAs that exist now, as cards. Each file is inspected once, and again when it changes."""
+    """The LoRAs that exist now, as cards. Each file is inspected once, and again when it changes; without `formats`
+    none is."""
 
-    def __init__(self, source: LoraSource, family: str) -> None:
+    def __init__(self, source: LoraSource, family: str, *, formats: bool = True) -> None:
         self._source = source
         self._family = family
+        self._reads_formats = formats
         self._formats: dict[tuple[str, str], str] = {}
 
     def cards(self) -> tuple[LoraCard, ...]:
@@ -137,7 +151,7 @@ class LoraCards:
 
     def _format(self, name: str, stamp: str) -> str:  # noqa: ARG002  # the stamp is the key's other half
         """Return the format of a file in a folder; a store's entry is not downloaded for a listing."""
-        if not isinstance(self._source, FolderSource):
+        if not (self._reads_formats and isinstance(self._source, FolderSource)):
             return "unknown"
         try:
             keys = inspect(self._source.fetch(name), max_bytes=MAX_FILE_BYTES).tensors
