@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from plait_serving.cores import HostCores, threads_of_host
+from plait_serving.deployments.fabric_endpoints import socket_folder
 from plait_serving.deployments.images.controlnet import ServeConnect
 from plait_serving.diffusion.assemble import Assembled, EngineSettings, build_engine
 from plait_serving.diffusion.controlnet.remote import RemoteControlNetClient
@@ -44,7 +46,7 @@ def open_images(images: ImagesSection, controlnets: Mapping[str, Any]) -> Hosted
         safety_checker=images.safety_checker,
         lora_source=loras,
         controlnets={name: section.folder for name, section in images.resolved_controlnets().items()},
-        knobs=images.knobs,
+        knobs=images.capped_knobs,
     )
     services = _services(controlnets)
     remote = {
@@ -66,7 +68,9 @@ class HostedImages:
         self._assembled = assembled
         self._lora_cards = LoraCards(loras, str(assembled.bundle.family))
         self._service = LocalImageService(
-            engine=assembled.engine, catalog=self._catalog, metrics_text=lambda: metrics_text(assembled)
+            engine=assembled.engine,
+            catalog=self._catalog,
+            metrics_text=lambda: metrics_text(assembled) + host_metrics_text(threads_of_host(socket_folder())),
         )
 
     @property
@@ -186,6 +190,16 @@ def metrics_text(assembled: Assembled) -> str:
     lines = [f"# TYPE plait_{name} gauge\nplait_{name} {value}" for name, value in gauges.items()]
     lines += [f"# TYPE plait_{name}_total counter\nplait_{name}_total {value}" for name, value in counters.items()]
     return "\n".join(lines) + "\n"
+
+
+def host_metrics_text(host: HostCores) -> str:
+    """Return what the replicas of the engine's host may use, in Prometheus' text format."""
+    gauges = {
+        "host_cores": host.cores,
+        "host_threads_planned": host.planned_threads,
+        "host_shared": int(host.is_shared),
+    }
+    return "".join(f"# TYPE plait_{name} gauge\nplait_{name} {value}\n" for name, value in gauges.items())
 
 
 def _services(handles: Mapping[str, Any]) -> dict[str, ServeConnect]:
