@@ -189,8 +189,10 @@ class ImagesSection(Section):
     @property
     def logical_cpus(self) -> float:
         """The logical CPUs that Ray must have for the base replicas and ControlNets."""
-        sections = (self, *self.resolved_controlnets().values())
-        return sum(section.replicas * (section.num_cpus or MODEL_CPUS) for section in sections)
+        services = self.resolved_controlnets().values()
+        return self.replicas * (self.num_cpus or MODEL_CPUS) + sum(
+            service.replicas * (service.num_cpus or MODEL_CPUS) for service in services
+        )
 
     def resolved_lora_folder(self) -> Path | None:
         """Return the folder of LoRAs if they come from one; for the starter model its own if none is given."""
