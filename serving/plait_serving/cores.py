@@ -18,7 +18,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-__all__ = ["CoreBudget", "HostCores", "declare_threads", "host_cores", "thread_cap", "threads_of_host"]
+__all__ = ["CoreBudget", "HostCores", "declare_threads", "thread_cap", "threads_of_host"]
 
 CoreBudget = Annotated[
     float | None,
@@ -48,23 +48,19 @@ def thread_cap(threads: int, num_cpus: float | None) -> int:
     return threads if num_cpus is None else max(threads, math.ceil(num_cpus))
 
 
-def host_cores() -> int:
-    """Return the cores that this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
 def declare_threads(folder: Path, threads: int) -> None:
-    """Declare this process's cap (0: all cores); a later call replaces it. Raises `OSError`."""
+    """Declare this process's cap; a later call replaces it. Raises `OSError`."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     pid = os.getpid()
     path = folder / f"{_PREFIX}{pid}-{_started(pid):x}"
     unfinished = path.with_suffix(".new")
-    unfinished.write_text(str(threads or host_cores()), encoding="ascii")
+    unfinished.write_text(str(threads), encoding="ascii")
     unfinished.replace(path)
 
 
-def threads_of_host(folder: Path) -> HostCores:
-    """Return what the living processes have declared; a file that says nothing counts as none."""
+def threads_of_host(folder: Path, *, cores: int) -> HostCores:
+    """Return what the living processes have declared on a host with so many cores; a file that says nothing counts as
+    none."""
     planned = 0
     for path in folder.glob(f"{_PREFIX}*-*"):
         pid, _, started = path.name.removeprefix(_PREFIX).partition("-")
@@ -73,7 +69,7 @@ def threads_of_host(folder: Path) -> HostCores:
                 planned += int(path.read_text(encoding="ascii"))
         except (OSError, ValueError):
             continue
-    return HostCores(cores=host_cores(), planned_threads=planned)
+    return HostCores(cores=cores, planned_threads=planned)
 
 
 def _started(pid: int) -> int:

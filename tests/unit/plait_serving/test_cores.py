@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from plait_serving.cores import HostCores, declare_threads, host_cores, thread_cap, threads_of_host
+from plait_serving.cores import HostCores, declare_threads, thread_cap, threads_of_host
 from plait_serving.images.config import ControlNetSection, ImagesSection
 
 
@@ -32,15 +32,15 @@ def test_sections_apply_their_budget(tmp_path: Path) -> None:
 
 
 def test_a_host_is_shared_when_the_caps_exceed_its_cores(tmp_path: Path) -> None:
-    """Each living process counts once, with its last declaration; 0 counts as all cores."""
+    """Each living process counts once, with its last declaration."""
     folder = tmp_path / "host"
-    assert threads_of_host(folder) == HostCores(cores=host_cores(), planned_threads=0)
+    assert threads_of_host(folder, cores=2) == HostCores(cores=2, planned_threads=0)
     declare_threads(folder, 1)
-    declare_threads(folder, 0)
-    assert threads_of_host(folder) == HostCores(cores=host_cores(), planned_threads=host_cores())
-    assert not threads_of_host(folder).is_shared
-    declare_threads(folder, host_cores() + 1)
-    assert threads_of_host(folder).is_shared
+    declare_threads(folder, 2)
+    assert threads_of_host(folder, cores=2) == HostCores(cores=2, planned_threads=2)
+    assert not threads_of_host(folder, cores=2).is_shared
+    declare_threads(folder, 3)
+    assert threads_of_host(folder, cores=2).is_shared
 
 
 def test_processes_that_ended_do_not_count(tmp_path: Path) -> None:
@@ -50,4 +50,4 @@ def test_processes_that_ended_do_not_count(tmp_path: Path) -> None:
     (tmp_path / f"threads-{os.getpid()}-1").write_text("5")
     (tmp_path / "threads-x-y").write_text("5")
     assert len(list(tmp_path.iterdir())) == 3
-    assert threads_of_host(tmp_path).planned_threads == 0
+    assert threads_of_host(tmp_path, cores=2).planned_threads == 0

@@ -33,6 +33,7 @@ from plait_autoconfig.jobs.errors import JobBusy, JobRefused
 from plait_autoconfig.jobs.measurer import Measured, MeasurementTask, Say, TuningSubject
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.values import Config, FailureKind, Hardware, TrialOutcome
+from plait_fabric.cores import usable_cores
 
 __all__ = ["PlaitMeasurer", "open_measurer"]
 
@@ -219,4 +220,4 @@ def _shared_note(config: PlaitConfig) -> tuple[str, ...]:
 
 
 def _cores() -> int:
-    return len(os.sched_getaffinity(0))
+    return usable_cores()

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from plait_fabric.cores import usable_cores
 from plait_serving.cores import HostCores, threads_of_host
 from plait_serving.deployments.fabric_endpoints import socket_folder
 from plait_serving.deployments.images.controlnet import ServeConnect
@@ -70,7 +71,7 @@ class HostedImages:
         self._service = LocalImageService(
             engine=assembled.engine,
             catalog=self._catalog,
-            metrics_text=lambda: metrics_text(assembled) + host_metrics_text(threads_of_host(socket_folder())),
+            metrics_text=lambda: metrics_text(assembled) + host_metrics_text(_host()),
         )
 
     @property
@@ -200,6 +201,10 @@ def host_metrics_text(host: HostCores) -> str:
         "host_shared": int(host.is_shared),
     }
     return "".join(f"# TYPE plait_{name} gauge\nplait_{name} {value}\n" for name, value in gauges.items())
+
+
+def _host() -> HostCores:
+    return threads_of_host(socket_folder(), cores=usable_cores())
 
 
 def _services(handles: Mapping[str, Any]) -> dict[str, ServeConnect]:
