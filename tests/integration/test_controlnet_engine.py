@@ -142,6 +142,10 @@ def test_automatic_placement_runs_both_places_and_takes_the_faster(scene: Scene)
     auto = _image(scene.make(_request("auto", "edges"))["auto"])
     assert client.times is not None
     assert min(client.times.local_s, client.times.remote_s) > 0.0
+    if client.times.is_close:
+        for number in range(8):  # a trial is over by then
+            scene.make(_request(str(number), "edges"))
+        client.settle()
     faster = Placement.REMOTE if client.times.remote_s < client.times.local_s else Placement.LOCAL
     assert client.settle() is faster
     assert scene.edges.statistics().steps > before

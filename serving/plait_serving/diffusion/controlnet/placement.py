@@ -1,5 +1,7 @@
 """Where a ControlNet runs: in the base replica's process or as a service. A pure choice from measured times.
 
+`StepTimes` come from `measure` at the start; where they are close, from a `PlacementTrial` with requests of users.
+
 What counts is the part of a step before the decoder half, since all else is the same at both places: here the encoder
 half and the ControlNet run one after the other on the same cores; a service runs beside the encoder half, at the price
 of the transfer and, on the same host, of the cores that the two take from each other. No formula knows that price, so
@@ -10,20 +12,31 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from plait_serving.diffusion.errors import ControlNetUnavailable, EngineError
 from plait_serving.diffusion.knobs import Placement
 from plait_serving.diffusion.protocols import ControlCall, ControlNetClient
 
-__all__ = ["PlacementChoice", "StepTimes", "choose_placement", "measure", "probe_sizes", "time_step_s"]
+__all__ = [
+    "PlacementChoice",
+    "PlacementTrial",
+    "StepTimes",
+    "choose_placement",
+    "measure",
+    "probe_sizes",
+    "time_step_s",
+]
 
 Size = tuple[int, int]
 
 _MAX_REPEATS = 5
 _QUICK = 0.1
 """The share of the budget within which calls are repeated: milliseconds need a median, seconds do not."""
+_CLOSE = 0.8
+_TRIAL_STEPS = 4
+_MAX_TRIAL_SESSIONS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +45,11 @@ class StepTimes:
 
     local_s: float
     remote_s: float
+
+    @property
+    def is_close(self) -> bool:
+        """Whether the difference could be one of the moment: a busy start, a size that nobody asks for."""
+        return min(self.local_s, self.remote_s) >= _CLOSE * max(self.local_s, self.remote_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +85,41 @@ def choose_placement(
         placement=faster,
         why=f"measured {times.local_s * 1e3:.1f} ms local, {times.remote_s * 1e3:.1f} ms remote until the decoder half",
     )
+
+
+class PlacementTrial:
+    """Puts sessions of users at both places in turn until steps of the same shape have run often enough at both.
+
+    Close as the places are, the slower one costs a request little. `outcome` is the medians of those steps; of the
+    measurement that left the doubt, if after eight sessions there still are none.
+    """
+
+    def __init__(self, doubtful: StepTimes) -> None:
+        self._doubtful = doubtful
+        self._sessions = {Placement.LOCAL: 0, Placement.REMOTE: 0}
+        self._seconds: dict[Hashable, dict[Placement, list[float]]] = {}
+
+    def next_place(self) -> Placement:
+        """Return where the next session goes: where fewer have been."""
+        return min(self._sessions, key=lambda place: self._sessions[place])
+
+    def opened(self, place: Placement) -> None:
+        """Count a session."""
+        self._sessions[place] += 1
+
+    def record(self, place: Placement, shape: Hashable, seconds: float) -> None:
+        """Take the seconds of one step until the decoder half could start."""
+        self._seconds.setdefault(shape, {Placement.LOCAL: [], Placement.REMOTE: []})[place].append(seconds)
+
+    @property
+    def outcome(self) -> StepTimes | None:
+        """The times to choose by; None while the trial goes on."""
+        for seen in self._seconds.values():
+            if min(map(len, seen.values())) >= _TRIAL_STEPS:
+                return StepTimes(
+                    local_s=statistics.median(seen[Placement.LOCAL]), remote_s=statistics.median(seen[Placement.REMOTE])
+                )
+        return self._doubtful if sum(self._sessions.values()) >= _MAX_TRIAL_SESSIONS else None
 
 
 def probe_sizes(width: int, height: int, *, multiple: int) -> tuple[Size, ...]:

@@ -14,7 +14,14 @@ from plait_fabric.rpc.backoff import Backoff
 from plait_fabric.rpc.replicas import NoReplica, Replica, connect_to_one, in_order, worth_moving
 from plait_serving.diffusion.controlnet.model import Constants
 from plait_serving.diffusion.controlnet.placed import PlacedControlNetClient
-from plait_serving.diffusion.controlnet.placement import StepTimes, choose_placement, measure, probe_sizes, time_step_s
+from plait_serving.diffusion.controlnet.placement import (
+    PlacementTrial,
+    StepTimes,
+    choose_placement,
+    measure,
+    probe_sizes,
+    time_step_s,
+)
 from plait_serving.diffusion.controlnet.service import ServiceLimits
 from plait_serving.diffusion.controlnet.sessions import SessionTable
 from plait_serving.diffusion.errors import ControlNetUnavailable, ModelError
@@ -266,6 +273,45 @@ def test_auto_measures_once_and_logs_why(caplog: pytest.LogCaptureFixture) -> No
     assert (len(local.opened), len(remote.opened)) == (0, 2)
     assert caplog.text.count("runs remote: measured 2000.0 ms local, 1000.0 ms remote") == 1
     assert client.times is not None
+
+
+def test_close_places_are_tried_with_sessions_of_users(caplog: pytest.LogCaptureFixture) -> None:
+    """Measured alike, they take sessions in turn; then the one that was faster in steps that really ran gets all."""
+    caplog.set_level(logging.INFO)
+    clock = Clock()
+    places = {Placement.LOCAL: FakeClient(clock, 1.0), Placement.REMOTE: FakeClient(clock, 2.0)}
+    client = PlacedControlNetClient(
+        "edges",
+        local=lambda: places[Placement.LOCAL],
+        remote=lambda: places[Placement.REMOTE],
+        wanted=lambda: Placement.AUTO,
+        measure=lambda *_: StepTimes(local_s=1.1, remote_s=1.0),
+        clock=clock,
+    )
+    for _ in range(2):
+        session = _open(client)
+        for _ in range(4):
+            client.start([_call(session)]).wait()
+    assert [len(place.opened) for place in places.values()] == [1, 1]
+    assert "runs" not in caplog.text
+    assert client.settle() is Placement.LOCAL
+    assert client.times == StepTimes(local_s=1.0, remote_s=2.0)
+    assert caplog.text.count("edges runs local: measured 1000.0 ms local, 2000.0 ms remote") == 1
+    _open(client)
+    assert [len(place.opened) for place in places.values()] == [2, 1]
+
+
+def test_a_trial_ends_without_steps_that_compare() -> None:
+    """Other shapes at each place say nothing; after eight sessions the measurement stands."""
+    doubtful = StepTimes(local_s=1.0, remote_s=1.1)
+    trial = PlacementTrial(doubtful)
+    for number in range(8):
+        assert trial.outcome is None
+        place = trial.next_place()
+        trial.opened(place)
+        trial.record(place, number, 5.0)
+    assert trial.outcome == doubtful
+    assert not StepTimes(local_s=1.0, remote_s=2.0).is_close
 
 
 def test_auto_survives_a_measurement_that_fails_and_tries_again() -> None:
