@@ -51,7 +51,7 @@ def open_local(images: ImagesSection) -> Iterator[ImageService]:
     from plait_serving.deployments.images.hosted import load_images  # imports torch: a wrong option is told before
 
     knobs = images.knobs.model_copy(update={"controlnet_placement": Placement.LOCAL})
-    hosted = load_images(images.model_copy(update={"knobs": knobs}), lora_formats=False)
+    hosted = load_images(images.model_copy(update={"knobs": knobs}), lora_formats=False, converts=False)
     try:
         yield hosted.service
     finally:

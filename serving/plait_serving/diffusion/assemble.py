@@ -17,7 +17,7 @@ from plait_serving.diffusion.bundle import Bundle, load_bundle, map_unet, map_va
 from plait_serving.diffusion.controlnet.local import LocalControlNetClient
 from plait_serving.diffusion.controlnet.model import load_controlnet
 from plait_serving.diffusion.controlnet.placed import PlacedControlNetClient
-from plait_serving.diffusion.controlnet.placement import StepTimes, measure
+from plait_serving.diffusion.controlnet.placement import StepTimes, measure, probe_sizes, time_step_s
 from plait_serving.diffusion.decoding import Decoder
 from plait_serving.diffusion.denoisers.unet import UNetDenoiser
 from plait_serving.diffusion.engine import Engine
@@ -258,28 +258,34 @@ def _local_factory(
 
 
 def _measure(local: ControlNetClient, remote: ControlNetClient, denoiser: UNetDenoiser, bundle: Bundle) -> StepTimes:
-    """Time one guided image's step at both places, with the UNet's encoder half beside the remote one."""
+    """Time one guided image's step with the ControlNet at both places."""
+    sizes = probe_sizes(bundle.width, bundle.height, multiple=bundle.size_multiple)
+    return measure(lambda size: _times_at(size, local, remote, denoiser, bundle), sizes)
+
+
+def _times_at(
+    size: tuple[int, int], local: ControlNetClient, remote: ControlNetClient, denoiser: UNetDenoiser, bundle: Bundle
+) -> StepTimes:
+    width, height = size
     request = ImageRequest(
-        request_id="measure", prompt="", width=bundle.width, height=bundle.height, steps=1, guidance_scale=5.0, seed=0,
+        request_id="measure", prompt="", width=width, height=height, steps=1, guidance_scale=5.0, seed=0,
         scheduler=Scheduler.EULER,
     )  # fmt: skip
     conditioning = denoiser.prepare(request)
-    sample = torch.zeros(
-        1, *denoiser.latent_shape(bundle.width, bundle.height), dtype=bundle.dtype, device=bundle.device
-    )
+    sample = torch.zeros(1, *denoiser.latent_shape(width, height), dtype=bundle.dtype, device=bundle.device)
     timestep = torch.tensor(500, device=bundle.device)
-    image = np.zeros((bundle.height, bundle.width, 3), np.uint8)
-    sides = []
-    for client in (local, remote):
-        session = client.open(image=image, conditioning=conditioning, width=bundle.width, height=bundle.height)
-        call = ControlCall(session=session, sample=torch.cat([sample, sample]), timestep=timestep, scale=1.0)
-        sides.append((client, call))
     step = StepCall(conditioning=conditioning, sample=sample, timestep=timestep, guidance_scale=5.0, controls=())
-    try:
-        return measure(local=sides[0], remote=sides[1], encoder=lambda: denoiser.run_encoder_half([step]))
-    finally:
-        for client, call in sides:
-            client.close(call.session)
+
+    def step_s(client: ControlNetClient) -> float:
+        image = np.zeros((height, width, 3), np.uint8)
+        session = client.open(image=image, conditioning=conditioning, width=width, height=height)
+        call = ControlCall(session=session, sample=torch.cat([sample, sample]), timestep=timestep, scale=1.0)
+        try:
+            return time_step_s(client, call, encoder=lambda: denoiser.run_encoder_half([step]))
+        finally:
+            client.close(session)
+
+    return StepTimes(local_s=step_s(local), remote_s=step_s(remote))
 
 
 def resolve_device(device: str) -> str:

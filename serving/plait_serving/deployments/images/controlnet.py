@@ -34,6 +34,7 @@ from plait_fabric.threads import run_on_own_thread
 from plait_serving.deployments.fabric_endpoints import (
     ServeReplicas,
     cpu_threads,
+    declare_thread_cap,
     host_id,
     open_listeners,
     socket_folder,
@@ -132,6 +133,7 @@ class ControlNetDeployment:
     def reconfigure(self, user_config: Mapping[str, Any]) -> None:
         """Apply `user_config`; Serve calls this after the constructor and on every change. Raises on a bad knob."""
         knobs = ControlNetKnobs.model_validate(dict(user_config))
+        declare_thread_cap(knobs.threads)
         self._service.reconfigure(threads=cpu_threads(knobs.threads), largest_batch_rows=knobs.largest_batch_rows)
 
     def check_health(self) -> None:

@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from plait_fabric.cores import usable_cores
+from plait_serving.cores import HostCores, threads_of_host
+from plait_serving.deployments.fabric_endpoints import socket_folder
 from plait_serving.deployments.images.controlnet import ServeConnect
 from plait_serving.diffusion.assemble import Assembled, EngineSettings, build_engine
 from plait_serving.diffusion.controlnet.remote import RemoteControlNetClient
@@ -44,12 +47,17 @@ def open_images(images: ImagesSection, controlnets: Mapping[str, Any]) -> Hosted
 
 
 def load_images(
-    images: ImagesSection, services: Mapping[str, ServeConnect] | None = None, *, lora_formats: bool = True
+    images: ImagesSection,
+    services: Mapping[str, ServeConnect] | None = None,
+    *,
+    lora_formats: bool = True,
+    converts: bool = True,
 ) -> HostedImages:
     """Load the base model and start its engine, without a warm-up image. Raises `ModelError`.
 
     `services`: the ControlNets that are deployments. One that runs in this process is loaded when first used.
     `lora_formats=False` leaves the formats out of the catalog, so that no LoRA file is opened for it.
+    `converts=False` runs what an executor converted before, and leaves the rest to torch.
     """
     loras = lora_source(images)
     settings = EngineSettings(
@@ -61,7 +69,8 @@ def load_images(
         safety_checker=images.safety_checker,
         lora_source=loras,
         controlnets={name: section.folder for name, section in images.resolved_controlnets().items()},
-        knobs=images.knobs,
+        knobs=images.capped_knobs,
+        converts=converts,
     )
     remote = {
         name: partial(RemoteControlNetClient, name, connect, worth_moving=connect.worth_moving)
@@ -79,7 +88,9 @@ class HostedImages:
         self._assembled = assembled
         self._lora_cards = lora_cards
         self._service = LocalImageService(
-            engine=assembled.engine, catalog=self._catalog, metrics_text=lambda: metrics_text(assembled)
+            engine=assembled.engine,
+            catalog=self._catalog,
+            metrics_text=lambda: metrics_text(assembled) + host_metrics_text(_host()),
         )
 
     @property
@@ -201,6 +212,20 @@ def metrics_text(assembled: Assembled) -> str:
     lines = [f"# TYPE plait_{name} gauge\nplait_{name} {value}" for name, value in gauges.items()]
     lines += [f"# TYPE plait_{name}_total counter\nplait_{name}_total {value}" for name, value in counters.items()]
     return "\n".join(lines) + "\n"
+
+
+def host_metrics_text(host: HostCores) -> str:
+    """Return what the replicas of the engine's host may use, in Prometheus' text format."""
+    gauges = {
+        "host_cores": host.cores,
+        "host_threads_planned": host.planned_threads,
+        "host_shared": int(host.is_shared),
+    }
+    return "".join(f"# TYPE plait_{name} gauge\nplait_{name} {value}\n" for name, value in gauges.items())
+
+
+def _host() -> HostCores:
+    return threads_of_host(socket_folder(), cores=usable_cores())
 
 
 def _services(handles: Mapping[str, Any]) -> dict[str, ServeConnect]:
