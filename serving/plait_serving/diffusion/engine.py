@@ -59,6 +59,7 @@ class Engine:
         limits: ImageLimits,
         knobs: EngineKnobs,
         clock: Callable[[], float],
+        costs: StepCosts | None = None,
     ) -> None:
         self._loras = loras
         self._controlnets = controlnets
@@ -66,7 +67,7 @@ class Engine:
         self._knobs = knobs
         self._clock = clock
         self._registry = RequestRegistry(clock)
-        self._costs = StepCosts()
+        self._costs = StepCosts() if costs is None else costs
         # VAE and text encoder share the cores with the compute thread: one thread each keeps them out of its way.
         self._decode_threads = ThreadPoolExecutor(1, "plait-decode", initializer=set_threads, initargs=(1,))
         loop = DenoiseLoop(
