@@ -126,8 +126,8 @@ def _batch_that_pays(
     if runs is not None and runs.pays(JOIN_SHARE):
         chosen = next((cut for cut in lawful if cut.units < runs.units and cut.pays(STAY_SHARE)), runs)
     else:
-        least_lossy = min(lawful, key=lambda cut: cut.loss)
-        chosen = next((cut for cut in lawful if cut.pays(JOIN_SHARE)), least_lossy)
+        fastest = min(lawful, key=lambda cut: cut.loss)
+        chosen = next((cut for cut in lawful if cut.pays(JOIN_SHARE)), fastest)
     return tuple(sorted(reach[: chosen.units], key=lambda unit: unit.order))
 
 
