@@ -2,9 +2,9 @@
 
 Symbols: T(r) = seconds of a call with r rows; a < b = row counts that were measured.
 
-A row count is *known* once it was measured three times: its T is then the median of its newest calls, so neither the
-first call (which may compile or allocate) nor a disturbed one decides. Others are estimated from the known ones, and
-optimistically, so that `policy.choose` tries them:
+A row count is *known* once it was measured three times: its T is then the lower quartile of its newest calls, so that
+neither the first call (which may compile or allocate) nor calls that share the cores with a decode decide. Others are
+estimated from the known ones, and optimistically, so that `policy.choose` tries them:
 
 - below all known: T(b) r / b, no worse per row than the nearest;
 - between two: on the line through them, so that a count is tried only where the ends say that it pays;
@@ -13,7 +13,8 @@ optimistically, so that `policy.choose` tries them:
 - less than twice b: on the line through the two largest known.
 
 What is in use is measured all the time. A count that looked worse is forgotten after `_FORGET_AFTER_CALLS` calls
-without it, and so tried again: the host may have changed.
+without it, and so tried again: the host may have changed. All others are forgotten when the one in use becomes much
+faster at once: what runs the steps has changed (a module was compiled, another process ended).
 """
 
 from __future__ import annotations
@@ -21,16 +22,18 @@ from __future__ import annotations
 import threading
 from collections import deque
 from dataclasses import dataclass, field
-from statistics import median_low
 
 from plait_serving.diffusion.policy import JOIN_SHARE, GroupKey
 
-# A count follows a change of the host within 16 calls, less than many a request; 3 % of noise leave it within 1 %.
+# A count follows a host that became slower within 24 calls, about a request; 3 % of noise leave it within 1 %.
 _KEPT_CALLS = 31
-# The median of three is free of one slow call, whether it was the first or a disturbed one.
+# The lowest of three is free of two slow calls: the first, and a disturbed one.
 _CALLS_TO_KNOW = 3
 # Trying a forgotten count takes three calls: with the four doublings up to 16 rows about one call in a hundred.
 _FORGET_AFTER_CALLS = 1000
+# Three calls in a row that are all so many times faster than known are no noise. Slower ones say nothing: images are
+# decoded beside steps.
+_FASTER_AT_ONCE = 1.2
 # Between a launch-bound GPU (0) and a compute-bound CPU (1).
 _HOPED_SHARE_OF_ANOTHER_ROW = 0.5
 
@@ -82,8 +85,13 @@ class _Kind:
         used = self.by_rows.setdefault(rows, _Calls())
         used.last_call = self.calls
         used.seconds.append(seconds)
+        newest = list(used.seconds)[-_CALLS_TO_KNOW:]
+        if len(newest) == _CALLS_TO_KNOW and _FASTER_AT_ONCE * max(newest) < self.known.get(rows, 0.0):
+            used.seconds = deque(newest, maxlen=_KEPT_CALLS)
+            self.by_rows = {rows: used}
+            self.known.clear()
         if len(used.seconds) >= _CALLS_TO_KNOW:
-            self.known[rows] = median_low(used.seconds)
+            self.known[rows] = sorted(used.seconds)[len(used.seconds) // 4]
             self._forget_what_looked_worse(rows)
 
     def step_s(self, rows: int) -> float:
