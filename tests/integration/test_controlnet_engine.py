@@ -21,6 +21,7 @@ from plait_serving.diffusion.controlnet.remote import RemoteControlNetClient
 from plait_serving.diffusion.controlnet.service import ControlNetService
 from plait_serving.diffusion.errors import ControlNetUnavailable
 from plait_serving.diffusion.knobs import EngineKnobs, Placement
+from plait_serving.diffusion.testing import EveryBatchPays
 from plait_serving.diffusion.values import ControlRef, Event, Failed, Finished, ImageRequest, Progress, Scheduler
 from support import controlnet as kit
 
@@ -71,7 +72,7 @@ def scene(tiny_sd_folder: Path, tiny_sd_controlnets: tuple[Path, Path], tmp_path
             controlnets=folders,
             knobs=EngineKnobs(threads=1, controlnet_placement=Placement.REMOTE),
         )
-        assembled = build_engine(settings, remote=remote)
+        assembled = build_engine(settings, remote=remote, costs=EveryBatchPays())
         stack.callback(assembled.engine.stop, drain_s=0.0)
         yield Scene(assembled=assembled, edges=edges, fleets=fleets)
 

@@ -18,6 +18,7 @@ from plait_serving.diffusion.controlnet.local import LocalControlNetClient
 from plait_serving.diffusion.controlnet.model import load_controlnet
 from plait_serving.diffusion.controlnet.placed import PlacedControlNetClient
 from plait_serving.diffusion.controlnet.placement import StepTimes, measure, probe_sizes, time_step_s
+from plait_serving.diffusion.costs import StepCosts
 from plait_serving.diffusion.decoding import Decoder
 from plait_serving.diffusion.denoisers.unet import UNetDenoiser
 from plait_serving.diffusion.engine import Engine
@@ -110,17 +111,22 @@ class Assembled:
 
 
 def build_engine(
-    settings: EngineSettings, *, remote: Mapping[str, Callable[[], ControlNetClient]] | None = None
+    settings: EngineSettings,
+    *,
+    remote: Mapping[str, Callable[[], ControlNetClient]] | None = None,
+    costs: StepCosts | None = None,
 ) -> Assembled:
     """Load the model, build the engine and start it. Raises `ModelError`.
 
     `remote[name]` makes a client of a ControlNet that runs as a service; without it, the ControlNet can only run in
-    this process.
+    this process. `costs`: what is known of step times; None: nothing yet.
     """
-    return run_on_own_thread(lambda: _build(settings, remote or {}))
+    return run_on_own_thread(lambda: _build(settings, remote or {}, costs))
 
 
-def _build(settings: EngineSettings, remote: Mapping[str, Callable[[], ControlNetClient]]) -> Assembled:
+def _build(
+    settings: EngineSettings, remote: Mapping[str, Callable[[], ControlNetClient]], costs: StepCosts | None
+) -> Assembled:
     device = resolve_device(settings.device)
     dtype = resolve_dtype(settings.dtype, device)
     folder = resolve_source(settings.model, settings.revision, fetch_from_hub)
@@ -196,6 +202,7 @@ def _build(settings: EngineSettings, remote: Mapping[str, Callable[[], ControlNe
         limits=ImageLimits(size_multiple=bundle.size_multiple, min_edge_px=bundle.size_multiple),
         knobs=settings.knobs,
         clock=time.monotonic,
+        costs=costs,
     )
     engines.append(engine)
     engine.start()

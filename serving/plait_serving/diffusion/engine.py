@@ -60,6 +60,7 @@ class Engine:
         limits: ImageLimits,
         knobs: EngineKnobs,
         clock: Callable[[], float],
+        costs: StepCosts | None = None,
     ) -> None:
         self._loras = loras
         self._controlnets = controlnets
@@ -67,7 +68,7 @@ class Engine:
         self._knobs = knobs
         self._clock = clock
         self._registry = RequestRegistry(clock)
-        self._costs = StepCosts()
+        self._costs = StepCosts() if costs is None else costs
         self._decodes = DecodeQueue(set_threads=set_threads, clock=clock)
         self._loop = DenoiseLoop(
             registry=self._registry,

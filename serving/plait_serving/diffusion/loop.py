@@ -56,6 +56,7 @@ class DenoiseLoop:
         self._between_steps: deque[Callable[[], None]] = deque()
         self._jobs: list[ImageJob] = []
         self._next_order = 0
+        self._running: frozenset[int] = frozenset()
 
     def between_steps(self, function: Callable[[], None]) -> None:
         """Call `function` on the compute thread between two steps. From any thread."""
@@ -130,7 +131,8 @@ class DenoiseLoop:
             switch_s=lambda target: 0.0 if target == self._stepper.live_loras else self._switch_cost_s(target),
         )
         limits = BatchLimits(largest_batch=knobs.largest_batch, overtake_limit=knobs.overtake_limit)
-        batch = choose(candidates, costs=costs, limits=limits, now_s=self._clock())
+        batch = choose(candidates, costs=costs, limits=limits, now_s=self._clock(), running=self._running)
+        self._running = frozenset(candidate.order for candidate in batch)
         for order in overtaken_by(batch, candidates):
             units[order].overtaken += 1
         return [units[candidate.order] for candidate in batch], batch[0].key.loras if batch else ()

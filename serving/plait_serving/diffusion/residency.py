@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 class ResidentWeights:
-    """The parameters of one module. `take` may be called by several threads; `release` not while torch runs the module."""
+    """The parameters of one module. Threads may race to `take`; nobody may `release` while torch runs the module."""
 
     def __init__(
         self,
