@@ -6,6 +6,7 @@ The frontend is called directly: `openvino.convert_model` would trace a second t
 
 from __future__ import annotations
 
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder
 from plait_kernels.executors import AdaptedLayer, Computation, ExecutorError, InputSpec
 from plait_kernels.executors.adapters import Twin
 
+_TRACING = threading.Lock()
+"""torch's tracer keeps a map of modules in a global: two traces at once mix their graphs."""
+
 _EXAMPLE_RANK = 2
 _WORTH_HALVING = 1024  # elements from which a constant's half precision copy is looked for
 
@@ -29,6 +33,11 @@ def convert(computation: Computation) -> tuple[Any, tuple[AdaptedLayer, ...]]:
 
     The model shares its constants' memory with the module's parameters. Raises `ExecutorError`.
     """
+    with _TRACING:
+        return _convert(computation)
+
+
+def _convert(computation: Computation) -> tuple[Any, tuple[AdaptedLayer, ...]]:
     try:
         twin = Twin(computation)
         example, specs = [value.float() for value in computation.example], list(computation.inputs)
