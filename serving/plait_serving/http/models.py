@@ -45,6 +45,7 @@ def _model(card: BaseModelCard) -> dict[str, Any]:
         "default_guidance_scale": card.default_guidance_scale,
         "default_scheduler": card.default_scheduler.value,
         "schedulers": [scheduler.value for scheduler in Scheduler],
+        "dtype": card.dtype,
         "limits": asdict(card.limits),
     }
 

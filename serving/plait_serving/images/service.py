@@ -26,6 +26,7 @@ class BaseModelCard:
     default_steps: int = 20
     default_guidance_scale: float = 7.5
     default_scheduler: Scheduler = Scheduler.EULER
+    dtype: str = "float32"
     limits: ImageLimits = field(default_factory=ImageLimits)
 
 

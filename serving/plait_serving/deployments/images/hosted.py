@@ -129,6 +129,7 @@ class HostedImages:
             default_steps=self._images.defaults.steps,
             default_guidance_scale=self._images.default_guidance_scale,
             default_scheduler=self._images.defaults.scheduler,
+            dtype=str(bundle.dtype).removeprefix("torch."),
             limits=self._assembled.engine.limits,
         )
         controlnets = tuple(
@@ -211,6 +212,8 @@ def metrics_text(assembled: Assembled) -> str:
     }
     lines = [f"# TYPE plait_{name} gauge\nplait_{name} {value}" for name, value in gauges.items()]
     lines += [f"# TYPE plait_{name}_total counter\nplait_{name}_total {value}" for name, value in counters.items()]
+    lines.append("# TYPE plait_engine_prepared gauge")
+    lines += [f'plait_engine_prepared{{part="{part}"}} 1' for part in sorted(assembled.prepared_parts())]
     return "\n".join(lines) + "\n"
 
 

@@ -33,6 +33,7 @@ from plait_serving.http.images.resolve import resolve
 from plait_serving.http.images.schemas import GenerationBody, GenerationResponse
 from plait_serving.images.codec import encode_image
 from plait_serving.images.infotext import infotext
+from plait_serving.images.service import BaseModelCard
 
 T = TypeVar("T")
 
@@ -146,7 +147,7 @@ async def _resolve(body: GenerationBody, request: Request, context: RouteContext
         decode_limits=context.settings.decode_limits,
     )
     resolved = await _in_codec(context, work) if body.controlnets else work()
-    return ImageReply(body=body, request=resolved, model=catalog.model.name, http_id=state.request_id)
+    return ImageReply(body=body, request=resolved, model=catalog.model, http_id=state.request_id)
 
 
 async def _in_codec(context: RouteContext, work: Callable[[], T]) -> T:
@@ -158,7 +159,7 @@ async def _in_codec(context: RouteContext, work: Callable[[], T]) -> T:
 class ImageReply:
     """One accepted request and how its images are reported; the methods that encode run in threads."""
 
-    def __init__(self, *, body: GenerationBody, request: ImageRequest, model: str, http_id: str) -> None:
+    def __init__(self, *, body: GenerationBody, request: ImageRequest, model: BaseModelCard, http_id: str) -> None:
         self.request = request
         self._body = body
         self._model = model
@@ -192,7 +193,7 @@ class ImageReply:
         return sse.event(sse.COMPLETED, {**image, **fields})
 
     def _encode(self, image: RgbImage, index: int | None) -> str:
-        text = None if index is None else infotext(self.request, model=self._model, index=index)
+        text = None if index is None else infotext(self.request, model=self._model.name, index=index)
         quality = 100 if self._body.output_compression is None else self._body.output_compression
         return base64.b64encode(encode_image(image, self._body.format, quality=quality, parameters=text)).decode(
             "ascii"
@@ -212,7 +213,8 @@ class ImageReply:
         """Return what is needed to make the same images again, and where the time went."""
         request, timings = self.request, result.timings
         return {
-            "model": self._model,
+            "model": self._model.name,
+            "dtype": self._model.dtype,
             "size": f"{request.width}x{request.height}",
             "output_format": self._body.format.value,
             "seed": request.seed,

@@ -194,6 +194,7 @@ class GenerationResponse(BaseModel):
     created: int = Field(description="seconds since 1970")
     data: list[ImageData]
     model: str
+    dtype: str = Field(description="what the model computes in: the same on all replicas")
     size: str
     output_format: Literal["png", "jpeg", "webp"]
     seed: int
