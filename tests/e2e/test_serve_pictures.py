@@ -82,6 +82,13 @@ def test_serve_that_told_its_address_is_ready(plait_server):
     assert "torch was imported before" not in plait_server.log()
 
 
+def test_serve_says_what_its_host_shares(plait_server):
+    """An engine and three ControlNet replicas have a thread each, at least; shared if there are fewer cores."""
+    planned, cores = metric(plait_server, "plait_host_threads_planned"), metric(plait_server, "plait_host_cores")
+    assert planned >= 4
+    assert metric(plait_server, "plait_host_shared") == (planned > cores)
+
+
 def test_serve_every_part_of_a_request_changes_the_picture(plait_server):
     """Seed, prompt, LoRA set, scale, ControlNet, its image and both together: all images differ."""
     base = {"prompt": "red apple", "seed": 3, "num_inference_steps": 4}
