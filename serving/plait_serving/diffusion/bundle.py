@@ -84,7 +84,7 @@ class Bundle:
     def min_whole_edge(self) -> int:
         """The min edge, in pixels, that every level of the UNet halves without a remainder."""
         levels = len(self.config["block_out_channels"])
-        return max(self.size_multiple, self.vae_factor * 2 ** (levels - 1))
+        return max(self.size_multiple, self.vae_factor << (levels - 1))
 
 
 # ---- loading --------------------------------------------------------------------------------------------------------
