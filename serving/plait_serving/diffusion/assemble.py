@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +29,7 @@ from plait_serving.diffusion.lora.formats import parse
 from plait_serving.diffusion.lora.merge import Merger
 from plait_serving.diffusion.lora.source import ChainSource, LoraSource
 from plait_serving.diffusion.lora.targets import LoraTargets
+from plait_serving.diffusion.memory import available_bytes, gigabytes, pixels_that_fit
 from plait_serving.diffusion.protocols import ControlCall, ControlNetClient, StepCall
 from plait_serving.diffusion.safety import safety_of
 from plait_serving.diffusion.samplers import sampler_factory
@@ -152,7 +153,7 @@ def _build(settings: EngineSettings, remote: Mapping[str, Callable[[], ControlNe
         loras=loras,
         controlnets=controlnets,
         switch_cost_s=merger.switch_cost_s,
-        limits=ImageLimits(size_multiple=bundle.size_multiple, min_edge_px=bundle.size_multiple),
+        limits=_limits(bundle),
         knobs=settings.knobs,
         clock=time.monotonic,
     )
@@ -194,6 +195,16 @@ def _measure(local: ControlNetClient, remote: ControlNetClient, denoiser: UNetDe
     finally:
         for client, call in sides:
             client.close(call.session)
+
+
+def _limits(bundle: Bundle) -> ImageLimits:
+    """Return what requests may ask for: sizes that the model can take and that the memory which is left can hold."""
+    limits = ImageLimits(size_multiple=bundle.size_multiple, min_edge_px=bundle.size_multiple)
+    free, native = available_bytes(bundle.device), bundle.width * bundle.height
+    pixels = pixels_that_fit(bundle.decoding_bytes_per_pixel, free, native=native, most=limits.max_pixels)
+    if pixels < limits.max_pixels:
+        _log.warning("images of at most %d pixels: %s of memory are left", pixels, gigabytes(free))
+    return replace(limits, max_pixels=pixels)
 
 
 def _resolve_device(device: str) -> str:
