@@ -75,6 +75,17 @@ def test_only_what_the_order_names_is_loaded_and_run(make, monkeypatch):
     make("a.png")
 
 
+def test_a_model_that_memory_cannot_hold_is_one_sentence(config, tmp_path, monkeypatch, capsys):
+    """Told before it is loaded, without a traceback; nothing is written."""
+    monkeypatch.setattr("plait_serving.diffusion.memory.available_bytes", lambda _: 1000)
+    out = tmp_path / "a.png"
+    assert main(["generate", "x", "-o", str(out), "--config", str(config)]) == 1
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert "needs 0.5" in told
+    assert told.endswith("0.00 GB are available")
+    assert not out.exists()
+
+
 def test_the_list_tells_what_the_tiny_configuration_offers(config, capsys):
     """`plait models list --json` on real folders."""
     assert main(["models", "list", "--json", "--config", str(config)]) == 0

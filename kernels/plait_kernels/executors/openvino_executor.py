@@ -46,17 +46,20 @@ def available() -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenVinoSettings:
-    """`precision`: "float32" or "bfloat16". `threads` 0: all cores. `specialise_bytes`: `OpenVinoProgram`."""
+    """`precision`: "float32" or "bfloat16". `threads` is asked before every run; a new number compiles anew.
+
+    `specialise_bytes`: `OpenVinoProgram`.
+    """
 
     precision: str = "float32"
-    threads: int = 0
+    threads: Callable[[], int] = lambda: len(os.sched_getaffinity(0))
     specialise_bytes: int = 1 << 30
 
     def options(self) -> dict[str, Any]:
         """Return the options of `compile_model`."""
         return {
             "INFERENCE_PRECISION_HINT": {"float32": "f32", "bfloat16": "bf16"}[self.precision],
-            "INFERENCE_NUM_THREADS": self.threads or len(os.sched_getaffinity(0)),
+            "INFERENCE_NUM_THREADS": self.threads(),
             "NUM_STREAMS": 1,
             "ENABLE_CPU_PINNING": False,
             "PERFORMANCE_HINT": "LATENCY",
@@ -116,7 +119,7 @@ class OpenVinoExecutor:
         program = OpenVinoProgram(
             ov.Core().read_model(entry / _MODEL),
             layers,
-            options=self._settings.options(),
+            options=self._settings.options,
             specialise_bytes=self._settings.specialise_bytes,
         )
         self._check(program, load_file(entry / _PROBE))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,11 +45,17 @@ class OpenVinoProgram:
     """A `Program` over a converted model. `specialise_bytes` bounds the weights of the copies for single shapes."""
 
     def __init__(
-        self, model: Any, layers: Sequence[AdaptedLayer], *, options: dict[str, Any], specialise_bytes: int
+        self,
+        model: Any,
+        layers: Sequence[AdaptedLayer],
+        *,
+        options: Callable[[], dict[str, Any]],
+        specialise_bytes: int,
     ) -> None:
         self._model = model
         self._layers = tuple(layers)
         self._options = options
+        self._compiled_with = options()
         self._core = ov.Core()
         self._dynamic = self._compile(model, self._layers)
         weights = max(1, _constant_bytes(model))
@@ -72,6 +78,7 @@ class OpenVinoProgram:
         rows = inputs[0].shape[0]
         check_factors(self._layers, rows, factors)
         with self._running:
+            self._follow_options()
             return self._run(inputs, factors, rows, copy=copy)
 
     def _run(
@@ -88,6 +95,17 @@ class OpenVinoProgram:
             return tuple(output.to(inputs[0].dtype) for output in outputs)
         return tuple(output.clone() if copy else output for output in outputs)
 
+    def _follow_options(self) -> None:
+        """Compile again if the options have changed: a number of threads is part of what is compiled."""
+        options = self._options()
+        if options == self._compiled_with:
+            return
+        with self._lock:
+            self._compiled_with = options
+            self._special.clear()
+            self._seen.clear()
+        self._dynamic = self._compile(self._model, self._layers)
+
     def _bind(self, compiled: _Compiled, rows: int, factors: RowFactors | None, first: int) -> None:
         """Give the request its factors, unless it has them: a batch keeps them for many steps."""
         if compiled.bound_rows == rows and compiled.bound is factors:
@@ -98,7 +116,7 @@ class OpenVinoProgram:
         compiled.bound, compiled.bound_rows = factors, rows
 
     def _compile(self, model: Any, layers: Sequence[AdaptedLayer]) -> _Compiled:
-        request = self._core.compile_model(model, "CPU", self._options).create_infer_request()
+        request = self._core.compile_model(model, "CPU", self._compiled_with).create_infer_request()
         return _Compiled(request, tuple(layers))
 
     # ---- shapes that recur ---------------------------------------------------------------------------------------

@@ -59,7 +59,10 @@ def _serve(config: PlaitConfig) -> int:
 
 
 def _compose(config: PlaitConfig) -> Any:
-    from plait.app import application  # imports Ray, whose environment is set by now
+    from plait_serving.imports import importing
+
+    with importing():
+        from plait.app import application  # imports Ray, whose environment is set by now
 
     return application(config)
 

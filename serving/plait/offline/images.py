@@ -28,6 +28,7 @@ from plait_serving.images.codec import DecodeLimits, OutputFormat, encode_image
 from plait_serving.images.config import ImagesSection
 from plait_serving.images.infotext import infotext
 from plait_serving.images.service import ImageService, Preprocessors, random_seed
+from plait_serving.imports import importing
 
 SUFFIXES: Mapping[str, OutputFormat] = {
     ".png": OutputFormat.PNG,
@@ -48,7 +49,8 @@ def open_local(images: ImagesSection) -> Iterator[ImageService]:
     ControlNets also run in this process, whatever placement the configuration gives: there is no other process. Each
     is loaded when a request names it.
     """
-    from plait_serving.deployments.images.hosted import load_images  # imports torch: a wrong option is told before
+    with importing():  # torch and more: a wrong option is told before
+        from plait_serving.deployments.images.hosted import load_images
 
     knobs = images.knobs.model_copy(update={"controlnet_placement": Placement.LOCAL})
     hosted = load_images(images.model_copy(update={"knobs": knobs}), lora_formats=False, converts=False)

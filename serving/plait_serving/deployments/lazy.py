@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import Any, ClassVar, Protocol
 
 from plait_serving.deployments.threads import choose_omp_wait, unset_ray_threads
+from plait_serving.imports import importing
 from plait_serving.ranking.config import OmpWait
 
 __all__ = ["LazyControlNet", "LazyEngine", "LazyRankWorker", "LazyReplica"]
@@ -41,7 +42,9 @@ class LazyReplica:
         choose_omp_wait(os.environ, omp_wait)
         unset_ray_threads(os.environ)
         module, _, name = self._target.partition(":")
-        self._inner = getattr(import_module(module), name)(*args, **kwargs)
+        with importing():
+            target = getattr(import_module(module), name)
+        self._inner = target(*args, **kwargs)
 
     def __del__(self) -> None:
         """Shut down; Serve calls this when it removes the replica."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 
 from plait_fabric.threads import run_on_own_thread
 from plait_serving.diffusion.admission import ImageLimits
-from plait_serving.diffusion.bundle import Bundle, load_bundle, map_unet, map_vae, resolve_source
+from plait_serving.diffusion.bundle import Bundle, load_bundle, resolve_source
 from plait_serving.diffusion.controlnet.local import LocalControlNetClient
 from plait_serving.diffusion.controlnet.model import load_controlnet
 from plait_serving.diffusion.controlnet.placed import PlacedControlNetClient
@@ -30,12 +30,13 @@ from plait_serving.diffusion.lora.formats import parse
 from plait_serving.diffusion.lora.merge import Merger
 from plait_serving.diffusion.lora.source import ChainSource, LoraSource
 from plait_serving.diffusion.lora.targets import LoraTargets
-from plait_serving.diffusion.preparation import Preparer, behind, default_prepared_folder, preparer_for
+from plait_serving.diffusion.memory import available_bytes, gigabytes, pixels_that_fit
+from plait_serving.diffusion.preparation import Preparer, default_prepared_folder, preparer_for
 from plait_serving.diffusion.protocols import ControlCall, ControlNetClient, StepCall
-from plait_serving.diffusion.residency import ResidentWeights
 from plait_serving.diffusion.safety import safety_of
 from plait_serving.diffusion.samplers import sampler_factory
 from plait_serving.diffusion.stepper import Stepper
+from plait_serving.diffusion.takeover import Takeover
 from plait_serving.diffusion.values import ControlRef, ImageRequest, Scheduler
 
 _log = logging.getLogger(__name__)
@@ -124,62 +125,41 @@ def build_engine(
     return run_on_own_thread(lambda: _build(settings, remote or {}, costs))
 
 
+class _LiveKnobs:
+    """The knobs in force: the engine may be reconfigured, and its parts are made before it is."""
+
+    def __init__(self, first: EngineKnobs) -> None:
+        self._first = first
+        self.engine: Engine | None = None
+
+    def __call__(self) -> EngineKnobs:
+        return self._first if self.engine is None else self.engine.knobs
+
+
 def _build(
     settings: EngineSettings, remote: Mapping[str, Callable[[], ControlNetClient]], costs: StepCosts | None
 ) -> Assembled:
-    device = resolve_device(settings.device)
-    dtype = resolve_dtype(settings.dtype, device)
     folder = resolve_source(settings.model, settings.revision, fetch_from_hub)
-    preparer = preparer_for(
-        settings.executor, device=device, dtype=dtype, threads=settings.knobs.threads, cache=settings.prepared_folder
-    )
-    halves = preparer.open_unet(folder / "unet") if preparer is not None else None
-    vae = preparer.open_vae(folder / "vae") if preparer is not None and halves is not None else None
-    mapped = vae is not None
-    bundle = load_bundle(folder, dtype=dtype, device=device, safety_checker=settings.safety_checker, mapped=mapped)
-    weights = ResidentWeights(
-        bundle.unet,
-        name="the UNet",
-        dtype=dtype,
-        mapped=lambda: map_unet(folder / "unet"),
-        resident=not mapped,
-        always=("time_embedding", "add_embedding"),
-    )
-    if not settings.safety_checker:
-        _log.warning("the safety checker is switched off")
-    components = {"unet": bundle.unet}
-    components |= {f"text_encoder{'' if i == 0 else f'_{i + 1}'}": part for i, part in enumerate(bundle.text_encoders)}
-    targets = LoraTargets.of(components)
-    merger = Merger({"unet": bundle.unet}, before_write=weights.take)
-    text_merger = Merger({name: part for name, part in components.items() if name != "unet"})
-    prepared: set[str] = set()
-    # The engine may be reconfigured: what the parts ask of its knobs is read from it, once there is one.
-    engines: list[Engine] = []
-
-    def knobs() -> EngineKnobs:
-        return engines[0].knobs if engines else settings.knobs
-
+    knobs = _LiveKnobs(settings.knobs)
+    preparer = _preparer(settings, knobs)
+    takeover = Takeover(preparer, folder)
+    bundle = _bundle(settings, folder, mapped=takeover.mapped)
+    weights = takeover.unet_weights(bundle)
+    texts = {f"text_encoder{'' if i == 0 else f'_{i + 1}'}": part for i, part in enumerate(bundle.text_encoders)}
+    merger, text_merger = Merger({"unet": bundle.unet}, before_write=weights.take), Merger(texts)
     denoiser = UNetDenoiser(
         bundle,
         text_version=lambda: text_merger.version,
         exact=lambda: knobs().exact,
         weights=weights,
-        vae_weights=ResidentWeights(
-            bundle.vae, name="the VAE", dtype=bundle.vae_dtype, mapped=lambda: map_vae(folder / "vae"),
-            resident=not mapped,
-        ),
-    )  # fmt: skip
-    if halves is not None and vae is not None:
-        denoiser.adopt(halves)
-        denoiser.adopt_vae(vae)
-        prepared |= {"unet", "vae"}
-    loras = LoraCache(
-        settings.lora_source, lambda name, path: parse(name, path, targets), host_bytes=settings.knobs.host_lora_bytes
+        vae_weights=takeover.vae_weights(bundle),
     )
+    takeover.adopt(denoiser)
+    loras = _loras(settings, LoraTargets.of({"unet": bundle.unet, **texts}))
     controlnets = {
         name: PlacedControlNetClient(
             name,
-            local=_local_factory(name, controlnet, bundle, preparer, prepared),
+            local=_local_factory(name, controlnet, bundle, preparer, takeover.prepared),
             remote=remote.get(name),
             wanted=lambda: knobs().controlnet_placement,
             measure=lambda here, there: _measure(here, there, denoiser, bundle),
@@ -199,51 +179,48 @@ def _build(
         loras=loras,
         controlnets=controlnets,
         switch_cost_s=merger.switch_cost_s,
-        limits=ImageLimits(size_multiple=bundle.size_multiple, min_edge_px=bundle.size_multiple),
+        limits=_limits(bundle),
         knobs=settings.knobs,
         clock=time.monotonic,
         costs=costs,
     )
-    engines.append(engine)
+    knobs.engine = engine
     engine.start()
-    if preparer is not None and not mapped and settings.converts:
-        _prepare_behind(
-            preparer, folder, engine=engine, denoiser=denoiser, merger=merger, weights=weights, prepared=prepared
-        )
+    if settings.converts:
+        takeover.convert_behind(engine, denoiser, merger=merger, weights=weights)
     return Assembled(
-        engine=engine, denoiser=denoiser, bundle=bundle, loras=loras, controlnets=controlnets, prepared=prepared
+        engine=engine,
+        denoiser=denoiser,
+        bundle=bundle,
+        loras=loras,
+        controlnets=controlnets,
+        prepared=takeover.prepared,
     )
 
 
-def _prepare_behind(
-    preparer: Preparer,
-    folder: Path,
-    *,
-    engine: Engine,
-    denoiser: UNetDenoiser,
-    merger: Merger,
-    weights: ResidentWeights,
-    prepared: set[str],
-) -> None:
-    """Convert the model on a background thread; it takes over between two steps."""
+def _preparer(settings: EngineSettings, knobs: Callable[[], EngineKnobs]) -> Preparer | None:
+    device = resolve_device(settings.device)
+    return preparer_for(
+        settings.executor,
+        device=device,
+        dtype=resolve_dtype(settings.dtype, device),
+        threads=lambda: knobs().threads,
+        cache=settings.prepared_folder,
+    )
 
-    def make_unet() -> None:
-        halves = preparer.make_unet(folder / "unet")
 
-        def adopt() -> None:
-            merger.switch((), {})
-            denoiser.adopt(halves)
-            weights.release()
-            prepared.add("unet")
+def _bundle(settings: EngineSettings, folder: Path, *, mapped: bool) -> Bundle:
+    device = resolve_device(settings.device)
+    dtype = resolve_dtype(settings.dtype, device)
+    if not settings.safety_checker:
+        _log.warning("the safety checker is switched off")
+    return load_bundle(folder, dtype=dtype, device=device, safety_checker=settings.safety_checker, mapped=mapped)
 
-        engine.between_steps(adopt)
 
-    def make() -> None:
-        make_unet()
-        denoiser.adopt_vae(preparer.make_vae(folder / "vae"))
-        prepared.add("vae")
-
-    behind(str(folder), make)
+def _loras(settings: EngineSettings, targets: LoraTargets) -> LoraCache:
+    return LoraCache(
+        settings.lora_source, lambda name, path: parse(name, path, targets), host_bytes=settings.knobs.host_lora_bytes
+    )
 
 
 def _local_factory(
@@ -293,6 +270,16 @@ def _times_at(
             client.close(session)
 
     return StepTimes(local_s=step_s(local), remote_s=step_s(remote))
+
+
+def _limits(bundle: Bundle) -> ImageLimits:
+    """Return what requests may ask for: sizes that the model can take and that the memory which is left can hold."""
+    limits = ImageLimits(size_multiple=bundle.size_multiple, min_edge_px=bundle.size_multiple)
+    free, native = available_bytes(bundle.device), bundle.width * bundle.height
+    pixels = pixels_that_fit(bundle.decoding_bytes_per_pixel, free, native=native, most=limits.max_pixels)
+    if pixels < limits.max_pixels:
+        _log.warning("images of at most %d pixels: %s of memory are left", pixels, gigabytes(free))
+    return replace(limits, max_pixels=pixels)
 
 
 def resolve_device(device: str) -> str:

@@ -44,7 +44,7 @@ def load_module(kind: Any, files: WeightFiles, dtype: torch.dtype, device: torch
     started_s = time.perf_counter()
     module = translate(files.folder, lambda _: _assigned(kind, files, dtype)) or _from_library(kind, files, dtype)
     # On a GPU convolutions want channels-last weights; on a CPU oneDNN reorders them anyway, and bits stay diffusers'.
-    layout: Any = {"memory_format": torch.channels_last} if device.type == "cuda" else {}
+    layout: dict[str, Any] = {"memory_format": torch.channels_last} if device.type == "cuda" else {}
     module = cast("nn.Module", module.to(device, **layout).eval().requires_grad_(False))
     _log.info("%s: %s in %.1f s", files.folder.name, gigabytes(files.nbytes), time.perf_counter() - started_s)
     return module

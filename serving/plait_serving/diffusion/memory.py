@@ -13,7 +13,7 @@ import torch
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.weight_files import WeightFiles
 
-__all__ = ["MemoryNeed", "available_bytes", "cgroup_bytes", "check_memory", "gigabytes"]
+__all__ = ["MemoryNeed", "available_bytes", "cgroup_bytes", "check_memory", "gigabytes", "pixels_that_fit"]
 
 _log = logging.getLogger(__name__)
 
@@ -55,6 +55,12 @@ def check_memory(name: str, need: MemoryNeed, device: torch.device) -> None:
     if need.total_bytes > free:
         raise ModelError(f"{told}; {gigabytes(free)} are available")
     _log.info("%s; %s are available", told, gigabytes(free))
+
+
+def pixels_that_fit(bytes_per_pixel: int, free_bytes: int, *, native: int, most: int) -> int:
+    """Return the pixels of the largest image that can be made with that much memory: never fewer than the model's
+    native size has, never more than `most`."""
+    return min(most, max(native, free_bytes // bytes_per_pixel))
 
 
 def gigabytes(nbytes: int) -> str:

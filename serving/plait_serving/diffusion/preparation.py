@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from plait_fabric.cores import usable_cores
 from plait_kernels.executors import Computation, ExecutorError, Program
 from plait_kernels.executors.openvino_executor import OpenVinoExecutor, OpenVinoSettings, available
 from plait_kernels.executors.store import ProgramStore
@@ -91,10 +92,11 @@ def default_prepared_folder() -> Path:
 
 
 def preparer_for(
-    executor: ExecutorName, *, device: str, dtype: torch.dtype, threads: int, cache: Path
+    executor: ExecutorName, *, device: str, dtype: torch.dtype, threads: Callable[[], int], cache: Path
 ) -> Preparer | None:
     """Return what prepares models for a device and dtype, or None where torch is to run them.
 
+    `threads` is asked before every run of a program; 0 means all cores that the process may use.
     Raises `ModelError` if openvino was asked for by name and cannot be used.
     """
     reason = _why_not(device, dtype)
@@ -102,7 +104,7 @@ def preparer_for(
         return None
     if reason is not None:
         raise ModelError(f"executor: openvino cannot be used: {reason}")
-    settings = OpenVinoSettings(precision=_PRECISIONS[dtype], threads=threads)
+    settings = OpenVinoSettings(precision=_PRECISIONS[dtype], threads=lambda: threads() or usable_cores())
     return Preparer(OpenVinoExecutor(ProgramStore(cache), settings))
 
 

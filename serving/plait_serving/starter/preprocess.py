@@ -11,7 +11,6 @@ from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import ndimage
 
 ImageArray = NDArray[np.uint8]
 Plane = NDArray[np.float64]
@@ -34,6 +33,8 @@ def check_image(image: ImageArray) -> None:
 
 def _gradient(image: ImageArray, sigma_px: float) -> tuple[Plane, Plane]:
     """Return the horizontal and vertical slope of the colour channel that changes most, per pixel."""
+    from scipy import ndimage  # a third of a second, for those who ask for a control map
+
     smooth = ndimage.gaussian_filter(image.astype(np.float64), (sigma_px, sigma_px, 0.0), mode="nearest")
     # ndimage.sobel would blur across the colour channels too.
     dy, dx = (
@@ -63,6 +64,8 @@ def _thin(dx: Plane, dy: Plane) -> Plane:
 
 def edge_mask(image: ImageArray, high: float = EDGE_HIGH, low: float = EDGE_LOW) -> NDArray[np.bool_]:
     """Return Canny edges as `bool[H, W]`: blur, slope, thinning, hysteresis between `low` and `high`."""
+    from scipy import ndimage
+
     check_image(image)
     thin = _thin(*_gradient(image, EDGE_SIGMA_PX))
     labels, count = ndimage.label(thin >= low, structure=np.ones((3, 3)))

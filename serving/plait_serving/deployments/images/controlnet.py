@@ -87,6 +87,7 @@ class ControlNetDeployment:
 
         configure_logging(f"controlnet-{name}", os.environ)
         chosen = ControlNetKnobs.model_validate({"threads": threads, **(knobs or {})})
+        self._threads = chosen.threads
         self._name = str(serve.get_replica_context().replica_id.to_full_id_str())
         self._secret = new_secret()
         place = device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
@@ -96,7 +97,7 @@ class ControlNetDeployment:
             ExecutorName(executor),
             device=place,
             dtype=precision,
-            threads=chosen.threads,
+            threads=lambda: self._threads,
             cache=default_prepared_folder(),
         )
         runner = run_on_own_thread(
@@ -133,6 +134,7 @@ class ControlNetDeployment:
     def reconfigure(self, user_config: Mapping[str, Any]) -> None:
         """Apply `user_config`; Serve calls this after the constructor and on every change. Raises on a bad knob."""
         knobs = ControlNetKnobs.model_validate(dict(user_config))
+        self._threads = knobs.threads
         declare_thread_cap(knobs.threads)
         self._service.reconfigure(threads=cpu_threads(knobs.threads), largest_batch_rows=knobs.largest_batch_rows)
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.images.config import ImagesSection
 from plait_serving.images.service import ImageService
+from plait_serving.imports import importing
 
 __all__ = ["EngineSource", "HostedEngine", "ImagesSource"]
 
@@ -46,6 +47,7 @@ class ImagesSource:
 
     def open(self, controlnets: Mapping[str, Any]) -> HostedEngine:
         """Load the models and make the warm-up images. Raises `ModelError`."""
-        from plait_serving.deployments.images.hosted import open_images
+        with importing():
+            from plait_serving.deployments.images.hosted import open_images
 
         return open_images(self.images, controlnets)

@@ -1,22 +1,39 @@
-"""What the process behind every request loads: it starts with each server, and waits for its imports."""
+"""What the processes load that hold no model, or another kind of model: they start with each server, and wait for
+their imports."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
+import pytest
+
 PICTURES_ALONE = """
-import sys
-sys.modules["torch"] = None  # whoever imports it fails
 from unittest.mock import Mock
 import plait.app, plait.tuning.service.actor, plait.tuning.service.http
 from plait.config import ServerSection
 from plait_serving.deployments.ingress import Ingress
 app = Ingress(Mock(), lambda: plait.app.http_settings(ServerSection())).__serve_build_asgi_app__()
 """
+RANKING = "import plait_serving.deployments.ranking.worker"
+GENERATE = """
+from plait.offline.images import parse_order
+from plait_serving.starter.preprocess import PREPROCESSORS
+"""
+LIBRARIES = ("diffusers", "transformers", "accelerate", "peft")
 
 
-def test_an_ingress_of_pictures_alone_needs_no_torch() -> None:
-    """It takes long to load and much memory; only those who rank hold tensors."""
-    done = subprocess.run([sys.executable, "-c", PICTURES_ALONE], capture_output=True, text=True, check=False)
+@pytest.mark.parametrize(
+    ("code", "absent"),
+    [
+        (PICTURES_ALONE, (*LIBRARIES, "torch", "scipy")),
+        (RANKING, (*LIBRARIES, "sklearn")),
+        (GENERATE, (*LIBRARIES, "torch", "scipy", "ray")),
+    ],
+    ids=["ingress and command", "ranking", "generate, until the order is checked"],
+)
+def test_a_process_loads_no_library_that_it_does_not_need(code, absent) -> None:
+    """Each takes seconds to load and much memory: torch only for those who hold tensors, the rest for the engine."""
+    refuse = f"import sys\nsys.modules.update(dict.fromkeys({absent!r}))\n"  # whoever imports one of them fails
+    done = subprocess.run([sys.executable, "-c", refuse + code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

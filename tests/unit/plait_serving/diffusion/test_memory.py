@@ -8,10 +8,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from plait_serving.diffusion import memory
+from plait_serving.diffusion import assemble, memory
+from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.bundle import load_bundle, load_controlnet
 from plait_serving.diffusion.errors import ModelError
-from plait_serving.diffusion.memory import PROCESS_BYTES, MemoryNeed, available_bytes, cgroup_bytes, check_memory
+from plait_serving.diffusion.memory import (
+    PROCESS_BYTES,
+    MemoryNeed,
+    available_bytes,
+    cgroup_bytes,
+    check_memory,
+    pixels_that_fit,
+)
 from plait_serving.diffusion.weight_files import find_weights
 
 CPU = torch.device("cpu")
@@ -55,6 +63,24 @@ def test_a_model_that_does_not_fit_is_not_loaded(monkeypatch, tiny_sd_folder, ti
         with pytest.raises(ModelError, match=r"needs .* are available") as caught:
             load(folder)
         assert str(folder) in caught.value.message
+
+
+@pytest.mark.parametrize(("free", "pixels"), [(0, 64), (63_999, 64), (80_000, 80), (10**9, 400)])
+def test_images_are_as_large_as_memory_holds(free, pixels):
+    """Never refused: the model's own size; never more than the limit."""
+    assert pixels_that_fit(1000, free, native=64, most=400) == pixels
+
+
+def test_an_engine_takes_no_size_that_memory_cannot_hold(monkeypatch, caplog, tiny_sd_folder):
+    """Its limits say so, and the log says why."""
+    bundle = load_bundle(tiny_sd_folder)
+    per_pixel = 4 * 2 * bundle.vae.config.block_out_channels[0] * 4
+    assert bundle.decoding_bytes_per_pixel == per_pixel
+    monkeypatch.setattr(assemble, "available_bytes", lambda _: 5000 * per_pixel)
+    assert assemble._limits(bundle).max_pixels == 5000
+    assert "images of at most 5000 pixels" in caplog.text
+    monkeypatch.setattr(assemble, "available_bytes", lambda _: 1 << 50)
+    assert assemble._limits(bundle).max_pixels == ImageLimits().max_pixels
 
 
 def test_this_host_has_some_memory():
