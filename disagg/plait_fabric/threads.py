@@ -18,6 +18,8 @@ from typing import TypeVar
 
 import torch
 
+from plait_fabric.cores import usable_cores
+
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
@@ -32,7 +34,7 @@ def set_threads(threads: int) -> None:
     torch fixes a thread's number at the thread's first query or parallel operation; until then another
     thread's later setting (a decode or loader thread's 1) would overwrite it. Querying once pins it.
     """
-    torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(threads or usable_cores())
     torch.get_num_threads()
 
 

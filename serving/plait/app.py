@@ -132,8 +132,8 @@ def _engine(images: ImagesSection, source: EngineSource, *, drain_s: float) -> s
     engine = serve.deployment(LazyEngine).options(
         name=ENGINE,
         num_replicas=images.replicas,
-        ray_actor_options={"num_cpus": MODEL_CPUS, "num_gpus": images.num_gpus},
-        user_config=images.knobs.model_dump(mode="json"),
+        ray_actor_options={"num_cpus": images.num_cpus or MODEL_CPUS, "num_gpus": images.num_gpus},
+        user_config=images.capped_knobs.model_dump(mode="json"),
         graceful_shutdown_timeout_s=drain_s,
         **_COMMON,
     )
@@ -144,11 +144,13 @@ def _controlnet(name: str, section: ControlNetSection, images: ImagesSection) ->
     deployment = serve.deployment(LazyControlNet).options(
         name=CONTROLNET_PREFIX + name,
         num_replicas=section.replicas,
-        ray_actor_options={"num_cpus": MODEL_CPUS, "num_gpus": section.num_gpus},
-        user_config={"threads": section.threads},
+        ray_actor_options={"num_cpus": section.num_cpus or MODEL_CPUS, "num_gpus": section.num_gpus},
+        user_config={"threads": section.thread_cap},
         **_COMMON,
     )
-    return deployment.bind(name=name, folder=str(section.folder), dtype=images.dtype, device=images.device)
+    return deployment.bind(
+        name=name, folder=str(section.folder), dtype=images.dtype, device=images.device, executor=images.executor.value
+    )
 
 
 def _rank_model(name: str, section: RankModelSection, source: RankSource) -> RankModel:
@@ -173,7 +175,12 @@ def _rank_workers(
 ) -> serve.Application:
     part = section.parts[role]
     return _rank_deployment(name, role, part).bind(
-        name=name, source=source, role=role, knobs=part.knobs.model_dump(mode="json"), omp_wait=part.omp_wait, **more
+        name=name,
+        source=source,
+        role=role,
+        knobs=part.capped_knobs.model_dump(mode="json"),
+        omp_wait=part.omp_wait,
+        **more,
     )
 
 
@@ -185,7 +192,7 @@ def _rank_deployment(name: str, role: RankRole, part: CnSection | HnSection | Wh
     return serve.deployment(LazyRankWorker).options(
         name=worker_name(name, role),
         **count,
-        ray_actor_options={"num_cpus": WORKER_CPUS, "num_gpus": num_gpus},
-        user_config=part.knobs.model_dump(mode="json"),
+        ray_actor_options={"num_cpus": part.num_cpus or WORKER_CPUS, "num_gpus": num_gpus},
+        user_config=part.capped_knobs.model_dump(mode="json"),
         **_COMMON,
     )

@@ -148,12 +148,12 @@ class ServedConfig(Section):
         """Return the settings that may change on running deployments, by deployment name."""
         found: dict[str, dict[str, Any]] = {}
         if self.images is not None:
-            found[ENGINE] = self.images.knobs.model_dump(mode="json")
+            found[ENGINE] = self.images.capped_knobs.model_dump(mode="json")
             for name, controlnet in self.images.controlnet_services().items():
-                found[CONTROLNET_PREFIX + name] = {"threads": controlnet.threads}
+                found[CONTROLNET_PREFIX + name] = {"threads": controlnet.thread_cap}
         for name, section in self.ranking_models.items():
             for role, part in section.parts.items():
-                found[worker_name(name, role)] = part.knobs.model_dump(mode="json")
+                found[worker_name(name, role)] = part.capped_knobs.model_dump(mode="json")
         return found
 
 

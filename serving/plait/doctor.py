@@ -87,7 +87,9 @@ def check_packages() -> list[CheckResult]:
 
 def check_machine() -> list[CheckResult]:
     """Check cores, memory, shared memory and disk."""
-    cores = len(os.sched_getaffinity(0))
+    from plait_fabric.cores import usable_cores
+
+    cores = usable_cores()
     memory = _available_memory_bytes()
     shm = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0  # noqa: S108  # Ray's shared memory
     disk = shutil.disk_usage("/tmp").free  # noqa: S108  # Ray's session folder

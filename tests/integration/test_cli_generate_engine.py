@@ -63,6 +63,18 @@ def test_an_unknown_lora_is_wrong_usage(config, tmp_path, capsys):
     assert not out.exists()
 
 
+def test_only_what_the_order_names_is_loaded_and_run(make, monkeypatch):
+    """No warm-up image, no ControlNet that nobody asked for, and no LoRA file opened to list its format."""
+
+    def refuse(*_, **__):
+        raise AssertionError("not asked for")
+
+    for name in ("assemble.Assembled.warm_up", "assemble.check_and_load_controlnet"):
+        monkeypatch.setattr(f"plait_serving.diffusion.{name}", refuse)
+    monkeypatch.setattr("plait_serving.deployments.images.hosted.inspect", refuse)
+    make("a.png")
+
+
 def test_the_list_tells_what_the_tiny_configuration_offers(config, capsys):
     """`plait models list --json` on real folders."""
     assert main(["models", "list", "--json", "--config", str(config)]) == 0

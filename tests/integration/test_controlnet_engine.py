@@ -21,6 +21,7 @@ from plait_serving.diffusion.controlnet.remote import RemoteControlNetClient
 from plait_serving.diffusion.controlnet.service import ControlNetService
 from plait_serving.diffusion.errors import ControlNetUnavailable
 from plait_serving.diffusion.knobs import EngineKnobs, Placement
+from plait_serving.diffusion.testing import EveryBatchPays
 from plait_serving.diffusion.values import ControlRef, Event, Failed, Finished, ImageRequest, Progress, Scheduler
 from support import controlnet as kit
 
@@ -71,7 +72,7 @@ def scene(tiny_sd_folder: Path, tiny_sd_controlnets: tuple[Path, Path], tmp_path
             controlnets=folders,
             knobs=EngineKnobs(threads=1, controlnet_placement=Placement.REMOTE),
         )
-        assembled = build_engine(settings, remote=remote)
+        assembled = build_engine(settings, remote=remote, costs=EveryBatchPays())
         stack.callback(assembled.engine.stop, drain_s=0.0)
         yield Scene(assembled=assembled, edges=edges, fleets=fleets)
 
@@ -131,3 +132,22 @@ def test_without_a_replica_only_requests_that_need_it_fail(scene: Scene) -> None
     assert isinstance(failed.error, ControlNetUnavailable)
     assert "edges" in str(failed.error)
     assert not np.array_equal(_image(ended["colors"]), _image(ended["plain"]))
+
+
+def test_automatic_placement_runs_both_places_and_takes_the_faster(scene: Scene) -> None:
+    """It is settled by real steps, with the service that answers, and the image is the same wherever it was made."""
+    engine, client = scene.assembled.engine, scene.assembled.controlnets["edges"]
+    remote = _image(scene.make(_request("remote", "edges"))["remote"])
+    engine.reconfigure(engine.knobs.model_copy(update={"controlnet_placement": Placement.AUTO}))
+    before = scene.edges.statistics().steps
+    auto = _image(scene.make(_request("auto", "edges"))["auto"])
+    assert client.times is not None
+    assert min(client.times.local_s, client.times.remote_s) > 0.0
+    if client.times.is_close:
+        for number in range(8):  # a trial is over by then
+            scene.make(_request(str(number), "edges"))
+        client.settle()
+    faster = Placement.REMOTE if client.times.remote_s < client.times.local_s else Placement.LOCAL
+    assert client.settle() is faster
+    assert scene.edges.statistics().steps > before
+    assert np.abs(auto.astype(int) - remote.astype(int)).max() <= 1

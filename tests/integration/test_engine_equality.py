@@ -26,6 +26,7 @@ from PIL import Image
 from plait_serving.diffusion.assemble import Assembled, EngineSettings, build_engine
 from plait_serving.diffusion.knobs import EngineKnobs, Placement
 from plait_serving.diffusion.lora.source import FolderSource
+from plait_serving.diffusion.testing import EveryBatchPays
 from plait_serving.diffusion.values import ControlRef, Failed, Finished, ImageRequest, LoraRef, Scheduler
 from plait_serving.images.config import STARTER_FOLDER
 from support.tiny import IMAGE_SIZE, tiny_lora
@@ -77,7 +78,7 @@ def probe_of():
     probes = []
 
     def build(**settings) -> Probe:
-        probes.append(Probe(build_engine(EngineSettings(knobs=KNOBS, **settings))))
+        probes.append(Probe(build_engine(EngineSettings(knobs=KNOBS, **settings), costs=EveryBatchPays())))
         return probes[-1]
 
     yield build

@@ -7,11 +7,23 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait_serving.diffusion.policy import BatchLimits, Candidate, Costs, GroupKey, choose, overtaken_by
+from plait_serving.diffusion.costs import StepCosts
+from plait_serving.diffusion.policy import (
+    JOIN_SHARE,
+    BatchLimits,
+    Candidate,
+    Costs,
+    GroupKey,
+    choose,
+    overtaken_by,
+)
 from plait_serving.diffusion.values import LoraRef
 
 KEYS = [GroupKey(64, 64, True, (LoraRef(name=name),) if name else ()) for name in ("", "a", "b", "c")]
 COSTS = Costs(step_s=lambda key, rows: 0.01 + 0.002 * rows, switch_s=lambda loras: 0.03 if loras else 0.0)
+
+cost_tables = st.lists(st.floats(0.01, 1.0), min_size=8, max_size=8)
+"""Seconds of calls with 1 to 8 rows, in no order: a larger call may be the faster one."""
 
 units = st.builds(
     lambda arrival, key, rows, steps, deadline: (arrival, key, rows, steps, deadline),
@@ -23,8 +35,14 @@ units = st.builds(
 )
 
 
-def simulate(arrivals, limits):
-    """Runs the policy step by step; yields (batch, candidates before the step) until everything is done."""
+def simulate(arrivals, limits, table=None):
+    """Runs the policy step by step; yields (batch, candidates before the step) until everything is done.
+
+    With a table the policy learns its costs from the steps that run.
+    """
+    learned = StepCosts()
+    costs = COSTS if table is None else replace(COSTS, step_s=learned.step_s)
+    running: tuple[int, ...] = ()
     pending = sorted(
         (
             (arrival, Candidate(order=order, key=key, rows=rows, steps_left=steps, deadline_s=deadline))
@@ -39,8 +57,12 @@ def simulate(arrivals, limits):
             unit = pending.pop(0)[1]
             active[unit.order] = unit
         candidates = list(active.values())
-        batch = choose(candidates, costs=COSTS, limits=limits, now_s=tick * 0.02)
+        batch = choose(candidates, costs=costs, limits=limits, now_s=tick * 0.02, running=running)
         yield batch, candidates
+        running = tuple(unit.order for unit in batch)
+        if batch and table is not None:
+            rows = sum(unit.rows for unit in batch)
+            learned.record(batch[0].key, rows, table[rows - 1])
         for order in overtaken_by(batch, candidates):
             active[order] = replace(active[order], overtaken=active[order].overtaken + 1)
         for unit in batch:
@@ -53,20 +75,20 @@ def simulate(arrivals, limits):
 
 
 @settings(max_examples=150)
-@given(st.lists(units, min_size=1, max_size=14), st.integers(0, 8), st.integers(1, 8))
-def test_nobody_is_overtaken_more_often_than_the_limit(arrivals, overtake_limit, largest_batch):
+@given(st.lists(units, min_size=1, max_size=14), st.integers(0, 8), st.integers(1, 8), st.none() | cost_tables)
+def test_nobody_is_overtaken_more_often_than_the_limit(arrivals, overtake_limit, largest_batch, table):
     """However requests arrive, a request never sees more than ``overtake_limit`` steps of later ones go first."""
     limits = BatchLimits(largest_batch=largest_batch, overtake_limit=overtake_limit)
-    for _, candidates in simulate(arrivals, limits):
+    for _, candidates in simulate(arrivals, limits, table):
         assert all(unit.overtaken <= overtake_limit for unit in candidates)
 
 
 @settings(max_examples=150)
-@given(st.lists(units, min_size=1, max_size=14), st.integers(0, 8), st.integers(1, 8))
-def test_batches_share_a_group_and_fit(arrivals, overtake_limit, largest_batch):
+@given(st.lists(units, min_size=1, max_size=14), st.integers(0, 8), st.integers(1, 8), st.none() | cost_tables)
+def test_batches_share_a_group_and_fit(arrivals, overtake_limit, largest_batch, table):
     """Every step runs at least one unit; its batch shares one key and fits unless it is one unit alone."""
     limits = BatchLimits(largest_batch=largest_batch, overtake_limit=overtake_limit)
-    for batch, candidates in simulate(arrivals, limits):
+    for batch, candidates in simulate(arrivals, limits, table):
         assert bool(batch) == bool(candidates)
         assert len({unit.key for unit in batch}) <= 1
         assert len({unit.order for unit in batch}) == len(batch)
@@ -80,6 +102,19 @@ def test_zero_overtaking_is_first_come_first_served(arrivals):
     for batch, candidates in simulate(arrivals, limits):
         if batch:
             assert min(unit.order for unit in candidates) == batch[0].order
+
+
+@given(cost_tables, st.integers(1, 8), st.frozensets(st.integers(0, 7)))
+def test_no_batch_lowers_rows_per_second(table, count, running):
+    """However costs grow, a batch of single images does, but for the share, what all of them in one call would do, and
+    what one alone would do, whatever runs."""
+    waiting = [unit(order) for order in range(count)]
+    costs = Costs(step_s=lambda key, rows: table[rows - 1], switch_s=lambda loras: 0.0)
+    limits = BatchLimits(largest_batch=8, overtake_limit=100)
+    rows = len(choose(waiting, costs=costs, limits=limits, now_s=0.0, running=running))
+    speed = (1.0 + JOIN_SHARE) * rows / table[rows - 1] * (1.0 + 1e-9)
+    assert speed >= count / table[count - 1]
+    assert speed >= 1 / table[0]
 
 
 def unit(order, key=KEYS[0], rows=1, steps_left=20, **more):

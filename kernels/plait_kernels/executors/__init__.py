@@ -64,7 +64,7 @@ class Computation:
 
 
 class Program(Protocol):
-    """A prepared computation. One thread at a time."""
+    """A prepared computation. Threads take turns."""
 
     @property
     def layers(self) -> tuple[AdaptedLayer, ...]:
@@ -75,5 +75,6 @@ class Program(Protocol):
     ) -> tuple[torch.Tensor, ...]:
         """Compute the outputs, in the dtype of the first input.
 
-        With `copy=False` they may live in the program's own memory, which the next `run` overwrites.
+        With `copy=False` they may live in the program's own memory, which the next `run` overwrites: then one thread
+        only.
         """

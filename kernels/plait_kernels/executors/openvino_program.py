@@ -57,6 +57,7 @@ class OpenVinoProgram:
         self._special: OrderedDict[Shapes, _Compiled] = OrderedDict()
         self._seen: dict[Shapes, int] = {}
         self._lock = threading.Lock()
+        self._running = threading.Lock()
         self._worker: threading.Thread | None = None
 
     @property
@@ -70,6 +71,12 @@ class OpenVinoProgram:
         """Compute the outputs in the first input's dtype. Raises `ExecutorError` for factors of other rows."""
         rows = inputs[0].shape[0]
         check_factors(self._layers, rows, factors)
+        with self._running:
+            return self._run(inputs, factors, rows, copy=copy)
+
+    def _run(
+        self, inputs: Sequence[torch.Tensor], factors: RowFactors | None, rows: int, *, copy: bool
+    ) -> tuple[torch.Tensor, ...]:
         arrays = [value.detach().to(torch.float32).contiguous().numpy() for value in inputs]
         compiled = self._for_shapes(arrays, rows, factors)
         self._bind(compiled, rows, factors, len(arrays))

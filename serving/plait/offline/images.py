@@ -18,7 +18,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from plait_serving.deployments.images.source import ImagesSource
 from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.errors import EngineStopped, RequestError
 from plait_serving.diffusion.knobs import Placement
@@ -44,12 +43,15 @@ Say = Callable[[str, float], None]
 
 @contextmanager
 def open_local(images: ImagesSection) -> Iterator[ImageService]:
-    """Open the engine of a configuration in this process, warmed up; it is stopped on exit. Raises `ModelError`.
+    """Open the engine of a configuration in this process, not warmed up; it is stopped on exit. Raises `ModelError`.
 
-    ControlNets also run in this process, whatever placement the configuration gives: there is no other process.
+    ControlNets also run in this process, whatever placement the configuration gives: there is no other process. Each
+    is loaded when a request names it.
     """
+    from plait_serving.deployments.images.hosted import load_images  # imports torch: a wrong option is told before
+
     knobs = images.knobs.model_copy(update={"controlnet_placement": Placement.LOCAL})
-    hosted = ImagesSource(images.model_copy(update={"knobs": knobs})).open({})
+    hosted = load_images(images.model_copy(update={"knobs": knobs}), lora_formats=False, converts=False)
     try:
         yield hosted.service
     finally:

@@ -39,6 +39,7 @@ class DeploymentPlan:
     fixed: str
     knobs: Mapping[str, Any]
     replicas: Any = 1
+    num_cpus: float | None = None
     num_gpus: float = 0.0
 
 
@@ -50,11 +51,13 @@ def plans(config: ServedConfig) -> dict[str, DeploymentPlan]:
     for name, section in config.ranking_models.items():
         for role, part in section.parts.items():
             rest = part.model_dump(mode="json")
-            knobs, replicas = rest.pop("knobs"), rest.pop("replicas")
+            del rest["knobs"]
+            replicas = rest.pop("replicas")
             found[worker_name(name, role)] = DeploymentPlan(
                 fixed=_json({**_package(section), "role": role, **rest}),
-                knobs=knobs,
+                knobs=part.capped_knobs.model_dump(mode="json"),
                 replicas=replicas,
+                num_cpus=part.num_cpus,
                 num_gpus=rest.get("num_gpus", 0.0),
             )
     return found
@@ -98,16 +101,29 @@ def _images(images: ImagesSection) -> dict[str, DeploymentPlan]:
     dumped = images.model_dump(mode="json", exclude={"knobs", "replicas", "controlnets"})
     controlnets = {name: str(section.folder) for name, section in images.resolved_controlnets().items()}
     fixed = {**dumped, "controlnets": controlnets, "services": sorted(images.controlnet_services())}
-    knobs = images.knobs.model_dump(mode="json")
     found = {
-        ENGINE: DeploymentPlan(fixed=_json(fixed), knobs=knobs, replicas=images.replicas, num_gpus=images.num_gpus)
+        ENGINE: DeploymentPlan(
+            fixed=_json(fixed),
+            knobs=images.capped_knobs.model_dump(mode="json"),
+            replicas=images.replicas,
+            num_cpus=images.num_cpus,
+            num_gpus=images.num_gpus,
+        )
     }
     for name, section in images.controlnet_services().items():
-        own = {"folder": str(section.folder), "dtype": images.dtype, "device": images.device, "gpus": section.num_gpus}
+        own = {
+            "folder": str(section.folder),
+            "dtype": images.dtype,
+            "device": images.device,
+            "executor": images.executor.value,
+            "cpus": section.num_cpus,
+            "gpus": section.num_gpus,
+        }
         found[CONTROLNET_PREFIX + name] = DeploymentPlan(
             fixed=_json(own),
-            knobs={"threads": section.threads},
+            knobs={"threads": section.thread_cap},
             replicas=section.replicas,
+            num_cpus=section.num_cpus,
             num_gpus=section.num_gpus,
         )
     return found

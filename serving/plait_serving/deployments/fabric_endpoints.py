@@ -19,12 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from plait_fabric import Channel, FabricError, FabricOptions, Listener, MessageLimits, connect, listen
+from plait_fabric.cores import usable_cores
 from plait_fabric.rpc.replicas import NoReplica, Replica, ReplicaLink, connect_to_one
+from plait_serving.cores import declare_threads
 
 __all__ = [
     "FABRIC",
     "ServeReplicas",
     "cpu_threads",
+    "declare_thread_cap",
     "dial",
     "host_id",
     "open_listeners",
@@ -132,4 +135,12 @@ def remove_stale_sockets(folder: Path) -> None:
 def cpu_threads(threads: int) -> int:
     """Return `threads`, or the number of cores for 0: otherwise Ray's OMP_NUM_THREADS would limit torch to the
     replica's share of logical CPUs."""
-    return threads or len(os.sched_getaffinity(0))
+    return threads or usable_cores()
+
+
+def declare_thread_cap(threads: int) -> None:
+    """Declare how many threads this replica may use (0: all cores), for the count of its host; a failure is logged."""
+    try:
+        declare_threads(socket_folder(), cpu_threads(threads))
+    except OSError as error:
+        _log.warning("the host's threads are counted without this replica's: %s", error)

@@ -17,7 +17,8 @@ from plait_serving.diffusion.bundle import Bundle, load_bundle, map_unet, map_va
 from plait_serving.diffusion.controlnet.local import LocalControlNetClient
 from plait_serving.diffusion.controlnet.model import load_controlnet
 from plait_serving.diffusion.controlnet.placed import PlacedControlNetClient
-from plait_serving.diffusion.controlnet.placement import StepTimes, measure
+from plait_serving.diffusion.controlnet.placement import StepTimes, measure, probe_sizes, time_step_s
+from plait_serving.diffusion.costs import StepCosts
 from plait_serving.diffusion.decoding import Decoder
 from plait_serving.diffusion.denoisers.unet import UNetDenoiser
 from plait_serving.diffusion.engine import Engine
@@ -40,7 +41,6 @@ from plait_serving.diffusion.values import ControlRef, ImageRequest, Scheduler
 _log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_WARMUP_STEPS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,17 +73,23 @@ class Assembled:
     bundle: Bundle
     loras: LoraCache
     controlnets: Mapping[str, PlacedControlNetClient]
+    prepared: set[str]
+
+    def prepared_parts(self) -> frozenset[str]:
+        """Return what runs on prepared programs now: "unet", "vae" and names of ControlNets that are in this
+        process."""
+        return frozenset(self.prepared)
 
     def warm_up(self) -> float:
-        """Make a warm-up image, and one with every ControlNet so that AUTO placement is settled; return the seconds it
-        took.
+        """Run each code path once, at the min size and for one step; return the seconds it took.
 
-        A ControlNet that does not answer yet is logged: it may come up later. Raises any other error.
+        An image with every ControlNet settles AUTO placement, too. A ControlNet that does not answer yet is logged: it
+        may come up later. Raises any other error.
         """
         started_s = time.perf_counter()
         self.engine.generate(self._warmup_request(()))
         for name in self.controlnets:
-            image = np.zeros((self.bundle.height, self.bundle.width, 3), np.uint8)
+            image = np.zeros((self.bundle.min_whole_edge, self.bundle.min_whole_edge, 3), np.uint8)
             try:
                 self.engine.generate(self._warmup_request((ControlRef(name=name, image=image),)))
             except ControlNetUnavailable as error:
@@ -94,9 +100,9 @@ class Assembled:
         return ImageRequest(
             request_id="warm-up",
             prompt="warm-up",
-            width=self.bundle.width,
-            height=self.bundle.height,
-            steps=_WARMUP_STEPS,
+            width=self.bundle.min_whole_edge,
+            height=self.bundle.min_whole_edge,
+            steps=1,
             guidance_scale=5.0,
             seed=0,
             scheduler=Scheduler.EULER,
@@ -105,17 +111,22 @@ class Assembled:
 
 
 def build_engine(
-    settings: EngineSettings, *, remote: Mapping[str, Callable[[], ControlNetClient]] | None = None
+    settings: EngineSettings,
+    *,
+    remote: Mapping[str, Callable[[], ControlNetClient]] | None = None,
+    costs: StepCosts | None = None,
 ) -> Assembled:
     """Load the model, build the engine and start it. Raises `ModelError`.
 
     `remote[name]` makes a client of a ControlNet that runs as a service; without it, the ControlNet can only run in
-    this process.
+    this process. `costs`: what is known of step times; None: nothing yet.
     """
-    return run_on_own_thread(lambda: _build(settings, remote or {}))
+    return run_on_own_thread(lambda: _build(settings, remote or {}, costs))
 
 
-def _build(settings: EngineSettings, remote: Mapping[str, Callable[[], ControlNetClient]]) -> Assembled:
+def _build(
+    settings: EngineSettings, remote: Mapping[str, Callable[[], ControlNetClient]], costs: StepCosts | None
+) -> Assembled:
     device = resolve_device(settings.device)
     dtype = resolve_dtype(settings.dtype, device)
     folder = resolve_source(settings.model, settings.revision, fetch_from_hub)
@@ -141,6 +152,7 @@ def _build(settings: EngineSettings, remote: Mapping[str, Callable[[], ControlNe
     targets = LoraTargets.of(components)
     merger = Merger({"unet": bundle.unet}, before_write=weights.take)
     text_merger = Merger({name: part for name, part in components.items() if name != "unet"})
+    prepared: set[str] = set()
     # The engine may be reconfigured: what the parts ask of its knobs is read from it, once there is one.
     engines: list[Engine] = []
 
@@ -160,13 +172,14 @@ def _build(settings: EngineSettings, remote: Mapping[str, Callable[[], ControlNe
     if halves is not None and vae is not None:
         denoiser.adopt(halves)
         denoiser.adopt_vae(vae)
+        prepared |= {"unet", "vae"}
     loras = LoraCache(
         settings.lora_source, lambda name, path: parse(name, path, targets), host_bytes=settings.knobs.host_lora_bytes
     )
     controlnets = {
         name: PlacedControlNetClient(
             name,
-            local=_local_factory(name, controlnet, bundle, preparer),
+            local=_local_factory(name, controlnet, bundle, preparer, prepared),
             remote=remote.get(name),
             wanted=lambda: knobs().controlnet_placement,
             measure=lambda here, there: _measure(here, there, denoiser, bundle),
@@ -189,12 +202,17 @@ def _build(settings: EngineSettings, remote: Mapping[str, Callable[[], ControlNe
         limits=ImageLimits(size_multiple=bundle.size_multiple, min_edge_px=bundle.size_multiple),
         knobs=settings.knobs,
         clock=time.monotonic,
+        costs=costs,
     )
     engines.append(engine)
     engine.start()
     if preparer is not None and not mapped and settings.converts:
-        _prepare_behind(preparer, folder, engine=engine, denoiser=denoiser, merger=merger, weights=weights)
-    return Assembled(engine=engine, denoiser=denoiser, bundle=bundle, loras=loras, controlnets=controlnets)
+        _prepare_behind(
+            preparer, folder, engine=engine, denoiser=denoiser, merger=merger, weights=weights, prepared=prepared
+        )
+    return Assembled(
+        engine=engine, denoiser=denoiser, bundle=bundle, loras=loras, controlnets=controlnets, prepared=prepared
+    )
 
 
 def _prepare_behind(
@@ -205,6 +223,7 @@ def _prepare_behind(
     denoiser: UNetDenoiser,
     merger: Merger,
     weights: ResidentWeights,
+    prepared: set[str],
 ) -> None:
     """Convert the model on a background thread; it takes over between two steps."""
 
@@ -215,18 +234,20 @@ def _prepare_behind(
             merger.switch((), {})
             denoiser.adopt(halves)
             weights.release()
+            prepared.add("unet")
 
         engine.between_steps(adopt)
 
     def make() -> None:
         make_unet()
         denoiser.adopt_vae(preparer.make_vae(folder / "vae"))
+        prepared.add("vae")
 
     behind(str(folder), make)
 
 
 def _local_factory(
-    name: str, folder: Path, bundle: Bundle, preparer: Preparer | None
+    name: str, folder: Path, bundle: Bundle, preparer: Preparer | None, prepared: set[str]
 ) -> Callable[[], ControlNetClient]:
     def make() -> ControlNetClient:
         runner = load_controlnet(
@@ -236,6 +257,7 @@ def _local_factory(
             dtype=bundle.dtype,
             device=str(bundle.device),
             preparer=preparer,
+            adopted=lambda: prepared.add(name),
         )
         return LocalControlNetClient(name, runner)
 
@@ -243,28 +265,34 @@ def _local_factory(
 
 
 def _measure(local: ControlNetClient, remote: ControlNetClient, denoiser: UNetDenoiser, bundle: Bundle) -> StepTimes:
-    """Time one guided image's step at both places, with the UNet's encoder half beside the remote one."""
+    """Time one guided image's step with the ControlNet at both places."""
+    sizes = probe_sizes(bundle.width, bundle.height, multiple=bundle.size_multiple)
+    return measure(lambda size: _times_at(size, local, remote, denoiser, bundle), sizes)
+
+
+def _times_at(
+    size: tuple[int, int], local: ControlNetClient, remote: ControlNetClient, denoiser: UNetDenoiser, bundle: Bundle
+) -> StepTimes:
+    width, height = size
     request = ImageRequest(
-        request_id="measure", prompt="", width=bundle.width, height=bundle.height, steps=1, guidance_scale=5.0, seed=0,
+        request_id="measure", prompt="", width=width, height=height, steps=1, guidance_scale=5.0, seed=0,
         scheduler=Scheduler.EULER,
     )  # fmt: skip
     conditioning = denoiser.prepare(request)
-    sample = torch.zeros(
-        1, *denoiser.latent_shape(bundle.width, bundle.height), dtype=bundle.dtype, device=bundle.device
-    )
+    sample = torch.zeros(1, *denoiser.latent_shape(width, height), dtype=bundle.dtype, device=bundle.device)
     timestep = torch.tensor(500, device=bundle.device)
-    image = np.zeros((bundle.height, bundle.width, 3), np.uint8)
-    sides = []
-    for client in (local, remote):
-        session = client.open(image=image, conditioning=conditioning, width=bundle.width, height=bundle.height)
-        call = ControlCall(session=session, sample=torch.cat([sample, sample]), timestep=timestep, scale=1.0)
-        sides.append((client, call))
     step = StepCall(conditioning=conditioning, sample=sample, timestep=timestep, guidance_scale=5.0, controls=())
-    try:
-        return measure(local=sides[0], remote=sides[1], encoder=lambda: denoiser.run_encoder_half([step]))
-    finally:
-        for client, call in sides:
-            client.close(call.session)
+
+    def step_s(client: ControlNetClient) -> float:
+        image = np.zeros((height, width, 3), np.uint8)
+        session = client.open(image=image, conditioning=conditioning, width=width, height=height)
+        call = ControlCall(session=session, sample=torch.cat([sample, sample]), timestep=timestep, scale=1.0)
+        try:
+            return time_step_s(client, call, encoder=lambda: denoiser.run_encoder_half([step]))
+        finally:
+            client.close(session)
+
+    return StepTimes(local_s=step_s(local), remote_s=step_s(remote))
 
 
 def resolve_device(device: str) -> str:

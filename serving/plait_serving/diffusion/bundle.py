@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,20 +17,15 @@ import torch
 from diffusers import AutoencoderKL, ControlNetModel, UNet2DConditionModel
 from torch import nn
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
-from transformers.utils import logging as transformers_logging
 
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.hub import fetch_from_hub
+from plait_serving.diffusion.loading import load_module, translate
+from plait_serving.diffusion.memory import MemoryNeed, check_memory
+from plait_serving.diffusion.model_config import Family, check_controlnet_config, check_unet_config, family_of
+from plait_serving.diffusion.weight_files import find_weights
 
 _log = logging.getLogger(__name__)
-
-
-class Family(StrEnum):
-    """What a base model is compatible with: LoRAs and ControlNets of the same family fit it."""
-
-    SD1 = "sd1"
-    SD2 = "sd2"
-    SDXL = "sdxl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -85,6 +78,12 @@ class Bundle:
         """Widths and heights must be multiples of this, in pixels: diffusers' pipelines require 8."""
         return max(8, self.vae_factor)
 
+    @property
+    def min_whole_edge(self) -> int:
+        """The min edge, in pixels, that every level of the UNet halves without a remainder."""
+        levels = len(self.config["block_out_channels"])
+        return max(self.size_multiple, self.vae_factor << (levels - 1))
+
 
 # ---- loading --------------------------------------------------------------------------------------------------------
 
@@ -113,20 +112,32 @@ def load_bundle(
     family = family_of(unet_config)
     vae_dtype = torch.float32 if family is Family.SDXL and _overflows(vae_config, dtype) else dtype
     target = torch.device(device)
-    tokenizers, encoders = _text_parts(folder, family, dtype, target)
-    _check_text_width(folder, unet_config, encoders)
     factor = 2 ** (len(vae_config["block_out_channels"]) - 1)
     height, width = _native_size(unet_config, factor)
-    checker, extractor = _safety_parts(folder, index, dtype, target) if safety_checker else (None, None)
+    encoders = _text_kinds(folder, family)
+    _check_text_width(folder, unet_config, encoders)
+    kinds = dict(encoders)
+    extractor = _feature_extractor(folder, index) if safety_checker else None
+    if extractor is not None:
+        kinds["safety_checker"] = _checker_kind()
+    kinds |= {"vae": AutoencoderKL, "unet": UNet2DConditionModel}
+    scheduler_config = _scheduler_config(folder, family)
+    files = {part: (find_weights(folder / part), vae_dtype if part == "vae" else dtype) for part in kinds}
+    decoding = _decoding_bytes(vae_config, vae_dtype, width * height)
+    check_memory(str(folder), MemoryNeed.of(files.values(), activation_bytes=decoding), target)
+    tokenizers = tuple(_tokenizer(folder / part.replace("text_encoder", "tokenizer")) for part in encoders)
+    if mapped:
+        files |= {part: (files[part][0], files[part][0].stored_dtype) for part in ("vae", "unet")}
+    modules = {part: load_module(kind, *files[part], target) for part, kind in kinds.items()}
     return Bundle(
         folder=folder,
         family=family,
-        unet=map_unet(folder / "unet") if mapped else _load(UNet2DConditionModel, folder / "unet", dtype, target),
-        vae=map_vae(folder / "vae") if mapped else _load(AutoencoderKL, folder / "vae", vae_dtype, target),
+        unet=modules["unet"],
+        vae=modules["vae"],
         tokenizers=tokenizers,
-        text_encoders=encoders,
-        scheduler_config=_scheduler_config(folder, family),
-        safety_checker=checker,
+        text_encoders=tuple(modules[part] for part in encoders),
+        scheduler_config=scheduler_config,
+        safety_checker=modules.get("safety_checker"),
         feature_extractor=extractor,
         force_zeros_for_empty_prompt=bool(index.get("force_zeros_for_empty_prompt", family is Family.SDXL)),
         width=width,
@@ -153,7 +164,9 @@ def load_controlnet(
     """
     folder = resolve_source(source, revision, fetch)
     check_controlnet(folder, base=base, vae_factor=vae_factor)
-    return _load(ControlNetModel, folder, dtype, torch.device(device))
+    files, target = find_weights(folder), torch.device(device)
+    check_memory(str(folder), MemoryNeed.of([(files, dtype)]), target)
+    return load_module(ControlNetModel, files, dtype, target)
 
 
 def check_controlnet(folder: Path, *, base: Mapping[str, Any] | None = None, vae_factor: int | None = None) -> None:
@@ -164,32 +177,22 @@ def check_controlnet(folder: Path, *, base: Mapping[str, Any] | None = None, vae
 
 def map_unet(folder: Path) -> nn.Module:
     """Load a UNet's folder in the files' dtype, memory-mapped: it takes no memory of its own. Raises `ModelError`."""
-    return _load(UNet2DConditionModel, folder, _stored_dtype(folder), torch.device("cpu"))
+    return _map(UNet2DConditionModel, folder)
 
 
 def map_vae(folder: Path) -> nn.Module:
     """Load a VAE's folder like `map_unet`."""
-    return _load(AutoencoderKL, folder, _stored_dtype(folder), torch.device("cpu"))
+    return _map(AutoencoderKL, folder)
 
 
 def map_controlnet(folder: Path) -> nn.Module:
     """Load a ControlNet's folder like `map_unet`."""
-    return _load(ControlNetModel, folder, _stored_dtype(folder), torch.device("cpu"))
+    return _map(ControlNetModel, folder)
 
 
-def _stored_dtype(folder: Path) -> torch.dtype:
-    """Return the dtype of all tensors in a folder's safetensors; float32 if they differ."""
-    variant = _weight_variant(folder)
-    found = set()
-    for path in folder.glob("*.safetensors"):
-        if (f".{variant}." in path.name or f".{variant}-" in path.name) if variant else ".fp16." not in path.name:
-            with path.open("rb") as file:
-                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-            found |= {entry["dtype"] for name, entry in header.items() if name != "__metadata__"}
-    return _STORED[found.pop()] if len(found) == 1 and found <= _STORED.keys() else torch.float32
-
-
-_STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+def _map(kind: Any, folder: Path) -> nn.Module:
+    files = find_weights(folder)
+    return load_module(kind, files, files.stored_dtype, torch.device("cpu"))
 
 
 def resolve_source(source: str | Path, revision: str | None, fetch: Callable[[str, str], Path]) -> Path:
@@ -203,79 +206,6 @@ def resolve_source(source: str | Path, revision: str | None, fetch: Callable[[st
     if revision is None:
         raise ModelError(f"{source}: not a folder here; as a hub id it needs a revision (a commit's 40 hex digits)")
     return fetch(str(source), revision)
-
-
-def family_of(unet_config: Mapping[str, Any]) -> Family:
-    """Return the family of a UNet or ControlNet configuration."""
-    if unet_config.get("addition_embed_type") == "text_time":
-        return Family.SDXL
-    # SD 2.x's text encoder is OpenCLIP ViT-H, 1024 wide; SD 1.x's CLIP ViT-L is 768.
-    return Family.SD2 if unet_config.get("cross_attention_dim") == 1024 else Family.SD1
-
-
-# ---- checks on configurations ---------------------------------------------------------------------------------------
-
-_PLAIN_BLOCKS = {
-    "DownBlock2D", "CrossAttnDownBlock2D", "UpBlock2D", "CrossAttnUpBlock2D",
-    "UNetMidBlock2DCrossAttn", "UNetMidBlock2D",
-}  # fmt: skip
-
-
-def check_unet_config(unet: Mapping[str, Any], vae: Mapping[str, Any], path: Path) -> None:
-    """Raise `ModelError` for a UNet with extra inputs that plait does not provide."""
-    _refuse_features(unet, path)
-    blocks = [*unet["down_block_types"], *unet["up_block_types"], unet.get("mid_block_type", "UNetMidBlock2DCrossAttn")]
-    strange = sorted({str(block) for block in blocks} - _PLAIN_BLOCKS - {"None"})
-    if strange:
-        raise ModelError(f"{path}: blocks of type {', '.join(strange)} are not supported")
-    latents = vae.get("latent_channels", 4)
-    if unet.get("in_channels", 4) != latents:
-        raise ModelError(
-            f"{path}: the UNet takes {unet.get('in_channels')} channels and the VAE makes {latents}; "
-            "inpainting and image-editing models are not supported"
-        )
-
-
-def check_controlnet_config(
-    config: Mapping[str, Any], path: Path, *, base: Mapping[str, Any] | None, vae_factor: int | None
-) -> None:
-    """Raise `ModelError` for a ControlNet that cannot run or does not fit the base."""
-    kind = config.get("_class_name", "ControlNetModel")
-    if kind != "ControlNetModel":
-        raise ModelError(f"{path}: a {kind} is not supported; plain ControlNetModel is")
-    _refuse_features(config, path)
-    if config.get("global_pool_conditions"):
-        raise ModelError(f"{path}: global_pool_conditions (guess mode) is not supported")
-    if base is not None:
-        for key in ("cross_attention_dim", "block_out_channels", "layers_per_block", "down_block_types", "in_channels",
-                    "transformer_layers_per_block", "addition_embed_type"):  # fmt: skip
-            ours, theirs = _plain(config.get(key)), _plain(base.get(key))
-            if ours != theirs and None not in (config.get(key, ...), base.get(key, ...)):
-                raise ModelError(f"{path}: {key} is {ours}, the base model's is {theirs}: it is for another base model")
-        if family_of(config) is not family_of(base):
-            raise ModelError(f"{path}: made for {family_of(config)}, the base model is {family_of(base)}")
-    embedding = config.get("conditioning_embedding_out_channels", (16, 32, 96, 256))
-    if vae_factor is not None and 2 ** (len(embedding) - 1) != vae_factor:
-        raise ModelError(
-            f"{path}: it shrinks control images by {2 ** (len(embedding) - 1)}, the base model's latents are "
-            f"{vae_factor} times smaller than images"
-        )
-
-
-def _refuse_features(config: Mapping[str, Any], path: Path) -> None:
-    """Raise `ModelError` for features that need inputs beyond text, time and SDXL's sizes."""
-    unsupported = {
-        "class_embed_type": "class conditioning",
-        "num_class_embeds": "class conditioning",
-        "encoder_hid_dim_type": "a projection of text or image embeddings (IP-Adapter, Kandinsky)",
-    }
-    for key, what in unsupported.items():
-        if config.get(key) is not None:
-            raise ModelError(f"{path}: {key} = {config[key]!r}: {what} is not supported")
-    if config.get("attention_type", "default") != "default":
-        raise ModelError(f"{path}: attention_type = {config['attention_type']!r}: GLIGEN is not supported")
-    if config.get("addition_embed_type") not in (None, "text_time"):
-        raise ModelError(f"{path}: addition_embed_type = {config['addition_embed_type']!r} is not supported")
 
 
 def _check_pipeline(folder: Path, index: Mapping[str, Any]) -> None:
@@ -292,8 +222,10 @@ def _check_pipeline(folder: Path, index: Mapping[str, Any]) -> None:
         _log.info("%s: image_encoder is not used", path)
 
 
-def _check_text_width(folder: Path, unet: Mapping[str, Any], encoders: tuple[nn.Module, ...]) -> None:
-    width = sum(cast("Any", encoder).config.hidden_size for encoder in encoders)
+def _check_text_width(folder: Path, unet: Mapping[str, Any], encoders: Mapping[str, Any]) -> None:
+    width = sum(
+        translate(folder / part, kind.config_class.from_pretrained).hidden_size for part, kind in encoders.items()
+    )
     wanted = unet["cross_attention_dim"]
     if wanted != width:
         raise ModelError(
@@ -304,40 +236,41 @@ def _check_text_width(folder: Path, unet: Mapping[str, Any], encoders: tuple[nn.
 # ---- parts ----------------------------------------------------------------------------------------------------------
 
 
-def _text_parts(
-    folder: Path, family: Family, dtype: torch.dtype, device: torch.device
-) -> tuple[tuple[Any, ...], tuple[nn.Module, ...]]:
-    kinds = [("tokenizer", "text_encoder", CLIPTextModel)]
+def _text_kinds(folder: Path, family: Family) -> Mapping[str, Any]:
+    """Return the classes of the text encoders, whose folders and tokenizers are there."""
+    kinds: dict[str, Any] = {"text_encoder": CLIPTextModel}
     if family is Family.SDXL:
-        kinds.append(("tokenizer_2", "text_encoder_2", CLIPTextModelWithProjection))
-    tokenizers, encoders = [], []
-    for tokenizer, encoder, kind in kinds:
-        for part in (tokenizer, encoder):
+        kinds["text_encoder_2"] = CLIPTextModelWithProjection
+    for encoder in kinds:
+        for part in (encoder.replace("text_encoder", "tokenizer"), encoder):
             if not (folder / part).is_dir():
                 raise ModelError(f"{folder / part}: missing")
         _read_json(folder / encoder / "config.json")
-        tokenizers.append(
-            _translate(folder / tokenizer, lambda p: CLIPTokenizer.from_pretrained(p, local_files_only=True))
-        )
-        encoders.append(_load(kind, folder / encoder, dtype, device))
-    return tuple(tokenizers), tuple(encoders)
+    return kinds
 
 
-def _safety_parts(
-    folder: Path, index: Mapping[str, Any], dtype: torch.dtype, device: torch.device
-) -> tuple[nn.Module | None, Any | None]:
+def _tokenizer(folder: Path) -> Any:
+    return translate(folder, lambda path: CLIPTokenizer.from_pretrained(path, local_files_only=True))
+
+
+def _feature_extractor(folder: Path, index: Mapping[str, Any]) -> Any | None:
+    """Return what prepares images for the folder's safety checker; None if it has no checker."""
     if (index.get("safety_checker") or [None])[0] is None:
-        return None, None
-    from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker
+        return None
     from transformers import CLIPImageProcessor
 
     for part in ("safety_checker", "feature_extractor"):
         if not (folder / part).is_dir():
             raise ModelError(f"{folder / part}: missing, though model_index.json names a safety checker")
-    extractor = _translate(
-        folder / "feature_extractor", lambda p: CLIPImageProcessor.from_pretrained(p, local_files_only=True)
+    return translate(
+        folder / "feature_extractor", lambda path: CLIPImageProcessor.from_pretrained(path, local_files_only=True)
     )
-    return _load(StableDiffusionSafetyChecker, folder / "safety_checker", dtype, device), extractor
+
+
+def _checker_kind() -> Any:
+    from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker
+
+    return StableDiffusionSafetyChecker
 
 
 def _scheduler_config(folder: Path, family: Family) -> Mapping[str, Any]:
@@ -354,74 +287,21 @@ def _overflows(vae_config: Mapping[str, Any], dtype: torch.dtype) -> bool:
     return dtype is torch.float16 and bool(vae_config.get("force_upcast", True))
 
 
+def _decoding_bytes(vae_config: Mapping[str, Any], dtype: torch.dtype, pixels: int) -> int:
+    """Return what decoding an image takes: 3.8 to 4.7 KB a pixel were measured for SD 1.5 in float32.
+
+    The decoder's last level has full size and twice the channels of the config's first; the UNet's step takes less.
+    """
+    return 4 * 2 * int(vae_config["block_out_channels"][0]) * pixels * dtype.itemsize
+
+
 def _native_size(unet_config: Mapping[str, Any], factor: int) -> tuple[int, int]:
     size = unet_config.get("sample_size") or 64
     height, width = size if isinstance(size, list | tuple) else (size, size)
     return height * factor, width * factor
 
 
-# ---- weights --------------------------------------------------------------------------------------------------------
-
-
-def _load(kind: Any, folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Return a module with every weight from the folder's safetensors, which are memory-mapped while being read."""
-    variant = _weight_variant(folder)
-    module, info = _translate(
-        folder,
-        lambda path: kind.from_pretrained(
-            path, dtype=dtype, variant=variant, use_safetensors=True, local_files_only=True, output_loading_info=True
-        ),
-    )
-    missing = sorted(info["missing_keys"])
-    # Old text encoders carry position_ids, a constant that newer code computes.
-    unexpected = sorted(key for key in info["unexpected_keys"] if not key.endswith("position_ids"))
-    for keys, what in ((missing, "lacks"), (unexpected, "has unknown")):
-        if keys:
-            raise ModelError(f"{folder}: {what} {len(keys)} weights, for example {', '.join(keys[:3])}")
-    if info.get("mismatched_keys"):
-        raise ModelError(f"{folder}: weights of the wrong shape: {info['mismatched_keys'][:3]}")
-    # On a GPU convolutions want channels-last weights; on a CPU oneDNN reorders them anyway, and bits stay diffusers'.
-    layout = {"memory_format": torch.channels_last} if device.type == "cuda" else {}
-    return cast("nn.Module", module.to(device, **layout).eval().requires_grad_(False))
-
-
-def _weight_variant(folder: Path) -> str | None:
-    """Return None for the plain file, else the name of the only variant (`fp16` of `model.fp16.safetensors`)."""
-    stems = ("diffusion_pytorch_model", "model")
-    files = sorted(path.name for path in folder.glob("*.safetensors"))
-    whole = [f"{stem}.safetensors" for stem in stems]
-    if any(name in whole or name.startswith(tuple(f"{stem}-0" for stem in stems)) for name in files):
-        return None
-    variants = {name.split(".")[1].split("-")[0] for name in files if name.split(".")[0] in stems}
-    if len(variants) == 1:
-        return variants.pop()
-    if not files and any(folder.glob("*.bin")):
-        raise ModelError(f"{folder}: has pickled weights (.bin) only; safetensors is needed")
-    raise ModelError(f"{folder}: no weights found (diffusion_pytorch_model.safetensors or model.safetensors)")
-
-
-def _translate(path: Path, load: Callable[[Path], Any]) -> Any:
-    """Run a library's loader quietly; anything it raises becomes a `ModelError` that names the path."""
-    try:
-        # Tensors made in inference mode do not count writes to them, by which the denoiser notices LoRA merges.
-        with _quiet(), torch.inference_mode(mode=False):
-            return load(path)
-    except ModelError:
-        raise
-    except Exception as error:
-        raise ModelError(f"{path}: {' '.join(str(error).split())[:400]}") from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Disable the progress bars of transformers within the context."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
+# ---- files ----------------------------------------------------------------------------------------------------------
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -434,7 +314,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelError(f"{path}: not a JSON object")
     return value
-
-
-def _plain(value: object) -> object:
-    return list(value) if isinstance(value, tuple) else value

@@ -1,20 +1,21 @@
 """The engine's API: submit, cancel, reconfigure, stop.
 
 One compute thread runs one step of one group at a time (`loop`), so a request joins, is cancelled, times out or
-gives a preview at any step boundary. One decode thread turns latents into images; the LoRA provider loads on its own
-threads; the request registry is all they share. Events reach a request's sink from engine threads, in order.
+gives a preview at any step boundary. It also turns latents into images where that pays, and leaves the rest to one
+decode thread (`decoding`); the LoRA provider loads on its own threads; the request registry is all they share. Events
+reach a request's sink from engine threads, in order.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 from plait_fabric.threads import set_threads
 from plait_serving.diffusion.admission import ImageLimits, check_request
 from plait_serving.diffusion.costs import StepCosts
-from plait_serving.diffusion.decoding import Decoder
+from plait_serving.diffusion.decoding import DecodeQueue, Decoder
 from plait_serving.diffusion.errors import DeadlineMissed
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.loop import SURELY_LATE, DenoiseLoop
@@ -59,6 +60,7 @@ class Engine:
         limits: ImageLimits,
         knobs: EngineKnobs,
         clock: Callable[[], float],
+        costs: StepCosts | None = None,
     ) -> None:
         self._loras = loras
         self._controlnets = controlnets
@@ -66,14 +68,13 @@ class Engine:
         self._knobs = knobs
         self._clock = clock
         self._registry = RequestRegistry(clock)
-        self._costs = StepCosts()
-        # VAE and text encoder share the cores with the compute thread: one thread each keeps them out of its way.
-        self._decode_threads = ThreadPoolExecutor(1, "plait-decode", initializer=set_threads, initargs=(1,))
+        self._costs = StepCosts() if costs is None else costs
+        self._decodes = DecodeQueue(set_threads=set_threads, clock=clock)
         self._loop = DenoiseLoop(
             registry=self._registry,
             stepper=stepper,
             decoder=decoder,
-            decode_threads=self._decode_threads,
+            decodes=self._decodes,
             costs=self._costs,
             switch_cost_s=switch_cost_s,
             knobs=lambda: self._knobs,
@@ -172,7 +173,7 @@ class Engine:
         self._registry.shut_down()
         if self._compute.is_alive():
             self._compute.join()
-        self._decode_threads.shutdown()
+        self._decodes.close()
         for client in self._controlnets.values():
             client.shutdown()
         self._loras.close()

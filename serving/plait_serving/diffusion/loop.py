@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 
 from plait_serving.diffusion.costs import StepCosts
-from plait_serving.diffusion.decoding import Decoder
+from plait_serving.diffusion.decoding import DecodeQueue, Decoder
 from plait_serving.diffusion.errors import Cancelled, DeadlineMissed, EngineError, EngineStopped
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.policy import BatchLimits, Costs, choose, overtaken_by
@@ -37,7 +37,7 @@ class DenoiseLoop:
         registry: RequestRegistry,
         stepper: Stepper,
         decoder: Decoder,
-        decode_threads: ThreadPoolExecutor,
+        decodes: DecodeQueue,
         costs: StepCosts,
         switch_cost_s: Callable[[LoraSet], float],
         knobs: Callable[[], EngineKnobs],
@@ -47,7 +47,7 @@ class DenoiseLoop:
         self._registry = registry
         self._stepper = stepper
         self._decoder = decoder
-        self._decode_threads = decode_threads
+        self._decodes = decodes
         self._costs = costs
         self._switch_cost_s = switch_cost_s
         self._knobs = knobs
@@ -56,6 +56,7 @@ class DenoiseLoop:
         self._between_steps: deque[Callable[[], None]] = deque()
         self._jobs: list[ImageJob] = []
         self._next_order = 0
+        self._running: frozenset[int] = frozenset()
 
     def between_steps(self, function: Callable[[], None]) -> None:
         """Call `function` on the compute thread between two steps. From any thread."""
@@ -81,13 +82,16 @@ class DenoiseLoop:
             self._take_in(self._knobs())
             for job in list(self._jobs):
                 self._fail(job, EngineStopped("the engine stopped before the request was finished"))
+            self._decodes.close()
 
     def _iterate(self, knobs: EngineKnobs) -> None:
-        """Run one step of one group, or wait briefly."""
+        """Decode, or run one step of one group, or wait briefly."""
         while self._between_steps:
             self._between_steps.popleft()()
         self._take_in(knobs)
         self._drop_lost()
+        if self._decodes.run_next(stepping=bool(self._jobs)):
+            return
         batch, merged = self._choose(knobs)
         if batch:
             self._run_batch(batch, merged)
@@ -127,7 +131,8 @@ class DenoiseLoop:
             switch_s=lambda target: 0.0 if target == self._stepper.live_loras else self._switch_cost_s(target),
         )
         limits = BatchLimits(largest_batch=knobs.largest_batch, overtake_limit=knobs.overtake_limit)
-        batch = choose(candidates, costs=costs, limits=limits, now_s=self._clock())
+        batch = choose(candidates, costs=costs, limits=limits, now_s=self._clock(), running=self._running)
+        self._running = frozenset(candidate.order for candidate in batch)
         for order in overtaken_by(batch, candidates):
             units[order].overtaken += 1
         return [units[candidate.order] for candidate in batch], batch[0].key.loras if batch else ()
@@ -183,7 +188,8 @@ class DenoiseLoop:
             return
         self._registry.send(job, Progress(step=job.steps_done, steps=unit.steps))
         if outcome is not None:
-            self._decode_threads.submit(self._preview, job, outcome[:1].clone(), job.previews_sent, unit.step)
+            preview = partial(self._preview, job, job.previews_sent, unit.step)
+            self._decodes.submit(outcome[:1].clone(), preview)
             job.previews_sent += 1
         if all(part.step == part.steps for part in job.units):
             self._finish(job)
@@ -192,7 +198,7 @@ class DenoiseLoop:
         self._let_go(job)
         job.advance(RequestPhase.DECODING)
         latents = torch.cat([unit.latents for unit in job.units if unit.latents is not None])
-        self._decode_threads.submit(self._decode, job, latents)
+        self._decodes.submit(latents, partial(self._decode, job))
 
     def _fail(self, job: ImageJob, error: Exception) -> None:
         """End a job without touching its batch mates. An error that is no `EngineError` is a bug and logged as one."""
@@ -217,9 +223,9 @@ class DenoiseLoop:
             return 0.0
         return SURELY_LATE * (unit.steps - unit.step) * self._costs.step_s(key, unit.rows)
 
-    # The two below run on the decode thread.
+    # The two below may run on the decode thread; they return whether they decoded.
 
-    def _decode(self, job: ImageJob, latents: torch.Tensor) -> None:
+    def _decode(self, job: ImageJob, latents: torch.Tensor) -> bool:
         started_s = self._clock()
         try:
             if job.cancelled:
@@ -229,15 +235,22 @@ class DenoiseLoop:
             if not isinstance(error, EngineError):
                 _log.exception("request %s: decoding failed", job.request.request_id)
             self._registry.close(job, Failed(error=error))
-            return
+            return False
         now_s = self._clock()
         result = result_of(job, images, flagged, decode_s=now_s - started_s, now_s=now_s)
         self._registry.close(job, Finished(result=result))
+        return True
 
-    def _preview(self, job: ImageJob, latents: torch.Tensor, index: int, step: int) -> None:
-        if job.phase is not RequestPhase.FAILED and not job.cancelled:
+    def _preview(self, job: ImageJob, index: int, step: int, latents: torch.Tensor) -> bool:
+        if job.phase is RequestPhase.FAILED or job.cancelled:
+            return False
+        try:
             images, _ = self._decoder.decode(latents)
-            self._registry.send(job, Preview(index=index, step=step, image=images[0]))
+        except Exception:
+            _log.exception("request %s: a preview failed", job.request.request_id)
+            return False
+        self._registry.send(job, Preview(index=index, step=step, image=images[0]))
+        return True
 
 
 def _wants_preview(unit: Unit) -> bool:

@@ -7,6 +7,10 @@ thread calls `choose` for the units to run next. The trade-offs:
 - Staying with the live LoRA set costs nothing, another set costs a merge. A switch pays when the other group
   does more useful rows per second even after the merge is spread over the steps it is expected to stay.
 - A unit with a deadline that is about to be missed goes first (earliest deadline among those that can still be met).
+- A call is only as large as pays. All that waits in a group could be cut into calls in many ways; the first call is the
+  shortest whose cut, all calls together, takes hardly longer (`JOIN_SHARE`) than the best one. So where a call costs in
+  proportion to its rows, requests run one after another, oldest first: as many images per second as in one batch, and
+  each but the last sooner. The units that ran last go on together; a later one joins only where that saves the share.
 - None starves: a step *overtakes* a waiting unit if a later arrival takes part in it and the unit does not. A unit
   is overtaken at most `overtake_limit` times; from then on only units that arrived before it may run without it.
 
@@ -15,11 +19,19 @@ Symbols: rows = images of a unit; step_s = seconds one denoiser call takes; swit
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from plait_serving.diffusion.values import LoraSet
+
+JOIN_SHARE = 0.05
+"""The share of time that a larger batch, or another group than the one that runs, must save. It delays what runs, and
+measured costs are a few per cent off: less would make latency worse for a gain that may not be there."""
+
+STAY_SHARE = 0.025
+"""A batch that runs is cut down when it saves less than this: half of what it takes to join, so that noise does not
+make a batch grow and shrink."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,23 +80,32 @@ class BatchLimits:
 
 
 def choose(
-    candidates: Sequence[Candidate], *, costs: Costs, limits: BatchLimits, now_s: float
+    candidates: Sequence[Candidate],
+    *,
+    costs: Costs,
+    limits: BatchLimits,
+    now_s: float,
+    running: Collection[int] = (),
 ) -> tuple[Candidate, ...]:
-    """Return the units of the next step, in arrival order; empty iff `candidates` is. They share one `GroupKey`."""
+    """Return the units of the next step, in arrival order; empty iff `candidates` is. They share one `GroupKey`.
+
+    `running` has the orders of the units of the last step.
+    """
     if not candidates:
         return ()
     units = sorted(candidates, key=lambda unit: unit.order)
     due = [unit for unit in units if unit.overtaken >= limits.overtake_limit]
     if due:
-        return _with_mates(due[0], units, limits)
+        return _batch_that_pays(due[0], units, costs, limits, running)
+    units.sort(key=lambda unit: (unit.order not in running, unit.order))
     urgent = _most_urgent(units, costs, limits, now_s)
     if urgent is not None:
-        return _with_mates(urgent, units, limits)
-    groups: dict[GroupKey, list[Candidate]] = defaultdict(list)
+        return _batch_that_pays(urgent, units, costs, limits, running)
+    seeds: dict[GroupKey, Candidate] = {}
     for unit in units:
-        groups[unit.key].append(unit)
-    batches = [_with_mates(members[0], units, limits) for members in groups.values()]
-    return max(batches, key=lambda batch: (_rows_per_second(batch, costs), -batch[0].order))
+        seeds.setdefault(unit.key, unit)
+    batches = [_batch_that_pays(seed, units, costs, limits, running) for seed in seeds.values()]
+    return max(batches, key=lambda batch: (_worth(batch, costs, running), -batch[0].order))
 
 
 def overtaken_by(batch: Sequence[Candidate], candidates: Sequence[Candidate]) -> frozenset[int]:
@@ -94,21 +115,78 @@ def overtaken_by(batch: Sequence[Candidate], candidates: Sequence[Candidate]) ->
     return frozenset(unit.order for unit in candidates if unit.order not in chosen and unit.order < latest)
 
 
-def _with_mates(seed: Candidate, units: Sequence[Candidate], limits: BatchLimits) -> tuple[Candidate, ...]:
-    """Return `seed` and as many units of its group as fit, oldest first, so that no due unit outside is overtaken."""
-    mates = [unit for unit in units if unit.key == seed.key and unit.order != seed.order]
-    batch, rows = [seed], seed.rows
-    for mate in mates:
-        if rows + mate.rows <= limits.largest_batch:
-            batch.append(mate)
+def _batch_that_pays(
+    seed: Candidate, units: Sequence[Candidate], costs: Costs, limits: BatchLimits, running: Collection[int]
+) -> tuple[Candidate, ...]:
+    """Return `seed` and those units of its group, taken in the order of `units`, that pay."""
+    reach = _in_reach(seed, units, limits)
+    due = [unit.order for unit in units if unit.overtaken >= limits.overtake_limit]
+    cuts = _first_calls([unit.rows for unit in reach], lambda rows: costs.step_s(seed.key, rows))
+    lawful = [cut for cut in cuts if _overtakes_none_of(due, reach[: cut.units])]
+    runs = next((cut for cut in reversed(lawful) if all(unit.order in running for unit in reach[: cut.units])), None)
+    if runs is not None and runs.pays(JOIN_SHARE):
+        chosen = next((cut for cut in lawful if cut.units < runs.units and cut.pays(STAY_SHARE)), runs)
+    else:
+        fastest = min(lawful, key=lambda cut: cut.loss)
+        chosen = next((cut for cut in lawful if cut.pays(JOIN_SHARE)), fastest)
+    return tuple(sorted(reach[: chosen.units], key=lambda unit: unit.order))
+
+
+def _in_reach(seed: Candidate, units: Sequence[Candidate], limits: BatchLimits) -> list[Candidate]:
+    """Return `seed` and those of its group that fit into a call with it, in the order of `units`."""
+    reach, rows = [seed], seed.rows
+    for mate in units:
+        if mate.key == seed.key and mate.order != seed.order and rows + mate.rows <= limits.largest_batch:
+            reach.append(mate)
             rows += mate.rows
+    return reach
+
+
+def _overtakes_none_of(due: Sequence[int], batch: Sequence[Candidate]) -> bool:
+    """Return whether no due unit is left out by younger ones than itself.
+
+    The first of `batch` may always run: if any is due, it is the oldest of them.
+    """
     inside = {unit.order for unit in batch}
-    due_outside = [unit.order for unit in units if unit.overtaken >= limits.overtake_limit and unit.order not in inside]
-    if due_outside:
-        # A due unit may only be passed by units older than itself. When `seed` is the oldest due unit it is older
-        # than every due unit outside, so it always stays.
-        batch = [unit for unit in batch if unit.order < min(due_outside) or unit.order == seed.order]
-    return tuple(sorted(batch, key=lambda unit: unit.order))
+    youngest_mate = max((unit.order for unit in batch[1:]), default=-1)
+    return all(order in inside or youngest_mate < order for order in due)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FirstCall:
+    """One way to begin: the first `units` units in one call, the rest cut in the best way.
+
+    `loss`: how much longer all calls then take than with the best beginning, as a share. `speed`: rows per second of
+    this call, as a share of those of the best cut. Both are shares of the whole, which is what is known to a few per
+    cent: a small call is too small a part of it to be judged by a difference.
+    """
+
+    units: int
+    loss: float
+    speed: float
+
+    def pays(self, share: float) -> bool:
+        """Return whether it wastes no more than the share of the time, and is not the small rest of a better call."""
+        return self.loss <= share and (1.0 + share) * self.speed >= 1.0
+
+
+def _first_calls(rows: Sequence[int], step_s: Callable[[int], float]) -> list[_FirstCall]:
+    """Return all ways to begin, the shortest call first."""
+    count = len(rows)
+    ends = [0, *accumulate(rows)]
+    seconds = {r: step_s(r) for r in {ends[j] - ends[i] for i in range(count) for j in range(i + 1, count + 1)}}
+    best_s = [0.0] * (count + 1)  # best_s[i]: the units from i on, cut in the best way
+    for i in reversed(range(count)):
+        best_s[i] = min(seconds[ends[j] - ends[i]] + best_s[j] for j in range(i + 1, count + 1))
+    all_s = max(best_s[0], 1e-9)
+    return [
+        _FirstCall(
+            units=j,
+            loss=(seconds[ends[j]] + best_s[j]) / all_s - 1.0,
+            speed=ends[j] / ends[count] * all_s / max(seconds[ends[j]], 1e-9),
+        )
+        for j in range(1, count + 1)
+    ]
 
 
 def _most_urgent(units: Sequence[Candidate], costs: Costs, limits: BatchLimits, now_s: float) -> Candidate | None:
@@ -128,10 +206,15 @@ def _most_urgent(units: Sequence[Candidate], costs: Costs, limits: BatchLimits, 
     return min(short, key=lambda unit: (unit.deadline_s or 0.0, unit.order), default=None)
 
 
-def _rows_per_second(batch: Sequence[Candidate], costs: Costs) -> float:
-    """Return the useful rows per second of running `batch`, its merge spread over the steps it will stay."""
+def _worth(batch: Sequence[Candidate], costs: Costs, running: Collection[int]) -> float:
+    """Return the useful rows per second of running `batch`, its merge spread over the steps it will stay; another batch
+    than the one that runs must beat it by `JOIN_SHARE`."""
     key = batch[0].key
-    rows = sum(unit.rows for unit in batch)
     stay_steps = max(unit.steps_left for unit in batch)
-    step_s = costs.step_s(key, rows) + costs.switch_s(key.loras) / max(1, stay_steps)
-    return rows / max(step_s, 1e-9)
+    step_s = costs.step_s(key, _rows(batch)) + costs.switch_s(key.loras) / max(1, stay_steps)
+    stays = any(unit.order in running for unit in batch)
+    return (1.0 + JOIN_SHARE if stays else 1.0) * _rows(batch) / max(step_s, 1e-9)
+
+
+def _rows(batch: Sequence[Candidate]) -> int:
+    return sum(unit.rows for unit in batch)

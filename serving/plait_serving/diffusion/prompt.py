@@ -17,7 +17,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from plait_serving.diffusion.bundle import Bundle, Family
+from plait_serving.diffusion.bundle import Bundle
+from plait_serving.diffusion.model_config import Family
 from plait_serving.diffusion.protocols import Conditioning
 from plait_serving.diffusion.values import ImageRequest
 from plait_serving.diffusion.versions import parameter_version

@@ -7,6 +7,7 @@ page cache is used.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 
@@ -17,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 class ResidentWeights:
-    """The parameters of one module. One thread at a time."""
+    """The parameters of one module. Threads may race to `take`; nobody may `release` while torch runs the module."""
 
     def __init__(
         self,
@@ -39,6 +40,7 @@ class ResidentWeights:
         self._mapped = mapped
         self._always = always
         self._resident = resident
+        self._lock = threading.Lock()
         if not resident:
             self._keep_always()
 
@@ -49,6 +51,10 @@ class ResidentWeights:
 
     def take(self) -> None:
         """Bring the weights into memory in the dtype that torch computes with. Does nothing if they are there."""
+        with self._lock:
+            self._take()
+
+    def _take(self) -> None:
         if self._resident:
             return
         started_s = time.perf_counter()
@@ -60,6 +66,10 @@ class ResidentWeights:
 
     def release(self) -> None:
         """Give the memory back. The weights must be pristine: what was merged into them would be lost."""
+        with self._lock:
+            self._release()
+
+    def _release(self) -> None:
         if not self._resident:
             return
         for parameter, kept in zip(self._module.parameters(), self._mapped().parameters(), strict=True):

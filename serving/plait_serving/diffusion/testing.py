@@ -13,9 +13,19 @@ from dataclasses import dataclass, field
 
 import torch
 
+from plait_serving.diffusion.costs import StepCosts
 from plait_serving.diffusion.errors import EngineError, LoraError, NumericalError
+from plait_serving.diffusion.policy import GroupKey
 from plait_serving.diffusion.protocols import Conditioning, LoraLease, LoraWeights, StepCall
 from plait_serving.diffusion.values import ImageRequest, LoraSet
+
+
+class EveryBatchPays(StepCosts):
+    """Measures calls and says that rows are free, so that whatever may share a call does."""
+
+    def step_s(self, key: GroupKey, rows: int) -> float:
+        """Return the seconds of one row, however many there are."""
+        return super().step_s(key, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

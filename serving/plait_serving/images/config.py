@@ -12,7 +12,8 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from plait_serving.diffusion.knobs import EngineKnobs, Placement
+from plait_serving.cores import CoreBudget, thread_cap
+from plait_serving.diffusion.knobs import EngineKnobs, ExecutorName, Placement
 from plait_serving.diffusion.values import Scheduler
 from plait_serving.sections import FolderPath, Name, Section
 from plait_serving.starter.manifest import WEIGHTS
@@ -27,8 +28,7 @@ STARTER_GUIDANCE = 3.0
 """The guidance scale with which the starter model was evaluated during training (starter/train/measure.py)."""
 
 MODEL_CPUS = 0.4
-"""Logical CPUs that Ray counts per replica. Small, so that all fit on a small machine; the number of threads is a
-knob."""
+"""Logical CPUs that Ray counts for a replica without `num_cpus`. Small, so that all fit on a small machine."""
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$")
 _SHA256 = r"^[0-9a-f]{64}$"
@@ -78,8 +78,14 @@ class ControlNetSection(Section):
     folder: FolderPath
     replicas: Annotated[int, Field(ge=1, le=1024)] = 1
     threads: Annotated[int, Field(ge=1, le=1024, description="CPU threads of a replica")] = 1
+    num_cpus: CoreBudget = None
     num_gpus: Annotated[float, Field(ge=0, description="GPUs of a replica")] = 0.0
     preprocessor: Annotated[str | None, Field(description="turns an ordinary image into the control map")] = None
+
+    @property
+    def thread_cap(self) -> int:
+        """The CPU threads of a replica: `threads`, but at least its budget."""
+        return thread_cap(self.threads, self.num_cpus)
 
 
 class DefaultsSection(Section):
@@ -104,6 +110,9 @@ class ImagesSection(Section):
     revision: Annotated[str | None, Field(description="commit of a hub id: required, so that it cannot change")] = None
     dtype: DType = "auto"
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    executor: Annotated[
+        ExecutorName, Field(description="what runs the models; auto: openvino on CPUs, torch elsewhere")
+    ] = ExecutorName.AUTO
     safety_checker: Annotated[bool, Field(description="run the checker of a folder that has one; off is logged")] = True
     loras: LorasSection = LorasSection()
     controlnets: Annotated[
@@ -111,6 +120,7 @@ class ImagesSection(Section):
     ] = None
     defaults: DefaultsSection = DefaultsSection()
     replicas: Annotated[int, Field(ge=1, le=1024)] = 1
+    num_cpus: CoreBudget = None
     num_gpus: Annotated[float, Field(ge=0, description="GPUs of a base replica")] = 0.0
     knobs: EngineKnobs = EngineKnobs()
 
@@ -175,10 +185,17 @@ class ImagesSection(Section):
         return {} if self.knobs.controlnet_placement is Placement.LOCAL else self.resolved_controlnets()
 
     @property
+    def capped_knobs(self) -> EngineKnobs:
+        """The knobs with as many threads as a base replica gets: at least its budget."""
+        return self.knobs.model_copy(update={"threads": thread_cap(self.knobs.threads, self.num_cpus)})
+
+    @property
     def logical_cpus(self) -> float:
         """The logical CPUs that Ray must have for the base replicas and ControlNets."""
-        models = self.replicas + sum(section.replicas for section in self.resolved_controlnets().values())
-        return MODEL_CPUS * models
+        services = self.resolved_controlnets().values()
+        return self.replicas * (self.num_cpus or MODEL_CPUS) + sum(
+            service.replicas * (service.num_cpus or MODEL_CPUS) for service in services
+        )
 
     def resolved_lora_folder(self) -> Path | None:
         """Return the folder of LoRAs if they come from one; for the starter model its own if none is given."""

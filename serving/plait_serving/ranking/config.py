@@ -10,6 +10,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from plait_disagg.queue.knobs import CachePolicy, Order, WireFormat, WorkerKnobs
+from plait_serving.cores import CoreBudget, thread_cap
 from plait_serving.sections import FolderPath, Name, Section
 from plait_serving.starter.manifest import WEIGHTS
 
@@ -34,8 +35,7 @@ STARTER_RANKING_MODEL = "picks"
 STARTER_RANKING_FOLDER = WEIGHTS / "recommend" / STARTER_RANKING_MODEL
 
 WORKER_CPUS = 0.2
-"""Logical CPUs that Ray counts per worker. Small, so that all fit on a small machine; the number of threads is a
-knob."""
+"""Logical CPUs that Ray counts for a worker without `num_cpus`. Small, so that all fit on a small machine."""
 
 Mode = Literal["whole", "split"]
 RankRole = Literal["whole", "cn", "hn"]
@@ -89,9 +89,16 @@ class Replicas(Section):
 
 class _WorkerSection(Section):
     replicas: Annotated[int, Field(ge=1, le=64)] | Replicas = 1
+    num_cpus: CoreBudget = None
     omp_wait: Annotated[
         OmpWait, Field(description="OpenMP workers between operations: spin (active), sleep (passive)")
     ] = "default"
+    knobs: HnKnobs = HnKnobs()
+
+    @property
+    def capped_knobs(self) -> HnKnobs:
+        """The knobs with as many threads as a worker gets: at least its budget."""
+        return self.knobs.model_copy(update={"threads": thread_cap(self.knobs.threads, self.num_cpus)})
 
     @property
     def min_replicas(self) -> int:
@@ -114,14 +121,12 @@ class HnSection(_WorkerSection):
     """The dense half."""
 
     num_gpus: Annotated[float, Field(ge=0, description="GPUs of a replica")] = 0.0
-    knobs: HnKnobs = HnKnobs()
 
 
 class WholeSection(_WorkerSection):
     """Both halves in one process."""
 
     num_gpus: Annotated[float, Field(ge=0, description="GPUs of a replica")] = 0.0
-    knobs: HnKnobs = HnKnobs()
 
 
 class RankModelSection(Section):
@@ -162,5 +167,5 @@ class RankingSection(Section):
     @property
     def logical_cpus(self) -> float:
         """The logical CPUs that Ray must have for the workers, besides those of other sections."""
-        models = self.resolved_models().values()
-        return WORKER_CPUS * sum(part.max_replicas for model in models for part in model.parts.values())
+        parts = [part for model in self.resolved_models().values() for part in model.parts.values()]
+        return sum(part.max_replicas * (part.num_cpus or WORKER_CPUS) for part in parts)

@@ -131,6 +131,8 @@ def test_config_cpus_cover_every_replica():
     }
     config = PlaitConfig(images=images, recommend=RankingSection(models=models))
     assert config.logical_cpus >= 0.1 + 8 * 0.4 + 9 * 0.2
+    budgets = load_config(overrides=["images.num_cpus=6.5", "images.replicas=2"])
+    assert budgets.logical_cpus - load_config().logical_cpus in (12, 13)  # rounded up to whole ones
     assert PlaitConfig(images=None, recommend=RankingSection(models=models)).logical_cpus == 2
 
 

@@ -141,11 +141,11 @@ def guard_of(spec: JobSpec) -> GuardLimits | None:
 
 
 def max_replicas_config(spec: JobSpec, config: PlaitConfig) -> PlaitConfig:
-    """Return the configuration with the most replicas in the space, to size a Ray that fits all of them."""
+    """Return the configuration with the most and largest replicas in the space, to size a Ray that fits them all."""
     max_values = {
         knob.sets or name: max(_numbers(_extremes(knob)))
         for name, knob in spec.knobs.items()
-        if (knob.sets or name).endswith(".replicas")
+        if (knob.sets or name).endswith((".replicas", ".num_cpus"))
     }
     return apply_knobs(config, max_values)
 
@@ -200,5 +200,5 @@ def _extremes(knob: KnobSpec) -> list[Value]:
     return [knob.low, knob.high]
 
 
-def _numbers(values: Iterable[Value]) -> list[int]:
-    return [int(value) for value in values if isinstance(value, int | float)]
+def _numbers(values: Iterable[Value]) -> list[int | float]:
+    return [value for value in values if isinstance(value, int | float)]

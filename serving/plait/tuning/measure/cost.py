@@ -1,9 +1,9 @@
 """The hourly cost of a configuration: the prices of a job times what the configuration *reserves*.
 
-The reserved amount is what a machine must have for it, used or not: a replica of a worker or an engine keeps as many
-cores busy as its `threads` (0: all of the machine), the ingress one; a replica's GPUs are its `num_gpus`. Memory has
-no reservation in plait, so it is the maximum that was measured. An autoscaling deployment reserves its maximum
-count.
+The reserved amount is what a machine must have for it, used or not: the cores of a replica are its budget, `num_cpus`;
+without one, it keeps as many busy as it has `threads` (0: all of the machine). The ingress has one; a replica's GPUs
+are its `num_gpus`. Memory has no reservation in plait, so it is the maximum that was measured. An autoscaling
+deployment reserves its maximum count.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from plait.errors import PlaitError
 from plait.server.restarts import plans
 from plait.tuning.measure.knobs import apply_knobs
 from plait_autoconfig.jobs.spec import JobSpec
+from plait_serving.cores import HostCores
 
-__all__ = ["ReservedResources", "cost_per_hour", "known_costs", "reserved"]
+__all__ = ["ReservedResources", "cost_per_hour", "host_cores_of", "known_costs", "reserved"]
 
 _INGRESS_CORES = 1.0
 
@@ -37,9 +38,18 @@ def reserved(config: ServedConfig, *, machine_cores: int) -> ReservedResources:
     for name, plan in plans(config).items():
         if name != INGRESS:
             count = max_count(plan.replicas)
-            cores += count * (int(plan.knobs.get("threads", 1)) or machine_cores)
+            cores += count * (plan.num_cpus or int(plan.knobs.get("threads", 1)) or machine_cores)
             gpus += count * plan.num_gpus
     return ReservedResources(cores=cores, gpus=gpus)
+
+
+def host_cores_of(config: ServedConfig, *, machine_cores: int) -> HostCores:
+    """Return the thread caps of all deployments together, as if one machine with so many cores ran them all."""
+    planned = 0
+    for name, plan in plans(config).items():
+        if name != INGRESS:
+            planned += max_count(plan.replicas) * (int(plan.knobs.get("threads", 1)) or machine_cores)
+    return HostCores(cores=machine_cores, planned_threads=planned)
 
 
 def max_count(replicas: Any) -> int:

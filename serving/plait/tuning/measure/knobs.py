@@ -113,10 +113,11 @@ def settings_of(config: PlaitConfig, values: Mapping[str, Any]) -> dict[KeyPath,
 def _of_images(images: ImagesSection) -> Iterator[KnobPlace]:
     yield from _fields(ENGINE, ("images", "knobs"), images.knobs)
     yield KnobPlace(name=f"{ENGINE}.replicas", path=("images", "replicas"), value=images.replicas)
+    yield KnobPlace(name=f"{ENGINE}.num_cpus", path=("images", "num_cpus"), value=images.num_cpus)
     yield KnobPlace(name=f"{ENGINE}.num_gpus", path=("images", "num_gpus"), value=images.num_gpus)
     services = images.controlnet_services()
     for name, section in images.resolved_controlnets().items():
-        for knob in ("threads", "replicas", "num_gpus"):
+        for knob in ("threads", "replicas", "num_cpus", "num_gpus"):
             yield KnobPlace(
                 name=f"{CONTROLNET_PREFIX}{name}.{knob}",
                 path=("images", "controlnets", name, knob),

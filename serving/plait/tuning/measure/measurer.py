@@ -22,7 +22,7 @@ from plait.server.state import state_root
 from plait.tuning.measure.application import Compose, NotReady, RefusedStart, compose_of
 from plait.tuning.measure.checks import PreparedJob, max_replicas_config, prepare, target_config
 from plait.tuning.measure.clone import Clone
-from plait.tuning.measure.cost import known_costs
+from plait.tuning.measure.cost import host_cores_of, known_costs
 from plait.tuning.measure.early_stop import Guard
 from plait.tuning.measure.failures import of_start
 from plait.tuning.measure.knobs import apply_knobs
@@ -33,6 +33,7 @@ from plait_autoconfig.jobs.errors import JobBusy, JobRefused
 from plait_autoconfig.jobs.measurer import Measured, MeasurementTask, Say, TuningSubject
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.values import Config, FailureKind, Hardware, TrialOutcome
+from plait_fabric.cores import usable_cores
 
 __all__ = ["PlaitMeasurer", "open_measurer"]
 
@@ -130,7 +131,7 @@ class PlaitMeasurer:
             samples=shown.samples,
             restarted=tuple(name for name, effect in effects.items() if effect in _RESTARTS),
             artefacts=shown.artefacts,
-            note="; ".join((_effects_note(effects, applied_s), *shown.notes)),
+            note="; ".join((_effects_note(effects, applied_s), *_shared_note(config), *shown.notes)),
         )
 
     def apply(self, config: Config) -> None:
@@ -212,5 +213,11 @@ def _effects_note(effects: Mapping[str, Effect], seconds: float) -> str:
     return ", ".join(f"{name} {effect.value}" for name, effect in sorted(effects.items())) + f" in {seconds:.1f} s"
 
 
+def _shared_note(config: PlaitConfig) -> tuple[str, ...]:
+    """Return the label of a machine whose replicas cannot all use their threads at once; else nothing."""
+    host = host_cores_of(config, machine_cores=_cores())
+    return (f"shared: {host.planned_threads} threads on {host.cores} cores",) if host.is_shared else ()
+
+
 def _cores() -> int:
-    return len(os.sched_getaffinity(0))
+    return usable_cores()

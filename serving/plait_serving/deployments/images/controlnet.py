@@ -34,6 +34,7 @@ from plait_fabric.threads import run_on_own_thread
 from plait_serving.deployments.fabric_endpoints import (
     ServeReplicas,
     cpu_threads,
+    declare_thread_cap,
     host_id,
     open_listeners,
     socket_folder,
@@ -42,6 +43,8 @@ from plait_serving.deployments.logs import configure_logging
 from plait_serving.diffusion.controlnet.model import load_controlnet
 from plait_serving.diffusion.controlnet.service import ControlNetService, ServiceLimits
 from plait_serving.diffusion.errors import ControlNetUnavailable
+from plait_serving.diffusion.knobs import ExecutorName
+from plait_serving.diffusion.preparation import default_prepared_folder, preparer_for
 
 __all__ = ["ControlNetDeployment", "ControlNetKnobs", "ServeConnect"]
 
@@ -70,12 +73,14 @@ class ControlNetDeployment:
         folder: str | Path,
         dtype: str = "auto",
         device: str = "auto",
+        executor: str = "auto",
         threads: int = 0,
         knobs: Mapping[str, Any] | None = None,
     ) -> None:
         """Load the weights and listen. "auto" means CUDA in float16 if available, otherwise the CPU in float32.
 
-        `threads` and `knobs` apply until Serve's `user_config` overrides them. Raises `ModelError`.
+        `executor` is an `ExecutorName`. `threads` and `knobs` apply until Serve's `user_config` overrides them. Raises
+        `ModelError`.
         """
         import ray
         from ray import serve
@@ -86,7 +91,17 @@ class ControlNetDeployment:
         self._secret = new_secret()
         place = device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
         auto = torch.float16 if place.startswith("cuda") else torch.float32
-        runner = run_on_own_thread(lambda: load_controlnet(Path(folder), dtype=_DTYPES.get(dtype, auto), device=place))
+        precision = _DTYPES.get(dtype, auto)
+        preparer = preparer_for(
+            ExecutorName(executor),
+            device=place,
+            dtype=precision,
+            threads=chosen.threads,
+            cache=default_prepared_folder(),
+        )
+        runner = run_on_own_thread(
+            lambda: load_controlnet(Path(folder), dtype=precision, device=place, preparer=preparer)
+        )
         self._service = ControlNetService(
             name,
             runner,
@@ -118,6 +133,7 @@ class ControlNetDeployment:
     def reconfigure(self, user_config: Mapping[str, Any]) -> None:
         """Apply `user_config`; Serve calls this after the constructor and on every change. Raises on a bad knob."""
         knobs = ControlNetKnobs.model_validate(dict(user_config))
+        declare_thread_cap(knobs.threads)
         self._service.reconfigure(threads=cpu_threads(knobs.threads), largest_batch_rows=knobs.largest_batch_rows)
 
     def check_health(self) -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
+from plait_serving.deployments.fabric_endpoints import declare_thread_cap
 from plait_serving.deployments.images.source import EngineSource
 from plait_serving.deployments.logs import configure_logging
 from plait_serving.diffusion.errors import EngineError, EngineStopped
@@ -73,7 +74,9 @@ class EngineReplica:
 
     def reconfigure(self, user_config: Mapping[str, Any]) -> None:
         """Apply `user_config`; Serve calls this after the constructor and on every change. Raises on a bad knob."""
-        self._hosted.reconfigure(EngineKnobs.model_validate(dict(user_config)))
+        knobs = EngineKnobs.model_validate(dict(user_config))
+        self._hosted.reconfigure(knobs)
+        declare_thread_cap(knobs.threads)
 
     def check_health(self) -> None:
         """Raise if the replica is unhealthy. Serve calls this every few seconds and replaces a replica that keeps

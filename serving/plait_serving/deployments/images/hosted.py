@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from plait_fabric.cores import usable_cores
+from plait_serving.cores import HostCores, threads_of_host
+from plait_serving.deployments.fabric_endpoints import socket_folder
 from plait_serving.deployments.images.controlnet import ServeConnect
 from plait_serving.diffusion.assemble import Assembled, EngineSettings, build_engine
 from plait_serving.diffusion.controlnet.remote import RemoteControlNetClient
@@ -22,7 +25,7 @@ from plait_serving.images.local import LocalImageService
 from plait_serving.images.service import BaseModelCard, Catalog, ControlNetCard, ImageService, LoraCard
 from plait_serving.starter.preprocess import PREPROCESSORS
 
-__all__ = ["HostedImages", "open_images"]
+__all__ = ["HostedImages", "load_images", "open_images"]
 
 _log = logging.getLogger(__name__)
 
@@ -35,38 +38,59 @@ def open_images(images: ImagesSection, controlnets: Mapping[str, Any]) -> Hosted
 
     Raises `ModelError`.
     """
-    loras = lora_source(images)
-    settings = EngineSettings(
-        model=model_folder(images),
-        revision=images.revision,
-        dtype=images.dtype,
-        device=images.device,
-        safety_checker=images.safety_checker,
-        lora_source=loras,
-        controlnets={name: section.folder for name, section in images.resolved_controlnets().items()},
-        knobs=images.knobs,
-    )
     services = _services(controlnets)
-    remote = {
-        name: partial(RemoteControlNetClient, name, connect, worth_moving=connect.worth_moving)
-        for name, connect in services.items()
-    }
-    hosted = HostedImages(images, build_engine(settings, remote=remote), loras)
+    hosted = load_images(images, services)
     for name in wait_for_replicas(services, timeout_s=_CONTROLNETS_TIMEOUT_S):
         _log.warning("ControlNet %s has no replica after %.0f s; going on", name, _CONTROLNETS_TIMEOUT_S)
     hosted.warm_up()
     return hosted
 
 
+def load_images(
+    images: ImagesSection,
+    services: Mapping[str, ServeConnect] | None = None,
+    *,
+    lora_formats: bool = True,
+    converts: bool = True,
+) -> HostedImages:
+    """Load the base model and start its engine, without a warm-up image. Raises `ModelError`.
+
+    `services`: the ControlNets that are deployments. One that runs in this process is loaded when first used.
+    `lora_formats=False` leaves the formats out of the catalog, so that no LoRA file is opened for it.
+    `converts=False` runs what an executor converted before, and leaves the rest to torch.
+    """
+    loras = lora_source(images)
+    settings = EngineSettings(
+        model=model_folder(images),
+        revision=images.revision,
+        dtype=images.dtype,
+        device=images.device,
+        executor=images.executor,
+        safety_checker=images.safety_checker,
+        lora_source=loras,
+        controlnets={name: section.folder for name, section in images.resolved_controlnets().items()},
+        knobs=images.capped_knobs,
+        converts=converts,
+    )
+    remote = {
+        name: partial(RemoteControlNetClient, name, connect, worth_moving=connect.worth_moving)
+        for name, connect in (services or {}).items()
+    }
+    assembled = build_engine(settings, remote=remote)
+    return HostedImages(images, assembled, LoraCards(loras, str(assembled.bundle.family), formats=lora_formats))
+
+
 class HostedImages:
     """A `HostedEngine` that wraps a real engine."""
 
-    def __init__(self, images: ImagesSection, assembled: Assembled, loras: LoraSource) -> None:
+    def __init__(self, images: ImagesSection, assembled: Assembled, lora_cards: LoraCards) -> None:
         self._images = images
         self._assembled = assembled
-        self._lora_cards = LoraCards(loras, str(assembled.bundle.family))
+        self._lora_cards = lora_cards
         self._service = LocalImageService(
-            engine=assembled.engine, catalog=self._catalog, metrics_text=lambda: metrics_text(assembled)
+            engine=assembled.engine,
+            catalog=self._catalog,
+            metrics_text=lambda: metrics_text(assembled) + host_metrics_text(_host()),
         )
 
     @property
@@ -120,11 +144,13 @@ class HostedImages:
 
 
 class LoraCards:
-    """The LoRAs that exist now, as cards. Each file is inspected once, and again when it changes."""
+    """The LoRAs that exist now, as cards. Each file is inspected once, and again when it changes; without `formats`
+    none is."""
 
-    def __init__(self, source: LoraSource, family: str) -> None:
+    def __init__(self, source: LoraSource, family: str, *, formats: bool = True) -> None:
         self._source = source
         self._family = family
+        self._reads_formats = formats
         self._formats: dict[tuple[str, str], str] = {}
 
     def cards(self) -> tuple[LoraCard, ...]:
@@ -136,7 +162,7 @@ class LoraCards:
 
     def _format(self, name: str, stamp: str) -> str:  # noqa: ARG002  # the stamp is the key's other half
         """Return the format of a file in a folder; a store's entry is not downloaded for a listing."""
-        if not isinstance(self._source, FolderSource):
+        if not (self._reads_formats and isinstance(self._source, FolderSource)):
             return "unknown"
         try:
             keys = inspect(self._source.fetch(name), max_bytes=MAX_FILE_BYTES).tensors
@@ -186,6 +212,20 @@ def metrics_text(assembled: Assembled) -> str:
     lines = [f"# TYPE plait_{name} gauge\nplait_{name} {value}" for name, value in gauges.items()]
     lines += [f"# TYPE plait_{name}_total counter\nplait_{name}_total {value}" for name, value in counters.items()]
     return "\n".join(lines) + "\n"
+
+
+def host_metrics_text(host: HostCores) -> str:
+    """Return what the replicas of the engine's host may use, in Prometheus' text format."""
+    gauges = {
+        "host_cores": host.cores,
+        "host_threads_planned": host.planned_threads,
+        "host_shared": int(host.is_shared),
+    }
+    return "".join(f"# TYPE plait_{name} gauge\nplait_{name} {value}\n" for name, value in gauges.items())
+
+
+def _host() -> HostCores:
+    return threads_of_host(socket_folder(), cores=usable_cores())
 
 
 def _services(handles: Mapping[str, Any]) -> dict[str, ServeConnect]:

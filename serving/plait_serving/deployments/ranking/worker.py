@@ -32,6 +32,7 @@ from plait_fabric.threads import run_on_own_thread, set_threads
 from plait_serving.deployments.fabric_endpoints import (
     ServeReplicas,
     cpu_threads,
+    declare_thread_cap,
     host_id,
     open_listeners,
     socket_folder,
@@ -196,6 +197,7 @@ class RankWorker:
         """Apply `user_config`; Serve calls this after the constructor and on every change. Raises on a bad knob."""
         self._plain_knobs = self._plain(user_config)
         self._core.reconfigure(self._plain_knobs)
+        declare_thread_cap(self._plain_knobs.threads)
 
     def check_health(self) -> None:
         """Raise if the replica is unhealthy. Serve calls this every few seconds and replaces a replica that keeps

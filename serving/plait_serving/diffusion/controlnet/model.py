@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -270,11 +270,12 @@ def load_controlnet(
     base: Mapping[str, Any] | None = None,
     vae_factor: int | None = None,
     preparer: Preparer | None = None,
+    adopted: Callable[[], None] = lambda: None,
 ) -> ControlNetModelRunner:
     """Load a ControlNet from a diffusers folder with safetensors weights, never a pickle. Raises `ModelError`.
 
     It is checked against `base` (a UNet's configuration) and `vae_factor` if given. With `preparer`, its program runs
-    at once if it was converted before, else as soon as it is, from another thread.
+    at once if it was converted before, else as soon as it is, from another thread; `adopted` is called then.
     """
     check_controlnet(folder, base=base, vae_factor=vae_factor)
     program = preparer.open_controlnet(folder) if preparer is not None else None
@@ -290,11 +291,13 @@ def load_controlnet(
     runner = ControlNetModelRunner(model, dtype=dtype, weights=weights)
     if program is not None:
         runner.adopt(program)
+        adopted()
     elif preparer is not None:
 
         def make() -> None:
             twin = ControlNetModelRunner(cast("Any", map_controlnet(folder)), dtype=dtype)
             runner.adopt(preparer.make_controlnet(folder, twin.computation))
+            adopted()
 
         behind(f"ControlNet {folder.name}", make)
     return runner

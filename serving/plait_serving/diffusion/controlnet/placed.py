@@ -7,10 +7,11 @@ the place that was chosen when it was opened; sessions end where they began.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
-from plait_serving.diffusion.controlnet.placement import StepTimes, choose_placement
+from plait_serving.diffusion.controlnet.placement import PlacementTrial, StepTimes, choose_placement
 from plait_serving.diffusion.errors import ControlNetUnavailable, EngineError
 from plait_serving.diffusion.knobs import Placement
 from plait_serving.diffusion.protocols import (
@@ -44,7 +45,8 @@ class PlacedControlNetClient(ControlNetClient):
     """A `ControlNetClient`. `local` and `remote` make the two clients; None means that a place is not possible.
 
     With AUTO, `measure` is called with both clients when the first session is opened (or by `settle`), until it has
-    succeeded once or failed three times; while it fails, sessions run here.
+    succeeded once or failed three times; while it fails, sessions run here. If both places are about as fast, the next
+    sessions try both in turn.
     """
 
     def __init__(
@@ -55,13 +57,16 @@ class PlacedControlNetClient(ControlNetClient):
         remote: Callable[[], ControlNetClient] | None,
         wanted: Callable[[], Placement],
         measure: Callable[[ControlNetClient, ControlNetClient], StepTimes] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._name = name
         self._factories = {Placement.LOCAL: local, Placement.REMOTE: remote}
         self._clients: dict[Placement, ControlNetClient] = {}
         self._wanted = wanted
         self._measure = measure
+        self._clock = clock
         self._times: StepTimes | None = None
+        self._trial: PlacementTrial | None = None
         self._failures = 0
         self._settled: tuple[Placement, Placement] | None = None
 
@@ -80,11 +85,17 @@ class PlacedControlNetClient(ControlNetClient):
         wanted = self._wanted()
         if self._settled is not None and self._settled[0] is wanted:
             return self._settled[1]
+        times = self._measured(wanted)
+        if wanted is Placement.AUTO and self._trial is not None:
+            if self._trial.outcome is None:
+                return self._trial.next_place()
+            times = self._times = self._trial.outcome
+            self._trial = None
         choice = choose_placement(
             wanted,
             local_possible=self._factories[Placement.LOCAL] is not None,
             remote_possible=self._factories[Placement.REMOTE] is not None,
-            times=self._measured(wanted),
+            times=times,
         )
         _log.info("ControlNet %s runs %s: %s", self._name, choice.placement.value, choice.why)
         if not self._may_measure(wanted):
@@ -95,8 +106,11 @@ class PlacedControlNetClient(ControlNetClient):
 
     def open(self, *, image: RgbImage, conditioning: Conditioning, width: int, height: int) -> ControlSession:
         """Open a session at the place where new sessions go now."""
-        client = self._client(self.settle())
+        place = self.settle()
+        client = self._client(place)
         inner = client.open(image=image, conditioning=conditioning, width=width, height=height)
+        if self._trial is not None:
+            self._trial.opened(place)
         return _PlacedSession(controlnet=self._name, client=client, inner=inner)
 
     def start(self, calls: Sequence[ControlCall]) -> PendingResiduals:
@@ -105,8 +119,14 @@ class PlacedControlNetClient(ControlNetClient):
         for i, call in enumerate(calls):
             if isinstance(call.session, _PlacedSession) and call.session.controlnet == self._name:
                 groups.setdefault(id(call.session.client), (call.session.client, []))[1].append(i)
+        started_s = self._clock()
         parts = [(indices, client.start([_inner(calls[i]) for i in indices])) for client, indices in groups.values()]
-        return _PendingParts(len(calls), parts)
+        pending = _PendingParts(len(calls), parts)
+        if self._trial is None or len(groups) != 1:
+            return pending
+        shape = tuple(tuple(call.sample.shape) for call in calls)
+        client, _ = next(iter(groups.values()))
+        return _TimedParts(pending, lambda: self._ran(client, shape, self._clock() - started_s))
 
     def close(self, session: ControlSession) -> None:
         """Close the session at its place."""
@@ -126,6 +146,12 @@ class PlacedControlNetClient(ControlNetClient):
             self._clients[placement] = factory()
         return self._clients[placement]
 
+    def _ran(self, client: ControlNetClient, shape: Hashable, seconds: float) -> None:
+        """Record a step of the trial."""
+        place = next((place for place, known in self._clients.items() if known is client), None)
+        if self._trial is not None and place is not None:
+            self._trial.record(place, shape, seconds)
+
     def _may_measure(self, wanted: Placement) -> bool:
         possible = self._measure is not None and all(factory is not None for factory in self._factories.values())
         return wanted is Placement.AUTO and possible and self._times is None and self._failures < _MAX_TRIES
@@ -136,6 +162,8 @@ class PlacedControlNetClient(ControlNetClient):
             assert self._measure is not None
             try:
                 self._times = self._measure(self._client(Placement.LOCAL), self._client(Placement.REMOTE))
+                if self._times.is_close:
+                    self._trial = PlacementTrial(self._times)
             except EngineError as error:
                 self._failures += 1
                 _log.warning("ControlNet %s: its placement could not be measured: %s", self._name, error)
@@ -155,6 +183,20 @@ class _PendingParts(PendingResiduals):
             answers.update(zip(indices, pending.wait(), strict=True))
         unavailable = ControlNetUnavailable("the session belongs to another ControlNet")
         return [answers.get(i, unavailable) for i in range(self._calls)]
+
+
+class _TimedParts(PendingResiduals):
+    """Answers whose arrival is told, if all have arrived: on an accelerator they may still be under way."""
+
+    def __init__(self, pending: PendingResiduals, arrived: Callable[[], None]) -> None:
+        self._pending = pending
+        self._arrived = arrived
+
+    def wait(self) -> list[Residuals | EngineError]:
+        answers = self._pending.wait()
+        if all(isinstance(answer, Residuals) and answer.mid.device.type == "cpu" for answer in answers):
+            self._arrived()
+        return answers
 
 
 def _inner(call: ControlCall) -> ControlCall:

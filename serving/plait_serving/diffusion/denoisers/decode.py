@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from plait_kernels.executors import Program
-from plait_serving.diffusion.bundle import Bundle, Family
+from plait_serving.diffusion.bundle import Bundle
+from plait_serving.diffusion.model_config import Family
 
 
 def decode_latents(bundle: Bundle, latents: torch.Tensor, program: Program | None = None) -> torch.Tensor:

@@ -130,6 +130,9 @@ def _read_header(file: FileIO, max_bytes: int) -> Header:
 
 
 def _refuse_other_formats(start: bytes) -> None:
+    # A header of 640 bytes begins like a pickle of protocol 2; only a safetensors file has its brace there.
+    if start[4:9] == b"\0\0\0\0{":
+        return
     for magic, what in _MAGIC:
         if start.startswith(magic):
             raise LoraError(f"the file is {what}; only safetensors files are read")

@@ -143,7 +143,7 @@ def test_a_table_lines_its_columns_up():
 def test_families_are_told_as_the_engine_tells_them():
     """The list's own rule, which needs no torch, agrees with the engine's."""
     from plait.offline.inventory import _family
-    from plait_serving.diffusion.bundle import family_of
+    from plait_serving.diffusion.model_config import family_of
 
     for config in (
         {}, {"cross_attention_dim": 768}, {"cross_attention_dim": 1024}, {"cross_attention_dim": 2048},

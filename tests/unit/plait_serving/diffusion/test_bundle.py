@@ -11,9 +11,10 @@ import torch
 from diffusers import DDIMScheduler, StableDiffusionPipeline
 from safetensors.torch import load_file, save_file
 
-from plait_serving.diffusion.bundle import Family, check_controlnet_config, load_bundle, load_controlnet
+from plait_serving.diffusion.bundle import load_bundle, load_controlnet
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.hub import fetch_from_hub, wanted_files
+from plait_serving.diffusion.model_config import Family, check_controlnet_config
 from plait_serving.diffusion.samplers import sampler_factory
 from support.denoise import make_request
 from support.tiny import tiny_sd

@@ -23,7 +23,7 @@ from plait_serving.diffusion.errors import (
 )
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.stepper import Stepper
-from plait_serving.diffusion.testing import FakeDenoiser, FakeMerger, FakeProvider, fake_samplers
+from plait_serving.diffusion.testing import EveryBatchPays, FakeDenoiser, FakeMerger, FakeProvider, fake_samplers
 from plait_serving.diffusion.units import NEXT, ImageJob, RequestPhase, SpentSeconds
 from plait_serving.diffusion.values import (
     Failed,
@@ -71,7 +71,7 @@ class Gate:
 
 
 class Rig:
-    """An engine over fakes and the sinks of its requests."""
+    """An engine over fakes and the sinks of its requests. Whoever may share a call does."""
 
     def __init__(self, *, gate=None, provider=None, broken=frozenset(), **knobs) -> None:
         self.merger, self.text_merger = FakeMerger(broken=broken), FakeMerger()
@@ -90,6 +90,7 @@ class Rig:
             limits=ImageLimits(),
             knobs=EngineKnobs(threads=1, **knobs),
             clock=time.monotonic,
+            costs=EveryBatchPays(),
         )
         self.engine.start()
 

@@ -13,8 +13,9 @@ from diffusers import ControlNetModel, DiffusionPipeline, UNet2DConditionModel
 from safetensors.torch import load_file
 from transformers import CLIPTokenizer
 
-from plait_serving.diffusion.bundle import family_of, load_bundle, load_controlnet
+from plait_serving.diffusion.bundle import load_bundle, load_controlnet
 from plait_serving.diffusion.errors import ModelError
+from plait_serving.diffusion.model_config import family_of
 from plait_serving.random_models import staging, tensor_file
 from plait_serving.random_models.architectures import ARCHITECTURES
 from plait_serving.random_models.names import DtypeName, FamilyName

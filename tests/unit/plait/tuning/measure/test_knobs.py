@@ -8,9 +8,10 @@ import pytest
 
 from plait.config import PlaitConfig, load_config, parse_config
 from plait.errors import PlaitError
-from plait.server.restarts import Effect, effects, versions
-from plait.tuning.measure.cost import ReservedResources, cost_per_hour, known_costs, reserved
+from plait.server.restarts import Effect, effects, plans, versions
+from plait.tuning.measure.cost import ReservedResources, cost_per_hour, host_cores_of, known_costs, reserved
 from plait.tuning.measure.knobs import apply_knobs, check_names, check_values, knob_places, settings_of
+from plait_serving.cores import HostCores
 from support.tune_jobs import job
 
 
@@ -117,6 +118,26 @@ def test_a_configuration_costs_what_it_reserves(config: PlaitConfig) -> None:
     what = reserved(apply_knobs(config, knobs), machine_cores=8)
     assert what == ReservedResources(cores=1 + 8 + 1 + 3 + 2, gpus=0.5)
     assert cost_per_hour(what, memory_gib=2.0, core_hour=0.1, gpu_hour=4.0, gib_hour=0.01) == pytest.approx(3.52)
+
+
+def test_a_core_budget_is_the_price_and_threads_are_a_cap_above_it(config: PlaitConfig) -> None:
+    """Fractions count as they are; as many threads as the budget rounded up, or more if they are given."""
+    budgets = {
+        "engine.num_cpus": 1.5,
+        "controlnet-edges.num_cpus": 0.25,
+        "cn-shop.num_cpus": 2.0,
+        "cn-shop.threads": 4,
+        "hn-shop.replicas": 2,
+        "hn-shop.num_cpus": 0.5,
+    }
+    tuned = apply_knobs(config, budgets)
+    assert reserved(tuned, machine_cores=8).cores == 1 + 1.5 + 0.25 + 2.0 + 2 * 0.5
+    caps = {name: plan.knobs.get("threads") for name, plan in plans(tuned).items() if "threads" in plan.knobs}
+    assert caps == {"engine": 2, "controlnet-edges": 1, "cn-shop": 4, "hn-shop": 1}
+    assert caps == {name: knobs["threads"] for name, knobs in tuned.knobs().items()}
+    assert effects(config, tuned)["controlnet-edges"] is Effect.RESTARTED
+    assert host_cores_of(tuned, machine_cores=9) == HostCores(cores=9, planned_threads=9)
+    assert host_cores_of(tuned, machine_cores=8).is_shared
 
 
 def test_the_cost_of_every_cell_is_known_beforehand(config: PlaitConfig) -> None:

@@ -14,7 +14,14 @@ from plait_fabric.rpc.backoff import Backoff
 from plait_fabric.rpc.replicas import NoReplica, Replica, connect_to_one, in_order, worth_moving
 from plait_serving.diffusion.controlnet.model import Constants
 from plait_serving.diffusion.controlnet.placed import PlacedControlNetClient
-from plait_serving.diffusion.controlnet.placement import StepTimes, choose_placement, measure
+from plait_serving.diffusion.controlnet.placement import (
+    PlacementTrial,
+    StepTimes,
+    choose_placement,
+    measure,
+    probe_sizes,
+    time_step_s,
+)
 from plait_serving.diffusion.controlnet.service import ServiceLimits
 from plait_serving.diffusion.controlnet.sessions import SessionTable
 from plait_serving.diffusion.errors import ControlNetUnavailable, ModelError
@@ -94,22 +101,12 @@ def test_limits_are_checked() -> None:
 
 
 def test_auto_takes_what_measured_faster() -> None:
-    """Remote wins when the ControlNet hides behind the encoder; local when the wire costs more than it saves."""
-    hidden = StepTimes(encoder_s=1.0, controlnet_s=0.6, transfer_s=0.1)
-    assert (hidden.local_s, hidden.remote_s) == (1.6, 1.0)
+    """Remote wins when the ControlNet hides behind the encoder; local when both share cores or the wire is slow."""
+    hidden = StepTimes(local_s=1.6, remote_s=1.0)
     choice = choose_placement(Placement.AUTO, local_possible=True, remote_possible=True, times=hidden)
     assert choice.placement is Placement.REMOTE
     assert "1600.0 ms local, 1000.0 ms remote" in choice.why
-    slow = StepTimes(encoder_s=0.01, controlnet_s=0.01, transfer_s=0.05)
-    assert (
-        choose_placement(Placement.AUTO, local_possible=True, remote_possible=True, times=slow).placement
-        is Placement.LOCAL
-    )
-
-
-def test_what_was_measured_together_counts_more_than_the_formula() -> None:
-    """On shared cores both slow each other down; the overlapped time says so."""
-    shared = StepTimes(encoder_s=1.0, controlnet_s=1.0, transfer_s=0.0, overlapped_s=2.2)
+    shared = StepTimes(local_s=2.0, remote_s=2.2)
     assert (
         choose_placement(Placement.AUTO, local_possible=True, remote_possible=True, times=shared).placement
         is Placement.LOCAL
@@ -179,22 +176,60 @@ def _call(session: object) -> ControlCall:
     return ControlCall(session=session, sample=torch.zeros(1, 4, 1, 1), timestep=torch.tensor(1), scale=1.0)
 
 
-def test_measuring_finds_the_parts() -> None:
-    """Encoder, ControlNet, transfer and both together are told apart."""
+@pytest.mark.parametrize(("side_by_side", "seconds"), [(False, 1.5), (True, 1.0)])
+def test_a_step_is_timed_with_the_encoder_half_in_between(side_by_side: bool, seconds: float) -> None:
+    """A ControlNet that computes here comes on top of the encoder half; a service may hide behind it."""
     clock = Clock()
 
     def encoder() -> None:
         clock.now_s += 1.0
 
-    local, remote = FakeClient(clock, 0.5), FakeClient(clock, 0.75, side_by_side=True)
-    times = measure(
-        local=(local, _call(local.open())),
-        remote=(remote, _call(remote.open())),
-        encoder=encoder,
-        repeats=3,
-        clock=clock,
-    )
-    assert times == StepTimes(encoder_s=1.0, controlnet_s=0.5, transfer_s=0.25, overlapped_s=1.0)
+    client = FakeClient(clock, 0.5, side_by_side=side_by_side)
+    assert time_step_s(client, _call(client.open()), encoder=encoder, clock=clock) == seconds
+
+
+def test_probes_are_legal_sizes_up_to_the_model_s_own() -> None:
+    """Edges are multiples; a tiny model is measured at the sizes that it has."""
+    assert probe_sizes(512, 512, multiple=64) == ((128, 128), (256, 256), (512, 512))
+    assert probe_sizes(1024, 768, multiple=64) == ((256, 192), (512, 384), (1024, 768))
+    assert probe_sizes(64, 64, multiple=32) == ((32, 32), (64, 64))
+    assert probe_sizes(64, 64, multiple=64) == ((64, 64),)
+
+
+@pytest.mark.parametrize(
+    ("second_per_pixel", "measured_at"),
+    [
+        (1.2e-5, [(128, 128), (512, 512)]),  # the model's own size fits the budget
+        (3e-5, [(128, 128), (256, 256)]),
+        (1e-4, [(128, 128), (128, 128)]),
+        (1e-3, [(128, 128)]),  # the first call alone is over it
+    ],
+)
+def test_measuring_a_slow_model_fits_the_budget(second_per_pixel: float, measured_at: list[tuple[int, int]]) -> None:
+    """Each place is measured at most twice, the second time at the largest size that the budget allows."""
+    clock, seen = Clock(), []
+
+    def times_at(size: tuple[int, int]) -> StepTimes:
+        seen.append(size)
+        clock.now_s += size[0] * size[1] * second_per_pixel
+        return StepTimes(local_s=float(len(seen)), remote_s=float(size[0]))
+
+    times = measure(times_at, probe_sizes(512, 512, multiple=64), budget_s=4.0, clock=clock)
+    assert seen == measured_at
+    assert times == StepTimes(local_s=float(len(seen)), remote_s=float(measured_at[-1][0]))
+    assert len(seen) == 1 or clock.now_s <= 4.0
+
+
+def test_quick_steps_are_repeated_for_the_median() -> None:
+    """One stall of the machine does not decide where the ControlNet of a small model runs."""
+    clock, locals_s = Clock(), [9.0, 0.01, 0.3, 0.01, 0.02, 0.01]
+
+    def times_at(_: object) -> StepTimes:
+        clock.now_s += 0.03
+        return StepTimes(local_s=locals_s.pop(0), remote_s=0.015)
+
+    assert measure(times_at, [(64, 64)], budget_s=4.0, clock=clock) == StepTimes(local_s=0.01, remote_s=0.015)
+    assert locals_s == []
 
 
 def _placed(
@@ -232,7 +267,7 @@ def test_placement_can_change_while_requests_run() -> None:
 def test_auto_measures_once_and_logs_why(caplog: pytest.LogCaptureFixture) -> None:
     """AUTO settles on the faster place at the first session and says which and why."""
     caplog.set_level(logging.INFO)
-    client, local, remote = _placed([Placement.AUTO], StepTimes(encoder_s=1, controlnet_s=1, transfer_s=0))
+    client, local, remote = _placed([Placement.AUTO], StepTimes(local_s=2, remote_s=1))
     _open(client)
     _open(client)
     assert (len(local.opened), len(remote.opened)) == (0, 2)
@@ -240,10 +275,49 @@ def test_auto_measures_once_and_logs_why(caplog: pytest.LogCaptureFixture) -> No
     assert client.times is not None
 
 
+def test_close_places_are_tried_with_sessions_of_users(caplog: pytest.LogCaptureFixture) -> None:
+    """Measured alike, they take sessions in turn; then the one that was faster in steps that really ran gets all."""
+    caplog.set_level(logging.INFO)
+    clock = Clock()
+    places = {Placement.LOCAL: FakeClient(clock, 1.0), Placement.REMOTE: FakeClient(clock, 2.0)}
+    client = PlacedControlNetClient(
+        "edges",
+        local=lambda: places[Placement.LOCAL],
+        remote=lambda: places[Placement.REMOTE],
+        wanted=lambda: Placement.AUTO,
+        measure=lambda *_: StepTimes(local_s=1.1, remote_s=1.0),
+        clock=clock,
+    )
+    for _ in range(2):
+        session = _open(client)
+        for _ in range(4):
+            client.start([_call(session)]).wait()
+    assert [len(place.opened) for place in places.values()] == [1, 1]
+    assert "runs" not in caplog.text
+    assert client.settle() is Placement.LOCAL
+    assert client.times == StepTimes(local_s=1.0, remote_s=2.0)
+    assert caplog.text.count("edges runs local: measured 1000.0 ms local, 2000.0 ms remote") == 1
+    _open(client)
+    assert [len(place.opened) for place in places.values()] == [2, 1]
+
+
+def test_a_trial_ends_without_steps_that_compare() -> None:
+    """Other shapes at each place say nothing; after eight sessions the measurement stands."""
+    doubtful = StepTimes(local_s=1.0, remote_s=1.1)
+    trial = PlacementTrial(doubtful)
+    for number in range(8):
+        assert trial.outcome is None
+        place = trial.next_place()
+        trial.opened(place)
+        trial.record(place, number, 5.0)
+    assert trial.outcome == doubtful
+    assert not StepTimes(local_s=1.0, remote_s=2.0).is_close
+
+
 def test_auto_survives_a_measurement_that_fails_and_tries_again() -> None:
     """While no replica answers the ControlNet runs here; AUTO measures again at later sessions, but not for ever."""
     local, remote = FakeClient(Clock(), 1.0), FakeClient(Clock(), 2.0)
-    outcomes: list[StepTimes | None] = [None, None, StepTimes(encoder_s=1, controlnet_s=1, transfer_s=0)]
+    outcomes: list[StepTimes | None] = [None, None, StepTimes(local_s=2, remote_s=1)]
 
     def measured(*_: object) -> StepTimes:
         times = outcomes.pop(0)
@@ -262,21 +336,6 @@ def test_auto_survives_a_measurement_that_fails_and_tries_again() -> None:
     client = placed()
     assert [client.settle() for _ in range(5)] == [Placement.LOCAL] * 5
     assert len(outcomes) == 1
-
-
-def test_measuring_slow_models_is_bounded() -> None:
-    """A model whose step takes longer than the budget is measured once for each part, not six times."""
-    clock, runs = Clock(), []
-
-    def encoder() -> None:
-        runs.append(clock.now_s)
-        clock.now_s += 5.0
-
-    client = FakeClient(clock, 3.0)
-    side = (client, _call(client.open()))
-    times = measure(local=side, remote=side, encoder=encoder, budget_s=2.0, clock=clock)
-    assert times == StepTimes(encoder_s=5.0, controlnet_s=3.0, transfer_s=0.0, overlapped_s=8.0)
-    assert len(runs) == 2
 
 
 # ---- replicas -------------------------------------------------------------------------------------------------------

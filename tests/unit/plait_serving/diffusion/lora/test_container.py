@@ -89,6 +89,16 @@ def test_every_truncation_is_noticed(tmp_path):
             container.inspect(cut, max_bytes=CAP)
 
 
+@pytest.mark.parametrize("start", [b"\x80\x02", b"\x80\x05", b"\x1f\x8b", b"\x80\x02\x01"])
+def test_a_header_whose_length_looks_like_another_format(tmp_path, start):
+    """A file's first bytes are the header's length: 640 of them begin like a pickle, and are none."""
+    table = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    padded = table.ljust(int.from_bytes(start, "little"))
+    path = raw_file(tmp_path / "a.safetensors", padded, bytes(4))
+    assert path.read_bytes().startswith(start)
+    assert container.inspect(path, max_bytes=CAP).tensors.keys() == {"a"}
+
+
 class Bomb:
     """What a hostile pickle does when it is loaded."""
 

@@ -1,0 +1,36 @@
+"""How many cores a process may use: those that it is bound to, and what its container may spend on them."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+__all__ = ["quota_cores", "usable_cores"]
+
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may keep busy, at least 1.
+
+    A container with a processor quota sees all cores of its host; as many threads as that would use up the quota at
+    once and then all stand still for the rest of each period. A quota of a fraction is rounded up.
+    """
+    bound = len(os.sched_getaffinity(0))
+    quota = quota_cores(_CGROUPS)
+    return bound if quota is None else max(1, min(bound, math.ceil(quota)))
+
+
+def quota_cores(cgroups: Path) -> float | None:
+    """Return the quota in cores of the control group at this folder, version 2 or 1; None without one."""
+    try:
+        if (cgroups / "cpu.max").is_file():
+            quota, period = (cgroups / "cpu.max").read_text(encoding="ascii").split()
+        else:
+            quota = (cgroups / "cpu" / "cpu.cfs_quota_us").read_text(encoding="ascii")
+            period = (cgroups / "cpu" / "cpu.cfs_period_us").read_text(encoding="ascii")
+        cores = int(quota) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):  # no such file, or "max"
+        return None
+    return cores if cores > 0 else None

@@ -1,0 +1,79 @@
+"""Cores of a host: what a replica reserves, how many threads it may use, and whether its host has that many.
+
+A replica's core budget is its `num_cpus`, possibly a fraction: Ray places by it and the tuner pays for it. Its
+`threads` are a cap at or above the budget. Budgets are kept by nobody, so where the caps of a host's replicas exceed
+its cores, they share them: times measured there are those of that mixture, and reports call the host `shared`.
+
+Each replica declares its cap in a file of a folder that all of the host's replicas know; a file whose process has
+ended does not count.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+__all__ = ["CoreBudget", "HostCores", "declare_threads", "thread_cap", "threads_of_host"]
+
+CoreBudget = Annotated[
+    float | None,
+    Field(gt=0, le=1024, description="cores of a replica, for Ray's placement and the tuner's price; unset: small"),
+]
+"""The type of `num_cpus` in a section of plait.yaml."""
+
+_PREFIX = "threads-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostCores:
+    """The cores of a host, and the thread caps of its replicas together."""
+
+    cores: int
+    planned_threads: int
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the replicas cannot all use their threads at once."""
+        return self.planned_threads > self.cores
+
+
+def thread_cap(threads: int, num_cpus: float | None) -> int:
+    """Return how many threads a replica may use: `threads`, but at least its budget. 0 means the budget rounded up,
+    or, without one, 0: all cores."""
+    return threads if num_cpus is None else max(threads, math.ceil(num_cpus))
+
+
+def declare_threads(folder: Path, threads: int) -> None:
+    """Declare this process's cap; a later call replaces it. Raises `OSError`."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    pid = os.getpid()
+    path = folder / f"{_PREFIX}{pid}-{_started(pid):x}"
+    unfinished = path.with_suffix(".new")
+    unfinished.write_text(str(threads), encoding="ascii")
+    unfinished.replace(path)
+
+
+def threads_of_host(folder: Path, *, cores: int) -> HostCores:
+    """Return what the living processes have declared on a host with so many cores; a file that says nothing counts as
+    none."""
+    planned = 0
+    for path in folder.glob(f"{_PREFIX}*-*"):
+        pid, _, started = path.name.removeprefix(_PREFIX).partition("-")
+        try:
+            if _started(int(pid)) == int(started, 16):
+                planned += int(path.read_text(encoding="ascii"))
+        except (OSError, ValueError):
+            continue
+    return HostCores(cores=cores, planned_threads=planned)
+
+
+def _started(pid: int) -> int:
+    """Return when a process began, in clock ticks since the boot: a number is used again, but not with that. Raises
+    `OSError` if there is none."""
+    stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    return int(stat.rpartition(")")[2].split()[19])

@@ -1,0 +1,95 @@
+"""What a model's configuration says of it: its family, and whether plait can run it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from plait_serving.diffusion.errors import ModelError
+
+
+class Family(StrEnum):
+    """What a base model is compatible with: LoRAs and ControlNets of the same family fit it."""
+
+    SD1 = "sd1"
+    SD2 = "sd2"
+    SDXL = "sdxl"
+
+
+def family_of(unet_config: Mapping[str, Any]) -> Family:
+    """Return the family of a UNet or ControlNet configuration."""
+    if unet_config.get("addition_embed_type") == "text_time":
+        return Family.SDXL
+    # SD 2.x's text encoder is OpenCLIP ViT-H, 1024 wide; SD 1.x's CLIP ViT-L is 768.
+    return Family.SD2 if unet_config.get("cross_attention_dim") == 1024 else Family.SD1
+
+
+# ---- checks on configurations ---------------------------------------------------------------------------------------
+
+_PLAIN_BLOCKS = {
+    "DownBlock2D", "CrossAttnDownBlock2D", "UpBlock2D", "CrossAttnUpBlock2D",
+    "UNetMidBlock2DCrossAttn", "UNetMidBlock2D",
+}  # fmt: skip
+
+
+def check_unet_config(unet: Mapping[str, Any], vae: Mapping[str, Any], path: Path) -> None:
+    """Raise `ModelError` for a UNet with extra inputs that plait does not provide."""
+    _refuse_features(unet, path)
+    blocks = [*unet["down_block_types"], *unet["up_block_types"], unet.get("mid_block_type", "UNetMidBlock2DCrossAttn")]
+    strange = sorted({str(block) for block in blocks} - _PLAIN_BLOCKS - {"None"})
+    if strange:
+        raise ModelError(f"{path}: blocks of type {', '.join(strange)} are not supported")
+    latents = vae.get("latent_channels", 4)
+    if unet.get("in_channels", 4) != latents:
+        raise ModelError(
+            f"{path}: the UNet takes {unet.get('in_channels')} channels and the VAE makes {latents}; "
+            "inpainting and image-editing models are not supported"
+        )
+
+
+def check_controlnet_config(
+    config: Mapping[str, Any], path: Path, *, base: Mapping[str, Any] | None, vae_factor: int | None
+) -> None:
+    """Raise `ModelError` for a ControlNet that cannot run or does not fit the base."""
+    kind = config.get("_class_name", "ControlNetModel")
+    if kind != "ControlNetModel":
+        raise ModelError(f"{path}: a {kind} is not supported; plain ControlNetModel is")
+    _refuse_features(config, path)
+    if config.get("global_pool_conditions"):
+        raise ModelError(f"{path}: global_pool_conditions (guess mode) is not supported")
+    if base is not None:
+        for key in ("cross_attention_dim", "block_out_channels", "layers_per_block", "down_block_types", "in_channels",
+                    "transformer_layers_per_block", "addition_embed_type"):  # fmt: skip
+            ours, theirs = _plain(config.get(key)), _plain(base.get(key))
+            if ours != theirs and None not in (config.get(key, ...), base.get(key, ...)):
+                raise ModelError(f"{path}: {key} is {ours}, the base model's is {theirs}: it is for another base model")
+        if family_of(config) is not family_of(base):
+            raise ModelError(f"{path}: made for {family_of(config)}, the base model is {family_of(base)}")
+    embedding = config.get("conditioning_embedding_out_channels", (16, 32, 96, 256))
+    if vae_factor is not None and 2 ** (len(embedding) - 1) != vae_factor:
+        raise ModelError(
+            f"{path}: it shrinks control images by {2 ** (len(embedding) - 1)}, the base model's latents are "
+            f"{vae_factor} times smaller than images"
+        )
+
+
+def _refuse_features(config: Mapping[str, Any], path: Path) -> None:
+    """Raise `ModelError` for features that need inputs beyond text, time and SDXL's sizes."""
+    unsupported = {
+        "class_embed_type": "class conditioning",
+        "num_class_embeds": "class conditioning",
+        "encoder_hid_dim_type": "a projection of text or image embeddings (IP-Adapter, Kandinsky)",
+    }
+    for key, what in unsupported.items():
+        if config.get(key) is not None:
+            raise ModelError(f"{path}: {key} = {config[key]!r}: {what} is not supported")
+    if config.get("attention_type", "default") != "default":
+        raise ModelError(f"{path}: attention_type = {config['attention_type']!r}: GLIGEN is not supported")
+    if config.get("addition_embed_type") not in (None, "text_time"):
+        raise ModelError(f"{path}: addition_embed_type = {config['addition_embed_type']!r} is not supported")
+
+
+def _plain(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value

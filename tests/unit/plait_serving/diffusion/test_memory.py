@@ -1,0 +1,97 @@
+"""What a model needs of memory, what there is, and the sentence when that is too little."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from plait_serving.diffusion import memory
+from plait_serving.diffusion.bundle import load_bundle, load_controlnet
+from plait_serving.diffusion.errors import ModelError
+from plait_serving.diffusion.memory import PROCESS_BYTES, MemoryNeed, available_bytes, cgroup_bytes, check_memory
+from plait_serving.diffusion.weight_files import find_weights
+
+CPU = torch.device("cpu")
+GB = 1_000_000_000
+
+
+def test_a_need_is_the_weights_in_their_dtype_and_an_allowance(tiny_sd_folder):
+    """Every part in its own dtype."""
+    unet, vae = (find_weights(tiny_sd_folder / part) for part in ("unet", "vae"))
+    stored = {part: load_file(next((tiny_sd_folder / part).glob("*.safetensors"))) for part in ("unet", "vae")}
+    counts = {part: sum(tensor.numel() for tensor in tensors.values()) for part, tensors in stored.items()}
+    need = MemoryNeed.of([(unet, torch.bfloat16), (vae, torch.float32)], activation_bytes=1000)
+    assert need.weights_bytes == 2 * counts["unet"] + 4 * counts["vae"]
+    assert need.allowance_bytes == PROCESS_BYTES + 1000
+    assert need.total_bytes == need.weights_bytes + need.allowance_bytes
+
+
+def test_what_is_needed_is_said_before_loading(monkeypatch, caplog):
+    """As much as there is suffices; one byte less is one sentence with both numbers."""
+    need = MemoryNeed(weights_bytes=5 * GB, allowance_bytes=2 * GB)
+    monkeypatch.setattr(memory, "available_bytes", lambda _: 7 * GB)
+    with caplog.at_level(logging.INFO):
+        check_memory("some/model", need, CPU)
+    told = "some/model needs 7.00 GB of memory (5.00 GB of weights and 2.00 GB to work with); 7.00 GB are available"
+    assert caplog.messages == [told]
+    monkeypatch.setattr(memory, "available_bytes", lambda _: 3 * GB)
+    with pytest.raises(ModelError) as caught:
+        check_memory("some/model", need, CPU)
+    assert caught.value.message == told.replace("; 7.00", "; 3.00")
+
+
+def test_a_model_that_does_not_fit_is_not_loaded(monkeypatch, tiny_sd_folder, tiny_sd_controlnets):
+    """Neither a base model nor a ControlNet; no tensor is read."""
+
+    def refuse(*_):
+        raise AssertionError("loaded all the same")
+
+    monkeypatch.setattr(memory, "available_bytes", lambda _: 1000)
+    monkeypatch.setattr("plait_serving.diffusion.bundle.load_module", refuse)
+    for load, folder in ((load_bundle, tiny_sd_folder), (load_controlnet, tiny_sd_controlnets[0])):
+        with pytest.raises(ModelError, match=r"needs .* are available") as caught:
+            load(folder)
+        assert str(folder) in caught.value.message
+
+
+def test_this_host_has_some_memory():
+    """The real files of this machine can be read."""
+    assert 10_000_000 < available_bytes(CPU) < 1 << 60
+
+
+def limit(folder, *, version, most, used, cache):
+    """Write a cgroup's files as the kernel does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = {
+        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        2: ("memory.max", "memory.current", "inactive_file"),
+    }[version]
+    (folder / names[0]).write_text(f"{most}\n")
+    (folder / names[1]).write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 12\n{names[2]} {cache}\n")
+
+
+@pytest.mark.parametrize(("version", "controllers"), [(1, "memory"), (2, "")])
+def test_a_cgroup_leaves_its_limit_less_what_is_used(tmp_path, version, controllers):
+    """The file cache does not count as used; the tightest of a group and its parents decides."""
+    own = f"3:cpu:/elsewhere\n4:{controllers}:/a/b\n"
+    top = tmp_path / controllers
+    limit(top / "a" / "b", version=version, most=1000, used=600, cache=150)
+    assert cgroup_bytes(tmp_path, own) == 550
+    limit(top / "a", version=version, most=900, used=800, cache=0)
+    assert cgroup_bytes(tmp_path, own) == 100
+    limit(top, version=version, most=900, used=990, cache=0)
+    assert cgroup_bytes(tmp_path, own) == 0
+
+
+def test_no_limit_leaves_very_much(tmp_path):
+    """The words of both versions for it, no cgroups at all, and a path that the container does not see."""
+    limit(tmp_path / "a", version=2, most="max", used=5, cache=0)
+    limit(tmp_path / "memory" / "a", version=1, most=9223372036854771712, used=5, cache=0)
+    for own in ("0::/a\n", "4:memory:/a\n", "", "nonsense\n", "0::/not/here\n"):
+        assert cgroup_bytes(tmp_path, own) >= 1 << 60
+    limit(tmp_path, version=2, most=1000, used=100, cache=0)
+    assert cgroup_bytes(tmp_path, "0::/not/here\n") == 900
