@@ -78,7 +78,9 @@ def probe_of():
     probes = []
 
     def build(**settings) -> Probe:
-        probes.append(Probe(build_engine(EngineSettings(knobs=KNOBS, **settings), costs=EveryBatchPays())))
+        probes.append(
+            Probe(build_engine(EngineSettings(knobs=KNOBS, converts=False, **settings), costs=EveryBatchPays()))
+        )
         return probes[-1]
 
     yield build
