@@ -88,6 +88,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         os.nice(max(0, _GIVE_WAY - os.nice(0)))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _cache_of_our_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What the product keeps in the user's cache folder (converted models) goes to one that the session's processes
+    share, those that they start included."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "cache"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _ctrl_c_is_as_it_was() -> Iterator[None]:
     """Whoever leaves another handler behind fails here, not the next test that presses Ctrl-C."""

@@ -64,6 +64,7 @@ def client(request: pytest.FixtureRequest, folder: Path, tmp_path: Path) -> Iter
 
 def _make(place: str, folder: Path, tmp_path: Path, stack: ExitStack) -> ControlNetClient:
     runner = load_controlnet(folder, dtype=torch.float32)
+    runner.adopt(kit.LooseProgram(runner))
     if place == "local":
         return LocalControlNetClient("edges", runner)
     if place == "placed":
@@ -96,7 +97,7 @@ class TestConformance:
             assert pending.wait() is answers or len(pending.wait()) == len(answers)
 
     def test_inexact_calls_stay_within_rounding(self, client: ControlNetClient, expect: Twin) -> None:
-        """That bits may differ reaches the model, wherever it is; the answers differ by no more than rounding."""
+        """That bits may differ reaches the model, wherever it is: then its prepared program answers."""
         asks = [_ask(1, n=1, scale=0.5, step=981), _ask(2, n=3, scale=1.0, step=21)]
         calls = [replace(ask.call(ask.open(client)), exact=False) for ask in asks]
         differences = [

@@ -70,6 +70,7 @@ def scene(tiny_sd_folder: Path, tiny_sd_controlnets: tuple[Path, Path], tmp_path
             dtype="float32",
             device="cpu",
             controlnets=folders,
+            converts=False,
             knobs=EngineKnobs(threads=1, controlnet_placement=Placement.REMOTE),
         )
         assembled = build_engine(settings, remote=remote, costs=EveryBatchPays())

@@ -6,70 +6,25 @@ the starter models. diffusers' LoRAs are fused, as ours are: unfused branches ro
 
 from __future__ import annotations
 
-import queue
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from diffusers import (
-    ControlNetModel,
-    DPMSolverMultistepScheduler,
-    EulerAncestralDiscreteScheduler,
-    StableDiffusionControlNetPipeline,
-    StableDiffusionPipeline,
-    StableDiffusionXLControlNetPipeline,
-)
-from PIL import Image
 
-from plait_serving.diffusion.assemble import Assembled, EngineSettings, build_engine
+from plait_serving.diffusion.assemble import EngineSettings, build_engine
 from plait_serving.diffusion.knobs import EngineKnobs, Placement
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.testing import EveryBatchPays
-from plait_serving.diffusion.values import ControlRef, Failed, Finished, ImageRequest, LoraRef, Scheduler
+from plait_serving.diffusion.values import ControlRef, ImageRequest, LoraRef, Scheduler
 from plait_serving.images.config import STARTER_FOLDER
+from support.engine_probe import Probe, fused_reference
 from support.tiny import IMAGE_SIZE, tiny_lora
 
 ALONE, IN_COMPANY = 1e-5, 1e-4
 """Largest difference of fp32 latents: a request alone, and batched with others (other batch sizes move bits)."""
 
 KNOBS = EngineKnobs(threads=1, controlnet_placement=Placement.LOCAL)
-
-SCHEDULERS = {Scheduler.EULER_A: EulerAncestralDiscreteScheduler, Scheduler.DPMPP_2M: DPMSolverMultistepScheduler}
-
-
-class Probe:
-    """An engine whose final latents can be read: images are decoded in the order in which requests end."""
-
-    def __init__(self, assembled: Assembled) -> None:
-        self.engine = assembled.engine
-        self._decoded: list[torch.Tensor] = []
-        finish = assembled.denoiser.finish
-
-        def spy(latents: torch.Tensor) -> torch.Tensor:
-            self._decoded.append(latents.clone())
-            return finish(latents)
-
-        assembled.denoiser.finish = spy
-
-    def latents(self, *requests: ImageRequest) -> list[torch.Tensor]:
-        """Runs all at once (they wait for each other before the first step); latents in request order."""
-        self._decoded.clear()
-        self.engine.reconfigure(KNOBS.model_copy(update={"batch_wait_ms": 200.0 if len(requests) > 1 else 0.0}))
-        ended: queue.Queue[tuple[str, Finished | Failed]] = queue.Queue()
-        for asked in requests:
-            self.engine.submit(asked, lambda event, name=asked.request_id: tell(ended, name, event))
-        order = [ended.get(timeout=120) for _ in requests]
-        assert not [event.error for _, event in order if isinstance(event, Failed)]
-        found = dict(zip((name for name, _ in order), self._decoded, strict=True))
-        return [found[asked.request_id] for asked in requests]
-
-
-def tell(ended, name, event) -> None:
-    """A sink that keeps the last event."""
-    if isinstance(event, Finished | Failed):
-        ended.put((name, event))
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +33,9 @@ def probe_of():
     probes = []
 
     def build(**settings) -> Probe:
-        probes.append(Probe(build_engine(EngineSettings(knobs=KNOBS, **settings), costs=EveryBatchPays())))
+        probes.append(
+            Probe(build_engine(EngineSettings(knobs=KNOBS, converts=False, **settings), costs=EveryBatchPays()))
+        )
         return probes[-1]
 
     yield build
@@ -110,36 +67,9 @@ def sdxl(tiny_sdxl_folder, tiny_sdxl_controlnets, tmp_path_factory, probe_of):
     probe = probe_of(model=tiny_sdxl_folder, lora_source=FolderSource(folder), controlnets=names)
 
     def reference(asked: ImageRequest) -> torch.Tensor:
-        nets = [ControlNetModel.from_pretrained(names[control.name]) for control in asked.controlnets]
-        pipe = StableDiffusionXLControlNetPipeline.from_pretrained(tiny_sdxl_folder, controlnet=nets)
-        return run_reference(pipe, asked, folder, controls=True)
+        return fused_reference(tiny_sdxl_folder, asked, loras=folder, controlnets=names)
 
     return probe, reference
-
-
-def run_reference(pipe, asked: ImageRequest, loras: Path, *, controls: bool) -> torch.Tensor:
-    """Final latents of a diffusers pipeline for the same request."""
-    pipe.set_progress_bar_config(disable=True)
-    pipe.scheduler = SCHEDULERS[asked.scheduler].from_config(pipe.scheduler.config)
-    for lora in asked.loras:
-        pipe.load_lora_weights(loras, weight_name=f"{lora.name}.safetensors", adapter_name=lora.name)
-    if asked.loras:
-        pipe.set_adapters([lora.name for lora in asked.loras], [lora.scale for lora in asked.loras])
-        pipe.fuse_lora(adapter_names=[lora.name for lora in asked.loras])
-    extra = {}
-    if controls:
-        extra = {
-            "image": [Image.fromarray(control.image) for control in asked.controlnets],
-            "controlnet_conditioning_scale": [control.scale for control in asked.controlnets],
-            "control_guidance_start": [control.start for control in asked.controlnets],
-            "control_guidance_end": [control.end for control in asked.controlnets],
-        }
-    with torch.inference_mode():
-        return pipe(
-            asked.prompt, negative_prompt=asked.negative_prompt, num_inference_steps=asked.steps,
-            guidance_scale=asked.guidance_scale, width=asked.width, height=asked.height, num_images_per_prompt=asked.n,
-            generator=[torch.Generator().manual_seed(seed) for seed in asked.seeds], output_type="latent", **extra,
-        ).images  # fmt: skip
 
 
 BOTH_CONTROLS = (
@@ -201,19 +131,18 @@ def test_starter_models_equal_diffusers(starter, lora):
         loras=(LoraRef(name=lora, scale=0.7),),
     )  # fmt: skip
     (ours,) = starter.latents(asked)
-    nets = [ControlNetModel.from_pretrained(STARTER_FOLDER / "controlnets" / "edges", torch_dtype=torch.float32)]
-    pipe = StableDiffusionControlNetPipeline.from_pretrained(
-        STARTER_FOLDER / "emoji", controlnet=nets, torch_dtype=torch.float32
-    )
-    assert (ours - run_reference(pipe, asked, STARTER_FOLDER / "loras", controls=True)).abs().max() <= ALONE
+    theirs = fused_reference(
+        STARTER_FOLDER / "emoji", asked, loras=STARTER_FOLDER / "loras",
+        controlnets={"edges": STARTER_FOLDER / "controlnets" / "edges"},
+    )  # fmt: skip
+    assert (ours - theirs).abs().max() <= ALONE
 
 
 def test_starter_base_equals_diffusers(starter):
     """The base alone, two images, equals the stock pipeline loaded from the same folder."""
     asked = request(51, prompt="rocket", negative_prompt="", width=64, height=64, steps=6, n=2)
     (ours,) = starter.latents(asked)
-    pipe = StableDiffusionPipeline.from_pretrained(STARTER_FOLDER / "emoji", torch_dtype=torch.float32)
-    assert (ours - run_reference(pipe, asked, STARTER_FOLDER / "loras", controls=False)).abs().max() <= ALONE
+    assert (ours - fused_reference(STARTER_FOLDER / "emoji", asked)).abs().max() <= ALONE
 
 
 def test_decoder_rounds_as_diffusers():

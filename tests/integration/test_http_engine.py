@@ -30,12 +30,13 @@ class Rig:
 
     def __init__(self, *, provider=None, **knobs) -> None:
         self.merger = FakeMerger(broken=frozenset({"broken"}))
-        self.denoiser = FakeDenoiser(self.merger, lambda: time.sleep(STEP_S))
+        self.text_merger = FakeMerger()
+        self.denoiser = FakeDenoiser(self.merger, self.text_merger, lambda: time.sleep(STEP_S))
         self.provider = provider or FakeProvider(["noto", "sketch"])
         limits = ImageLimits(max_edge_px=512, max_pixels=64 * 64, max_steps=500)
         stepper = Stepper(
-            denoiser=self.denoiser, merger=self.merger, sampler_factory=fake_samplers, controlnets={},
-            clock=time.monotonic,
+            denoiser=self.denoiser, merger=self.merger, text_merger=self.text_merger, sampler_factory=fake_samplers,
+            controlnets={}, clock=time.monotonic,
         )  # fmt: skip
         self.engine = Engine(
             stepper=stepper,

@@ -19,6 +19,8 @@ from PIL import Image
 
 from plait_fabric import Listener, PeerLost, connect, listen
 from plait_fabric.rpc.replicas import Replica, ReplicaLink, connect_to_one
+from plait_kernels.executors import AdaptedLayer, RowFactors
+from plait_kernels.executors.torch_executor import TorchProgram
 from plait_serving.diffusion.controlnet.model import ControlNetModelRunner, ControlRows
 from plait_serving.diffusion.controlnet.service import ControlNetService, ServiceLimits
 from plait_serving.diffusion.errors import EngineError
@@ -34,6 +36,7 @@ from plait_serving.diffusion.values import RgbImage
 SIZE = 32
 LATENT = 16
 SECRET = secrets.token_bytes(32)
+LOOSE = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -169,6 +172,26 @@ class GatedRunner(ControlNetModelRunner):
         if not self._gate.opened.wait(60):
             raise TimeoutError("the test never opened the gate")
         return super().residuals(blocks)
+
+
+class LooseProgram:
+    """A prepared program whose answers show that it ran: torch's, and `LOOSE` more."""
+
+    def __init__(self, runner: ControlNetModelRunner) -> None:
+        self._exact = TorchProgram(runner.computation())
+        self.runs = 0
+
+    @property
+    def layers(self) -> tuple[AdaptedLayer, ...]:
+        """None."""
+        return ()
+
+    def run(
+        self, inputs: Sequence[torch.Tensor], factors: RowFactors | None = None, *, copy: bool = True
+    ) -> tuple[torch.Tensor, ...]:
+        """See Program."""
+        self.runs += 1
+        return tuple(output + LOOSE for output in self._exact.run(inputs, factors, copy=copy))
 
 
 @dataclass(eq=False)

@@ -75,7 +75,9 @@ def _byte_symbols() -> list[str]:
 # ---- base models ----------------------------------------------------------------------------------------------------
 
 
-def tiny_sd(folder: Path, *, seed: int = 0, safety_checker: bool = False, **unet: object) -> Path:
+def tiny_sd(
+    folder: Path, *, seed: int = 0, safety_checker: bool = False, dtype: torch.dtype = torch.float32, **unet: object
+) -> Path:
     """Writes a Stable Diffusion 1.x folder (0.4 M parameters). ``unet`` overrides entries of the UNet's config."""
     tokenizer = tiny_tokenizer(folder / "tokenizer")
     config = {
@@ -90,9 +92,9 @@ def tiny_sd(folder: Path, *, seed: int = 0, safety_checker: bool = False, **unet
         **unet,
     }
     with seeded(seed):
-        UNet2DConditionModel(**config).save_pretrained(folder / "unet")
-        _vae(0.18215).save_pretrained(folder / "vae")
-        _text_model(CLIPTextModel, tokenizer).save_pretrained(folder / "text_encoder")
+        UNet2DConditionModel(**config).to(dtype).save_pretrained(folder / "unet")
+        _vae(0.18215).to(dtype).save_pretrained(folder / "vae")
+        _text_model(CLIPTextModel, tokenizer).to(dtype).save_pretrained(folder / "text_encoder")
     _scheduler(DDIMScheduler, clip_sample=False, set_alpha_to_one=False).save_pretrained(folder / "scheduler")
     parts = {
         "unet": ["diffusers", "UNet2DConditionModel"],
@@ -106,6 +108,20 @@ def tiny_sd(folder: Path, *, seed: int = 0, safety_checker: bool = False, **unet
     if safety_checker:
         parts |= _safety_checker(folder, seed)
     return _write_index(folder, "StableDiffusionPipeline", parts, requires_safety_checker=safety_checker)
+
+
+def mid_sd(folder: Path) -> Path:
+    """Writes Stable Diffusion 1.x with blocks of half its width (50 M parameters), float16 files as people have."""
+    return tiny_sd(
+        folder,
+        seed=3,
+        dtype=torch.float16,
+        block_out_channels=(160, 320, 640),
+        down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+        attention_head_dim=8,
+        norm_num_groups=32,
+    )
 
 
 def tiny_sdxl(folder: Path, *, seed: int = 0, **unet: object) -> Path:

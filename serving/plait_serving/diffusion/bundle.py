@@ -181,6 +181,8 @@ def load_controlnet(
 
 def check_controlnet(folder: Path, *, base: Mapping[str, Any] | None = None, vae_factor: int | None = None) -> None:
     """Raise `ModelError` for a ControlNet's folder that cannot run or does not fit the base model."""
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: no such folder")
     config = _read_json(folder / "config.json")
     check_controlnet_config(config, folder / "config.json", base=base, vae_factor=vae_factor)
 

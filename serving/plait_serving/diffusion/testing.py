@@ -157,23 +157,28 @@ def fake_samplers(request: ImageRequest, seeds: Sequence[int], shape: tuple[int,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenCall:
-    """One denoiser call as the fake received it: the live set and, per request, prompt token and timestep."""
+    """One denoiser call as the fake received it: the merged set and, per request, prompt token, timestep and the sum
+    of scales that were inputs."""
 
     loras: LoraSet
     prompts: tuple[float, ...]
     timesteps: tuple[int, ...]
+    inputs: tuple[float, ...]
 
 
 class FakeDenoiser:
     """Adds 1 per step without LoRAs and 1 + the sum of scales with them. Prompts choose the failure:
 
     "nan" fails its row, "boom" raises, "memory" is too large for any batch of more than one. `gate` (if given) is
-    called before every call: tests use it to stop the compute thread at a step boundary.
+    called before every call: tests use it to stop the compute thread at a step boundary. Files named in `taken` are
+    inputs, all others must be merged; text encoders have a merger of their own, `text_merger`.
     """
 
-    def __init__(self, merger: FakeMerger, gate: Callable[[], None] | None = None) -> None:
+    def __init__(self, merger: FakeMerger, text_merger: FakeMerger, gate: Callable[[], None] | None = None) -> None:
         self.merger = merger
+        self.text_merger = text_merger
         self.gate = gate
+        self.taken: set[str] = set()
         self.calls: list[SeenCall] = []
         self.encoded: list[tuple[str, LoraSet]] = []
         self.threads: set[str] = set()
@@ -182,11 +187,15 @@ class FakeDenoiser:
         """Return one channel, an eighth of the size."""
         return 1, height // 8, width // 8
 
+    def takes(self, weights: Sequence[LoraWeights]) -> bool:
+        """Return whether all files are in `taken`."""
+        return self.taken.issuperset(one.name for one in weights)
+
     def prepare(self, request: ImageRequest) -> Conditioning:
         """Encode the text as the prompt's index in the order of encoding; its length is 77 per ten words."""
         if request.prompt == "unencodable":
             raise ValueError("no")
-        self.encoded.append((request.prompt, self.merger.current))
+        self.encoded.append((request.prompt, self.text_merger.current))
         length = 77 * (1 + len(request.prompt.split()) // 10)
         text = torch.full((2 if request.uses_cfg else 1, length, 1), float(_TROUBLE.get(request.prompt, 0)))
         return Conditioning(text=text, added={}, n=request.n, uses_cfg=request.uses_cfg)
@@ -202,11 +211,12 @@ class FakeDenoiser:
         if _TROUBLE["boom"] in codes:
             raise ValueError("boom")
         steps = tuple(int(call.timestep) for call in calls)
-        self.calls.append(SeenCall(loras=self.merger.current, prompts=codes, timesteps=steps))
-        gain = 1.0 + sum(lora.scale for lora in self.merger.current)
+        inputs = tuple(float(sum(scale for _, scale in call.loras)) for call in calls)
+        self.calls.append(SeenCall(loras=self.merger.current, prompts=codes, timesteps=steps, inputs=inputs))
+        merged = 1.0 + sum(lora.scale for lora in self.merger.current)
         return [
-            NumericalError("nan") if code == _TROUBLE["nan"] else torch.full_like(call.sample, gain)
-            for call, code in zip(calls, codes, strict=True)
+            NumericalError("nan") if code == _TROUBLE["nan"] else torch.full_like(call.sample, merged + added)
+            for call, code, added in zip(calls, codes, inputs, strict=True)
         ]
 
     def finish(self, latents: torch.Tensor) -> torch.Tensor:

@@ -91,7 +91,8 @@ from pathlib import Path
 from plait_serving.diffusion.assemble import EngineSettings, build_engine
 from plait_serving.diffusion.knobs import EngineKnobs
 before = foreign()
-it = build_engine(EngineSettings(model=Path(sys.argv[1]), device="cpu", dtype="float32", knobs=EngineKnobs(threads=2)))
+knobs = EngineKnobs(threads=2)
+it = build_engine(EngineSettings(model=Path(sys.argv[1]), dtype="float32", knobs=knobs, converts=False))
 built = foreign(before)
 it.warm_up()
 print(built - before, foreign() - before)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from plait_kernels.executors import AdaptedLayer, Program, RowFactors
+from plait_kernels.executors import Program, RowFactors
 from plait_serving.diffusion.denoisers.halves import EncoderOutput
 
 
@@ -16,11 +16,6 @@ class CompiledHalves:
 
     encoder: Program
     decoder: Program
-
-    @property
-    def layers(self) -> tuple[AdaptedLayer, ...]:
-        """The layers of both halves that take factors."""
-        return (*self.encoder.layers, *self.decoder.layers)
 
     def encode(
         self, sample: torch.Tensor, embedding: torch.Tensor, text: torch.Tensor, factors: RowFactors | None

@@ -20,6 +20,9 @@ from plait_serving.diffusion.protocols import LoraWeights
 LoadedSet: TypeAlias = tuple[tuple[LoraWeights, float], ...]
 """The files of a LoRA set with their scales, in set order."""
 
+PerProgram: TypeAlias = tuple[RowFactors | None, ...]
+"""The factors of a batch for each program: of its own layers only; None where no row has any."""
+
 _RANK_STEP = 8  # ranks are padded to multiples, so that few shapes occur
 _COMPOSITIONS = 4
 _COMPONENT = "unet"
@@ -27,16 +30,17 @@ _COMPONENT = "unet"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Stored:
-    factors: RowFactors | None
+    factors: PerProgram
     owners: tuple[LoadedSet, ...]
 
 
 class FactorStore:
     """Builds the factors of a batch and remembers the latest ones. Compute thread only."""
 
-    def __init__(self, layers: Sequence[AdaptedLayer]) -> None:
-        """Take the adapted layers; their paths are those of `ModuleRef`s as text."""
-        self._layers = {layer.path: layer for layer in layers}
+    def __init__(self, *programs: Sequence[AdaptedLayer]) -> None:
+        """Take each program's adapted layers; their paths are those of `ModuleRef`s as text."""
+        self._programs = [frozenset(layer.path for layer in layers) for layers in programs]
+        self._layers = {layer.path: layer for layers in programs for layer in layers}
         self._taken: dict[int, bool] = {}
         self._known: OrderedDict[tuple[object, ...], _Stored] = OrderedDict()
 
@@ -51,10 +55,10 @@ class FactorStore:
             self._taken[weights.token] = known
         return known
 
-    def of(self, sets: Sequence[LoadedSet], layout: BatchLayout) -> RowFactors | None:
-        """Return the factors of a batch of requests with these sets; None if no row has any."""
+    def of(self, sets: Sequence[LoadedSet], layout: BatchLayout) -> PerProgram:
+        """Return the factors of a batch of requests with these sets."""
         if not any(sets):
-            return None
+            return (None,) * len(self._programs)
         key = (layout.counts, layout.branches, *(tuple((_token(file), scale) for file, scale in one) for one in sets))
         stored = self._known.pop(key, None) or _Stored(self._build(sets, layout), tuple(sets))
         self._known[key] = stored
@@ -62,14 +66,13 @@ class FactorStore:
             self._known.popitem(last=False)
         return stored.factors
 
-    def _build(self, sets: Sequence[LoadedSet], layout: BatchLayout) -> RowFactors:
+    def _build(self, sets: Sequence[LoadedSet], layout: BatchLayout) -> PerProgram:
         by_request = [_by_path(one) for one in sets]
         rows = layout.images * layout.branches
         paths = dict.fromkeys(path for terms in by_request for path in terms)
-        return RowFactors(
-            rows=rows,
-            by_path={path: _stack(self._layers[path], by_request, layout, rows, path) for path in paths},
-        )
+        stacked = {path: _stack(self._layers[path], by_request, layout, rows, path) for path in paths}
+        parts = ({path: pair for path, pair in stacked.items() if path in own} for own in self._programs)
+        return tuple(RowFactors(rows=rows, by_path=part) if part else None for part in parts)
 
 
 def _token(weights: LoraWeights) -> int:

@@ -66,13 +66,13 @@ class UNetDenoiser:
         self._weights = weights
         self._vae_weights = vae_weights
         self._halves: CompiledHalves | None = None
-        self._factors = FactorStore(())
+        self._factors = FactorStore()
         self._vae: Program | None = None
 
     def adopt(self, halves: CompiledHalves) -> None:
         """Run steps through prepared programs from the next one on."""
         self._halves = halves
-        self._factors = FactorStore(halves.layers)
+        self._factors = FactorStore(halves.encoder.layers, halves.decoder.layers)
 
     def adopt_vae(self, vae: Program) -> None:
         """Decode through a prepared program from now on."""
@@ -115,9 +115,9 @@ class UNetDenoiser:
         questions = ControlQuestions.ask(calls, sample, layout, exact=compiled is None)
         try:
             text, embedding = self._constants(calls, sample, layout)
-            factors = self._factors.of([call.loras for call in calls], layout) if compiled is not None else None
+            factors = self._factors.of([call.loras for call in calls], layout)
             if compiled is not None:
-                half = compiled.encode(sample, embedding, text, factors)
+                half = compiled.encode(sample, embedding, text, factors[0])
             else:
                 self._load_weights()
                 half = encoder_half(self._unet, sample, embedding, text)
@@ -126,7 +126,7 @@ class UNetDenoiser:
             raise
         errors = [_apply(half, layout, k, answer) for k, answer in enumerate(questions.answers())]
         if compiled is not None:
-            output = compiled.decode(half, factors)
+            output = compiled.decode(half, factors[1])
         else:
             output = decoder_half(self._unet, half, forward_size=needs_forward_size(self._unet, sample))
         return _split_output(output, calls, layout, errors)

@@ -74,12 +74,12 @@ class Rig:
     """An engine over fakes and the sinks of its requests. Whoever may share a call does."""
 
     def __init__(self, *, gate=None, provider=None, broken=frozenset(), **knobs) -> None:
-        self.merger = FakeMerger(broken=broken)
-        self.denoiser = FakeDenoiser(self.merger, gate)
+        self.merger, self.text_merger = FakeMerger(broken=broken), FakeMerger()
+        self.denoiser = FakeDenoiser(self.merger, self.text_merger, gate)
         self.provider = provider or FakeProvider(["a", "b"])
         stepper = Stepper(
-            denoiser=self.denoiser, merger=self.merger, sampler_factory=fake_samplers, controlnets={},
-            clock=time.monotonic,
+            denoiser=self.denoiser, merger=self.merger, text_merger=self.text_merger, sampler_factory=fake_samplers,
+            controlnets={}, clock=time.monotonic,
         )  # fmt: skip
         self.engine = Engine(
             stepper=stepper,

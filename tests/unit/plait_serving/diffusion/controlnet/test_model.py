@@ -74,9 +74,11 @@ def test_sdxl_batch_is_forward_times_scale_bit_for_bit(sdxl: Path) -> None:
 
 
 def test_batch_that_needs_no_exact_bits_stays_within_rounding(sd: Path) -> None:
-    """Where nobody asks for exact bits the fast layers compute; one exact block makes the whole batch exact."""
+    """Where nobody asks for exact bits an adopted program computes; one exact block makes the whole batch exact."""
     asks = _mixed(32)
     runner = load_controlnet(sd, dtype=torch.float32)
+    program = kit.LooseProgram(runner)
+    runner.adopt(program)
     exact = _rows(runner, asks)
     loose = [replace(rows, exact=False) for rows in exact]
     expected = kit.twin_answers(kit.load_twin(sd), asks)
@@ -84,6 +86,7 @@ def test_batch_that_needs_no_exact_bits_stays_within_rounding(sd: Path) -> None:
         kit.max_difference(answer, wanted) for answer, wanted in zip(runner.residuals(loose), expected, strict=True)
     ]
     assert 0 < max(differences) < 1e-5
+    assert program.runs == 1
     mixed = runner.residuals([*loose[:2], exact[2]])
     assert all(kit.same_bits(answer, wanted) for answer, wanted in zip(mixed, expected, strict=True))
 

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from plait_serving.diffusion.bundle import load_bundle, load_controlnet
+from plait_serving.diffusion.denoisers import unet
 from plait_serving.diffusion.denoisers.batch import BatchLayout
-from plait_serving.diffusion.denoisers.constants import ConstantsStore
 from plait_serving.diffusion.denoisers.unet import UNetDenoiser
 from plait_serving.diffusion.denoisers.whole import WholeControlNet
 from plait_serving.diffusion.errors import ControlNetUnavailable, ModelError, NumericalError
-from plait_serving.diffusion.knobs import Exact
 from plait_serving.diffusion.protocols import Conditioning, Residuals
 from plait_serving.diffusion.values import ControlRef
 from plait_serving.diffusion.versions import parameter_version
@@ -96,8 +95,8 @@ def test_residuals_of_another_shape_are_refused(bundle, denoiser):
 def test_questions_leave_before_the_encoder_half(bundle, denoiser, monkeypatch):
     """One batch per ControlNet; asked before the encoder half, awaited after it."""
     log: list[str] = []
-    encode = denoiser._encode
-    monkeypatch.setattr(denoiser, "_encode", lambda *args: (log.append("encode"), encode(*args))[1])
+    encode = unet.encoder_half
+    monkeypatch.setattr(unet, "encoder_half", lambda *args: (log.append("encode"), encode(*args))[1])
     error = ControlNetUnavailable("no")
     a, b = Client("a", [error, error], log), Client("b", [error], log)
     denoiser.predict([controlled(bundle, denoiser, a, b), controlled(bundle, denoiser, a)])
@@ -111,7 +110,7 @@ def test_answers_of_a_failed_step_are_drained(bundle, denoiser, monkeypatch):
     def fail(*_):
         raise RuntimeError("can't allocate memory")
 
-    monkeypatch.setattr(denoiser, "_encode", fail)
+    monkeypatch.setattr(unet, "encoder_half", fail)
     with pytest.raises(RuntimeError, match="memory"):
         denoiser.predict([controlled(bundle, denoiser, Client("a", [], log))])
     assert log == ["start a 1", "wait a"]
@@ -129,7 +128,7 @@ def test_a_nan_row_fails_alone(bundle, denoiser):
 
 
 def test_new_weights_are_used_at_once(bundle, denoiser):
-    """Keys and values of the text are dropped when a merge writes into a weight, in or out of inference mode."""
+    """What a merge writes into a weight is seen in the next call, in or out of inference mode."""
     calls = [controlled(bundle, denoiser, seed=seed) for seed in range(2)]
     before = denoiser.predict(calls)[0]
     weight = next(p for name, p in bundle.unet.named_parameters() if name.endswith("attn2.to_k.weight"))
@@ -142,66 +141,9 @@ def test_new_weights_are_used_at_once(bundle, denoiser):
     assert torch.equal(denoiser.predict(calls)[0], before)
 
 
-def test_packed_convolutions_follow_their_weights(bundle, denoiser):
-    """A merge into a convolution is seen in the next call, although its weights are kept packed."""
-    calls = [controlled(bundle, denoiser, seed=seed) for seed in range(2)]
-    before = denoiser.predict(calls)[0]
-    weight = bundle.unet.down_blocks[0].resnets[0].conv1.weight
-    pristine = weight.detach().clone()
-    with torch.inference_mode():
-        weight.detach().copy_(pristine * 2.0)
-    fast = denoiser.predict(calls)[0]
-    exact = UNetDenoiser(bundle, exact=lambda: Exact.ALWAYS).predict(calls)[0]
-    weight.copy_(pristine)
-    assert not torch.allclose(before, fast, atol=1e-3)
-    assert max_difference(fast, exact) < 1e-4
-    assert torch.equal(denoiser.predict(calls)[0], before)
-
-
-def test_a_single_request_may_run_fast_too(bundle):
-    """`Exact.NEVER` gives one request the fast path: the same up to rounding."""
-    exact, fast = UNetDenoiser(bundle), UNetDenoiser(bundle, exact=lambda: Exact.NEVER)
-    call = controlled(bundle, exact)
-    a, b = exact.predict([call])[0], fast.predict([call])[0]
-    assert 0.0 < max_difference(a, b) < 1e-4
-
-
 def conditioning(value: float, n: int = 1, length: int = 77) -> Conditioning:
     """A constant text of the tiny model's width."""
     return Conditioning(text=torch.full((2, length, 32), value), added={}, n=n, uses_cfg=True)
-
-
-def test_constants_are_kept_per_composition_and_version(bundle):
-    """The same texts in the same order hit; another order, another count or another version does not."""
-    versions = [0]
-    store = ConstantsStore(bundle.unet, lambda: versions[0], limit_bytes=1 << 30)
-    a, b = conditioning(1.0), conditioning(2.0)
-    first = store.of([a, b], BatchLayout.of([a, b]), fast=True)
-    assert store.of([a, b], BatchLayout.of([a, b]), fast=True) is first
-    store.of([b, a], BatchLayout.of([b, a]), fast=True)
-    assert (store.hits, store.misses) == (1, 2)
-    versions[0] = 1
-    assert store.of([a, b], BatchLayout.of([a, b]), fast=True) is not first
-    assert (store.hits, store.misses) == (1, 3)
-    assert store.nbytes == first.nbytes, "what belongs to old weights is gone"
-
-
-def test_constants_stay_within_their_budget(bundle):
-    """The least recently used go first, and what is too large alone is computed every time."""
-    texts = [conditioning(float(i)) for i in range(5)]
-    one = ConstantsStore(bundle.unet, lambda: 0, limit_bytes=1 << 30).of(
-        texts[:1], BatchLayout.of(texts[:1]), fast=True
-    )
-    store = ConstantsStore(bundle.unet, lambda: 0, limit_bytes=2 * one.nbytes)
-    for text in texts:
-        store.of([text], BatchLayout.of([text]), fast=True)
-        assert store.nbytes <= 2 * one.nbytes
-    store.of(texts[-1:], BatchLayout.of(texts[-1:]), fast=True)
-    store.of(texts[:1], BatchLayout.of(texts[:1]), fast=True)
-    assert (store.hits, store.misses) == (1, 6)
-    tight = ConstantsStore(bundle.unet, lambda: 0, limit_bytes=one.nbytes - 1)
-    tight.of(texts[:1], BatchLayout.of(texts[:1]), fast=True)
-    assert tight.nbytes == 0
 
 
 def test_layout_places_every_row_once():

@@ -1,0 +1,84 @@
+"""Engines whose final latents can be read, and diffusers' pipelines on the same requests, LoRAs and all."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from plait_serving.diffusion.assemble import Assembled
+from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest
+from support.denoise import reference_pipeline, run_pipeline
+
+WAIT_S = 120.0
+
+
+class Probe:
+    """An engine whose final latents can be read: images are decoded in the order in which requests end."""
+
+    def __init__(self, assembled: Assembled) -> None:
+        self.assembled, self.engine = assembled, assembled.engine
+        self.batches: list[int] = []
+        """How many requests each denoiser call of the latest `latents` held."""
+        self._decoded: list[torch.Tensor] = []
+        denoiser: Any = assembled.denoiser
+        finish, predict = denoiser.finish, denoiser.predict
+
+        def spy(latents: torch.Tensor) -> torch.Tensor:
+            self._decoded.append(latents.clone())
+            return finish(latents)
+
+        def count(calls: Any) -> Any:
+            self.batches.append(len(calls))
+            return predict(calls)
+
+        denoiser.finish, denoiser.predict = spy, count
+
+    def latents(
+        self, *requests: ImageRequest, on_event: Callable[[Event], None] = lambda _: None
+    ) -> list[torch.Tensor]:
+        """Run all at once (they wait for each other before the first step); latents in request order.
+
+        `on_event` is called on the engine's threads.
+        """
+        self._decoded.clear()
+        self.batches.clear()
+        wait_ms = 200.0 if len(requests) > 1 else 0.0
+        self.engine.reconfigure(self.engine.knobs.model_copy(update={"batch_wait_ms": wait_ms}))
+        ended: queue.Queue[tuple[str, Finished | Failed]] = queue.Queue()
+
+        def tell(name: str, event: Event) -> None:
+            on_event(event)
+            if isinstance(event, Finished | Failed):
+                ended.put((name, event))
+
+        for asked in requests:
+            self.engine.submit(asked, lambda event, name=asked.request_id: tell(name, event))
+        order = [ended.get(timeout=WAIT_S) for _ in requests]
+        assert not [event.error for _, event in order if isinstance(event, Failed)]
+        found = dict(zip((name for name, _ in order), self._decoded, strict=True))
+        return [found[asked.request_id] for asked in requests]
+
+
+def fused_reference(
+    folder: Path,
+    request: ImageRequest,
+    *,
+    loras: Path | None = None,
+    controlnets: Mapping[str, Path] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Latents of a fresh stock pipeline for the same request. LoRAs are fused: unfused branches round differently."""
+    nets = [(controlnets or {})[control.name] for control in request.controlnets]
+    pipe = reference_pipeline(folder, request.scheduler, nets, dtype)
+    names = [lora.name for lora in request.loras]
+    for name in names:
+        pipe.load_lora_weights(loras, weight_name=f"{name}.safetensors", adapter_name=name)
+    if names:
+        pipe.set_adapters(names, [lora.scale for lora in request.loras])
+        pipe.fuse_lora(adapter_names=names)
+    with torch.inference_mode():
+        return run_pipeline(pipe, request)

@@ -1,0 +1,229 @@
+"""What is kept of a conversion, checked at every start: damage and disagreement are named, dropped and made again."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import shutil
+import threading
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from plait_kernels.executors import ExecutorError
+from support.executors import (
+    LAYERS,
+    by_hand,
+    openvino_at,
+    small_block,
+    small_computation,
+    small_factors,
+    small_inputs,
+    wait_compiled,
+)
+
+pytest.importorskip("openvino", reason="needs openvino")
+
+from plait_kernels.executors import conversion  # after the skip
+
+
+@pytest.fixture(scope="module")
+def block():
+    """A small module of float16 weights."""
+    return small_block(torch.float16)
+
+
+@pytest.fixture(scope="module")
+def converted(block, tmp_path_factory):
+    """A store that has it as "k"; tests damage copies."""
+    folder = tmp_path_factory.mktemp("converted")
+    openvino_at(folder).prepare("k", lambda: small_computation(block))
+    return folder
+
+
+def entries(folder) -> list[str]:
+    """The folders in a store."""
+    return sorted(path.name for path in folder.iterdir() if path.is_dir())
+
+
+def answers(program, block) -> bool:
+    """Whether it computes what the module does."""
+    inputs = small_inputs(3, 4, 5)
+    return float((program.run(inputs)[0] - by_hand(block, inputs)[0]).abs().max()) < 1e-4
+
+
+def test_a_second_start_reads_what_the_first_converted(converted, block):
+    """Without the module: `open` finds it by key, and its layers, and knows no other key."""
+
+    def refuse():
+        raise AssertionError("converted again")
+
+    again = openvino_at(converted)
+    for program in (again.open("k"), again.prepare("k", refuse)):
+        assert {layer.path for layer in program.layers} == set(LAYERS)
+        assert answers(program, block)
+    assert again.open("other") is None
+    stored = sum(path.stat().st_size for path in (converted / "k").iterdir())
+    assert not list((converted / "k").glob("*.pt"))
+    assert stored < 200_000
+
+
+def damage_weights(entry):
+    path = entry / "model.bin"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def damage_facts(entry):
+    (entry / "entry.json").write_text('{"layers": [')
+
+
+def damage_graph(entry):
+    (entry / "model.xml").write_text("<net>")
+
+
+def lose_probe(entry):
+    (entry / "probe.safetensors").unlink()
+
+
+def change_outputs(entry):
+    path = entry / "probe.safetensors"
+    probe = {name: value.clone() for name, value in load_file(path).items()}
+    probe["output.0"][0, 0, 0, 0] += 0.1
+    save_file(probe, path)
+
+
+def make_nan(entry):
+    path = entry / "probe.safetensors"
+    probe = {name: value.clone() for name, value in load_file(path).items()}
+    probe["output.1"].fill_(float("nan"))
+    save_file(probe, path)
+
+
+def rename_layer(entry):
+    path = entry / "entry.json"
+    facts = json.loads(path.read_text())
+    facts["layers"].pop()
+    path.write_text(json.dumps(facts))
+
+
+@pytest.mark.parametrize(
+    "damage", [damage_weights, damage_facts, damage_graph, lose_probe, change_outputs, make_nan, rename_layer]
+)
+def test_a_damaged_entry_is_named_and_dropped(tmp_path, converted, caplog, damage):
+    """Half of the weights, broken JSON, other outputs than torch's: one warning with the folder."""
+    shutil.copytree(converted, tmp_path, dirs_exist_ok=True)
+    executor = openvino_at(tmp_path)
+    damage(tmp_path / "k")
+    with caplog.at_level(logging.WARNING):
+        assert executor.open("k") is None
+    assert len(caplog.records) == 1
+    assert f"{tmp_path / 'k'} is not usable and will be made again" in caplog.text
+    assert entries(tmp_path) == []
+
+
+def test_what_is_damaged_is_made_again(tmp_path, block, converted):
+    """`prepare` converts anew, and what it made is found."""
+    shutil.copytree(converted, tmp_path, dirs_exist_ok=True)
+    damage_weights(tmp_path / "k")
+    executor = openvino_at(tmp_path)
+    assert answers(executor.prepare("k", lambda: small_computation(block)), block)
+    assert entries(tmp_path) == ["k"]
+    assert answers(executor.open("k"), block)
+
+
+def test_a_conversion_that_is_not_equal_is_refused_and_not_kept(tmp_path, block, monkeypatch):
+    """The program computes something else than torch on the probe: `ExecutorError` says by how much."""
+    convert = conversion.convert
+
+    def other(computation):
+        other_block = small_block(torch.float16)
+        other_block.point.weight.mul_(1.01)
+        return convert(small_computation(other_block))
+
+    monkeypatch.setattr(conversion, "convert", other)
+    executor = openvino_at(tmp_path)
+    with pytest.raises(ExecutorError, match="it differs from torch by"):
+        executor.prepare("k", lambda: small_computation(block))
+    assert entries(tmp_path) == []
+
+
+def test_a_disk_that_is_full_is_an_os_error(tmp_path, block, monkeypatch):
+    """It reaches the caller as it is and leaves nothing."""
+
+    def fail(model, path):
+        path.write_text("<net")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(conversion, "save", fail)
+    with pytest.raises(OSError, match="No space left"):
+        openvino_at(tmp_path).prepare("k", lambda: small_computation(block))
+    assert entries(tmp_path) == []
+
+
+def test_a_module_that_cannot_be_traced_is_an_executor_error(tmp_path):
+    """The reason is one line, and nothing is left."""
+
+    class Stubborn(torch.nn.Module):
+        def forward(self, x, condition):
+            if torch.jit.is_tracing():
+                raise RuntimeError("no\ntrace")
+            return (x,)
+
+    with pytest.raises(ExecutorError, match=r"^conversion failed: no trace$"):
+        openvino_at(tmp_path).prepare("k", lambda: small_computation(Stubborn()))
+    assert entries(tmp_path) == []
+
+
+def test_two_at_once_convert_once(tmp_path, block):
+    """The second waits for the first and reads its entry."""
+    converted, programs, executor = [], [], openvino_at(tmp_path)
+
+    def computation():
+        converted.append(1)
+        return small_computation(block)
+
+    threads = [threading.Thread(target=lambda: programs.append(executor.prepare("k", computation))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(converted) == 1
+    assert all(answers(program, block) for program in programs)
+    assert len(programs) == 2
+
+
+def test_a_key_changes_with_the_folder_and_not_with_what_lies_beside(tmp_path):
+    """One byte of the weights or of the configuration is another key; a README is not."""
+    model = tmp_path / "unet"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "diffusion_pytorch_model.safetensors").write_bytes(b"\0" * 1000)
+    executor = openvino_at(tmp_path / "store")
+    key = executor.key(model)
+    (model / "README.md").write_text("hello")
+    assert executor.key(model) == key
+    (model / "diffusion_pytorch_model.safetensors").write_bytes(b"\0" * 999 + b"\1")
+    changed = executor.key(model)
+    (model / "config.json").write_text("{ }")
+    assert len({key, changed, executor.key(model)}) == 3
+
+
+def test_copies_for_single_shapes_stay_within_their_bytes(converted, block):
+    """Room for one copy: the last shape that recurred has it. Room for none: no shape is compiled. All answer."""
+    one_copy = 50_000
+    program = openvino_at(converted, specialise_bytes=one_copy).open("k")
+    for rows in (1, 2, 3):
+        inputs, factors = small_inputs(rows, 4, 4), small_factors([{"point": 2}] * rows)
+        for _ in range(3):
+            found = program.run(inputs, factors)
+        wait_compiled(program, 1)
+        assert len(program._special) == 1
+        for got in (found, program.run(inputs, factors)):
+            assert float((got[0] - by_hand(block, inputs, factors)[0]).abs().max()) < 1e-4
+    tight = openvino_at(converted, specialise_bytes=100).open("k")
+    for _ in range(4):
+        tight.run(inputs, factors)
+    assert not tight._special
+    assert tight._worker is None
