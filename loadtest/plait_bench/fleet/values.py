@@ -20,14 +20,16 @@ Item: TypeAlias = Mapping[str, Json]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessLayout:
-    """`processes` workers with `threads` compute threads each; `variant` is one of the choices that the system
-    offers."""
+    """`processes` workers with `threads` compute threads each (0: it is the system's own choice); `variant` is one of
+    the choices that the system offers."""
 
     processes: int
     threads: int
     variant: str = ""
 
     def __str__(self) -> str:
+        if not self.threads:
+            return self.variant
         return f"{self.processes}x{self.threads}" + (f" {self.variant}" if self.variant else "")
 
 

@@ -26,6 +26,7 @@ COSTS: Mapping[str, Metric] = {
 memory after the last round."""
 
 OWN_LAYOUT = ProcessLayout(processes=1, threads=0, variant="its own")
+"""The layout of a system that divides the machine itself."""
 
 
 def on_fleets(definition: FleetDefinition, *, cores: int, open_fleet: OpenFleet) -> Benchmark:
