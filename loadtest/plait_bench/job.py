@@ -9,12 +9,12 @@ from typing import Any
 
 from plait_bench import autoconfig, disagg, fabric, images, loadtest, records
 from plait_bench.benchmark import Benchmark
+from plait_bench.cache import cache_folder
 from plait_bench.document import document
 from plait_bench.errors import BenchError, RecordError
 from plait_bench.fleet.workers import WorkerFleet
 from plait_bench.host import BUSY_LOAD, SLOW_WAKE_US, commit, cores, has_bfloat16, host_facts
 from plait_bench.images.sizes import EDGES, DTypeName, Variety, size_of
-from plait_bench.loadtest.peers import cache_folder
 from plait_bench.runner import TRIALS, RunPlan, joined, run
 from plait_bench.tables import RESULTS, ROOT
 

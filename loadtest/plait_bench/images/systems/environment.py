@@ -11,8 +11,8 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from plait_bench.cache import cache_folder
 from plait_bench.errors import SystemUnavailable
-from plait_bench.loadtest.peers import cache_folder
 
 __all__ = ["PINS", "interpreter", "requirements"]
 

@@ -23,13 +23,13 @@ from diffusers import DDIMScheduler
 from optimum.intel import OVStableDiffusionPipeline, OVStableDiffusionXLPipeline
 from safetensors.torch import load_file, save_file
 
+from plait_bench.cache import cache_folder
 from plait_bench.errors import BenchError
 from plait_bench.fleet.values import Item, ItemOutcome
 from plait_bench.images.models import ModelFolder
 from plait_bench.images.pixels import encode
 from plait_bench.images.sizes import DTypeName
 from plait_bench.images.workloads import ImageSpec
-from plait_bench.loadtest.peers import cache_folder
 
 __all__ = ["Exported"]
 
