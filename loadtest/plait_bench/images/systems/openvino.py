@@ -102,6 +102,7 @@ class Exported:
                 self._compiled = None
                 return self._ready(batch, edge)
             self._pipeline.reshape(batch_size=batch, height=edge, width=edge, num_images_per_prompt=1)
+            _widen(self._pipeline.vae_decoder.model, batch)
             self._pipeline.compile()
             self._compiled = wanted
         return self._pipeline, edge
@@ -130,6 +131,13 @@ class Exported:
             del pipeline
             made.rename(folder)
         return folder
+
+
+def _widen(decoder: Any, batch: int) -> None:
+    """Set a decoder's batch size, which `reshape` leaves at the number of images of one prompt."""
+    shape = decoder.input(0).partial_shape
+    shape[0] = batch
+    decoder.reshape(shape)
 
 
 @contextmanager

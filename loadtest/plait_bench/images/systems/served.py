@@ -170,4 +170,5 @@ def _own_edge(base: Path) -> int:
     """Return the edge of the images that a model was made for."""
     sample = json.loads((base / "unet" / "config.json").read_text(encoding="utf-8"))["sample_size"]
     vae = json.loads((base / "vae" / "config.json").read_text(encoding="utf-8"))
-    return int(sample) * 2 ** (len(vae["block_out_channels"]) - 1)
+    doublings = len(vae["block_out_channels"]) - 1
+    return int(sample) << doublings
