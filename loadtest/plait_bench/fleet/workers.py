@@ -107,7 +107,7 @@ class _Child(Protocol):
     def kill(self) -> None: ...
 
 
-class _Foreign:
+class _OtherPython:
     """A child process in another Python environment."""
 
     def __init__(self, interpreter: Path, fd: int) -> None:
@@ -145,7 +145,7 @@ class _Process:
         self._pipe, theirs = context.Pipe()
         settings = dict(system.settings)
         if interpreter is not None:
-            self._process: _Child = _Foreign(interpreter, theirs.fileno())
+            self._process: _Child = _OtherPython(interpreter, theirs.fileno())
             self.ask({"factory": system.factory, "settings": settings})
         else:
             spawned = context.Process(

@@ -63,6 +63,6 @@ def diffusers(
 
 def openvino(models: Mapping[str, Any], dtype: DTypeName, edge: int | None, cache: str = "") -> FleetWorker:
     """Build the pipeline of optimum-intel; `cache` holds its exports, the benchmarks' own if empty."""
-    from plait_bench.images.systems.openvino import Exported
+    from plait_bench.images.systems.openvino import OpenVinoPipeline
 
-    return Exported(models_of(models), dtype=dtype, cache=cache, edge=edge)
+    return OpenVinoPipeline(models_of(models), dtype=dtype, cache=cache, edge=edge)

@@ -31,13 +31,13 @@ from plait_bench.images.pixels import encode
 from plait_bench.images.sizes import DTypeName
 from plait_bench.images.workloads import ImageSpec
 
-__all__ = ["Exported"]
+__all__ = ["OpenVinoPipeline"]
 
 _PRECISION = {"float32": "f32", "bfloat16": "bf16"}
 _TEXT_PREFIX = "text_model."
 
 
-class Exported:
+class OpenVinoPipeline:
     """A `FleetWorker` over one exported model, compiled for one batch size, image size and number of threads."""
 
     def __init__(self, models: ModelFolder, *, dtype: DTypeName, cache: str, edge: int | None) -> None:
