@@ -51,7 +51,7 @@ class FakeFleet:
         seconds = self._seconds(self._layout, self._runs)
         self._runs += 1
         return RunSample(
-            wall_s=seconds, latencies_s=(seconds,) * len(items), results=tuple(item["picture"] for item in items)
+            wall_s=seconds, latencies_s=(seconds,) * len(items), results=tuple(item.get("picture") for item in items)
         )
 
     def close(self) -> None:

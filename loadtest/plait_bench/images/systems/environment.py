@@ -51,7 +51,8 @@ def interpreter() -> Path:
     except (OSError, subprocess.SubprocessError) as error:
         shutil.rmtree(folder, ignore_errors=True)
         lines = str(getattr(error, "stderr", None) or error).strip().splitlines()
-        raise SystemUnavailable(f"openvino cannot be installed: {lines[-1] if lines else error!r}") from error
+        why = lines[-1] if lines else type(error).__name__
+        raise SystemUnavailable(f"openvino cannot be installed: {why}") from error
     mark.write_text(wanted, encoding="utf-8")
     return python
 
