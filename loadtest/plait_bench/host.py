@@ -21,7 +21,7 @@ _ECHO = "import os\nwhile os.read(0, 1): os.write(1, b'x')"
 _ROUND_TRIPS = 301
 _GIT_S = 30
 
-LIBRARIES = ("torch", "diffusers", "transformers", "peft", "ray")
+LIBRARIES = ("torch", "diffusers", "transformers", "peft", "ray", "openvino")
 
 
 SLOW_WAKE_US = 60.0
@@ -54,6 +54,15 @@ def is_busy(seen: HostConditions) -> bool:
 def cores() -> int:
     """Return how many CPU cores this process may use."""
     return len(os.sched_getaffinity(0))
+
+
+def has_bfloat16() -> bool:
+    """Return whether the CPU has instructions for bfloat16."""
+    try:
+        flags = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
+    except OSError:
+        return False
+    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
 def host_facts(*, now: datetime | None = None) -> Mapping[str, Any]:

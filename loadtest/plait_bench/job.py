@@ -9,11 +9,12 @@ from typing import Any
 
 from plait_bench import autoconfig, disagg, fabric, images, loadtest, records
 from plait_bench.benchmark import Benchmark
+from plait_bench.cache import cache_folder
 from plait_bench.document import document
-from plait_bench.errors import RecordError
+from plait_bench.errors import BenchError, RecordError
 from plait_bench.fleet.workers import WorkerFleet
-from plait_bench.fleet.workload import on_fleets
-from plait_bench.host import BUSY_LOAD, SLOW_WAKE_US, commit, cores, host_facts
+from plait_bench.host import BUSY_LOAD, SLOW_WAKE_US, commit, cores, has_bfloat16, host_facts
+from plait_bench.images.sizes import EDGES, DTypeName, Variety, size_of
 from plait_bench.runner import TRIALS, RunPlan, joined, run
 from plait_bench.tables import RESULTS, ROOT
 
@@ -25,7 +26,8 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchJob:
-    """The command line's settings. `models` None: the starter's; empty `workloads` or `systems`: all.
+    """The command line's settings. `models` None: the starter's, or those in the cache; empty `workloads` or `systems`:
+    all. `size`, `edge` and `dtype` ("auto": each that the CPU computes in) are for the image benchmark.
 
     `data`: the folder with published tables; `tables`: recorded ones. Both are for the tuner's benchmark.
     """
@@ -33,6 +35,9 @@ class BenchJob:
     rounds: int
     name: str = images.NAME
     models: Path | None = None
+    size: str = "starter"
+    edge: int = EDGES[0]
+    dtype: str = "auto"
     workloads: tuple[str, ...] = ()
     systems: tuple[str, ...] = ()
     trials: int = TRIALS
@@ -44,8 +49,27 @@ class BenchJob:
 
 
 def _images(job: BenchJob) -> Benchmark:
-    definition = images.definition(job.models or _starter(), only=job.workloads, systems=job.systems)
-    return on_fleets(definition, cores=cores(), open_fleet=WorkerFleet)
+    size = size_of(job.size)
+    root = job.models or (cache_folder() / size.name if size.family else _starter())
+    return images.benchmark(
+        root,
+        cores=cores(),
+        open_fleet=WorkerFleet,
+        varieties=[Variety(size=size, edge=job.edge, dtype=dtype) for dtype in _dtypes(job.dtype)],
+        only=job.workloads,
+        named=job.systems,
+    )
+
+
+def _dtypes(asked: str) -> tuple[DTypeName, ...]:
+    """Return the dtypes to measure: those that the CPU computes in, or the one that was asked for if it does."""
+    native: tuple[DTypeName, ...] = ("float32", "bfloat16") if has_bfloat16() else ("float32",)
+    if asked == "auto":
+        return native
+    found = tuple(dtype for dtype in native if dtype == asked)
+    if not found:
+        raise BenchError(f"this CPU does not compute in {asked}: emulated, it would say nothing")
+    return found
 
 
 BENCHMARKS: Mapping[str, Callable[[BenchJob], Benchmark]] = {

@@ -20,7 +20,8 @@ class TableSpec:
     """A table's rows and columns.
 
     `metrics`: each a column by its title or, if `long`, a line of its own. `ratio`: the metric whose ratio is shown.
-    `workloads`: only those with these prefixes. `counted`: what a row's `n` counts, if not rounds.
+    `workloads`: only those with these prefixes; `endings`: and with one of these; `without`: and with none of these.
+    `counted`: what a row's `n` counts, if not rounds.
     """
 
     bench: str
@@ -29,6 +30,8 @@ class TableSpec:
     ratio: str = ""
     ratio_title: str = "ratio"
     workloads: tuple[str, ...] = ("",)
+    endings: tuple[str, ...] = ("",)
+    without: tuple[str, ...] = ()
     counted: str = "rounds"
     verb: str = "Measured"
     says: str = _MEDIANS
@@ -41,13 +44,48 @@ class TableSpec:
     def shows(self, row: Mapping[str, Any]) -> bool:
         """Return whether the table shows a record."""
         metrics = {self.ratio} if row["unit"] == "ratio" and self.ratio != "*" else self.metrics
-        return row["metric"] in metrics and row["workload"].startswith(self.workloads)
+        workload = row["workload"]
+        is_mine = workload.startswith(self.workloads) and workload.endswith(self.endings)
+        return row["metric"] in metrics and is_mine and not workload.endswith(self.without)
 
 
 _OURS = "plait's ratio to it"
+_IMAGES = {"images_per_s": "images/s", "peak_memory_gib": "GiB, peak"}
+_STARTS = {
+    "cold_ready_s": "s, ready first",
+    "ready_s": "s, ready again",
+    "first_image_s": "s, image again",
+    "memory_gib": "GiB",
+    "peak_memory_gib": "GiB, peak",
+}
+_STARTER = ("single", "controlnet", "lora", "same", "mixed", "distinct")
+_MEMORY = "Memory is the sum over all processes of a system; the peak is the sum of each process's own."
 
 TABLES: Mapping[str, TableSpec] = {
-    "images": TableSpec(bench="images", metrics={"images_per_s": "images/s"}, ratio="images_per_s", ratio_title=_OURS),
+    **{
+        name: TableSpec(
+            bench="images",
+            metrics=_IMAGES,
+            ratio="images_per_s",
+            ratio_title=_OURS,
+            workloads=workloads,
+            without=("start",),
+            says=f"{says} {_MEDIANS} {_MEMORY}",
+        )
+        for name, workloads, says in (
+            ("images", _STARTER, "64x64, 20 steps, 12 to 30 in the mixed workloads of 16."),
+            ("images-sd15", ("sd15-",), "4 steps; 256x256, or 512x512 where the name says so."),
+            ("images-sdxl", ("sdxl-",), "2 steps; 256x256, or 512x512 where the name says so."),
+        )
+    },
+    "images-start": TableSpec(
+        bench="images",
+        metrics=_STARTS,
+        ratio="ready_s",
+        ratio_title=f"{_OURS}, ready again",
+        endings=("start",),
+        says=f"First: with empty caches; again: with what the first start left there. {_MEDIANS} {_MEMORY}",
+    ),
     "loadtest": TableSpec(
         bench="loadtest",
         metrics={"requests_per_s": "requests/s", "cpu_s_per_1000": "CPU s per 1,000"},

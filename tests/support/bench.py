@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from plait_bench.benchmark import Metric, ResultRow
 from plait_bench.errors import Disagreement, SystemUnavailable
+from plait_bench.fleet.memory import memory_of
 from plait_bench.fleet.values import (
     Fleet,
     FleetDefinition,
@@ -15,6 +17,7 @@ from plait_bench.fleet.values import (
     Item,
     ItemList,
     ItemOutcome,
+    MemoryUse,
     ProcessLayout,
     RunSample,
     System,
@@ -35,16 +38,20 @@ class FakeFleet:
         self._layout = ProcessLayout(processes=1, threads=1)
         self._runs = 0
         self.closed = False
+        self.ready_s = 1.5
 
     def configure(self, layout: ProcessLayout) -> None:
         self._layout = layout
+
+    def memory(self) -> MemoryUse:
+        return MemoryUse(now_bytes=2 << 30, peak_bytes=3 << 30)
 
     def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool = False) -> RunSample:
         self._log.append(f"{self._name} {'keep' if keep else len(items)}")
         seconds = self._seconds(self._layout, self._runs)
         self._runs += 1
         return RunSample(
-            wall_s=seconds, latencies_s=(seconds,) * len(items), results=tuple(item["picture"] for item in items)
+            wall_s=seconds, latencies_s=(seconds,) * len(items), results=tuple(item.get("picture") for item in items)
         )
 
     def close(self) -> None:
@@ -145,6 +152,10 @@ class InProcessFleet:
         assert processes == 1
         module, _, name = system.factory.partition(":")
         self._worker: FleetWorker = getattr(__import__(module, fromlist=[name]), name)(**system.settings)
+        self.ready_s = 0.0
+
+    def memory(self) -> MemoryUse:
+        return memory_of([os.getpid()])
 
     def configure(self, layout: ProcessLayout) -> None:
         self._worker.configure(threads=layout.threads, variant=layout.variant)

@@ -16,9 +16,16 @@ Group = Callable[[Item], Hashable]
 def evenly(items: Sequence[Item], processes: int, *, cost: Cost) -> list[list[int]]:
     """Assign the dearest item first to the least loaded process; each share is in arrival order.
 
-    For systems that gain nothing from order.
+    For systems that gain nothing from order. At most 4/3 of the best possible makespan (Graham 1969).
     """
-    return [sorted(share) for share in _balance([[i] for i in range(len(items))], items, processes, cost)]
+    costs = [cost(item) for item in items]
+    shares: list[list[int]] = [[] for _ in range(processes)]
+    loads = [0.0] * processes
+    for i in sorted(range(len(items)), key=lambda i: (-costs[i], i)):
+        lightest = loads.index(min(loads))
+        shares[lightest].append(i)
+        loads[lightest] += costs[i]
+    return [sorted(share) for share in shares]
 
 
 def in_runs(items: Sequence[Item], processes: int, *, cost: Cost, group: Group) -> list[list[int]]:
@@ -37,32 +44,8 @@ def in_runs(items: Sequence[Item], processes: int, *, cost: Cost, group: Group) 
     return shares
 
 
-def by_group(items: Sequence[Item], processes: int, *, cost: Cost, group: Group) -> list[list[int]]:
-    """Assign whole groups, the dearest first, to the least loaded process; each share is in arrival order.
-
-    For systems that batch a group. With fewer groups than processes the groups are split, since an idle process
-    helps nobody.
-    """
-    groups = _groups(items, group)
-    if len(groups) < processes:
-        return evenly(items, processes, cost=cost)
-    return [sorted(share) for share in _balance(groups, items, processes, cost)]
-
-
 def _groups(items: Sequence[Item], group: Group) -> list[list[int]]:
     members: dict[Hashable, list[int]] = {}
     for i, item in enumerate(items):
         members.setdefault(group(item), []).append(i)
     return list(members.values())
-
-
-def _balance(parts: Sequence[Sequence[int]], items: Sequence[Item], processes: int, cost: Cost) -> list[list[int]]:
-    """Apply longest processing time first: at most 4/3 of the best possible makespan (Graham 1969)."""
-    costs = [sum(cost(items[i]) for i in part) for part in parts]
-    shares: list[list[int]] = [[] for _ in range(processes)]
-    loads = [0.0] * processes
-    for k in sorted(range(len(parts)), key=lambda k: (-costs[k], k)):
-        lightest = loads.index(min(loads))
-        shares[lightest].extend(parts[k])
-        loads[lightest] += costs[k]
-    return shares

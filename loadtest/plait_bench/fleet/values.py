@@ -6,7 +6,8 @@ An item is one unit of work as a JSON object; only the benchmark and its systems
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from plait_bench.benchmark import Metric, ResultRow
@@ -18,10 +19,35 @@ Item: TypeAlias = Mapping[str, Json]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessLayout:
+    """`processes` workers with `threads` compute threads each (0: it is the system's own choice); `variant` is one of
+    the choices that the system offers."""
+
+    processes: int
+    threads: int
+    variant: str = ""
+
+    def __str__(self) -> str:
+        if not self.threads:
+            return self.variant
+        return f"{self.processes}x{self.threads}" + (f" {self.variant}" if self.variant else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryUse:
+    """The resident memory of all processes of a system together: now, and the sum of each one's peak."""
+
+    now_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ItemList:
     """A workload: `items` in arrival order, all at once, or `one_by_one` (the next when the last is done).
 
     `warm_up` are shorter items that touch everything that `items` touch. `systems`: those that take part; None: all.
+    `settings`: what the factories of its systems are called with beside their own. `trial_items`: how many items a
+    trial of a layout runs; 0: all. `layouts`: chooses from the layouts that the machine offers.
     """
 
     name: str
@@ -29,19 +55,9 @@ class ItemList:
     warm_up: tuple[Item, ...]
     one_by_one: bool
     systems: frozenset[str] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessLayout:
-    """`processes` workers with `threads` compute threads each; `variant` is one of the choices that the system
-    offers."""
-
-    processes: int
-    threads: int
-    variant: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.processes}x{self.threads}" + (f" {self.variant}" if self.variant else "")
+    settings: Mapping[str, Json] = field(default_factory=dict)
+    trial_items: int = 0
+    layouts: Callable[[Sequence[ProcessLayout]], Sequence[ProcessLayout]] = tuple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +66,9 @@ class System:
 
     `share(items, n)` divides the items' indices into n lists, one for each process, in the order of execution.
     `variants`: choices other than threads and processes (a memory format, a batch size) that make a difference to a
-    workload; the best is selected.
+    workload; the best is selected. `is_own_layout`: it divides the machine itself, and has no layouts.
+    `interpreter`: returns the Python of its own environment, and may take minutes to make one; raises
+    `SystemUnavailable`.
     """
 
     name: str
@@ -58,6 +76,8 @@ class System:
     settings: Mapping[str, Json]
     share: Callable[[Sequence[Item], int], list[list[int]]]
     variants: Callable[[ItemList], tuple[str, ...]] = lambda _: ("",)
+    is_own_layout: bool = False
+    interpreter: Callable[[], Path] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,13 +111,18 @@ class RunSample:
 
 
 class Fleet(Protocol):
-    """A system's worker processes."""
+    """A system's worker processes. `ready_s`: how long they took to start."""
+
+    ready_s: float
 
     def configure(self, layout: ProcessLayout) -> None:
         """Set the layout of the next runs, with at most as many processes as the fleet has."""
 
     def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool = False) -> RunSample:
         """Run the items in the configured layout. Raises `SystemFailed`."""
+
+    def memory(self) -> MemoryUse:
+        """Return the memory of the processes that the layout uses, and of their children."""
 
     def close(self) -> None:
         """Stop the processes. Idempotent."""
@@ -109,6 +134,8 @@ class FleetDefinition:
 
     `measures`: computes the metrics of one run, which are `metrics`; the first of them selects layouts. `check` gets
     each system's results for one workload and returns rows about their agreement, or raises `Disagreement`.
+    `max_open`: how many systems the machine can hold at the same time; 0: all. Beyond that, the one that was used
+    longest ago is closed, and opened and warmed up again for its next round.
     """
 
     name: str
@@ -118,3 +145,4 @@ class FleetDefinition:
     metrics: Mapping[str, Metric]
     measures: Callable[[ItemList, RunSample], Mapping[str, float]]
     check: Callable[[ItemList, Mapping[str, Sequence[Json]]], list[ResultRow]]
+    max_open: int = 0

@@ -6,32 +6,26 @@ are set anew for each layout, so that trying layouts does not reload the models.
 
 from __future__ import annotations
 
-import importlib
 import json
 import multiprocessing
 import os
-import signal
-import sys
+import subprocess
 import time
-import warnings
 from collections.abc import Mapping, Sequence
-from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
-from plait_bench.errors import BenchError, SystemFailed, SystemUnavailable
-from plait_bench.fleet.values import FleetWorker, Item, ItemOutcome, Json, ProcessLayout, RunSample, System
+from plait_bench.errors import SystemFailed, SystemUnavailable
+from plait_bench.fleet.child import serve
+from plait_bench.fleet.memory import memory_of
+from plait_bench.fleet.values import Item, Json, MemoryUse, ProcessLayout, RunSample, System
 
 # Loading a model may take minutes on a slow disk, a round of a slow system on a slow machine too.
 ANSWER_TIMEOUT_S = 1800.0
-_STOP_TIMEOUT_S = 10.0
-# Libraries must neither chat nor call home while they are measured.
-_QUIET = {
-    "HF_HUB_OFFLINE": "1",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "TRANSFORMERS_VERBOSITY": "error",
-    "DIFFUSERS_VERBOSITY": "error",
-    "TOKENIZERS_PARALLELISM": "false",
-}
+# A worker may have processes of its own to end: a whole server.
+_STOP_TIMEOUT_S = 60.0
+_PACKAGES = Path(__file__).resolve().parents[2]
+"""Where another environment's Python finds this package."""
 
 
 class WorkerFleet:
@@ -42,13 +36,16 @@ class WorkerFleet:
         running."""
         self._system = system
         self._layout = ProcessLayout(processes=1, threads=1)
-        self._processes = [_Process(system) for _ in range(processes)]
+        interpreter = None if system.interpreter is None else system.interpreter()
+        started_s = time.monotonic()
+        self._processes = [_Process(system, interpreter) for _ in range(processes)]
         try:
             for worker in self._processes:
                 worker.answer()
         except BaseException:
             self.close()
             raise
+        self.ready_s = time.monotonic() - started_s
 
     def configure(self, layout: ProcessLayout) -> None:
         """Send the layout to the processes that it uses. Raises ValueError if there are too few."""
@@ -73,6 +70,10 @@ class WorkerFleet:
             outcomes.update(zip(share, worker.answer(), strict=True))
         return sample(started_s, [outcomes[i] for i in range(len(items))], one_by_one=one_by_one)
 
+    def memory(self) -> MemoryUse:
+        """Return the memory of the processes that the layout uses, and of their children."""
+        return memory_of([worker.pid for worker in self._processes[: self._layout.processes]])
+
     def close(self) -> None:
         """Stop all processes. Idempotent."""
         for worker in self._processes:
@@ -90,21 +91,74 @@ def sample(started_s: float, outcomes: Sequence[Mapping[str, Json]], *, one_by_o
     )
 
 
+class _Child(Protocol):
+    """What `_Process` needs of a child process."""
+
+    @property
+    def pid(self) -> int | None: ...
+
+    @property
+    def exitcode(self) -> int | None: ...
+
+    def join(self, timeout: float | None = None) -> None: ...
+
+    def is_alive(self) -> bool: ...
+
+    def kill(self) -> None: ...
+
+
+class _OtherPython:
+    """A child process in another Python environment."""
+
+    def __init__(self, interpreter: Path, fd: int) -> None:
+        command = [str(interpreter), "-m", "plait_bench.fleet.child", str(fd)]
+        environ = {**os.environ, "PYTHONPATH": str(_PACKAGES)}
+        self._process = subprocess.Popen(command, pass_fds=[fd], env=environ)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def exitcode(self) -> int | None:
+        return self._process.poll()
+
+    def join(self, timeout: float | None = None) -> None:
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
 class _Process:
     """One process and the pipe to it. Every request has one reply."""
 
-    def __init__(self, system: System) -> None:
+    def __init__(self, system: System, interpreter: Path | None) -> None:
         self._name = system.name
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(
-            target=_serve,
-            args=(theirs, system.factory, dict(system.settings)),
-            name=f"bench-{system.name}",
-            daemon=True,
-        )
-        self._process.start()
+        settings = dict(system.settings)
+        if interpreter is not None:
+            self._process: _Child = _OtherPython(interpreter, theirs.fileno())
+            self.ask({"factory": system.factory, "settings": settings})
+        else:
+            spawned = context.Process(
+                target=serve, args=(theirs, system.factory, settings), name=f"bench-{system.name}", daemon=True
+            )
+            spawned.start()
+            self._process = spawned
         theirs.close()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
 
     def ask(self, question: Mapping[str, Json]) -> None:
         try:
@@ -133,60 +187,3 @@ class _Process:
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
-
-
-# ---- inside the process ---------------------------------------------------------------------------------------------
-
-
-def _serve(pipe: Connection, factory: str, settings: Mapping[str, Json]) -> None:
-    """Run a worker process: build the system and answer requests until the pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the runner's; it closes the pipe
-    os.dup2(2, 1)  # stdout carries the runner's document
-    os.environ.update(_QUIET)
-    warnings.simplefilter("ignore")  # libraries' advice to their callers; our tests make warnings errors
-    worker: FleetWorker | None = None
-    try:
-        worker = _build(factory, settings)
-        _reply(pipe, {"answer": None})
-        while True:
-            try:
-                question = json.loads(pipe.recv_bytes())
-            except (EOFError, ConnectionError):
-                return
-            _reply(pipe, {"answer": _answer(worker, question)})
-    except SystemUnavailable as error:
-        _reply(pipe, {"unavailable": str(error)})
-    except Exception as error:
-        _reply(pipe, {"error": _sentence(error)})
-        if not isinstance(error, BenchError):
-            sys.excepthook(type(error), error, error.__traceback__)
-    finally:
-        if worker is not None:
-            worker.close()
-
-
-def _build(factory: str, settings: Mapping[str, Json]) -> FleetWorker:
-    module, _, name = factory.partition(":")
-    built: FleetWorker = getattr(importlib.import_module(module), name)(**settings)
-    return built
-
-
-def _answer(worker: FleetWorker, question: Mapping[str, Json]) -> Json:
-    if question["op"] == "configure":
-        worker.configure(threads=question["threads"], variant=question["variant"])
-        return None
-    outcomes: list[ItemOutcome] = worker.run(
-        question["items"], one_by_one=question["one_by_one"], keep=question["keep"]
-    )
-    return [{"finished_s": outcome.finished_s, "result": outcome.result} for outcome in outcomes]
-
-
-def _reply(pipe: Connection, reply: Mapping[str, Json]) -> None:
-    try:
-        pipe.send_bytes(json.dumps(reply).encode())
-    except (OSError, ValueError):
-        return  # the runner is gone; the loop ends at its next question
-
-
-def _sentence(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}" if not isinstance(error, BenchError) else str(error)

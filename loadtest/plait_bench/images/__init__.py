@@ -1,53 +1,139 @@
-"""The image benchmark: workloads, systems, measures. `definition` is all that the runner needs."""
+"""The image benchmark: sizes, workloads, systems, measures. `benchmark` is all that the runner needs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
-from plait_bench.benchmark import Metric, chosen
-from plait_bench.fleet.sharing import by_group, evenly, in_runs
-from plait_bench.fleet.values import FleetDefinition, ItemList, RunSample, System
+from plait_bench.benchmark import Benchmark, Metric, Say, chosen
+from plait_bench.fleet.values import FleetDefinition, ItemList, RunSample
+from plait_bench.fleet.workload import OpenFleet, on_fleets
 from plait_bench.images import pixels
-from plait_bench.images.models import open_models
-from plait_bench.images.workloads import NAMES, cost, lora_set, workloads
+from plait_bench.images.models import open_models, write_missing
+from plait_bench.images.roster import OURS, SYSTEMS, systems, taking_part
+from plait_bench.images.sizes import ImageSize, Variety
+from plait_bench.images.start import StartWorkload
+from plait_bench.images.workloads import START, workloads
 
 NAME = "images"
-OURS = "plait"
-SYSTEMS = ("plait", "diffusers_fair", "diffusers", "diffusers_batched")
-
 
 METRICS: Mapping[str, Metric] = {
     "images_per_s": Metric(unit="images/s", better="higher"),
     "seconds_per_image": Metric(unit="s", better="lower"),
     "mean_latency_s": Metric(unit="s", better="lower"),
     "largest_pixel_difference": Metric(unit="levels of 255"),
+    "mean_pixel_difference": Metric(unit="levels of 255"),
 }
 
 
-def definition(root: Path, *, only: Sequence[str] = (), systems: Sequence[str] = ()) -> FleetDefinition:
-    """Define the benchmark over the models in `root`, with all workloads and systems or those named.
+def benchmark(
+    root: Path,
+    *,
+    cores: int,
+    open_fleet: OpenFleet,
+    varieties: Sequence[Variety] = (Variety(),),
+    only: Sequence[str] = (),
+    named: Sequence[str] = (),
+) -> Benchmark:
+    """Make the benchmark over the models in `root`, with all workloads and their systems or those named.
 
-    Raises `BenchError` if models are missing, or a name is unknown.
+    The models of a real size that are missing are written first. Raises `BenchError` if models are missing, or a name
+    is unknown.
     """
-    wanted = workloads(chosen(only, NAMES, "workload"))
-    taking_part = chosen(systems, SYSTEMS, "system")
-    items = [item for workload in wanted for item in workload.items]
-    controlnets = frozenset(item["control"][0] for item in items if item["control"])
-    loras = frozenset(name for item in items for name, _ in item["loras"])
-    models = open_models(root, controlnets=controlnets, loras=loras)
-    known = _systems({"root": str(models.root.resolve()), "controlnets": sorted(controlnets), "loras": sorted(loras)})
+    size = varieties[0].size
+    wanted = chosen(only, size.workloads, "workload")
+    chosen(named, SYSTEMS, "system")
+    defined = definition(root, varieties=varieties, only=[name for name in wanted if name != START], named=named)
+    fleets = on_fleets(defined, cores=cores, open_fleet=open_fleet)
+    starts: list[StartWorkload] = []
+    if START in wanted:
+        for variety in varieties:
+            taken = systems(taking_part(START, size, named))
+            starts.append(StartWorkload(variety, taken, _settings(root, variety, _items(START, variety)), open_fleet))
+
+    @contextmanager
+    def session(say: Say) -> Iterator[None]:
+        if size.family:
+            write_missing(root, **_needs(_all_items(wanted, varieties[0])), size=size, say=say)
+        with fleets.session(say):
+            yield
+
+    return Benchmark(name=NAME, workloads=(*starts, *fleets.workloads), session=session)
+
+
+def definition(
+    root: Path,
+    *,
+    varieties: Sequence[Variety] = (Variety(),),
+    only: Sequence[str] = (),
+    named: Sequence[str] = (),
+) -> FleetDefinition:
+    """Define the workloads that have orders. Raises `BenchError` if models are missing that are not written here."""
+    size = varieties[0].size
+    names = [name for name in (only or size.workloads) if name != START]
+    if not size.family:
+        open_models(root, **_needs(_all_items(only or size.workloads, varieties[0])), size=size)
+    lists: list[ItemList] = []
+    for variety in varieties:
+        shared = None if size.max_open else _all_items(names, variety)
+        for name in names:
+            (workload,) = workloads([name], variety)
+            settings = _settings(root, variety, shared or workload.items)
+            lists += _parts(replace(workload, settings=settings), taking_part(name, size, named), size)
+    used = [name for name in SYSTEMS if any(name in (each.systems or ()) for each in lists)]
     return FleetDefinition(
         name=NAME,
-        ours=OURS,
-        systems=tuple(known[name] for name in taking_part),
-        workloads=wanted,
+        ours=used[0] if used else OURS,
+        systems=systems(used),
+        workloads=tuple(lists),
         metrics=METRICS,
         measures=measures,
-        check=pixels.check,
+        check=pixels.PixelCheck(),
+        max_open=size.max_open,
     )
+
+
+def _parts(workload: ItemList, names: Sequence[str], size: ImageSize) -> list[ItemList]:
+    """Return the workload; where not all systems fit in memory, once for each peer, beside ours.
+
+    Two systems that are open in turn would otherwise be opened anew for every round.
+    """
+    if not size.max_open or len(names) <= size.max_open or size.max_open == 1:
+        return [replace(workload, systems=frozenset(names))] if names else []
+    ours, *others = names
+    peers = sorted(others, key=lambda name: (not name.startswith("diffusers"), others.index(name)))  # the reference
+    return [replace(workload, systems=frozenset({ours, peer})) for peer in peers]
+
+
+def _settings(root: Path, variety: Variety, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what the factories are called with: the models that the items need, and how to run them."""
+    size, needed = variety.size, _needs(items)
+    models = {
+        "root": str(root.resolve()),
+        "base": size.base,
+        "controlnets": {name: size.controlnets[name] for name in sorted(needed["controlnets"])},
+        "loras": sorted(needed["loras"]),
+    }
+    return {"models": models, "dtype": variety.dtype, "edge": variety.image_edge}
+
+
+def _needs(items: Sequence[Mapping[str, Any]]) -> dict[str, frozenset[str]]:
+    return {
+        "controlnets": frozenset(item["control"][0] for item in items if item["control"]),
+        "loras": frozenset(name for item in items for name, _ in item["loras"]),
+    }
+
+
+def _items(name: str, variety: Variety) -> tuple[Mapping[str, Any], ...]:
+    return workloads([name], variety)[0].items if name != START else workloads(["single"], variety)[0].items
+
+
+def _all_items(names: Sequence[str], variety: Variety) -> list[Mapping[str, Any]]:
+    return [item for name in names for item in _items(name, variety)]
 
 
 def measures(workload: ItemList, sample: RunSample) -> Mapping[str, float]:
@@ -57,45 +143,3 @@ def measures(workload: ItemList, sample: RunSample) -> Mapping[str, float]:
     if not workload.one_by_one:
         result["mean_latency_s"] = mean(sample.latencies_s)
     return result
-
-
-def _knobs(workload: ItemList) -> tuple[str, ...]:
-    """Return the values of the engine's knob that matters: exactness of a request alone, or the maximum images per
-    batch.
-
-    The peers may choose their memory format, which changes the last bits as well.
-    """
-    return ("exact", "never exact") if workload.one_by_one else ("batch 16", "batch 8", "batch 4")
-
-
-def _systems(settings: Mapping[str, object]) -> dict[str, System]:
-    here = "plait_bench.images.factories"
-    return {
-        "plait": System(
-            name="plait",
-            factory=f"{here}:plait",
-            settings=settings,
-            share=partial(by_group, cost=cost, group=lora_set),
-            variants=_knobs,
-        ),
-        "diffusers_fair": System(
-            name="diffusers_fair",
-            factory=f"{here}:diffusers",
-            settings={**settings, "way": "fair"},
-            share=partial(in_runs, cost=cost, group=lora_set),
-            variants=lambda _: ("", "channels_last"),
-        ),
-        "diffusers": System(
-            name="diffusers",
-            factory=f"{here}:diffusers",
-            settings={**settings, "way": "stock"},
-            share=partial(evenly, cost=cost),
-        ),
-        "diffusers_batched": System(
-            name="diffusers_batched",
-            factory=f"{here}:diffusers",
-            settings={**settings, "way": "batched"},
-            share=partial(evenly, cost=cost),
-            variants=lambda _: ("", "channels_last"),
-        ),
-    }

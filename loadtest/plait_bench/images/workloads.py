@@ -12,39 +12,34 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 from plait_bench.fleet.values import Item, ItemList
+from plait_bench.images.sizes import SIZES, ImageSize, LoraSet, Variety
 
-STEPS = 20
 GUIDANCE = 3.0
 FEWEST_STEPS, MAX_STEPS = 12, 30
-# Solvers of second order need three steps to use every one of their formulas.
-_WARM_UP_STEPS = 3
 _ARRIVAL_SEED = 20_251
 
 PROMPTS = (
     "red apple", "dog face", "grinning face", "sunflower", "soccer ball", "rocket", "crescent moon", "octopus",
     "birthday cake", "umbrella", "cactus", "sailboat", "owl", "guitar", "snowman", "strawberry",
 )  # fmt: skip
-LORA_SETS: tuple[tuple[tuple[str, float], ...], ...] = (
-    (("noto", 1.0),),
-    (("sketch", 1.0),),
-    (("pixel", 0.8),),
-    (("noto", 0.6), ("pixel", 0.5)),
-)
+LORA_SETS = SIZES["starter"].lora_sets
 CONTROLNETS = ("edges", "colors")
 SCHEDULERS = ("ddim", "euler", "dpmpp_2m", "unipc")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageSpec:
-    """One image. `control` is a ControlNet's name and the number of its drawing (`drawings.control_map`)."""
+    """One image. `control` is a ControlNet's name and the number of its drawing (`drawings.control_map`); `edge` its
+    width and height, None for the model's own."""
 
     prompt: str
     seed: int
-    steps: int = STEPS
+    steps: int
     scheduler: str = "ddim"
     guidance: float = GUIDANCE
     loras: tuple[tuple[str, float], ...] = ()
     control: tuple[str, int] | None = None
+    edge: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the order as JSON for the pipe."""
@@ -68,58 +63,81 @@ def lora_set(item: Item) -> str:
     return repr([list(lora) for lora in item["loras"]])
 
 
-NAMES = ("single", "controlnet", "lora", "same16", "mixed16")
-"""The names of the workloads, in the order of the table."""
+START = "start"
+"""The workload that has no orders of this kind: how long a system takes to start (`start.py`)."""
+
+_COUNTS = {"single": 3, "controlnet": 3, "lora": 4, "same4": 4, "same16": 16, "mixed4": 4}
+DISTINCT = 16
+"""The number of orders of `distinct16`, each with a LoRA set of its own."""
+
+CONCURRENT = frozenset({"same4", "same16", "mixed4", "mixed16", "distinct16"})
+"""The workloads whose orders come at the same time; in the others each comes when the one before is done."""
 
 
-def workloads(names: Sequence[str] | None = None) -> tuple[ItemList, ...]:
-    """Make all workloads, or those named. Raises KeyError for an unknown name."""
-    known = {workload.name: workload for workload in _all()}
-    return tuple(known[name] for name in (names or NAMES))
+def workloads(names: Sequence[str] | None = None, variety: Variety | None = None) -> tuple[ItemList, ...]:
+    """Make all workloads that have orders, or those named. Raises KeyError for a name that the size does not have."""
+    variety = variety or Variety()
+    size = variety.size
+    known = {name: name for name in size.workloads if name != START}
+    return tuple(_workload(known[name], variety) for name in (names or known))
 
 
-def _all() -> list[ItemList]:
-    same16 = _workload("same16", _same16(), one_by_one=False)
-    return [
-        _workload("single", [ImageSpec(prompt=PROMPTS[i], seed=i) for i in range(3)]),
-        _workload("controlnet", [ImageSpec(prompt=PROMPTS[i], seed=i, control=("edges", i)) for i in range(3)]),
-        _workload("lora", [ImageSpec(prompt=PROMPTS[i], seed=i, loras=LORA_SETS[i]) for i in range(len(LORA_SETS))]),
-        same16,
-        _workload("mixed16", _mixed16(), one_by_one=False),
-    ]
-
-
-def _workload(name: str, orders: Sequence[ImageSpec], *, one_by_one: bool = True) -> ItemList:
-    # One call for a whole list is possible only where all orders agree: the batched peer runs same16 alone.
-    everyone = None if name == "same16" else frozenset({"plait", "diffusers_fair", "diffusers"})
+def _workload(name: str, variety: Variety) -> ItemList:
+    size = variety.size
+    orders = [replace(order, edge=variety.image_edge) for order in _orders(name, size)]
+    one_by_one = name not in CONCURRENT
     return ItemList(
-        name=name,
+        name=variety.row_name(name),
         items=tuple(order.to_json() for order in orders),
-        warm_up=tuple(replace(order, steps=_WARM_UP_STEPS).to_json() for order in orders),
+        warm_up=tuple(replace(order, steps=size.warm_up_steps).to_json() for order in orders),
         one_by_one=one_by_one,
-        systems=everyone,
+        trial_items=1 if one_by_one and size.has_edge else 0,
+        layouts=size.layouts,
     )
 
 
-def _same16() -> list[ImageSpec]:
-    return [ImageSpec(prompt=prompt, seed=100 + i, loras=LORA_SETS[0]) for i, prompt in enumerate(PROMPTS)]
+def _orders(name: str, size: ImageSize) -> list[ImageSpec]:
+    sets = size.lora_sets
+    if name == "mixed16":
+        return _mixed16(size)
+    if name == "distinct16":
+        return [_order(size, i, 300 + i, loras=loras) for i, loras in enumerate(distinct_sets(size.lora_names))]
+    count = size.images.get(name) or _COUNTS[name.removesuffix("-service")]
+    if name in {"controlnet", "controlnet-service"}:
+        return [_order(size, i, i, control=("edges", i)) for i in range(count)]
+    if name == "same16":  # sixteen customers of one style
+        return [_order(size, i, 100 + i, loras=sets[0]) for i in range(count)]
+    if name in {"lora", "mixed4"}:
+        return [_order(size, i, i, loras=sets[i % len(sets)]) for i in range(count)]
+    return [_order(size, i, i) for i in range(count)]
 
 
-def _mixed16() -> list[ImageSpec]:
+def _order(size: ImageSize, prompt: int, seed: int, **more: Any) -> ImageSpec:
+    return ImageSpec(prompt=PROMPTS[prompt], seed=seed, **{"steps": size.steps, **more})
+
+
+def distinct_sets(names: Sequence[str]) -> list[LoraSet]:
+    """Make `DISTINCT` different LoRA sets of the names: singles, pairs and all of them, at different scales."""
+    folded = [tuple(name for bit, name in enumerate(names) if mask >> bit & 1) for mask in range(1, 1 << len(names))]
+    return [
+        tuple((name, round(0.5 + 0.05 * ((i + 3 * k) % 10), 2)) for k, name in enumerate(folded[i % len(folded)]))
+        for i in range(DISTINCT)
+    ]
+
+
+def _mixed16(size: ImageSize) -> list[ImageSpec]:
     """Make 4 LoRA sets x 4 orders: every set has each scheduler once, and one order with each ControlNet."""
     draw = random.Random(_ARRIVAL_SEED)
     orders = []
-    for i, prompt in enumerate(PROMPTS):
+    for i in range(len(PROMPTS)):
         group, member = divmod(i, 4)
+        control = (CONTROLNETS[member], i) if member < len(CONTROLNETS) else None
+        steps = draw.randint(FEWEST_STEPS, MAX_STEPS)
         orders.append(
-            ImageSpec(
-                prompt=prompt,
-                seed=200 + i,
-                steps=draw.randint(FEWEST_STEPS, MAX_STEPS),
-                scheduler=SCHEDULERS[member],
-                loras=LORA_SETS[group],
-                control=(CONTROLNETS[member], i) if member < len(CONTROLNETS) else None,
+            _order(
+                size, i, 200 + i, steps=steps, scheduler=SCHEDULERS[member], loras=size.lora_sets[group],
+                control=control,
             )
-        )
+        )  # fmt: skip
     draw.shuffle(orders)
     return orders

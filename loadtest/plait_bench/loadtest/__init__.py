@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from plait_bench.benchmark import Benchmark, Metric, Reading, Say, Subject, Workload, chosen, pairs_of
+from plait_bench.cache import cache_folder
 from plait_bench.loadtest import ours, peers
 from plait_bench.loadtest.window import NoopServer, ThroughputWindow, noop_server
 
@@ -104,7 +105,7 @@ def _ours(server: NoopServer, say: Say) -> LoadContender:
 
 
 def _locust(server: NoopServer, say: Say) -> LoadContender:
-    folder = peers.cache_folder()
+    folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
     say(f"installing {peers.LOCUST} into {folder} (once)")
     take = partial(peers.locust, peers.install_locust(folder), server)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -33,11 +32,6 @@ class Asks(FastHttpUser):
         """The one request."""
         self.client.get("/")
 '''
-
-
-def cache_folder() -> Path:
-    """Return the folder where peers that need their own environment are kept between runs."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "plait" / "bench"
 
 
 def install_locust(folder: Path) -> Path:

@@ -55,8 +55,11 @@ def test_options_reach_the_job(measured, capsys, tmp_path):
     assert "plait/diffusers" in stdout
     assert (measured[0].rounds, measured[0].workloads, measured[0].record) == (5, ("same16",), False)
     assert measured[0].trials == 2
+    assert (measured[0].size, measured[0].edge, measured[0].dtype) == ("starter", 256, "auto")
     run(capsys, "images", "--record", "--rounds", "7", "--system", "plait")
     assert (measured[1].rounds, measured[1].systems, measured[1].record) == (7, ("plait",), True)
+    run(capsys, "images", "--size", "sd15", "--edge", "512", "--dtype", "float32")
+    assert (measured[2].size, measured[2].edge, measured[2].dtype) == ("sd15", 512, "float32")
 
 
 def test_an_unknown_benchmark_is_wrong_usage(capsys):
@@ -83,7 +86,33 @@ def test_missing_models_and_unknown_names_are_sentences(capsys, tmp_path):
     assert "lacks emoji/model_index.json" in stderr
     code, _, stderr = run(capsys, "images", "--workload", "triple", "--models", str(tmp_path))
     assert code == 1
-    assert "there is no workload 'triple'; there are single, controlnet" in stderr
+    assert "there is no workload 'triple'; there are start, single, controlnet" in stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--size", "sd3"), "there is no size 'sd3'; there are starter, sd15, sdxl"),
+        (("--size", "sd15", "--edge", "300"), "images are 256 or 512 pixels wide, not 300"),
+        (("--dtype", "float8"), "this CPU does not compute in float8"),
+        (("--size", "sdxl", "--workload", "same16"), "there is no workload 'same16'; there are start, single"),
+    ],
+)
+def test_a_kind_that_does_not_exist_is_a_sentence(capsys, arguments, sentence):
+    """Before any model is written."""
+    code, _, stderr = run(capsys, "images", *arguments)
+    assert code == 1
+    assert sentence in stderr
+
+
+def test_bfloat16_is_measured_where_the_cpu_has_it(monkeypatch, capsys):
+    """Emulated, it would only show how slow that is."""
+    monkeypatch.setattr(job, "has_bfloat16", lambda: True)
+    assert job._dtypes("auto") == ("float32", "bfloat16")
+    assert job._dtypes("bfloat16") == ("bfloat16",)
+    monkeypatch.setattr(job, "has_bfloat16", lambda: False)
+    assert job._dtypes("auto") == ("float32",)
+    assert run(capsys, "images", "--dtype", "bfloat16")[0] == 1
 
 
 def test_help_needs_no_torch(monkeypatch, capsys):

@@ -111,7 +111,7 @@ def test_ratios_are_taken_inside_rounds():
     )
     ratio = result.ratios["work:per_s:ours/theirs"]
     assert (ratio.value, ratio.p20, ratio.p80, ratio.n) == pytest.approx((2.0, 2.0, 2.0, 3))
-    rows = {row.system: row for row in result.rows}
+    rows = {row.system: row for row in result.rows if row.metric == "per_s"}
     assert rows["ours"].value == pytest.approx(4 / 10.0)
     assert rows["ours"].layout == "1x1"
     assert rows["ours"].kind == "measured"
@@ -176,5 +176,66 @@ def test_rows_say_what_else_the_host_did(seen, busy):
     open_fleet, _ = fleets([], a=lambda *_: 1.0)
     benchmark = fake_benchmark("a", workloads=[fake_workload()])
     result = run_on_fleets(benchmark, RunPlan(rounds=2), cores=1, open_fleet=open_fleet, look=lambda: next(looks))
-    (row,) = result.rows
+    (row,) = (row for row in result.rows if row.metric == "per_s")
     assert (row.busy, row.wake_us, row.load) == (busy, max(us for _, us in seen[1:]), tuple(at for at, _ in seen[1:]))
+
+
+def test_what_a_system_costs_is_recorded_once_for_a_workload():
+    """Seconds until it was ready, and its memory after the last round, are rows of every system."""
+    open_fleet, _ = fleets([], a=lambda *_: 1.0, b=lambda *_: 1.0)
+    benchmark = fake_benchmark("a", "b", workloads=[fake_workload()])
+    result = run_on_fleets(benchmark, RunPlan(rounds=3), cores=1, open_fleet=open_fleet)
+    for system in ("a", "b"):
+        costs = {row.metric: (row.value, row.n) for row in result.rows if row.system == system}
+        assert costs == {
+            "per_s": (4.0, 3), "ready_s": (1.5, 1), "memory_gib": (2.0, 1), "peak_memory_gib": (3.0, 1),
+        }  # fmt: skip
+
+
+def test_what_does_not_fit_is_closed_and_comes_back_warm():
+    """With room for one, systems are opened in turn, and what a new process does first is not counted."""
+    log: list[str] = []
+    opened: list[str] = []
+    open_fleet, made = fleets(log, a=lambda *_: 1.0, b=lambda *_: 1.0)
+
+    def counted(system: System, processes: int) -> FakeFleet:
+        assert all(fleet.closed for fleet in made.values())
+        opened.append(system.name)
+        return open_fleet(system, processes)
+
+    benchmark = replace(fake_benchmark("a", "b", workloads=[fake_workload()]), max_open=1)
+    result = run_on_fleets(benchmark, RunPlan(rounds=2), cores=1, open_fleet=counted)
+    assert result.ratios["work:per_s:a/b"].n == 2
+    assert opened[-4:] == ["a", "b", "a", "b"]
+    assert log[-4:] == ["a 1", "a 4", "b 1", "b 4"]
+
+
+def test_a_workload_has_processes_with_its_own_settings():
+    """They are kept as long as the settings stay the same."""
+    seen = []
+    open_fleet, _ = fleets([], a=lambda *_: 1.0)
+
+    def noted(system: System, processes: int) -> FakeFleet:
+        seen.append(dict(system.settings))
+        return open_fleet(system, processes)
+
+    works = [fake_workload(str(i), settings={"model": model}) for i, model in enumerate("xxy")]
+    run_on_fleets(fake_benchmark("a", workloads=works), RunPlan(rounds=1), cores=1, open_fleet=noted)
+    assert seen == [{"model": "x"}, {"model": "y"}]
+
+
+def test_a_system_that_divides_the_machine_itself_has_one_layout():
+    """It has no trials; the row says that the layout is its own."""
+    open_fleet, _ = fleets([], a=lambda *_: 1.0)
+    benchmark = fake_benchmark("a", workloads=[fake_workload()])
+    systems = tuple(replace(system, is_own_layout=True) for system in benchmark.systems)
+    result = run_on_fleets(replace(benchmark, systems=systems), RunPlan(rounds=1), cores=2, open_fleet=open_fleet)
+    (choice,) = result.choices
+    assert (choice.layout, choice.trials) == ("its own", {})
+
+
+def test_a_trial_may_be_shorter():
+    """As many items as the workload says; rounds have all."""
+    _, log = chosen(lambda *_: 1.0, variants=("", "wide"), trial_items=1, items=3)
+    assert "a 1" in log
+    assert log[-1] == "a 3"

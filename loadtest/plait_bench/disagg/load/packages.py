@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from plait_bench.loadtest.peers import cache_folder
+from plait_bench.cache import cache_folder
 from plait_disagg.models.configs import build, ids_per_bag
 from plait_disagg.package import PackageError, PackageOptions, open_package, write_package
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait_bench.fleet.sharing import by_group, evenly, in_runs
+from plait_bench.fleet.sharing import evenly, in_runs
 from plait_bench.images.workloads import cost, lora_set, workloads
 
 items = st.lists(st.fixed_dictionaries({"cost": st.integers(1, 30), "set": st.integers(0, 4)}), min_size=1, max_size=24)
@@ -24,7 +24,6 @@ def item_set(item):
 WAYS = {
     "evenly": lambda items, n: evenly(items, n, cost=item_cost),
     "in_runs": lambda items, n: in_runs(items, n, cost=item_cost, group=item_set),
-    "by_group": lambda items, n: by_group(items, n, cost=item_cost, group=item_set),
 }
 
 
@@ -53,16 +52,6 @@ def test_runs_change_group_as_rarely_as_possible(taken, processes):
     assert changes <= len(set(map(item_set, taken))) + processes - 1
 
 
-@given(items, st.integers(1, 4))
-def test_whole_groups_stay_together(taken, processes):
-    """With enough groups no group is in two processes, and every share keeps the order of arrival."""
-    shares = WAYS["by_group"](taken, processes)
-    assert all(share == sorted(share) for share in shares)
-    groups = {item_set(item) for item in taken}
-    if len(groups) >= processes:
-        assert sum(len({item_set(taken[i]) for i in share}) for share in shares) == len(groups)
-
-
 def test_mixed16_is_what_it_says_and_cuts_evenly_in_two():
     """4 LoRA sets x 4, half with a ControlNet, 12 to 30 steps, four schedulers; a process gets 40 to 60 % of it."""
     (mixed,) = workloads(["mixed16"])
@@ -73,6 +62,6 @@ def test_mixed16_is_what_it_says_and_cuts_evenly_in_two():
     assert len({order["scheduler"] for order in orders}) == 4
     assert all(12 <= order["steps"] <= 30 for order in orders)
     assert sets != sorted(sets), "arrival is interleaved"
-    for shares in (by_group(orders, 2, cost=cost, group=lora_set), in_runs(orders, 2, cost=cost, group=lora_set)):
-        first, second = (sum(cost(orders[i]) for i in share) for share in shares)
-        assert 0.4 <= first / (first + second) <= 0.6
+    shares = in_runs(orders, 2, cost=cost, group=lora_set)
+    first, second = (sum(cost(orders[i]) for i in share) for share in shares)
+    assert 0.4 <= first / (first + second) <= 0.6

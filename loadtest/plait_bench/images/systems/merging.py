@@ -1,7 +1,7 @@
 """LoRA sets merged into a pipeline's weights in place, as a careful user of diffusers would write it.
 
 It deliberately shares no code with our merge, so that equal images are evidence. W <- W0 + sum_i s_i * c_i * B_i @
-A_i, with c_i = alpha_i / r_i and W0 a pristine copy; fp32 throughout.
+A_i, with c_i = alpha_i / r_i and W0 a pristine copy; the sum is taken in fp32.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Factors:
 
     def delta(self) -> torch.Tensor:
         """Compute `c * up @ down` in the weight's shape."""
-        return self.c * (self.up.flatten(1) @ self.down.flatten(1)).reshape(self.weight.shape)
+        return self.c * (self.up.float().flatten(1) @ self.down.float().flatten(1)).reshape(self.weight.shape)
 
 
 def read_factors(pipeline: Any, path: Path) -> list[Factors]:
@@ -70,7 +70,7 @@ class MergedLoras:
         for name, scale in target:
             for factors in self._loras[name]:
                 key = id(factors.weight)
-                sums[key] = sums.get(key, self._pristine[key]) + scale * factors.delta()
+                sums[key] = sums.get(key, self._pristine[key].float()) + scale * factors.delta()
         for name, _ in self._live:
             for factors in self._loras[name]:
                 sums.setdefault(id(factors.weight), self._pristine[id(factors.weight)])

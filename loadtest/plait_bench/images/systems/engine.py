@@ -11,9 +11,9 @@ from plait_bench.fleet.values import Item, ItemOutcome
 from plait_bench.images.models import ModelFolder
 from plait_bench.images.pixels import encode
 from plait_bench.images.requests import image_request
+from plait_bench.images.sizes import DTypeName
 from plait_bench.images.workloads import ImageSpec
 from plait_serving.diffusion.assemble import EngineSettings, build_engine
-from plait_serving.diffusion.knobs import EngineKnobs, Exact
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest
 
@@ -21,36 +21,23 @@ from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest
 _TIMEOUT_S = 1800.0
 
 
-_VARIANTS: dict[str, dict[str, object]] = {
-    **{f"batch {n}": {"largest_batch": n, "exact": Exact.NEVER} for n in (4, 8, 16)},
-    "exact": {"exact": Exact.ALONE},
-    "never exact": {"exact": Exact.NEVER},
-}
+class InProcessEngine:
+    """A `FleetWorker` over our engine with its default knobs."""
 
-
-class Ours:
-    """A `FleetWorker` over our engine. A variant names knobs (`_VARIANTS`)."""
-
-    def __init__(self, models: ModelFolder) -> None:
-        folders = {path.parent for path in models.loras.values()} or {models.root / "loras"}
-        # Orders of a workload come at once, but one by one: without a wait the first would take its first step alone.
-        self._knobs = EngineKnobs(batch_wait_ms=5.0)
+    def __init__(self, models: ModelFolder, *, dtype: DTypeName) -> None:
         self._assembled = build_engine(
             EngineSettings(
                 model=models.base,
-                dtype="float32",
+                dtype=dtype,
                 device="cpu",
-                lora_source=FolderSource(folders.pop()),
+                lora_source=FolderSource(models.lora_folder),
                 controlnets=models.controlnets,
-                knobs=self._knobs,
             )
         )
         self._count = 0
 
     def configure(self, *, threads: int, variant: str) -> None:
-        """Set the knobs of a variant."""
-        self._knobs = self._knobs.model_copy(update={"threads": threads, **_VARIANTS[variant]})
-        self._assembled.engine.reconfigure(self._knobs)
+        """Do nothing: the engine uses the host as it sees fit."""
 
     def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool) -> list[ItemOutcome]:
         """Submit the items all at once, or one after the other."""
@@ -71,7 +58,8 @@ class Ours:
     def _request(self, order: ImageSpec) -> ImageRequest:
         self._count += 1
         bundle = self._assembled.bundle
-        return image_request(order, request_id=f"bench-{self._count}", width=bundle.width, height=bundle.height)
+        width, height = (order.edge, order.edge) if order.edge else (bundle.width, bundle.height)
+        return image_request(order, request_id=f"bench-{self._count}", width=width, height=height)
 
 
 class _Sink:

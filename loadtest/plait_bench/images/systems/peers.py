@@ -30,13 +30,15 @@ from PIL import Image
 from plait_bench.errors import BenchError, SystemUnavailable
 from plait_bench.fleet.values import Item, ItemOutcome
 from plait_bench.images.drawings import control_map
-from plait_bench.images.merging import MergedLoras, read_factors
 from plait_bench.images.models import ModelFolder
 from plait_bench.images.pixels import encode
+from plait_bench.images.sizes import DTypeName
+from plait_bench.images.systems.merging import MergedLoras, read_factors
 from plait_bench.images.workloads import ImageSpec
 
 ImageArray = npt.NDArray[np.uint8]
 
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _SCHEDULERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "ddim": (DDIMScheduler, {}),
     "euler": (EulerDiscreteScheduler, {}),
@@ -46,37 +48,40 @@ _SCHEDULERS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 class Pipelines:
-    """One base model in fp32 with its ControlNets resident, and a pipeline for each way to call it."""
+    """One base model in one dtype with its ControlNets resident, and a pipeline for each way to call it."""
 
-    def __init__(self, models: ModelFolder) -> None:
+    def __init__(self, models: ModelFolder, dtype: DTypeName) -> None:
         logging.disable_progress_bar()
         self.plain: Any = DiffusionPipeline.from_pretrained(
-            models.base, dtype=torch.float32, local_files_only=True, use_safetensors=True
+            models.base, dtype=_DTYPES[dtype], local_files_only=True, use_safetensors=True
         )
         if getattr(self.plain, "safety_checker", None) is not None:
             raise BenchError("the benchmarks compare models without a safety checker")
         self._schedule = self.plain.scheduler.config
         self.controlled: dict[str, Any] = {}
         for name, folder in models.controlnets.items():
-            net: Any = ControlNetModel.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+            net: Any = ControlNetModel.from_pretrained(folder, dtype=_DTYPES[dtype], local_files_only=True)
             self.controlled[name] = AutoPipelineForText2Image.from_pipe(self.plain, controlnet=net.eval())
         for pipeline in (self.plain, *self.controlled.values()):
             pipeline.set_progress_bar_config(disable=True)
-        self.width = self.height = int(self.plain.unet.config.sample_size) * self.plain.vae_scale_factor
+        self._own_edge = int(self.plain.unet.config.sample_size) * self.plain.vae_scale_factor
 
     def draw(self, orders: Sequence[ImageSpec]) -> list[ImageArray]:
         """Make all `orders` in one call; they agree in everything but prompt and seed (and the control drawing)."""
         first = orders[0]
+        edge = first.edge or self._own_edge
         pipeline, extra = self.plain, {}
         if first.control is not None:
             name = first.control[0]
             pipeline = self.controlled[name]
             drawings = [order.control[1] for order in orders if order.control is not None]
-            extra = {"image": [Image.fromarray(control_map(name, i, self.width, self.height)) for i in drawings]}
+            extra = {"image": [Image.fromarray(control_map(name, i, edge, edge)) for i in drawings]}
         kind, overrides = _SCHEDULERS[first.scheduler]
         pipeline.scheduler = kind.from_config({**self._schedule, **overrides})
         made = pipeline(
             prompt=[order.prompt for order in orders],
+            width=edge,
+            height=edge,
             num_inference_steps=first.steps,
             guidance_scale=first.guidance,
             generator=[torch.Generator("cpu").manual_seed(order.seed) for order in orders],
@@ -128,10 +133,10 @@ class DiffusersSubject:
         """Do nothing: there is nothing to release."""
 
 
-def stock(models: ModelFolder) -> DiffusersSubject:
+def stock(models: ModelFolder, dtype: DTypeName) -> DiffusersSubject:
     """Build the `stock` peer (see the module docstring). Raises `SystemUnavailable` without PEFT."""
     _need_peft("diffusers")
-    pipelines = Pipelines(models)
+    pipelines = Pipelines(models, dtype)
 
     @contextmanager
     def with_loras(order: ImageSpec) -> Iterator[None]:
@@ -149,21 +154,23 @@ def stock(models: ModelFolder) -> DiffusersSubject:
     return DiffusersSubject(pipelines, with_loras, _arrival)
 
 
-def fair(models: ModelFolder) -> DiffusersSubject:
+def fair(models: ModelFolder, dtype: DTypeName) -> DiffusersSubject:
     """Build the `fair` peer (see the module docstring). Raises `SystemUnavailable` without PEFT, which reads the LoRA
     files once, at the start."""
     _need_peft("diffusers_fair")
-    return _merging(models, _arrival)
+    return _merging(models, dtype, _arrival)
 
 
-def batched(models: ModelFolder) -> DiffusersSubject:
+def batched(models: ModelFolder, dtype: DTypeName) -> DiffusersSubject:
     """Build the `batched` peer (see the module docstring). Raises `SystemUnavailable` without PEFT."""
     _need_peft("diffusers_batched")
-    return _merging(models, _all_at_once)
+    return _merging(models, dtype, _all_at_once)
 
 
-def _merging(models: ModelFolder, calls: Callable[[list[ImageSpec]], list[list[int]]]) -> DiffusersSubject:
-    pipelines = Pipelines(models)
+def _merging(
+    models: ModelFolder, dtype: DTypeName, calls: Callable[[list[ImageSpec]], list[list[int]]]
+) -> DiffusersSubject:
+    pipelines = Pipelines(models, dtype)
     merged = MergedLoras({name: read_factors(pipelines.plain, path) for name, path in models.loras.items()})
 
     @contextmanager

@@ -1,0 +1,179 @@
+"""How the systems of the image benchmark are set up: ours as it comes, the peers in what suits them."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from plait.config import ServedConfig
+from plait_bench.errors import BenchError, SystemUnavailable
+from plait_bench.fleet.values import ProcessLayout
+from plait_bench.images import definition
+from plait_bench.images.drawings import control_map
+from plait_bench.images.models import ModelFolder, write_missing
+from plait_bench.images.roster import SYSTEMS, systems
+from plait_bench.images.sizes import SIZES, Variety
+from plait_bench.images.start import StartWorkload
+from plait_bench.images.systems import environment
+from plait_bench.images.systems.factories import diffusers, models_of
+from plait_bench.images.systems.served import body_of, configuration
+from plait_bench.images.workloads import ImageSpec, workloads
+from plait_serving.diffusion.knobs import EngineKnobs
+from plait_serving.http.images.schemas import GenerationBody
+from plait_serving.images.config import ImagesSection
+from support.bench import FakeFleet
+
+
+@pytest.fixture
+def models(tmp_path):
+    """Folders that exist; nothing is in them."""
+    for name in ("base", "edges", "loras"):
+        (tmp_path / name).mkdir()
+    return ModelFolder(
+        root=tmp_path,
+        base=tmp_path / "base",
+        controlnets={"edges": tmp_path / "edges"},
+        loras={"noto": tmp_path / "loras" / "noto.safetensors"},
+    )
+
+
+def served(models, **more):
+    """The configuration of a server, as it reads it."""
+    given = configuration(models, dtype="float32", **{"knobs": {}, **more})
+    return ServedConfig.model_validate({**given, "server": {}})
+
+
+def test_ours_sets_no_knob(models):
+    """What is measured as `plait` is what a user gets."""
+    images = served(models).images
+    assert images.knobs == EngineKnobs()
+    assert (images.replicas, images.dtype) == (1, "float32")
+    assert images.controlnets["edges"].threads == 1
+    assert images.resolved_lora_folder() == models.lora_folder
+    (ours,) = systems(["plait"])
+    assert ours.settings == {}
+    assert ours.is_own_layout
+
+
+@pytest.mark.parametrize("name", [name for name in SYSTEMS if name.startswith("plait_") and name != "plait_engine"])
+def test_a_variant_differs_in_what_its_name_says(models, name):
+    """One setting, valid for the server; a setting that this version lacks leaves the system out."""
+    (system,) = systems([name])
+    if "executor" in system.settings and "executor" not in ImagesSection.model_fields:
+        with pytest.raises(SystemUnavailable, match=r"no setting images\.executor"):
+            served(models, **system.settings)
+        return
+    images = served(models, **system.settings).images
+    assert images != served(models).images
+    assert images.model_copy(update={"knobs": EngineKnobs(), "executor": "auto"}) == served(models).images.model_copy(
+        update={"executor": "auto"}
+    )
+
+
+def test_a_server_without_loras_names_no_folder(models):
+    """It would have to exist."""
+    assert served(replace(models, loras={})).images.loras.folder is None
+
+
+def test_orders_become_requests_that_the_server_takes():
+    """Every field of every workload; the control map survives."""
+    for kind in (Variety(), Variety(size=SIZES["sd15"])):
+        for workload in workloads(None, kind):
+            for item in workload.items:
+                order = ImageSpec.from_json(item)
+                body = GenerationBody.model_validate(body_of(order, order.edge or 64))
+                assert (body.prompt, body.seed, body.num_inference_steps) == (order.prompt, order.seed, order.steps)
+                assert [(lora.name, lora.scale) for lora in body.loras or ()] == list(order.loras)
+    order = ImageSpec(prompt="owl", seed=1, steps=2, control=("edges", 3))
+    (control,) = body_of(order, 48)["controlnets"]
+    with Image.open(io.BytesIO(base64.b64decode(control["image"]))) as opened:
+        assert (np.asarray(opened) == control_map("edges", 3, 48, 48)).all()
+
+
+def test_settings_survive_the_pipe_and_name_the_models(tmp_path):
+    """What a factory is called with is JSON."""
+    kind = Variety(size=SIZES["sd15"], edge=512)
+    defined = definition(tmp_path, varieties=[kind], only=["controlnet"], named=["plait", "diffusers_fair"])
+    settings = json.loads(json.dumps(defined.workloads[0].settings))
+    assert (settings["dtype"], settings["edge"]) == ("float32", 512)
+    found = models_of(settings["models"])
+    assert found.base == tmp_path / "sd15"
+    assert found.controlnets == {"edges": tmp_path / "sd15-controlnet"}
+    with pytest.raises(BenchError, match="no way 'hasty' to use diffusers"):
+        diffusers(**settings, way="hasty")
+
+
+def test_models_that_are_there_are_not_written_again(tmp_path):
+    """`--models` may name a folder that was made before."""
+    base = tmp_path / "sd15"
+    base.mkdir()
+    (base / "model_index.json").write_text("{}")
+    said: list[str] = []
+    found = write_missing(tmp_path, controlnets=frozenset(), loras=frozenset(), size=SIZES["sd15"], say=said.append)
+    assert found.base == base
+    assert said == []
+
+
+def test_the_peers_environment_is_made_once(monkeypatch, tmp_path):
+    """With the very torch that is here, and again when the pins change; a failure leaves nothing."""
+    calls: list[tuple[str, ...]] = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(environment, "_call", lambda *command: _note(calls, command))
+    first = environment.interpreter()
+    assert any(part.startswith("torch==") for part in calls[1])
+    count = len(calls)
+    assert environment.interpreter() == first
+    assert len(calls) == count
+    monkeypatch.setattr(environment, "PINS", ("optimum-intel==0",))
+    environment.interpreter()
+    assert len(calls) == 2 * count
+
+    def fail(*_):
+        raise OSError("no room")
+
+    monkeypatch.setattr(environment, "_call", fail)
+    monkeypatch.setattr(environment, "PINS", ("optimum-intel==1",))
+    with pytest.raises(SystemUnavailable, match="openvino cannot be installed: no room"):
+        environment.interpreter()
+    assert not (tmp_path / "plait" / "bench" / "openvino").exists()
+
+
+def _note(calls, command):
+    calls.append(command)
+    if "venv" in command:
+        folder = environment.cache_folder() / "openvino"
+        folder.mkdir(parents=True)
+
+
+def test_a_start_is_cold_once_and_warm_once():
+    """Both in one cache folder, which is empty before and gone after; the processes end."""
+    caches: list[str] = []
+    fleets: list[FakeFleet] = []
+
+    def open_fleet(system, processes):
+        assert processes == 1
+        caches.append(system.settings["cache"])
+        fleets.append(FakeFleet(system.name, lambda *_: 1.0, []))
+        return fleets[-1]
+
+    work = StartWorkload(Variety(), systems(["plait", "diffusers"]), {"dtype": "float32"}, open_fleet)
+    assert (work.name, work.ours, work.pairs) == ("start", "plait", (("plait", "diffusers"),))
+    with work.open("diffusers", "") as subject:
+        subject.warm_up()
+        read = {reading.metric: reading.value for reading in subject.measure(1)}
+    assert set(read) == set(work.metrics)
+    assert (read["ready_s"], read["memory_gib"]) == (1.5, 2.0)
+    assert len(caches) == 2
+    assert len(set(caches)) == 1
+    assert all(fleet.closed for fleet in fleets)
+
+
+def test_a_layout_of_its_own_says_so():
+    """It has no numbers: the system chooses them."""
+    assert str(ProcessLayout(processes=1, threads=0, variant="its own")) == "its own"
