@@ -9,7 +9,7 @@ import torch
 
 from plait_kernels.executors import AdaptedLayer, ExecutorError, Program, RowFactors
 from plait_kernels.executors.openvino_executor import available
-from plait_kernels.executors.torch_executor import TorchExecutor
+from plait_kernels.executors.torch_program import TorchProgram
 from support.executors import (
     CHANNELS,
     LAYERS,
@@ -41,7 +41,7 @@ Prepare = Callable[[SmallBlock], Program]
 def prepare(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Prepare:
     """`prepare(block)`: its program by the executor under test."""
     if request.param == "torch":
-        return lambda block: TorchExecutor().prepare(small_computation(block))
+        return lambda block: TorchProgram(small_computation(block))
     executor = openvino_at(tmp_path_factory.mktemp("prepared"))
     return lambda block: executor.prepare(f"{block.conv_in.weight.dtype}", lambda: small_computation(block))
 
@@ -174,7 +174,7 @@ def test_shapes_that_recur_give_the_same(case, prepare):
 def test_a_computation_without_factors_takes_none(tmp_path):
     """It has no adapted layers, whatever is in it."""
     computation = small_computation(small_block(), takes_factors=False)
-    programs = [TorchExecutor().prepare(computation)]
+    programs = [TorchProgram(computation)]
     if available():
         programs.append(openvino_at(tmp_path).prepare("plain", lambda: computation))
     inputs = small_inputs(3, 5, 7)
@@ -190,7 +190,7 @@ def test_a_layer_that_cannot_be_widened_is_refused(tmp_path):
     block = small_block(torch.float16)
     block.conv_out = torch.nn.ConvTranspose2d(40, 3, 3, padding=1).half()
     with pytest.raises(ExecutorError, match="conv_out: a ConvTranspose2d"):
-        TorchExecutor().prepare(small_computation(block))
+        TorchProgram(small_computation(block))
     if available():
         with pytest.raises(ExecutorError, match="conv_out: a ConvTranspose2d"):
             openvino_at(tmp_path).prepare("odd", lambda: small_computation(block))

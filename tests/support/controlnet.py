@@ -20,7 +20,7 @@ from PIL import Image
 from plait_fabric import Listener, PeerLost, connect, listen
 from plait_fabric.rpc.replicas import Replica, ReplicaLink, connect_to_one
 from plait_kernels.executors import AdaptedLayer, RowFactors
-from plait_kernels.executors.torch_executor import TorchProgram
+from plait_kernels.executors.torch_program import TorchProgram
 from plait_serving.diffusion.controlnet.model import ControlNetModelRunner, ControlRows
 from plait_serving.diffusion.controlnet.service import ControlNetService, ServiceLimits
 from plait_serving.diffusion.errors import EngineError

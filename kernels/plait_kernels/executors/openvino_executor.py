@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from plait_kernels.executors import AdaptedLayer, Computation, ExecutorError, RowFactors
 from plait_kernels.executors.store import ProgramStore, content_key
-from plait_kernels.executors.torch_executor import TorchProgram
+from plait_kernels.executors.torch_program import TorchProgram
 
 if TYPE_CHECKING:
     from plait_kernels.executors.openvino_program import OpenVinoProgram

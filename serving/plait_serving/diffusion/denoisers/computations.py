@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from plait_kernels.executors import Computation, InputSpec
-from plait_kernels.executors.torch_executor import TorchProgram
+from plait_kernels.executors.torch_program import TorchProgram
 from plait_serving.diffusion.denoisers.halves import EncoderOutput, decoder_half, encoder_half
 
 _ENCODER_PARTS = ("conv_in", "down_blocks", "mid_block")

@@ -1,4 +1,4 @@
-"""The reference executor: torch runs the twin eagerly over the live parameters."""
+"""The reference: torch runs the twin eagerly over the live parameters."""
 
 from __future__ import annotations
 
@@ -32,13 +32,3 @@ class TorchProgram:
         wide = [value.to(torch.float32) for value in inputs]
         outputs = self._twin(*wide, *flat_factors(self._twin.layers, rows, factors))
         return tuple(output.to(inputs[0].dtype) for output in outputs)
-
-
-class TorchExecutor:
-    """Prepares nothing and runs everything."""
-
-    name = "torch"
-
-    def prepare(self, computation: Computation) -> TorchProgram:
-        """Return the program."""
-        return TorchProgram(computation)
