@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from plait_kernels.executors import AdaptedLayer, ExecutorError, Program, RowFactors
+from plait_kernels.executors import AdaptedLayer, ExecutorError, PreparedProgram, RowFactors
 from plait_kernels.executors.openvino_executor import available
 from plait_kernels.executors.torch_program import TorchProgram
 from support.executors import (
@@ -31,7 +31,7 @@ EVERYWHERE = dict.fromkeys(LAYERS, 2)
 MIXED = [{}, {"condition": 3, "tokens.0": 1}, {"condition": 1, "point": 5}, EVERYWHERE, {"tokens.2": 7}]
 """Ranks of five rows by layer."""
 
-Prepare = Callable[[SmallBlock], Program]
+Prepare = Callable[[SmallBlock], PreparedProgram]
 
 
 @pytest.fixture(
@@ -47,7 +47,7 @@ def prepare(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.float16, torch.bfloat16], ids=str)
-def case(request: pytest.FixtureRequest, prepare: Prepare) -> tuple[SmallBlock, Program]:
+def case(request: pytest.FixtureRequest, prepare: Prepare) -> tuple[SmallBlock, PreparedProgram]:
     """A block with weights in that dtype, and its program."""
     block = small_block(request.param)
     return block, prepare(block)

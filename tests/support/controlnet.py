@@ -189,7 +189,7 @@ class LooseProgram:
     def run(
         self, inputs: Sequence[torch.Tensor], factors: RowFactors | None = None, *, copy: bool = True
     ) -> tuple[torch.Tensor, ...]:
-        """See Program."""
+        """See PreparedProgram."""
         self.runs += 1
         return tuple(output + LOOSE for output in self._exact.run(inputs, factors, copy=copy))
 

@@ -11,7 +11,7 @@ from plait_kernels.executors.adapters import Twin, check_factors, flat_factors
 
 
 class TorchProgram:
-    """A `Program` that calls the twin. Changes to the module's parameters take effect at once."""
+    """A `PreparedProgram` that calls the twin. Changes to the module's parameters take effect at once."""
 
     def __init__(self, computation: Computation) -> None:
         self._twin = Twin(computation)

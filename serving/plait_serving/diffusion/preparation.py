@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from plait_fabric.cores import usable_cores
-from plait_kernels.executors import Computation, ExecutorError, Program
+from plait_kernels.executors import Computation, ExecutorError, PreparedProgram
 from plait_kernels.executors.openvino_executor import OpenVinoExecutor, OpenVinoSettings, available
 from plait_kernels.executors.store import ProgramStore
 from plait_serving.diffusion.bundle import map_unet, map_vae
@@ -50,30 +50,30 @@ class Preparer:
             decoder=self._make(folder, "decoder", lambda: decoder_computation(unet)),
         )
 
-    def open_vae(self, folder: Path) -> Program | None:
+    def open_vae(self, folder: Path) -> PreparedProgram | None:
         """Return the program of a VAE's decoder if it was converted before."""
         return self._open(folder, "vae-decoder")
 
-    def make_vae(self, folder: Path) -> Program:
+    def make_vae(self, folder: Path) -> PreparedProgram:
         """Return the program of a VAE's decoder. Raises like `make_unet`."""
         return self._make(folder, "vae-decoder", lambda: vae_computation(map_vae(folder)))
 
-    def open_controlnet(self, folder: Path) -> Program | None:
+    def open_controlnet(self, folder: Path) -> PreparedProgram | None:
         """Return the program of a ControlNet if it was converted before."""
         return self._open(folder, "controlnet")
 
-    def make_controlnet(self, folder: Path, computation: Callable[[], Computation]) -> Program:
+    def make_controlnet(self, folder: Path, computation: Callable[[], Computation]) -> PreparedProgram:
         """Return the program of a ControlNet. Raises like `make_unet`."""
         return self._make(folder, "controlnet", computation)
 
-    def _open(self, folder: Path, part: str) -> Program | None:
+    def _open(self, folder: Path, part: str) -> PreparedProgram | None:
         try:
             return self._executor.open(self._key(folder, part))
         except OSError as error:
             _log.warning("prepared models cannot be read: %s", error)
             return None
 
-    def _make(self, folder: Path, part: str, computation: Callable[[], Computation]) -> Program:
+    def _make(self, folder: Path, part: str, computation: Callable[[], Computation]) -> PreparedProgram:
         started_s = time.perf_counter()
         program = self._executor.prepare(self._key(folder, part), computation)
         _log.info("%s: %s is prepared after %.1f s", folder, part, time.perf_counter() - started_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from plait_kernels.executors import Program
+from plait_kernels.executors import PreparedProgram
 from plait_serving.diffusion.bundle import Bundle, map_unet, map_vae
 from plait_serving.diffusion.denoisers.compiled import CompiledHalves
 from plait_serving.diffusion.denoisers.unet import UNetDenoiser
@@ -23,7 +23,7 @@ class Takeover:
         """Open what was prepared before; without `preparer` torch runs everything."""
         self._preparer = preparer
         self._folder = folder
-        self._opened: tuple[CompiledHalves, Program] | None = None
+        self._opened: tuple[CompiledHalves, PreparedProgram] | None = None
         halves = preparer.open_unet(folder / "unet") if preparer is not None else None
         vae = preparer.open_vae(folder / "vae") if preparer is not None and halves is not None else None
         if halves is not None and vae is not None:

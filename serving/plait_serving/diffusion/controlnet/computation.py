@@ -12,7 +12,7 @@ from plait_kernels.executors import Computation, InputSpec
 _ROWS, _SIDE, _TOKENS = 2, 16, 16
 
 
-class ControlNetBody(nn.Module):
+class ControlNetTrunk(nn.Module):
     """`(sample, timesteps, text, embedding[, text_embeds, time_ids])` to the down residuals and the mid residual."""
 
     def __init__(self, headless: Any) -> None:
@@ -63,7 +63,7 @@ def controlnet_computation(headless: Any) -> Computation:
         example.append(torch.randn(*size, generator=rng))
     example[1] = torch.tensor([981.0, 1.0])
     return Computation(
-        module=ControlNetBody(headless).eval(),
+        module=ControlNetTrunk(headless).eval(),
         inputs=tuple(InputSpec(name=name, shape=shape) for name, shape in shapes.items()),
         example=tuple(example),
     )

@@ -19,7 +19,7 @@ from diffusers import ControlNetModel
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 
-from plait_kernels.executors import Computation, Program
+from plait_kernels.executors import Computation, PreparedProgram
 from plait_serving.diffusion.bundle import check_controlnet, map_controlnet
 from plait_serving.diffusion.bundle import load_controlnet as load_model
 from plait_serving.diffusion.controlnet.computation import controlnet_computation
@@ -100,7 +100,7 @@ class ControlNetModelRunner:
         self.device: torch.device = model.device
         self._model = model.eval().requires_grad_(requires_grad=False)
         self._headless = _without_image_encoder(self._model)
-        self._program: Program | None = None
+        self._program: PreparedProgram | None = None
         self._weights = weights
         self._lock = threading.Lock()
         self._flip_channels = model.config.controlnet_conditioning_channel_order == "bgr"
@@ -118,7 +118,7 @@ class ControlNetModelRunner:
         """Return what an executor prepares; its weights must be in memory."""
         return controlnet_computation(self._headless)
 
-    def adopt(self, program: Program) -> None:
+    def adopt(self, program: PreparedProgram) -> None:
         """Run calls that need not be exact through a prepared program from now on; give torch's weights back.
 
         From any thread.
@@ -193,7 +193,7 @@ class ControlNetModelRunner:
         return down, mid
 
     def _run(
-        self, program: Program, blocks: Sequence[ControlRows], sizes: Sequence[int]
+        self, program: PreparedProgram, blocks: Sequence[ControlRows], sizes: Sequence[int]
     ) -> tuple[Sequence[torch.Tensor], torch.Tensor]:
         conditionings = [block.constants.conditioning for block in blocks]
         embedding = _embeddings(blocks, sizes)

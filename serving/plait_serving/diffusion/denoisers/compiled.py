@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from plait_kernels.executors import Program, RowFactors
+from plait_kernels.executors import PreparedProgram, RowFactors
 from plait_serving.diffusion.denoisers.halves import EncoderOutput
 
 
@@ -14,8 +14,8 @@ from plait_serving.diffusion.denoisers.halves import EncoderOutput
 class CompiledHalves:
     """Both halves of one UNet. Compute thread only: a half's output lives until the next call."""
 
-    encoder: Program
-    decoder: Program
+    encoder: PreparedProgram
+    decoder: PreparedProgram
 
     def encode(
         self, sample: torch.Tensor, embedding: torch.Tensor, text: torch.Tensor, factors: RowFactors | None

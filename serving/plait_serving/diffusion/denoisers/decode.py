@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from plait_kernels.executors import Program
+from plait_kernels.executors import PreparedProgram
 from plait_serving.diffusion.bundle import Bundle
 from plait_serving.diffusion.model_config import Family
 
 
-def decode_latents(bundle: Bundle, latents: torch.Tensor, program: Program | None = None) -> torch.Tensor:
+def decode_latents(bundle: Bundle, latents: torch.Tensor, program: PreparedProgram | None = None) -> torch.Tensor:
     """Decode `(n, c, h, w)` to `float32 (n, 3, H, W)` in [0, 1]. Changes nothing in the bundle.
 
     `program` is the VAE's decoder prepared by an executor; None: torch runs the VAE.

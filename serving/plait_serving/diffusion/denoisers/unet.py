@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 
-from plait_kernels.executors import Program
+from plait_kernels.executors import PreparedProgram
 from plait_serving.diffusion.bundle import Bundle
 from plait_serving.diffusion.denoisers.batch import (
     BatchLayout,
@@ -67,14 +67,14 @@ class UNetDenoiser:
         self._vae_weights = vae_weights
         self._halves: CompiledHalves | None = None
         self._factors = FactorStore()
-        self._vae: Program | None = None
+        self._vae: PreparedProgram | None = None
 
     def adopt(self, halves: CompiledHalves) -> None:
         """Run steps through prepared programs from the next one on."""
         self._halves = halves
         self._factors = FactorStore(halves.encoder.layers, halves.decoder.layers)
 
-    def adopt_vae(self, vae: Program) -> None:
+    def adopt_vae(self, vae: PreparedProgram) -> None:
         """Decode through a prepared program from now on."""
         self._vae = vae
 
