@@ -203,7 +203,7 @@ def _limits(bundle: Bundle) -> ImageLimits:
     free, native = available_bytes(bundle.device), bundle.width * bundle.height
     pixels = pixels_that_fit(bundle.decoding_bytes_per_pixel, free, native=native, most=limits.max_pixels)
     if pixels < limits.max_pixels:
-        _log.warning("images of at most %d pixels: %s of memory are left", pixels, gigabytes(free))
+        _log.info("images of at most %d pixels: %s of memory are left", pixels, gigabytes(free))
     return replace(limits, max_pixels=pixels)
 
 

@@ -77,7 +77,8 @@ def test_an_engine_takes_no_size_that_memory_cannot_hold(monkeypatch, caplog, ti
     per_pixel = 4 * 2 * bundle.vae.config.block_out_channels[0] * 4
     assert bundle.decoding_bytes_per_pixel == per_pixel
     monkeypatch.setattr(assemble, "available_bytes", lambda _: 5000 * per_pixel)
-    assert assemble._limits(bundle).max_pixels == 5000
+    with caplog.at_level(logging.INFO):
+        assert assemble._limits(bundle).max_pixels == 5000
     assert "images of at most 5000 pixels" in caplog.text
     monkeypatch.setattr(assemble, "available_bytes", lambda _: 1 << 50)
     assert assemble._limits(bundle).max_pixels == ImageLimits().max_pixels
