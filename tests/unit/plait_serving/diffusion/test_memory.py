@@ -68,7 +68,7 @@ def test_a_model_that_does_not_fit_is_not_loaded(monkeypatch, tiny_sd_folder, ti
 @pytest.mark.parametrize(("free", "pixels"), [(0, 64), (63_999, 64), (80_000, 80), (10**9, 400)])
 def test_images_are_as_large_as_memory_holds(free, pixels):
     """Never refused: the model's own size; never more than the limit."""
-    assert pixels_that_fit(1000, free, native=64, most=400) == pixels
+    assert pixels_that_fit(1000, free, native=64, limit=400) == pixels
 
 
 def test_an_engine_takes_no_size_that_memory_cannot_hold(monkeypatch, caplog, tiny_sd_folder):
