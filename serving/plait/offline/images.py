@@ -49,7 +49,7 @@ def open_local(images: ImagesSection) -> Iterator[ImageService]:
     ControlNets also run in this process, whatever placement the configuration gives: there is no other process. Each
     is loaded when a request names it.
     """
-    with importing():  # torch and more: a wrong option is told before
+    with importing():  # torch and more: wrong options are refused before
         from plait_serving.deployments.images.hosted import load_images
 
     knobs = images.knobs.model_copy(update={"controlnet_placement": Placement.LOCAL})

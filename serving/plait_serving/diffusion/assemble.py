@@ -276,9 +276,9 @@ def _limits(bundle: Bundle) -> ImageLimits:
     """Return what requests may ask for: sizes that the model can take and that the memory which is left can hold."""
     limits = ImageLimits(size_multiple=bundle.size_multiple, min_edge_px=bundle.size_multiple)
     free, native = available_bytes(bundle.device), bundle.width * bundle.height
-    pixels = pixels_that_fit(bundle.decoding_bytes_per_pixel, free, native=native, max_pixels=limits.max_pixels)
+    pixels = pixels_that_fit(bundle.decoding_bytes_per_pixel, free, native=native, limit=limits.max_pixels)
     if pixels < limits.max_pixels:
-        _log.warning("images of at most %d pixels: %s of memory are left", pixels, gigabytes(free))
+        _log.info("images of at most %d pixels: %s of memory are left", pixels, gigabytes(free))
     return replace(limits, max_pixels=pixels)
 
 

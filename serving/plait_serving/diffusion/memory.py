@@ -48,19 +48,19 @@ class MemoryNeed:
 def check_memory(name: str, need: MemoryNeed, device: torch.device) -> None:
     """Log what the model needs. Raises `ModelError` if the device has not that much."""
     free = available_bytes(device)
-    told = (
+    sentence = (
         f"{name} needs {gigabytes(need.total_bytes)} of memory ({gigabytes(need.weights_bytes)} of weights and "
         f"{gigabytes(need.allowance_bytes)} to work with)"
     )
     if need.total_bytes > free:
-        raise ModelError(f"{told}; {gigabytes(free)} are available")
-    _log.info("%s; %s are available", told, gigabytes(free))
+        raise ModelError(f"{sentence}; {gigabytes(free)} are available")
+    _log.info("%s; %s are available", sentence, gigabytes(free))
 
 
-def pixels_that_fit(bytes_per_pixel: int, free_bytes: int, *, native: int, most: int) -> int:
+def pixels_that_fit(bytes_per_pixel: int, free_bytes: int, *, native: int, limit: int) -> int:
     """Return the pixels of the largest image that can be made with that much memory: never fewer than the model's
-    native size has, never more than `most`."""
-    return min(most, max(native, free_bytes // bytes_per_pixel))
+    native size has, never more than `limit`."""
+    return min(limit, max(native, free_bytes // bytes_per_pixel))
 
 
 def gigabytes(nbytes: int) -> str:
@@ -98,9 +98,9 @@ def _left(folder: Path) -> int:
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
-        most = _number(folder / limit)
-        if most is not None and most < _UNLIMITED:
-            return max(0, most - (_number(folder / used) or 0) + _statistic(folder / "memory.stat", cache))
+        allowed = _number(folder / limit)
+        if allowed is not None and allowed < _UNLIMITED:
+            return max(0, allowed - (_number(folder / used) or 0) + _statistic(folder / "memory.stat", cache))
     return _UNLIMITED
 
 

@@ -1,6 +1,6 @@
 """The weight files of one part of a model's folder, as their headers describe them: no tensor is read.
 
-What is missing, cut off, pickled or not a number is told here, by the name of the file and before anything is loaded.
+What is missing, cut off, pickled or no float is reported here, by the name of the file, before anything is loaded.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def test_a_model_that_does_not_fit_is_not_loaded(monkeypatch, tiny_sd_folder, ti
 @pytest.mark.parametrize(("free", "pixels"), [(0, 64), (63_999, 64), (80_000, 80), (10**9, 400)])
 def test_images_are_as_large_as_memory_holds(free, pixels):
     """Never refused: the model's own size; never more than the limit."""
-    assert pixels_that_fit(1000, free, native=64, most=400) == pixels
+    assert pixels_that_fit(1000, free, native=64, limit=400) == pixels
 
 
 def test_an_engine_takes_no_size_that_memory_cannot_hold(monkeypatch, caplog, tiny_sd_folder):
@@ -77,7 +77,8 @@ def test_an_engine_takes_no_size_that_memory_cannot_hold(monkeypatch, caplog, ti
     per_pixel = 4 * 2 * bundle.vae.config.block_out_channels[0] * 4
     assert bundle.decoding_bytes_per_pixel == per_pixel
     monkeypatch.setattr(assemble, "available_bytes", lambda _: 5000 * per_pixel)
-    assert assemble._limits(bundle).max_pixels == 5000
+    with caplog.at_level(logging.INFO):
+        assert assemble._limits(bundle).max_pixels == 5000
     assert "images of at most 5000 pixels" in caplog.text
     monkeypatch.setattr(assemble, "available_bytes", lambda _: 1 << 50)
     assert assemble._limits(bundle).max_pixels == ImageLimits().max_pixels
