@@ -102,7 +102,7 @@ def by_hand(
 
 def openvino_at(folder: Path, **settings: Any) -> OpenVinoExecutor:
     """An executor on one thread over a store of its own."""
-    return OpenVinoExecutor(ProgramStore(folder), OpenVinoSettings(**{"threads": 1, **settings}))
+    return OpenVinoExecutor(ProgramStore(folder), OpenVinoSettings(**{"threads": lambda: 1, **settings}))
 
 
 def wait_compiled(program: Any, shapes: int) -> None:

@@ -86,8 +86,7 @@ class DenoiseLoop:
 
     def _iterate(self, knobs: EngineKnobs) -> None:
         """Decode, or run one step of one group, or wait briefly."""
-        while self._between_steps:
-            self._between_steps.popleft()()
+        self._run_between_steps()
         self._take_in(knobs)
         self._drop_lost()
         if self._decodes.run_next(stepping=bool(self._jobs)):
@@ -98,6 +97,14 @@ class DenoiseLoop:
         else:
             wait_s = min(_IDLE_POLL_S, knobs.batch_wait_ms / 1000 or _IDLE_POLL_S)
             self._registry.wait_for_news(wait_s if self._jobs else None)
+
+    def _run_between_steps(self) -> None:
+        while self._between_steps:
+            function = self._between_steps.popleft()
+            try:
+                function()
+            except Exception:
+                _log.exception("what was to be done between two steps failed; the engine goes on")
 
     def _take_in(self, knobs: EngineKnobs) -> None:
         for job in self._registry.take_in():
