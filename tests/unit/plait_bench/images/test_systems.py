@@ -25,7 +25,7 @@ from plait_bench.images.start import StartWorkload
 from plait_bench.images.systems import environment
 from plait_bench.images.systems.factories import diffusers, models_of
 from plait_bench.images.systems.schedules import schedule_of
-from plait_bench.images.systems.served import body_of, configuration
+from plait_bench.images.systems.served import body_of, configuration, prepared_parts
 from plait_bench.images.workloads import ImageSpec, workloads
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.http.images.schemas import GenerationBody
@@ -202,3 +202,14 @@ def test_start_alone_measures_nothing_else(tmp_path):
     assert [workload.name for workload in made.workloads] == ["sd15-start"]
     whole = benchmark(tmp_path, varieties=[kind], cores=2, open_fleet=WorkerFleet)
     assert [workload.name for workload in whole.workloads][:2] == ["sd15-start", "sd15-single"]
+
+
+def test_what_a_server_has_converted_is_in_its_metrics():
+    """A server that converts nothing has no such metric."""
+    head = "# TYPE plait_engine_prepared gauge\n"
+    assert prepared_parts("# TYPE plait_images_total counter\n") is None
+    assert prepared_parts(head) == frozenset()
+    assert prepared_parts(head + 'plait_engine_prepared{part="unet"} 1\nplait_engine_prepared{part="vae"} 1\n') == {
+        "unet",
+        "vae",
+    }
