@@ -69,14 +69,17 @@ def definition(
     root: Path,
     *,
     varieties: Sequence[Variety] = (Variety(),),
-    only: Sequence[str] = (),
+    only: Sequence[str] | None = None,
     named: Sequence[str] = (),
 ) -> FleetDefinition:
-    """Define the workloads that have orders. Raises `BenchError` if models are missing that are not written here."""
+    """Define the workloads that have orders, or those of them in `only`.
+
+    Raises `BenchError` if models are missing that are not written here.
+    """
     size = varieties[0].size
-    names = [name for name in (only or size.workloads) if name != START]
+    names = [name for name in (size.workloads if only is None else only) if name != START]
     if not size.family:
-        open_models(root, **_needs(_all_items(only or size.workloads, varieties[0])), size=size)
+        open_models(root, **_needs(_all_items(names, varieties[0])), size=size)
     lists: list[ItemList] = []
     for variety in varieties:
         shared = None if size.max_open else _all_items(names, variety)

@@ -49,11 +49,12 @@ def rendered(folder, rows, name="images"):
 
 def test_a_line_says_where_its_numbers_come_from(tmp_path):
     """Value with spread, ratio with spread, rounds, load, commit and date; the machine once for all."""
-    head, _, ours, theirs, _, *footer = rendered(tmp_path, [record(), record("peer", value=1.0), ratio()])
-    assert head == "| workload | system | images/s | plait's ratio to it | rounds | load | commit | date |"
-    assert ours == "| `mixed16` | plait | 2 (1.8 to 2.2) |  | 5 | 0.10 | `aaaaaaa` | 2026-11-20 |"
+    peak = record(metric="peak_memory_gib", value=3.0, p20=3.0, p80=3.0)
+    head, _, ours, theirs, _, *footer = rendered(tmp_path, [record(), peak, record("peer", value=1.0), ratio()])
+    assert head == "| workload | system | images/s | GiB, peak | plait's ratio to it | rounds | load | commit | date |"
+    assert ours == "| `mixed16` | plait | 2 (1.8 to 2.2) | 3 |  | 5 | 0.10 | `aaaaaaa` | 2026-11-20 |"
     ratio_cell = "**2.00** (1.80 to 2.20)"
-    assert theirs == f"|  | peer | 1 (0.9 to 1.1) | {ratio_cell} | 5 | 0.10 | `aaaaaaa` | 2026-11-20 |"
+    assert theirs == f"|  | peer | 1 (0.9 to 1.1) |  | {ratio_cell} | 5 | 0.10 | `aaaaaaa` | 2026-11-20 |"
     assert "Some CPU, 2 cores, 16 GiB, Python 3.11.7" in footer[0]
     assert all(len(line) <= 120 for line in (head, ours, theirs, *footer))
 
@@ -70,7 +71,7 @@ def test_what_was_recorded_last_is_shown(tmp_path):
 def test_several_runs_of_a_commit_show_their_spread(tmp_path):
     """The median of the runs, the lowest and the highest; runs of another commit are of another program."""
     rows = [record(value=1.0), *(record(value=value, at=NEW, day=21 + i) for i, value in enumerate((3.0, 5.0, 4.0)))]
-    assert "| plait | 4 (3 to 5) | 3 x 5 | 0.10 | `bbbbbbb` | 2026-11-23 |" in rendered(tmp_path, rows)[2]
+    assert "| plait | 4 (3 to 5) |  | 3 x 5 | 0.10 | `bbbbbbb` | 2026-11-23 |" in rendered(tmp_path, rows)[2]
 
 
 @pytest.mark.parametrize("at", [GONE, f"{OLD}+changes", "unknown", "HEAD"])
@@ -155,3 +156,27 @@ def test_the_files_show_the_recorded_results(monkeypatch):
     if git_says(tables.ROOT, "rev-parse", "--is-shallow-repository") != "false":
         pytest.skip("needs a checkout with its whole history")
     assert tables.main(["--check"]) == 0
+
+
+def test_sizes_and_starts_have_tables_of_their_own():
+    """A row is in one of the image tables."""
+    names = ("images", "images-sd15", "images-sdxl", "images-start")
+    shown = {
+        workload: [name for name in names if TABLES[name].shows(record(workload=workload, metric=metric))]
+        for workload, metric in (
+            ("single", "images_per_s"),
+            ("sd15-single", "images_per_s"),
+            ("sd15-512-single", "peak_memory_gib"),
+            ("sdxl-lora", "images_per_s"),
+            ("start", "peak_memory_gib"),
+            ("sd15-start", "cold_ready_s"),
+        )
+    }
+    assert shown == {
+        "single": ["images"],
+        "sd15-single": ["images-sd15"],
+        "sd15-512-single": ["images-sd15"],
+        "sdxl-lora": ["images-sdxl"],
+        "start": ["images-start"],
+        "sd15-start": ["images-start"],
+    }

@@ -29,6 +29,7 @@ from plait_bench.fleet.values import Item, ItemOutcome
 from plait_bench.images.models import ModelFolder
 from plait_bench.images.pixels import encode
 from plait_bench.images.sizes import DTypeName
+from plait_bench.images.systems.schedules import schedule_of
 from plait_bench.images.workloads import ImageSpec
 
 __all__ = ["OpenVinoPipeline"]
@@ -42,8 +43,6 @@ class OpenVinoPipeline:
 
     def __init__(self, models: ModelFolder, *, dtype: DTypeName, cache: str, edge: int | None) -> None:
         """Export the model unless that has been done, and compile it for one image. Raises `BenchError`."""
-        if models.loras or models.controlnets:
-            raise BenchError("openvino's pipelines take neither LoRAs nor ControlNets here")
         self._precision = _PRECISION[dtype]
         index = json.loads((models.base / "model_index.json").read_text(encoding="utf-8"))
         xl = "XL" in index["_class_name"]
@@ -75,8 +74,8 @@ class OpenVinoPipeline:
 
     def _draw(self, orders: Sequence[ImageSpec]) -> list[Any]:
         first = orders[0]
-        if first.scheduler != "ddim":
-            raise BenchError(f"the openvino system draws with ddim, not {first.scheduler}")
+        if first.scheduler != "ddim" or first.loras or first.control:
+            raise BenchError("the openvino system draws with ddim, without LoRAs and ControlNets")
         pipeline, edge = self._ready(len(orders), first.edge)
         made = pipeline(
             prompt=[order.prompt for order in orders],
@@ -92,7 +91,7 @@ class OpenVinoPipeline:
         """Return the pipeline compiled for a batch and an edge, and the edge."""
         if self._pipeline is None:
             self._pipeline = self._load()
-            self._pipeline.scheduler = DDIMScheduler.from_config(self._pipeline.scheduler.config)
+            self._pipeline.scheduler = DDIMScheduler.from_config(schedule_of(self._pipeline))
             self._pipeline.set_progress_bar_config(disable=True)
         edge = edge or int(self._pipeline.unet.config["sample_size"]) * self._pipeline.vae_scale_factor
         wanted = (batch, edge, self._threads)

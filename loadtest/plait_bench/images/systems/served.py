@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -29,12 +30,14 @@ from plait_bench.images.pixels import encode
 from plait_bench.images.sizes import DTypeName
 from plait_bench.images.workloads import ImageSpec
 
-__all__ = ["Served", "body_of", "configuration"]
+__all__ = ["Served", "body_of", "configuration", "prepared_parts"]
 
 _HEADERS = {"content-type": "application/json"}
 _ANSWER_S = 1800.0
 _READY_S = 1200
 _STOP_S = 45.0
+_PREPARED_S = 600.0
+_CONTROLNETS_S = 60.0
 
 
 def configuration(
@@ -102,6 +105,8 @@ class Served:
         """
         config = configuration(models, dtype=dtype, knobs=knobs, executor=executor, is_split=is_split)
         self._edge = _own_edge(models.base)
+        self._prepares = executor != "torch" and knobs.get("exact") != "always"
+        self._controlnets = frozenset(models.controlnets)
         self._scratch = tempfile.TemporaryDirectory(prefix="plait-bench-")
         file = Path(self._scratch.name) / "plait.json"  # JSON is YAML
         file.write_text(json.dumps(config), encoding="utf-8")
@@ -131,10 +136,27 @@ class Served:
         else:
             with ThreadPoolExecutor(len(bodies)) as pool:
                 answers = list(pool.map(self._ask, bodies))
-        return [
+        outcomes = [
             ItemOutcome(finished_s=finished_s, result=_pixels(answer) if keep else None)
             for finished_s, answer in answers
         ]
+        if self._prepares:  # what the first images were made on is not what later ones are made on
+            self._prepares = False
+            self._wait_until_prepared()
+        return outcomes
+
+    def _wait_until_prepared(self) -> None:
+        """Wait until the server runs on what it converts behind its first requests; for ControlNets, which may be in
+        a process of their own, a while."""
+        began_s = time.monotonic()
+        while (waited_s := time.monotonic() - began_s) < _PREPARED_S:
+            parts = prepared_parts(self._client.get(f"{self._url}/metrics").text)
+            if parts is None:
+                return
+            if parts >= {"unet", "vae"} and (parts >= self._controlnets or waited_s > _CONTROLNETS_S):
+                return
+            time.sleep(0.5)
+        print(f"plait has converted only {sorted(parts or ())} in {_PREPARED_S:.0f} s", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Stop the server and wait for its end."""
@@ -157,6 +179,13 @@ class Served:
         if answer.status_code != httpx2.codes.OK:
             raise SystemFailed(f"plait answered {answer.status_code}: {answer.text[:300]}")
         return finished_s, answer.content
+
+
+def prepared_parts(metrics: str) -> frozenset[str] | None:
+    """Return which parts of a model run on what was converted, by the server's metrics; None if it converts nothing."""
+    if "# TYPE plait_engine_prepared " not in metrics:
+        return None
+    return frozenset(re.findall(r'^plait_engine_prepared\{.*?part="([^"]+)".*?\} 1', metrics, re.MULTILINE))
 
 
 def _pixels(answer: bytes) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from PIL import Image
 from plait.config import ServedConfig
 from plait_bench.errors import BenchError, SystemUnavailable
 from plait_bench.fleet.values import ProcessLayout
-from plait_bench.images import definition
+from plait_bench.fleet.workers import WorkerFleet
+from plait_bench.images import benchmark, definition
 from plait_bench.images.drawings import control_map
 from plait_bench.images.models import ModelFolder, write_missing
 from plait_bench.images.roster import SYSTEMS, systems
@@ -22,7 +24,8 @@ from plait_bench.images.sizes import SIZES, Variety
 from plait_bench.images.start import StartWorkload
 from plait_bench.images.systems import environment
 from plait_bench.images.systems.factories import diffusers, models_of
-from plait_bench.images.systems.served import body_of, configuration
+from plait_bench.images.systems.schedules import schedule_of
+from plait_bench.images.systems.served import body_of, configuration, prepared_parts
 from plait_bench.images.workloads import ImageSpec, workloads
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.http.images.schemas import GenerationBody
@@ -177,3 +180,36 @@ def test_a_start_is_cold_once_and_warm_once():
 def test_a_layout_of_its_own_says_so():
     """It has no numbers: the system chooses them."""
     assert str(ProcessLayout(processes=1, threads=0, variant="its own")) == "its own"
+
+
+def test_another_scheduler_does_not_clip():
+    """Unless the model's own configuration says so; SDXL's is left alone."""
+
+    class StableDiffusionPipeline:
+        scheduler = SimpleNamespace(config={"beta_end": 0.012})
+
+    class StableDiffusionXLPipeline(StableDiffusionPipeline):
+        """Another family."""
+
+    assert schedule_of(StableDiffusionPipeline()) == {"clip_sample": False, "steps_offset": 1, "beta_end": 0.012}
+    assert schedule_of(StableDiffusionXLPipeline()) == {"beta_end": 0.012}
+
+
+def test_start_alone_measures_nothing_else(tmp_path):
+    """`--workload start` starts no system for other workloads."""
+    kind = Variety(size=SIZES["sd15"])
+    made = benchmark(tmp_path, varieties=[kind], only=["start"], cores=2, open_fleet=WorkerFleet)
+    assert [workload.name for workload in made.workloads] == ["sd15-start"]
+    whole = benchmark(tmp_path, varieties=[kind], cores=2, open_fleet=WorkerFleet)
+    assert [workload.name for workload in whole.workloads][:2] == ["sd15-start", "sd15-single"]
+
+
+def test_what_a_server_has_converted_is_in_its_metrics():
+    """A server that converts nothing has no such metric."""
+    head = "# TYPE plait_engine_prepared gauge\n"
+    assert prepared_parts("# TYPE plait_images_total counter\n") is None
+    assert prepared_parts(head) == frozenset()
+    assert prepared_parts(head + 'plait_engine_prepared{part="unet"} 1\nplait_engine_prepared{part="vae"} 1\n') == {
+        "unet",
+        "vae",
+    }
