@@ -7,6 +7,7 @@ of the time. So small models get a copy for each shape that recurs, compiled in 
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections import OrderedDict
@@ -18,7 +19,7 @@ import numpy as np
 import openvino as ov
 import torch
 
-from plait_kernels.executors import AdaptedLayer, RowFactors
+from plait_kernels.executors import AdaptedLayer, RowFactors, background
 from plait_kernels.executors.adapters import check_factors, flat_factors
 from plait_kernels.executors.fixed_shapes import fixed
 
@@ -136,10 +137,9 @@ class OpenVinoProgram:
                 return special
             self._seen[shapes] = self._seen.get(shapes, 0) + 1
             if self._seen[shapes] >= _CALLS_BEFORE_SPECIALISING and self._worker is None:
-                self._worker = threading.Thread(
-                    target=self._specialise, args=(shapes, len(arrays)), name="plait-compile", daemon=True
+                self._worker = background.start(
+                    "plait-compile", functools.partial(self._specialise, shapes, len(arrays))
                 )
-                self._worker.start()
         return self._dynamic
 
     def _specialise(self, shapes: Shapes, inputs: int) -> None:

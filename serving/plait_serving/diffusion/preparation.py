@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 import torch
 
 from plait_fabric.cores import usable_cores
-from plait_kernels.executors import Computation, ExecutorError, PreparedProgram
+from plait_kernels.executors import Computation, ExecutorError, PreparedProgram, background
 from plait_kernels.executors.openvino_executor import OpenVinoExecutor, OpenVinoSettings, available
 from plait_kernels.executors.store import ProgramStore
 from plait_serving.diffusion.bundle import map_unet, map_vae
@@ -74,6 +73,8 @@ class Preparer:
             return None
 
     def _make(self, folder: Path, part: str, computation: Callable[[], Computation]) -> PreparedProgram:
+        if background.is_ending():
+            raise ExecutorError("the process ends")
         started_s = time.perf_counter()
         program = self._executor.prepare(self._key(folder, part), computation)
         _log.info("%s: %s is prepared after %.1f s", folder, part, time.perf_counter() - started_s)
@@ -115,11 +116,12 @@ def behind(what: str, make: Callable[[], None]) -> None:
         try:
             make()
         except (ExecutorError, ModelError, OSError) as error:
-            _log.warning("%s runs on torch: %s", what, error)
+            if not background.is_ending():
+                _log.warning("%s runs on torch: %s", what, error)
         except Exception:
             _log.exception("%s runs on torch: preparing it failed", what)
 
-    threading.Thread(target=run, name="plait-prepare", daemon=True).start()
+    background.start("plait-prepare", run)
 
 
 def _why_not(device: str, dtype: torch.dtype) -> str | None:
