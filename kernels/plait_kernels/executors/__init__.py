@@ -1,8 +1,8 @@
 """How a prepared module runs: `torch` is the definition, `openvino` is faster on most CPUs. One protocol for both.
 
-A `Computation` is a module over tensors with the sizes that may vary. An executor prepares it once; the `Program`
-then runs it for any number of rows and any size. LoRA factors are inputs of a program, row by row, so a call may hold
-rows of different LoRA sets and nothing is merged.
+A `Computation` is a module over tensors with the sizes that may vary. An executor prepares it once; the
+`PreparedProgram` then runs it for any number of rows and any size. LoRA factors are inputs of a program, row by row, so
+a call may hold rows of different LoRA sets and nothing is merged.
 
 Symbols: R rows, r rank. A row's factors of a layer are A `(in, r)` and B `(r, out)`; the layer adds `x @ A @ B`.
 """
@@ -63,7 +63,7 @@ class Computation:
     takes_factors: bool = False
 
 
-class Program(Protocol):
+class PreparedProgram(Protocol):
     """A prepared computation. Threads take turns."""
 
     @property

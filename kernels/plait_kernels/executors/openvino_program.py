@@ -1,4 +1,4 @@
-"""A compiled OpenVINO model as a `PreparedProgram`: any shape at once, and the shapes that recur compiled for themselves.
+"""A compiled OpenVINO model as a `PreparedProgram`: any shape at once, and for shapes that recur one of their own.
 
 One model with dynamic axes serves every shape. It holds one copy of the weights; at the size of SD 1.5 a model
 compiled for one shape is not faster (measured: 0.97 to 1.05 of the time), at the starter's size it takes 0.5 to 0.6
@@ -43,7 +43,7 @@ class _Compiled:
 
 
 class OpenVinoProgram:
-    """A `PreparedProgram` over a converted model. `specialise_bytes` bounds the weights of the copies for single shapes."""
+    """A `PreparedProgram` over a converted model. `specialise_bytes` bounds the weights of copies for single shapes."""
 
     def __init__(
         self,

@@ -186,7 +186,7 @@ class _PendingParts(PendingResiduals):
 
 
 class _TimedParts(PendingResiduals):
-    """Answers whose arrival is told, if all have arrived: on an accelerator they may still be under way."""
+    """Answers whose arrival is recorded, if all have arrived: on an accelerator they may still be in flight."""
 
     def __init__(self, pending: PendingResiduals, arrived: Callable[[], None]) -> None:
         self._pending = pending
