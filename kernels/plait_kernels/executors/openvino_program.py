@@ -26,7 +26,9 @@ from plait_kernels.executors.fixed_shapes import fixed
 _log = logging.getLogger(__name__)
 
 _CALLS_BEFORE_SPECIALISING = 2
-_MAX_SPECIAL = 12
+_MAX_SPECIAL = 24
+_CALLS_TO_WAIT = 100
+"""Calls with a shape after which it counts as settled without a model of its own: others are compiled all the time."""
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -66,11 +68,17 @@ class OpenVinoProgram:
         self._lock = threading.Lock()
         self._running = threading.Lock()
         self._worker: threading.Thread | None = None
+        self._settled = True
 
     @property
     def layers(self) -> tuple[AdaptedLayer, ...]:
         """The layers that take factors."""
         return self._layers
+
+    @property
+    def settled(self) -> bool:
+        """Whether the last run's shapes have a model of their own, or will never have one."""
+        return self._settled
 
     def run(
         self, inputs: Sequence[torch.Tensor], factors: RowFactors | None = None, *, copy: bool = True
@@ -123,7 +131,8 @@ class OpenVinoProgram:
     # ---- shapes that recur ---------------------------------------------------------------------------------------
 
     def _for_shapes(self, arrays: list[Any], rows: int, factors: RowFactors | None) -> _Compiled:
-        if not self._max_special:
+        self._settled = True
+        if not self._max_special or not _is_usual(rows):
             return self._dynamic
         ranks = {path: pair[0].shape[2] for path, pair in factors.by_path.items()} if factors is not None else {}
         shapes: Shapes = (
@@ -136,6 +145,7 @@ class OpenVinoProgram:
                 self._special.move_to_end(shapes)
                 return special
             self._seen[shapes] = self._seen.get(shapes, 0) + 1
+            self._settled = self._seen[shapes] > _CALLS_TO_WAIT
             if self._seen[shapes] >= _CALLS_BEFORE_SPECIALISING and self._worker is None:
                 self._worker = background.start(
                     "plait-compile", functools.partial(self._specialise, shapes, len(arrays))
@@ -158,6 +168,12 @@ class OpenVinoProgram:
                 self._seen.pop(old, None)
             self._special[shapes] = compiled
             self._worker = None
+
+
+def _is_usual(rows: int) -> bool:
+    """Return whether batches of so many rows get a model of their own: 2^k or 3 * 2^k, so there are few."""
+    odd = rows // (rows & -rows)
+    return odd in (1, 3)
 
 
 def _constant_bytes(model: Any) -> int:

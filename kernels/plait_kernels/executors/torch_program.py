@@ -21,6 +21,11 @@ class TorchProgram:
         """The layers that take factors."""
         return self._twin.layers
 
+    @property
+    def settled(self) -> bool:
+        """Always: nothing is compiled."""
+        return True
+
     @torch.inference_mode()
     def run(
         self, inputs: Sequence[torch.Tensor], factors: RowFactors | None = None, *, copy: bool = True

@@ -167,7 +167,8 @@ class DenoiseLoop:
                 self._fail(job, error)
             return
         rows = sum(unit.rows for unit in prepared)
-        self._costs.record(prepared[0].candidate(self._stepper.live_loras).key, rows, seconds)
+        if self._stepper.settled:
+            self._costs.record(prepared[0].candidate(self._stepper.live_loras).key, rows, seconds)
         self._registry.count(steps=1, rows=rows, lora_switches=int(switched))
         for job in {unit.job for unit in prepared}:
             job.spent.denoise_s += seconds

@@ -145,6 +145,11 @@ class Denoiser(Protocol):
     def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
         """Return `(c, h, w)` of one image's latents."""
 
+    @property
+    def settled(self) -> bool:
+        """Whether the last `predict` was as fast as such calls will be: an executor may still compile for its
+        shape."""
+
     def takes(self, weights: Sequence[LoraWeights]) -> bool:
         """Return whether these files can be inputs of a step; otherwise they must be merged into the live weights.
 

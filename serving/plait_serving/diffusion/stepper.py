@@ -60,6 +60,11 @@ class Stepper:
         """The set that is merged into the denoiser's weights."""
         return self._merger.current
 
+    @property
+    def settled(self) -> bool:
+        """Whether the last step tells how long such steps take."""
+        return self._denoiser.settled
+
     def to_merge(self, unit: Unit) -> LoraSet:
         """Return the set that must be merged for a unit's next step: none if the denoiser takes its set as inputs."""
         if not unit.loras or self._denoiser.takes(list(_weights_of(unit).values())):

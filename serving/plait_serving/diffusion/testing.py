@@ -187,6 +187,8 @@ class FakeDenoiser:
         """Return one channel, an eighth of the size."""
         return 1, height // 8, width // 8
 
+    settled = True
+
     def takes(self, weights: Sequence[LoraWeights]) -> bool:
         """Return whether all files are in `taken`."""
         return self.taken.issuperset(one.name for one in weights)

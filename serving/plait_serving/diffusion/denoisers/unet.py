@@ -83,6 +83,11 @@ class UNetDenoiser:
         """What steps run on now: "compiled" or "torch"."""
         return "torch" if self._compiled() is None else "compiled"
 
+    @property
+    def settled(self) -> bool:
+        """Whether the last `predict` was as fast as such calls will be."""
+        return self._halves is None or self._halves.settled
+
     def takes(self, weights: Sequence[LoraWeights]) -> bool:
         """Return whether LoRA files can be inputs of a step now, instead of being merged into the weights."""
         return self._compiled() is not None and all(map(self._factors.takes, weights))
