@@ -72,10 +72,12 @@ class ResidentWeights:
     def _release(self) -> None:
         if not self._resident:
             return
-        for parameter, kept in zip(self._module.parameters(), self._mapped().parameters(), strict=True):
-            parameter.data = kept.data
+        mapped = dict(self._mapped().named_parameters())
+        for name, parameter in self._module.named_parameters():
+            # What stays may be running now.
+            if not name.startswith(tuple(f"{part}." for part in self._always)):
+                parameter.data = mapped[name].data
         self._resident = False
-        self._keep_always()
 
     def _keep_always(self) -> None:
         for name in self._always:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import os
 import shutil
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -13,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from plait_kernels.executors import ExecutorError
+from support.cluster import TESTS
 from support.executors import (
     LAYERS,
     by_hand,
@@ -227,3 +231,22 @@ def test_copies_for_single_shapes_stay_within_their_bytes(converted, block):
         tight.run(inputs, factors)
     assert not tight._special
     assert tight._worker is None
+
+
+def test_a_process_that_ends_while_a_shape_is_compiled_ends_well(converted):
+    """It waits for the thread: cut off inside OpenVINO it would abort."""
+    code = """
+import sys
+from pathlib import Path
+from support.executors import openvino_at, small_inputs
+program = openvino_at(Path(sys.argv[1])).open("k")
+for _ in range(2):
+    program.run(small_inputs(1, 9, 9))
+assert program._worker is not None
+"""
+    path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
+    ended = subprocess.run(
+        [sys.executable, "-c", code, str(converted)], env={**os.environ, "PYTHONPATH": path}, capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr

@@ -195,6 +195,49 @@ def test_different_lora_sets_never_share_a_call(rig):
         assert value(watch.result().images[0]) == 10 + 3 * (1 + scale)
 
 
+def test_sets_that_are_inputs_share_a_call_and_are_not_merged(rig):
+    """Sets that the denoiser takes go with the call; one that it does not take is merged and steps without them."""
+    gate = Gate()
+    built = rig(gate=gate)
+    built.denoiser.taken.add("a")
+    first = built.ask("first", steps=3)
+    gate.wait_step()
+    watches = {scale: built.ask(f"p{scale}", loras=(LoraRef(name="a", scale=scale),), steps=3) for scale in (1, 2)} | {
+        0: first
+    }
+    merged = built.ask("merged", loras=(LoraRef(name="b", scale=5),), steps=3)
+    gate.release_all()
+    for scale, watch in watches.items():
+        assert value(watch.result().images[0]) == 10 + 3 * (1 + scale)
+    assert value(merged.result().images[0]) == 10 + 3 * (1 + 5)
+    calls = built.denoiser.calls
+    assert (1.0, 2.0) in {tuple(sorted(call.inputs))[-2:] for call in calls}
+    assert not [call for call in calls if call.loras and any(call.inputs)]
+    assert {call.loras for call in calls} == {(), (LoraRef(name="b", scale=5),)}
+
+
+def test_a_denoiser_that_takes_sets_from_now_on_gets_them_as_inputs(rig):
+    """Between two steps: what was merged is restored, and the request goes on with the same images."""
+    gate = Gate()
+    built = rig(gate=gate)
+    loras = (LoraRef(name="a", scale=2),)
+    watch = built.ask("x", loras=loras, steps=4)
+    gate.wait_step()
+    built.engine.between_steps(lambda: built.denoiser.taken.add("a"))
+    gate.let(1)
+    gate.release_all()
+    assert value(watch.result().images[0]) == 10 + 4 * 3
+    assert built.merger.history == [loras, ()]
+    assert [call.inputs for call in built.denoiser.calls] == [(0.0,), (2.0,), (2.0,), (2.0,)]
+
+
+def test_what_fails_between_steps_costs_no_request(rig):
+    """It is logged; the engine goes on."""
+    built = rig()
+    built.engine.between_steps(lambda: 1 / 0)
+    assert value(built.ask(steps=2).result().images[0]) == 12
+
+
 def test_more_images_than_a_batch_holds(rig):
     """Ten images with largest_batch 4 run as three units and come back in seed order."""
     built = rig(largest_batch=4)

@@ -1,0 +1,248 @@
+"""When steps run on prepared programs, when on torch, and how one takes over from the other; on tiny models.
+
+What programs cannot take, or must not because bits matter, torch computes as ever.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from plait_kernels.executors import conversion, openvino_executor
+from plait_serving.diffusion import preparation
+from plait_serving.diffusion.errors import ModelError
+from plait_serving.diffusion.knobs import Exact, ExecutorName
+from plait_serving.diffusion.preparation import Preparer
+from plait_serving.diffusion.values import Event, Progress
+from support.denoise import max_difference
+from support.prepared import (
+    CLOSE,
+    CONTROLLED,
+    PLAIN,
+    SETS,
+    Models,
+    asked,
+    convert,
+    dressed,
+    unet_is_mapped,
+    wait_prepared,
+    write_models,
+)
+from support.tiny import tiny_sd, tiny_sdxl
+
+pytest.importorskip("openvino", reason="needs openvino")
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """Tiny models in float16 files, after a first start."""
+    folder = tmp_path_factory.mktemp("tiny")
+    return convert(write_models(folder, partial(tiny_sd, dtype=torch.float16)))
+
+
+def test_exact_always_gives_the_pipelines_bits(converted):
+    """While programs are adopted too: plain, with a LoRA (merged then) and with a ControlNet. Then programs again."""
+    probe = converted.build(exact=Exact.ALWAYS)
+    try:
+        assert probe.assembled.prepared_parts() == {"unet", "vae"}
+        for one in (PLAIN, dressed("peft"), CONTROLLED):
+            assert max_difference(probe.latents(one)[0], converted.reference(one)) < 1e-5
+        assert torch.equal(probe.latents(PLAIN)[0], converted.reference(PLAIN))
+        assert not unet_is_mapped(probe)
+        probe.engine.reconfigure(probe.engine.knobs.model_copy(update={"exact": Exact.NEVER}))
+        for one in (PLAIN, dressed("peft"), CONTROLLED):
+            assert 0 < max_difference(probe.latents(one)[0], converted.reference(one)) < CLOSE
+    finally:
+        probe.engine.stop(drain_s=0)
+
+
+def test_a_lora_on_convolutions_is_merged_and_runs_on_torch(converted):
+    """Programs do not take 3x3 convolutions: the weights come into memory, merged as ever; others stay on programs."""
+    probe = converted.build()
+    try:
+        probe.latents(dressed("peft"))
+        assert unet_is_mapped(probe)
+        assert probe.engine.statistics().lora_switches == 0
+        (ours,) = probe.latents(dressed("conv"))
+        assert max_difference(ours, converted.reference(dressed("conv"))) < 1e-5
+        assert not unet_is_mapped(probe)
+        assert probe.engine.statistics().lora_switches == 1
+        company = (dressed("conv"), dressed("peft"), PLAIN)
+        found = probe.latents(*company)
+        assert sorted(probe.batches) == [1, 1, 2, 2]
+        for ours, one in zip(found, company, strict=True):
+            assert max_difference(ours, converted.reference(one)) < CLOSE
+        assert max_difference(found[0], converted.reference(dressed("conv"))) < 1e-5
+        assert max_difference(found[2], converted.reference(PLAIN)) > 0
+    finally:
+        probe.engine.stop(drain_s=0)
+
+
+@pytest.mark.parametrize("name", ["plain", "both", "text"])
+def test_a_request_that_torch_began_is_finished_by_programs(converted, monkeypatch, name):
+    """Programs arrive between two steps: a set that was merged becomes an input, and the latents are diffusers'."""
+    go, make_unet = threading.Event(), Preparer.make_unet
+
+    def late(self: Preparer, folder: Path) -> Any:
+        assert go.wait(60)
+        return make_unet(self, folder)
+
+    monkeypatch.setattr(Preparer, "open_unet", lambda *_: None)
+    monkeypatch.setattr(Preparer, "make_unet", late)
+    probe = converted.build(converts=True)
+    loop: Any = probe.engine._loop
+
+    def on_event(event: Event) -> None:
+        if isinstance(event, Progress) and event.step == 2:
+            assert not probe.assembled.prepared_parts()
+            go.set()
+            until_s = time.monotonic() + 60
+            while not loop._between_steps and time.monotonic() < until_s:
+                time.sleep(0.01)
+
+    one = asked(f"taken over {name}", steps=4, loras=SETS.get(name, ()))
+    try:
+        (ours,) = probe.latents(one, on_event=on_event)
+        assert "unet" in probe.assembled.prepared_parts()
+        assert 0 < max_difference(ours, converted.reference(one)) < CLOSE
+        assert unet_is_mapped(probe)
+        assert probe.engine.statistics().lora_switches == (name != "plain")
+        wait_prepared(probe, "vae")
+    finally:
+        probe.engine.stop(drain_s=0)
+
+
+def test_a_tiny_sdxl_runs_on_programs(tmp_path):
+    """SDXL: pooled text and sizes, two text encoders with LoRAs, a ControlNet; alone and in company."""
+    models = write_models(tmp_path, tiny_sdxl)
+    first = models.build(converts=True)
+    company = (dressed("text"), dressed("both"), PLAIN, CONTROLLED)
+    try:
+        first.latents(CONTROLLED)
+        wait_prepared(first, "unet", "vae", "edges")
+        together = first.latents(*company)
+        assert first.batches == [4, 4]
+        alone = [first.latents(one)[0] for one in company]
+        for ours, own, one in zip(together, alone, company, strict=True):
+            assert 0 < max_difference(ours, models.reference(one)) < CLOSE
+            assert 0 < max_difference(own, models.reference(one)) < CLOSE
+    finally:
+        first.engine.stop(drain_s=0)
+
+
+def test_bfloat16_is_as_near_to_fp32_as_diffusers(converted):
+    """Over 20 seeds the mean error of bf16 latents is at most 1.1 times that of diffusers in bf16, LoRAs included."""
+    probe = converted.build(dtype="bfloat16", converts=True)
+    requests = [asked("bf16", n=10, seed=100), asked("bf16 text", n=10, seed=200, loras=SETS["text"])]
+    try:
+        wait_prepared(probe, "unet", "vae")
+        together = probe.latents(*requests)
+        for ours, one in zip(together, requests, strict=True):
+            truth, theirs = converted.reference(one), converted.reference(one, torch.bfloat16)
+            limit = 1.1 * mean_error(theirs, truth)
+            assert 0 < mean_error(ours, truth) <= limit
+            assert mean_error(probe.latents(one)[0], truth) <= limit
+    finally:
+        probe.engine.stop(drain_s=0)
+
+
+def mean_error(found: torch.Tensor, truth: torch.Tensor) -> float:
+    """The mean over images of the root of the mean square difference."""
+    return float((found.float() - truth).square().flatten(1).mean(1).sqrt().mean())
+
+
+def test_without_the_package_torch_serves(converted, monkeypatch):
+    """`auto` runs on torch, with the pipeline's bits; `openvino` by name is a `ModelError` that says why."""
+    monkeypatch.setattr(preparation, "available", lambda: False)
+    probe = converted.build(converts=True)
+    try:
+        assert torch.equal(probe.latents(PLAIN)[0], converted.reference(PLAIN))
+        assert probe.assembled.prepared_parts() == frozenset()
+    finally:
+        probe.engine.stop(drain_s=0)
+    with pytest.raises(ModelError, match="executor: openvino cannot be used: the package openvino is not installed"):
+        converted.build(executor=ExecutorName.OPENVINO)
+
+
+def test_openvino_by_name_needs_a_dtype_that_it_computes_in(converted):
+    """float16 on a CPU: refused by name, torch otherwise."""
+    with pytest.raises(ModelError, match="in float32 or bfloat16, not in float16"):
+        converted.build(executor=ExecutorName.OPENVINO, dtype="float16")
+    probe = converted.build(executor=ExecutorName.AUTO, dtype="float16", converts=True)
+    probe.engine.stop(drain_s=0)
+    assert probe.assembled.prepared_parts() == frozenset()
+
+
+def test_a_conversion_that_is_not_equal_is_not_used(tmp_path, caplog, monkeypatch):
+    """One warning says that torch runs the model and why, torch serves its bits, and nothing is left in the store."""
+    models = write_models(tmp_path, tiny_sd)
+    monkeypatch.setattr(openvino_executor, "TOLERANCE", {"float32": 0.0})
+    with caplog.at_level(logging.WARNING):
+        probe = models.build(converts=True)
+        try:
+            wait_threads("plait-prepare")
+            assert torch.equal(probe.latents(PLAIN)[0], models.reference(PLAIN))
+            probe.latents(CONTROLLED)
+            wait_threads("plait-prepare")
+            assert max_difference(probe.latents(CONTROLLED)[0], models.reference(CONTROLLED)) < 1e-5
+        finally:
+            probe.engine.stop(drain_s=0)
+    said = [record.getMessage() for record in caplog.records if "runs on torch" in record.getMessage()]
+    assert len(said) == 2
+    assert all("it differs from torch by" in line for line in said)
+    assert not [path for path in (tmp_path / "prepared").iterdir() if path.is_dir()]
+
+
+def wait_threads(name: str) -> None:
+    """Block until no thread of that name runs."""
+    for thread in threading.enumerate():
+        if thread.name == name:
+            thread.join(100)
+            assert not thread.is_alive()
+
+
+def test_a_store_that_cannot_be_written_costs_no_image(tmp_path, caplog):
+    """A file lies where the folder should be: torch serves, and the log says so."""
+    models = write_models(tmp_path, tiny_sd)
+    (tmp_path / "prepared").touch()
+    with caplog.at_level(logging.WARNING):
+        probe = models.build(converts=True)
+        wait_threads("plait-prepare")
+        try:
+            assert torch.equal(probe.latents(PLAIN)[0], models.reference(PLAIN))
+        finally:
+            probe.engine.stop(drain_s=0)
+    assert "runs on torch" in caplog.text
+
+
+def test_a_take_over_that_fails_costs_no_image(converted, monkeypatch):
+    """What goes wrong between two steps is logged; the engine goes on with torch."""
+    monkeypatch.setattr(Preparer, "open_unet", lambda *_: None)
+    probe = converted.build()
+    try:
+        probe.engine.between_steps(lambda: 1 / 0)
+        assert torch.equal(probe.latents(PLAIN)[0], converted.reference(PLAIN))
+    finally:
+        probe.engine.stop(drain_s=0)
+
+
+def test_two_first_starts_convert_once(tmp_path, monkeypatch):
+    """Two engines of one folder start together: each part is converted by one of them, and both run on it."""
+    models, converted_parts, convert_part = write_models(tmp_path, tiny_sd), [], conversion.convert
+    monkeypatch.setattr(conversion, "convert", lambda it: (converted_parts.append(1), convert_part(it))[1])
+    probes = [models.build(converts=True) for _ in range(2)]
+    try:
+        for probe in probes:
+            wait_prepared(probe, "unet", "vae")
+            assert 0 < max_difference(probe.latents(PLAIN)[0], models.reference(PLAIN)) < CLOSE
+    finally:
+        for probe in probes:
+            probe.engine.stop(drain_s=0)
+    assert len(converted_parts) == 3

@@ -1,0 +1,117 @@
+"""LoRA sets as row-wise factors: which files are taken, what a batch's rows get, and what is remembered."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from plait_kernels.executors import AdaptedLayer
+from plait_serving.diffusion.denoisers.batch import BatchLayout
+from plait_serving.diffusion.denoisers.factors import FactorStore
+from plait_serving.diffusion.lora.formats import Factor, LoadedLora
+from plait_serving.diffusion.lora.keys import LoraFormat
+from plait_serving.diffusion.lora.targets import ModuleRef
+from plait_serving.diffusion.protocols import Conditioning
+from plait_serving.diffusion.testing import FakeWeights
+
+FIRST = [AdaptedLayer(path="unet.down", width_in=6, width_out=4)]
+SECOND = [AdaptedLayer(path="unet.up", width_in=3, width_out=5), AdaptedLayer(path="unet.out", width_in=2, width_out=2)]
+
+
+def factor(inputs: int, outputs: int, rank: int, *, alpha: float, seed: int) -> Factor:
+    """A random one, in float16 as files have it."""
+    rng = torch.Generator().manual_seed(seed)
+    down, up = torch.randn(rank, inputs, generator=rng), torch.randn(outputs, rank, generator=rng)
+    return Factor(down=down.half(), up=up.half(), alpha=alpha, bound=100.0)
+
+
+def lora(name: str, **factors: Factor) -> LoadedLora:
+    """A file of UNet layers; "text" is one of the text encoder."""
+    refs = {ModuleRef("text_encoder" if path == "text" else "unet", path): one for path, one in factors.items()}
+    return LoadedLora(name=name, format=LoraFormat.PEFT, factors=refs, nbytes=1)
+
+
+def layout(*counts: int, cfg: bool = True) -> BatchLayout:
+    """Of requests for that many images each."""
+    text = torch.zeros(2 if cfg else 1, 77, 4)
+    return BatchLayout.of([Conditioning(text=text, added={}, n=n, uses_cfg=cfg) for n in counts])
+
+
+def delta(one: Factor, scale: float) -> torch.Tensor:
+    """What `x @ it` adds."""
+    return (scale * one.alpha / one.rank * one.up.float() @ one.down.float()).T
+
+
+DOWN_A, DOWN_B = factor(6, 4, 2, alpha=1.0, seed=1), factor(6, 4, 9, alpha=9.0, seed=2)
+UP = factor(3, 5, 1, alpha=2.0, seed=3)
+ONE, TWO = lora("one", down=DOWN_A, text=UP), lora("two", down=DOWN_B, up=UP)
+
+
+@pytest.fixture
+def store() -> FactorStore:
+    """Over two programs."""
+    return FactorStore(FIRST, SECOND)
+
+
+def test_a_file_is_taken_if_all_its_unet_layers_are_adapted(store):
+    """Text encoders do not matter; one other UNet layer does; a LoRA of another kind is not taken."""
+    assert store.takes(ONE)
+    assert store.takes(lora("text only", text=UP))
+    assert not store.takes(lora("conv", down=DOWN_A, conv1=UP))
+    assert not store.takes(FakeWeights(name="fake"))
+    assert not FactorStore().takes(ONE)
+
+
+def test_rows_of_a_batch_add_their_own_sets(store):
+    """n images times two branches of four requests: one set, two files, none, one file at scale 0."""
+    sets = [((ONE, 0.5),), ((ONE, -1.0), (TWO, 2.0)), (), ((TWO, 0.0),)]
+    where = layout(2, 1, 1, 1)
+    first, second = store.of(sets, where)
+    assert first.rows == second.rows == 10
+    assert set(first.by_path) == {"unet.down"}
+    assert set(second.by_path) == {"unet.up"}
+    wanted = [
+        {"unet.down": delta(DOWN_A, 0.5)},
+        {"unet.down": -delta(DOWN_A, 1.0) + delta(DOWN_B, 2.0), "unet.up": delta(UP, 2.0)},
+        {},
+        {},
+    ]
+    for factors in (first, second):
+        for path, (a, b) in factors.by_path.items():
+            assert a.dtype == b.dtype == torch.float32
+            products = a @ b
+            for k, deltas in enumerate(wanted):
+                for rows in where.rows(k):
+                    for product in products[rows]:
+                        torch.testing.assert_close(product, deltas.get(path, torch.zeros_like(product)))
+
+
+def test_ranks_are_padded_to_few_sizes(store):
+    """So that ranks 2 and 8 share a shape, and 11 takes the next."""
+    assert store.of([((ONE, 1.0),)], layout(1))[0].by_path["unet.down"][0].shape[2] == 8
+    assert store.of([((ONE, 1.0), (TWO, 1.0))], layout(1))[0].by_path["unet.down"][0].shape[2] == 16
+
+
+def test_a_program_without_factors_gets_none(store):
+    """No set at all, or none that touches its layers: nothing to bind."""
+    assert store.of([(), ()], layout(1, 1)) == (None, None)
+    assert store.of([((lora("text only", text=UP), 1.0),)], layout(1)) == (None, None)
+    assert store.of([((ONE, 1.0),)], layout(1))[1] is None
+
+
+def test_the_same_batch_gets_the_same_object(store):
+    """Programs know factors by identity. Another scale, order, number of rows or file is another batch."""
+    sets = [((ONE, 1.0),), ((TWO, 1.0),)]
+    first = store.of(sets, layout(1, 2))[0]
+    assert store.of(sets, layout(1, 2))[0] is first
+    others = [
+        store.of(sets[::-1], layout(1, 2)),
+        store.of(sets, layout(2, 1)),
+        store.of([((ONE, 0.9),), sets[1]], layout(1, 2)),
+    ]
+    assert all(other[0] is not first for other in others)
+    assert store.of(sets, layout(1, 2))[0] is first
+    again = lora("one", down=DOWN_A)
+    for scale in range(5):
+        store.of([((again, float(scale)),)], layout(1))
+    assert store.of(sets, layout(1, 2))[0] is not first, "only the latest are kept"
