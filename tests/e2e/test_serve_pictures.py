@@ -62,7 +62,10 @@ def metric(server, name):
 
 
 def test_serve_openai_client_makes_a_picture(plait_server):
-    """The openai client works unchanged: a PNG of the model's size, the same one again for the same seed."""
+    """The openai client works unchanged: a PNG of the model's size, the same one again for the same seed.
+
+    Programs may take over from torch between the two: that moves a value by one level at most.
+    """
     import openai
 
     client = openai.OpenAI(base_url=plait_server.url + "/v1", api_key="none", max_retries=0)
@@ -70,7 +73,8 @@ def test_serve_openai_client_makes_a_picture(plait_server):
     extra = {"seed": 7, "num_inference_steps": 4}
     first, second = (client.images.generate(model="tiny", prompt="red apple", extra_body=extra) for _ in range(2))
     assert image(first.data[0].b64_json).shape == (SIZE, SIZE, 3)
-    assert first.data[0].b64_json == second.data[0].b64_json
+    images = [image(answer.data[0].b64_json).astype(int) for answer in (first, second)]
+    assert np.abs(images[0] - images[1]).max() <= 1
     with pytest.raises(openai.NotFoundError) as caught:
         client.images.generate(model="sdxl", prompt="x")
     assert caught.value.code == "model_not_found"
@@ -84,6 +88,9 @@ def test_serve_that_told_its_address_is_ready(plait_server):
 
 def test_serve_says_what_its_host_shares(plait_server):
     """An engine and three ControlNet replicas have a thread each, at least; shared if there are fewer cores."""
+    until_s = time.monotonic() + 60  # a replica may still be starting
+    while metric(plait_server, "plait_host_threads_planned") < 4 and time.monotonic() < until_s:
+        time.sleep(0.5)
     planned, cores = metric(plait_server, "plait_host_threads_planned"), metric(plait_server, "plait_host_cores")
     assert planned >= 4
     assert metric(plait_server, "plait_host_shared") == (planned > cores)

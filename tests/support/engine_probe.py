@@ -46,8 +46,9 @@ class Probe:
         """
         self._decoded.clear()
         self.batches.clear()
-        wait_ms = 200.0 if len(requests) > 1 else 0.0
-        self.engine.reconfigure(self.engine.knobs.model_copy(update={"batch_wait_ms": wait_ms}))
+        # They wait until the last one's LoRA files are loaded: a full batch ends the waiting.
+        knobs = {"batch_wait_ms": 5000.0 if len(requests) > 1 else 0.0, "largest_batch": sum(one.n for one in requests)}
+        self.engine.reconfigure(self.engine.knobs.model_copy(update=knobs))
         ended: queue.Queue[tuple[str, Finished | Failed]] = queue.Queue()
 
         def tell(name: str, event: Event) -> None:

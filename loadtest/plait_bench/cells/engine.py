@@ -36,7 +36,7 @@ SPACE = Space(
         ChoiceKnob(name="largest_batch", values=(1, 2, 3, 4, 6, 8, 12, 16), ordered=True, unit="images"),
         ChoiceKnob(name="batch_wait_ms", values=(0.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0), ordered=True, unit="ms"),
         ChoiceKnob(name="threads", values=(1, 2), ordered=True, unit="cores"),
-        ChoiceKnob(name="exact", values=("alone", "never")),
+        ChoiceKnob(name="exact", values=("never", "always")),
         ChoiceKnob(name="placement", values=("local",)),
     )
 )

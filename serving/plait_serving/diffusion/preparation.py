@@ -22,8 +22,14 @@ from plait_serving.diffusion.denoisers.compiled import CompiledHalves
 from plait_serving.diffusion.denoisers.computations import decoder_computation, encoder_computation, vae_computation
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.knobs import ExecutorName
+from plait_serving.diffusion.memory import available_bytes, gigabytes
+from plait_serving.diffusion.weight_files import find_weights
 
 _log = logging.getLogger(__name__)
+
+_COPY = 1.25
+_WORKING_BYTES = 500_000_000
+"""What converting and compiling take: SD 1.5's UNet (3.4 GB of weights) peaked 4.4 GB above what was there."""
 
 _PRECISIONS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
@@ -75,6 +81,7 @@ class Preparer:
     def _make(self, folder: Path, part: str, computation: Callable[[], Computation]) -> PreparedProgram:
         if background.is_ending():
             raise ExecutorError("the process ends")
+        _check_memory(folder)
         started_s = time.perf_counter()
         program = self._executor.prepare(self._key(folder, part), computation)
         _log.info("%s: %s is prepared after %.1f s", folder, part, time.perf_counter() - started_s)
@@ -85,6 +92,14 @@ class Preparer:
         if key is None:
             key = self._keys[folder] = self._executor.key(folder)
         return f"{key}-{part}"
+
+
+def _check_memory(folder: Path) -> None:
+    """Raise `ExecutorError` if a program's own copy of a folder's weights would not fit beside torch's."""
+    need = int(find_weights(folder).nbytes_as(torch.float32) * _COPY) + _WORKING_BYTES
+    free = available_bytes(torch.device("cpu"))
+    if need > free:
+        raise ExecutorError(f"preparing {folder} takes up to {gigabytes(need)}; {gigabytes(free)} are available")
 
 
 def default_prepared_folder() -> Path:

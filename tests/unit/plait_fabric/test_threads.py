@@ -83,16 +83,17 @@ def test_a_thread_that_gives_way_does_so_alone() -> None:
 
 
 def test_building_an_engine_leaves_its_compute_thread_alone_with_workers(tiny_sd_folder: Path) -> None:
-    """After building and an image there is one team: the compute thread and one worker."""
+    """After building and an image there is one team of torch's: the compute thread and one worker."""
     built, ran = _run(
         """
 set_threads(2)
 from pathlib import Path
 from plait_serving.diffusion.assemble import EngineSettings, build_engine
-from plait_serving.diffusion.knobs import EngineKnobs
+from plait_serving.diffusion.knobs import EngineKnobs, ExecutorName
 before = foreign()
 knobs = EngineKnobs(threads=2)
-it = build_engine(EngineSettings(model=Path(sys.argv[1]), dtype="float32", knobs=knobs, converts=False))
+model = Path(sys.argv[1])
+it = build_engine(EngineSettings(model=model, dtype="float32", knobs=knobs, executor=ExecutorName.TORCH))
 built = foreign(before)
 it.warm_up()
 print(built - before, foreign() - before)
