@@ -75,7 +75,7 @@ class Takeover:
             halves = preparer.make_unet(self._folder / "unet")
 
             def adopt() -> None:
-                merger.switch((), {})
+                merger.forget()
                 denoiser.adopt(halves)
                 weights.release()
                 self.prepared.add("unet")

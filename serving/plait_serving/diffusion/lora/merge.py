@@ -121,6 +121,11 @@ class Merger:
         self._current = target
         self._touched |= {lora.name: self._own(_loaded(weights[lora.name])) for lora in target}
 
+    def forget(self) -> None:
+        """Restore the bare model and drop the pristine copies: the weights are about to be given back."""
+        self.switch((), {})
+        self._pristine.clear()
+
     def switch_cost_s(self, target: LoraSet) -> float:
         """Return the expected seconds of `switch`, from measurements; 0 for the current set.
 

@@ -134,6 +134,17 @@ def test_a_hundred_merges_and_restores_leave_no_trace(tmp_path, dtype):
     assert bench.merger.current == ()
 
 
+def test_forgetting_restores_and_keeps_no_copies(bench):
+    """The weights are the pristine ones, no memory is held, and merging works again."""
+    bench.switch(a=0.5, b=1.0)
+    merged = bench.now()
+    bench.merger.forget()
+    assert_same(bench.now(), bench.before)
+    assert bench.merger.statistics().pristine_bytes == 0
+    bench.switch(a=0.5, b=1.0)
+    assert_same(bench.now(), merged)
+
+
 def test_a_set_gives_the_same_bits_whatever_was_live_before(bench):
     """A request's image does not depend on which sets ran earlier."""
     bench.switch(a=0.5, b=1.0)
