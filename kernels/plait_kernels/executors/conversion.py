@@ -6,7 +6,6 @@ The frontend is called directly: `openvino.convert_model` would trace a second t
 
 from __future__ import annotations
 
-import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,7 @@ from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder
 
 from plait_kernels.executors import AdaptedLayer, Computation, ExecutorError, InputSpec
 from plait_kernels.executors.adapters import Twin
-
-_TRACING = threading.Lock()
-"""torch's tracer keeps a map of modules in a global: two traces at once mix their graphs."""
+from plait_kernels.executors.module_lock import MODULES
 
 _EXAMPLE_RANK = 2
 _WORTH_HALVING = 1024  # elements from which a constant's half precision copy is looked for
@@ -33,7 +30,7 @@ def convert(computation: Computation) -> tuple[Any, tuple[AdaptedLayer, ...]]:
 
     The model shares its constants' memory with the module's parameters. Raises `ExecutorError`.
     """
-    with _TRACING:
+    with MODULES:
         return _convert(computation)
 
 

@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from plait_kernels.executors import AdaptedLayer, Computation, ExecutorError, RowFactors
+from plait_kernels.executors.module_lock import MODULES
 from plait_kernels.executors.store import ProgramStore, content_key
 from plait_kernels.executors.torch_program import TorchProgram
 
@@ -101,7 +102,9 @@ class OpenVinoExecutor:
             if found is not None:
                 return found
             started_s = time.perf_counter()
-            entry = write(lambda folder: _fill(folder, computation()))
+            with MODULES:
+                wanted = computation()
+            entry = write(lambda folder: _fill(folder, wanted))
             _log.info("converted %s in %.1f s", key[:8], time.perf_counter() - started_s)
             try:
                 return self._read(entry)

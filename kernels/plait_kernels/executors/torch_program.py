@@ -8,13 +8,15 @@ import torch
 
 from plait_kernels.executors import AdaptedLayer, Computation, RowFactors
 from plait_kernels.executors.adapters import Twin, check_factors, flat_factors
+from plait_kernels.executors.module_lock import MODULES
 
 
 class TorchProgram:
     """A `PreparedProgram` that calls the twin. Changes to the module's parameters take effect at once."""
 
     def __init__(self, computation: Computation) -> None:
-        self._twin = Twin(computation)
+        with MODULES:
+            self._twin = Twin(computation)
 
     @property
     def layers(self) -> tuple[AdaptedLayer, ...]:

@@ -24,6 +24,7 @@ from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from plait_fabric.threads import set_threads
+from plait_kernels.executors.module_lock import MODULES
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.memory import gigabytes
 from plait_serving.diffusion.weight_files import WeightFiles
@@ -42,7 +43,8 @@ def load_module(kind: Any, files: WeightFiles, dtype: torch.dtype, device: torch
     `kind` is a model class of diffusers or transformers.
     """
     started_s = time.perf_counter()
-    module = translate(files.folder, lambda _: _assigned(kind, files, dtype)) or _from_library(kind, files, dtype)
+    with MODULES:
+        module = translate(files.folder, lambda _: _assigned(kind, files, dtype)) or _from_library(kind, files, dtype)
     # On a GPU convolutions want channels-last weights; on a CPU oneDNN reorders them anyway, and bits stay diffusers'.
     layout: dict[str, Any] = {"memory_format": torch.channels_last} if device.type == "cuda" else {}
     module = cast("nn.Module", module.to(device, **layout).eval().requires_grad_(False))
