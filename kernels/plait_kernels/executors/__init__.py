@@ -1,4 +1,4 @@
-"""How a prepared module runs: `torch` is the definition, `openvino` is faster on most CPUs. One protocol for both.
+"""How a prepared module runs: `torch` is the definition, `openvino` the default on CPUs. One protocol for both.
 
 A `Computation` is a module over tensors with the sizes that may vary. An executor prepares it once; the
 `PreparedProgram` then runs it for any number of rows and any size. LoRA factors are inputs of a program, row by row, so

@@ -142,35 +142,33 @@ _WIDE: Mapping[type[nn.Module], Callable[[Any, torch.Tensor], torch.Tensor]] = {
 }
 
 
-class _AdaptedLinear(nn.Module):
+class _AdaptedLayer(nn.Module):
+    """A layer's parameters, and where its factors are among those of a call."""
+
+    def __init__(self, layer: Any, given: list[torch.Tensor], place: int) -> None:
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+        self._given = given
+        self._place = place
+
+    def _added(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return `tokens @ A @ B` for `(R, S, in)`."""
+        first, second = self._given[self._place], self._given[self._place + 1]
+        return torch.bmm(torch.bmm(tokens, first), second)
+
+
+class _AdaptedLinear(_AdaptedLayer):
     """`layer(x) + x @ A @ B` for x `(R, S, in)` or `(R, in)`."""
 
-    def __init__(self, layer: Any, given: list[torch.Tensor], place: int) -> None:
-        super().__init__()
-        self.weight, self.bias = layer.weight, layer.bias
-        self._given = given
-        self._place = place
-
     def forward(self, x: torch.Tensor, *_: object) -> torch.Tensor:
-        first, second = self._given[self._place], self._given[self._place + 1]
         plain = F.linear(x, _wide(self.weight), _wide(self.bias))
-        if x.ndim == 2:
-            return plain + torch.bmm(torch.bmm(x.unsqueeze(1), first), second).squeeze(1)
-        return plain + torch.bmm(torch.bmm(x, first), second)
+        return plain + (self._added(x.unsqueeze(1)).squeeze(1) if x.ndim == 2 else self._added(x))
 
 
-class _AdaptedPointwise(nn.Module):
+class _AdaptedPointwise(_AdaptedLayer):
     """The same for a 1x1 convolution of x `(R, in, h, w)`."""
 
-    def __init__(self, layer: Any, given: list[torch.Tensor], place: int) -> None:
-        super().__init__()
-        self.weight, self.bias = layer.weight, layer.bias
-        self._given = given
-        self._place = place
-
     def forward(self, x: torch.Tensor, *_: object) -> torch.Tensor:
-        first, second = self._given[self._place], self._given[self._place + 1]
         plain = F.conv2d(x, _wide(self.weight), _wide(self.bias))
-        tokens = x.flatten(2).transpose(1, 2)
-        added = torch.bmm(torch.bmm(tokens, first), second)
+        added = self._added(x.flatten(2).transpose(1, 2))
         return plain + added.transpose(1, 2).reshape(plain.shape)

@@ -1,8 +1,8 @@
 """A compiled OpenVINO model as a `PreparedProgram`: any shape at once, and for shapes that recur one of their own.
 
-One model with dynamic axes serves every shape. It holds one copy of the weights; at the size of SD 1.5 a model
-compiled for one shape is not faster (measured: 0.97 to 1.05 of the time), at the starter's size it takes 0.5 to 0.6
-of the time. So small models get a copy for each shape that recurs, compiled in the background.
+One model with dynamic axes serves every shape and holds one copy of the weights. A model compiled for one shape holds
+another. At the starter's size it takes 0.6 to 0.75 of the time (UNet, 2 to 32 rows, two cores), so small models get one
+for each shape that recurs, compiled in the background; for large ones the memory is missing.
 """
 
 from __future__ import annotations
@@ -154,6 +154,7 @@ class OpenVinoProgram:
 
     def _specialise(self, shapes: Shapes, inputs: int) -> None:
         """Compile a copy for one shape; the worker's thread."""
+        options = self._compiled_with
         try:
             rows, *ranks = shapes[inputs]
             model = fixed(self._model, self._layers, inputs=shapes[:inputs], rows=rows, ranks=ranks)
@@ -163,11 +164,13 @@ class OpenVinoProgram:
             _log.info("one shape stays with the dynamic model: %s", " ".join(str(error).split())[:200])
             compiled = self._dynamic
         with self._lock:
+            self._worker = None
+            if options is not self._compiled_with:
+                return  # what was compiled has the number of threads of before
             while len(self._special) >= self._max_special:
                 old, _ = self._special.popitem(last=False)
                 self._seen.pop(old, None)
             self._special[shapes] = compiled
-            self._worker = None
 
 
 def _is_usual(rows: int) -> bool:
