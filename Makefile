@@ -30,7 +30,7 @@ demo: setup
 	$(BIN)/plait demo --out out/demo
 
 test: setup
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart=0 -m "not slow" $(ARGS)
 
 # pytest ends with 5 where no test is slow.
 test-slow: setup

@@ -113,14 +113,13 @@ class OpenVinoExecutor:
                 raise
 
     def _read(self, entry: Path) -> OpenVinoProgram:
-        import openvino as ov
-
+        from plait_kernels.executors.openvino_core import core
         from plait_kernels.executors.openvino_program import OpenVinoProgram
 
         facts = json.loads((entry / _FACTS).read_text(encoding="utf-8"))
         layers = [AdaptedLayer(**layer) for layer in facts["layers"]]
         program = OpenVinoProgram(
-            ov.Core().read_model(entry / _MODEL),
+            core().read_model(entry / _MODEL),
             layers,
             options=self._settings.options,
             specialise_bytes=self._settings.specialise_bytes,

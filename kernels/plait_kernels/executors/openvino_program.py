@@ -22,6 +22,7 @@ import torch
 from plait_kernels.executors import AdaptedLayer, RowFactors, background
 from plait_kernels.executors.adapters import check_factors, flat_factors
 from plait_kernels.executors.fixed_shapes import fixed
+from plait_kernels.executors.openvino_core import core
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +60,6 @@ class OpenVinoProgram:
         self._layers = tuple(layers)
         self._options = options
         self._compiled_with = options()
-        self._core = ov.Core()
         self._dynamic = self._compile(model, self._layers)
         weights = max(1, _constant_bytes(model))
         self._max_special = min(_MAX_SPECIAL, specialise_bytes // weights)
@@ -125,7 +125,7 @@ class OpenVinoProgram:
         compiled.bound, compiled.bound_rows = factors, rows
 
     def _compile(self, model: Any, layers: Sequence[AdaptedLayer]) -> _Compiled:
-        request = self._core.compile_model(model, "CPU", self._compiled_with).create_infer_request()
+        request = core().compile_model(model, "CPU", self._compiled_with).create_infer_request()
         return _Compiled(request, tuple(layers))
 
     # ---- shapes that recur ---------------------------------------------------------------------------------------

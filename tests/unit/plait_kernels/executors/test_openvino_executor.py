@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -244,9 +245,31 @@ for _ in range(2):
     program.run(small_inputs(1, 9, 9))
 assert program._worker is not None
 """
+    assert run_in_another_process(code, converted) == ""
+
+
+def test_a_signal_reaches_who_loaded_the_first_program_after_another_thread_dropped_it(converted):
+    """OpenVINO's plugin takes the first thread's signal stack with it when it is unloaded: the signal would kill."""
+    code = """
+import gc, os, signal, sys, threading
+from pathlib import Path
+from support.executors import openvino_at
+programs = [openvino_at(Path(sys.argv[1])).open("k")]
+dropper = threading.Thread(target=lambda: (programs.clear(), gc.collect()))
+dropper.start()
+dropper.join()
+signal.signal(signal.SIGINT, lambda *_: print("heard", end=""))
+os.kill(os.getpid(), signal.SIGINT)
+"""
+    assert run_in_another_process(code, converted) == "heard"
+
+
+def run_in_another_process(code: str, folder: Path) -> str:
+    """Return what it prints. It has to end well."""
     path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
     ended = subprocess.run(
-        [sys.executable, "-c", code, str(converted)], env={**os.environ, "PYTHONPATH": path}, capture_output=True,
+        [sys.executable, "-c", code, str(folder)], env={**os.environ, "PYTHONPATH": path}, capture_output=True,
         text=True, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
+    return ended.stdout
