@@ -13,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
+from plait_kernels.executors import background
 from support.cluster import TESTS, shared_serve, stop_shared
 from support.tiny import (
     tiny_models,
@@ -97,6 +98,14 @@ def _cache_of_our_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_converts_behind_the_next_file() -> Iterator[None]:
+    """What a file's engines convert behind ends with the file: it would take time from others, and read modules while
+    their library loaders patch the classes of all."""
+    yield
+    background.wait()
 
 
 @pytest.fixture(autouse=True)

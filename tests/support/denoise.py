@@ -16,6 +16,7 @@ import torch
 from diffusers import ControlNetModel
 from PIL import Image
 
+from plait_kernels.executors.module_lock import MODULES
 from plait_serving.diffusion.bundle import Bundle
 from plait_serving.diffusion.errors import EngineError
 from plait_serving.diffusion.protocols import ActiveControl, ControlNetClient, Denoiser, StepCall
@@ -139,10 +140,11 @@ def reference_pipeline(
     is_xl = (folder / "text_encoder_2").is_dir()
     name = f"StableDiffusion{'XL' if is_xl else ''}{'ControlNet' if controlnets else ''}Pipeline"
     extra: dict[str, Any] = {} if is_xl else {"safety_checker": None}
-    if controlnets:
-        nets = [ControlNetModel.from_pretrained(path, torch_dtype=dtype) for path in controlnets]
-        extra["controlnet"] = nets if len(nets) > 1 else nets[0]
-    pipeline = getattr(diffusers, name).from_pretrained(folder, torch_dtype=dtype, **extra)
+    with MODULES:  # an engine may convert behind
+        if controlnets:
+            nets = [ControlNetModel.from_pretrained(path, torch_dtype=dtype) for path in controlnets]
+            extra["controlnet"] = nets if len(nets) > 1 else nets[0]
+        pipeline = getattr(diffusers, name).from_pretrained(folder, torch_dtype=dtype, **extra)
     pipeline.scheduler = SCHEDULER_CLASSES[scheduler].from_config(pipeline.scheduler.config)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline

@@ -34,8 +34,13 @@ def is_ending() -> bool:
     return _ending.is_set()
 
 
-@atexit.register
-def _wait() -> None:
-    _ending.set()
+def wait() -> None:
+    """Block until all of them are done."""
     for thread in list(_started):
         thread.join()
+
+
+@atexit.register
+def _end() -> None:
+    _ending.set()
+    wait()

@@ -19,7 +19,7 @@ import numpy as np
 import openvino as ov
 import torch
 
-from plait_kernels.executors import AdaptedLayer, RowFactors, background
+from plait_kernels.executors import AdaptedLayer, ExecutorError, RowFactors, background
 from plait_kernels.executors.adapters import check_factors, flat_factors
 from plait_kernels.executors.fixed_shapes import fixed
 from plait_kernels.executors.openvino_core import core
@@ -84,6 +84,11 @@ class OpenVinoProgram:
         self, inputs: Sequence[torch.Tensor], factors: RowFactors | None = None, *, copy: bool = True
     ) -> tuple[torch.Tensor, ...]:
         """Compute the outputs in the first input's dtype. Raises `ExecutorError` for factors of other rows."""
+        if len(inputs) + 2 * len(self._layers) != len(self._model.inputs):  # computing with unset inputs can crash
+            raise ExecutorError(
+                f"the model has {len(self._model.inputs)} inputs, not {len(inputs)} and two for each of "
+                f"{len(self._layers)} layers"
+            )
         rows = inputs[0].shape[0]
         check_factors(self._layers, rows, factors)
         with self._running:
