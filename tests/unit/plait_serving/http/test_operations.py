@@ -14,10 +14,12 @@ from plait_serving.diffusion.errors import NumericalError, Overloaded
 from plait_serving.health import Health
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.edge.auth import ANYONE, ApiKey, Principal, Role, authenticate, require_admin
+from plait_serving.http.edge.body_limit import MAX_JSON_VALUES
 from plait_serving.http.edge.errors import ApiError
 from plait_serving.http.edge.hosts import LOOPBACK_HOSTS
 from plait_serving.images.testing import FakeImageService
 from support.http_app import AsgiCall, b64, make_app, make_client, png, until
+from support.http_rank import make_client as make_ranking_client
 
 URL = "/v1/images/generations"
 USER = ApiKey.from_secret("sk-user", tenant="acme", role=Role.USER)
@@ -180,12 +182,34 @@ def test_the_log_has_one_line_per_request_and_no_prompt(client, caplog):
     assert re.fullmatch(r"POST /v1/images/generations 200 \d+\.\d{3}s myid", line)
 
 
+@pytest.mark.parametrize(
+    "path", ["/v1/models%0aPOST%20/x%20200%200.001s%20forged", "/%1b[31mred", "/x%0d%0a", "/" + "x" * 5000]
+)
+def test_a_path_forges_no_line_of_the_log(client, caplog, path):
+    """What was percent-encoded is so in the log, and no longer than it helps (finding 12)."""
+    with caplog.at_level(logging.INFO, logger="plait.http.access"):
+        client.get(path, headers={"x-request-id": "myid"})
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "plait.http.access"]
+    assert line.isprintable()
+    assert re.fullmatch(r"GET /[^ ]{1,500} 404 \d+\.\d{3}s myid", line)
+
+
 # --- keys --------------------------------------------------------------------------------------------------------
 
 
 def test_without_keys_everybody_is_an_admin_of_the_default_tenant():
     """The default on 127.0.0.1."""
     assert authenticate(None, ()) == ANYONE == Principal(tenant="default", role=Role.ADMIN)
+
+
+def test_without_keys_strangers_are_users():
+    """Where other machines reach the server, nobody is an admin without a key (finding 8)."""
+    stranger = Principal(tenant="default", role=Role.USER)
+    assert authenticate(None, (), anyone=stranger) == stranger
+    client = make_ranking_client(settings=HttpSettings(anyone=stranger))
+    answer = client.post("/v2/repository/models/picks/load", json={})
+    assert (answer.status_code, answer.json()["error"]) == (403, "this needs a key with the role admin")
+    assert client.get("/v2/models/picks").status_code == 200
 
 
 @pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer ", "Basic c2s6", "sk-user", "bearer\tsk-user"])
@@ -260,6 +284,22 @@ def test_a_body_at_the_limit_passes():
     body = json.dumps({"prompt": "x" * 100}).encode()
     client = make_client(FakeImageService(), HttpSettings(max_body_bytes=len(body)))
     assert client.post(URL, content=body, headers={"content-type": "application/json"}).status_code == 200
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(chunked):
+    """Parsing holds the interpreter, and with it every other answer (finding 4); a long text costs nothing."""
+    service = FakeImageService()
+    client = make_client(service)
+    headers = {"content-type": "application/json"}
+    body = b'{"prompt": "x", "user": [' + b"[]," * MAX_JSON_VALUES
+    content = iter([body[:70_000], body[70_000:]]) if chunked else body
+    answer = client.post(URL, content=content, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+    assert "300,000 values" in answer.json()["error"]["message"]
+    assert service.submitted == []
+    body = json.dumps({"prompt": ",[{" * 10_000, "user": "A" * 2_000_000}).encode()
+    assert client.post(URL, content=body, headers=headers).status_code in (200, 400)
 
 
 def test_all_bodies_together_are_bounded():
