@@ -51,7 +51,7 @@ class BodyLimitMiddleware:
         self._held_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle an ASGI call. Raises a 413 `ApiError` or `Overloaded` before the body is read."""
+        """Handle an ASGI call. Raises a 413 or 415 `ApiError` or `Overloaded` before the body is read."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -61,6 +61,9 @@ class BodyLimitMiddleware:
             raise problem
         received = values = 0
         counts_values = not scope["path"].startswith(_PARSED_APART)
+        encoding = Headers(scope=scope).get("content-encoding", "identity")
+        if counts_values and encoding.strip().lower() != "identity":
+            raise ApiError(415, f"send the body as it is, not in {encoding[:20]!r}", code="unsupported_encoding")
 
         def hold(size: int) -> None:
             nonlocal received

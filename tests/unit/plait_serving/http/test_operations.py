@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 import re
@@ -192,6 +193,25 @@ def test_a_path_forges_no_line_of_the_log(client, caplog, path):
     (line,) = [record.getMessage() for record in caplog.records if record.name == "plait.http.access"]
     assert line.isprintable()
     assert re.fullmatch(r"GET /[^ ]{1,500} 404 \d+\.\d{3}s myid", line)
+
+
+def test_two_host_headers_are_refused_unless_both_are_the_servers_own():
+    """Which of them a proxy before the server believed is unknown (finding 12)."""
+    client = make_client(FakeImageService(), HttpSettings(allowed_hosts=LOOPBACK_HOSTS))
+    for hosts, status in ((["127.0.0.1", "evil.example"], 403), (["evil.example", "localhost"], 403)):
+        answer = client.get("/v1/models", headers=[("host", host) for host in hosts])
+        assert answer.status_code == status
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "identity, gzip"])
+def test_a_compressed_body_is_refused_by_its_encoding(encoding):
+    """Not as broken JSON (finding 12)."""
+    service = FakeImageService()
+    body = gzip.compress(json.dumps({"prompt": "x"}).encode())
+    headers = {"content-type": "application/json", "content-encoding": encoding}
+    answer = make_client(service).post(URL, content=body, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_encoding")
+    assert service.submitted == []
 
 
 # --- keys --------------------------------------------------------------------------------------------------------
