@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import logging
@@ -11,8 +12,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.requests import Request
 
-from plait_serving.diffusion.errors import NumericalError, Overloaded
+from plait_serving.diffusion.errors import EngineStopped, NumericalError, Overloaded
 from plait_serving.health import Health
+from plait_serving.http import metrics
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.edge.auth import ANYONE, ApiKey, Principal, Role, authenticate, require_admin
 from plait_serving.http.edge.body_limit import MAX_JSON_VALUES
@@ -173,6 +175,26 @@ def test_metrics_never_hold_what_users_wrote(client):
     text = client.get("/metrics").text
     for word in ("secret", "noto", "myid", "mymodel"):
         assert word not in text
+
+
+def test_metrics_come_whatever_is_down(monkeypatch):
+    """A service that does not answer, or fails, is missing and says so; the others' numbers are there (finding 9)."""
+    monkeypatch.setattr(metrics, "_WAIT_S", 0.01)
+    for failure in (None, EngineStopped("no replica")):
+        service = FakeImageService()
+
+        async def never(error=failure) -> str:
+            if error is not None:
+                raise error
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        up = samples(make_client(service))
+        assert (up[("plait_service_up", "images")], ("fake_steps_total",) in up) == (1, True)
+        service.metrics_text = never
+        down = samples(make_client(service))
+        assert (down[("plait_service_up", "images")], ("fake_steps_total",) in down) == (0, False)
+        assert ("plait_requests_in_flight",) in down
 
 
 def test_the_log_has_one_line_per_request_and_no_prompt(client, caplog):
