@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from plait_fabric.errors import FabricError, Unreachable
 from plait_fabric.protocols import Channel, Listener
 from plait_fabric.transport import inproc, rendezvous, tcp
 from plait_fabric.transport.base import Deadline
@@ -19,11 +20,16 @@ def connect(address: str, *, secret: bytes, timeout_s: float = 10.0, options: Fa
     """
     parsed, options, deadline = Address.parse(address), options or FabricOptions(), Deadline(timeout_s)
     check_secret(secret)
-    if parsed.scheme == "inproc":
-        return inproc.connect(parsed, secret, options)
-    if parsed.scheme == "tcp":
-        return tcp.connect(parsed, secret, options, deadline)
-    return rendezvous.connect(parsed, secret, options, deadline)
+    try:
+        if parsed.scheme == "inproc":
+            return inproc.connect(parsed, secret, options)
+        if parsed.scheme == "tcp":
+            return tcp.connect(parsed, secret, options, deadline)
+        return rendezvous.connect(parsed, secret, options, deadline)
+    except FabricError:
+        raise
+    except OSError as error:  # of this process: it has no descriptors left, or no memory for a segment
+        raise Unreachable(f"cannot connect to {address}: {error}") from error
 
 
 def listen(address: str, *, secret: bytes, options: FabricOptions | None = None) -> Listener:

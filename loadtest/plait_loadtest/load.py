@@ -131,7 +131,7 @@ def _with_apis(settings: _Node) -> _Node:
 
 def _make_paths_absolute(settings: _Node, folder: Path) -> None:
     """Make paths absolute, so that a scenario means the same files wherever its text is kept."""
-    for holder, key in _path_settings(settings):
+    for holder, key in path_settings(settings):
         value = holder[key]
         if isinstance(value, str):
             holder[key] = str(folder / Path(value).expanduser())
@@ -139,7 +139,8 @@ def _make_paths_absolute(settings: _Node, folder: Path) -> None:
             holder[key] = [str(folder / Path(item).expanduser()) if isinstance(item, str) else item for item in value]
 
 
-def _path_settings(settings: _Node) -> Iterator[tuple[_Node, str]]:
+def path_settings(settings: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield every setting of a scenario that names files: what holds it, and its key there."""
     arrivals, mix = settings.get("arrivals"), settings.get("mix")
     holders: list[tuple[object, str]] = [(arrivals, "file")]
     for entry in mix if isinstance(mix, list) else []:

@@ -93,10 +93,11 @@ _COMMON: dict[str, Any] = {
 def http_settings(server: ServerSection) -> "HttpSettings":
     """Return the settings of the HTTP side; called in the ingress replica, where its imports belong."""
     from plait_serving.http.context import HttpSettings
-    from plait_serving.http.edge.auth import ApiKey, Principal, Role
+    from plait_serving.http.edge.auth import ANYONE, ApiKey, Principal, Role
     from plait_serving.http.edge.hosts import LOOPBACK_HOSTS
     from plait_serving.starter.preprocess import PREPROCESSORS
 
+    strangers = Principal(tenant=ANYONE.tenant, role=Role.USER)
     keys = tuple(
         ApiKey(sha256=key.sha256, principal=Principal(tenant=key.tenant, role=Role(key.role)))
         for key in server.api_keys
@@ -106,6 +107,7 @@ def http_settings(server: ServerSection) -> "HttpSettings":
         hosts = (*LOOPBACK_HOSTS, server.host, *(hosts or ()))  # its own as well: plait asks it how it is
     return HttpSettings(
         api_keys=keys,
+        anyone=strangers if server.is_open else ANYONE,
         allowed_hosts=hosts or (),
         max_body_bytes=server.largest_body_bytes,
         preprocessors=PREPROCESSORS,

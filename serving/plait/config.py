@@ -68,11 +68,12 @@ class ServerSection(Section):
         return self
 
     def behind(self, host: str) -> Self:
-        """Return a copy for a Serve instance that listens on `host`. If that is not loopback, its public names are
-        unknown here."""
-        if self.allowed_hosts is not None or self.model_copy(update={"host": host}).is_loopback:
+        """Return the section as it is true of a Serve instance that listens on `host`. If that is not loopback, its
+        public names are unknown here, and strangers reach it."""
+        seen = self.model_copy(update={"host": host})
+        if seen.is_loopback:
             return self
-        return self.model_copy(update={"allowed_hosts": ()})
+        return seen.model_copy(update={"allowed_hosts": self.allowed_hosts or ()})
 
     @property
     def is_loopback(self) -> bool:
@@ -81,6 +82,20 @@ class ServerSection(Section):
             return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+
+    @property
+    def is_open(self) -> bool:
+        """Whether strangers may send requests: other machines reach the port, and no key is asked for."""
+        return not self.is_loopback and not self.api_keys
+
+    @property
+    def has_admin(self) -> bool:
+        """Whether anyone may use the routes of admins. Without keys, who is on this machine may."""
+        return any(key.role == "admin" for key in self.api_keys) if self.api_keys else self.is_loopback
+
+
+TUNING_WITHOUT_ADMIN = "tuning over HTTP starts processes: server.api_keys must have a key with the role admin"
 
 
 class TuningSection(Section):
@@ -106,10 +121,8 @@ class ServedConfig(Section):
 
     @model_validator(mode="after")
     def _tuning_has_an_admin(self) -> Self:
-        keys = self.server.api_keys
-        guarded = any(key.role == "admin" for key in keys) if keys else self.server.is_loopback
-        if self.tuning.enabled and not guarded:
-            raise ValueError("tuning over HTTP starts processes: server.api_keys must have a key with the role admin")
+        if self.tuning.enabled and not self.server.has_admin:
+            raise ValueError(TUNING_WITHOUT_ADMIN)
         return self
 
     @model_validator(mode="after")

@@ -156,7 +156,7 @@ def run_pipeline(pipeline: Any, request: ImageRequest, **extra: Any) -> torch.Te
         extra |= _control_arguments(request.controlnets, "XL" in type(pipeline).__name__)
     output = pipeline(
         prompt=request.prompt,
-        negative_prompt=request.negative_prompt or None,
+        negative_prompt=request.negative_prompt,
         width=request.width,
         height=request.height,
         num_inference_steps=request.steps,

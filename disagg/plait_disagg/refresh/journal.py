@@ -67,17 +67,21 @@ class Journal:
     def store(self, update: Path, version: str) -> Path:
         """Copy an update that `applied.json` does not name yet; it is on disk when this returns.
 
-        Raises OSError, `BadUpdate`.
+        Raises OSError, `BadUpdate`, with nothing left of the copy.
         """
         target, draft = self.path(version), self._folder / f".{version}.partial"
         for leftover in (target, draft):
             shutil.rmtree(leftover, ignore_errors=True)
         draft.mkdir()
-        for name in (MANIFEST, *read_update_manifest(update).files):
-            shutil.copyfile(update / name, draft / name)
-            _sync(draft / name)
-        _sync(draft)
-        draft.rename(target)
+        try:
+            for name in (MANIFEST, *read_update_manifest(update).files):
+                shutil.copyfile(update / name, draft / name)
+                _sync(draft / name)
+            _sync(draft)
+            draft.rename(target)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
         _sync(self._folder)
         return target
 

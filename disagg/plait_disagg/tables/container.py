@@ -25,6 +25,7 @@ import torch
 
 from plait_disagg.tables.errors import BadTableFile
 from plait_disagg.tables.readahead import read_ahead
+from plait_fabric.bounded import load_json, product
 
 __all__ = ["Container", "TensorEntry", "map_container", "write_container"]
 
@@ -49,6 +50,8 @@ _DTYPES: Mapping[str, torch.dtype] = {
 _MAP_NORESERVE = 0x4000
 """From Linux, asm-generic/mman-common.h; Python's mmap has no name for it. With it the kernel does not count a
 writable private mapping as if all of its pages were written (vm.overcommit_memory=2 counts it all the same)."""
+
+_SHOWN = 100
 
 _NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in _DTYPES.items()}
 
@@ -156,7 +159,7 @@ def _read_header(path: Path, file: BinaryIO, size: int) -> tuple[int, dict[str, 
             path, "header length", f"{length} bytes do not fit into a file of {size} (cut short, or not safetensors)"
         )
     try:
-        header = json.loads(file.read(length), object_pairs_hook=_unique)
+        header = load_json(file.read(length), pairs=_unique)
     except (ValueError, RecursionError) as error:
         raise BadTableFile(path, "header", f"not JSON: {error}") from error
     if not isinstance(header, dict):
@@ -192,13 +195,16 @@ def _entry(path: Path, name: str, data: Any) -> TensorEntry:
         raise BadTableFile(path, f"{name}.dtype", f"{data['dtype']!r} is none of {', '.join(_DTYPES)}")
     shape, offsets = data["shape"], data["data_offsets"]
     if not _whole_numbers(shape) or not shape or min(shape) < 1:
-        raise BadTableFile(path, f"{name}.shape", f"{shape!r} is not a list of sizes of at least 1")
+        raise BadTableFile(path, f"{name}.shape", f"{_listed(shape)} is not a list of sizes of at least 1")
     if not _whole_numbers(offsets) or len(offsets) != 2:
-        raise BadTableFile(path, f"{name}.data_offsets", f"{offsets!r} is not a begin and an end")
-    entry = TensorEntry(name=name, dtype=dtype, shape=tuple(shape), begin=offsets[0])
-    if offsets[1] - offsets[0] != entry.nbytes:
-        raise BadTableFile(path, f"{name}.data_offsets", f"{offsets!r} does not hold {entry.nbytes} bytes")
-    return entry
+        raise BadTableFile(path, f"{name}.data_offsets", f"{_listed(offsets)} is not a begin and an end")
+    if offsets[1] - offsets[0] != product(shape, limit=offsets[1]) * dtype.itemsize:
+        raise BadTableFile(path, f"{name}.data_offsets", f"{offsets!r} does not hold {_listed(shape)} of {dtype}")
+    return TensorEntry(name=name, dtype=dtype, shape=tuple(shape), begin=offsets[0])
+
+
+def _listed(value: Any) -> str:
+    return repr(value) if len(repr(value)) <= _SHOWN else repr(value)[:_SHOWN] + " ..."
 
 
 def _whole_numbers(value: Any) -> bool:

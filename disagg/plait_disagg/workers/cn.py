@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -93,7 +94,7 @@ class CnCore:
         self._stopping = False
         self._hn_metrics: dict[Connection[_SentBatch], Mapping[str, float]] = {}
         self._room = threading.Condition()
-        self._windows: dict[Connection[_SentBatch], Window] = {}
+        self._windows: WeakKeyDictionary[Connection[_SentBatch], Window] = WeakKeyDictionary()
         self._lookup_s = self._bytes = self._lost = self._late = 0.0
         protocol = ClientProtocol(
             version=VERSION,

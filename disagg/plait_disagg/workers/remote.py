@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from weakref import WeakKeyDictionary
 
 from plait_disagg.errors import BadInput, Busy, DeadlinePassed, RankError, WorkerUnavailable
 from plait_disagg.messages.layout import MessageLayout, layout_of_inputs
@@ -63,7 +64,7 @@ class RemoteCore:
         self._window = window
         self._card: ModelCard | None = None
         self._worker_metrics: dict[Connection[RankJob], Mapping[str, float]] = {}
-        self._layouts: dict[Connection[RankJob], MessageLayout] = {}
+        self._layouts: WeakKeyDictionary[Connection[RankJob], MessageLayout] = WeakKeyDictionary()
         self._way = Delay()
         self._stopping = False
         self._requests = self._lost = 0

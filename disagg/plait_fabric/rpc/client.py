@@ -115,7 +115,9 @@ class Client(Generic[T]):
         while not self._stop.is_set():
             try:
                 connection.attach(self._dial(connection))
-            except (NoReplica, FabricError, ConnectionLost) as error:
+            except Exception as error:  # whatever it is: without its thread a connection would stay down for ever
+                if not isinstance(error, NoReplica | FabricError | ConnectionLost):
+                    _log.exception("%s: cannot connect", self._name)
                 connection.replica = ""
                 connection.why_down = str(error)
                 failures += 1

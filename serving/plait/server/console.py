@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Self, TextIO
 
@@ -41,8 +42,9 @@ class Console:
 
     def restore(self) -> None:
         """Restore file descriptors 1 and 2, so that the command's last messages reach the caller."""
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):  # what libraries printed, and the disk is full
+                stream.flush()
         for fd, stream in ((1, self._out), (2, self._err)):
             os.dup2(stream.fileno(), fd)
 

@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import secrets
+import shutil
 import stat
 import tempfile
 from collections.abc import Mapping
@@ -22,6 +23,9 @@ from plait.server.processes import ProcessId
 
 # Ray puts unix sockets under its temporary folder: 107 characters at most, of which it uses 65 itself.
 _LONGEST_TEMP_FOLDER = 40
+
+MAX_LOG_BYTES = 64 << 20
+"""The log of a run takes at most about twice as much."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,13 +138,33 @@ class PortState:
         """The record that this run has written."""
         return self._record
 
+    def rotate_log(self, *, max_bytes: int = MAX_LOG_BYTES) -> None:
+        """Move the log's lines to `serve.log.1`, in place of those of before, if there are more than `max_bytes`.
+
+        The file itself stays: every process of the run appends to it through a descriptor of its own. A line that is
+        written between the copy and the cut is lost. Raises OSError.
+        """
+        path, old = self.log_path, self.log_path.with_name("serve.log.1")
+        try:
+            if path.stat().st_size <= max_bytes:
+                return
+        except FileNotFoundError:
+            return
+        shutil.copyfile(path, old)
+        old.chmod(0o600)
+        os.truncate(path, 0)
+
     def write(self, record: RunRecord) -> None:
-        """Write run.json atomically; do nothing if nothing changed."""
+        """Write run.json atomically; do nothing if nothing changed. Raises OSError; what was written before stays."""
         if record == self._record:
             return
         temporary = self.folder / "run.json.new"
-        temporary.write_text(record.to_json())
-        temporary.replace(self.folder / "run.json")
+        try:
+            temporary.write_text(record.to_json())
+            temporary.replace(self.folder / "run.json")
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
         self._record = record
 
     def note_processes(self, processes: frozenset[ProcessId]) -> None:

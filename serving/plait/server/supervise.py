@@ -13,12 +13,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from plait.config import PlaitConfig, dump_config
+from plait.config import TUNING_WITHOUT_ADMIN, PlaitConfig, ServerSection, dump_config
 from plait.errors import PlaitError, ServeError
 from plait.server import processes
 from plait.server.cluster import Cluster
@@ -126,6 +126,7 @@ class _Run:
         self._ray_folder = scratch_root() / f"r-{self._run_id[:8]}" if config.ray.is_local else None
         self._cluster: Cluster | None = None
         self._serving = False
+        self._cannot_write = False
 
     def go(self, compose: Callable[[PlaitConfig], Any], num_cpus: int, started_s: float) -> int:
         """Run from start to stop and return the exit code, as `serve` does."""
@@ -173,10 +174,8 @@ class _Run:
     def _start(self, compose: Callable[[PlaitConfig], Any], num_cpus: int) -> None:
         where = "a local Ray" if self._config.ray.is_local else f"Ray at {self._config.ray.address}"
         self._console.progress(f"plait: starting on {where}; Ray's log lines go to {self._state.log_path}")
-        if not self._config.server.is_loopback and not self._config.server.api_keys:
-            self._console.progress(
-                f"plait: WARNING: {self._config.server.host} can be reached from outside and no API keys are set"
-            )
+        if self._config.ray.is_local:
+            self._warn_if_open(self._config.server)
         self._write_record()
         if self._ray_folder is not None:
             self._cluster = start_ray(
@@ -195,6 +194,10 @@ class _Run:
         self._note_processes()
         self._state.write_config(dump_config(self._config))
         server = self._config.server.behind(self._cluster.host)
+        if not self._config.ray.is_local:
+            self._warn_if_open(server)
+        if self._config.tuning.enabled and not server.has_admin:
+            raise ServeError(f"Serve listens on {self._cluster.host}, and {TUNING_WITHOUT_ADMIN}")
         self._cluster.deploy(
             compose(self._config.model_copy(update={"server": server})),
             name=self._app_name,
@@ -230,6 +233,7 @@ class _Run:
             if time.monotonic() - watched_s >= _WATCH_PERIOD_S:
                 watched_s = time.monotonic()
                 self._note_processes()
+                self._keep(self._state.rotate_log)
                 if (lost := self._cluster.lost()) is not None:
                     raise ServeError(lost)
 
@@ -268,20 +272,39 @@ class _Run:
             )
         )
 
+    def _warn_if_open(self, server: ServerSection) -> None:
+        if server.is_open:
+            self._console.progress(
+                f"plait: WARNING: {server.host} can be reached from outside and no API keys are set; the routes of "
+                "admins are closed"
+            )
+
     def _note_processes(self) -> frozenset[processes.ProcessId]:
         """Return the current processes of the run and record them on disk. Empty if we only attached: none there are
         ours to end."""
         if self._ray_folder is None:
             return frozenset()
         found = processes.members(self._run_id, os.getpid())
-        self._state.note_processes(found)
+        self._keep(lambda: self._state.note_processes(found))
         return found
+
+    def _keep(self, write: Callable[[], None]) -> None:
+        """Write to the state folder. A full disk ends no server: it is logged once, and tried again next time."""
+        try:
+            write()
+        except OSError as error:
+            if not self._cannot_write:
+                self._console.progress(f"plait: WARNING: {self._state.folder} cannot be written: {error.strerror}")
+            self._cannot_write = True
+        else:
+            self._cannot_write = False
 
 
 def leave(code: int) -> NoReturn:
     """End this process without Ray's exit handlers, which would contact its dead processes and exit with code 1."""
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        with suppress(OSError):  # the disk is full
+            stream.flush()
     logging.shutdown()
     os._exit(code)
 

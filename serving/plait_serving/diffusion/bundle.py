@@ -6,6 +6,7 @@ weights, a UNet feature that has no input, a refiner) is a `ModelError` that nam
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 from collections.abc import Callable, Mapping
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import diffusers
 import torch
 from diffusers import AutoencoderKL, ControlNetModel, UNet2DConditionModel
 from torch import nn
@@ -131,7 +133,7 @@ def load_bundle(
     if extractor is not None:
         kinds["safety_checker"] = _checker_kind()
     kinds |= {"vae": AutoencoderKL, "unet": UNet2DConditionModel}
-    scheduler_config = _scheduler_config(folder, family)
+    scheduler_config = _scheduler_config(folder, index, family)
     files = {part: (find_weights(folder / part), vae_dtype if part == "vae" else dtype) for part in kinds}
     decoding = _decoding_bytes_per_pixel(vae_config, vae_dtype) * width * height
     check_memory(str(folder), MemoryNeed.of(files.values(), activation_bytes=decoding), target)
@@ -285,14 +287,25 @@ def _checker_kind() -> Any:
     return StableDiffusionSafetyChecker
 
 
-def _scheduler_config(folder: Path, family: Family) -> Mapping[str, Any]:
+def _scheduler_config(folder: Path, index: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
     path = folder / "scheduler" / "scheduler_config.json"
     config = _read_json(path)
     prediction = config.get("prediction_type", "epsilon")
     if prediction not in ("epsilon", "v_prediction", "sample"):
         raise ModelError(f"{path}: prediction_type = {prediction!r} is not supported")
-    # StableDiffusionPipeline mends outdated configurations so; the SDXL pipeline takes them as they are.
-    return config if family is Family.SDXL else {**config, "steps_offset": 1, "clip_sample": False}
+    return config if family is Family.SDXL else {**config, **_mended(folder, index, config)}
+
+
+def _mended(folder: Path, index: Mapping[str, Any], config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what StableDiffusionPipeline changes in outdated configurations (the SDXL pipeline takes them as they
+    are): only what the folder's own scheduler class knows, or the file says. PNDM knows no `clip_sample`, so a DDIM
+    scheduler made of its configuration clips."""
+    names = index.get("scheduler")
+    kind = getattr(diffusers, str(names[-1]), None) if isinstance(names, list) and names else None
+    if kind is None:
+        raise ModelError(f"{folder / 'model_index.json'}: scheduler names no class of diffusers: {names!r}")
+    known = {*config, *inspect.signature(kind.__init__).parameters}
+    return {key: value for key, value in (("steps_offset", 1), ("clip_sample", False)) if key in known}
 
 
 def _overflows(vae_config: Mapping[str, Any], dtype: torch.dtype) -> bool:

@@ -51,14 +51,16 @@ class PromptEncoder:
     def prepare(self, request: ImageRequest) -> Conditioning:
         """Return the request's conditioning, unconditional row first; runs the text encoders."""
         uses_cfg = request.uses_cfg and not self._bundle.embeds_guidance
-        prompts = [request.negative_prompt, request.prompt] if uses_cfg else [request.prompt]
+        negative = request.negative_prompt or ""
+        prompts = [negative, request.prompt] if uses_cfg else [request.prompt]
         chunks = max(self.chunk_count(prompt) for prompt in prompts)
         with torch.inference_mode():
             encoded = [self.encode(request.prompt, chunks)]
             if uses_cfg:
-                # diffusers' rule where no negative prompt was given; "" is how a request says that.
-                zeros = self._is_xl and self._bundle.force_zeros_for_empty_prompt and not request.negative_prompt
-                encoded.insert(0, _zeros_like(encoded[0]) if zeros else self.encode(request.negative_prompt, chunks))
+                # diffusers' rule where no negative prompt was given: the empty one is encoded like any other.
+                absent = request.negative_prompt is None
+                zeros = self._is_xl and self._bundle.force_zeros_for_empty_prompt and absent
+                encoded.insert(0, _zeros_like(encoded[0]) if zeros else self.encode(negative, chunks))
             text = torch.cat([text.hidden for text in encoded])
             return Conditioning(
                 text=text, added=self._added(encoded, request) if self._is_xl else {}, n=request.n, uses_cfg=uses_cfg

@@ -116,6 +116,10 @@ class LoraWeights(Protocol):
         """The bytes of host memory that it takes."""
 
     @property
+    def token(self) -> int:
+        """A number that no other parsed file has."""
+
+    @property
     def touches_text_encoder(self) -> bool:
         """Whether it changes the prompt's encoding."""
 

@@ -66,10 +66,12 @@ class Stepper:
         return self._denoiser.settled
 
     def to_merge(self, unit: Unit) -> LoraSet:
-        """Return the set that must be merged for a unit's next step: none if the denoiser takes its set as inputs."""
-        if not unit.loras or self._denoiser.takes(list(_weights_of(unit).values())):
+        """Return the set, with its files, that must be merged for a unit's next step: none if the denoiser takes its
+        set as inputs."""
+        weights = _weights_of(unit)
+        if not unit.loras or self._denoiser.takes(list(weights.values())):
             return ()
-        return unit.loras
+        return _with_files(unit.loras, weights)
 
     def make_live(self, target: LoraSet, units: Sequence[Unit]) -> bool:
         """Make `target` live and charge the time to `units`; return whether it switched weights. After `LoraError` the
@@ -125,7 +127,7 @@ class Stepper:
     def _merge_text(self, unit: Unit) -> float:
         """Put the unit's set into the text encoders, if it changes them; return the seconds it took."""
         weights = _weights_of(unit)
-        target = unit.loras if _touches_text(weights) else ()
+        target = _with_files(unit.loras, weights) if _touches_text(weights) else ()
         if target == self._text_merger.current:
             return 0.0
         started_s = self._clock()
@@ -187,6 +189,10 @@ class Stepper:
 def _weights_of(unit: Unit) -> Mapping[str, LoraWeights]:
     lease = unit.job.lease
     return lease.weights if lease is not None else {}
+
+
+def _with_files(loras: LoraSet, weights: Mapping[str, LoraWeights]) -> LoraSet:
+    return tuple(replace(lora, file=weights[lora.name].token) for lora in loras)
 
 
 def _touches_text(weights: Mapping[str, LoraWeights]) -> bool:

@@ -34,6 +34,7 @@ class FakeWeights:
 
     name: str
     nbytes: int = 1
+    token: int = 0
     touches_text_encoder: bool = False
 
 
@@ -77,6 +78,7 @@ class FakeProvider:
         failing: Sequence[str] = (),
         text: Sequence[str] = (),
     ) -> None:
+        """Take the names. `tokens` are those of the files that the names stand for now; 0 if a name is not in it."""
         self.names = set(names)
         self.held = set(held)
         self.failing = set(failing)
@@ -84,6 +86,7 @@ class FakeProvider:
         self.leases: list[FakeLease] = []
         self.waiting: list[tuple[list[str], Future[LoraLease]]] = []
         self.closed = False
+        self.tokens: dict[str, int] = {}
 
     def __contains__(self, name: object) -> bool:
         return name in self.names
@@ -107,7 +110,10 @@ class FakeProvider:
                 self._deliver(names, future)
 
     def _deliver(self, names: Sequence[str], future: Future[LoraLease]) -> None:
-        weights = {name: FakeWeights(name=name, touches_text_encoder=name in self.text) for name in names}
+        weights = {
+            name: FakeWeights(name=name, token=self.tokens.get(name, 0), touches_text_encoder=name in self.text)
+            for name in names
+        }
         lease = FakeLease(weights)
         self.leases.append(lease)
         future.set_result(lease)

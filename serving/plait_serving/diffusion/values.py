@@ -44,10 +44,15 @@ class LoraPolicy(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraRef:
-    """One member of a LoRA set. `scale` multiplies alpha/rank; any finite number."""
+    """One member of a LoRA set. `scale` multiplies alpha/rank; any finite number.
+
+    `file`: the `LoraWeights.token` of the file that the name stood for when it was loaded; 0 in a request. A file that
+    is replaced under its name is another member.
+    """
 
     name: str
     scale: float = 1.0
+    file: int = 0
 
 
 LoraSet: TypeAlias = tuple[LoraRef, ...]
@@ -85,7 +90,7 @@ class ImageRequest:
     guidance_scale: float
     seed: int
     scheduler: Scheduler
-    negative_prompt: str = ""
+    negative_prompt: str | None = None
     n: int = 1
     loras: LoraSet = ()
     controlnets: tuple[ControlRef, ...] = ()

@@ -101,7 +101,7 @@ def app_from_context(
     app.add_middleware(
         BodyLimitMiddleware, max_bytes=settings.max_body_bytes, max_total_bytes=settings.max_bodies_bytes
     )
-    app.add_middleware(AuthMiddleware, keys=settings.api_keys)
+    app.add_middleware(AuthMiddleware, keys=settings.api_keys, anyone=settings.anyone)
     app.add_middleware(HostMiddleware, hosts=settings.allowed_hosts)
     app.add_middleware(RequestIdMiddleware, observe=context.metrics.observe_answer)
     for kind in (ApiError, EngineError, RankError):

@@ -13,7 +13,7 @@ from fastapi import Depends
 from starlette.requests import Request
 
 from plait_serving.health import Health
-from plait_serving.http.edge.auth import ApiKey
+from plait_serving.http.edge.auth import ANYONE, ApiKey, Principal
 from plait_serving.http.edge.counters import HttpMetrics
 from plait_serving.images.codec import DecodeLimits
 from plait_serving.images.service import ImageService, Preprocessors, random_seed
@@ -30,9 +30,11 @@ def installed_version() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpSettings:
-    """The settings of the HTTP side. No keys means no authentication (auth.py), no hosts means any name (hosts.py)."""
+    """The settings of the HTTP side. No keys means no authentication: every caller is `anyone` (auth.py). No hosts means
+    any name (hosts.py)."""
 
     api_keys: tuple[ApiKey, ...] = ()
+    anyone: Principal = ANYONE
     allowed_hosts: tuple[str, ...] = ()
     max_body_bytes: int = 64 * 2**20  # four control images of 12 MB each, in base64
     max_bodies_bytes: int = 512 * 2**20

@@ -101,7 +101,7 @@ def _check_size(size: tuple[int, int], *, param: str, limits: DecodeLimits) -> N
 
 def _to_rgb(pil_image: Image.Image, paper: Paper) -> Image.Image:
     if pil_image.mode.startswith("I"):  # 16-bit grey: Pillow's own conversion clips instead of scaling
-        wide = np.clip(np.asarray(pil_image, dtype=np.int64) >> 8, 0, 255)
+        wide = np.clip(np.asarray(pil_image) >> 8, 0, 255)  # of 2 or 4 bytes, as the mode has it
         return Image.fromarray(wide.astype(np.uint8)).convert("RGB")
     if pil_image.has_transparency_data:
         rgba = pil_image.convert("RGBA")

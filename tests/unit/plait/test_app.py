@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from plait.app import http_settings
 from plait.config import ApiKeySection, ServerSection
+from plait_serving.http.edge.auth import Principal, Role
 
 KEY = ApiKeySection(sha256=hashlib.sha256(b"secret").hexdigest())
 
@@ -46,6 +47,25 @@ def test_a_web_page_can_not_ask_under_its_own_name(section: ServerSection, answe
     assert answered <= set(hosts)
     assert bool(hosts) == refused
     assert "evil.example" not in hosts
+
+
+@pytest.mark.parametrize(
+    ("section", "role"),
+    [
+        (ServerSection(), Role.ADMIN),
+        (ServerSection(host="0.0.0.0"), Role.USER),
+        (ServerSection().behind("0.0.0.0"), Role.USER),
+        (ServerSection().behind("10.1.2.3"), Role.USER),
+        (ServerSection(allowed_hosts=("plait.example",)).behind("::"), Role.USER),
+        (ServerSection().behind("127.0.0.1"), Role.ADMIN),
+    ],
+)
+def test_who_has_no_key_is_an_admin_only_where_nobody_else_reaches_the_server(
+    section: ServerSection, role: Role
+) -> None:
+    """The address that Serve really listens on decides, not the one in the file (finding 8)."""
+    assert http_settings(section).anyone == Principal(tenant="default", role=role)
+    assert section.is_open is (role is Role.USER)
 
 
 @pytest.mark.parametrize("name", ["plait.example:8000", "[::1]:8000"])

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from pydantic import BaseModel
 
+from plait_loadtest import scenario as scenario_module
 from plait_loadtest.errors import ScenarioError
-from plait_loadtest.load import as_yaml, builtin_names, load_scenario
+from plait_loadtest.load import as_yaml, builtin_names, load_scenario, path_settings
 from plait_loadtest.scenario import GammaArrivals, PoissonArrivals, RampArrivals, Scenario, TraceArrivals
 
 
@@ -245,3 +247,16 @@ def test_yaml_may_share_settings(tmp_path):
     mix = load_scenario(path, {}).mix
     assert [(spec.name, spec.weight, spec.loras.scale) for spec in mix] == [("a", 2, 1), ("b", 1, 2), ("c", 1, 2)]
     assert all(spec.steps == {5: 1} and spec.loras.names == ("x",) for spec in mix)
+
+
+def test_every_setting_that_names_files_is_known():
+    """Whoever refuses files of strangers asks `path_settings`; a new setting of the kind must be in it."""
+    models = [one for one in vars(scenario_module).values() if isinstance(one, type) and issubclass(one, BaseModel)]
+    named = {
+        field for model in models for field, info in model.model_fields.items() if "Path" in str(info.annotation)
+    }
+    everything = {
+        "arrivals": {"file": "a"},
+        "mix": [{"prompts_file": "a", "body_file": "a", "controlnets": {"images": ["a"]}}],
+    }
+    assert {key for _, key in path_settings(everything)} == named

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import yaml
 
 from plait.tuning.service.errors import InvalidJob
-from plait_loadtest.load import builtin_names
+from plait_loadtest.load import builtin_names, path_settings
 
 __all__ = ["check_untrusted"]
 
@@ -17,6 +18,15 @@ _OPENING = (
 )  # fmt: skip
 _CLOSING = (yaml.BlockEndToken, yaml.FlowMappingEndToken, yaml.FlowSequenceEndToken)
 _DEEPEST = 30
+
+_HARMLESS = re.compile(
+    r"images\.(knobs\.\w+|defaults\.\w+|replicas|num_cpus|num_gpus)"
+    r"|images\.controlnets\.[\w-]+\.(replicas|num_cpus|num_gpus|threads)"
+    r"|recommend\.models\.[\w-]+\.(mode|(cn|hn|whole)(\.\w+)+)"
+)
+"""What `target.settings` may set. Everything else of a configuration names files, models or addresses, or opens one."""
+
+_LEFT_OUT = (("images", None), ("recommend", None), ("images.controlnets", {}))
 
 
 def check_untrusted(text: str) -> None:
@@ -41,14 +51,37 @@ def _check_tokens(text: str) -> None:
 
 
 def _check_paths(job: Any) -> None:
-    """Raise `InvalidJob` if the job names a file of this machine, before any such file is looked at."""
+    """Raise `InvalidJob` if the job names a file of this machine, or where to connect to, before anything is looked
+    at."""
     if not isinstance(job, Mapping):
         return
     target, scenarios = job.get("target"), job.get("scenarios")
     files = {"library": job.get("library"), "storage": job.get("storage")}
-    files["target.config"] = target.get("config") if isinstance(target, Mapping) else None
+    if isinstance(target, Mapping):
+        files["target.config"] = target.get("config")
+        _check_settings(target.get("settings"))
     for at, each in enumerate(scenarios if isinstance(scenarios, list) else ()):
-        files[f"scenarios.{at}"] = each if isinstance(each, str) and each not in builtin_names() else None
+        if isinstance(each, Mapping):
+            files |= {f"scenarios.{at}.{name}": value for name, value in _named_by(each)}
+        elif isinstance(each, str) and each not in builtin_names():
+            files[f"scenarios.{at}"] = each
     for name, value in files.items():
         if value is not None:
-            raise InvalidJob(f"{name}: a job sent over HTTP cannot name files of the server", name)
+            raise InvalidJob(f"{name}: a job sent over HTTP cannot name files of the server, or addresses", name)
+
+
+def _named_by(scenario: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the files that a scenario names, and its address: the load goes to the clone that is tuned."""
+    yield from ((key, holder[key]) for holder, key in path_settings(scenario))
+    target = scenario.get("target")
+    if isinstance(target, Mapping):
+        yield "target.url", target.get("url")
+
+
+def _check_settings(settings: Any) -> None:
+    for path, value in settings.items() if isinstance(settings, Mapping) else ():
+        if not _HARMLESS.fullmatch(str(path)) and (path, value) not in _LEFT_OUT:
+            raise InvalidJob(
+                f"target.settings: a job sent over HTTP sets knobs, replicas, cores and defaults, not {str(path)[:100]}",
+                "target.settings",
+            )

@@ -23,6 +23,10 @@ HEALTH_TIMEOUT_S = 5.0
 """A replica that takes longer than this to report that it is healthy counts as unhealthy."""
 
 
+CATALOG_TIMEOUT_S = 15.0
+"""Every request begins with this call. A replica answers it in milliseconds, in a second or two on a busy host."""
+
+
 class HandleImageService:
     """An `ImageService` over the base model's handle; Serve's errors become the engine's."""
 
@@ -31,8 +35,12 @@ class HandleImageService:
         self._stream = handle.options(stream=True)
 
     async def catalog(self) -> Catalog:
-        """Return the catalog of a replica."""
-        catalog = await self._call("catalog")
+        """Return the catalog of a replica. Raises `EngineStopped` if none answers within `CATALOG_TIMEOUT_S`: Serve
+        would wait for as long as there is no replica."""
+        try:
+            catalog = await asyncio.wait_for(self._call("catalog"), CATALOG_TIMEOUT_S)
+        except TimeoutError as error:
+            raise EngineStopped(f"no engine replica answered within {CATALOG_TIMEOUT_S:g} s") from error
         assert isinstance(catalog, Catalog)
         return catalog
 

@@ -7,7 +7,6 @@ once it is read. Format: https://huggingface.co/docs/safetensors (8-byte little-
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from types import MappingProxyType
 
 import torch
 
+from plait_fabric.bounded import load_json, product
 from plait_serving.diffusion.errors import LoraError
 
 MAX_HEADER_BYTES = 16 << 20
@@ -149,7 +149,7 @@ def _read_into(file: FileIO, view: memoryview) -> None:
 
 def _decode(raw: bytearray, data_bytes: int) -> tuple[Mapping[str, TensorInfo], Mapping[str, str]]:
     try:
-        table = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates)
+        table = load_json(raw.decode("utf-8"), pairs=_no_duplicates)
         if not isinstance(table, dict):
             raise TypeError("not an object")
         metadata = table.pop("__metadata__", None) or {}
@@ -185,7 +185,7 @@ def _check_layout(tensors: Mapping[str, TensorInfo], data_bytes: int) -> None:
         item_bytes = _ITEM_BYTES.get(info.dtype)
         if item_bytes is None:
             raise LoraError(f"{key} has the unknown dtype {info.dtype}")
-        if info.begin != position or info.end - info.begin != math.prod(info.shape) * item_bytes:
+        if info.begin != position or info.end - info.begin != product(info.shape, limit=data_bytes) * item_bytes:
             raise LoraError(f"the safetensors header is damaged: {key} does not lie where it should")
         position = info.end
     if position != data_bytes:

@@ -35,6 +35,8 @@ _NEWEST = 0.3
 _FIRST_MERGE_S_PER_BYTE = 2e-9
 _FIRST_RESTORE_S_PER_BYTE = 2e-10
 
+_FILES_REMEMBERED = 64
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergerStatistics:
@@ -92,7 +94,7 @@ class Merger:
         self._version = 0
         self._pristine: dict[ModuleRef, _Pristine] = {}
         self._live: dict[ModuleRef, Recipe] = {}
-        self._touched: dict[str, frozenset[ModuleRef]] = {}
+        self._touched: dict[tuple[str, int], frozenset[ModuleRef]] = {}
         self._merge_s_per_byte: float | None = None
         self._restore_s_per_byte: float | None = None
         self._merged = 0
@@ -119,7 +121,7 @@ class Merger:
         if rewrites:
             self._write(rewrites)
         self._current = target
-        self._touched |= {lora.name: self._own(_loaded(weights[lora.name])) for lora in target}
+        self._remember({(lora.name, lora.file): self._own(_loaded(weights[lora.name])) for lora in target})
 
     def forget(self) -> None:
         """Restore the bare model and drop the pristine copies: the weights are about to be given back."""
@@ -136,13 +138,13 @@ class Merger:
         wanted: dict[ModuleRef, tuple[LoraRef, ...]] = {}
         unknown_bytes = 0.0
         for lora in target:
-            if lora.name not in self._touched:
+            if (lora.name, lora.file) not in self._touched:
                 unknown_bytes += self._typical_bytes()
-            for ref in self._touched.get(lora.name, ()):
+            for ref in self._touched.get((lora.name, lora.file), ()):
                 wanted[ref] = (*wanted.get(ref, ()), lora)
         had: dict[ModuleRef, tuple[LoraRef, ...]] = {}
         for lora in self._current:
-            for ref in self._touched.get(lora.name, ()):
+            for ref in self._touched.get((lora.name, lora.file), ()):
                 had[ref] = (*had.get(ref, ()), lora)
         merge_bytes = sum(self._weight(ref).nbytes for ref, loras in wanted.items() if had.get(ref) != loras)
         restore_bytes = sum(self._weight(ref).nbytes for ref in had.keys() - wanted.keys())
@@ -261,6 +263,12 @@ class Merger:
     def _weight(self, ref: ModuleRef) -> torch.Tensor:
         """Return the live weight. Asked for each time: weights may be given back and brought into memory again."""
         return live_weight(self._modules[ref])
+
+    def _remember(self, touched: Mapping[tuple[str, int], frozenset[ModuleRef]]) -> None:
+        """Note what files touch; of the files of long ago nothing is known any more."""
+        self._touched = {**{key: refs for key, refs in self._touched.items() if key not in touched}, **touched}
+        for key in list(self._touched)[: -max(_FILES_REMEMBERED, len(touched))]:
+            del self._touched[key]
 
     def _own(self, loaded: LoadedLora) -> frozenset[ModuleRef]:
         return frozenset(ref for ref in loaded.factors if ref.component in self._components)

@@ -6,7 +6,6 @@ diffusers' `save_lora_weights` prefixes each LoraConfig field with its component
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from plait_fabric.bounded import load_json
 from plait_serving.diffusion.errors import LoraError
 from plait_serving.diffusion.lora.targets import ModuleRef
 
@@ -36,8 +36,8 @@ class AlphaRules:
         if not raw:
             return cls(MappingProxyType({}))
         try:
-            table = json.loads(raw)
-        except ValueError as error:
+            table = load_json(raw)
+        except (ValueError, RecursionError) as error:
             raise LoraError(f"its metadata {KEY} is no JSON ({error})") from error
         if not isinstance(table, dict):
             raise LoraError(f"its metadata {KEY} is no table")

@@ -1,7 +1,7 @@
 """Authentication: bearer keys with a tenant and a role.
 
-Without configured keys, every caller is the tenant "default" with the role admin; the server then belongs on
-127.0.0.1, where it listens by default. Keys are kept as sha256 digests, so neither a configuration dump nor a core
+Without configured keys, every caller is the tenant "default", with the role admin where only this machine reaches the
+server (127.0.0.1, the default), and as a user anywhere else. Keys are kept as sha256 digests, so neither a configuration dump nor a core
 file reveals them.
 """
 
@@ -57,11 +57,11 @@ def _digest(secret: str) -> str:
     return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def authenticate(header: str | None, keys: Sequence[ApiKey]) -> Principal:
-    """Return the principal of an `Authorization` header. Compares every key, each in constant time. Raises a 401
-    `ApiError`."""
+def authenticate(header: str | None, keys: Sequence[ApiKey], *, anyone: Principal = ANYONE) -> Principal:
+    """Return the principal of an `Authorization` header: `anyone` if there are no keys. Compares every key, each in
+    constant time. Raises a 401 `ApiError`."""
     if not keys:
-        return ANYONE
+        return anyone
     scheme, _, secret = (header or "").partition(" ")
     if scheme.lower() != "bearer" or not secret.strip():
         raise _unauthorized("send an API key: Authorization: Bearer KEY", "missing_api_key")
@@ -79,15 +79,16 @@ def _unauthorized(message: str, code: str) -> ApiError:
 class AuthMiddleware:
     """Puts the `Principal` into the scope's state before any body is read."""
 
-    def __init__(self, app: ASGIApp, *, keys: Sequence[ApiKey]) -> None:
+    def __init__(self, app: ASGIApp, *, keys: Sequence[ApiKey], anyone: Principal = ANYONE) -> None:
         self._app = app
         self._keys = tuple(keys)
+        self._anyone = anyone
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle an ASGI call. Raises a 401 `ApiError`."""
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             header = Headers(scope=scope).get("authorization")
-            scope.setdefault("state", {})["principal"] = authenticate(header, self._keys)
+            scope.setdefault("state", {})["principal"] = authenticate(header, self._keys, anyone=self._anyone)
         await self._app(scope, receive, send)
 
 

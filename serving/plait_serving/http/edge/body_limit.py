@@ -22,6 +22,14 @@ class BodyTooLarge(HTTPException):
         self.error = error
 
 
+MAX_JSON_VALUES = 300_000
+"""Commas and opening brackets in a JSON body: of so many values Python makes objects in some 0.1 s, in which nobody else
+is answered. Two prompts of the longest kind may have a fifth of it; base64, which makes bodies long, has none."""
+
+_PARSED_APART = "/v2/"
+"""Bodies there may be binary, and have limits of their own."""
+
+
 def declared_bytes(scope: Scope) -> int:
     """Return the body's length as its sender declares it; 0 if unknown, a large number if absurd."""
     text = Headers(scope=scope).get("content-length", "")
@@ -31,7 +39,7 @@ def declared_bytes(scope: Scope) -> int:
 class BodyLimitMiddleware:
     """Refuses a declared length above `max_bytes` unread (413), and a chunked body as soon as it is too long.
 
-    All bodies together hold at most `max_total_bytes`; a request that would exceed it is refused with a 429. What a
+    So it refuses a JSON body of more than `MAX_JSON_VALUES`. All bodies together hold at most `max_total_bytes`; a request that would exceed it is refused with a 429. What a
     route decompresses from a body counts too: it calls `hold_bytes(size)` of the scope's state, which raises the
     same.
     """
@@ -43,7 +51,7 @@ class BodyLimitMiddleware:
         self._held_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle an ASGI call. Raises a 413 `ApiError` or `Overloaded` before the body is read."""
+        """Handle an ASGI call. Raises a 413 or 415 `ApiError` or `Overloaded` before the body is read."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -51,7 +59,11 @@ class BodyLimitMiddleware:
         problem = self._problem(declared, declared)
         if problem is not None:
             raise problem
-        received = 0
+        received = values = 0
+        counts_values = not scope["path"].startswith(_PARSED_APART)
+        encoding = Headers(scope=scope).get("content-encoding", "identity")
+        if counts_values and encoding.strip().lower() != "identity":
+            raise ApiError(415, f"send the body as it is, not in {encoding[:20]!r}", code="unsupported_encoding")
 
         def hold(size: int) -> None:
             nonlocal received
@@ -62,13 +74,17 @@ class BodyLimitMiddleware:
             self._held_bytes += size
 
         async def receive_counted() -> Message:
-            nonlocal received
+            nonlocal received, values
             message = await receive()
             if message["type"] == "http.request":
-                size = len(message.get("body", b""))
+                body = message.get("body", b"")
+                size = len(body)
                 received += size
                 problem = self._problem(received, size)
                 self._held_bytes += size
+                if counts_values and problem is None:
+                    values += sum(map(body.count, (b",", b"[", b"{")))
+                    problem = _too_many(values)
                 if problem is not None:
                     raise BodyTooLarge(problem)
             return message
@@ -85,3 +101,9 @@ class BodyLimitMiddleware:
         if self._held_bytes + new_bytes > self._max_total_bytes:
             return Overloaded("too many large requests are waiting", retry_after_s=2.0)
         return None
+
+
+def _too_many(values: int) -> ApiError | None:
+    if values <= MAX_JSON_VALUES:
+        return None
+    return ApiError(413, f"the body has more than {MAX_JSON_VALUES:,} values", code="body_too_large")

@@ -41,8 +41,8 @@ class HostMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle an ASGI call. Raises a 403 `ApiError`."""
         if scope["type"] == "http" and self._hosts:
-            name = host_name(Headers(scope=scope).get("host", ""))
-            if name not in self._hosts:
+            names = {host_name(header) for header in Headers(scope=scope).getlist("host")}
+            if not names or names - self._hosts:  # of two, a proxy before us may have read the other
                 message = "this server does not answer to that host name: it is not among server.allowed_hosts"
                 raise ApiError(403, message, code="host_not_allowed", kind="permission_error")
         await self._app(scope, receive, send)

@@ -7,6 +7,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable
+from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -17,6 +18,11 @@ access_log = logging.getLogger("plait.http.access")
 
 # Anything else in a header that is copied around (logs, other services' URLs) is an injection waiting to happen.
 ACCEPTED = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+_PLAIN = "/-._~!$&'()*+,;=:@"
+"""What a path may hold unquoted (RFC 3986). Decoded line breaks in it would forge lines of the log."""
+_LONGEST_PATH = 500
 
 
 def new_request_id() -> str:
@@ -64,4 +70,5 @@ class RequestIdMiddleware:
         finally:
             seconds = time.monotonic() - started_s
             self._observe(scope, status, seconds)
-            access_log.info("%s %s %d %.3fs %s", scope["method"], scope["path"], status, seconds, request_id)
+            path = quote(scope["path"], safe=_PLAIN)[:_LONGEST_PATH]
+            access_log.info("%s %s %d %.3fs %s", scope["method"], path, status, seconds, request_id)

@@ -52,7 +52,7 @@ def resolve(
     return ImageRequest(
         request_id=request_id,
         prompt=body.prompt,
-        negative_prompt=body.negative_prompt or "",
+        negative_prompt=body.negative_prompt,
         width=width,
         height=height,
         steps=steps,

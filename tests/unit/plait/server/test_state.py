@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import socket
 import stat
@@ -11,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from plait.config import PlaitConfig
 from plait.errors import ServeError, StateError
-from plait.server import leftovers, ports, processes
+from plait.server import leftovers, ports, processes, supervise
+from plait.server.console import Console
 from plait.server.processes import ProcessId
 from plait.server.state import PortState, RunRecord, scratch_root, state_root
 
@@ -88,6 +91,56 @@ def test_serve_record_survives_a_round_trip(tmp_path):
     last = PortState.claim(tmp_path, 1)
     assert last.previous is None
     last.release()
+
+
+def test_a_full_disk_leaves_the_record_as_it_was(tmp_path):
+    """Nothing half written stays, and the next try may succeed (finding 5)."""
+    state = PortState.claim(tmp_path, 1)
+    state.write(record())
+    (state.folder / "run.json.new").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device"):
+        state.note_processes(frozenset({ProcessId(3, 4)}))
+    assert [path.name for path in state.folder.iterdir() if path.name.startswith("run.json")] == ["run.json"]
+    assert state.record == record()
+    state.note_processes(frozenset({ProcessId(3, 4)}))
+    state.release()
+    again = PortState.claim(tmp_path, 1)
+    assert again.previous == record(processes=(ProcessId(3, 4),))
+    again.release()
+
+
+def test_a_server_whose_state_cannot_be_written_serves_on_and_says_so_once(tmp_path):
+    """Its list of processes is for the next start; a full disk is no reason to stop (finding 5)."""
+    state, err = PortState.claim(tmp_path, 1), io.StringIO()
+    state.write(record())
+    run = supervise._Run(PlaitConfig(), state, Console(io.StringIO(), err), port=1, drained=(), app_name="x")
+    run._run_id = "none has this"
+    run._ray_folder = tmp_path
+    for _ in range(2):
+        (state.folder / "run.json.new").symlink_to("/dev/full")
+        state._record = record(processes=(ProcessId(3, 4),))
+        assert run._note_processes() == frozenset()
+    assert err.getvalue() == f"plait: WARNING: {state.folder} cannot be written: No space left on device\n"
+    assert run._note_processes() == frozenset()
+    assert state.record.processes == ()
+    state.release()
+
+
+def test_a_log_that_has_grown_starts_again_and_the_lines_before_stay_once(tmp_path):
+    """Writers go on through the descriptors that they have, from the new start of the file (finding 5)."""
+    state = PortState.claim(tmp_path, 1)
+    state.rotate_log(max_bytes=10)
+    with state.log_path.open("a", buffering=1) as writer:
+        writer.write("short\n")
+        state.rotate_log(max_bytes=10)
+        assert state.log_path.read_text() == "short\n"
+        writer.write("a longer line\n")
+        state.rotate_log(max_bytes=10)
+        writer.write("after\n")
+    old = state.log_path.with_name("serve.log.1")
+    assert (old.read_text(), state.log_path.read_text()) == ("short\na longer line\n", "after\n")
+    assert stat.S_IMODE(old.stat().st_mode) == 0o600
+    state.release()
 
 
 def test_serve_token_is_private_and_replaced_if_it_was_readable(tmp_path):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 import hashlib
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -439,6 +441,20 @@ class TestPublishing:
         assert open_live(package.folder, sparse=True, dense=True).version == "1"
         assert publish(package, folder, ()) == "2"
         assert journal.versions() == ("2",)
+
+    def test_a_copy_that_fails_leaves_nothing(self, package, tmp_path, monkeypatch):
+        """A full disk, or an update whose file is missing (finding 12)."""
+        folder = kit.written(tmp_path / "u", kit.update(package, "1", "2", seed=2))
+        real = shutil.copyfile
+
+        def fails(source, target):
+            real(source, target)
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(shutil, "copyfile", fails)
+        with pytest.raises(OSError, match="No space left"):
+            Journal(package.folder).store(folder, "2")
+        assert list((package.folder / "updates").glob(".2*")) == []
 
     @pytest.mark.parametrize(
         "text", ["", "[]", '{"format": 2, "versions": []}', '{"format": 1, "versions": ["../x"]}', '{"format": 1}']

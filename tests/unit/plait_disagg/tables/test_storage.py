@@ -225,6 +225,8 @@ BROKEN: dict[str, tuple[Change, str]] = {
     "past the end": (tensor(shape=[10**6, 32], data_offsets=[5000, 128_005_000]), "data_offsets"),
     "a float": (tensor(shape=[7.0, 32]), "shape"),
     "huge": (tensor(shape=[2**62, 2**62]), "data_offsets"),
+    "many huge": (tensor(shape=[2**62] * 50_000), "does not hold"),
+    "long numbers": (tensor(shape=[10**4299] * 50), "has 4300 digits"),
     "no rows": (tensor(shape=[0, 32], data_offsets=[0, 0]), "shape"),
     "odd dtype": (tensor(dtype="BF16"), "dtype"),
     "dtype list": (tensor(dtype=["F32"]), "dtype"),

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import os
+import resource
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from plait_fabric import FrameTooLarge, PeerLost, connect
+from plait_fabric import FabricError, FrameTooLarge, PeerLost, connect
 from plait_fabric.rpc.backoff import Backoff
 from plait_fabric.rpc.client import Client
 from plait_fabric.rpc.connection import Connection, ConnectionLost, bare
@@ -135,6 +138,55 @@ def test_a_message_that_does_not_fit_costs_only_its_call(address: str) -> None:
         connection.call(question, question.pack)
         assert question.wait() == 6
         connection.close()
+
+
+def test_a_process_without_descriptors_connects_once_it_has_some_again(address: str) -> None:
+    """Connecting fails with a `FabricError` while there are none, and the client goes on trying (finding 6)."""
+    with serving(address) as numbers:
+        with _no_descriptors():
+            if not address.startswith("inproc"):
+                with pytest.raises(FabricError, match="Too many open files"):
+                    connect(numbers.address, secret=kit.SECRET)
+            client = _client(Fleet({"r": numbers.address}))
+            if not address.startswith("inproc"):
+                until(lambda: "Too many open files" in client.why_down)
+        until(lambda: client.up == 1)
+        assert _ask(client, 4).wait() == 8
+        client.close()
+
+
+def test_a_dial_that_raises_anything_is_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A bug in what looks for replicas is logged, and costs no connection its thread."""
+    with serving(_address("inproc", tmp_path)) as numbers:
+        fleet, failures = Fleet({"r": numbers.address}), iter([KeyError("a bug"), OSError(24, "Too many open files")])
+
+        def dial(taken: frozenset[str]) -> ReplicaLink:
+            for failure in failures:
+                raise failure
+            return fleet.connect(taken)
+
+        client = Client(dial, client_protocol(), name="test", count=1, backoff=QUICK)
+        until(lambda: client.up == 1)
+        assert _ask(client, 4).wait() == 8
+        client.close()
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [KeyError, OSError]
+
+
+@contextmanager
+def _no_descriptors() -> Iterator[None]:
+    """This process can open nothing meanwhile."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = [os.open(os.devnull, os.O_RDONLY)]
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (held[0] + 1, hard))
+        with suppress(OSError):
+            while True:
+                held.append(os.open(os.devnull, os.O_RDONLY))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in held:
+            os.close(descriptor)
 
 
 # ---- greetings ------------------------------------------------------------------------------------------------------

@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import DDIMScheduler, StableDiffusionPipeline
+from diffusers import (
+    DDIMScheduler,
+    DPMSolverMultistepScheduler,
+    EulerDiscreteScheduler,
+    PNDMScheduler,
+    StableDiffusionPipeline,
+)
 from safetensors.torch import load_file, save_file
 
 from plait_serving.diffusion.bundle import load_bundle, load_controlnet
@@ -16,6 +22,7 @@ from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.hub import fetch_from_hub, wanted_files
 from plait_serving.diffusion.model_config import Family, check_controlnet_config
 from plait_serving.diffusion.samplers import sampler_factory
+from plait_serving.diffusion.values import Scheduler
 from support.denoise import make_request
 from support.tiny import tiny_sd
 
@@ -188,6 +195,34 @@ def test_outdated_scheduler_configurations_are_mended_as_diffusers_does(folder):
     sampler = sampler_factory(bundle)(make_request(steps=5), (1,), (4, 8, 8))
     assert torch.equal(sampler.timesteps, theirs.timesteps)
     assert bundle.scheduler_config["clip_sample"] is theirs.config.clip_sample is False
+
+
+@pytest.mark.parametrize("changes", [{}, {"clip_sample": True}, {"clip_sample": False}, {"steps_offset": 0}])
+@pytest.mark.parametrize("kind", [DDIMScheduler, PNDMScheduler, EulerDiscreteScheduler, DPMSolverMultistepScheduler])
+def test_ddim_in_a_folder_of_another_scheduler_steps_as_diffusers_does(folder, kind, changes):
+    """A class that knows no `clip_sample` leaves it to DDIM, which clips (finding 11)."""
+    path = folder / "scheduler" / "scheduler_config.json"
+    path.unlink()
+    kind(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear").save_pretrained(path.parent)
+    config = json.loads(path.read_text())
+    for name in ("clip_sample", "steps_offset"):
+        config.pop(name, None)  # a folder made before there was such a field
+    path.write_text(json.dumps({**config, **changes}))
+    edit(folder / "model_index.json", scheduler=["diffusers", kind.__name__])
+    pipeline = StableDiffusionPipeline.from_pretrained(folder)
+    theirs = DDIMScheduler.from_config(pipeline.scheduler.config)
+    theirs.set_timesteps(5)
+    ours = sampler_factory(load_bundle(folder))(make_request(steps=5, scheduler=Scheduler.DDIM), (1,), (4, 8, 8))
+    assert torch.equal(ours.timesteps, theirs.timesteps)
+    sample, output = 3 * ours.init_latents(), torch.ones(1, 4, 8, 8)
+    assert torch.equal(ours.step(output, 0, sample), theirs.step(output, theirs.timesteps[0], sample).prev_sample)
+
+
+def test_a_scheduler_that_diffusers_does_not_know_is_named(folder):
+    """Which configuration the pipeline would make of it is unknown."""
+    edit(folder / "model_index.json", scheduler=["diffusers", "NightScheduler"])
+    with pytest.raises(ModelError, match=r"model_index.json: scheduler names no class of diffusers: .*NightScheduler"):
+        load_bundle(folder)
 
 
 # ---- ControlNets ----------------------------------------------------------------------------------------------------

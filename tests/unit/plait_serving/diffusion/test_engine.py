@@ -195,6 +195,24 @@ def test_different_lora_sets_never_share_a_call(rig):
         assert value(watch.result().images[0]) == 10 + 3 * (1 + scale)
 
 
+@pytest.mark.parametrize("text", [(), ("a",)])
+def test_a_lora_that_was_replaced_acts_at_once_and_shares_no_call_with_the_old_one(rig, text):
+    """Same name and scale, another file: in the weights and in the text encoder (finding 1)."""
+    gate, provider = Gate(), FakeProvider(["a"], text=text)
+    built = rig(gate=gate, provider=provider)
+    loras = (LoraRef(name="a", scale=2),)
+    old = built.ask("old", loras=loras, steps=3)
+    gate.wait_step()
+    provider.tokens["a"] = 7
+    new = built.ask("new", loras=loras, steps=3)
+    gate.release_all()
+    assert value(old.result().images[0]) == value(new.result().images[0]) == 10 + 3 * (1 + 2)
+    assert all(len(call.prompts) == 1 for call in built.denoiser.calls)
+    files = {target[0].file for target in built.merger.history if target}
+    assert files == {0, 7}
+    assert {target[0].file for target in built.text_merger.history if target} == ({0, 7} if text else set())
+
+
 def test_sets_that_are_inputs_share_a_call_and_are_not_merged(rig):
     """Sets that the denoiser takes go with the call; one that it does not take is merged and steps without them."""
     gate = Gate()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gzip
 import json
 import logging
 import re
@@ -10,14 +12,17 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.requests import Request
 
-from plait_serving.diffusion.errors import NumericalError, Overloaded
+from plait_serving.diffusion.errors import EngineStopped, NumericalError, Overloaded
 from plait_serving.health import Health
+from plait_serving.http import metrics
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.edge.auth import ANYONE, ApiKey, Principal, Role, authenticate, require_admin
+from plait_serving.http.edge.body_limit import MAX_JSON_VALUES
 from plait_serving.http.edge.errors import ApiError
 from plait_serving.http.edge.hosts import LOOPBACK_HOSTS
 from plait_serving.images.testing import FakeImageService
 from support.http_app import AsgiCall, b64, make_app, make_client, png, until
+from support.http_rank import make_client as make_ranking_client
 
 URL = "/v1/images/generations"
 USER = ApiKey.from_secret("sk-user", tenant="acme", role=Role.USER)
@@ -172,6 +177,26 @@ def test_metrics_never_hold_what_users_wrote(client):
         assert word not in text
 
 
+def test_metrics_come_whatever_is_down(monkeypatch):
+    """A service that does not answer, or fails, is missing and says so; the others' numbers are there (finding 9)."""
+    monkeypatch.setattr(metrics, "_WAIT_S", 0.01)
+    for failure in (None, EngineStopped("no replica")):
+        service = FakeImageService()
+
+        async def never(error=failure) -> str:
+            if error is not None:
+                raise error
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        up = samples(make_client(service))
+        assert (up[("plait_service_up", "images")], ("fake_steps_total",) in up) == (1, True)
+        service.metrics_text = never
+        down = samples(make_client(service))
+        assert (down[("plait_service_up", "images")], ("fake_steps_total",) in down) == (0, False)
+        assert ("plait_requests_in_flight",) in down
+
+
 def test_the_log_has_one_line_per_request_and_no_prompt(client, caplog):
     """Method, path, status, time and id; never what the user wrote."""
     with caplog.at_level(logging.INFO, logger="plait.http.access"):
@@ -180,12 +205,53 @@ def test_the_log_has_one_line_per_request_and_no_prompt(client, caplog):
     assert re.fullmatch(r"POST /v1/images/generations 200 \d+\.\d{3}s myid", line)
 
 
+@pytest.mark.parametrize(
+    "path", ["/v1/models%0aPOST%20/x%20200%200.001s%20forged", "/%1b[31mred", "/x%0d%0a", "/" + "x" * 5000]
+)
+def test_a_path_forges_no_line_of_the_log(client, caplog, path):
+    """What was percent-encoded is so in the log, and no longer than it helps (finding 12)."""
+    with caplog.at_level(logging.INFO, logger="plait.http.access"):
+        client.get(path, headers={"x-request-id": "myid"})
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "plait.http.access"]
+    assert line.isprintable()
+    assert re.fullmatch(r"GET /[^ ]{1,500} 404 \d+\.\d{3}s myid", line)
+
+
+def test_two_host_headers_are_refused_unless_both_are_the_servers_own():
+    """Which of them a proxy before the server believed is unknown (finding 12)."""
+    client = make_client(FakeImageService(), HttpSettings(allowed_hosts=LOOPBACK_HOSTS))
+    for hosts, status in ((["127.0.0.1", "evil.example"], 403), (["evil.example", "localhost"], 403)):
+        answer = client.get("/v1/models", headers=[("host", host) for host in hosts])
+        assert answer.status_code == status
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "identity, gzip"])
+def test_a_compressed_body_is_refused_by_its_encoding(encoding):
+    """Not as broken JSON (finding 12)."""
+    service = FakeImageService()
+    body = gzip.compress(json.dumps({"prompt": "x"}).encode())
+    headers = {"content-type": "application/json", "content-encoding": encoding}
+    answer = make_client(service).post(URL, content=body, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_encoding")
+    assert service.submitted == []
+
+
 # --- keys --------------------------------------------------------------------------------------------------------
 
 
 def test_without_keys_everybody_is_an_admin_of_the_default_tenant():
     """The default on 127.0.0.1."""
     assert authenticate(None, ()) == ANYONE == Principal(tenant="default", role=Role.ADMIN)
+
+
+def test_without_keys_strangers_are_users():
+    """Where other machines reach the server, nobody is an admin without a key (finding 8)."""
+    stranger = Principal(tenant="default", role=Role.USER)
+    assert authenticate(None, (), anyone=stranger) == stranger
+    client = make_ranking_client(settings=HttpSettings(anyone=stranger))
+    answer = client.post("/v2/repository/models/picks/load", json={})
+    assert (answer.status_code, answer.json()["error"]) == (403, "this needs a key with the role admin")
+    assert client.get("/v2/models/picks").status_code == 200
 
 
 @pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer ", "Basic c2s6", "sk-user", "bearer\tsk-user"])
@@ -260,6 +326,22 @@ def test_a_body_at_the_limit_passes():
     body = json.dumps({"prompt": "x" * 100}).encode()
     client = make_client(FakeImageService(), HttpSettings(max_body_bytes=len(body)))
     assert client.post(URL, content=body, headers={"content-type": "application/json"}).status_code == 200
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(chunked):
+    """Parsing holds the interpreter, and with it every other answer (finding 4); a long text costs nothing."""
+    service = FakeImageService()
+    client = make_client(service)
+    headers = {"content-type": "application/json"}
+    body = b'{"prompt": "x", "user": [' + b"[]," * MAX_JSON_VALUES
+    content = iter([body[:70_000], body[70_000:]]) if chunked else body
+    answer = client.post(URL, content=content, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+    assert "300,000 values" in answer.json()["error"]["message"]
+    assert service.submitted == []
+    body = json.dumps({"prompt": ",[{" * 10_000, "user": "A" * 2_000_000}).encode()
+    assert client.post(URL, content=body, headers=headers).status_code in (200, 400)
 
 
 def test_all_bodies_together_are_bounded():

@@ -22,7 +22,7 @@ from plait_serving.deployments.ingress import Ingress
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.edge.auth import ApiKey, Role
-from support.tune_jobs import job_text
+from support.tune_jobs import JOB, job_text
 from support.tuning_desk import CONFIG, LocalTuningService, Threads, desk_in, never
 
 KEYS = (
@@ -261,11 +261,55 @@ def test_a_bad_job_is_refused_with_a_sentence(client, text, says):
         ({"library": "x.journal"}, "library"),
         ({"storage": "sqlite:///x.db"}, "storage"),
         ({"target": {"live": {"guard": ["p99_ms <= 9"]}}}, "target.live"),
+        *(
+            ({"target": {"settings": {path: value}}}, "target.settings")
+            for path, value in {
+                "ray.address": "ray://10.0.0.1:10001",
+                "server.host": "0.0.0.0",
+                "server.port": 80,
+                "images": {"model": "/etc"},
+                "images.model": "/etc",
+                "images.loras": {"folder": "/etc"},
+                "images.loras.folder": "/etc",
+                "images.controlnets": {"x": {"folder": "/etc"}},
+                "images.controlnets.x.folder": "/etc",
+                "images.knobs.threads.x/../y": 1,
+                "recommend.models": {"x": {"folder": "/etc"}},
+                "recommend.models.x.folder": "/etc",
+                "tuning.enabled": True,
+                "tuning.folder": "/etc",
+            }.items()
+        ),
+        *(
+            ({"scenarios": [scenario | changed]}, f"scenarios.0.{param}")
+            for scenario in JOB["scenarios"]
+            for changed, param in (
+                ({"arrivals": {"kind": "trace", "file": "/etc/passwd", "column": "x"}}, "file"),
+                ({"mix": [{"body_file": "/etc/passwd"}]}, "body_file"),
+                ({"mix": [{}, {"api": "images", "prompts_file": "/etc/passwd"}]}, "prompts_file"),
+                ({"mix": [{"api": "images", "controlnets": {"images": ["/etc/passwd"]}}]}, "images"),
+                ({"target": {"url": "http://169.254.169.254", "api": "raw"}}, "target.url"),
+            )
+        ),
     ],
 )
-def test_a_job_names_no_files_and_leaves_users_alone(client, changes, param):
-    """The client has no files here; tuning the live application is a decision of the server's owner."""
+def test_a_job_names_no_files_and_no_addresses_and_leaves_users_alone(client, changes, param):
+    """The client has no files here and no business elsewhere; tuning the live application is a decision of the server's
+    owner (finding 7)."""
     assert error_of(posted(client, job_text(**changes))) == (400, "invalid_job", param)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"images.knobs.largest_batch": 4, "images.replicas": 1, "images.defaults.steps": 4, "recommend": None},
+        {"images.controlnets": {}, "images.num_cpus": 1.5},
+        {"images": None, "recommend.models.picks.mode": "whole", "recommend.models.picks.whole.knobs.threads": 1},
+    ],
+)
+def test_a_job_sets_what_is_harmless(client, settings):
+    """Knobs, replicas, cores, defaults; and what is not served at all."""
+    started(client, job_text(target={"settings": settings}))
 
 
 def test_a_scenario_file_is_refused_before_it_is_read(client, tmp_path):

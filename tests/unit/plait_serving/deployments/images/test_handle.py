@@ -9,6 +9,7 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
+from plait_serving.deployments.images import handle
 from plait_serving.deployments.images.handle import HandleImageService, translate
 from plait_serving.diffusion.errors import (
     Cancelled,
@@ -85,6 +86,15 @@ class Handle:
             return answer
 
         return remote
+
+
+async def test_a_request_waits_for_a_replica_only_so_long(monkeypatch):
+    """Serve would wait for as long as there is none; the client hears when to come back (finding 9)."""
+    monkeypatch.setattr(handle, "CATALOG_TIMEOUT_S", 0.01)
+    waiting = Handle()
+    waiting.catalog = SimpleNamespace(remote=asyncio.Event().wait)
+    with pytest.raises(EngineStopped, match="no engine replica answered within"):
+        await HandleImageService(waiting).catalog()
 
 
 def preview(index):

@@ -179,6 +179,18 @@ def test_damaged_headers_are_refused(tmp_path, table, data):
         container.inspect(raw_file(tmp_path / "a.safetensors", table, data), max_bytes=CAP)
 
 
+@pytest.mark.parametrize(
+    ("shape", "says"),
+    [([10**4299] * 200, "has 4300 digits"), ([1 << 62] * 50_000, "does not lie where it should")],
+    ids=["long numbers", "many numbers"],
+)
+def test_sizes_cost_no_more_than_their_text(tmp_path, shape, says):
+    """Their product would hold the interpreter for seconds (finding 3): they are refused before it is taken."""
+    table = {"a": {**F32, "shape": shape}}
+    with pytest.raises(LoraError, match=says):
+        container.inspect(raw_file(tmp_path / "a.safetensors", table, bytes(8)), max_bytes=CAP)
+
+
 def test_a_huge_header_is_not_allocated(tmp_path):
     """A length field of 2**60 bytes is refused before memory is asked for."""
     path = tmp_path / "a.safetensors"

@@ -45,7 +45,7 @@ def test_a_bare_prompt_gets_the_models_defaults(client, service):
     answer = post(client)
     assert answer.status_code == 200
     (request,) = service.submitted
-    assert (request.prompt, request.negative_prompt, request.n) == ("red apple", "", 1)
+    assert (request.prompt, request.negative_prompt, request.n) == ("red apple", None, 1)
     assert (request.width, request.height, request.steps, request.guidance_scale) == (16, 16, 4, 7.5)
     assert (request.scheduler, request.seed, request.loras, request.controlnets) == (
         Scheduler.EULER,
