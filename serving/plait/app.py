@@ -97,7 +97,7 @@ def http_settings(server: ServerSection) -> "HttpSettings":
     from plait_serving.http.edge.hosts import LOOPBACK_HOSTS
     from plait_serving.starter.preprocess import PREPROCESSORS
 
-    strangers = Principal(tenant=ANYONE.tenant, role=Role.USER)
+    without_key = Principal(tenant=ANYONE.tenant, role=Role.USER)
     keys = tuple(
         ApiKey(sha256=key.sha256, principal=Principal(tenant=key.tenant, role=Role(key.role)))
         for key in server.api_keys
@@ -107,7 +107,7 @@ def http_settings(server: ServerSection) -> "HttpSettings":
         hosts = (*LOOPBACK_HOSTS, server.host, *(hosts or ()))  # its own as well: plait asks it how it is
     return HttpSettings(
         api_keys=keys,
-        anyone=strangers if server.is_open else ANYONE,
+        anyone=without_key if server.is_open else ANYONE,
         allowed_hosts=hosts or (),
         max_body_bytes=server.largest_body_bytes,
         preprocessors=PREPROCESSORS,

@@ -69,7 +69,7 @@ class ServerSection(Section):
 
     def behind(self, host: str) -> Self:
         """Return the section as it is true of a Serve instance that listens on `host`. If that is not loopback, its
-        public names are unknown here, and strangers reach it."""
+        public names are unknown here, and so are its clients."""
         seen = self.model_copy(update={"host": host})
         if seen.is_loopback:
             return self
@@ -83,10 +83,9 @@ class ServerSection(Section):
         except ValueError:
             return False
 
-
     @property
     def is_open(self) -> bool:
-        """Whether strangers may send requests: other machines reach the port, and no key is asked for."""
+        """Whether other machines reach the port and no key is asked for."""
         return not self.is_loopback and not self.api_keys
 
     @property

@@ -10,7 +10,7 @@ import inspect
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,6 +30,23 @@ from plait_serving.diffusion.weight_files import find_weights
 _log = logging.getLogger(__name__)
 
 
+_MENDED: Mapping[str, Any] = {"steps_offset": 1, "clip_sample": False}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """A folder's scheduler as diffusers' pipeline has it: the configuration `written`, and the defaults of its own
+    class that the pipeline changes."""
+
+    written: Mapping[str, Any]
+    own_class: str = ""
+    own_defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def of(self, class_name: str) -> Mapping[str, Any]:
+        """Return the configuration that a scheduler of that class is made of."""
+        return {**self.written, **(self.own_defaults if class_name == self.own_class else {})}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Bundle:
     """Modules in eval mode, without gradients, on one device. Frozen; LoRA merges write into the parameters.
@@ -44,7 +61,7 @@ class Bundle:
     vae: nn.Module
     tokenizers: tuple[Any, ...]
     text_encoders: tuple[nn.Module, ...]
-    scheduler_config: Mapping[str, Any]
+    scheduler_config: SchedulerConfig
     safety_checker: nn.Module | None
     feature_extractor: Any | None
     force_zeros_for_empty_prompt: bool
@@ -287,25 +304,25 @@ def _checker_kind() -> Any:
     return StableDiffusionSafetyChecker
 
 
-def _scheduler_config(folder: Path, index: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
+def _scheduler_config(folder: Path, index: Mapping[str, Any], family: Family) -> SchedulerConfig:
     path = folder / "scheduler" / "scheduler_config.json"
     config = _read_json(path)
     prediction = config.get("prediction_type", "epsilon")
     if prediction not in ("epsilon", "v_prediction", "sample"):
         raise ModelError(f"{path}: prediction_type = {prediction!r} is not supported")
-    return config if family is Family.SDXL else {**config, **_mended(folder, index, config)}
-
-
-def _mended(folder: Path, index: Mapping[str, Any], config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what StableDiffusionPipeline changes in outdated configurations (the SDXL pipeline takes them as they
-    are): only what the folder's own scheduler class knows, or the file says. PNDM knows no `clip_sample`, so a DDIM
-    scheduler made of its configuration clips."""
     names = index.get("scheduler")
     kind = getattr(diffusers, str(names[-1]), None) if isinstance(names, list) and names else None
     if kind is None:
         raise ModelError(f"{folder / 'model_index.json'}: scheduler names no class of diffusers: {names!r}")
-    known = {*config, *inspect.signature(kind.__init__).parameters}
-    return {key: value for key, value in (("steps_offset", 1), ("clip_sample", False)) if key in known}
+    # StableDiffusionPipeline mends outdated configurations; the SDXL pipeline takes them as they are. What the file
+    # does not say is mended in the folder's own scheduler only: one of another class takes its own defaults for it.
+    mended = {} if family is Family.SDXL else _MENDED
+    known = inspect.signature(kind.__init__).parameters
+    return SchedulerConfig(
+        written={**config, **{key: value for key, value in mended.items() if key in config}},
+        own_class=kind.__name__,
+        own_defaults={key: value for key, value in mended.items() if key in known and key not in config},
+    )
 
 
 def _overflows(vae_config: Mapping[str, Any], dtype: torch.dtype) -> bool:

@@ -121,7 +121,7 @@ def sampler_factory(bundle: Bundle) -> Callable[[ImageRequest, Sequence[int], tu
     def make(request: ImageRequest, seeds: Sequence[int], shape: tuple[int, int, int]) -> Sampler:
         return Sampler(
             request.scheduler,
-            bundle.scheduler_config,
+            bundle.scheduler_config.of(_CLASSES[request.scheduler][0].__name__),
             steps=request.steps,
             seeds=seeds,
             shape=shape,

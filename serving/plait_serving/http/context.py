@@ -30,8 +30,8 @@ def installed_version() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpSettings:
-    """The settings of the HTTP side. No keys means no authentication: every caller is `anyone` (auth.py). No hosts means
-    any name (hosts.py)."""
+    """The settings of the HTTP side. Without keys every caller is `anyone` (auth.py), without hosts any name is taken
+    (hosts.py)."""
 
     api_keys: tuple[ApiKey, ...] = ()
     anyone: Principal = ANYONE

@@ -252,9 +252,7 @@ def test_yaml_may_share_settings(tmp_path):
 def test_every_setting_that_names_files_is_known():
     """Whoever refuses files of strangers asks `path_settings`; a new setting of the kind must be in it."""
     models = [one for one in vars(scenario_module).values() if isinstance(one, type) and issubclass(one, BaseModel)]
-    named = {
-        field for model in models for field, info in model.model_fields.items() if "Path" in str(info.annotation)
-    }
+    named = {field for model in models for field, info in model.model_fields.items() if "Path" in str(info.annotation)}
     everything = {
         "arrivals": {"file": "a"},
         "mix": [{"prompts_file": "a", "body_file": "a", "controlnets": {"images": ["a"]}}],

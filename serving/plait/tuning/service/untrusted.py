@@ -26,7 +26,7 @@ _HARMLESS = re.compile(
 )
 """What `target.settings` may set. Everything else of a configuration names files, models or addresses, or opens one."""
 
-_LEFT_OUT = (("images", None), ("recommend", None), ("images.controlnets", {}))
+_LEFT_OUT: tuple[tuple[str, Any], ...] = (("images", None), ("recommend", None), ("images.controlnets", {}))
 
 
 def check_untrusted(text: str) -> None:
@@ -82,6 +82,6 @@ def _check_settings(settings: Any) -> None:
     for path, value in settings.items() if isinstance(settings, Mapping) else ():
         if not _HARMLESS.fullmatch(str(path)) and (path, value) not in _LEFT_OUT:
             raise InvalidJob(
-                f"target.settings: a job sent over HTTP sets knobs, replicas, cores and defaults, not {str(path)[:100]}",
+                f"target.settings: a job sent over HTTP sets knobs, replicas, cores, defaults, not {str(path)[:100]}",
                 "target.settings",
             )

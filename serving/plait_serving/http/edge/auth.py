@@ -1,8 +1,8 @@
 """Authentication: bearer keys with a tenant and a role.
 
 Without configured keys, every caller is the tenant "default", with the role admin where only this machine reaches the
-server (127.0.0.1, the default), and as a user anywhere else. Keys are kept as sha256 digests, so neither a configuration dump nor a core
-file reveals them.
+server (127.0.0.1, the default), and as a user anywhere else. Keys are kept as sha256 digests, so neither a
+configuration dump nor a core file reveals them.
 """
 
 from __future__ import annotations

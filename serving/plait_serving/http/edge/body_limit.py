@@ -23,10 +23,10 @@ class BodyTooLarge(HTTPException):
 
 
 MAX_JSON_VALUES = 300_000
-"""Commas and opening brackets in a JSON body: of so many values Python makes objects in some 0.1 s, in which nobody else
-is answered. Two prompts of the longest kind may have a fifth of it; base64, which makes bodies long, has none."""
+"""Commas and opening brackets in a JSON body: Python makes objects of so many values in some 0.1 s, in which nobody
+else is answered. Two prompts of the longest kind may have a fifth of it; base64, which makes bodies long, has none."""
 
-_PARSED_APART = "/v2/"
+_OTHER_LIMITS = "/v2/"
 """Bodies there may be binary, and have limits of their own."""
 
 
@@ -39,9 +39,9 @@ def declared_bytes(scope: Scope) -> int:
 class BodyLimitMiddleware:
     """Refuses a declared length above `max_bytes` unread (413), and a chunked body as soon as it is too long.
 
-    So it refuses a JSON body of more than `MAX_JSON_VALUES`. All bodies together hold at most `max_total_bytes`; a request that would exceed it is refused with a 429. What a
-    route decompresses from a body counts too: it calls `hold_bytes(size)` of the scope's state, which raises the
-    same.
+    So it refuses a JSON body of more than `MAX_JSON_VALUES`. All bodies together hold at most `max_total_bytes`; a
+    request that would exceed it is refused with a 429. What a route decompresses from a body counts too: it calls
+    `hold_bytes(size)` of the scope's state, which raises the same.
     """
 
     def __init__(self, app: ASGIApp, *, max_bytes: int, max_total_bytes: int) -> None:
@@ -60,7 +60,7 @@ class BodyLimitMiddleware:
         if problem is not None:
             raise problem
         received = values = 0
-        counts_values = not scope["path"].startswith(_PARSED_APART)
+        counts_values = not scope["path"].startswith(_OTHER_LIMITS)
         encoding = Headers(scope=scope).get("content-encoding", "identity")
         if counts_values and encoding.strip().lower() != "identity":
             raise ApiError(415, f"send the body as it is, not in {encoding[:20]!r}", code="unsupported_encoding")

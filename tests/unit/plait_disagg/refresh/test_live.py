@@ -445,6 +445,7 @@ class TestPublishing:
     def test_a_copy_that_fails_leaves_nothing(self, package, tmp_path, monkeypatch):
         """A full disk, or an update whose file is missing (finding 12)."""
         folder = kit.written(tmp_path / "u", kit.update(package, "1", "2", seed=2))
+        (package.folder / "updates").mkdir()
         real = shutil.copyfile
 
         def fails(source, target):

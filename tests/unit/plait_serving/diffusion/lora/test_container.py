@@ -181,7 +181,7 @@ def test_damaged_headers_are_refused(tmp_path, table, data):
 
 @pytest.mark.parametrize(
     ("shape", "says"),
-    [([10**4299] * 200, "has 4300 digits"), ([1 << 62] * 50_000, "does not lie where it should")],
+    [([10**4299] * 200, "has 4300 digits"), ([1 << 62] * 40_000, "does not lie where it should")],
     ids=["long numbers", "many numbers"],
 )
 def test_sizes_cost_no_more_than_their_text(tmp_path, shape, says):
