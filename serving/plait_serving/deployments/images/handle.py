@@ -23,8 +23,9 @@ HEALTH_TIMEOUT_S = 5.0
 """A replica that takes longer than this to report that it is healthy counts as unhealthy."""
 
 
-CATALOG_TIMEOUT_S = 15.0
-"""Every request begins with this call. A replica answers it in milliseconds, in a second or two on a busy host."""
+CATALOG_TIMEOUT_S = 120.0
+"""Every request begins with this call. A replica answers it in milliseconds; one that died and is started again has the
+time to load a model."""
 
 
 class HandleImageService:

@@ -109,13 +109,13 @@ def test_a_full_disk_leaves_the_record_as_it_was(tmp_path):
     again.release()
 
 
-def test_a_server_whose_state_cannot_be_written_serves_on_and_says_so_once(tmp_path):
+def test_a_server_whose_state_cannot_be_written_serves_on_and_says_so_once(tmp_path, monkeypatch):
     """Its list of processes is for the next start; a full disk is no reason to stop (finding 5)."""
     state, err = PortState.claim(tmp_path, 1), io.StringIO()
     state.write(record())
     run = supervise._Run(PlaitConfig(), state, Console(io.StringIO(), err), port=1, drained=(), app_name="x")
-    run._run_id = "none has this"
     run._ray_folder = tmp_path
+    monkeypatch.setattr(processes, "members", lambda *_: frozenset())
     for _ in range(2):
         (state.folder / "run.json.new").symlink_to("/dev/full")
         state._record = record(processes=(ProcessId(3, 4),))
