@@ -38,6 +38,7 @@ class FakeFleet:
         self._layout = ProcessLayout(processes=1, threads=1)
         self._runs = 0
         self.closed = False
+        self.is_paused = False
         self.ready_s = 1.5
 
     def configure(self, layout: ProcessLayout) -> None:
@@ -47,12 +48,19 @@ class FakeFleet:
         return MemoryUse(now_bytes=2 << 30, peak_bytes=3 << 30)
 
     def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool = False) -> RunSample:
+        assert not self.is_paused
         self._log.append(f"{self._name} {'keep' if keep else len(items)}")
         seconds = self._seconds(self._layout, self._runs)
         self._runs += 1
         return RunSample(
             wall_s=seconds, latencies_s=(seconds,) * len(items), results=tuple(item.get("picture") for item in items)
         )
+
+    def pause(self) -> None:
+        self.is_paused = True
+
+    def resume(self) -> None:
+        self.is_paused = False
 
     def close(self) -> None:
         self.closed = True
@@ -166,6 +174,12 @@ class InProcessFleet:
         return sample(
             started_s, [{"finished_s": o.finished_s, "result": o.result} for o in outcomes], one_by_one=one_by_one
         )
+
+    def pause(self) -> None:
+        """Do nothing: it would pause the test."""
+
+    def resume(self) -> None:
+        """Do nothing."""
 
     def close(self) -> None:
         self._worker.close()

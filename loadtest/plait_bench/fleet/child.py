@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 
 from plait_bench.errors import BenchError, SystemUnavailable
-from plait_bench.fleet.values import FleetWorker, ItemOutcome, Json
+from plait_bench.fleet.values import FleetWorker, ItemOutcome, Json, Settles
 
 __all__ = ["serve"]
 
@@ -66,6 +66,10 @@ def _build(factory: str, settings: Mapping[str, Json]) -> FleetWorker:
 def _answer(worker: FleetWorker, question: Mapping[str, Json]) -> Json:
     if question["op"] == "configure":
         worker.configure(threads=question["threads"], variant=question["variant"])
+        return None
+    if question["op"] == "settle":
+        if isinstance(worker, Settles):
+            worker.settle()
         return None
     outcomes: list[ItemOutcome] = worker.run(
         question["items"], one_by_one=question["one_by_one"], keep=question["keep"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from plait_bench.benchmark import Metric, ResultRow
 
@@ -110,6 +110,14 @@ class RunSample:
     results: tuple[Json, ...] = ()
 
 
+@runtime_checkable
+class Settles(Protocol):
+    """A `FleetWorker` that needs a moment after it was stopped and continued: its processes watch each other."""
+
+    def settle(self) -> None:
+        """Wait until it is as before."""
+
+
 class Fleet(Protocol):
     """A system's worker processes. `ready_s`: how long they took to start."""
 
@@ -123,6 +131,12 @@ class Fleet(Protocol):
 
     def memory(self) -> MemoryUse:
         """Return the memory of the processes that the layout uses, and of their children."""
+
+    def pause(self) -> None:
+        """Take no processor time until `resume`. Idempotent."""
+
+    def resume(self) -> None:
+        """Undo `pause`, and wait until all is as before. Idempotent. Raises `SystemFailed`."""
 
     def close(self) -> None:
         """Stop the processes. Idempotent."""

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from plait_bench.errors import SystemFailed, SystemUnavailable
 from plait_bench.fleet.child import serve
 from plait_bench.fleet.memory import memory_of
+from plait_bench.fleet.process_tree import go_on, stand_still
 from plait_bench.fleet.values import Item, Json, MemoryUse, ProcessLayout, RunSample, System
 
 # Loading a model may take minutes on a slow disk, a round of a slow system on a slow machine too.
@@ -38,6 +39,7 @@ class WorkerFleet:
         self._layout = ProcessLayout(processes=1, threads=1)
         interpreter = None if system.interpreter is None else system.interpreter()
         started_s = time.monotonic()
+        self._is_paused = False
         self._processes = [_Process(system, interpreter) for _ in range(processes)]
         try:
             for worker in self._processes:
@@ -70,14 +72,39 @@ class WorkerFleet:
             outcomes.update(zip(share, worker.answer(), strict=True))
         return sample(started_s, [outcomes[i] for i in range(len(items))], one_by_one=one_by_one)
 
+    def pause(self) -> None:
+        """Stop the processes and all that they started."""
+        if not self._is_paused:
+            self._is_paused = True
+            stand_still(self._pids())
+
+    def resume(self) -> None:
+        """Let them run again, and wait until they are as they were. Raises `SystemFailed`."""
+        if not self._is_paused:
+            return
+        self._go_on()
+        for worker in self._processes:
+            worker.ask({"op": "settle"})
+        for worker in self._processes:
+            worker.answer()
+
     def memory(self) -> MemoryUse:
         """Return the memory of the processes that the layout uses, and of their children."""
         return memory_of([worker.pid for worker in self._processes[: self._layout.processes]])
 
     def close(self) -> None:
         """Stop all processes. Idempotent."""
+        self._go_on()
         for worker in self._processes:
             worker.stop()
+
+    def _go_on(self) -> None:
+        if self._is_paused:
+            self._is_paused = False
+            go_on(self._pids())
+
+    def _pids(self) -> list[int]:
+        return [worker.pid for worker in self._processes]
 
 
 def sample(started_s: float, outcomes: Sequence[Mapping[str, Json]], *, one_by_one: bool) -> RunSample:

@@ -52,7 +52,8 @@ def layouts_for(items: ItemList, cores: int) -> tuple[ProcessLayout, ...]:
 
 
 class _Pool:
-    """The worker processes, by system; the one that was used last is the last."""
+    """The worker processes, by system; the one that was used last is the last. Only that one runs: the others are
+    paused, because a server that idles (Ray's processes do) takes time from whom is measured beside it."""
 
     def __init__(self, definition: FleetDefinition, cores: int, open_fleet: OpenFleet) -> None:
         self.cores = cores
@@ -95,7 +96,10 @@ class _Pool:
         if there is not None and there[0] != settings:
             there[1].close()
             there = None
+        for _, other in self._open.values():
+            other.pause()
         self._open[name] = (settings, self._start(name, items)) if there is None else there
+        self._open[name][1].resume()
         return self._open[name][1]
 
     def _start(self, name: str, items: ItemList) -> Fleet:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from plait_bench.errors import Disagreement, SystemUnavailable
-from plait_bench.fleet.values import System
+from plait_bench.fleet.values import ProcessLayout, System
 from plait_bench.fleet.workload import layouts, layouts_for
 from plait_bench.host import HostConditions
 from plait_bench.runner import RunPlan
@@ -208,6 +209,29 @@ def test_what_does_not_fit_is_closed_and_comes_back_warm():
     assert result.ratios["work:per_s:a/b"].n == 2
     assert opened[-4:] == ["a", "b", "a", "b"]
     assert log[-4:] == ["a 1", "a 4", "b 1", "b 4"]
+
+
+def test_who_is_not_measured_takes_no_time():
+    """All but one are paused, whether it runs or is started: a server that idles is not free."""
+    running: list[list[str]] = []
+    made: dict[str, FakeFleet] = {}
+
+    def beside(name: str) -> list[str]:
+        return [other for other, fleet in made.items() if other != name and not fleet.is_paused]
+
+    def noting(name: str) -> Callable[[ProcessLayout, int], float]:
+        return lambda *_: running.append(beside(name)) or 1.0
+
+    def open_fleet(system: System, processes: int) -> FakeFleet:
+        running.append(beside(system.name))
+        made[system.name] = FakeFleet(system.name, noting(system.name), [])
+        return made[system.name]
+
+    benchmark = fake_benchmark("a", "b", "c", workloads=[fake_workload()])
+    run_on_fleets(benchmark, RunPlan(rounds=2), cores=1, open_fleet=open_fleet)
+    assert len(made) == 3
+    assert running
+    assert not any(running)
 
 
 def test_a_workload_has_processes_with_its_own_settings():

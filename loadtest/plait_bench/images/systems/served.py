@@ -38,6 +38,8 @@ _READY_S = 1200
 _STOP_S = 45.0
 _PREPARED_S = 600.0
 _CONTROLNETS_S = 60.0
+_SETTLED_S = 60.0
+_CAUGHT_UP_S = 2.0
 
 
 def configuration(
@@ -144,6 +146,15 @@ class Served:
             self._prepares = False
             self._wait_until_prepared()
         return outcomes
+
+    def settle(self) -> None:
+        """Wait until the server is healthy again, and its processes have caught up with the time that they missed."""
+        until_s = time.monotonic() + _SETTLED_S
+        while self._client.get(f"{self._url}/health").status_code != httpx2.codes.OK:
+            if time.monotonic() > until_s:
+                raise SystemFailed("plait was stopped and continued, and is not healthy")
+            time.sleep(0.5)
+        time.sleep(_CAUGHT_UP_S)
 
     def _wait_until_prepared(self) -> None:
         """Wait until the server runs on what it converts behind its first requests; for ControlNets, which may be in

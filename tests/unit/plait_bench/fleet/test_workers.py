@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from plait_bench.errors import SystemFailed, SystemUnavailable
+from plait_bench.fleet.process_tree import with_descendants
 from plait_bench.fleet.sharing import evenly
 from plait_bench.fleet.values import ProcessLayout, System
 from plait_bench.fleet.workers import WorkerFleet, sample
@@ -44,6 +47,31 @@ def test_results_are_not_sent_unless_asked_for(fleet):
     """A timed run carries times only."""
     fleet.configure(ProcessLayout(processes=1, threads=1))
     assert fleet.run([{"i": 0}], one_by_one=False).results == (None,)
+
+
+def test_a_paused_fleet_stands_still_and_works_afterwards():
+    """With all that its processes started; closing one that is paused ends it as ever."""
+    opened = WorkerFleet(system(), 2)
+    try:
+        opened.configure(ProcessLayout(processes=2, threads=1))
+        pids = with_descendants(opened._pids())
+        opened.pause()
+        opened.pause()
+        assert [state_of(pid) for pid in pids] == ["T"] * len(pids)
+        opened.resume()
+        opened.resume()
+        assert "T" not in [state_of(pid) for pid in pids]
+        taken = opened.run([{"i": i} for i in range(3)], one_by_one=False, keep=True)
+        assert [result["i"] for result in taken.results] == [0, 1, 2]
+        opened.pause()
+    finally:
+        opened.close()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def state_of(pid: int) -> str:
+    """R, S, T (stopped) and so on."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def test_more_processes_than_there_are_is_an_error(fleet):
