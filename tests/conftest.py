@@ -102,8 +102,8 @@ def _cache_of_our_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 @pytest.fixture(scope="module", autouse=True)
 def _nothing_converts_behind_the_next_file() -> Iterator[None]:
-    """What a file's engines convert behind ends with the file: it would take time from others, and read modules while
-    their library loaders patch the classes of all."""
+    """What a file's engines convert behind ends with the file: it would take time from others, and build modules
+    while libraries' loaders patch the classes of all."""
     yield
     background.wait()
 

@@ -150,8 +150,12 @@ class PortState:
                 return
         except FileNotFoundError:
             return
-        shutil.copyfile(path, old)
-        old.chmod(0o600)
+        try:
+            shutil.copyfile(path, old)
+            old.chmod(0o600)
+        except OSError:
+            old.unlink(missing_ok=True)
+            raise
         os.truncate(path, 0)
 
     def write(self, record: RunRecord) -> None:

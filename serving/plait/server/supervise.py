@@ -289,15 +289,13 @@ class _Run:
         return found
 
     def _keep(self, write: Callable[[], None]) -> None:
-        """Write to the state folder. A full disk ends no server: it is logged once, and tried again next time."""
+        """Write to the state folder. A full disk ends no server: it is told once, and tried again next time."""
         try:
             write()
         except OSError as error:
             if not self._cannot_write:
                 self._console.progress(f"plait: WARNING: {self._state.folder} cannot be written: {error.strerror}")
             self._cannot_write = True
-        else:
-            self._cannot_write = False
 
 
 def leave(code: int) -> NoReturn:

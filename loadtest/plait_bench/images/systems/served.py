@@ -150,11 +150,18 @@ class Served:
     def settle(self) -> None:
         """Wait until the server is healthy again, and its processes have caught up with the time that they missed."""
         until_s = time.monotonic() + _SETTLED_S
-        while self._client.get(f"{self._url}/health").status_code != httpx2.codes.OK:
+        while not self._is_healthy():
             if time.monotonic() > until_s:
                 raise SystemFailed("plait was stopped and continued, and is not healthy")
             time.sleep(0.5)
         time.sleep(_CAUGHT_UP_S)
+
+    def _is_healthy(self) -> bool:
+        try:
+            answer = self._client.get(f"{self._url}/health", timeout=_SETTLED_S)
+        except httpx2.TransportError:
+            return False
+        return bool(answer.status_code == httpx2.codes.OK)
 
     def _wait_until_prepared(self) -> None:
         """Wait until the server runs on what it converts behind its first requests; for ControlNets, which may be in
