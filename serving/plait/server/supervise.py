@@ -289,7 +289,7 @@ class _Run:
         return found
 
     def _keep(self, write: Callable[[], None]) -> None:
-        """Write to the state folder. A full disk ends no server: it is told once, and tried again next time."""
+        """Write to the state folder. A full disk ends no server: one warning, and the next write is tried."""
         try:
             write()
         except OSError as error:
