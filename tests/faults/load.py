@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from faults.asks import Ask, Form
 from faults.client import FaultClient, Reply
 
-__all__ = ["Pace", "send_all", "send_at_pace"]
+__all__ = ["Pace", "draw", "send_all", "send_at_pace"]
 
-_WEIGHTS: dict[Form, float] = {"ranking": 1.0, "v2": 2.0, "image": 0.5, "stream": 0.5}
+_WEIGHTS: dict[Form, float] = {"ranking": 1.2, "v2": 2.0, "image": 0.5, "stream": 0.5}
 """How often a request is drawn: about three rankings to two images, which take far longer."""
 
 _MAX_OPEN = 256
@@ -33,6 +33,13 @@ class Pace:
     seed: int = 1
 
 
+def draw(asks: Sequence[Ask], rng: random.Random) -> Iterator[Ask]:
+    """Draw requests without end."""
+    weights = [_WEIGHTS[ask.form] for ask in asks]
+    while True:
+        yield from rng.choices(asks, weights, k=64)
+
+
 async def send_at_pace(
     client: FaultClient, asks: Sequence[Ask], pace: Pace, on_reply: OnReply, *, until: Callable[[], bool]
 ) -> int:
@@ -41,7 +48,7 @@ async def send_at_pace(
     Times, requests and disconnects are drawn from the pace's seed, and do not depend on what the server does.
     """
     rng = random.Random(pace.seed)
-    weights = [_WEIGHTS[ask.form] for ask in asks]
+    chosen = draw(asks, random.Random(pace.seed))
     room = asyncio.Semaphore(_MAX_OPEN)
     open_tasks: set[asyncio.Task[None]] = set()
     sent = 0
@@ -55,7 +62,7 @@ async def send_at_pace(
 
     while not until():
         next_s += rng.expovariate(pace.per_s)
-        ask = rng.choices(asks, weights)[0]
+        ask = next(chosen)
         leaves, after_s = rng.random() < pace.disconnects, rng.uniform(0.0, _LEAVE_WITHIN_S)
         await asyncio.sleep(max(0.0, next_s - time.monotonic()))
         await room.acquire()

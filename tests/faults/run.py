@@ -24,7 +24,7 @@ from faults.striking import Fault, FaultLog, Striker, probes_for
 from faults.usage import Usage, grown, settled
 from plait_bench.images.systems.served import prepared_parts
 
-__all__ = ["FaultPlan", "FaultReport", "RunFailed", "fault_run", "quiet"]
+__all__ = ["FaultPlan", "FaultReport", "RunFailed", "fault_run", "prepared", "quiet"]
 
 Say: TypeAlias = Callable[[str], None]
 
@@ -142,7 +142,7 @@ async def fault_run(server: RunningServer, plan: FaultPlan, say: Say) -> FaultRe
         seconds = time.monotonic() - began_s
         say("quiet again")
         after = [*await send_all(client, asks, at_once=1), *await send_all(client, asks, at_once=_AT_ONCE)]
-        await _prepared(client)
+        await prepared(client)
         held_after = await settled(server)
     return FaultReport(
         plan=plan,
@@ -161,7 +161,7 @@ async def quiet(client: FaultClient, asks: Sequence[Ask], say: Say) -> dict[str,
     """Send every request alone, then all together; return the answers. Raises `RunFailed` if one has no answer, or
     another one in company than alone."""
     await send_all(client, asks, at_once=_AT_ONCE)  # what the first requests cause is not part of the server's rest
-    await _prepared(client)
+    await prepared(client)
     expected: dict[str, Answer] = {}
     for ask, reply in await send_all(client, asks, at_once=1):
         verdict = verdict_of(ask, reply, None, in_our_stead=False)
@@ -266,7 +266,7 @@ async def _example(client: FaultClient) -> Mapping[str, Any]:
     return example
 
 
-async def _prepared(client: FaultClient) -> None:
+async def prepared(client: FaultClient) -> None:
     """Wait until the engine runs on what it converts behind its first requests, or the patience for that is over."""
     until_s = time.monotonic() + _PREPARED_S
     while time.monotonic() < until_s:

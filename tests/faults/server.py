@@ -112,7 +112,7 @@ def started(*settings: str, config: str | None = None, environ: Mapping[str, str
         finally:
             left = _stopped(server, members)
             if running is not None:
-                running.left = [*left, *(str(path.relative_to(root)) for path in _sockets(root))]
+                running.left += [*left, *(f"socket {path.relative_to(root)}" for path in _sockets(root))]
     finally:
         shutil.rmtree(root, ignore_errors=True)
 
