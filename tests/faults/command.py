@@ -23,12 +23,12 @@ from plait_bench.errors import RecordError
 
 __all__ = ["main"]
 
+_DESCRIPTORS = 1 << 16
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run a command; return its exit code."""
     options = _parser().parse_args(arguments)
-    _raise_descriptor_limit()
     try:
         code: int = options.command(options)
     except (RunFailed, RecordError, LookupError, AssertionError) as error:
@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     commands = parser.add_subparsers(required=True)
     run = _command(commands, "run", _run, "kill every kind of process in turn while answers are compared")
-    run.add_argument("--seconds", type=float, default=60.0, help="how long; every kind dies at least once, whatever it says")
+    run.add_argument("--seconds", type=float, default=60.0, help="each kind dies once, however long it takes")
     run.add_argument("--requests", type=int, default=500, help="in that time; the pace goes on until the end")
     run.add_argument("--kinds", default="", help="whose processes die: ingress,engine,...; all that there are if empty")
     run.add_argument("--pauses", action="store_true", help="after each kind died, stop and continue processes too")
@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     fair.add_argument("--seconds", type=float, default=30.0, help="of each round")
     fair.add_argument("--rounds", type=int, default=3)
     fair.add_argument("--connections", type=int, default=64, help="of the tenant who floods")
-    fair.add_argument("--queued", type=int, default=1000, help="requests in the queue before the first image is asked for")
+    fair.add_argument("--queued", type=int, default=1000, help="requests in the queue when a single image is asked for")
     fair.add_argument("--share", type=float, default=0.5, help="of the capacity that the other tenant offers")
     refusals = _command(commands, "refusals", _refusals, "how quickly a full server refuses")
     refusals.add_argument("--seconds", type=float, default=30.0)
@@ -70,7 +70,7 @@ def _command(commands: Any, name: str, function: Callable[..., int], says: str) 
     parser: argparse.ArgumentParser = commands.add_parser(name, help=says, description=says)
     parser.set_defaults(command=function)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--set", dest="settings", action="append", default=[], metavar="PATH=VALUE", help="of plait serve")
+    parser.add_argument("--set", dest="settings", action="append", default=[], help="path=value, for plait serve")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--record", action="store_true", help=f"append rows to {PATH.name}; needs a clean checkout")
     parser.add_argument("--results", type=Path, default=PATH, help="where --record appends")
@@ -106,6 +106,7 @@ def _fairness(options: argparse.Namespace) -> int:
         seed=options.seed,
     )
     recorder = Recorder(options.results) if options.record else None
+    _raise_descriptor_limit()
     server = started(*options.settings, config=configuration())
     report = _with_server(options, server, lambda server: fairness_run(server, plan, _say))
     _print(options, report.to_json(), fairness_text(report))
@@ -119,6 +120,7 @@ def _refusals(options: argparse.Namespace) -> int:
         seconds=options.seconds, connections=tuple(options.connections), queue_limit=options.queue_limit
     )
     recorder = Recorder(options.results) if options.record else None
+    _raise_descriptor_limit()
     limit = f"images.knobs.queue_limit={plan.queue_limit}"
     server = started("recommend=null", limit, *options.settings)
     reports = _with_server(options, server, lambda server: refusals_run(server, plan, _say))
@@ -162,5 +164,6 @@ def _say(line: str) -> None:
 
 def _raise_descriptor_limit() -> None:
     """A thousand connections need as many descriptors, here and in the server, which inherits the limit."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))

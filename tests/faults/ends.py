@@ -110,7 +110,8 @@ def _coded(status: int, error: Any, *, has_retry: bool) -> Verdict:
     code = error["code"]
     what = f"{status} {code}"
     if status == 200:
-        return Verdict(end=End.DOCUMENTED if code in {known for _, known in DOCUMENTED} else End.UNDOCUMENTED, what=what)
+        is_known = code in {known for _, known in DOCUMENTED}
+        return Verdict(end=End.DOCUMENTED if is_known else End.UNDOCUMENTED, what=what)
     if not has_retry:
         return Verdict(end=End.UNDOCUMENTED, what=f"{what} without retry-after")
     return Verdict(end=End.DOCUMENTED if (status, code) in DOCUMENTED else End.UNDOCUMENTED, what=what)

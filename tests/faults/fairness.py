@@ -116,7 +116,7 @@ class FairnessReport:
 
 
 def configuration(*, queue_limit: int = 4096) -> str:
-    """Return the plait.yaml of the run: two tenants, and a queue that takes A's requests as far as its limits let it."""
+    """Return the plait.yaml of the run: two tenants, and a queue that takes A's requests."""
     digests = {tenant: hashlib.sha256(key.encode()).hexdigest() for tenant, key in KEYS.items()}
     return _CONFIG.format(**digests, limit=queue_limit)
 

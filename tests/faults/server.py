@@ -12,7 +12,7 @@ import signal
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,7 +85,7 @@ def send(process: ProcessId, signum: signal.Signals) -> bool:
 
 
 @contextmanager
-def started(*settings: str, config: str | None = None, environ: Mapping[str, str] | None = None) -> Iterator[RunningServer]:
+def started(*settings: str, config: str | None = None) -> Iterator[RunningServer]:
     """Run `plait serve` with a folder of its own for everything that it writes; `settings` are `path=value`, `config`
     the text of a plait.yaml. The default is the starter models.
 
@@ -97,9 +97,7 @@ def started(*settings: str, config: str | None = None, environ: Mapping[str, str
         arguments = [*_file(root, config), "--port", str(port)]
         for setting in settings:
             arguments += ["--set", setting]
-        server = PlaitServer.launch(
-            REAL, arguments, port=port, root=root, environ={"TMPDIR": str(root), **(environ or {})}
-        )
+        server = PlaitServer.launch(REAL, arguments, port=port, root=root, environ={"TMPDIR": str(root)})
         running: RunningServer | None = None
         members: frozenset[ProcessId] = frozenset()
         try:
