@@ -74,7 +74,7 @@ def test_images_may_differ_by_two_levels(level, wanted):
 
 
 def test_rankings_may_differ_by_rounding_and_not_by_order():
-    """Every score within 1e-5, whatever the order of near equals; another item, a lost one or a wrong order is wrong."""
+    """Every score within 1e-5, whatever the order of near equals; another item, a lost one, a wrong order are wrong."""
     right = ranking((1, 0.5), (2, 0.4999999), (3, 0.1))
     assert end(RANKING, reply(ranking((2, 0.5000001), (1, 0.5), (3, 0.1))), right) is End.RIGHT
     assert end(RANKING, reply(ranking((1, 0.5), (2, 0.4999999), (3, 0.10002))), right) is End.WRONG
