@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import resource
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -29,11 +30,15 @@ _DESCRIPTORS = 1 << 16
 def main(arguments: Sequence[str]) -> int:
     """Run a command; return its exit code."""
     options = _parser().parse_args(arguments)
+    # The server is a session of its own: it must not outlive whoever stops this command.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         code: int = options.command(options)
     except (RunFailed, RecordError, LookupError, AssertionError) as error:
         print(f"faults: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     return code
 
 
@@ -55,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     fair.add_argument("--connections", type=int, default=64, help="of the tenant who floods")
     fair.add_argument("--queued", type=int, default=1000, help="requests in the queue when a single image is asked for")
     fair.add_argument("--share", type=float, default=0.5, help="of the capacity that the other tenant offers")
+    run.add_argument("--warm-rounds", type=int, default=12, help="of load before the first fault, at most")
     refusals = _command(commands, "refusals", _refusals, "how quickly a full server refuses")
     refusals.add_argument("--seconds", type=float, default=30.0)
     refusals.add_argument("--connections", type=int, nargs="+", default=[100, 500])
@@ -87,6 +93,7 @@ def _run(options: argparse.Namespace) -> int:
         disconnects=options.disconnects,
         hung_s=options.hung_s,
         recovery_s=options.recovery_s,
+        warm_rounds=options.warm_rounds,
     )
     recorder = Recorder(options.results) if options.record else None
     report = _with_server(options, _server(options), lambda server: fault_run(server, plan, _say))

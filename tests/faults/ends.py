@@ -21,6 +21,7 @@ __all__ = ["DOCUMENTED", "End", "Tally", "Verdict", "verdict_of"]
 
 DOCUMENTED = frozenset(
     {
+        (422, "request_kills_replicas"),
         (429, "overloaded"),
         (503, "controlnet_unavailable"),
         (503, "engine_stopped"),

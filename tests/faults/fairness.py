@@ -270,8 +270,9 @@ def fairness_text(report: FairnessReport) -> str:
     """Return the table of a report."""
     lines = [f"{'B':<10}{'in time/s':>10}{'p50 s':>8}{'p99 s':>8}{'refused':>8}"]
     for name, rounds in (("alone", report.alone), ("beside A", report.beside)):
-        for it in rounds:
-            lines.append(f"{name:<10}{it.goodput_per_s:>10.2f}{it.p50_s:>8.2f}{it.p99_s:>8.2f}{it.refused:>8}")
+        lines += [
+            f"{name:<10}{it.goodput_per_s:>10.2f}{it.p50_s:>8.2f}{it.p99_s:>8.2f}{it.refused:>8}" for it in rounds
+        ]
     ratio = report.goodput_ratio
     lines += [
         f"goodput beside the flood by alone: {ratio.value:.2f} ({ratio.p20:.2f} to {ratio.p80:.2f}); B offers "

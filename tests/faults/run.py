@@ -24,13 +24,15 @@ from faults.striking import Fault, FaultLog, Striker, probes_for
 from faults.usage import Usage, grown, settled
 from plait_bench.images.systems.served import prepared_parts
 
-__all__ = ["FaultPlan", "FaultReport", "RunFailed", "fault_run", "prepared", "quiet"]
+__all__ = ["FaultPlan", "FaultReport", "RunFailed", "at_rest", "fault_run", "prepared", "quiet"]
 
 Say: TypeAlias = Callable[[str], None]
 
 _IN_OUR_STEAD = frozenset({"ingress", "proxy"})
 _AT_ONCE = 16
 _PREPARED_S = 90.0
+_ROUND, _ROUND_AT_ONCE = 4, 48
+_STILL_SHARE, _STILL_ROUNDS = 0.01, 2
 _GAP_S = (1.0, 3.0)
 _PAUSE_S = (2.0, 6.0)
 
@@ -42,7 +44,8 @@ class RunFailed(Exception):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultPlan:
     """What a run does. `kinds`: whose processes die, all that there are if empty; each dies at least once, and again
-    in turn until `seconds` are over. `hung_s` and `recovery_s`: how long a request and a recovery may take."""
+    in turn until `seconds` are over. `hung_s` and `recovery_s`: how long a request and a recovery may take.
+    `warm_rounds`: of load before the first fault, at most (`at_rest`)."""
 
     requests: int = 500
     seconds: float = 60.0
@@ -52,6 +55,7 @@ class FaultPlan:
     disconnects: float = 0.05
     hung_s: float = 180.0
     recovery_s: float = 180.0
+    warm_rounds: int = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +138,7 @@ async def fault_run(server: RunningServer, plan: FaultPlan, say: Say) -> FaultRe
     async with FaultClient(server.url, hung_s=plan.hung_s) as client:
         asks = mixed(plan.seed, await _example(client))
         expected = await quiet(client, asks, say)
-        held_before = await settled(server)
+        held_before = await at_rest(server, client, asks, rounds=plan.warm_rounds, say=say)
         log = FaultLog()
         faulting = _Faulting(server, client, asks, expected, plan, log, say)
         began_s = time.monotonic()
@@ -143,7 +147,7 @@ async def fault_run(server: RunningServer, plan: FaultPlan, say: Say) -> FaultRe
         say("quiet again")
         after = [*await send_all(client, asks, at_once=1), *await send_all(client, asks, at_once=_AT_ONCE)]
         await prepared(client)
-        held_after = await settled(server)
+        held_after = await at_rest(server, client, asks, rounds=min(1, plan.warm_rounds), say=say)
     return FaultReport(
         plan=plan,
         seconds=seconds,
@@ -174,6 +178,27 @@ async def quiet(client: FaultClient, asks: Sequence[Ask], say: Say) -> dict[str,
             raise RunFailed(f"the quiet server disagrees with itself: {verdict.end} {verdict.what}")
     say(f"{len(asks)} requests have answers, alone and in company")
     return expected
+
+
+async def at_rest(server: RunningServer, client: FaultClient, asks: Sequence[Ask], *, rounds: int, say: Say) -> Usage:
+    """Return what the server holds when a round of load adds no memory any more, at the latest after `rounds`.
+
+    An engine compiles programs for shapes that recur, up to a bound: batches of other sizes and LoRA sets add to what
+    it holds for a while.
+    """
+    rng = random.Random(0)
+    held = await settled(server)
+    still = 0
+    for number in range(1, rounds + 1):
+        many = [ask for ask in asks for _ in range(_ROUND)]
+        rng.shuffle(many)
+        await send_all(client, many, at_once=_ROUND_AT_ONCE)
+        before, held = held, await settled(server)
+        say(f"round {number}: {held.memory_bytes / 2**20:,.0f} MiB")
+        still = still + 1 if held.memory_bytes < (1 + _STILL_SHARE) * before.memory_bytes else 0
+        if still == _STILL_ROUNDS:
+            break
+    return held
 
 
 class _Faulting:

@@ -13,7 +13,7 @@ from faults.asks import Ask, mixed
 from faults.client import FaultClient, Reply
 from faults.ends import End, Tally, verdict_of
 from faults.load import Pace, draw, send_at_pace
-from faults.run import Say, quiet
+from faults.run import Say, at_rest, quiet
 from faults.server import RunningServer
 from faults.slope import Slope, slope_of
 from faults.usage import Usage, usage_of
@@ -36,6 +36,7 @@ _WARM_SHARE = 0.1
 """The share of the time at the beginning that does not count."""
 
 _CLIENTS = 8
+_WARM_ROUNDS = 12
 _CAPACITY_S = 30.0
 
 
@@ -89,6 +90,7 @@ async def steady_run(server: RunningServer, plan: SteadyPlan, say: Say) -> Stead
         example = (await client.get("/v2/models/picks/example")).json()
         asks = mixed(plan.seed, example)
         expected = await quiet(client, asks, say)
+        await at_rest(server, client, asks, rounds=_WARM_ROUNDS, say=say)
         capacity = await capacity_per_s(client, asks, seconds=_CAPACITY_S, clients=_CLIENTS, seed=plan.seed)
         offered = plan.share * capacity
         say(f"capacity {capacity:.2f} requests/s; {offered:.2f} are offered for {plan.minutes:g} minutes")
@@ -115,9 +117,7 @@ async def steady_run(server: RunningServer, plan: SteadyPlan, say: Say) -> Stead
     )
 
 
-async def capacity_per_s(
-    client: FaultClient, asks: Sequence[Ask], *, seconds: float, clients: int, seed: int
-) -> float:
+async def capacity_per_s(client: FaultClient, asks: Sequence[Ask], *, seconds: float, clients: int, seed: int) -> float:
     """Measure how many requests of this mix are answered per second where `clients` ask without a pause."""
     answered = 0
     began_s = time.monotonic()

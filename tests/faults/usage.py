@@ -19,7 +19,7 @@ from faults.server import RunningServer
 __all__ = ["Usage", "grown", "settled", "usage_of"]
 
 _PROC = Path("/proc")
-_SHM = Path("/dev/shm")  # noqa: S108  # looked at, never written to
+_SHM = Path("/dev/shm")  # looked at, never written to
 _OTHERS_FILES = ("plasma", "torch_", "sem.", "__KMP")
 """Files of Ray, torch and OpenMP in /dev/shm, which other programs have there too; plait has none with a name."""
 
