@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from plait_disagg.errors import RankError
 from plait_serving.diffusion.errors import EngineError
-from plait_serving.http.context import ContextDep
+from plait_serving.http.context import ContextDep, RouteContext
 
 router = APIRouter(tags=["operations"])
 
@@ -31,6 +31,11 @@ class _Measured(Protocol):
 @router.get("/metrics", summary="Prometheus metrics", response_class=Response)
 async def metrics(context: ContextDep) -> Response:
     """Return the HTTP side's metrics followed by those of the ranking and image services."""
+    return Response(await exposition(context), headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+async def exposition(context: RouteContext) -> str:
+    """Return all metrics in Prometheus' text format."""
     services = {"ranking": context.ranking, "images": context.images}
     asked = {name: service for name, service in services.items() if service is not None}
     texts = await asyncio.gather(*map(_text_of, asked.values()))
@@ -38,8 +43,7 @@ async def metrics(context: ContextDep) -> Response:
         f'plait_service_up{{service="{name}"}} {int(text is not None)}\n'
         for name, text in zip(asked, texts, strict=True)
     ]
-    parts = [context.metrics.text().decode(), _UP, *up, *filter(None, texts)]
-    return Response("".join(parts), headers={"content-type": CONTENT_TYPE_LATEST})
+    return "".join([context.metrics.text().decode(), _UP, *up, *filter(None, texts)])
 
 
 async def _text_of(service: _Measured) -> str | None:
