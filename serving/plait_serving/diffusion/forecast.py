@@ -31,7 +31,8 @@ __all__ = ["StepKind", "WorkForecast"]
 _KEPT = 31
 """The newest charges of a kind; their median is the forecast, so one slow step in two does not move it."""
 _CONTROL_WORK = 0.4
-"""A ControlNet is a copy of the UNet's encoder half and middle: 0.36 of 0.86 billion weights in Stable Diffusion 1.5."""
+"""A ControlNet is a copy of the UNet's encoder half and middle: 0.36 of 0.86 billion weights in Stable
+Diffusion 1.5."""
 
 K = TypeVar("K", bound=Hashable)
 

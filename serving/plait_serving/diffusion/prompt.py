@@ -74,7 +74,7 @@ class PromptEncoder:
         return PromptEncoding(
             texts[1:] if zeros else texts,
             run=self._run,
-            finish=lambda encoded: self._conditioning([_zeros_like(encoded[0]), *encoded] if zeros else encoded, request),
+            finish=lambda texts: self._conditioning([_zeros_like(texts[0]), *texts] if zeros else texts, request),
         )
 
     def _filled(self, tokens: Tokens, count: int) -> list[list[_Call]]:

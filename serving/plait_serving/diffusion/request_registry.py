@@ -73,7 +73,7 @@ class RequestRegistry:
                 raise Overloaded(
                     f"{len(own)} requests with {sum(other.left_s for other in own):.0f} s of work are waiting or "
                     "running",
-                    retry_after_s=retry_after_s,
+                    retry_after_s=max(1.0, retry_after_s),
                 )
             self._open.append(job)
             self._counts["accepted"] += 1
@@ -160,7 +160,8 @@ def _delivered(job: ImageJob, event: Finished | Failed) -> dict[str, int]:
     request = job.request
     if isinstance(event, Failed):
         return {}
-    return {"images": request.n, "pixels": request.n * request.width * request.height, "steps": request.n * request.steps}
+    pixels = request.n * request.width * request.height
+    return {"images": request.n, "pixels": pixels, "steps": request.n * request.steps}
 
 
 def result_of(

@@ -10,15 +10,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from plait_serving.http.context import ContextDep
 from plait_serving.http.edge.auth import Principal, Role, principal
-from plait_serving.http.metrics import exposition
+from plait_serving.http.metrics import TENANT_PREFIX, exposition
 
-__all__ = ["PREFIX", "router", "usage_of"]
+__all__ = ["router", "usage_of"]
 
 router = APIRouter(prefix="/v1", tags=["operations"])
-
-PREFIX = "plait_tenant_"
-"""Counters of this name with the label `tenant` are the account."""
-
 
 @router.get("/usage", summary="What your tenant used")
 async def usage(context: ContextDep, who: Annotated[Principal, Depends(principal)]) -> dict[str, Any]:
@@ -36,8 +32,8 @@ def usage_of(metrics: str) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = defaultdict(dict)
     for family in text_string_to_metric_families(metrics):
         for sample in family.samples:
-            if sample.name.startswith(PREFIX) and sample.name.endswith("_total"):
-                name = sample.name.removeprefix(PREFIX).removesuffix("_total")
+            if sample.name.startswith(TENANT_PREFIX) and sample.name.endswith("_total"):
+                name = sample.name.removeprefix(TENANT_PREFIX).removesuffix("_total")
                 sums = found[sample.labels["tenant"]]
                 value = sums.get(name, 0.0) + sample.value
                 sums[name] = value if name.endswith("seconds") else int(value)
