@@ -15,6 +15,7 @@ from plait_serving.http.context import HttpSettings
 from plait_serving.http.edge.auth import ApiKey, Role
 from plait_serving.http.edge.tenants import TenantLimits, TokenBucket
 from plait_serving.http.usage import usage_of
+from plait_serving.images import refusals
 from plait_serving.images.refusals import HELD_S, RecentRefusals
 from plait_serving.images.testing import FakeImageService
 from support.http_app import AsgiCall, make_app, make_client
@@ -140,21 +141,22 @@ def test_the_account_is_summed_over_replicas():
 def test_a_refusal_holds_for_a_moment():
     """And says how long is left; another tenant is asked for, and other errors are no refusals."""
     now = [100.0]
-    refusals = RecentRefusals(lambda: now[0])
-    refusals.note("a", ValueError("no"))
-    refusals.check("a")
-    refusals.note("a", Overloaded("full", retry_after_s=8.0))
+    recent = RecentRefusals(lambda: now[0])
+    recent.note("a", ValueError("no"))
+    recent.check("a")
+    recent.note("a", Overloaded("full", retry_after_s=8.0))
     now[0] += 0.1
     with pytest.raises(Overloaded, match="full") as refused:
-        refusals.check("a")
+        recent.check("a")
     assert refused.value.retry_after_s == pytest.approx(7.9)
-    refusals.check("b")
+    recent.check("b")
     now[0] += HELD_S
-    refusals.check("a")
+    recent.check("a")
 
 
-def test_a_flood_is_answered_without_the_engine():
+def test_a_flood_is_answered_without_the_engine(monkeypatch):
     """The engine refuses once; the next request of that tenant does not reach it."""
+    monkeypatch.setattr(refusals, "HELD_S", 60.0)
     service = FakeImageService(failures={"x": Overloaded("full", retry_after_s=40.0)})
     client = make_client(service, HttpSettings(api_keys=KEYS))
     for stream in (False, True, False):
