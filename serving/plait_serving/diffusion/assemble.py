@@ -37,7 +37,7 @@ from plait_serving.diffusion.safety import safety_of
 from plait_serving.diffusion.samplers import sampler_factory
 from plait_serving.diffusion.stepper import Stepper
 from plait_serving.diffusion.takeover import Takeover
-from plait_serving.diffusion.values import ControlRef, ImageRequest, Scheduler
+from plait_serving.diffusion.values import ControlRef, ImageRequest, Scheduler, Tenant
 
 _log = logging.getLogger(__name__)
 
@@ -110,6 +110,7 @@ class Assembled:
             seed=0,
             scheduler=Scheduler.EULER,
             controlnets=controlnets,
+            tenant=Tenant(name=""),
         )
 
 

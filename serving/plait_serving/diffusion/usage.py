@@ -37,7 +37,9 @@ class UsageLedger:
         self._tenants: dict[str, TenantUsage] = {}
 
     def add(self, tenant: str, **more: float) -> None:
-        """Add to a tenant's sums, by name."""
+        """Add to a tenant's sums, by name. Nobody pays for a tenant without a name: plait's own warm-up."""
+        if not tenant:
+            return
         with self._lock:
             usage = self._tenants.setdefault(tenant, TenantUsage())
             for name, value in more.items():
