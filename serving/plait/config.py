@@ -73,10 +73,9 @@ class ServerSection(Section):
         ),
     ] = None
     api_keys: tuple[ApiKeySection, ...] = ()
-    tenants: Annotated[
-        dict[TenantName, TenantSection],
-        Field(description="shares and limits by tenant; without keys there is one, 'default'"),
-    ] = {}
+    tenants: dict[TenantName, TenantSection] = Field(
+        default_factory=dict, description="shares and limits by tenant; without keys there is one, 'default'"
+    )
     largest_body_bytes: Annotated[int, Field(ge=1024)] = 64 << 20
     drain_s: Annotated[float, Field(ge=0, le=3600, description="how long a stop waits for what runs")] = 20.0
     ready_timeout_s: Annotated[float, Field(gt=0, le=86400, description="how long a start may take")] = 600.0

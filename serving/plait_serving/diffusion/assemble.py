@@ -49,8 +49,8 @@ class EngineSettings:
     """What to serve. "auto" as `device` and `dtype` means CUDA in float16 if available, otherwise the CPU in float32.
 
     `controlnets` maps names to diffusers folders; `safety_checker` False leaves out a folder's checker (logged).
-    `limits`: what requests may ask for at most; the multiple that edges have is the model's own. `prepared_folder` keeps
-    what executors converted; `converts` False uses what is there and converts nothing.
+    `limits`: what requests may ask for at most; the multiple that edges have is the model's own.
+    `prepared_folder` keeps what executors converted; `converts` False uses what is there and converts nothing.
     """
 
     model: str | Path

@@ -104,8 +104,10 @@ def choose(
     if len(hosts) == len(candidates):
         return batch
     tenants = len({unit.tenant for unit in candidates})
-    others = [unit for unit in candidates if unit.tenant != turn]
-    return _with_guests(batch, others, costs, limits, running, tenants)
+    guests = sorted(
+        (unit for unit in candidates if unit.tenant != turn), key=lambda unit: (unit.order not in running, unit.order)
+    )
+    return _with_guests(batch, guests, costs, limits, tenants)
 
 
 def _choose_of_one_tenant(
@@ -141,18 +143,17 @@ def overtaken_by(
 
 def _with_guests(
     batch: Sequence[Candidate],
-    others: Sequence[Candidate],
+    guests: Sequence[Candidate],
     costs: Costs,
     limits: BatchLimits,
-    running: Collection[int],
     tenants: int,
 ) -> tuple[Candidate, ...]:
-    """Return `batch` with the units of other tenants that pay, those that ran last first."""
+    """Return `batch` with those guests, units of other tenants in the order in which they may join, that pay."""
     key, rows = batch[0].key, _rows(batch)
     alone_s = costs.step_s(key, rows)
     chosen, best = tuple(batch), (1.0 + JOIN_SHARE) * rows / max(alone_s, 1e-9)
     joined = list(batch)
-    for guest in sorted(others, key=lambda unit: (unit.order not in running, unit.order)):
+    for guest in guests:
         if guest.key != key or rows + guest.rows > limits.largest_batch:
             continue
         joined.append(guest)

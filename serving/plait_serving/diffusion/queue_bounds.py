@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from plait_serving.diffusion.values import Tenant
 
-__all__ = ["QueuedWork", "QueueBounds", "wait_s"]
+__all__ = ["QueueBounds", "QueuedWork", "wait_s"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ __all__ = ["router", "usage_of"]
 
 router = APIRouter(prefix="/v1", tags=["operations"])
 
+
 @router.get("/usage", summary="What your tenant used")
 async def usage(context: ContextDep, who: Annotated[Principal, Depends(principal)]) -> dict[str, Any]:
     """Return the sums of the caller's tenant, for an admin of all tenants, since the replicas that count started.

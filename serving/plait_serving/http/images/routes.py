@@ -15,6 +15,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from plait_serving.diffusion.errors import DeadlineMissed, Overloaded
 from plait_serving.diffusion.values import (
     Event,
     Failed,
@@ -25,7 +26,6 @@ from plait_serving.diffusion.values import (
     Progress,
     RgbImage,
 )
-from plait_serving.diffusion.errors import DeadlineMissed, Overloaded
 from plait_serving.http.context import ContextDep, RouteContext
 from plait_serving.http.edge import sse
 from plait_serving.http.edge.auth import principal
@@ -84,7 +84,10 @@ def _late() -> DeadlineMissed:
 
 
 async def _generate(
-    body: GenerationBody, request: Request, context: RouteContext, ends_s: float | None  # noqa: ARG001
+    body: GenerationBody,
+    request: Request,
+    context: RouteContext,
+    ends_s: float | None,  # noqa: ARG001
 ) -> Response:
     job = await _resolve(body, request, context)
     feed = EventFeed(context.image_service.generate(job.request))
@@ -110,9 +113,7 @@ async def _result(feed: EventFeed) -> ImageResult:
             raise event.error
 
 
-async def _open_stream(
-    body: GenerationBody, request: Request, context: RouteContext, ends_s: float | None
-) -> Response:
+async def _open_stream(body: GenerationBody, request: Request, context: RouteContext, ends_s: float | None) -> Response:
     """Wait briefly for the first event, so that a refusal still gets a proper status, then start the stream."""
     job = await _resolve(body, request, context)
     feed = EventFeed(context.image_service.generate(job.request))

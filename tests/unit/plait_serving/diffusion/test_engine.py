@@ -8,9 +8,6 @@ import time
 import numpy as np
 import pytest
 
-from plait_serving.diffusion.admission import ImageLimits
-from plait_serving.diffusion.decoding import Decoder
-from plait_serving.diffusion.engine import Engine
 from plait_serving.diffusion.errors import (
     Cancelled,
     DeadlineMissed,
@@ -22,20 +19,17 @@ from plait_serving.diffusion.errors import (
     RequestError,
 )
 from plait_serving.diffusion.knobs import EngineKnobs
-from plait_serving.diffusion.stepper import Stepper
-from plait_serving.diffusion.testing import EveryBatchPays, FakeDenoiser, FakeMerger, FakeProvider, fake_samplers
-from support.engine import WAIT_S, Gate, Watch, request, rigs
+from plait_serving.diffusion.testing import FakeProvider
 from plait_serving.diffusion.units import NEXT, ImageJob, RequestPhase, SpentSeconds
 from plait_serving.diffusion.values import (
-    Failed,
     Finished,
-    ImageRequest,
     LoraPolicy,
     LoraRef,
     Preview,
     Progress,
-    Scheduler,
 )
+from support.engine import WAIT_S, Gate, request, rigs
+
 
 @pytest.fixture
 def rig():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from plait_serving.diffusion.costs import StepCosts
@@ -56,7 +58,7 @@ def test_who_arrives_is_first_within_two_turns():
 def test_a_tenant_goes_on_while_a_change_costs_more():
     """With a slack of four seconds each tenant has its turns in runs of four or five, and still its half."""
     names = run(TenantShares(), [A, B], {"a": 1.0, "b": 1.0}, turns=80, slack_s=4.0)
-    changes = sum(1 for one, other in zip(names, names[1:], strict=False) if one != other)
+    changes = sum(1 for one, other in itertools.pairwise(names) if one != other)
     assert 8 <= changes <= 22
     assert names.count("b") == pytest.approx(40, abs=5)
 

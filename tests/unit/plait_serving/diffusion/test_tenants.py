@@ -48,9 +48,7 @@ def test_guests_do_not_slow_their_host_by_more_than_its_next_turn_is_away():
 
 def test_guests_stay_out_where_rows_cost_as_much_as_calls():
     """On a busy CPU the tenants take turns."""
-    batch = choose(
-        [unit(0, "flood"), unit(1, "other")], costs=costs(float), limits=LIMITS, now_s=0.0, turn="other"
-    )
+    batch = choose([unit(0, "flood"), unit(1, "other")], costs=costs(float), limits=LIMITS, now_s=0.0, turn="other")
     assert [one.order for one in batch] == [1]
 
 

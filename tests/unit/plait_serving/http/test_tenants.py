@@ -19,7 +19,8 @@ from plait_serving.images import refusals
 from plait_serving.images.refusals import HELD_S, RecentRefusals
 from plait_serving.images.testing import FakeImageService
 from support.http_app import AsgiCall, make_app, make_client
-from support.http_rank import INFER, arrays, make_client as make_ranking_client
+from support.http_rank import INFER, arrays
+from support.http_rank import make_client as make_ranking_client
 
 URL = "/v1/images/generations"
 KEYS = (
