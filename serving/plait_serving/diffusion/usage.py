@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 
-__all__ = ["TenantUsage", "UsageLedger", "total_usage"]
+__all__ = ["TenantUsage", "UsageLedger"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -22,11 +21,6 @@ class TenantUsage:
     pixels: int = 0
     steps: int = 0
     compute_s: float = 0.0
-
-    def plus(self, other: TenantUsage) -> TenantUsage:
-        """Return the sum of both."""
-        names = [field.name for field in fields(self)]
-        return TenantUsage(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
 class UsageLedger:
@@ -48,13 +42,4 @@ class UsageLedger:
     def snapshot(self) -> dict[str, TenantUsage]:
         """Return a copy, by tenant."""
         with self._lock:
-            return {name: usage.plus(TenantUsage()) for name, usage in self._tenants.items()}
-
-
-def total_usage(parts: list[Mapping[str, TenantUsage]]) -> dict[str, TenantUsage]:
-    """Return the sums over several engines."""
-    total: dict[str, TenantUsage] = {}
-    for part in parts:
-        for name, usage in part.items():
-            total[name] = total.get(name, TenantUsage()).plus(usage)
-    return total
+            return {name: replace(usage) for name, usage in self._tenants.items()}

@@ -31,18 +31,6 @@ __all__ = ["HostedImages", "load_images", "open_images"]
 
 _log = logging.getLogger(__name__)
 
-_TENANT_COUNTERS = {
-    "finished": "image_requests_finished",
-    "failed": "image_requests_failed",
-    "cancelled": "image_requests_cancelled",
-    "rejected": "image_requests_rejected",
-    "images": "images",
-    "pixels": "image_pixels",
-    "steps": "image_steps",
-    "compute_s": "image_compute_seconds",
-}
-"""The metrics of `TenantUsage`'s fields."""
-
 _CONTROLNETS_TIMEOUT_S = 120.0
 """Time to load torch and a ControlNet next to the base model, on two busy cores."""
 
@@ -236,14 +224,22 @@ def metrics_text(assembled: Assembled) -> str:
 
 def _tenant_lines(usage: Mapping[str, TenantUsage]) -> list[str]:
     """Return what each tenant used: the account that `http/usage.py` reads."""
-    lines = []
-    for field, name in _TENANT_COUNTERS.items():
-        lines.append(f"# TYPE plait_tenant_{name} counter")
-        lines += [
-            f'plait_tenant_{name}_total{{tenant="{tenant}"}} {getattr(used, field)}'
-            for tenant, used in sorted(usage.items())
-        ]
-    return lines
+    by_metric: dict[str, list[str]] = {}
+    for tenant, used in sorted(usage.items()):
+        counters = {
+            "image_requests_finished": used.finished,
+            "image_requests_failed": used.failed,
+            "image_requests_cancelled": used.cancelled,
+            "image_requests_rejected": used.rejected,
+            "images": used.images,
+            "image_pixels": used.pixels,
+            "image_steps": used.steps,
+            "image_compute_seconds": round(used.compute_s, 6),
+        }
+        for name, value in counters.items():
+            line = f'plait_tenant_{name}_total{{tenant="{tenant}"}} {value}'
+            by_metric.setdefault(f"# TYPE plait_tenant_{name} counter", []).append(line)
+    return [line for head, lines in by_metric.items() for line in (head, *lines)]
 
 
 def host_metrics_text(host: HostCores) -> str:
