@@ -29,7 +29,7 @@ server:
   api_keys:
     - {{sha256: {a}, tenant: a}}
     - {{sha256: {b}, tenant: b}}
-images: {{knobs: {{queue_limit: {limit}}}}}
+images: {{knobs: {{queue_limit: {limit}, queue_seconds: 100000}}}}
 recommend: null
 """
 
