@@ -177,7 +177,8 @@ async def _capacity(client: FaultClient, plan: FairnessPlan) -> float:
     async def one(number: int) -> None:
         nonlocal answered
         while time.monotonic() < began_s + plan.seconds:
-            answered += (await client.send(_ask(plan, number))).status == 200
+            reply = await client.send(_ask(plan, number))
+            answered += reply.status == 200
 
     await asyncio.gather(*(one(number) for number in range(32)))
     return answered / (time.monotonic() - began_s)
