@@ -164,6 +164,7 @@ def steady_text(report: SteadyReport) -> str:
     lines = [
         f"{report.ends.total} requests in {report.minutes:g} minutes at {report.offered_per_s:.2f}/s of "
         f"{report.capacity_per_s:.2f}/s: {report.ends.ends[End.RIGHT]} right",
+        *(f"{count:>6}  {what}" for what, count in report.ends.seen.most_common()),
         f"{'':<16}{'start':>12}{'per hour':>12}{'low':>10}{'high':>10}{'rise':>10}{'noise':>10}",
     ]
     for name, slope in report.slopes.items():
