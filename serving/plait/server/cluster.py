@@ -62,6 +62,7 @@ class Cluster:
     ) -> Cluster:
         """Start our own Ray, listening on the loopback interface only, and Serve's HTTP proxy on `port`."""
         prepare_environment(token_path)
+        prepare_proxies(config)
         import ray
 
         ray.init(
@@ -303,6 +304,15 @@ def prepare_environment(token_path: Path) -> None:
     # Serve ends a proxy that fails three checks of 5 s, and starts another: a busy machine may need longer for one.
     os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
     os.environ.pop("RAY_ADDRESS", None)
+
+
+def prepare_proxies(config: PlaitConfig) -> None:
+    """Set what Serve's proxies need to check requests as the ingress does; a callback of the user's own stays."""
+    from plait_serving.deployments.proxy import CALLBACK_VARIABLE, HOSTS_VARIABLE, proxy_environment
+
+    ours = proxy_environment(config.server.answered_hosts)
+    os.environ.setdefault(CALLBACK_VARIABLE, ours[CALLBACK_VARIABLE])
+    os.environ[HOSTS_VARIABLE] = ours[HOSTS_VARIABLE]
 
 
 def _url(host: str, port: int) -> str:
