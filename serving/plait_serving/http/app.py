@@ -19,8 +19,8 @@ from plait_serving.diffusion.errors import EngineError
 from plait_serving.http import health, metrics, models
 from plait_serving.http.context import HttpSettings, RouteContext, installed_version
 from plait_serving.http.edge.auth import AuthMiddleware
-from plait_serving.http.edge.body_limit import BodyLimitMiddleware, BodyTooLarge
-from plait_serving.http.edge.errors import ApiError, ClientDisconnected, wire_error
+from plait_serving.http.edge.body_limit import BodyLimitMiddleware
+from plait_serving.http.edge.errors import ApiError, BodyRefused, ClientDisconnected, wire_error
 from plait_serving.http.edge.hosts import HostMiddleware
 from plait_serving.http.edge.request_id import RequestIdMiddleware
 from plait_serving.http.images import routes as images
@@ -139,7 +139,7 @@ async def _client_gone(request: Request, error: Exception) -> Response:  # noqa:
 async def _http_error(request: Request, error: Exception) -> Response:
     """Answer the errors that Starlette itself raises: no such route, wrong method, an unreadable body."""
     assert isinstance(error, HTTPException)
-    if isinstance(error, BodyTooLarge):
+    if isinstance(error, BodyRefused):
         return wire_error(error.error).response(request.url.path)
     where = f"{request.method} {request.url.path}"
     message, code = {

@@ -21,6 +21,7 @@ from plait_disagg.graph.inputs import Side, tensor_names
 from plait_disagg.messages.check import check_request
 from plait_disagg.values import RankAnswer, RankRequest
 from plait_serving.http.context import ContextDep, RouteContext
+from plait_serving.http.edge.json_body import JsonRoute
 from plait_serving.http.edge.schemas import ErrorBody
 from plait_serving.http.ranking.rank_body import (
     ALL,
@@ -35,7 +36,7 @@ from plait_serving.ranking.service import BoundModel, RankingService
 
 PATH = "/v1/recommend"
 
-router = APIRouter(tags=["ranking"])
+router = APIRouter(tags=["ranking"], route_class=JsonRoute)
 
 # Reading so many candidates takes about a millisecond; the way to a thread and back takes some 0.1 ms.
 _INLINE_CANDIDATES = 256

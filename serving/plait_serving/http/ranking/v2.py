@@ -19,6 +19,7 @@ from plait_disagg.errors import BadInput, WorkerUnavailable
 from plait_disagg.refresh.errors import BadUpdate, NotPublished
 from plait_serving.http.context import ContextDep, RouteContext, installed_version
 from plait_serving.http.edge.auth import require_admin
+from plait_serving.http.edge.json_body import JsonRoute
 from plait_serving.http.edge.schemas import StrictBody
 from plait_serving.http.ranking.describe import MAX_EXAMPLE, example, metadata
 from plait_serving.http.ranking.infer import Infer
@@ -26,7 +27,7 @@ from plait_serving.ranking.service import why_not_ready
 
 __all__ = ["EXTENSIONS", "INFER_DOCUMENTATION", "infer_routes", "router"]
 
-router = APIRouter(prefix="/v2", tags=["ranking"])
+router = APIRouter(prefix="/v2", tags=["ranking"], route_class=JsonRoute)
 
 EXTENSIONS = ("binary_tensor_data",)
 INFER_PATHS = ("/v2/models/{model}/infer", "/v2/models/{model}/versions/{version}/infer")
