@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
+from copy import deepcopy
 from typing import Any, Protocol
 
 from fastapi import APIRouter, FastAPI
@@ -16,7 +17,7 @@ from starlette.responses import Response
 
 from plait_disagg.errors import RankError
 from plait_serving.diffusion.errors import EngineError
-from plait_serving.http import health, metrics, models
+from plait_serving.http import document, health, metrics, models
 from plait_serving.http.context import HttpSettings, RouteContext, installed_version
 from plait_serving.http.edge.auth import AuthMiddleware
 from plait_serving.http.edge.body_limit import BodyLimitMiddleware
@@ -56,11 +57,14 @@ class _App(FastAPI):
 
     def openapi(self) -> dict[str, Any]:
         """Return the schema; it is built once."""
+        if self.openapi_schema is not None:
+            return self.openapi_schema
         schema = super().openapi()
         if self.state.context.ranking is not None:
             from plait_serving.http.ranking.v2 import INFER_DOCUMENTATION
 
-            schema["paths"].update(INFER_DOCUMENTATION)
+            schema["paths"].update(deepcopy(dict(INFER_DOCUMENTATION)))
+        document.complete(schema)
         return schema
 
 

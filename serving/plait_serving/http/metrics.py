@@ -7,7 +7,7 @@ from typing import Protocol
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from plait_disagg.errors import RankError
 from plait_serving.diffusion.errors import EngineError
@@ -28,7 +28,7 @@ class _Measured(Protocol):
         """Return the service's metrics as Prometheus text."""
 
 
-@router.get("/metrics", summary="Prometheus metrics", response_class=Response)
+@router.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)
 async def metrics(context: ContextDep) -> Response:
     """Return the HTTP side's metrics followed by those of the ranking and image services."""
     services = {"ranking": context.ranking, "images": context.images}
