@@ -73,7 +73,7 @@ def _content(tensors: str) -> dict[str, Any]:
 
 _NOT_READY = {
     "description": "Not ready; `error` says what is missing",
-    "content": {"application/json": {"schema": {"type": "object", "required": ["ready", "error"]}}},
+    "content": {"application/json": {"schema": {"type": "object", "required": ["error"]}}},
 }
 
 
