@@ -26,8 +26,8 @@ def names() -> set[str]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
                 found.add(node.name)
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and re.match(r"[a-z0-9_]+$", node.value):
-                found.add(node.value)
+            elif isinstance(node, ast.Constant) and re.fullmatch(r"(cve|ghsa)_[a-z0-9_]+", str(node.value)):
+                found.add(str(node.value))
     return found
 
 
