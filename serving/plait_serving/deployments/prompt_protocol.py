@@ -73,6 +73,11 @@ class PromptHttpProtocol(HttpToolsProtocol):
         self._awaited = None
         super().on_message_complete()
 
+    def handle_websocket_upgrade(self) -> None:
+        """Leave the connection to the protocol that takes it over."""
+        super().handle_websocket_upgrade()
+        self._awaited = None
+
     def _wait(self) -> None:
         self._patience = self.loop.call_later(self.head_s if self._awaited == "head" else self.body_s, self._run_out)
 
