@@ -12,7 +12,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from plait_serving.diffusion.errors import Overloaded
 from plait_serving.http.edge.errors import ApiError, BodyRefused
 
-
 MAX_JSON_VALUES = 300_000
 """Commas and opening brackets in a JSON body: Python makes objects of so many values in some 0.1 s, in which nobody
 else is answered. Two prompts of the longest kind may have a fifth of it; base64, which makes bodies long, has none."""

@@ -1,7 +1,7 @@
 """JSON bodies that say everything once.
 
 Of two members with one name most parsers take the last, some the first: a proxy that checks a body and the server
-behind it could read different requests. The check is part of the only parse, so it costs a body without objects nothing.
+behind it could read different requests. The check is part of the only parse, and costs as much as the body has objects.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from plait.server.ports import free_port
 from plait_serving.deployments import proxy
 from plait_serving.deployments.direct import Direct, DirectListener
 from plait_serving.deployments.prompt_protocol import PromptHttpProtocol
+from support.http_app import until
 
 WAIT_S = 30.0
 HEAD = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 6\r\n"
@@ -45,7 +46,9 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @asynccontextmanager
 async def listening() -> AsyncIterator[int]:
     port = free_port("127.0.0.1")
-    async with DirectListener(Direct(host="127.0.0.1", port=port, drain_s=1)).answering(echo):
+    listener = DirectListener(Direct(host="127.0.0.1", port=port, drain_s=1))
+    async with listener.answering(echo):
+        await until(lambda: listener._server is not None and listener._server.started)
         yield port
 
 
