@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from plait_disagg.graph.errors import BadProgram
 from plait_disagg.graph.inputs import ports_of
 from plait_disagg.graph.memory import check_memory
-from plait_disagg.graph.program import ROWS, USER_OF, Port, Program
+from plait_disagg.graph.program import ROWS, USER_OF, Node, Port, Program
 from plait_disagg.package.manifest import Manifest
 
 __all__ = ["check_cn", "check_hn"]
@@ -26,7 +26,7 @@ def check_cn(program: Program, manifest: Manifest, widths: Mapping[str, int]) ->
 
 def check_hn(program: Program, cn: Program, manifest: Manifest) -> None:
     """Check the HN program against what the CN program sends. Raises `BadProgram`."""
-    values = {value.name: value for value in (*cn.inputs, *cn.nodes)}
+    values: dict[str, Port | Node] = {value.name: value for value in (*cn.inputs, *cn.nodes)}
     crossing = [(name, values[ref.name]) for name, ref in cn.outputs]
     sent = (Port(name=name, shape=value.shape, dtype=value.dtype, rows=value.rows) for name, value in crossing)
     _check_ports(program, (*sent, _USER_OF))

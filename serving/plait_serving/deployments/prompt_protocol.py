@@ -39,7 +39,7 @@ class PromptHttpProtocol(HttpToolsProtocol):
     _received_bytes = 0
     _patience: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
         """Start waiting for the first head."""
         super().connection_made(transport)
         self._patience = self.loop.call_later(self.head_s, self._run_out)
