@@ -148,7 +148,7 @@ class RemoteCore:
 
     @property
     def _unavailable(self) -> str:
-        """What clients are told. Which process was lost at which address is in the log, for who runs the server."""
+        """What clients read. Which process was lost at which address is in the log, for who runs the server."""
         return f"model {self._model}: no worker answers; one is being started"
 
     def metrics(self) -> Mapping[str, float]:

@@ -303,7 +303,7 @@ def prepare_environment(token_path: Path) -> None:
     os.environ.setdefault("RAY_worker_niceness", "0")
     # Serve ends a proxy that fails three checks of 5 s, and starts another: a busy machine may need longer for one.
     os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
-    # Ray takes 127.0.0.1 for a mistake and listens on all interfaces, except where it is told that there are no others:
+    # Ray takes 127.0.0.1 for a mistake and listens on all interfaces, except where no other machines are to take part:
     # the switch is named after the systems on which that is the default.
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     os.environ.pop("RAY_ADDRESS", None)
