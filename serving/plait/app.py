@@ -94,6 +94,7 @@ def http_settings(server: ServerSection) -> "HttpSettings":
     """Return the settings of the HTTP side; called in the ingress replica, where its imports belong."""
     from plait_serving.http.context import HttpSettings
     from plait_serving.http.edge.auth import ANYONE, ApiKey, Principal, Role
+    from plait_serving.http.edge.tenants import TenantLimits
     from plait_serving.starter.preprocess import PREPROCESSORS
 
     without_key = Principal(tenant=ANYONE.tenant, role=Role.USER)
@@ -101,8 +102,10 @@ def http_settings(server: ServerSection) -> "HttpSettings":
         ApiKey(sha256=key.sha256, principal=Principal(tenant=key.tenant, role=Role(key.role)))
         for key in server.api_keys
     )
+    tenants = {name: TenantLimits(**section.model_dump()) for name, section in server.tenants.items()}
     return HttpSettings(
         api_keys=keys,
+        tenants=tenants,
         anyone=without_key if server.is_open else ANYONE,
         allowed_hosts=server.answered_hosts,
         max_body_bytes=server.largest_body_bytes,
