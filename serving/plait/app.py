@@ -94,7 +94,6 @@ def http_settings(server: ServerSection) -> "HttpSettings":
     """Return the settings of the HTTP side; called in the ingress replica, where its imports belong."""
     from plait_serving.http.context import HttpSettings
     from plait_serving.http.edge.auth import ANYONE, ApiKey, Principal, Role
-    from plait_serving.http.edge.hosts import LOOPBACK_HOSTS
     from plait_serving.http.edge.tenants import TenantLimits
     from plait_serving.starter.preprocess import PREPROCESSORS
 
@@ -104,14 +103,11 @@ def http_settings(server: ServerSection) -> "HttpSettings":
         for key in server.api_keys
     )
     tenants = {name: TenantLimits(**section.model_dump()) for name, section in server.tenants.items()}
-    hosts = server.allowed_hosts
-    if hosts or (hosts is None and server.is_loopback and not keys):
-        hosts = (*LOOPBACK_HOSTS, server.host, *(hosts or ()))  # its own as well: plait asks it how it is
     return HttpSettings(
         api_keys=keys,
         tenants=tenants,
         anyone=without_key if server.is_open else ANYONE,
-        allowed_hosts=hosts or (),
+        allowed_hosts=server.answered_hosts,
         max_body_bytes=server.largest_body_bytes,
         preprocessors=PREPROCESSORS,
     )

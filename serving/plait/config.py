@@ -111,6 +111,16 @@ class ServerSection(Section):
             return False
 
     @property
+    def answered_hosts(self) -> tuple[str, ...]:
+        """The names that requests may call the server by; none: any."""
+        from plait_serving.http.edge.hosts import LOOPBACK_HOSTS
+
+        hosts = self.allowed_hosts
+        if not hosts and not (hosts is None and self.is_loopback and not self.api_keys):
+            return ()
+        return (*LOOPBACK_HOSTS, self.host, *(hosts or ()))  # its own as well: plait asks it how it is
+
+    @property
     def is_open(self) -> bool:
         """Whether other machines reach the port and no key is asked for."""
         return not self.is_loopback and not self.api_keys

@@ -92,7 +92,7 @@ class RemoteCore:
     def card(self) -> ModelCard:
         """The model's card, as reported by a worker."""
         if self._card is None:
-            raise WorkerUnavailable(f"model {self._model} is starting: {self._client.why_down}")
+            raise WorkerUnavailable(f"model {self._model} is starting: no worker has answered yet")
         return self._card
 
     @property
@@ -112,12 +112,12 @@ class RemoteCore:
         if connection is None:
             if self._client.up:
                 raise Busy(f"{self._window} requests are at the model's worker already")
-            raise WorkerUnavailable(f"model {self._model}: {self._client.why_down}")
+            raise WorkerUnavailable(self._unavailable)
         try:
             request = replace(job.request, deadline_s=self._due_there_s(job))
             connection.call(job, lambda number, pool: rank_message(number, request, self._layouts[connection], pool))
         except ConnectionLost as error:
-            raise WorkerUnavailable(str(error)) from error
+            raise WorkerUnavailable(self._unavailable) from error
         except FabricError as error:
             raise as_rank_error(error) from error
         except (KeyError, ValueError) as error:  # it was checked against the card of another version
@@ -144,7 +144,12 @@ class RemoteCore:
 
     def ready(self) -> str | None:
         """Return None if a request would be answered now, otherwise what is missing."""
-        return None if self._client.up else f"model {self._model}: {self._client.why_down}"
+        return None if self._client.up else self._unavailable
+
+    @property
+    def _unavailable(self) -> str:
+        """What clients read. Which process was lost at which address is in the log, for who runs the server."""
+        return f"model {self._model}: no worker answers; one is being started"
 
     def metrics(self) -> Mapping[str, float]:
         """Return the ingress's and the workers' metrics.
@@ -206,11 +211,11 @@ class RemoteCore:
         if self._card is not None and self._card.version != version:
             self._card = replace(self._card, version=version)
 
-    def _on_lost(self, connection: Connection[RankJob], jobs: list[RankJob], why: str) -> None:
+    def _on_lost(self, connection: Connection[RankJob], jobs: list[RankJob], why: str) -> None:  # noqa: ARG002
         self._worker_metrics.pop(connection, None)
         self._lost += len(jobs)
         for job in jobs:
-            self._ask_another(job, WorkerUnavailable(why))
+            self._ask_another(job, WorkerUnavailable(f"model {self._model}: its worker was lost"))
 
     def _ask_another(self, job: RankJob, error: RankError) -> None:
         """Send a job once more if another worker is there and its client still waits: ranking has no side effects."""

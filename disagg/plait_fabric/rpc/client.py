@@ -118,6 +118,8 @@ class Client(Generic[T]):
             except Exception as error:  # whatever it is: without its thread a connection would stay down for ever
                 if not isinstance(error, NoReplica | FabricError | ConnectionLost):
                     _log.exception("%s: cannot connect", self._name)
+                elif str(error) != connection.why_down:
+                    _log.warning("%s: cannot connect: %s", self._name, error)
                 connection.replica = ""
                 connection.why_down = str(error)
                 failures += 1

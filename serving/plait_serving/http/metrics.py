@@ -7,7 +7,7 @@ from typing import Annotated, Protocol
 
 from fastapi import APIRouter, Depends
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from plait_disagg.errors import RankError
 from plait_serving.diffusion.errors import EngineError
@@ -33,7 +33,7 @@ class _Measured(Protocol):
         """Return the service's metrics as Prometheus text."""
 
 
-@router.get("/metrics", summary="Prometheus metrics", response_class=Response)
+@router.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)
 async def metrics(context: ContextDep, who: Annotated[Principal, Depends(principal)]) -> Response:
     """Return the HTTP side's metrics followed by those of the ranking and image services. What each tenant used is for
     admins."""

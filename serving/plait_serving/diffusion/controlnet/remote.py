@@ -211,7 +211,7 @@ class RemoteControlNetClient(ControlNetClient):
         try:
             return self._place.get(losses)
         except NoReplica as error:
-            raise ControlNetUnavailable(f"no replica of ControlNet {self._name} answers: {error}") from error
+            raise ControlNetUnavailable(f"no replica of ControlNet {self._name} answers") from error  # the log has why
 
     def _dial(self, left_out: frozenset[str]) -> ReplicaLink:
         try:

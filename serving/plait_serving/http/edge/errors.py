@@ -21,6 +21,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from plait_disagg import errors as rank
@@ -55,6 +56,14 @@ class ApiError(Exception):
         self.kind = kind
         self.param = param
         self.headers = dict(headers or {})
+
+
+class BodyRefused(HTTPException):
+    """Raised while a body is read; an HTTPException because FastAPI lets only those through when it parses a body."""
+
+    def __init__(self, error: ApiError | engine.EngineError) -> None:
+        super().__init__(status_code=400)
+        self.error = error
 
 
 class ClientDisconnected(Exception):  # it is an event, nobody is left to read an error
