@@ -81,8 +81,11 @@ class EngineReplica:
     def check_health(self) -> None:
         """Raise if the replica is unhealthy. Serve calls this every few seconds and replaces a replica that keeps
         raising."""
-        if not self._stopping and not self._hosted.alive:
+        if self._stopping:
+            return
+        if not self._hosted.alive:
             raise RuntimeError("the engine's compute thread has died")
+        self._hosted.check_progress()
 
     def __del__(self) -> None:
         """Stop the engine; Serve calls this once the running requests have ended or the grace period has passed."""

@@ -25,6 +25,9 @@ class HostedEngine(Protocol):
     def alive(self) -> bool:
         """Whether the compute thread runs."""
 
+    def check_progress(self) -> None:
+        """Raise `Stuck` if a thread of the engine hangs."""
+
     def reconfigure(self, knobs: EngineKnobs) -> None:
         """Apply new knobs; running requests continue."""
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from plait_fabric.heartbeat import Stuck
 from plait_serving.deployments.images.engine import EngineReplica, portable
 from plait_serving.deployments.lazy import LazyEngine
 from plait_serving.diffusion.errors import (
@@ -82,6 +83,17 @@ async def test_serve_replica_reports_a_dead_compute_thread():
         replica.check_health()
     hosted.alive = True
     await replica.drain(0)
+
+
+async def test_serve_replica_reports_a_compute_thread_that_hangs():
+    """Its thread is alive and gets nowhere: Serve replaces the replica all the same (finding 9)."""
+    hosted = FakeHosted(step_s=0.0)
+    replica = EngineReplica(Source(hosted), {})
+    hosted.stuck = Stuck("a step of 4 rows has not ended within 65 s")
+    with pytest.raises(Stuck, match="4 rows"):
+        replica.check_health()
+    await replica.drain(0)
+    replica.check_health()  # it is on its way out anyway
 
 
 async def test_serve_replica_cancels_the_request_of_a_closed_stream():
