@@ -8,12 +8,14 @@ stopped or its host slept, and the thread had no chance to get on.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 __all__ = ["Heartbeat", "Stuck", "limit_s"]
 
-_MIN_LIMIT_S = 60.0
-"""A step of milliseconds may once wait for a disk, for memory, or behind everything else on a busy host."""
+_MIN_LIMIT_S = 90.0
+"""A step of milliseconds may once wait for a disk, for memory, for an update of its model, or behind everything else
+on a busy host."""
 _SLOWER = 30.0
 """A step that takes so many times as long as measured does not come back: sharing the cores costs a tenth of that."""
 _UNMEASURED_LIMIT_S = 900.0
@@ -58,6 +60,15 @@ class Heartbeat:
     def rest(self) -> None:
         """Record that the thread waits for work, which may take for ever."""
         self._task = None
+
+    @contextmanager
+    def unhurried(self, what: str) -> Iterator[None]:
+        """Allow what runs inside, a part of other work, as much time as work that was never measured."""
+        before, self._task = self._task, _Task(what, None)
+        try:
+            yield
+        finally:
+            self._task = before
 
     def check(self) -> None:
         """Raise `Stuck` if the thread is at the same piece of work for longer than it may take."""

@@ -224,9 +224,10 @@ def serving(
     *,
     name: str = "edges",
     limits: ServiceLimits | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[ControlNetService]:
     """A service in threads of this process."""
-    service = ControlNetService(name, runner, [listen(address, secret=SECRET)], limits=limits)
+    service = ControlNetService(name, runner, [listen(address, secret=SECRET)], limits=limits, clock=clock)
     try:
         yield service
     finally:

@@ -122,6 +122,7 @@ class CnCore:
             wait_for_room=self._wait_for_room,
             downstream=self._downstream,
         )
+        self.heartbeat = self._loop.heartbeat
 
     @property
     def card(self) -> ModelCard:

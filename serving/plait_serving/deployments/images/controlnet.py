@@ -143,6 +143,7 @@ class ControlNetDeployment:
         raising."""
         if not self._service.alive:
             raise RuntimeError("the ControlNet's compute thread has died")
+        self._service.check_progress()
 
     def __del__(self) -> None:
         """Shut down when Serve removes the replica: requests that have arrived are answered, then clients move

@@ -202,8 +202,10 @@ class RankWorker:
     def check_health(self) -> None:
         """Raise if the replica is unhealthy. Serve calls this every few seconds and replaces a replica that keeps
         raising."""
-        if not self._stopped and not self._worker.alive:
-            raise RuntimeError(f"the {self._role}'s threads have died")
+        if not self._stopped:
+            if not self._worker.alive:
+                raise RuntimeError(f"the {self._role}'s threads have died")
+            self._core.heartbeat.check()
         if self._refresher is not None and self._refresher.is_behind():  # an update came while this replica started
             threading.Thread(target=self._catch_up, name="plait-catch-up", daemon=True).start()
 

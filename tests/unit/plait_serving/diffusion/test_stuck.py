@@ -12,7 +12,7 @@ import torch
 from plait_fabric.heartbeat import Stuck
 from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.costs import StepCosts
-from plait_serving.diffusion.decoding import LONG_DECODE_S, DecodeQueue, Decoder
+from plait_serving.diffusion.decoding import DecodeQueue, Decoder
 from plait_serving.diffusion.engine import Engine
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.policy import GroupKey
@@ -99,7 +99,7 @@ def outcome_when_it_hangs(hanging_call: int, seconds: float) -> None:
 def test_a_step_that_hangs_is_noticed_after_a_minute_or_so() -> None:
     """Steps of this shape were measured to take a moment (finding 9)."""
     with pytest.raises(Stuck, match="a step of 1 rows at 16x16 has not ended"):
-        outcome_when_it_hangs(8, 120)
+        outcome_when_it_hangs(8, 150)
 
 
 def test_the_first_step_of_a_shape_may_compile_for_minutes() -> None:
@@ -114,6 +114,9 @@ def test_an_engine_without_work_is_not_stuck() -> None:
     clock, gate = Clock(), Hanging(0)
     engine = engine_of(gate, clock)
     try:
+        until_s = time.monotonic() + WAIT_S
+        while engine._loop.heartbeat._task is not None and time.monotonic() < until_s:
+            time.sleep(0.01)  # it has just been started
         clock.checks_pass(engine.check_progress, 3_600)
     finally:
         engine.stop(drain_s=0)
@@ -140,7 +143,6 @@ def test_a_decode_thread_that_hangs_is_noticed() -> None:
     finally:
         go_on.set()
         queue.close()
-    assert LONG_DECODE_S > 0.05  # the first one was far below
 
 
 def test_only_measured_row_counts_have_a_measured_time() -> None:
