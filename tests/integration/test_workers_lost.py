@@ -6,17 +6,20 @@ import asyncio
 import dataclasses
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from typing import Literal
 
 import pytest
 import torch
 
 from plait_disagg.errors import RankError, WorkerUnavailable
 from plait_disagg.queue.knobs import WorkerKnobs
+from plait_disagg.workers import remote
 from plait_fabric import connect
 from support import ranking as kit
 from support.rank_fabric import Rig, hello_header, until
@@ -199,6 +202,38 @@ async def test_a_worker_that_hangs_counts_as_lost(rig: Rig) -> None:
     await _right(rig, ranker)
 
 
+@pytest.mark.parametrize("scheme", ["shm", "tcp"])
+async def test_a_worker_that_stops_reading_does_not_stop_the_event_loop(
+    scheme: Literal["shm", "tcp"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ingress goes on with everything else while a worker's process is stopped (finding 9)."""
+    monkeypatch.setattr(remote, "SEND_S", 6.0)
+    with Rig(scheme) as rig:
+        # A port of its own choice would not be known; this one was free a moment ago.
+        address = f"shm://{rig.folder}/cn" if scheme == "shm" else f"tcp://127.0.0.1:{_free_port()}"
+        process = _start(rig, address, slow_s=0.0)
+        try:
+            assert process.stdout is not None
+            assert await asyncio.to_thread(process.stdout.readline) == "ready\n"
+            rig.addresses["cn"] = address
+            ranker = await rig.ranker()
+            await _right(rig, ranker)
+            process.send_signal(signal.SIGSTOP)
+            request, longest_s = kit.request(1, 5_000), 0.0
+            asked = []
+            for _ in range(200):
+                began_s = time.monotonic()
+                asked.append(asyncio.ensure_future(ranker.rank(request)))
+                await asyncio.sleep(0)
+                longest_s = max(longest_s, time.monotonic() - began_s)
+            assert longest_s < 3.0
+            ends = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 60)
+            assert {type(end) for end in ends} == {WorkerUnavailable}
+        finally:
+            process.kill()
+            process.communicate()
+
+
 async def test_garbage_from_a_client_costs_only_its_own_channel(rig: Rig) -> None:
     """Whoever breaks the protocol is hung up on; the others do not notice."""
     rig.front(rig.whole())
@@ -277,6 +312,12 @@ async def test_kill_nine_is_noticed_at_once(rig: Rig) -> None:
         for process in processes:
             process.kill()
             process.communicate()
+
+
+def _free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
 
 
 def _start(rig: Rig, address: str, *, slow_s: float) -> subprocess.Popen[str]:

@@ -131,9 +131,12 @@ def parse_card(payload: Header) -> ModelCard:
 
 
 def rank_message(
-    number: int, request: RankRequest, layout: MessageLayout, pool: Pool
+    number: int, request: RankRequest, layout: MessageLayout, pool: Pool, *, timeout_s: float = SEND_S
 ) -> tuple[dict[str, Any], list[Buffer]]:
-    """Pack a request. `layout`: `layout_of_inputs` of the server's card. A deadline travels as the time remaining."""
+    """Pack a request. `layout`: `layout_of_inputs` of the server's card. A deadline travels as the time remaining.
+
+    Waits at most `timeout_s` for memory of the channel.
+    """
     header: dict[str, Any] = {
         "kind": "rank",
         "number": number,
@@ -143,7 +146,7 @@ def rank_message(
     }
     if request.deadline_s is not None:
         header["left_s"] = request.deadline_s - time.monotonic()
-    return header, encode(layout, request.tensors, pool, timeout_s=SEND_S)
+    return header, encode(layout, request.tensors, pool, timeout_s=timeout_s)
 
 
 def parse_rank(header: Header, buffers: Sequence[memoryview], card: ModelCard, layout: MessageLayout) -> RankRequest:

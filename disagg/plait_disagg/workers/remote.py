@@ -43,7 +43,8 @@ requests can show that a channel which was slow once has recovered."""
 
 
 class RemoteCore:
-    """A core that passes jobs on. It sends on the submitting thread, at a cost of some tens of microseconds."""
+    """A core that passes jobs on. It sends on the submitting thread, at a cost of some tens of microseconds; that
+    thread, an event loop, never waits for a worker that stops reading."""
 
     def __init__(
         self,
@@ -114,8 +115,12 @@ class RemoteCore:
                 raise Busy(f"{self._window} requests are at the model's worker already")
             raise WorkerUnavailable(f"model {self._model}: {self._client.why_down}")
         try:
-            request = replace(job.request, deadline_s=self._due_there_s(job))
-            connection.call(job, lambda number, pool: rank_message(number, request, self._layouts[connection], pool))
+            request, layout = replace(job.request, deadline_s=self._due_there_s(job)), self._layouts[connection]
+            connection.call(
+                job,
+                lambda number, pool: rank_message(number, request, layout, pool, timeout_s=0.0),
+                later=lambda number, pool: rank_message(number, request, layout, pool),
+            )
         except ConnectionLost as error:
             raise WorkerUnavailable(str(error)) from error
         except FabricError as error:
@@ -139,8 +144,9 @@ class RemoteCore:
         for connection in self._client.connections:
             number = connection.withdraw(job)
             if number is not None:
+                message = bare(cancel_header(number))
                 with suppress(ConnectionLost):
-                    connection.send(bare(cancel_header(number)))
+                    connection.send(message, later=message)
 
     def ready(self) -> str | None:
         """Return None if a request would be answered now, otherwise what is missing."""

@@ -101,7 +101,7 @@ class Client(Generic[T]):
                 thread.join(HANDSHAKE_S)
 
     def _add(self) -> None:
-        connection = Connection(self._protocol, window=self._window)
+        connection = Connection(self._protocol, window=self._window, on_thread=self._on_thread)
         name = f"{self._name} connection {len(self._threads)}"
         thread = self._threads[connection] = threading.Thread(
             target=self._keep_up, args=(connection,), name=name, daemon=True
