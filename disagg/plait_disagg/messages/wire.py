@@ -67,7 +67,7 @@ __all__ = [
     "version_header",
 ]
 
-VERSION = 2
+VERSION = 3
 """The version of everything defined here; both sides of a channel must have the same."""
 
 SEND_S = 1.0
@@ -193,7 +193,7 @@ def answers_message(
     """Pack outcomes with the numbers of their requests. `metrics`: the worker's counters, from time to time."""
     answers = [(number, it) for number, it in outcomes if isinstance(it, RankAnswer)]
     errors = [
-        [number, _CODES.get(type(it), "internal"), it.message[:2000], it.param]
+        [number, _CODES.get(type(it), "internal"), it.message[:2000], it.param, it.retry_after_s]
         for number, it in outcomes
         if isinstance(it, RankError)
     ]
@@ -317,7 +317,7 @@ def parse_done(
     asked = parse_number(header)
     error = header.get("error")
     if error is not None:
-        return asked, _parse_error([asked, *error, None] if isinstance(error, list) else error)[1]
+        return asked, _parse_error([asked, *error, None, None] if isinstance(error, list) else error)[1]
     items = fields.integer(header, "n", 0, _MAX_ROWS)
     _, outputs = _parse_tensors(header, own_buffers(buffers), users=items, items=items)
     return asked, (outputs, fields.number(header, "ms"))
@@ -352,9 +352,11 @@ def _parse_times(value: Any) -> RankTimings:
 
 
 def _parse_error(entry: Any) -> tuple[int, RankError]:
-    if not isinstance(entry, list) or len(entry) != 4:
-        raise WireError("an error is not number, code, message, param")
-    number, code, message, param = entry
+    if not isinstance(entry, list) or len(entry) != 5:
+        raise WireError("an error is not number, code, message, param, seconds")
+    number, code, message, param, wait_s = entry
     if type(number) is not int or not isinstance(message, str) or not (param is None or isinstance(param, str)):
-        raise WireError("an error is not number, code, message, param")
-    return number, _ERRORS.get(code if isinstance(code, str) else "internal", RankError)(message, param=param)
+        raise WireError("an error is not number, code, message, param, seconds")
+    retry_after_s = None if wait_s is None else fields.number({"seconds": wait_s}, "seconds")
+    kind = _ERRORS.get(code if isinstance(code, str) else "internal", RankError)
+    return number, kind(message, param=param, retry_after_s=retry_after_s)

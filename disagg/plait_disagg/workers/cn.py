@@ -235,7 +235,7 @@ class CnCore:
     def _ask_hn(self, jobs: list[RankJob]) -> None:
         connection = self._client.best(full=True)
         if connection is None:
-            raise WorkerUnavailable(f"no HN: {self._client.why_down}")
+            raise WorkerUnavailable(f"no HN: {self._client.why_down}", retry_after_s=self._client.back_in_s)
         knobs = self._knobs
         batch = _SentBatch(jobs=jobs, began_s=self._clock(), wire=knobs.wire, version=self._card.version)
         try:
@@ -376,7 +376,7 @@ class CnCore:
         self._lost += len(batches)
         self._wake()
         for batch in batches:
-            self._ask_another(batch, WorkerUnavailable(f"the HN: {why}"))
+            self._ask_another(batch, WorkerUnavailable(f"the HN: {why}", retry_after_s=self._client.back_in_s))
 
     def _ask_another(self, batch: _SentBatch, error: RankError) -> None:
         """Send a lost batch once more if another HN is there: ranking has no side effects. The queue gives up requests

@@ -93,7 +93,7 @@ class RemoteCore:
     def card(self) -> ModelCard:
         """The model's card, as reported by a worker."""
         if self._card is None:
-            raise WorkerUnavailable(f"model {self._model} is starting: {self._client.why_down}")
+            raise self._unavailable(f"model {self._model} is starting: {self._client.why_down}")
         return self._card
 
     @property
@@ -113,7 +113,7 @@ class RemoteCore:
         if connection is None:
             if self._client.up:
                 raise Busy(f"{self._window} requests are at the model's worker already")
-            raise WorkerUnavailable(f"model {self._model}: {self._client.why_down}")
+            raise self._unavailable(f"model {self._model}: {self._client.why_down}")
         try:
             request, layout = replace(job.request, deadline_s=self._due_there_s(job)), self._layouts[connection]
             connection.call(
@@ -122,7 +122,7 @@ class RemoteCore:
                 later=lambda number, pool: rank_message(number, request, layout, pool),
             )
         except ConnectionLost as error:
-            raise WorkerUnavailable(str(error)) from error
+            raise self._unavailable(str(error)) from error
         except FabricError as error:
             raise as_rank_error(error) from error
         except (KeyError, ValueError) as error:  # it was checked against the card of another version
@@ -216,7 +216,10 @@ class RemoteCore:
         self._worker_metrics.pop(connection, None)
         self._lost += len(jobs)
         for job in jobs:
-            self._ask_another(job, WorkerUnavailable(why))
+            self._ask_another(job, self._unavailable(why))
+
+    def _unavailable(self, why: str) -> WorkerUnavailable:
+        return WorkerUnavailable(why, retry_after_s=self._client.back_in_s)
 
     def _ask_another(self, job: RankJob, error: RankError) -> None:
         """Send a job once more if another worker is there and its client still waits: ranking has no side effects."""

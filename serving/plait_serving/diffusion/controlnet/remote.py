@@ -211,7 +211,8 @@ class RemoteControlNetClient(ControlNetClient):
         try:
             return self._place.get(losses)
         except NoReplica as error:
-            raise ControlNetUnavailable(f"no replica of ControlNet {self._name} answers: {error}") from error
+            message = f"no replica of ControlNet {self._name} answers: {error}"
+            raise ControlNetUnavailable(message, retry_after_s=self._place.back_in_s) from error
 
     def _dial(self, left_out: frozenset[str]) -> ReplicaLink:
         try:
