@@ -21,6 +21,7 @@ from plait_disagg.errors import RankError, WorkerUnavailable
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.workers import remote
 from plait_fabric import connect
+from plait_fabric.rpc.connection import ConnectionLost
 from support import ranking as kit
 from support.rank_fabric import Rig, hello_header, until
 
@@ -73,8 +74,10 @@ async def test_without_another_hn_the_request_ends_and_the_next_waits_for_nobody
     hn._server.hang_up()
     with pytest.raises(WorkerUnavailable, match="HN"):
         await asked
-    with pytest.raises(WorkerUnavailable, match="HN"):
+    with pytest.raises(WorkerUnavailable, match="HN") as caught:
         await ranker.rank(kit.request(2))
+    assert caught.value.retry_after_s is not None  # the CN knows; it crossed the wire (finding 10)
+    assert caught.value.retry_after_s > 2
     assert "HN" in (cn.ready() or "")
     dense.gate.set()
     rig.hn()
@@ -97,6 +100,23 @@ async def test_what_a_lost_cn_had_is_asked_of_another(rig: Rig) -> None:
     for seed, answer in enumerate(await asyncio.gather(*asked)):
         torch.testing.assert_close(answer.outputs["score"], kit.expected(kit.request(seed))["score"])
     stuck.gate.set()
+
+
+async def test_a_connection_that_breaks_as_a_request_leaves_costs_nothing(rig: Rig) -> None:
+    """Nobody has noticed yet that the worker is gone: the request goes to the other one (finding 10)."""
+    rig.front(rig.whole(), name="a")
+    rig.front(rig.whole(), name="b")
+    ranker = await rig.ranker("a", "b")
+    await until(lambda: ranker.metrics()["workers"] == 2)
+    client = ranker.core._client  # type: ignore[attr-defined]
+    broken = client.best()
+
+    def lost(*_: object, **__: object) -> int:
+        raise ConnectionLost("a", "the peer was lost")
+
+    broken.call = lost
+    for seed in range(4):
+        await _right(rig, ranker, seed)
 
 
 async def test_what_a_stopping_worker_refuses_is_asked_of_another(rig: Rig) -> None:

@@ -109,11 +109,25 @@ class RemoteCore:
         self._send(job)
 
     def _send(self, job: RankJob) -> None:
+        connection = self._best()
+        try:
+            self._send_on(connection, job)
+        except ConnectionLost:  # since it was chosen: nothing was begun there
+            connection.rest()
+            try:
+                self._send_on(self._best(), job)
+            except ConnectionLost as error:
+                raise self._unavailable(str(error)) from error
+
+    def _best(self) -> Connection[RankJob]:
         connection = self._client.best()
-        if connection is None:
-            if self._client.up:
-                raise Busy(f"{self._window} requests are at the model's worker already")
-            raise self._unavailable(f"model {self._model}: {self._client.why_down}")
+        if connection is not None:
+            return connection
+        if self._client.up:
+            raise Busy(f"{self._window} requests are at the model's worker already")
+        raise self._unavailable(f"model {self._model}: {self._client.why_down}")
+
+    def _send_on(self, connection: Connection[RankJob], job: RankJob) -> None:
         try:
             request, layout = replace(job.request, deadline_s=self._due_there_s(job)), self._layouts[connection]
             connection.call(
@@ -121,8 +135,6 @@ class RemoteCore:
                 lambda number, pool: rank_message(number, request, layout, pool, timeout_s=0.0),
                 later=lambda number, pool: rank_message(number, request, layout, pool),
             )
-        except ConnectionLost as error:
-            raise self._unavailable(str(error)) from error
         except FabricError as error:
             raise as_rank_error(error) from error
         except (KeyError, ValueError) as error:  # it was checked against the card of another version

@@ -32,6 +32,8 @@ CATALOG_TIMEOUT_S = 120.0
 """Every request begins with this call. A replica answers it in milliseconds; one that died and is started again has the
 time to load a model."""
 
+_PAUSE_S = 0.05
+
 ACCEPT_TIMEOUT_S = 120.0
 """As long again for a replica that dies between that answer and the request, or with it."""
 
@@ -50,13 +52,22 @@ class HandleImageService:
         """Return the catalog of a replica. Raises `EngineStopped` if none answers within `CATALOG_TIMEOUT_S`: Serve
         would wait for as long as there is no replica."""
         try:
-            catalog = await asyncio.wait_for(self._call("catalog"), CATALOG_TIMEOUT_S)
+            async with asyncio.timeout(CATALOG_TIMEOUT_S):
+                catalog = await self._catalog_of_any()
         except TimeoutError as error:
             raise self._none_within(CATALOG_TIMEOUT_S) from error
         assert isinstance(catalog, Catalog)
         self._outages.expect(catalog.start_s)
         self._outages.found()
         return catalog
+
+    async def _catalog_of_any(self) -> object:
+        """Ask until a replica survives the question."""
+        while True:
+            try:
+                return await self._call("catalog")
+            except _ReplicaDied:
+                await asyncio.sleep(_PAUSE_S)  # for Serve to learn of it too
 
     async def metrics_text(self) -> str:
         """Return the metrics of all replicas as one text. Raises `EngineStopped` if none answers."""

@@ -75,7 +75,7 @@ def test_outcomes_survive_the_wire() -> None:
     timings = RankTimings(queued_ms=1.5, lookup_ms=2.0, wire_ms=3.0, dense_ms=4.0)
     answers = [RankAnswer(outputs=kit.expected(r), timings=timings, bytes_crossed=7) for r in requests]
     errors = [
-        kind(f"about {kind.__name__}", param="x")
+        kind(f"about {kind.__name__}", param="x", retry_after_s=2.5)
         for kind in (BadInput, UnknownModel, Busy, DeadlinePassed, WorkerUnavailable, RankError)
     ]
     header, buffers = answers_message(list(enumerate([*answers, *errors])), POOL, metrics={"rows": 3})
@@ -91,7 +91,7 @@ def test_outcomes_survive_the_wire() -> None:
         got = arrived[number]
         assert type(got) is type(error)
         assert isinstance(got, RankError)
-        assert (got.message, got.param) == (error.message, "x")
+        assert (got.message, got.param, got.retry_after_s) == (error.message, "x", 2.5)
 
 
 def test_batches_and_their_ends_survive_the_wire() -> None:

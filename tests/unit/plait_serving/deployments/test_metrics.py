@@ -92,7 +92,7 @@ async def test_a_handle_that_cannot_be_made_is_no_answer() -> None:
 
 
 @pytest.mark.timeout(60)
-async def test_an_ingress_adds_what_the_others_count(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_ingress_adds_what_the_others_count() -> None:
     """Itself it counts once, whatever the broadcast says of it; and it answers within a second (finding 9)."""
     ingress = Ingress(None, HttpSettings)
     app = ingress.__serve_build_asgi_app__()
@@ -100,7 +100,6 @@ async def test_an_ingress_adds_what_the_others_count(monkeypatch: pytest.MonkeyP
     handle = Handle(
         MetricsText(replica="another", text=counter), MetricsText(replica=this_process(), text=counter), TimeoutError()
     )
-    monkeypatch.setattr("plait_serving.deployments.ingress._handle_of_this_deployment", lambda: handle)
     ingress._ingresses = AllReplicas(lambda: handle)
     assert 'plait_requests_total{outcome="ok",route="/x"} 5.0\n' in await scraped(app)
     own = await ingress.metrics_text()

@@ -25,7 +25,7 @@ from plait_serving.diffusion.errors import (
 )
 from plait_serving.diffusion.values import Failed, Finished, ImageRequest, Preview, Progress, Scheduler
 from plait_serving.health import Health
-from plait_serving.images.testing import fake_result
+from plait_serving.images.testing import FakeImageService, fake_result
 
 REQUEST = ImageRequest(
     request_id="r",
@@ -102,6 +102,23 @@ async def test_a_request_waits_for_a_replica_only_so_long(monkeypatch):
     waiting.catalog = SimpleNamespace(remote=asyncio.Event().wait)
     with pytest.raises(EngineStopped, match="no engine replica answered within"):
         await HandleImageService(waiting).catalog()
+
+
+async def test_a_replica_that_dies_with_the_catalog_costs_no_request():
+    """Another one is asked: nothing was begun (finding 10)."""
+    catalog = await FakeImageService().catalog()
+    answers = [ActorDiedError(), ActorDiedError(), catalog]
+
+    async def next_answer():
+        answer = answers.pop(0)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    handle = Handle()
+    handle.catalog = SimpleNamespace(remote=next_answer)
+    assert await HandleImageService(handle).catalog() == catalog
+    assert answers == []
 
 
 def preview(index):
