@@ -175,7 +175,7 @@ class RemoteCore:
             "lost_total": self._lost,
             "workers": self._client.up,
             "at_workers": self._client.open_calls,
-            **sum_metrics("worker_", list(self._worker_metrics.values())),
+            **sum_metrics("worker_", list(self._worker_metrics.values()), shared="hn_"),
         }
 
     def stop(self, *, drain_s: float) -> None:

@@ -222,6 +222,8 @@ def test_metrics_go_along_once_a_second() -> None:
     now_s[0] += 1.0
     assert due() == {"rows": 1.0}
     assert sum_metrics("worker_", [{"rows": 1.0, "cns": 2.0}, {"rows": 3.0}]) == {"worker_rows": 4.0, "worker_cns": 2.0}
+    two_cns = [{"rows": 1.0, "hn_rows": 8.0}, {"rows": 3.0, "hn_rows": 9.0}]  # they ask the same HNs
+    assert sum_metrics("worker_", two_cns, shared="hn_") == {"worker_rows": 4.0, "worker_hn_rows": 9.0}
 
 
 def _message(made: tuple[Any, Any]) -> tuple[Any, list[memoryview]]:
