@@ -48,7 +48,7 @@ _MAX_TRIES = 3
 """The max replicas on which one step is tried: a step that kills whichever replica computes it must not kill them
 all."""
 
-_BACKOFF = Backoff(first_s=0.2, max_s=5.0)
+_BACKOFF = Backoff(first_s=0.2, max_s=1.0)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
