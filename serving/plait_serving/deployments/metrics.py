@@ -16,7 +16,7 @@ __all__ = ["AllReplicas", "MetricsText", "this_process"]
 
 _log = logging.getLogger(__name__)
 
-ANSWER_S = 0.6
+ANSWER_S = 0.7
 """How long a replica may take to answer: on a quiet host it takes milliseconds, and a scrape waits for a second."""
 _KEPT_S = 60.0
 """For how long a replica that is too busy to answer is shown as it was last; then it is left out."""

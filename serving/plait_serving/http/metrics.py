@@ -19,7 +19,7 @@ __all__ = ["own_text", "router"]
 
 router = APIRouter(tags=["operations"])
 
-_WAIT_S = 0.8
+_WAIT_S = 0.85
 """Whatever is down, a scrape is answered within a second."""
 _UP = (
     "# HELP plait_service_up Whether the service's own metrics are in this answer; 0: it did not answer in time\n"
