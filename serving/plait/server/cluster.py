@@ -302,6 +302,8 @@ def prepare_environment(token_path: Path) -> None:
     os.environ.setdefault("RAY_worker_niceness", "0")
     # Serve ends a proxy that fails three checks of 5 s, and starts another: a busy machine may need longer for one.
     os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
+    # And it notices that the proxy is dead when its third check fails. Nothing listens until then.
+    os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "1")
     os.environ.pop("RAY_ADDRESS", None)
 
 
