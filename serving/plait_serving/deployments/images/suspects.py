@@ -18,7 +18,7 @@ _CAPACITY = 1_024
 _REFUSED_FOR_S = 600.0
 """Long enough to spare the replicas a client that repeats itself; not for ever, because a replica that died twice for
 another reason leaves innocent requests here."""
-_OF_ONE_ATTEMPT = frozenset({"request_id", "seed", "deadline_s", "partial_images"})
+_OF_ONE_ATTEMPT = frozenset({"request_id", "seed", "deadline_s", "partial_images", "tenant"})
 """Fields that say nothing of what a replica computes, or that a client leaves to us."""
 
 
