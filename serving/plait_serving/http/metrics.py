@@ -34,7 +34,12 @@ class _Measured(Protocol):
 
 @router.get("/metrics", summary="Prometheus metrics", response_class=Response)
 async def metrics(context: ContextDep) -> Response:
-    """Return the metrics of all ingress replicas, followed by those of the image service."""
+    """Return the HTTP side's metrics, of all ingress replicas, followed by those of the image service."""
+    return Response(await exposition(context), headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+async def exposition(context: RouteContext) -> str:
+    """Return all metrics in Prometheus' text format."""
     (own, ranking_up), others, images = await asyncio.gather(
         _own(context), _others(context), _text_of(context.images)
     )
@@ -44,8 +49,7 @@ async def metrics(context: ContextDep) -> Response:
     if context.images is not None:
         up["images"] = images is not None
     lines = [f'plait_service_up{{service="{name}"}} {int(is_up)}\n' for name, is_up in up.items()]
-    parts = [merge([own, *others]), _UP, *lines, images or ""]
-    return Response("".join(parts), headers={"content-type": CONTENT_TYPE_LATEST})
+    return "".join([merge([own, *others]), _UP, *lines, images or ""])
 
 
 async def own_text(context: RouteContext) -> str:
