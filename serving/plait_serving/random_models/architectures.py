@@ -27,7 +27,10 @@ class ModelPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerPart:
-    """The scheduler of a pipeline: a class of diffusers and its arguments."""
+    """The scheduler of a pipeline: a class of diffusers and what its published file says.
+
+    The files say more than their own class takes: it is for other schedulers that are made of them.
+    """
 
     class_name: str
     config: Mapping[str, Any]
@@ -129,7 +132,8 @@ _SD15 = Architecture(
     pipeline="StableDiffusionPipeline",
     parts=(_CLIP_L, _unet({"sample_size": 64, **_SD15_BODY}), _vae(512, 0.18215)),
     scheduler=SchedulerPart(
-        class_name="PNDMScheduler", config={**_BETAS, "skip_prk_steps": True, "set_alpha_to_one": False}
+        class_name="PNDMScheduler",
+        config={**_BETAS, "skip_prk_steps": True, "set_alpha_to_one": False, "clip_sample": False},
     ),
     pad_tokens={"tokenizer": _END},
     index=_SD_INDEX,
@@ -157,7 +161,9 @@ _SDXL = Architecture(
         _unet({"sample_size": 128, **_SDXL_BODY, **_SDXL_UP}),
         _vae(1024, 0.13025),
     ),
-    scheduler=SchedulerPart(class_name="EulerDiscreteScheduler", config={**_BETAS, "timestep_spacing": "leading"}),
+    scheduler=SchedulerPart(
+        class_name="EulerDiscreteScheduler", config={**_BETAS, "timestep_spacing": "leading", "clip_sample": False}
+    ),
     pad_tokens={"tokenizer": _END, "tokenizer_2": _EXCLAMATION},
     index={"force_zeros_for_empty_prompt": True, "feature_extractor": _ABSENT, "image_encoder": _ABSENT},
 )

@@ -68,7 +68,7 @@ def _write_config(place: Path, part: ModelPart, module: nn.Module) -> None:
 
 
 def _write_scheduler(place: Path, part: SchedulerPart) -> None:
-    scheduler = getattr(diffusers, part.class_name)(**part.config)
+    scheduler = getattr(diffusers, part.class_name).from_config(dict(part.config))
     scheduler.save_pretrained(place)
 
 

@@ -29,7 +29,6 @@ from plait_bench.fleet.values import Item, ItemOutcome
 from plait_bench.images.models import ModelFolder
 from plait_bench.images.pixels import encode
 from plait_bench.images.sizes import DTypeName
-from plait_bench.images.systems.schedules import schedule_of
 from plait_bench.images.workloads import ImageSpec
 
 __all__ = ["OpenVinoPipeline"]
@@ -91,7 +90,7 @@ class OpenVinoPipeline:
         """Return the pipeline compiled for a batch and an edge, and the edge."""
         if self._pipeline is None:
             self._pipeline = self._load()
-            self._pipeline.scheduler = DDIMScheduler.from_config(schedule_of(self._pipeline))
+            self._pipeline.scheduler = DDIMScheduler.from_config(self._pipeline.scheduler.config)
             self._pipeline.set_progress_bar_config(disable=True)
         edge = edge or int(self._pipeline.unet.config["sample_size"]) * self._pipeline.vae_scale_factor
         wanted = (batch, edge, self._threads)

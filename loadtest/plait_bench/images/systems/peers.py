@@ -34,7 +34,6 @@ from plait_bench.images.models import ModelFolder
 from plait_bench.images.pixels import encode
 from plait_bench.images.sizes import DTypeName
 from plait_bench.images.systems.merging import MergedLoras, read_factors
-from plait_bench.images.systems.schedules import schedule_of
 from plait_bench.images.workloads import ImageSpec
 
 ImageArray = npt.NDArray[np.uint8]
@@ -58,7 +57,7 @@ class Pipelines:
         )
         if getattr(self.plain, "safety_checker", None) is not None:
             raise BenchError("the benchmarks compare models without a safety checker")
-        self._schedule = schedule_of(self.plain)
+        self._schedule = dict(self.plain.scheduler.config)
         self.controlled: dict[str, Any] = {}
         for name, folder in models.controlnets.items():
             net: Any = ControlNetModel.from_pretrained(folder, dtype=_DTYPES[dtype], local_files_only=True)

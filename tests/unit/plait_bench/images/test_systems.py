@@ -6,7 +6,6 @@ import base64
 import io
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,7 +23,6 @@ from plait_bench.images.sizes import SIZES, Variety
 from plait_bench.images.start import StartWorkload
 from plait_bench.images.systems import environment
 from plait_bench.images.systems.factories import diffusers, models_of
-from plait_bench.images.systems.schedules import schedule_of
 from plait_bench.images.systems.served import body_of, configuration, prepared_parts
 from plait_bench.images.workloads import ImageSpec, workloads
 from plait_serving.diffusion.knobs import EngineKnobs
@@ -180,19 +178,6 @@ def test_a_start_is_cold_once_and_warm_once():
 def test_a_layout_of_its_own_says_so():
     """It has no numbers: the system chooses them."""
     assert str(ProcessLayout(processes=1, threads=0, variant="its own")) == "its own"
-
-
-def test_another_scheduler_does_not_clip():
-    """Unless the model's own configuration says so; SDXL's is left alone."""
-
-    class StableDiffusionPipeline:
-        scheduler = SimpleNamespace(config={"beta_end": 0.012})
-
-    class StableDiffusionXLPipeline(StableDiffusionPipeline):
-        """Another family."""
-
-    assert schedule_of(StableDiffusionPipeline()) == {"clip_sample": False, "steps_offset": 1, "beta_end": 0.012}
-    assert schedule_of(StableDiffusionXLPipeline()) == {"beta_end": 0.012}
 
 
 def test_start_alone_measures_nothing_else(tmp_path):

@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 import torch
-from diffusers import ControlNetModel, DiffusionPipeline, UNet2DConditionModel
+from diffusers import ControlNetModel, DDIMScheduler, DiffusionPipeline, UNet2DConditionModel
 from safetensors.torch import load_file
 from transformers import CLIPTokenizer
 
@@ -43,6 +43,14 @@ def hashes(folder):
         for path in folder.rglob("*")
         if path.is_file()
     }
+
+
+@pytest.mark.parametrize("family", BASES)
+def test_no_scheduler_clips(family, tmp_path):
+    """The published files say so, and it holds for schedulers of other classes that are made of them."""
+    folder = write(family, tmp_path / "model")
+    schedule = DiffusionPipeline.from_pretrained(folder, local_files_only=True).scheduler.config
+    assert DDIMScheduler.from_config(schedule).config.clip_sample is False
 
 
 @pytest.mark.parametrize("family", BASES)
