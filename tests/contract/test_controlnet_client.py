@@ -584,7 +584,7 @@ def test_a_forward_pass_that_hangs_is_noticed(folder: Path, tmp_path: Path, flee
         try:
             assert gate.entered.wait(WAIT_S)
             checks_pass(service, 60)
-            with pytest.raises(Stuck, match="a batch of .* rows has not ended"):
+            with pytest.raises(Stuck, match=r"a batch of .* rows has not ended"):
                 checks_pass(service, 60)
         finally:
             gate.opened.set()

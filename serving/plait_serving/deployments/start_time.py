@@ -1,4 +1,4 @@
-"""How long a replica took to start. Imported first of all that is ours in a replica, with the class that Serve sends."""
+"""How long a replica took to start. The first module of ours that a replica imports, with the class that Serve sends."""
 
 from __future__ import annotations
 

@@ -40,9 +40,7 @@ async def metrics(context: ContextDep) -> Response:
 
 async def exposition(context: RouteContext) -> str:
     """Return all metrics in Prometheus' text format."""
-    (own, ranking_up), others, images = await asyncio.gather(
-        _own(context), _others(context), _text_of(context.images)
-    )
+    (own, ranking_up), others, images = await asyncio.gather(_own(context), _others(context), _text_of(context.images))
     up = {}
     if context.ranking is not None:
         up["ranking"] = ranking_up

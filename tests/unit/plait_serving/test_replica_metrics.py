@@ -43,8 +43,8 @@ def test_the_moment_of_creation_is_the_first_ones() -> None:
 
 def test_a_series_of_one_replica_only_is_kept() -> None:
     """A route that only one of them was asked for, with the comments once."""
-    first = "# HELP a A thing.\n# TYPE a counter\na_total{x=\"1\"} 1\n"
-    second = "# HELP a A thing.\n# TYPE a counter\na_total{x=\"2\"} 5\nb 3\n"
+    first = '# HELP a A thing.\n# TYPE a counter\na_total{x="1"} 1\n'
+    second = '# HELP a A thing.\n# TYPE a counter\na_total{x="2"} 5\nb 3\n'
     merged = merge([first, second])
     assert merged == '# HELP a A thing.\n# TYPE a counter\na_total{x="1"} 1\na_total{x="2"} 5\nb 3\n'
 
