@@ -1,4 +1,4 @@
-"""What a thread is doing, and whether it still gets anywhere: a long step is told from one that hangs.
+"""What a thread is doing, and whether it still gets anywhere: tells a long step from one that hangs.
 
 The thread says what it begins and how long such work was measured to take; whoever supervises it asks from time to
 time. Only time between two such checks counts, and little of it where they lie far apart: then the process was

@@ -19,7 +19,7 @@ from plait_disagg.queue.jobs import as_rank_error
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.queue.order import Downstream, Item, WaitQueue, too_late
 from plait_disagg.queue.pace import Pace
-from plait_fabric.heartbeat import Heartbeat
+from plait_fabric.heartbeat import ThreadHeartbeat
 from plait_fabric.threads import pin_to_cores, set_threads
 
 __all__ = ["BatchLoop", "Inbox", "Item"]
@@ -167,7 +167,7 @@ class BatchLoop(Generic[T]):
         self._clock = clock
         self._wait_for_room = wait_for_room
         self.pace = Pace()
-        self.heartbeat = Heartbeat(clock)
+        self.heartbeat = ThreadHeartbeat(clock)
         self._inbox: Inbox[T] = Inbox(knobs, self.pace, clock, refuses=refuses, downstream=downstream)
         self._batch_lock = threading.Lock()
         self._abandoned: RankError | None = None

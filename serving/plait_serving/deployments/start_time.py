@@ -1,4 +1,4 @@
-"""How long a replica took to start. The first module of ours that a replica imports, with the class that Serve sends."""
+"""How long a replica took to start. The first module of ours that a replica imports, with its class."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from plait_fabric.heartbeat import Heartbeat
+from plait_fabric.heartbeat import ThreadHeartbeat
 from plait_serving.diffusion.protocols import Denoiser, SafetyChecker
 from plait_serving.diffusion.values import RgbImage
 
@@ -61,7 +61,7 @@ class DecodeQueue:
 
     def __init__(self, *, set_threads: Callable[[int], None], clock: Callable[[], float]) -> None:
         self._clock = clock
-        self.heartbeat = Heartbeat(clock)
+        self.heartbeat = ThreadHeartbeat(clock)
         """Of the decode thread; a decode on the compute thread is part of that thread's work."""
         self._aside = ThreadPoolExecutor(1, "plait-decode", initializer=set_threads, initargs=(1,))
         self._last_aside: Future[bool] | None = None

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from plait_fabric.heartbeat import Heartbeat
+from plait_fabric.heartbeat import ThreadHeartbeat
 from plait_serving.diffusion.costs import StepCosts
 from plait_serving.diffusion.decoding import DecodeQueue, Decoder
 from plait_serving.diffusion.errors import Cancelled, DeadlineMissed, EngineError, EngineStopped
@@ -54,7 +54,7 @@ class DenoiseLoop:
         self._knobs = knobs
         self._set_threads = set_threads
         self._clock = clock
-        self.heartbeat = Heartbeat(clock)
+        self.heartbeat = ThreadHeartbeat(clock)
         self._between_steps: deque[Callable[[], None]] = deque()
         self._jobs: list[ImageJob] = []
         self._next_order = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from plait_fabric.heartbeat import Heartbeat, Stuck, limit_s
+from plait_fabric.heartbeat import ThreadHeartbeat, Stuck, limit_s
 
 PERIOD_S = 5.0
 
@@ -19,7 +19,7 @@ class Clock:
         return self.now_s
 
 
-def survives(heartbeat: Heartbeat, clock: Clock, seconds: float) -> None:
+def survives(heartbeat: ThreadHeartbeat, clock: Clock, seconds: float) -> None:
     """Check every few seconds, as Serve does, for that long."""
     until_s = clock.now_s + seconds
     while clock.now_s < until_s:
@@ -27,9 +27,9 @@ def survives(heartbeat: Heartbeat, clock: Clock, seconds: float) -> None:
         heartbeat.check()
 
 
-def made() -> tuple[Heartbeat, Clock]:
+def made() -> tuple[ThreadHeartbeat, Clock]:
     clock = Clock()
-    return Heartbeat(clock), clock
+    return ThreadHeartbeat(clock), clock
 
 
 def test_a_step_that_hangs_is_noticed_by_its_measured_time() -> None:

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 from plait_fabric import Listener, Message
-from plait_fabric.heartbeat import Heartbeat
+from plait_fabric.heartbeat import ThreadHeartbeat
 from plait_fabric.rpc.fields import only
 from plait_fabric.rpc.server import Peer, Server, ServerProtocol
 from plait_fabric.tensors import pack_tensors, tensors_of
@@ -174,7 +174,7 @@ class ControlNetService:
         self._jobs: deque[_Job] = deque()
         self._counts = _Counts()
         self._batch_s: dict[tuple[frozenset[Hashable], int], float] = {}
-        self._heartbeat = Heartbeat(clock)
+        self._heartbeat = ThreadHeartbeat(clock)
         self._stopping = threading.Lock()
         self._stopped = False
         self._compute = threading.Thread(target=self._run, name=f"controlnet {name}", daemon=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from plait_fabric.heartbeat import Heartbeat, Stuck
+from plait_fabric.heartbeat import ThreadHeartbeat, Stuck
 from plait_serving.deployments.ranking.worker import RankWorker
 
 
@@ -20,7 +20,7 @@ class Clock:
         return self.now_s
 
 
-def worker_with(heartbeat: Heartbeat) -> Any:
+def worker_with(heartbeat: ThreadHeartbeat) -> Any:
     """A worker whose threads live; its constructor would need Ray."""
     worker: Any = object.__new__(RankWorker)
     worker._role = "cn"
@@ -34,7 +34,7 @@ def worker_with(heartbeat: Heartbeat) -> Any:
 def test_a_worker_whose_thread_hangs_is_unhealthy() -> None:
     """Serve replaces it although all of its threads are alive (finding 9)."""
     clock = Clock()
-    heartbeat = Heartbeat(clock)
+    heartbeat = ThreadHeartbeat(clock)
     worker = worker_with(heartbeat)
     heartbeat.begin("a batch of 3 rows", 0.01)
 
