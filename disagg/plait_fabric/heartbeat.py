@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["Heartbeat", "Stuck", "limit_s"]
+__all__ = ["Stuck", "ThreadHeartbeat", "limit_s"]
 
 _MIN_LIMIT_S = 90.0
 """A step of milliseconds may once wait for a disk, for memory, for an update of its model, or behind everything else
@@ -43,7 +43,7 @@ class _Task:
         self.expected_s = expected_s
 
 
-class Heartbeat:
+class ThreadHeartbeat:
     """One thread begins and rests, another checks. Beginning costs a microsecond."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

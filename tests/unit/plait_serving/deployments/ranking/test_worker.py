@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from plait_fabric.heartbeat import ThreadHeartbeat, Stuck
+from plait_fabric.heartbeat import Stuck, ThreadHeartbeat
 from plait_serving.deployments.ranking.worker import RankWorker
 
 
