@@ -98,6 +98,7 @@ def http_settings(server: ServerSection) -> "HttpSettings":
     from plait_serving.http.context import HttpSettings
     from plait_serving.http.edge.auth import ANYONE, ApiKey, Principal, Role
     from plait_serving.http.edge.hosts import LOOPBACK_HOSTS
+    from plait_serving.http.edge.tenants import TenantLimits
     from plait_serving.starter.preprocess import PREPROCESSORS
 
     without_key = Principal(tenant=ANYONE.tenant, role=Role.USER)
@@ -105,11 +106,13 @@ def http_settings(server: ServerSection) -> "HttpSettings":
         ApiKey(sha256=key.sha256, principal=Principal(tenant=key.tenant, role=Role(key.role)))
         for key in server.api_keys
     )
+    tenants = {name: TenantLimits(**section.model_dump()) for name, section in server.tenants.items()}
     hosts = server.allowed_hosts
     if hosts or (hosts is None and server.is_loopback and not keys):
         hosts = (*LOOPBACK_HOSTS, server.host, *(hosts or ()))  # its own as well: plait asks it how it is
     return HttpSettings(
         api_keys=keys,
+        tenants=tenants,
         anyone=without_key if server.is_open else ANYONE,
         allowed_hosts=hosts or (),
         max_body_bytes=server.largest_body_bytes,

@@ -25,12 +25,28 @@ INGRESS, ENGINE, CONTROLNET_PREFIX = "ingress", "engine", "controlnet-"
 """The names of the deployments in Serve's status, in logs and in a Serve YAML; `worker_name` makes the others."""
 
 
+TenantName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+
+
 class ApiKeySection(Section):
     """A key that requests may carry as `Authorization: Bearer`. Only its SHA-256 is stored."""
 
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    tenant: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = "default"
+    tenant: TenantName = "default"
     role: Literal["user", "admin"] = "user"
+
+
+class TenantSection(Section):
+    """What one tenant may ask for, over all its keys; unset: as much as the model allows."""
+
+    weight: Annotated[
+        float, Field(gt=0, le=1000, description="its share of the compute while others wait, relative to theirs")
+    ] = 1.0
+    requests_per_s: Annotated[float | None, Field(gt=0, description="of one ingress replica")] = None
+    max_pixels: Annotated[int | None, Field(ge=1, description="of an image")] = None
+    max_steps: Annotated[int | None, Field(ge=1)] = None
+    max_images: Annotated[int | None, Field(ge=1, description="of a request")] = None
+    queued_s: Annotated[float | None, Field(gt=0, description="predicted compute-seconds that may wait")] = None
 
 
 def _host_name(text: str) -> str:
@@ -61,6 +77,9 @@ class ServerSection(Section):
         ),
     ] = None
     api_keys: tuple[ApiKeySection, ...] = ()
+    tenants: dict[TenantName, TenantSection] = Field(
+        default_factory=dict, description="shares and limits by tenant; without keys there is one, 'default'"
+    )
     largest_body_bytes: Annotated[int, Field(ge=1024)] = 64 << 20
     drain_s: Annotated[float, Field(ge=0, le=3600, description="how long a stop waits for what runs")] = 20.0
     ready_timeout_s: Annotated[float, Field(gt=0, le=86400, description="how long a start may take")] = 600.0
@@ -69,6 +88,14 @@ class ServerSection(Section):
     def _ports_differ(self) -> Self:
         if self.direct_port == self.port:
             raise ValueError(f"direct_port is port ({self.port}), where Serve's proxy listens")
+        return self
+
+    @model_validator(mode="after")
+    def _tenants_have_keys(self) -> Self:
+        known = {key.tenant for key in self.api_keys} or {"default"}
+        unknown = sorted(set(self.tenants) - known)
+        if unknown:
+            raise ValueError(f"tenants: no key is of {', '.join(unknown)}")
         return self
 
     def behind(self, host: str) -> Self:

@@ -39,6 +39,7 @@ class Rig:
             controlnets={}, clock=time.monotonic,
         )  # fmt: skip
         self.engine = Engine(
+            denoiser=self.denoiser,
             stepper=stepper,
             decoder=Decoder(self.denoiser, None),
             loras=self.provider,

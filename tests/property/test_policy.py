@@ -17,7 +17,8 @@ from plait_serving.diffusion.policy import (
     choose,
     overtaken_by,
 )
-from plait_serving.diffusion.values import LoraRef
+from plait_serving.diffusion.shares import TenantShares
+from plait_serving.diffusion.values import LoraRef, Tenant
 
 KEYS = [GroupKey(64, 64, True, (LoraRef(name=name),) if name else ()) for name in ("", "a", "b", "c")]
 COSTS = Costs(step_s=lambda key, rows: 0.01 + 0.002 * rows, switch_s=lambda loras: 0.03 if loras else 0.0)
@@ -151,3 +152,50 @@ def test_an_urgent_deadline_goes_first_and_a_lost_one_does_not():
 def test_nothing_to_do():
     """No candidates, no batch."""
     assert choose([], costs=COSTS, limits=BatchLimits(largest_batch=1, overtake_limit=1), now_s=0.0) == ()
+
+
+tenant_units = st.builds(
+    lambda tenant, key, rows, steps: (tenant, key, rows, steps),
+    st.sampled_from(["a", "b", "c"]),
+    st.sampled_from(KEYS),
+    st.integers(1, 4),
+    st.integers(1, 8),
+)
+
+
+@settings(max_examples=100)
+@given(st.lists(tenant_units, min_size=1, max_size=12), st.integers(0, 4), st.integers(1, 8), st.booleans())
+def test_tenants_that_wait_get_equal_time(found, overtake_limit, largest_batch, rows_are_free):
+    """While all of them have work, no tenant's seconds are ahead of another's by more than a long step or two; every
+    unit is done; and whose turn it is takes part. Where rows are free, the others join, and time is no measure."""
+    limits = BatchLimits(largest_batch=largest_batch, overtake_limit=overtake_limit)
+    costs = Costs(step_s=lambda key, rows: 0.05 if rows_are_free else 0.01 * rows, switch_s=lambda loras: 0.0)
+    active = {
+        order: Candidate(order=order, key=key, rows=rows, steps_left=steps, tenant=tenant)
+        for order, (tenant, key, rows, steps) in enumerate(found)
+    }
+    names = {unit.tenant for unit in active.values()}
+    shares, used = TenantShares(), dict.fromkeys(names, 0.0)
+    longest_s = max(costs.step_s(unit.key, max(unit.rows, largest_batch)) for unit in active.values())
+    running: tuple[int, ...] = ()
+    for _ in range(1000):
+        if not active:
+            break
+        candidates = list(active.values())
+        waiting = [Tenant(name=name) for name in dict.fromkeys(unit.tenant for unit in candidates)]
+        turn = shares.turn(waiting)
+        batch = choose(candidates, costs=costs, limits=limits, now_s=0.0, running=running, turn=turn)
+        running = tuple(unit.order for unit in batch)
+        assert turn in {unit.tenant for unit in batch}
+        assert len({unit.key for unit in batch}) == 1
+        rows = sum(unit.rows for unit in batch)
+        seconds = costs.step_s(batch[0].key, rows)
+        for unit in batch:
+            shares.charge(Tenant(name=unit.tenant), seconds * unit.rows / rows)
+            used[unit.tenant] += seconds * unit.rows / rows
+            active[unit.order] = replace(unit, steps_left=unit.steps_left - 1)
+            if unit.steps_left == 1:
+                del active[unit.order]
+        if not rows_are_free and {unit.tenant for unit in active.values()} == names:
+            assert max(used.values()) - min(used.values()) <= len(names) * longest_s
+    assert not active

@@ -7,7 +7,15 @@ from collections.abc import Container
 from dataclasses import dataclass
 
 from plait_serving.diffusion.errors import NotFound, RequestError
-from plait_serving.diffusion.values import MAX_IMAGES, MAX_SCALE, MAX_SEED, NAME_PATTERN, ImageRequest, LoraPolicy
+from plait_serving.diffusion.values import (
+    MAX_IMAGES,
+    MAX_SCALE,
+    MAX_SEED,
+    NAME_PATTERN,
+    ImageRequest,
+    LoraPolicy,
+    PromptSize,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,8 +30,10 @@ class ImageLimits:
     max_edge_px: int = 4096
     max_pixels: int = 4 * 2**20
     max_steps: int = 1000
+    max_images: int = MAX_IMAGES
     max_loras: int = 16
     max_controlnets: int = 8
+    max_prompt_tokens: int = 750  # ten times what a text encoder reads at once
 
 
 def check_request(
@@ -50,6 +60,13 @@ def check_request(
             raise RequestError("need 0 <= start < end <= 1", param=f"controlnets.{i}.start")
 
 
+def check_prompts(size: PromptSize, limits: ImageLimits) -> None:
+    """Raise `RequestError`, naming the field, if a prompt has more tokens than text encoders are to read."""
+    for param, tokens in (("prompt", size.prompt_tokens), ("negative_prompt", size.negative_tokens)):
+        if tokens > limits.max_prompt_tokens:
+            raise RequestError(f"{tokens} tokens are too many; at most {limits.max_prompt_tokens}", param=param)
+
+
 def _check_name(name: str, param: str, kind: str, known: Container[str]) -> None:
     if not NAME_PATTERN.fullmatch(name):
         raise RequestError(f"{name!r} is not a valid {kind} name", param=param)
@@ -65,8 +82,8 @@ def _check_numbers(request: ImageRequest, limits: ImageLimits) -> None:
             raise RequestError(f"{param} may be at most {limits.max_edge_px} pixels", param="size")
     if request.width * request.height > limits.max_pixels:
         raise RequestError(f"size may have at most {limits.max_pixels} pixels", param="size")
-    if not 1 <= request.n <= MAX_IMAGES:
-        raise RequestError(f"n must be 1..{MAX_IMAGES}", param="n")
+    if not 1 <= request.n <= limits.max_images:
+        raise RequestError(f"n must be 1..{limits.max_images}", param="n")
     if not 1 <= request.steps <= limits.max_steps:
         raise RequestError(f"num_inference_steps must be 1..{limits.max_steps}", param="num_inference_steps")
     if not math.isfinite(request.guidance_scale) or not 0 <= request.guidance_scale <= MAX_SCALE:

@@ -37,7 +37,7 @@ from plait_serving.diffusion.safety import safety_of
 from plait_serving.diffusion.samplers import sampler_factory
 from plait_serving.diffusion.stepper import Stepper
 from plait_serving.diffusion.takeover import Takeover
-from plait_serving.diffusion.values import ControlRef, ImageRequest, Scheduler
+from plait_serving.diffusion.values import ControlRef, ImageRequest, Scheduler, Tenant
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +49,7 @@ class EngineSettings:
     """What to serve. "auto" as `device` and `dtype` means CUDA in float16 if available, otherwise the CPU in float32.
 
     `controlnets` maps names to diffusers folders; `safety_checker` False leaves out a folder's checker (logged).
+    `limits`: what requests may ask for at most; the multiple that edges have is the model's own.
     `prepared_folder` keeps what executors converted; `converts` False uses what is there and converts nothing.
     """
 
@@ -60,6 +61,7 @@ class EngineSettings:
     lora_source: LoraSource = field(default_factory=lambda: ChainSource(()))
     controlnets: Mapping[str, Path] = field(default_factory=dict)
     knobs: EngineKnobs = field(default_factory=EngineKnobs)
+    limits: ImageLimits = field(default_factory=ImageLimits)
     executor: ExecutorName = ExecutorName.AUTO
     prepared_folder: Path = field(default_factory=default_prepared_folder)
     converts: bool = True
@@ -108,6 +110,7 @@ class Assembled:
             seed=0,
             scheduler=Scheduler.EULER,
             controlnets=controlnets,
+            tenant=Tenant(name=""),
         )
 
 
@@ -167,6 +170,7 @@ def _build(
         for name, controlnet in settings.controlnets.items()
     }
     engine = Engine(
+        denoiser=denoiser,
         stepper=Stepper(
             denoiser=denoiser,
             merger=merger,
@@ -179,7 +183,7 @@ def _build(
         loras=loras,
         controlnets=controlnets,
         switch_cost_s=merger.switch_cost_s,
-        limits=_limits(bundle),
+        limits=_limits(bundle, settings.limits),
         knobs=settings.knobs,
         clock=time.monotonic,
         costs=costs,
@@ -272,9 +276,10 @@ def _times_at(
     return StepTimes(local_s=step_s(local), remote_s=step_s(remote))
 
 
-def _limits(bundle: Bundle) -> ImageLimits:
-    """Return what requests may ask for: sizes that the model can take and that the memory which is left can hold."""
-    limits = ImageLimits(size_multiple=bundle.size_multiple, min_edge_px=bundle.size_multiple)
+def _limits(bundle: Bundle, wanted: ImageLimits) -> ImageLimits:
+    """Return what requests may ask for: at most what is wanted, in sizes that the model can take and that the memory
+    which is left can hold."""
+    limits = replace(wanted, size_multiple=bundle.size_multiple, min_edge_px=bundle.size_multiple)
     free, native = available_bytes(bundle.device), bundle.width * bundle.height
     pixels = pixels_that_fit(bundle.decoding_bytes_per_pixel, free, native=native, limit=limits.max_pixels)
     if pixels < limits.max_pixels:

@@ -13,17 +13,19 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 
 from plait_fabric.threads import set_threads
-from plait_serving.diffusion.admission import ImageLimits, check_request
+from plait_serving.diffusion.admission import ImageLimits, check_prompts, check_request
 from plait_serving.diffusion.costs import StepCosts
 from plait_serving.diffusion.decoding import DecodeQueue, Decoder
 from plait_serving.diffusion.errors import DeadlineMissed
+from plait_serving.diffusion.forecast import WorkForecast
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.loop import SURELY_LATE, DenoiseLoop
-from plait_serving.diffusion.policy import GroupKey
-from plait_serving.diffusion.protocols import ControlNetClient, LoraProvider
+from plait_serving.diffusion.protocols import ControlNetClient, Denoiser, LoraProvider
+from plait_serving.diffusion.queue_bounds import QueueBounds
 from plait_serving.diffusion.request_registry import EngineStatistics, RequestRegistry
 from plait_serving.diffusion.stepper import Stepper
 from plait_serving.diffusion.units import ImageJob, SpentSeconds
+from plait_serving.diffusion.usage import TenantUsage, UsageLedger
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest, ImageResult, LoraSet
 
 
@@ -52,6 +54,7 @@ class Engine:
     def __init__(
         self,
         *,
+        denoiser: Denoiser,
         stepper: Stepper,
         decoder: Decoder,
         loras: LoraProvider,
@@ -67,15 +70,20 @@ class Engine:
         self._limits = limits
         self._knobs = knobs
         self._clock = clock
-        self._registry = RequestRegistry(clock)
-        self._costs = StepCosts() if costs is None else costs
+        self._usage = UsageLedger()
+        self._registry = RequestRegistry(clock, self._usage)
+        self._denoiser = denoiser
+        costs = StepCosts() if costs is None else costs
+        self._forecast = WorkForecast(costs)
         self._decodes = DecodeQueue(set_threads=set_threads, clock=clock)
         self._loop = DenoiseLoop(
             registry=self._registry,
             stepper=stepper,
             decoder=decoder,
             decodes=self._decodes,
-            costs=self._costs,
+            costs=costs,
+            forecast=self._forecast,
+            usage=self._usage,
             switch_cost_s=switch_cost_s,
             knobs=lambda: self._knobs,
             set_threads=set_threads,
@@ -113,14 +121,15 @@ class Engine:
         `sink` gets the events from engine threads, `Finished` or `Failed` last; it must not block. Raises
         `RequestError`, `NotFound`, `Overloaded`, `DeadlineMissed` or `EngineStopped`; then nothing was started.
         """
-        check_request(request, self._limits, loras=self._loras, controlnets=self._controlnets)
-        step_s = self._step_s(request)
-        if request.deadline_s is not None and SURELY_LATE * request.steps * step_s > request.deadline_s:
-            self._registry.count(rejected=1)
-            raise DeadlineMissed(
-                f"{request.steps} steps take about {request.steps * step_s:.2f} s", param="deadline_ms"
-            )
         now_s = self._clock()
+        check_request(request, self._limits, loras=self._loras, controlnets=self._controlnets)
+        size = self._denoiser.measure(request)
+        check_prompts(size, self._limits)
+        alone_s = self._forecast.alone_s(request, size.chunks)
+        if request.deadline_s is not None and SURELY_LATE * alone_s > request.deadline_s:
+            self._registry.count(rejected=1)
+            self._usage.add(request.tenant.name, rejected=1)
+            raise DeadlineMissed(f"{request.steps} steps take about {alone_s:.2f} s", param="deadline_ms")
         lease = self._loras.acquire([lora.name for lora in request.loras]) if request.loras else None
         job = ImageJob(
             request=request,
@@ -128,10 +137,12 @@ class Engine:
             spent=SpentSeconds(accepted_at_s=now_s),
             loras=lease,
             deadline_at_s=None if request.deadline_s is None else now_s + request.deadline_s,
+            work_s=self._forecast.work_s(request, size.chunks),
+            chunks=size.chunks,
         )
+        bounds = QueueBounds(requests=self._knobs.queue_limit, seconds=self._knobs.queue_seconds)
         try:
-            retry_after_s = max(1.0, request.steps * step_s)
-            self._registry.admit(job, queue_limit=self._knobs.queue_limit, retry_after_s=retry_after_s)
+            self._registry.admit(job, bounds)
         except BaseException:
             job.release_loras()
             raise
@@ -170,6 +181,10 @@ class Engine:
         """Return a snapshot of the counters."""
         return self._registry.statistics()
 
+    def usage(self) -> dict[str, TenantUsage]:
+        """Return what each tenant used since the start."""
+        return self._usage.snapshot()
+
     def stop(self, *, drain_s: float) -> None:
         """Refuse new requests, give the accepted ones `drain_s` seconds, then fail the rest. Idempotent."""
         self._registry.close_to_new()
@@ -182,11 +197,6 @@ class Engine:
         for client in self._controlnets.values():
             client.shutdown()
         self._loras.close()
-
-    def _step_s(self, request: ImageRequest) -> float:
-        """Return the expected seconds of one of its steps; 0 before anything like it was measured."""
-        key = GroupKey(request.width, request.height, request.uses_cfg, request.loras)
-        return self._costs.step_s(key, request.n) if self._costs.knows(key) else 0.0
 
     def _loaded(self, job: ImageJob) -> None:
         job.spent.loaded_at_s = self._clock()

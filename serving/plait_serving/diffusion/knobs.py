@@ -47,6 +47,9 @@ class EngineKnobs(BaseModel):
     controlnet_placement: Placement = Field(default=Placement.AUTO, description="where ControlNets run")
     host_lora_bytes: int = Field(default=2 << 30, ge=0, description="host memory for parsed LoRA files")
     queue_limit: int = Field(default=256, ge=1, description="accepted and unfinished requests before Overloaded")
+    queue_seconds: float = Field(
+        default=300.0, gt=0, description="predicted compute-seconds of accepted requests before Overloaded"
+    )
     overtake_limit: int = Field(
         default=64, ge=0, description="steps by later requests that one request may see go first"
     )

@@ -13,11 +13,14 @@ from plait_fabric.heartbeat import ThreadHeartbeat
 from plait_serving.diffusion.costs import StepCosts
 from plait_serving.diffusion.decoding import DecodeQueue, Decoder
 from plait_serving.diffusion.errors import Cancelled, DeadlineMissed, EngineError, EngineStopped
+from plait_serving.diffusion.forecast import StepKind, WorkForecast
 from plait_serving.diffusion.knobs import EngineKnobs
-from plait_serving.diffusion.policy import BatchLimits, Costs, choose, overtaken_by
+from plait_serving.diffusion.policy import BatchLimits, Candidate, Costs, choose, overtaken_by
 from plait_serving.diffusion.request_registry import RequestRegistry, result_of
+from plait_serving.diffusion.shares import TenantShares
 from plait_serving.diffusion.stepper import Outcome, Stepper
 from plait_serving.diffusion.units import ImageJob, RequestPhase, Unit, cut_into_units
+from plait_serving.diffusion.usage import UsageLedger
 from plait_serving.diffusion.values import Failed, Finished, LoraSet, Preview, Progress
 
 _log = logging.getLogger(__name__)
@@ -25,6 +28,10 @@ _log = logging.getLogger(__name__)
 # A job is given up before its deadline only if even this share of the expected time would be too late: the
 # estimate is an average of a noisy quantity.
 SURELY_LATE = 0.8
+# How long prompts are encoded before other requests step, end or miss their deadlines.
+_ENCODE_SLICE_S = 0.25
+# Changing the merged set for another tenant's turn takes at most this share of the time.
+_SWITCH_SHARE = 0.2
 # How often deadlines and cancellations are looked at while nothing can run.
 _IDLE_POLL_S = 0.05
 
@@ -40,6 +47,8 @@ class DenoiseLoop:
         decoder: Decoder,
         decodes: DecodeQueue,
         costs: StepCosts,
+        forecast: WorkForecast,
+        usage: UsageLedger,
         switch_cost_s: Callable[[LoraSet], float],
         knobs: Callable[[], EngineKnobs],
         set_threads: Callable[[int], None],
@@ -50,6 +59,9 @@ class DenoiseLoop:
         self._decoder = decoder
         self._decodes = decodes
         self._costs = costs
+        self._forecast = forecast
+        self._usage = usage
+        self._shares = TenantShares()
         self._switch_cost_s = switch_cost_s
         self._knobs = knobs
         self._set_threads = set_threads
@@ -142,11 +154,27 @@ class DenoiseLoop:
             switch_s=lambda target: 0.0 if target == self._stepper.live_loras else self._switch_cost_s(target),
         )
         limits = BatchLimits(largest_batch=knobs.largest_batch, overtake_limit=knobs.overtake_limit)
-        batch = choose(candidates, costs=costs, limits=limits, now_s=self._clock(), running=self._running)
+        turn = self._turn(ready, candidates, costs) if ready else None
+        batch = choose(candidates, costs=costs, limits=limits, now_s=self._clock(), running=self._running, turn=turn)
         self._running = frozenset(candidate.order for candidate in batch)
-        for order in overtaken_by(batch, candidates):
+        for order in overtaken_by(batch, candidates, turn):
             units[order].overtaken += 1
         return [units[candidate.order] for candidate in batch], batch[0].key.loras if batch else ()
+
+    def _turn(self, ready: list[Unit], candidates: list[Candidate], costs: Costs) -> str:
+        """Return the tenant whose turn it is. One that runs goes on for so long that changing between the sets to merge
+        takes a small share of the time."""
+        tenants = {tenant.name: tenant for tenant in (unit.job.request.tenant for unit in ready)}
+        if len(tenants) == 1:
+            return self._shares.turn(list(tenants.values()))
+        switch_s = max(costs.switch_s(candidate.key.loras) for candidate in candidates)
+        return self._shares.turn(list(tenants.values()), slack_s=switch_s / _SWITCH_SHARE)
+
+    def _charge(self, job: ImageJob, seconds: float) -> None:
+        """Charge a request for compute. From any thread."""
+        job.spent.charged_s += seconds
+        self._shares.charge(job.request.tenant, seconds)
+        self._usage.add(job.request.tenant.name, compute_s=seconds)
 
     def _should_wait_for_mates(self, units: list[Unit], knobs: EngineKnobs) -> bool:
         """Return whether to wait for batch mates (the batch-wait knob): nothing runs yet, the batch is not full, and
@@ -159,8 +187,13 @@ class DenoiseLoop:
 
     def _run_batch(self, batch: list[Unit], merged: LoraSet) -> None:
         try:
+            started_s = self._clock()
             switched = self._stepper.make_live(merged, batch)
-            prepared = [unit for unit in batch if self._prepare(unit)]
+            merge_s = self._clock() - started_s
+            for unit in batch:
+                self._charge(unit.job, merge_s / len(batch))
+            until_s = self._clock() + _ENCODE_SLICE_S
+            prepared = [unit for unit in batch if self._prepare(unit, until_s)]
             if not prepared:
                 return
             self._begin_step(prepared)
@@ -175,6 +208,10 @@ class DenoiseLoop:
         if self._stepper.settled:
             self._costs.record(prepared[0].candidate(self._stepper.live_loras).key, rows, seconds)
         self._registry.count(steps=1, rows=rows, lora_switches=int(switched))
+        for unit in prepared:
+            self._charge(unit.job, seconds * unit.rows / rows)
+            if self._stepper.settled:
+                self._forecast.charged_step(StepKind.of(unit.job.request), seconds / rows)
         for job in {unit.job for unit in prepared}:
             job.spent.denoise_s += seconds
         for unit, outcome in zip(prepared, outcomes, strict=True):
@@ -187,16 +224,21 @@ class DenoiseLoop:
         expected_s = self._costs.measured_s(key, rows) if self._stepper.settled else None
         self.heartbeat.begin(f"a step of {rows} rows at {key.width}x{key.height}", expected_s)
 
-    def _prepare(self, unit: Unit) -> bool:
-        """Return whether the unit can take part; if preparing fails, only its job fails."""
-        if unit.job.phase is not RequestPhase.ACTIVE:
+    def _prepare(self, unit: Unit, until_s: float) -> bool:
+        """Return whether the unit can take part now; if preparing fails, only its job fails."""
+        job = unit.job
+        if job.phase is not RequestPhase.ACTIVE:
             return False
+        spent_s = job.spent.encode_s
         try:
-            self._stepper.prepare(unit)
+            ready = self._stepper.prepare(unit, until_s=until_s)
         except Exception as error:
-            self._fail(unit.job, error)
+            self._fail(job, error)
             return False
-        return True
+        self._charge(job, job.spent.encode_s - spent_s)
+        if ready and unit.step == 0 and not job.request.controlnets:
+            self._forecast.charged_encode(job.chunks, job.spent.encode_s)
+        return ready
 
     def _settle(self, unit: Unit, outcome: Outcome) -> None:
         job = unit.job
@@ -240,7 +282,8 @@ class DenoiseLoop:
         key = unit.candidate(()).key
         if not self._costs.knows(key):
             return 0.0
-        return SURELY_LATE * (unit.steps - unit.step) * self._costs.step_s(key, unit.rows)
+        steps_s = (unit.steps - unit.step) * self._costs.step_s(key, unit.rows)
+        return SURELY_LATE * (steps_s + self._forecast.decode_s(job.request))
 
     # The two below may run on the decode thread; they return whether they decoded.
 
@@ -256,7 +299,10 @@ class DenoiseLoop:
             self._registry.close(job, Failed(error=error))
             return False
         now_s = self._clock()
-        result = result_of(job, images, flagged, decode_s=now_s - started_s, now_s=now_s)
+        decode_s, request = now_s - started_s, job.request
+        self._charge(job, decode_s)
+        self._forecast.charged_decode(request.width * request.height, decode_s / request.n)
+        result = result_of(job, images, flagged, decode_s=decode_s, now_s=now_s)
         self._registry.close(job, Finished(result=result))
         return True
 

@@ -13,6 +13,9 @@ thread calls `choose` for the units to run next. The trade-offs:
   each but the last sooner. The units that ran last go on together; a later one joins only where that saves the share.
 - None starves: a step *overtakes* a waiting unit if a later arrival takes part in it and the unit does not. A unit
   is overtaken at most `overtake_limit` times; from then on only units that arrived before it may run without it.
+- All this is decided among the units of one tenant, whose turn it is (`shares`). Then units of others join as guests,
+  where rows per second grow by it and the call takes at most as many times longer as there are tenants: the host
+  would have to wait as long for its next turn.
 
 Symbols: rows = images of a unit; step_s = seconds one denoiser call takes; switch_s = seconds a merge takes.
 """
@@ -57,6 +60,7 @@ class Candidate:
     steps_left: int
     overtaken: int = 0
     deadline_s: float | None = None
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,13 +90,29 @@ def choose(
     limits: BatchLimits,
     now_s: float,
     running: Collection[int] = (),
+    turn: str | None = None,
 ) -> tuple[Candidate, ...]:
     """Return the units of the next step, in arrival order; empty iff `candidates` is. They share one `GroupKey`.
 
-    `running` has the orders of the units of the last step.
+    `running` has the orders of the units of the last step. `turn`: the tenant whose turn it is, one that has a
+    candidate; None: all are of one tenant.
     """
     if not candidates:
         return ()
+    hosts = [unit for unit in candidates if turn is None or unit.tenant == turn]
+    batch = _choose_of_one_tenant(hosts, costs, limits, now_s, running)
+    if len(hosts) == len(candidates):
+        return batch
+    tenants = len({unit.tenant for unit in candidates})
+    guests = sorted(
+        (unit for unit in candidates if unit.tenant != turn), key=lambda unit: (unit.order not in running, unit.order)
+    )
+    return _with_guests(batch, guests, costs, limits, tenants)
+
+
+def _choose_of_one_tenant(
+    candidates: Sequence[Candidate], costs: Costs, limits: BatchLimits, now_s: float, running: Collection[int]
+) -> tuple[Candidate, ...]:
     units = sorted(candidates, key=lambda unit: unit.order)
     due = [unit for unit in units if unit.overtaken >= limits.overtake_limit]
     if due:
@@ -108,11 +128,40 @@ def choose(
     return max(batches, key=lambda batch: (_worth(batch, costs, running), -batch[0].order))
 
 
-def overtaken_by(batch: Sequence[Candidate], candidates: Sequence[Candidate]) -> frozenset[int]:
-    """Return the orders of the candidates that a step of `batch` overtakes."""
-    chosen = {unit.order for unit in batch}
+def overtaken_by(
+    batch: Sequence[Candidate], candidates: Sequence[Candidate], turn: str | None = None
+) -> frozenset[int]:
+    """Return the orders of the candidates that a step of `batch` overtakes: those of the tenant whose turn it was."""
+    chosen = {unit.order for unit in batch if turn is None or unit.tenant == turn}
     latest = max(chosen, default=-1)
-    return frozenset(unit.order for unit in candidates if unit.order not in chosen and unit.order < latest)
+    return frozenset(
+        unit.order
+        for unit in candidates
+        if unit.order not in chosen and unit.order < latest and (turn is None or unit.tenant == turn)
+    )
+
+
+def _with_guests(
+    batch: Sequence[Candidate],
+    guests: Sequence[Candidate],
+    costs: Costs,
+    limits: BatchLimits,
+    tenants: int,
+) -> tuple[Candidate, ...]:
+    """Return `batch` with those guests, units of other tenants in the order in which they may join, that pay."""
+    key, rows = batch[0].key, _rows(batch)
+    alone_s = costs.step_s(key, rows)
+    chosen, best = tuple(batch), (1.0 + JOIN_SHARE) * rows / max(alone_s, 1e-9)
+    joined = list(batch)
+    for guest in guests:
+        if guest.key != key or rows + guest.rows > limits.largest_batch:
+            continue
+        joined.append(guest)
+        rows += guest.rows
+        step_s = costs.step_s(key, rows)
+        if step_s <= tenants * alone_s and rows / max(step_s, 1e-9) > best:
+            chosen, best = tuple(joined), rows / max(step_s, 1e-9)
+    return tuple(sorted(chosen, key=lambda unit: unit.order))
 
 
 def _batch_that_pays(

@@ -1,24 +1,24 @@
 """Prompts to text embeddings, computed like diffusers' `encode_prompt`; longer prompts in chunks, never truncated.
 
-A tokenizer of length T (77) holds T - 2 words per chunk between its begin and end tokens. A prompt of more words is
-split into several chunks, each encoded alone with its own begin and end, and their embeddings are joined along L.
-A prompt that fits is encoded by exactly the calls that diffusers makes.
+A prompt of several chunks (`prompt_tokens`) is encoded chunk by chunk, each alone with its own begin and end, and their
+embeddings are joined along L. A prompt that fits into one is encoded by exactly the calls that diffusers makes. Each
+call is a piece of work of its own, so that a long prompt holds up nobody's steps.
 
 Legend: L = T * chunks, C text width, P pooled width.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
-from torch import nn
 
 from plait_serving.diffusion.bundle import Bundle
 from plait_serving.diffusion.model_config import Family
+from plait_serving.diffusion.prompt_tokens import Chunk, PromptTokens, Tokens
 from plait_serving.diffusion.protocols import Conditioning
 from plait_serving.diffusion.values import ImageRequest
 from plait_serving.diffusion.versions import parameter_version
@@ -32,12 +32,16 @@ class EncodedText:
     pooled: torch.Tensor | None
 
 
-_REMEMBERED = 64
-"""The number of texts whose encoding is kept (at most 0.6 MB each for SDXL): negative prompts and retries recur."""
+_Call: TypeAlias = tuple[int, Chunk]
+"""A text encoder's index, and the ids that it reads."""
+
+_REMEMBERED = 128
+"""The number of text encoder calls that are kept (at most 0.4 MB each for SDXL): negative prompts, empty chunks and
+retries recur."""
 
 
 class PromptEncoder:
-    """Encodes with the current weights of a bundle's text encoders. Compute thread only."""
+    """Encodes with the current weights of a bundle's text encoders. Compute thread only, except `tokens`."""
 
     def __init__(self, bundle: Bundle, *, weights_version: Callable[[], int] | None = None) -> None:
         """Take the bundle. `weights_version` must change whenever a text encoder is written to; by default torch's own
@@ -45,63 +49,60 @@ class PromptEncoder:
         self._bundle = bundle
         self._is_xl = bundle.family is Family.SDXL
         self._version = weights_version or parameter_version(*bundle.text_encoders)
-        self._known: OrderedDict[tuple[str, int], EncodedText] = OrderedDict()
+        self._known: OrderedDict[_Call, EncodedText] = OrderedDict()
         self._known_version = self._version()
+        self.tokens = PromptTokens(bundle.tokenizers)
 
     def prepare(self, request: ImageRequest) -> Conditioning:
         """Return the request's conditioning, unconditional row first; runs the text encoders."""
+        encoding = self.begin(request)
+        while True:
+            conditioning = encoding.advance()
+            if conditioning is not None:
+                return conditioning
+
+    def begin(self, request: ImageRequest) -> PromptEncoding:
+        """Return what encodes a request's prompts, a call at a time."""
         uses_cfg = request.uses_cfg and not self._bundle.embeds_guidance
-        negative = request.negative_prompt or ""
-        prompts = [negative, request.prompt] if uses_cfg else [request.prompt]
-        chunks = max(self.chunk_count(prompt) for prompt in prompts)
-        with torch.inference_mode():
-            encoded = [self.encode(request.prompt, chunks)]
-            if uses_cfg:
-                # diffusers' rule where no negative prompt was given: the empty one is encoded like any other.
-                absent = request.negative_prompt is None
-                zeros = self._is_xl and self._bundle.force_zeros_for_empty_prompt and absent
-                encoded.insert(0, _zeros_like(encoded[0]) if zeros else self.encode(negative, chunks))
-            text = torch.cat([text.hidden for text in encoded])
-            return Conditioning(
-                text=text, added=self._added(encoded, request) if self._is_xl else {}, n=request.n, uses_cfg=uses_cfg
-            )
+        prompt, negative = self.tokens.of(request.prompt), self.tokens.of(request.negative_prompt or "")
+        # diffusers' rule where no negative prompt was given: the empty one is encoded like any other.
+        absent = request.negative_prompt is None
+        zeros = uses_cfg and self._is_xl and self._bundle.force_zeros_for_empty_prompt and absent
+        read = (negative, prompt) if uses_cfg else (prompt,)
+        count = max(len(chunks) for tokens in read for chunks in tokens.chunks)
+        texts = [self._filled(tokens, count) for tokens in read]
+        return PromptEncoding(
+            texts[1:] if zeros else texts,
+            run=self._run,
+            finish=lambda texts: self._conditioning([_zeros_like(texts[0]), *texts] if zeros else texts, request),
+        )
 
-    def chunk_count(self, prompt: str) -> int:
-        """Return the number of chunks that `prompt` needs: the max over the model's tokenizers, at least 1."""
-        return max(len(token_chunks(tokenizer, prompt)) for tokenizer in self._bundle.tokenizers)
+    def _filled(self, tokens: Tokens, count: int) -> list[list[_Call]]:
+        """Return the calls for each text encoder, `count` of them: chunks that a text does not fill are empty."""
+        empty = self.tokens.of("")
+        return [
+            [(encoder, chunk) for chunk in (*chunks, *[empty.chunks[encoder][0]] * (count - len(chunks)))]
+            for encoder, chunks in enumerate(tokens.chunks)
+        ]
 
-    def encode(self, prompt: str, chunks: int) -> EncodedText:
-        """Encode `prompt` as exactly `chunks` chunks; chunks that it does not fill are encoded empty. The result is
-        cached."""
+    def _run(self, call: _Call) -> EncodedText:
+        """Make one text encoder call, or remember its result."""
         version = self._version()
         if version != self._known_version:
             self._known.clear()
             self._known_version = version
-        text = self._known.pop((prompt, chunks), None) or self._encode(prompt, chunks)
-        self._known[prompt, chunks] = text
+        found = self._known.pop(call, None)
+        if found is None:
+            with torch.inference_mode():
+                found = self._encode(*call)
+        self._known[call] = found
         if len(self._known) > _REMEMBERED:
             self._known.popitem(last=False)
-        return text
+        return found
 
-    def _encode(self, prompt: str, chunks: int) -> EncodedText:
-        parts = [
-            self._encode_with(tokenizer, encoder, prompt, chunks)
-            for tokenizer, encoder in zip(self._bundle.tokenizers, self._bundle.text_encoders, strict=True)
-        ]
-        hidden = parts[0].hidden if len(parts) == 1 else torch.concat([part.hidden for part in parts], dim=-1)
-        dtype = cast("Any", self._bundle.text_encoders[-1]).dtype
-        return EncodedText(hidden=hidden.to(dtype), pooled=parts[-1].pooled)
-
-    def _encode_with(self, tokenizer: Any, encoder: nn.Module, prompt: str, chunks: int) -> EncodedText:
-        ids = token_chunks(tokenizer, prompt)
-        empty = token_chunks(tokenizer, "")[0]
-        ids = ids + [empty] * (chunks - len(ids))
-        outputs = [self._run(encoder, tokenizer, chunk) for chunk in ids]
-        hidden = outputs[0].hidden if len(outputs) == 1 else torch.cat([output.hidden for output in outputs], dim=1)
-        return EncodedText(hidden=hidden, pooled=outputs[0].pooled)
-
-    def _run(self, encoder: nn.Module, tokenizer: Any, ids: Sequence[int]) -> EncodedText:
+    def _encode(self, index: int, ids: Chunk) -> EncodedText:
         """Encode one chunk as one row: larger batches would round differently from diffusers."""
+        encoder, tokenizer = self._bundle.text_encoders[index], self._bundle.tokenizers[index]
         tokens = torch.tensor([ids], device=self._bundle.device)
         config = cast("Any", encoder).config
         if self._is_xl:
@@ -111,7 +112,17 @@ class PromptEncoder:
         mask = _padding_mask(tokens, tokenizer) if getattr(config, "use_attention_mask", False) else None
         return EncodedText(hidden=encoder(tokens, attention_mask=mask)[0], pooled=None)
 
-    def _added(self, encoded: list[EncodedText], request: ImageRequest) -> dict[str, torch.Tensor]:
+    @torch.inference_mode()
+    def _conditioning(self, texts: Sequence[EncodedText], request: ImageRequest) -> Conditioning:
+        dtype = cast("Any", self._bundle.text_encoders[-1]).dtype
+        return Conditioning(
+            text=torch.cat([text.hidden for text in texts]).to(dtype),
+            added=self._added(texts, request) if self._is_xl else {},
+            n=request.n,
+            uses_cfg=len(texts) == 2,
+        )
+
+    def _added(self, encoded: Sequence[EncodedText], request: ImageRequest) -> dict[str, torch.Tensor]:
         """Return SDXL's pooled text and its six sizes: original (h, w), crop (top, left), target (h, w)."""
         pooled = torch.cat([cast("torch.Tensor", text.pooled) for text in encoded])
         size = (request.height, request.width)
@@ -120,13 +131,44 @@ class PromptEncoder:
         return {"text_embeds": pooled, "time_ids": time_ids}
 
 
-def token_chunks(tokenizer: Any, prompt: str) -> list[list[int]]:
-    """Return the token ids of every chunk, each `model_max_length` long with begin, end and padding; at least one."""
-    length = int(tokenizer.model_max_length)
-    words = tokenizer(prompt, add_special_tokens=False, truncation=False, verbose=False).input_ids
-    chunks = [words[i : i + length - 2] for i in range(0, max(len(words), 1), length - 2)]
-    begin, end, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
-    return [[begin, *chunk, end, *[pad] * (length - 2 - len(chunk))] for chunk in chunks]
+class PromptEncoding:
+    """One request's prompts on their way through the text encoders. Compute thread only.
+
+    Its text encoders must have the same weights at every call; between two calls they may change for others.
+    """
+
+    def __init__(
+        self,
+        texts: Sequence[Sequence[Sequence[_Call]]],
+        *,
+        run: Callable[[_Call], EncodedText],
+        finish: Callable[[Sequence[EncodedText]], Conditioning],
+    ) -> None:
+        """Take the calls by text, text encoder and chunk."""
+        self._texts = texts
+        self._run = run
+        self._finish = finish
+        self._done: dict[_Call, EncodedText] = {}
+        self._left = deque(dict.fromkeys(call for text in texts for calls in text for call in calls))
+
+    @property
+    def calls_left(self) -> int:
+        """How many text encoder calls are left to make."""
+        return len(self._left)
+
+    def advance(self) -> Conditioning | None:
+        """Make one text encoder call; return the conditioning if it was the last."""
+        if self._left:
+            call = self._left.popleft()
+            self._done[call] = self._run(call)
+        return None if self._left else self._finish([self._joined(text) for text in self._texts])
+
+    def _joined(self, text: Sequence[Sequence[_Call]]) -> EncodedText:
+        """Join the chunks along L, then the text encoders along C."""
+        parts = [[self._done[call] for call in calls] for calls in text]
+        hiddens = [torch.cat([chunk.hidden for chunk in chunks], dim=1) for chunks in parts]
+        hidden = hiddens[0] if len(hiddens) == 1 else torch.concat(hiddens, dim=-1)
+        return EncodedText(hidden=hidden, pooled=parts[-1][0].pooled)
 
 
 def _padding_mask(tokens: torch.Tensor, tokenizer: Any) -> torch.Tensor:

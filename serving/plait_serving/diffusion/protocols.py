@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from plait_serving.diffusion.errors import EngineError
-from plait_serving.diffusion.values import ImageRequest, LoraSet, RgbImage
+from plait_serving.diffusion.values import ImageRequest, LoraSet, PromptSize, RgbImage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -34,6 +34,17 @@ class Conditioning:
     def expand(self, value: torch.Tensor) -> torch.Tensor:
         """Expand `(2|1, ...)` to `(R, ...)`: every branch's row n times."""
         return value if self.n == 1 else value.repeat_interleave(self.n, dim=0)
+
+
+class Encoding(Protocol):
+    """A request's prompts on their way through the text encoders. Compute thread only."""
+
+    @property
+    def calls_left(self) -> int:
+        """How many text encoder calls are left to make."""
+
+    def advance(self) -> Conditioning | None:
+        """Make one text encoder call, with the weights of all others; return the conditioning if it was the last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -159,8 +170,12 @@ class Denoiser(Protocol):
 
         The answer changes only between steps."""
 
-    def prepare(self, request: ImageRequest) -> Conditioning:
-        """Encode the prompts with the live weights (text-encoder LoRAs must be merged before)."""
+    def measure(self, request: ImageRequest) -> PromptSize:
+        """Return how long a request's prompts are. Thread-safe."""
+
+    def begin(self, request: ImageRequest) -> Encoding:
+        """Return what encodes the prompts with the live weights (text-encoder LoRAs must be merged before each
+        call)."""
 
     def predict(self, calls: Sequence[StepCall]) -> list[torch.Tensor | EngineError]:
         """Predict all in one call: guided model output `(n, c, h, w)` per request, or the error that affects only this

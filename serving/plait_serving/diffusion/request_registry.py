@@ -6,10 +6,12 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from plait_serving.diffusion.errors import Cancelled, EngineStopped, Overloaded
+from plait_serving.diffusion.queue_bounds import QueueBounds, QueuedWork, wait_s
 from plait_serving.diffusion.units import ImageJob, RequestPhase
+from plait_serving.diffusion.usage import UsageLedger
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageResult, RgbImage, Timings
 
 _log = logging.getLogger(__name__)
@@ -17,7 +19,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStatistics:
-    """Counters since the start, except `waiting` and `running`, which are current values."""
+    """Counters since the start, except `waiting`, `running` and `queued_s`, which are current values: requests, and the
+    compute-seconds that they will still be charged, by forecast."""
 
     accepted: int = 0
     finished: int = 0
@@ -29,16 +32,18 @@ class EngineStatistics:
     lora_switches: int = 0
     waiting: int = 0
     running: int = 0
+    queued_s: float = 0.0
 
 
 class RequestRegistry:
     """Thread-safe. A job enters with `admit`, is handed to the compute thread by `take_in`, and leaves with `close`."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], usage: UsageLedger) -> None:
         self._clock = clock
+        self._usage = usage
         self._changed = threading.Condition()
         self._inbox: deque[ImageJob] = deque()
-        self._open_jobs = 0
+        self._open: list[ImageJob] = []
         self._stepping = 0
         self._counts = dict.fromkeys(EngineStatistics.__dataclass_fields__, 0)
         self._closed_to_new = False
@@ -54,15 +59,23 @@ class RequestRegistry:
         """Whether `admit` can succeed."""
         return not self._closed_to_new and not self._shut
 
-    def admit(self, job: ImageJob, *, queue_limit: int, retry_after_s: float) -> None:
+    def admit(self, job: ImageJob, bounds: QueueBounds) -> None:
         """Admit a job. Raises `EngineStopped` or `Overloaded`; the job is then not admitted."""
+        tenant = job.request.tenant
         with self._changed:
             if not self.takes_requests:
                 raise EngineStopped("the engine is shutting down")
-            if self._open_jobs >= queue_limit:
+            retry_after_s = wait_s(tenant, self._queue(), bounds)
+            if retry_after_s is not None:
                 self._counts["rejected"] += 1
-                raise Overloaded(f"{self._open_jobs} requests are waiting or running", retry_after_s=retry_after_s)
-            self._open_jobs += 1
+                self._usage.add(tenant.name, rejected=1)
+                own = [other for other in self._open if other.request.tenant.name == tenant.name]
+                raise Overloaded(
+                    f"{len(own)} requests with {sum(other.left_s for other in own):.0f} s of work are waiting or "
+                    "running",
+                    retry_after_s=max(1.0, retry_after_s),
+                )
+            self._open.append(job)
             self._counts["accepted"] += 1
             self._inbox.append(job)
             self._changed.notify_all()
@@ -93,7 +106,7 @@ class RequestRegistry:
     def wait_until_empty(self, timeout_s: float) -> bool:
         """Wait at most `timeout_s` until every job has left; return whether that was reached."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._open_jobs == 0 or self._shut, timeout=timeout_s)
+            return self._changed.wait_for(lambda: not self._open or self._shut, timeout=timeout_s)
 
     def shut_down(self) -> None:
         """Make the compute thread end."""
@@ -114,8 +127,10 @@ class RequestRegistry:
     def statistics(self) -> EngineStatistics:
         """Return a snapshot."""
         with self._changed:
-            running = min(self._stepping, self._open_jobs)
-            return EngineStatistics(**{**self._counts, "running": running, "waiting": self._open_jobs - running})
+            running = min(self._stepping, len(self._open))
+            queued_s = sum(one.left_s for one in self._queue())
+            waiting = len(self._open) - running
+            return replace(EngineStatistics(**self._counts), running=running, waiting=waiting, queued_s=queued_s)
 
     def send(self, job: ImageJob, event: Event) -> None:
         """Send an event to the caller. If the sink raises, the caller is gone and the job is cancelled."""
@@ -131,10 +146,22 @@ class RequestRegistry:
         cancelled = isinstance(event, Failed) and isinstance(event.error, Cancelled)
         outcome = "finished" if isinstance(event, Finished) else "cancelled" if cancelled else "failed"
         with self._changed:
-            self._open_jobs -= 1
+            self._open.remove(job)
             self._counts[outcome] += 1
             self._changed.notify_all()
+        self._usage.add(job.request.tenant.name, **{outcome: 1}, **_delivered(job, event))
         self.send(job, event)
+
+    def _queue(self) -> list[QueuedWork]:
+        return [QueuedWork(tenant=job.request.tenant, left_s=job.left_s) for job in self._open]
+
+
+def _delivered(job: ImageJob, event: Finished | Failed) -> dict[str, int]:
+    request = job.request
+    if isinstance(event, Failed):
+        return {}
+    pixels = request.n * request.width * request.height
+    return {"images": request.n, "pixels": pixels, "steps": request.n * request.steps}
 
 
 def result_of(

@@ -17,6 +17,7 @@ from plait_serving.diffusion.protocols import (
     ActiveControl,
     ControlNetClient,
     Denoiser,
+    Encoding,
     LoraMerger,
     LoraWeights,
     RequestSampler,
@@ -26,6 +27,10 @@ from plait_serving.diffusion.units import Unit
 from plait_serving.diffusion.values import ImageRequest, LoraSet
 
 _log = logging.getLogger(__name__)
+
+_CALLS_AT_ONCE = 8
+"""An ordinary request's text encoder calls are not cut up, so that what arrives together steps together: SDXL makes 4
+for a prompt and a negative prompt of one chunk."""
 
 SamplerFactory = Callable[[ImageRequest, Sequence[int], tuple[int, int, int]], RequestSampler]
 """`(request, seeds of the unit's images, latent shape) -> sampler`."""
@@ -84,27 +89,31 @@ class Stepper:
             unit.job.spent.merge_s += self._clock() - started_s
         return True
 
-    def prepare(self, unit: Unit) -> None:
-        """Encode the prompt, draw the noise and open ControlNet sessions unless that was done with these weights.
+    def prepare(self, unit: Unit, *, until_s: float) -> bool:
+        """Encode the prompt, draw the noise and open ControlNet sessions unless that was done with these weights;
+        return whether the unit is ready to step.
 
-        A bounded-asynchronous set that touches the text encoder gives the prompt a second encoding at step k: which
-        text a step sees depends on k alone, never on when the file arrived.
+        Encoding ends at the first text encoder call that ends after `until_s`, to go on with the next `prepare`; few
+        calls are made at once. A bounded-asynchronous set that touches the text encoder gives the prompt a second
+        encoding at step k: which text a step sees depends on k alone, never on when the file arrived.
         """
-        started_s, merged_s = self._clock(), 0.0
+        started_s, merged_s, ready = self._clock(), 0.0, True
         request = unit.job.request
         if unit.sampler is None:
             seeds = request.seeds[unit.first_image : unit.first_image + unit.rows]
             shape = self._denoiser.latent_shape(request.width, request.height)
             unit.sampler = self._sampler_factory(request, seeds, shape)
             unit.latents = unit.sampler.init_latents()
-        if unit.conditioning is None or self._text_changed(unit):
+        if unit.encoding is None and (unit.conditioning is None or self._text_changed(unit)):
             self.close_controls(unit)
-            merged_s = self._merge_text(unit)
-            unit.conditioning = replace(self._denoiser.prepare(request), n=unit.rows)
+            unit.encoding = self._denoiser.begin(request)
             unit.encoded_with = unit.loras
-            self._open_controls(unit)
+        if unit.encoding is not None:
+            merged_s = self._merge_text(unit)
+            ready = self._encode(unit, unit.encoding, until_s)
         unit.job.spent.merge_s += merged_s
         unit.job.spent.encode_s += self._clock() - started_s - merged_s
+        return ready
 
     def step(self, units: Sequence[Unit], wants_preview: Callable[[Unit], bool]) -> list[Outcome]:
         """Advance every unit by one step; return outcomes in unit order. Units must be prepared and share a group."""
@@ -120,6 +129,20 @@ class Stepper:
         for control in unit.controls:
             control.client.close(control.session)
         unit.controls = ()
+
+    def _encode(self, unit: Unit, encoding: Encoding, until_s: float) -> bool:
+        """Encode until `until_s`; if all is encoded, open the ControlNet sessions and return True."""
+        at_once = encoding.calls_left <= _CALLS_AT_ONCE
+        while True:
+            conditioning = encoding.advance()
+            if conditioning is not None:
+                break
+            if not at_once and self._clock() >= until_s:
+                return False
+        unit.encoding = None
+        unit.conditioning = replace(conditioning, n=unit.rows)
+        self._open_controls(unit)
+        return True
 
     def _text_changed(self, unit: Unit) -> bool:
         return unit.encoded_with != unit.loras and _touches_text(_weights_of(unit))

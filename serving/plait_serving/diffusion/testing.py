@@ -17,7 +17,7 @@ from plait_serving.diffusion.costs import StepCosts
 from plait_serving.diffusion.errors import EngineError, LoraError, NumericalError
 from plait_serving.diffusion.policy import GroupKey
 from plait_serving.diffusion.protocols import Conditioning, LoraLease, LoraWeights, StepCall
-from plait_serving.diffusion.values import ImageRequest, LoraSet
+from plait_serving.diffusion.values import ImageRequest, LoraSet, PromptSize
 
 
 class EveryBatchPays(StepCosts):
@@ -172,6 +172,35 @@ class SeenCall:
     inputs: tuple[float, ...]
 
 
+@dataclass(slots=True, eq=False)
+class FakeEncoding:
+    """Encodes the text as the prompt's trouble, a call for each chunk; its length is 77 for each. `encoding_gate` (if
+    given) is called before every call, with the request."""
+
+    denoiser: FakeDenoiser
+    request: ImageRequest
+    calls_left: int
+
+    def advance(self) -> Conditioning | None:
+        """Make one call."""
+        if self.denoiser.encoding_gate is not None:
+            self.denoiser.encoding_gate(self.request)
+        if self.request.prompt == "unencodable":
+            raise ValueError("no")
+        self.calls_left -= 1
+        if self.calls_left:
+            return None
+        request = self.request
+        self.denoiser.encoded.append((request.prompt, self.denoiser.text_merger.current))
+        shape = (2 if request.uses_cfg else 1, 77 * _chunks(request), 1)
+        text = torch.full(shape, float(_TROUBLE.get(request.prompt, 0)))
+        return Conditioning(text=text, added={}, n=request.n, uses_cfg=request.uses_cfg)
+
+
+def _chunks(request: ImageRequest) -> int:
+    return 1 + len(request.prompt.split()) // 10
+
+
 class FakeDenoiser:
     """Adds 1 per step without LoRAs and 1 + the sum of scales with them. Prompts choose the failure:
 
@@ -184,6 +213,7 @@ class FakeDenoiser:
         self.merger = merger
         self.text_merger = text_merger
         self.gate = gate
+        self.encoding_gate: Callable[[ImageRequest], None] | None = None
         self.taken: set[str] = set()
         self.calls: list[SeenCall] = []
         self.encoded: list[tuple[str, LoraSet]] = []
@@ -199,14 +229,15 @@ class FakeDenoiser:
         """Return whether all files are in `taken`."""
         return self.taken.issuperset(one.name for one in weights)
 
-    def prepare(self, request: ImageRequest) -> Conditioning:
-        """Encode the text as the prompt's index in the order of encoding; its length is 77 per ten words."""
-        if request.prompt == "unencodable":
-            raise ValueError("no")
-        self.encoded.append((request.prompt, self.text_merger.current))
-        length = 77 * (1 + len(request.prompt.split()) // 10)
-        text = torch.full((2 if request.uses_cfg else 1, length, 1), float(_TROUBLE.get(request.prompt, 0)))
-        return Conditioning(text=text, added={}, n=request.n, uses_cfg=request.uses_cfg)
+    def measure(self, request: ImageRequest) -> PromptSize:
+        """Count words; a chunk is ten of them."""
+        words = len(request.prompt.split())
+        negative = len((request.negative_prompt or "").split())
+        return PromptSize(prompt_tokens=words, negative_tokens=negative, chunks=_chunks(request))
+
+    def begin(self, request: ImageRequest) -> FakeEncoding:
+        """Encode as `FakeEncoding` does."""
+        return FakeEncoding(self, request, calls_left=_chunks(request))
 
     def predict(self, calls: Sequence[StepCall]) -> list[torch.Tensor | EngineError]:
         """Add as the class docstring describes."""

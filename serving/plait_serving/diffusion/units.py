@@ -14,7 +14,7 @@ import torch
 
 from plait_serving.diffusion.errors import EngineStopped
 from plait_serving.diffusion.policy import Candidate, GroupKey
-from plait_serving.diffusion.protocols import ActiveControl, Conditioning, LoraLease, RequestSampler
+from plait_serving.diffusion.protocols import ActiveControl, Conditioning, Encoding, LoraLease, RequestSampler
 from plait_serving.diffusion.values import Event, ImageRequest, LoraSet
 
 
@@ -38,24 +38,29 @@ NEXT: dict[RequestPhase, frozenset[RequestPhase]] = {
 
 @dataclass(slots=True, eq=False)
 class SpentSeconds:
-    """Seconds by kind, for `Timings`. `loaded_at_s`: when the LoRA set arrived."""
+    """Seconds by kind, for `Timings`. `loaded_at_s`: when the LoRA set arrived; `charged_s`: its share of the compute
+    thread's time (`forecast`)."""
 
     accepted_at_s: float
     loaded_at_s: float | None = None
     merge_s: float = 0.0
     encode_s: float = 0.0
     denoise_s: float = 0.0
+    charged_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
 class ImageJob:
-    """One accepted request."""
+    """One accepted request. `work_s`: the compute-seconds that it will be charged, by forecast; `chunks` of its prompts
+    are encoded."""
 
     request: ImageRequest
     sink: Callable[[Event], None]
     spent: SpentSeconds
     loras: Future[LoraLease] | None
     deadline_at_s: float | None
+    work_s: float = 0.0
+    chunks: int = 1
     phase: RequestPhase = RequestPhase.ACTIVE
     cancelled: bool = False
     units: list[Unit] = field(default_factory=list)
@@ -71,6 +76,11 @@ class ImageJob:
     def steps_done(self) -> int:
         """The number of steps that every unit has completed."""
         return min(unit.step for unit in self.units)
+
+    @property
+    def left_s(self) -> float:
+        """The compute-seconds that it will still be charged, by forecast."""
+        return max(0.0, self.work_s - self.spent.charged_s)
 
     @property
     def load_error(self) -> Exception | None:
@@ -97,7 +107,8 @@ class ImageJob:
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """Some images of a request that are denoised together. `sampler` and the rest are None until its first step."""
+    """Some images of a request that are denoised together. `sampler` and the rest are None until its first step;
+    `encoding` is there while its prompts are encoded."""
 
     job: ImageJob
     order: int
@@ -108,6 +119,7 @@ class Unit:
     sampler: RequestSampler | None = None
     latents: torch.Tensor | None = None
     conditioning: Conditioning | None = None
+    encoding: Encoding | None = None
     encoded_with: LoraSet = ()
     controls: tuple[ActiveControl, ...] = ()
 
@@ -138,6 +150,7 @@ class Unit:
             steps_left=self.steps - self.step,
             overtaken=self.overtaken,
             deadline_s=self.job.deadline_at_s,
+            tenant=request.tenant.name,
         )
 
 

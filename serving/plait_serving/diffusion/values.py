@@ -74,6 +74,18 @@ class ControlRef:
         return not (step / steps < self.start or (step + 1) / steps > self.end)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tenant:
+    """Whose a request is. While several tenants wait they share the engine's time by `weight`.
+
+    `queued_s`: at most so many predicted compute-seconds of it may wait; None: as many as the queue takes.
+    """
+
+    name: str = "default"
+    weight: float = 1.0
+    queued_s: float | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ImageRequest:
     """A fully resolved request: no defaults left open. Image i uses seed `seed + i`.
@@ -98,6 +110,7 @@ class ImageRequest:
     lora_free_steps: int = 0
     deadline_s: float | None = None
     partial_images: int = 0
+    tenant: Tenant = Tenant()
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -112,6 +125,16 @@ class ImageRequest:
     def loras_at(self, step: int) -> LoraSet:
         """Return the LoRA set whose weights step `step` needs."""
         return () if step < self.lora_free_steps else self.loras
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSize:
+    """How long a request's prompts are: their words, without begin, end and padding, and the `chunks` of both that the
+    text encoders read."""
+
+    prompt_tokens: int
+    negative_tokens: int
+    chunks: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

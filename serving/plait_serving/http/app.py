@@ -16,13 +16,14 @@ from starlette.responses import Response
 
 from plait_disagg.errors import RankError
 from plait_serving.diffusion.errors import EngineError
-from plait_serving.http import health, metrics, models
+from plait_serving.http import health, metrics, models, usage
 from plait_serving.http.context import HttpSettings, RouteContext, installed_version
 from plait_serving.http.edge.auth import AuthMiddleware
 from plait_serving.http.edge.body_limit import BodyLimitMiddleware, BodyTooLarge
 from plait_serving.http.edge.errors import ApiError, ClientDisconnected, wire_error
 from plait_serving.http.edge.hosts import HostMiddleware
 from plait_serving.http.edge.request_id import RequestIdMiddleware
+from plait_serving.http.edge.tenants import RateMiddleware
 from plait_serving.http.images import routes as images
 from plait_serving.http.images.schemas import GenerationBody
 from plait_serving.images.service import ImageService
@@ -102,6 +103,8 @@ def app_from_context(
     app.add_middleware(
         BodyLimitMiddleware, max_bytes=settings.max_body_bytes, max_total_bytes=settings.max_bodies_bytes
     )
+    if any(limits.requests_per_s is not None for limits in settings.tenants.values()):
+        app.add_middleware(RateMiddleware, limits=settings.tenants, monotonic_s=context.monotonic_s)
     app.add_middleware(AuthMiddleware, keys=settings.api_keys, anyone=settings.anyone)
     app.add_middleware(HostMiddleware, hosts=settings.allowed_hosts)
     app.add_middleware(RequestIdMiddleware, observe=context.metrics.observe_answer)
@@ -125,7 +128,7 @@ def _add_routes(app: FastAPI, context: RouteContext) -> None:
     if context.images is not None:
         for router in (images.router, models.image_router):
             app.include_router(router)
-    for router in (models.router, health.router, metrics.router):
+    for router in (models.router, health.router, metrics.router, usage.router):
         app.include_router(router)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
@@ -15,7 +15,9 @@ from starlette.requests import Request
 from plait_serving.health import Health
 from plait_serving.http.edge.auth import ANYONE, ApiKey, Principal
 from plait_serving.http.edge.counters import HttpMetrics
+from plait_serving.http.edge.tenants import TenantLimits
 from plait_serving.images.codec import DecodeLimits
+from plait_serving.images.refusals import RecentRefusals
 from plait_serving.images.service import ImageService, Preprocessors, random_seed
 from plait_serving.ranking.service import RankingService
 
@@ -34,6 +36,7 @@ class HttpSettings:
     (hosts.py)."""
 
     api_keys: tuple[ApiKey, ...] = ()
+    tenants: Mapping[str, TenantLimits] = field(default_factory=dict)
     anyone: Principal = ANYONE
     allowed_hosts: tuple[str, ...] = ()
     max_body_bytes: int = 64 * 2**20  # four control images of 12 MB each, in base64
@@ -66,9 +69,15 @@ class RouteContext:
     monotonic_s: Callable[[], float] = time.monotonic
     random_seed: Callable[[], int] = random_seed
     codec_slots: asyncio.Semaphore = field(init=False)
+    refusals: RecentRefusals = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "codec_slots", asyncio.Semaphore(self.settings.codec_threads))
+        object.__setattr__(self, "refusals", RecentRefusals(self.monotonic_s))
+
+    def limits_of(self, tenant: str) -> TenantLimits:
+        """Return what a tenant may ask for."""
+        return self.settings.tenants.get(tenant, TenantLimits())
 
     @property
     def image_service(self) -> ImageService:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Annotated, Protocol
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
 from plait_disagg.errors import RankError
 from plait_serving.diffusion.errors import EngineError
 from plait_serving.http.context import ContextDep, RouteContext
+from plait_serving.http.edge.auth import Principal, Role, principal
 from plait_serving.replica_metrics import merge
 
-__all__ = ["own_text", "router"]
+__all__ = ["TENANT_PREFIX", "exposition", "own_text", "router"]
 
 router = APIRouter(tags=["operations"])
 
@@ -27,15 +28,23 @@ _UP = (
 )
 
 
+TENANT_PREFIX = "plait_tenant_"
+"""Counters of this name with the label `tenant` are the account of what each tenant used."""
+
+
 class _Measured(Protocol):
     async def metrics_text(self) -> str:
         """Return the service's metrics as Prometheus text."""
 
 
 @router.get("/metrics", summary="Prometheus metrics", response_class=Response)
-async def metrics(context: ContextDep) -> Response:
-    """Return the HTTP side's metrics, of all ingress replicas, followed by those of the image service."""
-    return Response(await exposition(context), headers={"content-type": CONTENT_TYPE_LATEST})
+async def metrics(context: ContextDep, who: Annotated[Principal, Depends(principal)]) -> Response:
+    """Return the HTTP side's metrics, of all ingress replicas, followed by those of the image service. What each tenant
+    used is for admins."""
+    text = await exposition(context)
+    if who.role is not Role.ADMIN:
+        text = "".join(line for line in text.splitlines(keepends=True) if TENANT_PREFIX not in line.split("{")[0])
+    return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
 async def exposition(context: RouteContext) -> str:

@@ -14,7 +14,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from plait_serving.cores import CoreBudget, thread_cap
 from plait_serving.diffusion.knobs import EngineKnobs, ExecutorName, Placement
-from plait_serving.diffusion.values import Scheduler
+from plait_serving.diffusion.values import MAX_IMAGES, Scheduler
 from plait_serving.sections import FolderPath, Name, Section
 from plait_serving.starter.manifest import WEIGHTS
 
@@ -88,6 +88,20 @@ class ControlNetSection(Section):
         return thread_cap(self.threads, self.num_cpus)
 
 
+class LimitsSection(Section):
+    """What one request may ask for. Memory and the model may allow less; `/v1/models` says what holds."""
+
+    max_pixels: Annotated[int, Field(ge=64, le=2**28, description="of an image")] = 4 * 2**20
+    max_edge_px: Annotated[int, Field(ge=8, le=2**16)] = 4096
+    max_steps: Annotated[int, Field(ge=1, le=1000)] = 1000
+    max_images: Annotated[int, Field(ge=1, le=MAX_IMAGES)] = MAX_IMAGES
+    max_loras: Annotated[int, Field(ge=0, le=64)] = 16
+    max_controlnets: Annotated[int, Field(ge=0, le=64)] = 8
+    max_prompt_tokens: Annotated[
+        int, Field(ge=1, le=20_000, description="of a prompt, and of a negative prompt; text encoders read 75 at once")
+    ] = 750
+
+
 class DefaultsSection(Section):
     """The values for fields that a request leaves out."""
 
@@ -119,6 +133,7 @@ class ImagesSection(Section):
         dict[Name, ControlNetSection] | None, Field(description="unset: the starter model's own, or none")
     ] = None
     defaults: DefaultsSection = DefaultsSection()
+    limits: LimitsSection = LimitsSection()
     replicas: Annotated[int, Field(ge=1, le=1024)] = 1
     num_cpus: CoreBudget = None
     num_gpus: Annotated[float, Field(ge=0, description="GPUs of a base replica")] = 0.0

@@ -12,6 +12,7 @@ from plait_fabric.cores import usable_cores
 from plait_serving.cores import HostCores, threads_of_host
 from plait_serving.deployments.fabric_endpoints import socket_folder
 from plait_serving.deployments.images.controlnet import ServeConnect
+from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.assemble import Assembled, EngineSettings, build_engine
 from plait_serving.diffusion.controlnet.remote import RemoteControlNetClient
 from plait_serving.diffusion.errors import ControlNetUnavailable, EngineError
@@ -20,6 +21,7 @@ from plait_serving.diffusion.lora.container import inspect
 from plait_serving.diffusion.lora.formats import MAX_FILE_BYTES
 from plait_serving.diffusion.lora.remote import RemoteEntry, RemoteSource
 from plait_serving.diffusion.lora.source import ChainSource, FolderSource, LoraSource
+from plait_serving.diffusion.usage import TenantUsage
 from plait_serving.images.config import STARTER_FOLDER, ImagesSection
 from plait_serving.images.local import LocalImageService
 from plait_serving.images.service import BaseModelCard, Catalog, ControlNetCard, ImageService, LoraCard
@@ -70,6 +72,7 @@ def load_images(
         lora_source=loras,
         controlnets={name: section.folder for name, section in images.resolved_controlnets().items()},
         knobs=images.capped_knobs,
+        limits=ImageLimits(**images.limits.model_dump()),
         converts=converts,
     )
     remote = {
@@ -199,6 +202,7 @@ def metrics_text(assembled: Assembled) -> str:
     gauges = {
         "engine_requests_waiting": engine.waiting,
         "engine_requests_running": engine.running,
+        "engine_queued_compute_seconds": round(engine.queued_s, 3),
         "lora_cache_resident_bytes": loras.resident_bytes,
         "lora_cache_resident": loras.resident,
     }
@@ -216,9 +220,30 @@ def metrics_text(assembled: Assembled) -> str:
     }
     lines = [f"# TYPE plait_{name} gauge\nplait_{name} {value}" for name, value in gauges.items()]
     lines += [f"# TYPE plait_{name}_total counter\nplait_{name}_total {value}" for name, value in counters.items()]
+    lines += _tenant_lines(assembled.engine.usage())
     lines.append("# TYPE plait_engine_prepared gauge")
     lines += [f'plait_engine_prepared{{part="{part}"}} 1' for part in sorted(assembled.prepared_parts())]
     return "\n".join(lines) + "\n"
+
+
+def _tenant_lines(usage: Mapping[str, TenantUsage]) -> list[str]:
+    """Return what each tenant used: the account that `http/usage.py` reads."""
+    by_metric: dict[str, list[str]] = {}
+    for tenant, used in sorted(usage.items()):
+        counters = {
+            "image_requests_finished": used.finished,
+            "image_requests_failed": used.failed,
+            "image_requests_cancelled": used.cancelled,
+            "image_requests_rejected": used.rejected,
+            "images": used.images,
+            "image_pixels": used.pixels,
+            "image_steps": used.steps,
+            "image_compute_seconds": round(used.compute_s, 6),
+        }
+        for name, value in counters.items():
+            line = f'plait_tenant_{name}_total{{tenant="{tenant}"}} {value}'
+            by_metric.setdefault(f"# TYPE plait_tenant_{name} counter", []).append(line)
+    return [line for head, lines in by_metric.items() for line in (head, *lines)]
 
 
 def host_metrics_text(host: HostCores) -> str:

@@ -31,9 +31,9 @@ from plait_serving.diffusion.denoisers.halves import (
 from plait_serving.diffusion.errors import EngineError, ModelError, NumericalError
 from plait_serving.diffusion.knobs import Exact
 from plait_serving.diffusion.prompt import PromptEncoder
-from plait_serving.diffusion.protocols import Conditioning, LoraWeights, Residuals, StepCall
+from plait_serving.diffusion.protocols import Conditioning, Encoding, LoraWeights, Residuals, StepCall
 from plait_serving.diffusion.residency import ResidentWeights
-from plait_serving.diffusion.values import ImageRequest
+from plait_serving.diffusion.values import ImageRequest, PromptSize
 
 
 class UNetDenoiser:
@@ -97,8 +97,16 @@ class UNetDenoiser:
         factor = self._bundle.vae_factor
         return self._bundle.latent_channels, height // factor, width // factor
 
+    def measure(self, request: ImageRequest) -> PromptSize:
+        """Return how long a request's prompts are. Thread-safe."""
+        return self._prompts.tokens.size(request)
+
+    def begin(self, request: ImageRequest) -> Encoding:
+        """Return what encodes the prompts, with the weights that the text encoders have at each call."""
+        return self._prompts.begin(request)
+
     def prepare(self, request: ImageRequest) -> Conditioning:
-        """Encode the prompts with the text encoders' current weights."""
+        """Encode the prompts at once, with the text encoders' current weights; for measuring."""
         return self._prompts.prepare(request)
 
     def finish(self, latents: torch.Tensor) -> torch.Tensor:

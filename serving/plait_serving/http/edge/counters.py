@@ -43,11 +43,18 @@ class HttpMetrics:
         self.images = Counter("plait_images", "Images delivered.", registry=self.registry)
         self.rejected = Counter("plait_rejected", "Requests refused.", ["reason"], registry=self.registry)
         self.cancelled = Counter("plait_cancelled", "Requests whose client went away.", registry=self.registry)
+        self.tenant_rankings = Counter(
+            "plait_tenant_rankings", "Rankings answered.", ["tenant"], registry=self.registry
+        )
+        self.tenant_candidates = Counter(
+            "plait_tenant_candidates", "Candidates ranked.", ["tenant"], registry=self.registry
+        )
         self.in_flight = Gauge("plait_requests_in_flight", "Image requests being served.", registry=self.registry)
         self._rank = _RankMetrics(self.registry)
         # Series are kept, because finding them by their labels costs more than counting.
         self._models: dict[str, _RankSeries] = {}
         self._answers: dict[tuple[str, str], tuple[Counter, Histogram]] = {}
+        self._tenants: dict[str, tuple[Counter, Counter]] = {}
 
     def observe_answer(self, scope: Scope, status: int, seconds: float) -> None:
         """Record that one response was sent (or none: status 499)."""
@@ -73,8 +80,14 @@ class HttpMetrics:
         elif isinstance(error, Refused) or (isinstance(error, EngineError) and error.code == "engine_stopped"):
             self.rejected.labels(reason=error.code).inc()
 
-    def observe_rank(self, model: str, candidates: int, seconds: float, answer: RankAnswer) -> None:
+    def observe_rank(self, model: str, candidates: int, seconds: float, answer: RankAnswer, tenant: str) -> None:
         """Record that `candidates` of a known model were ranked within `seconds`."""
+        counters = self._tenants.get(tenant)
+        if counters is None:
+            counters = self.tenant_rankings.labels(tenant=tenant), self.tenant_candidates.labels(tenant=tenant)
+            self._tenants[tenant] = counters
+        counters[0].inc()
+        counters[1].inc(candidates)
         series = self._models.get(model)
         if series is None:
             series = self._models[model] = _RankSeries(self._rank, model)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 
+from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.errors import NotFound, RequestError
 from plait_serving.diffusion.values import (
     MAX_SEED,
@@ -17,6 +18,7 @@ from plait_serving.diffusion.values import (
     LoraSet,
     Scheduler,
 )
+from plait_serving.http.edge.tenants import TenantLimits, tenant_of
 from plait_serving.http.images.schemas import ControlNetBody, GenerationBody
 from plait_serving.images.codec import DecodeLimits, decode_base64, decode_image, resize
 from plait_serving.images.service import BaseModelCard, Catalog, Preprocessors
@@ -36,14 +38,19 @@ def resolve(
     random_seed: int,
     preprocessors: Preprocessors,
     decode_limits: DecodeLimits,
+    tenant: str = "default",
+    allowed: TenantLimits | None = None,
 ) -> ImageRequest:
-    """Return the request with no defaults left open. Raises `RequestError` or `NotFound` naming the field."""
+    """Return the request with no defaults left open; `allowed` is what its tenant may ask for. Raises `RequestError` or
+    `NotFound` naming the field."""
+    allowed = TenantLimits() if allowed is None else allowed
     model = catalog.model
     if body.model is not None and body.model != model.name:
         raise NotFound(f"there is no model {body.model!r}; this server has {model.name!r}", param="model")
     width, height = _size(body.size, model)
     steps = _steps(body, model)
     n = body.n or 1
+    _check_allowed(allowed, pixels=width * height, steps=steps, images=n, limits=model.limits)
     seed = _seed(body, n, random_seed)
     _check_stream(body, n)
     loras = _loras(body, catalog)
@@ -68,7 +75,22 @@ def resolve(
         lora_free_steps=free_steps,
         deadline_s=None if body.deadline_ms is None else body.deadline_ms / 1000.0,
         partial_images=body.partial_images or 0,
+        tenant=tenant_of(tenant, allowed),
     )
+
+
+def _check_allowed(allowed: TenantLimits, *, pixels: int, steps: int, images: int, limits: ImageLimits) -> None:
+    """Raise `RequestError` for more than the model, or the tenant, takes."""
+    if images > limits.max_images:
+        raise RequestError(f"at most {limits.max_images} images", param="n")
+    asked = (
+        ("size", "pixels", pixels, allowed.max_pixels),
+        ("num_inference_steps", "steps", steps, allowed.max_steps),
+        ("n", "images", images, allowed.max_images),
+    )
+    for param, what, count, most in asked:
+        if most is not None and count > most:
+            raise RequestError(f"your key allows at most {most} {what}, not {count}", param=param)
 
 
 def _size(text: str | None, model: BaseModelCard) -> tuple[int, int]:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import math
 import secrets
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from plait_serving.diffusion.errors import DeadlineMissed, Overloaded
 from plait_serving.diffusion.values import (
     Event,
     Failed,
@@ -26,6 +28,7 @@ from plait_serving.diffusion.values import (
 )
 from plait_serving.http.context import ContextDep, RouteContext
 from plait_serving.http.edge import sse
+from plait_serving.http.edge.auth import principal
 from plait_serving.http.edge.errors import ClientDisconnected, wire_error
 from plait_serving.http.edge.feed import EventFeed, until_disconnect
 from plait_serving.http.edge.schemas import ErrorBody
@@ -55,8 +58,10 @@ _STREAM_CONTENT = {"text/event-stream": {"schema": {"type": "string", "descripti
 async def generate(body: GenerationBody, request: Request, context: ContextDep) -> Response:
     """Make `n` images of one prompt, or stream one image's partial images as server-sent events."""
     work = _open_stream if body.stream else _generate
+    ends_s = None if body.deadline_ms is None else context.monotonic_s() + body.deadline_ms / 1000.0
     try:
-        return await until_disconnect(request.receive, work(body, request, context))
+        context.refusals.check(principal(request).tenant)
+        return await until_disconnect(request.receive, _in_time(work(body, request, context, ends_s), ends_s, context))
     except (ClientDisconnected, asyncio.CancelledError):
         context.metrics.cancelled.inc()
         raise
@@ -65,12 +70,33 @@ async def generate(body: GenerationBody, request: Request, context: ContextDep) 
         raise
 
 
-async def _generate(body: GenerationBody, request: Request, context: RouteContext) -> Response:
+async def _in_time(work: Coroutine[Any, Any, Response], ends_s: float | None, context: RouteContext) -> Response:
+    """Run `work` until its deadline, whatever the engine does by then. Raises `DeadlineMissed`."""
+    try:
+        async with asyncio.timeout(None if ends_s is None else ends_s - context.monotonic_s()):
+            return await work
+    except TimeoutError as error:
+        raise _late() from error
+
+
+def _late() -> DeadlineMissed:
+    return DeadlineMissed("the deadline passed before the images were there", param="deadline_ms")
+
+
+async def _generate(
+    body: GenerationBody,
+    request: Request,
+    context: RouteContext,
+    ends_s: float | None,  # noqa: ARG001
+) -> Response:
     job = await _resolve(body, request, context)
     feed = EventFeed(context.image_service.generate(job.request))
     with context.metrics.in_flight.track_inprogress():
         try:
             result = await _result(feed)
+        except Overloaded as error:
+            context.refusals.note(job.request.tenant.name, error)
+            raise
         finally:
             await feed.aclose()
     context.metrics.observe_images(len(result.images), result.timings)
@@ -87,7 +113,7 @@ async def _result(feed: EventFeed) -> ImageResult:
             raise event.error
 
 
-async def _open_stream(body: GenerationBody, request: Request, context: RouteContext) -> Response:
+async def _open_stream(body: GenerationBody, request: Request, context: RouteContext, ends_s: float | None) -> Response:
     """Wait briefly for the first event, so that a refusal still gets a proper status, then start the stream."""
     job = await _resolve(body, request, context)
     feed = EventFeed(context.image_service.generate(job.request))
@@ -95,20 +121,24 @@ async def _open_stream(body: GenerationBody, request: Request, context: RouteCon
         first = await feed.next(context.settings.first_event_wait_s)
         if isinstance(first, Failed):
             raise first.error
-    except BaseException:
+    except BaseException as error:
+        context.refusals.note(job.request.tenant.name, error)
         await feed.aclose()
         raise
-    return sse.EventStream(_chunks(feed, first, job, context))
+    return sse.EventStream(_chunks(feed, first, job, context, ends_s))
 
 
 async def _chunks(
-    feed: EventFeed, event: Event | None, job: ImageReply, context: RouteContext
+    feed: EventFeed, event: Event | None, job: ImageReply, context: RouteContext, ends_s: float | None
 ) -> AsyncGenerator[bytes, None]:
     context.metrics.in_flight.inc()
     try:
         while not isinstance(event, Failed | Finished):
             yield await _going_on(event, job, context)
-            event = await feed.next(context.settings.ping_interval_s)
+            left_s = math.inf if ends_s is None else ends_s - context.monotonic_s()
+            event = await feed.next(max(0.0, min(left_s, context.settings.ping_interval_s)))
+            if event is None and left_s <= context.settings.ping_interval_s:
+                raise _late()
         if isinstance(event, Failed):
             raise event.error
         context.metrics.observe_images(len(event.result.images), event.result.timings)
@@ -137,6 +167,7 @@ async def _resolve(body: GenerationBody, request: Request, context: RouteContext
     state = request.state
     # The engine's id must be unique even if a proxy or a careless client sends one id twice.
     suffix = f".{secrets.token_hex(4)}" if state.request_id_given else ""
+    tenant = principal(request).tenant
     work = partial(
         resolve,
         body,
@@ -145,6 +176,8 @@ async def _resolve(body: GenerationBody, request: Request, context: RouteContext
         random_seed=context.random_seed(),
         preprocessors=context.settings.preprocessors,
         decode_limits=context.settings.decode_limits,
+        tenant=tenant,
+        allowed=context.limits_of(tenant),
     )
     resolved = await _in_codec(context, work) if body.controlnets else work()
     return ImageReply(body=body, request=resolved, model=catalog.model, http_id=state.request_id)

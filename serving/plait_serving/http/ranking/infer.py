@@ -80,7 +80,7 @@ class Infer:
             )
             scope["state"]["hold_bytes"](len(raw))
         body, request = read(raw) if headers.is_quick(len(raw)) else await self._on_thread(partial(read, raw))
-        answer = await rank(self._context, bound, request)
+        answer = await rank(self._context, bound, request, tenant=scope["state"]["principal"].tenant)
         _check_version(bound, path.get("version"), answer)
         payload, json_length = _encode(bound, body, answer)
         await _send(send, payload, json_length)

@@ -21,6 +21,7 @@ from plait_disagg.graph.inputs import Side, tensor_names
 from plait_disagg.messages.check import check_request
 from plait_disagg.values import RankAnswer, RankRequest
 from plait_serving.http.context import ContextDep, RouteContext
+from plait_serving.http.edge.auth import principal
 from plait_serving.http.edge.schemas import ErrorBody
 from plait_serving.http.ranking.rank_body import (
     ALL,
@@ -65,7 +66,7 @@ async def recommend(body: RecommendBody, request: Request, context: ContextDep) 
     ask = partial(_question, body, bound, unique_id(request.scope["state"], next(_numbers)), deadline_s)
     is_large = isinstance(body.candidates, list) and len(body.candidates) > _INLINE_CANDIDATES
     question = await _on_thread(context, ask) if is_large else ask()
-    answer = await rank(context, bound, question.request)
+    answer = await rank(context, bound, question.request, tenant=principal(request).tenant)
     items = _items(bound, question, answer, body.top_k)
     total_ms = (context.monotonic_s() - start_s) * 1e3
     timings = {**asdict(answer.timings), "total_ms": total_ms}

@@ -32,7 +32,7 @@ def deadline(parameters: Mapping[str, Any], now_s: float) -> float | None:
     return now_s + float(wait_ms) / 1e3
 
 
-async def rank(context: RouteContext, bound: BoundModel, request: RankRequest) -> RankAnswer:
+async def rank(context: RouteContext, bound: BoundModel, request: RankRequest, *, tenant: str) -> RankAnswer:
     """Return the ranker's answer, never later than the deadline, whatever the ranker does. Raises `RankError`."""
     start_s = context.monotonic_s()
     if request.deadline_s is None:
@@ -44,7 +44,7 @@ async def rank(context: RouteContext, bound: BoundModel, request: RankRequest) -
                 answer = await bound.ranker.rank(request)
         except TimeoutError as error:
             raise DeadlinePassed("the deadline passed before the answer was there") from error
-    context.metrics.observe_rank(bound.name, request.candidates, context.monotonic_s() - start_s, answer)
+    context.metrics.observe_rank(bound.name, request.candidates, context.monotonic_s() - start_s, answer, tenant)
     return answer
 
 

@@ -8,9 +8,6 @@ import time
 import numpy as np
 import pytest
 
-from plait_serving.diffusion.admission import ImageLimits
-from plait_serving.diffusion.decoding import Decoder
-from plait_serving.diffusion.engine import Engine
 from plait_serving.diffusion.errors import (
     Cancelled,
     DeadlineMissed,
@@ -22,128 +19,22 @@ from plait_serving.diffusion.errors import (
     RequestError,
 )
 from plait_serving.diffusion.knobs import EngineKnobs
-from plait_serving.diffusion.stepper import Stepper
-from plait_serving.diffusion.testing import EveryBatchPays, FakeDenoiser, FakeMerger, FakeProvider, fake_samplers
+from plait_serving.diffusion.testing import FakeProvider
 from plait_serving.diffusion.units import NEXT, ImageJob, RequestPhase, SpentSeconds
 from plait_serving.diffusion.values import (
-    Failed,
     Finished,
-    ImageRequest,
     LoraPolicy,
     LoraRef,
     Preview,
     Progress,
-    Scheduler,
 )
-
-WAIT_S = 60.0
-
-
-class Gate:
-    """Stops the compute thread before each denoiser call until the test lets it pass."""
-
-    def __init__(self) -> None:
-        self.arrived = threading.Semaphore(0)
-        self.passes = threading.Semaphore(0)
-        self.open = False
-
-    def __call__(self) -> None:
-        if self.open:
-            return
-        self.arrived.release()
-        assert self.passes.acquire(timeout=WAIT_S), "the test never let the step pass"
-
-    def wait_step(self) -> None:
-        """Blocks until the compute thread stands at a step boundary."""
-        assert self.arrived.acquire(timeout=WAIT_S), "no step began"
-
-    def let(self, steps: int = 1) -> None:
-        """Lets that many steps run and waits for the next boundary after each."""
-        for _ in range(steps):
-            self.passes.release()
-            self.wait_step()
-
-    def release_all(self) -> None:
-        """From now on nothing stops."""
-        self.open = True
-        for _ in range(1000):
-            self.passes.release()
-
-
-class Rig:
-    """An engine over fakes and the sinks of its requests. Whoever may share a call does."""
-
-    def __init__(self, *, gate=None, provider=None, broken=frozenset(), **knobs) -> None:
-        self.merger, self.text_merger = FakeMerger(broken=broken), FakeMerger()
-        self.denoiser = FakeDenoiser(self.merger, self.text_merger, gate)
-        self.provider = provider or FakeProvider(["a", "b"])
-        stepper = Stepper(
-            denoiser=self.denoiser, merger=self.merger, text_merger=self.text_merger, sampler_factory=fake_samplers,
-            controlnets={}, clock=time.monotonic,
-        )  # fmt: skip
-        self.engine = Engine(
-            stepper=stepper,
-            decoder=Decoder(self.denoiser, None),
-            loras=self.provider,
-            controlnets={},
-            switch_cost_s=lambda loras: 0.001,
-            limits=ImageLimits(),
-            knobs=EngineKnobs(threads=1, **knobs),
-            clock=time.monotonic,
-            costs=EveryBatchPays(),
-        )
-        self.engine.start()
-
-    def ask(self, prompt="x", **more):
-        """Submits and returns a `Watch`."""
-        return Watch(self.engine, request(prompt, **more))
-
-
-class Watch:
-    """A submitted request and what it was told."""
-
-    def __init__(self, engine, asked) -> None:
-        self.events = []
-        self.ended = threading.Event()
-        self.ticket = engine.submit(asked, self._sink)
-
-    def _sink(self, event) -> None:
-        self.events.append(event)
-        if isinstance(event, Finished | Failed):
-            self.ended.set()
-
-    def result(self):
-        """The result, or raises the failure."""
-        assert self.ended.wait(WAIT_S), "the request never ended"
-        last = self.events[-1]
-        if isinstance(last, Failed):
-            raise last.error
-        return last.result
-
-
-def request(prompt="x", **more) -> ImageRequest:
-    """A small request with defaults."""
-    fields = {
-        "request_id": f"r-{prompt}", "width": 16, "height": 16, "steps": 4, "guidance_scale": 3.0, "seed": 10,
-        "scheduler": Scheduler.DDIM, **more,
-    }  # fmt: skip
-    return ImageRequest(prompt=prompt, **fields)
+from support.engine import WAIT_S, Gate, request, rigs
 
 
 @pytest.fixture
-def rig(request):
+def rig():
     """`rig(**options)` builds a `Rig`; every one is stopped at the end."""
-    rigs = []
-
-    def build(**options):
-        rigs.append((Rig(**options), options.get("gate")))
-        return rigs[-1][0]
-
-    yield build
-    for built, gate in rigs:
-        if isinstance(gate, Gate):
-            gate.release_all()
-        built.engine.stop(drain_s=0)
+    yield from rigs()
 
 
 def value(image) -> int:

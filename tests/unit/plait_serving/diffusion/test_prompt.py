@@ -7,7 +7,8 @@ import torch
 from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
 
 from plait_serving.diffusion.bundle import load_bundle
-from plait_serving.diffusion.prompt import PromptEncoder, token_chunks
+from plait_serving.diffusion.prompt import PromptEncoder
+from plait_serving.diffusion.prompt_tokens import chunks_of, word_ids
 from support.denoise import make_request
 
 LONG = "apple " * 80
@@ -84,7 +85,7 @@ def test_chunks_hold_every_token_once(case):
     bundle, *_ = case
     for tokenizer in bundle.tokenizers:
         words = tokenizer(LONG + "a cat", add_special_tokens=False).input_ids
-        chunks = token_chunks(tokenizer, LONG + "a cat")
+        chunks = [list(chunk) for chunk in chunks_of(tokenizer, word_ids(tokenizer, LONG + "a cat"))]
         assert [len(chunk) for chunk in chunks] == [77, 77]
         assert chunks[0][1:-1] + chunks[1][1 : 1 + len(words) - 75] == words
         assert all(chunk[0] == tokenizer.bos_token_id for chunk in chunks)
@@ -92,26 +93,53 @@ def test_chunks_hold_every_token_once(case):
         assert set(chunks[1][2 + len(words) - 75 :]) == {tokenizer.pad_token_id}
 
 
-def test_what_is_remembered_follows_the_weights(case):
-    """The same prompt is encoded once while the text encoders stay, and anew after a merge wrote into one."""
+def test_what_is_remembered_follows_the_weights(case, monkeypatch):
+    """A chunk is encoded once while the text encoders stay, and anew after a merge wrote into one."""
     bundle, _, _ = case
     encoder = PromptEncoder(bundle)
-    first = encoder.encode("a cat", 1)
-    assert encoder.encode("a cat", 1) is first
-    assert encoder.encode("a cat", 2) is not first
+    calls = []
+    encode = encoder._encode
+    monkeypatch.setattr(encoder, "_encode", lambda *call: calls.append(call) or encode(*call))
+    first = encoder.prepare(make_request(prompt="a cat"))
+    made = len(calls)
+    assert torch.equal(encoder.prepare(make_request(prompt="a cat")).text, first.text)
+    assert len(calls) == made
     weight = next(
         p for name, p in bundle.text_encoders[0].named_parameters() if name.endswith("0.self_attn.q_proj.weight")
     )
     pristine = weight.detach().clone()
     with torch.inference_mode():
         weight.detach().copy_(pristine * 9.0)
-    changed = encoder.encode("a cat", 1)
+    changed = encoder.prepare(make_request(prompt="a cat"))
     weight.copy_(pristine)
-    assert not torch.equal(changed.hidden, first.hidden)
-    assert torch.equal(encoder.encode("a cat", 1).hidden, first.hidden)
+    assert not torch.equal(changed.text, first.text)
+    assert torch.equal(encoder.prepare(make_request(prompt="a cat")).text, first.text)
     for i in range(200):
-        encoder.encode(f"cat {i}", 1)
-    assert len(encoder._known) == 64
+        encoder.prepare(make_request(prompt=f"cat {i}"))
+    assert len(encoder._known) == 128
+
+
+def test_a_long_prompt_is_encoded_a_call_at_a_time(case):
+    """Finding 2: each chunk is a call of its own, equal chunks are one, and the whole is what `prepare` gives."""
+    bundle, encoder, _ = case
+    asked = make_request(prompt=LONG + "a cat", negative_prompt="dog")
+    encoding = encoder.begin(asked)
+    encoders = len(bundle.text_encoders)
+    assert encoding.calls_left == 4 * encoders  # two chunks of the prompt, "dog" and an empty one
+    for _ in range(4 * encoders - 1):
+        assert encoding.advance() is None
+    assert torch.equal(encoding.advance().text, encoder.prepare(asked).text)
+    assert encoder.begin(make_request(prompt="", negative_prompt=LONG)).calls_left == 3 * encoders
+
+
+def test_prompts_are_measured_in_words(case):
+    """Begin, end and padding do not count; an end token inside a prompt is a word of it."""
+    bundle, encoder, _ = case
+    end = bundle.tokenizers[0].eos_token
+    size = encoder.tokens.size(make_request(prompt=LONG, negative_prompt=f"dog {end} dog"))
+    dogs = len(word_ids(bundle.tokenizers[0], f"dog {end} dog"))
+    assert (size.prompt_tokens, size.negative_tokens, size.chunks) == (80, dogs, 4)
+    assert encoder.tokens.size(make_request(prompt=LONG, guidance_scale=1.0)).chunks == 2
 
 
 def test_sdxl_sizes_are_the_requests(tiny_sdxl_folder):

@@ -151,9 +151,9 @@ def test_metrics_count_answers_stages_and_refusals():
     client = make_client(service)
     client.post(URL, json={"prompt": "x", "n": 2})
     client.post(URL, json={"prompt": "x", "stream": True})
-    client.post(URL, json={"prompt": "busy"})
     client.post(URL, json={"prompt": "nan"})
     client.post(URL, json={"prompt": ""})
+    client.post(URL, json={"prompt": "busy"})
     got = samples(client)
     assert got[("plait_requests_total", URL, "ok")] == 2
     assert got[("plait_requests_total", URL, "refused")] == 1

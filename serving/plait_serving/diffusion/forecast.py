@@ -1,0 +1,130 @@
+"""How much compute a request will take: the one predictor for admission, `retry-after`, deadlines and shares.
+
+Two questions with two answers:
+
+- `work_s`: the compute-seconds that a request will be *charged*. A step of T seconds with r rows charges T / r for each
+  row, so the charges of all that waits are the seconds until it is done, batching included: they are learned from the
+  batches that real requests shared. A text encoder call is charged to its request, a decode to its images.
+- `alone_s`: the least time that it can take, on its own and with nothing else to do (`costs`): a deadline before that
+  cannot be met.
+
+What was never measured is scaled from the nearest that was: steps by pixels, guidance and ControlNets, decodes by
+pixels. Nothing measured: 0.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Generic, TypeVar
+
+from plait_serving.diffusion.costs import StepCosts
+from plait_serving.diffusion.policy import GroupKey
+from plait_serving.diffusion.values import ImageRequest
+
+__all__ = ["StepKind", "WorkForecast"]
+
+_KEPT = 31
+"""The newest charges of a kind; their median is the forecast, so one slow step in two does not move it."""
+_CONTROL_WORK = 0.4
+"""A ControlNet is a copy of the UNet's encoder half and middle: 0.36 of 0.86 billion weights in Stable
+Diffusion 1.5."""
+
+K = TypeVar("K", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class StepKind:
+    """What decides how long a row's step takes: pixels, guidance, and the number of ControlNets."""
+
+    pixels: int
+    uses_cfg: bool
+    controls: int
+
+    @property
+    def work(self) -> float:
+        """Its work relative to others, roughly: convolutions are proportional to pixels, guidance doubles the rows."""
+        return self.pixels * (2.0 if self.uses_cfg else 1.0) * (1.0 + _CONTROL_WORK * self.controls)
+
+    @classmethod
+    def of(cls, request: ImageRequest) -> StepKind:
+        """Return the kind of most of a request's steps."""
+        controls = sum(control.end - control.start for control in request.controlnets)
+        return cls(request.width * request.height, request.uses_cfg, round(controls))
+
+
+class WorkForecast:
+    """The charges of the newest requests. Thread-safe: requests are weighed on the threads of their callers."""
+
+    def __init__(self, costs: StepCosts) -> None:
+        self._costs = costs
+        self._lock = threading.Lock()
+        self._steps: _Charges[StepKind] = _Charges()
+        self._decodes: _Charges[int] = _Charges()
+        self._encodes: _Charges[None] = _Charges()
+
+    def charged_step(self, kind: StepKind, row_s: float) -> None:
+        """Record that a step charged `row_s` seconds for each row."""
+        with self._lock:
+            self._steps.add(kind, row_s)
+
+    def charged_encode(self, chunks: int, seconds: float) -> None:
+        """Record that prompts of `chunks` chunks were encoded in `seconds`."""
+        with self._lock:
+            self._encodes.add(None, seconds / chunks)
+
+    def charged_decode(self, pixels: int, image_s: float) -> None:
+        """Record that an image of so many pixels was decoded in `image_s`."""
+        with self._lock:
+            self._decodes.add(pixels, image_s)
+
+    def work_s(self, request: ImageRequest, chunks: int) -> float:
+        """Return the compute-seconds that a request will be charged; `chunks` of its prompts are encoded."""
+        kind = StepKind.of(request)
+        with self._lock:
+            row_s = self._steps.expected(kind, {seen: kind.work / seen.work for seen in self._steps.kinds})
+        return request.steps * request.n * row_s + self._ends_s(request, chunks)
+
+    def alone_s(self, request: ImageRequest, chunks: int) -> float:
+        """Return the least seconds from its first step to its images; 0 before anything like it was measured."""
+        key = GroupKey(request.width, request.height, request.uses_cfg, request.loras)
+        if not self._costs.knows(key):
+            return 0.0
+        return request.steps * self._costs.step_s(key, request.n) + self._ends_s(request, chunks)
+
+    def decode_s(self, request: ImageRequest) -> float:
+        """Return the seconds that decoding its images takes."""
+        pixels = request.width * request.height
+        with self._lock:
+            return request.n * self._decodes.expected(pixels, {seen: pixels / seen for seen in self._decodes.kinds})
+
+    def _ends_s(self, request: ImageRequest, chunks: int) -> float:
+        """Return the seconds before the first step and after the last."""
+        with self._lock:
+            encode_s = chunks * self._encodes.expected(None, {})
+        return encode_s + self.decode_s(request)
+
+
+class _Charges(Generic[K]):
+    """The newest seconds by kind."""
+
+    def __init__(self) -> None:
+        self.kinds: dict[K, deque[float]] = {}
+
+    def add(self, kind: K, seconds: float) -> None:
+        self.kinds.setdefault(kind, deque(maxlen=_KEPT)).append(seconds)
+
+    def expected(self, kind: K, scales: Mapping[K, float]) -> float:
+        """Return the seconds of `kind`; if it is unknown, those of the nearest known kind times its scale; 0 if there
+        is none."""
+        known = self.kinds.get(kind)
+        if known is not None:
+            return median(known)
+        if not scales:
+            return 0.0
+        nearest = min(scales, key=lambda seen: abs(math.log(scales[seen])))
+        return median(self.kinds[nearest]) * scales[nearest]

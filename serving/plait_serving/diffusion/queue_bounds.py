@@ -1,0 +1,50 @@
+"""How much may wait in an engine, and how long one that does not fit must wait. Pure.
+
+The queue is bounded by predicted compute-seconds (`forecast`), and by a count, which bounds memory. Each tenant has a
+share of both by its weight among the tenants that have requests now, so a flood of one leaves room for the others. A
+request is taken if what its tenant has there is below the bound: one request always fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from plait_serving.diffusion.values import Tenant
+
+__all__ = ["QueueBounds", "QueuedWork", "wait_s"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueBounds:
+    """At most so many requests, and so many predicted compute-seconds, over all tenants."""
+
+    requests: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueuedWork:
+    """An accepted request that has not ended: the compute-seconds that it still needs."""
+
+    tenant: Tenant
+    left_s: float
+
+
+def wait_s(tenant: Tenant, queue: Sequence[QueuedWork], bounds: QueueBounds) -> float | None:
+    """Return the seconds until the queue has room for one more request of a tenant; None: it has room now.
+
+    The compute thread works off a compute-second in a second, and a tenant's own at the rate of its share.
+    """
+    weights = {one.tenant.name: one.tenant.weight for one in queue} | {tenant.name: tenant.weight}
+    share = tenant.weight / sum(weights.values())
+    own = [one.left_s for one in queue if one.tenant.name == tenant.name]
+    seconds = bounds.seconds * share
+    if tenant.queued_s is not None:
+        seconds = min(seconds, tenant.queued_s)
+    excess_s = sum(own) - seconds
+    surplus = len(own) - int(max(1.0, bounds.requests * share)) + 1
+    waits = [excess_s] if own and excess_s >= 0.0 else []
+    if surplus > 0:
+        waits.append(surplus * sum(own) / len(own))
+    return max(waits) / share if waits else None

@@ -1,0 +1,82 @@
+"""What each tenant may ask for: its weight, its limits, and its requests per second.
+
+Limits are of a tenant, not of a key: all its keys share them. Each ingress replica counts requests on its own, so with
+two of them a tenant may send twice as many per second.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from plait_serving.diffusion.values import Tenant
+from plait_serving.http.edge.auth import Principal
+from plait_serving.http.edge.errors import ApiError
+
+__all__ = ["RateMiddleware", "TenantLimits", "TokenBucket", "tenant_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantLimits:
+    """One tenant's part of an engine while others wait, by `weight`, and what its requests may ask for; None: as much
+    as the model allows. `queued_s`: the predicted compute-seconds of it that may wait."""
+
+    weight: float = 1.0
+    requests_per_s: float | None = None
+    max_pixels: int | None = None
+    max_steps: int | None = None
+    max_images: int | None = None
+    queued_s: float | None = None
+
+
+def tenant_of(name: str, limits: TenantLimits) -> Tenant:
+    """Return a tenant as the engine sees it."""
+    return Tenant(name=name, weight=limits.weight, queued_s=limits.queued_s)
+
+
+class TokenBucket:
+    """Takes `rate` requests per second, and up to a second's worth at once (at least one)."""
+
+    def __init__(self, rate: float) -> None:
+        self._rate = rate
+        self._room = max(1.0, rate)
+        self._tokens = self._room
+        self._at_s: float | None = None
+
+    def take(self, now_s: float) -> float:
+        """Take one request; return 0, or the seconds until one can be taken."""
+        if self._at_s is not None:
+            self._tokens = min(self._room, self._tokens + (now_s - self._at_s) * self._rate)
+        self._at_s = now_s
+        if self._tokens < 1.0:
+            return (1.0 - self._tokens) / self._rate
+        self._tokens -= 1.0
+        return 0.0
+
+
+class RateMiddleware:
+    """Refuses a tenant's requests beyond its `requests_per_s` (429), before their bodies are read."""
+
+    def __init__(self, app: ASGIApp, *, limits: Mapping[str, TenantLimits], monotonic_s: Callable[[], float]) -> None:
+        self._app = app
+        self._monotonic_s = monotonic_s
+        self._buckets = {
+            name: TokenBucket(one.requests_per_s) for name, one in limits.items() if one.requests_per_s is not None
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle an ASGI call. Raises a 429 `ApiError`."""
+        who: Principal | None = scope.get("state", {}).get("principal")
+        bucket = None if who is None else self._buckets.get(who.tenant)
+        if bucket is not None and scope["type"] == "http":
+            wait_s = bucket.take(self._monotonic_s())
+            if wait_s > 0.0:
+                assert who is not None
+                raise ApiError(
+                    429, f"tenant {who.tenant!r} sends too many requests per second", code="rate_limited",
+                    kind="rate_limit_error", headers={"retry-after": str(math.ceil(wait_s))},
+                )  # fmt: skip
+        await self._app(scope, receive, send)

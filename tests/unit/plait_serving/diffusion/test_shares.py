@@ -1,0 +1,152 @@
+"""Fair shares of compute between tenants, how much may wait, and what work is expected to take. Pure."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from plait_serving.diffusion.costs import StepCosts
+from plait_serving.diffusion.forecast import StepKind, WorkForecast
+from plait_serving.diffusion.policy import GroupKey
+from plait_serving.diffusion.queue_bounds import QueueBounds, QueuedWork, wait_s
+from plait_serving.diffusion.shares import TenantShares
+from plait_serving.diffusion.values import ImageRequest, Scheduler, Tenant
+
+A, B, HEAVY = Tenant(name="a"), Tenant(name="b"), Tenant(name="heavy", weight=3.0)
+
+
+def run(shares, waiting, seconds, *, turns, slack_s=0.0):
+    """The names of the tenants whose turn it was; `seconds` of each turn."""
+    names = []
+    tenants = {tenant.name: tenant for tenant in waiting}
+    for _ in range(turns):
+        name = shares.turn(waiting, slack_s=slack_s)
+        shares.charge(tenants[name], seconds[name])
+        names.append(name)
+    return names
+
+
+def test_time_is_shared_and_not_turns():
+    """A tenant whose steps take five times as long gets a fifth of the turns."""
+    names = run(TenantShares(), [A, B], {"a": 5.0, "b": 1.0}, turns=60)
+    assert names.count("b") == pytest.approx(50, abs=1)
+
+
+def test_shares_follow_the_weights():
+    """Three times the weight is three times the time."""
+    names = run(TenantShares(), [A, HEAVY], {"a": 1.0, "heavy": 1.0}, turns=80)
+    assert names.count("heavy") == pytest.approx(60, abs=1)
+
+
+def test_who_comes_back_has_saved_up_nothing():
+    """A tenant that was away for an hour shares from now on, and does not take the next hour."""
+    shares = TenantShares()
+    run(shares, [A, B], {"a": 1.0, "b": 1.0}, turns=10)
+    run(shares, [A], {"a": 1.0}, turns=3600)
+    names = run(shares, [A, B], {"a": 1.0, "b": 1.0}, turns=20)
+    assert names.count("b") == pytest.approx(10, abs=1)
+
+
+def test_who_arrives_is_first_within_two_turns():
+    """Behind a tenant that has used everything so far."""
+    shares = TenantShares()
+    run(shares, [A], {"a": 1.0}, turns=1000)
+    assert "b" in run(shares, [A, B], {"a": 1.0, "b": 1.0}, turns=2)
+
+
+def test_a_tenant_goes_on_while_a_change_costs_more():
+    """With a slack of four seconds each tenant has its turns in runs of four or five, and still its half."""
+    names = run(TenantShares(), [A, B], {"a": 1.0, "b": 1.0}, turns=80, slack_s=4.0)
+    changes = sum(1 for one, other in itertools.pairwise(names) if one != other)
+    assert 8 <= changes <= 22
+    assert names.count("b") == pytest.approx(40, abs=5)
+
+
+def test_nobody_is_remembered_for_ever():
+    """A tenant that is behind those that are there would be lifted anyway."""
+    shares = TenantShares()
+    for i in range(1000):
+        one = Tenant(name=f"t{i}")
+        run(shares, [one], {one.name: 1.0}, turns=3)
+    assert len(shares._virtual_s) <= 3
+
+
+def queued(*works):
+    return [QueuedWork(tenant=tenant, left_s=left_s) for tenant, left_s in works]
+
+
+def test_the_queue_is_bounded_by_work_and_tells_when_there_is_room():
+    """Ten seconds of work fit; with twelve there is room in two."""
+    bounds = QueueBounds(requests=100, seconds=10.0)
+    assert wait_s(A, [], bounds) is None
+    assert wait_s(A, queued((A, 500.0)), bounds) == pytest.approx(490.0)
+    assert wait_s(A, queued(*[(A, 1.0)] * 9), bounds) is None
+    assert wait_s(A, queued(*[(A, 1.0)] * 12), bounds) == pytest.approx(2.0)
+
+
+def test_the_queue_is_bounded_by_number_too():
+    """A place is free when the first of three ends: in a third of their work."""
+    bounds = QueueBounds(requests=3, seconds=1000.0)
+    assert wait_s(A, queued(*[(A, 4.0)] * 2), bounds) is None
+    assert wait_s(A, queued(*[(A, 4.0)] * 3), bounds) == pytest.approx(4.0)
+    assert wait_s(A, queued(*[(A, 0.0)] * 3), bounds) == 0.0  # nothing is known yet
+
+
+def test_a_flood_leaves_room_for_others():
+    """One tenant fills the queue; the next one has half of it, and the first none until it is below its own half. Its
+    work is done at half the rate."""
+    bounds = QueueBounds(requests=100, seconds=10.0)
+    flood = [(A, 1.0)] * 10
+    assert wait_s(A, queued(*flood), bounds) is not None
+    assert wait_s(B, queued(*flood), bounds) is None
+    both = queued(*flood, (B, 1.0))
+    assert wait_s(B, both, bounds) is None
+    assert wait_s(A, both, bounds) == pytest.approx((10 - 5) / 0.5)
+    assert wait_s(B, queued(*flood, *[(B, 1.0)] * 5), bounds) == 0.0
+
+
+def test_a_tenants_own_bound_holds_alone():
+    """`queued_s` is less than the queue takes."""
+    small = Tenant(name="a", queued_s=2.0)
+    assert wait_s(small, queued((small, 2.5)), QueueBounds(requests=100, seconds=10.0)) == pytest.approx(0.5)
+
+
+def asked(**more):
+    fields = {
+        "request_id": "r", "prompt": "x", "width": 64, "height": 64, "steps": 10, "guidance_scale": 5.0, "seed": 0,
+        "scheduler": Scheduler.DDIM, **more,
+    }  # fmt: skip
+    return ImageRequest(**fields)
+
+
+def test_work_is_forecast_from_what_was_charged():
+    """Steps, encoding and decoding; the median, so that one slow step in three does not count."""
+    forecast = WorkForecast(StepCosts())
+    assert forecast.work_s(asked(), 2) == 0.0
+    for seconds in (0.5, 0.4, 9.0):
+        forecast.charged_step(StepKind.of(asked()), seconds)
+    forecast.charged_encode(2, 0.2)
+    forecast.charged_decode(64 * 64, 0.3)
+    assert forecast.work_s(asked(n=2), 4) == pytest.approx(2 * 10 * 0.5 + 4 * 0.1 + 2 * 0.3)
+
+
+def test_what_was_never_measured_is_scaled_from_the_nearest():
+    """Four times the pixels, no guidance: twice the work; decoding is four times as long."""
+    forecast = WorkForecast(StepCosts())
+    forecast.charged_step(StepKind.of(asked()), 0.5)
+    forecast.charged_decode(64 * 64, 0.3)
+    other = asked(width=128, height=128, guidance_scale=1.0)
+    assert forecast.work_s(other, 1) == pytest.approx(10 * 0.5 * 2 + 4 * 0.3)
+
+
+def test_a_deadline_is_judged_by_the_time_alone():
+    """Company shares a step; one request still waits for the whole step. Unknown until steps were measured."""
+    costs = StepCosts()
+    forecast = WorkForecast(costs)
+    forecast.charged_step(StepKind.of(asked()), 0.1)
+    assert forecast.alone_s(asked(), 1) == 0.0
+    for _ in range(3):
+        costs.record(GroupKey(64, 64, True, ()), 1, 0.4)
+    forecast.charged_decode(64 * 64, 0.3)
+    assert forecast.alone_s(asked(), 1) == pytest.approx(10 * 0.4 + 0.3)

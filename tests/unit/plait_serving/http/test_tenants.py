@@ -1,0 +1,193 @@
+"""What tenants may ask for and what they used; refusals and deadlines that do not wait for the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+
+import pytest
+
+from plait.app import http_settings
+from plait.config import PlaitConfig
+from plait_serving.diffusion.errors import Overloaded
+from plait_serving.http.context import HttpSettings
+from plait_serving.http.edge.auth import ApiKey, Role
+from plait_serving.http.edge.tenants import TenantLimits, TokenBucket
+from plait_serving.http.usage import usage_of
+from plait_serving.images import refusals
+from plait_serving.images.refusals import HELD_S, RecentRefusals
+from plait_serving.images.testing import FakeImageService
+from support.http_app import AsgiCall, make_app, make_client
+from support.http_rank import INFER, arrays
+from support.http_rank import make_client as make_ranking_client
+
+URL = "/v1/images/generations"
+KEYS = (
+    ApiKey.from_secret("sk-acme", tenant="acme"),
+    ApiKey.from_secret("sk-blue", tenant="blue"),
+    ApiKey.from_secret("sk-root", tenant="ops", role=Role.ADMIN),
+)
+
+
+def as_tenant(name):
+    return {"authorization": f"Bearer sk-{name}"}
+
+
+def settings(**limits):
+    return HttpSettings(api_keys=KEYS, tenants={"acme": TenantLimits(**limits)})
+
+
+@pytest.mark.parametrize(
+    ("limit", "body", "param"),
+    [
+        ({"max_pixels": 255}, {"size": "16x16"}, "size"),
+        ({"max_steps": 3}, {"num_inference_steps": 4}, "num_inference_steps"),
+        ({"max_steps": 3}, {}, "num_inference_steps"),  # the model's default is 4
+        ({"max_images": 1}, {"n": 2}, "n"),
+    ],
+)
+def test_a_tenants_limits_are_its_own(limit, body, param):
+    """Its request gets a 400 that names the field and the limit; another tenant's does not."""
+    client = make_client(FakeImageService(), settings(**limit))
+    refused = client.post(URL, json={"prompt": "x", **body}, headers=as_tenant("acme"))
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+    assert f"at most {next(iter(limit.values()))} " in refused.json()["error"]["message"]
+    assert client.post(URL, json={"prompt": "x", **body}, headers=as_tenant("blue")).status_code == 200
+
+
+def test_the_engine_learns_whose_a_request_is():
+    """With the weight and the bound on queued work that the configuration gives."""
+    service = FakeImageService()
+    client = make_client(service, settings(weight=2.5, queued_s=30.0))
+    for name in ("acme", "blue"):
+        assert client.post(URL, json={"prompt": "x"}, headers=as_tenant(name)).status_code == 200
+    acme, blue = (request.tenant for request in service.submitted)
+    assert (acme.name, acme.weight, acme.queued_s) == ("acme", 2.5, 30.0)
+    assert (blue.name, blue.weight, blue.queued_s) == ("blue", 1.0, None)
+
+
+def test_tenants_come_from_the_configuration():
+    """`server.tenants` names tenants that have keys; without keys there is one, "default"."""
+    key = {"sha256": KEYS[0].sha256, "tenant": "acme"}
+    server = {"api_keys": [key], "tenants": {"acme": {"weight": 2, "max_steps": 30}}}
+    found = http_settings(PlaitConfig.model_validate({"server": server}).server)
+    assert found.tenants == {"acme": TenantLimits(weight=2, max_steps=30)}
+    PlaitConfig.model_validate({"server": {"tenants": {"default": {"requests_per_s": 5}}}})
+    with pytest.raises(ValueError, match="no key is of acne"):
+        PlaitConfig.model_validate({"server": {"api_keys": [key], "tenants": {"acne": {}}}})
+
+
+def test_a_bucket_fills_with_time():
+    """Two a second: two at once, then one each half second; a long pause saves up one second's worth."""
+    bucket = TokenBucket(2.0)
+    assert [bucket.take(0.0) for _ in range(3)] == [0.0, 0.0, pytest.approx(0.5)]
+    assert bucket.take(0.5) == 0.0
+    assert bucket.take(0.6) == pytest.approx(0.4)
+    assert [bucket.take(99.0) for _ in range(3)] == [0.0, 0.0, pytest.approx(0.5)]
+    slow = TokenBucket(0.1)
+    assert [slow.take(0.0), slow.take(0.0)] == [0.0, pytest.approx(10.0)]
+
+
+def test_too_many_requests_a_second_are_refused_before_their_bodies():
+    """429 with the time to wait; images and rankings count alike, other tenants do not."""
+    service = FakeImageService()
+    client = make_client(service, settings(requests_per_s=0.01))
+    assert client.post(URL, json={"prompt": "x"}, headers=as_tenant("acme")).status_code == 200
+    refused = client.post(URL, content=b"no json", headers=as_tenant("acme"))
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limited")
+    assert 90 <= int(refused.headers["retry-after"]) <= 100
+    assert client.post(URL, json={"prompt": "x"}, headers=as_tenant("blue")).status_code == 200
+    assert len(service.submitted) == 2
+
+
+def test_rankings_are_counted_by_tenant():
+    """`/v1/usage` shows a tenant its own sums, and an admin everybody's."""
+    client = make_ranking_client(settings=HttpSettings(api_keys=KEYS))
+    body = {
+        "inputs": [
+            {"name": name, "shape": list(value.shape), "datatype": _DATATYPES[str(value.dtype)],
+             "data": value.reshape(-1).tolist()}
+            for name, value in arrays(3).items()
+        ]
+    }  # fmt: skip
+    for name in ("acme", "acme", "blue"):
+        assert client.post(INFER, json=body, headers=as_tenant(name)).status_code == 200
+    mine = client.get("/v1/usage", headers=as_tenant("acme")).json()
+    assert mine == {
+        "object": "list",
+        "data": [{"object": "usage", "tenant": "acme", "rankings": 2, "candidates": 6}],
+    }
+    everybody = client.get("/v1/usage", headers=as_tenant("root")).json()["data"]
+    assert [(one["tenant"], one["rankings"]) for one in everybody] == [("acme", 2), ("blue", 1)]
+    assert "tenant" not in client.get("/metrics", headers=as_tenant("acme")).text
+    assert 'plait_tenant_rankings_total{tenant="blue"} 1.0' in client.get("/metrics", headers=as_tenant("root")).text
+
+
+_DATATYPES = {"int64": "INT64", "float32": "FP32"}
+
+
+def test_the_account_is_summed_over_replicas():
+    """The same counter twice is two replicas."""
+    text = (
+        "# TYPE plait_tenant_images counter\n"
+        'plait_tenant_images_total{tenant="a"} 3\nplait_tenant_images_total{tenant="b"} 1\n'
+        "# TYPE plait_tenant_image_compute_seconds counter\n"
+        'plait_tenant_image_compute_seconds_total{tenant="a"} 1.5\n'
+        "# TYPE plait_images counter\nplait_images_total 9\n"
+    )
+    assert usage_of(text) == {"a": {"images": 3, "image_compute_seconds": 1.5}, "b": {"images": 1}}
+
+
+def test_a_refusal_holds_for_a_moment():
+    """And says how long is left; another tenant is asked for, and other errors are no refusals."""
+    now = [100.0]
+    recent = RecentRefusals(lambda: now[0])
+    recent.note("a", ValueError("no"))
+    recent.check("a")
+    recent.note("a", Overloaded("full", retry_after_s=8.0))
+    now[0] += 0.1
+    with pytest.raises(Overloaded, match="full") as refused:
+        recent.check("a")
+    assert refused.value.retry_after_s == pytest.approx(7.9)
+    recent.check("b")
+    now[0] += HELD_S
+    recent.check("a")
+
+
+def test_a_flood_is_answered_without_the_engine(monkeypatch):
+    """The engine refuses once; the next request of that tenant does not reach it."""
+    monkeypatch.setattr(refusals, "HELD_S", 60.0)
+    service = FakeImageService(failures={"x": Overloaded("full", retry_after_s=40.0)})
+    client = make_client(service, HttpSettings(api_keys=KEYS))
+    for stream in (False, True, False):
+        refused = client.post(URL, json={"prompt": "x", "stream": stream}, headers=as_tenant("acme"))
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "40")
+    assert len(service.submitted) == 1
+    assert client.post(URL, json={"prompt": "y"}, headers=as_tenant("blue")).status_code == 200
+
+
+@pytest.mark.parametrize("stuck", ["generate", "catalog"])
+async def test_a_deadline_holds_whatever_the_engine_does(stuck):
+    """Finding 2: the ingress answers 504 at the deadline, and cancels the work."""
+    service = FakeImageService(step_s=60.0 if stuck == "generate" else 0.0)
+    if stuck == "catalog":
+        service.catalog = lambda: asyncio.sleep(60)
+    call = AsgiCall(make_app(service), json.dumps({"prompt": "x", "deadline_ms": 200}).encode())
+    started_s = time.monotonic()
+    await call.done()
+    assert time.monotonic() - started_s < 30
+    error = json.loads(b"".join(call.chunks))["error"]
+    assert (call.status, error["code"], error["param"]) == (504, "deadline_missed", "deadline_ms")
+    assert len(service.cancelled) == len(service.submitted) == (stuck == "generate")
+
+
+async def test_a_streams_deadline_is_its_last_event():
+    """The status line is gone by then."""
+    service = FakeImageService(step_s=60.0)
+    body = {"prompt": "x", "deadline_ms": 1500, "stream": True}
+    call = AsgiCall(make_app(service), json.dumps(body).encode())
+    await call.done()
+    assert call.status == 200
+    assert b"deadline_missed" in call.chunks[-1]
+    assert len(service.cancelled) == 1
