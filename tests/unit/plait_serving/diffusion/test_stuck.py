@@ -63,6 +63,7 @@ def engine_of(gate: Hanging, clock: Clock) -> Engine:
         clock=clock,
     )  # fmt: skip
     engine = Engine(
+        denoiser=denoiser,
         stepper=stepper,
         decoder=Decoder(denoiser, None),
         loras=FakeProvider([]),
