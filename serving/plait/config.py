@@ -65,6 +65,10 @@ class ServerSection(Section):
         int | None,
         Field(ge=1, le=65535, description="the ingress answers there too, without Serve's proxy before it"),
     ] = None
+    ingress_replicas: Annotated[
+        int,
+        Field(ge=1, le=64, description="processes that answer HTTP; others answer while one is started again"),
+    ] = 1
     allowed_hosts: Annotated[
         tuple[Annotated[str, Field(min_length=1), AfterValidator(_host_name)], ...] | None,
         Field(
@@ -181,7 +185,8 @@ class ServedConfig(Section):
     def logical_cpus(self) -> int:
         """The logical CPUs that Ray must have so that every replica can be placed."""
         sections = (self.images, self.recommend)
-        return math.ceil(INGRESS_CPUS + sum(section.logical_cpus for section in sections if section is not None))
+        ingresses = self.server.ingress_replicas * INGRESS_CPUS
+        return math.ceil(ingresses + sum(section.logical_cpus for section in sections if section is not None))
 
     @property
     def drained(self) -> tuple[str, ...]:

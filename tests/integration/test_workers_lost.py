@@ -6,18 +6,22 @@ import asyncio
 import dataclasses
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from typing import Literal
 
 import pytest
 import torch
 
 from plait_disagg.errors import RankError, WorkerUnavailable
 from plait_disagg.queue.knobs import WorkerKnobs
+from plait_disagg.workers import remote
 from plait_fabric import connect
+from plait_fabric.rpc.connection import ConnectionLost
 from support import ranking as kit
 from support.rank_fabric import Rig, hello_header, until
 
@@ -70,8 +74,10 @@ async def test_without_another_hn_the_request_ends_and_the_next_waits_for_nobody
     hn._server.hang_up()
     with pytest.raises(WorkerUnavailable, match="HN"):
         await asked
-    with pytest.raises(WorkerUnavailable, match="HN"):
+    with pytest.raises(WorkerUnavailable, match="HN") as caught:
         await ranker.rank(kit.request(2))
+    assert caught.value.retry_after_s is not None  # the CN knows; it crossed the wire (finding 10)
+    assert caught.value.retry_after_s > 2
     assert "HN" in (cn.ready() or "")
     dense.gate.set()
     rig.hn()
@@ -94,6 +100,23 @@ async def test_what_a_lost_cn_had_is_asked_of_another(rig: Rig) -> None:
     for seed, answer in enumerate(await asyncio.gather(*asked)):
         torch.testing.assert_close(answer.outputs["score"], kit.expected(kit.request(seed))["score"])
     stuck.gate.set()
+
+
+async def test_a_connection_that_breaks_as_a_request_leaves_costs_nothing(rig: Rig) -> None:
+    """Nobody has noticed yet that the worker is gone: the request goes to the other one (finding 10)."""
+    rig.front(rig.whole(), name="a")
+    rig.front(rig.whole(), name="b")
+    ranker = await rig.ranker("a", "b")
+    await until(lambda: ranker.metrics()["workers"] == 2)
+    client = ranker.core._client  # type: ignore[attr-defined]
+    broken = client.best()
+
+    def lost(*_: object, **__: object) -> int:
+        raise ConnectionLost("a", "the peer was lost")
+
+    broken.call = lost
+    for seed in range(4):
+        await _right(rig, ranker, seed)
 
 
 async def test_what_a_stopping_worker_refuses_is_asked_of_another(rig: Rig) -> None:
@@ -201,6 +224,38 @@ async def test_a_worker_that_hangs_counts_as_lost(rig: Rig, caplog: pytest.LogCa
     await _right(rig, ranker)
 
 
+@pytest.mark.parametrize("scheme", ["shm", "tcp"])
+async def test_a_worker_that_stops_reading_does_not_stop_the_event_loop(
+    scheme: Literal["shm", "tcp"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ingress goes on with everything else while a worker's process is stopped (finding 9)."""
+    monkeypatch.setattr(remote, "SEND_S", 6.0)
+    with Rig(scheme) as rig:
+        # A port of its own choice would not be known; this one was free a moment ago.
+        address = f"shm://{rig.folder}/cn" if scheme == "shm" else f"tcp://127.0.0.1:{_free_port()}"
+        process = _start(rig, address, slow_s=0.0)
+        try:
+            assert process.stdout is not None
+            assert await asyncio.to_thread(process.stdout.readline) == "ready\n"
+            rig.addresses["cn"] = address
+            ranker = await rig.ranker()
+            await _right(rig, ranker)
+            process.send_signal(signal.SIGSTOP)
+            request, longest_s = kit.request(1, 5_000), 0.0
+            asked = []
+            for _ in range(200):
+                began_s = time.monotonic()
+                asked.append(asyncio.ensure_future(ranker.rank(request)))
+                await asyncio.sleep(0)
+                longest_s = max(longest_s, time.monotonic() - began_s)
+            assert longest_s < 3.0
+            ends = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 60)
+            assert {type(end) for end in ends} == {WorkerUnavailable}
+        finally:
+            process.kill()
+            process.communicate()
+
+
 async def test_garbage_from_a_client_costs_only_its_own_channel(rig: Rig) -> None:
     """Whoever breaks the protocol is hung up on; the others do not notice."""
     rig.front(rig.whole())
@@ -279,6 +334,12 @@ async def test_kill_nine_is_noticed_at_once(rig: Rig) -> None:
         for process in processes:
             process.kill()
             process.communicate()
+
+
+def _free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
 
 
 def _start(rig: Rig, address: str, *, slow_s: float) -> subprocess.Popen[str]:

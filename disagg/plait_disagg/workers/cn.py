@@ -124,6 +124,7 @@ class CnCore:
             wait_for_room=self._wait_for_room,
             downstream=self._downstream,
         )
+        self.heartbeat = self._loop.heartbeat
 
     @property
     def card(self) -> ModelCard:
@@ -236,7 +237,7 @@ class CnCore:
     def _ask_hn(self, jobs: list[RankJob]) -> None:
         connection = self._client.best(full=True)
         if connection is None:
-            raise WorkerUnavailable(_NO_HN)
+            raise WorkerUnavailable(_NO_HN, retry_after_s=self._client.back_in_s)
         knobs = self._knobs
         batch = _SentBatch(jobs=jobs, began_s=self._clock(), wire=knobs.wire, version=self._card.version)
         try:
@@ -377,7 +378,7 @@ class CnCore:
         self._lost += len(batches)
         self._wake()
         for batch in batches:
-            self._ask_another(batch, WorkerUnavailable(_NO_HN))
+            self._ask_another(batch, WorkerUnavailable(_NO_HN, retry_after_s=self._client.back_in_s))
 
     def _ask_another(self, batch: _SentBatch, error: RankError) -> None:
         """Send a lost batch once more if another HN is there: ranking has no side effects. The queue gives up requests

@@ -306,6 +306,8 @@ def prepare_environment(token_path: Path) -> None:
     # Ray takes 127.0.0.1 for a mistake and listens on all interfaces, except where no other machines are to take part:
     # the switch is named after the systems on which that is the default.
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    # And it notices that the proxy is dead when its third check fails. Nothing listens until then.
+    os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "1")
     os.environ.pop("RAY_ADDRESS", None)
 
 

@@ -57,6 +57,12 @@ class StepCosts:
             kind = self._kinds.get(_kind(key))
             return kind is not None and bool(kind.known)
 
+    def measured_s(self, key: GroupKey, rows: int) -> float | None:
+        """Return the expected seconds of one call if calls of as many rows were measured often enough, else None."""
+        with self._lock:
+            kind = self._kinds.get(_kind(key))
+            return None if kind is None else kind.known.get(rows)
+
     def step_s(self, key: GroupKey, rows: int) -> float:
         """Return the expected seconds of one call."""
         with self._lock:

@@ -100,6 +100,11 @@ class Engine:
         """Whether the compute thread runs and takes requests."""
         return self._compute.is_alive() and self._registry.takes_requests
 
+    def check_progress(self) -> None:
+        """Raise `Stuck` if the compute or the decode thread hangs. Call every few seconds."""
+        self._loop.heartbeat.check()
+        self._decodes.heartbeat.check()
+
     @property
     def limits(self) -> ImageLimits:
         """The bounds on what requests may ask for."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from copy import deepcopy
 from typing import Any, Protocol
@@ -76,10 +76,11 @@ def create_app(
     ranking: RankingService | None = None,
     routers: Sequence[APIRouter] = (),
     lifespan: Lifespan | None = None,
+    neighbours: Callable[[], Awaitable[Sequence[str]]] | None = None,
 ) -> FastAPI:
     """Return the application, with only the routes of what is given, and any additional `routers`. The interactive
     documentation pages are off: they load scripts from a CDN."""
-    context = RouteContext(images=images, settings=settings, ranking=ranking)
+    context = RouteContext(images=images, settings=settings, ranking=ranking, neighbours=neighbours)
     return app_from_context(context, routers=routers, lifespan=lifespan)
 
 

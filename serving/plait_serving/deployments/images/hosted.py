@@ -106,6 +106,10 @@ class HostedImages:
         """Whether the compute thread runs."""
         return self._assembled.engine.alive
 
+    def check_progress(self) -> None:
+        """Raise `Stuck` if a thread of the engine hangs."""
+        self._assembled.engine.check_progress()
+
     def warm_up(self) -> None:
         """Make the warm-up images; from then on the service is ready."""
         seconds = self._assembled.warm_up()
