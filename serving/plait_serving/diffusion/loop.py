@@ -10,17 +10,17 @@ from functools import partial
 import torch
 
 from plait_fabric.heartbeat import ThreadHeartbeat
-from plait_serving.diffusion.costs import StepCosts
 from plait_serving.diffusion.decoding import DecodeQueue, Decoder
 from plait_serving.diffusion.errors import Cancelled, DeadlineMissed, EngineError, EngineStopped
-from plait_serving.diffusion.forecast import StepKind, WorkForecast
 from plait_serving.diffusion.knobs import EngineKnobs
-from plait_serving.diffusion.policy import BatchLimits, Candidate, Costs, choose, overtaken_by
+from plait_serving.diffusion.queue.costs import StepCosts
+from plait_serving.diffusion.queue.forecast import StepKind, WorkForecast
+from plait_serving.diffusion.queue.policy import BatchLimits, Candidate, Costs, choose, overtaken_by
+from plait_serving.diffusion.queue.shares import TenantShares
+from plait_serving.diffusion.queue.usage import UsageLedger
 from plait_serving.diffusion.request_registry import RequestRegistry, result_of
-from plait_serving.diffusion.shares import TenantShares
 from plait_serving.diffusion.stepper import Outcome, Stepper
 from plait_serving.diffusion.units import ImageJob, RequestPhase, Unit, cut_into_units
-from plait_serving.diffusion.usage import UsageLedger
 from plait_serving.diffusion.values import Failed, Finished, LoraSet, Preview, Progress
 
 _log = logging.getLogger(__name__)

@@ -11,11 +11,11 @@ import torch
 
 from plait_fabric.heartbeat import Stuck
 from plait_serving.diffusion.admission import ImageLimits
-from plait_serving.diffusion.costs import StepCosts
 from plait_serving.diffusion.decoding import DecodeQueue, Decoder
 from plait_serving.diffusion.engine import Engine
 from plait_serving.diffusion.knobs import EngineKnobs
-from plait_serving.diffusion.policy import GroupKey
+from plait_serving.diffusion.queue.costs import StepCosts
+from plait_serving.diffusion.queue.policy import GroupKey
 from plait_serving.diffusion.stepper import Stepper
 from plait_serving.diffusion.testing import FakeDenoiser, FakeMerger, FakeProvider, fake_samplers
 from plait_serving.diffusion.values import Failed, Finished, ImageRequest, Scheduler

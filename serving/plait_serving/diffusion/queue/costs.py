@@ -23,7 +23,7 @@ import threading
 from collections import deque
 from dataclasses import dataclass, field
 
-from plait_serving.diffusion.policy import JOIN_SHARE, GroupKey
+from plait_serving.diffusion.queue.policy import JOIN_SHARE, GroupKey
 
 # A count follows a host that became slower within 24 calls, about a request; 3 % of noise leave it within 1 %.
 _KEPT_CALLS = 31
