@@ -16,7 +16,7 @@ from plait_serving.http.context import ContextDep, RouteContext
 from plait_serving.http.edge.auth import Principal, Role, principal
 from plait_serving.replica_metrics import merge
 
-__all__ = ["TENANT_PREFIX", "exposition", "own_text", "router"]
+__all__ = ["NO_IMAGES", "TENANT_PREFIX", "exposition", "own_text", "router"]
 
 router = APIRouter(tags=["operations"])
 
@@ -28,6 +28,8 @@ _UP = (
 )
 
 
+NO_IMAGES = 'plait_service_up{service="images"} 0\n'
+"""The line that says that the image service's metrics are missing."""
 TENANT_PREFIX = "plait_tenant_"
 """Counters of this name with the label `tenant` are the account of what each tenant used."""
 

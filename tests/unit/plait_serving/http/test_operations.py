@@ -195,6 +195,8 @@ def test_metrics_come_whatever_is_down(monkeypatch):
         down = samples(make_client(service))
         assert (down[("plait_service_up", "images")], ("fake_steps_total",) in down) == (0, False)
         assert ("plait_requests_in_flight",) in down
+        unknown = make_client(service).get("/v1/usage")  # an account without the engine's would say 0
+        assert (unknown.status_code, unknown.headers["retry-after"]) == (503, "1")
 
 
 def test_the_log_has_one_line_per_request_and_no_prompt(client, caplog):
