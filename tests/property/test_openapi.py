@@ -20,7 +20,7 @@ from plait_serving.ranking.testing import fake_rankers
 from support.tuning_desk import LocalTuningService, Threads, desk_in
 
 MIN_CALLS = 500
-CALLS = 30
+CALLS = 19
 """For each operation and mode; what takes no parameters has fewer different requests."""
 
 KNOWN = {"model": "picks", "model_id": "emoji", "version": "1"}

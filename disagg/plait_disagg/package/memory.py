@@ -26,8 +26,8 @@ def check_cn(program: Program, manifest: Manifest, widths: Mapping[str, int]) ->
 
 def check_hn(program: Program, cn: Program, manifest: Manifest) -> None:
     """Check the HN program against what the CN program sends. Raises `BadProgram`."""
-    values: dict[str, Port | Node] = {port.name: port for port in cn.inputs}
-    values |= {node.name: node for node in cn.nodes}
+    made: list[Port | Node] = [*cn.inputs, *cn.nodes]
+    values = {value.name: value for value in made}
     crossing = [(name, values[ref.name]) for name, ref in cn.outputs]
     sent = (Port(name=name, shape=value.shape, dtype=value.dtype, rows=value.rows) for name, value in crossing)
     _check_ports(program, (*sent, _USER_OF))
