@@ -23,6 +23,9 @@ from plait_loadtest.wire.pool import ConnectionPool, Rules, SendJob
 
 __all__ = ["RefusalReport", "RefusalsPlan", "refusals_run", "refusals_text"]
 
+MAX_P99_S = ((100, 1.0), (500, 2.0))
+"""What is promised: the 99th percentile of refusals, by up to how many connections ask."""
+
 _HEADERS = (("content-type", "application/json"),)
 _BODY_BYTES = 8 << 20
 _RAMP_S = 3.0
@@ -50,11 +53,19 @@ class RefusalReport:
     p99_s: float
     others: dict[str, int]
 
+    @property
+    def misses(self) -> list[str]:
+        """What is promised and was not so, in words."""
+        limit_s = next((limit_s for count, limit_s in MAX_P99_S if self.connections <= count), float("inf"))
+        if not self.refused:
+            return ["nothing was refused"]
+        return [f"p99 is {self.p99_s:.2f} s, more than {limit_s:g} s"] if self.p99_s > limit_s else []
+
     def to_json(self) -> dict[str, Any]:
         """Return it as plain data."""
         return {
             "connections": self.connections, "seconds": self.seconds, "refused": self.refused, "p50_s": self.p50_s,
-            "p99_s": self.p99_s, "others": self.others,
+            "p99_s": self.p99_s, "others": self.others, "misses": self.misses,
         }  # fmt: skip
 
 
@@ -138,4 +149,5 @@ def refusals_text(reports: Sequence[RefusalReport]) -> str:
         f"{it.connections:>11}{it.refused / it.seconds:>10.1f}{it.p50_s:>9.3f}{it.p99_s:>9.3f}  {it.others}"
         for it in reports
     ]
-    return "\n".join(lines)
+    misses = [f"MISSED: {it.connections} connections: {miss}" for it in reports for miss in it.misses]
+    return "\n".join([*lines, *misses])
