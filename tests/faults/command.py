@@ -1,4 +1,7 @@
-"""`python -m tests.faults run|fairness|refusals|steady`. Data on stdout, progress on stderr; exit 1: not passed."""
+"""`python -m tests.faults run|fairness|refusals|steady`. Data on stdout, progress on stderr.
+
+Exit codes: 0 passed, 1 not passed, 99 a threshold was missed, 130 interrupted.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,8 @@ from plait_bench.errors import RecordError
 __all__ = ["main"]
 
 _DESCRIPTORS = 1 << 16
+_MISSED = 99
+"""The exit code of a run that missed what is promised, as of `plait` itself."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -119,7 +124,7 @@ def _fairness(options: argparse.Namespace) -> int:
     _print(options, report.to_json(), fairness_text(report))
     if recorder is not None:
         recorder.write(*fairness_rows(report))
-    return 0
+    return _MISSED if report.misses else 0
 
 
 def _refusals(options: argparse.Namespace) -> int:
@@ -134,7 +139,7 @@ def _refusals(options: argparse.Namespace) -> int:
     _print(options, [report.to_json() for report in reports], refusals_text(reports))
     if recorder is not None:
         recorder.write(refusal_rows(reports))
-    return 0 if all(report.refused for report in reports) else 1
+    return _MISSED if any(report.misses for report in reports) else 0
 
 
 def _steady(options: argparse.Namespace) -> int:

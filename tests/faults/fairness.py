@@ -33,6 +33,10 @@ images: {{knobs: {{queue_limit: {limit}, queue_seconds: 100000}}}}
 recommend: null
 """
 
+MIN_GOODPUT_RATIO = 0.9
+MAX_FIRST_DELAY = 1.0
+"""What is promised to a tenant at its fair share while another one floods; the second in requests of its own kind."""
+
 _AGAIN_S = 0.1
 """How long A waits after a refusal; it does not do what retry-after says."""
 
@@ -92,6 +96,16 @@ class FairnessReport:
         alone_s = percentile(self.first_alone_s, 0.5)
         return (percentile(self.first_beside_s, 0.5) - alone_s) / alone_s
 
+    @property
+    def misses(self) -> list[str]:
+        """What is promised and was not so, in words."""
+        found = []
+        if self.goodput_ratio.value < MIN_GOODPUT_RATIO:
+            found.append(f"goodput beside the flood is {self.goodput_ratio.value:.2f} of that alone")
+        if self.first_delay > MAX_FIRST_DELAY:
+            found.append(f"the first image was delayed by {self.first_delay:.2f} requests of its kind")
+        return found
+
     def to_json(self) -> dict[str, Any]:
         """Return it as plain data."""
 
@@ -112,6 +126,7 @@ class FairnessReport:
             "first_beside_s": list(self.first_beside_s),
             "first_delay_requests": self.first_delay,
             "queued": self.queued,
+            "misses": self.misses,
         }
 
 
@@ -282,4 +297,4 @@ def fairness_text(report: FairnessReport) -> str:
         f"{percentile(report.first_beside_s, 0.5):.2f} s behind {report.queued} requests of A: delayed by "
         f"{report.first_delay:.2f} requests of its kind",
     ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"MISSED: {miss}" for miss in report.misses)])

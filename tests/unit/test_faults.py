@@ -16,7 +16,9 @@ from PIL import Image
 from faults.asks import Ask, answer_of, image_ask, mixed
 from faults.client import Reply
 from faults.ends import DOCUMENTED, End, Tally, verdict_of
+from faults.fairness import FairnessReport, ServiceRound
 from faults.recording import fault_rows, steady_rows
+from faults.refusals import RefusalReport
 from faults.run import FaultPlan, FaultReport
 from faults.server import kind_of
 from faults.slope import slope_of
@@ -217,6 +219,31 @@ def test_a_run_is_passed_only_if_nothing_is_wrong():
     assert report(held_after=usage(zombies=101)).problems == ["zombies grew from 100 to 101"]
     assert report(left=["process 7"]).problems == ["left behind: process 7"]
     assert json.dumps(report().to_json())
+
+
+def test_promises_to_tenants_are_thresholds():
+    """Nine tenths of the goodput, one request's delay, a second at 100 connections and two at 500: more is missed."""
+
+    def fairness(beside, first_s):
+        rounds = [ServiceRound(goodput_per_s=each, p50_s=0.1, p99_s=0.2, refused=0) for each in (4.0, beside)]
+        first = {"first_alone_s": (1.0,), "first_beside_s": (first_s,), "queued": 1000}
+        rates = {"capacity_per_s": 8.0, "offered_per_s": 4.0}
+        return FairnessReport(alone=rounds[:1], beside=rounds[1:], **first, **rates).misses
+
+    assert fairness(3.7, 1.9) == []
+    assert "0.80 of that alone" in fairness(3.2, 1.9)[0]
+    assert "1.50 requests" in fairness(3.7, 2.5)[0]
+
+    def refusals(connections, p99_s, refused=10):
+        report = RefusalReport(
+            connections=connections, seconds=1, refused=refused, p50_s=0.1, p99_s=p99_s, others={}
+        )  # fmt: skip
+        return report.misses
+
+    assert refusals(100, 0.9) == refusals(500, 1.9) == []
+    assert "more than 1 s" in refusals(100, 1.1)[0]
+    assert "more than 2 s" in refusals(500, 2.1)[0]
+    assert refusals(100, float("inf"), refused=0) == ["nothing was refused"]
 
 
 def test_recorded_rows_are_those_that_tables_show():
