@@ -79,12 +79,15 @@ def statuses_of(server: PlaitServer, count: int, meanwhile: threading.Event) -> 
 
 def test_every_scrape_counts_what_all_replicas_did(server: PlaitServer) -> None:
     """Requests spread over both ingresses and both engines; each scrape reaches one ingress (finding 9)."""
+    for role in ("engine", "ingress"):
+        until_two(server, role)
+    before = scrape(server)
     for number in range(8):
         assert server.generate(prompt=f"x{number}", num_inference_steps=4)[0] == 200
     for _ in range(8):
         samples = scrape(server)
-        assert samples["plait_images_total"] == 8
-        assert samples["fake_steps_total"] == 8 * 4
+        assert samples["plait_images_total"] - before.get("plait_images_total", 0) == 8
+        assert samples["fake_steps_total"] - before.get("fake_steps_total", 0) == 8 * 4
         assert samples['plait_service_up{service="images"}'] == 1
 
 
