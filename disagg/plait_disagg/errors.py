@@ -6,12 +6,14 @@ __all__ = ["BadInput", "Busy", "DeadlinePassed", "RankError", "UnknownModel", "W
 
 
 class RankError(Exception):
-    """Base class of all ranking errors; raised on its own, it means a bug or a broken worker."""
+    """Base class of all ranking errors; raised on its own, it means a bug or a broken worker. `retry_after_s`: when the
+    same request may succeed, if that is known."""
 
-    def __init__(self, message: str, *, param: str | None = None) -> None:
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
+        self.retry_after_s = retry_after_s
 
 
 class BadInput(RankError):

@@ -43,8 +43,8 @@ class Channel(Protocol):
 
         A `Lease` is handed over: after the call, even after one that raises, it no longer belongs to the
         caller. Bytes are copied (shm, inproc) or written to the socket (tcp) before the call
-        returns, so the caller may change them at once. Waits for credit, at most `timeout_s`
-        seconds (None: for ever).
+        returns, so the caller may change them at once. Waits for credit, and for a send of another
+        thread, at most `timeout_s` seconds each (None: for ever; 0: not at all, and nothing is half sent).
 
         Raises `BadHeader`, `FrameTooLarge`, `PoolExhausted` (the message can never fit),
         `SendTimeout`, `ChannelClosed`, `PeerLost`.

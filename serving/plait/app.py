@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 _MAX_ONGOING_REQUESTS = 100_000
 """Serve must never queue in front of us: our queues are bounded and can tell clients when to retry."""
+_HEALTH_CHECK_PERIOD_S = 1.0
+"""Serve learns that a replica died when it checks it next, and starts another only then. A check costs both processes
+less than a millisecond."""
 _START_TRIES = 2
 """The number of attempts to start: a folder that does not load now will not load the 20th time either (Serve's
 default)."""
@@ -70,7 +73,7 @@ def compose(
     }
     ingress = serve.deployment(serve.ingress()(Ingress)).options(
         name=INGRESS,
-        num_replicas=1,
+        num_replicas=server.ingress_replicas,
         ray_actor_options={"num_cpus": INGRESS_CPUS},
         graceful_shutdown_timeout_s=server.drain_s,
         **_COMMON,
@@ -85,7 +88,7 @@ _COMMON: dict[str, Any] = {
     "max_queued_requests": -1,
     "max_constructor_retry_count": _START_TRIES,
     "graceful_shutdown_wait_loop_s": 0.2,
-    "health_check_period_s": 5.0,
+    "health_check_period_s": _HEALTH_CHECK_PERIOD_S,
     "health_check_timeout_s": 30.0,
 }
 
@@ -94,7 +97,6 @@ def http_settings(server: ServerSection) -> "HttpSettings":
     """Return the settings of the HTTP side; called in the ingress replica, where its imports belong."""
     from plait_serving.http.context import HttpSettings
     from plait_serving.http.edge.auth import ANYONE, ApiKey, Principal, Role
-    from plait_serving.http.edge.hosts import LOOPBACK_HOSTS
     from plait_serving.http.edge.tenants import TenantLimits
     from plait_serving.starter.preprocess import PREPROCESSORS
 
@@ -104,14 +106,11 @@ def http_settings(server: ServerSection) -> "HttpSettings":
         for key in server.api_keys
     )
     tenants = {name: TenantLimits(**section.model_dump()) for name, section in server.tenants.items()}
-    hosts = server.allowed_hosts
-    if hosts or (hosts is None and server.is_loopback and not keys):
-        hosts = (*LOOPBACK_HOSTS, server.host, *(hosts or ()))  # its own as well: plait asks it how it is
     return HttpSettings(
         api_keys=keys,
         tenants=tenants,
         anyone=without_key if server.is_open else ANYONE,
-        allowed_hosts=hosts or (),
+        allowed_hosts=server.answered_hosts,
         max_body_bytes=server.largest_body_bytes,
         preprocessors=PREPROCESSORS,
     )

@@ -65,6 +65,10 @@ class ServerSection(Section):
         int | None,
         Field(ge=1, le=65535, description="the ingress answers there too, without Serve's proxy before it"),
     ] = None
+    ingress_replicas: Annotated[
+        int,
+        Field(ge=1, le=64, description="processes that answer HTTP; others answer while one is started again"),
+    ] = 1
     allowed_hosts: Annotated[
         tuple[Annotated[str, Field(min_length=1), AfterValidator(_host_name)], ...] | None,
         Field(
@@ -109,6 +113,16 @@ class ServerSection(Section):
             return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+    @property
+    def answered_hosts(self) -> tuple[str, ...]:
+        """The names that requests may call the server by; none: any."""
+        from plait_serving.http.edge.hosts import LOOPBACK_HOSTS
+
+        hosts = self.allowed_hosts
+        if not hosts and not (hosts is None and self.is_loopback and not self.api_keys):
+            return ()
+        return (*LOOPBACK_HOSTS, self.host, *(hosts or ()))  # its own as well: plait asks it how it is
 
     @property
     def is_open(self) -> bool:
@@ -171,7 +185,8 @@ class ServedConfig(Section):
     def logical_cpus(self) -> int:
         """The logical CPUs that Ray must have so that every replica can be placed."""
         sections = (self.images, self.recommend)
-        return math.ceil(INGRESS_CPUS + sum(section.logical_cpus for section in sections if section is not None))
+        ingresses = self.server.ingress_replicas * INGRESS_CPUS
+        return math.ceil(ingresses + sum(section.logical_cpus for section in sections if section is not None))
 
     @property
     def drained(self) -> tuple[str, ...]:

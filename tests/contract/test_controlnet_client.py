@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from plait_fabric import ChannelClosed, PeerLost, recv_tensors, send_tensors
+from plait_fabric.heartbeat import Stuck
 from plait_fabric.rpc.backoff import Backoff
 from plait_fabric.rpc.handshake import greeting
 from plait_serving.diffusion.controlnet.local import LocalControlNetClient
@@ -558,6 +560,35 @@ def test_stop_answers_what_has_arrived(folder: Path, tmp_path: Path, fleet: kit.
         stopper.join(WAIT_S)
         assert not service.alive
         assert isinstance(client.start([ask.call(session)]).wait()[0], ControlNetUnavailable)
+        client.shutdown()
+
+
+def test_a_forward_pass_that_hangs_is_noticed(folder: Path, tmp_path: Path, fleet: kit.ReplicaFleet) -> None:
+    """The thread lives and answers nobody; a service that waits for steps, or is quick, is fine (finding 9)."""
+    runner, gate = _gated(folder)
+    ahead = [0.0]
+
+    def checks_pass(service: kit.ControlNetService, seconds: float) -> None:
+        for _ in range(round(seconds / 5)):
+            ahead[0] += 5.0
+            service.check_progress()
+
+    with kit.serving(runner, kit.new_address("shm", tmp_path), clock=lambda: time.monotonic() + ahead[0]) as service:
+        fleet.addresses["r"] = service.addresses[0]
+        client, ask = RemoteControlNetClient("edges", fleet.connect), _ask(1)
+        session = ask.open(client)
+        assert client.start([ask.call(session)]).wait()
+        gate.entered.clear()
+        gate.opened.clear()
+        pending = client.start([ask.call(session)])
+        try:
+            assert gate.entered.wait(WAIT_S)
+            checks_pass(service, 60)
+            with pytest.raises(Stuck, match=r"a batch of .* rows has not ended"):
+                checks_pass(service, 60)
+        finally:
+            gate.opened.set()
+        assert isinstance(pending.wait()[0], Residuals)
         client.shutdown()
 
 

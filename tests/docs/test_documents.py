@@ -96,7 +96,7 @@ def test_a_headline_that_is_not_ahead_says_so():
 
 
 NOT_RUN = {
-    "serving/README.md": 2,
+    "serving/README.md": 3,
     "disagg/README.md": 1,
     "autoconfig/README.md": 1,
     "deploy/README.md": 2,

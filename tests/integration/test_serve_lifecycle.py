@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from plait.server import processes
+from plait_serving.deployments.fabric_endpoints import socket_folder
 from support.server import FAKE, PlaitServer, free_port
 
 pytestmark = pytest.mark.cluster
@@ -39,6 +40,15 @@ def launch(tmp_path):
     for server in servers:
         if server.process.poll() is None:
             server.kill_and_clean()
+
+
+def sockets_of(pid):
+    """A socket as a replica with that process leaves it when Ray kills it (finding 12)."""
+    path = socket_folder() / f"rank-{pid}-0a1b2c3d"
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(path))
+    return path
 
 
 def in_background(server, **body):
@@ -132,6 +142,7 @@ def test_serve_survives_kill_minus_9_and_drains_on_a_signal(launch, tmp_path):
     assert [value for name, value in headers.items() if name.lower() == "x-request-id"] == ["abc"]
 
     left, ray_folder = again.members(), Path(again.record().ray_folder)
+    replica, own = sockets_of(again.replica_pids("engine")[0]), sockets_of(os.getpid())
     asking, answers = in_background(again, url=direct, **SLOW)
     wait_for_steps(again)
     os.killpg(again.process.pid, signal.SIGINT)  # as a terminal does: Ray's processes get it too
@@ -147,6 +158,8 @@ def test_serve_survives_kill_minus_9_and_drains_on_a_signal(launch, tmp_path):
     for freed in (port, direct_port):
         socket.create_server(("127.0.0.1", freed)).close()
     assert not (tmp_path / "no-home").exists()
+    assert (replica.exists(), own.exists()) == (False, True)
+    own.unlink()
 
 
 def test_serve_disconnect_cancels_and_a_second_signal_hurries(launch):

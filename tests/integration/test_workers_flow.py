@@ -87,13 +87,14 @@ async def test_an_hn_that_answers_twice_confuses_nobody(rig: Rig) -> None:
     assert cn.metrics()["lost_batches_total"] == 0
 
 
-async def test_an_answer_to_nothing_costs_the_channel(rig: Rig) -> None:
+async def test_an_answer_to_nothing_costs_the_channel(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     """A number that was never asked: whoever sends it is hung up on, and the request ends with a clear error."""
     _bad_hn(rig, lambda channel, number, outputs: _send(channel, number + 1_000, outputs))
     cn = rig.cn()
     await until(lambda: cn.ready() is None)
-    with pytest.raises(WorkerUnavailable, match="never asked"):
+    with pytest.raises(WorkerUnavailable, match="no HN answers"):
         await rig.local(cn).rank(kit.request(1))
+    assert "never asked" in caplog.text
 
 
 async def test_an_answer_after_the_deadline_reaches_nobody(rig: Rig) -> None:

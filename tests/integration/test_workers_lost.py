@@ -6,18 +6,22 @@ import asyncio
 import dataclasses
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from typing import Literal
 
 import pytest
 import torch
 
 from plait_disagg.errors import RankError, WorkerUnavailable
 from plait_disagg.queue.knobs import WorkerKnobs
+from plait_disagg.workers import remote
 from plait_fabric import connect
+from plait_fabric.rpc.connection import ConnectionLost
 from support import ranking as kit
 from support.rank_fabric import Rig, hello_header, until
 
@@ -70,8 +74,10 @@ async def test_without_another_hn_the_request_ends_and_the_next_waits_for_nobody
     hn._server.hang_up()
     with pytest.raises(WorkerUnavailable, match="HN"):
         await asked
-    with pytest.raises(WorkerUnavailable, match="HN"):
+    with pytest.raises(WorkerUnavailable, match="HN") as caught:
         await ranker.rank(kit.request(2))
+    assert caught.value.retry_after_s is not None  # the CN knows; it crossed the wire (finding 10)
+    assert caught.value.retry_after_s > 2
     assert "HN" in (cn.ready() or "")
     dense.gate.set()
     rig.hn()
@@ -94,6 +100,23 @@ async def test_what_a_lost_cn_had_is_asked_of_another(rig: Rig) -> None:
     for seed, answer in enumerate(await asyncio.gather(*asked)):
         torch.testing.assert_close(answer.outputs["score"], kit.expected(kit.request(seed))["score"])
     stuck.gate.set()
+
+
+async def test_a_connection_that_breaks_as_a_request_leaves_costs_nothing(rig: Rig) -> None:
+    """Nobody has noticed yet that the worker is gone: the request goes to the other one (finding 10)."""
+    rig.front(rig.whole(), name="a")
+    rig.front(rig.whole(), name="b")
+    ranker = await rig.ranker("a", "b")
+    await until(lambda: ranker.metrics()["workers"] == 2)
+    client = ranker.core._client  # type: ignore[attr-defined]
+    broken = client.best()
+
+    def lost(*_: object, **__: object) -> int:
+        raise ConnectionLost("a", "the peer was lost")
+
+    broken.call = lost
+    for seed in range(4):
+        await _right(rig, ranker, seed)
 
 
 async def test_what_a_stopping_worker_refuses_is_asked_of_another(rig: Rig) -> None:
@@ -129,11 +152,12 @@ async def test_a_card_is_known_once_a_worker_said_it(rig: Rig) -> None:
     await ranker.close(drain_s=0)
 
 
-async def test_halves_of_different_versions_do_not_meet(rig: Rig) -> None:
-    """The CN refuses an HN with another model or version, and says so."""
+async def test_halves_of_different_versions_do_not_meet(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    """The CN refuses an HN with another model or version, and says so in the log."""
     rig.hn(card=dataclasses.replace(kit.CARD, version="2"))
     cn = rig.cn()
-    await until(lambda: "tiny 2" in (cn.ready() or ""))
+    await until(lambda: "tiny 2" in caplog.text)
+    assert cn.ready() == "no HN answers"
     assert cn.metrics()["hns"] == 0
 
 
@@ -184,19 +208,52 @@ async def test_hn_lays_waiting_batches_end_to_end(rig: Rig) -> None:
     assert len(dense.batches[1]) == 4
 
 
-async def test_a_worker_that_hangs_counts_as_lost(rig: Rig) -> None:
+async def test_a_worker_that_hangs_counts_as_lost(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     """No answer within the time-out: the request ends, and the line dials again."""
     sparse = kit.FakeSparse()
     sparse.gate.clear()
     rig.front(rig.whole(sparse))
     ranker = await rig.ranker(answer_timeout_s=0.2)
     started_s = time.monotonic()
-    with pytest.raises(WorkerUnavailable, match="no answer"):
+    with pytest.raises(WorkerUnavailable, match="model tiny"):
         await ranker.rank(kit.request(1))
+    assert "no answer within 0.2 s" in caplog.text
     assert time.monotonic() - started_s < 10
     sparse.gate.set()
     await until(lambda: ranker.core.ready() is None)
     await _right(rig, ranker)
+
+
+@pytest.mark.parametrize("scheme", ["shm", "tcp"])
+async def test_a_worker_that_stops_reading_does_not_stop_the_event_loop(
+    scheme: Literal["shm", "tcp"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ingress goes on with everything else while a worker's process is stopped (finding 9)."""
+    monkeypatch.setattr(remote, "SEND_S", 6.0)
+    with Rig(scheme) as rig:
+        # A port of its own choice would not be known; this one was free a moment ago.
+        address = f"shm://{rig.folder}/cn" if scheme == "shm" else f"tcp://127.0.0.1:{_free_port()}"
+        process = _start(rig, address, slow_s=0.0)
+        try:
+            assert process.stdout is not None
+            assert await asyncio.to_thread(process.stdout.readline) == "ready\n"
+            rig.addresses["cn"] = address
+            ranker = await rig.ranker()
+            await _right(rig, ranker)
+            process.send_signal(signal.SIGSTOP)
+            request, longest_s = kit.request(1, 5_000), 0.0
+            asked = []
+            for _ in range(200):
+                began_s = time.monotonic()
+                asked.append(asyncio.ensure_future(ranker.rank(request)))
+                await asyncio.sleep(0)
+                longest_s = max(longest_s, time.monotonic() - began_s)
+            assert longest_s < 3.0
+            ends = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 60)
+            assert {type(end) for end in ends} == {WorkerUnavailable}
+        finally:
+            process.kill()
+            process.communicate()
 
 
 async def test_garbage_from_a_client_costs_only_its_own_channel(rig: Rig) -> None:
@@ -268,7 +325,7 @@ async def test_kill_nine_is_noticed_at_once(rig: Rig) -> None:
         await until(lambda: ranker.metrics()["at_workers"] == 1)
         rig.addresses["cn"] = addresses[1]
         processes[0].send_signal(signal.SIGKILL)
-        with pytest.raises(WorkerUnavailable, match="lost"):
+        with pytest.raises(WorkerUnavailable, match="model tiny"):
             await asyncio.wait_for(asked, 60)
         await until(lambda: ranker.core.ready() is None)
         await _right(rig, ranker)
@@ -277,6 +334,12 @@ async def test_kill_nine_is_noticed_at_once(rig: Rig) -> None:
         for process in processes:
             process.kill()
             process.communicate()
+
+
+def _free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
 
 
 def _start(rig: Rig, address: str, *, slow_s: float) -> subprocess.Popen[str]:

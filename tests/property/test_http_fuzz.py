@@ -74,13 +74,14 @@ _client = make_client(_service)
 def _check(content: bytes) -> int:
     _service.submitted.clear()
     answer = _client.post(URL, content=content, headers={"content-type": "application/json"})
-    assert answer.status_code < 500, answer.text
+    is_late = answer.status_code == 504 and answer.json()["error"]["code"] == "deadline_missed"  # 1 ms is valid
+    assert answer.status_code < 500 or is_late, answer.text
     if answer.status_code >= 400:
         error = answer.json()["error"]
         assert set(error) == {"message", "type", "param", "code"}
         assert error["message"]
         assert error["code"]
-        assert _service.submitted == []
+        assert is_late or _service.submitted == []
         return answer.status_code
     (request,) = _service.submitted
     limits = FAKE_CATALOG.model.limits

@@ -7,8 +7,8 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait_serving.diffusion.costs import StepCosts
-from plait_serving.diffusion.policy import (
+from plait_serving.diffusion.queue.costs import StepCosts
+from plait_serving.diffusion.queue.policy import (
     JOIN_SHARE,
     BatchLimits,
     Candidate,
@@ -17,7 +17,7 @@ from plait_serving.diffusion.policy import (
     choose,
     overtaken_by,
 )
-from plait_serving.diffusion.shares import TenantShares
+from plait_serving.diffusion.queue.shares import TenantShares
 from plait_serving.diffusion.values import LoraRef, Tenant
 
 KEYS = [GroupKey(64, 64, True, (LoraRef(name=name),) if name else ()) for name in ("", "a", "b", "c")]

@@ -7,7 +7,8 @@ import secrets
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -224,9 +225,10 @@ def serving(
     *,
     name: str = "edges",
     limits: ServiceLimits | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[ControlNetService]:
     """A service in threads of this process."""
-    service = ControlNetService(name, runner, [listen(address, secret=SECRET)], limits=limits)
+    service = ControlNetService(name, runner, [listen(address, secret=SECRET)], limits=limits, clock=clock)
     try:
         yield service
     finally:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from plait_fabric.heartbeat import Stuck
 from plait_serving.diffusion.errors import NumericalError
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.images.testing import FakeImageService
@@ -24,6 +25,12 @@ class FakeHosted:
         self.service = FakeImageService(step_s=step_s, failures={"nan": NumericalError("row 0 is NaN")})
         self.knobs: list[EngineKnobs] = []
         self.alive = True
+        self.stuck: Stuck | None = None
+
+    def check_progress(self) -> None:
+        """Raises what a test has set."""
+        if self.stuck is not None:
+            raise self.stuck
 
     def reconfigure(self, knobs: EngineKnobs) -> None:
         """Remembers."""

@@ -43,7 +43,11 @@ class Question:
 
 
 def client_protocol(
-    *, service: str = "numbers", version: int = VERSION, answer_timeout_s: float | None = None
+    *,
+    service: str = "numbers",
+    version: int = VERSION,
+    answer_timeout_s: float | None = None,
+    send_timeout_s: float = 1.0,
 ) -> ClientProtocol[Question]:
     """Greets a service of that name; answers and losses reach the questions."""
 
@@ -71,7 +75,7 @@ def client_protocol(
         on_welcome=on_welcome,
         on_message=on_message,
         on_lost=on_lost,
-        send_timeout_s=1.0,
+        send_timeout_s=send_timeout_s,
         answer_timeout_s=answer_timeout_s,
     )
 

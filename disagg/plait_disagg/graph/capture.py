@@ -20,14 +20,14 @@ from plait_disagg.graph.bags import BagCall, bag_call
 from plait_disagg.graph.edit import lookups_of, simplify
 from plait_disagg.graph.errors import UnsupportedOperator
 from plait_disagg.graph.exported import Exported, export, module_hint, source_line
-from plait_disagg.graph.inputs import OFFSETS, Bag, Dense, Input, check_inputs
+from plait_disagg.graph.inputs import OFFSETS, Bag, Input, check_inputs, ports_of
 from plait_disagg.graph.lower import Lowered, bind, functional_name, lower_part, why_unknown
 from plait_disagg.graph.operators import SIZE, VOCABULARY, overload
 from plait_disagg.graph.program import LOOKUP, ROWS, USER_OF, Arg, Node, Port, Program, Ref, Rows
 from plait_disagg.graph.rows import PER_ROW, Fact, MixesRows, OperatorCall, RowCount
 from plait_disagg.tables.values import Lookup
 
-__all__ = ["Captured", "capture", "ports_of"]
+__all__ = ["Captured", "capture"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,19 +313,6 @@ class _Builder:
         """Return `wanted`, with a number appended if the name is taken."""
         self.taken[wanted] = self.taken.get(wanted, 0) + 1
         return wanted if self.taken[wanted] == 1 else self._name(f"{wanted}_{self.taken[wanted]}")
-
-
-def ports_of(inputs: Sequence[Input]) -> tuple[Port, ...]:
-    """Return the tensors that `forward` takes, as a program lists them."""
-    ports = []
-    for item in inputs:
-        if isinstance(item, Bag):
-            ports.append(Port(name=item.name, shape=(ROWS,), dtype="int64", rows=item.side))
-            ports.append(Port(name=item.name + OFFSETS, shape=(ROWS,), dtype="int64", rows=item.side))
-        else:
-            dtype = "float32" if isinstance(item, Dense) else "int64"
-            ports.append(Port(name=item.name, shape=(ROWS, *item.shape), dtype=dtype, rows=item.side))
-    return tuple(ports)
 
 
 @dataclass(frozen=True, slots=True)

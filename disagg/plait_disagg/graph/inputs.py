@@ -19,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
 
+from plait_disagg.graph.program import ROWS, Port
+
 __all__ = [
     "OFFSETS",
     "Bag",
@@ -29,6 +31,7 @@ __all__ = [
     "check_inputs",
     "input_from_json",
     "input_to_json",
+    "ports_of",
     "tensor_names",
 ]
 
@@ -86,6 +89,19 @@ def tensor_names(inputs: Sequence[Input]) -> tuple[str, ...]:
         if isinstance(item, Bag):
             names.append(item.name + OFFSETS)
     return tuple(names)
+
+
+def ports_of(inputs: Sequence[Input]) -> tuple[Port, ...]:
+    """Return the tensors that `forward` takes, as a program lists them."""
+    ports = []
+    for item in inputs:
+        if isinstance(item, Bag):
+            ports.append(Port(name=item.name, shape=(ROWS,), dtype="int64", rows=item.side))
+            ports.append(Port(name=item.name + OFFSETS, shape=(ROWS,), dtype="int64", rows=item.side))
+        else:
+            dtype = "float32" if isinstance(item, Dense) else "int64"
+            ports.append(Port(name=item.name, shape=(ROWS, *item.shape), dtype=dtype, rows=item.side))
+    return tuple(ports)
 
 
 def check_inputs(inputs: Sequence[Input]) -> None:

@@ -67,7 +67,7 @@ __all__ = [
     "version_header",
 ]
 
-VERSION = 2
+VERSION = 3
 """The version of everything defined here; both sides of a channel must have the same."""
 
 SEND_S = 1.0
@@ -131,9 +131,12 @@ def parse_card(payload: Header) -> ModelCard:
 
 
 def rank_message(
-    number: int, request: RankRequest, layout: MessageLayout, pool: Pool
+    number: int, request: RankRequest, layout: MessageLayout, pool: Pool, *, timeout_s: float = SEND_S
 ) -> tuple[dict[str, Any], list[Buffer]]:
-    """Pack a request. `layout`: `layout_of_inputs` of the server's card. A deadline travels as the time remaining."""
+    """Pack a request. `layout`: `layout_of_inputs` of the server's card. A deadline travels as the time remaining.
+
+    Waits at most `timeout_s` for memory of the channel.
+    """
     header: dict[str, Any] = {
         "kind": "rank",
         "number": number,
@@ -143,7 +146,7 @@ def rank_message(
     }
     if request.deadline_s is not None:
         header["left_s"] = request.deadline_s - time.monotonic()
-    return header, encode(layout, request.tensors, pool, timeout_s=SEND_S)
+    return header, encode(layout, request.tensors, pool, timeout_s=timeout_s)
 
 
 def parse_rank(header: Header, buffers: Sequence[memoryview], card: ModelCard, layout: MessageLayout) -> RankRequest:
@@ -190,7 +193,7 @@ def answers_message(
     """Pack outcomes with the numbers of their requests. `metrics`: the worker's counters, from time to time."""
     answers = [(number, it) for number, it in outcomes if isinstance(it, RankAnswer)]
     errors = [
-        [number, _CODES.get(type(it), "internal"), it.message[:2000], it.param]
+        [number, _CODES.get(type(it), "internal"), it.message[:2000], it.param, it.retry_after_s]
         for number, it in outcomes
         if isinstance(it, RankError)
     ]
@@ -314,7 +317,7 @@ def parse_done(
     asked = parse_number(header)
     error = header.get("error")
     if error is not None:
-        return asked, _parse_error([asked, *error, None] if isinstance(error, list) else error)[1]
+        return asked, _parse_error([asked, *error, None, None] if isinstance(error, list) else error)[1]
     items = fields.integer(header, "n", 0, _MAX_ROWS)
     _, outputs = _parse_tensors(header, own_buffers(buffers), users=items, items=items)
     return asked, (outputs, fields.number(header, "ms"))
@@ -349,9 +352,11 @@ def _parse_times(value: Any) -> RankTimings:
 
 
 def _parse_error(entry: Any) -> tuple[int, RankError]:
-    if not isinstance(entry, list) or len(entry) != 4:
-        raise WireError("an error is not number, code, message, param")
-    number, code, message, param = entry
+    if not isinstance(entry, list) or len(entry) != 5:
+        raise WireError("an error is not number, code, message, param, seconds")
+    number, code, message, param, wait_s = entry
     if type(number) is not int or not isinstance(message, str) or not (param is None or isinstance(param, str)):
-        raise WireError("an error is not number, code, message, param")
-    return number, _ERRORS.get(code if isinstance(code, str) else "internal", RankError)(message, param=param)
+        raise WireError("an error is not number, code, message, param, seconds")
+    retry_after_s = None if wait_s is None else fields.number({"seconds": wait_s}, "seconds")
+    kind = _ERRORS.get(code if isinstance(code, str) else "internal", RankError)
+    return number, kind(message, param=param, retry_after_s=retry_after_s)

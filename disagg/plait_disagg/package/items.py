@@ -9,10 +9,11 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from plait_disagg.graph.inputs import OFFSETS, Bag, Dense, Input, tensor_names
 from plait_disagg.package.errors import PackageError
+from plait_disagg.package.tensor_files import save_tensors
 
 __all__ = ["Items", "StoredItems", "read_items", "write_items"]
 
@@ -72,7 +73,7 @@ def _take_bags(ids: torch.Tensor, offsets: torch.Tensor, rows: torch.Tensor) -> 
 def write_items(folder: Path, features_file: str, names_file: str, items: Items, inputs: Sequence[Input]) -> int:
     """Write the files (names only if there are any); return the number of items. Raises ValueError as `StoredItems`."""
     stored = StoredItems(items, inputs)
-    save_file({name: tensor.contiguous() for name, tensor in items.features.items()}, folder / features_file)
+    save_tensors({name: tensor.contiguous() for name, tensor in items.features.items()}, folder / features_file)
     if items.names is not None:
         text = json.dumps(list(items.names), ensure_ascii=False)
         (folder / names_file).write_text(text + "\n", encoding="utf-8")

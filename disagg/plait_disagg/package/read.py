@@ -30,10 +30,12 @@ from plait_disagg.package.manifest import (
     read_manifest,
     sha256_of,
 )
+from plait_disagg.package.memory import check_cn, check_hn
 from plait_disagg.tables.errors import BadTableFile
 from plait_disagg.tables.fused import FusedTables
 from plait_disagg.tables.protocols import Tables
 from plait_disagg.tables.storage import TableSet, open_tables
+from plait_disagg.tables.values import Table
 from plait_disagg.values import ModelCard
 
 __all__ = ["Package", "open_package"]
@@ -67,12 +69,17 @@ class Package:
 
     def sparse(self, tables: Tables | None = None) -> CompiledSparse:
         """Load the CN half; with `tables` None, the folder's own, memory-mapped. Raises `PackageError`."""
+        try:
+            check_cn(self.cn, self.manifest, {table.name: table.dim for table in self._stored_tables()})
+        except BadProgram as error:
+            raise PackageError(f"{self.folder / CN}: {error}") from error
         served = tables or FusedTables(self.tables)
         return CompiledSparse(self._compiled(self.cn, served), self.manifest.inputs, self._bare_rows(served))
 
     def dense(self, device: torch.device | str = "cpu") -> CompiledDense:
         """Load the HN half. Raises `PackageError`."""
         try:
+            check_hn(self.hn, self.cn, self.manifest)
             return CompiledDense(compile_program(self.hn, self.constants, device=device), device)
         except BadProgram as error:
             raise PackageError(f"{self.folder / HN}: {error}") from error
@@ -85,6 +92,13 @@ class Package:
         """
         try:
             return open_tables(self.folder / TABLES, copy_on_write=True, ahead=True)
+        except (BadTableFile, OSError) as error:
+            raise PackageError(str(error)) from error
+
+    def _stored_tables(self) -> tuple[Table, ...]:
+        """Return what the tables' header says, without reading a row of them."""
+        try:
+            return open_tables(self.folder / TABLES).tables
         except (BadTableFile, OSError) as error:
             raise PackageError(str(error)) from error
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from plait_disagg.graph.capture import Captured, capture
@@ -38,6 +37,8 @@ from plait_disagg.package.manifest import (
     sha256_of,
     write_manifest,
 )
+from plait_disagg.package.memory import check_cn, check_hn
+from plait_disagg.package.tensor_files import save_tensors
 from plait_disagg.tables.fused import FusedTables
 from plait_disagg.tables.reference import SeparateTables
 from plait_disagg.tables.storage import open_tables, write_tables
@@ -116,7 +117,7 @@ def _write(
     for file, program in ((WHOLE, captured.program), (CN, halves.cn), (HN, halves.hn)):
         (folder / file).write_text(_readable(dump_program(program)), encoding="utf-8")
     held = {**captured.constants, **ready.constants}
-    save_file({key: tensor.detach().contiguous().clone() for key, tensor in held.items()}, folder / CONSTANTS)
+    save_tensors({key: tensor.detach().contiguous().clone() for key, tensor in held.items()}, folder / CONSTANTS)
     count = None if items is None else write_items(folder, ITEMS, ITEM_NAMES, items, captured.inputs)
     manifest = Manifest(
         name=name,
@@ -130,6 +131,7 @@ def _write(
     )
     files = {path.name: sha256_of(path) for path in sorted(folder.iterdir())}
     manifest = replace(manifest, files=files)
+    _check_memory(halves, manifest, captured)
     write_manifest(folder, manifest)
     return manifest
 
@@ -148,6 +150,16 @@ def _readable(text: str) -> str:
     except BadProgram as error:
         raise PackageError(f"the model cannot be stored: {error}") from error
     return text
+
+
+def _check_memory(halves: Halves, manifest: Manifest, captured: Captured) -> None:
+    """Raise `PackageError` for a model that readers would refuse because of the memory that it needs."""
+    try:
+        check_cn(halves.cn, manifest, {name: int(weight.shape[1]) for name, weight in captured.tables.items()})
+        check_hn(halves.hn, halves.cn, manifest)
+    except BadProgram as error:
+        largest = manifest.largest_candidates
+        raise PackageError(f"the model cannot be served with largest_candidates={largest}: {error}") from error
 
 
 def _verify(module: nn.Module, captured: Captured, halves: Halves, ready: Cuttable, options: PackageOptions) -> None:

@@ -112,6 +112,7 @@ def as_rank_error(error: Exception) -> RankError:
     if isinstance(error, BadId):
         return BadInput(str(error), param=error.table)
     if isinstance(error, FabricError):
-        return RankError(f"the request does not fit the fabric: {error}")
+        _log.error("a request does not fit the fabric: %s", error)
+        return RankError("the request is too large to be passed on to a worker")
     _log.error("a batch failed unexpectedly", exc_info=error)
     return RankError(f"internal error ({type(error).__name__}); the worker's log has the details")

@@ -19,6 +19,7 @@ from plait_disagg.queue.jobs import as_rank_error
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.queue.order import Downstream, Item, WaitQueue, too_late
 from plait_disagg.queue.pace import Pace
+from plait_fabric.heartbeat import ThreadHeartbeat
 from plait_fabric.threads import pin_to_cores, set_threads
 
 __all__ = ["BatchLoop", "Inbox", "Item"]
@@ -166,6 +167,7 @@ class BatchLoop(Generic[T]):
         self._clock = clock
         self._wait_for_room = wait_for_room
         self.pace = Pace()
+        self.heartbeat = ThreadHeartbeat(clock)
         self._inbox: Inbox[T] = Inbox(knobs, self.pace, clock, refuses=refuses, downstream=downstream)
         self._batch_lock = threading.Lock()
         self._abandoned: RankError | None = None
@@ -293,8 +295,13 @@ class BatchLoop(Generic[T]):
         """
         taken_s = self._clock()
         rows = self._count(batch, taken_s)
-        self._inbox.busy(taken_s + self.pace.batch_s(rows))
-        self._attempt(batch)
+        expected_s = self.pace.batch_s(rows)
+        self._inbox.busy(taken_s + expected_s)
+        self.heartbeat.begin(f"a batch of {rows} rows", expected_s or None)
+        try:
+            self._attempt(batch)
+        finally:
+            self.heartbeat.rest()
         ended_s = self._clock()
         self.pace.saw_batch(rows, ended_s - (free_s or taken_s))
         if len(self._inbox):

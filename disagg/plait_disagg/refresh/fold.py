@@ -13,11 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 from plait_disagg.package.errors import PackageError
 from plait_disagg.package.manifest import CONSTANTS, MANIFEST, TABLES, Manifest, sha256_of, write_manifest
 from plait_disagg.package.read import Package, open_package
+from plait_disagg.package.tensor_files import save_tensors
 from plait_disagg.refresh.errors import BadUpdate
 from plait_disagg.refresh.journal import Journal
 from plait_disagg.refresh.live_package import checked
@@ -60,7 +60,7 @@ def _write(package: Package, draft: Path) -> Manifest:
         _write_rows(draft / TABLES, checked(package, update, version))
         constants |= update.constants
         version = update.version
-    save_file({name: tensor.contiguous() for name, tensor in constants.items()}, draft / CONSTANTS)
+    save_tensors({name: tensor.contiguous() for name, tensor in constants.items()}, draft / CONSTANTS)
     files = {name: sha256_of(draft / name) for name in package.manifest.files}
     manifest = replace(package.manifest, version=version, files=files)
     write_manifest(draft, manifest)

@@ -47,6 +47,8 @@ _SenderKey: TypeAlias = tuple[Pool, int, str, str]
 _Crossing: TypeAlias = Callable[[Pool], tuple[Mapping[str, torch.Tensor], HotRows | None]]
 """Builds what crosses, once the channel is known."""
 
+_NO_HN = "no HN answers"  # at which address which one was lost is in the log
+
 _LOOK_S = 0.5
 """How often a thread that waits for room also checks on its own; every answer wakes it anyway."""
 
@@ -122,6 +124,7 @@ class CnCore:
             wait_for_room=self._wait_for_room,
             downstream=self._downstream,
         )
+        self.heartbeat = self._loop.heartbeat
 
     @property
     def card(self) -> ModelCard:
@@ -160,7 +163,7 @@ class CnCore:
         """Return None if a request would be answered now, otherwise what is missing."""
         if not self._loop.alive:
             return "the compute thread has died"
-        return None if self._client.up else f"no HN: {self._client.why_down}"
+        return None if self._client.up else _NO_HN
 
     def metrics(self) -> Mapping[str, float]:
         """Return metrics of a whole worker, plus those of the wire, the caches and the HNs.
@@ -234,14 +237,14 @@ class CnCore:
     def _ask_hn(self, jobs: list[RankJob]) -> None:
         connection = self._client.best(full=True)
         if connection is None:
-            raise WorkerUnavailable(f"no HN: {self._client.why_down}")
+            raise WorkerUnavailable(_NO_HN, retry_after_s=self._client.back_in_s)
         knobs = self._knobs
         batch = _SentBatch(jobs=jobs, began_s=self._clock(), wire=knobs.wire, version=self._card.version)
         try:
             self._send(connection, batch, knobs)
-        except ConnectionLost as error:  # since it was chosen
+        except ConnectionLost:  # since it was chosen
             connection.rest()
-            self._ask_another(batch, WorkerUnavailable(f"the HN: {error}"))
+            self._ask_another(batch, WorkerUnavailable(_NO_HN))
 
     def _send(self, connection: Connection[_SentBatch], batch: _SentBatch, knobs: WorkerKnobs) -> None:
         requests = [job.request for job in batch.jobs]
@@ -369,13 +372,13 @@ class CnCore:
             job.alone = True
             self._loop.put_again(job)
 
-    def _on_lost(self, connection: Connection[_SentBatch], batches: list[_SentBatch], why: str) -> None:
+    def _on_lost(self, connection: Connection[_SentBatch], batches: list[_SentBatch], why: str) -> None:  # noqa: ARG002
         self._senders.pop(connection, None)  # frees it; the next channel would not use it anyway
         self._hn_metrics.pop(connection, None)
         self._lost += len(batches)
         self._wake()
         for batch in batches:
-            self._ask_another(batch, WorkerUnavailable(f"the HN: {why}"))
+            self._ask_another(batch, WorkerUnavailable(_NO_HN, retry_after_s=self._client.back_in_s))
 
     def _ask_another(self, batch: _SentBatch, error: RankError) -> None:
         """Send a lost batch once more if another HN is there: ranking has no side effects. The queue gives up requests

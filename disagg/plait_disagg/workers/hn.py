@@ -113,6 +113,7 @@ class HnWorker:
         self._loop: BatchLoop[_Dense] = BatchLoop(
             self._work, name=f"hn {card.name}", knobs=knobs or WorkerKnobs(), clock=clock, refuses=False
         )
+        self.heartbeat = self._loop.heartbeat
         protocol = ServerProtocol(
             version=VERSION,
             on_hello=partial(check_role, role="dense"),
@@ -251,7 +252,8 @@ class HnWorker:
         now_s = self._clock()
         if found is None and self._catch_up is not None and now_s - self._caught_up_s > _CATCH_UP_S:
             self._caught_up_s = now_s
-            self._catch_up()
+            with self.heartbeat.unhurried("loading a newer version"):
+                self._catch_up()
             found = self._find(version)
         if found is None:
             held = ", ".join(name for name, _ in self._held)

@@ -43,7 +43,8 @@ requests can show that a channel which was slow once has recovered."""
 
 
 class RemoteCore:
-    """A core that passes jobs on. It sends on the submitting thread, at a cost of some tens of microseconds."""
+    """A core that passes jobs on. It sends on the submitting thread, at a cost of some tens of microseconds; that
+    thread, an event loop, never waits for a worker that stops reading."""
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class RemoteCore:
     def card(self) -> ModelCard:
         """The model's card, as reported by a worker."""
         if self._card is None:
-            raise WorkerUnavailable(f"model {self._model} is starting: {self._client.why_down}")
+            raise self._unavailable(f"model {self._model} is starting: no worker has answered yet")
         return self._card
 
     @property
@@ -108,16 +109,32 @@ class RemoteCore:
         self._send(job)
 
     def _send(self, job: RankJob) -> None:
-        connection = self._client.best()
-        if connection is None:
-            if self._client.up:
-                raise Busy(f"{self._window} requests are at the model's worker already")
-            raise WorkerUnavailable(f"model {self._model}: {self._client.why_down}")
+        connection = self._best()
         try:
-            request = replace(job.request, deadline_s=self._due_there_s(job))
-            connection.call(job, lambda number, pool: rank_message(number, request, self._layouts[connection], pool))
-        except ConnectionLost as error:
-            raise WorkerUnavailable(str(error)) from error
+            self._send_on(connection, job)
+        except ConnectionLost:  # since it was chosen: nothing was begun there
+            connection.rest()
+            try:
+                self._send_on(self._best(), job)
+            except ConnectionLost as error:
+                raise self._unavailable(self._no_worker) from error
+
+    def _best(self) -> Connection[RankJob]:
+        connection = self._client.best()
+        if connection is not None:
+            return connection
+        if self._client.up:
+            raise Busy(f"{self._window} requests are at the model's worker already")
+        raise self._unavailable(self._no_worker)
+
+    def _send_on(self, connection: Connection[RankJob], job: RankJob) -> None:
+        try:
+            request, layout = replace(job.request, deadline_s=self._due_there_s(job)), self._layouts[connection]
+            connection.call(
+                job,
+                lambda number, pool: rank_message(number, request, layout, pool, timeout_s=0.0),
+                later=lambda number, pool: rank_message(number, request, layout, pool),
+            )
         except FabricError as error:
             raise as_rank_error(error) from error
         except (KeyError, ValueError) as error:  # it was checked against the card of another version
@@ -139,12 +156,18 @@ class RemoteCore:
         for connection in self._client.connections:
             number = connection.withdraw(job)
             if number is not None:
+                message = bare(cancel_header(number))
                 with suppress(ConnectionLost):
-                    connection.send(bare(cancel_header(number)))
+                    connection.send(message, later=message)
 
     def ready(self) -> str | None:
         """Return None if a request would be answered now, otherwise what is missing."""
-        return None if self._client.up else f"model {self._model}: {self._client.why_down}"
+        return None if self._client.up else self._no_worker
+
+    @property
+    def _no_worker(self) -> str:
+        """What clients read. Which process was lost at which address is in the log, for who runs the server."""
+        return f"model {self._model}: no worker answers; one is being started"
 
     def metrics(self) -> Mapping[str, float]:
         """Return the ingress's and the workers' metrics.
@@ -157,7 +180,7 @@ class RemoteCore:
             "lost_total": self._lost,
             "workers": self._client.up,
             "at_workers": self._client.open_calls,
-            **sum_metrics("worker_", list(self._worker_metrics.values())),
+            **sum_metrics("worker_", list(self._worker_metrics.values()), shared="hn_"),
         }
 
     def stop(self, *, drain_s: float) -> None:
@@ -206,11 +229,14 @@ class RemoteCore:
         if self._card is not None and self._card.version != version:
             self._card = replace(self._card, version=version)
 
-    def _on_lost(self, connection: Connection[RankJob], jobs: list[RankJob], why: str) -> None:
+    def _on_lost(self, connection: Connection[RankJob], jobs: list[RankJob], why: str) -> None:  # noqa: ARG002
         self._worker_metrics.pop(connection, None)
         self._lost += len(jobs)
         for job in jobs:
-            self._ask_another(job, WorkerUnavailable(why))
+            self._ask_another(job, self._unavailable(f"model {self._model}: its worker was lost"))
+
+    def _unavailable(self, why: str) -> WorkerUnavailable:
+        return WorkerUnavailable(why, retry_after_s=self._client.back_in_s)
 
     def _ask_another(self, job: RankJob, error: RankError) -> None:
         """Send a job once more if another worker is there and its client still waits: ranking has no side effects."""

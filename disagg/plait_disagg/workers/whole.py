@@ -42,6 +42,7 @@ class WholeCore:
         self._loop: BatchLoop[RankJob] = BatchLoop(
             self._work, name=f"rank {card.name}", knobs=knobs or WorkerKnobs(), clock=clock
         )
+        self.heartbeat = self._loop.heartbeat
 
     @property
     def card(self) -> ModelCard:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
-from plait_fabric.errors import BadHeader, ChannelClosed, FabricError, ProtocolViolation, RecvTimeout
+from plait_fabric.errors import BadHeader, ChannelClosed, FabricError, ProtocolViolation, RecvTimeout, SendTimeout
 from plait_fabric.link.clocks import Clock, MonotonicClock
 from plait_fabric.link.link import Link
 from plait_fabric.link.nic import Nic
@@ -131,9 +131,14 @@ class ModelledChannel:
         if KEY in header:
             release_all([buffer for buffer in buffers if isinstance(buffer, Lease)])
             raise BadHeader(f"the header key {KEY!r} belongs to the fabric")
-        with self._stamping:
+        if not self._stamping.acquire(timeout=-1 if timeout_s is None else timeout_s):
+            release_all([buffer for buffer in buffers if isinstance(buffer, Lease)])
+            raise SendTimeout(f"another message to {self.peer} has not left within {timeout_s} s")
+        try:
             stamp = self._stamp(sum(map(_payload_bytes, buffers)))
             self._inner.send({**header, KEY: stamp}, buffers, timeout_s=timeout_s)
+        finally:
+            self._stamping.release()
 
     def _stamp(self, nbytes: int) -> list[Any]:
         owed_s, self._owed_s = min(self._owed_s, _MAX_OWED_S), 0.0

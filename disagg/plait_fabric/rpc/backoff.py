@@ -10,10 +10,11 @@ __all__ = ["Backoff"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backoff:
-    """Exponential backoff: the pause doubles from `first_s` to `max_s`."""
+    """Exponential backoff: the pause doubles from `first_s` to `max_s`, which is what a replica that is back may wait
+    until its clients learn of it."""
 
     first_s: float = 0.1
-    max_s: float = 2.0
+    max_s: float = 0.5
 
     def wait_s(self, failures: int, rng: random.Random | None = None) -> float:
         """Return the pause after `failures` (>= 1) in a row. With `rng`, up to half of it is subtracted at random, so

@@ -7,12 +7,14 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Generic, TypeAlias, TypeVar
 
 from plait_fabric.errors import FabricError
 from plait_fabric.rpc.backoff import Backoff
 from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLost
 from plait_fabric.rpc.handshake import HANDSHAKE_S
+from plait_fabric.rpc.outages import Outages
 from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
 
 __all__ = ["Client", "Connect"]
@@ -49,13 +51,15 @@ class Client(Generic[T]):
         """Start dialling at once, one connection at a time, so that no two pick the same replica. Each has its own
         thread, which first calls `on_thread`."""
         self._connect = connect
-        self._protocol = protocol
+        self._report = protocol.on_lost
+        self._protocol = replace(protocol, on_lost=self._on_lost)
         self._name = name
         self._count, self._max_count = count, max(count, max_count or count)
         self._window = window
         self._backoff = backoff or Backoff()
         self._rng = rng or random.Random()
         self._on_thread = on_thread
+        self._outages = Outages()
         self._dialling = threading.Lock()
         self._changing = threading.Lock()
         self._stop = threading.Event()
@@ -80,6 +84,11 @@ class Client(Generic[T]):
         """Why no connection is up."""
         return "; ".join(sorted({connection.why_down for connection in self.connections}))
 
+    @property
+    def back_in_s(self) -> float:
+        """After how long a call is likely to be answered again, while no connection is up."""
+        return self._outages.back_in_s()
+
     def best(self, *, full: bool = False) -> Connection[T] | None:
         """Return the connection that is up with the fewest open calls, fewer than its window unless it may be `full`; a
         resting one only if all are resting."""
@@ -101,7 +110,7 @@ class Client(Generic[T]):
                 thread.join(HANDSHAKE_S)
 
     def _add(self) -> None:
-        connection = Connection(self._protocol, window=self._window)
+        connection = Connection(self._protocol, window=self._window, on_thread=self._on_thread)
         name = f"{self._name} connection {len(self._threads)}"
         thread = self._threads[connection] = threading.Thread(
             target=self._keep_up, args=(connection,), name=name, daemon=True
@@ -118,6 +127,8 @@ class Client(Generic[T]):
             except Exception as error:  # whatever it is: without its thread a connection would stay down for ever
                 if not isinstance(error, NoReplica | FabricError | ConnectionLost):
                     _log.exception("%s: cannot connect", self._name)
+                elif str(error) != connection.why_down:
+                    _log.warning("%s: cannot connect: %s", self._name, error)
                 connection.replica = ""
                 connection.why_down = str(error)
                 failures += 1
@@ -127,9 +138,15 @@ class Client(Generic[T]):
                 continue
             _log.info("%s: connected to %s", self._name, connection.replica)
             failures = 0
+            self._outages.found()
             self._is_wanted(connection)
             connection.read()
             connection.replica = ""
+
+    def _on_lost(self, connection: Connection[T], items: list[T], why: str) -> None:
+        if not self.up:
+            self._outages.lost()
+        self._report(connection, items, why)
 
     def _is_wanted(self, connection: Connection[T]) -> bool:
         """Return whether to keep a connection after a dial: if not, it is removed. Adds one more if all are up."""
@@ -150,4 +167,5 @@ class Client(Generic[T]):
             taken = frozenset(other.replica for other in self.connections if other is not connection) - {""}
             link = self._connect(taken)
             connection.replica = link.replica
+            self._outages.expect(link.start_s)
             return link

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from plait_fabric.errors import FabricError, FabricTimeout, RecvTimeout
+from plait_fabric.errors import FabricError, FabricTimeout, PoolExhausted, RecvTimeout, SendTimeout
 from plait_fabric.memory.pool import Pool
 from plait_fabric.protocols import Buffer, Channel, Header
 from plait_fabric.rpc.fields import WireError
 from plait_fabric.rpc.handshake import HANDSHAKE_S, greeting, read_greeting
+from plait_fabric.rpc.outbox import Outbox
 from plait_fabric.rpc.replicas import ReplicaLink
 from plait_fabric.values import Message
 
@@ -78,11 +79,16 @@ class ClientProtocol(Generic[T]):
 class Connection(Generic[T]):
     """One channel at a time to one replica at a time, and the calls open on it. Any thread may call.
 
-    `window`: how many calls should be open at most, for callers that choose among connections.
+    `window`: how many calls should be open at most, for callers that choose among connections. A caller that must not
+    wait, an event loop, gives `later` with its message: what the peer does not take at once is then packed and sent by
+    another thread, which first calls `on_thread`, and whoever made the call hears of a failure through `on_lost`.
     """
 
-    def __init__(self, protocol: ClientProtocol[T], *, window: int = 1) -> None:
+    def __init__(
+        self, protocol: ClientProtocol[T], *, window: int = 1, on_thread: Callable[[], None] = lambda: None
+    ) -> None:
         self._protocol = protocol
+        self._outbox = Outbox(name="outbox", on_thread=on_thread)
         self._channel: Channel | None = None
         self._open: dict[int, tuple[T, float]] = {}
         self._next_number = 0
@@ -122,8 +128,11 @@ class Connection(Generic[T]):
         if closed:
             channel.close()
 
-    def call(self, item: T, pack: Callable[[int, Pool], Packed]) -> int:
-        """Send a call, whose message `pack` makes from its number, and return that number.
+    def call(
+        self, item: T, pack: Callable[[int, Pool], Packed], *, later: Callable[[int, Pool], Packed] | None = None
+    ) -> int:
+        """Send a call, whose message `pack` makes from its number, and return that number. With `later`, `pack` must
+        not wait.
 
         Raises `ConnectionLost` if it was not accepted, a `FabricError` if its message does not fit the fabric (the
         channel stays open), or what `pack` raises.
@@ -134,16 +143,23 @@ class Connection(Generic[T]):
             self._next_number += 1
             self._open[number] = (item, time.monotonic())
         try:
-            self._send(channel, partial(pack, number))
+            if later is None:
+                self._send(channel, partial(pack, number))
+            elif not self._send_at_once(channel, partial(pack, number)):
+                self._outbox.post(partial(self._send_later, channel, partial(later, number), number))
         except BaseException as error:
             mine = self.take(number) is not None  # else on_lost was faster and has it
             if mine or not isinstance(error, ConnectionLost):
                 raise
         return number
 
-    def send(self, pack: Pack) -> None:
+    def send(self, pack: Pack, *, later: Pack | None = None) -> None:
         """Send a message that needs no answer. Raises as `call` does."""
-        self._send(self._usable(), pack)
+        channel = self._usable()
+        if later is None:
+            self._send(channel, pack)
+        elif not self._send_at_once(channel, pack):
+            self._outbox.post(partial(self._send_later, channel, later, None))
 
     def take(self, number: int) -> T | None:
         """Return the call with that number, once; None if it is not open (any more)."""
@@ -201,11 +217,42 @@ class Connection(Generic[T]):
             header, buffers = pack(channel.pool)
             channel.send(header, buffers, timeout_s=self._protocol.send_timeout_s)
         except FabricError as error:
-            hung = isinstance(error, FabricTimeout)
-            if error.channel_usable and not hung:
+            if error.channel_usable and not isinstance(error, FabricTimeout):
                 raise
-            channel.close()
-            raise ConnectionLost(self.replica, f"the peer was lost: {error}", hung=hung) from error
+            raise self._hung_up(channel, error) from error
+
+    def _send_at_once(self, channel: Channel, pack: Pack) -> bool:
+        """Send without waiting; return False if the peer does not take it now, or others wait already."""
+        if not self._outbox.is_empty:
+            return False
+        try:
+            header, buffers = pack(channel.pool)
+            channel.send(header, buffers, timeout_s=0.0)
+        except (PoolExhausted, SendTimeout) as error:
+            if error.channel_usable:
+                return False
+            raise self._hung_up(channel, error) from error
+        except FabricError as error:
+            if error.channel_usable:
+                raise
+            raise self._hung_up(channel, error) from error
+        return True
+
+    def _send_later(self, channel: Channel, pack: Pack, number: int | None) -> None:
+        """Send on the outbox's thread. If that fails and the call is still open here, it is lost."""
+        try:
+            self._send(channel, pack)
+        except Exception as error:
+            if not isinstance(error, ConnectionLost | FabricError):
+                _log.exception("a message for %s could not be sent", self.replica)
+            item = None if number is None else self.take(number)
+            if item is not None:
+                self._protocol.on_lost(self, [item], str(error))
+
+    def _hung_up(self, channel: Channel, error: FabricError) -> ConnectionLost:
+        channel.close()
+        hung = isinstance(error, FabricTimeout)
+        return ConnectionLost(self.replica, f"the peer was lost: {error}", hung=hung)
 
     def _read(self, channel: Channel) -> str:
         on_message, look_s = self._protocol.on_message, None if self._protocol.answer_timeout_s is None else _LOOK_S

@@ -47,10 +47,13 @@ def read_metrics(header: Header) -> Metrics | None:
     return metrics
 
 
-def sum_metrics(prefix: str, counted: Iterable[Metrics]) -> dict[str, float]:
-    """Add up the metrics of several servers, by prefixed name."""
+def sum_metrics(prefix: str, counted: Iterable[Metrics], *, shared: str | None = None) -> dict[str, float]:
+    """Add up the metrics of several servers, by prefixed name. What names that begin with `shared` count is the same
+    for all servers, those behind them, and so the max is kept."""
     total: dict[str, float] = {}
     for metrics in counted:
         for name, value in metrics.items():
-            total[prefix + name] = total.get(prefix + name, 0.0) + value
+            known = total.get(prefix + name, 0.0)
+            is_shared = shared is not None and name.startswith(shared)
+            total[prefix + name] = max(known, value) if is_shared else known + value
     return total

@@ -13,6 +13,7 @@ from plait_fabric.errors import FabricError
 from plait_fabric.rpc.backoff import Backoff
 from plait_fabric.rpc.client import Connect
 from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLost
+from plait_fabric.rpc.outages import Outages
 from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
 
 __all__ = ["Losses", "OnDemand"]
@@ -61,7 +62,13 @@ class OnDemand(Generic[T]):
         self._clock = clock
         self._failures = 0
         self._closed_until_s = -float("inf")
+        self._outages = Outages(clock=clock)
         self.current: Connection[T] | None = None
+
+    @property
+    def back_in_s(self) -> float:
+        """After how long a replica is likely to be found, while there is none."""
+        return self._outages.back_in_s()
 
     def get(self, losses: Losses) -> Connection[T]:
         """Return the current connection, or a new one. Raises `NoReplica`, without an attempt if the last one failed
@@ -80,6 +87,7 @@ class OnDemand(Generic[T]):
                 raise self._nobody(str(error)) from error
             else:
                 self._failures = 0
+                self._outages.found()
                 return self.current
         raise self._nobody(f"lost one after the other: {', '.join(sorted(losses.lost))}")
 
@@ -87,6 +95,7 @@ class OnDemand(Generic[T]):
         """Record that a connection was lost; the next `get` opens another one."""
         _log.warning("%s: replica %s: %s", self._name, error.replica, error)
         losses.add(error)
+        self._outages.lost()
         connection.close()
         if self.current is connection:
             self.current = None
@@ -118,11 +127,13 @@ class OnDemand(Generic[T]):
     def _greeted(self, link: ReplicaLink) -> Connection[T]:
         connection = Connection(self._protocol)
         connection.attach(link)
+        self._outages.expect(link.start_s)
         threading.Thread(target=connection.read, name=f"{self._name} answers", daemon=True).start()
         return connection
 
     def _nobody(self, why: str) -> NoReplica:
         self._failures += 1
+        self._outages.lost()
         pause_s = self._backoff.wait_s(self._failures)
         self._closed_until_s = self._clock() + pause_s
         _log.warning("%s: no replica answers; next try in %.1f s: %s", self._name, pause_s, why)

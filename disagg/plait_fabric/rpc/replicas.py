@@ -17,7 +17,8 @@ class NoReplica(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replica:
-    """The address and secret of one replica. `host` names its machine; it has `channels` clients."""
+    """The address and secret of one replica. `host` names its machine; it has `channels` clients, and took `start_s` to
+    start, if that is known."""
 
     name: str
     host: str
@@ -25,14 +26,17 @@ class Replica:
     secret: bytes = field(repr=False)
     channels: int = 0
     pid: int = 0
+    start_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReplicaLink:
-    """A fresh channel to a replica, and the name by which to leave that replica out next time."""
+    """A fresh channel to a replica, the name by which to leave that replica out next time, and how long it took to
+    start."""
 
     replica: str
     channel: Channel
+    start_s: float | None = None
 
 
 def in_order(
@@ -68,9 +72,11 @@ def connect_to_one(
     reasons: list[str] = []
     for replica, address in in_order(replicas, left_out, host=host, chance=chance):
         try:
-            return ReplicaLink(replica=replica.name, channel=dial(address, replica.secret))
+            channel = dial(address, replica.secret)
         except FabricError as error:
             reasons.append(f"{replica.name} at {address}: {error}")
+        else:
+            return ReplicaLink(replica=replica.name, channel=channel, start_s=replica.start_s)
     raise NoReplica("; ".join(reasons) or "there is no other replica")
 
 

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Self
 
-from plait_fabric.errors import ChannelClosed, FabricError, FrameTooLarge, PeerLost, ProtocolViolation
+from plait_fabric.errors import ChannelClosed, FabricError, FrameTooLarge, PeerLost, ProtocolViolation, SendTimeout
 from plait_fabric.memory.pool import Pool, release_all
 from plait_fabric.protocols import Buffer, Header
 from plait_fabric.transport.frames import encode_header
@@ -90,12 +90,16 @@ class ChannelBase(ABC):
                 nbytes += part.nbytes
             if not self._limits.hold(len(encoded), len(parts), nbytes):
                 self._limits.check(header_bytes=len(encoded), buffers=len(parts), message_bytes=nbytes)
-            with self._sending:
+            if not self._sending.acquire(timeout=-1 if timeout_s is None else timeout_s):
+                raise SendTimeout(f"another message to {self._peer} has not left within {timeout_s} s")
+            try:
                 if self._failure is not None:
                     self._raise_if_unusable()
                 self._deliver(encoded, parts, _NEVER if timeout_s is None else Deadline(timeout_s))
                 messages, sent_bytes = self._sent
                 self._sent = (messages + 1, sent_bytes + nbytes)
+            finally:
+                self._sending.release()
         except BaseException:
             release_all(leases_of(parts))
             raise

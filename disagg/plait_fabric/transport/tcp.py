@@ -60,6 +60,8 @@ __all__ = ["TcpChannel", "connect", "listen"]
 
 _GATHER = 512
 """Max buffers per `sendmsg`; IOV_MAX is 1024 on Linux."""
+_SURELY_FITS = 8_192
+"""A socket counts as writable while a third of its buffer is free, and the smallest buffer has 87,040 bytes."""
 _KEEPALIVE_PROBES = 3
 
 
@@ -156,9 +158,16 @@ class TcpChannel(ChannelBase):
         head = pack_head(
             FrameKind.MESSAGE, header, pack_lengths(lengths), buffers=len(lengths), payload_bytes=sum(lengths)
         )
+        if deadline.timeout_s == 0:
+            self._raise_unless_it_fits(len(head) + sum(lengths))
         self._write([memoryview(head), *(view for view in views if view.nbytes)], deadline)
         for lease in leases_of(parts):
             lease.release()
+
+    def _raise_unless_it_fits(self, nbytes: int) -> None:
+        """Refuse what a send without waiting might leave half sent."""
+        if nbytes > _SURELY_FITS or not self._writable.wait(0.0):
+            raise SendTimeout(f"the peer {self._peer} takes {nbytes} bytes only in time")
 
     def _write(self, views: list[memoryview], deadline: Deadline) -> None:
         whole = views

@@ -62,6 +62,7 @@ class Cluster:
     ) -> Cluster:
         """Start our own Ray, listening on the loopback interface only, and Serve's HTTP proxy on `port`."""
         prepare_environment(token_path)
+        prepare_proxies(config)
         import ray
 
         ray.init(
@@ -302,7 +303,21 @@ def prepare_environment(token_path: Path) -> None:
     os.environ.setdefault("RAY_worker_niceness", "0")
     # Serve ends a proxy that fails three checks of 5 s, and starts another: a busy machine may need longer for one.
     os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
+    # Ray takes 127.0.0.1 for a mistake and listens on all interfaces, except where no other machines are to take part:
+    # the switch is named after the systems on which that is the default.
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    # And it notices that the proxy is dead when its third check fails. Nothing listens until then.
+    os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "1")
     os.environ.pop("RAY_ADDRESS", None)
+
+
+def prepare_proxies(config: PlaitConfig) -> None:
+    """Set what Serve's proxies need to check requests as the ingress does; a callback of the user's own stays."""
+    from plait_serving.deployments.proxy import CALLBACK_VARIABLE, HOSTS_VARIABLE, proxy_environment
+
+    ours = proxy_environment(config.server.answered_hosts)
+    os.environ.setdefault(CALLBACK_VARIABLE, ours[CALLBACK_VARIABLE])
+    os.environ[HOSTS_VARIABLE] = ours[HOSTS_VARIABLE]
 
 
 def _url(host: str, port: int) -> str:

@@ -11,7 +11,7 @@ from plait.errors import ServeError, StateError
 from plait.server import processes
 from plait.server.state import PortState, scratch_root
 
-__all__ = ["clean_up", "clean_up_others", "remove_ray_folder"]
+__all__ = ["clean_up", "clean_up_others", "remove_ray_folder", "remove_sockets"]
 
 
 def clean_up(state: PortState) -> tuple[processes.ProcessId, ...]:
@@ -28,6 +28,7 @@ def clean_up(state: PortState) -> tuple[processes.ProcessId, ...]:
         if survivors := processes.end(left):
             raise ServeError(f"could not end process {survivors[0].pid} that an earlier run left behind")
         remove_ray_folder(Path(record.ray_folder), logs_to=None)
+        remove_sockets()
     state.forget()
     return ended
 
@@ -41,6 +42,14 @@ def clean_up_others(root: Path) -> None:
                 clean_up(other)
             finally:
                 other.release()
+
+
+def remove_sockets() -> None:
+    """Remove the sockets of replicas that are gone: Ray kills its actors, which can then remove nothing themselves."""
+    from plait_serving.deployments.fabric_endpoints import remove_stale_sockets, socket_folder
+
+    with contextlib.suppress(OSError):
+        remove_stale_sockets(socket_folder())
 
 
 def remove_ray_folder(folder: Path, *, logs_to: Path | None) -> None:

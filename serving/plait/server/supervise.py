@@ -23,7 +23,7 @@ from plait.errors import PlaitError, ServeError
 from plait.server import processes
 from plait.server.cluster import Cluster
 from plait.server.console import Console
-from plait.server.leftovers import clean_up, clean_up_others, remove_ray_folder
+from plait.server.leftovers import clean_up, clean_up_others, remove_ray_folder, remove_sockets
 from plait.server.ports import check_port, free_port, health, hold_port, with_port
 from plait.server.restarts import versions
 from plait.server.state import PortState, RunRecord, scratch_root, state_root
@@ -253,6 +253,7 @@ class _Run:
             known |= processes.members(self._run_id, os.getpid())
             left = processes.end(known, grace_s=0.0 if hurry() else 2.0)
             remove_ray_folder(self._ray_folder, logs_to=self._state.folder / "ray-logs" if keep_logs else None)
+            remove_sockets()
         if not left:
             self._state.forget()
         self._console.progress("plait: stopped")

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import uvicorn
 from starlette.types import ASGIApp
 
+from plait_serving.deployments.prompt_protocol import PromptHttpProtocol
+
 __all__ = ["Direct", "DirectListener"]
 
 _log = logging.getLogger(__name__)
@@ -66,6 +68,7 @@ class DirectListener:
         """Serve the application here without running its lifespan; on exit, do what `refuse_new` does."""
         config = uvicorn.Config(
             app,
+            http=PromptHttpProtocol,
             lifespan="off",
             ws="none",
             log_config=None,

@@ -15,8 +15,9 @@ from plait_fabric.gil import shorten_gil_interval
 from plait_serving.deployments.direct import Direct, DirectListener
 from plait_serving.deployments.images.handle import HandleImageService
 from plait_serving.deployments.logs import configure_logging
+from plait_serving.deployments.metrics import AllReplicas, MetricsText, this_process
 from plait_serving.deployments.ranking.source import RankModel
-from plait_serving.http.context import HttpSettings
+from plait_serving.http.context import HttpSettings, RouteContext
 
 if TYPE_CHECKING:
     from fastapi import APIRouter, FastAPI
@@ -49,6 +50,8 @@ class Ingress:
         self._ranking = _ranking_service(ranking or {})
         self._answers = OpenResponses()
         self._direct = None if direct is None else DirectListener(direct)
+        self._context: RouteContext | None = None
+        self._ingresses = AllReplicas(_handle_of_this_deployment)
 
     def check_health(self) -> None:
         """Raise if the replica is unhealthy; Serve then restarts it."""
@@ -62,6 +65,18 @@ class Ingress:
             self._direct.refuse_new()
         return await self._answers.wait_until_none(drain_s)
 
+    async def metrics_text(self) -> MetricsText:
+        """Return what this replica counts."""
+        from plait_serving.http.metrics import own_text
+
+        text = "" if self._context is None else await own_text(self._context)
+        return MetricsText(replica=this_process(), text=text)
+
+    async def _neighbours(self) -> list[str]:
+        """Return what the other replicas count."""
+        texts = await self._ingresses.texts()
+        return [text for name, text in texts.items() if name != this_process()]
+
     def __serve_build_asgi_app__(self) -> ASGIApp:  # Serve's name for it
         """Return the ASGI application; Serve calls this after the constructor."""
         from plait_serving.http.app import create_app
@@ -72,12 +87,22 @@ class Ingress:
             ranking=self._ranking,
             routers=self._routers(),
             lifespan=None if self._direct is None else self._answer_directly,
+            neighbours=self._neighbours,
         )
+        self._context = app.state.context
         return self._answers.count(without_request_id(app))
 
     def _answer_directly(self, app: FastAPI) -> AbstractAsyncContextManager[None]:
         assert self._direct is not None
         return self._direct.answering(self._answers.count(app))
+
+
+def _handle_of_this_deployment() -> Any:
+    """Return a handle of the deployment that this process is a replica of. Asks Serve's controller."""
+    from ray import serve
+
+    here = serve.get_replica_context()
+    return serve.get_deployment_handle(here.deployment, here.app_name)
 
 
 def _ranking_service(models: Mapping[str, RankModel]) -> RankingService | None:

@@ -15,6 +15,7 @@ from functools import wraps
 from importlib import import_module
 from typing import Any, ClassVar, Protocol
 
+import plait_serving.deployments.start_time  # noqa: F401  # its clock starts with the import
 from plait_serving.deployments.threads import choose_omp_wait, unset_ray_threads
 from plait_serving.imports import importing
 from plait_serving.ranking.config import OmpWait
@@ -103,8 +104,8 @@ class EngineMethods(ReplicaMethods, Protocol):
     async def health(self) -> Any:
         """Return whether the replica would answer now."""
 
-    async def metrics_text(self) -> str:
-        """Return the metrics in Prometheus' text format."""
+    async def metrics_text(self) -> Any:
+        """Return the metrics and the replica's name."""
 
     async def drain(self, drain_s: float) -> None:
         """Refuse new requests and finish those that run."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 LOG_PATH_VARIABLE = "PLAIT_LOG_PATH"
 """Set by `plait serve` for everything it starts: all processes append to one file, whole lines at a time."""
 
-OUR_LOGGERS = ("plait", "plait_serving", "plait_disagg", "plait_kernels")
+OUR_LOGGERS = ("plait", "plait_serving", "plait_disagg", "plait_fabric", "plait_kernels")
 
 
 def configure_logging(replica: str, environ: Mapping[str, str]) -> None:

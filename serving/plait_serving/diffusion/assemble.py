@@ -18,7 +18,6 @@ from plait_serving.diffusion.controlnet.local import LocalControlNetClient
 from plait_serving.diffusion.controlnet.model import load_controlnet
 from plait_serving.diffusion.controlnet.placed import PlacedControlNetClient
 from plait_serving.diffusion.controlnet.placement import StepTimes, measure, probe_sizes, time_step_s
-from plait_serving.diffusion.costs import StepCosts
 from plait_serving.diffusion.decoding import Decoder
 from plait_serving.diffusion.denoisers.unet import UNetDenoiser
 from plait_serving.diffusion.engine import Engine
@@ -33,6 +32,7 @@ from plait_serving.diffusion.lora.targets import LoraTargets
 from plait_serving.diffusion.memory import available_bytes, gigabytes, pixels_that_fit
 from plait_serving.diffusion.preparation import Preparer, default_prepared_folder, preparer_for
 from plait_serving.diffusion.protocols import ControlCall, ControlNetClient, StepCall
+from plait_serving.diffusion.queue.costs import StepCosts
 from plait_serving.diffusion.safety import safety_of
 from plait_serving.diffusion.samplers import sampler_factory
 from plait_serving.diffusion.stepper import Stepper
@@ -144,8 +144,7 @@ def _build(
 ) -> Assembled:
     folder = resolve_source(settings.model, settings.revision, fetch_from_hub)
     knobs = _LiveKnobs(settings.knobs)
-    preparer = _preparer(settings, knobs)
-    takeover = Takeover(preparer, folder)
+    takeover = Takeover(preparer := _preparer(settings, knobs), folder)
     bundle = _bundle(settings, folder, mapped=takeover.mapped)
     weights = takeover.unet_weights(bundle)
     texts = {f"text_encoder{'' if i == 0 else f'_{i + 1}'}": part for i, part in enumerate(bundle.text_encoders)}

@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from plait_fabric.heartbeat import ThreadHeartbeat
 from plait_serving.diffusion.protocols import Denoiser, SafetyChecker
 from plait_serving.diffusion.values import RgbImage
 
@@ -60,6 +61,8 @@ class DecodeQueue:
 
     def __init__(self, *, set_threads: Callable[[int], None], clock: Callable[[], float]) -> None:
         self._clock = clock
+        self.heartbeat = ThreadHeartbeat(clock)
+        """Of the decode thread; a decode on the compute thread is part of that thread's work."""
         self._aside = ThreadPoolExecutor(1, "plait-decode", initializer=set_threads, initargs=(1,))
         self._last_aside: Future[bool] | None = None
         self._waiting: deque[tuple[torch.Tensor, Callable[[torch.Tensor], bool]]] = deque()
@@ -76,7 +79,7 @@ class DecodeQueue:
             latents, use = self._waiting.popleft()
             size, on_cpu = latents.numel(), latents.device.type == "cpu"
             if not decodes_here(on_cpu=on_cpu, stepping=stepping, expected_s=self._seconds.get(size)):
-                self._last_aside = self._aside.submit(use, latents)
+                self._last_aside = self._aside.submit(self._use_aside, use, latents)
                 continue
             if self._last_aside is not None:
                 self._last_aside.result()  # a request's preview comes before its images
@@ -92,3 +95,10 @@ class DecodeQueue:
         while self.run_next(stepping=False):
             pass
         self._aside.shutdown()
+
+    def _use_aside(self, use: Callable[[torch.Tensor], bool], latents: torch.Tensor) -> bool:
+        self.heartbeat.begin("a decode beside the steps")
+        try:
+            return use(latents)
+        finally:
+            self.heartbeat.rest()

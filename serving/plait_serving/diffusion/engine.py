@@ -14,18 +14,18 @@ from concurrent.futures import Future
 
 from plait_fabric.threads import set_threads
 from plait_serving.diffusion.admission import ImageLimits, check_prompts, check_request
-from plait_serving.diffusion.costs import StepCosts
 from plait_serving.diffusion.decoding import DecodeQueue, Decoder
 from plait_serving.diffusion.errors import DeadlineMissed
-from plait_serving.diffusion.forecast import WorkForecast
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.loop import SURELY_LATE, DenoiseLoop
 from plait_serving.diffusion.protocols import ControlNetClient, Denoiser, LoraProvider
-from plait_serving.diffusion.queue_bounds import QueueBounds
+from plait_serving.diffusion.queue.bounds import QueueBounds
+from plait_serving.diffusion.queue.costs import StepCosts
+from plait_serving.diffusion.queue.forecast import WorkForecast
+from plait_serving.diffusion.queue.usage import TenantUsage, UsageLedger
 from plait_serving.diffusion.request_registry import EngineStatistics, RequestRegistry
 from plait_serving.diffusion.stepper import Stepper
 from plait_serving.diffusion.units import ImageJob, SpentSeconds
-from plait_serving.diffusion.usage import TenantUsage, UsageLedger
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest, ImageResult, LoraSet
 
 
@@ -99,6 +99,11 @@ class Engine:
     def alive(self) -> bool:
         """Whether the compute thread runs and takes requests."""
         return self._compute.is_alive() and self._registry.takes_requests
+
+    def check_progress(self) -> None:
+        """Raise `Stuck` if the compute or the decode thread hangs. Call every few seconds."""
+        self._loop.heartbeat.check()
+        self._decodes.heartbeat.check()
 
     @property
     def limits(self) -> ImageLimits:

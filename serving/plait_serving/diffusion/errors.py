@@ -12,6 +12,7 @@ EngineError
 ├── ControlNetUnavailable   no replica of that ControlNet answers
 ├── NumericalError          a row turned NaN or infinite; batch mates are unharmed
 ├── OutOfMemory             one request alone does not fit the device
+├── KillsReplicas           two replicas died with the request, one after the other; it is not tried again
 └── EngineStopped           the engine is shutting down or its compute thread died
 """
 
@@ -23,10 +24,12 @@ class EngineError(Exception):
 
     code = "engine_error"
 
-    def __init__(self, message: str, *, param: str | None = None) -> None:
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
+        """`retry_after_s`: when the same request may succeed, if that is known."""
         super().__init__(message)
         self.message = message
         self.param = param
+        self.retry_after_s = retry_after_s
 
     def __reduce__(self) -> tuple[object, ...]:
         """Keep every attribute when pickled: errors cross a Ray handle."""
@@ -55,10 +58,6 @@ class Refused(EngineError):
     """The request is valid but cannot be taken now."""
 
     code = "refused"
-
-    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
-        super().__init__(message, param=param)
-        self.retry_after_s = retry_after_s
 
 
 class Overloaded(Refused):
@@ -107,6 +106,12 @@ class OutOfMemory(EngineError):
     """One request alone does not fit the device."""
 
     code = "out_of_memory"
+
+
+class KillsReplicas(EngineError):
+    """The request was there each time when replicas died one after the other; it is not tried again."""
+
+    code = "request_kills_replicas"
 
 
 class EngineStopped(EngineError):

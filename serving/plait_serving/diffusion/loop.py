@@ -9,17 +9,18 @@ from functools import partial
 
 import torch
 
-from plait_serving.diffusion.costs import StepCosts
+from plait_fabric.heartbeat import ThreadHeartbeat
 from plait_serving.diffusion.decoding import DecodeQueue, Decoder
 from plait_serving.diffusion.errors import Cancelled, DeadlineMissed, EngineError, EngineStopped
-from plait_serving.diffusion.forecast import StepKind, WorkForecast
 from plait_serving.diffusion.knobs import EngineKnobs
-from plait_serving.diffusion.policy import BatchLimits, Candidate, Costs, choose, overtaken_by
+from plait_serving.diffusion.queue.costs import StepCosts
+from plait_serving.diffusion.queue.forecast import StepKind, WorkForecast
+from plait_serving.diffusion.queue.policy import BatchLimits, Candidate, Costs, choose, overtaken_by
+from plait_serving.diffusion.queue.shares import TenantShares
+from plait_serving.diffusion.queue.usage import UsageLedger
 from plait_serving.diffusion.request_registry import RequestRegistry, result_of
-from plait_serving.diffusion.shares import TenantShares
 from plait_serving.diffusion.stepper import Outcome, Stepper
 from plait_serving.diffusion.units import ImageJob, RequestPhase, Unit, cut_into_units
-from plait_serving.diffusion.usage import UsageLedger
 from plait_serving.diffusion.values import Failed, Finished, LoraSet, Preview, Progress
 
 _log = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ class DenoiseLoop:
         self._knobs = knobs
         self._set_threads = set_threads
         self._clock = clock
+        self.heartbeat = ThreadHeartbeat(clock)
         self._between_steps: deque[Callable[[], None]] = deque()
         self._jobs: list[ImageJob] = []
         self._next_order = 0
@@ -98,6 +100,7 @@ class DenoiseLoop:
 
     def _iterate(self, knobs: EngineKnobs) -> None:
         """Decode, or run one step of one group, or wait briefly."""
+        self.heartbeat.begin("the work between two steps")
         self._run_between_steps()
         self._take_in(knobs)
         self._drop_lost()
@@ -107,6 +110,7 @@ class DenoiseLoop:
         if batch:
             self._run_batch(batch, merged)
         else:
+            self.heartbeat.rest()
             wait_s = min(_IDLE_POLL_S, knobs.batch_wait_ms / 1000 or _IDLE_POLL_S)
             self._registry.wait_for_news(wait_s if self._jobs else None)
 
@@ -192,6 +196,7 @@ class DenoiseLoop:
             prepared = [unit for unit in batch if self._prepare(unit, until_s)]
             if not prepared:
                 return
+            self._begin_step(prepared)
             started_s = self._clock()
             outcomes = self._stepper.step(prepared, _wants_preview)
             seconds = self._clock() - started_s
@@ -212,6 +217,12 @@ class DenoiseLoop:
         for unit, outcome in zip(prepared, outcomes, strict=True):
             self._settle(unit, outcome)
         self._registry.set_stepping(sum(1 for job in self._jobs if any(unit.step for unit in job.units)))
+
+    def _begin_step(self, batch: list[Unit]) -> None:
+        rows = sum(unit.rows for unit in batch)
+        key = batch[0].candidate(self._stepper.live_loras).key
+        expected_s = self._costs.measured_s(key, rows) if self._stepper.settled else None
+        self.heartbeat.begin(f"a step of {rows} rows at {key.width}x{key.height}", expected_s)
 
     def _prepare(self, unit: Unit, until_s: float) -> bool:
         """Return whether the unit can take part now; if preparing fails, only its job fails."""

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from plait_serving.diffusion.errors import Cancelled, EngineStopped, Overloaded
-from plait_serving.diffusion.queue_bounds import QueueBounds, QueuedWork, wait_s
+from plait_serving.diffusion.queue.bounds import QueueBounds, QueuedWork, wait_s
+from plait_serving.diffusion.queue.usage import UsageLedger
 from plait_serving.diffusion.units import ImageJob, RequestPhase
-from plait_serving.diffusion.usage import UsageLedger
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageResult, RgbImage, Timings
 
 _log = logging.getLogger(__name__)

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from plait_serving.diffusion.costs import StepCosts
 from plait_serving.diffusion.errors import EngineError, LoraError, NumericalError
-from plait_serving.diffusion.policy import GroupKey
 from plait_serving.diffusion.protocols import Conditioning, LoraLease, LoraWeights, StepCall
+from plait_serving.diffusion.queue.costs import StepCosts
+from plait_serving.diffusion.queue.policy import GroupKey
 from plait_serving.diffusion.values import ImageRequest, LoraSet, PromptSize
 
 

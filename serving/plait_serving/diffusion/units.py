@@ -13,8 +13,8 @@ from enum import Enum, auto
 import torch
 
 from plait_serving.diffusion.errors import EngineStopped
-from plait_serving.diffusion.policy import Candidate, GroupKey
 from plait_serving.diffusion.protocols import ActiveControl, Conditioning, Encoding, LoraLease, RequestSampler
+from plait_serving.diffusion.queue.policy import Candidate, GroupKey
 from plait_serving.diffusion.values import Event, ImageRequest, LoraSet
 
 
@@ -39,7 +39,7 @@ NEXT: dict[RequestPhase, frozenset[RequestPhase]] = {
 @dataclass(slots=True, eq=False)
 class SpentSeconds:
     """Seconds by kind, for `Timings`. `loaded_at_s`: when the LoRA set arrived; `charged_s`: its share of the compute
-    thread's time (`forecast`)."""
+    thread's time (`queue/forecast.py`)."""
 
     accepted_at_s: float
     loaded_at_s: float | None = None

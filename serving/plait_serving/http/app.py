@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
+from copy import deepcopy
 from typing import Any, Protocol
 
 from fastapi import APIRouter, FastAPI
@@ -16,11 +17,11 @@ from starlette.responses import Response
 
 from plait_disagg.errors import RankError
 from plait_serving.diffusion.errors import EngineError
-from plait_serving.http import health, metrics, models, usage
+from plait_serving.http import document, health, metrics, models, usage
 from plait_serving.http.context import HttpSettings, RouteContext, installed_version
 from plait_serving.http.edge.auth import AuthMiddleware
-from plait_serving.http.edge.body_limit import BodyLimitMiddleware, BodyTooLarge
-from plait_serving.http.edge.errors import ApiError, ClientDisconnected, wire_error
+from plait_serving.http.edge.body_limit import BodyLimitMiddleware
+from plait_serving.http.edge.errors import ApiError, BodyRefused, ClientDisconnected, wire_error
 from plait_serving.http.edge.hosts import HostMiddleware
 from plait_serving.http.edge.request_id import RequestIdMiddleware
 from plait_serving.http.edge.tenants import RateMiddleware
@@ -57,11 +58,14 @@ class _App(FastAPI):
 
     def openapi(self) -> dict[str, Any]:
         """Return the schema; it is built once."""
+        if self.openapi_schema is not None:
+            return self.openapi_schema
         schema = super().openapi()
         if self.state.context.ranking is not None:
             from plait_serving.http.ranking.v2 import INFER_DOCUMENTATION
 
-            schema["paths"].update(INFER_DOCUMENTATION)
+            schema["paths"].update(deepcopy(dict(INFER_DOCUMENTATION)))
+        document.complete(schema)
         return schema
 
 
@@ -72,10 +76,11 @@ def create_app(
     ranking: RankingService | None = None,
     routers: Sequence[APIRouter] = (),
     lifespan: Lifespan | None = None,
+    neighbours: Callable[[], Awaitable[Sequence[str]]] | None = None,
 ) -> FastAPI:
     """Return the application, with only the routes of what is given, and any additional `routers`. The interactive
     documentation pages are off: they load scripts from a CDN."""
-    context = RouteContext(images=images, settings=settings, ranking=ranking)
+    context = RouteContext(images=images, settings=settings, ranking=ranking, neighbours=neighbours)
     return app_from_context(context, routers=routers, lifespan=lifespan)
 
 
@@ -142,7 +147,7 @@ async def _client_gone(request: Request, error: Exception) -> Response:  # noqa:
 async def _http_error(request: Request, error: Exception) -> Response:
     """Answer the errors that Starlette itself raises: no such route, wrong method, an unreadable body."""
     assert isinstance(error, HTTPException)
-    if isinstance(error, BodyTooLarge):
+    if isinstance(error, BodyRefused):
         return wire_error(error.error).response(request.url.path)
     where = f"{request.method} {request.url.path}"
     message, code = {

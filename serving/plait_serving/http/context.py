@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
@@ -56,13 +56,15 @@ class HttpSettings:
 class RouteContext:
     """The services, the settings and the few impure things that routes use, so that tests can fix them.
 
-    `images` is None on a server that only ranks; an image-only server has no `ranking`.
+    `images` is None on a server that only ranks; an image-only server has no `ranking`. `neighbours` returns what the
+    other replicas of the ingress count, where there may be any.
     """
 
     images: ImageService | None
     settings: HttpSettings
     ranking: RankingService | None = None
     metrics: HttpMetrics = field(default_factory=HttpMetrics)
+    neighbours: Callable[[], Awaitable[Sequence[str]]] | None = None
     now_s: Callable[[], float] = time.time
     monotonic_s: Callable[[], float] = time.monotonic
     random_seed: Callable[[], int] = random_seed

@@ -13,7 +13,13 @@ from plait_serving.http.context import ContextDep, installed_version
 router = APIRouter(tags=["operations"])
 
 
-@router.get("/health", summary="Ready to make images, and to rank?")
+_NOT_READY = {
+    "description": "Not ready; `reason` says what is missing",
+    "content": {"application/json": {"schema": {"type": "object", "required": ["status", "ready", "reason"]}}},
+}
+
+
+@router.get("/health", summary="Ready to make images, and to rank?", responses={503: _NOT_READY})
 async def health(context: ContextDep) -> JSONResponse:
     """Return 200 if the server is ready, else 503 with the reason.
 

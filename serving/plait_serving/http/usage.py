@@ -8,9 +8,10 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends
 from prometheus_client.parser import text_string_to_metric_families
 
+from plait_serving.diffusion.errors import EngineStopped
 from plait_serving.http.context import ContextDep
 from plait_serving.http.edge.auth import Principal, Role, principal
-from plait_serving.http.metrics import TENANT_PREFIX, exposition
+from plait_serving.http.metrics import NO_IMAGES, TENANT_PREFIX, exposition
 
 __all__ = ["router", "usage_of"]
 
@@ -23,7 +24,10 @@ async def usage(context: ContextDep, who: Annotated[Principal, Depends(principal
 
     A replica that is started again counts from 0, like all its metrics: for bills, keep them in Prometheus.
     """
-    found = usage_of(await exposition(context))
+    text = await exposition(context)
+    if NO_IMAGES in text:
+        raise EngineStopped("the engine, which keeps the account, does not answer", retry_after_s=1.0)
+    found = usage_of(text)
     seen = found if who.role is Role.ADMIN else {who.tenant: found.get(who.tenant, {})}
     return {"object": "list", "data": [{"object": "usage", "tenant": name, **seen[name]} for name in sorted(seen)]}
 

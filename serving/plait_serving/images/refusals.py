@@ -1,7 +1,7 @@
 """Answers a flood where it arrives: for a moment after the engine refused a tenant, so does the ingress.
 
 An engine's refusal costs a call into its process, whose interpreter is busy with images. Whether a tenant's queue has
-room does not depend on the request (`queue_bounds`), and it has none again for `retry_after_s`.
+room does not depend on the request (`queue/bounds.py`), and it has none again for `retry_after_s`.
 """
 
 from __future__ import annotations

@@ -50,12 +50,14 @@ class ControlNetCard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Catalog:
-    """What can be requested now; LoRAs may come and go while the server runs."""
+    """What can be requested now; LoRAs may come and go while the server runs. `start_s`: how long the process that
+    answers took to start, if it is one of several."""
 
     model: BaseModelCard
     loras: tuple[LoraCard, ...] = ()
     controlnets: tuple[ControlNetCard, ...] = ()
     preprocessors: tuple[str, ...] = ()
+    start_s: float | None = None
 
     def has_lora(self, name: str) -> bool:
         """Return whether a LoRA of that name exists."""

@@ -23,6 +23,7 @@ import numpy.typing as npt
 import orjson
 
 from plait_disagg.errors import BadInput
+from plait_serving.ranking.unique import check_unique
 
 __all__ = [
     "DTYPES",
@@ -90,11 +91,13 @@ def parse_infer(body: bytes, header_length: int | None, *, max_json_bytes: int) 
     with np.errstate(over="ignore"):  # a number beyond its datatype becomes infinity
         arrays = _arrays(document.get("inputs"), body, header_length)
     binary_output = _flag(parameters, BINARY_OUTPUT, "parameters", default=False)
+    outputs = _outputs(document.get("outputs"), binary_output)
+    check_unique(body, end, _members(document))
     return InferBody(
         id=_id(document.get("id")),
         parameters=parameters,
         arrays=arrays,
-        outputs=_outputs(document.get("outputs"), binary_output),
+        outputs=outputs,
         binary_output=binary_output,
     )
 
@@ -139,6 +142,16 @@ def _document(json: memoryview, max_bytes: int) -> dict[str, Any]:
         raise BadInput("the body must be a JSON object")
     _check_fields(document, _BODY_FIELDS, "")
     return document
+
+
+def _members(document: Mapping[str, Any]) -> int:
+    """Return how many members the objects of a valid document have together."""
+    count = len(document) + len(document.get("parameters") or ())
+    for data in chain(document["inputs"], document.get("outputs") or ()):
+        count += len(data)
+        if "parameters" in data:
+            count += len(data["parameters"] or ())
+    return count
 
 
 def _check_fields(data: Mapping[str, Any], known: frozenset[str], where: str) -> None:

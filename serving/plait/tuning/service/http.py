@@ -20,7 +20,6 @@ from plait_autoconfig.report.page import POLICY
 from plait_serving.http.context import ContextDep
 from plait_serving.http.edge.auth import Principal, require_admin
 from plait_serving.http.edge.errors import ApiError
-from plait_serving.http.edge.schemas import ErrorBody
 from plait_serving.http.edge.sse import EventStream
 
 __all__ = ["TuningService", "tuning_router"]
@@ -82,7 +81,6 @@ def tuning_router(service: TuningService, *, poll_s: float = 1.0) -> APIRouter:
         prefix="/v1/tuning/jobs",
         tags=["tuning"],
         dependencies=[Depends(require_admin)],
-        responses={"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
     )
     answers = _Translated()
 
@@ -111,7 +109,7 @@ def tuning_router(service: TuningService, *, poll_s: float = 1.0) -> APIRouter:
         async with answers:
             return await service.cancel(job_id)
 
-    @router.get("/{job_id}/events", summary="Follow a tuning job", response_class=Response)
+    @router.get("/{job_id}/events", summary="Follow a tuning job", response_class=Response, responses={200: _EVENTS})
     async def events(job_id: str, request: Request, context: ContextDep) -> Response:
         """Stream server-sent events until the job is over; `last-event-id` resumes a broken connection."""
         known = _known(request.headers.get("last-event-id"))
@@ -135,6 +133,8 @@ def tuning_router(service: TuningService, *, poll_s: float = 1.0) -> APIRouter:
 
     return router
 
+
+_EVENTS: dict[str, Any] = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
 
 _BODY = {
     "requestBody": {

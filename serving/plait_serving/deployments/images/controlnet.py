@@ -40,6 +40,7 @@ from plait_serving.deployments.fabric_endpoints import (
     socket_folder,
 )
 from plait_serving.deployments.logs import configure_logging
+from plait_serving.deployments.start_time import seconds_to_start
 from plait_serving.diffusion.controlnet.model import load_controlnet
 from plait_serving.diffusion.controlnet.service import ControlNetService, ServiceLimits
 from plait_serving.diffusion.errors import ControlNetUnavailable
@@ -112,6 +113,7 @@ class ControlNetDeployment:
             limits=ServiceLimits(largest_batch_rows=chosen.largest_batch_rows),
             threads=cpu_threads(chosen.threads),
         )
+        self._start_s = seconds_to_start()
         _log.info(
             "ControlNet %s (%s on %s) listens at %s", name, runner.dtype, place, ", ".join(self._service.addresses)
         )
@@ -125,6 +127,7 @@ class ControlNetDeployment:
             secret=self._secret,
             channels=self._service.statistics().channels,
             pid=os.getpid(),
+            start_s=self._start_s,
         )
 
     async def statistics(self) -> dict[str, float]:
@@ -143,6 +146,7 @@ class ControlNetDeployment:
         raising."""
         if not self._service.alive:
             raise RuntimeError("the ControlNet's compute thread has died")
+        self._service.check_progress()
 
     def __del__(self) -> None:
         """Shut down when Serve removes the replica: requests that have arrived are answered, then clients move

@@ -10,11 +10,14 @@ import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from plait_serving.deployments.fabric_endpoints import declare_thread_cap
-from plait_serving.deployments.images.source import EngineSource
+from plait_serving.deployments.images.source import ACCEPTED, EngineSource
 from plait_serving.deployments.logs import configure_logging
+from plait_serving.deployments.metrics import MetricsText, this_process
+from plait_serving.deployments.start_time import seconds_to_start
 from plait_serving.diffusion.errors import EngineError, EngineStopped
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.values import Event, Failed, ImageRequest, Progress
@@ -35,12 +38,15 @@ class EngineReplica:
         configure_logging("engine", os.environ)
         self._stopping = False
         self._hosted = source.open(controlnets)
+        self._start_s = seconds_to_start()
 
     async def generate(self, request: ImageRequest) -> AsyncGenerator[Event, None]:
-        """Yield the request's events, `Finished` or `Failed` last. Cancelling the call cancels the request."""
+        """Yield `ACCEPTED` and the request's events, `Finished` or `Failed` last. Cancelling the call cancels the
+        request."""
         if self._stopping:
             yield Failed(error=EngineStopped("the server is stopping"))
             return
+        yield ACCEPTED
         events = self._hosted.service.generate(request)
         reported_s = -PROGRESS_PERIOD_S
         try:
@@ -55,7 +61,7 @@ class EngineReplica:
 
     async def catalog(self) -> Catalog:
         """Return what can be requested now."""
-        return await self._hosted.service.catalog()
+        return replace(await self._hosted.service.catalog(), start_s=self._start_s)
 
     async def health(self) -> Health:
         """Return ready while the engine is alive and no stop was requested."""
@@ -63,9 +69,9 @@ class EngineReplica:
             return Health(ready=False, reason="the server is stopping")
         return await self._hosted.service.health()
 
-    async def metrics_text(self) -> str:
-        """Return the engine's metrics in Prometheus' text format."""
-        return await self._hosted.service.metrics_text()
+    async def metrics_text(self) -> MetricsText:
+        """Return the engine's metrics."""
+        return MetricsText(replica=this_process(), text=await self._hosted.service.metrics_text())
 
     async def drain(self, drain_s: float) -> None:
         """Refuse new requests from now on; return when nothing runs any more, at the latest after `drain_s`."""
@@ -81,8 +87,11 @@ class EngineReplica:
     def check_health(self) -> None:
         """Raise if the replica is unhealthy. Serve calls this every few seconds and replaces a replica that keeps
         raising."""
-        if not self._stopping and not self._hosted.alive:
+        if self._stopping:
+            return
+        if not self._hosted.alive:
             raise RuntimeError("the engine's compute thread has died")
+        self._hosted.check_progress()
 
     def __del__(self) -> None:
         """Stop the engine; Serve calls this once the running requests have ended or the grace period has passed."""

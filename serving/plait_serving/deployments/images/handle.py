@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException, RequestCancelledError
 
-from plait_serving.diffusion.errors import Cancelled, EngineError, EngineStopped, Overloaded
+from plait_fabric.rpc.outages import Outages
+from plait_serving.deployments.images.source import ACCEPTED
+from plait_serving.deployments.images.suspects import Suspects
+from plait_serving.deployments.metrics import AllReplicas
+from plait_serving.diffusion.errors import Cancelled, EngineError, EngineStopped, KillsReplicas, Overloaded
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest, Preview
 from plait_serving.health import Health
 from plait_serving.images.service import Catalog
+from plait_serving.replica_metrics import merge
 
 __all__ = ["HandleImageService", "translate"]
 
@@ -22,10 +28,14 @@ _log = logging.getLogger(__name__)
 HEALTH_TIMEOUT_S = 5.0
 """A replica that takes longer than this to report that it is healthy counts as unhealthy."""
 
-
 CATALOG_TIMEOUT_S = 120.0
 """Every request begins with this call. A replica answers it in milliseconds; one that died and is started again has the
 time to load a model."""
+
+_PAUSE_S = 0.05
+
+ACCEPT_TIMEOUT_S = 120.0
+"""As long again for a replica that dies between that answer and the request, or with it."""
 
 
 class HandleImageService:
@@ -34,20 +44,37 @@ class HandleImageService:
     def __init__(self, handle: Any) -> None:
         self._handle = handle
         self._stream = handle.options(stream=True)
+        self._engines = AllReplicas(lambda: handle)
+        self._outages = Outages()
+        self._suspects = Suspects()
 
     async def catalog(self) -> Catalog:
         """Return the catalog of a replica. Raises `EngineStopped` if none answers within `CATALOG_TIMEOUT_S`: Serve
         would wait for as long as there is no replica."""
         try:
-            catalog = await asyncio.wait_for(self._call("catalog"), CATALOG_TIMEOUT_S)
+            async with asyncio.timeout(CATALOG_TIMEOUT_S):
+                catalog = await self._catalog_of_any()
         except TimeoutError as error:
-            raise EngineStopped(f"no engine replica answered within {CATALOG_TIMEOUT_S:g} s") from error
+            raise self._none_within(CATALOG_TIMEOUT_S) from error
         assert isinstance(catalog, Catalog)
+        self._outages.expect(catalog.start_s)
+        self._outages.found()
         return catalog
 
+    async def _catalog_of_any(self) -> object:
+        """Ask until a replica survives the question."""
+        while True:
+            try:
+                return await self._call("catalog")
+            except _ReplicaDied:
+                await asyncio.sleep(_PAUSE_S)  # for Serve to learn of it too
+
     async def metrics_text(self) -> str:
-        """Return the metrics of a replica."""
-        return str(await self._call("metrics_text"))
+        """Return the metrics of all replicas as one text. Raises `EngineStopped` if none answers."""
+        texts = await self._engines.texts()
+        if not texts:
+            raise EngineStopped("no engine replica reports its metrics")
+        return merge(list(texts.values()))
 
     async def health(self) -> Health:
         """Return the health of a replica; if there is none or it does not answer, that is a reason and not an error."""
@@ -61,39 +88,71 @@ class HandleImageService:
         return health
 
     async def generate(self, request: ImageRequest) -> AsyncGenerator[Event, None]:
-        """Yield the events of a replica. If the replica dies, retry the request once: a seed gives the same image."""
+        """Yield the events of a replica. If the replica dies, retry the request once: a seed gives the same image. One
+        with which that replica dies too is refused from then on, for a while."""
+        if self._suspects.is_refused(request):
+            yield Failed(error=KillsReplicas("two engine replicas died with such a request; it is not tried again"))
+            return
         previews = 0
-        for attempt in (1, 2):
-            events = self._events(request)
-            try:
-                async for event in events:
-                    if isinstance(event, Preview):
-                        if event.index < previews:
-                            continue  # the client has it from the first attempt
-                        previews = event.index + 1
-                    if attempt == 1 and isinstance(event, Failed) and isinstance(event.error, _ReplicaDied):
-                        _log.warning("request %s: its engine replica died; once more", request.request_id)
-                        break
-                    yield event
-                    if isinstance(event, Finished | Failed):
-                        return
-            finally:
-                await events.aclose()
+        async with aclosing(self._attempt(request)) as events:
+            async for event in events:
+                if isinstance(event, Failed) and isinstance(event.error, _ReplicaDied):
+                    break
+                if isinstance(event, Preview):
+                    previews = event.index + 1
+                yield event
+                if isinstance(event, Finished | Failed):
+                    return
+        _log.warning("request %s: its engine replica died; once more", request.request_id)
+        async with aclosing(self._second_attempt(request)) as events:
+            async for event in events:
+                if isinstance(event, Preview) and event.index < previews:
+                    continue  # the client has it from the first attempt
+                yield event
 
-    async def _events(self, request: ImageRequest) -> AsyncGenerator[Event, None]:
+    async def _second_attempt(self, request: ImageRequest) -> AsyncGenerator[Event, None]:
+        """Make an attempt that is alone, among second ones, until its first step is done."""
+        alone = self._suspects.alone
+        try:
+            await asyncio.wait_for(alone.acquire(), ACCEPT_TIMEOUT_S)
+        except TimeoutError:
+            yield Failed(error=self._none_within(ACCEPT_TIMEOUT_S))
+            return
+        is_alone = True
+        try:
+            async with aclosing(self._attempt(request)) as events:
+                async for event in events:
+                    if is_alone:
+                        alone.release()
+                        is_alone = False
+                    if isinstance(event, Failed) and isinstance(event.error, _ReplicaDied):
+                        self._suspects.killed_two(request)
+                    yield event
+        finally:
+            if is_alone:
+                alone.release()
+
+    async def _attempt(self, request: ImageRequest) -> AsyncGenerator[Event, None]:
         """Make one attempt. Leaving early cancels the call, and with it the work."""
         response = self._stream.generate.remote(request)
         ended = False
         try:
-            async for event in response:
+            async with asyncio.timeout(ACCEPT_TIMEOUT_S):
+                event = await anext(response, None)
+            while event is not None:
                 ended = isinstance(event, Finished | Failed)
-                yield event
-            if not ended:
-                yield Failed(error=_ReplicaDied("the engine's replica ended without a result"))
+                if event != ACCEPTED:
+                    yield event
+                if ended:
+                    return
+                event = await anext(response, None)
             ended = True
+            yield Failed(error=self._died("the engine's replica ended without a result"))
+        except TimeoutError:
+            yield Failed(error=self._none_within(ACCEPT_TIMEOUT_S))
         except (RayError, RayServeException) as error:
             ended = True
-            yield Failed(error=translate(error))
+            yield Failed(error=self._translated(error))
         finally:
             if not ended:
                 response.cancel()
@@ -102,7 +161,20 @@ class HandleImageService:
         try:
             return await getattr(self._handle, method).remote()
         except (RayError, RayServeException) as error:
-            raise translate(error) from error
+            raise self._translated(error) from error
+
+    def _translated(self, error: Exception) -> EngineError:
+        known = translate(error)
+        return self._died(known.message) if isinstance(known, _ReplicaDied) else known
+
+    def _died(self, why: str) -> EngineError:
+        self._outages.lost()
+        return _ReplicaDied(why, retry_after_s=self._outages.back_in_s())
+
+    def _none_within(self, seconds: float) -> EngineStopped:
+        self._outages.lost()
+        message = f"no engine replica answered within {seconds:g} s"
+        return EngineStopped(message, retry_after_s=self._outages.back_in_s())
 
 
 class _ReplicaDied(EngineStopped):

@@ -21,7 +21,7 @@ from plait_serving.diffusion.lora.container import inspect
 from plait_serving.diffusion.lora.formats import MAX_FILE_BYTES
 from plait_serving.diffusion.lora.remote import RemoteEntry, RemoteSource
 from plait_serving.diffusion.lora.source import ChainSource, FolderSource, LoraSource
-from plait_serving.diffusion.usage import TenantUsage
+from plait_serving.diffusion.queue.usage import TenantUsage
 from plait_serving.images.config import STARTER_FOLDER, ImagesSection
 from plait_serving.images.local import LocalImageService
 from plait_serving.images.service import BaseModelCard, Catalog, ControlNetCard, ImageService, LoraCard
@@ -105,6 +105,10 @@ class HostedImages:
     def alive(self) -> bool:
         """Whether the compute thread runs."""
         return self._assembled.engine.alive
+
+    def check_progress(self) -> None:
+        """Raise `Stuck` if a thread of the engine hangs."""
+        self._assembled.engine.check_progress()
 
     def warm_up(self) -> None:
         """Make the warm-up images; from then on the service is ready."""

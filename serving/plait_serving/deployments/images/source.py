@@ -7,11 +7,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from plait_serving.diffusion.knobs import EngineKnobs
+from plait_serving.diffusion.values import Progress
 from plait_serving.images.config import ImagesSection
 from plait_serving.images.service import ImageService
 from plait_serving.imports import importing
 
-__all__ = ["EngineSource", "HostedEngine", "ImagesSource"]
+__all__ = ["ACCEPTED", "EngineSource", "HostedEngine", "ImagesSource"]
+
+ACCEPTED = Progress(step=0, steps=0)
+"""The first event of every request that reached a replica: from then on it waits for its turn, not for a replica."""
 
 
 class HostedEngine(Protocol):
@@ -24,6 +28,9 @@ class HostedEngine(Protocol):
     @property
     def alive(self) -> bool:
         """Whether the compute thread runs."""
+
+    def check_progress(self) -> None:
+        """Raise `Stuck` if a thread of the engine hangs."""
 
     def reconfigure(self, knobs: EngineKnobs) -> None:
         """Apply new knobs; running requests continue."""

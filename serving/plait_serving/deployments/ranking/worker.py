@@ -40,6 +40,7 @@ from plait_serving.deployments.fabric_endpoints import (
 from plait_serving.deployments.logs import configure_logging
 from plait_serving.deployments.ranking.scaling import PRESSURE
 from plait_serving.deployments.ranking.source import OpenedPackage, RankSource
+from plait_serving.deployments.start_time import seconds_to_start
 from plait_serving.ranking.config import CnKnobs, HnKnobs, RankRole
 
 __all__ = ["RankWorker", "remote_ranker"]
@@ -110,6 +111,7 @@ class RankWorker:
         self._gauge = Gauge(self._core.metrics, self._pressure)
         if opened.live is not None:
             self._refresher = Refresher(opened.live, self._core, on_version=self._announce)
+        self._start_s = seconds_to_start()
         _log.info("%s of %s listens at %s", role, name, ", ".join(self._worker.addresses))
 
     def _hn(
@@ -141,6 +143,7 @@ class RankWorker:
             secret=self._secret,
             channels=self._worker.channels,
             pid=os.getpid(),
+            start_s=self._start_s,
         )
 
     async def metrics(self) -> Mapping[str, float]:
@@ -202,8 +205,10 @@ class RankWorker:
     def check_health(self) -> None:
         """Raise if the replica is unhealthy. Serve calls this every few seconds and replaces a replica that keeps
         raising."""
-        if not self._stopped and not self._worker.alive:
-            raise RuntimeError(f"the {self._role}'s threads have died")
+        if not self._stopped:
+            if not self._worker.alive:
+                raise RuntimeError(f"the {self._role}'s threads have died")
+            self._core.heartbeat.check()
         if self._refresher is not None and self._refresher.is_behind():  # an update came while this replica started
             threading.Thread(target=self._catch_up, name="plait-catch-up", daemon=True).start()
 

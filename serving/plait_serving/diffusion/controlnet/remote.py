@@ -48,7 +48,7 @@ _MAX_TRIES = 3
 """The max replicas on which one step is tried: a step that kills whichever replica computes it must not kill them
 all."""
 
-_BACKOFF = Backoff(first_s=0.2, max_s=5.0)
+_BACKOFF = Backoff(first_s=0.2, max_s=1.0)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -211,7 +211,8 @@ class RemoteControlNetClient(ControlNetClient):
         try:
             return self._place.get(losses)
         except NoReplica as error:
-            raise ControlNetUnavailable(f"no replica of ControlNet {self._name} answers: {error}") from error
+            message = f"no replica of ControlNet {self._name} answers"  # the log has why
+            raise ControlNetUnavailable(message, retry_after_s=self._place.back_in_s) from error
 
     def _dial(self, left_out: frozenset[str]) -> ReplicaLink:
         try:

@@ -17,6 +17,7 @@ from functools import partial
 import torch
 
 from plait_fabric import Listener, Message
+from plait_fabric.heartbeat import ThreadHeartbeat
 from plait_fabric.rpc.fields import only
 from plait_fabric.rpc.server import Peer, Server, ServerProtocol
 from plait_fabric.tensors import pack_tensors, tensors_of
@@ -49,6 +50,9 @@ handful."""
 
 _NAP_S = 1.0
 """How often to look for idle sessions when nothing else happens."""
+
+_KEPT_KINDS = 256
+"""Shapes and row counts whose time is remembered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +173,8 @@ class ControlNetService:
         self._inbox = _Inbox()
         self._jobs: deque[_Job] = deque()
         self._counts = _Counts()
+        self._batch_s: dict[tuple[frozenset[Hashable], int], float] = {}
+        self._heartbeat = ThreadHeartbeat(clock)
         self._stopping = threading.Lock()
         self._stopped = False
         self._compute = threading.Thread(target=self._run, name=f"controlnet {name}", daemon=True)
@@ -194,6 +200,11 @@ class ControlNetService:
     def alive(self) -> bool:
         """Whether it accepts and computes."""
         return not self._stopped and self._compute.is_alive() and self._server.alive
+
+    def check_progress(self) -> None:
+        """Raise `Stuck` if the compute thread hangs. Call every few seconds."""
+        if not self._stopped:
+            self._heartbeat.check()
 
     def reconfigure(self, *, threads: int, largest_batch_rows: int) -> None:
         """Change what can change without a restart; takes effect from the next forward pass on."""
@@ -252,7 +263,9 @@ class ControlNetService:
     def _work(self) -> None:
         threads = 0
         while True:
+            self._heartbeat.rest()
             items = self._inbox.take(0.0 if self._jobs else _NAP_S)
+            self._heartbeat.begin("opening the sessions that have arrived")
             if self._threads != threads:  # after the wait: a change holds from the next forward pass on
                 threads = self._threads
                 set_threads(threads)
@@ -319,14 +332,25 @@ class ControlNetService:
         """Run one forward pass for the oldest step and all waiting steps that fit it."""
         batch = self._choose()
         blocks = [block for job in batch for block in job.blocks.values()]
+        kind = batch[0].keys, sum(job.rows for job in batch)
+        self._heartbeat.begin(f"a batch of {kind[1]} rows", self._batch_s.get(kind))
         started_s = self._clock()
         answers = iter(self._runner.try_residuals(blocks))
-        self._count(batch, self._clock() - started_s)
+        seconds = self._clock() - started_s
+        self._measured(kind, seconds)
+        self._count(batch, seconds)
         for job in batch:
             for i in job.blocks:
                 answer = next(answers)
                 job.answers[i] = (answer.code, answer.message) if isinstance(answer, EngineError) else answer
             self._reply(job)
+
+    def _measured(self, kind: tuple[frozenset[Hashable], int], seconds: float) -> None:
+        """Keep what a batch took, of the kinds that ran last."""
+        self._batch_s.pop(kind, None)
+        self._batch_s[kind] = seconds
+        if len(self._batch_s) > _KEPT_KINDS:
+            del self._batch_s[next(iter(self._batch_s))]
 
     def _choose(self) -> list[_Job]:
         batch = [self._jobs.popleft()]

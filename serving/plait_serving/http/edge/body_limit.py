@@ -7,20 +7,10 @@ memory although each of them is within bounds.
 from __future__ import annotations
 
 from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from plait_serving.diffusion.errors import Overloaded
-from plait_serving.http.edge.errors import ApiError
-
-
-class BodyTooLarge(HTTPException):
-    """Raised while a body is read; an HTTPException because FastAPI lets only those through when it parses a body."""
-
-    def __init__(self, error: ApiError | Overloaded) -> None:
-        super().__init__(status_code=413)
-        self.error = error
-
+from plait_serving.http.edge.errors import ApiError, BodyRefused
 
 MAX_JSON_VALUES = 300_000
 """Commas and opening brackets in a JSON body: Python makes objects of so many values in some 0.1 s, in which nobody
@@ -86,7 +76,7 @@ class BodyLimitMiddleware:
                     values += sum(map(body.count, (b",", b"[", b"{")))
                     problem = _too_many(values)
                 if problem is not None:
-                    raise BodyTooLarge(problem)
+                    raise BodyRefused(problem)
             return message
 
         scope.setdefault("state", {})["hold_bytes"] = hold

@@ -9,8 +9,10 @@ and 5xx twice by itself, waiting `retry-after` seconds (honoured up to 120; abov
 * a missed deadline is 504 with `x-should-retry: false`: by its deadline, a later image is worthless to the client.
   (Not 408: that blames the client for sending slowly, and browsers retry it silently.)
 * an image that turned NaN is 500 with `x-should-retry: false`: the same seed gives the same NaN;
-* a request that alone does not fit the device, or names a LoRA file that cannot be used, is 422: change it;
-* a service that stops or lost a ControlNet is 503 with `retry-after`.
+* a request that alone does not fit the device, names a LoRA file that cannot be used, or was there when two engine
+  replicas died one after the other, is 422: change it;
+* a service that stops or lost a worker is 503 with `retry-after`: when it is likely to be back, by how long such a
+  start took before.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from plait_disagg import errors as rank
@@ -30,7 +33,7 @@ from plait_serving.ranking.codec import TooLarge
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_DEFAULT_S = 5.0
-RANK_RETRY_AFTER_S = 1.0  # requests take milliseconds, and a worker is back in a second or two
+RANK_RETRY_AFTER_S = 1.0  # a queue of requests of milliseconds is short again within a second
 RETRY_AFTER_MAX_S = 120.0  # above it the openai client does not repeat at all
 PARAM_MAX_CHARS = 200
 
@@ -55,6 +58,14 @@ class ApiError(Exception):
         self.kind = kind
         self.param = param
         self.headers = dict(headers or {})
+
+
+class BodyRefused(HTTPException):
+    """Raised while a body is read; an HTTPException because FastAPI lets only those through when it parses a body."""
+
+    def __init__(self, error: ApiError | engine.EngineError) -> None:
+        super().__init__(status_code=400)
+        self.error = error
 
 
 class ClientDisconnected(Exception):  # it is an event, nobody is left to read an error
@@ -86,6 +97,7 @@ ANSWERS: tuple[tuple[type[engine.EngineError], ErrorReply], ...] = (
     (engine.ControlNetUnavailable, ErrorReply(status=503, kind=_SERVER, retry=True, param="controlnets")),
     (engine.NumericalError, ErrorReply(status=500, kind=_SERVER, retry=False)),
     (engine.OutOfMemory, ErrorReply(status=422, kind=_CALLER, param="size")),
+    (engine.KillsReplicas, ErrorReply(status=422, kind=_CALLER)),
     (engine.ModelError, ErrorReply(status=500, kind=_SERVER, retry=False)),
     (engine.EngineStopped, ErrorReply(status=503, kind=_SERVER, retry=True)),
     (engine.EngineError, ErrorReply(status=500, kind=_SERVER, retry=False)),
@@ -169,7 +181,7 @@ def _engine_error(error: engine.EngineError) -> ErrorPayload:
     param = error.param or answer.param
     return ErrorPayload(
         status=answer.status,
-        headers=_headers(answer, getattr(error, "retry_after_s", None)),
+        headers=_headers(answer, error.retry_after_s),
         message=error.message,
         kind=answer.kind,
         param=_clip(param),
@@ -183,7 +195,7 @@ def _rank_error(error: rank.RankError) -> ErrorPayload:
         log.warning("ranking failed: %s: %s", code, error.message)
     return ErrorPayload(
         status=answer.status,
-        headers=_headers(answer, RANK_RETRY_AFTER_S),
+        headers=_headers(answer, RANK_RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s),
         message=error.message,
         kind=answer.kind,
         param=_clip(error.param or answer.param),

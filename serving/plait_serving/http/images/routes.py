@@ -31,6 +31,7 @@ from plait_serving.http.edge import sse
 from plait_serving.http.edge.auth import principal
 from plait_serving.http.edge.errors import ClientDisconnected, wire_error
 from plait_serving.http.edge.feed import EventFeed, until_disconnect
+from plait_serving.http.edge.json_body import JsonRoute
 from plait_serving.http.edge.schemas import ErrorBody
 from plait_serving.http.images.resolve import resolve
 from plait_serving.http.images.schemas import GenerationBody, GenerationResponse
@@ -40,7 +41,7 @@ from plait_serving.images.service import BaseModelCard
 
 T = TypeVar("T")
 
-router = APIRouter(prefix="/v1/images", tags=["images"])
+router = APIRouter(prefix="/v1/images", tags=["images"], route_class=JsonRoute)
 
 _STREAM_CONTENT = {"text/event-stream": {"schema": {"type": "string", "description": "with stream: true, see sse.py"}}}
 

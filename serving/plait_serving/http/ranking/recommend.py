@@ -22,7 +22,7 @@ from plait_disagg.messages.check import check_request
 from plait_disagg.values import RankAnswer, RankRequest
 from plait_serving.http.context import ContextDep, RouteContext
 from plait_serving.http.edge.auth import principal
-from plait_serving.http.edge.schemas import ErrorBody
+from plait_serving.http.edge.json_body import JsonRoute
 from plait_serving.http.ranking.rank_body import (
     ALL,
     RecommendBody,
@@ -36,7 +36,7 @@ from plait_serving.ranking.service import BoundModel, RankingService
 
 PATH = "/v1/recommend"
 
-router = APIRouter(tags=["ranking"])
+router = APIRouter(tags=["ranking"], route_class=JsonRoute)
 
 # Reading so many candidates takes about a millisecond; the way to a thread and back takes some 0.1 ms.
 _INLINE_CANDIDATES = 256
@@ -56,7 +56,7 @@ class _Question:
     PATH,
     summary="Rank items for a user",
     response_class=Response,
-    responses={200: {"model": RecommendResponse}, "4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
+    responses={200: {"model": RecommendResponse}},
 )
 async def recommend(body: RecommendBody, request: Request, context: ContextDep) -> Response:
     """Rank the candidates for the user by the model's first output."""

@@ -19,14 +19,16 @@ from plait_disagg.errors import BadInput, WorkerUnavailable
 from plait_disagg.refresh.errors import BadUpdate, NotPublished
 from plait_serving.http.context import ContextDep, RouteContext, installed_version
 from plait_serving.http.edge.auth import require_admin
+from plait_serving.http.edge.json_body import JsonRoute
 from plait_serving.http.edge.schemas import StrictBody
 from plait_serving.http.ranking.describe import MAX_EXAMPLE, example, metadata
 from plait_serving.http.ranking.infer import Infer
+from plait_serving.ranking.codec import DTYPES
 from plait_serving.ranking.service import why_not_ready
 
 __all__ = ["EXTENSIONS", "INFER_DOCUMENTATION", "infer_routes", "router"]
 
-router = APIRouter(prefix="/v2", tags=["ranking"])
+router = APIRouter(prefix="/v2", tags=["ranking"], route_class=JsonRoute)
 
 EXTENSIONS = ("binary_tensor_data",)
 INFER_PATHS = ("/v2/models/{model}/infer", "/v2/models/{model}/versions/{version}/infer")
@@ -49,12 +51,34 @@ class _HotRoute(Route):
         await super().handle(scope, receive, send)
 
 
-def _documentation(path: str) -> dict[str, Any]:
-    names = [name for name in ("model", "version") if f"{{{name}}}" in path]
-    content = {
-        "application/json": {"schema": {"type": "object", "required": ["inputs"]}},
+def _content(tensors: str) -> dict[str, Any]:
+    """Return the two forms of a body whose tensors are its `inputs` or `outputs`."""
+    tensor = {
+        "type": "object",
+        "required": ["name", "shape", "datatype"],
+        "properties": {
+            "name": {"type": "string", "minLength": 1},
+            "shape": {"type": "array", "items": {"type": "integer", "minimum": 0}},
+            "datatype": {"type": "string", "enum": list(DTYPES)},
+            "parameters": {"type": "object"},
+            "data": {"type": "array", "items": {}},
+        },
+    }
+    properties = {"id": {"type": "string"}, tensors: {"type": "array", "items": tensor}}
+    return {
+        "application/json": {"schema": {"type": "object", "required": [tensors], "properties": properties}},
         "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
     }
+
+
+_NOT_READY = {
+    "description": "Not ready; `error` says what is missing",
+    "content": {"application/json": {"schema": {"type": "object", "required": ["error"]}}},
+}
+
+
+def _documentation(path: str) -> dict[str, Any]:
+    names = [name for name in ("model", "version") if f"{{{name}}}" in path]
     return {
         "post": {
             "tags": ["ranking"],
@@ -63,11 +87,8 @@ def _documentation(path: str) -> dict[str, Any]:
             "parameters": [
                 {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
             ],
-            "requestBody": {"required": True, "content": content},
-            "responses": {
-                "200": {"description": "The outputs", "content": content},
-                "default": {"description": '{"error": "what is wrong"}'},
-            },
+            "requestBody": {"required": True, "content": _content("inputs")},
+            "responses": {"200": {"description": "The outputs", "content": _content("outputs")}},
         }
     }
 
@@ -88,15 +109,17 @@ async def live() -> JSONResponse:
     return JSONResponse({"live": True}, headers=_NO_STORE)
 
 
-@router.get("/health/ready", summary="Would every model answer now?")
+@router.get("/health/ready", summary="Would every model answer now?", responses={503: _NOT_READY})
 async def ready(context: ContextDep) -> JSONResponse:
     """Return 200 if every model is ready, else 503 with the reason."""
     state = await context.health()
     return _ready(None if state.ready else state.reason or "not ready")
 
 
-@router.get("/models/{model}/ready", summary="Would the model answer now?")
-@router.get("/models/{model}/versions/{version}/ready", summary="Would the model answer now?")
+@router.get("/models/{model}/ready", summary="Would the model answer now?", responses={503: _NOT_READY})
+@router.get(
+    "/models/{model}/versions/{version}/ready", summary="Would the model answer now?", responses={503: _NOT_READY}
+)
 async def model_ready(context: ContextDep, model: str, version: str | None = None) -> JSONResponse:
     """Return 200 if the model is ready, else 503 with the reason; 404 if there is no such model."""
     bound = context.ranking_service.get(model, version)

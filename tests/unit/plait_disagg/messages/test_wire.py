@@ -75,7 +75,7 @@ def test_outcomes_survive_the_wire() -> None:
     timings = RankTimings(queued_ms=1.5, lookup_ms=2.0, wire_ms=3.0, dense_ms=4.0)
     answers = [RankAnswer(outputs=kit.expected(r), timings=timings, bytes_crossed=7) for r in requests]
     errors = [
-        kind(f"about {kind.__name__}", param="x")
+        kind(f"about {kind.__name__}", param="x", retry_after_s=2.5)
         for kind in (BadInput, UnknownModel, Busy, DeadlinePassed, WorkerUnavailable, RankError)
     ]
     header, buffers = answers_message(list(enumerate([*answers, *errors])), POOL, metrics={"rows": 3})
@@ -91,7 +91,7 @@ def test_outcomes_survive_the_wire() -> None:
         got = arrived[number]
         assert type(got) is type(error)
         assert isinstance(got, RankError)
-        assert (got.message, got.param) == (error.message, "x")
+        assert (got.message, got.param, got.retry_after_s) == (error.message, "x", 2.5)
 
 
 def test_batches_and_their_ends_survive_the_wire() -> None:
@@ -222,6 +222,8 @@ def test_metrics_go_along_once_a_second() -> None:
     now_s[0] += 1.0
     assert due() == {"rows": 1.0}
     assert sum_metrics("worker_", [{"rows": 1.0, "cns": 2.0}, {"rows": 3.0}]) == {"worker_rows": 4.0, "worker_cns": 2.0}
+    two_cns = [{"rows": 1.0, "hn_rows": 8.0}, {"rows": 3.0, "hn_rows": 9.0}]  # they ask the same HNs
+    assert sum_metrics("worker_", two_cns, shared="hn_") == {"worker_rows": 4.0, "worker_hn_rows": 9.0}
 
 
 def _message(made: tuple[Any, Any]) -> tuple[Any, list[memoryview]]:

@@ -13,6 +13,7 @@ from plait_disagg.errors import Busy, RankError, WorkerUnavailable
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.queue.loop import BatchLoop, Inbox
 from plait_disagg.queue.pace import Pace
+from plait_fabric.heartbeat import Stuck
 from support import rank_queue
 
 
@@ -95,6 +96,40 @@ def test_a_fault_hurts_only_its_own_item() -> None:
     assert bad.error is not None
     assert "secret" not in bad.error.message
     loop.close()
+    assert loop.join(60)
+
+
+def test_a_batch_that_hangs_is_noticed_and_waiting_is_not() -> None:
+    """The thread lives, and gets nowhere (finding 9)."""
+    ahead_s, go, begun = [0.0], threading.Event(), threading.Event()
+
+    def work(batch: list[Piece]) -> None:
+        if batch[0].rows == 2:
+            begun.set()
+            go.wait(60)
+        for piece in batch:
+            piece.ended.set()
+
+    def checks_pass(seconds: float) -> None:
+        for _ in range(round(seconds / 5)):
+            ahead_s[0] += 5.0
+            loop.heartbeat.check()
+
+    loop = BatchLoop(work, name="test", knobs=WorkerKnobs(), clock=lambda: time.monotonic() + ahead_s[0])
+    try:
+        quick, hangs = Piece(1), Piece(2)
+        loop.put(quick)
+        assert quick.ended.wait(60)
+        while not loop.idle:
+            time.sleep(0.001)
+        checks_pass(3_600)
+        loop.put(hangs)
+        assert begun.wait(60)
+        with pytest.raises(Stuck, match="a batch of 2 rows has not ended"):
+            checks_pass(120)
+    finally:
+        go.set()
+        loop.close()
     assert loop.join(60)
 
 

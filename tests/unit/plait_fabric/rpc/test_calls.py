@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ import pytest
 from plait_fabric import FabricError, FrameTooLarge, PeerLost, connect
 from plait_fabric.rpc.backoff import Backoff
 from plait_fabric.rpc.client import Client
-from plait_fabric.rpc.connection import Connection, ConnectionLost, bare
+from plait_fabric.rpc.connection import Connection, ConnectionLost, Packed, bare
 from plait_fabric.rpc.handshake import greeting
 from plait_fabric.rpc.on_demand import Losses, OnDemand
 from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
@@ -273,6 +274,72 @@ def test_kill_nine_in_mid_call_is_noticed_at_once_and_the_next_replica_answers(
         until(lambda: client.up == 1)
         assert _ask(client, 2).wait() == 4
         client.close()
+
+
+def test_a_peer_that_stops_reading_does_not_hold_up_who_must_not_wait(
+    stuck: tuple[subprocess.Popen[str], str],
+) -> None:
+    """An event loop goes on while another thread waits for the peer; then all that was asked there is lost (finding
+    9)."""
+    process, where = stuck
+    connection = _attached(where, send_timeout_s=4.0)
+    process.send_signal(signal.SIGSTOP)
+    questions = [Question(value) for value in range(300)]
+    slowest_s = 0.0
+    for question in questions:
+
+        def pack(number: int, _: object, value: int = question.value) -> tuple[dict[str, int], list[bytes]]:
+            return {"number": number, "value": value}, [bytes(100_000)]
+
+        began_s = time.monotonic()
+        connection.call(question, pack, later=pack)  # type: ignore[arg-type]
+        slowest_s = max(slowest_s, time.monotonic() - began_s)
+    assert slowest_s < 2.0
+    for question in questions:
+        assert question.done.wait(kit.WAIT_S)
+        assert question.why_lost
+    until(lambda: not connection.up)
+    with pytest.raises(ConnectionLost):
+        connection.call(questions[0], questions[0].pack, later=questions[0].pack)
+
+
+def test_what_could_not_be_sent_at_once_arrives_all_the_same(address: str) -> None:
+    """In the order of the calls, whether a message was sent at once or later."""
+    with serving(address) as numbers:
+        connection = _attached(numbers.address)
+        questions = [Question(value) for value in range(100)]
+        for question in questions:
+
+            def pack(number: int, _: object, value: int = question.value) -> tuple[dict[str, int], list[bytes]]:
+                return {"number": number, "value": value}, [bytes(50_000 * (value % 2))]
+
+            connection.call(question, pack, later=pack)  # type: ignore[arg-type]
+        assert [question.wait() for question in questions] == [2 * question.value for question in questions]
+        connection.close()
+
+
+def test_what_cannot_be_packed_fails_its_own_call_only(address: str) -> None:
+    """At once, or on the thread that sends later: then its call is lost, with the reason."""
+    with serving(address) as numbers:
+        connection, question, broken = _attached(numbers.address), Question(1), Question(2)
+        go_on = threading.Event()
+
+        def hold() -> None:
+            go_on.wait(kit.WAIT_S)
+
+        def never(number: int, _: object) -> Packed:
+            raise ValueError(f"no layout for {number}")
+
+        with pytest.raises(ValueError, match="no layout"):
+            connection.call(broken, never, later=never)
+        connection._outbox.post(hold)  # so that the next one must go later
+        connection.call(broken, never, later=never)
+        connection.call(question, question.pack, later=question.pack)
+        go_on.set()
+        assert question.wait() == 2
+        assert broken.why_lost.startswith("no layout")
+        until(lambda: connection._outbox.is_empty)
+        connection.close()
 
 
 def test_a_server_that_hangs_counts_as_lost(address: str) -> None:

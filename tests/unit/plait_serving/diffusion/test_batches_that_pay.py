@@ -13,8 +13,8 @@ from statistics import mean
 
 import pytest
 
-from plait_serving.diffusion.costs import StepCosts
-from plait_serving.diffusion.policy import BatchLimits, Candidate, Costs, GroupKey, choose, overtaken_by
+from plait_serving.diffusion.queue.costs import StepCosts
+from plait_serving.diffusion.queue.policy import BatchLimits, Candidate, Costs, GroupKey, choose, overtaken_by
 
 KEY = GroupKey(256, 256, True, ())
 LIMITS = BatchLimits(largest_batch=16, overtake_limit=64)

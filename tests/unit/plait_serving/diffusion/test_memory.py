@@ -78,10 +78,10 @@ def test_an_engine_takes_no_size_that_memory_cannot_hold(monkeypatch, caplog, ti
     assert bundle.decoding_bytes_per_pixel == per_pixel
     monkeypatch.setattr(assemble, "available_bytes", lambda _: 5000 * per_pixel)
     with caplog.at_level(logging.INFO):
-        assert assemble._limits(bundle).max_pixels == 5000
+        assert assemble._limits(bundle, ImageLimits()).max_pixels == 5000
     assert "images of at most 5000 pixels" in caplog.text
     monkeypatch.setattr(assemble, "available_bytes", lambda _: 1 << 50)
-    assert assemble._limits(bundle).max_pixels == ImageLimits().max_pixels
+    assert assemble._limits(bundle, ImageLimits()).max_pixels == ImageLimits().max_pixels
 
 
 def test_this_host_has_some_memory():

@@ -6,11 +6,11 @@ import itertools
 
 import pytest
 
-from plait_serving.diffusion.costs import StepCosts
-from plait_serving.diffusion.forecast import StepKind, WorkForecast
-from plait_serving.diffusion.policy import GroupKey
-from plait_serving.diffusion.queue_bounds import QueueBounds, QueuedWork, wait_s
-from plait_serving.diffusion.shares import TenantShares
+from plait_serving.diffusion.queue.bounds import QueueBounds, QueuedWork, wait_s
+from plait_serving.diffusion.queue.costs import StepCosts
+from plait_serving.diffusion.queue.forecast import StepKind, WorkForecast
+from plait_serving.diffusion.queue.policy import GroupKey
+from plait_serving.diffusion.queue.shares import TenantShares
 from plait_serving.diffusion.values import ImageRequest, Scheduler, Tenant
 
 A, B, HEAVY = Tenant(name="a"), Tenant(name="b"), Tenant(name="heavy", weight=3.0)

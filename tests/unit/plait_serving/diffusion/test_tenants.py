@@ -7,7 +7,7 @@ import time
 import pytest
 
 from plait_serving.diffusion.errors import DeadlineMissed, Overloaded, RequestError
-from plait_serving.diffusion.policy import BatchLimits, Candidate, Costs, GroupKey, choose, overtaken_by
+from plait_serving.diffusion.queue.policy import BatchLimits, Candidate, Costs, GroupKey, choose, overtaken_by
 from plait_serving.diffusion.values import LoraRef, Tenant
 from support.engine import Gate, rigs
 

@@ -195,6 +195,8 @@ def test_metrics_come_whatever_is_down(monkeypatch):
         down = samples(make_client(service))
         assert (down[("plait_service_up", "images")], ("fake_steps_total",) in down) == (0, False)
         assert ("plait_requests_in_flight",) in down
+        unknown = make_client(service).get("/v1/usage")  # an account without the engine's would say 0
+        assert (unknown.status_code, unknown.headers["retry-after"]) == (503, "1")
 
 
 def test_the_log_has_one_line_per_request_and_no_prompt(client, caplog):
@@ -234,6 +236,34 @@ def test_a_compressed_body_is_refused_by_its_encoding(encoding):
     answer = make_client(service).post(URL, content=body, headers=headers)
     assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_encoding")
     assert service.submitted == []
+
+
+DUPLICATES = [
+    ("prompt", b'{"prompt": "a", "prompt": "b"}'),
+    ("seed", b'{"prompt": "a", "seed": 1, "seed": 1}'),
+    ("scale", b'{"prompt": "a", "loras": [{"name": "noto", "scale": 1.0, "scale": -1.0}]}'),
+    ("prompt", b'{"prompt": "a", "pr\\u006fmpt": "b"}'),
+    ("k" * 64, b'{"user": {"' + b"k" * 999 + b'": 1, "' + b"k" * 999 + b'": 2}, "prompt": "a"}'),
+]
+
+
+@pytest.mark.parametrize(("name", "body"), DUPLICATES)
+def test_a_body_that_says_something_twice_is_refused(name, body):
+    """Which of the two was meant nobody knows, and a proxy may have checked the other one (finding 12)."""
+    service = FakeImageService()
+    answer = make_client(service).post(URL, content=body, headers={"content-type": "application/json"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "duplicate_field", name)
+    assert error["message"] == f"{name}: the body has it twice"
+    assert service.submitted == []
+
+
+def test_looking_for_duplicates_is_no_work_of_its_own():
+    """An object of as many members as a body may have, with the last one twice (finding 12)."""
+    members = b",".join(b'"%d":0' % i for i in range(MAX_JSON_VALUES - 20))
+    body = b'{"prompt": "a", "user": {' + members + b', "0":0}}'
+    answer = make_client(FakeImageService()).post(URL, content=body, headers={"content-type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "0")
 
 
 # --- keys --------------------------------------------------------------------------------------------------------

@@ -223,3 +223,56 @@ def test_an_answer_in_binary_has_its_tensors_behind_the_json():
     assert [t.get("parameters", {}).get("binary_data_size") for t in tensors] == [8, None, 16]
     assert tensors[1]["data"] == [0.0, 1.0, 2.0]
     assert body[length:] == a.tobytes() + c.tobytes()
+
+
+ONE = '"inputs": [{"name": "x", "shape": [2], "datatype": "INT64", "data": [1, 2]}]'
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        ('{"id": "a", "id": "b", ONE}', "id"),
+        ('{"id": "12:30", "id": "12:31", ONE}', "id"),
+        ('{ONE, ONE}', "inputs"),
+        ('{"inputs": [{"name": "x", "shape": [2], "datatype": "INT64", "data": [9, 9], "data": [1, 2]}]}', "data"),
+        ('{"parameters": {"deadline_ms": 5, "deadline_ms": 50}, ONE}', "deadline_ms"),
+        ('{"parameters": {"a:b": 5, "a:b": 50}, ONE}', "a:b"),
+        ('{"i\\u0064": "a", "id": "b", ONE}', "id"),
+        # One colon is lost with the member, another is gained by an escape.
+        ('{"id": "a", "id": "\\u003a", ONE}', "id"),
+        ('{"id": "a", ONE, "outputs": [{"name": "y", "name": "z"}]}', "name"),
+    ],
+)  # fmt: skip
+def test_what_is_said_twice_is_refused_by_its_name(body, name):
+    """The parser keeps the last and says nothing (finding 12)."""
+    with pytest.raises(BadInput, match="the body has it twice") as caught:
+        parse(body.replace("ONE", ONE).encode())
+    assert caught.value.param == name
+
+
+@pytest.mark.parametrize("text", ["a:b", 'a":b', '\\":', ":", '{"id":1,"id":2}', "\\u003a"])
+def test_colons_inside_of_strings_are_no_members(text):
+    """Only members count."""
+    body = {"id": text, "parameters": {f"{text}:{n}": text for n in range(3)}, **one(name=f"x{text}")}
+    for spelled in (json.dumps(body), json.dumps(body, indent=1, separators=(" , ", " : "))):
+        assert parse(spelled.encode()).id == text
+
+
+def test_duplicates_in_a_large_body_are_found_without_parsing_it_again():
+    """The name too, as long as it is not hidden among as many others (finding 12)."""
+    many = one(shape=[500_000], data=[7] * 500_000)
+    text = json.dumps({"id": "a:b", **many})
+    assert parse(text.encode(), largest=8 * MIB).id == "a:b"
+    with pytest.raises(BadInput, match="the body has it twice") as caught:
+        parse(text.replace('"id"', '"id": "c", "id"', 1).encode(), largest=8 * MIB)
+    assert caught.value.param == "id"
+    strange = {"parameters": {f"{n}:": n for n in range(60_000)}, **one()}
+    with pytest.raises(BadInput, match="more than 50000 strings"):
+        parse(json.dumps(strange).encode(), largest=8 * MIB)
+
+
+def test_the_binary_part_holds_no_members():
+    """Whatever its bytes are."""
+    head = {"inputs": [{"name": "x", "shape": [2], "datatype": "INT64", "parameters": {"binary_data_size": 16}}]}
+    text = json.dumps(head).encode()
+    assert parse(text + b'"id":1,"id":2.  ', len(text)).arrays["x"].shape == (2,)

@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from plait_fabric.heartbeat import Stuck
 from plait_serving.deployments.images.engine import EngineReplica, portable
+from plait_serving.deployments.images.source import ACCEPTED
 from plait_serving.deployments.lazy import LazyEngine
 from plait_serving.diffusion.errors import (
     EngineError,
@@ -48,7 +50,12 @@ async def test_serve_replica_streams_reconfigures_and_drains():
     hosted = FakeHosted(step_s=0.0)
     replica = EngineReplica(Source(hosted), {"edges": object()})
     events = [event async for event in replica.generate(REQUEST)]
+    assert events[0] == ACCEPTED
     assert isinstance(events[-1], Finished)
+    assert (await replica.catalog()).start_s > 0
+    metrics = await replica.metrics_text()
+    assert "fake_steps_total" in metrics.text
+    assert str(os.getpid()) in metrics.replica
     replica.reconfigure({"largest_batch": 3})
     assert hosted.knobs == [EngineKnobs(largest_batch=3)]
     with pytest.raises(ValueError, match="largest_batch"):
@@ -84,11 +91,23 @@ async def test_serve_replica_reports_a_dead_compute_thread():
     await replica.drain(0)
 
 
+async def test_serve_replica_reports_a_compute_thread_that_hangs():
+    """Its thread is alive and gets nowhere: Serve replaces the replica all the same (finding 9)."""
+    hosted = FakeHosted(step_s=0.0)
+    replica = EngineReplica(Source(hosted), {})
+    hosted.stuck = Stuck("a step of 4 rows has not ended within 65 s")
+    with pytest.raises(Stuck, match="4 rows"):
+        replica.check_health()
+    await replica.drain(0)
+    replica.check_health()  # it is on its way out anyway
+
+
 async def test_serve_replica_cancels_the_request_of_a_closed_stream():
     """Closing the stream on the replica closes the engine's generator."""
     hosted = FakeHosted(step_s=0.01)
     replica = EngineReplica(Source(hosted), {})
     events = replica.generate(REQUEST)
+    assert await anext(events) == ACCEPTED
     await anext(events)
     await events.aclose()
     assert hosted.service.cancelled == ["r"]

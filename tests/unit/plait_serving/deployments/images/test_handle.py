@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,17 +12,20 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from plait_serving.deployments.images import handle
 from plait_serving.deployments.images.handle import HandleImageService, translate
+from plait_serving.deployments.images.source import ACCEPTED
+from plait_serving.deployments.metrics import MetricsText
 from plait_serving.diffusion.errors import (
     Cancelled,
     EngineError,
     EngineStopped,
+    KillsReplicas,
     NotFound,
     NumericalError,
     Overloaded,
 )
 from plait_serving.diffusion.values import Failed, Finished, ImageRequest, Preview, Progress, Scheduler
 from plait_serving.health import Health
-from plait_serving.images.testing import fake_result
+from plait_serving.images.testing import FakeImageService, fake_result
 
 REQUEST = ImageRequest(
     request_id="r",
@@ -55,6 +59,9 @@ class Response:
         item = self.items.pop(0)
         if item == "wait":
             await asyncio.sleep(3600)
+        if item == "moment":
+            await asyncio.sleep(0.1)
+            return await anext(self)
         if isinstance(item, BaseException):
             raise item
         return item
@@ -97,6 +104,23 @@ async def test_a_request_waits_for_a_replica_only_so_long(monkeypatch):
         await HandleImageService(waiting).catalog()
 
 
+async def test_a_replica_that_dies_with_the_catalog_costs_no_request():
+    """Another one is asked: nothing was begun (finding 10)."""
+    catalog = await FakeImageService().catalog()
+    answers = [ActorDiedError(), ActorDiedError(), catalog]
+
+    async def next_answer():
+        answer = answers.pop(0)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    handle = Handle()
+    handle.catalog = SimpleNamespace(remote=next_answer)
+    assert await HandleImageService(handle).catalog() == catalog
+    assert answers == []
+
+
 def preview(index):
     return Preview(index=index, step=index, image=fake_result(REQUEST).images[0])
 
@@ -104,8 +128,12 @@ def preview(index):
 FINISHED = Finished(result=fake_result(REQUEST))
 
 
+async def collect(events):
+    return [event async for event in events]
+
+
 async def events_of(handle):
-    return [event async for event in HandleImageService(handle).generate(REQUEST)]
+    return await collect(HandleImageService(handle).generate(REQUEST))
 
 
 async def test_serve_handle_passes_events_on_in_order():
@@ -144,12 +172,85 @@ async def test_serve_handle_makes_a_request_once_more_when_its_replica_died():
 
 
 async def test_serve_handle_gives_up_after_the_second_death():
-    """A request that kills replicas does not kill a third; the client is told."""
+    """A request that kills replicas does not kill a third; the client hears when there may be one again."""
     handle = Handle([ActorDiedError()], [ActorDiedError()], [FINISHED])
     (event,) = await events_of(handle)
     assert isinstance(event, Failed)
     assert isinstance(event.error, EngineStopped)
+    assert event.error.retry_after_s >= 1
     assert len(handle.responses) == 2
+
+
+async def test_serve_handle_refuses_a_request_that_killed_two_replicas():
+    """The same request again, with another id and seed, reaches no third one; others do (finding 10)."""
+    handle = Handle([ActorDiedError()], [ActorDiedError()], [FINISHED], [FINISHED])
+    service = HandleImageService(handle)
+    again = replace(REQUEST, request_id="again", seed=99)
+    for request, kind in ((REQUEST, EngineStopped), (again, KillsReplicas), (again, KillsReplicas)):
+        (event,) = [event async for event in service.generate(request)]
+        assert isinstance(event.error, kind)
+    assert len(handle.responses) == 2
+    for other in (replace(REQUEST, prompt="y"), replace(REQUEST, width=32)):
+        assert isinstance([event async for event in service.generate(other)][-1], Finished)
+
+
+async def test_serve_handle_one_death_is_nobodys_fault():
+    """A replica that died once with a request, and not the second time, is no reason to refuse it."""
+    handle = Handle([ActorDiedError()], [FINISHED], [FINISHED])
+    service = HandleImageService(handle)
+    for _ in range(2):
+        assert isinstance([event async for event in service.generate(REQUEST)][-1], Finished)
+
+
+async def test_serve_handle_suspects_come_one_after_the_other():
+    """Two requests that died together are tried again apart, so that the harmless one survives."""
+    handle = Handle([ActorDiedError()], [ActorDiedError()], [ACCEPTED, "wait"], [ACCEPTED, FINISHED])
+    service = HandleImageService(handle)
+    suspect, harmless = replace(REQUEST, request_id="a"), replace(REQUEST, request_id="b", prompt="y")
+    tasks = [asyncio.ensure_future(collect(service.generate(request))) for request in (suspect, harmless)]
+    await asyncio.sleep(0.05)
+    assert len(handle.responses) == 3  # both died; one is at its second attempt, the other waits for it
+    tasks[0].cancel()
+    assert isinstance((await tasks[1])[-1], Finished)
+    with pytest.raises(asyncio.CancelledError):
+        await tasks[0]
+
+
+async def test_serve_handle_waits_for_a_replica_only_so_long(monkeypatch):
+    """Also after the catalog: a replica that died since then may never come back (finding 9). Its queue is another
+    matter."""
+    monkeypatch.setattr(handle, "ACCEPT_TIMEOUT_S", 0.02)
+    nobody = Handle(["wait"])
+    (event,) = await events_of(nobody)
+    assert isinstance(event.error, EngineStopped)
+    assert event.error.retry_after_s >= 1
+    assert nobody.responses[0].cancelled
+    queue = Handle([ACCEPTED, "moment", FINISHED])
+    assert [type(event) for event in await events_of(queue)] == [Finished]
+
+
+class Broadcast:
+    """What a handle's broadcast returns."""
+
+    def __init__(self, answers):
+        self.answers = answers
+
+    def results(self, *, timeout_s, return_exceptions):
+        assert timeout_s < 1
+        assert return_exceptions
+        return self.answers
+
+
+async def test_serve_handle_metrics_are_those_of_all_replicas():
+    """Whichever ingress is asked, both engines' steps are counted; without any engine that is an error."""
+    handle = Handle()
+    text = "# TYPE plait_engine_steps_total counter\nplait_engine_steps_total {}\n"
+    answers = [MetricsText(replica=name, text=text.format(steps)) for name, steps in (("a", 3), ("b", 4))]
+    handle.broadcast = lambda method: Broadcast(answers if method == "metrics_text" else [])
+    assert "plait_engine_steps_total 7\n" in await HandleImageService(handle).metrics_text()
+    handle.broadcast = lambda method: Broadcast([ActorDiedError()])
+    with pytest.raises(EngineStopped):
+        await HandleImageService(handle).metrics_text()
 
 
 async def test_serve_handle_a_stream_without_an_end_is_a_failure():

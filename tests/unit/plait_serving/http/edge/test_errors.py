@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from plait_disagg.errors import WorkerUnavailable
 from plait_serving.diffusion import errors as engine
 from plait_serving.http.app import validation_error
 from plait_serving.http.edge.errors import ANSWERS, PARAM_MAX_CHARS, ApiError, wire_error
@@ -34,6 +35,8 @@ CASES = [
     (engine.NumericalError("m"), 500, None, "numerical_error", {"x-should-retry": "false"}),
     (engine.OutOfMemory("m"), 422, "size", "out_of_memory", {}),
     (engine.EngineStopped("m"), 503, None, "engine_stopped", {"retry-after": "5"}),
+    (engine.EngineStopped("m", retry_after_s=23.4), 503, None, "engine_stopped", {"retry-after": "24"}),
+    (engine.KillsReplicas("m"), 422, None, "request_kills_replicas", {}),
     (engine.EngineError("m"), 500, None, "engine_error", {"x-should-retry": "false"}),
 ]
 
@@ -63,6 +66,13 @@ def test_a_retry_that_the_client_would_ignore_is_never_sent():
     for seconds in (-5.0, 0.0, 1e9, float("nan"), float("inf")):
         wait = int(wire_error(engine.Overloaded("m", retry_after_s=seconds)).headers["retry-after"])
         assert 1 <= wait <= 120
+
+
+@pytest.mark.parametrize(("retry_after_s", "header"), [(None, "1"), (11.2, "12"), (400.0, "120")])
+def test_a_lost_worker_is_back_when_its_client_expects_it(retry_after_s, header):
+    """Not within the second that a busy one needs (finding 10)."""
+    wire = wire_error(WorkerUnavailable("m", retry_after_s=retry_after_s))
+    assert (wire.status, wire.headers["retry-after"]) == (503, header)
 
 
 def test_an_unexpected_error_is_logged_and_not_told(caplog):

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Generic, TypeVar
 
-from plait_serving.diffusion.costs import StepCosts
-from plait_serving.diffusion.policy import GroupKey
+from plait_serving.diffusion.queue.costs import StepCosts
+from plait_serving.diffusion.queue.policy import GroupKey
 from plait_serving.diffusion.values import ImageRequest
 
 __all__ = ["StepKind", "WorkForecast"]

@@ -23,7 +23,7 @@ import threading
 from collections import deque
 from dataclasses import dataclass, field
 
-from plait_serving.diffusion.policy import JOIN_SHARE, GroupKey
+from plait_serving.diffusion.queue.policy import JOIN_SHARE, GroupKey
 
 # A count follows a host that became slower within 24 calls, about a request; 3 % of noise leave it within 1 %.
 _KEPT_CALLS = 31
@@ -56,6 +56,12 @@ class StepCosts:
         with self._lock:
             kind = self._kinds.get(_kind(key))
             return kind is not None and bool(kind.known)
+
+    def measured_s(self, key: GroupKey, rows: int) -> float | None:
+        """Return the expected seconds of one call if calls of as many rows were measured often enough, else None."""
+        with self._lock:
+            kind = self._kinds.get(_kind(key))
+            return None if kind is None else kind.known.get(rows)
 
     def step_s(self, key: GroupKey, rows: int) -> float:
         """Return the expected seconds of one call."""

@@ -38,10 +38,10 @@ class TenantShares:
         """
         with self._lock:
             self._arrive([tenant.name for tenant in waiting])
-            least = min(waiting, key=lambda tenant: self._virtual_s[tenant.name])
-            last = next((tenant for tenant in waiting if tenant.name == self._last), least)
-            ahead_s = (self._virtual_s[last.name] - self._virtual_s[least.name]) * last.weight
-            self._last = last.name if ahead_s < slack_s else least.name
+            behind = min(waiting, key=lambda tenant: self._virtual_s[tenant.name])
+            last = next((tenant for tenant in waiting if tenant.name == self._last), behind)
+            ahead_s = (self._virtual_s[last.name] - self._virtual_s[behind.name]) * last.weight
+            self._last = last.name if ahead_s < slack_s else behind.name
             return self._last
 
     def _arrive(self, names: Sequence[str]) -> None:

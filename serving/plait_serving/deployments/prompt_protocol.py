@@ -1,0 +1,103 @@
+"""HTTP/1.1 for senders that finish what they begin.
+
+uvicorn waits for the rest of a request for as long as its sender keeps the connection open, so a hundred half-sent
+heads hold a hundred sockets for ever. Its own limits do not help: `timeout_keep_alive` counts only between requests,
+and `limit_concurrency` also refuses those who did nothing wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Literal
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+__all__ = ["PromptHttpProtocol"]
+
+_HEAD_S = 10.0
+"""From the connection, or the first byte of a further request, to the end of its head. nginx waits for 60 s and HAProxy
+recommends 5 s; a head is one packet."""
+
+_MAX_HEAD_BYTES = 64 << 10
+
+_BODY_S = 30.0
+_MIN_BODY_BYTES = 30 << 10
+"""What must arrive of a body in each period: 1 KiB/s, less than any network that images are sent over."""
+
+_Part = Literal["head", "body"]
+
+
+class PromptHttpProtocol(HttpToolsProtocol):
+    """uvicorn's protocol, which closes a connection whose request does not arrive: a head in time and within bounds, a
+    body at more than a trickle."""
+
+    head_s = _HEAD_S
+    body_s = _BODY_S
+    max_head_bytes = _MAX_HEAD_BYTES
+
+    _awaited: _Part | None = "head"
+    _received_bytes = 0
+    _patience: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
+        """Start waiting for the first head."""
+        super().connection_made(transport)
+        self._patience = self.loop.call_later(self.head_s, self._run_out)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop waiting."""
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Take a piece of a request. Most requests come in one piece, and cost no timer."""
+        if self._awaited is None:
+            self._awaited, self._received_bytes = "head", 0
+        self._received_bytes += len(data)
+        super().data_received(data)
+        if self._awaited is None:
+            self._stop_waiting()
+        elif self._awaited == "head" and self._received_bytes > self.max_head_bytes:
+            self.transport.close()
+        elif self._patience is None and not self.transport.is_closing():
+            self._wait()
+
+    def on_headers_complete(self) -> None:
+        """The head is there."""
+        self._stop_waiting()
+        self._awaited, self._received_bytes = "body", 0
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """The request is there."""
+        self._awaited = None
+        super().on_message_complete()
+
+    def handle_websocket_upgrade(self) -> None:
+        """Leave the connection to the protocol that takes it over."""
+        super().handle_websocket_upgrade()
+        self._awaited = None
+
+    def _wait(self) -> None:
+        self._patience = self.loop.call_later(self.head_s if self._awaited == "head" else self.body_s, self._run_out)
+
+    def _stop_waiting(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+
+    def _run_out(self) -> None:
+        """Close the connection, unless its sender is not at fault: an earlier answer is still due on it, the body makes
+        progress, or nobody here reads it."""
+        self._patience = None
+        if self._awaited is None or self.transport.is_closing():
+            return
+        if self._awaited == "head":
+            is_at_fault = self.cycle is None or self.cycle.response_complete
+        else:
+            is_at_fault = self._received_bytes < _MIN_BODY_BYTES and not self.flow.read_paused
+            self._received_bytes = 0
+        if is_at_fault:
+            self.transport.close()
+        else:
+            self._wait()

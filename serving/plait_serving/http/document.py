@@ -1,0 +1,135 @@
+"""The OpenAPI document as it is true: FastAPI knows the routes and their bodies, this adds how each request can end.
+
+Keys, host names, body sizes and the errors of the services are handled around the routes, so FastAPI cannot see them;
+what it documents itself (a 422 with a list of errors) is never sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from plait_serving.http.edge.auth import OPEN_PATHS
+from plait_serving.http.edge.errors import V2
+from plait_serving.http.edge.schemas import ErrorBody
+
+__all__ = ["complete"]
+
+_METHODS = ("get", "post", "put", "patch", "delete")
+
+_MEANINGS = {
+    400: "The request is invalid; `param` names the field.",
+    401: "A key is missing or not valid.",
+    403: "The key may not do this, or the server does not answer to that host name.",
+    404: "Something that the request names does not exist.",
+    409: "The state of what it names does not allow it.",
+    413: "The body is too large.",
+    415: "The body's encoding or type is not understood.",
+    422: "The request cannot be done here: a LoRA file cannot be used, or the images do not fit the device.",
+    429: "Too many requests; the same one may succeed after `retry-after` seconds.",
+    500: "The server failed; the same request would fail again.",
+    503: "Something is being started; the same request may succeed after `retry-after` seconds.",
+    504: "The deadline passed, or cannot be met.",
+}
+
+_ANYWHERE = (401, 403, 413, 429, 500)
+_NOT_BELOW_V2 = (415,)
+_MODEL = "/v2/models/{model}"
+
+_MORE: Mapping[str, tuple[int, ...]] = {
+    "post /v1/images/generations": (400, 404, 422, 503, 504),
+    "get /v1/models": (503,),
+    "get /v1/models/{model_id}": (404, 503),
+    "get /v1/loras": (503,),
+    "get /v1/controlnets": (503,),
+    "post /v1/recommend": (400, 404, 503, 504),
+    "post /v2/repository/models/{model}/load": (400, 404, 503),
+    "post /v1/tuning/jobs": (400, 503),
+    "get /v1/tuning/jobs": (503,),
+    "get /v1/tuning/jobs/{job_id}": (404, 503),
+    "post /v1/tuning/jobs/{job_id}/cancel": (404, 409, 503),
+    "get /v1/tuning/jobs/{job_id}/events": (400, 404, 503),
+    "get /v1/tuning/jobs/{job_id}/report": (404, 503),
+}
+"""What else an operation can answer. Those on a model have the same with a version in their path."""
+
+_OF_A_MODEL: Mapping[str, tuple[int, ...]] = {
+    "post /infer": (400, 404, 503, 504),
+    "get /example": (400, 404, 503),
+    "get /ready": (404,),
+    "get ": (404, 503),
+}
+
+_REQUEST_ID = {
+    "x-request-id": {"description": "the request's id, in the server's log too", "schema": {"type": "string"}},
+}
+_RETRY_AFTER = {
+    "retry-after": {
+        "description": "seconds",
+        "required": True,
+        "schema": {"type": "integer", "minimum": 1, "maximum": 120},
+    }
+}
+
+
+def complete(document: dict[str, Any]) -> None:
+    """Add to FastAPI's document, in place, what it cannot know."""
+    components = document.setdefault("components", {})
+    schemas = components.setdefault("schemas", {})
+    for name, schema in _error_schemas().items():
+        schemas.setdefault(name, schema)
+    for name in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(name, None)
+    components["securitySchemes"] = {
+        "key": {"type": "http", "scheme": "bearer", "description": "needed only where the server has keys"}
+    }
+    for path, method, operation in _operations(document):
+        if path not in OPEN_PATHS:
+            operation.setdefault("security", [{"key": []}, {}])
+        operation["responses"] = _responses(path, method, operation.get("responses", {}))
+
+
+def _operations(document: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for path, item in document.get("paths", {}).items():
+        for method in _METHODS:
+            if method in item:
+                yield path, method, item[method]
+
+
+def _error_schemas() -> dict[str, Any]:
+    error = ErrorBody.model_json_schema(ref_template="#/components/schemas/{model}")
+    detail = error.pop("$defs")["ErrorDetail"]
+    message = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
+    return {"ErrorBody": error, "ErrorDetail": detail, "ErrorMessage": {"title": "ErrorMessage", **message}}
+
+
+def _responses(path: str, method: str, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the operation's answers: its own ones but for the placeholders of FastAPI, and the errors."""
+    found = {code: answer for code, answer in known.items() if code.isdigit() and code != "422"}
+    for status in _statuses(path, method):
+        found.setdefault(str(status), _error(status, below_v2=path == V2 or path.startswith(V2 + "/")))
+    for answer in found.values():
+        answer["headers"] = {**_REQUEST_ID, **answer.get("headers", {})}
+    return dict(sorted(found.items()))
+
+
+def _statuses(path: str, method: str) -> set[int]:
+    found = {status for status in _ANYWHERE if status != 401 or path not in OPEN_PATHS}
+    if not path.startswith(V2):
+        found.update(_NOT_BELOW_V2)
+    found.update(_MORE.get(f"{method} {path}", ()))
+    if path.startswith(_MODEL):
+        rest = path.removeprefix(_MODEL).removeprefix("/versions/{version}")
+        found.update(_OF_A_MODEL.get(f"{method} {rest}", ()))
+    return found
+
+
+def _error(status: int, *, below_v2: bool) -> dict[str, Any]:
+    schema = {"$ref": f"#/components/schemas/{'ErrorMessage' if below_v2 else 'ErrorBody'}"}
+    answer: dict[str, Any] = {
+        "description": _MEANINGS[status],
+        "content": {"application/json": {"schema": schema}},
+    }
+    if status in (429, 503):
+        answer["headers"] = dict(_RETRY_AFTER)
+    return answer

@@ -1,0 +1,66 @@
+"""JSON bodies that say everything once.
+
+Of two members with one name most parsers take the last, some the first: a proxy that checks a body and the server
+behind it could read different requests. The check is part of the only parse, and costs as much as the body has objects.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi.routing import APIRoute
+from starlette.requests import Request
+from starlette.responses import Response
+
+from plait_serving.http.edge.errors import ApiError, BodyRefused
+
+__all__ = ["JsonRoute", "parse_json"]
+
+_LONGEST_NAME = 64
+
+
+def parse_json(body: bytes) -> Any:
+    """Parse a body. Raises `json.JSONDecodeError`, or `BodyRefused` if an object has two members with one name."""
+    return json.loads(body, object_pairs_hook=_object)
+
+
+def _object(members: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(members)
+    if len(made) < len(members):
+        name = _first_duplicate(members)[:_LONGEST_NAME]
+        raise BodyRefused(ApiError(400, f"{name}: the body has it twice", code="duplicate_field", param=name))
+    return made
+
+
+def _first_duplicate(members: list[tuple[str, Any]]) -> str:
+    seen: set[str] = set()
+    for name, _ in members:
+        if name in seen:
+            return name
+        seen.add(name)
+    raise AssertionError("there is one, or fewer would have been kept")
+
+
+class _JsonRequest(Request):
+    """A request whose `json` refuses what `parse_json` refuses."""
+
+    async def json(self) -> Any:
+        """Return the parsed body."""
+        if not hasattr(self, "_json"):
+            self._json = parse_json(await self.body())
+        return self._json
+
+
+class JsonRoute(APIRoute):
+    """A route that reads its body with `parse_json`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return the handler; FastAPI calls this once for each route."""
+        handle = super().get_route_handler()
+
+        async def handle_strictly(request: Request) -> Response:
+            return await handle(_JsonRequest(request.scope, request.receive))
+
+        return handle_strictly

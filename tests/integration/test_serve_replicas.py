@@ -1,0 +1,137 @@
+"""Two ingresses and two engines: one of them is missed by nobody, and whoever is asked knows what all have done."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from support.server import FAKE, PlaitServer, free_port
+
+pytestmark = pytest.mark.cluster
+
+WAIT_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlaitServer]:
+    """A server of the fake engine."""
+    port = free_port()
+    arguments = [str(port), "server.ingress_replicas=2", "images.replicas=2"]
+    started = PlaitServer.launch(FAKE, arguments, port=port, root=tmp_path_factory.mktemp("replicas"))
+    try:
+        yield started.wait_ready()
+    finally:
+        if started.process.poll() is None:
+            started.kill_and_clean()
+
+
+def scrape(server: PlaitServer) -> dict[str, float]:
+    """The samples without their labels' order in mind, and how long they took as `seconds`."""
+    began_s = time.monotonic()
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.request("GET", "/metrics")
+    body = connection.getresponse().read().decode()
+    connection.close()
+    lines = re.findall(r"^([a-z][^ ]*(?:\{.*\})?) ([^ ]+)$", body, re.MULTILINE)
+    return {name: float(value) for name, value in lines} | {"seconds": time.monotonic() - began_s}
+
+
+def until_two(server: PlaitServer, deployment: str) -> list[int]:
+    """The processes of the two replicas, once there are two that answer."""
+    until_s = time.monotonic() + WAIT_S
+    while len(pids := server.replica_pids(deployment)) != 2:
+        assert time.monotonic() < until_s, f"{deployment}: {pids}"
+        time.sleep(0.2)
+    return pids
+
+
+def status_of(server: PlaitServer, **body: object) -> int:
+    """The answer's status; 0 for none, or for the text of Serve's proxy instead of ours."""
+    try:
+        return server.generate(**body)[0]  # type: ignore[arg-type]
+    except (OSError, ValueError):
+        return 0
+
+
+def statuses_of(server: PlaitServer, count: int, meanwhile: threading.Event) -> list[int]:
+    """The answers to so many requests, four at a time; the event is set when the first has been answered."""
+    statuses: list[int] = []
+
+    def ask(numbers: range) -> None:
+        for number in numbers:
+            statuses.append(status_of(server, prompt=f"x{number}", num_inference_steps=10))
+            meanwhile.set()
+
+    threads = [threading.Thread(target=ask, args=(range(first, count, 4),)) for first in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    return statuses
+
+
+def test_every_scrape_counts_what_all_replicas_did(server: PlaitServer) -> None:
+    """Requests spread over both ingresses and both engines; each scrape reaches one ingress (finding 9)."""
+    for role in ("engine", "ingress"):
+        until_two(server, role)
+    before = scrape(server)
+    for number in range(8):
+        assert server.generate(prompt=f"x{number}", num_inference_steps=4)[0] == 200
+    for _ in range(8):
+        samples = scrape(server)
+        assert samples["plait_images_total"] - before.get("plait_images_total", 0) == 8
+        assert samples["fake_steps_total"] - before.get("fake_steps_total", 0) == 8 * 4
+        assert samples['plait_service_up{service="images"}'] == 1
+
+
+def test_a_killed_engine_costs_no_request(server: PlaitServer) -> None:
+    """What it had is made again by the other one (finding 10)."""
+    victim = until_two(server, "engine")[0]
+    begun = threading.Event()
+
+    def kill() -> None:
+        assert begun.wait(WAIT_S)
+        os.kill(victim, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    assert statuses_of(server, 24, begun) == [200] * 24
+    killer.join()
+    until_two(server, "engine")
+
+
+def test_a_scrape_is_answered_within_a_second_while_no_engine_answers(server: PlaitServer) -> None:
+    """Both are stopped: their numbers are missing, those of HTTP are there (finding 9)."""
+    engines = until_two(server, "engine")
+    scrape(server)
+    for pid in engines:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        samples = scrape(server)
+    finally:
+        for pid in engines:
+            os.kill(pid, signal.SIGCONT)
+    assert samples["seconds"] < 5  # 0.9 s on a quiet host; Serve itself would wait for ever
+    assert samples['plait_service_up{service="images"}'] == 0
+    assert "plait_requests_in_flight" in samples
+    assert "fake_steps_total" not in samples
+
+
+def test_the_other_ingress_answers_on(server: PlaitServer) -> None:
+    """While Serve starts another one in the place of the one that was killed (finding 10)."""
+    victim = until_two(server, "ingress")[0]
+    os.kill(victim, signal.SIGKILL)
+    until_s = time.monotonic() + WAIT_S
+    answered = 0
+    while answered < 5:
+        assert time.monotonic() < until_s
+        answered += status_of(server, prompt="x", num_inference_steps=1) == 200
+    assert len(server.replica_pids("ingress")) < 2 or victim not in server.replica_pids("ingress")
+    until_two(server, "ingress")

@@ -1,0 +1,242 @@
+"""Names that clients send: paths and addresses in other servers, entries of a list here."""
+
+from __future__ import annotations
+
+import json
+import urllib.parse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from plait.tuning.service.http import tuning_router
+from plait_disagg.package import Package
+from plait_serving.diffusion.errors import NotFound
+from plait_serving.diffusion.lora.source import FolderSource
+from plait_serving.http.app import create_app
+from plait_serving.http.context import HttpSettings
+from plait_serving.http.edge.hosts import LOOPBACK_HOSTS
+from plait_serving.images.testing import FakeImageService
+from plait_serving.ranking.local import LocalRankingService
+from plait_serving.ranking.service import ServedRanker
+from plait_serving.ranking.testing import fake_rankers
+from support import refresh as kit
+from support.loras import tiny_lora_file
+from support.rank_fabric import Rig
+from support.trap import Trap
+from support.tuning_desk import LocalTuningService, Threads, desk_in
+
+IMAGES = "/v1/images/generations"
+PATHS = (
+    "../../../../etc/passwd",
+    "..",
+    ".",
+    "/etc/passwd",
+    "a/b",
+    "a\\b",
+    "..\\..\\windows",
+    "%2e%2e%2fetc%2fpasswd",
+    "..%2f..%2fetc%2fpasswd",
+    "noto/../noto",
+    "noto\x00.safetensors",
+    "noto.safetensors/..",
+    "~root",
+    "file:///etc/passwd",
+    "http://127.0.0.1/x",
+    "noto\n",
+)
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> TestClient:
+    """A server of everything."""
+    desk = desk_in(tmp_path / "jobs", Threads())
+    routers = (tuning_router(LocalTuningService(desk)),)
+    ranking = LocalRankingService(fake_rankers())
+    app = create_app(FakeImageService(), HttpSettings(), ranking=ranking, routers=routers)
+    return TestClient(app, raise_server_exceptions=False)
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_cve_2026_7302_and_cve_2026_7304_traversal_in_a_body(client: TestClient, name: str) -> None:
+    """SGLang stored uploads under the names that they came with: names in a body are compared with those that there
+    are, and nothing is stored."""
+    for field in ("loras", "controlnets"):
+        item = {"name": name} | ({"image": "AAAA"} if field == "controlnets" else {})
+        answer = client.post(IMAGES, json={"prompt": "x", field: [item]})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == f"{field}.0.name"
+    image = {"name": "edges", "image": "AAAA", "preprocess": name}
+    assert client.post(IMAGES, json={"prompt": "x", "controlnets": [image]}).status_code == 400
+    assert client.post(IMAGES, json={"prompt": "x", "model": name}).status_code in (400, 404)
+    body = {"model": name, "user": {}, "candidates": []}
+    assert client.post("/v1/recommend", json=body).status_code == 404
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_cve_2026_56671_and_cve_2026_123790_traversal_in_a_path(client: TestClient, name: str) -> None:
+    """ComfyUI's previews, and a node of its users, opened what the path of a request said: here it finds a model, a
+    version or a job by its name, or nothing."""
+    for spelled in {urllib.parse.quote(name, safe=""), urllib.parse.quote(name)}:
+        for path in (
+            f"/v1/models/{spelled}",
+            f"/v2/models/{spelled}",
+            f"/v2/models/{spelled}/ready",
+            f"/v2/models/picks/versions/{spelled}/example",
+            f"/v1/tuning/jobs/{spelled}",
+            f"/v1/tuning/jobs/{spelled}/report",
+            f"/v1/tuning/jobs/{spelled}/events",
+            f"/{spelled}",
+        ):
+            answer = client.get(path)
+            was_resolved = answer.url.path != urllib.parse.unquote(path)  # by the client: dots of a path are its own
+            assert answer.status_code == 404 or was_resolved, path
+            assert "root:" not in answer.text
+
+
+def test_cve_2026_56671_links_and_paths_of_a_lora_folder(tmp_path: Path) -> None:
+    """The folder itself gives no file from outside, whoever asks, and follows no link that leads out."""
+    outside = tiny_lora_file(tmp_path, "secret", seed=1)
+    path = tmp_path / "secret.safetensors"
+    assert path.is_file(), outside
+    folder = tmp_path / "loras"
+    tiny_lora_file(folder, "noto", seed=2)
+    (folder / "linked.safetensors").symlink_to(path)
+    (folder / "linked").symlink_to(tmp_path)
+    source = FolderSource(folder)
+    assert list(source.list()) == ["noto"]
+    for name in (*PATHS, "../secret", "linked", "linked/secret"):
+        assert source.find(name) is None
+        with pytest.raises(NotFound):
+            source.fetch(name)
+
+
+# ---- models by address -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    return kit.packaged(tmp_path_factory.mktemp("registered") / "parts")
+
+
+class _Publisher:
+    """`Refreshes` with workers in this process."""
+
+    def __init__(self, whole: kit.Whole) -> None:
+        self._whole = whole
+
+    async def refresh(self, update: Path) -> str:
+        """See `Refreshes`."""
+        return await self._whole.publish(update)
+
+
+@pytest.fixture
+def refreshed(template: Package, tmp_path: Path) -> Iterator[TestClient]:
+    """A server with a real model that can be refreshed."""
+    with Rig() as rig:
+        whole = kit.Whole(rig, kit.copied(template, tmp_path / "parts"))
+        models = {"parts": ServedRanker(ranker=whole.ranker, refreshes=_Publisher(whole))}
+        app = create_app(None, HttpSettings(), ranking=LocalRankingService(models))
+        yield TestClient(app, raise_server_exceptions=False)
+
+
+def test_cve_2023_43654_and_cve_2024_35198_a_model_by_its_url(refreshed: TestClient, tmp_path: Path) -> None:
+    """TorchServe fetched and ran what an address named (ShellTorch), and its allow-list could be got round: here an
+    update is a folder of this machine, whose every file is checked, and a URL names none."""
+    trap = Trap()
+    try:
+        for scheme in ("http", "HTTP", "https", "ftp", "file", "s3"):
+            url = f"{scheme}://127.0.0.1:{trap.port}/../model.mar"
+            body = {"parameters": {"update": url}}
+            answer = refreshed.post("/v2/repository/models/parts/load", json=body)
+            assert answer.status_code == 400
+            assert "is refused" in answer.json()["error"]
+        for path in ("/models?url=http://127.0.0.1:{}/m.mar", "/v2/repository/models/new/load"):
+            assert refreshed.post(path.format(trap.port), json={"parameters": {"update": "x"}}).status_code == 404
+        assert not trap.was_called()
+    finally:
+        trap.close()
+    assert refreshed.get("/v2/models/parts").json()["versions"] == ["1"]
+
+
+def test_cve_2023_43654_an_update_that_is_code(refreshed: TestClient, tmp_path: Path) -> None:
+    """A folder with a handler is no update, and the handler stays a file."""
+    update = tmp_path / "update"
+    update.mkdir()
+    (update / "handler.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    (update / "update.json").write_text(json.dumps({"handler": "handler.py", "model": "parts"}))
+    body = {"parameters": {"update": str(update)}}
+    assert refreshed.post("/v2/repository/models/parts/load", json=body).status_code == 400
+    assert not (tmp_path / "ran").exists()
+
+
+# ---- what cannot be done over HTTP at all ----------------------------------------------------------------------------
+
+
+def _operations(client: TestClient) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for path, item in client.get("/openapi.json").json()["paths"].items():
+        for method, operation in item.items():
+            yield method, path, operation
+
+
+def test_cve_2025_67303_and_cve_2026_22777_installation_over_http(client: TestClient) -> None:
+    """ComfyUI's manager installed plugins and changed its settings over HTTP, and ComfyUI's instances were taken over
+    by botnets: whatever here changes anything is named here, and all of it but images and rankings needs an admin."""
+    changing = {(method, path) for method, path, _ in _operations(client) if method != "get"}
+    assert changing == {
+        ("post", "/v1/images/generations"),
+        ("post", "/v1/recommend"),
+        ("post", "/v1/tuning/jobs"),
+        ("post", "/v1/tuning/jobs/{job_id}/cancel"),
+        ("post", "/v2/models/{model}/infer"),
+        ("post", "/v2/models/{model}/versions/{version}/infer"),
+        ("post", "/v2/repository/models/{model}/load"),
+    }
+
+
+def test_cve_2024_47874_and_va_26_238_01_nothing_takes_a_form_or_a_file(client: TestClient) -> None:
+    """Starlette kept the parts of a form in memory without bound: no route reads forms, and one that is sent costs no
+    more than its bytes."""
+    for _, path, operation in _operations(client):
+        kinds = operation.get("requestBody", {}).get("content", {})
+        assert not any(kind.startswith(("multipart/", "application/x-www-form")) for kind in kinds), path
+    form = b'--x\r\nContent-Disposition: form-data; name="prompt"\r\n\r\n' + b"a" * 4_000_000 + b"\r\n--x--\r\n"
+    for kind in ("multipart/form-data; boundary=x", "application/x-www-form-urlencoded"):
+        answer = client.post(IMAGES, content=form, headers={"content-type": kind})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_body")
+        answer = client.post("/v1/tuning/jobs", content=form, headers={"content-type": kind})
+        assert answer.status_code == 415
+
+
+def test_cve_2025_62727_ranges(client: TestClient) -> None:
+    """Starlette took quadratic time to merge the ranges of a file: no route serves files, and ranges are ignored."""
+    ranges = "bytes=" + ",".join(f"{i}-{i + 1}" for i in range(0, 60_000, 3))
+    for method, path, _ in _operations(client):
+        if method == "get" and "{" not in path:
+            answer = client.get(path, headers={"range": ranges})
+            assert answer.status_code == 200
+            assert "content-range" not in answer.headers
+
+
+def test_cve_2025_62593_dns_rebinding(tmp_path: Path) -> None:
+    """A web page could point its own name at 127.0.0.1 and drive Ray's dashboard: a server on loopback answers to its
+    own names only, on every route, and changes nothing for a page of another name."""
+    desk = desk_in(tmp_path / "jobs", Threads())
+    settings = HttpSettings(allowed_hosts=LOOPBACK_HOSTS)
+    ranking = LocalRankingService(fake_rankers())
+    routers = (tuning_router(LocalTuningService(desk)),)
+    app = create_app(FakeImageService(), settings, ranking=ranking, routers=routers)
+    client = TestClient(app, base_url="http://127.0.0.1:8000", raise_server_exceptions=False)
+    for method, path, _ in _operations(client):
+        answer = client.request(method, path, headers={"host": "evil.example:8000"}, content=b"{}")
+        assert (answer.status_code, "allowed_hosts" in answer.text) == (403, True), path
+        for origin in ("http://evil.example", "null", "http://127.0.0.1.evil.example:8000", "https://evil.example"):
+            simple = {"origin": origin, "content-type": "text/plain"}
+            answer = client.request(method, path, headers=simple, content=b"{}")
+            assert "access-control-allow-origin" not in answer.headers
+            assert (answer.status_code == 403) == (method != "get"), path
+    own = client.post(IMAGES, json={"prompt": "x"}, headers={"origin": "http://127.0.0.1:8000"})
+    assert own.status_code == 200
+    assert client.options("/v1/models", headers={"origin": "http://evil.example"}).status_code == 405

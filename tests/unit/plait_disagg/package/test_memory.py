@@ -1,0 +1,195 @@
+"""What a package may ask for: its halves are refused before they run where they would take the machine's memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from plait_disagg.graph.errors import BadProgram
+from plait_disagg.graph.inputs import Bag, Dense
+from plait_disagg.graph.memory import check_memory
+from plait_disagg.graph.program import LOOKUP
+from plait_disagg.graph.tile import tile
+from plait_disagg.package import PackageError, PackageOptions, open_package, write_package
+from plait_disagg.package.manifest import sha256_of
+from support.graph import model
+
+INPUTS = (Dense("age", "user"), Bag("genres", "item"))
+
+
+class Model(nn.Module):
+    """One table and one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.genres = nn.EmbeddingBag(12, 8, mode="sum", include_last_offset=True)
+        self.top = nn.Linear(9, 1)
+
+    def forward(self, age: Any, genres: Any, genres_offsets: Any) -> Any:
+        return {"scores": self.top(torch.cat([age, self.genres(genres, genres_offsets)], 1)).squeeze(1)}
+
+
+class Wide(nn.Module):
+    """Half a megabyte for each candidate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.genres = nn.EmbeddingBag(12, 8, mode="sum", include_last_offset=True)
+        self.top = nn.Linear(8, 1 << 17)
+
+    def forward(self, age: Any, genres: Any, genres_offsets: Any) -> Any:
+        return {"scores": torch.relu(self.top(self.genres(genres, genres_offsets))).sum(1) + age.squeeze(1)}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A package that a test may spoil."""
+    torch.manual_seed(0)
+    write_package(tmp_path / "small", Model().eval(), INPUTS, name="small")
+    return tmp_path / "small"
+
+
+def spoil(folder: Path, file: str, change: Callable[[dict[str, Any]], None]) -> None:
+    """Changes a program and its check sum, as whoever made the package could."""
+    data = json.loads((folder / file).read_text())
+    change(data)
+    (folder / file).write_text(json.dumps(data))
+    manifest = json.loads((folder / "package.json").read_text())
+    manifest["files"][file] = sha256_of(folder / file)
+    (folder / "package.json").write_text(json.dumps(manifest))
+
+
+def node(
+    name: str, op: str, args: Sequence[Any], shape: Sequence[int], *, dtype: str = "float32", **kwargs: Any
+) -> dict[str, Any]:
+    """A node of a stored program."""
+    return {"name": name, "op": op, "args": list(args), "kwargs": kwargs, "shape": list(shape), "dtype": dtype,
+            "rows": "none"}  # fmt: skip
+
+
+def rows_of(name: str) -> dict[str, Any]:
+    """How many rows a value has."""
+    return node(f"{name}:n", "aten.sym_size.int", [{"ref": name}, 0], [], dtype="int")
+
+
+def ref(name: str) -> dict[str, str]:
+    """A reference."""
+    return {"ref": name}
+
+
+N = ref("user_of:n")
+ONES, EXPAND, CLONE = "aten.ones.default", "aten.expand.default", "aten.clone.default"
+
+GREEDY = {
+    "256 GiB": [node("x", ONES, [[2**36]], [2**36])],
+    "256 GiB that call themselves small": [node("x", ONES, [[2**36]], [4])],
+    "more than a number holds": [node("x", ONES, [[2**40, 2**40]], [2**40, 2**40])],
+    "the cube of the candidates": [rows_of("user_of"), node("x", ONES, [[N, N, N]], [-1, 1, 1])],
+    "an expanded number, copied": [
+        node("a", ONES, [[1]], [1]),
+        node("b", EXPAND, [ref("a"), [2**36]], [2**36]),
+        node("c", CLONE, [ref("b")], [2**36]),
+    ],
+    "many of 4 GiB": [node(f"x{i}", ONES, [[2**30]], [2**30]) for i in range(5)]
+    + [node("all", "aten.cat.default", [[ref(f"x{i}") for i in range(5)]], [5 * 2**30])],
+    "a large value on the way to a small one": [
+        node("a", ONES, [[2**18]], [2**18]),
+        node("b", "aten.einsum.default", ["i,j,j->", [ref("a"), ref("a"), ref("a")]], []),
+        node("c", "aten.repeat.default", [ref("a"), [2**18, 1]], [2**18, 2**18]),
+        node("d", "aten.sum.dim_IntList", [ref("c"), [0, 1]], []),
+    ],
+    "classes": [
+        node("a", "aten.zeros.default", [[8]], [8], dtype="int64") | {"kwargs": {"dtype": {"dtype": "int64"}}},
+        node("b", "aten.one_hot.default", [ref("a"), 2**36], [8, 2**36], dtype="int64"),
+    ],
+    "a padded row": [
+        node("a", ONES, [[8]], [8]),
+        node("b", "aten.constant_pad_nd.default", [ref("a"), [0, 2**36], 0], [2**36 + 8]),
+    ],
+}
+
+
+@pytest.mark.parametrize("half", ["cn.json", "hn.json"])
+@pytest.mark.parametrize("what", list(GREEDY))
+def test_a_package_that_asks_for_too_much_memory_is_refused_when_it_is_loaded(
+    folder: Path, what: str, half: str
+) -> None:
+    """Finding 12: `aten.ones([2**36])` took 256 GiB with the first request. Finding it out takes no memory."""
+    spoil(folder, half, lambda data: data["nodes"].extend(GREEDY[what]))
+    package = open_package(folder)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(PackageError, match=rf"{half}: \w+(:n)?: "):
+        package.sparse() if half == "cn.json" else package.dense()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 512 << 10  # in KiB
+
+
+def test_a_number_of_rows_is_a_size_and_nothing_else(folder: Path) -> None:
+    """Finding 12: what shrinks with the candidates could be largest in between, where nobody looks."""
+    given = [rows_of("user_of"), node("a", ONES, [[9]], [9]),
+             node("b", "aten.slice.Tensor", [ref("a"), 0, N, 9], [-1])]  # fmt: skip
+    spoil(folder, "cn.json", lambda data: data["nodes"].extend(given))
+    with pytest.raises(PackageError, match="uses the number of rows as a number"):
+        open_package(folder).sparse()
+
+
+def test_a_program_reads_what_it_is_given(folder: Path) -> None:
+    """Finding 12: a declared input that is larger in truth would make everything after it larger, too."""
+
+    def widen(data: dict[str, Any]) -> None:
+        next(port for port in data["inputs"] if port["name"] == "age")["shape"] = [-1, 2]
+
+    spoil(folder, "cn.json", widen)
+    with pytest.raises(PackageError, match=r"age: the program is not given the float32 \(-1, 2\)"):
+        open_package(folder).sparse()
+
+
+def test_the_width_of_a_row_is_the_tables(folder: Path) -> None:
+    """Finding 12: not what the program says of it."""
+
+    def narrow(data: dict[str, Any]) -> None:
+        next(each for each in data["nodes"] if each["op"] == LOOKUP)["shape"] = [-1, 4]
+
+    spoil(folder, "cn.json", narrow)
+    with pytest.raises(PackageError, match="is not the float32"):
+        open_package(folder).sparse()
+
+
+def test_a_model_that_could_not_be_loaded_is_not_packaged(tmp_path: Path) -> None:
+    """Its maker is told what to change; with fewer candidates it fits."""
+    with pytest.raises(PackageError, match=r"largest_candidates=1000000: .* GiB"):
+        options = PackageOptions(largest_candidates=1_000_000)
+        write_package(tmp_path / "wide", Wide().eval(), INPUTS, name="wide", options=options)
+    assert list(tmp_path.iterdir()) == []
+    write_package(tmp_path / "wide", Wide().eval(), INPUTS, name="wide")
+    open_package(tmp_path / "wide").dense()
+
+
+@pytest.mark.parametrize("name", ["small", "zoo", "weighted", "din"])
+@pytest.mark.parametrize("exact", [False, True])
+def test_what_models_of_all_kinds_need_is_far_below_the_limit(name: str, exact: bool) -> None:
+    """Every operator that a captured model has tells its size without data, tiled and as it was captured."""
+    _, captured = model(name)
+    widths = {table: int(weight.shape[1]) for table, weight in captured.tables.items()}
+    check_memory(captured.program, widths=widths, users=4_096, candidates=4_096)
+    tiled = tile(captured.program, exact=exact)
+    check_memory(tiled, widths=widths, users=1, candidates=10_000)
+    with pytest.raises(BadProgram, match="would need"):
+        check_memory(tiled, widths=widths, users=1, candidates=10_000, max_bytes=10_000)
+
+
+def test_the_files_of_a_package_follow_the_umask(tmp_path: Path) -> None:
+    """Finding 12: `constants.safetensors` was its owner's alone, so that a server of another user could not start."""
+    before = os.umask(0o027)
+    try:
+        write_package(tmp_path / "p", Model().eval(), INPUTS, name="p")
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "p").iterdir()} == {0o640}

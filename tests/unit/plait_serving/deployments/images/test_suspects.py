@@ -1,0 +1,54 @@
+"""What counts as the same request, and for how long."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from plait_serving.deployments.images.suspects import Suspects
+from plait_serving.diffusion.values import ControlRef, ImageRequest, LoraRef, Scheduler
+
+IMAGE = np.zeros((4, 4, 3), dtype=np.uint8)
+REQUEST = ImageRequest(
+    request_id="r", prompt="a \ud800 b", width=16, height=16, steps=4, guidance_scale=7.5, seed=1,
+    scheduler=Scheduler.EULER, loras=(LoraRef(name="a"),), controlnets=(ControlRef(name="edges", image=IMAGE),),
+)  # fmt: skip
+
+
+async def test_seeds_and_ids_do_not_make_another_request() -> None:
+    """A client that leaves the seed to us repeats itself with another one."""
+    suspects = Suspects()
+    assert not suspects.is_refused(REQUEST)
+    suspects.killed_two(REQUEST)
+    same_image = (ControlRef(name="edges", image=IMAGE.copy()),)
+    for same in (
+        replace(REQUEST, request_id="x", seed=5),
+        replace(REQUEST, deadline_s=3.0, partial_images=2),
+        replace(REQUEST, controlnets=same_image),
+    ):
+        assert suspects.is_refused(same)
+    for other in (
+        replace(REQUEST, prompt="a"),
+        replace(REQUEST, n=2),
+        replace(REQUEST, loras=()),
+        replace(REQUEST, controlnets=(ControlRef(name="edges", image=IMAGE + 1),)),
+        replace(REQUEST, controlnets=(ControlRef(name="edges", image=IMAGE, scale=0.5),)),
+    ):
+        assert not suspects.is_refused(other)
+
+
+async def test_a_refusal_ends_and_their_number_is_bounded() -> None:
+    """Replicas may have died for another reason; and a memory of all requests would be an attack of its own."""
+    now = [0.0]
+    suspects = Suspects(clock=lambda: now[0])
+    suspects.killed_two(REQUEST)
+    now[0] = 599.0
+    assert suspects.is_refused(REQUEST)
+    now[0] = 601.0
+    assert not suspects.is_refused(REQUEST)
+    for number in range(1_100):
+        suspects.killed_two(replace(REQUEST, prompt=str(number)))
+    assert len(suspects._refused) == 1_024
+    assert not suspects.is_refused(replace(REQUEST, prompt="0"))
+    assert suspects.is_refused(replace(REQUEST, prompt="1099"))

@@ -1,0 +1,117 @@
+"""The OpenAPI document: every way in which a request can end is in it, in the form that it has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from plait_disagg.errors import Busy, DeadlinePassed, RankError, WorkerUnavailable
+from plait_serving.diffusion import errors as engine
+from plait_serving.http.app import create_app
+from plait_serving.http.context import HttpSettings
+from plait_serving.images.testing import FakeImageService
+from plait_serving.ranking.local import LocalRankingService
+from plait_serving.ranking.testing import FakeRanker, fake_rankers
+
+IMAGES, RECOMMEND = "/v1/images/generations", "/v1/recommend"
+INFER = "/v2/models/{model}/infer"
+
+
+def app_with(images: FakeImageService | None = None, ranker: FakeRanker | None = None) -> TestClient:
+    """A server of both."""
+    ranking = LocalRankingService(fake_rankers(ranker))
+    app = create_app(images or FakeImageService(), HttpSettings(), ranking=ranking)
+    return TestClient(app, raise_server_exceptions=False)
+
+
+@pytest.fixture(scope="module")
+def document() -> dict[str, Any]:
+    found = app_with().get("/openapi.json").json()
+    assert isinstance(found, dict)
+    return found
+
+
+def operations(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for path, item in document["paths"].items():
+        for method, operation in item.items():
+            yield path, method, operation
+
+
+def test_every_operation_can_end_as_the_middlewares_end_it(document: dict[str, Any]) -> None:
+    """Sizes, keys, hosts and failures know no routes; the probes of load balancers need no key."""
+    for path, method, operation in operations(document):
+        found = set(operation["responses"])
+        assert {"403", "413", "429", "500"} <= found, (method, path)
+        assert ("401" in found) == (path not in ("/health", "/version", "/v2/health/live", "/v2/health/ready"))
+        assert all(code.isdigit() for code in found), (method, path)
+
+
+def test_errors_have_the_form_of_their_part_of_the_api(document: dict[str, Any]) -> None:
+    """OpenAI's, and below /v2 the protocol's; who is to come back is told when."""
+    for path, method, operation in operations(document):
+        form = "ErrorMessage" if path.startswith("/v2") else "ErrorBody"
+        for code, answer in operation["responses"].items():
+            if int(code) >= 400 and answer["content"]["application/json"]["schema"].get("$ref"):
+                assert answer["content"]["application/json"]["schema"]["$ref"].endswith(form), (method, path, code)
+                assert ("retry-after" in answer["headers"]) == (code in ("429", "503")), (method, path, code)
+            assert "x-request-id" in answer["headers"]
+    assert not {"HTTPValidationError", "ValidationError"} & document["components"]["schemas"].keys()
+
+
+def test_a_stream_and_metrics_are_what_they_are(document: dict[str, Any]) -> None:
+    """Content types of what is no JSON."""
+    answer = document["paths"][IMAGES]["post"]["responses"]["200"]
+    assert set(answer["content"]) == {"application/json", "text/event-stream"}
+    assert set(document["paths"]["/metrics"]["get"]["responses"]["200"]["content"]) == {"text/plain"}
+    infer = document["paths"][INFER]["post"]
+    assert infer["requestBody"]["content"]["application/json"]["schema"]["required"] == ["inputs"]
+    assert infer["responses"]["200"]["content"]["application/json"]["schema"]["required"] == ["outputs"]
+
+
+def test_the_document_is_built_once() -> None:
+    """And not from what an earlier application made of the shared parts."""
+    first, second = app_with(), app_with()
+    assert first.get("/openapi.json").json() == first.get("/openapi.json").json() == second.get("/openapi.json").json()
+
+
+ENGINE = [
+    engine.RequestError("x", param="prompt"),
+    engine.NotFound("x", param="model"),
+    engine.Overloaded("x", retry_after_s=3.0),
+    engine.DeadlineMissed("x"),
+    engine.Refused("x"),
+    engine.LoraError("x"),
+    engine.ControlNetUnavailable("x"),
+    engine.NumericalError("x"),
+    engine.OutOfMemory("x"),
+    engine.ModelError("x"),
+    engine.EngineStopped("x"),
+    ValueError("x"),
+]
+
+
+@pytest.mark.parametrize("error", ENGINE, ids=lambda error: type(error).__name__)
+def test_whatever_the_engine_raises_is_documented(document: dict[str, Any], error: Exception) -> None:
+    """With its retry-after where one is promised."""
+    answer = app_with(FakeImageService(failures={"fails": error})).post(IMAGES, json={"prompt": "fails"})
+    described = document["paths"][IMAGES]["post"]["responses"][str(answer.status_code)]
+    assert ("retry-after" in answer.headers) == ("retry-after" in described["headers"])
+
+
+@pytest.mark.parametrize("error", [Busy("x"), DeadlinePassed("x"), WorkerUnavailable("x"), RankError("x")], ids=repr)
+def test_whatever_a_ranker_raises_is_documented(document: dict[str, Any], error: Exception) -> None:
+    """On both of its routes."""
+    ranker = FakeRanker()
+    ranker.error = error
+    client = app_with(ranker=ranker)
+    body = client.get("/v2/models/picks/example").json()
+    asked = {INFER: client.post("/v2/models/picks/infer", json=body)}
+    asked[RECOMMEND] = client.post(RECOMMEND, json={"user": {"person": 1, "mood": [0, 0, 0], "history": []},
+                                                    "candidates": "all"})  # fmt: skip
+    for path, answer in asked.items():
+        assert answer.status_code >= 429
+        described = document["paths"][path]["post"]["responses"][str(answer.status_code)]
+        assert ("retry-after" in answer.headers) == ("retry-after" in described["headers"])

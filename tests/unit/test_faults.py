@@ -1,0 +1,291 @@
+"""The judgement of the fault runs (`tests/faults`): what is right, wrong, documented, the proxy's, and what grows."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from faults.asks import Ask, answer_of, image_ask, mixed
+from faults.client import Reply
+from faults.ends import DOCUMENTED, End, Tally, verdict_of
+from faults.fairness import FairnessReport, ServiceRound
+from faults.recording import fault_rows, steady_rows
+from faults.refusals import RefusalReport
+from faults.run import FaultPlan, FaultReport
+from faults.server import kind_of
+from faults.slope import slope_of
+from faults.steady import SAMPLED, SteadyReport
+from faults.striking import Fault, FaultLog, probes_for
+from faults.usage import Usage, grown
+from plait_bench.table_specs import TABLES
+
+ROOT = Path(__file__).resolve().parents[2]
+JSON = {"content-type": "application/json", "retry-after": "5"}
+RANKING = Ask(key="r", form="ranking", path="/v1/recommend", body=b"{}", needs=frozenset())
+V2 = replace(RANKING, form="v2")
+IMAGE = image_ask("i", prompt="fish")
+STREAM = image_ask("s", prompt="fish", stream=True)
+
+
+def reply(body, status=200, headers=JSON, **more):
+    """A reply that took a second."""
+    encoded = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return Reply(began_s=10.0, ended_s=11.0, status=status, headers=headers, body=encoded, **more)
+
+
+def b64(level):
+    """A grey image."""
+    buffer = io.BytesIO()
+    Image.fromarray(np.full((8, 8, 3), level, dtype=np.uint8)).save(buffer, "PNG")
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def image(level):
+    """A response with one."""
+    return {"data": [{"b64_json": b64(level)}]}
+
+
+def ranking(*items):
+    """A response with items and their scores."""
+    return {"items": [{"id": item, "score": score} for item, score in items]}
+
+
+def error(code, **more):
+    """An error in OpenAI's form."""
+    return {"error": {"message": "m", "type": "server_error", "param": None, "code": code, **more}}
+
+
+def end(ask, got, expected=None, *, in_our_stead=False):
+    """The end of a request, where ``expected`` is the body of the right response."""
+    answer = None if expected is None else answer_of(ask, json.dumps(expected).encode())
+    return verdict_of(ask, got, answer, in_our_stead=in_our_stead).end
+
+
+@pytest.mark.parametrize(("level", "wanted"), [(100, End.RIGHT), (102, End.RIGHT), (98, End.RIGHT), (103, End.WRONG)])
+def test_images_may_differ_by_two_levels(level, wanted):
+    """One by another executor, one by another batch; more is another image."""
+    assert end(IMAGE, reply(image(level)), image(100)) is wanted
+
+
+def test_rankings_may_differ_by_rounding_and_not_by_order():
+    """Every score within 1e-5, whatever the order of near equals; another item, a lost one, a wrong order are wrong."""
+    right = ranking((1, 0.5), (2, 0.4999999), (3, 0.1))
+    assert end(RANKING, reply(ranking((2, 0.5000001), (1, 0.5), (3, 0.1))), right) is End.RIGHT
+    assert end(RANKING, reply(ranking((1, 0.5), (2, 0.4999999), (3, 0.10002))), right) is End.WRONG
+    assert end(RANKING, reply(ranking((1, 0.5), (2, 0.4999999), (4, 0.1))), right) is End.WRONG
+    assert end(RANKING, reply(ranking((1, 0.5), (2, 0.4999999))), right) is End.WRONG
+    assert end(RANKING, reply(ranking((3, 0.1), (1, 0.5), (2, 0.4999999))), right) is End.WRONG
+    assert end(RANKING, reply({"items": [{"id": 1, "score": float("nan")}]}), ranking((1, 0.5))) is End.WRONG
+
+
+@pytest.mark.parametrize("body", [b"", b"{}", b"not json", b'{"data": []}', b'{"data": [{"b64_json": "AAAA"}]}'])
+def test_half_an_answer_is_wrong(body):
+    """Status 200 with anything but a whole image."""
+    assert end(IMAGE, reply(body)) is End.WRONG
+
+
+@pytest.mark.parametrize(("status", "code"), sorted(DOCUMENTED))
+def test_documented_errors_have_the_apis_form(status, code):
+    """With a known code and, where it is worth another try, when: nothing else counts."""
+    assert end(IMAGE, reply(error(code), status)) is End.DOCUMENTED
+    assert end(IMAGE, reply(error(code), 418)) is End.UNDOCUMENTED
+    assert end(IMAGE, reply(error(code, extra=1), status)) is End.UNDOCUMENTED
+    assert end(IMAGE, reply({"error": "m"}, status)) is End.UNDOCUMENTED
+    without = {"content-type": "application/json"}
+    wanted = End.DOCUMENTED if status in (422, 504) else End.UNDOCUMENTED
+    assert end(IMAGE, reply(error(code), status, without)) is wanted
+    assert end(V2, reply({"error": "m"}, status)) is End.DOCUMENTED
+    assert end(V2, reply(error(code), status)) is End.UNDOCUMENTED
+
+
+def test_an_unexpected_error_is_not_documented():
+    """A 500 in the API's own form is a bug like any other."""
+    assert end(IMAGE, reply(error("internal_error"), 500)) is End.UNDOCUMENTED
+    assert end(RANKING, reply(error("rank_failed"), 500)) is End.UNDOCUMENTED
+    assert end(V2, reply({"error": "m"}, 500)) is End.UNDOCUMENTED
+    assert end(IMAGE, reply(error("invalid_value"), 400)) is End.UNDOCUMENTED
+
+
+def test_the_proxy_is_excused_while_it_or_the_ingress_is_down_only():
+    """A bare 500, a refused connection, a stream that breaks off: its own while the fault is there, ours otherwise."""
+    plain = {"content-type": "text/plain; charset=utf-8"}
+    broken = Reply(began_s=10.0, ended_s=11.0, failure="ConnectError: refused")
+    cut = reply(b'data: {"type": "image_generation.partial_image"}\n\n', failure="RemoteProtocolError: closed")
+    for ask, got in ((IMAGE, reply(b"Internal Server Error", 500, plain)), (RANKING, broken), (STREAM, cut)):
+        assert end(ask, got, in_our_stead=True) is End.PROXY
+        assert end(ask, got, in_our_stead=False) is End.UNDOCUMENTED
+    assert end(IMAGE, reply(image(1)), image(100), in_our_stead=True) is End.WRONG
+
+
+def test_streams_end_with_an_image_or_an_error():
+    """The last event counts: a completed image is compared, an error has a known code, and silence is wrong."""
+
+    def events(*data):
+        return reply("".join(f"data: {json.dumps(each)}\n\n" for each in data).encode())
+
+    partial = {"type": "image_generation.partial_image", "b64_json": b64(1)}
+    done = {"type": "image_generation.completed", "b64_json": b64(100)}
+    expected = answer_of(STREAM, events(done).body)
+    assert verdict_of(STREAM, events(partial, done), expected, in_our_stead=False).end is End.RIGHT
+    assert end(STREAM, events(partial, error("engine_stopped"))) is End.DOCUMENTED
+    assert end(STREAM, events(partial, error("internal_error"))) is End.UNDOCUMENTED
+    assert end(STREAM, events(partial)) is End.WRONG
+    assert end(STREAM, events()) is End.WRONG
+
+
+def test_hung_and_left_are_ends_of_their_own():
+    """Whatever came before."""
+    assert end(IMAGE, reply(b"", None, is_hung=True), in_our_stead=True) is End.HUNG
+    assert end(IMAGE, reply(b"", None, has_left=True)) is End.DISCONNECTED
+
+
+def test_requests_are_the_same_for_a_seed_and_reach_every_part():
+    """Two runs of a seed send the same bytes; every kind of process has a request that needs it, a cheap one."""
+    asks = mixed(3, {"inputs": []})
+    assert [ask.body for ask in asks] == [ask.body for ask in mixed(3, {"inputs": []})]
+    assert [ask.body for ask in asks] != [ask.body for ask in mixed(4, {"inputs": []})]
+    assert len({ask.key for ask in asks}) == len(asks)
+    kinds = ["controlnet-edges", "controlnet-colors", "engine", "cn-picks", "hn-picks", "ingress", "proxy"]
+    probes = probes_for([*kinds, "controller"], asks)
+    assert all(kind in probes[kind].needs for kind in kinds)
+    assert probes["controller"].form == probes["ingress"].form == "ranking"
+
+
+def test_kinds_are_read_from_titles():
+    """As Ray sets them, with and without the method that runs."""
+    assert kind_of("ray::ServeReplica:plait:controlnet-edges") == "controlnet-edges"
+    assert kind_of("ray::ServeReplica:plait:cn-picks.handle_request") == "cn-picks"
+    assert kind_of("ray::ProxyActor") == "proxy"
+    assert kind_of("ray::ServeController.listen_for_change") == "controller"
+    assert kind_of("/usr/bin/raylet") == "ray"
+
+
+def usage(**more):
+    """What a server holds."""
+    base = dict.fromkeys(Usage.__dataclass_fields__, 100)
+    return Usage(**{**base, "memory_by_kind": {"engine": 100}, **more})
+
+
+def test_what_grew_is_told_from_what_varies():
+    """Memory by more than 5 %, a file or a dead process at all; less is no growth."""
+    before = usage(memory_bytes=1000, socket_files=3)
+    assert grown(before, usage(memory_bytes=1049, socket_files=3)) == {}
+    assert grown(before, usage(memory_bytes=1051, socket_files=3)) == {"memory_bytes": (1000, 1051)}
+    assert grown(before, usage(memory_bytes=500, socket_files=4)) == {"socket_files": (3, 4)}
+    assert grown(usage(zombies=0), usage(zombies=1)) == {"zombies": (0, 1)}
+
+
+def test_a_fault_covers_the_requests_of_its_time():
+    """From its moment to its recovery, or for ever."""
+    log = FaultLog([Fault(kind="ingress", action="kill", at_s=10.0, over_s=20.0)])
+    log.faults.append(Fault(kind="engine", action="kill", at_s=30.0))
+    kinds = frozenset({"ingress"})
+    assert [log.covers(kinds, *span) for span in ((5, 9), (5, 11), (15, 16), (19, 25), (21, 25))] == [
+        False, True, True, True, False,
+    ]  # fmt: skip
+    assert log.covers(frozenset({"engine"}), 1000, 1001)
+    assert (log.at(9), log.at(10), log.at(99)) == (None, log.faults[0], log.faults[1])
+
+
+def report(**more):
+    """A fault run that was passed."""
+    fine = Tally()
+    for _ in range(9):
+        fine.add(verdict_of(IMAGE, reply(image(1)), None, in_our_stead=False))
+    fault = Fault(kind="engine", action="kill", at_s=1.0, answered_s=9.0, replaced_s=4.0, over_s=12.0)
+    plain = {"plan": FaultPlan(), "seconds": 60.0, "ends": {"none": fine, "engine": fine}, "probes": fine}
+    plain |= {"after": fine, "faults": [fault], "held_before": usage(), "held_after": usage()}
+    return FaultReport(**{**plain, **more})
+
+
+def test_a_run_is_passed_only_if_nothing_is_wrong():
+    """One wrong answer, one hang, a fault without an end, growth, a process left behind: each is named."""
+    assert report().problems == []
+    hung = Tally()
+    hung.add(verdict_of(IMAGE, reply(b"", None, is_hung=True), None, in_our_stead=False))
+    assert "hung" in report(probes=hung).problems[0]
+    assert "hung" in report(ends={"engine": hung}).problems[0]
+    lost = Fault(kind="engine", action="kill", at_s=1.0)
+    assert report(faults=[lost]).problems == ["engine did not recover"]
+    assert report(faults=[]).problems == ["no process was killed"]
+    assert report(held_after=usage(zombies=101)).problems == ["zombies grew from 100 to 101"]
+    assert report(left=["process 7"]).problems == ["left behind: process 7"]
+    assert json.dumps(report().to_json())
+
+
+def test_promises_to_tenants_are_thresholds():
+    """Nine tenths of the goodput, one request's delay, a second at 100 connections and two at 500: more is missed."""
+
+    def fairness(beside, first_s):
+        rounds = [ServiceRound(goodput_per_s=each, p50_s=0.1, p99_s=0.2, refused=0) for each in (4.0, beside)]
+        first = {"first_alone_s": (1.0,), "first_beside_s": (first_s,), "queued": 1000}
+        rates = {"capacity_per_s": 8.0, "offered_per_s": 4.0}
+        return FairnessReport(alone=rounds[:1], beside=rounds[1:], **first, **rates).misses
+
+    assert fairness(3.7, 1.9) == []
+    assert "0.80 of that alone" in fairness(3.2, 1.9)[0]
+    assert "1.50 requests" in fairness(3.7, 2.5)[0]
+
+    def refusals(connections, p99_s, refused=10):
+        report = RefusalReport(
+            connections=connections, seconds=1, refused=refused, p50_s=0.1, p99_s=p99_s, others={}
+        )  # fmt: skip
+        return report.misses
+
+    assert refusals(100, 0.9) == refusals(500, 1.9) == []
+    assert "more than 1 s" in refusals(100, 1.1)[0]
+    assert "more than 2 s" in refusals(500, 2.1)[0]
+    assert refusals(100, float("inf"), refused=0) == ["nothing was refused"]
+
+
+def test_recorded_rows_are_those_that_tables_show():
+    """Every row of a fault run and of a steady run has its place in a table of serving/README."""
+    shown = {name: TABLES[name] for name in ("faults", "faults-held", "steady")}
+    slope = slope_of([0, 1, 2, 3], [0, 0, 0, 0])
+    steady = SteadyReport(
+        capacity_per_s=1, offered_per_s=1, minutes=1, ends=Tally(), slopes=dict.fromkeys(SAMPLED, slope)
+    )
+    for row in fault_rows(report()):
+        where = [name for name, spec in shown.items() if spec.shows(vars_of(row))]
+        assert where == (["faults"] if row.workload == "ends" else ["faults-held"])
+    rows = steady_rows(steady)
+    assert sum(shown["steady"].shows(vars_of(row)) for row in rows) == len(rows) / 2  # without the starts
+
+
+def vars_of(row):
+    """A row's fields, as a record has them."""
+    return {"workload": row.workload, "metric": row.metric, "unit": row.unit, "system": row.system}
+
+
+def test_a_slope_is_told_from_noise():
+    """A rise within the samples' noise is none; a smaller one without noise is; an outlier moves nothing."""
+    rng = np.random.default_rng(0)
+    times = np.arange(0.0, 1800.0, 5.0)
+    still = 1000.0 + rng.normal(0.0, 5.0, times.size)
+    assert not slope_of(times, still).grows
+    risen = still + times * 0.05
+    assert slope_of(times, risen).grows
+    assert slope_of(times, risen).per_hour == pytest.approx(180.0, rel=0.1)
+    jumped = still.copy()
+    jumped[100] = 1e6
+    assert not slope_of(times, jumped).grows
+    assert not slope_of(times, np.full(times.size, 7.0)).grows
+    with pytest.raises(ValueError, match="no line"):
+        slope_of([1.0], [1.0])
+
+
+def test_readme_names_every_documented_end():
+    """The table of faults names the errors that the runs take for documented, and no other."""
+    text = (ROOT / "serving" / "README.md").read_text(encoding="utf-8")
+    section = re.search(r"^## Under faults$(.*?)^## ", text, re.DOTALL | re.MULTILINE)
+    assert section is not None
+    named = {(int(status), code) for status, code in re.findall(r"`(\d{3}) ([a-z_]+)`", section[1])}
+    assert named == DOCUMENTED
