@@ -128,8 +128,17 @@ def remove_stale_sockets(folder: Path) -> None:
     """Remove the sockets of replicas that were killed."""
     for path in folder.glob("*-*-*"):
         match = _SOCKET.match(path.name)
-        if match and not Path(f"/proc/{match[1]}").exists():
+        if match and not _is_running(int(match[1])):
             path.unlink(missing_ok=True)
+
+
+def _is_running(pid: int) -> bool:
+    """Return whether a process runs: one that has ended may wait for its parent to take note."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
 def cpu_threads(threads: int) -> int:
