@@ -20,7 +20,7 @@ from plait_disagg.graph.program import LOOKUP, TILE, Arg, DType, Node, Program, 
 from plait_disagg.tables.protocols import LookupRequest, Tables
 from plait_disagg.tables.values import Lookup
 
-__all__ = ["Compiled", "compile_program", "stages", "tile_rows"]
+__all__ = ["Compiled", "compile_program", "resolve", "stages", "tile_rows"]
 
 _DIRECT: Mapping[str, Callable[..., Any]] = {
     "aten.add.Tensor": torch.add,
@@ -103,7 +103,7 @@ def compile_program(
             if tables is None:
                 raise BadProgram(f"{lookups[0].name} looks up in a table, and there are no tables here")
             root.add_module(f"stage{number}", _Stage(lookups, tables))
-            asked = tuple(part for node in lookups for part in _resolve(node.args, values))
+            asked = tuple(part for node in lookups for part in resolve(node.args, values))
             made = graph.call_module(f"stage{number}", asked)
             for index, node in enumerate(lookups):
                 values[node.name] = graph.call_function(getitem, (made, index))
@@ -159,8 +159,8 @@ def _row_count(x: torch.Tensor, dim: int) -> int:
 
 
 def _add(graph: fx.Graph, node: Node, values: Mapping[str, fx.Node], device: str) -> fx.Node:
-    args = _resolve(node.args, values)
-    kwargs = {key: _resolve(value, values) for key, value in node.kwargs.items()}
+    args = resolve(node.args, values)
+    kwargs = {key: resolve(value, values) for key, value in node.kwargs.items()}
     if node.op == TILE:
         return graph.call_function(tile_rows, args, kwargs)
     if node.op == SIZE:
@@ -170,13 +170,14 @@ def _add(graph: fx.Graph, node: Node, values: Mapping[str, fx.Node], device: str
     return graph.call_function(_DIRECT.get(node.op) or overload(node.op), args, kwargs)
 
 
-def _resolve(argument: Arg | tuple[Arg, ...], values: Mapping[str, fx.Node]) -> Any:
+def resolve(argument: Arg | tuple[Arg, ...], values: Mapping[str, Any]) -> Any:
+    """Return an argument of a node with its references replaced by their values, and dtypes by torch's."""
     if isinstance(argument, Ref):
         return values[argument.name]
     if isinstance(argument, DType):
         return getattr(torch, argument.name)
     if isinstance(argument, tuple):
-        return tuple(_resolve(part, values) for part in argument)
+        return tuple(resolve(part, values) for part in argument)
     return argument
 
 

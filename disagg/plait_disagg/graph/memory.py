@@ -15,9 +15,10 @@ from torch.utils._pytree import tree_leaves
 
 from plait_disagg.graph.edit import flat_values
 from plait_disagg.graph.errors import BadProgram
+from plait_disagg.graph.execute import resolve
 from plait_disagg.graph.inputs import OFFSETS
 from plait_disagg.graph.operators import SIZE, overload
-from plait_disagg.graph.program import LOOKUP, ROWS, TILE, Arg, DType, Node, Port, Program, Ref
+from plait_disagg.graph.program import LOOKUP, ROWS, TILE, Node, Port, Program, Ref
 
 __all__ = ["MAX_BYTES", "check_memory"]
 
@@ -99,8 +100,8 @@ def _empty(port: Port, shape: tuple[int, ...]) -> torch.Tensor:
 
 def _result(node: Node, values: Mapping[str, Any], widths: Mapping[str, int]) -> Any:
     """Return the node's result without its data. Raises `BadProgram` if the operator refuses its operands."""
-    args = _resolve(node.args, values)
-    kwargs = {key: _resolve(value, values) for key, value in node.kwargs.items()}
+    args = resolve(node.args, values)
+    kwargs = {key: resolve(value, values) for key, value in node.kwargs.items()}
     try:
         if node.op == SIZE:
             return args[0].shape[0]
@@ -142,16 +143,6 @@ def _check_declared(node: Node, made: torch.Tensor) -> None:
             f"{node.name}: {node.op} makes {made.dtype} {tuple(made.shape)}, which is not the {node.dtype} "
             f"{node.shape} that it declares"
         )
-
-
-def _resolve(argument: Arg | tuple[Arg, ...], values: Mapping[str, Any]) -> Any:
-    if isinstance(argument, Ref):
-        return values[argument.name]
-    if isinstance(argument, DType):
-        return getattr(torch, argument.name)
-    if isinstance(argument, tuple):
-        return tuple(_resolve(part, values) for part in argument)
-    return argument
 
 
 def _bytes_of(tensor: torch.Tensor) -> int:
