@@ -55,8 +55,9 @@ def test_alone_and_without_guidance(converted, probe):
 
 
 def test_four_lora_sets_share_each_call(converted, probe):
-    """PEFT, kohya, two files of different ranks, one with text encoders: four calls' rows in one, nothing merged."""
-    requests = [dressed(name) for name in ("peft", "kohya", "both", "text")]
+    """PEFT, kohya, two files of different ranks, one with text encoders, one on convolutions; two steps of each, a
+    call for all, nothing merged."""
+    requests = [dressed(name) for name in ("kohya", "both", "text", "conv")]
     probe.latents(PLAIN)  # restores what a test before may have merged
     before = probe.engine.statistics().lora_switches
     found = probe.latents(*requests)

@@ -63,23 +63,23 @@ def test_exact_always_gives_the_pipelines_bits(converted):
         probe.engine.stop(drain_s=0)
 
 
-def test_a_lora_on_convolutions_is_merged_and_runs_on_torch(converted):
-    """Programs do not take 3x3 convolutions: the weights come into memory, merged as ever; others stay on programs."""
+def test_a_lora_on_the_time_embedding_is_merged_and_runs_on_torch(converted):
+    """Programs begin after it: the weights come into memory, merged as ever; others stay on programs."""
     probe = converted.build()
     try:
         probe.latents(dressed("peft"))
         assert unet_is_mapped(probe)
         assert probe.engine.statistics().lora_switches == 0
-        (ours,) = probe.latents(dressed("conv"))
-        assert max_difference(ours, converted.reference(dressed("conv"))) < 1e-5
+        (ours,) = probe.latents(dressed("time"))
+        assert max_difference(ours, converted.reference(dressed("time"))) < 1e-5
         assert not unet_is_mapped(probe)
         assert probe.engine.statistics().lora_switches == 1
-        company = (dressed("conv"), dressed("peft"), PLAIN)
+        company = (dressed("time"), dressed("peft"), PLAIN)
         found = probe.latents(*company)
         assert sorted(probe.batches) == [1, 1, 2, 2]
         for ours, one in zip(found, company, strict=True):
             assert max_difference(ours, converted.reference(one)) < CLOSE
-        assert max_difference(found[0], converted.reference(dressed("conv"))) < 1e-5
+        assert max_difference(found[0], converted.reference(dressed("time"))) < 1e-5
         assert max_difference(found[2], converted.reference(PLAIN)) > 0
     finally:
         probe.engine.stop(drain_s=0)

@@ -18,12 +18,15 @@ from plait_kernels.executors.store import ProgramStore
 from support.tiny import seeded
 
 CHANNELS, WIDTH, COND = 6, 40, 12
-LAYERS = {"condition": (COND, WIDTH), "point": (WIDTH, WIDTH), "tokens.0": (WIDTH, WIDTH), "tokens.2": (WIDTH, WIDTH)}
-"""What takes factors, with its widths: linear layers on rows and on tokens, and a 1x1 convolution."""
+LAYERS = {
+    "conv_in": (CHANNELS * 9, WIDTH), "condition": (COND, WIDTH), "point": (WIDTH, WIDTH), "tokens.0": (WIDTH, WIDTH),
+    "tokens.2": (WIDTH, WIDTH), "down": (WIDTH * 9, WIDTH), "conv_out": (WIDTH * 9, 3),
+}  # fmt: skip
+"""What takes factors, with its widths: linear layers on rows and on tokens; convolutions, one of them with strides."""
 
 
 class SmallBlock(nn.Module):
-    """`x (R, 6, h, w)` and `condition (R, 12)` to two images of the same size."""
+    """`x (R, 6, h, w)` and `condition (R, 12)` to two images of the same size and one of half the size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,15 +35,18 @@ class SmallBlock(nn.Module):
         self.norm = nn.GroupNorm(8, WIDTH)
         self.point = nn.Conv2d(WIDTH, WIDTH, 1)
         self.tokens = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH, bias=False))
+        self.grouped = nn.Conv2d(WIDTH, WIDTH, 3, padding=1, groups=4)
+        self.down = nn.Conv2d(WIDTH, WIDTH, 3, stride=2, padding=1)
         self.conv_out = nn.Conv2d(WIDTH, 3, 3, padding=1)
 
     def forward(self, x: torch.Tensor, condition: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Compute both."""
+        """Compute them."""
         x = self.conv_in(x) + self.condition(condition)[:, :, None, None]
         x = x + self.point(F.silu(self.norm(x)))
         tokens = self.tokens(x.flatten(2).transpose(1, 2))
         x = x + tokens.transpose(1, 2).reshape(x.shape)
-        return self.conv_out(x), x
+        x = x + self.grouped(x)
+        return self.conv_out(x), x, self.down(x)
 
 
 def small_block(dtype: torch.dtype = torch.float32, *, seed: int = 0) -> SmallBlock:

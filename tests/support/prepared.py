@@ -29,6 +29,7 @@ SETS = {
     "both": (LoraRef(name="peft", scale=0.5), LoraRef(name="wide", scale=0.6)),
     "text": (LoraRef(name="text", scale=1.1),),
     "conv": (LoraRef(name="conv", scale=0.8),),
+    "time": (LoraRef(name="time", scale=0.8),),
 }
 
 
@@ -77,6 +78,7 @@ def write_models(folder: Path, write_base: Callable[[Path], Path]) -> Models:
         "wide": {"fmt": "peft", "rank": 11, "seed": 6},
         "text": {"fmt": "kohya", "rank": 5, "with_text_encoder": True, "seed": 7},
         "conv": {"fmt": "kohya", "rank": 2, "conv": True, "seed": 8},
+        "time": {"fmt": "kohya", "rank": 2, "time": True, "seed": 9},
     }
     for name, options in files.items():
         tiny_lora(folder / "loras" / f"{name}.safetensors", base, **options)

@@ -257,10 +257,12 @@ def tiny_lora(
     alpha: float | None = None,
     with_text_encoder: bool = False,
     conv: bool = False,
+    time: bool = False,
     seed: int = 2,
     strength: float = 0.3,
 ) -> Path:
-    """Writes a LoRA of the attention layers of ``base`` (and feed-forward, conv and text encoders if asked).
+    """Writes a LoRA of the attention layers of ``base`` (and feed-forward; conv, time embedding, text
+    encoders if asked).
 
     ``alpha`` defaults to rank for PEFT (where the key may be missing) and to rank/2 for kohya (always written).
     ``strength`` is about the size of the delta relative to the weight.
@@ -271,7 +273,7 @@ def tiny_lora(
     for part in _PARTS:
         if not (base / part).is_dir() or (part != "unet" and not with_text_encoder):
             continue
-        for module, shape in lora_targets(base, part, conv=conv).items():
+        for module, shape in lora_targets(base, part, conv=conv, time=time).items():
             down, up = _factors(shape, rank, strength / ((alpha or rank) / rank), generator)
             tensors |= _lora_entries(fmt, base, part, module, down, up, alpha)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -279,12 +281,13 @@ def tiny_lora(
     return path
 
 
-def lora_targets(base: Path, part: str, *, conv: bool = False) -> dict[str, tuple[int, ...]]:
+def lora_targets(base: Path, part: str, *, conv: bool = False, time: bool = False) -> dict[str, tuple[int, ...]]:
     """Module paths of ``part`` that a LoRA may touch, with their weight shapes."""
     stem = "diffusion_pytorch_model" if part == "unet" else "model"
     linear = ("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2", "q_proj", "k_proj", "v_proj", "out_proj")
     convolutions = ("conv1", "conv2", "conv_shortcut", "downsamplers.0.conv")
-    wanted = linear + convolutions if conv else linear
+    steps = ("time_embedding.linear_1", "time_embedding.linear_2")
+    wanted = linear + (convolutions if conv else ()) + (steps if time else ())
     with safe_open(base / part / f"{stem}.safetensors", framework="pt") as file:
         shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys() if key.endswith(".weight")}  # noqa: SIM118 - safe_open is no mapping
     return {key.removesuffix(".weight"): shape for key, shape in shapes.items() if key[:-7].endswith(wanted)}

@@ -4,7 +4,8 @@ A `Computation` is a module over tensors with the sizes that may vary. An execut
 `PreparedProgram` then runs it for any number of rows and any size. LoRA factors are inputs of a program, row by row, so
 a call may hold rows of different LoRA sets and nothing is merged.
 
-Symbols: R rows, r rank. A row's factors of a layer are A `(in, r)` and B `(r, out)`; the layer adds `x @ A @ B`.
+Symbols: R rows, r rank. A row's factors of a layer are A `(in, r)` and B `(r, out)`; the layer adds `x @ A @ B`. For a
+convolution x are the windows of its input, as `torch.nn.functional.unfold` makes them: in = channels * kh * kw.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class InputSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptedLayer:
-    """A layer that takes factors: a linear layer or a 1x1 convolution. `path` is its dotted name in the module."""
+    """A layer that takes factors: a linear layer or a convolution. `path` is its dotted name in the module."""
 
     path: str
     width_in: int
@@ -54,7 +55,7 @@ class RowFactors:
 class Computation:
     """A module to prepare. `module(*inputs)` returns a tuple of tensors; `example` has a tensor for each input.
 
-    `takes_factors`: whether its linear layers and 1x1 convolutions become adapted layers.
+    `takes_factors`: whether its linear layers and convolutions become adapted layers.
     """
 
     module: nn.Module

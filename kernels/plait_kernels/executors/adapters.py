@@ -1,4 +1,4 @@
-"""A module's twin that computes in float32 and adds row-wise LoRA factors in its linear layers and 1x1 convolutions.
+"""A module's twin that computes in float32 and adds row-wise LoRA factors in its linear layers and convolutions.
 
 The twin shares all parameters with the module, whatever their dtype: layers widen them when they compute, so weights
 that are memory-mapped from a float16 file stay there. Its arithmetic is the definition of what a `Computation` and
@@ -8,6 +8,8 @@ that are memory-mapped from a float16 file stay there. Its arithmetic is the def
 from __future__ import annotations
 
 import copy
+import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -66,14 +68,16 @@ def adapted_layer(path: str, module: nn.Module) -> AdaptedLayer | None:
     """Return what a layer needs to take factors, or None if it cannot."""
     if isinstance(module, nn.Linear):
         return AdaptedLayer(path=path, width_in=module.in_features, width_out=module.out_features)
-    if isinstance(module, nn.Conv2d) and _is_pointwise(module):
-        return AdaptedLayer(path=path, width_in=module.in_channels, width_out=module.out_channels)
+    if isinstance(module, nn.Conv2d) and _is_plain(module):
+        width_in = module.in_channels * math.prod(module.kernel_size)
+        return AdaptedLayer(path=path, width_in=width_in, width_out=module.out_channels)
     return None
 
 
-def _is_pointwise(module: nn.Conv2d) -> bool:
-    plain = module.kernel_size == (1, 1) and module.stride == (1, 1) and module.groups == 1
-    return plain and module.padding in ((0, 0), 0)
+def _is_plain(module: nn.Conv2d) -> bool:
+    """Return whether every output pixel is a product with a window of the input, with zeros around it."""
+    padded_with_zeros = module.padding_mode == "zeros" and not isinstance(module.padding, str)
+    return padded_with_zeros and module.groups == 1 and module.dilation == (1, 1)
 
 
 class _Maker:
@@ -90,7 +94,7 @@ class _Maker:
         if layer is not None:
             place = 2 * len(self.found)
             self.found.append(layer)
-            kind = _AdaptedLinear if isinstance(module, nn.Linear) else _AdaptedPointwise
+            kind = _AdaptedLinear if isinstance(module, nn.Linear) else _AdaptedConvolution
             return kind(module, self._given, place)
         if any(own.dtype != torch.float32 for own in module._parameters.values() if own is not None):
             return _widened(path, module)
@@ -151,10 +155,9 @@ class _AdaptedLayer(nn.Module):
         self._given = given
         self._place = place
 
-    def _added(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return `tokens @ A @ B` for `(R, S, in)`."""
-        first, second = self._given[self._place], self._given[self._place + 1]
-        return torch.bmm(torch.bmm(tokens, first), second)
+    def _factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return A and B. No property: tracing reads those, when none are given."""
+        return self._given[self._place], self._given[self._place + 1]
 
 
 class _AdaptedLinear(_AdaptedLayer):
@@ -162,13 +165,46 @@ class _AdaptedLinear(_AdaptedLayer):
 
     def forward(self, x: torch.Tensor, *_: object) -> torch.Tensor:
         plain = F.linear(x, _wide(self.weight), _wide(self.bias))
-        return plain + (self._added(x.unsqueeze(1)).squeeze(1) if x.ndim == 2 else self._added(x))
+        first, second = self._factors()
+        added = torch.bmm(torch.bmm(x.unsqueeze(1) if x.ndim == 2 else x, first), second)
+        return plain + (added.squeeze(1) if x.ndim == 2 else added)
 
 
-class _AdaptedPointwise(_AdaptedLayer):
-    """The same for a 1x1 convolution of x `(R, in, h, w)`."""
+class _AdaptedConvolution(_AdaptedLayer):
+    """`layer(x) + unfold(x) @ A @ B` for x `(R, in, h, w)`, as `(layer with the kernels A)(x) @ B`.
+
+    The windows are never made: a window's product with A is a sum over its kh * kw places, and each place's product is
+    made for all pixels at once, then added where the window reaches it.
+    """
+
+    def __init__(self, layer: Any, given: list[torch.Tensor], place: int) -> None:
+        super().__init__(layer, given, place)
+        self._kernel, self._stride, self._padding = layer.kernel_size, layer.stride, layer.padding
 
     def forward(self, x: torch.Tensor, *_: object) -> torch.Tensor:
-        plain = F.conv2d(x, _wide(self.weight), _wide(self.bias))
-        added = self._added(x.flatten(2).transpose(1, 2))
+        plain = F.conv2d(x, _wide(self.weight), _wide(self.bias), self._stride, self._padding)
+        first, second = self._factors()
+        added = torch.bmm(self._reduced(x, first), second)
         return plain + added.transpose(1, 2).reshape(plain.shape)
+
+    def _reduced(self, x: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+        """Return `unfold(x) @ A`, `(R, h' * w', r)`."""
+        (rows, width, high, wide), rank, (kh, kw) = x.shape, first.shape[2], self._kernel
+        places = torch.bmm(x.flatten(2).transpose(1, 2), first.reshape(rows, width, kh * kw * rank))
+        if self._kernel == (1, 1) and self._stride == (1, 1) and self._padding == (0, 0):
+            return places
+        (ph, pw), (sh, sw) = self._padding, self._stride
+        grid = places.reshape(rows, high, wide, kh * kw * rank)
+        grid = F.pad(grid, (0, 0, pw, pw, ph, ph)).reshape(rows, high + 2 * ph, wide + 2 * pw, kh, kw, rank)
+        lines = _sum([part[:, :, j : _end(j, kw) : sw] for j, part in enumerate(grid.unbind(4))])
+        sums = _sum([part[:, i : _end(i, kh) : sh] for i, part in enumerate(lines.unbind(3))])
+        return sums.reshape(rows, sums.shape[1] * sums.shape[2], rank)
+
+
+def _end(place: int, size: int) -> int | None:
+    """Return where the pixels that windows have at one of `size` places end, counted from the end."""
+    return place + 1 - size or None
+
+
+def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return functools.reduce(torch.add, parts)

@@ -2,7 +2,8 @@
 
 One model with dynamic axes serves every shape and holds one copy of the weights. A model compiled for one shape holds
 another. At the starter's size it takes 0.6 to 0.75 of the time (UNet, 2 to 32 rows, two cores), so small models get one
-for each shape that recurs, compiled in the background; for large ones the memory is missing.
+for each shape that recurs, compiled in the background; for large ones the memory is missing. Such models have few
+numbers of rows; a call of another number is filled up with rows of zeros.
 """
 
 from __future__ import annotations
@@ -36,10 +37,14 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(slots=True, eq=False)
 class _Compiled:
-    """A compiled model with its one request, the layers whose factors it takes, and the factors bound to it."""
+    """A compiled model with its one request, the layers whose factors it takes, and the factors bound to it.
+
+    `rows`: the number of rows of a model for one shape; 0: any.
+    """
 
     request: Any
     layers: tuple[AdaptedLayer, ...]
+    rows: int = 0
     bound: RowFactors | None = None
     bound_rows: int = -1
     kept: list[np.ndarray[Any, Any]] = field(default_factory=list)
@@ -98,13 +103,15 @@ class OpenVinoProgram:
     def _run(
         self, inputs: Sequence[torch.Tensor], factors: RowFactors | None, rows: int, *, copy: bool
     ) -> tuple[torch.Tensor, ...]:
-        arrays = [value.detach().to(torch.float32).contiguous().numpy() for value in inputs]
-        compiled = self._for_shapes(arrays, rows, factors)
-        self._bind(compiled, rows, factors, len(arrays))
+        wide = [value.detach().to(torch.float32) for value in inputs]
+        compiled = self._for_shapes([tuple(value.shape[1:]) for value in wide], rows, factors)
+        computed = compiled.rows or rows
+        self._bind(compiled, computed, factors, len(wide))
+        arrays = [_filled(value, computed).contiguous().numpy() for value in wide]
         for index, array in enumerate(arrays):
             compiled.request.set_input_tensor(index, ov.Tensor(array, shared_memory=True))
         compiled.request.infer()
-        outputs = [torch.from_numpy(tensor.data) for tensor in compiled.request.output_tensors]
+        outputs = [torch.from_numpy(tensor.data)[:rows] for tensor in compiled.request.output_tensors]
         if inputs[0].dtype != torch.float32:
             return tuple(output.to(inputs[0].dtype) for output in outputs)
         return tuple(output.clone() if copy else output for output in outputs)
@@ -124,26 +131,29 @@ class OpenVinoProgram:
         """Give the request its factors, unless it has them: a batch keeps them for many steps."""
         if compiled.bound_rows == rows and compiled.bound is factors:
             return
-        compiled.kept = [tensor.contiguous().numpy() for tensor in flat_factors(compiled.layers, rows, factors)]
+        given = factors.rows if factors is not None else rows
+        flat = flat_factors(compiled.layers, given, factors)
+        compiled.kept = [_filled(tensor, rows).contiguous().numpy() for tensor in flat]
         for index, array in enumerate(compiled.kept):
             compiled.request.set_input_tensor(first + index, ov.Tensor(array, shared_memory=True))
         compiled.bound, compiled.bound_rows = factors, rows
 
-    def _compile(self, model: Any, layers: Sequence[AdaptedLayer]) -> _Compiled:
+    def _compile(self, model: Any, layers: Sequence[AdaptedLayer], rows: int = 0) -> _Compiled:
         request = core().compile_model(model, "CPU", self._compiled_with).create_infer_request()
-        return _Compiled(request, tuple(layers))
+        return _Compiled(request, tuple(layers), rows)
 
     # ---- shapes that recur ---------------------------------------------------------------------------------------
 
-    def _for_shapes(self, arrays: list[Any], rows: int, factors: RowFactors | None) -> _Compiled:
+    def _for_shapes(self, sizes: Sequence[tuple[int, ...]], rows: int, factors: RowFactors | None) -> _Compiled:
+        """Return what computes inputs whose rows have these sizes."""
         self._settled = True
-        if not self._max_special or not _is_usual(rows):
+        if not self._max_special:
             return self._dynamic
+        rows = _filled_up(rows)
         ranks = {path: pair[0].shape[2] for path, pair in factors.by_path.items()} if factors is not None else {}
         shapes: Shapes = (
-            *(tuple(array.shape) for array in arrays),
-            (rows, *(ranks.get(layer.path, 0) for layer in self._layers)),
-        )
+            *((rows, *size) for size in sizes), (rows, *(ranks.get(layer.path, 0) for layer in self._layers)),
+        )  # fmt: skip
         with self._lock:
             special = self._special.get(shapes)
             if special is not None:
@@ -152,19 +162,17 @@ class OpenVinoProgram:
             self._seen[shapes] = self._seen.get(shapes, 0) + 1
             self._settled = self._seen[shapes] > _CALLS_TO_WAIT
             if self._seen[shapes] >= _CALLS_BEFORE_SPECIALISING and self._worker is None:
-                self._worker = background.start(
-                    "plait-compile", functools.partial(self._specialise, shapes, len(arrays))
-                )
+                self._worker = background.start("plait-compile", functools.partial(self._specialise, shapes))
         return self._dynamic
 
-    def _specialise(self, shapes: Shapes, inputs: int) -> None:
+    def _specialise(self, shapes: Shapes) -> None:
         """Compile a copy for one shape; the worker's thread."""
         options = self._compiled_with
+        *inputs, (rows, *ranks) = shapes
         try:
-            rows, *ranks = shapes[inputs]
-            model = fixed(self._model, self._layers, inputs=shapes[:inputs], rows=rows, ranks=ranks)
+            model = fixed(self._model, self._layers, inputs=inputs, rows=rows, ranks=ranks)
             kept = [layer for layer, rank in zip(self._layers, ranks, strict=True) if rank]
-            compiled = self._compile(model, kept)
+            compiled = self._compile(model, kept, rows)
         except Exception as error:
             _log.info("one shape stays with the dynamic model: %s", " ".join(str(error).split())[:200])
             compiled = self._dynamic
@@ -178,10 +186,16 @@ class OpenVinoProgram:
             self._special[shapes] = compiled
 
 
-def _is_usual(rows: int) -> bool:
-    """Return whether batches of so many rows get a model of their own: 2^k or 3 * 2^k, so there are few."""
-    odd = rows // (rows & -rows)
-    return odd in (1, 3)
+def _filled_up(rows: int) -> int:
+    """Return the next number of rows that models for one shape have: 2^k or 3 * 2^k, so there are few."""
+    power = 1 << max(0, rows - 1).bit_length()
+    return power * 3 // 4 if power >= 4 and rows <= power * 3 // 4 else power
+
+
+def _filled(value: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return `value (R, ...)` with rows of zeros after its own, so that there are `rows`."""
+    missing = rows - len(value)
+    return torch.cat([value, value.new_zeros(missing, *value.shape[1:])]) if missing else value
 
 
 def _constant_bytes(model: Any) -> int:

@@ -279,11 +279,9 @@ class DenoiseLoop:
     def _min_left_s(self, job: ImageJob) -> float:
         """Return the least time that a job's remaining steps can take; 0 before anything like it was measured."""
         unit = min(job.units, key=lambda unit: unit.step)
-        key = unit.candidate(()).key
-        if not self._costs.knows(key):
-            return 0.0
-        steps_s = (unit.steps - unit.step) * self._costs.step_s(key, unit.rows)
-        return SURELY_LATE * (steps_s + self._forecast.decode_s(job.request))
+        step_s = self._costs.shortest_s(unit.candidate(()).key, unit.rows)
+        left_s = (unit.steps - unit.step) * step_s + self._forecast.decode_s(job.request)
+        return SURELY_LATE * left_s if step_s else 0.0
 
     # The two below may run on the decode thread; they return whether they decoded.
 

@@ -66,6 +66,7 @@ class UNetDenoiser:
         self._weights = weights
         self._vae_weights = vae_weights
         self._halves: CompiledHalves | None = None
+        self._ran: CompiledHalves | None = None  # what the last `predict` ran on; None: torch
         self._factors = FactorStore()
         self._vae: PreparedProgram | None = None
 
@@ -86,7 +87,7 @@ class UNetDenoiser:
     @property
     def settled(self) -> bool:
         """Whether the last `predict` was as fast as such calls will be."""
-        return self._halves is None or self._halves.settled
+        return self._ran is None or self._ran.settled
 
     def takes(self, weights: Sequence[LoraWeights]) -> bool:
         """Return whether LoRA files can be inputs of a step now, instead of being merged into the weights."""
@@ -125,6 +126,7 @@ class UNetDenoiser:
         sample = stack_samples(calls, layout)
         # Sets that are inputs were chosen by `takes`: they are not in the weights, whatever `exact` says by now.
         compiled = self._halves if any(call.loras for call in calls) else self._compiled(calls)
+        self._ran = compiled
         questions = ControlQuestions.ask(calls, sample, layout, exact=compiled is None)
         try:
             text, embedding = self._constants(calls, sample, layout)

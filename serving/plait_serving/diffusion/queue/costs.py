@@ -39,11 +39,11 @@ _HOPED_SHARE_OF_ANOTHER_ROW = 0.5
 
 
 class StepCosts:
-    """Seconds per denoiser call, by pixels, guidance and rows. Thread-safe."""
+    """Seconds per denoiser call, by pixels, guidance, whether a set is merged, and rows. Thread-safe."""
 
     def __init__(self, first_guess_s: float = 0.05) -> None:
         self._first_guess_s = first_guess_s
-        self._kinds: dict[tuple[int, bool], _Kind] = {}
+        self._kinds: dict[tuple[int, bool, bool], _Kind] = {}
         self._lock = threading.Lock()
 
     def record(self, key: GroupKey, rows: int, seconds: float) -> None:
@@ -51,11 +51,12 @@ class StepCosts:
         with self._lock:
             self._kinds.setdefault(_kind(key), _Kind()).record(rows, seconds)
 
-    def knows(self, key: GroupKey) -> bool:
-        """Return whether calls of this kind were measured often enough to refuse a request by them."""
+    def shortest_s(self, key: GroupKey, rows: int) -> float:
+        """Return the seconds that one call takes at least, whether or not a set is merged; 0 before any such call was
+        measured often enough to refuse a request by it."""
         with self._lock:
-            kind = self._kinds.get(_kind(key))
-            return kind is not None and bool(kind.known)
+            kinds = [self._kinds.get((key.width * key.height, key.uses_cfg, merged)) for merged in (False, True)]
+            return min((kind.step_s(rows) for kind in kinds if kind is not None and kind.known), default=0.0)
 
     def measured_s(self, key: GroupKey, rows: int) -> float | None:
         """Return the expected seconds of one call if calls of as many rows were measured often enough, else None."""
@@ -146,5 +147,7 @@ def _estimate_s(known: dict[int, float], rows: int) -> float:
     return known[b] + another_row_s * (rows - b)
 
 
-def _kind(key: GroupKey) -> tuple[int, bool]:
-    return key.width * key.height, key.uses_cfg
+def _kind(key: GroupKey) -> tuple[int, bool, bool]:
+    """Return what calls of equal costs share: pixels, guidance, and whether a set is merged. What has to be merged runs
+    on torch."""
+    return key.width * key.height, key.uses_cfg, bool(key.loras)

@@ -92,9 +92,8 @@ class WorkForecast:
     def alone_s(self, request: ImageRequest, chunks: int) -> float:
         """Return the least seconds from its first step to its images; 0 before anything like it was measured."""
         key = GroupKey(request.width, request.height, request.uses_cfg, request.loras)
-        if not self._costs.knows(key):
-            return 0.0
-        return request.steps * self._costs.step_s(key, request.n) + self._ends_s(request, chunks)
+        step_s = self._costs.shortest_s(key, request.n)
+        return request.steps * step_s + self._ends_s(request, chunks) if step_s else 0.0
 
     def decode_s(self, request: ImageRequest) -> float:
         """Return the seconds that decoding its images takes."""

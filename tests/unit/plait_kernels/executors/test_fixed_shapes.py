@@ -32,7 +32,7 @@ def test_layers_of_rank_zero_have_no_inputs(converted):
     assert shapes(one) == {
         "x": [3, 6, 4, 7], "condition": [3, COND], "point.A": [3, wide, 5], "point.B": [3, 5, wide],
     }  # fmt: skip
-    assert [list(port.shape) for port in one.outputs] == [[3, 3, 4, 7], [3, wide, 4, 7]]
+    assert [list(port.shape) for port in one.outputs] == [[3, 3, 4, 7], [3, wide, 4, 7], [3, wide, 2, 4]]
 
 
 def test_without_ranks_no_factor_is_left(converted):
