@@ -11,7 +11,6 @@ from plait_kernels.executors import AdaptedLayer, ExecutorError, PreparedProgram
 from plait_kernels.executors.openvino_executor import available
 from plait_kernels.executors.torch_program import TorchProgram
 from support.executors import (
-    CHANNELS,
     LAYERS,
     SmallBlock,
     by_hand,
@@ -28,7 +27,13 @@ CLOSE = {torch.float32: 2e-5, torch.bfloat16: 1e-2}
 
 SIZES = [(1, 4, 4), (3, 5, 7), (2, 1, 9), (5, 8, 6)]
 EVERYWHERE = dict.fromkeys(LAYERS, 2)
-MIXED = [{}, {"condition": 3, "tokens.0": 1}, {"condition": 1, "point": 5, "conv_in": 2}, EVERYWHERE, {"tokens.2": 7, "down": 3}]
+MIXED = [
+    {},
+    {"condition": 3, "tokens.0": 1},
+    {"condition": 1, "point": 5, "conv_in": 2},
+    EVERYWHERE,
+    {"tokens.2": 7, "down": 3},
+]
 """Ranks of five rows by layer."""
 
 Prepare = Callable[[SmallBlock], PreparedProgram]
