@@ -92,6 +92,19 @@ def test_rows_have_their_own_factors(case, rows):
     assert float((wanted[0] - by_hand(block, inputs)[0]).abs().max()) > 0.05
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_rows_may_share_their_factors(case, rows):
+    """Factors with one row are those of every row."""
+    block, program = case
+    inputs, one = small_inputs(rows, 5, 3), small_factors([MIXED[2]])
+    shared = RowFactors(rows=rows, by_path=one.by_path)
+    each = small_factors([MIXED[2]] * rows)
+    for path, (first, second) in one.by_path.items():
+        for k in range(rows):
+            each.by_path[path][0][k], each.by_path[path][1][k] = first[0], second[0]
+    assert_close(program.run(inputs, shared), by_hand(block, inputs, each))
+
+
 def test_factors_of_one_call_do_not_stay_for_the_next(case):
     """Others of the same shapes, none, other rows, and the first again."""
     block, program = case
@@ -100,6 +113,7 @@ def test_factors_of_one_call_do_not_stay_for_the_next(case):
     calls: list[tuple[list[torch.Tensor], RowFactors | None]] = [
         (inputs, first), (inputs, second), (inputs, None), (small_inputs(1, 4, 4), None), (inputs, None),
         (inputs, first), (inputs, RowFactors(rows=3, by_path={})),
+        (inputs, RowFactors(rows=3, by_path=small_factors(MIXED[2:3]).by_path)), (inputs, second),
     ]  # fmt: skip
     for given, factors in calls:
         assert_close(program.run(given, factors), by_hand(block, given, factors))
@@ -159,12 +173,15 @@ def test_the_inputs_are_not_written(case):
     assert all(torch.equal(a, b) for a, b in zip(before, given, strict=True))
 
 
-def test_shapes_that_recur_give_the_same(case, prepare):
+def test_shapes_that_recur_give_the_same(case, monkeypatch):
     """Called again and again, with and without factors, while copies for single shapes are compiled and after; five and
     seven rows are filled up to six and eight there."""
     block, program = case
+    if available():
+        monkeypatch.setattr("plait_kernels.executors.openvino_program._SHARE_OF_COMPILING", 0.0)
     calls = [(small_inputs(3, 4, 4), small_factors(MIXED[1:4])), (small_inputs(3, 4, 4), None),
              (small_inputs(5, 4, 4), small_factors(MIXED)), (small_inputs(7, 4, 4), None),
+             (small_inputs(5, 4, 4), RowFactors(rows=5, by_path=small_factors(MIXED[2:3]).by_path)),
              (small_inputs(1, 3, 6), small_factors([{"point": 2}]))]  # fmt: skip
     for done, (inputs, factors) in enumerate(calls):
         wanted = by_hand(block, inputs, factors)
@@ -174,7 +191,7 @@ def test_shapes_that_recur_give_the_same(case, prepare):
         if hasattr(program, "_special"):
             wait_compiled(program, max(before, done + 1))
         assert_close(program.run(inputs, factors), wanted)
-        again = small_factors([{"point": 2}], seed=5) if done == 4 else factors
+        again = small_factors([{"point": 2}], seed=5) if done == 5 else factors
         assert_close(program.run(inputs, again), by_hand(block, inputs, again))
 
 

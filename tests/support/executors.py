@@ -101,7 +101,8 @@ def by_hand(
         one = copy.deepcopy(block).double()
         for path, (first, second) in (factors.by_path if factors is not None else {}).items():
             weight = one.get_submodule(path).weight
-            weight += (first[k].double() @ second[k].double()).T.reshape(weight.shape)
+            row = k if len(first) > 1 else 0  # one row of factors is every row's
+            weight += (first[row].double() @ second[row].double()).T.reshape(weight.shape)
         rows.append(one(*(value[k : k + 1].double() for value in inputs)))
     return tuple(torch.cat(parts) for parts in zip(*rows, strict=True))
 

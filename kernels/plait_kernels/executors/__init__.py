@@ -18,7 +18,9 @@ import torch
 from torch import nn
 
 Factors: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""A `float32 (R, in, r)` and B `float32 (R, r, out)` of one layer. Rows of a lower rank are padded with zeros."""
+"""A `float32 (R, in, r)` and B `float32 (R, r, out)` of one layer. Rows of a lower rank are padded with zeros.
+
+`(1, in, r)` and `(1, r, out)` where all rows have the same."""
 
 
 class ExecutorError(RuntimeError):
@@ -49,6 +51,11 @@ class RowFactors:
 
     rows: int
     by_path: Mapping[str, Factors]
+
+    @property
+    def given(self) -> int:
+        """How many rows the tensors have, the same in all layers: R, or 1 for all rows."""
+        return next((len(first) for first, _ in self.by_path.values()), 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

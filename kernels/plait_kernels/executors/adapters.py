@@ -41,9 +41,9 @@ class Twin(nn.Module):
             self._given.clear()
 
 
-def flat_factors(layers: Sequence[AdaptedLayer], rows: int, factors: RowFactors | None) -> list[torch.Tensor]:
-    """Return A, B for every layer in order; `(rows, in, 0)` and `(rows, 0, out)` where a layer has none."""
-    by_path = factors.by_path if factors is not None else {}
+def flat_factors(layers: Sequence[AdaptedLayer], factors: RowFactors | None) -> list[torch.Tensor]:
+    """Return A, B for every layer in order; of rank 0 where a layer has none."""
+    by_path, rows = (factors.by_path, factors.given) if factors is not None else ({}, 1)
     flat: list[torch.Tensor] = []
     for layer in layers:
         pair = by_path.get(layer.path)
@@ -166,7 +166,7 @@ class _AdaptedLinear(_AdaptedLayer):
     def forward(self, x: torch.Tensor, *_: object) -> torch.Tensor:
         plain = F.linear(x, _wide(self.weight), _wide(self.bias))
         first, second = self._factors()
-        added = torch.bmm(torch.bmm(x.unsqueeze(1) if x.ndim == 2 else x, first), second)
+        added = (x.unsqueeze(1) if x.ndim == 2 else x) @ first @ second
         return plain + (added.squeeze(1) if x.ndim == 2 else added)
 
 
@@ -184,13 +184,13 @@ class _AdaptedConvolution(_AdaptedLayer):
     def forward(self, x: torch.Tensor, *_: object) -> torch.Tensor:
         plain = F.conv2d(x, _wide(self.weight), _wide(self.bias), self._stride, self._padding)
         first, second = self._factors()
-        added = torch.bmm(self._reduced(x, first), second)
+        added = self._reduced(x, first) @ second
         return plain + added.transpose(1, 2).reshape(plain.shape)
 
     def _reduced(self, x: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
         """Return `unfold(x) @ A`, `(R, h' * w', r)`."""
         (rows, width, high, wide), rank, (kh, kw) = x.shape, first.shape[2], self._kernel
-        places = torch.bmm(x.flatten(2).transpose(1, 2), first.reshape(rows, width, kh * kw * rank))
+        places = x.flatten(2).transpose(1, 2) @ first.reshape(first.shape[0], width, kh * kw * rank)
         if self._kernel == (1, 1) and self._stride == (1, 1) and self._padding == (0, 0):
             return places
         (ph, pw), (sh, sw) = self._padding, self._stride

@@ -13,9 +13,10 @@ Shape = tuple[int, ...]
 
 
 def fixed(
-    model: Any, layers: Sequence[AdaptedLayer], *, inputs: Sequence[Shape], rows: int, ranks: Sequence[int]
+    model: Any, layers: Sequence[AdaptedLayer], *, inputs: Sequence[Shape], given: int, ranks: Sequence[int]
 ) -> Any:
-    """Return a copy of `model` for these input shapes and ranks (one for each layer); 0 removes a layer's factors.
+    """Return a copy of `model` for these input shapes, `given` rows of factors (`RowFactors.given`) and ranks, one for
+    each layer; 0 removes a layer's factors.
 
     Raises RuntimeError or `ValueError` if the graph is not what `conversion` makes.
     """
@@ -25,8 +26,8 @@ def fixed(
     for i, (layer, rank) in enumerate(zip(layers, ranks, strict=True)):
         first, second = ports[len(inputs) + 2 * i], ports[len(inputs) + 2 * i + 1]
         if rank:
-            sizes[first] = ov.PartialShape([rows, layer.width_in, rank])
-            sizes[second] = ov.PartialShape([rows, rank, layer.width_out])
+            sizes[first] = ov.PartialShape([given, layer.width_in, rank])
+            sizes[second] = ov.PartialShape([given, rank, layer.width_out])
         else:
             _cut_off(second)
             copy.remove_parameter(first.get_node())

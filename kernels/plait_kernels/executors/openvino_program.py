@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,9 +29,17 @@ from plait_kernels.executors.openvino_core import core
 _log = logging.getLogger(__name__)
 
 _CALLS_BEFORE_SPECIALISING = 2
-_MAX_SPECIAL = 24
+# A shape gets a model of its own once its calls took so much of what compiling one takes: where shapes hardly recur,
+# compiling does not cost more than what it speeds up.
+_SHARE_OF_COMPILING = 0.5
+# What a model for one shape holds for each byte of factors: they are bound to it, and packed for its products. Measured
+# at the starter's size, 32 rows, ranks 48 to 96: 2.8.
+_HELD_PER_FACTOR_BYTE = 3
 _CALLS_TO_WAIT = 100
 """Calls with a shape after which it counts as settled without a model of its own: others are compiled all the time."""
+
+_MAX_SEEN = 1024
+"""The shapes whose calls are counted."""
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -39,19 +48,28 @@ Shapes = tuple[tuple[int, ...], ...]
 class _Compiled:
     """A compiled model with its one request, the layers whose factors it takes, and the factors bound to it.
 
-    `rows`: the number of rows of a model for one shape; 0: any.
+    `rows`: the number of rows of a model for one shape; 0: any. `bytes`: what it holds, roughly.
     """
 
     request: Any
     layers: tuple[AdaptedLayer, ...]
     rows: int = 0
+    bytes: int = 0
     bound: RowFactors | None = None
     bound_rows: int = -1
     kept: list[np.ndarray[Any, Any]] = field(default_factory=list)
 
 
+@dataclass(slots=True, eq=False)
+class _Seen:
+    """How often a shape ran on the dynamic model, and for how long."""
+
+    calls: int = 0
+    seconds: float = 0.0
+
+
 class OpenVinoProgram:
-    """A `PreparedProgram` over a converted model. `specialise_bytes` bounds the weights of copies for single shapes."""
+    """A `PreparedProgram` over a converted model. `specialise_bytes` bounds what copies for single shapes hold."""
 
     def __init__(
         self,
@@ -66,10 +84,11 @@ class OpenVinoProgram:
         self._options = options
         self._compiled_with = options()
         self._dynamic = self._compile(model, self._layers)
-        weights = max(1, _constant_bytes(model))
-        self._max_special = min(_MAX_SPECIAL, specialise_bytes // weights)
+        self._weight_bytes = _constant_bytes(model)
+        self._specialise_bytes = specialise_bytes
         self._special: OrderedDict[Shapes, _Compiled] = OrderedDict()
-        self._seen: dict[Shapes, int] = {}
+        self._seen: OrderedDict[Shapes, _Seen] = OrderedDict()
+        self._compile_s = 0.0
         self._lock = threading.Lock()
         self._running = threading.Lock()
         self._worker: threading.Thread | None = None
@@ -104,13 +123,15 @@ class OpenVinoProgram:
         self, inputs: Sequence[torch.Tensor], factors: RowFactors | None, rows: int, *, copy: bool
     ) -> tuple[torch.Tensor, ...]:
         wide = [value.detach().to(torch.float32) for value in inputs]
-        compiled = self._for_shapes([tuple(value.shape[1:]) for value in wide], rows, factors)
+        compiled, seen = self._for_shapes([tuple(value.shape[1:]) for value in wide], rows, factors)
         computed = compiled.rows or rows
         self._bind(compiled, computed, factors, len(wide))
         arrays = [_filled(value, computed).contiguous().numpy() for value in wide]
         for index, array in enumerate(arrays):
             compiled.request.set_input_tensor(index, ov.Tensor(array, shared_memory=True))
+        started_s = time.perf_counter()
         compiled.request.infer()
+        seen.seconds += time.perf_counter() - started_s
         outputs = [torch.from_numpy(tensor.data)[:rows] for tensor in compiled.request.output_tensors]
         if inputs[0].dtype != torch.float32:
             return tuple(output.to(inputs[0].dtype) for output in outputs)
@@ -131,48 +152,65 @@ class OpenVinoProgram:
         """Give the request its factors, unless it has them: a batch keeps them for many steps."""
         if compiled.bound_rows == rows and compiled.bound is factors:
             return
-        given = factors.rows if factors is not None else rows
-        flat = flat_factors(compiled.layers, given, factors)
-        compiled.kept = [_filled(tensor, rows).contiguous().numpy() for tensor in flat]
+        flat = flat_factors(compiled.layers, factors)
+        given = 1 if factors is None or factors.given == 1 else rows
+        compiled.kept = [_filled(tensor, given).contiguous().numpy() for tensor in flat]
         for index, array in enumerate(compiled.kept):
             compiled.request.set_input_tensor(first + index, ov.Tensor(array, shared_memory=True))
         compiled.bound, compiled.bound_rows = factors, rows
 
-    def _compile(self, model: Any, layers: Sequence[AdaptedLayer], rows: int = 0) -> _Compiled:
+    def _compile(self, model: Any, layers: Sequence[AdaptedLayer], rows: int = 0, nbytes: int = 0) -> _Compiled:
         request = core().compile_model(model, "CPU", self._compiled_with).create_infer_request()
-        return _Compiled(request, tuple(layers), rows)
+        return _Compiled(request, tuple(layers), rows, nbytes)
 
     # ---- shapes that recur ---------------------------------------------------------------------------------------
 
-    def _for_shapes(self, sizes: Sequence[tuple[int, ...]], rows: int, factors: RowFactors | None) -> _Compiled:
-        """Return what computes inputs whose rows have these sizes."""
+    def _for_shapes(
+        self, sizes: Sequence[tuple[int, ...]], rows: int, factors: RowFactors | None
+    ) -> tuple[_Compiled, _Seen]:
+        """Return what computes inputs whose rows have these sizes, and the account of its seconds."""
         self._settled = True
-        if not self._max_special:
-            return self._dynamic
-        rows = _filled_up(rows)
-        ranks = {path: pair[0].shape[2] for path, pair in factors.by_path.items()} if factors is not None else {}
-        shapes: Shapes = (
-            *((rows, *size) for size in sizes), (rows, *(ranks.get(layer.path, 0) for layer in self._layers)),
-        )  # fmt: skip
+        shapes = self._shapes(sizes, _filled_up(rows), factors)
+        if self._held_bytes(shapes) > self._specialise_bytes:
+            return self._dynamic, _Seen()
         with self._lock:
             special = self._special.get(shapes)
             if special is not None:
                 self._special.move_to_end(shapes)
-                return special
-            self._seen[shapes] = self._seen.get(shapes, 0) + 1
-            self._settled = self._seen[shapes] > _CALLS_TO_WAIT
-            if self._seen[shapes] >= _CALLS_BEFORE_SPECIALISING and self._worker is None:
+                return special, _Seen()
+            seen = self._seen.setdefault(shapes, _Seen())
+            self._seen.move_to_end(shapes)
+            if len(self._seen) > _MAX_SEEN:
+                self._seen.popitem(last=False)
+            seen.calls += 1
+            self._settled = seen.calls > _CALLS_TO_WAIT
+            recurs = seen.calls >= _CALLS_BEFORE_SPECIALISING
+            if recurs and seen.seconds >= _SHARE_OF_COMPILING * self._compile_s and self._worker is None:
                 self._worker = background.start("plait-compile", functools.partial(self._specialise, shapes))
-        return self._dynamic
+        return self._dynamic, seen
+
+    def _shapes(self, sizes: Sequence[tuple[int, ...]], rows: int, factors: RowFactors | None) -> Shapes:
+        """Return the inputs' shapes, then the factors' rows, then every layer's rank."""
+        by_path = factors.by_path if factors is not None else {}
+        ranks = tuple(by_path[layer.path][0].shape[2] if layer.path in by_path else 0 for layer in self._layers)
+        given = 1 if factors is None or factors.given == 1 else rows
+        return (*((rows, *size) for size in sizes), (given,), ranks)
+
+    def _held_bytes(self, shapes: Shapes) -> int:
+        """Return the bytes that a model for these shapes holds, roughly."""
+        *_, (given,), ranks = shapes
+        widths = (layer.width_in + layer.width_out for layer in self._layers)
+        factor_bytes = 4 * given * sum(width * rank for width, rank in zip(widths, ranks, strict=True))
+        return self._weight_bytes + _HELD_PER_FACTOR_BYTE * factor_bytes
 
     def _specialise(self, shapes: Shapes) -> None:
         """Compile a copy for one shape; the worker's thread."""
-        options = self._compiled_with
-        *inputs, (rows, *ranks) = shapes
+        options, started_s = self._compiled_with, time.perf_counter()
+        *inputs, (given,), ranks = shapes
         try:
-            model = fixed(self._model, self._layers, inputs=inputs, rows=rows, ranks=ranks)
+            model = fixed(self._model, self._layers, inputs=inputs, given=given, ranks=ranks)
             kept = [layer for layer, rank in zip(self._layers, ranks, strict=True) if rank]
-            compiled = self._compile(model, kept, rows)
+            compiled = self._compile(model, kept, inputs[0][0], self._held_bytes(shapes))
         except Exception as error:
             _log.info("one shape stays with the dynamic model: %s", " ".join(str(error).split())[:200])
             compiled = self._dynamic
@@ -180,9 +218,11 @@ class OpenVinoProgram:
             self._worker = None
             if options is not self._compiled_with:
                 return  # what was compiled has the number of threads of before
-            while len(self._special) >= self._max_special:
-                old, _ = self._special.popitem(last=False)
-                self._seen.pop(old, None)
+            self._compile_s = time.perf_counter() - started_s
+            room = self._specialise_bytes - compiled.bytes
+            while self._special and sum(one.bytes for one in self._special.values()) > room:
+                self._special.popitem(last=False)
+            self._seen.pop(shapes, None)
             self._special[shapes] = compiled
 
 

@@ -37,5 +37,5 @@ class TorchProgram:
         rows = inputs[0].shape[0]
         check_factors(self._twin.layers, rows, factors)
         wide = [value.to(torch.float32) for value in inputs]
-        outputs = self._twin(*wide, *flat_factors(self._twin.layers, rows, factors))
+        outputs = self._twin(*wide, *flat_factors(self._twin.layers, factors))
         return tuple(output.to(inputs[0].dtype) for output in outputs)

@@ -24,7 +24,8 @@ PerProgram: TypeAlias = tuple[RowFactors | None, ...]
 """The factors of a batch for each program: of its own layers only; None where no row has any."""
 
 _RANK_STEP = 8  # ranks are padded to multiples, so that few shapes occur
-_COMPOSITIONS = 4
+_KEPT_BATCHES = 4
+_KEPT_BYTES = 256 << 20  # of all but the latest batch: sixteen images of sets of their own can hold more
 _COMPONENT = "unet"
 
 
@@ -32,6 +33,11 @@ _COMPONENT = "unet"
 class _Stored:
     factors: PerProgram
     owners: tuple[LoadedSet, ...]
+
+    @property
+    def nbytes(self) -> int:
+        pairs = [pair for part in self.factors if part is not None for pair in part.by_path.values()]
+        return sum(first.nbytes + second.nbytes for first, second in pairs)
 
 
 class FactorStore:
@@ -60,17 +66,22 @@ class FactorStore:
         if not any(sets):
             return (None,) * len(self._programs)
         key = (layout.counts, layout.branches, *(tuple((_token(file), scale) for file, scale in one) for one in sets))
-        stored = self._known.pop(key, None) or _Stored(self._build(sets, layout), tuple(sets))
-        self._known[key] = stored
-        if len(self._known) > _COMPOSITIONS:
+        if key in self._known:
+            self._known.move_to_end(key)
+            return self._known[key].factors
+        while len(self._known) >= _KEPT_BATCHES or sum(one.nbytes for one in self._known.values()) > _KEPT_BYTES:
             self._known.popitem(last=False)
-        return stored.factors
+        self._known[key] = _Stored(self._build(sets, layout), tuple(sets))
+        return self._known[key].factors
 
     def _build(self, sets: Sequence[LoadedSet], layout: BatchLayout) -> PerProgram:
-        by_request = [_by_path(one) for one in sets]
         rows = layout.images * layout.branches
-        paths = dict.fromkeys(path for terms in by_request for path in terms)
-        stacked = {path: _stack(self._layers[path], by_request, layout, rows, path) for path in paths}
+        if all(one == sets[0] for one in sets):
+            terms, whose = [_by_path(sets[0])], [[slice(0, 1)]]
+        else:
+            terms, whose = [_by_path(one) for one in sets], [layout.rows(k) for k in range(len(sets))]
+        paths = dict.fromkeys(path for one in terms for path in one)
+        stacked = {path: _stack(self._layers[path], [one.get(path, []) for one in terms], whose) for path in paths}
         parts = ({path: pair for path, pair in stacked.items() if path in own} for own in self._programs)
         return tuple(RowFactors(rows=rows, by_path=part) if part else None for part in parts)
 
@@ -93,22 +104,19 @@ def _by_path(one: LoadedSet) -> Mapping[str, list[tuple[Factor, float]]]:
 
 
 def _stack(
-    layer: AdaptedLayer,
-    by_request: Sequence[Mapping[str, list[tuple[Factor, float]]]],
-    layout: BatchLayout,
-    rows: int,
-    path: str,
+    layer: AdaptedLayer, terms: Sequence[Sequence[tuple[Factor, float]]], whose: Sequence[Sequence[slice]]
 ) -> Factors:
-    """Return one layer's A and B; a request's rows hold the same factors."""
-    needed = max(sum(factor.rank for factor, _ in terms.get(path, ())) for terms in by_request)
+    """Return one layer's A and B: of each set the terms, in the rows that are its own."""
+    rows = max(own.stop for rows in whose for own in rows)
+    needed = max(sum(factor.rank for factor, _ in one) for one in terms)
     rank = -(-needed // _RANK_STEP) * _RANK_STEP
     first, second = torch.zeros(rows, layer.width_in, rank), torch.zeros(rows, rank, layer.width_out)
-    for k, terms in enumerate(by_request):
+    for one, places in zip(terms, whose, strict=True):
         start = 0
-        for factor, c in terms.get(path, ()):
+        for factor, c in one:
             part = slice(start, start + factor.rank)
             down, up = factor.down.to(torch.float32).T, factor.up.to(torch.float32).T * c
-            for own in layout.rows(k):
+            for own in places:
                 first[own, :, part] = down
                 second[own, part, :] = up
             start += factor.rank

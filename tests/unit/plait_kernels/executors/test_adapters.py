@@ -53,9 +53,9 @@ def test_factors_are_checked_before_they_are_used():
 
 def test_a_layer_without_factors_gets_rank_zero():
     """The flat list has A and B of every layer in order."""
-    flat = flat_factors(LAYERS, 3, factors(3, "a"))
+    flat = flat_factors(LAYERS, factors(3, "a"))
     assert [tuple(one.shape) for one in flat] == [(3, 2, 1), (3, 1, 3), (3, 4, 0), (3, 0, 5)]
-    assert [tuple(one.shape) for one in flat_factors(LAYERS, 1, None)] == [(1, 2, 0), (1, 0, 3), (1, 4, 0), (1, 0, 5)]
+    assert [tuple(one.shape) for one in flat_factors(LAYERS, None)] == [(1, 2, 0), (1, 0, 3), (1, 4, 0), (1, 0, 5)]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_a_twin_shares_the_parameters_and_leaves_the_module_alone(dtype):
     assert {p.data_ptr() for p in twin.parameters()} == {p.data_ptr() for p in block.parameters()}
     assert list(map(id, block.modules())) == children
     example = small_computation(block).example
-    none = flat_factors(twin.layers, len(example[0]), None)
+    none = flat_factors(twin.layers, None)
     before = twin(*example, *none)[0]
     block.point.weight.mul_(2)
     assert not torch.equal(twin(*example, *none)[0], before)

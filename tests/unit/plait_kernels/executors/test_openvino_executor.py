@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from plait_kernels.executors import ExecutorError
+from plait_kernels.executors import ExecutorError, RowFactors
 from support.cluster import TESTS
 from support.executors import (
     LAYERS,
@@ -31,7 +31,7 @@ from support.executors import (
 
 pytest.importorskip("openvino", reason="needs openvino")
 
-from plait_kernels.executors import conversion  # after the skip
+from plait_kernels.executors import conversion, openvino_program  # after the skip
 
 
 @pytest.fixture(scope="module")
@@ -215,8 +215,9 @@ def test_a_key_changes_with_the_folder_and_not_with_what_lies_beside(tmp_path):
     assert len({key, changed, executor.key(model)}) == 3
 
 
-def test_copies_for_single_shapes_stay_within_their_bytes(converted, block):
+def test_copies_for_single_shapes_stay_within_their_bytes(converted, block, monkeypatch):
     """Room for one copy: the last shape that recurred has it. Room for none: no shape is compiled. All answer."""
+    monkeypatch.setattr(openvino_program, "_SHARE_OF_COMPILING", 0.0)
     one_copy = int(1.5 * sum(4 * parameter.numel() for parameter in block.parameters()))
     program = openvino_at(converted, specialise_bytes=one_copy).open("k")
     for rows in (1, 2, 3):
@@ -224,7 +225,8 @@ def test_copies_for_single_shapes_stay_within_their_bytes(converted, block):
         for _ in range(3):
             found = program.run(inputs, factors)
         wait_compiled(program, 1)
-        assert len(program._special) == 1
+        ((shapes, _),) = program._special.items()
+        assert shapes[0][0] == rows
         for got in (found, program.run(inputs, factors)):
             assert float((got[0] - by_hand(block, inputs, factors)[0]).abs().max()) < 1e-4
     tight = openvino_at(converted, specialise_bytes=100).open("k")
@@ -232,6 +234,35 @@ def test_copies_for_single_shapes_stay_within_their_bytes(converted, block):
         tight.run(inputs, factors)
     assert not tight._special
     assert tight._worker is None
+
+
+def test_factors_count_as_what_copies_hold(converted, block, monkeypatch):
+    """A copy whose rows have factors of their own needs room for them; with one set for all rows it fits."""
+    monkeypatch.setattr(openvino_program, "_SHARE_OF_COMPILING", 0.0)
+    room = int(1.5 * sum(4 * parameter.numel() for parameter in block.parameters()))
+    program = openvino_at(converted, specialise_bytes=room).open("k")
+    inputs, own = small_inputs(24, 4, 4), small_factors([dict.fromkeys(LAYERS, 16)] * 24)
+    for _ in range(4):
+        program.run(inputs, own)
+    assert not program._special
+    assert program._worker is None
+    shared = small_factors([dict.fromkeys(LAYERS, 1)])
+    for _ in range(4):
+        program.run(inputs, RowFactors(rows=24, by_path=shared.by_path))
+    wait_compiled(program, 1)
+
+
+def test_shapes_that_hardly_recur_are_not_compiled(converted):
+    """What their calls took must first be worth a compilation; then one is made."""
+    program = openvino_at(converted).open("k")
+    program._compile_s, inputs = 1000.0, small_inputs(4, 4, 4)
+    for _ in range(5):
+        program.run(inputs)
+    assert program._worker is None
+    assert not program._special
+    program._compile_s = 1e-6
+    program.run(inputs)
+    wait_compiled(program, 1)
 
 
 def test_a_process_that_ends_while_a_shape_is_compiled_ends_well(converted):

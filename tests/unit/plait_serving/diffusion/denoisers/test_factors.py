@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from plait_kernels.executors import AdaptedLayer
+from plait_serving.diffusion.denoisers import factors
 from plait_serving.diffusion.denoisers.batch import BatchLayout
 from plait_serving.diffusion.denoisers.factors import FactorStore
 from plait_serving.diffusion.lora.formats import Factor, LoadedLora
@@ -25,9 +26,9 @@ def factor(inputs: int, outputs: int, rank: int, *, alpha: float, seed: int) -> 
     return Factor(down=down.half(), up=up.half(), alpha=alpha, bound=100.0)
 
 
-def lora(name: str, **factors: Factor) -> LoadedLora:
+def lora(name: str, **changed: Factor) -> LoadedLora:
     """A file of UNet layers; "text" is one of the text encoder."""
-    refs = {ModuleRef("text_encoder" if path == "text" else "unet", path): one for path, one in factors.items()}
+    refs = {ModuleRef("text_encoder" if path == "text" else "unet", path): one for path, one in changed.items()}
     return LoadedLora(name=name, format=LoraFormat.PEFT, factors=refs, nbytes=1)
 
 
@@ -76,14 +77,24 @@ def test_rows_of_a_batch_add_their_own_sets(store):
         {},
         {},
     ]
-    for factors in (first, second):
-        for path, (a, b) in factors.by_path.items():
+    for found in (first, second):
+        for path, (a, b) in found.by_path.items():
             assert a.dtype == b.dtype == torch.float32
             products = a @ b
             for k, deltas in enumerate(wanted):
                 for rows in where.rows(k):
                     for product in products[rows]:
                         torch.testing.assert_close(product, deltas.get(path, torch.zeros_like(product)))
+
+
+def test_requests_with_one_set_share_its_factors(store):
+    """One row for all, whatever the images and branches; other scales or a request without a set: one for each."""
+    (shared, _), where = store.of([((ONE, 0.5),)] * 3, layout(2, 1, 1)), layout(2, 1, 1)
+    first, second = shared.by_path["unet.down"]
+    assert (shared.rows, shared.given, len(first), len(second)) == (8, 1, 1, 1)
+    torch.testing.assert_close((first @ second)[0], delta(DOWN_A, 0.5))
+    for sets in ([((ONE, 0.5),), ((ONE, 0.5),), ((ONE, 0.4),)], [((ONE, 0.5),), ((ONE, 0.5),), ()]):
+        assert store.of(sets, where)[0].given == 8
 
 
 def test_ranks_are_padded_to_few_sizes(store):
@@ -115,3 +126,15 @@ def test_the_same_batch_gets_the_same_object(store):
     for scale in range(5):
         store.of([((again, float(scale)),)], layout(1))
     assert store.of(sets, layout(1, 2))[0] is not first, "only the latest are kept"
+
+
+def test_a_large_batch_is_not_kept_beside_others(store, monkeypatch):
+    """It stays while it is the latest; the next that is built drops it, and none that is small."""
+    monkeypatch.setattr(factors, "_KEPT_BYTES", 10_000)
+    small, large = [((ONE, 1.0),), ((TWO, 1.0),)], [((ONE, 1.0),), ((ONE, 0.5),)]
+    kept, big = store.of(small, layout(1, 1))[0], store.of(large, layout(1, 40))[0]
+    assert store.of(large, layout(1, 40))[0] is big
+    assert store.of(small, layout(1, 1))[0] is kept
+    store.of(small[::-1], layout(1, 1))
+    assert store.of(small, layout(1, 1))[0] is kept
+    assert store.of(large, layout(1, 40))[0] is not big
