@@ -124,6 +124,9 @@ class Workload(ABC):
         """Compare the systems' answers before any measurement. Raises `Disagreement`."""
         return ()
 
+    def settle(self, subjects: Mapping[str, Subject]) -> None:  # noqa: B027 - most systems do not adapt
+        """Let systems that adapt to their load do so: called once, after `check` and before the rounds."""
+
     def derive(self, readings: Mapping[str, Sequence[Reading]]) -> Sequence[Reading]:
         """Derive further readings from all systems' readings of one round; each names its system."""
         return ()

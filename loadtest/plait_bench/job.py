@@ -102,7 +102,8 @@ def measure(job: BenchJob, *, say: Say) -> dict[str, Any]:
     say(f"{job.name} at {at} on {host['cpu']}, {host['cores']} cores; load average {host['loadavg_1m']}")
     _warn(host, say)
     parts = []
-    plan = RunPlan(rounds=job.rounds, trials=job.trials, systems=job.systems)
+    settles = job.rounds > QUICK_ROUNDS  # a quick run is a look
+    plan = RunPlan(rounds=job.rounds, trials=job.trials, systems=job.systems, settles=settles)
     for part in run(benchmark, plan, say=say):
         parts.append(part)
         if job.record:

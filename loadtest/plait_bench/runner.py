@@ -23,9 +23,11 @@ TRIALS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """`rounds` count; before them every layout gets `trials`. `systems`: only these, if any are named."""
+    """`rounds` count; before them every layout gets `trials`, and systems that adapt to their load the time to do so
+    (`settles`). `systems`: only these, if any are named."""
 
     rounds: int
+    settles: bool = True
     trials: int = TRIALS
     systems: tuple[str, ...] = ()
 
@@ -148,6 +150,8 @@ class _Measuring:
             for subject in subjects.values():
                 subject.warm_up()
             others = list(self._workload.check(subjects))
+            if self._plan.settles:
+                self._workload.settle(subjects)
             for number in range(1, self._plan.rounds + 1):
                 self._round(number, subjects)
             others += self._workload.conclude()

@@ -31,7 +31,10 @@ def measured(tmp_path_factory):
     threads = torch.get_num_threads()
     try:
         result = run_on_fleets(
-            replace(benchmark, workloads=short), RunPlan(rounds=1, trials=1), cores=1, open_fleet=InProcessFleet
+            replace(benchmark, workloads=short),
+            RunPlan(rounds=1, trials=1, settles=False),
+            cores=1,
+            open_fleet=InProcessFleet,
         )
     finally:
         torch.set_num_threads(threads)

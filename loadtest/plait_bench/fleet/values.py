@@ -47,7 +47,8 @@ class ItemList:
 
     `warm_up` are shorter items that touch everything that `items` touch. `systems`: those that take part; None: all.
     `settings`: what the factories of its systems are called with beside their own. `trial_items`: how many items a
-    trial of a layout runs; 0: all. `layouts`: chooses from the layouts that the machine offers.
+    trial of a layout runs; 0: all. `layouts`: chooses from the layouts that the machine offers. `settle_s`: how long
+    each system runs the items, uncounted, before the rounds: some adapt to their load.
     """
 
     name: str
@@ -57,6 +58,7 @@ class ItemList:
     systems: frozenset[str] | None = None
     settings: Mapping[str, Json] = field(default_factory=dict)
     trial_items: int = 0
+    settle_s: float = 0.0
     layouts: Callable[[Sequence[ProcessLayout]], Sequence[ProcessLayout]] = tuple
 
 

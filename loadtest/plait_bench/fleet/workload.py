@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -155,6 +156,10 @@ class _OnFleets(Workload):
         self._subjects[system] = subject
         yield subject
 
+    def settle(self, subjects: Mapping[str, Subject]) -> None:
+        for system in subjects:
+            self._subjects[system].settle()
+
     def check(self, subjects: Mapping[str, Subject]) -> Sequence[ResultRow]:
         results = {system: self._subjects[system].results() for system in subjects}
         return self._definition.check(self._items, results)
@@ -182,6 +187,12 @@ class _OnFleet:
 
     def warm_up(self) -> None:
         self._at_hand().run(self._items.warm_up, one_by_one=self._items.one_by_one)
+
+    def settle(self) -> None:
+        """Run all items again and again, for as long as the workload says."""
+        until_s = time.monotonic() + self._items.settle_s
+        while time.monotonic() < until_s:
+            self._run(self._at_hand(), self._items)
 
     def measure(self, number: int, *, trial: bool = False) -> list[Reading]:
         """Run all items; in a trial, as many as the workload says."""

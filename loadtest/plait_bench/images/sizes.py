@@ -27,6 +27,7 @@ class ImageSize:
     `lora_sets`: the sets that requests name. `max_processes` of a system, and `max_open` systems (0: all), are what a
     host with 24 GiB can hold. `has_edge`: images have the edge that was asked for; otherwise the model's own.
     `images`: how many orders a workload has, where they are fewer than the starter's.
+    `settle_s`: how long each system has the load of a workload before it is measured; it adapts to it in that time.
     `whole_host`: only layouts that use every core are tried, because no model of this size is faster on fewer.
     """
 
@@ -44,6 +45,7 @@ class ImageSize:
     max_processes: int = 2
     max_open: int = 0
     images: Mapping[str, int] = field(default_factory=dict)
+    settle_s: float = 60.0
 
     @property
     def lora_names(self) -> tuple[str, ...]:

@@ -93,6 +93,7 @@ def _workload(name: str, variety: Variety) -> ItemList:
         one_by_one=one_by_one,
         trial_items=1 if one_by_one and size.has_edge else 0,
         layouts=size.layouts,
+        settle_s=size.settle_s,
     )
 
 

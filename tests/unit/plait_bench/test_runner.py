@@ -99,6 +99,26 @@ def test_rounds_take_the_systems_in_turn_after_the_check():
     assert log == ["ours 1", "theirs 1", "ours keep", "theirs keep", *["ours 4", "theirs 4"] * 3]
 
 
+def test_systems_run_their_load_uncounted_before_the_rounds():
+    """For as long as the workload says, one system after the other, after the check; not if the plan says no."""
+    for settles in (True, False):
+        log: list[str] = []
+        open_fleet, _ = fleets(log, ours=lambda *_: 1.0, theirs=lambda *_: 2.0)
+        result = run_on_fleets(
+            fake_benchmark("ours", "theirs", workloads=[fake_workload(settle_s=0.01)]),
+            RunPlan(rounds=1, settles=settles),
+            cores=1,
+            open_fleet=open_fleet,
+        )
+        checked = ["ours 1", "theirs 1", "ours keep", "theirs keep"]
+        assert log[:4] == checked
+        assert log[-2:] == ["ours 4", "theirs 4"]
+        between = log[4:-2]
+        assert between == sorted(between)
+        assert set(between) == ({"ours 4", "theirs 4"} if settles else set())
+        assert all(row.n == 1 for row in result.rows)
+
+
 def test_ratios_are_taken_inside_rounds():
     """A machine that gets ten times slower from round to round changes no ratio: ours is always twice as fast."""
     log: list[str] = []
