@@ -107,6 +107,7 @@ class SocketListener:
             self._changed.notify_all()
         os.write(self._wake_write, b"x")
         self._thread.join()
+        os.close(self._wake_read)  # not by the thread: it may see `_closed` and end before it is woken
         os.close(self._wake_write)
 
     def __enter__(self) -> SocketListener:
@@ -194,7 +195,6 @@ class SocketListener:
             arrival.abandon()
         self._selector.close()
         self._sock.close()
-        os.close(self._wake_read)
         with self._changed:
             abandoned = list(self._ready)
             self._ready.clear()
