@@ -171,13 +171,13 @@ class OpenVinoProgram:
         """Return what computes inputs whose rows have these sizes, and the account of its seconds."""
         self._settled = True
         shapes = self._shapes(sizes, _filled_up(rows), factors)
-        if self._held_bytes(shapes) > self._specialise_bytes:
-            return self._dynamic, _Seen()
         with self._lock:
             special = self._special.get(shapes)
             if special is not None:
                 self._special.move_to_end(shapes)
                 return special, _Seen()
+            if self._held_bytes(shapes) > self._specialise_bytes:
+                return self._dynamic, _Seen()
             seen = self._seen.setdefault(shapes, _Seen())
             self._seen.move_to_end(shapes)
             if len(self._seen) > _MAX_SEEN:

@@ -54,8 +54,9 @@ class StepCosts:
     def shortest_s(self, key: GroupKey, rows: int) -> float:
         """Return the seconds that one call takes at least, whether or not a set is merged; 0 before any such call was
         measured often enough to refuse a request by it."""
+        pixels, uses_cfg, _ = _kind(key)
         with self._lock:
-            kinds = [self._kinds.get((key.width * key.height, key.uses_cfg, merged)) for merged in (False, True)]
+            kinds = [self._kinds.get((pixels, uses_cfg, merged)) for merged in (False, True)]
             return min((kind.step_s(rows) for kind in kinds if kind is not None and kind.known), default=0.0)
 
     def measured_s(self, key: GroupKey, rows: int) -> float | None:
