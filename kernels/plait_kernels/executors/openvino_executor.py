@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from plait_kernels.executors import AdaptedLayer, Computation, ExecutorError, RowFactors
+from plait_kernels.executors import AdaptedLayer, Computation, RowFactors
 from plait_kernels.executors.module_lock import MODULES
 from plait_kernels.executors.store import ProgramStore, content_key
 from plait_kernels.executors.torch_program import TorchProgram
@@ -114,26 +114,25 @@ class OpenVinoExecutor:
 
     def _read(self, entry: Path) -> OpenVinoProgram:
         from plait_kernels.executors.openvino_core import core
-        from plait_kernels.executors.openvino_program import OpenVinoProgram
+        from plait_kernels.executors.openvino_program import OpenVinoProgram, Probe
 
         facts = json.loads((entry / _FACTS).read_text(encoding="utf-8"))
         layers = [AdaptedLayer(**layer) for layer in facts["layers"]]
-        program = OpenVinoProgram(
+        kept = load_file(entry / _PROBE)
+        inputs = _numbered(kept, "input")
+        probe = Probe(
+            inputs=inputs,
+            factors=_probe_factors(layers, inputs[0].shape[0]) if layers else None,
+            outputs=_numbered(kept, "output"),
+            tolerance=TOLERANCE[self._settings.precision],
+        )
+        return OpenVinoProgram(
             core().read_model(entry / _MODEL),
             layers,
             options=self._settings.options,
             specialise_bytes=self._settings.specialise_bytes,
+            probe=probe,
         )
-        self._check(program, load_file(entry / _PROBE))
-        return program
-
-    def _check(self, program: OpenVinoProgram, probe: Mapping[str, torch.Tensor]) -> None:
-        inputs = _numbered(probe, "input")
-        factors = _probe_factors(program.layers, inputs[0].shape[0]) if program.layers else None
-        for got, wanted in zip(program.run(inputs, factors), _numbered(probe, "output"), strict=True):
-            difference, scale = float((got - wanted).abs().max()), float(wanted.abs().max())
-            if not difference <= TOLERANCE[self._settings.precision] * max(scale, 1e-6):
-                raise ExecutorError(f"it differs from torch by {difference:.2g} on outputs up to {scale:.2g}")
 
 
 def _fill(folder: Path, computation: Computation) -> None:

@@ -4,6 +4,10 @@ One model with dynamic axes serves every shape and holds one copy of the weights
 another. At the starter's size it takes 0.6 to 0.75 of the time (UNet, 2 to 32 rows, two cores), so small models get one
 for each shape that recurs, compiled in the background; for large ones the memory is missing. Such models have few
 numbers of rows; a call of another number is filled up with rows of zeros.
+
+What a dynamic model computes depends on the first shape that it runs: self-attention that sees a single token there is
+wrong for every longer sequence from then on (OpenVINO 2026.4). So every compiled dynamic model runs the probe before
+anything else, and is used only if it answers as torch did.
 """
 
 from __future__ import annotations
@@ -44,6 +48,23 @@ _MAX_SEEN = 1024
 Shapes = tuple[tuple[int, ...], ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Probe:
+    """A call and torch's answer in float32; `tolerance` is a share of the largest number of an output."""
+
+    inputs: Sequence[torch.Tensor]
+    factors: RowFactors | None
+    outputs: Sequence[torch.Tensor]
+    tolerance: float
+
+    def check(self, got: Sequence[torch.Tensor]) -> None:
+        """Raise `ExecutorError` for an answer that differs by more."""
+        for mine, wanted in zip(got, self.outputs, strict=True):
+            difference, scale = float((mine - wanted).abs().max()), float(wanted.abs().max())
+            if not difference <= self.tolerance * max(scale, 1e-6):
+                raise ExecutorError(f"it differs from torch by {difference:.2g} on outputs up to {scale:.2g}")
+
+
 @dataclass(slots=True, eq=False)
 class _Compiled:
     """A compiled model with its one request, the layers whose factors it takes, and the factors bound to it.
@@ -78,12 +99,15 @@ class OpenVinoProgram:
         *,
         options: Callable[[], dict[str, Any]],
         specialise_bytes: int,
+        probe: Probe,
     ) -> None:
+        """Compile for any shape. Raises `ExecutorError` if the answer to the probe is not torch's."""
         self._model = model
         self._layers = tuple(layers)
         self._options = options
+        self._probe = probe
         self._compiled_with = options()
-        self._dynamic = self._compile(model, self._layers)
+        self._dynamic = self._compile_any()
         self._weight_bytes = _constant_bytes(model)
         self._specialise_bytes = specialise_bytes
         self._special: OrderedDict[Shapes, _Compiled] = OrderedDict()
@@ -108,34 +132,45 @@ class OpenVinoProgram:
         self, inputs: Sequence[torch.Tensor], factors: RowFactors | None = None, *, copy: bool = True
     ) -> tuple[torch.Tensor, ...]:
         """Compute the outputs in the first input's dtype. Raises `ExecutorError` for factors of other rows."""
-        if len(inputs) + 2 * len(self._layers) != len(self._model.inputs):  # computing with unset inputs can crash
-            raise ExecutorError(
-                f"the model has {len(self._model.inputs)} inputs, not {len(inputs)} and two for each of "
-                f"{len(self._layers)} layers"
-            )
+        self._check_count(inputs)
         rows = inputs[0].shape[0]
         check_factors(self._layers, rows, factors)
         with self._running:
             self._follow_options()
             return self._run(inputs, factors, rows, copy=copy)
 
+    def _check_count(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Raise `ExecutorError` unless every input of the model gets something: computing without can crash."""
+        if len(inputs) + 2 * len(self._layers) != len(self._model.inputs):
+            raise ExecutorError(
+                f"the model has {len(self._model.inputs)} inputs, not {len(inputs)} and two for each of "
+                f"{len(self._layers)} layers"
+            )
+
     def _run(
         self, inputs: Sequence[torch.Tensor], factors: RowFactors | None, rows: int, *, copy: bool
     ) -> tuple[torch.Tensor, ...]:
         wide = [value.detach().to(torch.float32) for value in inputs]
         compiled, seen = self._for_shapes([tuple(value.shape[1:]) for value in wide], rows, factors)
-        computed = compiled.rows or rows
-        self._bind(compiled, computed, factors, len(wide))
-        arrays = [_filled(value, computed).contiguous().numpy() for value in wide]
-        for index, array in enumerate(arrays):
-            compiled.request.set_input_tensor(index, ov.Tensor(array, shared_memory=True))
         started_s = time.perf_counter()
-        compiled.request.infer()
+        outputs = self._infer(compiled, wide, factors)
         seen.seconds += time.perf_counter() - started_s
-        outputs = [torch.from_numpy(tensor.data)[:rows] for tensor in compiled.request.output_tensors]
         if inputs[0].dtype != torch.float32:
             return tuple(output.to(inputs[0].dtype) for output in outputs)
         return tuple(output.clone() if copy else output for output in outputs)
+
+    def _infer(
+        self, compiled: _Compiled, inputs: Sequence[torch.Tensor], factors: RowFactors | None
+    ) -> list[torch.Tensor]:
+        """Return the outputs in the request's own memory."""
+        rows = len(inputs[0])
+        computed = compiled.rows or rows
+        self._bind(compiled, computed, factors, len(inputs))
+        arrays = [_filled(value, computed).contiguous().numpy() for value in inputs]
+        for index, array in enumerate(arrays):
+            compiled.request.set_input_tensor(index, ov.Tensor(array, shared_memory=True))
+        compiled.request.infer()
+        return [torch.from_numpy(tensor.data)[:rows] for tensor in compiled.request.output_tensors]
 
     def _follow_options(self) -> None:
         """Compile again if the options have changed: a number of threads is part of what is compiled."""
@@ -146,7 +181,14 @@ class OpenVinoProgram:
             self._compiled_with = options
             self._special.clear()
             self._seen.clear()
-        self._dynamic = self._compile(self._model, self._layers)
+        self._dynamic = self._compile_any()
+
+    def _compile_any(self) -> _Compiled:
+        """Compile for any shape, and run the probe before anything else."""
+        self._check_count(self._probe.inputs)
+        compiled = self._compile(self._model, self._layers)
+        self._probe.check(self._infer(compiled, self._probe.inputs, self._probe.factors))
+        return compiled
 
     def _bind(self, compiled: _Compiled, rows: int, factors: RowFactors | None, first: int) -> None:
         """Give the request its factors, unless it has them: a batch keeps them for many steps."""

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from plait_kernels.executors import ExecutorError, RowFactors
+from plait_kernels.executors import Computation, ExecutorError, InputSpec, RowFactors
 from support.cluster import TESTS
 from support.executors import (
     LAYERS,
@@ -28,6 +28,7 @@ from support.executors import (
     small_inputs,
     wait_compiled,
 )
+from support.tiny import seeded
 
 pytest.importorskip("openvino", reason="needs openvino")
 
@@ -263,6 +264,38 @@ def test_shapes_that_hardly_recur_are_not_compiled(converted):
     program._compile_s = 1e-6
     program.run(inputs)
     wait_compiled(program, 1)
+
+
+class SelfAttention(torch.nn.Module):
+    """Of the pixels of `x (R, 48, h, w)`: `(R, h * w, 48)`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projections = torch.nn.ModuleList(torch.nn.Linear(48, 48, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        """Compute it with three heads."""
+        tokens = x.flatten(2).transpose(1, 2)
+        heads = [layer(tokens).unflatten(2, (3, 16)).transpose(1, 2) for layer in self.projections]
+        return (torch.nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2),)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_single_pixel_may_come_first(tmp_path, restarted):
+    """OpenVINO's self-attention is wrong for ever if its first sequence is one token: a small image right after the
+    start, or after a change of threads, which compiles anew."""
+    with seeded(0):
+        module = SelfAttention().eval().requires_grad_(requires_grad=False)
+    shape = InputSpec(name="x", shape=(None, 48, None, None))
+    computation = Computation(module=module, inputs=(shape,), example=(torch.randn(2, 48, 4, 4),))
+    threads = [1]
+    program = openvino_at(tmp_path, threads=lambda: threads[0], specialise_bytes=0).prepare("k", lambda: computation)
+    if restarted:
+        program.run([torch.randn(2, 48, 4, 4)])
+        threads[0] = 2
+    for side in (1, 4, 1, 6):
+        x = torch.randn(2, 48, side, side)
+        assert float((program.run([x])[0] - module(x)[0]).abs().max()) < 1e-4
 
 
 def test_a_process_that_ends_while_a_shape_is_compiled_ends_well(converted):
