@@ -73,9 +73,21 @@ def host_facts(*, now: datetime | None = None) -> Mapping[str, Any]:
         **facts(),
         "ram_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         **{name: _version(name) for name in LIBRARIES},
+        **gpu_facts(),
         "wake_us": round(wake_us(), 1),
         "date": (now or datetime.now(UTC)).isoformat(timespec="seconds"),
     }
+
+
+def gpu_facts() -> Mapping[str, str]:
+    """Name the GPU and its driver; nothing where there is none."""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_GIT_S).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    name, _, driver = said.splitlines()[0].partition(", ")
+    return {"gpu": name, "driver": driver, "triton": _version("triton") or ""}
 
 
 def wake_us() -> float:

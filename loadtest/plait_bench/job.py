@@ -13,8 +13,8 @@ from plait_bench.cache import cache_folder
 from plait_bench.document import document
 from plait_bench.errors import BenchError, RecordError
 from plait_bench.fleet.workers import WorkerFleet
-from plait_bench.host import BUSY_LOAD, SLOW_WAKE_US, commit, cores, has_bfloat16, host_facts
-from plait_bench.images.sizes import EDGES, DTypeName, Variety, size_of
+from plait_bench.host import BUSY_LOAD, SLOW_WAKE_US, UNKNOWN, commit, cores, has_bfloat16, host_facts
+from plait_bench.images.sizes import DTYPES, EDGES, DeviceName, DTypeName, Variety, size_of
 from plait_bench.runner import TRIALS, RunPlan, joined, run
 from plait_bench.tables import RESULTS, ROOT
 
@@ -27,7 +27,8 @@ Say = Callable[[str], None]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchJob:
     """The command line's settings. `models` None: the starter's, or those in the cache; empty `workloads` or `systems`:
-    all. `size`, `edge` and `dtype` ("auto": each that the CPU computes in) are for the image benchmark.
+    all. `size`, `edge`, `device` and `dtype` ("auto": each that the CPU computes in, float16 on a GPU) are for images.
+    `at`: the commit that this tree is a copy of, where there is no git.
 
     `data`: the folder with published tables; `tables`: recorded ones. Both are for the tuner's benchmark.
     """
@@ -38,6 +39,8 @@ class BenchJob:
     size: str = "starter"
     edge: int = EDGES[0]
     dtype: str = "auto"
+    device: DeviceName = "cpu"
+    at: str = ""
     workloads: tuple[str, ...] = ()
     systems: tuple[str, ...] = ()
     trials: int = TRIALS
@@ -55,14 +58,20 @@ def _images(job: BenchJob) -> Benchmark:
         root,
         cores=cores(),
         open_fleet=WorkerFleet,
-        varieties=[Variety(size=size, edge=job.edge, dtype=dtype) for dtype in _dtypes(job.dtype)],
+        varieties=[
+            Variety(size=size, edge=job.edge, dtype=dtype, device=job.device)
+            for dtype in _dtypes(job.dtype, job.device)
+        ],
         only=job.workloads,
         named=job.systems,
     )
 
 
-def _dtypes(asked: str) -> tuple[DTypeName, ...]:
-    """Return the dtypes to measure: those that the CPU computes in, or the one that was asked for if it does."""
+def _dtypes(asked: str, device: DeviceName) -> tuple[DTypeName, ...]:
+    """Return the dtypes to measure: those that the CPU computes in, or the one that was asked for if it does; on a GPU
+    float16, the default there."""
+    if device == "cuda":
+        return tuple(dtype for dtype in DTYPES if dtype == asked) or ("float16",)
     native: tuple[DTypeName, ...] = ("float32", "bfloat16") if has_bfloat16() else ("float32",)
     if asked == "auto":
         return native
@@ -95,9 +104,9 @@ def measure(job: BenchJob, *, say: Say) -> dict[str, Any]:
     if job.overwrite:
         raise RecordError("results are append-only: --overwrite is gone; a second run is recorded beside the first")
     if job.record:
-        records.require_clean(ROOT)
+        _require_commit(job)
     benchmark = BENCHMARKS[job.name](job)
-    host, at = host_facts(), commit(ROOT)
+    host, at = host_facts(), _commit(job)
     path = job.results or RESULTS / f"{job.name}.jsonl"
     say(f"{job.name} at {at} on {host['cpu']}, {host['cores']} cores; load average {host['loadavg_1m']}")
     _warn(host, say)
@@ -107,12 +116,26 @@ def measure(job: BenchJob, *, say: Say) -> dict[str, Any]:
     for part in run(benchmark, plan, say=say):
         parts.append(part)
         if job.record:
-            records.require_clean(ROOT)  # nobody changed it meanwhile
-            if commit(ROOT) != at:
+            _require_commit(job)  # nobody changed it meanwhile
+            if _commit(job) != at:
                 raise RecordError(f"the checkout left commit {at} while it was measured: nothing more is recorded")
             records.append(path, records.records_of(document(job.name, at, host, part)))
             say(f"recorded in {path}")
     return document(job.name, at, host, joined(parts))
+
+
+def _commit(job: BenchJob) -> str:
+    """Return the checkout's commit, or the one that was said to be copied here."""
+    found = commit(ROOT)
+    if found != UNKNOWN and job.at:
+        raise BenchError("--at is for a copy without git; this checkout knows its commit")
+    return job.at or found
+
+
+def _require_commit(job: BenchJob) -> None:
+    """Raise `RecordError` unless the rows can name the commit that they come from."""
+    if not job.at:
+        records.require_clean(ROOT)
 
 
 def _warn(host: Mapping[str, Any], say: Say) -> None:

@@ -15,7 +15,7 @@ from plait_bench.fleet.workload import OpenFleet, on_fleets
 from plait_bench.images import pixels
 from plait_bench.images.models import open_models, write_missing
 from plait_bench.images.roster import OURS, SYSTEMS, systems, taking_part
-from plait_bench.images.sizes import ImageSize, Variety
+from plait_bench.images.sizes import Variety
 from plait_bench.images.start import StartWorkload
 from plait_bench.images.workloads import START, workloads
 
@@ -82,11 +82,12 @@ def definition(
         open_models(root, **_needs(_all_items(names, varieties[0])), size=size)
     lists: list[ItemList] = []
     for variety in varieties:
-        shared = None if size.max_open else _all_items(names, variety)
+        shared = None if size.max_open and not variety.on_gpu else _all_items(names, variety)
         for name in names:
             (workload,) = workloads([name], variety)
             settings = _settings(root, variety, shared or workload.items)
-            lists += _parts(replace(workload, settings=settings), taking_part(name, size, named), size)
+            taken = taking_part(name, size, named, on_gpu=variety.on_gpu)
+            lists += _parts(replace(workload, settings=settings), taken, variety)
     used = [name for name in SYSTEMS if any(name in (each.systems or ()) for each in lists)]
     return FleetDefinition(
         name=NAME,
@@ -96,16 +97,17 @@ def definition(
         metrics=METRICS,
         measures=measures,
         check=pixels.PixelCheck(),
-        max_open=size.max_open,
+        max_open=0 if varieties[0].on_gpu else size.max_open,
     )
 
 
-def _parts(workload: ItemList, names: Sequence[str], size: ImageSize) -> list[ItemList]:
+def _parts(workload: ItemList, names: Sequence[str], variety: Variety) -> list[ItemList]:
     """Return the workload; where not all systems fit in memory, once for each peer, beside ours.
 
     Two systems that are open in turn would otherwise be opened anew for every round.
     """
-    if not size.max_open or len(names) <= size.max_open or size.max_open == 1:
+    size = variety.size
+    if variety.on_gpu or not size.max_open or len(names) <= size.max_open or size.max_open == 1:
         return [replace(workload, systems=frozenset(names))] if names else []
     ours, *others = names
     peers = sorted(others, key=lambda name: (not name.startswith("diffusers"), others.index(name)))  # the reference
@@ -121,7 +123,7 @@ def _settings(root: Path, variety: Variety, items: Sequence[Mapping[str, Any]]) 
         "controlnets": {name: size.controlnets[name] for name in sorted(needed["controlnets"])},
         "loras": sorted(needed["loras"]),
     }
-    return {"models": models, "dtype": variety.dtype, "edge": variety.image_edge}
+    return {"models": models, "dtype": variety.dtype, "edge": variety.image_edge, "device": variety.device}
 
 
 def _needs(items: Sequence[Mapping[str, Any]]) -> dict[str, frozenset[str]]:

@@ -45,16 +45,20 @@ _DEFAULTS: Mapping[str, tuple[str, ...]] = {
     "mixed16": _TORCH,
     "distinct16": _TORCH,
 }
+_ON_GPU = ("plait_engine", "diffusers_fair", "diffusers")
 _WITHOUT_LORAS = ("single", "same4", "start")
 _BATCHED = ("same4", "same16")
 _CONTROLLED = ("controlnet", "controlnet-service", "mixed16")
 
 
-def taking_part(workload: str, size: ImageSize, named: Sequence[str] = ()) -> tuple[str, ...]:
+def taking_part(workload: str, size: ImageSize, named: Sequence[str] = (), *, on_gpu: bool = False) -> tuple[str, ...]:
     """Return the systems of a workload, ours first: its own, or all that were named and can do it.
 
-    At real size the stock pipeline takes part only where it differs from the fair one.
+    At real size the stock pipeline takes part only where it differs from the fair one. On a GPU it does everywhere, and
+    our engine is measured in its own process, like the pipelines.
     """
+    if on_gpu:
+        return tuple(name for name in _ON_GPU if not named or name in named)
     if named:
         return tuple(name for name in SYSTEMS if name in named and _can(name, workload))
     found = _DEFAULTS[workload]
@@ -98,8 +102,15 @@ def _system(name: str) -> System:
         factory=f"{_FACTORIES}:diffusers",
         settings={"way": way},
         share=in_groups if way == "fair" else partial(evenly, cost=cost),
-        variants=lambda _: ("", "channels_last"),
+        variants=partial(_formats, way),
     )
+
+
+def _formats(way: str, workload: ItemList) -> tuple[str, ...]:
+    """Return the forms of a pipeline worth a trial: on a GPU the stock one as it is, the others compiled, too."""
+    if workload.settings.get("device") != "cuda":
+        return ("", "channels_last")
+    return ("",) if way == "stock" else ("channels_last", "compiled")
 
 
 def _calls(workload: ItemList) -> tuple[str, ...]:

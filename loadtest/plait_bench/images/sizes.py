@@ -9,13 +9,30 @@ from typing import Literal
 from plait_bench.errors import BenchError
 from plait_bench.fleet.values import ProcessLayout
 
-__all__ = ["EDGES", "SIZES", "DTypeName", "ImageSize", "LoraSet", "Variety", "size_of"]
+__all__ = [
+    "DEVICES",
+    "DTYPES",
+    "EDGES",
+    "SIZES",
+    "DTypeName",
+    "DeviceName",
+    "ImageSize",
+    "LoraSet",
+    "Variety",
+    "size_of",
+]
 
 LoraSet = tuple[tuple[str, float], ...]
-DTypeName = Literal["float32", "bfloat16"]
+DTypeName = Literal["float32", "bfloat16", "float16"]
+DeviceName = Literal["cpu", "cuda"]
+DEVICES: Mapping[str, DeviceName] = {"cpu": "cpu", "cuda": "cuda"}
+DTYPES: tuple[DTypeName, ...] = ("float32", "bfloat16", "float16")
 
-EDGES = (256, 512)
-"""The image sizes that models of real size are measured at."""
+EDGES = (256, 512, 1024)
+"""The image sizes that models of real size are measured at; the last one on GPUs."""
+
+GPU_STEPS, GPU_WARM_UP_STEPS = 20, 4
+"""The steps of an image on a GPU: enough that a step counts, and not what surrounds it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +73,7 @@ class ImageSize:
         """Return what a workload is called in rows: sizes and dtypes never mix."""
         parts = [self.name] if self.has_edge else []
         parts += [str(edge)] if self.has_edge and edge != EDGES[0] else []
-        parts += ["bf16"] if dtype == "bfloat16" else []
+        parts += {"float32": [], "bfloat16": ["bf16"], "float16": ["fp16"]}[dtype]
         return "-".join([*parts, workload])
 
     def layouts(self, offered: Sequence[ProcessLayout]) -> Sequence[ProcessLayout]:
@@ -147,14 +164,26 @@ class Variety:
     size: ImageSize = field(default_factory=lambda: SIZES["starter"])
     edge: int = EDGES[0]
     dtype: DTypeName = "float32"
+    device: DeviceName = "cpu"
 
     def __post_init__(self) -> None:
         if self.edge not in EDGES:
-            raise BenchError(f"images are {' or '.join(map(str, EDGES))} pixels wide, not {self.edge}")
+            raise BenchError(f"images are {', '.join(map(str, EDGES))} pixels wide, not {self.edge}")
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the systems run on a GPU."""
+        return self.device == "cuda"
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """The steps of an image, and of one that only touches everything."""
+        return (GPU_STEPS, GPU_WARM_UP_STEPS) if self.on_gpu else (self.size.steps, self.size.warm_up_steps)
 
     def row_name(self, workload: str) -> str:
         """Return what a workload is called in rows."""
-        return self.size.row_name(workload, edge=self.edge, dtype=self.dtype)
+        prefix = "gpu-" if self.on_gpu else ""
+        return prefix + self.size.row_name(workload, edge=self.edge, dtype=self.dtype)
 
     @property
     def image_edge(self) -> int | None:

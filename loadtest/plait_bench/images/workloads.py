@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
-from plait_bench.fleet.values import Item, ItemList
+from plait_bench.fleet.values import Item, ItemList, ProcessLayout
 from plait_bench.images.sizes import SIZES, ImageSize, LoraSet, Variety
 
 GUIDANCE = 3.0
@@ -84,17 +84,23 @@ def workloads(names: Sequence[str] | None = None, variety: Variety | None = None
 
 def _workload(name: str, variety: Variety) -> ItemList:
     size = variety.size
-    orders = [replace(order, edge=variety.image_edge) for order in _orders(name, size)]
+    steps, warm_up_steps = variety.steps
+    orders = [replace(order, edge=variety.image_edge) for order in _orders(name, replace(size, steps=steps))]
     one_by_one = name not in CONCURRENT
     return ItemList(
         name=variety.row_name(name),
         items=tuple(order.to_json() for order in orders),
-        warm_up=tuple(replace(order, steps=size.warm_up_steps).to_json() for order in orders),
+        warm_up=tuple(replace(order, steps=warm_up_steps).to_json() for order in orders),
         one_by_one=one_by_one,
         trial_items=1 if one_by_one and size.has_edge else 0,
-        layouts=size.layouts,
-        settle_s=size.settle_s,
+        layouts=_one_process if variety.on_gpu else size.layouts,
+        settle_s=0.0 if variety.on_gpu else size.settle_s,
     )
+
+
+def _one_process(offered: Sequence[ProcessLayout]) -> Sequence[ProcessLayout]:
+    """Return the layout of a GPU: one process with all cores."""
+    return [max((each for each in offered if each.processes == 1), key=lambda each: each.threads)]
 
 
 def _orders(name: str, size: ImageSize) -> list[ImageSpec]:

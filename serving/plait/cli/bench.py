@@ -26,8 +26,12 @@ def bench(
     results: Annotated[Path | None, typer.Option(help="the results file; the checkout's own if left out")] = None,
     models: Annotated[Path | None, typer.Option(help="images: the folder of the models")] = None,
     size: Annotated[str, typer.Option(help="images: the models, starter, sd15 or sdxl")] = "starter",
-    edge: Annotated[int, typer.Option(help="images: pixels of an image of sd15 or sdxl, 256 or 512")] = 256,
-    dtype: Annotated[str, typer.Option(help="images: float32, bfloat16, or auto for each that the CPU has")] = "auto",
+    edge: Annotated[int, typer.Option(help="images: pixels of an image of sd15 or sdxl, 256, 512 or 1024")] = 256,
+    dtype: Annotated[
+        str, typer.Option(help="images: float32, bfloat16, float16, or auto: each that the CPU has")
+    ] = "auto",
+    device: Annotated[str, typer.Option(help="images: cpu or cuda")] = "cpu",
+    at: Annotated[str, typer.Option(help="the commit that this tree is a copy of, where there is no git")] = "",
     workload: Annotated[list[str] | None, typer.Option(help="only this workload; may be repeated")] = None,
     system: Annotated[list[str] | None, typer.Option(help="only this system; may be repeated")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="how often everything is measured")] = None,
@@ -38,11 +42,15 @@ def bench(
 ) -> None:
     """Measure plait and its peers in turn. Data goes to stdout, progress to stderr."""
     from plait_bench.errors import BenchError
+    from plait_bench.images.sizes import DEVICES
     from plait_bench.job import NAMES, BenchJob, measure, rounds_of, text_table
     from plait_bench.runner import TRIALS
 
     if name not in NAMES:
         print(f"plait bench: there is no benchmark {name!r}; there is: {', '.join(NAMES)}", file=sys.stderr)
+        raise typer.Exit(2)
+    if device not in DEVICES:
+        print(f"plait bench: --device is {' or '.join(DEVICES)}, not {device!r}", file=sys.stderr)
         raise typer.Exit(2)
     job = BenchJob(
         name=name,
@@ -52,6 +60,8 @@ def bench(
         size=size,
         edge=edge,
         dtype=dtype,
+        device=DEVICES[device],
+        at=at,
         workloads=tuple(workload or ()),
         systems=tuple(system or ()),
         record=record,

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from plait_fabric.threads import run_on_own_thread
+from plait_kernels.executors.cuda_capture import CudaCapture
 from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.bundle import Bundle, load_bundle, resolve_source
 from plait_serving.diffusion.controlnet.local import LocalControlNetClient
@@ -19,6 +20,7 @@ from plait_serving.diffusion.controlnet.model import load_controlnet
 from plait_serving.diffusion.controlnet.placed import PlacedControlNetClient
 from plait_serving.diffusion.controlnet.placement import StepTimes, measure, probe_sizes, time_step_s
 from plait_serving.diffusion.decoding import Decoder
+from plait_serving.diffusion.denoisers.graphed import graphed_halves
 from plait_serving.diffusion.denoisers.unet import UNetDenoiser
 from plait_serving.diffusion.engine import Engine
 from plait_serving.diffusion.errors import ControlNetUnavailable
@@ -30,7 +32,7 @@ from plait_serving.diffusion.lora.merge import Merger
 from plait_serving.diffusion.lora.source import ChainSource, LoraSource
 from plait_serving.diffusion.lora.targets import LoraTargets
 from plait_serving.diffusion.memory import available_bytes, gigabytes, pixels_that_fit
-from plait_serving.diffusion.preparation import Preparer, default_prepared_folder, preparer_for
+from plait_serving.diffusion.preparation import Preparer, default_prepared_folder, preparer_for, uses_graphs
 from plait_serving.diffusion.protocols import ControlCall, ControlNetClient, StepCall
 from plait_serving.diffusion.queue.costs import StepCosts
 from plait_serving.diffusion.safety import safety_of
@@ -157,11 +159,20 @@ def _build(
         vae_weights=takeover.vae_weights(bundle),
     )
     takeover.adopt(denoiser)
+    if uses_graphs(settings.executor, bundle.device):
+        denoiser.adopt(graphed_halves(bundle.unet, CudaCapture(bundle.device)))
     loras = _loras(settings, LoraTargets.of({"unet": bundle.unet, **texts}))
     controlnets = {
         name: PlacedControlNetClient(
             name,
-            local=_local_factory(name, controlnet, bundle, preparer, takeover.prepared),
+            local=_local_factory(
+                name,
+                controlnet,
+                bundle,
+                preparer,
+                takeover.prepared,
+                graphs=uses_graphs(settings.executor, bundle.device),
+            ),
             remote=remote.get(name),
             wanted=lambda: knobs().controlnet_placement,
             measure=lambda here, there: _measure(here, there, denoiser, bundle),
@@ -227,7 +238,7 @@ def _loras(settings: EngineSettings, targets: LoraTargets) -> LoraCache:
 
 
 def _local_factory(
-    name: str, folder: Path, bundle: Bundle, preparer: Preparer | None, prepared: set[str]
+    name: str, folder: Path, bundle: Bundle, preparer: Preparer | None, prepared: set[str], *, graphs: bool
 ) -> Callable[[], ControlNetClient]:
     def make() -> ControlNetClient:
         runner = load_controlnet(
@@ -238,6 +249,7 @@ def _local_factory(
             device=str(bundle.device),
             preparer=preparer,
             adopted=lambda: prepared.add(name),
+            graphs=graphs,
         )
         return LocalControlNetClient(name, runner)
 

@@ -26,7 +26,7 @@ class Exact(StrEnum):
 
 
 class ExecutorName(StrEnum):
-    """What runs the models. AUTO: openvino on a CPU where it is installed, else torch."""
+    """What runs the models. AUTO: openvino on a CPU where it is installed, CUDA graphs on a GPU, else torch."""
 
     AUTO = "auto"
     TORCH = "torch"

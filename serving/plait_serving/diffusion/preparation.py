@@ -125,6 +125,11 @@ def preparer_for(
     return Preparer(OpenVinoExecutor(ProgramStore(cache), settings))
 
 
+def uses_graphs(executor: ExecutorName, device: torch.device) -> bool:
+    """Return whether models run as CUDA graphs: on a GPU, unless torch was asked for by name."""
+    return device.type == "cuda" and executor is ExecutorName.AUTO
+
+
 def behind(what: str, make: Callable[[], None]) -> None:
     """Call `make` on a background thread. If it fails, torch goes on serving, and the log says why, once."""
 

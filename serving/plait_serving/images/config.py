@@ -125,7 +125,7 @@ class ImagesSection(Section):
     dtype: DType = "auto"
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     executor: Annotated[
-        ExecutorName, Field(description="what runs the models; auto: openvino on CPUs, torch elsewhere")
+        ExecutorName, Field(description="what runs the models; auto: openvino on CPUs, CUDA graphs on GPUs")
     ] = ExecutorName.AUTO
     safety_checker: Annotated[bool, Field(description="run the checker of a folder that has one; off is logged")] = True
     loras: LorasSection = LorasSection()

@@ -11,7 +11,7 @@ from plait_bench.fleet.values import Item, ItemOutcome
 from plait_bench.images.models import ModelFolder
 from plait_bench.images.pixels import encode
 from plait_bench.images.requests import image_request
-from plait_bench.images.sizes import DTypeName
+from plait_bench.images.sizes import DeviceName, DTypeName
 from plait_bench.images.workloads import ImageSpec
 from plait_serving.diffusion.assemble import EngineSettings, build_engine
 from plait_serving.diffusion.lora.source import FolderSource
@@ -24,12 +24,12 @@ _TIMEOUT_S = 1800.0
 class InProcessEngine:
     """A `FleetWorker` over our engine with its default knobs."""
 
-    def __init__(self, models: ModelFolder, *, dtype: DTypeName) -> None:
+    def __init__(self, models: ModelFolder, *, dtype: DTypeName, device: DeviceName) -> None:
         self._assembled = build_engine(
             EngineSettings(
                 model=models.base,
                 dtype=dtype,
-                device="cpu",
+                device=device,
                 lora_source=FolderSource(models.lora_folder),
                 controlnets=models.controlnets,
             )

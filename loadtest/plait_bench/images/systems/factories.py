@@ -9,7 +9,7 @@ from typing import Any
 from plait_bench.errors import BenchError
 from plait_bench.fleet.values import FleetWorker
 from plait_bench.images.models import ModelFolder
-from plait_bench.images.sizes import DTypeName
+from plait_bench.images.sizes import DeviceName, DTypeName
 
 
 def models_of(settings: Mapping[str, Any]) -> ModelFolder:
@@ -31,6 +31,7 @@ def served(  # noqa: PLR0917  # called with the settings of a system and a workl
     knobs: Mapping[str, Any] | None = None,
     executor: str = "",
     is_split: bool = False,
+    device: DeviceName = "cpu",  # noqa: ARG001
 ) -> FleetWorker:
     """Start `plait serve`."""
     from plait_bench.images.systems.served import Served
@@ -38,19 +39,26 @@ def served(  # noqa: PLR0917  # called with the settings of a system and a workl
     return Served(models_of(models), dtype=dtype, cache=cache, knobs=knobs or {}, executor=executor, is_split=is_split)
 
 
-def engine(models: Mapping[str, Any], dtype: DTypeName, edge: int | None, cache: str = "") -> FleetWorker:  # noqa: ARG001
+def engine(
+    models: Mapping[str, Any],
+    dtype: DTypeName,
+    edge: int | None,  # noqa: ARG001
+    cache: str = "",  # noqa: ARG001
+    device: DeviceName = "cpu",
+) -> FleetWorker:
     """Build our engine, in process."""
     from plait_bench.images.systems.engine import InProcessEngine
 
-    return InProcessEngine(models_of(models), dtype=dtype)
+    return InProcessEngine(models_of(models), dtype=dtype, device=device)
 
 
-def diffusers(
+def diffusers(  # noqa: PLR0917
     models: Mapping[str, Any],
     dtype: DTypeName,
     edge: int | None,  # noqa: ARG001
     way: str,
     cache: str = "",  # noqa: ARG001  # it has none
+    device: DeviceName = "cpu",
 ) -> FleetWorker:
     """Build a peer; `way` is stock, fair or batched."""
     from plait_bench.images.systems import peers
@@ -58,10 +66,16 @@ def diffusers(
     ways = {"stock": peers.stock, "fair": peers.fair, "batched": peers.batched}
     if way not in ways:
         raise BenchError(f"there is no way {way!r} to use diffusers")
-    return ways[way](models_of(models), dtype)
+    return ways[way](models_of(models), dtype, device)
 
 
-def openvino(models: Mapping[str, Any], dtype: DTypeName, edge: int | None, cache: str = "") -> FleetWorker:
+def openvino(
+    models: Mapping[str, Any],
+    dtype: DTypeName,
+    edge: int | None,
+    cache: str = "",
+    device: DeviceName = "cpu",  # noqa: ARG001
+) -> FleetWorker:
     """Build the pipeline of optimum-intel; `cache` holds its exports, the benchmarks' own if empty."""
     from plait_bench.images.systems.openvino import OpenVinoPipeline
 

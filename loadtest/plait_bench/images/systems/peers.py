@@ -32,13 +32,16 @@ from plait_bench.fleet.values import Item, ItemOutcome
 from plait_bench.images.drawings import control_map
 from plait_bench.images.models import ModelFolder
 from plait_bench.images.pixels import encode
-from plait_bench.images.sizes import DTypeName
+from plait_bench.images.sizes import DeviceName, DTypeName
 from plait_bench.images.systems.merging import MergedLoras, read_factors
 from plait_bench.images.workloads import ImageSpec
 
+_COMPILE_MODE = "reduce-overhead"
+"""CUDA graphs around what inductor makes; "max-autotune" takes a quarter of an hour for SDXL."""
+
 ImageArray = npt.NDArray[np.uint8]
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SCHEDULERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "ddim": (DDIMScheduler, {}),
     "euler": (EulerDiscreteScheduler, {}),
@@ -50,20 +53,21 @@ _SCHEDULERS: dict[str, tuple[Any, dict[str, Any]]] = {
 class Pipelines:
     """One base model in one dtype with its ControlNets resident, and a pipeline for each way to call it."""
 
-    def __init__(self, models: ModelFolder, dtype: DTypeName) -> None:
+    def __init__(self, models: ModelFolder, dtype: DTypeName, device: DeviceName) -> None:
         logging.disable_progress_bar()
         self.plain: Any = DiffusionPipeline.from_pretrained(
             models.base, dtype=_DTYPES[dtype], local_files_only=True, use_safetensors=True
-        )
+        ).to(device)
         if getattr(self.plain, "safety_checker", None) is not None:
             raise BenchError("the benchmarks compare models without a safety checker")
         self._schedule = dict(self.plain.scheduler.config)
         self.controlled: dict[str, Any] = {}
         for name, folder in models.controlnets.items():
             net: Any = ControlNetModel.from_pretrained(folder, dtype=_DTYPES[dtype], local_files_only=True)
-            self.controlled[name] = AutoPipelineForText2Image.from_pipe(self.plain, controlnet=net.eval())
+            self.controlled[name] = AutoPipelineForText2Image.from_pipe(self.plain, controlnet=net.eval().to(device))
         for pipeline in (self.plain, *self.controlled.values()):
             pipeline.set_progress_bar_config(disable=True)
+        self._is_compiled = False
         self._own_edge = int(self.plain.unet.config.sample_size) * self.plain.vae_scale_factor
 
     def draw(self, orders: Sequence[ImageSpec]) -> list[ImageArray]:
@@ -95,6 +99,14 @@ class Pipelines:
         for module in modules:
             module.to(memory_format=memory_format)
 
+    def compile(self) -> None:
+        """Compile the UNet, the VAE's decoder and the ControlNets, as diffusers' documentation says for GPUs; once."""
+        if not self._is_compiled:
+            self._is_compiled = True
+            for module in (self.plain.unet, *(pipeline.controlnet for pipeline in self.controlled.values())):
+                module.compile(fullgraph=True, mode=_COMPILE_MODE)
+            self.plain.vae.decode = torch.compile(self.plain.vae.decode, fullgraph=True, mode=_COMPILE_MODE)
+
 
 class DiffusersSubject:
     """A `FleetWorker` over diffusers: orders are grouped into calls, each of which runs inside `with_loras`."""
@@ -110,10 +122,11 @@ class DiffusersSubject:
         self._calls = calls
 
     def configure(self, *, threads: int, variant: str) -> None:
-        """Set threads and the memory format, which is the variant."""
+        """Set threads and the memory format, which is the variant; "compiled" is channels-last, too, and stays."""
         torch.set_num_threads(threads)
-        formats = {"": torch.contiguous_format, "channels_last": torch.channels_last}
-        self._pipelines.set_memory_format(formats[variant])
+        self._pipelines.set_memory_format(torch.channels_last if variant else torch.contiguous_format)
+        if variant == "compiled":
+            self._pipelines.compile()
 
     def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool) -> list[ItemOutcome]:
         """Make the calls; one by one, every order is a call of its own."""
@@ -133,10 +146,10 @@ class DiffusersSubject:
         """Do nothing: there is nothing to release."""
 
 
-def stock(models: ModelFolder, dtype: DTypeName) -> DiffusersSubject:
+def stock(models: ModelFolder, dtype: DTypeName, device: DeviceName) -> DiffusersSubject:
     """Build the `stock` peer (see the module docstring). Raises `SystemUnavailable` without PEFT."""
     _need_peft("diffusers")
-    pipelines = Pipelines(models, dtype)
+    pipelines = Pipelines(models, dtype, device)
 
     @contextmanager
     def with_loras(order: ImageSpec) -> Iterator[None]:
@@ -154,23 +167,23 @@ def stock(models: ModelFolder, dtype: DTypeName) -> DiffusersSubject:
     return DiffusersSubject(pipelines, with_loras, _arrival)
 
 
-def fair(models: ModelFolder, dtype: DTypeName) -> DiffusersSubject:
+def fair(models: ModelFolder, dtype: DTypeName, device: DeviceName) -> DiffusersSubject:
     """Build the `fair` peer (see the module docstring). Raises `SystemUnavailable` without PEFT, which reads the LoRA
     files once, at the start."""
     _need_peft("diffusers_fair")
-    return _merging(models, dtype, _arrival)
+    return _merging(models, dtype, device, _arrival)
 
 
-def batched(models: ModelFolder, dtype: DTypeName) -> DiffusersSubject:
+def batched(models: ModelFolder, dtype: DTypeName, device: DeviceName) -> DiffusersSubject:
     """Build the `batched` peer (see the module docstring). Raises `SystemUnavailable` without PEFT."""
     _need_peft("diffusers_batched")
-    return _merging(models, dtype, _all_at_once)
+    return _merging(models, dtype, device, _all_at_once)
 
 
 def _merging(
-    models: ModelFolder, dtype: DTypeName, calls: Callable[[list[ImageSpec]], list[list[int]]]
+    models: ModelFolder, dtype: DTypeName, device: DeviceName, calls: Callable[[list[ImageSpec]], list[list[int]]]
 ) -> DiffusersSubject:
-    pipelines = Pipelines(models, dtype)
+    pipelines = Pipelines(models, dtype, device)
     merged = MergedLoras({name: read_factors(pipelines.plain, path) for name, path in models.loras.items()})
 
     @contextmanager

@@ -45,7 +45,7 @@ from plait_serving.diffusion.controlnet.model import load_controlnet
 from plait_serving.diffusion.controlnet.service import ControlNetService, ServiceLimits
 from plait_serving.diffusion.errors import ControlNetUnavailable
 from plait_serving.diffusion.knobs import ExecutorName
-from plait_serving.diffusion.preparation import default_prepared_folder, preparer_for
+from plait_serving.diffusion.preparation import default_prepared_folder, preparer_for, uses_graphs
 
 __all__ = ["ControlNetDeployment", "ControlNetKnobs", "ServeConnect"]
 
@@ -102,7 +102,13 @@ class ControlNetDeployment:
             cache=default_prepared_folder(),
         )
         runner = run_on_own_thread(
-            lambda: load_controlnet(Path(folder), dtype=precision, device=place, preparer=preparer)
+            lambda: load_controlnet(
+                Path(folder),
+                dtype=precision,
+                device=place,
+                preparer=preparer,
+                graphs=uses_graphs(ExecutorName(executor), torch.device(place)),
+            )
         )
         self._service = ControlNetService(
             name,

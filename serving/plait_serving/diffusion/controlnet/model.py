@@ -20,9 +20,11 @@ from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 
 from plait_kernels.executors import Computation, PreparedProgram
+from plait_kernels.executors.cuda_capture import CudaCapture
+from plait_kernels.executors.graphs import Capture, GraphProgram
 from plait_serving.diffusion.bundle import check_controlnet, map_controlnet
 from plait_serving.diffusion.bundle import load_controlnet as load_model
-from plait_serving.diffusion.controlnet.computation import controlnet_computation
+from plait_serving.diffusion.controlnet.computation import ControlNetTrunk, controlnet_computation
 from plait_serving.diffusion.errors import EngineError, ModelError, OutOfMemory, RequestError
 from plait_serving.diffusion.preparation import Preparer, behind
 from plait_serving.diffusion.protocols import Conditioning, Residuals
@@ -118,14 +120,19 @@ class ControlNetModelRunner:
         """Return what an executor prepares; its weights must be in memory."""
         return controlnet_computation(self._headless)
 
-    def adopt(self, program: PreparedProgram) -> None:
-        """Run calls that need not be exact through a prepared program from now on; give torch's weights back.
+    def graphed(self, capture: Capture) -> GraphProgram:
+        """Return a program of graphs over the model's own weights."""
+        return GraphProgram(ControlNetTrunk(self._headless).eval(), capture, name="a ControlNet")
+
+    def adopt(self, program: PreparedProgram, *, live: bool = False) -> None:
+        """Run calls that need not be exact through a prepared program from now on; give torch's weights back unless it
+        reads those (`live`).
 
         From any thread.
         """
         with self._lock:
             self._program = program
-            if self._weights is not None:
+            if self._weights is not None and not live:
                 self._weights.release()
 
     @torch.inference_mode()
@@ -271,11 +278,13 @@ def load_controlnet(
     vae_factor: int | None = None,
     preparer: Preparer | None = None,
     adopted: Callable[[], None] = lambda: None,
+    graphs: bool = False,
 ) -> ControlNetModelRunner:
     """Load a ControlNet from a diffusers folder with safetensors weights, never a pickle. Raises `ModelError`.
 
     It is checked against `base` (a UNet's configuration) and `vae_factor` if given. With `preparer`, its program runs
     at once if it was converted before, else as soon as it is, from another thread; `adopted` is called then.
+    `graphs`: it runs as CUDA graphs; `device` is a CUDA device.
     """
     check_controlnet(folder, base=base, vae_factor=vae_factor)
     program = preparer.open_controlnet(folder) if preparer is not None else None
@@ -289,7 +298,9 @@ def load_controlnet(
         always=("controlnet_cond_embedding",),
     )
     runner = ControlNetModelRunner(model, dtype=dtype, weights=weights)
-    if program is not None:
+    if graphs:
+        runner.adopt(runner.graphed(CudaCapture(runner.device)), live=True)
+    elif program is not None:
         runner.adopt(program)
         adopted()
     elif preparer is not None:

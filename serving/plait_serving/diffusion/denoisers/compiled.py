@@ -12,10 +12,14 @@ from plait_serving.diffusion.denoisers.halves import EncoderOutput
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CompiledHalves:
-    """Both halves of one UNet. Compute thread only: a half's output lives until the next call."""
+    """Both halves of one UNet. Compute thread only: a half's output lives until the next call.
+
+    `live`: they read the UNet's own weights, so LoRA sets that are merged into those hold for them, too.
+    """
 
     encoder: PreparedProgram
     decoder: PreparedProgram
+    live: bool = False
 
     @property
     def settled(self) -> bool:
@@ -30,5 +34,5 @@ class CompiledHalves:
         return EncoderOutput(mid, tuple(skips), embedding, text)
 
     def decode(self, half: EncoderOutput, factors: RowFactors | None) -> torch.Tensor:
-        """Compute the second half: the model output `(R, c, h, w)`."""
+        """Compute the second half: the model output `(R, c, h, w)`, in memory of its own."""
         return self.decoder.run([half.sample, half.embedding, half.text, *half.skips], factors)[0]

@@ -161,8 +161,10 @@ class UNetDenoiser:
 
     def _compiled(self, calls: Sequence[StepCall] = ()) -> CompiledHalves | None:
         """Return the programs if they may run these calls."""
-        merged = any(call.merged for call in calls)
-        return None if merged or self._exact() is Exact.ALWAYS else self._halves
+        halves = self._halves
+        if halves is None or self._exact() is Exact.ALWAYS:
+            return None
+        return halves if halves.live or not any(call.merged for call in calls) else None
 
     def _load_weights(self) -> None:
         if self._weights is not None:

@@ -168,7 +168,7 @@ def test_models_of_real_size_draw_few_steps_at_the_edge_that_was_asked_for():
         assert {(item["steps"], item["edge"]) for item in workload.items} == {(4, 512)}
         assert {item["steps"] for item in workload.warm_up} == {1}
     assert {item["edge"] for item in workloads(["single"])[0].items} == {None}
-    with pytest.raises(BenchError, match="256 or 512 pixels wide, not 384"):
+    with pytest.raises(BenchError, match="256, 512, 1024 pixels wide, not 384"):
         Variety(size=SIZES["sd15"], edge=384)
     with pytest.raises(BenchError, match="no size 'sd3'; there are starter, sd15, sdxl"):
         size_of("sd3")
