@@ -1,0 +1,109 @@
+"""An engine whose UNet and ControlNets run as graphs, against diffusers; captured without a GPU (`support.graphs`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from plait_serving.diffusion.assemble import EngineSettings, build_engine
+from plait_serving.diffusion.denoisers.graphed import graphed_halves
+from plait_serving.diffusion.knobs import EngineKnobs, Exact, ExecutorName, Placement
+from plait_serving.diffusion.lora.source import FolderSource
+from plait_serving.diffusion.testing import EveryBatchPays
+from plait_serving.diffusion.values import ControlRef, ImageRequest, LoraRef, Scheduler
+from support.denoise import control_image, make_request
+from support.engine_probe import Probe, fused_reference
+from support.graphs import FakeCapture
+from support.tiny import tiny_lora
+
+ALONE, IN_COMPANY = 1e-5, 1e-4
+"""Largest difference of fp32 latents, as in test_engine_equality.py."""
+
+LORAS = (LoraRef(name="one", scale=0.9), LoraRef(name="two", scale=-0.6))
+CONTROLS = (ControlRef(name="a", image=control_image(1), scale=0.8), ControlRef(name="b", image=control_image(2)))
+
+
+class Graphed:
+    """The engine on a tiny SDXL, its captures, and diffusers on the same request."""
+
+    def __init__(self, folder, loras, controlnets) -> None:
+        self.folder, self.loras, self.controlnets = folder, loras, controlnets
+        settings = EngineSettings(
+            model=folder, lora_source=FolderSource(loras), controlnets=controlnets, converts=False,
+            executor=ExecutorName.TORCH,
+            knobs=EngineKnobs(threads=1, controlnet_placement=Placement.LOCAL, exact=Exact.NEVER),
+        )  # fmt: skip
+        assembled = build_engine(settings, costs=EveryBatchPays())
+        self.probe = Probe(assembled)
+        self.unet, self.capture = assembled.bundle.unet, FakeCapture()
+        assembled.denoiser.adopt(graphed_halves(self.unet, self.capture))
+
+    def latents(self, *requests: ImageRequest) -> list[torch.Tensor]:
+        """Ours."""
+        return self.probe.latents(*requests)
+
+    def difference(self, asked: ImageRequest, ours: torch.Tensor) -> float:
+        """To diffusers'."""
+        theirs = fused_reference(self.folder, asked, loras=self.loras, controlnets=self.controlnets)
+        return float((ours - theirs).abs().max())
+
+
+@pytest.fixture(scope="module")
+def graphed(tiny_sdxl_folder, tiny_sdxl_controlnets, tmp_path_factory):
+    """One, stopped at the end."""
+    folder = tmp_path_factory.mktemp("loras")
+    tiny_lora(folder / "one.safetensors", tiny_sdxl_folder, fmt="peft", rank=3)
+    tiny_lora(folder / "two.safetensors", tiny_sdxl_folder, fmt="kohya", rank=2, conv=True, seed=5)
+    there = Graphed(tiny_sdxl_folder, folder, dict(zip("ab", tiny_sdxl_controlnets, strict=True)))
+    yield there
+    there.probe.engine.stop(drain_s=0)
+
+
+def test_lora_sets_are_merged_under_the_same_graphs(graphed):
+    """Plain, with two LoRAs, with another, plain again: diffusers' latents, two graphs, and no weight has moved."""
+    plain = make_request(request_id="plain", scheduler=Scheduler.DPMPP_2M, guidance_scale=2.0)
+    addresses = [parameter.data_ptr() for parameter in graphed.unet.parameters()]
+    for asked in (plain, replace(plain, loras=LORAS), replace(plain, loras=LORAS[1:]), replace(plain, seed=9)):
+        (ours,) = graphed.latents(asked)
+        assert graphed.difference(asked, ours) <= ALONE
+    assert graphed.capture.tried == 2  # a half each
+    assert all(recording.replays >= 14 for recording in graphed.capture.recordings)
+    assert [parameter.data_ptr() for parameter in graphed.unet.parameters()] == addresses
+
+
+def test_residuals_are_added_between_the_graphs(graphed):
+    """Two ControlNets, whose residuals are added into the first graph's own memory, also as graphs themselves."""
+    asked = make_request(request_id="controlled", guidance_scale=2.0, controlnets=CONTROLS, loras=LORAS)
+    (ours,) = graphed.latents(asked)
+    assert graphed.difference(asked, ours) <= ALONE
+    for client in graphed.probe.assembled.controlnets.values():
+        runner = client._clients[Placement.LOCAL].runner
+        capture = FakeCapture()
+        runner.adopt(runner.graphed(capture), live=True)
+        (ours,) = graphed.latents(asked)
+        assert graphed.difference(asked, ours) <= ALONE
+        assert capture.recordings[0].replays == 3
+
+
+def test_a_batch_has_a_graph_of_its_own(graphed):
+    """Requests at other steps, with other seeds and ControlNets: equal in company."""
+    first = make_request(request_id="a", steps=5, seed=1, controlnets=CONTROLS[1:])
+    others = [make_request(request_id="b", steps=3, seed=2), make_request(request_id="c", steps=4, seed=3)]
+    found = graphed.latents(first, *others)
+    for asked, ours in zip((first, *others), found, strict=True):
+        assert graphed.difference(asked, ours) <= IN_COMPANY
+
+
+def test_exact_always_leaves_the_graphs(graphed):
+    """The modules themselves run: diffusers' bits."""
+    engine, capture = graphed.probe.engine, graphed.capture
+    before = [recording.replays for recording in capture.recordings]
+    engine.reconfigure(engine.knobs.model_copy(update={"exact": Exact.ALWAYS}))
+    try:
+        asked = make_request(request_id="exact", steps=3)
+        assert graphed.difference(asked, graphed.latents(asked)[0]) == 0.0
+    finally:
+        engine.reconfigure(engine.knobs.model_copy(update={"exact": Exact.NEVER}))
+    assert [recording.replays for recording in capture.recordings] == before
