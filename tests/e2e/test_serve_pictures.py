@@ -265,7 +265,5 @@ def test_serve_survives_kill_minus_9_of_the_engine_replica(plait_server):
     status, answer, _ = answers[0]
     assert status == 200, answer
     assert difference(image(answer["data"][0]["b64_json"]), expected) < 1.0
-    until_s = time.monotonic() + 30
-    while (health := plait_server.get("/health"))[0] != 200:
-        assert time.monotonic() < until_s, health[1]
-        time.sleep(0.2)
+    health = plait_server.get("/health")
+    assert health[0] == 200, health[1]

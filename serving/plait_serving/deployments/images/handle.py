@@ -53,7 +53,7 @@ class HandleImageService:
         would wait for as long as there is no replica."""
         try:
             async with asyncio.timeout(CATALOG_TIMEOUT_S):
-                catalog = await self._catalog_of_any()
+                catalog = await self._ask_any("catalog")
         except TimeoutError as error:
             raise self._none_within(CATALOG_TIMEOUT_S) from error
         assert isinstance(catalog, Catalog)
@@ -61,11 +61,11 @@ class HandleImageService:
         self._outages.found()
         return catalog
 
-    async def _catalog_of_any(self) -> object:
-        """Ask until a replica survives the question."""
+    async def _ask_any(self, method: str) -> object:
+        """Ask until a replica survives the question: for a while Serve offers those that are dead beside the others."""
         while True:
             try:
-                return await self._call("catalog")
+                return await self._call(method)
             except _ReplicaDied:
                 await asyncio.sleep(_PAUSE_S)  # for Serve to learn of it too
 
@@ -79,7 +79,7 @@ class HandleImageService:
     async def health(self) -> Health:
         """Return the health of a replica; if there is none or it does not answer, that is a reason and not an error."""
         try:
-            health = await asyncio.wait_for(self._call("health"), HEALTH_TIMEOUT_S)
+            health = await asyncio.wait_for(self._ask_any("health"), HEALTH_TIMEOUT_S)
         except TimeoutError:
             return Health(ready=False, reason=f"no engine replica answered within {HEALTH_TIMEOUT_S:g} s")
         except EngineError as error:
